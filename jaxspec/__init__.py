@@ -1,4 +1,4 @@
-"""Speculative decoding for Gemma 2 in JAX, with vLLM's API.
+"""Speculative decoding for Gemma in JAX, with vLLM's API.
 
 Reading order, from a user's call down to the device:
 

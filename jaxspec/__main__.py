@@ -34,7 +34,7 @@ def make_parser(prog: str = PROG) -> CommandParser:
     """The parser of the whole command line; `command` names the module that runs."""
     parser = CommandParser(
         prog=prog,
-        description="Speculative decoding for Gemma 2 and Gemma 3.",
+        description="Speculative decoding for Gemma 2 and 3.",
     )
     commands = parser.add_subparsers(
         title="subcommands", metavar="COMMAND", dest="command"

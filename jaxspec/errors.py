@@ -7,9 +7,18 @@ Knows nothing about which arguments exist.
 import difflib
 import math
 import numbers
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 MAX_SHOWN = 200
 
@@ -55,6 +64,32 @@ class EngineDeadError(Exception):
             or "The engine has stopped. See the log for what went wrong, and "
             "make a new one."
         )
+
+
+class NativePanicError(Exception):
+    """A library in Rust panicked: a fault of its own, met by one call."""
+
+
+def is_panic(error: BaseException) -> bool:
+    """Return whether an error is pyo3's, of a panic in Rust.
+
+    Its type derives from BaseException alone, and cannot be imported.
+    """
+    return type(error).__name__ == "PanicException"
+
+
+def call_native(function: Callable[..., T], *arguments: Any, **named: Any) -> T:
+    """Call into a library in Rust.
+
+    Raises:
+        NativePanicError: It panicked. Other errors pass as they are.
+    """
+    try:
+        return function(*arguments, **named)
+    except BaseException as error:
+        if is_panic(error):
+            raise NativePanicError(f"a native library panicked: {error}") from error
+        raise
 
 
 @contextmanager

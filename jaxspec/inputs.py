@@ -21,11 +21,11 @@ from jaxspec.errors import (
 
 _FORMS = "a string, a list of token ids, or a dict with 'prompt' or 'prompt_token_ids'"
 _UNSUPPORTED_KEYS = {
-    "multi_modal_data": "Gemma 2 reads text only",
-    "mm_processor_kwargs": "Gemma 2 reads text only",
+    "multi_modal_data": "the engine reads text only",
+    "mm_processor_kwargs": "the engine reads text only",
     "prompt_embeds": "prompts are given as text or token ids",
-    "encoder_prompt": "Gemma 2 has no encoder",
-    "decoder_prompt": "Gemma 2 has no encoder",
+    "encoder_prompt": "Gemma has no encoder",
+    "decoder_prompt": "Gemma has no encoder",
 }
 
 

@@ -5,8 +5,10 @@ prompts. Knows nothing about scheduling or devices.
 """
 
 import itertools
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, Unpack
 
 from jaxspec.beam_search import BeamSearch, BeamSearchOutput, step_params
@@ -14,7 +16,14 @@ from jaxspec.conversations import ChatOptions, Conversations, write_conversation
 from jaxspec.engine.arg_utils import EngineArgs
 from jaxspec.engine.engine_group import EngineGroup, make_engines
 from jaxspec.engine.llm_engine import LLMEngine
-from jaxspec.errors import RequestError, check_integer, refuse, wrong_argument
+from jaxspec.errors import (
+    EngineDeadError,
+    EngineGenerateError,
+    RequestError,
+    check_integer,
+    refuse,
+    wrong_argument,
+)
 from jaxspec.inputs import PromptType, join_token_ids, parse_prompt, split_prompts
 from jaxspec.metrics import Metric
 from jaxspec.outputs import RequestOutput
@@ -29,6 +38,10 @@ from jaxspec.text.tokenizer import Tokenizer
 
 class LLM:
     """A target model, optionally with a draft model, that continues texts.
+
+    Methods may be called in any thread. Calls that run at the same time share the
+    engine's batches, and each returns its own outputs. A call that fails or is
+    interrupted ends its own requests only.
 
     Usable as a context manager; leaving it frees the device memory.
 
@@ -73,8 +86,15 @@ class LLM:
             else LLMEngine.from_engine_args(args)
         )
         self._request_ids = map(str, itertools.count())
-        self._enqueued: list[str] = []
+        # The attributes below are used while the engine's lock is held.
+        self._unfinished: dict[str, tuple[Any, SamplingParams, int]] = {}
         self._finished: dict[str, RequestOutput] = {}
+        # Errors of steps that ended a request, until its own call raises them.
+        self._failures: dict[str, Exception] = {}
+        # With the thread that enqueued the request.
+        self._enqueued: dict[str, int] = {}
+        # Calls that run, by request.
+        self._calls: dict[str, _Call] = {}
         if warm_up:
             self.warm_up()
 
@@ -156,14 +176,23 @@ class LLM:
         """
         refuse("lora_request", lora_request)
         request_ids = self._add(split_prompts(prompts), sampling_params, priority)
-        self._enqueued += request_ids
+        with self.llm_engine.lock:
+            self._enqueued |= dict.fromkeys(request_ids, threading.get_ident())
         return request_ids
 
     def wait_for_completion(
         self, use_tqdm: bool | Callable[..., Any] = True
     ) -> list[RequestOutput]:
-        """Run what was enqueued since the last call; outputs in that order."""
-        request_ids, self._enqueued = self._enqueued, []
+        """Run the requests enqueued since the last call; outputs in that order.
+
+        These are the requests of this thread or, if it has none, of all threads.
+        """
+        with self.llm_engine.lock:
+            here = threading.get_ident()
+            own = [one for one, thread in self._enqueued.items() if thread == here]
+            request_ids = own or list(self._enqueued)
+            for request_id in request_ids:
+                del self._enqueued[request_id]
         return self._collect(request_ids, use_tqdm)
 
     def _add(
@@ -182,15 +211,18 @@ class LLM:
         if not isinstance(ranks, (list, tuple)) or len(ranks) != len(prompts):
             allowed = f"an integer, or a list of {len(prompts)}, one per prompt"
             raise wrong_argument(RequestError, "priority", allowed, priority)
-        request_ids: list[str] = []
-        try:
-            for prompt, params, rank in zip(prompts, params_list, ranks, strict=True):
-                request_id = next(self._request_ids)
-                self.llm_engine.add_request(request_id, prompt, params, priority=rank)
-                request_ids.append(request_id)
-        except BaseException:
-            self.llm_engine.abort_request(request_ids)
-            raise
+        prepare = self.llm_engine.input_processor.prepare
+        requests = []
+        for request in zip(prompts, params_list, ranks, strict=True):
+            prompt, params, rank = request
+            request_id = next(self._request_ids)
+            prepared = prepare(request_id, prompt, params, priority=rank)
+            requests.append((prepared, request))
+        request_ids = [prepared.request_id for prepared, _ in requests]
+        with self.llm_engine.lock, self._aborting(request_ids):
+            for prepared, request in requests:
+                self.llm_engine.admit(prepared)
+                self._unfinished[prepared.request_id] = request
         return request_ids
 
     def chat(
@@ -301,7 +333,7 @@ class LLM:
             prompts = [search.prompts() for search in searches]
             request_ids = self._add(list(itertools.chain(*prompts)), step, None)
             with self._aborting(request_ids):
-                self._run(set(request_ids), lambda output: None)
+                self._run(request_ids, lambda output: None)
                 told = iter(self._take(request_ids))
             for search, open_texts in zip(searches, prompts, strict=True):
                 search.advance(list(itertools.islice(told, len(open_texts))))
@@ -312,13 +344,13 @@ class LLM:
 
     def encode(self, *_: object, **__: object) -> None:
         raise NotImplementedError(
-            "encode() belongs to pooling models; Gemma 2 generates text. To get token "
+            "encode() belongs to pooling models; Gemma generates text. To get token "
             "ids use get_tokenizer().encode(text)."
         )
 
     def embed(self, *_: object, **__: object) -> None:
         raise NotImplementedError(
-            "embed() belongs to pooling models; Gemma 2 generates text."
+            "embed() belongs to pooling models; Gemma generates text."
         )
 
     def get_metrics(self) -> list[Metric]:
@@ -369,24 +401,24 @@ class LLM:
 
     def start_profile(self, folder: str = "jaxspec_profile") -> None:
         """Record what the devices do, for TensorBoard or Perfetto, into a folder."""
-        self.llm_engine.runner.start_profile(folder)
+        with self.llm_engine.lock:
+            self.llm_engine.runner.start_profile(folder)
 
     def stop_profile(self) -> None:
         """Write what was recorded."""
-        self.llm_engine.runner.stop_profile()
+        with self.llm_engine.lock:
+            self.llm_engine.runner.stop_profile()
 
     def _collect(
         self, request_ids: list[str], use_tqdm: bool | Callable[..., Any]
     ) -> list[RequestOutput]:
         """Run until all have ended; what else was enqueued is kept."""
-        missing = set(request_ids) - self._finished.keys()
+        with self.llm_engine.lock:
+            num_missing = sum(one not in self._finished for one in request_ids)
         with self._aborting(request_ids):
-            progress = Progress(len(missing), use_tqdm)
+            progress = Progress(num_missing, use_tqdm)
             with progress.watch(self.llm_engine):
-                self._run(missing, progress.add)
-        found = [one for one in request_ids if one in self._finished]
-        if len(found) < len(request_ids):
-            self._enqueued = found + self._enqueued
+                self._run(request_ids, progress.add)
         return self._take(request_ids)
 
     @contextmanager
@@ -398,35 +430,146 @@ class LLM:
         try:
             yield
         except BaseException:
-            self.llm_engine.abort_request(request_ids)
-            for request_id in request_ids:
-                self._finished.pop(request_id, None)
+            with self.llm_engine.lock:
+                self.llm_engine.abort_request(request_ids)
+                for request_id in request_ids:
+                    for kept in (self._unfinished, self._finished, self._failures):
+                        kept.pop(request_id, None)
             raise
 
     def _take(self, request_ids: list[str]) -> list[RequestOutput]:
-        """Return the outputs of requests that have ended."""
-        lost = [one for one in request_ids if one not in self._finished]
-        if lost:
-            raise RequestError(
-                f"Requests {', '.join(lost)} ended without an output: they were "
-                "aborted, or a call before this one failed and ended all that ran. "
-                "Enqueue them again; the next wait_for_completion() has the others.",
-                parameter="request_id",
-                value=lost,
-            )
-        return [self._finished.pop(one) for one in request_ids]
+        """Return the outputs of requests that have ended.
 
-    def _run(self, missing: set[str], add: Callable[[RequestOutput], None]) -> None:
-        """Step the engine until it is idle."""
-        while self.llm_engine.has_unfinished_requests():
-            for output in self.llm_engine.step():
-                is_ours = output.request_id in missing
-                if not output.finished:
-                    continue
-                if is_ours or output.request_id in self._enqueued:
-                    self._finished[output.request_id] = output
-                if is_ours:
+        Raises:
+            EngineGenerateError: A step failed that another call took, and ended some.
+            RequestError: Some were aborted. In both cases the outputs of the others
+                are returned by the next `wait_for_completion`.
+        """
+        with self.llm_engine.lock:
+            lost = [one for one in request_ids if one not in self._finished]
+            if not lost:
+                return [self._finished.pop(one) for one in request_ids]
+            for request_id in lost:
+                self._unfinished.pop(request_id, None)
+            failures = [
+                self._failures.pop(one) for one in lost if one in self._failures
+            ]
+            found = [one for one in request_ids if one in self._finished]
+            here = threading.get_ident()
+            self._enqueued = dict.fromkeys(found, here) | self._enqueued
+        names = ", ".join(lost)
+        advice = "Enqueue them again; the next wait_for_completion() has the others."
+        if failures:
+            raise EngineGenerateError(
+                f"Requests {names} ended without an output: a step failed: "
+                f"{failures[0]!r}. {advice}"
+            ) from failures[0]
+        raise RequestError(
+            f"Requests {names} ended without an output: they were aborted, or a call "
+            f"before this one failed and ended all that ran. {advice}",
+            parameter="request_id",
+            value=lost,
+        )
+
+    def _run(
+        self, request_ids: list[str], add: Callable[[RequestOutput], None]
+    ) -> None:
+        """Step the engine until these requests have ended.
+
+        The last running call steps until the engine is idle.
+
+        Args:
+            add: Called with each output, outside the lock.
+        """
+        call = _Call(request_ids)
+        try:
+            with self.llm_engine.lock:
+                self._calls |= dict.fromkeys(request_ids, call)
+            is_running = True
+            while is_running:
+                with self.llm_engine.lock:
+                    is_running = not self._is_over(call)
+                    if is_running:
+                        self._step(call)
+                    ended, call.ended = call.ended, []
+                for output in ended:
                     add(output)
+        finally:
+            with self.llm_engine.lock:
+                for request_id in request_ids:
+                    self._calls.pop(request_id, None)
+
+    def _is_over(self, call: "_Call") -> bool:
+        """Whether a call has nothing left to wait for or to do."""
+        while call.num_ended < len(call.request_ids):
+            if self.llm_engine.is_unfinished(call.request_ids[call.num_ended]):
+                return False
+            call.num_ended += 1
+        is_last = len(self._calls) == len(call.request_ids)
+        return not (is_last and self.llm_engine.has_unfinished_requests())
+
+    def _step(self, call: "_Call") -> None:
+        """Take a step, and give the outputs to the calls that wait for them."""
+        try:
+            for output in self.llm_engine.step():
+                request_id = output.request_id
+                if output.finished and request_id in self._unfinished:
+                    self._finished[request_id] = output
+                    del self._unfinished[request_id]
+                    if request_id in self._calls:
+                        self._calls[request_id].ended.append(output)
+        except Exception as error:
+            if self._is_failure_of(call, error):
+                raise
+        except BaseException:
+            self._add_again(call)
+            raise
+
+    def _is_failure_of(self, call: "_Call", error: Exception) -> bool:
+        """Keep a step's error for the other calls whose requests it has ended.
+
+        Returns:
+            Whether it is also, or only, this call's.
+        """
+        lost = self._lost()
+        self._failures |= dict.fromkeys(lost, error)
+        others = {self._calls.get(one) for one in lost} - {call, None}
+        is_ours = any(self._calls.get(one) is call for one in lost)
+        return is_ours or not others or isinstance(error, EngineDeadError)
+
+    def _add_again(self, call: "_Call") -> None:
+        """Begin other calls' requests again, which an interrupt of this one has ended.
+
+        None of their outputs has been returned: requests report only their end.
+        """
+        for request_id in self._lost():
+            if self._calls.get(request_id) is not call:
+                prompt, params, rank = self._unfinished[request_id]
+                self.llm_engine.add_request(request_id, prompt, params, priority=rank)
+
+    def _lost(self) -> list[str]:
+        """Requests that have no output, and that the engine does not have any more."""
+        return [
+            request_id
+            for request_id in self._unfinished
+            if not self.llm_engine.is_unfinished(request_id)
+            and request_id not in self._failures
+            and request_id not in self._finished
+        ]
+
+
+@dataclass(eq=False)
+class _Call:
+    """Requests that one call waits for.
+
+    Attributes:
+        num_ended: Length of the prefix of `request_ids` that has ended.
+        ended: Outputs that the call has not seen yet.
+    """
+
+    request_ids: list[str]
+    num_ended: int = 0
+    ended: list[RequestOutput] = field(default_factory=list[RequestOutput])
 
 
 def _one_per_prompt(params: Any, num_prompts: int) -> list[SamplingParams]:

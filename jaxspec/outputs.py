@@ -168,7 +168,8 @@ class CompletionOutput:
         cumulative_logprob: Sum over the tokens; None unless logprobs were asked for.
         logprobs: By position.
         finish_reason: "stop", "length", "abort" or "error"; None while it runs.
-        stop_reason: The stop string or stop token id that ended it; None for others.
+        stop_reason: The stop string or stop token id that ended it; after an error,
+            what went wrong; None for others.
         token_origins: Who drew each token; None unless that was asked for.
     """
 

@@ -42,7 +42,10 @@ class Progress:
     def watch(self, engine: Announcer) -> Iterator[None]:
         """Show also what the engine compiles meanwhile."""
         with self._bar:
-            engine.announce_compiles(self._tell if self._is_shown else None)
+            if not self._is_shown:  # another thread's bar may show them
+                yield
+                return
+            engine.announce_compiles(self._tell)
             try:
                 yield
             finally:

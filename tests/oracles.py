@@ -129,16 +129,13 @@ def model_config(model: Any, **changes: Any) -> ModelConfig:
 def init_kv_pages(
     config: ModelConfig, num_pages: int, page_size: int, dtype: Any, copies: int = 1
 ) -> tuple[jax.Array, ...]:
-    """Zeroed pages, one array per layer; KV heads are there `copies` times.
-
-    Where layers are scanned, those of a kind are in one array.
-    """
-    count = config.num_layers
-    if config.scan_layers:
-        num_pages, count = num_pages * config.num_turns, config.period
+    """Zeroed pages, one array per pool; KV heads are there `copies` times."""
     heads = copies * config.num_kv_heads
-    shape = (num_pages, page_size, 2 * heads, config.head_dim)
-    return tuple(jnp.zeros(shape, dtype) for _ in range(count))
+    shape = (page_size, 2 * heads, config.head_dim)
+    return tuple(
+        jnp.zeros((count * num_pages, *shape), dtype)
+        for count in config.layers_of_pools
+    )
 
 
 @dataclass

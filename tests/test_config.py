@@ -179,7 +179,6 @@ def test_a_bad_model_file(changes: dict[str, Any], given: str, allowed: str):
         ({"rope_scaling": {"type": "linear"}}, "'linear'", "'default'"),
         ({"layer_types": ["full_attention"]}, "'full_", "'sliding_attention'"),
         ({"layer_types": 5}, "5", "'sliding_attention'"),
-        ({"tie_word_embeddings": False}, "False", "True"),
         ({"use_bidirectional_attention": True}, "True", "False"),
     ],
 )
@@ -190,6 +189,19 @@ def test_a_variant_that_is_not_computed(
         config_from_hf(GEMMA_2_2B_IT | changes)
     assert given in str(caught.value)
     assert allowed in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("value", "is_tied"), [(None, True), (True, True), (False, False)]
+)
+def test_a_tie_of_null_is_the_default(value: object, is_tied: bool):
+    config = config_from_hf(GEMMA_2_2B_IT | {"tie_word_embeddings": value})
+    assert config.tie_word_embeddings is is_tied
+
+
+def test_a_tie_that_is_no_boolean_is_refused():
+    with pytest.raises(ConfigError, match="tie_word_embeddings must be .*'no'"):
+        config_from_hf(GEMMA_2_2B_IT | {"tie_word_embeddings": "no"})
 
 
 @pytest.mark.parametrize("name", ["use_bidirectional_attention", "attention_bias"])

@@ -10,6 +10,8 @@ import jaxspec.llm
 import jaxspec_checkpoints
 from jaxspec.config import EngineConfig
 from jaxspec.engine.arg_utils import EngineArgs
+from jaxspec.engine.engine_lock import EngineLock
+from jaxspec.engine.input_processor import Prepared
 from jaxspec.engine.runner import Runner
 from jaxspec.errors import ConfigError, RequestError
 from jaxspec.llm import LLM
@@ -30,7 +32,9 @@ class Echo:
 
     def __init__(self, args: EngineArgs):
         self.args = args
+        self.lock = EngineLock()
         self.config = Config()
+        self.input_processor = self
         self.tokenizer = TOKENIZER
         self.params: dict[str, SamplingParams] = {}
         self.waiting: dict[str, Any] = {}
@@ -45,21 +49,29 @@ class Echo:
     def from_engine_args(cls, args: EngineArgs) -> "Echo":
         return cls(args)
 
-    def add_request(
+    def prepare(
         self,
         request_id: str,
         prompt: Any,
         params: SamplingParams,
         *,
         priority: int = 0,
-    ) -> str:
+    ) -> Prepared:
         if prompt == "bad":
             raise RequestError("bad prompt")
+        request: Any = (prompt, params, priority)
+        return Prepared(request_id, [request])
+
+    def admit(self, prepared: Prepared) -> None:
+        request: Any = prepared.requests[0]
+        prompt, params, priority = request
         self.priorities.append(priority)
-        self.waiting[request_id] = prompt
+        self.waiting[prepared.request_id] = prompt
         self.prompts.append(prompt)
-        self.params[request_id] = params
-        return request_id
+        self.params[prepared.request_id] = params
+
+    def is_unfinished(self, request_id: str) -> bool:
+        return request_id in self.waiting
 
     def has_unfinished_requests(self) -> bool:
         return bool(self.waiting)

@@ -19,7 +19,12 @@ from jaxspec_checkpoints.checkpoint import Checkpoint
 from jaxspec_checkpoints.errors import CheckpointError
 from jaxspec_checkpoints.gemma.published import tensor_shapes
 from jaxspec_checkpoints.layout import Layout, Sizes, check_tensors
-from jaxspec_checkpoints.reading import model_files, open_checkpoint, read_config
+from jaxspec_checkpoints.reading import (
+    lists_head,
+    model_files,
+    open_checkpoint,
+    read_config,
+)
 from jaxspec_checkpoints.tensor import Tensor, in_memory
 
 __all__ = [
@@ -34,6 +39,7 @@ __all__ = [
     "bundled_target",
     "check_tensors",
     "in_memory",
+    "lists_head",
     "model_files",
     "open_checkpoint",
     "packaged_gemma3",

@@ -21,7 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         checkpoint = open_checkpoint(options.source)
         if options.command == "inspect":
-            print(describe(checkpoint))
+            print(describe(checkpoint.resolved()))
         elif options.command == "trim":
             if options.output is None and not checkpoint.folder.is_dir():
                 raise CheckpointError(

@@ -1,13 +1,13 @@
 """Owns `Checkpoint`: what every format is read into."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from jaxspec_checkpoints.layout import Layout, Sizes
+from jaxspec_checkpoints.layout import EMBEDDING, HEAD, TIE, Layout, Sizes
 from jaxspec_checkpoints.quantization import held_bytes
-from jaxspec_checkpoints.tensor import Tensor
+from jaxspec_checkpoints.tensor import Tensor, have_same_bytes
 
 # Of a draft: its tokens, most frequent first. See `jaxspec_checkpoints.trimming`.
 TOKEN_MAP = "draft_token_map.json"
@@ -35,7 +35,8 @@ class Checkpoint:
         config: Content of HuggingFace's `config.json`; derived from the shapes where
             the format has none.
         generation_config: Content of `generation_config.json`, empty without one.
-        tensors: By canonical name; complete, and of the shapes the config says.
+        tensors: By canonical name; complete, and of the shapes the config says. Until
+            it is `resolved`, an `lm_head.weight` may be a copy of the embedding.
         side_files: By name, those of `SIDE_FILES` that exist.
         made_files: Those that are made of what the format has in their place; the
             functions return the contents.
@@ -64,6 +65,28 @@ class Checkpoint:
     def num_bytes(self) -> int:
         """Bytes of all tensors as they are kept."""
         return sum(map(held_bytes, self.tensors.values()))
+
+    def resolved(self) -> "Checkpoint":
+        """Return the model with one LM head: `lm_head.weight`, or the embedding.
+
+        An `lm_head.weight` with the embedding's bytes is a copy and is left out; with
+        other bytes it is the head, whatever `tie_word_embeddings` says. The config of
+        the result says which. Reads both matrices up to their first difference.
+
+        Raises:
+            CheckpointError: A file is damaged.
+        """
+        if HEAD not in self.tensors or HEAD in self.layout.tensor_shapes(self.sizes):
+            return self
+        tensors = dict(self.tensors)
+        is_tied = have_same_bytes(tensors[EMBEDDING], tensors[HEAD])
+        if is_tied:
+            del tensors[HEAD]
+        config = self.config
+        # Not said means tied.
+        if config.get(TIE) is not is_tied and (TIE in config or not is_tied):
+            config = {**config, TIE: is_tied}
+        return replace(self, config=config, tensors=tensors)
 
     @property
     def tokenizer_folder(self) -> Path:

@@ -14,11 +14,11 @@ from jaxspec_checkpoints.checkpoint import Checkpoint
 from jaxspec_checkpoints.errors import CheckpointError
 from jaxspec_checkpoints.files import check_inside, listing, read_json, side_files
 from jaxspec_checkpoints.layout import (
-    HEAD,
     Layout,
     Sizes,
     check_tensors,
     layout_of,
+    must_be_tied,
 )
 from jaxspec_checkpoints.packing import PACKED_TYPES, scheme_of, unpack
 from jaxspec_checkpoints.tensor import Tensor
@@ -55,11 +55,8 @@ def open_huggingface(folder: Path, layouts: Mapping[str, Layout]) -> Checkpoint:
     is_quantized = scheme_of(config) is not None
     tensors = read_tensors(folder, more_types=PACKED_TYPES if is_quantized else {})
     tensors = layout.canonical_tensors(tensors, sizes.vocab_size)
-    if config.get("tie_word_embeddings") in (None, True):
-        # A copy of the embedding, written by some exporters.
-        tensors.pop(HEAD, None)
     tensors = unpack(config, tensors)
-    check_tensors(layout, sizes, tensors)
+    check_tensors(layout, sizes, tensors, is_tied=must_be_tied(config))
     return Checkpoint(
         format="hf",
         layout=layout,
@@ -69,6 +66,21 @@ def open_huggingface(folder: Path, layouts: Mapping[str, Layout]) -> Checkpoint:
         tensors=tensors,
         side_files=found,
     )
+
+
+def huggingface_names(folder: Path) -> list[str]:
+    """Return the names of a folder's tensors, as its files spell them.
+
+    Raises:
+        CheckpointError: The file or index that lists them cannot be read.
+    """
+    if not (folder / SINGLE).is_file():
+        return list(_weight_map(folder / INDEX))
+    try:
+        return list(safe_open(folder / SINGLE, framework="numpy").keys())
+    except (SafetensorError, OSError) as error:
+        message = f"{folder / SINGLE} is no readable safetensors file: {error}"
+        raise CheckpointError(message) from error
 
 
 def read_tensors(

@@ -14,11 +14,13 @@ from jaxspec_checkpoints.files import check_inside, read_json, side_files
 from jaxspec_checkpoints.gemma.flax_layout import EMBEDDER, leaf_shapes, views
 from jaxspec_checkpoints.gemma.flax_tree import FlaxTree, read_tree
 from jaxspec_checkpoints.layout import (
+    HEAD,
     Layout,
     Sizes,
     check_tensors,
     common_dtype,
     layout_of,
+    must_be_tied,
 )
 from jaxspec_checkpoints.storage import ArrayWriter, is_orbax, open_arrays
 from jaxspec_checkpoints.tensor import Tensor
@@ -55,7 +57,7 @@ def open_kaggle(folder: Path, layouts: Mapping[str, Layout]) -> Checkpoint:
         config = _published(weights, layout, sizes)
         tensors = tree.tensors(sizes, layout.pad_rows)
         config["torch_dtype"] = common_dtype(tensors).name
-    check_tensors(layout, sizes, tensors)
+    check_tensors(layout, sizes, tensors, is_tied=must_be_tied(config))
     generation = found.get("generation_config.json")
     return Checkpoint(
         format="kaggle",
@@ -103,7 +105,7 @@ def _variants(folder: Path) -> list[Path]:
 
 
 def _layout_of_tree(tree: FlaxTree, layouts: Mapping[str, Layout]) -> Layout:
-    """The family that a tree's names tell, where there is no `config.json`."""
+    """Find the family by the names in a tree, where there is no `config.json`."""
     for layout in layouts.values():
         if layout.flax is not None and layout.flax.has_qk_norm == tree.has_qk_norm:
             return layout
@@ -140,11 +142,16 @@ def write_kaggle(
         on_bytes: Called with the number of bytes after each write.
 
     Raises:
-        CheckpointError: A tensor is damaged, cannot be cast, or the sizes leave it open
-            which way `gating_einsum` is.
+        CheckpointError: A tensor is damaged or cannot be cast, the LM head is untied,
+            or the sizes leave it open which way `gating_einsum` is.
     """
     if layout.flax is None:
         raise CheckpointError(f"Kaggle's format has no form for {layout.title}")
+    if HEAD in tensors:
+        raise CheckpointError(
+            f"to must be hf or orbax for a model with an {HEAD} of its own: Kaggle's "
+            "format has no place for it"
+        )
     size, name, pads = (
         layout.published_name(sizes),
         layout.flax.name,

@@ -14,7 +14,9 @@ from jaxspec_checkpoints.errors import CheckpointError
 from jaxspec_checkpoints.tensor import Tensor
 
 EMBEDDING = "model.embed_tokens.weight"
+# Of a model whose embedding and LM head differ; a model with one matrix has none.
 HEAD = "lm_head.weight"
+TIE = "tie_word_embeddings"
 DTYPES = ("float32", "bfloat16", "float16")
 # First parts of the canonical names, after `model.`.
 _PARTS = ("embed_tokens.", "layers.", "norm.")
@@ -178,8 +180,35 @@ def layout_of(config: Mapping[str, Any], layouts: Mapping[str, Layout]) -> Layou
     return layouts[kind]
 
 
-def check_tensors(layout: Layout, sizes: Sizes, tensors: Mapping[str, Tensor]) -> None:
+def must_be_tied(config: Mapping[str, Any]) -> bool | None:
+    """Return what `check_tensors` needs to know of a `config.json`: False or None.
+
+    "Tied" is the format's default, which exporters write for any model, so it says
+    nothing: `lm_head.weight` decides (`Checkpoint.resolved`).
+
+    Raises:
+        CheckpointError: `tie_word_embeddings` is no boolean.
+    """
+    value = config.get(TIE)
+    if value is not None and not isinstance(value, bool):
+        raise CheckpointError(
+            f"config.json: {TIE} must be true or false, got {value!r:.80}"
+        )
+    return False if value is False else None
+
+
+def check_tensors(
+    layout: Layout,
+    sizes: Sizes,
+    tensors: Mapping[str, Tensor],
+    *,
+    is_tied: bool | None = None,
+) -> None:
     """Check that `tensors` are exactly the model that the config describes.
+
+    Args:
+        is_tied: Whether the embedding is the LM head, so that `lm_head.weight` must be
+            absent; False: it must be there; None: it may be there.
 
     Raises:
         CheckpointError: Names the first tensor that is unknown, missing, or of another
@@ -193,6 +222,8 @@ def check_tensors(layout: Layout, sizes: Sizes, tensors: Mapping[str, Tensor]) -
             "config is another model's"
         )
     expected = layout.tensor_shapes(sizes)
+    if is_tied is False or (is_tied is None and HEAD in tensors):
+        expected[HEAD] = sizes.vocab_size, sizes.hidden_size
     for name, tensor in tensors.items():
         if name not in expected:
             raise CheckpointError(_unknown(name, tensor, layout, sizes))
@@ -207,6 +238,12 @@ def check_tensors(layout: Layout, sizes: Sizes, tensors: Mapping[str, Tensor]) -
                 f"{', '.join(DTYPES)} ({tensor.source})"
             )
     missing = [name for name in expected if name not in tensors]
+    if missing == [HEAD]:
+        raise CheckpointError(
+            f"the checkpoint has no tensor {HEAD!r}, and config.json has {TIE}=false: "
+            f"fetch or export it again, or set {TIE} to true if the embedding is the "
+            "LM head"
+        )
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise CheckpointError(f"the checkpoint has no tensor {missing[0]!r}{more}")

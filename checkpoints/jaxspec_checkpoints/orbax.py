@@ -17,7 +17,13 @@ from jaxspec_checkpoints.casting import cast_blocks
 from jaxspec_checkpoints.checkpoint import Checkpoint
 from jaxspec_checkpoints.errors import CheckpointError
 from jaxspec_checkpoints.files import check_inside, listing, read_json, side_files
-from jaxspec_checkpoints.layout import Layout, Sizes, check_tensors, layout_of
+from jaxspec_checkpoints.layout import (
+    Layout,
+    Sizes,
+    check_tensors,
+    layout_of,
+    must_be_tied,
+)
 from jaxspec_checkpoints.packing import unpack
 from jaxspec_checkpoints.storage import (
     ArrayWriter,
@@ -70,7 +76,8 @@ def open_own(folder: Path, layouts: Mapping[str, Layout]) -> Checkpoint:
         for name, record in recorded.items()
     }
     tensors = unpack(config, tensors)
-    check_tensors(layout, Sizes.from_config(config), tensors)
+    sizes = Sizes.from_config(config)
+    check_tensors(layout, sizes, tensors, is_tied=must_be_tied(config))
     generation = found.get("generation_config.json")
     return Checkpoint(
         format="orbax",
@@ -81,6 +88,15 @@ def open_own(folder: Path, layouts: Mapping[str, Layout]) -> Checkpoint:
         tensors=tensors,
         side_files=found,
     )
+
+
+def own_names(folder: Path) -> list[str]:
+    """Return the names of a folder's tensors.
+
+    Raises:
+        CheckpointError: The manifest cannot be read.
+    """
+    return list(_read_manifest(check_inside(folder, folder / MANIFEST)))
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:

@@ -270,7 +270,7 @@ def _compressed(
             f"tensor '{parts.module}.weight_packed' of shape {words.shape} cannot hold "
             f"a matrix of {shape} ({words.source})"
         )
-    parts.maybe("weight_g_idx")
+    _check_order(parts, "weight_g_idx", scheme, shape[1])
     zeros, offset = parts.maybe("weight_zero_point"), 1 << (bits - 1)
     num_groups = scheme.num_groups(shape[1])
 
@@ -300,6 +300,20 @@ def _narrowed(values: np.ndarray, scheme: Scheme, origin: Tensor) -> np.ndarray:
             "says"
         )
     return values.astype(scheme.value_type)
+
+
+def _check_order(parts: _Parts, name: str, scheme: Scheme, num_features: int) -> None:
+    """Refuse groups of features in an order of their own; -1 everywhere is none."""
+    order = parts.maybe(name)
+    if order is None:
+        return
+    ids, size = order.whole(), scheme.group_size or num_features
+    if (ids == -1).all() or np.array_equal(ids, np.arange(num_features) // size):
+        return
+    raise CheckpointError(
+        f"tensor '{parts.module}.{name}' has groups of features in an order of their "
+        f"own, which is not supported ({order.source})"
+    )
 
 
 def _check_zeros(parts: _Parts) -> None:
@@ -363,14 +377,9 @@ def _gptq(
     words, scales, zeros = (
         parts.take(name) for name in ("qweight", "scales", "qzeros")
     )
-    bits, order = given["bits"], parts.maybe("g_idx")
+    bits = given["bits"]
     shape = words.shape[1], words.shape[0] * (32 // bits)
-    size = scheme.group_size or shape[1]
-    if order is not None and (order.whole() != np.arange(shape[1]) // size).any():
-        raise CheckpointError(
-            f"tensor '{parts.module}.g_idx' has groups of features in an order of "
-            f"their own, which is not supported ({order.source})"
-        )
+    _check_order(parts, "g_idx", scheme, shape[1])
     is_newer = given.get("checkpoint_format") == "gptq_v2"
 
     def unpacked() -> np.ndarray:

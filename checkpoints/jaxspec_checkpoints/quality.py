@@ -80,13 +80,16 @@ class Quality:
 def write_quality(folder: Path, quality: Quality) -> Path:
     """Write it into a checkpoint's folder, whole or not at all; return where.
 
+    Args:
+        folder: Or a GGUF file, which it is written next to.
+
     Raises:
         CheckpointError: The folder cannot be written to.
     """
-    path = folder / QUALITY
+    path = _place(folder)
     text = json.dumps(asdict(quality), indent=2) + "\n"
     try:
-        with tempfile.TemporaryDirectory(dir=folder, prefix=".quality.") as part:
+        with tempfile.TemporaryDirectory(dir=path.parent, prefix=".quality.") as part:
             made = Path(part) / QUALITY
             made.write_text(text, encoding="utf-8")
             made.replace(path)
@@ -95,16 +98,22 @@ def write_quality(folder: Path, quality: Quality) -> Path:
     return path
 
 
+def _place(folder: Path) -> Path:
+    if folder.is_file():
+        return folder.with_name(f"{folder.name}.{QUALITY}")
+    return folder / QUALITY
+
+
 def read_quality(folder: Path) -> Quality | None:
     """What has been measured of the checkpoint in a folder; None if nobody has.
 
     Raises:
         CheckpointError: The file is damaged.
     """
-    path = folder / QUALITY
+    path = _place(folder)
     if not path.exists():
         return None
-    content = read_json(check_inside(folder, path))
+    content = read_json(check_inside(path.parent, path))
     kinds: dict[str, Any] = {item.name: item.type for item in fields(Quality)}
     wrong = [name for name, kind in kinds.items() if not _is(content.get(name), kind)]
     if wrong or content.keys() != kinds.keys():

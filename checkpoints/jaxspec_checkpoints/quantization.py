@@ -274,7 +274,8 @@ def derived(
 def quantized(tensor: Tensor, scheme: Scheme) -> QuantizedTensor:
     """A matrix that is quantized block by block as its values are read.
 
-    A matrix that is quantized already keeps its numbers: see `shared_scheme`. The
+    A matrix that is quantized already keeps its numbers where the scheme can hold them
+    (see `shared_scheme`), and is else quantized again: an LM head, to int8 rows. The
     scales of others exist once the values were read; before, reading the scales reads
     the matrix.
 
@@ -282,7 +283,9 @@ def quantized(tensor: Tensor, scheme: Scheme) -> QuantizedTensor:
         CheckpointError: Groups do not divide the features.
     """
     if isinstance(tensor, QuantizedTensor):
-        return _regrouped(tensor, scheme)
+        regrouped = _regrouped(tensor, scheme)
+        if regrouped is not None:
+            return regrouped
     num_rows, features = tensor.shape
     if features % (scheme.group_size or features):
         raise CheckpointError(
@@ -317,15 +320,19 @@ def quantized(tensor: Tensor, scheme: Scheme) -> QuantizedTensor:
     return quantized_tensor(values, scales)
 
 
-def _regrouped(tensor: QuantizedTensor, scheme: Scheme) -> QuantizedTensor:
-    """The same numbers as values of the scheme's type and scales of its groups."""
+def _regrouped(tensor: QuantizedTensor, scheme: Scheme) -> QuantizedTensor | None:
+    """The same numbers as values of the scheme's type and scales of its groups.
+
+    None if the scheme cannot hold them.
+    """
     num_rows, num_groups = tensor.scales.shape
     needed = scheme.num_groups(tensor.shape[1])
     kinds = tensor.values.dtype, scheme.value_type
     if kinds[0] == kinds[1] and needed == num_groups:
         return tensor
     is_wider = kinds in ((VALUE_TYPES[INT4][0], VALUE_TYPES[INT8][0]), (kinds[1],) * 2)
-    assert is_wider and needed % num_groups == 0, "these groups do not hold the numbers"
+    if not is_wider or needed % num_groups:
+        return None
     values = derived(
         tensor.values,
         lambda start, rows: rows.astype(scheme.value_type),

@@ -19,11 +19,16 @@ from jaxspec_checkpoints.files import (
     side_files,
 )
 from jaxspec_checkpoints.gemma.published import LAYOUTS
+from jaxspec_checkpoints.gguf.file import read_gguf
 from jaxspec_checkpoints.gguf.reading import find_gguf, is_gguf, open_gguf
-from jaxspec_checkpoints.huggingface import is_huggingface, open_huggingface
+from jaxspec_checkpoints.huggingface import (
+    huggingface_names,
+    is_huggingface,
+    open_huggingface,
+)
 from jaxspec_checkpoints.kaggle import is_kaggle, kaggle_files, open_kaggle
 from jaxspec_checkpoints.layout import Layout
-from jaxspec_checkpoints.orbax import is_own, open_own
+from jaxspec_checkpoints.orbax import is_own, open_own, own_names
 
 # A mark beside a folder that `write_checkpoint` has not finished.
 INCOMPLETE = "INCOMPLETE"
@@ -73,6 +78,28 @@ def _open(folder: Path, layouts: Mapping[str, Layout]) -> Checkpoint:
         "(HuggingFace), an Orbax folder (Kaggle/Flax), a converted one, or a .gguf "
         f"file; found: {listing(folder)}"
     )
+
+
+def lists_head(folder: str | Path) -> bool:
+    """Return whether the weights in a folder list an LM head of its own.
+
+    Reads names only. Of a folder that cannot be opened it is False: `open_checkpoint`
+    says what is wrong with it.
+    """
+    folder = expand(folder)
+    try:
+        with readable(folder):
+            if is_huggingface(folder):
+                names = huggingface_names(folder)
+            elif is_own(folder):
+                names = own_names(folder)
+            else:
+                gguf = find_gguf(folder)
+                names = [] if gguf is None else list(read_gguf(gguf).tensors)
+    except CheckpointError:
+        return False
+    parts = (name.split(".") for name in names)
+    return any("lm_head" in one or one[0] == "output" for one in parts)
 
 
 def model_files(folder: str | Path) -> dict[str, Path]:

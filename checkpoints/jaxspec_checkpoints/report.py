@@ -3,7 +3,7 @@
 import math
 
 from jaxspec_checkpoints.checkpoint import Checkpoint
-from jaxspec_checkpoints.layout import Sizes, common_dtype
+from jaxspec_checkpoints.layout import HEAD, Sizes, common_dtype
 from jaxspec_checkpoints.packing import scheme_of
 from jaxspec_checkpoints.quality import read_quality
 from jaxspec_checkpoints.quantization import QuantizedTensor, held_bytes
@@ -47,11 +47,12 @@ def describe(checkpoint: Checkpoint) -> str:
             f"{sizes.num_q_heads} query, {sizes.num_kv_heads} KV, of {sizes.head_dim}",
         ),
         ("vocabulary", f"{sizes.vocab_size:,}"),
+        ("LM head", HEAD if HEAD in checkpoint.tensors else "the embedding"),
         ("tensors", f"{len(checkpoint.tensors):,}"),
         ("parameters", f"{checkpoint.num_parameters:,}"),
         ("bytes", f"{checkpoint.num_bytes:,} ({size(checkpoint.num_bytes)})"),
         ("dtype", main if len(dtypes) == 1 else f"{main}, with {', '.join(dtypes)}"),
-        ("files", ", ".join(checkpoint.side_files) or "no config, no tokenizer"),
+        ("files", _files(checkpoint)),
     ]
     scheme = scheme_of(checkpoint.config)
     if scheme is not None:
@@ -82,7 +83,11 @@ def replicated(sizes: Sizes, num_devices: int) -> dict[str, str]:
     # Gate and up rows are stored in alternating blocks, which stay whole.
     num_blocks = sizes.intermediate_size // math.gcd(sizes.intermediate_size, 128)
     groups = [
-        (("embed_tokens",), sizes.vocab_size, f"vocabulary of {sizes.vocab_size:,}"),
+        (
+            ("embed_tokens", "lm_head"),
+            sizes.vocab_size,
+            f"vocabulary of {sizes.vocab_size:,}",
+        ),
         (("q_proj", "o_proj"), sizes.num_q_heads, f"{sizes.num_q_heads} query heads"),
         (("k_proj", "v_proj"), sizes.num_kv_heads, f"{sizes.num_kv_heads} KV heads"),
         (("gate_proj", "up_proj"), num_blocks, "gate and up rows"),
@@ -109,6 +114,12 @@ def size(num_bytes: float) -> str:
             break
         num_bytes /= 1000
     return f"{num_bytes:.3g} {unit}" if num_bytes < 1000 else f"{num_bytes:.0f} {unit}"
+
+
+def _files(checkpoint: Checkpoint) -> str:
+    """Names of the files that describe the model, and of those that can be made."""
+    made = [f"{name} (from metadata)" for name in sorted(checkpoint.made_files)]
+    return ", ".join([*checkpoint.side_files, *made]) or "no config, no tokenizer"
 
 
 def _quality(checkpoint: Checkpoint) -> str:

@@ -5,7 +5,7 @@ checked, converted and placed.
 """
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -69,6 +69,71 @@ class Tensor:
         for start, rows in self.blocks():
             out[start : start + len(rows)] = rows
         return out
+
+
+def have_same_bytes(first: Tensor, second: Tensor) -> bool:
+    """Return whether two tensors have one type, one shape and the same bytes.
+
+    Reads both block by block, as far as the first difference.
+
+    Raises:
+        CheckpointError: The bytes of one do not have its recorded hash.
+    """
+    if (first.shape, first.dtype) != (second.shape, second.dtype):
+        return False
+    pairs = zip(first.blocks(), second.blocks(), strict=True)
+    return all(
+        np.array_equal(_as_bytes(ours), _as_bytes(theirs))
+        for (_, ours), (_, theirs) in pairs
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _WithCopies(Tensor):
+    origin: Tensor
+    copies: tuple[Tensor, ...]
+
+    def blocks(self) -> Iterator[tuple[int, np.ndarray]]:
+        """See `Tensor.blocks`; raises as well where a copy has other bytes."""
+        tensors = self.origin, *self.copies
+        for (start, rows), *others in zip(*(t.blocks() for t in tensors), strict=True):
+            for copy, (_, theirs) in zip(self.copies, others, strict=True):
+                if not np.array_equal(_as_bytes(rows), _as_bytes(theirs)):
+                    raise _different(self.origin, copy)
+            yield start, rows
+
+
+def with_copies(tensor: Tensor, copies: Sequence[Tensor]) -> Tensor:
+    """Return `tensor`, which is compared with its copies while it is read.
+
+    For tensors that a file holds several times and that are used once.
+
+    Raises:
+        CheckpointError: A copy has another shape or type; or, while reading, other
+            bytes.
+    """
+    for copy in copies:
+        if (copy.shape, copy.dtype) != (tensor.shape, tensor.dtype):
+            raise _different(tensor, copy)
+    return _WithCopies(
+        shape=tensor.shape,
+        dtype=tensor.dtype,
+        source=tensor.source,
+        read=tensor.read,
+        origin=tensor,
+        copies=tuple(copies),
+    )
+
+
+def _different(tensor: Tensor, copy: Tensor) -> CheckpointError:
+    return CheckpointError(
+        f"{copy.source} and {tensor.source} differ, and config.json says that one is a "
+        "copy of the other: correct config.json, or export the model again"
+    )
+
+
+def _as_bytes(rows: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(rows).view(np.uint8)
 
 
 def in_memory(arrays: Mapping[str, np.ndarray]) -> dict[str, Tensor]:

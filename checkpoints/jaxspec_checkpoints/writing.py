@@ -76,6 +76,7 @@ def write_checkpoint(
     if to not in _WRITERS:
         raise CheckpointError(f"to must be one of {', '.join(_WRITERS)}, got {to!r}")
     kind = None if dtype is None else find_dtype(dtype)
+    checkpoint = checkpoint.resolved()
     if quantization is not None:
         checkpoint = _quantized(checkpoint, quantization, to=to, dtype=dtype)
     num_bytes = sum(

@@ -32,8 +32,8 @@ def make_parser(prog: str) -> argparse.ArgumentParser:
         "model_tag",
         nargs="?",
         metavar="MODEL",
-        help="a folder, or a published name as google/gemma-2-9b-it, of which nothing "
-        "is fetched",
+        help="a folder, a .gguf file, or a published name as google/gemma-2-9b-it, of "
+        "which nothing is fetched",
     )
     group = parser.add_argument_group("what is planned for, and how it is told")
     group.add_argument(

@@ -1,24 +1,71 @@
-"""Owns how the programs of the command line end: at once, whatever is being compiled.
+"""Owns how processes end while engines are alive.
 
-XLA cannot be told to stop, and a program takes it seconds to minutes. Python waits at
-its end for the thread that compiles; a process that ended without waiting would take
-away what XLA still uses, and crash. `os._exit` takes nothing away.
+XLA cannot be told to stop, and a program takes it seconds to minutes. The programs of
+the command line end at once, by `os._exit`, which takes nothing away that XLA uses.
+
+Scripts of users end as Python does: it ends a daemon thread when that thread returns
+from native code, and C++ code on its stack then aborts the process. Engines therefore
+finish their native work before (`finish_at_exit`).
 """
 
+import atexit
 import contextlib
 import logging
 import os
 import signal
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NoReturn
+from typing import NoReturn, Protocol, runtime_checkable
 
 # The shell's status for an interrupt.
 INTERRUPTED = 128 + signal.SIGINT
 # The name of an engine's thread that compiles.
 COMPILER_THREAD = "jaxspec-compiler"
+
+_log = logging.getLogger(__name__)
+
+
+@runtime_checkable
+class Finishing(Protocol):
+    """An object with native code in threads that Python does not wait for."""
+
+    def begin_exit(self) -> None:
+        """Begin nothing more; called for all objects before the first `finish_exit`."""
+        ...
+
+    def finish_exit(self) -> None:
+        """Wait for native code that has begun."""
+        ...
+
+
+_unfinished: weakref.WeakSet[Finishing] = weakref.WeakSet()
+# A forked process has none of the threads, and locks may be held for ever.
+os.register_at_fork(after_in_child=_unfinished.clear)
+
+
+def finish_at_exit(one: Finishing) -> None:
+    """Have an object finish when the interpreter exits, if it is still alive.
+
+    Called after `jax` is imported, so that jax is cleaned up later. Threads that are
+    not daemons, and may use the object, have ended by then.
+    """
+    atexit.unregister(_finish)
+    atexit.register(_finish)
+    _unfinished.add(one)
+
+
+def _finish() -> None:
+    found = list(_unfinished)
+    for one in found:
+        one.begin_exit()
+    for one in found:
+        try:
+            one.finish_exit()
+        except Exception:  # noqa: BLE001 - the others must finish too
+            _log.exception("An engine did not finish in order when the process ended")
 
 
 def end(status: int) -> NoReturn:

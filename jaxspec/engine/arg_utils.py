@@ -95,8 +95,9 @@ class EngineArgs:
     """Arguments of the engine, with vLLM's names.
 
     Attributes:
-        model: The target: a folder, an id of the Hugging Face Hub, a Kaggle handle, or
-            the name of a bundled model.
+        model: The target: a folder, a .gguf file, an id of the Hugging Face Hub (for a
+            GGUF file with its type, owner/name:Q4_K_M), a Kaggle handle, or the name
+            of a bundled model.
         tokenizer: The same, for the tokenizer; the target's by default.
         revision: Branch, tag or commit of `model` on the Hugging Face Hub. The draft's
             is a key of `speculative_config`.

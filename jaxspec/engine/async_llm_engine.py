@@ -294,7 +294,7 @@ class AsyncLLMEngine:
 
     async def encode(self, *_: object, **__: object) -> None:
         raise NotImplementedError(
-            "encode() belongs to pooling models; Gemma 2 generates text. To get token "
+            "encode() belongs to pooling models; Gemma generates text. To get token "
             "ids use (await get_tokenizer()).encode(text)."
         )
 
@@ -336,14 +336,11 @@ async def _admit(
 
 
 def _check_sound(output: RequestOutput) -> None:
-    """Refuse a text that the model could not go on with.
+    """Refuse a text that could not go on.
 
     Raises:
-        EngineGenerateError: There is one.
+        EngineGenerateError: There is one; it says why.
     """
-    if any(one.finish_reason == "error" for one in output.outputs):
-        raise EngineGenerateError(
-            "The model's numbers became NaN or infinite for this request. The engine "
-            "goes on; if it happens again the weights are damaged, or the type is too "
-            "small for them."
-        )
+    for one in output.outputs:
+        if one.finish_reason == "error":
+            raise EngineGenerateError(f"{one.stop_reason} The engine goes on.")

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from jaxspec.console.ending import COMPILER_THREAD
+from jaxspec.console.ending import COMPILER_THREAD, finish_at_exit
 from jaxspec.program.plan import StepShape
 
 _log = logging.getLogger(__name__)
@@ -27,8 +27,8 @@ SWITCH_S = 0.0005
 class Compiler:
     """Programs by shape, and the thread that compiles the missing ones.
 
-    The thread ends when nothing is wanted, and with the main thread, after the program
-    that it is at: a process that ended in the middle of one would crash.
+    The thread ends when nothing is wanted. When the interpreter exits, it finishes the
+    program that it is at: a process that ended in the middle of one would crash.
 
     Attributes:
         version: Changes whenever a program is added or removed.
@@ -38,6 +38,7 @@ class Compiler:
         failures: Why programs could not be made. They are not tried again.
         announce: Called with what is being compiled, and with "" afterwards; in any
             thread.
+        is_exiting: Whether the interpreter exits: nothing queued is made.
     """
 
     def __init__(self, make: Callable[[StepShape], Any]):
@@ -49,6 +50,7 @@ class Compiler:
         self._later: list[StepShape] = []
         self._making: set[StepShape] = set()
         self._thread: threading.Thread | None = None
+        self.is_exiting = self._has_finished = False
         # Programs that were begun before `clear` are not wanted any more.
         self._generation = 0
         self.version = self.num_made = 0
@@ -56,6 +58,7 @@ class Compiler:
         self.current: StepShape | None = None
         self.failures: dict[StepShape, Exception] = {}
         self.announce: Callable[[str], None] | None = None
+        finish_at_exit(self)
 
     def __contains__(self, shape: StepShape) -> bool:
         return shape in self._programs
@@ -85,12 +88,18 @@ class Compiler:
 
     def _want(self, shapes: list[StepShape], line: list[StepShape]) -> None:
         with self._lock:
+            if self.is_exiting:
+                return
             for shape in shapes:
                 known = (self._programs, self._making, self.failures, line)
                 if not any(shape in one for one in known):
                     line.append(shape)
             if (self._urgent or self._later) and self._thread is None:
-                self._thread = threading.Thread(target=self._run, name=COMPILER_THREAD)
+                # A daemon, so that threads which outlive the main thread still get
+                # programs; `finish_exit` waits for it.
+                self._thread = threading.Thread(
+                    target=self._run, name=COMPILER_THREAD, daemon=True
+                )
                 self._thread.start()
 
     def get(self, shape: StepShape) -> Any:
@@ -99,7 +108,7 @@ class Compiler:
         if found is not None:
             return found
         with self._lock:
-            while shape in self._making:
+            while shape in self._making or not self._may_begin():
                 self._lock.wait()
             if shape in self._programs:
                 return self._programs[shape]
@@ -150,6 +159,27 @@ class Compiler:
             self._urgent.clear()
             self._later.clear()
 
+    def begin_exit(self) -> None:
+        """Drop queued programs: the interpreter exits."""
+        with self._lock:
+            self.is_exiting = True
+            self._urgent.clear()
+            self._later.clear()
+
+    def finish_exit(self) -> None:
+        """Wait for the programs that are being made, in any thread."""
+        with self._lock:
+            self._has_finished, thread = True, self._thread
+            while self._making:
+                self._lock.wait()
+        if thread is not None:
+            thread.join()
+
+    def _may_begin(self) -> bool:
+        """Whether a program that this thread begins is not cut off by the exit."""
+        is_main = threading.current_thread() is threading.main_thread()
+        return is_main or not self._has_finished
+
     def _run(self) -> None:
         with _yielding():
             self._work()
@@ -176,8 +206,6 @@ class Compiler:
                     self._lock.notify_all()
 
     def _next(self) -> StepShape | None:
-        if not threading.main_thread().is_alive():
-            return None
         for line, index in ((self._urgent, -1), (self._later, 0)):
             while line:
                 shape = line.pop(index)
@@ -214,8 +242,9 @@ class Compiler:
             self._lock.notify_all()
 
     def _announce(self, what: str) -> None:
-        if self.announce is not None:
-            self.announce(what)
+        announce = self.announce  # another thread may set it to None meanwhile
+        if announce is not None:
+            announce(what)
 
 
 @contextmanager

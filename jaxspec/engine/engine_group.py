@@ -12,6 +12,7 @@ from typing import Any, TypeVar, no_type_check
 
 from jaxspec.config import EngineConfig, ServedModel
 from jaxspec.engine.arg_utils import EngineArgs
+from jaxspec.engine.engine_lock import EngineLock, exclusive
 from jaxspec.engine.input_processor import InputProcessor, Prepared
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.engine.metrics import Load
@@ -58,7 +59,7 @@ def total_load(loads: Sequence[Load]) -> Load:
 
 
 class EngineGroup:
-    """The interface of `LLMEngine` for one caller, with a thread for each engine.
+    """The interface of `LLMEngine`, with a thread for each engine.
 
     Requests are read by the first engine's input processor: those that name no seed
     draw as they would if it were the only one. Between two calls of `step` steps may
@@ -66,6 +67,7 @@ class EngineGroup:
     """
 
     def __init__(self, engines: Sequence[LLMEngine]):
+        self.lock = EngineLock()
         self.engines = list(engines)
         self._pool = ThreadPoolExecutor(len(self.engines), "jaxspec-engine")
         self._steps: dict[Future[list[RequestOutput]], LLMEngine] = {}
@@ -99,6 +101,7 @@ class EngineGroup:
         """The first engine's."""
         return self._first.runner
 
+    @exclusive
     def set_tokenizer(self, tokenizer: Tokenizer) -> None:
         """See `LLMEngine.set_tokenizer`."""
         self._each(lambda engine: engine.set_tokenizer(tokenizer))
@@ -120,12 +123,18 @@ class EngineGroup:
         refuse("lora_request", lora_request)
         refuse("tokenization_kwargs", tokenization_kwargs or None)
         refuse("trace_headers", trace_headers or None)
-        prepared = self.input_processor.prepare(
-            request_id, prompt, params, arrival_time=arrival_time, priority=priority
+        self.admit(
+            self.input_processor.prepare(
+                request_id, prompt, params, arrival_time=arrival_time, priority=priority
+            )
         )
+        return request_id
+
+    @exclusive
+    def admit(self, prepared: Prepared) -> None:
+        """Queue what `input_processor.prepare` made; see `LLMEngine.admit`."""
         self._settle()
         self._choose(prepared).admit(prepared)
-        return request_id
 
     def _choose(self, prepared: Prepared) -> LLMEngine:
         for engine in self.engines:
@@ -135,6 +144,7 @@ class EngineGroup:
             self.engines, lambda engine: (engine.get_num_unfinished_requests(),)
         )
 
+    @exclusive
     def step(self) -> list[RequestOutput]:
         """Have every engine with requests take a step; returns what is new.
 
@@ -149,6 +159,7 @@ class EngineGroup:
             wait(self._steps, return_when=FIRST_COMPLETED)
         self._collect()
         if self._error is not None:
+            self._settle()  # `is_unfinished` then knows which requests have ended
             error, self._error = self._error, None
             raise error
         outputs, self._outputs = self._outputs, []
@@ -174,38 +185,58 @@ class EngineGroup:
         self._settle()
         return [function(engine) for engine in self.engines]
 
+    @exclusive
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has anything left to do, or to return."""
         if self._steps or self._outputs or self._error is not None:
             return True
         return any(engine.has_unfinished_requests() for engine in self.engines)
 
+    @exclusive
+    def is_unfinished(self, request_id: str) -> bool:
+        """Whether a request waits or runs, or its outputs are still to be returned.
+
+        While steps are under way, this is also true of requests that have ended.
+        """
+        return (
+            bool(self._steps)
+            or any(one.request_id == request_id for one in self._outputs)
+            or any(engine.is_unfinished(request_id) for engine in self.engines)
+        )
+
+    @exclusive
     def get_num_unfinished_requests(self) -> int:
         """Requests that wait or run."""
         return sum(self._each(LLMEngine.get_num_unfinished_requests))
 
+    @exclusive
     def abort_request(self, request_id: str | Iterable[str]) -> None:
         """End requests at once, without an output; unknown ids are ignored."""
         ids = [request_id] if isinstance(request_id, str) else list(request_id)
         self._each(lambda engine: engine.abort_request(ids))
         self._outputs = [one for one in self._outputs if one.request_id not in ids]
 
+    @exclusive
     def get_metrics(self) -> list[Metric]:
         """Return every engine's, told apart by their label `engine`."""
         return [one for found in self._each(LLMEngine.get_metrics) for one in found]
 
+    @exclusive
     def do_log_stats(self) -> None:
         """Log what happened since the last time, a line for each engine."""
         self._each(LLMEngine.do_log_stats)
 
+    @exclusive
     def load(self) -> Load:
         """Return what all engines hold together at this moment."""
         return total_load(self._each(LLMEngine.load))
 
+    @exclusive
     def reset_prefix_cache(self) -> bool:
         """Forget the pages of ended requests; False while pages are in use."""
         return all(self._each(LLMEngine.reset_prefix_cache))
 
+    @exclusive
     def sleep(self, level: int = 1) -> None:
         """Free the devices' memory until `wake_up`; see `LLMEngine.sleep`.
 
@@ -220,10 +251,12 @@ class EngineGroup:
             )
         self._each(lambda engine: engine.sleep(level))
 
+    @exclusive
     def wake_up(self, tags: list[str] | None = None) -> None:
         """Bring back what `sleep` freed; see `LLMEngine.wake_up`."""
         self._each(lambda engine: engine.wake_up(tags))
 
+    @exclusive
     def is_sleeping(self) -> bool:
         """Whether any part of any engine is off the devices."""
         return any(self._each(LLMEngine.is_sleeping))
@@ -240,7 +273,6 @@ class EngineGroup:
     ) -> None:
         """Compile every executable that requests can need, for all at once."""
         params = list(sampling_params)
-        self._settle()
         made = [
             self._pool.submit(engine.warm_up, prompt_tokens, params)
             for engine in self.engines
@@ -253,6 +285,7 @@ class EngineGroup:
         for engine in self.engines:
             engine.wait_for_programs()
 
+    @exclusive
     def shutdown(self) -> None:
         """End all requests, wait for the devices and free their memory."""
         self._each(LLMEngine.shutdown)

@@ -16,7 +16,7 @@ from typing import Any
 
 from jaxspec.engine.input_processor import Prepared
 from jaxspec.engine.llm_engine import LOG_INTERVAL_S, LLMEngine
-from jaxspec.errors import EngineDeadError, EngineGenerateError
+from jaxspec.errors import EngineDeadError, EngineGenerateError, is_panic
 from jaxspec.outputs import CompletionOutput, RequestOutput
 from jaxspec.sampling_params import RequestOutputKind
 
@@ -135,8 +135,11 @@ class EngineThread:
             return
         try:
             result.set_result(function(self._engine))
-        except Exception as error:  # noqa: BLE001 - the caller gets it
+        except BaseException as error:
+            # The caller of a call that met a panic would wait for ever.
             result.set_exception(error)
+            if not (isinstance(error, Exception) or is_panic(error)):
+                raise
 
     def _end_all(self, error: BaseException, *, is_last: bool) -> None:
         if is_last:

@@ -46,9 +46,9 @@ _REFUSED: dict[str, tuple[Any, str]] = {
     "prompt_logprob_token_ids": (None, "prompt_logprobs tells the most likely ones"),
     "prompt_logprob_start": (None, "prompt_logprobs are told for the whole prompt"),
     "stream_interval": (None, "every step that has new tokens gives an output"),
-    "thinking_token_budget": (None, "Gemma 2 marks no thinking"),
+    "thinking_token_budget": (None, "Gemma marks no thinking"),
     "repetition_detection": (None, "use the penalties, or stop strings"),
-    "routed_experts_prompt_start": (0, "Gemma 2 has no experts"),
+    "routed_experts_prompt_start": (0, "Gemma has no experts"),
     "trace_decode_token_ids": (None, "tokens are drawn, never given"),
 }
 Word = tuple[int, ...]

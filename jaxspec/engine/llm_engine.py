@@ -9,7 +9,9 @@ from collections.abc import Callable, Iterable
 from typing import Any, no_type_check
 
 from jaxspec.config import EngineConfig, ServedModel
+from jaxspec.console.ending import finish_at_exit
 from jaxspec.engine.arg_utils import EngineArgs
+from jaxspec.engine.engine_lock import EngineLock, exclusive
 from jaxspec.engine.input_processor import InputProcessor, Prepared
 from jaxspec.engine.kv_events import KvEventPublisher
 from jaxspec.engine.loader import Sleep, check_level, make_runner, read_tokenizer
@@ -52,7 +54,11 @@ REHEARSAL_CONTEXT = 256
 class LLMEngine:
     """vLLM's engine interface: `add_request`, `step`, `abort_request`.
 
+    Methods may be called in any thread. A step returns the outputs of all requests,
+    also of those that other threads have added.
+
     Attributes:
+        lock: Held while a method works; hold it for several calls in a row.
         config: With the devices' sizes, where they were asked.
         memory: How the devices' memory is divided; None where a runner was given.
         runner: The device side, with counts of launches and compiles.
@@ -68,6 +74,7 @@ class LLMEngine:
         runner: Runner | None = None,
         tokenizer: Tokenizer | None = None,
     ):
+        self.lock = EngineLock()
         self.tokenizer = tokenizer or read_tokenizer(config)
         self.memory: MemoryPlan | None = None
         self._page_events: PageEvents | None = None
@@ -105,12 +112,14 @@ class LLMEngine:
         self._first_program: StepShape | None = None
         self._rehearsed: set[Round] = set()
         self._rehearsed_version = -1
+        finish_at_exit(self)
 
     @property
     def model_config(self) -> ServedModel:
         """What scripts for vLLM ask about the model."""
         return ServedModel(self.config)
 
+    @exclusive
     @no_type_check  # it has its own check, with a better error
     def set_tokenizer(self, tokenizer: Tokenizer) -> None:
         """Go on with another form of the same tokenizer: another chat template.
@@ -203,11 +212,13 @@ class LLMEngine:
         )
         return request_id
 
+    @exclusive
     def admit(self, prepared: Prepared) -> None:
         """Queue what `input_processor.prepare` made.
 
         Raises:
             RequestError: The id is in use, or the engine sleeps.
+            EngineDeadError: The interpreter exits.
             ConfigError: No program on these devices can serve it.
         """
         self.runner.check_features(prepared.requests[0].features)
@@ -227,6 +238,8 @@ class LLMEngine:
 
     def _check_open(self, request_id: str) -> None:
         """Whether the engine takes a request of that id now."""
+        if self.runner.compiler.is_exiting:
+            raise EngineDeadError("The interpreter exits: no request can run.")
         if self.is_sleeping():
             raise RequestError(
                 "The engine sleeps and takes no requests: call wake_up() first."
@@ -238,6 +251,7 @@ class LLMEngine:
                 value=request_id,
             )
 
+    @exclusive
     def step(self) -> list[RequestOutput]:
         """Launch what comes next, read the launch before it, return what is new.
 
@@ -432,6 +446,7 @@ class LLMEngine:
         """Requests that wait or run."""
         return len(self.output_processor.streams)
 
+    @exclusive
     def abort_request(self, request_id: str | Iterable[str]) -> None:
         """End requests at once, without an output; unknown ids are ignored.
 
@@ -446,6 +461,7 @@ class LLMEngine:
                 self.scheduler.finish(request, reason, None)
                 self.output_processor.close(request)
 
+    @exclusive
     def get_metrics(self) -> list[Metric]:
         """Return counts and distributions since the start, in vLLM's names.
 
@@ -460,6 +476,7 @@ class LLMEngine:
             )
         return self.metrics.read(self.load())
 
+    @exclusive
     def do_log_stats(self) -> None:
         """Log what happened since the last time; `step` does so every ten seconds."""
         if self.config.disable_log_stats:
@@ -471,6 +488,7 @@ class LLMEngine:
         if self.metrics.seconds_since_log() > LOG_INTERVAL_S:
             self.do_log_stats()
 
+    @exclusive
     def load(self) -> Load:
         """Return what the engine holds at this moment."""
         scheduler, pages = self.scheduler, self.scheduler.pages
@@ -494,12 +512,14 @@ class LLMEngine:
             program_bytes=self.runner.temporary_bytes + self.runner.code_bytes,
         )
 
+    @exclusive
     def reset_prefix_cache(self) -> bool:
         """Forget the pages of ended requests; False while pages are in use."""
         is_done = self.scheduler.reset_prefix_cache()
         self._publish_pages()
         return is_done
 
+    @exclusive
     def sleep(self, level: int = 1) -> None:
         """Free the devices' memory until `wake_up`.
 
@@ -521,6 +541,7 @@ class LLMEngine:
         self.reset_prefix_cache()
         self._sleep.begin(level)
 
+    @exclusive
     @no_type_check  # `Sleep` checks, with better errors
     def wake_up(self, tags: list[str] | None = None) -> None:
         """Bring back what `sleep` freed: outputs are then the same as before.
@@ -558,8 +579,11 @@ class LLMEngine:
         """
         for shape in self._wanted(prompt_tokens, sampling_params, with_late=True):
             self.runner.executable(shape)
-        for round_ in self._unrehearsed():
-            self._rehearse(round_)
+        with self.lock:
+            # Steps time the programs themselves while requests of other threads run.
+            if not self._launched:
+                for round_ in self._unrehearsed():
+                    self._rehearse(round_)
 
     def start_warm_up(self, sampling_params: Iterable[SamplingParams] = ()) -> None:
         """Have the same programs made beside requests, which the first of them serves.
@@ -621,6 +645,7 @@ class LLMEngine:
         current = self.runner.compiler.current
         return None if current is None else current.name
 
+    @exclusive
     def shutdown(self) -> None:
         """End all requests, wait for the device and free its memory.
 
@@ -640,3 +665,15 @@ class LLMEngine:
         while self._launched:
             launch, result, _ = self._launched.popleft()
             self.runner.fetch(result, launch.shape)
+
+    def begin_exit(self) -> None:
+        """Take no more steps: the interpreter exits.
+
+        Keeps the lock, so that daemon threads which step the engine wait for ever.
+        """
+        self.lock.acquire()
+
+    def finish_exit(self) -> None:
+        """Wait for launches on the devices."""
+        self._drain()
+        self._close_publisher()

@@ -36,12 +36,14 @@ from jaxspec.settings.trimming import check_special_tokens
 from jaxspec.sharding import DRAFT_MESH_AXES, Mesh
 from jaxspec.text.tokenizer import NoTokenizer, Tokenizer, check_same_tokenizer
 from jaxspec_checkpoints import CheckpointError, Tensor, model_files, open_checkpoint
-from jaxspec_checkpoints.layout import EMBEDDING
+from jaxspec_checkpoints.gguf.file import forget_headers, read_gguf
+from jaxspec_checkpoints.gguf.tokenizer import has_tokenizer
+from jaxspec_checkpoints.layout import EMBEDDING, HEAD
 from jaxspec_checkpoints.reading import GGUF
 
 _log = logging.getLogger(__name__)
 
-_TOKENIZER_FILES = {"tokenizer.model", "tokenizer.json", GGUF}
+_TOKENIZER_FILES = {"tokenizer.model", "tokenizer.json"}
 # vLLM's names, and the formats of checkpoints that they mean.
 _LOAD_FORMATS = {
     "auto": ("hf", "kaggle", "orbax", "gguf"),
@@ -68,8 +70,8 @@ def read_tokenizer(config: EngineConfig) -> Tokenizer:
     """
     if config.skip_tokenizer_init:
         return NoTokenizer("skip_tokenizer_init=True")
-    has_one = _TOKENIZER_FILES & model_files(config.tokenizer).keys()
-    if _is_dummy(config) and config.tokenizer == config.model and not has_one:
+    is_own = config.tokenizer == config.model
+    if _is_dummy(config) and is_own and not _has_tokenizer(config.tokenizer):
         reason = f"{config.model} has no tokenizer file"
         _log.warning("%s: prompts are token ids, outputs have no text", reason)
         return NoTokenizer(reason)
@@ -89,10 +91,17 @@ def read_tokenizer(config: EngineConfig) -> Tokenizer:
     folder = config.speculative and config.speculative.model
     if folder is not None:
         # A draft without a tokenizer of its own was trained for the target's.
-        if _TOKENIZER_FILES & model_files(folder).keys():
+        if _has_tokenizer(folder):
             hint = draft_hint(config.model_config)
             check_same_tokenizer(tokenizer, Tokenizer.from_folder(folder), hint)
     return tokenizer
+
+
+def _has_tokenizer(folder: str) -> bool:
+    files = model_files(folder)
+    if _TOKENIZER_FILES & files.keys():
+        return True
+    return GGUF in files and has_tokenizer(read_gguf(files[GGUF]))
 
 
 def make_runner(config: EngineConfig) -> Runner:
@@ -232,7 +241,10 @@ def load_weights(config: EngineConfig, mesh: Mesh) -> tuple[Params, Params | Non
     dtype = choose_dtype(config.dtype, mesh)
     if _is_dummy(config):
         return _random_weights(config, mesh, dtype)
-    return _read_weights(config, mesh, dtype)
+    try:
+        return _read_weights(config, mesh, dtype)
+    finally:
+        forget_headers()
 
 
 def _read_weights(
@@ -294,7 +306,7 @@ def _random_weights(
 
 def _open(config: EngineConfig, folder: str, argument: str) -> Mapping[str, Tensor]:
     try:
-        checkpoint = open_checkpoint(folder, layouts())
+        checkpoint = open_checkpoint(folder, layouts()).resolved()
     except CheckpointError as error:
         # Target and draft are read alike: say which of them this is.
         message = f"{argument}: {error}"
@@ -305,10 +317,11 @@ def _open(config: EngineConfig, folder: str, argument: str) -> Mapping[str, Tens
         raise wrong_argument(ConfigError, "load_format", allowed, load_format)
     # Rows of padding that the other model of the pair does not have are left out.
     num_rows = config.model_config.vocab_size
-    embedding = checkpoint.tensors[EMBEDDING]
-    if embedding.shape[0] <= num_rows:
-        return checkpoint.tensors
-    return {**checkpoint.tensors, EMBEDDING: embedding.head(num_rows)}
+    tensors = dict(checkpoint.tensors)
+    for name in {EMBEDDING, HEAD} & tensors.keys():
+        if tensors[name].shape[0] > num_rows:
+            tensors[name] = tensors[name].head(num_rows)
+    return tensors
 
 
 def check_level(level: int) -> int:

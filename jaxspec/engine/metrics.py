@@ -12,6 +12,7 @@ import time
 from dataclasses import dataclass
 
 from jaxspec.config import EngineConfig
+from jaxspec.engine.grammar_matcher import FAILURE_KINDS
 from jaxspec.engine.memory.memory_plan import MemoryPlan
 from jaxspec.engine.scheduling.batch import Launch
 from jaxspec.engine.scheduling.costs import Costs
@@ -141,6 +142,7 @@ class EngineMetrics:
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
         self._finished: dict[str, int] = dict.fromkeys(_FINISH_REASONS, 0)
+        self._grammar_failures: dict[str, int] = dict.fromkeys(FAILURE_KINDS, 0)
         per_request = "e2e_request_latency", "request_queue_time"
         per_request += "request_inference_time", "request_prefill_time"
         bounds = {
@@ -227,6 +229,10 @@ class EngineMetrics:
         for name, value in values.items():
             seen[name].add(value)
 
+    def add_grammar_failure(self, kind: str) -> None:
+        """Count a text whose grammar failed while it was made."""
+        self._grammar_failures[kind] += 1
+
     def add_answered(self, num_texts: int, most_tokens: int) -> None:
         """Count a request that got its texts, of which the longest has so many tokens.
 
@@ -301,6 +307,10 @@ class EngineMetrics:
             *(
                 self._counter("draft_tokens_chosen", count, num_draft_tokens=str(k))
                 for k, count in self._launches.items()
+            ),
+            *(
+                self._counter("grammar_failures", count, kind=kind)
+                for kind, count in self._grammar_failures.items()
             ),
             *self._choice(load),
             *self._leaves(load),

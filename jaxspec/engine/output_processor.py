@@ -5,6 +5,7 @@ each token where a request wants to know.
 """
 
 import itertools
+import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,13 @@ from jaxspec.outputs import CompletionOutput, RequestOutput, TokenOrigin
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams
 from jaxspec.text.tokenizer import Tokenizer
 
+_log = logging.getLogger(__name__)
+
+# `stop_reason` of a text that the model's numbers ended.
+NOT_FINITE = (
+    "The model's numbers became NaN or infinite for this request. If it happens again "
+    "the weights are damaged, or the type is too small for them."
+)
 Finish = Callable[[Request, str, int | str | None], None]
 
 
@@ -379,9 +387,17 @@ class OutputProcessor:
         if part.is_broken:
             if request.is_quiet:
                 stream.text.push(request.output_token_ids)
-            finish(request, "error", None)
+            finish(request, "error", NOT_FINITE)
             return
-        ended_by_id = part.is_done and _is_stop(request)
+        failure = part.failure
+        if failure is not None:
+            # Before text is read: a stop string in what is left still ends it.
+            surplus = len(request.output_token_ids) - len(failure.tokens)
+            self._drop(stream, surplus)
+            shown = part.token_ids = part.token_ids[:-surplus]
+            if request.is_quiet:
+                shown = request.output_token_ids
+        ended_by_id = part.is_done and failure is None and _is_stop(request)
         if ended_by_id and not request.params.include_stop_str_in_output:
             shown = shown[:-1]
         matched = stream.text.push(shown)
@@ -392,13 +408,20 @@ class OutputProcessor:
             stop, count = matched
             surplus = len(part.token_ids) - count
             if surplus:
-                del request.output_token_ids[-surplus:]
-                logprobs.keep(len(request.output_token_ids))
-                if stream.origins is not None:
-                    stream.origins.keep(len(request.output_token_ids))
-                request.stats.num_generation_tokens -= surplus
-                self._stats.num_generated_tokens -= surplus
+                self._drop(stream, surplus)
             finish(request, "stop", stop)
+        elif failure is not None:
+            self._metrics.add_grammar_failure(failure.kind)
+            _log.warning(
+                "Request %s ended with an error after %d tokens: its grammar failed "
+                "(%s): %s",
+                request.request_id,
+                len(failure.tokens),
+                failure.kind,
+                failure.reason,
+            )
+            reason = f"structured_outputs failed ({failure.kind}): {failure.reason}"
+            finish(request, "error", reason)
         elif ended_by_id:
             last = request.output_token_ids[-1]
             # As in vLLM: the first end id is the EOS, the others are stop ids.
@@ -407,6 +430,16 @@ class OutputProcessor:
             finish(request, "stop", last if is_named else None)
         elif part.is_done:
             finish(request, "length", None)
+
+    def _drop(self, stream: Stream, surplus: int) -> None:
+        """Forget the last tokens of a request."""
+        request = stream.request
+        del request.output_token_ids[-surplus:]
+        stream.logprobs.keep(len(request.output_token_ids))
+        if stream.origins is not None:
+            stream.origins.keep(len(request.output_token_ids))
+        request.stats.num_generation_tokens -= surplus
+        self._stats.num_generated_tokens -= surplus
 
     def _make_output(self, stream: Stream) -> RequestOutput | None:
         """The output that the request's `output_kind` asks for now, if any."""

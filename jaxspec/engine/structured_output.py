@@ -1,9 +1,11 @@
 """Grammars: from `StructuredOutputsParams` to the masks of tokens that may come next.
 
-Owns what is known of the library, llguidance, and one matcher per running request with
-a grammar. The device asks for masks in the middle of its program, from a thread of its
-own, and may be rounds ahead of what the engine has read: a question brings the newest
-known tokens along, so nothing else is needed.
+Owns the grammar state of every running request. The device asks for masks in the middle
+of its program, from a thread of its own, and may be rounds ahead of what the engine has
+read: a question brings the newest known tokens along, so nothing else is needed.
+
+Where the library fails, the mask allows the end token only. The engine drops the token
+that comes of it, and ends the request with an error (`GrammarState.failure_in`).
 """
 
 import itertools
@@ -12,14 +14,23 @@ import logging
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
-import llguidance
 import numpy as np
 
+from jaxspec.engine.grammar_matcher import (
+    Grammar,
+    GrammarFailure,
+    Matcher,
+    Vocabulary,
+    check_pattern,
+    grammar_of_choices,
+    grammar_of_regex,
+    grammar_of_rules,
+    grammar_of_schema,
+)
 from jaxspec.errors import ConfigError, RequestError
 from jaxspec.settings.structured_outputs import (
     DEFAULT_WHITESPACE_PATTERN,
@@ -34,41 +45,59 @@ WORD = 32
 EVERYTHING = np.uint32(0xFFFFFFFF)
 # Grammars kept ready, the most recent ones: requests often come with the same.
 MAX_KEPT = 64
-# Of stack, for each character of a grammar. The library calls itself for every rule of
-# a chain, and a full stack ends the process: 4,000 rules of 13 characters took 8 MiB.
-STACK_BYTES = 4096
-LEAST_STACK_BYTES = 2**24
 # Keys of "x-guidance", by which a schema itself speaks to llguidance.
 _WHITE_SPACE_OPTIONS = {"whitespace_flexible", "whitespace_pattern"}
 _DEFAULTS = StructuredOutputsConfig()
-# `threading.stack_size` is of the process: all compilers take turns, or one would take
-# the other's size for the usual one and leave it behind. A thread that somebody else
-# starts in between reserves more address space than it needs, which is harmless.
-_stack_size_lock = threading.Lock()
+
+
+class Failure(NamedTuple):
+    """Where the grammar of a text cannot go on, and why.
+
+    Attributes:
+        tokens: Of the text before the mask that could not be computed.
+        kind: See `GrammarFailure`.
+    """
+
+    tokens: list[int]
+    kind: str
+    reason: str
 
 
 @dataclass(kw_only=True, eq=False)
 class GrammarState:
     """The state of one request's grammar.
 
-    Invariant: the matcher has consumed `tokens[:num_consumed]`. It takes no more once
-    the text is complete; only end tokens follow then.
+    Invariant: the matcher has consumed the first of `tokens`. It takes no more once
+    the text is complete, and only end tokens follow then, or once it has failed.
 
     Attributes:
         grammar_id: The device's name for it; 0 before the first launch.
         stop_ids: Tokens that end the sequence: none of them before it has
             `min_tokens`, unless the text is complete.
+        failures: Texts that `tokens` begins with or may still become, after which the
+            library has failed.
     """
 
-    matcher: llguidance.LLMatcher
+    matcher: Matcher
     num_prompt: int
     min_tokens: int = 0
     stop_ids: Sequence[int] = ()
     grammar_id: int = 0
     tokens: list[int] = field(default_factory=list)
-    num_consumed: int = 0
+    failures: tuple[Failure, ...] = ()
     # Masks by the drafts before them: the target asks again for those of the draft.
     known_masks: dict[tuple[int, ...], np.ndarray] = field(default_factory=dict)
+
+    def failure_in(self, text: list[int]) -> Failure | None:
+        """Return where a text went on although its grammar could not, if it did.
+
+        Called by the engine's thread, while others compute masks.
+        """
+        for failure in self.failures:
+            length = len(failure.tokens)
+            if length < len(text) and text[:length] == failure.tokens:
+                return failure
+        return None
 
     def sync(self, num_tokens: int, newest: Sequence[int]) -> None:
         """Advance to the known tokens; roll back where they differ from earlier ones.
@@ -91,21 +120,42 @@ class GrammarState:
         self._back_to(first + same)
         for token in new[same:]:
             self._read(token)
+        if self.failures:
+            self.failures = tuple(filter(self._is_ahead, self.failures))
+
+    def _is_ahead(self, failure: Failure) -> bool:
+        length = min(len(failure.tokens), len(self.tokens))
+        return failure.tokens[:length] == self.tokens[:length]
+
+    @property
+    def _has_failed(self) -> bool:
+        for failure in self.failures:
+            length = len(failure.tokens)
+            if self.tokens[:length] == failure.tokens:
+                return True
+        return False
+
+    def _fail(self, failure: GrammarFailure) -> None:
+        self.failures += (Failure(list(self.tokens), failure.kind, str(failure)),)
 
     def _back_to(self, length: int) -> None:
         del self.tokens[length:]
-        if self.num_consumed > length:
-            self.matcher.rollback(self.num_consumed - length)
-            self.num_consumed = length
+        if not self._has_failed:
+            try:
+                self.matcher.back_to(length)
+            except GrammarFailure as failure:
+                self._fail(failure)
 
     def _read(self, token: int) -> None:
-        is_next = self.num_consumed == len(self.tokens)
+        """Read a token that the mask before it allows."""
+        is_next = len(self.matcher.tokens) == len(self.tokens)
         self.tokens.append(token)
-        if is_next and not self.matcher.is_stopped():
-            # The matcher does not recover from a token that it refuses.
-            if self.matcher.validate_tokens([token]):
-                self.matcher.consume_token(token)
-                self.num_consumed += 1
+        if not is_next or self._has_failed:
+            return
+        try:
+            self.matcher.read(token)
+        except GrammarFailure as failure:
+            self._fail(failure)
 
     def masks(self, drafts: Sequence[int], first: int, masks: np.ndarray) -> None:
         """Write the masks after the known tokens and `first` drafts, one more per row.
@@ -113,29 +163,51 @@ class GrammarState:
         Rows after a draft that is not allowed stay as they are: it is not accepted.
         """
         known = len(self.tokens)
-        for draft in drafts[:first]:
+        num_words = masks.shape[1]
+        for index, draft in enumerate(drafts[:first]):
+            if not _allows(self._mask_after(drafts[:index], num_words), draft):
+                break  # what is asked about cannot become the text
             self._read(draft)
+        else:
+            self._write(drafts, first, masks)
+        self._back_to(known)
+
+    def _write(self, drafts: Sequence[int], first: int, masks: np.ndarray) -> None:
         for row in range(len(masks)):
-            path = tuple(drafts[: first + row])
-            if path not in self.known_masks:
-                self.known_masks[path] = self._mask(masks.shape[1])
-            masks[row] = self.known_masks[path]
+            path = drafts[: first + row]
+            masks[row] = self._mask_after(path, masks.shape[1])
             if row + 1 == len(masks):
                 break
             draft = drafts[first + row]
-            if not masks[row, draft // WORD] >> (draft % WORD) & 1:
+            if not _allows(masks[row], draft):
                 break
             self._read(draft)
-        self._back_to(known)
+
+    def _mask_after(self, drafts: Sequence[int], num_words: int) -> np.ndarray:
+        """Return the mask after some drafts, which have been read."""
+        path = tuple(drafts)
+        if path not in self.known_masks:
+            self.known_masks[path] = self._mask(num_words)
+        return self.known_masks[path]
 
     def _mask(self, num_words: int) -> np.ndarray:
-        mask = np.frombuffer(self.matcher.compute_bitmask(), np.uint32)[:num_words]
+        if self._has_failed:
+            return self.matcher.end_mask
+        try:
+            mask = self.matcher.mask()[:num_words]
+        except GrammarFailure as failure:
+            self._fail(failure)
+            return self.matcher.end_mask
         if len(self.tokens) >= self.min_tokens:
             return mask
         longer = mask.copy()
         for token in self.stop_ids:
             longer[token // WORD] &= ~np.uint32(1 << token % WORD)
         return longer if longer.any() else mask
+
+
+def _allows(mask: np.ndarray, token: int) -> bool:
+    return bool(mask[token // WORD] >> (token % WORD) & 1)
 
 
 class TokenMasks:
@@ -208,87 +280,37 @@ class GrammarCompiler:
         self._config = config
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._end_ids = end_ids
-        self._kept: dict[str, llguidance.LLMatcher] = {}
+        self._kept: dict[str, Grammar] = {}
         self._lock = threading.Lock()
 
     @cached_property
-    def _vocabulary(self) -> llguidance.LLTokenizer:
-        wrapper = llguidance.TokenizerWrapper(
-            _Vocabulary(self._tokenizer, self._vocab_size, self._end_ids[0])
-        )
-        return llguidance.LLTokenizer(
-            wrapper, n_vocab=self._vocab_size, eos_token=list(self._end_ids)
-        )
+    def _vocabulary(self) -> Vocabulary:
+        return Vocabulary(self._tokenizer, self._vocab_size, self._end_ids)
 
-    def matcher(self, params: StructuredOutputsParams) -> llguidance.LLMatcher:
-        """Return a matcher of its own at the beginning of a text.
+    def matcher(self, params: StructuredOutputsParams) -> Matcher:
+        """Return a matcher at the beginning of a text.
 
         Raises:
-            RequestError: The schema, expression or grammar is not a valid one.
+            RequestError: The schema, expression or grammar is not a valid one, or no
+                text matches it.
         """
         try:
-            grammar = _grammar_of(params, self._config)
-        except (ValueError, TypeError, RecursionError) as error:
+            text = _grammar_of(params, self._config)
+            with self._lock:
+                grammar = self._kept.get(text)
+            if grammar is None:
+                grammar = Grammar(text, self._vocabulary)
+                for message in grammar.warnings:
+                    _log.warning("structured_outputs.%s: %s", params.kind, message)
+            matcher = Matcher(grammar)
+        except (GrammarFailure, ValueError, TypeError, RecursionError) as error:
             raise _unusable(params, str(error)) from error
         with self._lock:
-            kept = self._kept.get(grammar)
-        if kept is None:
-            kept = self._compile(grammar, params)
-        with self._lock:
-            self._kept.pop(grammar, None)
-            self._kept[grammar] = kept  # the most recent last
+            self._kept.pop(text, None)
+            self._kept[text] = grammar  # the most recent last
             if len(self._kept) > MAX_KEPT:
                 del self._kept[next(iter(self._kept))]
-        return kept.deep_copy()
-
-    def _compile(
-        self, grammar: str, params: StructuredOutputsParams
-    ) -> llguidance.LLMatcher:
-        """Make a matcher in a thread that has the stack for it."""
-        size = LEAST_STACK_BYTES + STACK_BYTES * len(grammar)
-        with ThreadPoolExecutor(1) as thread:
-            with _stack_size_lock:
-                usual = threading.stack_size(size)
-                try:
-                    making = thread.submit(self._make, grammar)
-                finally:
-                    threading.stack_size(usual)
-            made, messages = making.result()
-        if made is None:
-            raise _unusable(params, messages[0])
-        for message in messages:
-            _log.warning("structured_outputs.%s: %s", params.kind, message)
-        return made
-
-    def _make(self, grammar: str) -> tuple[llguidance.LLMatcher | None, list[str]]:
-        """A matcher and warnings; or none, and why."""
-        is_error, messages = llguidance.LLMatcher.validate_grammar_with_warnings(
-            grammar, self._vocabulary
-        )
-        if is_error:
-            return None, messages
-        matcher = llguidance.LLMatcher(self._vocabulary, grammar, log_level=0)
-        if matcher.is_error():
-            return None, [matcher.get_error()]
-        return matcher, messages
-
-
-class _Vocabulary:
-    """The tokenizer as llguidance wants to see it."""
-
-    bos_token_id = None
-    special_token_ids: list[int] = []
-
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_id: int):
-        # A token without bytes never matches: special ones, pad rows of the network.
-        self.tokens = [tokenizer.token_bytes(token) for token in range(vocab_size)]
-        self.eos_token_id = eos_token_id
-        self._tokenizer = tokenizer
-
-    def __call__(self, text: str) -> list[int]:
-        return self._tokenizer.encode(
-            text, add_special_tokens=False, parse_special_tokens=False
-        )
+        return matcher
 
 
 def _grammar_of(
@@ -296,17 +318,15 @@ def _grammar_of(
 ) -> str:
     """The constraint in llguidance's own form."""
     if params.regex is not None:
-        return llguidance.LLMatcher.grammar_from_regex(params.regex)
+        return grammar_of_regex(params.regex)
     if params.choice is not None:
-        return llguidance.grammar_from("choice", json.dumps(list(params.choice)))
+        return grammar_of_choices(params.choice)
     if params.grammar is not None:
-        return llguidance.grammar_from("grammar", params.grammar)
+        return grammar_of_rules(params.grammar)
     schema = _schema_of(params, config)
     options: Any = _json_options(params, config, schema)
     # As text: the library follows a dict that holds itself until the stack is full.
-    return llguidance.LLMatcher.grammar_from_json_schema(
-        json.dumps(schema, allow_nan=False), overrides=options
-    )
+    return grammar_of_schema(json.dumps(schema, allow_nan=False), options)
 
 
 def _schema_of(
@@ -361,15 +381,15 @@ def _json_options(
 def _check_pattern(pattern: str | None) -> None:
     if pattern is None:
         return
-    regex = llguidance.LLMatcher.grammar_from_regex(pattern)
-    is_error, reasons = llguidance.LLMatcher.validate_grammar_with_warnings(regex)
-    if is_error:
+    try:
+        check_pattern(pattern)
+    except GrammarFailure as failure:
         raise ConfigError(
             f"structured_outputs_config has whitespace_pattern={pattern!r}, which is "
-            f"no regular expression: {reasons[0].strip()}",
+            f"no regular expression: {failure}",
             parameter="structured_outputs_config",
             value=pattern,
-        )
+        ) from failure
 
 
 def _unusable(params: StructuredOutputsParams, reason: str) -> RequestError:

@@ -13,7 +13,7 @@ from typing import Any
 
 
 def __getattr__(name: str) -> Any:
-    # On first use: it reaches jax and flax.
-    if name != "Gemma":
+    # On first use: it reaches jax and flax. `Gemma2` is the name in older scripts.
+    if name not in ("Gemma", "Gemma2"):
         raise AttributeError(f"module 'jaxspec.models' has no attribute {name!r}")
     return importlib.import_module("jaxspec.models.gemma.module").Gemma

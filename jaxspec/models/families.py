@@ -22,7 +22,13 @@ from jaxspec.errors import (
 from jaxspec.models.gemma.config import Gemma2Config, Gemma3Config
 from jaxspec.models.gemma.turns import GemmaTurns
 from jaxspec.settings.model_config import ModelConfig
-from jaxspec_checkpoints import CheckpointError, Layout, read_config
+from jaxspec_checkpoints import (
+    CheckpointError,
+    Layout,
+    lists_head,
+    open_checkpoint,
+    read_config,
+)
 from jaxspec_checkpoints.gemma.published import GEMMA2, GEMMA3
 
 
@@ -158,8 +164,12 @@ def config_from_hf(
 def config_from_folder(folder: str | Path) -> Any:
     """Read the config of a model folder, in any format of checkpoint.
 
+    Where the weights have an `lm_head.weight`, it is compared with the embedding: the
+    files' bytes decide whether the model has a head of its own.
+
     Raises:
-        ConfigError: There is none, or it is of no family's.
+        ConfigError: There is none, or it is of no family's; or a checkpoint with an
+            `lm_head.weight` is damaged.
     """
     try:
         config, generation = read_config(folder, layouts())
@@ -167,4 +177,12 @@ def config_from_folder(folder: str | Path) -> Any:
         name = str(folder)
         raise ConfigError(str(error), parameter="model", value=name) from error
     with named_in(f"config.json of {folder}"):
-        return config_from_hf(config, generation)
+        found = config_from_hf(config, generation)
+    if not lists_head(folder):
+        return found
+    try:
+        config = open_checkpoint(folder, layouts()).resolved().config
+    except CheckpointError as error:
+        name = str(folder)
+        raise ConfigError(str(error), parameter="model", value=name) from error
+    return config_from_hf(config, generation)

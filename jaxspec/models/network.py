@@ -19,9 +19,9 @@ from jaxspec.models.matrices import Matrix
 from jaxspec.models.params import Params, Specs
 from jaxspec.models.trimmed import to_target_vocab
 from jaxspec.settings.model_config import ModelConfig
-from jaxspec_kernels.bits import KvPages
+from jaxspec_kernels.bits import KvPools
 
-Pages = tuple[KvPages, ...]
+Pages = KvPools
 
 # With XLA's products a pass over so many rows takes as long as over one: what pads fill
 # may be used. With those in C++ it takes somewhat longer, and nothing is padded.

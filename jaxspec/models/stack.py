@@ -3,7 +3,8 @@
 By itself, a layer has its own parameters, its own pages and its own operations in a
 program. Scanned (`ModelConfig.scan_layers`), the layers that are alike share one array
 for each parameter and one pool of pages, and a program has one loop over them, as long
-whatever the depth, which is compiled sooner. Both forms compute the same.
+whatever the depth, which is compiled sooner. Layers after the last whole period are by
+themselves in this form as well. Both forms compute the same.
 """
 
 import dataclasses
@@ -18,7 +19,7 @@ from jaxtyping import Array, Int
 from jaxspec.models.batch import TokenBatch
 from jaxspec.models.params import ParamPath, Params
 from jaxspec.settings.model_config import ModelConfig
-from jaxspec_kernels.bits import KvPages
+from jaxspec_kernels.bits import KvPages, KvPools
 
 LAYERS = "layers"  # their parameters' place in the tree
 # Of a layer's number, parameters, input, batch and pages: its output, and the pages.
@@ -30,24 +31,29 @@ def run_layers(
     params: Params,
     stream: Array,
     batch: TokenBatch,
-    kv_pages: tuple[KvPages, ...],
+    kv_pages: KvPools,
     layer: Layer,
-) -> tuple[tuple[Array, ...], tuple[KvPages, ...]]:
+) -> tuple[tuple[Array, ...], KvPools]:
     """Run all layers, one after the other.
 
     Args:
         params: The whole network's.
-        layer: What a layer does. Scanned, it is asked for the first `config.period`
-            layers, and those stand for all.
+        layer: What a layer does. Of scanned layers it is called for the first
+            `config.period`, which stand for all of them.
 
     Returns:
         The input with the outputs of all layers, and the updated pages.
     """
     own = params[LAYERS]
-    if config.scan_layers:
-        return _scan(config, own, stream, batch, kv_pages, layer)
     streams, updated = [stream], []
-    for number, pages in zip(range(config.num_layers), kv_pages, strict=True):
+    if config.num_turns:
+        scanned, pools = _scan(
+            config, own, stream, batch, kv_pages[: config.period], layer
+        )
+        streams, updated = [*scanned], [*pools]
+        stream, kv_pages = streams[-1], kv_pages[config.period :]
+    numbers = range(config.num_scanned, config.num_layers)
+    for number, pages in zip(numbers, kv_pages, strict=True):
         stream, pages = layer(number, own[str(number)], stream, batch, pages)
         streams.append(stream)
         updated.append(pages)
@@ -59,15 +65,15 @@ def _scan(
     params: Params,
     stream: Array,
     batch: TokenBatch,
-    kv_pages: tuple[KvPages, ...],
+    kv_pages: KvPools,
     layer: Layer,
-) -> tuple[tuple[Array, ...], tuple[KvPages, ...]]:
+) -> tuple[tuple[Array, ...], KvPools]:
     """The same by a loop; the pools are its state, so that it writes them in place."""
     turns, period = config.num_turns, config.period
 
     def turn(
-        carry: tuple[Array, tuple[KvPages, ...]], given: tuple[Array, Params]
-    ) -> tuple[tuple[Array, tuple[KvPages, ...]], tuple[Array, ...]]:
+        carry: tuple[Array, KvPools], given: tuple[Array, Params]
+    ) -> tuple[tuple[Array, KvPools], tuple[Array, ...]]:
         (stream, pools), (number, own) = carry, given
         here = _batch_of(batch, number, turns, pools[0].shape)
         streams, updated = [], []
@@ -79,11 +85,12 @@ def _scan(
 
     numbers = jnp.arange(turns, dtype=jnp.int32)
     start = stream, kv_pages
-    (last, kv_pages), found = jax.lax.scan(turn, start, (numbers, params))
+    stacks = {str(kind): params[str(kind)] for kind in range(period)}
+    (last, kv_pages), found = jax.lax.scan(turn, start, (numbers, stacks))
     # `last` is not one of these: XLA can drop them all where no output is wanted.
     between = (
         jax.lax.index_in_dim(found[number % period], number // period, keepdims=False)
-        for number in range(config.num_layers - 1)
+        for number in range(config.num_scanned - 1)
     )
     return (stream, *between, last), kv_pages
 
@@ -113,7 +120,7 @@ def stacked_place(config: ModelConfig, path: ParamPath) -> tuple[ParamPath, int]
 
     None where it stays by itself.
     """
-    if not config.scan_layers or path[0] != LAYERS:
+    if path[0] != LAYERS or int(path[1]) >= config.num_scanned:
         return None
     turn, kind = divmod(int(path[1]), config.period)
     return (LAYERS, str(kind), *path[2:]), turn

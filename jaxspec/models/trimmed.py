@@ -35,6 +35,11 @@ TOKEN_IDS = "token_ids"
 LOWEST = -1e9
 
 
+def head_of(params: Mapping[str, Any]) -> Any:
+    """Return the matrix of logits: the head, or the embedding where they are one."""
+    return params[HEAD] if HEAD in params else params[EMBEDDING]
+
+
 def trimmed_specs(config: ModelConfig, specs: Specs) -> Specs:
     """The same parameters, of the head only the rows that the config keeps.
 

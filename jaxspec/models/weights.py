@@ -34,6 +34,7 @@ from jaxspec.models.trimmed import (
 from jaxspec.settings.model_config import ModelConfig
 from jaxspec.sharding import TARGET_MESH_AXES, kv_copies, num_parts
 from jaxspec_checkpoints import Sizes, Tensor, check_tensors
+from jaxspec_checkpoints.layout import HEAD
 from jaxspec_checkpoints.placement import place
 from jaxspec_checkpoints.quantization import (
     QuantizedTensor,
@@ -167,8 +168,10 @@ def load_params(
         CheckpointError: A tensor is unknown, missing, or has another shape than the
             config says (nothing was read then), or its bytes are damaged.
     """
-    check_tensors(family_of(config).layout, _sizes(config), tensors)
     specs = functions_of(config).param_specs(config)
+    is_tied = all(HEAD not in spec.tensors for spec in specs.values())
+    layout = family_of(config).layout
+    check_tensors(layout, _sizes(config), tensors, is_tied=is_tied)
     tensors = with_kept_rows(config, specs, tensors, token_ids)
     with tqdm(
         total=sum(tensor.num_bytes for tensor in tensors.values()),

@@ -25,9 +25,9 @@ from jaxspec.program.state import run_if
 from jaxspec.program.tree import Tree
 from jaxspec.program.verify import Typical
 from jaxspec.program.walk import decide
-from jaxspec_kernels.bits import KvPages
+from jaxspec_kernels.bits import KvPools
 
-Pages = tuple[KvPages, ...]
+Pages = KvPools
 
 
 class Verified(NamedTuple):

@@ -14,9 +14,9 @@ from jaxspec.program.grown import RoundTree, depth_of, path_to
 from jaxspec.program.plan import PoolShape
 from jaxspec.program.rows import Active
 from jaxspec.program.state import run_if
-from jaxspec_kernels.bits import KvPages
+from jaxspec_kernels.bits import KvPools
 
-Pages = tuple[KvPages, ...]
+Pages = KvPools
 
 
 def keep_path(
@@ -59,12 +59,16 @@ def keep_path(
             page_size=pool.page_size,
         ).reshape(-1)
 
-    turns = config.num_turns if config.scan_layers else 1
-    source, target = (_in_turns(slots(one), turns, pool) for one in (path, level))
+    source, target = slots(path), slots(level)
+    places = {
+        turns: (_in_turns(source, turns, pool), _in_turns(target, turns, pool))
+        for turns in dict.fromkeys(config.layers_of_pools)
+    }
 
     def move(pages: Pages) -> Pages:
         return tuple(
-            backend.copy(one, source, target, config.num_q_heads) for one in pages
+            backend.copy(one, *places[turns], config.num_q_heads)
+            for one, turns in zip(pages, config.layers_of_pools, strict=True)
         )
 
     return run_if(is_moved.any(), move, pages)

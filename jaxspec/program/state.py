@@ -16,7 +16,7 @@ from jaxspec.program.plan import PoolShape
 from jaxspec.program.rows import Rows
 from jaxspec.sharding import kv_copies, named_sharding, num_parts, put
 from jaxspec_kernels import storage_dtype
-from jaxspec_kernels.bits import FP8, KvPages, scaled_form
+from jaxspec_kernels.bits import FP8, KvPools, scaled_form
 
 Kept = TypeVar("Kept")
 
@@ -35,7 +35,7 @@ class EngineState:
 
     rows: Rows
     token_pages: Int[Array, "page page_size"]  # known tokens, prompt and output
-    target_pages: tuple[KvPages, ...]
+    target_pages: KvPools
     proposers: tuple[Any, ...]  # what each keeps between launches
     # Chance of each draft to stay if those before it do; None: the rules decide.
     forced_acceptance: Float[Array, " chance"] | None = None
@@ -48,28 +48,27 @@ def page_forms(
     mesh: Mesh,
     mesh_axes: tuple[str, ...],
 ) -> tuple[Any, ...]:
-    """Shapes and placement of a model's pages: one array, or `ScaledPages`, per layer.
+    """Shapes and placement of a model's pages: an array, or `ScaledPages`, per pool.
 
-    Where layers are scanned, those of a kind have theirs in one array, one after the
-    other.
+    Layers that share a pool have their pages one after the other.
 
     Args:
         dtype: The type of the model's weights.
     """
-    num_pages, count = pool.num_pages, config.num_layers
-    if config.scan_layers:
-        num_pages, count = config.num_turns * num_pages, config.period
-    form = layer_pages(
-        num_q_heads=config.num_q_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        num_pages=num_pages,
-        pool=pool,
-        dtype=dtype,
-        mesh=mesh,
-        mesh_axes=mesh_axes,
-    )
-    return (form,) * count
+    forms = {
+        count: layer_pages(
+            num_q_heads=config.num_q_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            num_pages=count * pool.num_pages,
+            pool=pool,
+            dtype=dtype,
+            mesh=mesh,
+            mesh_axes=mesh_axes,
+        )
+        for count in set(config.layers_of_pools)
+    }
+    return tuple(forms[count] for count in config.layers_of_pools)
 
 
 def layer_pages(

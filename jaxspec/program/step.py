@@ -49,7 +49,7 @@ from jaxspec.program.tree import Template, Tree
 from jaxspec.program.verify import Typical, force_one, verify
 from jaxspec.program.wire import PlanLayout, result_layout
 from jaxspec.sharding import TARGET_MESH_AXES, replicated
-from jaxspec_kernels.bits import KvPages
+from jaxspec_kernels.bits import KvPools
 from jaxspec_kernels.dispatch import implementation_for
 
 # State, results by round, rounds run, whether no more may follow.
@@ -371,7 +371,7 @@ def _catch_up(
 
 def _verify(
     params: Params,
-    pages: tuple[KvPages, ...],
+    pages: KvPools,
     launch: _Launch,
     proposal: Proposal | None,
     num_draft: Int[Array, " seq"],

@@ -4,7 +4,8 @@ Reading order:
 
 1. `__main__`, `flags`, `settings`, `launcher`: from a command line to a server that
    listens.
-2. `app`: all endpoints behind all checks; `middleware` and `errors` are those checks
+2. `connections`: limits on their number and on the time for a request to arrive.
+   `app`: all endpoints behind all checks; `middleware` and `errors` are those checks
    and what is answered when something fails.
 3. `generation`: the endpoints that generate. What clients send is read by `bodies` and
    becomes `prompts`; `serving` brings them to the engine, past `admission`; `answers`

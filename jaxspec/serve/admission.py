@@ -22,7 +22,10 @@ class Admission:
     """Counts the texts that the engine has been asked for.
 
     Attributes:
-        num_refused: Requests that found the queue full, by what it was full of.
+        num_refused: Requests that found the queue full, by what it was full of, and
+            connections over the limit.
+        num_timeouts: Requests that did not arrive in time, by the part that was late.
+        num_descriptor_shortages: How often no file descriptor was free.
     """
 
     def __init__(self, settings: ServerSettings, max_num_seqs: int):
@@ -32,7 +35,9 @@ class Admission:
         self._ids = itertools.count()
         self._running: set[str] = set()
         self._average_s = 1.0
-        self.num_refused = {"queued_reqs": 0, "queued_tokens": 0}
+        self.num_refused = {"queued_reqs": 0, "queued_tokens": 0, "connections": 0}
+        self.num_timeouts = {"headers": 0, "body": 0}
+        self.num_descriptor_shortages = 0
 
     @property
     def num_requests(self) -> int:

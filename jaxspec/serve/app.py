@@ -12,7 +12,13 @@ from jaxspec.serve.development import development_routes
 from jaxspec.serve.errors import add_refusals
 from jaxspec.serve.generation import generation_routes
 from jaxspec.serve.metrics import CountRequests, HttpMetrics, metric_routes
-from jaxspec.serve.middleware import ApiKeys, BodyLimit, RequestIds, RootPath
+from jaxspec.serve.middleware import (
+    ApiKeys,
+    BodyLimit,
+    RequestBodies,
+    RequestIds,
+    RootPath,
+)
 from jaxspec.serve.page import page_routes
 from jaxspec.serve.server_info import health_routes, model_routes, token_routes
 from jaxspec.serve.serving import Serving
@@ -68,5 +74,10 @@ def make_app(
     if settings.enable_request_id_headers:
         app.add_middleware(RequestIds)
     app.add_middleware(CountRequests, counts=counts)
+    app.add_middleware(
+        RequestBodies,
+        timeout_s=settings.timeout_read_body,
+        admission=serving.admission,
+    )
     app.add_middleware(RootPath)
     return app

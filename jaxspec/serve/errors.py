@@ -59,7 +59,7 @@ def _cut(text: str) -> str:
     return text if len(text) <= MAX_MESSAGE else f"{text[:MAX_MESSAGE]}..."
 
 
-def refusal_of(error: Exception) -> tuple[int, dict[str, Any]]:
+def refusal_of(error: BaseException) -> tuple[int, dict[str, Any]]:
     """Return the status and the JSON that tell of an error."""
     match error:
         case ArgumentError():

@@ -6,8 +6,9 @@ Every field of `AsyncEngineArgs` is a flag, as in vLLM; so is what the server ad
 import argparse
 import dataclasses
 import json
+import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -17,7 +18,7 @@ from jaxspec.console.command import CommandParser, documented, flag_type, json_f
 from jaxspec.engine.arg_utils import AsyncEngineArgs
 from jaxspec.engine.model_folders import BUNDLED_DRAFT, BUNDLED_TARGET
 from jaxspec.errors import ConfigError, wrong_argument
-from jaxspec.serve.settings import SPEC_METRICS, ServerSettings
+from jaxspec.serve.settings import DEFAULT_READ_HEADERS_S, SPEC_METRICS, ServerSettings
 
 BUNDLED_DRAFT_TOKENS = 5
 WARM_UPS = ("none", "plain", "all")
@@ -228,7 +229,7 @@ def make_parser(prog: str, kind: type[CommandParser] = CommandParser) -> Command
     """Make the parser of the whole command line."""
     parser = kind(
         prog=prog,
-        description="Serve a Gemma 2 model with OpenAI's API. Without a model: the "
+        description="Serve a Gemma model with OpenAI's API. Without a model: the "
         "bundled pair.",
         parents=[_config_parser()],
         allow_abbrev=False,
@@ -267,6 +268,28 @@ def _add_listening(group: argparse._ArgumentGroup) -> None:
     )
     add("--root-path", default="", help="what a proxy takes off every path, or leaves")
     add(
+        "--limit-concurrency",
+        metavar="N",
+        type=_positive(int),
+        help="connections at a time; requests on further ones get 503, except for "
+        "/health, /ping and /metrics (default: 4096, or what `ulimit -n` permits)",
+    )
+    add(
+        "--timeout-keep-alive",
+        metavar="SECONDS",
+        type=_positive(float),
+        default=5.0,
+        help="an idle connection is closed after an answer (default: %(default)g)",
+    )
+    add(
+        "--timeout-read-headers",
+        metavar="SECONDS",
+        type=_positive(float),
+        default=DEFAULT_READ_HEADERS_S,
+        help="for the headers of a request to arrive (default: %(default)g); of its "
+        "body: --timeout-read-body",
+    )
+    add(
         "--api-server-count",
         type=int,
         default=1,
@@ -275,6 +298,20 @@ def _add_listening(group: argparse._ArgumentGroup) -> None:
     )
     add("--uvicorn-log-level", choices=LOG_LEVELS, default="info")
     add("--disable-uvicorn-access-log", action=argparse.BooleanOptionalAction)
+
+
+def _positive(kind: Callable[[str], float]) -> Callable[[str], float]:
+    """Return the type of a flag whose numbers are above 0 and finite."""
+
+    def read(text: str) -> float:
+        value = kind(text)
+        if not 0 < value < math.inf:
+            raise argparse.ArgumentTypeError(f"must be above 0, got {text}")
+        return value
+
+    # argparse names it in errors: "invalid int value".
+    read.__name__ = kind.__name__
+    return read
 
 
 def _add_life(group: argparse._ArgumentGroup) -> None:

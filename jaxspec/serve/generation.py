@@ -11,8 +11,10 @@ from fastapi.responses import JSONResponse
 
 from jaxspec.errors import (
     ArgumentError,
+    NativePanicError,
     RequestError,
     UnsupportedError,
+    is_panic,
     wrong_argument,
 )
 from jaxspec.inputs import TokensPrompt
@@ -127,6 +129,11 @@ async def _respond(
     except ArgumentError as error:
         error.parameter = field_of(body, error.parameter)
         raise
+    except BaseException as error:
+        if is_panic(error):
+            # The server's own handlers know subclasses of Exception only.
+            raise NativePanicError(f"a native library panicked: {error}") from error
+        raise
     if ASKED in request.headers:
         load = await serving.engine.get_load()
         response.headers.update(load_header(load, request.headers[ASKED]))
@@ -184,7 +191,7 @@ def _adjusted(serving: Serving, body: ChatBody) -> ChatBody:
     if not settings.enable_auto_tool_choice:
         raise RequestError(
             '"auto" tool choice requires --enable-auto-tool-choice and '
-            "--tool-call-parser to be set (which is gemma2 by default). Start the "
+            "--tool-call-parser to be set (which is gemma by default). Start the "
             'server so, or pass tool_choice="required", a function, or "none".',
             parameter="tool_choice",
             value=body.tool_choice,
@@ -274,7 +281,9 @@ async def _make(
     except asyncio.CancelledError:
         end = writer.tell("cancelled")
         raise
-    except Exception as error:  # noqa: BLE001 - it is told to whoever asks for it
+    except BaseException as error:
+        if not (isinstance(error, Exception) or is_panic(error)):
+            raise
         status, body = refusal_of(error)
         say = _log.exception if status == 500 else _log.info
         say("A response in the background failed: %s", error)
@@ -356,8 +365,8 @@ async def _events(writer: Writer, outputs: Numbered) -> AsyncGenerator[str, None
             async for chunk in writer.chunks(outputs):
                 yield event(chunk)
                 has_begun = True
-    except Exception as error:
-        if not has_begun:
+    except BaseException as error:
+        if not has_begun or not (isinstance(error, Exception) or is_panic(error)):
             raise
         status, body = refusal_of(error)
         log = _log.exception if status == 500 else _log.info

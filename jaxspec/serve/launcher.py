@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 import uvicorn
 from tqdm.contrib.logging import logging_redirect_tqdm
@@ -33,6 +33,13 @@ from jaxspec.errors import ConfigError
 from jaxspec.progress import watch_compiles
 from jaxspec.sampling_params import SamplingParams
 from jaxspec.serve.app import make_app
+from jaxspec.serve.connections import (
+    MAX_CONNECTIONS,
+    ConnectionLimits,
+    DescriptorWatch,
+    find_max_connections,
+    limited_http,
+)
 from jaxspec.serve.flags import Options
 from jaxspec.serve.serving import Serving
 from jaxspec.settings.structured_outputs import StructuredOutputsParams
@@ -59,6 +66,7 @@ class Server(uvicorn.Server):
         super().__init__(config)
         self._serving, self._timeout_s = serving, timeout_s
         self._warming = Warming(serving.engine)
+        self._descriptors = DescriptorWatch(serving.admission)
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -83,6 +91,7 @@ class Server(uvicorn.Server):
             _log.error("The engine has ended: so does the server.")
             self.should_exit = True
         self._warming.look()
+        self._descriptors.look()
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -148,6 +157,7 @@ def run(options: Options) -> int:
         return _follow(options)
     # What cannot work is found before minutes of compiling.
     _check_tls(options.listening)
+    find_max_connections(options.listening.limit_concurrency)
     bound = _bind(options.listening)
     try:
         # Until the server takes signals itself, and after that.
@@ -207,14 +217,30 @@ def set_up_log(level: str) -> None:
 def _serve(engine: AsyncLLMEngine, options: Options, bound: socket.socket) -> int:
     app = make_app(engine, options.settings)
     given, timeout_s = options.listening, options.shutdown_timeout
+    limits = ConnectionLimits(
+        max_connections=find_max_connections(given.limit_concurrency),
+        read_headers_s=given.timeout_read_headers,
+        read_body_s=options.settings.timeout_read_body,
+    )
+    if given.limit_concurrency is None and limits.max_connections < MAX_CONNECTIONS:
+        _log.warning(
+            "Files that a process may open permit %d connections, fewer than %d: raise "
+            "that limit with `ulimit -n`",
+            limits.max_connections,
+            MAX_CONNECTIONS,
+        )
     config = uvicorn.Config(
         app,
+        http=limited_http(limits, app.state.serving.admission),
+        ws="none",
         host=given.host,
         port=given.port,
         uds=given.uds,
         root_path=_root_path(given),
         log_level=given.uvicorn_log_level,
         access_log=not given.disable_uvicorn_access_log,
+        # A fraction of a second is as good to the event loop.
+        timeout_keep_alive=cast(int, given.timeout_keep_alive),
         timeout_graceful_shutdown=timeout_s + LAST_WORDS_S,
         **_tls(given),
     )

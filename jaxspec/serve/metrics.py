@@ -34,6 +34,9 @@ _FORMS: dict[type[metrics.Metric], Any] = {
     metrics.Vector: CounterMetricFamily,
     metrics.Histogram: HistogramMetricFamily,
 }
+# Any other method is counted as `OTHER`: clients may invent any number of them.
+_METHODS = frozenset(("DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT"))
+OTHER = "other"
 # Of ours; vLLM's names are known.
 _HELP = {
     "jaxspec:round_time_seconds": "From a launch, or the end of the one before, to "
@@ -72,6 +75,7 @@ _HELP = {
     "each draft to stay after those before it",
     "jaxspec:lossy_acceptance_info": "Acceptance is typical, by these two numbers: "
     "texts that are sampled without a seed do not follow the target",
+    "jaxspec:grammar_failures": "Texts that ended with an error of their grammar",
     "jaxspec:num_compiles": "Programs that were compiled",
     "jaxspec:compile_seconds": "How long that took",
     "jaxspec:warming": "Programs that are still to be compiled; 0 when all are there",
@@ -86,6 +90,9 @@ _HELP = {
     "device, as compilers tell",
     "jaxspec:max_concurrency": "Sequences of max_model_len tokens that there are pages "
     "for",
+    "jaxspec:request_timeouts": "Requests whose headers or body did not arrive in time",
+    "jaxspec:descriptor_shortages": "How often no file descriptor was free, so that "
+    "new connections were closed",
     "jaxspec:sequences_lost": "Sequences of max_model_len tokens that there would be "
     "pages for as well without the draft model",
 }
@@ -157,7 +164,15 @@ class HttpMetrics:
         )
 
     def add(self, handler: str, method: str, status: int, took_s: float) -> None:
-        """Count a request that has been answered."""
+        """Count a request that has been answered.
+
+        Every label has a bounded number of values, whatever clients send.
+
+        Args:
+            handler: The path of a route, not that of a request.
+            method: As the client sent it.
+        """
+        method = method if method in _METHODS else OTHER
         self._count.labels(handler, method, f"{status // 100}xx").inc()
         self._duration.labels(handler, method).observe(took_s)
         self._fine_duration.observe(took_s)
@@ -201,7 +216,7 @@ def metric_routes(serving: Serving, counts: HttpMetrics) -> APIRouter:
             found = await serving.engine.get_metrics()
         except (ConfigError, EngineDeadError):
             found = []  # it does not count, or does not any more
-        found += _refusals(serving)
+        found += _admissions(serving)
         registry = CollectorRegistry(auto_describe=False)
         registry.register(EngineFamilies(found))
         text = generate_latest(registry) + generate_latest(counts.registry)
@@ -210,14 +225,25 @@ def metric_routes(serving: Serving, counts: HttpMetrics) -> APIRouter:
     return router
 
 
-def _refusals(serving: Serving) -> list[metrics.Metric]:
+def _admissions(serving: Serving) -> list[metrics.Metric]:
     labels = {"model_name": serving.config.served_model_name, "engine": "0"}
-    return [
+    admission = serving.admission
+    found: list[metrics.Metric] = [
         metrics.Counter(
             name=f"{prefix}:admission_rejections",
             labels=labels | {"reason": reason},
             value=count,
         )
         for prefix in ("vllm", "jaxspec")
-        for reason, count in serving.admission.num_refused.items()
+        for reason, count in admission.num_refused.items()
     ]
+    found += [
+        metrics.Counter(
+            name="jaxspec:request_timeouts", labels=labels | {"part": part}, value=count
+        )
+        for part, count in admission.num_timeouts.items()
+    ]
+    shortages = admission.num_descriptor_shortages
+    name = "jaxspec:descriptor_shortages"
+    found.append(metrics.Counter(name=name, labels=labels, value=shortages))
+    return found

@@ -10,12 +10,13 @@ from fastapi.exceptions import HTTPException
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from jaxspec.serve.admission import Admission
 from jaxspec.serve.errors import error_body, respond
 
 GUARDED = "/v1"
 MAX_ID = 256
-# Of a body that has been refused.
-MAX_DRAINED_BYTES, MAX_DRAIN_S = 64 * 2**20, 5.0
+# Bytes of an unused body that are read and dropped, before the connection may be reset.
+MAX_DRAINED_BYTES = 2**30
 # What separates values in JSON, counted in texts as well: a few megabytes can hold more
 # than a million values, and nothing else is done while they are read.
 MAX_MARKS = 300_000
@@ -68,7 +69,10 @@ class BodyLimit:
             return
         told = Headers(scope=scope).get("content-length", "")
         if told.isdecimal() and int(told) > self._max_bytes:
-            await self._refuse(scope, receive, send)
+            # Before the body arrives: a client that expects 100 need not send it.
+            body = error_body(413, self._message())
+            answer = respond(413, body, {"Connection": "close"})
+            await answer(scope, receive, send)
             return
         num_bytes = num_marks = 0
 
@@ -84,25 +88,10 @@ class BodyLimit:
             elif num_marks > MAX_MARKS:
                 problem = _TOO_MANY
             if problem is not None:
-                await _drain(receive)
                 raise HTTPException(413, problem, {"Connection": "close"})
             return message
 
         await self._app(scope, count, send)
-
-    async def _refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer before the body comes: who waits for a word to send it need not."""
-
-        async def keep_open(message: Message) -> None:
-            if message["type"] == "http.response.body":
-                message = {**message, "more_body": True}
-            await send(message)
-
-        body = error_body(413, self._message())
-        answer = respond(413, body, {"Connection": "close"})
-        await answer(scope, receive, keep_open)
-        await _drain(receive)
-        await send({"type": "http.response.body", "body": b""})
 
     def _message(self) -> str:
         return (
@@ -111,20 +100,74 @@ class BodyLimit:
         )
 
 
-async def _drain(receive: Receive) -> None:
-    """Read some of what the client still sends, and forget it.
+class RequestBodies:
+    """Middleware that reads every body to its end, in a limited time.
 
-    A connection that is closed under a client that writes is reset, and the client may
-    never see what it was answered.
+    A connection that is closed while the client still sends is reset, and the client
+    may never see its answer. The last part of an answer to a request whose body was not
+    used therefore waits until the body has been read and dropped.
     """
+
+    def __init__(self, app: ASGIApp, timeout_s: float, admission: Admission):
+        """Wrap an application.
+
+        Args:
+            timeout_s: Seconds for a body to arrive.
+            admission: Counts those that did not.
+        """
+        self._app, self._timeout_s, self._admission = app, timeout_s, admission
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or not _has_body(Headers(scope=scope)):
+            await self._app(scope, receive, send)
+            return
+        end = asyncio.get_running_loop().time() + self._timeout_s
+        is_over = False
+
+        async def read() -> Message:
+            nonlocal is_over
+            if is_over:  # only a disconnect follows, at any time
+                return await receive()
+            try:
+                async with asyncio.timeout_at(end):
+                    message = await receive()
+            except TimeoutError as error:
+                is_over = True
+                self._admission.num_timeouts["body"] += 1
+                raise HTTPException(
+                    408,
+                    f"The body did not arrive within {self._timeout_s:g} s "
+                    "(--timeout-read-body).",
+                    {"Connection": "close"},
+                ) from error
+            is_over = not message.get("more_body", False)
+            return message
+
+        async def answer(message: Message) -> None:
+            is_body = message["type"] == "http.response.body"
+            if is_body and not message.get("more_body", False) and not is_over:
+                await send({**message, "more_body": True})
+                with contextlib.suppress(HTTPException):  # it has been answered
+                    await _drain(read)
+                message = {"type": "http.response.body", "body": b""}
+            await send(message)
+
+        await self._app(scope, read, answer)
+
+
+def _has_body(headers: Headers) -> bool:
+    length = headers.get("content-length", "0")
+    return length != "0" or "transfer-encoding" in headers
+
+
+async def _drain(receive: Receive) -> None:
+    """Read and drop the rest of a body, up to `MAX_DRAINED_BYTES`."""
     left = MAX_DRAINED_BYTES
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(MAX_DRAIN_S):
-            while left > 0:
-                message = await receive()
-                if not message.get("more_body", False):
-                    return
-                left -= len(message["body"])
+    while left > 0:
+        message = await receive()
+        if not message.get("more_body", False):
+            return
+        left -= len(message["body"])
 
 
 class RootPath:

@@ -22,7 +22,7 @@ from typing import Any, no_type_check
 import uvicorn
 from fastapi import FastAPI
 from starlette.responses import Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from jaxspec.engine.arg_utils import AsyncEngineArgs
 from jaxspec.engine.async_llm_engine import AsyncLLMEngine
@@ -37,9 +37,11 @@ from jaxspec.errors import (
     wrong_argument,
 )
 from jaxspec.serve.app import make_app
+from jaxspec.serve.connections import ConnectionLimits, limited_http
 from jaxspec.serve.flags import Options, listening_flags, read_values
 from jaxspec.serve.launcher import LAST_WORDS_S, freeze_heap, set_up_log, warm_up
 from jaxspec.serve.serving import Serving
+from jaxspec.serve.settings import DEFAULT_READ_HEADERS_S, ServerSettings
 
 _log = logging.getLogger(__name__)
 
@@ -50,6 +52,8 @@ AFFINE_ROUTER = "ray.serve.experimental.consistent_hash_router"
 MAX_ONGOING_REQUESTS = 256
 # Replicas of one machine listen on neighbouring ports, if they tell metrics.
 MAX_METRICS_PORTS, MAX_PORT = 64, 65535
+# Connections to the address where one replica shows its metrics.
+MAX_METRICS_CONNECTIONS = 64
 STRATEGIES = ("STRICT_SPREAD", "SPREAD", "PACK", "STRICT_PACK")
 TOLD_PATHS = ("/metrics", "/health")
 # Processes of a replica over several hosts are started here, and told of each other.
@@ -311,10 +315,13 @@ class Replica:
     async def _life(self, app: FastAPI) -> AsyncIterator[None]:
         """Tell metrics meanwhile; Ray leaves when no request runs any more."""
         serving: Serving = app.state.serving
+        settings = self._options.settings
         try:
             async with contextlib.AsyncExitStack() as stack:
                 if self._placement.metrics_port is not None:
-                    await stack.enter_async_context(_listen(app, self._placement))
+                    await stack.enter_async_context(
+                        _listen(app, self._placement, settings)
+                    )
                 yield
                 # Nobody is connected to these, so that Ray does not count them.
                 await serving.background.wait(self._options.shutdown_timeout)
@@ -438,7 +445,9 @@ class _Listener(uvicorn.Server):
 
 
 @contextlib.asynccontextmanager
-async def _listen(app: ASGIApp, placement: Placement) -> AsyncIterator[None]:
+async def _listen(
+    app: FastAPI, placement: Placement, settings: ServerSettings
+) -> AsyncIterator[None]:
     """Tell one replica's metrics at an address of its own."""
 
     async def told(scope: Scope, receive: Receive, send: Send) -> None:
@@ -446,7 +455,20 @@ async def _listen(app: ASGIApp, placement: Placement) -> AsyncIterator[None]:
         await (app if known else Response(status_code=404))(scope, receive, send)
 
     bound = _bind(placement)
-    config = uvicorn.Config(told, log_level="warning", access_log=False, lifespan="off")
+    limits = ConnectionLimits(
+        max_connections=MAX_METRICS_CONNECTIONS,
+        read_headers_s=DEFAULT_READ_HEADERS_S,
+        read_body_s=settings.timeout_read_body,
+    )
+    serving: Serving = app.state.serving
+    config = uvicorn.Config(
+        told,
+        http=limited_http(limits, serving.admission),
+        ws="none",
+        log_level="warning",
+        access_log=False,
+        lifespan="off",
+    )
     server = _Listener(config)
     running = asyncio.create_task(server.serve([bound]))
     _log.info("This replica's metrics: http://%s:%d/metrics", *bound.getsockname()[:2])

@@ -12,12 +12,14 @@ from jaxspec.errors import (
     check_strings,
     wrong_argument,
 )
-from jaxspec.serve.bodies.tool_parsers import GEMMA2, parser_class
+from jaxspec.serve.bodies.tool_parsers import GEMMA, parser_class
 from jaxspec.serve.response_store import connect
 
 SPEC_METRICS = ("none", "summary")
 # A context of 8192 tokens is 40 kB of English; this is for lists of prompts.
 DEFAULT_MAX_BODY_BYTES = 4 * 2**20
+# The largest body at 70 kB/s.
+DEFAULT_READ_HEADERS_S, DEFAULT_READ_BODY_S = 30.0, 60.0
 # Some 20,000 responses, each of a prompt and an answer of 1,000 characters.
 DEFAULT_RESPONSE_STORE_BYTES = 64 * 2**20
 _FLAGS = (
@@ -56,7 +58,7 @@ class ServerSettings:
             both.
         enable_auto_tool_choice: Let the model choose whether it calls tools: chats with
             `tools` and without a `tool_choice`, or with "auto".
-        tool_call_parser: What finds calls in such answers, by name: "gemma2" reads the
+        tool_call_parser: What finds calls in such answers, by name: "gemma" reads the
             form in which the model is told of tools where its template has none.
         tool_parser_plugin: A Python file that registers more of them, as vLLM's do.
         exclude_tools_when_tool_choice_none: Do not tell the model of tools that
@@ -73,6 +75,7 @@ class ServerSettings:
         return_tokens_as_token_ids: Log-probabilities are told of "token_id:7", where
             requests do not say otherwise.
         max_body_bytes: Larger requests are refused.
+        timeout_read_body: Seconds for the body of a request to arrive.
         max_num_queued_reqs: Texts that may wait for a place in the batch; more are
             refused. None for no limit.
         max_num_queued_tokens: The same, of the tokens of their prompts.
@@ -95,7 +98,7 @@ class ServerSettings:
     trust_request_chat_template: bool = False
     strict_roles: bool = False
     enable_auto_tool_choice: bool = False
-    tool_call_parser: str = GEMMA2
+    tool_call_parser: str = GEMMA
     tool_parser_plugin: str = ""
     exclude_tools_when_tool_choice_none: bool = True
     enable_request_id_headers: bool = False
@@ -107,6 +110,7 @@ class ServerSettings:
     enable_server_load_tracking: bool = True
     return_tokens_as_token_ids: bool = False
     max_body_bytes: int = DEFAULT_MAX_BODY_BYTES
+    timeout_read_body: float = DEFAULT_READ_BODY_S
     max_num_queued_reqs: int | None = 1024
     max_num_queued_tokens: int | None = None
     max_request_s: float | None = None
@@ -127,6 +131,8 @@ class ServerSettings:
         check_choice(ConfigError, name, getattr(self, name), SPEC_METRICS)
         parser_class(self.tool_call_parser, self.tool_parser_plugin)
         check_integer(ConfigError, "max_body_bytes", self.max_body_bytes, low=1)
+        name = "timeout_read_body"
+        check_number(ConfigError, name, getattr(self, name), low=0, open_low=True)
         name = "max_response_store_bytes"
         check_integer(ConfigError, name, getattr(self, name), low=0)
         if self.response_store is not None:

@@ -42,8 +42,9 @@ class ModelConfig(ABC):
             tokens that it can propose; None: all.
         stored_dtype: Type of the weights in their files; "" where that is not said.
         scan_layers: Have one loop over layers that are alike in programs, in place of
-            every layer by itself; parameters and pages are laid out for it. No number
-            of the model's, but of what is made of it.
+            every layer by itself; parameters and pages are laid out for it. Layers
+            after the last whole period are by themselves. No number of the model's, but
+            of what is made of it.
         quantization: How its matrices are kept; None: in the type of the rows that they
             are multiplied with.
     """
@@ -92,13 +93,6 @@ class ModelConfig(ABC):
             allowed = "even, because rotary embeddings turn pairs"
             raise wrong_argument(ConfigError, "head_dim", allowed, self.head_dim)
         check_flag(ConfigError, "scan_layers", self.scan_layers)
-        if self.scan_layers and self.num_layers % self.period:
-            hint = (
-                f"Layers are scanned {self.period} at a time, which does not come out "
-                "even for this model."
-            )
-            allowed = f"False for a model of {self.num_layers} layers"
-            raise wrong_argument(ConfigError, "scan_layers", allowed, True, hint)
         self._check_groups()
 
     def _check_groups(self) -> None:
@@ -144,8 +138,22 @@ class ModelConfig(ABC):
 
     @property
     def num_turns(self) -> int:
-        """Turns of a loop over all layers."""
-        return self.num_layers // self.period
+        """Turns of a loop over layers; 0 where every layer is by itself."""
+        return self.num_layers // self.period if self.scan_layers else 0
+
+    @property
+    def num_scanned(self) -> int:
+        """Layers that the loop runs: the first ones, in whole periods."""
+        return self.num_turns * self.period
+
+    @property
+    def layers_of_pools(self) -> tuple[int, ...]:
+        """How many layers share each pool of pages.
+
+        Scanned layers of a kind share one; each of the others has its own.
+        """
+        shared = (self.num_turns,) * min(self.period, self.num_scanned)
+        return shared + (1,) * (self.num_layers - self.num_scanned)
 
     def kv_bytes_per_token(self, dtype_bytes: int, scale_bytes: int = 0) -> int:
         """Return the bytes of keys and values of one token in all layers.

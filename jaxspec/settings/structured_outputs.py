@@ -78,7 +78,7 @@ class StructuredOutputsParams:
             )
         if self.structural_tag is not None:
             raise UnsupportedError(
-                "structural_tag is not supported: Gemma 2 has no tags for calls. Use "
+                "structural_tag is not supported: Gemma has no tags for calls. Use "
                 "json, regex, choice, grammar or json_object.",
                 parameter="structural_tag",
                 value=self.structural_tag,
@@ -122,7 +122,7 @@ class StructuredOutputsConfig:
             `additionalProperties` allow none.
         whitespace_pattern: Regular expression of the white space that JSON may have at
             one place. Ours; None is `DEFAULT_WHITESPACE_PATTERN`.
-        reasoning_parser: "" only, and so its plugin: Gemma 2 marks no thinking.
+        reasoning_parser: "" only, and so its plugin: Gemma marks no thinking.
         enable_in_reasoning: Without effect.
     """
 
@@ -145,7 +145,7 @@ class StructuredOutputsConfig:
         for name in ("reasoning_parser", "reasoning_parser_plugin"):
             if getattr(self, name):
                 raise UnsupportedError(
-                    f"{name}={getattr(self, name)!r} is not supported: Gemma 2 marks "
+                    f"{name}={getattr(self, name)!r} is not supported: Gemma marks "
                     "no thinking. Leave it out.",
                     parameter=name,
                     value=getattr(self, name),

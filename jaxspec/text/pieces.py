@@ -13,7 +13,12 @@ from typing import Protocol, runtime_checkable
 import sentencepiece
 import tokenizers
 
-from jaxspec.errors import ConfigError, wrong_argument
+from jaxspec.errors import (
+    ConfigError,
+    NativePanicError,
+    call_native,
+    wrong_argument,
+)
 from jaxspec_checkpoints import CheckpointError, model_files
 from jaxspec_checkpoints.gguf.file import read_gguf
 from jaxspec_checkpoints.gguf.tokenizer import tokenizer_model
@@ -114,7 +119,7 @@ class JsonPieces:
 
     def __init__(self, content: bytes, markers: Sequence[str]):
         self.digest = hashlib.sha256(content).digest()
-        library = tokenizers.Tokenizer.from_buffer(content)
+        library = call_native(tokenizers.Tokenizer.from_buffer, content)
         model = library.model
         if not isinstance(model, tokenizers.models.BPE) or not model.byte_fallback:
             raise ValueError("it is no BPE model with bytes as its last resort")
@@ -138,7 +143,8 @@ class JsonPieces:
         return -1 if token is None else token
 
     def encode(self, text: str) -> list[int]:
-        return self._library.encode(text, add_special_tokens=False).ids
+        encode = self._library.encode
+        return call_native(encode, text, add_special_tokens=False).ids
 
     def decode(self, ids: list[int]) -> str:
         # Not the library's own: it gives up whole characters beside a broken one, so a
@@ -202,10 +208,15 @@ def read_pieces(folder: Path, markers: Sequence[str]) -> Pieces:
         if name not in files:
             continue
         try:
+<<<<<<< HEAD
             pieces = read(content_of(files[name]), markers)
         except CheckpointError as error:
             raise _wrong_tokenizer(error, files[name]) from error
         except (OSError, RuntimeError, ValueError) as error:
+=======
+            pieces = read(files[name].read_bytes(), markers)
+        except (NativePanicError, OSError, RuntimeError, ValueError) as error:
+>>>>>>> grammar
             raise _unreadable(files[name], kind, str(error)) from error
         if min(pieces.named["bos"], pieces.named["eos"]) < 0:
             raise _unreadable(files[name], kind, "it has no begin or no end piece")

@@ -1,6 +1,6 @@
 """Owns tools: how a model is told of functions, how it calls them, how calls are read.
 
-Gemma 2 was trained without any, and its turns have no place for them. The form is ours,
+Gemma was trained without any, and its turns have no place for them. The form is ours,
 after the one that Google describes for Gemma 3: the user's first turn lists the
 functions as JSON, an answer that calls is a JSON list of
 `{"name": ..., "parameters": {...}}`, and the user tells a result as

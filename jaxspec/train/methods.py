@@ -6,7 +6,7 @@ i, at token t, proposes the token at t + `offset` + i + 1.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
@@ -16,7 +16,7 @@ import numpy as np
 from flax.traverse_util import unflatten_dict
 from jaxtyping import Array, Float, Int
 
-from jaxspec.models.families import family_of, layouts
+from jaxspec.models.families import family_of
 from jaxspec.models.heads import eagle, eagle3, medusa, mlp_speculator
 from jaxspec.models.heads.config import (
     Eagle3Config,
@@ -34,13 +34,16 @@ from jaxspec.models.heads.weights import (
 from jaxspec.models.matrices import DenseMatrix, Matrix
 from jaxspec.models.network import build_network, functions_of
 from jaxspec.models.params import Params
-from jaxspec.models.trimmed import TOKEN_IDS
+from jaxspec.models.trimmed import TOKEN_IDS, head_of
 from jaxspec.models.weights import load_params, tensors_of
 from jaxspec.settings.model_config import ModelConfig
 from jaxspec.sharding import TARGET_MESH_AXES
 from jaxspec.train.rows import RowsBackend, no_keys, rows_batch, shifted
 from jaxspec.train.target import States, Target
-from jaxspec_checkpoints import Tensor, in_memory, open_checkpoint
+from jaxspec_checkpoints import Checkpoint, Tensor, in_memory, model_files
+from jaxspec_checkpoints.gguf.file import read_gguf
+from jaxspec_checkpoints.gguf.reading import tokenizer_files
+from jaxspec_checkpoints.reading import GGUF
 from jaxspec_checkpoints.writing import write_checkpoint
 
 # Of parameters while they are trained, and in the folder that an engine loads.
@@ -80,7 +83,7 @@ class Method(Protocol):
     def logits(
         self,
         params: Params,
-        embedding: Matrix,
+        head: Matrix,
         number: int,
         hidden: Float[Array, "row_token model"],
     ) -> Float[Array, "row_token draft_vocab"]:
@@ -178,11 +181,11 @@ class EagleMethod(_LayerMethod):
     def logits(
         self,
         params: Params,
-        embedding: Matrix,
+        head: Matrix,
         number: int,
         hidden: Float[Array, "row_token model"],
     ) -> Float[Array, "row_token draft_vocab"]:
-        return eagle.logits(self.config, params, hidden, embedding)
+        return eagle.logits(self.config, params, hidden, head)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,7 +203,7 @@ class Eagle3Method(_LayerMethod):
         """The matrix of logits begins as the target's, with the norm before it."""
         params = super().init(target, seed, token_ids)
         if self.config.hidden_size == target.config.hidden_size:
-            table, placed = _values(target.embedding), _values(params["lm_head"])
+            table, placed = _values(head_of(target.params)), _values(params["lm_head"])
             if TOKEN_IDS in params:
                 table = table[params[TOKEN_IDS]]
             # A copy: training writes into the memory of its parameters.
@@ -222,7 +225,7 @@ class Eagle3Method(_LayerMethod):
     def logits(
         self,
         params: Params,
-        embedding: Matrix,
+        head: Matrix,
         number: int,
         hidden: Float[Array, "row_token model"],
     ) -> Float[Array, "row_token draft_vocab"]:
@@ -252,11 +255,11 @@ class MedusaMethod(_Head):
     def logits(
         self,
         params: Params,
-        embedding: Matrix,
+        head: Matrix,
         number: int,
         hidden: Float[Array, "row_token model"],
     ) -> Float[Array, "row_token draft_vocab"]:
-        return medusa.logits(self.config, params, number, hidden, embedding)
+        return medusa.logits(self.config, params, number, hidden, head)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -287,7 +290,7 @@ class MlpSpeculatorMethod(_Head):
     def logits(
         self,
         params: Params,
-        embedding: Matrix,
+        head: Matrix,
         number: int,
         hidden: Float[Array, "row_token model"],
     ) -> Float[Array, "row_token draft_vocab"]:
@@ -379,7 +382,7 @@ class DraftMethod:
     def logits(
         self,
         params: Params,
-        embedding: Matrix,
+        head: Matrix,
         number: int,
         hidden: Float[Array, "row_token model"],
     ) -> Float[Array, "row_token draft_vocab"]:
@@ -388,16 +391,18 @@ class DraftMethod:
     def save(self, folder: Path, params: Params, target: Target) -> None:
         """A HuggingFace folder with the target's tokenizer and chat template."""
         specs = functions_of(self.config).param_specs(self.config)
-        origin = open_checkpoint(target.folder, layouts())
-        files = dict(origin.side_files)
+        files = dict(model_files(target.folder))
         files.pop("config.json", None)
-        checkpoint = replace(
-            origin,
+        gguf = files.pop(GGUF, None)
+        checkpoint = Checkpoint(
+            format="hf",
             layout=family_of(self.config).layout,
+            folder=target.folder,
             config=self.hf_config,
             generation_config={},
             tensors=in_memory(tensors_of(specs, params)),
             side_files=files,
+            made_files={} if gguf is None else tokenizer_files(read_gguf(gguf)),
         )
         folder.parent.mkdir(parents=True, exist_ok=True)
         write_checkpoint(checkpoint, folder, to="hf", dtype="bfloat16", progress=False)

@@ -87,7 +87,7 @@ class Reader:
             scheme = named_scheme(kind, has_embedding=has_embedding)
             config = dataclasses.replace(config, quantization=scheme)
         self.config = config
-        tensors, computed = open_checkpoint(folder).tensors, jnp.dtype(dtype)
+        tensors, computed = open_checkpoint(folder).resolved().tensors, jnp.dtype(dtype)
         self._params = load_params(config, tensors, dtype=computed, mesh=mesh)
         backend = RoundedRows(kv_kind=kv_kind)
 

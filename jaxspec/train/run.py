@@ -51,6 +51,7 @@ from jaxspec.train.text import (
 )
 from jaxspec.train.trainer import ReadStates, Schedule, Trainer
 from jaxspec_checkpoints import open_checkpoint, read_config
+from jaxspec_checkpoints.layout import TIE
 
 _log = logging.getLogger(__name__)
 
@@ -219,7 +220,7 @@ def _draft(options: argparse.Namespace, config: Any, folder: Path) -> DraftMetho
                 value=sizes[wrong[0]],
             )
         start = model_folder(options.start, "start")
-        checkpoint = open_checkpoint(start, layouts())
+        checkpoint = open_checkpoint(start, layouts()).resolved()
         found = config_from_folder(start)
         if found.vocab_size != config.vocab_size:
             raise ConfigError(
@@ -243,7 +244,8 @@ def _draft(options: argparse.Namespace, config: Any, folder: Path) -> DraftMetho
     )
     content: Mapping[str, Any] = read_config(folder)[0]
     new = {key: value for key, value in content.items() if key != "layer_types"}
-    new |= sizes
+    # Its embedding is made of the target's, and is its head too.
+    new |= sizes | {TIE: True}
     return DraftMethod(config=config_from_hf(new), hf_config=new)
 
 
@@ -277,7 +279,7 @@ def load_target(options: argparse.Namespace, folder: Path, config: Any) -> Targe
     dtype = choose_dtype(options.dtype, mesh)
     params = load_params(
         config,
-        open_checkpoint(folder, layouts()).tensors,
+        open_checkpoint(folder, layouts()).resolved().tensors,
         dtype=dtype,
         mesh=mesh,
         progress="Loading target",

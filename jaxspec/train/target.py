@@ -21,6 +21,7 @@ from tqdm.auto import tqdm
 from jaxspec.models.matrices import DenseMatrix, Matrix
 from jaxspec.models.network import build_network, functions_of
 from jaxspec.models.params import Params
+from jaxspec.models.trimmed import EMBEDDING, HEAD
 from jaxspec.settings.model_config import ModelConfig
 from jaxspec.sharding import TARGET_MESH_AXES, kv_copies, num_parts
 from jaxspec.train.rows import RowsBackend, no_keys, rows_batch
@@ -46,14 +47,14 @@ class States(NamedTuple):
 
 def logits_of(
     config: ModelConfig,
-    embedding: Matrix,
+    head: Matrix,
     rows: Float[Array, "row model"],
     token_ids: Int[Array, " draft_vocab"] | None,
 ) -> Float[Array, "row draft_vocab"]:
     """The target's logits of normalised rows; of some tokens, or (None) of all."""
     if token_ids is not None:
-        embedding = DenseMatrix(embedding.values[token_ids])  # pyright: ignore[reportAttributeAccessIssue]
-    return functions_of(config).logits(config, {"embedding": embedding}, rows)
+        head = DenseMatrix(head.values[token_ids])  # pyright: ignore[reportAttributeAccessIssue]
+    return functions_of(config).logits(config, {EMBEDDING: head, HEAD: head}, rows)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +83,13 @@ class Target:
 
     @property
     def embedding(self) -> Matrix:
-        return self.params["embedding"]
+        return self.params[EMBEDDING]
+
+    @property
+    def shared(self) -> Params:
+        """What drafts may share: the embedding, and the head where there is one."""
+        names = EMBEDDING, HEAD
+        return {name: self.params[name] for name in names if name in self.params}
 
     def by_row(self) -> NamedSharding:
         """Placement of arrays of rows: each device of the data axis has some."""

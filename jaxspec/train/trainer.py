@@ -30,7 +30,7 @@ from jaxspec.errors import (
     wrong_argument,
 )
 from jaxspec.models.params import Params
-from jaxspec.models.trimmed import TOKEN_IDS
+from jaxspec.models.trimmed import EMBEDDING, TOKEN_IDS, head_of
 from jaxspec.sharding import replicated
 from jaxspec.train.losses import LOSSES, Comparison, compare, loss_of, mean
 from jaxspec.train.methods import Method
@@ -104,7 +104,7 @@ def compare_passes(
     target_config: Any,
     params: Params,
     token_ids: Int[Array, " draft_vocab"] | None,
-    embedding: Any,
+    shared: Params,
     batch: Rows,
     states: States,
 ) -> list[tuple[Comparison, Any]]:
@@ -124,15 +124,15 @@ def compare_passes(
             shifted(part, ahead).reshape(-1) for part in (states.log_sum, states.best)
         )
         return compare(
-            method.logits(params, embedding, number, hidden),
-            logits_of(target_config, embedding, wanted, token_ids),
+            method.logits(params, head_of(shared), number, hidden),
+            logits_of(target_config, head_of(shared), wanted, token_ids),
             log_sum,
             best,
         )
 
     found = []
     for number, hidden in enumerate(
-        method.hidden(params, embedding, batch.tokens, states)
+        method.hidden(params, shared[EMBEDDING], batch.tokens, states)
     ):
         proposed = place + method.offset + number + 1
         is_counted = proposed >= batch.starts[:, None]
@@ -147,18 +147,19 @@ def programs_of(
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """What a step does, and what an evaluation does, of a batch of rows.
 
-    Both take the embedding of the target, rows and the target's states behind what they
-    change or judge: `update(state, embedding, rows, states) -> state, loss`, and
-    `judge(params, embedding, rows, states)` -> of every pass, the share of drafts that
-    stay at temperature 1, of those that are the target's first choice, and how many.
+    Both take the target's embedding and head (`Target.shared`), rows and the target's
+    states behind what they change or judge: `update(state, shared, rows, states) ->
+    state, loss`, and `judge(params, shared, rows, states)` -> of every pass, the share
+    of drafts that stay at temperature 1, of those that are the target's first choice,
+    and how many.
 
     Args:
         token_ids: Of a trimmed vocabulary, or None.
     """
 
-    def passes(params: Params, embedding: Any, batch: Rows, states: States):
+    def passes(params: Params, shared: Params, batch: Rows, states: States):
         return compare_passes(
-            method, target_config, params, token_ids, embedding, batch, states
+            method, target_config, params, token_ids, shared, batch, states
         )
 
     def loss(params: Params, *given: Any) -> Array:
@@ -296,9 +297,7 @@ class Trainer:
 
     def _step(self, numbers: np.ndarray) -> float:
         batch, states = self._given(self._text, self._read[0], numbers)
-        self.state, value = self._update(
-            self.state, self._target.embedding, batch, states
-        )
+        self.state, value = self._update(self.state, self._target.shared, batch, states)
         if not np.isfinite(value):
             raise FloatingPointError(
                 f"The loss of step {self.step} is {float(value)}: lower learning_rate="
@@ -343,7 +342,7 @@ class Trainer:
             numbers = np.arange(start, start + rows)
             batch, states = self._given(self._held_out, self._read[1], numbers)
             *means, counts = self._judge(
-                self.state.params, self._target.embedding, batch, states
+                self.state.params, self._target.shared, batch, states
             )
             counts = np.asarray(counts, np.float64)
             sums = [

@@ -68,6 +68,8 @@ class ScaledPages:
 
 
 KvPages = Num[Array, "page page_size two_kv_head head_dim"] | ScaledPages
+# Pages of all layers of a model. A pool that several layers share has more pages.
+KvPools = tuple[Num[Array, "_ page_size two_kv_head head_dim"] | ScaledPages, ...]
 
 
 def storage_dtype(dtype: jnp.dtype, platform: str) -> jnp.dtype:

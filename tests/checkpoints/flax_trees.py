@@ -30,7 +30,11 @@ def flax_layer(
 
     kv = np.stack([of("self_attn.k_proj"), of("self_attn.v_proj")])
     gating = np.stack([of("mlp.gate_proj"), of("mlp.up_proj")])
-    return {
+    norms = {}
+    if f"model.layers.{layer}.self_attn.q_norm.weight" in tensors:
+        norms["attn/_query_norm/scale"] = of("self_attn.q_norm")
+        norms["attn/_key_norm/scale"] = of("self_attn.k_norm")
+    return norms | {
         "pre_attention_norm/scale": of("input_layernorm"),
         "post_attention_norm/scale": of("post_attention_layernorm"),
         "pre_ffw_norm/scale": of("pre_feedforward_layernorm"),
@@ -53,10 +57,12 @@ def flax_leaves(
     *,
     is_model_first: bool,
     num_stacks: int = 0,
+    pad_rows: int = PAD_ROWS,
 ) -> dict[str, np.ndarray]:
     """Return every array by its path; pad rows are NaN, which nobody may read.
 
     Args:
+        pad_rows: Rows of the embedding after the vocabulary.
         num_stacks: Stack layer i with those of the same i modulo this; 0 for no stacks.
     """
     layers = [
@@ -64,7 +70,7 @@ def flax_leaves(
         for layer in range(config["num_hidden_layers"])
     ]
     embedding = tensors["model.embed_tokens.weight"]
-    pads = np.full((PAD_ROWS, embedding.shape[1]), np.nan, embedding.dtype)
+    pads = np.full((pad_rows, embedding.shape[1]), np.nan, embedding.dtype)
     leaves = {
         "embedder/input_embedding": np.concatenate([embedding, pads]),
         "final_norm/scale": tensors["model.norm.weight"],

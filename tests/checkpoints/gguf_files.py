@@ -10,6 +10,7 @@ import pytest
 import sentencepiece.sentencepiece_model_pb2 as protobuf
 
 from jaxspec_checkpoints import bundled_target
+from jaxspec_checkpoints.layout import HEAD
 from tests.checkpoints.models import tiny_config, tiny_tensors
 
 Q = gguf.GGMLQuantizationType
@@ -33,6 +34,8 @@ def llama_name(name: str) -> str:
     """What llama.cpp calls a tensor of a HuggingFace model."""
     if name == "model.embed_tokens.weight":
         return "token_embd.weight"
+    if name == HEAD:
+        return "output.weight"
     if name == "model.norm.weight":
         return "output_norm.weight"
     layer, _, part = name.removeprefix("model.layers.").partition(".")
@@ -63,8 +66,9 @@ def write_metadata(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
 
 def write_tokenizer(writer: gguf.GGUFWriter) -> None:
     """Write the bundled tokenizer as llama.cpp's converter does."""
-    model = protobuf.ModelProto()
-    model.ParseFromString((bundled_target() / "tokenizer.model").read_bytes())
+    messages: Any = protobuf
+    content = (bundled_target() / "tokenizer.model").read_bytes()
+    model = messages.ModelProto.FromString(content)
     kinds = [_kind_of(piece) for piece in model.pieces]
     writer.add_tokenizer_model("llama")
     writer.add_tokenizer_pre("default")

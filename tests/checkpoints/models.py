@@ -1,4 +1,4 @@
-"""Tiny random Gemma 2 folders: the published sizes over 32, heads kept."""
+"""Tiny random Gemma folders: of Gemma 2 the published sizes over 32, heads kept."""
 
 import json
 import shutil
@@ -9,7 +9,8 @@ import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
 
-from jaxspec_checkpoints import Sizes, bundled_target, tensor_shapes
+from jaxspec_checkpoints import Sizes, bundled_target
+from jaxspec_checkpoints.gemma.published import LAYOUTS
 
 # What tells the three apart stays: the number of heads, queries narrower or wider than
 # the model, 27B's half heads and its own query_pre_attn_scalar.
@@ -69,13 +70,38 @@ def tiny_config(family: str, **changes: Any) -> dict[str, Any]:
     return config | FAMILIES[family] | changes
 
 
+def tiny_gemma3(**changes: Any) -> dict[str, Any]:
+    """Return the content of a flat `config.json` of a Gemma 3 with one KV head."""
+    config = dict(
+        architectures=["Gemma3ForCausalLM"],
+        model_type="gemma3_text",
+        vocab_size=512,
+        hidden_size=40,
+        intermediate_size=128,
+        num_hidden_layers=8,
+        num_attention_heads=4,
+        num_key_value_heads=1,
+        head_dim=16,
+        query_pre_attn_scalar=7,
+        sliding_window=8,
+        sliding_window_pattern=6,
+        rope_theta=1000000.0,
+        rope_local_base_freq=10000.0,
+        rope_scaling=dict(rope_type="linear", factor=8.0),
+        max_position_embeddings=131072,
+        eos_token_id=[1, 106],
+    )
+    return config | changes
+
+
 def tiny_tensors(
     config: dict[str, Any], *, dtype: str = "float32", seed: int = 0
 ) -> dict[str, np.ndarray]:
     """Return random weights by canonical name, with which every layer matters."""
     random = np.random.default_rng(seed)
     tensors = {}
-    for name, shape in tensor_shapes(Sizes.from_config(config)).items():
+    shapes = LAYOUTS[config["model_type"]].tensor_shapes(Sizes.from_config(config))
+    for name, shape in shapes.items():
         scale = 0.3 if len(shape) == 1 else shape[-1] ** -0.5
         values = scale * random.standard_normal(shape, np.float32)
         tensors[name] = values.astype(DTYPES[dtype])

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import struct
 import time
 import tracemalloc
@@ -14,12 +15,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxspec_checkpoints import CheckpointError
+from jaxspec_checkpoints import CheckpointError, open_checkpoint
 from jaxspec_checkpoints.gguf import file as gguf_file
-from jaxspec_checkpoints.gguf.config import read_config
 from jaxspec_checkpoints.gguf.file import GgufFile, read_gguf
-from jaxspec_checkpoints.gguf.reading import _tensors
-from jaxspec_checkpoints.layout import Sizes
 from tests.checkpoints.gguf_files import real_gguf, write_gguf
 
 U8, I8, U16, I16, U32, I32, F32, BOOL, STRING, ARRAY, U64, I64, F64 = range(13)
@@ -170,7 +168,7 @@ BAD: dict[str, tuple[bytes, str]] = {
     "no such keys": (build([], [], num_entries=9, data=b""), "within its header"),
     "long key": (
         build([struct.pack("<Q", 2**60)], [], num_entries=1),
-        "within its header",
+        "a metadata key has 1,152,921,504,606,846,976 bytes, at most 65,536",
     ),
     "key not UTF-8": (
         build([entry(b"\xff\xfe", U8, b"\0")], []),
@@ -183,6 +181,18 @@ BAD: dict[str, tuple[bytes, str]] = {
     "token not UTF-8": (
         build([entry("k", ARRAY, array(STRING, 2, text("a") + text(b"\xc3")))], []),
         "'k', string 1, is not UTF-8",
+    ),
+    "key of a megabyte": (
+        build([entry("k" * 2**20, U8, b"\0")], []),
+        "a metadata key has 1,048,576 bytes, at most 65,536 are read",
+    ),
+    "name of a megabyte": (
+        build([], [tensor("k" * 2**20, [8])]),
+        "a tensor's name has 1,048,576 bytes",
+    ),
+    "long text": (
+        build([entry("general.alignment", STRING, text("k" * 2**18))], []),
+        "must be a power of two, got 'k{60}'$",
     ),
     "key twice": (build([ALIGN, ALIGN], []), "'general.alignment' is there twice"),
     "tensor twice": (build([], [tensor("a", [8])] * 2), "tensor 'a' is there twice"),
@@ -333,9 +343,7 @@ def small(tmp_path_factory) -> bytes:
 def open_damaged(path: Path, content: bytes) -> None:
     """Read a file's header, config and one row of each tensor."""
     try:
-        file = read_gguf(write(path, content))
-        sizes = Sizes.from_config(read_config(file)[0])
-        for one in _tensors(file, sizes).values():
+        for one in open_checkpoint(write(path, content)).tensors.values():
             one.read(0, 1)
     except CheckpointError as error:
         assert "\n" not in str(error)
@@ -384,13 +392,14 @@ def test_real_file(golden):
     assert len(file.tensors) == 236 and len(file.metadata) == 33
     assert len(file.metadata["tokenizer.ggml.tokens"]) == 262144
     assert min(one.offset for one in file.tensors.values()) == 6_525_120
-    config, generation = read_config(file)
+    checkpoint = open_checkpoint(path)
+    config, generation = checkpoint.config, checkpoint.generation_config
     names = golden["config"].keys() & config.keys() - {"rms_norm_eps", "architectures"}
     for name in names - {"model_type", "dtype", "torch_dtype"}:
         assert config[name] == golden["config"][name], name
     assert len(names) >= 14 and generation["eos_token_id"] == 1
-    tensors = _tensors(file, Sizes.from_config(config))
-    by_place = {each.source.rpartition(":")[2]: each for each in tensors.values()}
+    tensors = checkpoint.tensors.values()
+    by_place = {each.source.rpartition(":")[2]: each for each in tensors}
     assert len(golden["tensor_checks"]) == 6
     for check in golden["tensor_checks"]:
         one = by_place[check["name"]]
@@ -400,6 +409,21 @@ def test_real_file(golden):
                 rows = rows + np.float32(1)
             digest.update(np.ascontiguousarray(rows, "<f4").data)
         assert digest.hexdigest() == check["sha256_f32le"], check["name"]
+
+
+def test_reads_an_unchanged_header_once(tmp_path: Path):
+    path = tmp_path / "model.gguf"
+    write_gguf(path)
+    assert read_gguf(path).metadata is not read_gguf(path).metadata  # just written
+    long_ago = time.time_ns() - 60 * 10**9
+    os.utime(path, ns=(long_ago, long_ago))
+    found = read_gguf(path)
+    assert read_gguf(path).metadata is found.metadata
+    os.utime(path, ns=(long_ago, long_ago + 1))
+    assert read_gguf(path).metadata is not found.metadata
+    found = read_gguf(path)
+    gguf_file.forget_headers()
+    assert read_gguf(path).metadata is not found.metadata
 
 
 @pytest.fixture(scope="module")

@@ -1,18 +1,22 @@
 """A GGUF file is read as the model that was written into it."""
 
 import tracemalloc
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
 
+from jaxspec.models.families import config_from_folder
 from jaxspec_checkpoints import (
     CheckpointError,
+    lists_head,
     model_files,
     open_checkpoint,
     read_config,
 )
 from jaxspec_checkpoints.gguf.reading import find_gguf
+from jaxspec_checkpoints.layout import EMBEDDING, HEAD
 from jaxspec_checkpoints.quantization import QuantizedTensor
 from jaxspec_checkpoints.report import describe
 from jaxspec_checkpoints.writing import write_checkpoint
@@ -245,7 +249,30 @@ def test_conversion_keeps_the_numbers(tmp_path, to):
     assert written.config["torch_dtype"] == "float32"
 
 
+@pytest.mark.parametrize("default", [Q.F32, Q.Q8_0])
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_output_with_other_numbers_than_the_embedding_is_the_head(
+    tmp_path, is_tied, default
+):
+    config = tiny_config("2b", hidden_size=256, intermediate_size=512)
+    tensors = tiny_tensors(config)
+    assert not lists_head(tmp_path)
+    table = tensors[EMBEDDING]
+    tensors[HEAD] = table if is_tied else table[::-1].copy()
+    options: dict[str, Any] = dict(has_tokenizer=False, default=default)
+    path = tmp_path / "m.gguf"
+    expected = write_gguf(path, config, tensors, **options)
+    assert lists_head(path) and lists_head(tmp_path)
+    found = open_checkpoint(path).resolved()
+    assert (HEAD not in found.tensors) is is_tied
+    assert found.config["tie_word_embeddings"] is is_tied
+    assert config_from_folder(tmp_path).tie_word_embeddings is is_tied
+    if not is_tied:
+        np.testing.assert_array_equal(found.tensors[HEAD].whole(), expected[HEAD])
+
+
 def test_report_names_format_and_types(tmp_path):
     write_gguf(tmp_path / "m.gguf", default=Q.Q4_0)
     report = describe(open_checkpoint(tmp_path / "m.gguf"))
     assert "gguf (llama.cpp GGUF)" in report and "int4" in report
+    assert "tokenizer.model (from metadata)" in report

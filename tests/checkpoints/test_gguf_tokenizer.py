@@ -50,7 +50,7 @@ def test_texts_have_the_ids_of_the_bundled_tokenizer(path):
         assert found.encode(text) == ids, text
         plain = expected.encode(text, parse_special_tokens=False)
         assert found.encode(text, parse_special_tokens=False) == plain, text
-    assert found.decode(ids) == expected.decode(ids)
+        assert found.decode(ids) == expected.decode(ids), text
 
 
 def test_pieces_are_those_of_the_bundled_tokenizer(path):

@@ -53,7 +53,12 @@ def test_kinds(config, kind):
     [
         (
             dict(architectures=["LlamaForCausalLMEagle3"]),
-            ["midlayer.hidden_norm.weight", "fc.weight", "t2d"],
+            [
+                "midlayer.hidden_norm.weight",
+                "midlayer.self_attn.rotary_emb.inv_freq",
+                "fc.weight",
+                "t2d",
+            ],
             {"layers.0.hidden_norm.weight", "fc.weight"},
         ),
         (
@@ -81,6 +86,15 @@ def test_spellings(tmp_path, config, theirs, ours):
     found = open_head(write(tmp_path, config, theirs))
     assert found.tensors.keys() == ours
     assert all(tensor.whole().shape == (2, 3) for tensor in found.tensors.values())
+
+
+@pytest.mark.parametrize(
+    "name", ["lm_head.weight", "verifier_norm.bias", "layers.0.rotary_emb.inv_freqs"]
+)
+def test_only_listed_tensors_are_left_unread(tmp_path, name):
+    """Of a Medusa, EAGLE's unread `lm_head.weight` is one of its own."""
+    found = open_head(write(tmp_path, dict(medusa_num_heads=1), [name]))
+    assert found.tensors.keys() == {name}
 
 
 def test_two_spellings_of_one_tensor_are_refused(tmp_path):

@@ -11,7 +11,7 @@ from safetensors.numpy import load_file, save_file
 from jaxspec_checkpoints import CheckpointError, open_checkpoint
 from jaxspec_checkpoints.huggingface import open_huggingface, read_tensors
 from jaxspec_checkpoints.reading import LAYOUTS
-from tests.checkpoints.models import write_tiny
+from tests.checkpoints.models import tiny_gemma3, tiny_tensors, write_tiny
 
 TENSORS = {
     "first": np.arange(6, dtype=np.float32).reshape(2, 3),
@@ -238,29 +238,6 @@ def test_another_architecture_is_named(tmp_path):
         open_huggingface(tmp_path, LAYOUTS)
 
 
-def test_a_tie_of_null_is_the_default(tmp_path):
-    tensors = write_tiny(tmp_path, family="2b", tie_word_embeddings=None)
-    copy = {"lm_head.weight": tensors["model.embed_tokens.weight"].copy()}
-    save_file(tensors | copy, tmp_path / "model.safetensors")
-    assert sorted(open_huggingface(tmp_path, LAYOUTS).tensors) == sorted(tensors)
-
-
-def test_copy_of_the_embedding_is_left_out(tmp_path):
-    folder = make_folder(tmp_path / "model")
-    path = folder / "model.safetensors"
-    held = load_file(path)
-    garbage = np.full_like(held["model.embed_tokens.weight"], np.nan)
-    save_file(held | {"lm_head.weight": garbage}, path)
-    assert sorted(open_huggingface(folder, LAYOUTS).tensors) == sorted(held)
-    config = json.loads((folder / "config.json").read_text())
-    config |= {"tie_word_embeddings": False}
-    (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(
-        CheckpointError, match="'lm_head.weight' is not part of Gemma 2"
-    ):
-        open_huggingface(folder, LAYOUTS)
-
-
 def test_pickles_are_no_checkpoint(tmp_path):
     """Reading one runs code, so it is not even looked at."""
     folder = make_folder(tmp_path / "model")
@@ -269,3 +246,82 @@ def test_pickles_are_no_checkpoint(tmp_path):
         CheckpointError, match="found: config.json, .*pytorch_model.bin"
     ):
         open_checkpoint(folder)
+
+
+NESTED = "text_config"
+
+
+def write_gemma3(
+    folder: Path, prefix: str, tensors: dict[str, np.ndarray], **outer: object
+) -> Path:
+    """Write a multimodal folder whose text tensors have a prefix of that form."""
+    text = tiny_gemma3(vocab_size=len(tensors["model.embed_tokens.weight"]))
+    config = {"model_type": "gemma3", NESTED: text, "dtype": "bfloat16", **outer}
+    (folder / "config.json").write_text(json.dumps(config))
+    held = {f"{prefix}{name[6:]}": value for name, value in tensors.items()}
+    vision = "model." if prefix == "model.language_model." else ""
+    held |= {
+        f"{vision}vision_tower.vision_model.post_layernorm.bias": np.ones(
+            4, np.float32
+        ),
+        f"{vision}multi_modal_projector.mm_soft_emb_norm.weight": np.ones(
+            4, np.float32
+        ),
+    }
+    save_file(held, folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize(
+    "prefix", ["", "model.", "language_model.model.", "model.language_model."]
+)
+def test_the_text_model_of_a_multimodal_folder(tmp_path, prefix):
+    tensors = tiny_tensors(tiny_gemma3())
+    checkpoint = open_checkpoint(write_gemma3(tmp_path, prefix, tensors))
+    assert checkpoint.layout.title == "Gemma 3"
+    assert checkpoint.tensors.keys() == tensors.keys()
+    for name, tensor in checkpoint.tensors.items():
+        np.testing.assert_array_equal(tensor.whole(), tensors[name])
+
+
+def test_rows_of_images_are_cut_off(tmp_path):
+    """The config keeps what all sizes of Gemma 3 share, and says so in copies."""
+    config = tiny_gemma3(
+        vocab_size=262144, hidden_size=8, intermediate_size=8, num_hidden_layers=1
+    )
+    tensors = tiny_tensors(config)
+    rows = tensors["model.embed_tokens.weight"]
+    longer = {**tensors, "model.embed_tokens.weight": np.pad(rows, ((0, 64), (0, 0)))}
+    text = {**config, "vocab_size": 262208}
+    folder = write_gemma3(tmp_path, "language_model.model.", longer, text_config=text)
+    checkpoint = open_checkpoint(folder)
+    assert checkpoint.config["vocab_size"] == checkpoint.sizes.vocab_size == 262144
+    found = checkpoint.tensors["model.embed_tokens.weight"]
+    np.testing.assert_array_equal(found.whole(), rows)
+
+
+@pytest.mark.parametrize("name", ["vision_towers.a", "model.layers.0.vision_tower.b"])
+def test_other_tensors_are_not_skipped(tmp_path, name):
+    tensors = tiny_tensors(tiny_gemma3()) | {f"model.{name}": np.ones(4, np.float32)}
+    folder = write_gemma3(tmp_path, "language_model.model.", tensors)
+    with pytest.raises(CheckpointError, match="is not part of Gemma 3"):
+        open_checkpoint(folder)
+
+
+def test_one_tensor_under_two_names_is_refused(tmp_path):
+    tensors = tiny_tensors(tiny_gemma3())
+    folder = write_gemma3(tmp_path, "language_model.model.", tensors)
+    held = load_file(folder / "model.safetensors")
+    held["model.norm.weight"] = held["language_model.model.norm.weight"]
+    save_file(held, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match="'model.norm.weight' twice"):
+        open_checkpoint(folder)
+
+
+def test_a_copy_of_the_embedding_is_no_head_of_its_own(tmp_path):
+    tensors = tiny_tensors(tiny_gemma3())
+    folder = write_gemma3(tmp_path, "language_model.model.", tensors)
+    held = load_file(folder / "model.safetensors")
+    held["language_model.lm_head.weight"] = tensors["model.embed_tokens.weight"]
+    save_file(held, folder / "model.safetensors")
+    assert open_checkpoint(folder).tensors.keys() == tensors.keys()

@@ -14,14 +14,14 @@ import pytest
 
 from jaxspec_checkpoints import CheckpointError, Sizes, kaggle, storage
 from jaxspec_checkpoints.gemma import flax_layout
-from jaxspec_checkpoints.gemma.published import GEMMA2
+from jaxspec_checkpoints.gemma.published import GEMMA2, GEMMA3
 from jaxspec_checkpoints.kaggle import is_kaggle, open_kaggle, write_kaggle
 from jaxspec_checkpoints.layout import Layout
 from jaxspec_checkpoints.reading import LAYOUTS
 from jaxspec_checkpoints.storage import StoredArray
 from jaxspec_checkpoints.tensor import in_memory
 from tests.checkpoints.flax_trees import FORMS, flax_leaves, restore, save
-from tests.checkpoints.models import FAMILIES, tiny_config, tiny_tensors
+from tests.checkpoints.models import FAMILIES, tiny_config, tiny_gemma3, tiny_tensors
 
 FACTS = json.loads((Path(__file__).parent / "data" / "published.json").read_text())
 write = functools.partial(write_kaggle, dtype=None, layout=GEMMA2)
@@ -85,6 +85,76 @@ def test_types_and_stores(tmp_path, dtype, use_ocdbt, form):
 def test_stacked_layers(tmp_path, num_layers, form):
     tensors = write_mount(tmp_path, form=form, num_stacks=2, num_layers=num_layers)
     check(tmp_path, tensors)
+
+
+VISION = {
+    "SigLiPFromPatches_0/siglip_encoder/pos_embedding": np.ones((1, 2, 3), np.float32),
+    "embedder/mm_input_projection/w": np.ones((3, 40), np.float32),
+    "embedder/mm_soft_embedding_norm/scale": np.ones(3, np.float32),
+}
+
+
+def gemma3_leaves(
+    config: dict[str, Any], num_stacks: int = 0
+) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """Canonical weights of a Gemma 3, and its Flax arrays with those of vision."""
+    tensors = tiny_tensors(config, dtype="bfloat16")
+    form: Any = dict(is_model_first=False, num_stacks=num_stacks, pad_rows=0)
+    return tensors, flax_leaves(tensors, config, **form) | VISION
+
+
+@pytest.mark.parametrize("num_stacks", [0, 6])
+@pytest.mark.parametrize("form", FORMS)
+def test_gemma_3_in_every_form(tmp_path, form, num_stacks):
+    """Eight layers in six stacks: two of them have one more than the others."""
+    config = tiny_gemma3()
+    tensors, leaves = gemma3_leaves(config, num_stacks)
+    save(tmp_path / "variant", FORMS[form](leaves))
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    check(tmp_path, tensors)
+    assert open_kaggle(tmp_path, LAYOUTS).layout is GEMMA3
+
+
+def test_gemma_3_is_written_and_read_again(tmp_path):
+    config = tiny_gemma3()
+    tensors, leaves = gemma3_leaves(config)
+    sizes = Sizes.from_config(config)
+    write(tmp_path, sizes, in_memory(tensors), on_bytes=abs, layout=GEMMA3)
+    text = {name: leaf for name, leaf in leaves.items() if name not in VISION}
+    tree, expected = restore(tmp_path / "gemma3"), FORMS["flat"](text)
+    assert jax.tree.structure(tree) == jax.tree.structure(expected)
+    jax.tree.map(np.testing.assert_array_equal, tree, expected)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    check(tmp_path, tensors)
+
+
+@pytest.mark.parametrize("size", ["270m", "1b", "4b", "12b", "27b"])
+def test_published_gemma_3_is_found_by_its_shapes(tmp_path, monkeypatch, size):
+    """True names and shapes, without the bytes: only values may not be read."""
+    sizes = GEMMA3.published[size]
+    shapes = flax_layout.leaf_shapes(
+        sizes, num_rows=262144, is_model_first=False, has_qk_norm=True
+    )
+    arrays = {
+        (name := f"transformer/{path}".replace("/", ".")): StoredArray(
+            name=name,
+            folder=tmp_path,
+            shape=shape,
+            dtype=np.dtype("float16"),
+            chunks=shape,
+            spec={},
+        )
+        for path, shape in shapes.items()
+    }
+    monkeypatch.setattr(kaggle, "open_arrays", lambda folder: arrays)
+    (tmp_path / "_METADATA").touch()
+    checkpoint = open_kaggle(tmp_path, LAYOUTS)
+    assert (checkpoint.layout, checkpoint.sizes) == (GEMMA3, sizes)
+    parameters = {"270m": 268_098_176, "1b": 999_885_952}
+    expected = parameters.get(size, checkpoint.num_parameters)
+    assert checkpoint.num_parameters == expected
+    billions = {"4b": 3.880, "12b": 11.766, "27b": 27.009}.get(size)
+    assert billions in (None, round(checkpoint.num_parameters / 1e9, 3))
 
 
 def test_nothing_is_kept_of_a_tensor_that_was_read(tmp_path):

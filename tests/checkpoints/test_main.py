@@ -11,6 +11,7 @@ from jaxspec_checkpoints import bundled_target, open_checkpoint
 from jaxspec_checkpoints.__main__ import main
 from jaxspec_checkpoints.checkpoint import TOKEN_MAP
 from jaxspec_checkpoints.trimming import read_token_map
+from tests.checkpoints.gguf_files import Q, write_gguf
 from tests.checkpoints.models import write_tiny
 
 
@@ -30,6 +31,25 @@ def test_convert_writes_the_format_and_type(tmp_path, capsys, to):
     made = open_checkpoint(tmp_path / "made")
     assert made.format == to
     assert {tensor.dtype.name for tensor in made.tensors.values()} == {"bfloat16"}
+
+
+def test_gguf_files_are_inspected_converted_and_counted(tmp_path, capsys):
+    source = str(tmp_path / "m.gguf")
+    write_gguf(tmp_path / "m.gguf", default=Q.Q8_0)
+    assert main(["inspect", source]) == 0
+    assert "gguf (llama.cpp GGUF)" in capsys.readouterr().out
+    assert main(["convert", source, str(tmp_path / "made"), "--to", "hf"]) == 0
+    assert open_checkpoint(tmp_path / "made").format == "hf"
+    (tmp_path / "some.txt").write_text("some words, some more words")
+    arguments = ["trim", source, str(tmp_path / "some.txt")]
+    assert main(arguments) == 1
+    assert "is a file: name the map's file with --output" in capsys.readouterr().err
+    assert main([*arguments, "--output", str(tmp_path / "map.json")]) == 0
+    assert len(read_token_map(tmp_path / "map.json", 8192)) == 8192
+    (tmp_path / "m.gguf").write_bytes(b"GGUF")
+    capsys.readouterr()
+    assert main(["inspect", source]) == 1
+    assert capsys.readouterr().err.count("\n") == 1
 
 
 def test_what_cannot_be_used_is_said_in_one_line(tmp_path, capsys):

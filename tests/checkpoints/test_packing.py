@@ -303,6 +303,26 @@ def test_what_is_not_as_config_json_says_is_named(tmp_path):
         zeros.tensors["model.layers.0.self_attn.q_proj.weight"].whole()
 
 
+def test_features_in_an_order_of_their_own_are_refused(tmp_path):
+    """Where config.json does not say so."""
+    given, make, _ = FORMS["w4a16"]
+
+    def ordered(order: torch.Tensor) -> Any:
+        def make_one(shape: Any) -> Parts:
+            parts, numbers = make(shape)
+            return parts | {"weight_g_idx": order[: shape[1]].clone()}, numbers
+
+        return make_one
+
+    groups = (torch.arange(4096) // GROUP).to(torch.int32)
+    for name, order in (("unset", torch.full_like(groups, -1)), ("plain", groups)):
+        write(tmp_path / name, given, ordered(order))
+        open_checkpoint(tmp_path / name)
+    write(tmp_path / "own", given, ordered(groups.roll(1)))
+    with pytest.raises(CheckpointError, match="weight_g_idx' has groups of features"):
+        open_checkpoint(tmp_path / "own")
+
+
 @pytest.mark.parametrize("bits", [4, 8])
 def test_words_are_packed_as_they_are_unpacked(bits):
     values = np.random.default_rng(0).integers(0, 1 << bits, (3, 21))

@@ -9,6 +9,7 @@ import pytest
 from jaxspec_checkpoints import CheckpointError
 from jaxspec_checkpoints.__main__ import main
 from jaxspec_checkpoints.quality import QUALITY, Quality, read_quality, write_quality
+from tests.checkpoints.gguf_files import Q, write_gguf
 from tests.checkpoints.models import write_tiny
 
 MEASURED = Quality(
@@ -54,6 +55,17 @@ def test_inspect_shows_what_was_measured_or_how_to(packed, capsys):
     arguments = [str(packed), str(packed.parent / "copy"), "--to", "orbax"]
     assert main(["convert", *arguments]) == 0
     assert read_quality(packed.parent / "copy") is None
+
+
+def test_measurement_of_a_gguf_file_is_next_to_it(tmp_path, capsys):
+    path = tmp_path / "m.gguf"
+    write_gguf(path, default=Q.Q8_0)
+    assert read_quality(path) is None
+    assert write_quality(path, MEASURED) == tmp_path / f"m.gguf.{QUALITY}"
+    assert read_quality(path) == MEASURED
+    assert "perplexity 27.91" in inspected(path, capsys)
+    # Another file of the folder is another model.
+    assert read_quality(tmp_path / "other.gguf") is None
 
 
 def test_a_later_measurement_takes_the_place_of_the_first(tmp_path):

@@ -14,6 +14,7 @@ from huggingface_hub import constants
 
 from jaxspec_checkpoints import CheckpointError, open_checkpoint
 from jaxspec_checkpoints.sources import fetch
+from tests.checkpoints.gguf_files import Q, write_gguf
 from tests.checkpoints.stand_ins import (
     COMMIT,
     TOKEN,
@@ -81,6 +82,60 @@ def test_only_what_is_read_is_fetched(hub: HubStandIn):
     folder = fetch(NAME)
     assert hub.fetched == wanted
     assert set(files_of(folder)) == wanted
+
+
+GGUFS = (
+    *("m-Q4_0.gguf", "m-q4_k_m.gguf", "m-Q4_K_M_L.gguf", "mmproj-Q4_K_M.gguf"),
+    *("sub/m.Q8_0.gguf", "big/m-BF16-00001-of-00002.gguf"),
+    *("big/m-BF16-00002-of-00002.gguf", "config.json", "a-F16.gguf", "b-F16.gguf"),
+)
+
+
+@pytest.mark.parametrize(
+    ("kind", "wanted"),
+    [
+        ("Q4_0", ["m-Q4_0.gguf"]),
+        ("Q4_K_M", ["m-q4_k_m.gguf"]),
+        ("q8_0", ["sub/m.Q8_0.gguf"]),
+        ("BF16", [name for name in GGUFS if "BF16" in name]),
+    ],
+)
+def test_a_gguf_file_is_fetched_by_its_type(
+    hub: HubStandIn,
+    kind: str,
+    wanted: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+):
+    hub.files = {name: name.encode() for name in GGUFS}
+    path = fetch(f"{NAME}:{kind}")
+    assert path.read_bytes() == wanted[0].encode()
+    assert hub.fetched == set(wanted)
+    fetch(f"{NAME}:Q4_0")  # another type beside it is not taken for it
+    assert fetch(f"{NAME}:{kind}") == path
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert fetch(f"{NAME}:{kind}", weights=False) == path
+
+
+def test_a_gguf_file_of_the_hub_opens(hub: HubStandIn, tmp_path: Path):
+    expected = write_gguf(tmp_path / "m.gguf", default=Q.Q8_0)
+    hub.files = {"tiny-Q8_0.gguf": (tmp_path / "m.gguf").read_bytes()}
+    found = open_checkpoint(fetch(f"{NAME}:Q8_0"))
+    assert found.format == "gguf" and found.tensors.keys() == expected.keys()
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("Q5_0", "no GGUF file of type 'Q5_0', and one is needed; there are: a-F16"),
+        ("F16", "several GGUF files of type 'F16'.* there are: a-F16.gguf, b-F16.gguf"),
+        ("M", "no GGUF file of type 'M'"),
+    ],
+)
+def test_a_type_without_one_file(hub: HubStandIn, kind: str, words: str):
+    hub.files = {name: name.encode() for name in GGUFS if "K_M" not in name}
+    with pytest.raises(CheckpointError, match=words):
+        fetch(f"{NAME}:{kind}")
+    assert hub.fetched == set()
 
 
 @pytest.mark.parametrize("below", ["", "weights/"])

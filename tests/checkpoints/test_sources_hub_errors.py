@@ -199,4 +199,5 @@ def test_a_repository_without_weights_that_can_be_read(
     hub.files = dict.fromkeys(names, b"{}")
     message = message_of()
     assert "has no weights as *.safetensors" in message
+    assert "google/tiny:Q4_K_M" in message
     assert hub.fetched <= {"config.json"}

@@ -11,6 +11,8 @@ import pytest
 from jaxspec import __main__ as command_line
 from jaxspec.cli import plan
 from jaxspec.engine.described import NAMED_DEVICES
+from tests.checkpoints.gguf_files import write_gguf
+from tests.checkpoints.models import tiny_config, write_tiny
 
 PAIR = ("google/gemma-2-9b-it", "--speculative-model", "google/gemma-2-2b-it")
 DRAFTS = ("--num-speculative-tokens", "5")
@@ -48,6 +50,14 @@ def test_9b_with_a_2b_draft_on_a_gpu_that_is_not_here(capsys):
     assert found["parts"]["draft weights"] == 5_228_683_776
     assert found["num_pages"] == 6976
     assert found["table"] + "\n" == text
+
+
+def test_a_gguf_file_is_planned_like_the_folder_it_was_made_of(tmp_path, capsys):
+    write_tiny(tmp_path / "hf", family="2b", vocab_size=8192)
+    write_gguf(tmp_path / "m.gguf", tiny_config("2b", vocab_size=8192))
+    sizes = ("--device", "v5e-1", "--max-num-seqs", "4")
+    found = told(capsys, str(tmp_path / "m.gguf"), *sizes)
+    assert found["parts"] == told(capsys, str(tmp_path / "hf"), *sizes)["parts"]
 
 
 @pytest.mark.parametrize("target", ["9b", "27b"])

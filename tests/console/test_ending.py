@@ -39,6 +39,30 @@ with interrupts_end(lambda: print("released", flush=True)):
         print("caught")
 """
 
+FINISHES = """
+import atexit, os, threading
+from jaxspec.console.ending import finish_at_exit
+atexit.register(print, "jax is cleaned up")
+class Engine:
+    def __init__(self, name):
+        self.name = name
+        finish_at_exit(self)
+    def begin_exit(self):
+        print("begin")
+    def finish_exit(self):
+        if self.name == "bad":
+            raise RuntimeError("out of order")
+        print("finish")
+engines = [Engine("good"), Engine("bad"), Engine("good")]
+del engines[2]
+threading.Timer(0.3, print, ["the thread has ended"]).start()
+print("ends", flush=True)
+if not os.fork():
+    raise SystemExit(0)  # says nothing but what other handlers say
+os.wait()
+raise SystemExit(7)
+"""
+
 
 @pytest.mark.parametrize("is_compiling", [False, True])
 def test_an_end_with_a_status_and_all_that_was_told(is_compiling: bool):
@@ -53,6 +77,24 @@ def test_an_end_with_a_status_and_all_that_was_told(is_compiling: bool):
     assert time.monotonic() - start < 60
     assert (done.returncode, done.stdout) == (3, "told"), done.stderr
     assert done.stderr == "WARNING:root:logged\n"
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no fork")
+def test_engines_finish_at_the_exit_in_order():
+    done = subprocess.run(
+        [sys.executable, "-c", FINISHES], capture_output=True, text=True, cwd=ROOT
+    )
+    assert done.returncode == 7
+    assert done.stdout.splitlines() == [
+        "ends",
+        "jax is cleaned up",  # the child's
+        "the thread has ended",
+        "begin",
+        "begin",
+        "finish",
+        "jax is cleaned up",
+    ]
+    assert "RuntimeError: out of order" in done.stderr
 
 
 def test_an_interrupt_of_a_start_is_not_lost():

@@ -1,5 +1,6 @@
 import dataclasses
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from jaxspec.config import EngineConfig, GivenSizes
 from jaxspec.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from jaxspec.engine.memory.memory_plan import MAX_CPU_KV_BYTES
 from jaxspec.errors import ConfigError
+from jaxspec.models.families import published_config
 from jaxspec.settings.structured_outputs import StructuredOutputsConfig
 from jaxspec_checkpoints.quantization import Scheme
 
@@ -28,8 +30,12 @@ TINY: dict[str, Any] = {
 
 
 def write_model(folder: Path, **changes: Any) -> str:
+    return write_config(folder, TINY | changes)
+
+
+def write_config(folder: Path, content: Mapping[str, Any]) -> str:
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(TINY | changes))
+    (folder / "config.json").write_text(json.dumps(content))
     return str(folder)
 
 
@@ -210,12 +216,13 @@ def test_layers_of_both_models_are_scanned_where_that_is_asked_for(
         EngineArgs(model=target, scan_layers="yes")  # pyright: ignore
 
 
-def test_a_draft_whose_layers_cannot_be_scanned_is_refused(target: str, tmp_path: Path):
+def test_a_draft_of_less_than_a_period_is_not_scanned(target: str, tmp_path: Path):
     single = write_model(tmp_path / "single", num_hidden_layers=1)
     options: dict[str, Any] = dict(speculative_model=single, num_speculative_tokens=2)
-    configure(target, **options)
-    with pytest.raises(ConfigError, match="False for a model of 1 layers, got True"):
-        configure(target, scan_layers=True, **options)
+    config = configure(target, scan_layers=True, **options)
+    assert config.draft_model_config is not None
+    assert config.model_config.layers_of_pools == (2, 2)
+    assert config.draft_model_config.layers_of_pools == (1,)
 
 
 def test_keys_of_the_dict_arrive(target: str, draft: str):
@@ -425,7 +432,7 @@ def test_a_bad_argument_beside_a_draft(
         ({"enable_chunked_prefill": False}, "got False"),
         ({"logprobs_mode": "processed_logits"}, "'processed_logits'"),
         ({"stream_interval": 4}, "got 4"),
-        ({"load_format": "gguf"}, "'gguf'"),
+        ({"load_format": "tensorizer"}, "'tensorizer'"),
         ({"hf_overrides": {"head_dim": 8}}, "'head_dim'"),
         ({"spec_decoding_acceptance_method": "greedy"}, "'greedy'"),
     ],
@@ -533,7 +540,7 @@ def test_how_matrices_are_kept(target: str, draft: str):
 @pytest.mark.parametrize(
     ("arguments", "texts"),
     [
-        ({"quantization": "awq"}, ["'awq'", "has no quantization_config"]),
+        ({"quantization": "awq"}, ["'awq'", "are not quantized"]),
         ({"quantize_embedding": True}, ["neither model is quantized"]),
         (
             {"quantization": "int4"},
@@ -585,3 +592,76 @@ def test_a_folder_of_another_kind(tmp_path: Path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigError, match="found: an empty folder"):
         configure(str(tmp_path / "empty"))
+
+
+def write_published(folder: Path, name: str, **changes: Any) -> str:
+    content = published_config(name)
+    assert content is not None
+    return write_config(folder, content | changes)
+
+
+@pytest.mark.parametrize(
+    ("target_size", "draft_size"),
+    [
+        (target, draft)
+        for draft in ("270m", "1b")
+        for target in ("1b", "4b", "12b", "27b")
+        if target != draft
+    ],
+)
+def test_gemma_3_pairs_share_a_vocabulary(tmp_path: Path, target_size, draft_size):
+    """Also a multimodal target, whose file states 64 rows more than the draft's."""
+    rows = 262208 if target_size in ("4b", "12b", "27b") else 262144
+    target = write_published(
+        tmp_path / "target", f"google/gemma-3-{target_size}-it", vocab_size=rows
+    )
+    draft = write_published(tmp_path / "draft", f"google/gemma-3-{draft_size}-it")
+    config = configure(
+        target,
+        speculative_model=draft,
+        num_speculative_tokens=4,
+        skip_tokenizer_init=True,
+        max_model_len=4096,
+    )
+    assert config.draft_model_config is not None
+    assert config.draft_model_config.vocab_size == config.model_config.vocab_size
+    assert config.model_config.vocab_size == 262144
+
+
+@pytest.mark.parametrize(
+    ("target_name", "draft_name", "expected"),
+    [
+        ("gemma-3-4b-it", "gemma-2-2b-it", "262144 tokens, the draft 256000.*27b <- 2"),
+        ("gemma-2-9b-it", "gemma-3-1b-it", "256000 tokens, the draft 262144.*27b <- 9"),
+    ],
+)
+def test_generations_do_not_draft_for_each_other(
+    tmp_path: Path, target_name: str, draft_name: str, expected: str
+):
+    target = write_published(tmp_path / "target", target_name)
+    draft = write_published(tmp_path / "draft", draft_name)
+    with pytest.raises(ConfigError, match=expected) as refused:
+        configure(target, speculative_model=draft, num_speculative_tokens=4)
+    assert "have different vocabularies" in str(refused.value)
+    assert refused.value.parameter == "speculative_model"
+
+
+@pytest.mark.parametrize("dtype", ["half", "float16"])
+def test_gemma_3_refuses_float16(tmp_path: Path, target: str, dtype: str):
+    gemma3 = write_published(tmp_path / "gemma3", "google/gemma-3-270m-it")
+    with pytest.raises(ConfigError, match="dtype.*exceeds 65,504") as refused:
+        configure(gemma3, dtype=dtype)
+    assert refused.value.parameter == "dtype"
+    with pytest.warns(UserWarning, match="is taken as 'bfloat16'.*Gemma 2"):
+        assert configure(target, dtype=dtype).dtype == "bfloat16"
+
+
+def test_sampling_of_gemma_3_is_taken_from_its_files(tmp_path: Path):
+    model = write_published(tmp_path / "gemma3", "google/gemma-3-1b-it")
+    stated = dict(bos_token_id=2, do_sample=True, eos_token_id=[1, 106], top_k=64)
+    stated |= dict(top_p=0.95, cache_implementation="hybrid", pad_token_id=0)
+    (Path(model) / "generation_config.json").write_text(json.dumps(stated))
+    config = configure(model)
+    assert config.generation_defaults == {"top_k": 64, "top_p": 0.95}
+    assert config.model_config.eos_token_ids == (1, 106)
+    assert configure(model, generation_config="vllm").generation_defaults == {}

@@ -171,3 +171,57 @@ def test_what_is_made_is_announced():
     compiler.announce = told.append
     compiler.get(SHAPES[1])
     assert told == ["Compiling 2x0_sampled", ""]
+
+
+def test_an_exit_waits_for_what_has_begun_and_drops_what_is_queued():
+    maker = Maker()
+    compiler = Compiler(maker)
+    # A thread that a daemon starts is a daemon as well: Python does not wait for it.
+    thread = threading.Thread(target=compiler.prepare, args=(SHAPES[:2],), daemon=True)
+    thread.start()
+    assert maker.began.acquire(timeout=LIMIT_S)
+    compiler.begin_exit()
+    compiler.request(SHAPES[2])
+    assert compiler.num_wanted == 1
+    exiting = threading.Thread(target=compiler.finish_exit)
+    exiting.start()
+    exiting.join(0.05)
+    assert exiting.is_alive()
+    maker.let_all()
+    exiting.join(LIMIT_S)
+    assert not exiting.is_alive()
+    assert maker.made == SHAPES[:1]
+    assert not any(one.is_alive() for one in maker.threads)
+    # A daemon thread begins no other; the main thread may, in a later handler.
+    threading.Thread(target=compiler.get, args=(SHAPES[3],), daemon=True).start()
+    assert not maker.began.acquire(timeout=0.05)
+    assert compiler.get(SHAPES[2]) == "program 4"
+    assert maker.made == [SHAPES[0], SHAPES[2]]
+
+
+def test_an_exit_waits_for_a_program_that_another_thread_makes_for_itself():
+    maker = Maker()
+    compiler = Compiler(maker)
+    threading.Thread(target=compiler.get, args=(SHAPES[0],), daemon=True).start()
+    assert maker.began.acquire(timeout=LIMIT_S)
+    compiler.begin_exit()
+    threading.Timer(0.05, maker.let_all).start()
+    compiler.finish_exit()
+    assert maker.made == SHAPES[:1]
+
+
+def test_a_listener_that_is_removed_meanwhile_is_no_failure():
+    """`LLM.generate` removes its own at its end, while a program is being made."""
+
+    class Removed(Compiler):
+        listeners = iter([print])
+
+        @property
+        def announce(self) -> Any:
+            return next(self.listeners, None)
+
+        @announce.setter
+        def announce(self, _: object) -> None:
+            pass
+
+    assert Removed(lambda shape: shape).get(SHAPES[0]) == SHAPES[0]

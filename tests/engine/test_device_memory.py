@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import pytest
+from safetensors.numpy import save_file
 
 from jaxspec.config import GivenSizes
 from jaxspec.engine import device_memory, runner
@@ -37,6 +38,8 @@ from jaxspec.engine.metrics import EngineMetrics, Load
 from jaxspec.engine.scheduling.stats import EngineStats
 from jaxspec.errors import ConfigError, UnsupportedError
 from jaxspec.program.plan import StepShape
+from jaxspec_checkpoints.layout import EMBEDDING, HEAD
+from tests.checkpoints.models import write_tiny
 from tests.program import aot_memory, hlo
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
@@ -123,6 +126,35 @@ def test_a_trimmed_head_is_counted_beside_the_embedding():
     )
     told = plan_for(pair(**options), "h100").table()
     assert "int8 per output, embedding int8 per row, a head of 32,768" in told
+
+
+@pytest.mark.parametrize("is_quantized", [False, True])
+def test_an_untied_head_is_counted(tmp_path, is_quantized):
+    """From config.json, or from weights that have a head which config.json denies."""
+    tensors = write_tiny(tmp_path, family="2b", tie_word_embeddings=True)
+    changes: dict[str, Any] = {}
+    if is_quantized:
+        changes = dict(quantization="int8", quantize_embedding=True)
+
+    def weight_bytes() -> int:
+        args = EngineArgs(model=str(tmp_path), dtype="bfloat16", **changes)
+        return plan_for(args, "h100").facts.target.weight_bytes
+
+    tied, table = weight_bytes(), tensors[EMBEDDING]
+    head = table.nbytes // 2
+    if is_quantized:
+        head = table.size + 4 * len(table)  # a byte of each number, a scale of each row
+    path = tmp_path / "model.safetensors"
+    save_file(tensors | {HEAD: table + 1}, path)
+    assert weight_bytes() == tied + head
+    save_file(tensors | {HEAD: table}, path)
+    assert weight_bytes() == tied
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(
+        json.dumps(config | {"tie_word_embeddings": False})
+    )
+    path.unlink()
+    assert weight_bytes() == tied + head
 
 
 def test_what_a_draft_does_not_read_does_not_slow_it_down():

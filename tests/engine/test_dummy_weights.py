@@ -67,6 +67,14 @@ def test_they_have_the_form_of_what_is_read(tmp_path, dtype):
     assert all(np.isfinite(one).all() and one.any() for one in embeddings)
 
 
+def test_an_untied_model_has_a_random_head(tmp_path):
+    folder = write_config(tmp_path / "model", tie_word_embeddings=False)
+    config = configure(folder)
+    target, _ = loader.load_weights(config, build_mesh(config))
+    assert target["head"].shape == target["embedding"].shape
+    assert not np.array_equal(target["head"].values, target["embedding"].values)
+
+
 @pytest.mark.parametrize("load_format", ["dummy", "auto"])
 def test_float32_weights_on_one_cpu_lie_in_panels(tmp_path, load_format):
     write_tiny(tmp_path / "2b", family="2b")

@@ -709,6 +709,25 @@ def test_weights_of_the_same_names_and_sizes_differ(tmp_path: Path):
     assert digest(b"") != digest(bytes(2**10))
 
 
+def test_gguf_files_differ_by_their_weights(tmp_path: Path):
+    config = make_config(num_draft_tokens=3)
+    names = ["m-00001-of-00002.gguf", "m-00002-of-00002.gguf"]
+
+    def facts(folder: str, path: str, last: bytes) -> dict[str, str]:
+        (tmp_path / folder).mkdir(exist_ok=True)
+        for name, content in zip(names, (b"", last), strict=True):
+            (tmp_path / folder / name).write_bytes(b"GGUF" + bytes(2**20) + content)
+        model = str(tmp_path / folder / path)
+        return facts_of(dataclasses.replace(config, model=model), {})
+
+    same = facts("a", "", b"x")
+    assert facts("b", "", b"x") == same
+    assert facts("b", names[0], b"x") == same
+    fact = "weights of the target"
+    assert facts("c", "", b"y")[fact] != same[fact]
+    assert names[1] in same[fact]
+
+
 def test_long_facts_differ_by_their_ends():
     long = "x" * 500
     assert channel._fact(long) != channel._fact(long + "y")

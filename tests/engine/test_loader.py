@@ -1,6 +1,7 @@
 """An engine has the weights of its files, asleep and awake again."""
 
 import dataclasses
+import functools
 import json
 import shutil
 from pathlib import Path
@@ -24,9 +25,10 @@ from jaxspec.errors import ConfigError, RequestError
 from jaxspec.sampling_params import SamplingParams
 from jaxspec.settings.hosts import HostsConfig
 from jaxspec_checkpoints import bundled_draft, bundled_target, open_checkpoint
-from jaxspec_checkpoints.layout import EMBEDDING
+from jaxspec_checkpoints.layout import EMBEDDING, HEAD
 from jaxspec_checkpoints.writing import write_checkpoint
-from tests.checkpoints.models import write_tiny
+from tests.checkpoints.gguf_files import write_gguf
+from tests.checkpoints.models import tiny_config, write_tiny
 from tests.e2e import pair
 from tests.engines import generate, tokens_of
 from tests.loops import make_config
@@ -153,22 +155,28 @@ def test_pad_rows_of_a_flax_embedding_are_no_difference(tmp_path):
     assert loader.read_tokenizer(config).vocab_size == 8192
 
 
-def write_padded(folder: Path, vocab_size: int, rows: Any) -> None:
-    """The bundled draft, its embedding ended by more rows."""
+def write_padded(
+    folder: Path, vocab_size: int, rows: Any, *, is_tied: bool = True
+) -> None:
+    """The bundled draft, its embedding ended by more rows; perhaps with a head."""
     shutil.copytree(bundled_draft(), folder)
     path = folder / "model.safetensors"
     tensors = load_file(path)
     table = tensors[EMBEDDING]
     pads = np.full((vocab_size - len(table), table.shape[1]), rows, table.dtype)
-    save_file(tensors | {EMBEDDING: np.concatenate([table, pads])}, path)
+    tensors[EMBEDDING] = np.concatenate([table, pads])
+    if not is_tied:
+        tensors[HEAD] = np.concatenate([table[::-1], pads])
+    save_file(tensors, path)
     config = json.loads((folder / "config.json").read_text())
     config["vocab_size"] = vocab_size
     (folder / "config.json").write_text(json.dumps(config))
 
 
+@pytest.mark.parametrize("is_tied", [True, False])
 @pytest.mark.parametrize("role", ["target", "draft"])
-def test_pad_rows_of_either_embedding_are_left_out(tmp_path, role):
-    write_padded(tmp_path / "padded", 8192 + 128, np.nan)
+def test_pad_rows_of_either_embedding_are_left_out(tmp_path, role, is_tied):
+    write_padded(tmp_path / "padded", 8192 + 128, np.nan, is_tied=is_tied)
     folders = [bundled_target(), tmp_path / "padded"]
     if role == "target":
         folders = [tmp_path / "padded", bundled_draft()]
@@ -179,8 +187,11 @@ def test_pad_rows_of_either_embedding_are_left_out(tmp_path, role):
     target, (draft,) = loader.make_runner(config).params
     for params in (target, draft):
         assert params is not None
-        assert params["embedding"].shape[0] == 8192
-        assert np.isfinite(params["embedding"].values).all()
+        for name in {"embedding", "head"} & params.keys():
+            assert params[name].shape[0] == 8192
+            assert np.isfinite(params[name].values).all()
+    padded = target if role == "target" else draft
+    assert padded is not None and ("head" in padded) is not is_tied
 
 
 def test_alone_a_model_keeps_all_its_rows(tmp_path):
@@ -248,6 +259,46 @@ def test_load_format_is_what_the_folder_must_hold(tmp_path, to, load_format, is_
         return
     with pytest.raises(ConfigError, match=f"load_format must .* format '{to}'"):
         loader.make_runner(config)
+
+
+def test_gguf_files_are_loaded_as_what_they_were_made_of(tmp_path):
+    tensors = write_tiny(tmp_path / "hf", family="2b", **VOCABULARY)
+    config = tiny_config("2b", **VOCABULARY)
+    write_gguf(tmp_path / "m.gguf", config, tensors)
+    expected = loader.make_runner(configure(tmp_path / "hf", tmp_path / "hf")).params
+    path = tmp_path / "m.gguf"
+    for load_format in ("auto", "gguf"):
+        made = configure(path, path, load_format=load_format)
+        found = loader.make_runner(made).params
+        # Norms are 1 + w in float32 in between.
+        check = functools.partial(np.testing.assert_allclose, rtol=0, atol=1.2e-7)
+        jax.tree.map(check, found, expected)
+        assert loader.read_tokenizer(made).vocab_size == 8192
+    with pytest.raises(ConfigError, match="load_format must .* format 'gguf'"):
+        loader.make_runner(configure(path, load_format="safetensors"))
+
+
+def test_gguf_files_without_a_tokenizer(tmp_path):
+    write_tiny(tmp_path / "hf", family="2b", **VOCABULARY)
+    path = tmp_path / "m.gguf"
+    write_gguf(path, tiny_config("2b", **VOCABULARY), has_tokenizer=False)
+    # A draft was trained for the target's.
+    assert loader.read_tokenizer(configure(tmp_path / "hf", path)).vocab_size == 8192
+    with pytest.raises(ConfigError, match="m.gguf has no tokenizer .*name a folder"):
+        loader.read_tokenizer(configure(path))
+    own = configure(path, tokenizer=str(tmp_path / "hf"))
+    assert loader.read_tokenizer(own).vocab_size == 8192
+    assert loader.read_tokenizer(configure(path, load_format="dummy")).vocab_size == 0
+
+
+def test_a_gguf_draft_must_have_the_targets_tokenizer(tmp_path):
+    write_tiny(tmp_path / "hf", family="2b", **VOCABULARY)
+    write_gguf(tmp_path / "m.gguf", tiny_config("2b", **VOCABULARY))
+    loader.read_tokenizer(configure(tmp_path / "hf", tmp_path / "m.gguf"))
+    content = (tmp_path / "m.gguf").read_bytes()
+    (tmp_path / "m.gguf").write_bytes(content.replace(b"<pad>", b"<dap>"))
+    with pytest.raises(ConfigError, match="id 0 is '<pad>' for the target and '<dap>'"):
+        loader.read_tokenizer(configure(tmp_path / "hf", tmp_path / "m.gguf"))
 
 
 @pytest.mark.parametrize(("has_template", "ends"), [(True, {1, 107}), (False, {1})])

@@ -47,6 +47,7 @@ OWN = [
     ("jaxspec:round_time_error_seconds", Counter),
     ("jaxspec:host_time_seconds", Histogram),
     *[(CHOSEN, Counter)] * 4,
+    *[("jaxspec:grammar_failures", Counter)] * 5,
     ("jaxspec:speculation_num_drafts", Gauge),
     ("jaxspec:speculation_gain", Gauge),
     ("jaxspec:speculation_saved_seconds", Counter),

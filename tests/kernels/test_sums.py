@@ -41,6 +41,21 @@ def test_sums_of_rows_do_not_depend_on_their_number(make, size):
         np.testing.assert_array_equal(found, alone[:count])
 
 
+def test_sums_of_heads_do_not_depend_on_the_number_of_rows():
+    """Heads are normalised one by one, in an axis of their own."""
+    heads = np.random.default_rng(4).normal(size=(300, 4, 256)).astype(np.float32)
+    options = (compiler_options() or {}) | USERS_COMPILER
+    sums: Any = jax.jit(
+        lambda heads: row_sums(jnp.square(heads)), compiler_options=options
+    )
+    alone = np.concatenate([sums(heads[i : i + 1]) for i in range(33)])
+    for count in (2, 3, 5, 16, 33, 300):
+        found = np.asarray(sums(heads[:count]))[:33]
+        np.testing.assert_array_equal(found, alone[:count])
+    one_axis = np.asarray(sums(heads[:33].reshape(-1, 256)))
+    np.testing.assert_array_equal(one_axis, alone.reshape(-1, 1))
+
+
 def test_sums_of_rows_have_the_rows_shape():
     rows = jnp.arange(24.0).reshape(2, 3, 4)
     np.testing.assert_array_equal(row_sums(rows), rows.sum(axis=-1, keepdims=True))

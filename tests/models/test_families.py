@@ -21,6 +21,7 @@ from jaxspec.models.network import functions_of
 from jaxspec_checkpoints import Sizes
 from tests.engines import QuickGreedyRunner
 from tests.models import llama
+from tests.oracles import make_gemma3
 
 SIZES: dict[str, Any] = dict(
     vocab_size=96,
@@ -91,6 +92,35 @@ def test_a_second_family_writes_what_huggingface_does(
         outputs = llm.generate(prompts, params, use_tqdm=False)
     for prompt, output in zip(prompts, outputs, strict=True):
         expected = greedy(reference, prompt, 12)
+        assert output.outputs[0].token_ids == expected
+        assert len(set(expected)) > 4
+
+
+@pytest.mark.parametrize(
+    "scan_layers", [False, pytest.param(True, marks=pytest.mark.slow)]
+)
+def test_gemma_3_writes_what_huggingface_does(tmp_path, monkeypatch, scan_layers):
+    """Prompts and texts longer than the window, drafts of fewer layers."""
+    monkeypatch.setattr(loader, "Runner", QuickGreedyRunner)
+    reference = make_gemma3(1)
+    reference.save_pretrained(tmp_path / "target")
+    make_gemma3(2, num_hidden_layers=3).save_pretrained(tmp_path / "draft")
+    prompts = [[2, 17, 40] * 8, [2, 9, 3, 88, 61, 5]]
+    with LLM(
+        str(tmp_path / "target"),
+        speculative_model=str(tmp_path / "draft"),
+        num_speculative_tokens=3,
+        skip_tokenizer_init=True,
+        dtype="float32",
+        max_model_len=96,
+        max_num_seqs=2,
+        max_num_batched_tokens=32,
+        scan_layers=scan_layers,
+    ) as llm:
+        params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        expected = greedy(reference, prompt, 24)
         assert output.outputs[0].token_ids == expected
         assert len(set(expected)) > 4
 

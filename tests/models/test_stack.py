@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from jaxspec.engine.described import named_devices
-from jaxspec.errors import ConfigError
 from jaxspec.models.backend import Backend
 from jaxspec.models.batch import Region, TokenBatch
 from jaxspec.models.cpu import NativeMatrix, PanelMatrix
@@ -30,6 +29,7 @@ from tests.oracles import (
     hf_tensors,
     init_kv_pages,
     load_ours,
+    make_gemma3,
     make_hf_model,
     model_config,
 )
@@ -203,9 +203,75 @@ def test_on_accelerators_products_are_kept_apart_from_what_is_made_of_them():
     assert not any(spec.form is ScannedMatrix for spec in specs.values())
 
 
-def test_layers_that_do_not_come_out_even_are_refused():
-    config = model_config(make_hf_model(num_hidden_layers=5))
-    expected = "scan_layers must be False for a model of 5 layers.*2 at a time"
-    with pytest.raises(ConfigError, match=expected) as error:
-        dataclasses.replace(config, scan_layers=True)
-    assert error.value.parameter == "scan_layers"
+# Two periods of six and two layers, as the last two of 26, 34 or 62 of Gemma 3; one
+# layer that is no period of two; and fewer layers than one period.
+UNEVEN = {
+    "gemma 3": lambda: make_gemma3(num_hidden_layers=14),
+    "gemma 2": lambda: make_hf_model(num_hidden_layers=5),
+    "less than a period": lambda: make_gemma3(num_hidden_layers=4),
+}
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("name", UNEVEN)
+def test_layers_beyond_whole_periods_have_the_same_bits(name, dtype):
+    model = UNEVEN[name]()
+    found = []
+    for scan_layers in (False, True):
+        config = model_config(model, scan_layers=scan_layers)
+        params = load_ours(model, scan_layers=scan_layers, dtype=dtype)
+        paged = PagedModel(config, params, compiler_options=QUICK_COMPILER)
+        pieces = np.split(PROMPT, [1, 8, 21, 37])
+        found.append(
+            np.concatenate([paged.feed(one, pads=16 - len(one)) for one in pieces])
+        )
+    assert np.isfinite(found[0]).all()
+    np.testing.assert_array_equal(*found)
+
+
+def test_layers_beyond_whole_periods_are_by_themselves():
+    config = model_config(make_gemma3(num_hidden_layers=14), scan_layers=True)
+    assert config.layers_of_pools == (2, 2, 2, 2, 2, 2, 1, 1)
+    params = random_params(
+        config, seed=3, dtype=jnp.dtype(jnp.float32), mesh=make_mesh(1)
+    )
+    assert sorted(params["layers"]) == sorted("0 1 2 3 4 5 12 13".split())
+    each = random_params(
+        dataclasses.replace(config, scan_layers=False),
+        seed=3,
+        dtype=jnp.dtype(jnp.float32),
+        mesh=make_mesh(1),
+    )
+    for number in ("12", "13"):
+        jax.tree.map(
+            np.testing.assert_array_equal,
+            params["layers"][number],
+            each["layers"][number],
+        )
+
+
+def test_a_streams_order_is_that_of_all_layers():
+    """Outputs of scanned layers first, then of those by themselves."""
+    model, streams = make_gemma3(num_hidden_layers=14), []
+    for scan_layers in (False, True):
+        config = model_config(model, scan_layers=scan_layers)
+        network = build_network(config, load_ours(model, scan_layers=scan_layers))
+        slots = jnp.arange(8, dtype=jnp.int32)
+        region = Region(
+            page_table=jnp.array([[0, 1]], jnp.int32),
+            kv_len=jnp.array([8], jnp.int32),
+            num_queries=8,
+        )
+        tokens = jnp.asarray(PROMPT[:8], jnp.int32)
+        batch = TokenBatch(
+            tokens=tokens, positions=slots, slot_mapping=slots, regions=(region,)
+        )
+        pages = init_kv_pages(config, 4, 4, jnp.float32)
+        run = jax.jit(
+            lambda batch, pages, network=network: network.hidden(batch, pages)[0],
+            compiler_options=QUICK_COMPILER,
+        )
+        streams.append(run(batch, pages).streams)
+    assert len(streams[0]) == 15
+    for one, other in zip(*streams, strict=True):
+        np.testing.assert_array_equal(one, other)

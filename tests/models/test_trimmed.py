@@ -15,7 +15,8 @@ from jaxspec.models.trimmed import LOWEST, TOKEN_IDS, to_target_vocab
 from jaxspec.models.weights import abstract_params, load_params, random_params
 from jaxspec.sharding import DRAFT_MESH_AXES, make_mesh
 from jaxspec_checkpoints import Sizes, in_memory, tensor_shapes
-from jaxspec_checkpoints.quantization import named_scheme, quantized
+from jaxspec_checkpoints.layout import EMBEDDING, HEAD
+from jaxspec_checkpoints.quantization import Scheme, named_scheme, quantized
 from jaxspec_kernels import native
 from tests.models import llama
 from tests.models.test_weights import CONFIG, TENSORS, make_config
@@ -23,7 +24,6 @@ from tests.models.test_weights import CONFIG, TENSORS, make_config
 # Of 96: neither the first nor in one piece, and two devices have as many each.
 KEPT = (0, 1, 2, 7, 31, 32, 50, 51, 64, 93, 94, 95)
 TRIMMED = dataclasses.replace(CONFIG, draft_vocab_size=len(KEPT))
-EMBEDDING = "model.embed_tokens.weight"
 
 
 def test_tokens_that_a_head_cannot_say_have_no_chance():
@@ -54,6 +54,48 @@ def check_equal(whole: Any, tensors: Any, **options: Any) -> None:
 
 def check_kept_logits() -> None:
     check_equal(CONFIG, in_memory(TENSORS))
+
+
+@pytest.mark.parametrize("kind", [None, "int8"])
+def test_an_untied_head_is_cut_and_quantized_in_the_embeddings_place(kind):
+    """Of the head's rows, not of the embedding's, which stays whole."""
+    config = make_config(tie_word_embeddings=False)
+    head = np.random.default_rng(5).normal(size=TENSORS[EMBEDDING].shape)
+    tensors = in_memory(TENSORS | {HEAD: head.astype(np.float32)})
+    if kind is not None:
+        scheme = named_scheme(kind, has_embedding=True)
+        config = dataclasses.replace(config, quantization=scheme)
+    check_equal(config, tensors)
+    rows = np.random.default_rng(1).normal(size=(6, config.hidden_size))
+    expected = np.tanh(rows @ head.T / 3) * 3
+    # Of int8 rows of 48 numbers; another matrix is off by more than 3.
+    atol = 1e-5 if kind is None else 0.3
+    np.testing.assert_allclose(logits_of(config, tensors), expected, atol=atol)
+    options: dict[str, Any] = dict(dtype=jnp.dtype(jnp.float32), mesh=make_mesh(1))
+    params = load_params(config, tensors, **options)
+    assert params["head"].dtype == params["embedding"].dtype
+    trimmed = dataclasses.replace(config, draft_vocab_size=len(KEPT))
+    params = load_params(trimmed, tensors, token_ids=KEPT, **options)
+    assert params["head"].shape[0] == len(KEPT)
+    assert params["embedding"].shape[0] == config.vocab_size
+
+
+@pytest.mark.parametrize("kind", ["int4", "fp8"])
+def test_a_head_that_is_quantized_otherwise_is_read_as_numbers(kind):
+    """As files of compressed-tensors, AWQ and GPTQ may have it."""
+    sizes = dict(hidden_size=128, num_attention_heads=16, intermediate_size=128)
+    config = make_config(**sizes, tie_word_embeddings=False)
+    arrays = random_tensors(config, tensor_shapes)
+    stored = quantized(
+        in_memory({HEAD: arrays[EMBEDDING][::-1].copy()})[HEAD],
+        Scheme(kind=kind, group_size=32),
+    )
+    tensors = in_memory(arrays) | {HEAD: stored}
+    expected = logits_of(config, in_memory(arrays | {HEAD: stored.whole()}))
+    np.testing.assert_allclose(logits_of(config, tensors), expected, atol=1e-4)
+    scheme = named_scheme("int8", has_embedding=True)
+    config = dataclasses.replace(config, quantization=scheme)
+    np.testing.assert_allclose(logits_of(config, tensors), expected, atol=0.3)
 
 
 @pytest.mark.parametrize("kind", [None, "int8", "int4", "fp8"])

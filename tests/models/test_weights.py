@@ -1,5 +1,6 @@
 """Canonical tensors arrive in their place, whole, in order; a wrong one is named."""
 
+import dataclasses
 from functools import partial
 from typing import Any
 
@@ -171,10 +172,51 @@ def test_layer_too_many_is_named():
         load(CONFIG, tensors)
 
 
-def test_head_of_its_own_is_not_gemma_2():
-    head = {"lm_head.weight": TENSORS["model.embed_tokens.weight"]}
+UNTIED = make_config(tie_word_embeddings=False)
+
+
+def test_a_head_must_be_there_if_and_only_if_the_config_is_untied():
+    """A copy that was not compared and dropped is an error, never ignored."""
+    head = {"lm_head.weight": TENSORS["model.embed_tokens.weight"][::-1].copy()}
     with pytest.raises(CheckpointError, match="'lm_head.weight' is not part of"):
         load(CONFIG, head | TENSORS)
+    with pytest.raises(CheckpointError, match="no tensor 'lm_head.weight', and conf"):
+        load(UNTIED, TENSORS)
+    params = load(UNTIED, head | TENSORS)
+    np.testing.assert_array_equal(params["head"], head["lm_head.weight"])
+    np.testing.assert_array_equal(params["embedding"], head["lm_head.weight"][::-1])
+
+
+@pytest.mark.parametrize("scan_layers", [False, True])
+def test_an_untied_model_has_one_more_matrix_in_every_tree(scan_layers):
+    config = dataclasses.replace(UNTIED, scan_layers=scan_layers)
+    tied = dataclasses.replace(config, tie_word_embeddings=True)
+    head = {"lm_head.weight": TENSORS["model.embed_tokens.weight"][::-1].copy()}
+    options: dict[str, Any] = dict(dtype=FLOAT32, mesh=make_mesh(2))
+    made = [
+        load_params(config, in_memory(head | TENSORS), **options),
+        random_params(config, seed=3, **options),
+        abstract_params(config, **options),
+    ]
+    forms = [
+        [(leaf.shape, leaf.dtype, leaf.sharding) for leaf in jax.tree.leaves(tree)]
+        for tree in made
+    ]
+    assert forms[0] == forms[1] == forms[2]
+    assert {tree["head"].shape for tree in made} == {(96, 48)}
+    # The others' random values are those of the tied model.
+    random, plain = values_of(made[1]), make_random(tied, seed=3, **options)
+    assert not np.array_equal(random.pop("head"), random["embedding"])
+    jax.tree.map(np.testing.assert_array_equal, random, plain)
+
+
+def test_tensors_of_an_untied_tree_are_those_it_was_read_from():
+    head = {"lm_head.weight": TENSORS["model.embed_tokens.weight"][::-1].copy()}
+    options: dict[str, Any] = dict(dtype=FLOAT32, mesh=make_mesh(1), is_trained=True)
+    params = load_params(UNTIED, in_memory(head | TENSORS), **options)
+    found = weights.tensors_of(param_specs(UNTIED), params)
+    assert found.keys() == {*TENSORS, "lm_head.weight"}
+    np.testing.assert_array_equal(found["lm_head.weight"], head["lm_head.weight"])
 
 
 @pytest.mark.parametrize("source", [np.float32, jnp.bfloat16])

@@ -26,9 +26,10 @@ TREE = Tree(
 LENGTHS = (3, 4, 6, 11)
 
 
-def config_of(turns: int) -> ModelConfig:
-    """Of two layers a turn."""
-    sizes = TINY | MICRO | dict(num_hidden_layers=2 * turns, model_type="gemma2")
+def config_of(turns: int, rest: int = 0) -> ModelConfig:
+    """Of two layers a turn, and `rest` layers by themselves."""
+    num_layers = 2 * turns + rest
+    sizes = TINY | MICRO | dict(num_hidden_layers=num_layers, model_type="gemma2")
     model = SimpleNamespace(config=SimpleNamespace(to_dict=lambda: sizes))
     config = model_config(model, scan_layers=turns > 1)
     assert turns == 1 or config.num_turns == turns
@@ -43,16 +44,21 @@ def active_of(is_active: list[bool]):
     return dataclasses.replace(active, page_table=jnp.asarray(table))
 
 
-def kept(turns: int, rows: list[int], is_active: list[bool]) -> tuple[Any, Any, Any]:
+def kept(
+    config: ModelConfig, rows: list[int], is_active: list[bool]
+) -> tuple[Any, Any, Any]:
     """Pages before and after, and where each position of each sequence lies."""
     active = active_of(is_active)
-    shape = turns * POOL.num_pages, POOL.page_size, 2, 3
     random = np.random.default_rng(0)
-    pages = tuple(random.normal(size=shape).astype(np.float32) for _ in range(2))
+    shape = POOL.page_size, 2, 3
+    pages = tuple(
+        random.normal(size=(count * POOL.num_pages, *shape)).astype(np.float32)
+        for count in config.layers_of_pools
+    )
     # A function of its own: a jit of the same one would not see a mutant.
     run = jax.jit(
         lambda pages, row, active: keep_path(
-            config_of(turns), pages, TREE, row, active, POOL, Backend()
+            config, pages, TREE, row, active, POOL, Backend()
         )
     )
     after = run(tuple(map(jnp.asarray, pages)), jnp.asarray(rows, jnp.int32), active)
@@ -63,12 +69,14 @@ def check_moves(
     turns: int = 1,
     rows: tuple[int, ...] = (8, 7, 3, 5),
     is_active: tuple[bool, ...] = (True, True, True, True),
+    rest: int = 0,
 ) -> None:
-    before, after, table = kept(turns, list(rows), list(is_active))
+    config = config_of(turns, rest)
+    before, after, table = kept(config, list(rows), list(is_active))
     size = POOL.page_size
-    for old, new in zip(before, after, strict=True):
+    for count, old, new in zip(config.layers_of_pools, before, after, strict=True):
         expected = old.copy()
-        for turn in range(turns):
+        for turn in range(count):
             for seq, row in enumerate(rows):
                 if not is_active[seq]:
                     continue
@@ -88,6 +96,11 @@ def check_moves(
 @pytest.mark.parametrize("rows", [(8, 7, 3, 5), (0, 4, 6, 8), (1, 2, 3, 7)])
 def test_the_path_is_moved_and_nothing_else(turns: int, rows: tuple[int, ...]):
     check_moves(turns, rows)
+
+
+def test_pages_of_layers_by_themselves_are_moved_as_well():
+    assert config_of(3, 1).layers_of_pools == (3, 3, 1)
+    check_moves(3, (8, 7, 3, 5), rest=1)
 
 
 def test_rows_that_do_not_run_keep_what_they_have():

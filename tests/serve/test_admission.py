@@ -27,7 +27,7 @@ def test_texts_that_wait():
         assert door.num_requests == 1
     with pytest.raises(OverloadedError), door.admit(["d"], [5], 4):
         pass
-    assert door.num_refused == {"queued_reqs": 2, "queued_tokens": 0}
+    assert door.num_refused == {"queued_reqs": 2, "queued_tokens": 0, "connections": 0}
     assert door.num_requests == 0
 
 
@@ -38,7 +38,7 @@ def test_tokens_that_wait():
             door.admit(["d"], [1], 1).__enter__()
     with door.admit(["d"], [10**6], 1):
         pass  # who need not wait may be as long as they like
-    assert door.num_refused == {"queued_reqs": 0, "queued_tokens": 1}
+    assert door.num_refused == {"queued_reqs": 0, "queued_tokens": 1, "connections": 0}
 
 
 def test_places_are_given_back_after_an_error():

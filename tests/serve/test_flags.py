@@ -105,9 +105,9 @@ def test_every_kind_of_value():
     assert options.shutdown_timeout == 3
     assert (settings.enable_auto_tool_choice, settings.tool_call_parser) == (
         False,
-        "gemma2",
+        "gemma",
     )
-    words = ["--enable-auto-tool-choice", "--tool-call-parser", "gemma2"]
+    words = ["--enable-auto-tool-choice", "--tool-call-parser", "gemma"]
     settings = read("m", *words, "--exclude-tools-when-tool-choice-none").settings
     assert settings.enable_auto_tool_choice
 
@@ -145,7 +145,16 @@ def test_a_wrong_file(tmp_path: Path, text: str, message: str):
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--nope"], ["--port", "x"], ["--speculative-config", "{"]]
+    "arguments",
+    [
+        ["--nope"],
+        ["--port", "x"],
+        ["--speculative-config", "{"],
+        ["--limit-concurrency", "0"],
+        ["--limit-concurrency", "1.5"],
+        ["--timeout-keep-alive", "-1"],
+        ["--timeout-read-headers", "nan"],
+    ],
 )
 def test_a_wrong_command_line(arguments: list[str]):
     with pytest.raises(SystemExit) as ended:

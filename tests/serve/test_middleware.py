@@ -89,6 +89,19 @@ def test_who_is_refused_within_a_long_body_reads_why(is_told: bool):
     assert b"4194304 bytes" in answer
 
 
+def test_body_time_limit_needs_no_protocol_of_ours():
+    # As under Ray Serve, whose proxy owns the connections.
+    head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{{"
+    with (
+        site_of(timeout_read_body=0.3) as site,
+        socket.create_connection(site.address, 10) as client,
+    ):
+        client.sendall(head.encode())
+        answer = b"".join(iter(lambda: client.recv(2**16), b""))
+        assert answer.startswith(b"HTTP/1.1 408")
+        assert site.app.state.serving.admission.num_timeouts["body"] == 1
+
+
 def test_who_waits_for_leave_to_send_is_refused_first():
     head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\n"
     head += f"Content-Length: {10**9}\r\n\r\n"

@@ -192,6 +192,23 @@ def test_a_replica_serves_and_tells_its_metrics(replica: Any):
     asyncio.run(live())
 
 
+def test_slow_readers_of_metrics_are_closed(
+    replica: Any, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(ray_app, "DEFAULT_READ_HEADERS_S", 0.2)
+    port = replica._placement.metrics_port + 1
+
+    async def live() -> None:
+        app = await replica.__serve_build_asgi_app__()
+        async with app.router.lifespan_context(app), asyncio.timeout(20):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(b"GET /metrics HTTP/1.1\r\n")
+            assert (await reader.read()).startswith(b"HTTP/1.1 408 ")
+            writer.close()
+
+    asyncio.run(live())
+
+
 def test_what_is_made_in_the_background_is_waited_for(replica: Any):
     async def live() -> None:
         app = await replica.__serve_build_asgi_app__()

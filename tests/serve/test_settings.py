@@ -18,6 +18,8 @@ from jaxspec.serve.settings import ServerSettings
         {"enable_request_id_headers": 1},
         {"per_request_spec_decode_metrics": "all"},
         {"max_body_bytes": 0},
+        {"timeout_read_body": 0},
+        {"timeout_read_body": float("inf")},
         {"max_num_queued_reqs": -1},
         {"max_num_queued_tokens": 1.5},
         {"max_request_s": 0},

@@ -55,7 +55,7 @@ def test_what_is_refused(arguments, message):
 
 
 def test_structural_tags_are_not_supported():
-    with pytest.raises(UnsupportedError, match="Gemma 2 has no tags"):
+    with pytest.raises(UnsupportedError, match="Gemma has no tags"):
         StructuredOutputsParams(structural_tag="{}")
 
 

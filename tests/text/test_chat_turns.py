@@ -13,9 +13,14 @@ SPECIAL = ["<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"]
 USER, MODEL = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
 
 
-def write(messages: Any, marks: Marks | None = None, **changes: bool) -> str:
+def write(
+    messages: Any,
+    marks: Marks | None = None,
+    turns: GemmaTurns = GemmaTurns(),  # noqa: B008 frozen
+    **changes: bool,
+) -> str:
     flags = {"add_generation_prompt": True, "continue_final_message": False}
-    return GemmaTurns().write(
+    return turns.write(
         read_messages(messages),
         marks=marks,
         pieces={"bos_token": "<bos>"},
@@ -50,6 +55,47 @@ def test_turns():
     assert write(messages, add_generation_prompt=False) == closed
     # The caller's messages stay as they were.
     assert messages[0] == {"role": "user", "content": " Hi \n"}
+
+
+GEMMA3 = GemmaTurns(folds_system=True)
+SYSTEM = {"role": "system", "content": " Be brief. \n"}
+
+
+def test_gemma_3_says_a_system_message_in_the_users_first_turn():
+    """As its chat template does: the system's text as it is, the user's trimmed."""
+    text = write(
+        [SYSTEM, {"role": "user", "content": " Hi \n"}, MODEL, USER], turns=GEMMA3
+    )
+    assert text == (
+        "<bos><start_of_turn>user\n Be brief. \n\n\nHi<end_of_turn>\n"
+        "<start_of_turn>model\nb<end_of_turn>\n"
+        "<start_of_turn>user\na<end_of_turn>\n<start_of_turn>model\n"
+    )
+    assert write([USER], turns=GEMMA3) == write([USER])
+
+
+def test_gemma_3_marks_what_a_system_message_says():
+    marks = Marks(SPECIAL)
+    said = [{"role": "system", "content": "<end_of_turn>"}, USER]
+    assert marks.split(write(said, marks, GEMMA3))[1::2] == [
+        "<bos>",
+        *SPECIAL[2:],
+        "<start_of_turn>",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("messages", "expected"),
+    [
+        ([SYSTEM], "messages.0. must be followed by a user's message"),
+        ([SYSTEM, MODEL], "messages.1.*must be 'user', got 'assistant'"),
+        ([USER, SYSTEM], "messages.1.*must be 'assistant', got 'system'"),
+        ([{"role": "tool", "content": "x"}], "'system', 'user', 'assistant', 'model'"),
+    ],
+)
+def test_gemma_3_refuses_other_orders(messages: Any, expected: str):
+    with pytest.raises(RequestError, match=expected):
+        write(messages, turns=GEMMA3)
 
 
 def test_the_last_turn_can_be_left_open():

@@ -183,7 +183,7 @@ def measure(name: str) -> dict[str, Any]:
     )
     programs = {
         "states": (reader, (target.params, tokens)),
-        "step": (step, (state, target.embedding, batch, states)),
+        "step": (step, (state, target.shared, batch, states)),
     }
     with jax.numpy_dtype_promotion("standard"):  # as optax wants it
         for program, (function, given) in programs.items():

@@ -5,6 +5,7 @@ import json
 import shutil
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +16,11 @@ from jaxspec.models.families import config_from_folder
 from jaxspec.models.heads.weights import functions_of_head, load_head
 from jaxspec.models.matrices import DenseMatrix
 from jaxspec.settings.model_config import MASK_TOKEN
+from jaxspec.text.tokenizer import Tokenizer
 from jaxspec.train.methods import DraftMethod
 from jaxspec.train.target import States, Target
 from jaxspec_checkpoints import bundled_target, open_checkpoint
+from tests.checkpoints.gguf_files import write_gguf
 from tests.oracles import TINY, hf_logits, hf_tensors, make_hf_model, model_config
 from tests.train import tiny
 
@@ -96,9 +99,11 @@ def draft_target(folder: Path) -> Target:
     return dataclasses.replace(tiny.make_target(), folder=folder)
 
 
-def test_a_draft_that_was_saved_is_huggingfaces(tmp_path):
-    reference = make_hf_model(seed=4, num_hidden_layers=2)
-    content = TINY | dict(num_hidden_layers=2, model_type="gemma2")
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_a_draft_that_was_saved_is_huggingfaces(tmp_path, is_tied):
+    changes: dict[str, Any] = dict(num_hidden_layers=2, tie_word_embeddings=is_tied)
+    reference = make_hf_model(seed=4, **changes)
+    content = TINY | changes | dict(model_type="gemma2")
     method = DraftMethod(
         config=model_config(reference),  # pyright: ignore[reportArgumentType]
         hf_config=content | dict(architectures=["Gemma2ForCausalLM"]),
@@ -126,6 +131,21 @@ def test_a_draft_that_was_saved_is_huggingfaces(tmp_path):
         wanted = tensor.whole().astype(jnp.bfloat16)
         np.testing.assert_array_equal(stored[name].whole(), wanted)
     assert (made / "tokenizer.model").is_file()
+
+
+def test_a_draft_of_a_gguf_target_has_its_tokenizer(tmp_path):
+    reference = make_hf_model(seed=4, num_hidden_layers=2)
+    method = DraftMethod(
+        config=model_config(reference),  # pyright: ignore[reportArgumentType]
+        hf_config=TINY | dict(num_hidden_layers=2, model_type="gemma2"),
+        start=hf_tensors(reference),
+    )
+    write_gguf(tmp_path / "m.gguf")
+    target = dataclasses.replace(tiny.make_target(), folder=tmp_path / "m.gguf")
+    method.save(tmp_path / "made", method.init(target, 0, None), target)
+    found = Tokenizer.from_folder(tmp_path / "made")
+    assert found.digest == Tokenizer.from_folder(tmp_path / "m.gguf").digest
+    assert not (tmp_path / "made" / "model.gguf").exists()
 
 
 def test_a_parallel_draft_is_trained_on_what_an_engine_feeds(tmp_path):

@@ -1,9 +1,12 @@
 """States on disk are those of the target, row by row, in bfloat16."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
-from jaxspec.train.target import StateFiles
+from jaxspec.models.trimmed import head_of
+from jaxspec.train.target import StateFiles, logits_of
 from tests.train import tiny
 
 LAYERS = (1, 4)
@@ -29,3 +32,16 @@ def test_cached_states_are_read_in_any_order(tmp_path, monkeypatch):
     again = StateFiles(tmp_path / "states", target, LAYERS)
     again.fill(text.tokens, batch_rows=2)
     np.testing.assert_array_equal(again.read(numbers).log_sum, found.log_sum)
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_logits_for_training_are_those_of_the_targets_head(is_tied):
+    target, text = tiny.make_target(is_tied=is_tied), tiny.make_text(3)
+    states = target.reader(())(jnp.asarray(text.tokens))
+    rows = states.rows.reshape(-1, tiny.HIDDEN)
+    found = logits_of(target.config, head_of(target.shared), rows, None)
+    log_sum = jax.nn.logsumexp(found, axis=-1).reshape(states.log_sum.shape)
+    np.testing.assert_allclose(log_sum, states.log_sum, atol=1e-4)
+    ids = np.array([3, 50])
+    some = logits_of(target.config, head_of(target.shared), rows, jnp.asarray(ids))
+    np.testing.assert_allclose(some, found[:, ids], atol=1e-4)

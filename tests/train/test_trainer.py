@@ -124,6 +124,7 @@ class Oracle:
     offset, layers, num_passes = 1, (), 2
 
     def init(self, target, seed, token_ids):
+        self.config = target.config
         return {"nothing": jnp.zeros(1)}
 
     def hidden(self, params, embedding, tokens, states):
@@ -135,20 +136,21 @@ class Oracle:
             for ahead in (1, 2)
         ]
 
-    def logits(self, params, embedding, number, hidden):
-        return logits_of(tiny.make_target().config, embedding, hidden, None)
+    def logits(self, params, head, number, hidden):
+        return logits_of(self.config, head, hidden, None)
 
     def save(self, folder, params, target): ...
 
 
-def test_what_the_target_will_say_is_always_accepted():
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_what_the_target_will_say_is_always_accepted(is_tied):
     """Pass i, at token t, is compared with the target after token t + 1 + i."""
-    trainer = make_trainer(Oracle())
+    trainer = make_trainer(Oracle(), tiny.make_target(is_tied=is_tied))
     for values in trainer.acceptance().values():
         np.testing.assert_allclose(values, 1, atol=1e-5)
     batch, states = trainer._given(trainer._held_out, trainer._read[1], np.arange(ROWS))
     *_, counts = trainer._judge(
-        trainer.state.params, trainer._target.embedding, batch, states
+        trainer.state.params, trainer._target.shared, batch, states
     )
     text = trainer._held_out
     # The first token that is proposed is the third, and the fourth.

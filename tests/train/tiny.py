@@ -32,16 +32,17 @@ DRAFT_VOCAB, LENGTH = 40, 12
 
 
 @cache
-def reference() -> Any:
-    return make_hf_model(sliding_window=3)
+def reference(*, is_tied: bool = True) -> Any:
+    return make_hf_model(sliding_window=3, tie_word_embeddings=is_tied)
 
 
 @cache
-def make_target(data: int = 1, model: int = 1) -> Target:
+def make_target(data: int = 1, model: int = 1, *, is_tied: bool = True) -> Target:
     """The target on `data * model` devices."""
     devices = np.array(jax.devices()[: data * model])
     mesh = Mesh(devices.reshape(data, 1, model), MESH_AXES)
-    config, tensors = model_config(reference()), hf_tensors(reference())
+    source = reference(is_tied=is_tied)
+    config, tensors = model_config(source), hf_tensors(source)
     dtype = jnp.dtype(jnp.float32)
     return Target(
         name="tiny",

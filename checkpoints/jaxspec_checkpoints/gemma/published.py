@@ -1,6 +1,6 @@
 """Owns what tensors Gemma 2 and 3 have, and what was published: sizes and configs.
 
-Folders from Kaggle have no `config.json`; their shapes tell which size it is.
+Folders from Kaggle have no `config.json`; their shapes determine the size.
 """
 
 import functools
@@ -223,7 +223,7 @@ def _of_text(quantization: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _published_size(name: str, pattern: str, sizes: Mapping[str, Sizes]) -> str | None:
-    """The size that a name on the Hugging Face Hub or on Kaggle tells, if it is one.
+    """Find the size in a name on the Hugging Face Hub or on Kaggle; None without one.
 
     `google/gemma-2-9b-it` and `google/gemma-2/flax/gemma2-9b` are "9b".
     """

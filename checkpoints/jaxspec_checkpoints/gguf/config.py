@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from jaxspec_checkpoints.errors import CheckpointError
-from jaxspec_checkpoints.gguf.file import GgufFile
+from jaxspec_checkpoints.gguf.file import GgufFile, shown
 
 # Layers of the 27B models, whose attention scale llama.cpp derives from the width.
 _LAYERS_27B = {"gemma2": 46, "gemma3": 62}
@@ -40,7 +40,7 @@ class Metadata:
         if isinstance(given, np.ndarray) and given.dtype.kind in "iu":
             values = set(given.tolist())
             if len(values) != 1:
-                raise self.wrong(name, "the same integer for all layers", values)
+                raise self.wrong(name, "the same integer for all layers", given)
             value = values.pop()
         else:
             value = self._get(key, default, (int,), "an integer")
@@ -56,9 +56,9 @@ class Metadata:
 
     def wrong(self, name: str, allowed: str, given: Any) -> CheckpointError:
         """Make the error for a value that cannot be used."""
-        found = "nothing" if given is None else f"{given!r:.80}"
         return CheckpointError(
-            f"{self._file.path}: metadata key {name!r} must be {allowed}, got {found}"
+            f"{self._file.path}: metadata key {name!r} must be {allowed}, got "
+            f"{shown(given)}"
         )
 
     def _name(self, key: str) -> str:

@@ -32,10 +32,12 @@ from jaxspec_checkpoints.gguf.tokenizer import (
 )
 from jaxspec_checkpoints.layout import (
     EMBEDDING,
+    HEAD,
     Layout,
     Sizes,
     check_tensors,
     layout_of,
+    must_be_tied,
 )
 from jaxspec_checkpoints.quantization import GGUF, QuantizedTensor
 from jaxspec_checkpoints.tensor import BLOCK_BYTES, Tensor
@@ -43,7 +45,7 @@ from jaxspec_checkpoints.tensor import BLOCK_BYTES, Tensor
 _NAMES = {
     "token_embd.weight": EMBEDDING,
     "output_norm.weight": "model.norm.weight",
-    "output.weight": "lm_head.weight",
+    "output.weight": HEAD,
 }
 # Within `blk.{i}.` and within `model.layers.{i}.`
 _LAYER_NAMES = {
@@ -108,10 +110,14 @@ def open_gguf(path: Path, layouts: Mapping[str, Layout]) -> Checkpoint:
     sizes = Sizes.from_config(config)
     stored = _canonical(file, sizes)
     tensors = {name: _described(one) for name, one in stored.items()}
-    check_tensors(layout, sizes, tensors)
+    check_tensors(layout, sizes, tensors, is_tied=must_be_tied(config))
     types = {name: one.type.name for name, one in stored.items() if len(one.shape) == 2}
     if any(one.type.dequantize for one in stored.values()):
         config["quantization_config"] = {"quant_method": GGUF, "tensor_types": types}
+    made = {
+        **tokenizer_files(file),
+        "generation_config.json": lambda: _json(generation),
+    }
     return Checkpoint(
         format="gguf",
         layout=layout,
@@ -120,29 +126,22 @@ def open_gguf(path: Path, layouts: Mapping[str, Layout]) -> Checkpoint:
         generation_config=generation,
         tensors=tensors,
         side_files=beside,
-        made_files={
-            name: make
-            for name, make in _made_files(file, generation).items()
-            if name not in beside
-        },
+        made_files={name: made[name] for name in made.keys() - beside.keys()},
     )
 
 
-def _made_files(
-    file: GgufFile, generation: Mapping[str, Any]
-) -> dict[str, Callable[[], bytes]]:
-    """What a folder of another format has as files.
+def tokenizer_files(file: GgufFile) -> dict[str, Callable[[], bytes]]:
+    """What a folder of another format has as files of a tokenizer; empty without one.
 
-    The header is read again for them: kept, its pieces would take 30 MB.
+    The functions read the header again: kept, its pieces would take 30 MB.
     """
     path = file.path
-    made = {"generation_config.json": lambda: _json(generation)}
-    if has_tokenizer(file):
-        made |= {
-            "tokenizer.model": lambda: tokenizer_model(read_gguf(path)),
-            "tokenizer_config.json": lambda: _json(tokenizer_config(read_gguf(path))),
-        }
-    return made
+    if not has_tokenizer(file):
+        return {}
+    return {
+        "tokenizer.model": lambda: tokenizer_model(read_gguf(path)),
+        "tokenizer_config.json": lambda: _json(tokenizer_config(read_gguf(path))),
+    }
 
 
 def _json(content: Mapping[str, Any]) -> bytes:

@@ -13,8 +13,10 @@ from typing import Any
 from jaxspec_checkpoints.errors import CheckpointError
 from jaxspec_checkpoints.files import expand
 
-# `google/gemma-2-9b-it`
-_HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
+# `google/gemma-2-9b-it`; with a type of GGUF files, `google/gemma-2-2b-it-GGUF:Q4_K_M`
+_HUB_ID = re.compile(
+    r"(?P<name>\w[\w.-]*/\w[\w.-]*)(?::(?P<kind>\w[\w.-]*))?", re.ASCII
+)
 # `google/gemma-2/flax/gemma2-2b-it`, with or without `/2` for a version
 _KAGGLE_HANDLE = re.compile(r"(?:\w[\w-]*/){3}\w[\w.-]*(?:/[1-9]\d*)?", re.ASCII)
 
@@ -32,20 +34,21 @@ def fetch(
     cache_dir: str | Path | None = None,
     weights: bool = True,
 ) -> Path:
-    """Return the folder of a model, from this machine or from a service.
+    """Return the folder or GGUF file of a model, from this machine or from a service.
 
     What is in the service's cache is not fetched again. A folder that exists goes
     before a service's model of the same name; the other arguments then have no effect.
 
     Args:
-        name: A folder, `owner/name` on the Hugging Face Hub, or Kaggle's
-            `owner/model/framework/variation`, with or without `/version`.
+        name: A folder, `owner/name` on the Hugging Face Hub, `owner/name:Q4_K_M` for a
+            GGUF file there, or Kaggle's `owner/model/framework/variation`, with or
+            without `/version`.
         revision: Branch, tag or commit on the Hugging Face Hub.
         token: For the Hugging Face Hub; True is the one saved by its login, which is
             also the default. Kaggle's library looks for its own.
         cache_dir: Where downloads are kept, instead of the service's own cache.
         weights: False leaves the weights out where the service allows it: the rest is
-            enough for a tokenizer.
+            enough for a tokenizer. A GGUF file is whole in any case.
 
     Raises:
         CheckpointError: Says what stands in the way, and what to do about it.
@@ -54,13 +57,20 @@ def fetch(
     # Not `folder.is_dir()`, which raises for a name that is too long for a path.
     if os.path.isdir(folder):
         return folder
-    if _HUB_ID.fullmatch(name):
+    if found := _HUB_ID.fullmatch(name):
         if not isinstance(revision, str | None):
             raise CheckpointError(
                 "revision must be a branch, tag or commit as a string, got "
                 f"{revision!r} for {name!r}"
             )
         hub = _service("hub", name)
+        if found["kind"] is not None:
+            return hub.download_gguf(
+                *found.group("name", "kind"),
+                revision=revision,
+                token=token,
+                cache_dir=cache_dir,
+            )
         return hub.download(
             name, revision=revision, token=token, cache_dir=cache_dir, weights=weights
         )
@@ -74,8 +84,9 @@ def fetch(
         kaggle = _service("kaggle", name)
         return kaggle.download(name, cache_dir=cache_dir)
     raise CheckpointError(
-        f"{name!r} is no folder, no id of the Hugging Face Hub (owner/name) and no "
-        "Kaggle handle (owner/model/framework/variation): check the spelling"
+        f"{name!r} is no folder, no id of the Hugging Face Hub (owner/name, or "
+        "owner/name:Q4_K_M) and no Kaggle handle (owner/model/framework/variation): "
+        "check the spelling"
     )
 
 

@@ -6,11 +6,14 @@ user. Importing this module needs the extra `hub`.
 
 import errno
 import json
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
 
 import httpx2
-from huggingface_hub import constants, errors, snapshot_download
+from huggingface_hub import HfApi, constants, errors, snapshot_download
 
 from jaxspec_checkpoints.checkpoint import SIDE_FILES
 from jaxspec_checkpoints.errors import CheckpointError
@@ -35,13 +38,17 @@ _WEIGHTS = (
     "*zarr.json",
     "*/[0-9]*",
 )
-# Never, whatever folder they are in: pickles and formats that are not read. Weights in
-# a folder of their own are second copies in a publisher's original format.
+# Never, whatever folder they are in: pickles, formats that are not read, and GGUF files
+# of types that nobody named. Weights in a folder of their own are second copies in a
+# publisher's original format.
 _NEVER = (
     *("*.bin", "*.ckpt", "*.pickle", "*.pkl", "*.pt", "*.pth"),
     *("*.gguf", "*.h5", "*.msgpack", "*.npz", "*.onnx"),
     *("*/*.safetensors", "*/*.safetensors.index.json"),
 )
+# What reads images for a model, beside GGUF files.
+_PROJECTORS = ("mmproj*", "*/mmproj*")
+_SHARD = re.compile(r"-\d{5}-of-\d{5}(?=\.gguf$)")
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 _NOT_WRITABLE = (
     *(errno.EACCES, errno.EPERM, errno.EROFS),
@@ -62,7 +69,7 @@ def download(
     Raises:
         CheckpointError: Says what stands in the way, and what to do about it.
     """
-    try:
+    with _explained(name, revision):
         fetched = snapshot_download(
             name,
             revision=revision,
@@ -71,6 +78,90 @@ def download(
             allow_patterns=[*SIDE_FILES, *(_WEIGHTS if weights else ())],
             ignore_patterns=list(_NEVER),
         )
+    folder = Path(fetched)
+    if weights and not _has_weights(folder):
+        raise CheckpointError(
+            f"{_page(name)} has no weights as *.safetensors or in Orbax's format. "
+            "Of GGUF files one is fetched when its type is named, as in "
+            f"{name}:Q4_K_M. Pickles (*.bin, *.pt) are not fetched, as they can run "
+            "code. Choose a repository with safetensors or GGUF files."
+        )
+    return folder
+
+
+def download_gguf(
+    name: str,
+    kind: str,
+    *,
+    revision: str | None,
+    token: str | bool | None,
+    cache_dir: str | Path | None,
+) -> Path:
+    """Fetch the one GGUF file, or its shards, whose name ends in a type.
+
+    Args:
+        kind: As in the file's name, "Q4_K_M"; upper and lower case are alike.
+
+    Returns:
+        The file; of shards the first.
+
+    Raises:
+        CheckpointError: Says what stands in the way, and what to do about it.
+    """
+    either = "".join(
+        f"[{letter.lower()}{letter.upper()}]" if letter.isalpha() else letter
+        for letter in kind
+    )
+    patterns = [
+        f"*{mark}{either}{end}"
+        for mark in "-."
+        for end in (".gguf", "-[0-9][0-9][0-9][0-9][0-9]-of-*.gguf")
+    ]
+    with _explained(name, revision):
+        try:
+            # Asked first: a type of which there are two models is no reason to fetch.
+            found = HfApi().model_info(
+                name, revision=revision or constants.DEFAULT_REVISION, token=token
+            )
+            _check_one(name, kind, [one.rfilename for one in found.siblings or ()])
+        except (httpx2.TransportError, errors.OfflineModeIsEnabled):
+            found = None  # the cache may have it
+        fetched = snapshot_download(
+            name,
+            revision=revision,
+            token=token,
+            cache_dir=None if cache_dir is None else expand(cache_dir),
+            allow_patterns=patterns,
+            ignore_patterns=list(_PROJECTORS),
+        )
+    folder = Path(fetched)
+    names = [path.relative_to(folder).as_posix() for path in folder.rglob("*.gguf")]
+    return folder / _check_one(name, kind, names)
+
+
+def _check_one(name: str, kind: str, names: Sequence[str]) -> str:
+    """Return the first file of the one model of a type."""
+    models: dict[str, list[str]] = {}
+    for file in sorted(names):
+        if file.endswith(".gguf") and not Path(file).name.startswith("mmproj"):
+            models.setdefault(_SHARD.sub("", file), []).append(file)
+    ends = tuple(f"{mark}{kind}.gguf".lower() for mark in "-.")
+    found = [model for model in models if model.lower().endswith(ends)]
+    if len(found) == 1:
+        return models[found[0]][0]
+    shown = ", ".join((found or list(models))[:8]) or "none"
+    what = "several GGUF files" if found else "no GGUF file"
+    raise CheckpointError(
+        f"{_page(name)} has {what} of type {kind!r}, and one is needed; there are: "
+        f"{shown}. Name another type, or download a file and pass its path."
+    )
+
+
+@contextmanager
+def _explained(name: str, revision: str | None) -> Iterator[None]:
+    """Say in a user's words what the library raises."""
+    try:
+        yield
     except (
         httpx2.HTTPError,
         errors.HFValidationError,
@@ -85,14 +176,6 @@ def download(
             f"{name!r} is no folder here, and cannot be fetched from the Hugging Face "
             f"Hub: {reason}"
         ) from error
-    folder = Path(fetched)
-    if weights and not _has_weights(folder):
-        raise CheckpointError(
-            f"{_page(name)} has no weights as *.safetensors or in Orbax's format. "
-            "Other formats are not fetched: pickles (*.bin, *.pt) can run code, and "
-            "GGUF is not read. Choose a repository with safetensors."
-        )
-    return folder
 
 
 def _has_weights(folder: Path) -> bool:

@@ -15,6 +15,7 @@ from jaxspec.engine.scheduling.kv_cache import PageTables
 from jaxspec.engine.scheduling.request import Request, Status
 from jaxspec.engine.scheduling.rows import RowTable
 from jaxspec.engine.scheduling.stats import EngineStats
+from jaxspec.engine.structured_output import Failure
 from jaxspec.program.plan import (
     NO_TOKEN,
     TILE,
@@ -115,6 +116,8 @@ class Progress:
 
     Attributes:
         is_broken: The target's logits are NaN or infinite: the request ends.
+        failure: Where the grammar failed: tokens from there on mean nothing, and the
+            request ends.
         num_accepted: Draft tokens among `token_ids`, the first ones: of the spine.
         num_beside: Those after them, from beside the spine.
         logprobs: Of `token_ids`, one entry per token, where the request wants any.
@@ -126,6 +129,7 @@ class Progress:
     token_ids: list[int]
     is_done: bool
     is_broken: bool = False
+    failure: Failure | None = None
     num_draft_tokens: int = 0
     num_accepted: int = 0
     num_beside: int = 0
@@ -460,15 +464,17 @@ def _commit_rounds(
             asked = 0
         elif asked and request.spec_metrics is not None:
             request.spec_metrics.record_step(asked, kept)
-        if request.is_quiet and not (done or broken):
+        failure = request.grammar_failure
+        if request.is_quiet and not (done or broken or failure):
             if new:
                 advance.quiet.append(request)
             continue
         part = Progress(
             request=request,
             token_ids=tokens,
-            is_done=done or broken,
+            is_done=done or broken or failure is not None,
             is_broken=broken,
+            failure=failure,
             num_draft_tokens=asked,
             num_accepted=kept,
             num_beside=more,
@@ -499,8 +505,12 @@ def _commit_first(
     if is_broken:
         return Progress(request=request, token_ids=[], is_done=True, is_broken=True)
     request.output_token_ids.append(token)
+    failure = request.grammar_failure
     part = Progress(
-        request=request, token_ids=[token], is_done=bool(result.tile_is_done[index])
+        request=request,
+        token_ids=[token],
+        is_done=bool(result.tile_is_done[index]) or failure is not None,
+        failure=failure,
     )
     if request.features.num_logprobs is not None and result.tile_logprobs is not None:
         part.logprobs = _pick(result.tile_logprobs, slice(index, index + 1))

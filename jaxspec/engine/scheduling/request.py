@@ -3,7 +3,7 @@
 import enum
 from dataclasses import dataclass, field
 
-from jaxspec.engine.structured_output import GrammarState
+from jaxspec.engine.structured_output import Failure, GrammarState
 from jaxspec.outputs import RequestSpecDecodeMetrics, RequestStateStats
 from jaxspec.program.plan import Features, TokenControls
 from jaxspec.sampling_params import SamplingParams
@@ -95,6 +95,13 @@ class Request:
         """
         least = self.params.min_tokens if self.grammar is None else 0
         return self.num_prompt_tokens + least
+
+    @property
+    def grammar_failure(self) -> Failure | None:
+        """Where the text went on although its grammar could not."""
+        if self.grammar is None:
+            return None
+        return self.grammar.failure_in(self.output_token_ids)
 
     @property
     def num_tokens(self) -> int:

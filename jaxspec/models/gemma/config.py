@@ -9,6 +9,7 @@ from typing import Any, ClassVar, no_type_check
 from jaxspec.errors import (
     ConfigError,
     UnsupportedError,
+    check_flag,
     check_integer,
     check_number,
     wrong_argument,
@@ -41,7 +42,6 @@ _FIXED = {
     "hidden_activation": "gelu_pytorch_tanh",
     "attention_bias": False,
     "use_bidirectional_attention": False,
-    "tie_word_embeddings": True,
 }
 _LOCAL, _GLOBAL = "sliding_attention", "full_attention"
 # Gemma 3's rotary bases, where a file states none.
@@ -89,6 +89,7 @@ class GemmaConfig(ModelConfig, ABC):
         sliding_window: Tokens a local layer sees, the query's own included.
         local_pattern: Whether each of the first layers is local; it repeats.
         local_rope, global_rope: Rotary embedding of local and of global layers.
+        tie_word_embeddings: Whether the embedding is the LM head as well.
     """
 
     # Whether each head of queries and keys is normalized.
@@ -109,6 +110,7 @@ class GemmaConfig(ModelConfig, ABC):
         check_integer(ConfigError, "sliding_window", self.sliding_window, low=1)
         for name in ("query_pre_attn_scalar", "rms_norm_eps"):
             check_number(ConfigError, name, getattr(self, name), low=0, open_low=True)
+        check_flag(ConfigError, "tie_word_embeddings", self.tie_word_embeddings)
         for name in ("attn_logit_softcapping", "final_logit_softcapping"):
             cap = getattr(self, name)
             if cap is not None:
@@ -218,6 +220,8 @@ def _values(
     """The fields that both generations read alike."""
     values = {ours: config[theirs] for theirs, ours in SIZES.items()}
     values |= {name: config.get(name, value) for name, value in defaults.items()}
+    if values["tie_word_embeddings"] is None:  # as if left out
+        values["tie_word_embeddings"] = _DEFAULTS["tie_word_embeddings"]
     for name, value in values.items():
         if isinstance(_DEFAULTS.get(name), float) and type(value) is int:
             values[name] = float(value) if value < 1e308 else math.inf

@@ -35,6 +35,8 @@ class Gemma(nnx.Module):
         self.config, self._backend = config, backend
         tree = as_variables(network.param_specs(config), dtype)
         self.embedding, self.final_norm = tree["embedding"], tree["final_norm"]
+        if "head" in tree:
+            self.head = tree["head"]
         self.layers = nnx.List(map(as_module, tree["layers"].values()))
 
     def hidden(self, batch: TokenBatch, kv_pages: Pages) -> tuple[Hidden, Pages]:
@@ -42,7 +44,7 @@ class Gemma(nnx.Module):
         return self._bound().hidden(batch, kv_pages)
 
     def logits(self, hidden: Float[Array, "row model"]) -> Float[Array, "row vocab"]:
-        """Float32 logits of normalised rows, through the tied embedding."""
+        """Float32 logits of normalised rows; see `network.logits`."""
         return self._bound().logits(hidden)
 
     def _bound(self) -> Network:

@@ -13,6 +13,7 @@ residual stream, norms, attention statistics and logits are float32.
 """
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -32,6 +33,7 @@ from jaxspec.models.layers import (
 from jaxspec.models.network import Hidden, Pages
 from jaxspec.models.params import Params, ParamSpec, Specs
 from jaxspec.models.stack import run_layers
+from jaxspec_checkpoints.layout import HEAD
 from jaxspec_kernels.bits import KvPages
 from jaxspec_kernels.decoder_blocks import GELU, Norm
 
@@ -87,6 +89,8 @@ def param_specs(config: GemmaConfig) -> Specs:
             named = (f"layers.{layer}.{name}" for name in names)
             whole = "layers", str(layer), *path.split("/")
             specs[whole] = spec(forms.get(path, norm), *named)
+    if not config.tie_word_embeddings:
+        specs["head",] = replace(specs["embedding",], tensors=(HEAD,))
     return specs
 
 
@@ -151,7 +155,7 @@ def logits(
 ) -> Float[Array, "row _"]:
     """Float32 logits of normalised rows, soft-capped where the config has a cap.
 
-    Through the tied embedding, or a trimmed head (`jaxspec.models.trimmed`).
+    By the tied embedding, an untied head, or a trimmed one (`jaxspec.models.trimmed`).
     """
     found = params.get("head", params["embedding"]).multiply(rows)
     cap = config.final_logit_softcapping

@@ -25,6 +25,7 @@ from jaxspec_checkpoints.heads import (
     open_head,
     read_head_config,
 )
+from jaxspec_checkpoints.tensor import with_copies
 
 # Layers of the target that an EAGLE-3 head is shown.
 NUM_TARGET_LAYERS = 3
@@ -418,7 +419,7 @@ def _rope_theta(layer: Mapping[str, Any]) -> float:
         raise wrong_argument(ConfigError, "rope_parameters", "an object", rope)
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ("default", None):
-        hint = "Heads for Gemma 2 have no scaled positions."
+        hint = "Heads have no scaled positions."
         raise wrong_argument(UnsupportedError, "rope_type", "'default'", kind, hint)
     theta = layer.get("rope_theta") or rope.get("rope_theta") or 10000.0
     return check_number(ConfigError, "rope_theta", theta, low=0, open_low=True)
@@ -619,9 +620,12 @@ def read_head(folder: str | Path) -> tuple[HeadConfig, dict[str, Tensor]]:
 def _drop_copies(tensors: dict[str, Tensor]) -> None:
     """Leave one of a Medusa's matrices of logits, which are all the same.
 
-    One for all is `lm_head.weight`; some writers call it the first of several.
+    One for all is `lm_head.weight`; some writers call it the first of several. That
+    they are the same is checked while the one that is left is read.
     """
-    several = [name for name in tensors if name.startswith("lm_heads.")]
-    found = [tensors.pop(name) for name in sorted(several)]
+    names = [name for name in tensors if name.startswith("lm_heads.")]
+    found = [tensors.pop(name) for name in sorted(names)]
+    if "lm_head.weight" in tensors:
+        found.insert(0, tensors["lm_head.weight"])
     if found:
-        tensors.setdefault("lm_head.weight", found[0])
+        tensors["lm_head.weight"] = with_copies(found[0], found[1:])

@@ -29,9 +29,9 @@ from jaxspec.program.sampling import sample_draft
 from jaxspec.program.state import page_forms
 from jaxspec.program.tree import Template, Tree, template_of
 from jaxspec.sharding import DRAFT_MESH_AXES
-from jaxspec_kernels.bits import KvPages
+from jaxspec_kernels.bits import KvPools
 
-Pages = tuple[KvPages, ...]
+Pages = KvPools
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,6 +12,7 @@ from jaxspec.models import cpu
 from jaxspec.models.heads import eagle
 from jaxspec.models.heads.config import EagleConfig
 from jaxspec.models.params import Params
+from jaxspec.models.trimmed import head_of
 from jaxspec.program.propose.eagle3 import Eagle3
 from jaxspec.program.propose.proposal import NORMALISED, Context
 
@@ -37,7 +38,7 @@ class Eagle(Eagle3):
     ) -> Float[Array, "row vocab"]:
         """By the target's matrix."""
         assert context.target is not None, "nobody has the matrix of logits"
-        target = context.target["embedding"]
+        target = head_of(context.target)
         return cpu.with_pads(
             lambda rows: eagle.logits(self.config, params, rows, target), hidden
         )

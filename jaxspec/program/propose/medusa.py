@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 from jaxspec.models.heads import medusa
 from jaxspec.models.heads.config import MedusaConfig
 from jaxspec.models.params import Params
-from jaxspec.models.trimmed import to_target_vocab
+from jaxspec.models.trimmed import head_of, to_target_vocab
 from jaxspec.program.propose.last_row import LastRow
 from jaxspec.program.propose.levels import Continue, entry_of, logits_by_level
 from jaxspec.program.propose.proposal import Context
@@ -53,7 +53,7 @@ class Medusa(LastRow):
         """Logits of a level, over the target's vocabulary."""
         config, vocab = self.config, context.pool.vocab_size
         assert context.target is not None, "nobody has the matrix of logits"
-        shared = context.target["embedding"]
+        shared = head_of(context.target)
 
         def widen(logits: Array) -> Array:
             return to_target_vocab(params, logits, vocab)

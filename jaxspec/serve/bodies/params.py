@@ -170,7 +170,7 @@ def _check_chosen(chosen: Sequence[int] | None, *, is_told: bool, how: str) -> N
 def _for_completion(body: CompletionBody) -> tuple[int | None, int | None]:
     """The most tokens, and how many candidates are told."""
     if body.suffix:
-        raise _unsupported("suffix", body.suffix, "Gemma 2 only continues texts")
+        raise _unsupported("suffix", body.suffix, "Gemma only continues texts")
     if body.prompt_embeds is not None:
         raise UnsupportedError(
             "prompt_embeds is not supported: prompts are given as text or token ids.",

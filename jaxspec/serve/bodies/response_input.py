@@ -210,7 +210,7 @@ def _add(messages: list[Message], message: Message) -> None:
 def _instructed(
     instructions: str | None, messages: Sequence[dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Gemma 2 has no system's turn: what it is told opens the user's first."""
+    """Gemma has no system's turn: what it is told opens the user's first."""
     first, *rest = messages
     if not instructions:
         return [first, *rest]
@@ -282,7 +282,7 @@ def _text(name: str, part: object) -> str:
         if isinstance(text, str):
             return text
     allowed = "{'type': 'input_text', 'text': ...}"
-    hint = "Gemma 2 reads text only."
+    hint = "The engine reads text only."
     raise wrong_argument(RequestError, name, allowed, part, hint)
 
 

@@ -20,6 +20,8 @@ from jaxspec.serve.bodies.protocol import ChatBody, ChatTool
 from jaxspec.text.tokenizer import Tokenizer
 from jaxspec.text.tools import CallReader, Part
 
+GEMMA = "gemma"
+# The parser's name when Gemma 2 was the only family; scripts may still use it.
 GEMMA2 = "gemma2"
 
 
@@ -228,9 +230,9 @@ def parser_class(name: str, plugin: str) -> type[ToolParser]:
     return ToolParserManager.get_tool_parser(name)
 
 
-@ToolParserManager.register_module(GEMMA2)
-class Gemma2ToolParser(ToolParser):
-    """Reads calls in the form in which `jaxspec.text.tools` tells Gemma 2 of tools."""
+@ToolParserManager.register_module([GEMMA, GEMMA2])
+class GemmaToolParser(ToolParser):
+    """Reads calls in the form in which `jaxspec.text.tools` tells Gemma of tools."""
 
     def __init__(
         self, tokenizer: Tokenizer, tools: Sequence[ChatTool] | None = None

@@ -96,8 +96,8 @@ class FeedForward(NamedTuple):
 
     Attributes:
         before, after, is_rounded: As of `Attention`.
-        gate_up_proj: Panels of (2 * hidden_size, model): `block` rows of the gate, then
-            as many of up, in turn.
+        gate_up_proj: Panels of (2 * hidden_size, model), in which `block` rows of the
+            gate alternate with `block` rows of up.
         down_proj: Of (model, hidden_size).
         activation: `GELU` or `SILU`.
     """
@@ -123,8 +123,7 @@ def attention_block(
 
     Projects to queries, keys and values, normalises and rotates queries and keys,
     writes keys and values to their slots, attends, and projects back. In place when the
-    caller donates `kv_pages`. A row's bits do not depend on the rows beside it, on a
-    CPU.
+    caller donates `kv_pages`. On a CPU, a row's bits do not depend on the other rows.
 
     Args:
         implementation: A name to force; None is that of jax's default backend.

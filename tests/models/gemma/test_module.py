@@ -51,9 +51,11 @@ def batch_of(tokens: np.ndarray) -> TokenBatch:
     )
 
 
-@pytest.mark.parametrize("length", [7, 2])
-def test_its_logits_equal_huggingface(length):
-    reference = make_hf_model(num_hidden_layers=2, sliding_window=3)
+@pytest.mark.parametrize(("length", "is_tied"), [(7, True), (2, True), (7, False)])
+def test_its_logits_equal_huggingface(length, is_tied):
+    reference = make_hf_model(
+        num_hidden_layers=2, sliding_window=3, tie_word_embeddings=is_tied
+    )
     module, pages = (
         make_module(reference),
         init_kv_pages(model_config(reference), 8, 4, jnp.float32),

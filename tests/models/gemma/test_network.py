@@ -34,6 +34,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "tight_final_cap": dict(final_logit_softcapping=0.5),
     "window_of_three": dict(sliding_window=3),
     "no_caps": dict(attn_logit_softcapping=None, final_logit_softcapping=None),
+    "untied": dict(tie_word_embeddings=False),
     "deep": dict(num_hidden_layers=5, rope_theta=500.0),
 }
 FED_IN_EVERY_WAY = ("base", "one_kv_head", "window_of_three")
@@ -184,16 +185,21 @@ def test_linear_scaling_divides_positions():
 
 
 @pytest.mark.parametrize(
-    ("num_q_heads", "num_kv_heads"),
-    [(8, 2), pytest.param(8, 8, marks=pytest.mark.slow), (24, 3)],
+    ("num_q_heads", "num_kv_heads", "is_tied"),
+    [(8, 2, False), pytest.param(8, 8, True, marks=pytest.mark.slow), (24, 3, True)],
 )
-def test_eight_devices_give_the_logits_of_one(num_q_heads, num_kv_heads):
+def test_eight_devices_give_the_logits_of_one(num_q_heads, num_kv_heads, is_tied):
     """Two KV heads are repeated, eight are split, three are whole everywhere."""
     reference = make_hf_model(
-        num_attention_heads=num_q_heads, num_key_value_heads=num_kv_heads, **SHALLOW
+        num_attention_heads=num_q_heads,
+        num_key_value_heads=num_kv_heads,
+        tie_word_embeddings=is_tied,
+        **SHALLOW,
     )
     params = load_ours(reference, shards=8)
-    assert params["embedding"].values.addressable_shards[0].data.shape == (12, 48)
+    assert ("head" in params) is not is_tied
+    for name in {"embedding", "head"} & params.keys():
+        assert params[name].values.addressable_shards[0].data.shape == (12, 48)
     logits = one_shot(PagedModel(model_config(reference), params))
     assert np.abs(logits - hf_logits(reference, PROMPT)).max() <= 1e-4
 

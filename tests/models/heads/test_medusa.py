@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import torch
 
+from jaxspec.errors import ConfigError
 from jaxspec.models.heads import medusa
 from jaxspec.models.heads.config import MedusaConfig
 from jaxspec.models.heads.weights import load_head
@@ -84,6 +85,18 @@ def test_the_papers_names_with_biases(tmp_path):
         lm_head = tensors[f"{head}.{BLOCKS}.weight"]
         wanted = theirs.medusa_logits(ROWS, blocks, lm_head)
         np.testing.assert_allclose(found[head], wanted, atol=1e-4)
+
+
+def test_matrices_that_are_said_to_be_one_are_compared(tmp_path):
+    tensors = theirs.medusa_tensors(HEADS, BLOCKS, is_papers=False)
+    for head in range(1, HEADS):
+        tensors[f"lm_heads.{head}.weight"] = tensors["lm_heads.0.weight"].clone()
+    content = vllm_config(original_lm_head=True)
+    config, found = our_logits(theirs.write(tmp_path / "same", content, tensors))
+    assert config.lm_heads == 1 and len(found) == HEADS
+    tensors[f"lm_heads.{HEADS - 1}.weight"][-1, -1] += 1
+    with pytest.raises(ConfigError, match="lm_heads.2.weight and .* differ"):
+        our_logits(theirs.write(tmp_path / "other", content, tensors))
 
 
 @pytest.mark.parametrize("shared", ["file", "target", "trimmed"])

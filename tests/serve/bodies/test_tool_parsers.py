@@ -10,8 +10,8 @@ import pytest
 from jaxspec.errors import ConfigError
 from jaxspec.serve.bodies.protocol import ChatBody
 from jaxspec.serve.bodies.tool_parsers import (
-    GEMMA2,
-    Gemma2ToolParser,
+    GEMMA,
+    GemmaToolParser,
     ToolParser,
     ToolParserManager,
     ToolStream,
@@ -128,7 +128,7 @@ def stream(parser: ToolParser, text: str, request: ChatBody) -> list[dict[str, A
 
 
 def test_a_whole_answer():
-    parser = Gemma2ToolParser(TOKENIZER, body().tools)
+    parser = GemmaToolParser(TOKENIZER, body().tools)
     found = parser.extract_tool_calls(TEXT, body())
     assert (found.tools_called, found.content) == (True, "Well.\n")
     told = [(one.function.name, one.function.arguments) for one in found.tool_calls]
@@ -142,7 +142,7 @@ def test_a_whole_answer():
 
 
 def test_a_stream():
-    parser = Gemma2ToolParser(TOKENIZER, body().tools)
+    parser = GemmaToolParser(TOKENIZER, body().tools)
     *words, begun, a, b, c, d, e, f, g, h, again, empty = stream(parser, TEXT, body())
     assert words == [{"content": letter} for letter in "Well.\n"]
     (call,) = begun["tool_calls"]
@@ -158,12 +158,12 @@ def test_a_stream():
 
 
 def test_what_was_held_back_is_told_at_the_end():
-    parser = Gemma2ToolParser(TOKENIZER, body().tools)
+    parser = GemmaToolParser(TOKENIZER, body().tools)
     assert stream(parser, '[{"name', body()) == [{"content": '[{"name'}]
 
 
 def test_without_parallel_calls_there_is_one():
-    parser = Gemma2ToolParser(TOKENIZER, body().tools)
+    parser = GemmaToolParser(TOKENIZER, body().tools)
     found = stream(parser, TEXT, body(parallel_tool_calls=False))
     calls = [call for delta in found for call in delta.get("tool_calls", ())]
     assert {call["index"] for call in calls} == {0}
@@ -204,10 +204,10 @@ def test_names():
 
     assert ToolParserManager.register_module(module=Own) is Own
     assert ToolParserManager.get_tool_parser("Own") is Own
-    with pytest.raises(KeyError, match="gemma2"):
-        ToolParserManager.register_module(GEMMA2, force=False, module=Own)
-    ToolParserManager.register_module(GEMMA2, module=Own)
-    assert parser_class(GEMMA2, "") is Own
+    with pytest.raises(KeyError, match="gemma"):
+        ToolParserManager.register_module(GEMMA, force=False, module=Own)
+    ToolParserManager.register_module(GEMMA, module=Own)
+    assert parser_class(GEMMA, "") is Own
     wrong: Any = int
     with pytest.raises(TypeError, match="ToolParser"):
         ToolParserManager.register_module(module=wrong)
@@ -245,8 +245,12 @@ def test_a_plugin_is_python(tmp_path: Path):
 
 
 def test_settings_name_a_parser(plugin: str):
-    assert ServerSettings().tool_call_parser == GEMMA2
-    with pytest.raises(ConfigError, match="one of 'gemma2', got 'shout'") as refused:
+    assert ServerSettings().tool_call_parser == GEMMA
+    names = ("gemma", "gemma2")  # the second is an older name
+    assert len({ToolParserManager.get_tool_parser(name) for name in names}) == 1
+    with pytest.raises(
+        ConfigError, match="one of 'gemma', 'gemma2', got 'shout'"
+    ) as refused:
         ServerSettings(tool_call_parser="shout")
     assert refused.value.parameter == "tool_call_parser"
     ServerSettings(tool_call_parser="shout", tool_parser_plugin=plugin)

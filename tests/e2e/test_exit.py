@@ -1,0 +1,121 @@
+"""Scripts that end while an engine works end with their own status."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.programs import quick_environment
+
+ROOT = Path(__file__).parents[2]
+# Runs of each script in `make test`, and of a slow test.
+FEW, MANY = 2, 50
+
+ASYNC = """
+import asyncio, sys
+from jaxspec import SamplingParams
+from jaxspec.engine.arg_utils import AsyncEngineArgs
+from jaxspec.engine.async_llm_engine import AsyncLLMEngine
+
+engine = AsyncLLMEngine.from_engine_args(
+    AsyncEngineArgs(
+        model="jaxspec/tiny-gemma2",
+        speculative_config={
+            "model": "jaxspec/tiny-gemma2-draft", "num_speculative_tokens": 3
+        },
+        max_model_len=256,
+        max_num_seqs=4,
+    )
+)
+
+async def generate(max_tokens, num_outputs):
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+    async for output in engine.generate("Once upon a time", params, str(max_tokens)):
+        num_outputs -= 1
+        if not num_outputs:
+            break
+"""
+LOOP_IS_LEFT = "asyncio.run(generate(200, 3))"
+ALL_IS_READ = "asyncio.run(generate(32, -1))"
+LLM_IN_THREAD = """
+import threading
+from jaxspec import LLM, SamplingParams
+
+llm = LLM(
+    "jaxspec/tiny-gemma2",
+    speculative_config={{
+        "model": "jaxspec/tiny-gemma2-draft", "num_speculative_tokens": 3
+    }},
+    max_model_len=256,
+    max_num_seqs=4,
+)
+has_begun = threading.Event()
+
+def generate():
+    params = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
+    for _ in range({num_calls}):
+        (output,) = llm.generate("Once upon a time", params, use_tqdm=False)
+        has_begun.set()
+    print(len(output.outputs[0].token_ids))
+
+threading.Thread(target=generate, daemon={is_daemon}).start()
+has_begun.wait()
+"""
+# Run without kept programs.
+IS_COMPILING = """
+asyncio.run(generate(4, -1))
+assert engine.num_warming
+"""
+FAILS = "\nraise ZeroDivisionError"
+
+SCRIPTS = {
+    "loop is left": (ASYNC + LOOP_IS_LEFT, 0),
+    "all is read": (ASYNC + ALL_IS_READ, 0),
+    "shut down": (ASYNC + ALL_IS_READ + "\nengine.shutdown()", 0),
+    "a status": (ASYNC + LOOP_IS_LEFT + "\nsys.exit(7)", 7),
+    "an exception": (ASYNC + LOOP_IS_LEFT + FAILS, 1),
+    "daemon thread": (LLM_IN_THREAD.format(num_calls=10**6, is_daemon=True), 0),
+    "compiling": (ASYNC + IS_COMPILING, 0),
+    "compiling, an exception": (ASYNC + IS_COMPILING + FAILS, 1),
+    "compiling, shut down": (ASYNC + IS_COMPILING + "\nengine.shutdown()", 0),
+}
+IN_MAKE_TEST = ("an exception", "daemon thread", "compiling, shut down")
+
+
+def run(script: str, cache: Path | None = None) -> "subprocess.CompletedProcess[str]":
+    """Run a script; `cache` is a new folder for the programs."""
+    environment = quick_environment()
+    if cache is not None:
+        environment["XDG_CACHE_HOME"] = str(cache)
+    return subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=environment,
+        check=False,
+        timeout=300,
+    )
+
+
+CASES = [(name, FEW) for name in IN_MAKE_TEST] + [
+    pytest.param(name, MANY, marks=pytest.mark.slow) for name in SCRIPTS
+]
+
+
+@pytest.mark.parametrize(("name", "count"), CASES)
+def test_a_script_ends_with_its_own_status(name: str, count: int, tmp_path: Path):
+    script, status = SCRIPTS[name]
+    for number in range(count):
+        cache = tmp_path / str(number) if name.startswith("compiling") else None
+        done = run(script, cache)
+        assert done.returncode == status, (number, done.stderr)
+        assert "FATAL" not in done.stderr, (number, done.stderr)
+
+
+def test_a_thread_that_outlives_the_main_thread_gets_its_programs(tmp_path: Path):
+    """Python waits for it, so the engine must go on for it."""
+    script = LLM_IN_THREAD.format(num_calls=3, is_daemon=False)
+    done = run(script.replace("has_begun.wait()", ""), tmp_path)
+    assert (done.returncode, done.stdout) == (0, "32\n"), done.stderr

@@ -1,0 +1,301 @@
+"""Calls of several threads on one `LLM`: each returns what it returns alone."""
+
+import _thread
+import contextlib
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+import jaxspec.llm
+from jaxspec.engine.engine_group import EngineGroup
+from jaxspec.engine.llm_engine import LLMEngine
+from jaxspec.errors import EngineGenerateError
+from jaxspec.llm import LLM
+from jaxspec.sampling_params import BeamSearchParams, SamplingParams
+from tests.e2e import pair
+from tests.engine.test_engine_group import make_engines
+from tests.engine.test_llm_engine import (
+    PROMPT,
+    assert_idle,
+    letters,
+    make_fake_engine,
+    said,
+)
+from tests.engines import make_engine, tokens_of
+
+NUM_THREADS = 8
+
+
+def make_llm(engine: Any) -> LLM:
+    with pytest.MonkeyPatch.context() as patch:
+
+        class Made:
+            from_engine_args = staticmethod(lambda args: engine)
+
+        patch.setattr(jaxspec.llm, "LLMEngine", Made)
+        return LLM("folder")
+
+
+def engine_of(llm: LLM) -> LLMEngine:
+    assert isinstance(llm.llm_engine, LLMEngine)
+    return llm.llm_engine
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    """Of a pair that drafts; one program, so that texts do not depend on the batch."""
+    engine = make_engine(
+        pair.target(),
+        pair.draft("noisy"),
+        num_draft_tokens=pair.NUM_DRAFT,
+        has_one_shape=True,
+        **pair.SETTINGS,
+    )
+    with make_llm(engine) as made:
+        yield made
+
+
+@pytest.fixture
+def group() -> Iterator[LLM]:
+    """Of several engines over devices of plain Python."""
+    with make_llm(EngineGroup(make_engines(delay_s=0.001))) as made:
+        yield made
+
+
+Call = Callable[[LLM], Any]
+
+
+def generate(number: int) -> Call:
+    prompts: list[Any] = [
+        {"prompt_token_ids": [2, 5 + (number + one) % 9, 3 + one]}
+        for one in range(1 + number % 3)
+    ]
+    params = [
+        SamplingParams(temperature=0.0, max_tokens=3 + number % 7, ignore_eos=True),
+        SamplingParams(temperature=1.0, max_tokens=5, ignore_eos=True, seed=number),
+        SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True),
+    ]
+    return lambda llm: tokens_of(
+        llm.generate(prompts, params[: len(prompts)], use_tqdm=False)
+    )
+
+
+def search(number: int) -> Call:
+    prompt: Any = {"prompt_token_ids": [2, 5 + number % 9]}
+    params = BeamSearchParams(beam_width=2, max_tokens=3, ignore_eos=True)
+    return lambda llm: [
+        one.tokens for one in llm.beam_search([prompt], params)[0].sequences
+    ]
+
+
+def enqueue(number: int) -> Call:
+    params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+
+    def call(llm: LLM) -> Any:
+        for last in (3, 4 + number % 9):
+            llm.enqueue([{"prompt_token_ids": [2, last]}], params)
+        return tokens_of(llm.wait_for_completion(use_tqdm=False))
+
+    return call
+
+
+def look(_: int) -> Call:
+    """Calls without requests."""
+
+    def call(llm: LLM) -> Any:
+        llm.reset_prefix_cache()
+        llm.wait_for_programs()
+        llm.llm_engine.abort_request(["none"])
+        return llm.llm_engine.load().sleep_level
+
+    return call
+
+
+def run_all(llm: LLM, calls: list[list[Call]]) -> list[list[Any]]:
+    """Make each list of calls in a thread of its own."""
+
+    def run(own: list[Call]) -> list[Any]:
+        return [call(llm) for call in own]
+
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return list(pool.map(run, calls))
+
+
+@pytest.mark.parametrize(
+    ("makers", "num_calls"),
+    [
+        ((generate,), 10),
+        ((generate, search, enqueue, look), 10),
+        pytest.param((generate,), 50, marks=pytest.mark.slow),
+    ],
+)
+def test_eight_threads_return_what_one_returns(
+    llm: LLM, makers: tuple[Callable[[int], Call], ...], num_calls: int
+):
+    calls = [
+        [
+            makers[(thread + number) % len(makers)](thread * num_calls + number)
+            for number in range(num_calls)
+        ]
+        for thread in range(NUM_THREADS)
+    ]
+    alone = [[call(llm) for call in own] for own in calls]
+    stats = engine_of(llm).stats
+    num_draft_tokens = stats.num_draft_tokens
+    assert run_all(llm, calls) == alone
+    assert stats.num_draft_tokens > num_draft_tokens
+    assert_clean(llm)
+
+
+def assert_clean(llm: LLM) -> None:
+    assert not llm.llm_engine.has_unfinished_requests()
+    assert not (llm._unfinished or llm._finished or llm._failures)
+    assert not (llm._enqueued or llm._calls)
+
+
+def test_calls_share_batches(llm: LLM):
+    """Rather than wait for one another."""
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    stats = engine_of(llm).stats
+    before = stats.num_rounds
+    llm.generate([{"prompt_token_ids": [2, 5]}], params, use_tqdm=False)
+    alone = stats.num_rounds - before
+    barrier = threading.Barrier(4)
+
+    def call(number: int) -> None:
+        barrier.wait()
+        llm.generate([{"prompt_token_ids": [2, number]}], params, use_tqdm=False)
+
+    before = stats.num_rounds
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(call, range(4, 8)))
+    assert stats.num_rounds - before < 2.5 * alone
+
+
+def test_threads_on_several_engines(group: LLM):
+    calls = [[generate(number) for number in range(5)] for _ in range(NUM_THREADS)]
+    alone = [call(group) for call in calls[0]]
+    assert run_all(group, calls) == [alone] * NUM_THREADS
+    assert_clean(group)
+
+
+@pytest.mark.parametrize("is_group", [False, True])
+def test_an_interrupt_ends_its_own_call_alone(
+    request: pytest.FixtureRequest, is_group: bool
+):
+    """Ctrl-C reaches the main thread, also in the middle of a step."""
+    llm: LLM = request.getfixturevalue("group" if is_group else "llm")
+    prompts: list[Any] = [{"prompt_token_ids": [2, last]} for last in (5, 6)]
+    endless = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    others = [[generate(number)] * 8 for number in (1, 2, 8)]
+    expected = [[call(llm) for call in own] for own in others]
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        for delay_s in (0.003, 0.011, 0.02):
+            with ThreadPoolExecutor(1) as pool:
+                outputs = pool.submit(run_all, llm, others)
+                timer = threading.Timer(delay_s, _thread.interrupt_main)
+                timer.start()
+                with pytest.raises(KeyboardInterrupt):
+                    while True:
+                        llm.generate(prompts, endless, use_tqdm=False)
+                assert outputs.result() == expected
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert_clean(llm)
+
+
+def test_an_interrupt_in_a_step_of_all_requests(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+):
+    """The engine ends all requests then; those of other calls begin again."""
+    engine = engine_of(llm)
+    others = [[generate(number)] * 4 for number in range(3)]
+    expected = [[call(llm) for call in own] for own in others]
+    fetch, is_interrupted = engine.runner.fetch, threading.Event()
+    main = threading.current_thread()
+
+    def interrupted(result: Any, shape: Any) -> Any:
+        unfinished = len(llm._unfinished)
+        if threading.current_thread() is main and unfinished > 1:
+            is_interrupted.set()
+            raise KeyboardInterrupt
+        return fetch(result, shape)
+
+    monkeypatch.setattr(engine.runner, "fetch", interrupted)
+    with ThreadPoolExecutor(1) as pool:
+        outputs = pool.submit(run_all, llm, others)
+        with contextlib.suppress(KeyboardInterrupt):
+            while not outputs.done():
+                generate(0)(llm)
+        assert outputs.result() == expected
+    assert is_interrupted.is_set()
+    assert_clean(llm)
+
+
+def test_a_failed_step_is_raised_by_every_call_that_it_ended(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+):
+    engine = engine_of(llm)
+    barrier, fetch = threading.Barrier(3), engine.runner.fetch
+    has_failed = threading.Event()
+
+    def failing(result: Any, shape: Any) -> Any:
+        if len(llm._unfinished) == 3 and not has_failed.is_set():
+            has_failed.set()
+            raise RuntimeError("the device is gone")
+        return fetch(result, shape)
+
+    def call(number: int) -> Any:
+        barrier.wait()
+        params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+        try:
+            prompt: Any = {"prompt_token_ids": [2, number]}
+            return len(tokens_of(llm.generate([prompt], params, use_tqdm=False))[0])
+        except (RuntimeError, EngineGenerateError) as error:
+            return repr(error)
+
+    monkeypatch.setattr(engine.controller, "limit", lambda *_: 0)
+    monkeypatch.setattr(engine.runner, "fetch", failing)
+    with ThreadPoolExecutor(3) as pool:
+        results = list(pool.map(call, range(3)))
+    assert has_failed.is_set()
+    # Requests that were not in the batch yet go on.
+    assert all(one == 60 or "the device is gone" in one for one in results), results
+    assert sum("the device is gone" in str(one) for one in results) > 1, results
+    assert_clean(llm)
+
+
+def test_threads_add_and_step_an_engine_by_hand():
+    """A step returns the outputs of all requests."""
+    engine, _ = make_fake_engine(num_draft_tokens=3)
+    texts: dict[str, str] = {}
+
+    def work(thread: int) -> None:
+        for number in range(20):
+            name = f"{thread} {number}"
+            engine.add_request(name, PROMPT, SamplingParams(max_tokens=3 + number))
+            while engine.is_unfinished(name):
+                found = engine.step()
+                texts.update(
+                    {
+                        one.request_id: one.outputs[0].text
+                        for one in found
+                        if one.finished
+                    }
+                )
+                engine.abort_request("none")
+                engine.load()
+
+    with ThreadPoolExecutor(NUM_THREADS) as pool:
+        list(pool.map(work, range(NUM_THREADS)))
+    assert texts == {
+        f"{thread} {number}": letters(said(3 + number))
+        for thread in range(NUM_THREADS)
+        for number in range(20)
+    }
+    assert_idle(engine)

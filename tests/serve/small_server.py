@@ -1,0 +1,60 @@
+"""Run the server over a device of plain Python, in a process of its own.
+
+The arguments are those of `python -m jaxspec.serve`, after the seconds that each launch
+takes and the number of files that the process may open (0: any). At SIGUSR1 the process
+opens files until none is left; at SIGUSR2 it closes them.
+"""
+
+import contextlib
+import os
+import resource
+import signal
+import sys
+import time
+from typing import Any
+
+from jaxspec.engine.async_llm_engine import AsyncLLMEngine
+from jaxspec.serve import launcher
+from jaxspec.serve.flags import read_flags
+from tests.engine.test_llm_engine import make_fake_engine
+from tests.serving import TurnsTokenizer
+
+
+def main(delay_s: float, num_files: int, flags: list[str]) -> int:
+    if num_files:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (num_files, num_files))
+    taken: list[int] = []
+
+    def take(*_: object) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                taken.append(os.open(os.devnull, os.O_RDONLY))
+
+    def free(*_: object) -> None:
+        while taken:
+            os.close(taken.pop())
+
+    signal.signal(signal.SIGUSR1, take)
+    signal.signal(signal.SIGUSR2, free)
+    engine, fake = make_fake_engine(num_draft_tokens=3, max_num_seqs=2)
+    engine.tokenizer = TurnsTokenizer(16)
+    runner: Any = fake
+    launch = runner.launch
+
+    def delayed(*arguments: Any) -> Any:
+        time.sleep(delay_s)
+        return launch(*arguments)
+
+    runner.launch = delayed
+    options = read_flags("small_server", ["m", "--port", "0", *flags])
+    launcher.set_up_log("info")
+    bound = launcher._bind(options.listening)
+    serving = AsyncLLMEngine(engine)
+    try:
+        return launcher._serve(serving, options, bound)
+    finally:
+        serving.shutdown(5)
+
+
+if __name__ == "__main__":
+    sys.exit(main(float(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]))

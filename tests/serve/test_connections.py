@@ -1,0 +1,435 @@
+"""Limits on connections, seen by clients of a real server in a process of its own."""
+
+import contextlib
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+import requests
+
+from jaxspec.errors import ConfigError
+from jaxspec.serve.connections import find_max_connections
+from tests.engine.test_llm_engine import letters, said
+from tests.serving import CHAT, COMPLETIONS, PROMPT, error_of, events_of
+
+ROOT = Path(__file__).parents[2]
+HEADERS_S, BODY_S, KEEP_ALIVE_S = 1.0, 1.5, 0.7
+# What a loaded machine may add to them.
+GRACE_S = 8.0
+MAX_CONNECTIONS = 12
+FLAGS = f"--timeout-read-headers {HEADERS_S} --timeout-read-body {BODY_S}".split()
+FLAGS += f"--timeout-keep-alive {KEEP_ALIVE_S} --api-key k".split()
+KEY = {"Authorization": "Bearer k"}
+HEAD = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer k\r\n"
+HEAD += "Content-Type: application/json\r\n"
+HUGE = b" " * (100 * 2**20)
+
+
+@dataclass
+class Server:
+    process: subprocess.Popen
+    log: Path
+    port: int
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def connect(self) -> socket.socket:
+        return socket.create_connection(("127.0.0.1", self.port), 20)
+
+    def get(self, path: str) -> httpx.Response:
+        # Without a connection that is kept: it would count.
+        return httpx.get(f"{self.url}{path}", headers=KEY, timeout=60)
+
+    def count(self, name: str, **labels: str) -> float:
+        (line,) = (
+            line
+            for line in self.get("/metrics").text.splitlines()
+            if line.startswith(f"{name}{{")
+            and all(f'{key}="{value}"' in line for key, value in labels.items())
+        )
+        return float(line.split()[-1])
+
+
+@contextlib.contextmanager
+def small_server(
+    log: Path, *flags: str, delay_s: float = 0.0, num_files: int = 0
+) -> Iterator[Server]:
+    program = [sys.executable, "-m", "tests.serve.small_server"]
+    with log.open("w") as stderr:
+        process = subprocess.Popen(
+            [*program, str(delay_s), str(num_files), *FLAGS, *flags],
+            stderr=stderr,
+            stdout=subprocess.DEVNULL,
+            cwd=ROOT,
+        )
+    try:
+        wait_until(lambda: "startup complete" in log.read_text(), process)
+        port = re.search(r"Serving m on http://127.0.0.1:(\d+)", log.read_text())
+        assert port is not None
+        yield Server(process, log, int(port[1]))
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0, log.read_text()
+        assert "Traceback" not in log.read_text(), log.read_text()
+    finally:
+        process.kill()
+        process.wait()
+
+
+def wait_until(is_so: Callable[[], bool], process: subprocess.Popen) -> None:
+    deadline = time.monotonic() + 60
+    while not is_so():
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with small_server(tmp_path_factory.mktemp("log") / "log") as one:
+        yield one
+
+
+def read_all(client: socket.socket) -> tuple[bytes, float]:
+    """Read until the server closes; what came, and the seconds that it took."""
+    start, parts = time.monotonic(), []
+    with contextlib.suppress(ConnectionResetError):
+        while part := client.recv(2**16):
+            parts.append(part)
+    return b"".join(parts), time.monotonic() - start
+
+
+def test_closes_connection_on_which_nothing_is_sent(server: Server):
+    with server.connect() as client:
+        answer, seconds = read_all(client)
+    assert answer == b""
+    assert HEADERS_S * 0.8 < seconds < HEADERS_S + GRACE_S
+
+
+@pytest.mark.parametrize("half", [b"P", HEAD.encode()])
+def test_half_sent_headers_are_408(server: Server, half: bytes):
+    with server.connect() as client:
+        client.sendall(half)
+        answer, seconds = read_all(client)
+    assert HEADERS_S * 0.8 < seconds < HEADERS_S + GRACE_S
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 408 ")
+    assert json.loads(body)["error"]["code"] == 408
+
+
+def trickle(client: socket.socket, pieces: bytes) -> float:
+    """Send a byte every tenth of a second until the server has closed."""
+    start = time.monotonic()
+    client.settimeout(0.1)
+    for at in range(len(pieces)):
+        try:
+            client.sendall(pieces[at : at + 1])
+            if client.recv(2**16) == b"":
+                break
+        except TimeoutError:
+            continue
+        except (ConnectionResetError, BrokenPipeError):
+            break
+    return time.monotonic() - start
+
+
+def test_a_byte_now_and_then_does_not_prolong_headers(server: Server):
+    with server.connect() as client:
+        seconds = trickle(client, HEAD.encode())
+    assert seconds < HEADERS_S + GRACE_S
+
+
+@pytest.mark.parametrize(
+    "length", ["Content-Length: 500", "Transfer-Encoding: chunked"]
+)
+def test_a_body_that_does_not_arrive_is_408(server: Server, length: str):
+    with server.connect() as client:
+        client.sendall(f"{HEAD}{length}\r\n\r\n".encode())
+        if "chunked" in length:
+            client.sendall(b"10\r\n{")
+        answer, seconds = read_all(client)
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 408 "), answer
+    assert "--timeout-read-body" in json.loads(body)["error"]["message"]
+    assert BODY_S * 0.8 < seconds < BODY_S + GRACE_S
+
+
+def test_a_byte_now_and_then_does_not_prolong_a_body(server: Server):
+    before = server.count("jaxspec:request_timeouts_total", part="body")
+    with server.connect() as client:
+        client.sendall(f"{HEAD}Content-Length: 500\r\n\r\n".encode())
+        seconds = trickle(client, b" " * 150)
+    assert seconds < BODY_S + GRACE_S
+    now = server.count("jaxspec:request_timeouts_total", part="body")
+    assert now == before + 1
+
+
+def test_a_body_that_is_not_used_ends_as_well(server: Server):
+    with server.connect() as client:
+        head = HEAD.replace("Bearer k", "Bearer no")
+        client.sendall(f"{head}Content-Length: 500\r\n\r\n".encode())
+        assert client.recv(2**16).startswith(b"HTTP/1.1 401 ")
+        seconds = trickle(client, b" " * 150)
+    assert seconds < BODY_S + HEADERS_S + KEEP_ALIVE_S + GRACE_S
+
+
+def test_closes_idle_connection_after_an_answer(server: Server):
+    with server.connect() as client:
+        client.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        answer, seconds = read_all(client)
+    assert answer.startswith(b"HTTP/1.1 200 ")
+    assert KEEP_ALIVE_S * 0.8 < seconds < KEEP_ALIVE_S + GRACE_S
+
+
+def test_one_connection_serves_requests_for_longer_than_any_limit(server: Server):
+    end = time.monotonic() + 2 * max(HEADERS_S, BODY_S)
+    with server.connect() as client:
+        # Every half is there in time, and so is the next request.
+        while time.monotonic() < end:
+            client.sendall(b"GET /health HTTP/1.1\r\n")
+            time.sleep(HEADERS_S / 4)
+            client.sendall(b"Host: x\r\n\r\n")
+            assert client.recv(2**16).startswith(b"HTTP/1.1 200 ")
+            time.sleep(KEEP_ALIVE_S / 4)
+
+
+def stream_bytes(**changes: object) -> bytes:
+    body = {"prompt": PROMPT, "max_tokens": 90, "ignore_eos": True, "stream": True}
+    content = json.dumps(body | changes).encode()
+    return (
+        f"{HEAD}Connection: close\r\nContent-Length: {len(content)}\r\n\r\n".encode()
+        + content
+    )
+
+
+def text_of(answer: bytes) -> str:
+    lines = [one for one in answer.decode().split("\r\n") if one.startswith("data: ")]
+    chunks = events_of("".join(lines))
+    return "".join(chunk["choices"][0]["text"] for chunk in chunks)
+
+
+def test_slow_answers_slow_readers_and_long_queues_are_not_cut(tmp_path: Path):
+    longest_s = max(HEADERS_S, BODY_S, KEEP_ALIVE_S)
+    with small_server(tmp_path / "log", delay_s=0.06) as server:
+        clients = [server.connect() for _ in range(6)]
+        start = time.monotonic()
+        for client in clients:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+            client.sendall(stream_bytes())
+        # Two are decoded at a time; nothing is read until all limits have passed.
+        time.sleep(2 * longest_s)
+        texts = [text_of(read_all(client)[0]) for client in clients]
+        assert time.monotonic() - start > 4 * longest_s
+        assert texts == [letters(said(90))] * 6
+        for client in clients:
+            client.close()
+
+
+def test_a_reader_that_stops_for_longer_than_all_limits_gets_everything(
+    server: Server,
+):
+    # Logprobs make the answer larger than what sockets hold for a small window.
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+        client.connect(("127.0.0.1", server.port))
+        client.settimeout(60)
+        client.sendall(stream_bytes(prompt=[PROMPT] * 60, logprobs=5, max_tokens=80))
+        time.sleep(2 * max(HEADERS_S, BODY_S, KEEP_ALIVE_S))
+        answer, _ = read_all(client)
+    assert answer.count(b"data: ") > 60
+    assert b"data: [DONE]" in answer
+
+
+def huge_pieces() -> Iterator[bytes]:
+    for start in range(0, len(HUGE), 2**20):
+        yield HUGE[start : start + 2**20]
+
+
+def ask_httpx(url: str, is_chunked: bool) -> tuple[int, dict]:
+    content = huge_pieces() if is_chunked else HUGE
+    response = httpx.post(
+        f"{url}{COMPLETIONS}", content=content, headers=KEY, timeout=60
+    )
+    return response.status_code, response.json()
+
+
+def ask_requests(url: str, is_chunked: bool) -> tuple[int, dict]:
+    data = huge_pieces() if is_chunked else HUGE
+    response = requests.post(f"{url}{COMPLETIONS}", data=data, headers=KEY, timeout=60)
+    return response.status_code, response.json()
+
+
+def ask_urllib(url: str, is_chunked: bool) -> tuple[int, dict]:
+    data = huge_pieces() if is_chunked else HUGE
+    request = urllib.request.Request(f"{url}{COMPLETIONS}", data, KEY)
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        urllib.request.urlopen(request, timeout=60)
+    return refused.value.code, json.loads(refused.value.read())
+
+
+@pytest.fixture(scope="module")
+def patient_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    log = tmp_path_factory.mktemp("log") / "log"
+    with small_server(log, "--timeout-read-body", "60") as one:
+        yield one
+
+
+@pytest.mark.parametrize("is_chunked", [False, True])
+@pytest.mark.parametrize("ask", [ask_httpx, ask_requests, ask_urllib])
+def test_clients_read_why_100_mb_are_refused(
+    patient_server: Server, ask: Callable[..., tuple[int, dict]], is_chunked: bool
+):
+    status, body = ask(patient_server.url, is_chunked)
+    assert status == 413
+    assert body["error"]["code"] == 413
+    assert "--max-body-bytes" in body["error"]["message"]
+
+
+def test_openais_client_reads_why_100_mb_are_refused(patient_server: Server):
+    url = f"{patient_server.url}/v1"
+    with openai.OpenAI(base_url=url, api_key="k", max_retries=0) as client:
+        with pytest.raises(openai.APIStatusError) as refused:
+            client.completions.create(model="m", prompt=HUGE.decode())
+    assert refused.value.status_code == 413
+    assert "--max-body-bytes" in refused.value.message
+
+
+@pytest.mark.parametrize(("path", "status"), [(COMPLETIONS, 401), ("/nowhere", 404)])
+def test_clients_that_close_read_every_refusal(
+    patient_server: Server, path: str, status: int
+):
+    # urllib asks for the connection to be closed, and writes all before it reads.
+    data = HUGE[:4_000_000]
+    url = f"{patient_server.url}{path}"
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        urllib.request.urlopen(urllib.request.Request(url, data), timeout=60)
+    assert refused.value.code == status
+    assert "error" in json.loads(refused.value.read())
+
+
+def test_requests_over_the_limit_of_connections_are_503(tmp_path: Path):
+    flags = ["--limit-concurrency", str(MAX_CONNECTIONS)]
+    flags += ["--timeout-read-headers", "60", "--timeout-read-body", "60"]
+    with small_server(tmp_path / "log", *flags) as server:
+        idle = [server.connect() for _ in range(MAX_CONNECTIONS)]
+        wait_until(lambda: server.get("/v1/models").status_code == 503, server.process)
+        for path in (COMPLETIONS, CHAT):
+            # Ordinary clients, also with a body that the server does not want.
+            response = httpx.post(
+                f"{server.url}{path}", content=HUGE[: 2**24], headers=KEY, timeout=60
+            )
+            error = error_of(response, 503, "ServiceUnavailableError")
+            assert "--limit-concurrency" in error["message"]
+            assert int(response.headers["retry-after"]) > 0
+        # What watches the server would otherwise restart it.
+        assert server.get("/health").status_code == 200
+        name, reason = "jaxspec:admission_rejections_total", "connections"
+        assert server.count(name, reason=reason) >= 3
+        # Many more are not kept open.
+        more = [server.connect() for _ in range(200)]
+        num_closed = 0
+        for client in more:
+            client.settimeout(0.05)
+            with contextlib.suppress(TimeoutError):
+                num_closed += b"503" in read_all(client)[0][:20]
+        assert num_closed >= 100
+        for client in [*idle, *more]:
+            client.close()
+        wait_until(lambda: server.get("/v1/models").status_code == 200, server.process)
+
+
+def test_running_out_of_descriptors_is_reported_and_ends(tmp_path: Path):
+    log = tmp_path / "log"
+    with small_server(log, num_files=400) as server:
+        assert "permit" in log.read_text(), "fewer connections than by default"
+        name = "jaxspec:descriptor_shortages_total"
+        with httpx.Client(base_url=server.url, headers=KEY, timeout=60) as client:
+            body = {"prompt": PROMPT, "max_tokens": 90, "ignore_eos": True}
+            for number in (1, 2):
+                client.get("/health")
+                server.process.send_signal(signal.SIGUSR1)
+                wait_until(
+                    lambda: "No file descriptor is free" in log.read_text(),
+                    server.process,
+                )
+                with pytest.raises(httpx.TransportError):
+                    httpx.get(f"{server.url}/health", timeout=2)
+                time.sleep(0.3)
+                server.process.send_signal(signal.SIGUSR2)
+                wait_until(lambda: is_healthy(server), server.process)
+                wait_until(
+                    lambda: server.count(name) == number,  # noqa: B023
+                    server.process,
+                )
+                assert client.post(COMPLETIONS, json=body).status_code == 200
+        text = log.read_text()
+        assert text.count("No file descriptor is free") == 1, "once a minute"
+        assert "File descriptors are free again" in text
+
+
+def is_healthy(server: Server) -> bool:
+    try:
+        return server.get("/health").status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def test_more_connections_than_descriptors_are_refused_first():
+    with pytest.raises(ConfigError, match=r"--limit-concurrency.*ulimit -n"):
+        find_max_connections(10**9)
+    assert find_max_connections(7) == 7
+    assert find_max_connections(None) > 0
+
+
+def test_methods_that_clients_invent_do_not_grow_the_metrics(server: Server):
+    def ask(methods: list[str]) -> None:
+        client = server.connect()
+        with client, client.makefile("rb") as answers:
+            for method in methods:
+                head = f"{method} /v1/models HTTP/1.1\r\nHost: x\r\n\r\n"
+                client.sendall(head.encode())
+                assert answers.readline().startswith(b"HTTP/1.1 401")
+                while answers.readline() != b"\r\n":
+                    pass
+                answers.read(len(b'{"error": "Unauthorized"}'))
+
+    def lines() -> list[str]:
+        text = server.get("/metrics").text
+        return [line for line in text.splitlines() if not line.startswith("#")]
+
+    ask(["INVENTED"])
+    lines()  # itself is counted
+    before = lines()
+    workers = [
+        threading.Thread(target=ask, args=([f"M{at}-{n}" for n in range(750)],))
+        for at in range(4)
+    ]
+    workers.append(
+        threading.Thread(
+            target=ask, args=([f"L{n}" + "A" * 15_000 for n in range(104)],)
+        )
+    )
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    after = lines()
+    assert len(after) == len(before)
+    # The numbers have more digits.
+    assert sum(map(len, after)) < sum(map(len, before)) * 1.1
+    name = "http_requests_total"
+    assert server.count(name, method="other", status="4xx") == 3105
