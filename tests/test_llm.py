@@ -100,6 +100,8 @@ class Echo:
         request_id, prompt = self.waiting.popitem()
         if prompt == "interrupt":
             raise KeyboardInterrupt
+        if prompt == "fail":
+            raise ZeroDivisionError
         if prompt == "new shape":
             self.tell("Compiling 4 sequences")
             self.tell("")
@@ -345,7 +347,7 @@ def test_enqueued_prompts_that_are_gone_are_named(llm: LLM):
     assert llm.wait_for_completion(use_tqdm=False) == []
 
 
-@pytest.mark.parametrize("fails", ["bar", "interrupt"])
+@pytest.mark.parametrize("fails", ["bar", "interrupt", "step"])
 def test_nothing_is_kept_of_a_call_that_failed(llm: LLM, fails: str):
     def broken(**_: object) -> None:
         raise ZeroDivisionError
@@ -353,6 +355,9 @@ def test_nothing_is_kept_of_a_call_that_failed(llm: LLM, fails: str):
     if fails == "bar":
         with pytest.raises(ZeroDivisionError):
             llm.generate(["a", "b"], use_tqdm=broken)
+    elif fails == "step":
+        with pytest.raises(ZeroDivisionError):
+            llm.generate(["a", "fail"], use_tqdm=False)
     else:
         with pytest.raises(KeyboardInterrupt):
             llm.generate(["interrupt", "b"], use_tqdm=False)

@@ -50,6 +50,16 @@ def test_nothing_is_shown_where_that_is_asked(capsys: pytest.CaptureFixture[str]
     assert capsys.readouterr().err == ""
 
 
+def test_a_hidden_bar_leaves_the_listener_of_another_thread():
+    engine = Engine()
+    with Progress(1, True).watch(engine):
+        listener = engine.tell
+        with Progress(1, False).watch(engine):
+            assert engine.tell == listener
+        assert engine.tell == listener
+    assert engine.tell is None
+
+
 def test_speeds_are_tokens_by_seconds():
     class Bar:
         format_dict = {"elapsed": 2.0}

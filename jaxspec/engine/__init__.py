@@ -1,14 +1,9 @@
 """The host side of the engine: numpy and plain Python, jax only behind `runner`.
 
 Read `llm_engine` first (the loop; `async_llm_engine` runs it in an `engine_thread`, and
-<<<<<<< HEAD
 `engine_group` several side by side; an `engine_lock` lets threads share an engine),
-then the way of a request: `input_processor` (and `structured_output`), `scheduling`,
-=======
-`engine_group` several side by side),
 then the way of a request: `input_processor` (and `structured_output`, which follows a
 grammar with a `grammar_matcher`), `scheduling`,
->>>>>>> grammar
 which says what a launch does, `runner`, `output_processor` and `detokenizer`.
 `compiler` and `program_cache` make a launch's program; `metrics` counts, and
 `kv_events` tells gateways which prefixes have pages. `hosts` brings what is launched to

@@ -13,8 +13,8 @@ class EngineLock:
     """A reentrant lock that threads get in turn.
 
     A thread that steps an engine in a loop releases the lock for some microseconds
-    between two steps. `threading.RLock` would give it back to that thread nearly every
-    time, and other threads could not add requests for seconds.
+    between two steps. It would get a `threading.RLock` back before a waiting thread has
+    woken up.
     """
 
     def __init__(self):

@@ -208,15 +208,10 @@ def read_pieces(folder: Path, markers: Sequence[str]) -> Pieces:
         if name not in files:
             continue
         try:
-<<<<<<< HEAD
             pieces = read(content_of(files[name]), markers)
         except CheckpointError as error:
             raise _wrong_tokenizer(error, files[name]) from error
-        except (OSError, RuntimeError, ValueError) as error:
-=======
-            pieces = read(files[name].read_bytes(), markers)
         except (NativePanicError, OSError, RuntimeError, ValueError) as error:
->>>>>>> grammar
             raise _unreadable(files[name], kind, str(error)) from error
         if min(pieces.named["bos"], pieces.named["eos"]) < 0:
             raise _unreadable(files[name], kind, "it has no begin or no end piece")

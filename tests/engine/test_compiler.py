@@ -216,12 +216,9 @@ def test_a_listener_that_is_removed_meanwhile_is_no_failure():
     class Removed(Compiler):
         listeners = iter([print])
 
-        @property
-        def announce(self) -> Any:
-            return next(self.listeners, None)
-
-        @announce.setter
-        def announce(self, _: object) -> None:
-            pass
+        def __getattribute__(self, name: str) -> Any:
+            if name == "announce":
+                return next(type(self).listeners, None)
+            return super().__getattribute__(name)
 
     assert Removed(lambda shape: shape).get(SHAPES[0]) == SHAPES[0]

@@ -27,29 +27,27 @@ def test_reentrant_and_free_after_the_last_release():
     assert is_free(lock)
 
 
-def test_a_thread_in_a_loop_lets_others_in():
-    """`threading.RLock` gives the other thread about one turn in thousands."""
-    lock, is_over = EngineLock(), threading.Event()
+def test_a_waiting_thread_goes_before_one_that_has_just_released():
+    """`threading.RLock` goes back to the thread that released it."""
+    lock, turns = EngineLock(), []
 
-    def loop() -> None:
-        while not is_over.is_set():
-            with lock:
-                time.sleep(0.002)
+    def wait() -> None:
+        with lock:
+            turns.append("other")
 
-    threads = [threading.Thread(target=loop) for _ in range(2)]
-    for thread in threads:
+    for _ in range(20):
+        lock.acquire()
+        thread = threading.Thread(target=wait)
         thread.start()
-    try:
-        waits = []
-        for _ in range(20):
-            start = time.monotonic()
-            with lock:
-                waits.append(time.monotonic() - start)
-    finally:
-        is_over.set()
-        for thread in threads:
-            thread.join()
-    assert sorted(waits)[10] < 0.1, waits
+        end = time.monotonic() + LIMIT_S
+        while not lock._next.locked():
+            assert time.monotonic() < end
+            time.sleep(0.001)
+        lock.release()
+        with lock:
+            turns.append("loop")
+        thread.join()
+    assert turns == ["other", "loop"] * 20
 
 
 def test_an_interrupt_just_after_acquiring_releases_the_lock():
