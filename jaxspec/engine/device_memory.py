@@ -37,6 +37,7 @@ from jaxspec.engine.memory.memory_plan import (
     ProgramFacts,
     plan_memory,
 )
+from jaxspec.engine.model_folders import BUNDLED_NAMES
 from jaxspec.engine.runner import (
     build_mesh,
     most_pool_share,
@@ -121,7 +122,7 @@ def _with_published(args: EngineArgs, folder: Path) -> EngineArgs:
 
     def local(name: Any) -> Any:
         content = published_config(name) if isinstance(name, str) else None
-        if content is None or os.path.isdir(name):
+        if content is None or name in BUNDLED_NAMES or os.path.isdir(name):
             return name
         path = folder / Path(name).name / "config.json"
         path.parent.mkdir(exist_ok=True)

@@ -38,6 +38,7 @@ _BUNDLED: dict[str, Callable[[], Path]] = {
     },
     PACKAGED_GEMMA3: packaged_gemma3,
 }
+BUNDLED_NAMES = frozenset(_BUNDLED)
 _ALLOWED = (
     "an existing folder, a .gguf file, owner/name on the Hugging Face Hub (with GGUF "
     "files owner/name:Q4_K_M), a Kaggle handle owner/model/framework/variation, or "

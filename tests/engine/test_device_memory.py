@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from jaxspec.config import GivenSizes
-from jaxspec.engine import device_memory, runner
+from jaxspec.engine import device_memory, model_folders, runner
 from jaxspec.engine.arg_utils import EngineArgs
 from jaxspec.engine.described import NAMED_DEVICES, named_devices, named_mesh
 from jaxspec.engine.device_memory import (
@@ -35,6 +35,7 @@ from jaxspec.engine.memory.memory_plan import (
     Sizes,
 )
 from jaxspec.engine.metrics import EngineMetrics, Load
+from jaxspec.engine.model_folders import PACKAGED_GEMMA3, model_folder
 from jaxspec.engine.scheduling.stats import EngineStats
 from jaxspec.errors import ConfigError, UnsupportedError
 from jaxspec.program.plan import StepShape
@@ -83,6 +84,15 @@ def test_a_published_size_needs_no_file(size: str):
         weight_bytes=WEIGHT_BYTES[size], page_bytes=16 * KV_BYTES[size]
     )
     assert facts.draft == ModelBytes()
+
+
+def test_a_packaged_file_is_planned_as_stored(monkeypatch):
+    """`jaxspec/gemma-3-270m` is a quantized file, not the published bfloat16 model."""
+    tiny = EngineArgs(model="jaxspec/tiny-gemma2")
+    folder = model_folder(tiny.model, "model")
+    monkeypatch.setitem(model_folders._BUNDLED, PACKAGED_GEMMA3, lambda: folder)
+    found = plan_for(EngineArgs(model=PACKAGED_GEMMA3), "h200").facts
+    assert found == plan_for(tiny, "h200").facts
 
 
 # Of a layer of 2B: outputs and features of its matrices.
