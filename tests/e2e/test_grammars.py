@@ -8,11 +8,14 @@ import re
 from functools import partial
 from typing import Any
 
+import llguidance
 import numpy as np
 import pytest
 import torch
 
+from jaxspec.engine import grammar_matcher
 from jaxspec.engine.llm_engine import LLMEngine
+from jaxspec.outputs import RequestOutput
 from jaxspec.program.plan import Features, StepPlan, StepShape
 from jaxspec.sampling_params import SamplingParams, StructuredOutputsParams
 from tests.e2e import pair
@@ -240,6 +243,68 @@ def test_a_stop_string_and_min_tokens_go_with_a_form(engine, prompts):
         assert re.fullmatch("[A-F]{4},[0-9]{9}", said)
         assert list(one.token_ids[14:]) == [pair.EOS] * ends
     assert (second.finish_reason, third.finish_reason) == ("stop", "length")
+
+
+# Near the library's limit on expressions, with little fuel.
+COUNTED = r"([%-9]{1,20}:?){1,200}"
+COUNTED_FORM = StructuredOutputsParams(regex=COUNTED)
+FUEL = 4000
+
+
+@pytest.fixture
+def low_limits(monkeypatch):
+    """So low that texts of the form fail, at different lengths."""
+    limits = llguidance.LLParserLimits(
+        initial_lexer_fuel=2**40,
+        step_lexer_fuel=FUEL,
+        verbose_errors=False,
+    )
+    monkeypatch.setattr(grammar_matcher, "LIMITS", limits)
+    monkeypatch.setattr(grammar_matcher, "MASK_FUEL", FUEL)
+
+
+def ends_of(outputs: list[RequestOutput]) -> list[Any]:
+    said = [output.outputs[0] for output in outputs]
+    return [(list(one.token_ids), one.finish_reason, one.stop_reason) for one in said]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.3])
+def test_texts_near_a_limit_fail_alike_with_drafts_and_without(
+    temperature, engine, prompts, low_limits
+):
+    params = [
+        SamplingParams(
+            temperature=temperature,
+            seed=index if temperature else None,
+            min_tokens=20,
+            max_tokens=50,
+            extra_args={"return_token_origins": index % 2 == 1},
+            structured_outputs=form_of(2) if index % 4 == 2 else COUNTED_FORM,
+        )
+        for index in range(len(prompts))
+    ]
+    drafted = with_settings(engine)
+    ends = ends_of(generate(drafted, prompts, params))
+    for one in params:
+        one.extra_args = {**(one.extra_args or {}), "num_speculative_tokens": 0}
+    plain = with_settings(engine)
+    assert ends_of(generate(plain, prompts, params)) == ends
+    assert drafted.stats.num_accepted_tokens and not plain.stats.num_accepted_tokens
+    reasons = [reason for _, reason, _ in ends]
+    assert set(reasons[2::4]) == {"stop"}, "texts of other forms are as they were"
+    failed = [one for one in ends if one[1] == "error"]
+    assert len({len(tokens) for tokens, _, _ in failed}) > 2
+    assert all("too many" in why for _, _, why in failed)
+    assert {reason for _, reason, _ in ends} <= {"stop", "length", "error"}
+    for made in (drafted, plain):
+        made.scheduler.check_idle()
+        counted = {
+            one.labels["kind"]: one.value
+            for one in made.get_metrics()
+            if one.name == "jaxspec:grammar_failures"
+        }
+        assert counted["limit"] == len(failed) == sum(counted.values())
+    assert_nothing_is_held(engine)
 
 
 VOCAB, PROMPT = 64, [20, 7, 33, 11, 50, 14, 9, 44, 12, 6]

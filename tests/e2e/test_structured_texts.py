@@ -42,6 +42,67 @@ STARTS = [
     "Who are you?",
     "A list of animals:",
 ]
+# Grammars near the library's limits, each with its temperature and number of texts:
+# many expressions; dead ends, which are errors; many items in a row.
+NEAR_LIMITS = {
+    "expressions": (StructuredOutputsParams(regex=r"(\w{1,20} ?){1,200}"), 1.3, 24),
+    "expressions of JSON": (
+        StructuredOutputsParams(
+            json={
+                "type": "object",
+                "properties": {
+                    "a": {"type": "string", "pattern": r"^(\w{1,20} ?){3,100}$"}
+                },
+                "required": ["a"],
+                "additionalProperties": False,
+            }
+        ),
+        1.2,
+        9,
+    ),
+    "dead ends": (
+        StructuredOutputsParams(
+            json={
+                "type": "object",
+                "properties": {
+                    "score": {"type": "integer", "multipleOf": 5},
+                    "tags": {
+                        "type": "array",
+                        "items": {"type": "string", "minLength": 3, "maxLength": 6},
+                        "maxItems": 2,
+                    },
+                },
+                "required": ["score", "tags"],
+                "additionalProperties": False,
+                "patternProperties": {"^score$": {"type": "integer"}},
+            }
+        ),
+        1.2,
+        16,
+    ),
+    "labels": (
+        StructuredOutputsParams(choice=[f"label number {i}" for i in range(20_000)]),
+        1.0,
+        2,
+    ),
+    "items": (
+        StructuredOutputsParams(
+            json={
+                "anyOf": [
+                    {
+                        "type": "object",
+                        "properties": {"kind": {"const": f"k{i}"}},
+                        "required": ["kind"],
+                        "additionalProperties": False,
+                    }
+                    for i in range(2500)
+                ]
+            }
+        ),
+        1.0,
+        2,
+    ),
+}
 PROMPTS = [f"{start} {number}" for number in range(10) for start in STARTS]
 
 
@@ -119,3 +180,43 @@ def test_every_text_fits_its_form_and_drafts_change_nothing(
     if draft == TARGET:
         # All of it does, but for what comes after the end of a text.
         assert all(sum(one.histogram[:-1]) <= 1 for one in metrics if one)
+
+
+@pytest.mark.slow
+def test_grammars_near_the_limits_of_the_library(monkeypatch):
+    monkeypatch.setattr(jaxspec.engine.loader, "Runner", QuickRunner)
+    names = [name for name, (_, _, count) in NEAR_LIMITS.items() for _ in range(count)]
+    params = [
+        SamplingParams(
+            temperature=temperature,
+            seed=seed,
+            max_tokens=60 if name == "expressions" else 120,
+            structured_outputs=form,
+        )
+        for name, (form, temperature, count) in NEAR_LIMITS.items()
+        for seed in range(count)
+    ]
+    prompts = ["Once upon a time"] * len(params)
+    found = []
+    for draft in ({}, dict(speculative_model=DRAFT, num_speculative_tokens=5)):
+        llm = LLM(
+            TARGET, max_model_len=192, max_num_seqs=4, dtype="float32", seed=0, **draft
+        )
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        found.append([output.outputs[0] for output in outputs])
+        llm.llm_engine.scheduler.check_idle()
+    for one, other in zip(*found, strict=True):
+        assert one.token_ids == other.token_ids
+        assert one.finish_reason == other.finish_reason
+        assert one.stop_reason == other.stop_reason
+    for name, one in zip(names, found[0], strict=True):
+        if name != "dead ends":
+            assert one.finish_reason in ("stop", "length"), (name, one.stop_reason)
+        if one.finish_reason != "stop":
+            assert one.finish_reason == "length" or "dead end" in str(one.stop_reason)
+        elif name == "labels":
+            assert re.fullmatch(r"label number \d{1,5}", one.text)
+        elif name != "expressions":
+            json.loads(one.text)
+    reasons = [one.finish_reason for one in found[0]]
+    assert "error" in reasons and reasons.count("stop") > len(reasons) / 3

@@ -2,12 +2,16 @@
 
 import asyncio
 import json
+import re
 from typing import Any
 
 import httpx
+import llguidance
 import pytest
 
 from jaxspec.engine.async_llm_engine import AsyncLLMEngine
+from jaxspec.engine.input_processor import InputProcessor
+from jaxspec.engine.structured_output import Failure, GrammarState
 from jaxspec.serve.app import make_app
 from jaxspec.serve.settings import ServerSettings
 from tests.engine.test_async_llm_engine import serve
@@ -331,5 +335,132 @@ def test_an_echo_has_no_origins(is_stream: bool):
             chunks = found if is_stream else [found]
             told = [one for c in chunks for one in c["choices"][0]["token_origins"]]
             assert [one["token_id"] for one in told] == said(max_tokens)
+
+    serve_http(ask)
+
+
+GRAMMAR = {"regex": "[%-0]{2,90}"}
+PANICS = {
+    COMPLETIONS: {"prompt": PROMPT},
+    CHAT: {"messages": MESSAGES},
+    "/v1/responses": {"input": PROMPT},
+}
+
+
+def failing_after(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    """Have the grammar of every text fail after some tokens."""
+
+    def failure_in(_: GrammarState, text: list[int]) -> Failure | None:
+        is_there = len(text) > count
+        return Failure(text[:count], "limit", "too many items") if is_there else None
+
+    monkeypatch.setattr(GrammarState, "failure_in", failure_in)
+
+
+@pytest.mark.parametrize("path", PANICS)
+def test_a_grammar_that_fails_at_once_is_an_error(path, monkeypatch):
+    failing_after(monkeypatch, 0)
+    asked = PANICS[path] | {"structured_outputs": GRAMMAR}
+
+    async def ask(client: httpx.AsyncClient) -> None:
+        for stream in (False, True):
+            response = await client.post(path, json=asked | {"stream": stream})
+            error = error_of(response, 500, "InternalServerError")
+            assert "too many items" in error["message"]
+            load = await client.get("/load")
+            assert load.json() == {"server_load": 0}
+        metrics = (await client.get("/metrics")).text
+        assert re.search(r'grammar_failures_total\{.*kind="limit".*\} 2', metrics)
+        assert re.search(r'finished_reason="error".*\} 2', metrics)
+        # The engine goes on.
+        assert (await client.post(path, json=PANICS[path])).status_code == 200
+
+    serve_http(ask)
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_a_grammar_that_fails_later_ends_a_stream_with_an_error(path, monkeypatch):
+    failing_after(monkeypatch, 5)
+    asked = PANICS[path] | {"structured_outputs": GRAMMAR, "stream": True}
+
+    async def ask(client: httpx.AsyncClient) -> None:
+        *chunks, last = await post(client, path, **asked)
+        parts = [one["choices"][0] for one in chunks]
+        written = [
+            one.get("text") or one.get("delta", {}).get("content") for one in parts
+        ]
+        assert letters(said(5)).startswith("".join(filter(None, written)))
+        assert any(written)
+        assert all(one["finish_reason"] is None for one in parts)
+        assert last["error"]["code"] == 500
+        assert "too many items" in last["error"]["message"]
+
+    # Slow enough that no two outputs are read as one.
+    serve_http(ask, delay_s=0.02)
+
+
+class PanicException(BaseException):
+    """What a panic in Rust arrives as."""
+
+
+def panic(*_: object, **__: object) -> Any:
+    raise PanicException("no luck")
+
+
+@pytest.mark.parametrize("path", PANICS)
+def test_a_panic_of_the_grammar_library_is_a_refusal(path, monkeypatch):
+    monkeypatch.setattr(llguidance, "LLMatcher", panic)
+    monkeypatch.setattr(llguidance, "grammar_from", panic)
+    asked = PANICS[path] | {"structured_outputs": {"grammar": "start: start"}}
+
+    async def ask(client: httpx.AsyncClient) -> None:
+        for stream in (False, True):
+            response = await client.post(path, json=asked | {"stream": stream})
+            error = error_of(response, 400, "BadRequestError")
+            assert "no luck" in error["message"]
+            assert error["param"] == "structured_outputs"
+        assert (await client.get("/load")).json() == {"server_load": 0}
+
+    serve_http(ask)
+
+
+@pytest.mark.parametrize("path", PANICS)
+def test_any_panic_is_an_error_of_one_request(path, monkeypatch):
+    async def ask(client: httpx.AsyncClient) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(InputProcessor, "prepare", panic)
+            for stream in (False, True):
+                response = await client.post(
+                    path, json=PANICS[path] | {"stream": stream}
+                )
+                error_of(response, 500, "InternalServerError")
+        assert (await client.get("/load")).json() == {"server_load": 0}
+        assert (await client.post(path, json=PANICS[path])).status_code == 200
+
+    serve_http(ask)
+
+
+@pytest.mark.parametrize("fault", ["panic", "grammar"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_response_in_the_background_fails_with_its_error(fault, stream, monkeypatch):
+    asked = PANICS["/v1/responses"] | {"background": True, "stream": stream}
+    if fault == "grammar":
+        failing_after(monkeypatch, 3)
+        asked |= {"structured_outputs": GRAMMAR}
+
+    async def ask(client: httpx.AsyncClient) -> None:
+        with monkeypatch.context() as patch:
+            if fault == "panic":
+                patch.setattr(InputProcessor, "prepare", panic)
+            told = await client.post("/v1/responses", json=asked | {"request_id": "x"})
+            assert told.status_code == 200
+            while True:
+                found = (await client.get("/v1/responses/resp_x")).json()
+                if found["status"] not in ("queued", "in_progress"):
+                    break
+                await asyncio.sleep(0.005)
+        assert found["status"] == "failed"
+        assert found["error"]["code"] == "server_error"
+        assert (await client.get("/load")).json() == {"server_load": 0}
 
     serve_http(ask)
