@@ -192,7 +192,8 @@ def test_closes_idle_connection_after_an_answer(server: Server):
         client.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
         answer, seconds = read_all(client)
     assert answer.startswith(b"HTTP/1.1 200 ")
-    assert KEEP_ALIVE_S * 0.8 < seconds < KEEP_ALIVE_S + GRACE_S
+    # Below uvicorn's default of 5 s, which an ignored flag would leave.
+    assert KEEP_ALIVE_S * 0.8 < seconds < 4.5
 
 
 def test_one_connection_serves_requests_for_longer_than_any_limit(server: Server):
