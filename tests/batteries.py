@@ -135,6 +135,7 @@ BATTERIES = (
     Battery(
         name="lossless",
         files=(
+            "tests/e2e/test_gemma3.py",
             "tests/e2e/test_greedy_equality.py",
             "tests/e2e/test_lossless.py",
             "tests/e2e/test_told_bits.py",

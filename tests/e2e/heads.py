@@ -143,9 +143,14 @@ def heard() -> list[tuple[int, int, list[int]]]:
 
 @functools.cache
 def target_of(kind: str) -> Any:
-    """`pair`: the pair's. `chain`: its next token follows from the newest alone."""
+    """`pair`: the pair's. `chain`: its next token follows from the newest alone.
+
+    A family of `pair` names its pair's target.
+    """
     if kind == "pair":
         return pair.target()
+    if kind in (pair.GEMMA2, pair.GEMMA3):
+        return pair.target(kind)
     model = pair.make_model(11)
     with torch.no_grad():
         for layer in model.model.layers:

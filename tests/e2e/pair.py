@@ -21,7 +21,7 @@ from jaxspec.program.wire import CaughtUp, StepResult
 from jaxspec.sharding import DRAFT_MESH_AXES
 from jaxspec_checkpoints.quantization import Scheme
 from tests.engines import load_weights, make_engine, with_settings
-from tests.oracles import hf_logits, make_hf_model
+from tests.oracles import hf_logits, make_gemma3, make_hf_model
 
 # Sizes are apart from one another, so that an array's shape says what it is.
 SIZES = dict(
@@ -36,6 +36,14 @@ SIZES = dict(
     sliding_window=8,
     final_logit_softcapping=8.0,
 )
+# What a Gemma 3 has otherwise; `oracles.make_gemma3` gives it its rotations.
+SIZES_GEMMA3: dict[str, Any] = SIZES | dict(
+    num_hidden_layers=8,
+    query_pre_attn_scalar=5,
+    sliding_window_pattern=6,
+    final_logit_softcapping=None,
+)
+GEMMA2, GEMMA3 = "gemma2", "gemma3"
 NUM_DRAFT = 3
 # What a trimmed draft may propose, half of 64: runs and single tokens, neither from the
 # first on nor to the last.
@@ -64,14 +72,18 @@ def settings(**changes: Any) -> dict[str, Any]:
     return SETTINGS | changes
 
 
-def make_model(seed: int, **changes: Any) -> Any:
+def make_model(seed: int, *, family: str = GEMMA2, **changes: Any) -> Any:
     """A model that does not repeat itself.
 
     With tied embeddings a random model says its last token again and again, and a text
     of equal tokens hides keys and values at wrong positions. Random signs in the final
     norm and louder layers end that.
     """
-    model = make_hf_model(seed=seed, **(SIZES | changes))
+    if family == GEMMA3:
+        model = make_gemma3(seed=seed, **(SIZES_GEMMA3 | changes))
+    else:
+        assert family == GEMMA2
+        model = make_hf_model(seed=seed, **(SIZES | changes))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for layer in model.model.layers:
@@ -85,19 +97,19 @@ def make_model(seed: int, **changes: Any) -> Any:
 
 
 @functools.cache
-def target() -> Any:
-    return make_model(2)
+def target(family: str = GEMMA2) -> Any:
+    return make_model(2, family=family)
 
 
 @functools.cache
-def draft(kind: str) -> Any:
+def draft(kind: str, family: str = GEMMA2) -> Any:
     """`noisy` agrees often, `unrelated` by chance, `same` always."""
     if kind == "same":
-        return target()
+        return target(family)
     if kind == "unrelated":
-        return make_model(1)
+        return make_model(1, family=family)
     assert kind == "noisy"
-    return add_noise(make_model(2))
+    return add_noise(make_model(2, family=family))
 
 
 def add_noise(model: Any) -> Any:

@@ -99,18 +99,22 @@ def params_of(count: int) -> list[SamplingParams]:
     ]
 
 
-def check_drafts(prompt: list[int], text: list[int]) -> int:
+def check_drafts(prompt: list[int], text: list[int], *, draft: Any = None) -> int:
     """Every draft of one request is the model's, given the text and masks alone.
+
+    Args:
+        draft: HuggingFace's draft model, if not the pair's.
 
     Returns:
         How many have been looked at.
     """
     whole, count = prompt + text, 0
+    draft = draft or pair.draft("noisy")
     for _, known, drafts in heads.heard():
         if known > len(whole):
             continue
         tokens = np.array(whole[:known] + [MASK] * (NUM_DRAFT - 1))
-        logits = hf_logits(pair.draft("noisy"), tokens)[known - 1 :]
+        logits = hf_logits(draft, tokens)[known - 1 :]
         for place, token in enumerate(drafts):
             assert logits[place, token] > logits[place].max() - 1e-4, (known, place)
         count += len(drafts)
