@@ -17,23 +17,28 @@ from typing import Any
 
 import jaxspec
 
+BUNDLED_TARGET = "jaxspec/tiny-gemma2"
+
 
 def measure_startup(
     num_drafts: int,
     dtype: str,
     num_tokens: int,
     *,
+    model: str = BUNDLED_TARGET,
     environment: dict[str, str] | None = None,
 ) -> dict[str, Any]:
     """Start the process twice; seconds and peak bytes of each.
 
     Args:
+        num_drafts: By the bundled draft; 0 runs the model alone.
         environment: Of the process, which says whose engine is started; this one's own
             by default.
     """
     with tempfile.TemporaryDirectory() as cache:
         arguments = ["--cache", cache, "--num-tokens", str(num_tokens)]
         arguments += ["--num-speculative-tokens", str(num_drafts), "--dtype", dtype]
+        arguments += ["--model", model]
         environment = dict(os.environ if environment is None else environment)
         return {kind: _start(arguments, environment) for kind in ("cold", "warm")}
 
@@ -82,11 +87,16 @@ def main() -> None:
     parser.add_argument("--num-tokens", type=int, required=True)
     parser.add_argument("--num-speculative-tokens", type=int, required=True)
     parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--model", default=BUNDLED_TARGET)
     options = parser.parse_args()
-    llm = jaxspec.LLM(
-        model="jaxspec/tiny-gemma2",
+    drafts: dict[str, Any] = dict(
         speculative_model="jaxspec/tiny-gemma2-draft",
         num_speculative_tokens=options.num_speculative_tokens,
+    )
+    llm = jaxspec.LLM(
+        model=options.model,
+        **(drafts if options.num_speculative_tokens else {}),
+        max_model_len=1024,
         dtype=options.dtype,
         max_num_seqs=1,
         compilation_cache_dir=options.cache,
