@@ -52,8 +52,8 @@ LARGEST = replace(LONG, proposers=tuple(LARGE), drafts=(8,))
 # In bfloat16 near ties are many; optimised, as the arithmetic then is the users'.
 SHAPES = replace(LONG, proposers=tuple(SHAPED), drafts=(3,))
 ROUNDED = replace(LONG, dtype="bfloat16", is_optimized=True)
-# Every way of proposing with the other generation's layers: four times as many of them,
-# so fewer prompts and one program of each engine.
+# Every proposer on a Gemma 3 pair. It has four times the layers, so there are fewer
+# prompts, and each engine compiles one program.
 GEMMA3_SHORT = replace(SHORT, family=pair.GEMMA3, num_prompts=16, num_tokens=16)
 GEMMA3 = replace(
     SHORT, family=pair.GEMMA3, num_prompts=32, num_tokens=48, proposers=tuple(PROPOSERS)
