@@ -97,11 +97,13 @@ class Cut:
     """How much is played.
 
     Attributes:
+        family: Of both models: `pair.GEMMA2` or `pair.GEMMA3`.
         alone: Of the prompts, those played at batch 1, where rounds are many.
         has_one_program: For prompts, drafts and plain rounds, which are then slower:
             where little is played, compiling takes longer.
     """
 
+    family: str = pair.GEMMA2
     num_prompts: int = 1000
     num_tokens: int = 128
     proposers: tuple[str, ...] = tuple(PROPOSERS)
@@ -180,8 +182,9 @@ def prompts_of(count: int) -> list[list[int]]:
 
 def texts_of(cut: Cut, prompts: list[list[int]], params: SamplingParams) -> Texts:
     """What plain decoding says, which HuggingFace would not say otherwise."""
+    target = pair.target(cut.family)
     engine = make_engine(
-        pair.target(),
+        target,
         max_num_seqs=32,
         page_size=PAGE_SIZE,
         num_pages=32 * cut.pages_per_seq,
@@ -194,7 +197,7 @@ def texts_of(cut: Cut, prompts: list[list[int]], params: SamplingParams) -> Text
     said = tokens_of(generate(engine, prompts, params))
     if cut.dtype == "float32":
         both = zip(prompts, tqdm(said, desc="margins"), strict=True)
-        margins = [pair.greedy_margin(*one) for one in both]
+        margins = [pair.greedy_margin(*one, model=target) for one in both]
         assert min(margins) > -pair.MIN_MARGIN, "HuggingFace says something else"
     return said
 
@@ -204,8 +207,8 @@ def engine_for(cut: Cut, proposer: str, batch: int) -> LLMEngine:
     kind = dict(ALL[proposer])
     has_draft, tree = kind.pop("has_draft"), kind.get("tree")
     return make_engine(
-        pair.target(),
-        pair.draft("noisy") if has_draft else None,
+        pair.target(cut.family),
+        pair.draft("noisy", cut.family) if has_draft else None,
         **kind,
         num_draft_tokens=len(read_paths(tree)) if tree else max(cut.drafts),
         max_num_seqs=batch,

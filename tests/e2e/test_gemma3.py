@@ -1,7 +1,8 @@
-"""Drafts of every kind on a pair of Gemma 3: right ones stay, texts are the target's.
+"""A Gemma 3 pair: correct drafts are accepted, and texts equal plain decoding.
 
-Eight layers, six to a period, with one KV head: what Gemma 2 has not is in all of them.
-`test_lossless.py` has the paths of the engine on the same pair.
+The models have eight layers with a period of six, one KV head, normalized query and key
+heads, and scaled positions in global layers. `test_lossless.py` plays all proposers and
+engine paths on the same pair.
 """
 
 import functools
@@ -26,7 +27,7 @@ from tests.engines import (
 LENGTH = 24
 GREEDY = SamplingParams(temperature=0, max_tokens=LENGTH, ignore_eos=True)
 SETTINGS: dict[str, Any] = pair.settings(runner=OneGreedyProgramRunner)
-# What eight devices divide; the one KV head is copied.
+# Sizes that eight devices divide; the one KV head is copied to each.
 SPLIT: dict[str, Any] = dict(
     num_attention_heads=8, hidden_size=24, intermediate_size=32
 )
@@ -34,13 +35,13 @@ SPLIT: dict[str, Any] = dict(
 
 @functools.cache
 def prompts() -> list[list[int]]:
-    """Of a token to more than a chunk, and of up to nine windows."""
+    """Return prompts of 1 to 72 tokens: up to three chunks and nine windows."""
     return pair.prompts(8, longest=72)
 
 
 @functools.cache
 def texts() -> list[list[int]]:
-    """What plain decoding says; HuggingFace says the same, and clearly."""
+    """Return the texts of plain decoding, which HuggingFace's argmax confirms."""
     target = pair.target(pair.GEMMA3)
     said = tokens_of(generate(make_engine(target, **SETTINGS), prompts(), GREEDY))
     check_clear(said, target)

@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 
 from jaxspec_kernels import native
+from tests.e2e import pair
 from tests.e2e.lossless import (
     LARGE,
     PATHS,
+    PROPOSERS,
     RESULTS,
     SHAPED,
     Cut,
@@ -50,6 +52,15 @@ LARGEST = replace(LONG, proposers=tuple(LARGE), drafts=(8,))
 # In bfloat16 near ties are many; optimised, as the arithmetic then is the users'.
 SHAPES = replace(LONG, proposers=tuple(SHAPED), drafts=(3,))
 ROUNDED = replace(LONG, dtype="bfloat16", is_optimized=True)
+# Every proposer on a Gemma 3 pair. It has four times the layers, so there are fewer
+# prompts, and each engine compiles one program.
+GEMMA3_SHORT = replace(SHORT, family=pair.GEMMA3, num_prompts=16, num_tokens=16)
+GEMMA3 = replace(
+    SHORT, family=pair.GEMMA3, num_prompts=32, num_tokens=48, proposers=tuple(PROPOSERS)
+)
+GEMMA3_SHAPES = replace(GEMMA3, proposers=tuple(SHAPED))
+GEMMA3_LARGEST = replace(GEMMA3, proposers=tuple(LARGE), drafts=(8,))
+GEMMA3_ROUNDED = replace(GEMMA3, dtype="bfloat16", is_optimized=True)
 BATTERY = pytest.mark.battery(name="lossless")
 
 
@@ -64,6 +75,11 @@ BATTERY = pytest.mark.battery(name="lossless")
         pytest.param(LARGEST, id="largest", marks=BATTERY),
         pytest.param(LONG, id="long", marks=BATTERY),
         pytest.param(ROUNDED, id="bfloat16", marks=BATTERY),
+        pytest.param(GEMMA3_SHORT, id="gemma3, short"),
+        pytest.param(GEMMA3, id="gemma3", marks=BATTERY),
+        pytest.param(GEMMA3_SHAPES, id="gemma3, shapes", marks=BATTERY),
+        pytest.param(GEMMA3_LARGEST, id="gemma3, largest", marks=BATTERY),
+        pytest.param(GEMMA3_ROUNDED, id="gemma3, bfloat16", marks=BATTERY),
     ],
 )
 def test_every_path_says_what_plain_decoding_says(cut):

@@ -3,9 +3,11 @@
 Of 2B, 9B and 27B, the last also split over eight chips. XLA converts values within the
 fusion of the dot that reads them. What it would cost otherwise is what is gained: a
 matrix of bfloat16, written and read again. Not so for int4 on a GPU: there XLA widens
-the matrices of attention by themselves.
+the matrices of attention by themselves. Small groups of features, as in GGUF files, are
+compiled for a TPU.
 """
 
+import dataclasses
 import itertools
 import math
 from typing import Any
@@ -13,12 +15,19 @@ from typing import Any
 import pytest
 
 from benchmarks.compile_costs import engine_config
+from jaxspec.config import EngineConfig
 from jaxspec.engine.described import describe, describe_mesh, named_devices
 from jaxspec.program.plan import Features, StepShape
 from jaxspec.program.step import lower_step
 from jaxspec_checkpoints import Sizes, tensor_shapes
 from jaxspec_checkpoints.gemma.published import published_config
 from jaxspec_checkpoints.layout import EMBEDDING
+from jaxspec_checkpoints.quantization import (
+    GGUF_SCHEMES,
+    GROUP_SIZES,
+    MixedScheme,
+    Scheme,
+)
 from tests.batteries import members
 from tests.kernels import aot_gpu, aot_tpu
 from tests.program import hlo
@@ -29,15 +38,40 @@ NUM_LAYERS = 2
 # that in bfloat16: on a TPU there is room for no widened one of any. On a GPU there are
 # partial sums; `gate_up_proj` takes 85 MB and more in bfloat16.
 TEMP_BYTES = {"v5e-1": 2**22, "v5e-8": 2**22, "h200": 2**26}
+NAMED = {kind: Scheme(kind=kind, group_size=GROUP_SIZES[kind]) for kind in GROUP_SIZES}
+# Types of GGUF files: int4 and int8 in groups of 32 and 16 features. Each in a model of
+# its own, and several in one.
+GGUF_TYPES = ("Q4_0", "Q8_0", "Q3_K", "Q6_K")
+MIXED = "mixed"
+_MIXED_TYPES = {
+    "q_proj": "Q4_0", "k_proj": "Q4_0", "v_proj": "Q4_0", "o_proj": "Q8_0",
+    "gate_proj": "Q3_K", "up_proj": "Q3_K", "down_proj": "Q6_K",
+}  # fmt: skip
 
 
-def expected_bytes(size: str, kind: str) -> float:
-    """What a pass reads of the weights, by published sizes: all of them, once.
+def scheme_of(kind: str, name: str) -> Scheme:
+    """Return how the matrix `name` of a layer is kept."""
+    if kind == MIXED:
+        kind = _MIXED_TYPES[name.split(".")[-2]]
+    return (NAMED | GGUF_SCHEMES)[kind]
 
-    Matrices of layers are quantized; norms and the embedding stay as they are.
-    """
+
+def with_gguf_types(config: EngineConfig, kind: str, sizes: Sizes) -> EngineConfig:
+    """Return a config of a model that a GGUF file with these types gives."""
+    types = {
+        name: _MIXED_TYPES[name.split(".")[-2]] if kind == MIXED else kind
+        for name, shape in tensor_shapes(sizes).items()
+        if len(shape) > 1 and name != EMBEDDING
+    }
+    scheme = MixedScheme(types=tuple(types.items()))
+    model = dataclasses.replace(config.model_config, quantization=scheme)
+    return dataclasses.replace(config, model_config=model)
+
+
+def sizes_of(size: str) -> Sizes:
+    """Return the sizes of the layers that are compiled."""
     config = published_config(size)
-    sizes = Sizes(
+    return Sizes(
         vocab_size=config["vocab_size"],
         hidden_size=config["hidden_size"],
         intermediate_size=config["intermediate_size"],
@@ -46,16 +80,23 @@ def expected_bytes(size: str, kind: str) -> float:
         num_kv_heads=config["num_key_value_heads"],
         head_dim=config["head_dim"],
     )
-    value_bytes = {"int8": 1, "fp8": 1, "int4": 0.5}[kind]
+
+
+def expected_bytes(size: str, kind: str) -> float:
+    """What a pass reads of the weights, by published sizes: all of them, once.
+
+    Matrices of layers are quantized; norms and the embedding stay as they are.
+    """
+    value_bytes = {"int8": 1, "fp8": 1, "int4": 0.5}
     total = 0.0
-    for name, shape in tensor_shapes(sizes).items():
+    for name, shape in tensor_shapes(sizes_of(size)).items():
         if len(shape) < 2 or name == EMBEDDING:
             total += 2 * math.prod(shape)
             continue
-        rows, features = shape
-        # A float32 for each output, of int4 for each 128 features of one.
-        num_scales = rows * (features // 128 if kind == "int4" else 1)
-        total += value_bytes * math.prod(shape) + 4 * num_scales
+        scheme = scheme_of(kind, name)
+        # A float32 for each output and group of features.
+        num_scales = shape[0] * scheme.num_groups(shape[1])
+        total += value_bytes[scheme.kind] * math.prod(shape) + 4 * num_scales
     return total
 
 
@@ -69,6 +110,7 @@ def expected_bytes(size: str, kind: str) -> float:
                 ("v5e-1",), ("2b", "9b", "27b"), ("int8", "int4", "fp8")
             ),
             *itertools.product(("v5e-8",), ("27b",), ("int8", "int4", "fp8")),
+            *itertools.product(("v5e-1",), ("2b",), (*GGUF_TYPES, MIXED)),
             *itertools.product(("h200",), ("2b", "9b", "27b"), ("int8", "fp8")),
         ],
         is_example=lambda case: case == ("v5e-1", "2b", "int8"),
@@ -82,12 +124,14 @@ def test_no_matrix_is_widened_in_memory(devices, size, kind):
     config = engine_config(
         size,
         num_layers=NUM_LAYERS,
-        quantization=kind,
+        quantization=kind if kind in NAMED else None,
         dtype="bfloat16",
         tensor_parallel_size=num_chips,
         max_num_seqs=8,
         num_gpu_blocks_override=512,
     )
+    if kind not in NAMED:
+        config = with_gguf_types(config, kind, sizes_of(size))
     program, forms = describe(config, describe_mesh(devices, config))
     shape = StepShape(
         num_seqs=8, num_draft_tokens=0, chunk=0, features=Features(is_greedy=True)
