@@ -1,10 +1,10 @@
 """The published Gemma 3 270M on this CPU, beside llama.cpp on the same GGUF file.
 
 `python -m benchmarks.real` measures how long the file takes to open, the first token of
-a new process with programs kept and without, peak memory, and tokens/s at batch 1: plain
-and with n-gram and suffix drafts, on prompts whose texts copy and on prose. It writes
-`results/real-cpu.json` and the table in `docs/models.md`. llama.cpp comes as the package
-`xllamacpp`; plain only.
+a new process with programs kept and without, peak memory, and tokens/s at batch 1:
+plain and with n-gram and suffix drafts, on prompts whose texts copy and on prose. It writes
+`results/real-cpu.json` and the table in `docs/models.md`. llama.cpp comes as the
+package `xllamacpp` and runs without drafts.
 """
 
 import argparse
