@@ -2,8 +2,8 @@
 
 `python -m benchmarks.real` measures how long the file takes to open, the first token of
 a new process with programs kept and without, peak memory, and tokens/s at batch 1:
-plain and with n-gram and suffix drafts, on prompts whose texts copy and on prose. It writes
-`results/real-cpu.json` and the table in `docs/models.md`. llama.cpp comes as the
+plain and with n-gram and suffix drafts, on prompts whose texts copy and on prose. It
+writes `results/real-cpu.json` and the table in `docs/models.md`. llama.cpp comes as the
 package `xllamacpp` and runs without drafts.
 """
 
