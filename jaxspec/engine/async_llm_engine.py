@@ -336,11 +336,11 @@ async def _admit(
 
 
 def _check_sound(output: RequestOutput) -> None:
-    """Refuse a text that could not go on.
+    """Refuse a text that ended with an error.
 
     Raises:
         EngineGenerateError: There is one; it says why.
     """
     for one in output.outputs:
         if one.finish_reason == "error":
-            raise EngineGenerateError(f"{one.stop_reason} The engine goes on.")
+            raise EngineGenerateError(f"{one.stop_reason} Other requests continue.")

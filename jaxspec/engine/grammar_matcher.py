@@ -4,6 +4,7 @@ No other module calls the library. Every call goes through `call_library`: whate
 library raises, a Rust panic included, becomes a `GrammarFailure` of one request.
 """
 
+import contextlib
 import math
 import re
 import threading
@@ -53,7 +54,7 @@ _stack_size_lock = threading.Lock()
 
 
 class GrammarFailure(Exception):  # noqa: N818 - the end of a text, not a fault of ours
-    """The library cannot go on with a text.
+    """The library cannot continue a text.
 
     Attributes:
         kind: "limit", "dead_end", "panic", "refused" or "other": a label of metrics.
@@ -175,7 +176,7 @@ class _Pieces:
 
 
 class _Lexer:
-    """A matcher at the beginning of a text, and the time its lexer has been used.
+    """A matcher at the beginning of a text, and the CPU time its lexer has used.
 
     Copies of a matcher share the lexer: its cached states, and its error.
     """
@@ -315,14 +316,14 @@ class Matcher:
         """
         if self._is_complete():
             return False
-        start = time.perf_counter()
+        start = time.thread_time()
         try:
             has_read = self._call("validate_tokens", [token]) and self._call(
                 "consume_token", token
             )
         except GrammarFailure:
             has_read = False
-        self._lexer.spent_s += time.perf_counter() - start
+        self._lexer.spent_s += time.thread_time() - start
         if has_read:
             self.tokens.append(token)
             return True
@@ -354,21 +355,27 @@ class Matcher:
         Raises:
             GrammarFailure: The library cannot say.
         """
-        try:
-            if self._lexer.is_used_up:
-                self._start(self._grammar.shared_lexer(), self.tokens)
-            bits = self._bits()
-        except GrammarFailure:
-            bits = None  # it may be the fault of this lexer
-        if bits is None or self._lexer.is_used_up:
+        bits = None
+        with contextlib.suppress(GrammarFailure):  # it may be that of this lexer alone
+            bits = self._certain_bits()
+        if bits is None:
             self._start_alone(self.tokens)
             bits = self._bits()
         return np.frombuffer(bits, np.uint32)
 
+    def _certain_bits(self) -> bytes | None:
+        """Compute a mask; return None where a new lexer must confirm it."""
+        if self._lexer.is_used_up:
+            if self._is_alone:
+                return None
+            self._start(self._grammar.shared_lexer(), self.tokens)
+        bits = self._bits()
+        return None if self._lexer.is_used_up else bits
+
     def _bits(self) -> bytes:
-        start = time.perf_counter()
+        start = time.thread_time()
         bits = self._call("compute_bitmask")
-        self._lexer.spent_s += time.perf_counter() - start
+        self._lexer.spent_s += time.thread_time() - start
         if self._call("is_error"):
             raise _failure(self._call("get_error"))
         self._is_complete()
@@ -401,17 +408,17 @@ class Matcher:
         self._lexer.spent_s = math.inf  # for matchers that share it
         self.tokens = tokens
         self._start(self._grammar.new_lexer(), tokens)
-        self._lexer.spent_s = 0.0
+        self._lexer.spent_s, self._is_alone = 0.0, True
 
     def _start(self, lexer: _Lexer, tokens: list[int]) -> None:
         """Read a text with another lexer."""
-        self._lexer, self.tokens = lexer, tokens
+        self._lexer, self.tokens, self._is_alone = lexer, tokens, False
         self._native = call_library(lexer.native.deep_copy)
         if not tokens:
             return
-        start = time.perf_counter()
+        start = time.thread_time()
         count = self._call("try_consume_tokens", tokens)
-        lexer.spent_s += time.perf_counter() - start
+        lexer.spent_s += time.thread_time() - start
         if self._call("is_error"):
             raise _failure(self._call("get_error"))
         self.tokens = tokens[:count]

@@ -391,7 +391,7 @@ class OutputProcessor:
             return
         failure = part.failure
         if failure is not None:
-            # Before text is read: a stop string in what is left still ends it.
+            # A stop string in the tokens before the failure still ends the text.
             surplus = len(request.output_token_ids) - len(failure.tokens)
             self._drop(stream, surplus)
             shown = part.token_ids = part.token_ids[:-surplus]

@@ -51,7 +51,7 @@ _DEFAULTS = StructuredOutputsConfig()
 
 
 class Failure(NamedTuple):
-    """Where the grammar of a text cannot go on, and why.
+    """Where the grammar of a text failed, and why.
 
     Attributes:
         tokens: Of the text before the mask that could not be computed.
@@ -89,7 +89,7 @@ class GrammarState:
     known_masks: dict[tuple[int, ...], np.ndarray] = field(default_factory=dict)
 
     def failure_in(self, text: list[int]) -> Failure | None:
-        """Return where a text went on although its grammar could not, if it did.
+        """Return the failure after which a text has tokens, if there is one.
 
         Called by the engine's thread, while others compute masks.
         """
@@ -166,7 +166,7 @@ class GrammarState:
         num_words = masks.shape[1]
         for index, draft in enumerate(drafts[:first]):
             if not _allows(self._mask_after(drafts[:index], num_words), draft):
-                break  # what is asked about cannot become the text
+                break  # these drafts are rejected
             self._read(draft)
         else:
             self._write(drafts, first, masks)

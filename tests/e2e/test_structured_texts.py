@@ -199,12 +199,12 @@ def test_grammars_near_the_limits_of_the_library(monkeypatch):
     prompts = ["Once upon a time"] * len(params)
     found = []
     for draft in ({}, dict(speculative_model=DRAFT, num_speculative_tokens=5)):
+        settings: dict[str, Any] = draft
         llm = LLM(
-            TARGET, max_model_len=192, max_num_seqs=4, dtype="float32", seed=0, **draft
+            TARGET, max_model_len=192, max_num_seqs=4, dtype="float32", **settings
         )
         outputs = llm.generate(prompts, params, use_tqdm=False)
         found.append([output.outputs[0] for output in outputs])
-        llm.llm_engine.scheduler.check_idle()
     for one, other in zip(*found, strict=True):
         assert one.token_ids == other.token_ids
         assert one.finish_reason == other.finish_reason
@@ -219,4 +219,4 @@ def test_grammars_near_the_limits_of_the_library(monkeypatch):
         elif name != "expressions":
             json.loads(one.text)
     reasons = [one.finish_reason for one in found[0]]
-    assert "error" in reasons and reasons.count("stop") > len(reasons) / 3
+    assert "error" in reasons and reasons.count("stop") > 10

@@ -1,4 +1,4 @@
-"""A grammar's verdict depends on the text alone; failures stay with one text."""
+"""A grammar's verdict depends on the text alone; a failure ends one text only."""
 
 import functools
 import itertools
@@ -53,7 +53,7 @@ def vocabulary() -> Vocabulary:
 
 
 def limited(monkeypatch: pytest.MonkeyPatch, fuel: int) -> None:
-    """Set the fuel of a mask, and what follows from it."""
+    """Set the fuel of a mask."""
     limits = llguidance.LLParserLimits(
         initial_lexer_fuel=2**40, step_lexer_fuel=fuel, verbose_errors=False
     )
@@ -131,6 +131,20 @@ def test_a_rebuilt_matcher_computes_the_same_masks(monkeypatch):
     for mask, token in zip(masks, tokens, strict=True):
         np.testing.assert_array_equal(rebuilt.mask(), mask)
         assert rebuilt.read(token)
+
+
+def test_a_mask_that_uses_up_its_lexer_is_confirmed_by_a_new_one(monkeypatch):
+    matcher = Matcher(Grammar(WORDS_OF_LETTERS, vocabulary()))
+    monkeypatch.setattr(grammar_matcher, "MASK_FUEL", 0)
+    make, made = Grammar.new_lexer, []
+
+    def counted(self: Grammar) -> Any:
+        made.append(make(self))
+        return made[-1]
+
+    monkeypatch.setattr(Grammar, "new_lexer", counted)
+    matcher.mask()
+    assert len(made) == 1
 
 
 def test_a_failed_text_leaves_others_of_the_grammar_alone(monkeypatch):

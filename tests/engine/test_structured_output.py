@@ -58,7 +58,7 @@ def fresh_masks(text: list[int], drafts: list[int]) -> np.ndarray:
 
 
 def num_taken(matcher: Matcher, tokens: list[int]) -> int:
-    """How many of the tokens the grammar takes."""
+    """Return the number of tokens that the grammar takes."""
     for count, token in enumerate(tokens):
         try:
             if not matcher.read(token):

@@ -372,7 +372,7 @@ def test_a_grammar_that_fails_at_once_is_an_error(path, monkeypatch):
         metrics = (await client.get("/metrics")).text
         assert re.search(r'grammar_failures_total\{.*kind="limit".*\} 2', metrics)
         assert re.search(r'finished_reason="error".*\} 2', metrics)
-        # The engine goes on.
+        # Other requests continue.
         assert (await client.post(path, json=PANICS[path])).status_code == 200
 
     serve_http(ask)
@@ -452,8 +452,8 @@ def test_a_response_in_the_background_fails_with_its_error(fault, stream, monkey
         with monkeypatch.context() as patch:
             if fault == "panic":
                 patch.setattr(InputProcessor, "prepare", panic)
-            told = await client.post("/v1/responses", json=asked | {"request_id": "x"})
-            assert told.status_code == 200
+            begun = await client.post("/v1/responses", json=asked | {"request_id": "x"})
+            assert begun.status_code == 200
             while True:
                 found = (await client.get("/v1/responses/resp_x")).json()
                 if found["status"] not in ("queued", "in_progress"):

@@ -98,7 +98,7 @@ class Request:
 
     @property
     def grammar_failure(self) -> Failure | None:
-        """Where the text went on although its grammar could not."""
+        """Where the text has tokens that its grammar did not allow."""
         if self.grammar is None:
             return None
         return self.grammar.failure_in(self.output_token_ids)
