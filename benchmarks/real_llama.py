@@ -14,12 +14,13 @@ import xllamacpp
 
 def main() -> None:
     given: dict[str, Any] = json.load(sys.stdin)
-    params = xllamacpp.CommonParams()
+    library: Any = xllamacpp  # its types name nothing
+    params = library.CommonParams()
     params.model.path = given["path"]
     params.n_ctx, params.n_parallel = 1024, 1
     params.cpuparams.n_threads = given["threads"]
     params.cpuparams_batch.n_threads = given["threads"]
-    server = xllamacpp.Server(params)
+    server = library.Server(params)
     speeds: dict[str, list[float]] = {}
     for domain, text in given["prompts"]:
         runs = []

@@ -88,7 +88,7 @@ def test_all_that_there_is_for_a_target_is_found(folders):
 
 def test_what_is_neither_head_nor_model_is_refused(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
-    with pytest.raises(ConfigError, match="model_type must be 'gemma2'"):
+    with pytest.raises(ConfigError, match="model_type must be one of 'gemma2'"):
         told("--all-methods", tmp_path)
     with pytest.raises(ConfigError, match="nosuch"):
         told("--all-methods", tmp_path / "nosuch")

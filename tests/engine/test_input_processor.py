@@ -204,7 +204,7 @@ def test_what_the_engine_does_not_do_is_refused(name: str, value: Any):
 
 
 def test_a_form_names_its_feature_and_outranks_min_tokens():
-    form = StructuredOutputsParams(regex="[A-F]+")
+    form = StructuredOutputsParams(regex="[0-9]+")
     request = make(structured_outputs=form, min_tokens=4, stop_token_ids=[7])
     assert request.features == Features(has_grammar=True)
     state = request.grammar

@@ -253,7 +253,7 @@ def test_grammars_need_the_cpu_backend_beside_an_accelerators(monkeypatch):
 
     engine = pair.engine()
     monkeypatch.setattr(jax, "devices", devices)
-    form = StructuredOutputsParams(choice=["a", "b"])
+    form = StructuredOutputsParams(choice=["A", "B"])
     special = SamplingParams(structured_outputs=form)
     for refused in (
         lambda: engine.runner.check_features(Features(has_grammar=True)),
@@ -271,7 +271,7 @@ def test_a_second_start_compiles_nothing_but_grammars(num_draft, tmp_path, monke
     target = make_micro(num_hidden_layers=1)
     prompts = [[2, 5, 7], [2, 9]]
     plain = SamplingParams(max_tokens=9, seed=3)
-    form = StructuredOutputsParams(choice=["ab", "ba"])
+    form = StructuredOutputsParams(choice=["()", ")("])
     formed = SamplingParams(max_tokens=9, structured_outputs=form)
     compiled = []
 
