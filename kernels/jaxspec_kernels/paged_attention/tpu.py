@@ -392,9 +392,9 @@ def paged_attention(
         is_scaled=isinstance(kv_pages, ScaledPages),
     )
     pools = jax.tree.leaves(kv_pages)
-    if isinstance(kv_pages, ScaledPages) and not interpret:
-        # Where all scales fit in VMEM, XLA would bring them there for the kernel.
-        pools[1] = pltpu.with_memory_space_constraint(pools[1], pltpu.HBM)
+    if not interpret:
+        # Where a pool fits in VMEM, XLA would bring all of it there, and back.
+        pools = [pltpu.with_memory_space_constraint(pool, pltpu.HBM) for pool in pools]
     mixed = pl.pallas_call(
         kernel,
         out_shape=jax.ShapeDtypeStruct(rows.shape, query.dtype),
