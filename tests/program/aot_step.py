@@ -1,8 +1,9 @@
 """Compiles the step program at full size for devices that are not there.
 
-`PYTHONPATH=.venv/aot python -m tests.program.aot_step` writes what the compiler says of
-each place to `benchmarks/results/aot_step.json`: memory, kernels, collectives, copies.
-With names of places behind it, it prints those. Nothing runs: no figure is a speed.
+`PYTHONPATH=.venv/aot python -m tests.program.aot_step` compiles each place that
+`benchmarks/results/aot_step.json` lacks, and adds to that file what the compiler
+reports: memory, kernels, collectives, copies. Places named as arguments are compiled
+again. Nothing runs: no figure is a speed.
 jax looks for its compilers when it starts, so the path must be there before.
 """
 
@@ -22,8 +23,9 @@ from jax.experimental import topologies
 from jax.sharding import Mesh
 from tqdm.auto import tqdm
 
+from jaxspec.bench.report import write_whole
 from jaxspec.config import ModelConfig
-from jaxspec.models.families import config_from_hf
+from jaxspec.models.families import config_from_hf, published_config
 from jaxspec.models.weights import abstract_params
 from jaxspec.program.plan import PoolShape, StepShape
 from jaxspec.program.propose.draft_model import DraftModel
@@ -36,7 +38,6 @@ from jaxspec.sharding import (
     make_mesh,
     replicated,
 )
-from jaxspec_checkpoints.gemma.published import published_config
 from tests.kernels import aot_gpu, aot_tpu
 from tests.program import hlo
 
@@ -53,9 +54,11 @@ class Place:
     """Devices, how the pair lies on them, and pages that fill them.
 
     Attributes:
+        pair: Published names of the target and the draft model.
         hbm: Bytes of one chip that a program may use.
     """
 
+    pair: tuple[str, str] = ("google/gemma-2-9b", "google/gemma-2-2b")
     platform: str
     topology: str
     devices: int
@@ -81,6 +84,27 @@ PLACES = {
     "h200": Place(
         platform="cuda", topology="1x1x1", devices=1, draft_devices=1,
         num_pages=4096, hbm=141 * 10**9,
+    ),
+    # The largest of each chip; an H200 runs the program of an H100.
+    "v5e-1/gemma-3": Place(
+        pair=("google/gemma-3-4b-it", "google/gemma-3-270m-it"),
+        platform="tpu", topology="v5e:1x1", devices=1, draft_devices=1,
+        num_pages=3072, hbm=int(15.75 * GIB),
+    ),
+    "v6e-1/gemma-3": Place(
+        pair=("google/gemma-3-12b-it", "google/gemma-3-270m-it"),
+        platform="tpu", topology="v6e:1x1", devices=1, draft_devices=1,
+        num_pages=1152, hbm=int(31.25 * GIB),
+    ),
+    "v5e-8/gemma-3": Place(
+        pair=("google/gemma-3-27b-it", "google/gemma-3-270m-it"),
+        platform="tpu", topology="v5e:2x4", devices=8, draft_devices=4,
+        num_pages=4096, hbm=int(15.75 * GIB),
+    ),
+    "h100/gemma-3": Place(
+        pair=("google/gemma-3-4b-it", "google/gemma-3-270m-it"),
+        platform="cuda", topology="1x1x1", devices=1, draft_devices=1,
+        num_pages=4096, hbm=78 * GIB,
     ),
 }  # fmt: skip
 
@@ -125,9 +149,17 @@ def missing(place: Place) -> str | None:
     return aot_gpu.missing() if place.platform == "cuda" else aot_tpu.MISSING
 
 
-def model(name: str, num_layers: int | None = None) -> ModelConfig:
-    """The config of a published size, with fewer layers where that is enough."""
+def models(
+    place: Place, layers: tuple[int | None, int | None] = (None, None)
+) -> tuple[ModelConfig, ModelConfig]:
+    """Return the configs of a place's pair, with fewer layers where given."""
+    target, draft = (_model(*both) for both in zip(place.pair, layers, strict=True))
+    return target, draft
+
+
+def _model(name: str, num_layers: int | None) -> ModelConfig:
     config = published_config(name)
+    assert config is not None, name
     if num_layers is not None:
         config["num_hidden_layers"] = num_layers
     return config_from_hf(config)
@@ -150,10 +182,10 @@ def lower_pair(
     *,
     layers: tuple[int | None, int | None] = (None, None),
 ) -> tuple[jax.stages.Lowered, tuple[Any, Any], EngineState]:
-    """Trace 9B with a 2B draft: the program, and the forms of what it is given."""
+    """Trace a place's pair: the program, and the forms of what it is given."""
     place = PLACES[name]
     mesh = describe(place)
-    target, draft = model("9b", layers[0]), model("2b", layers[1])
+    target, draft = models(place, layers)
     pool = pool_of(place, target)
     dtype = jnp.dtype(jnp.bfloat16)
     form: Any = partial(abstract_params, dtype=dtype, mesh=mesh)
@@ -184,7 +216,7 @@ def compile_pair(
     *,
     layers: tuple[int | None, int | None] = (None, None),
 ) -> tuple[Report, str]:
-    """Compile 9B with a 2B draft, K = 4, 8 sequences; the report and the program."""
+    """Compile a place's pair, K = 4, 8 sequences; the report and the program."""
     start = time.monotonic()
     lowered, params, state = lower_pair(name, shape, layers=layers)
     with aot_tpu.no_compilation_cache():
@@ -195,9 +227,10 @@ def compile_pair(
     memory = compiled.memory_analysis()
     used = memory.argument_size_in_bytes + memory.temp_size_in_bytes
     used += memory.output_size_in_bytes - memory.alias_size_in_bytes
+    target, draft = models(PLACES[name], layers)
     report = Report(
         place=name,
-        layers=(model("9b", layers[0]).num_layers, model("2b", layers[1]).num_layers),
+        layers=(target.num_layers, draft.num_layers),
         argument_bytes=memory.argument_size_in_bytes,
         temp_bytes=memory.temp_size_in_bytes,
         peak_bytes=memory.peak_memory_in_bytes - memory.argument_size_in_bytes,
@@ -215,16 +248,17 @@ def compile_pair(
 
 
 def main(names: list[str]) -> None:
-    """Compile for the places that are named, or for all and write that down."""
-    rows = []
-    for name in tqdm(names or PLACES, unit="place"):
+    """Compile the places that are named, or those not recorded; record each."""
+    versions = aot_tpu.versions()
+    recorded = json.loads(RESULTS.read_text())
+    assert recorded["versions"] == versions, f"other versions: {recorded['versions']}"
+    rows = {row["place"]: row for row in recorded["rows"]}
+    for name in tqdm(names or [one for one in PLACES if one not in rows], unit="place"):
         report, _ = compile_pair(name)
-        rows.append(asdict(report))
-    if names:
-        print(json.dumps(rows, indent=2))
-        return
-    result = {"versions": aot_tpu.versions(), "rows": rows}
-    RESULTS.write_text(json.dumps(result, indent=2) + "\n")
+        rows[name] = asdict(report)
+        listed = [rows[one] for one in PLACES if one in rows]
+        result = {"versions": versions, "rows": listed}
+        write_whole(json.dumps(result, indent=2) + "\n", RESULTS)
 
 
 if __name__ == "__main__":

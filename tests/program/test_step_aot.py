@@ -17,13 +17,19 @@ EXAMPLE = "v5e-8/draft-2"
 # fetches ahead. Not `temp_bytes`: on TPU that counts the record of each such copy (XLA
 # slices a weight into four) twice, and doubles where more weights are fetched ahead.
 PEAK_BYTES = {
-    "v5e-8": 3 * 2**25, "v5e-8/draft-2": 5 * 2**25, "v6e-1": 2**27, "h200": 2**27
+    "v5e-8": 3 * 2**25, "v5e-8/draft-2": 5 * 2**25, "v6e-1": 2**27, "h200": 2**27,
+    "v5e-1/gemma-3": 2**27, "v6e-1/gemma-3": 2**27, "v5e-8/gemma-3": 2**27,
+    "h100/gemma-3": 2**27,
 }  # fmt: skip
 # Where few weights are fetched ahead in slices, that is bounded as well.
-TEMP_BYTES = {"v6e-1": 2**29, "h200": 2**29}
+TEMP_BYTES = {"v6e-1": 2**29, "h200": 2**29, "h100/gemma-3": 2**29}
 # A round's logits, 8 x 5 x 256,000 floats on one chip, and nothing larger.
 LOGITS = 8 * 5 * 256_000 * 4
-LARGEST_MOVE = {"v5e-8": 2**21, "v5e-8/draft-2": 2**23, "v6e-1": LOGITS, "h200": LOGITS}
+LARGEST_MOVE = {
+    "v5e-8": 2**21, "v5e-8/draft-2": 2**23, "v6e-1": LOGITS, "h200": LOGITS,
+    "v5e-1/gemma-3": 2**21, "v6e-1/gemma-3": LOGITS, "v5e-8/gemma-3": 2**23,
+    "h100/gemma-3": 8 * 5 * 262_144 * 4,
+}  # fmt: skip
 # Of numbers: a few per row and candidate. A vocabulary is 256,000 per row.
 LARGEST_COLLECTIVE = 2**13
 
@@ -42,9 +48,9 @@ def check_report(report: Report) -> None:
 def test_whole_models_are_recorded_for_every_place_and_fit():
     rows = json.loads(aot_step.RESULTS.read_text())["rows"]
     assert [row["place"] for row in rows] == list(PLACES)
-    whole = [aot_step.model(size).num_layers for size in ("9b", "2b")]
     for row in rows:
-        assert row["layers"] == whole
+        whole = aot_step.models(PLACES[row["place"]])
+        assert row["layers"] == [model.num_layers for model in whole]
         check_report(Report(**row))
 
 
@@ -53,14 +59,14 @@ def test_whole_models_are_recorded_for_every_place_and_fit():
     "name",
     members("step", PLACES, is_example=lambda name: name == EXAMPLE),
 )
-def test_9b_with_a_2b_draft_compiles_for(name):
+def test_a_pair_compiles_for(name):
     place = PLACES[name]
     reason = aot_step.missing(place)
     if reason is not None:
         pytest.skip(reason)
     # The parts of a program repeat by layer, so the place that is always compiled for
     # sees one of each model, and nothing that draws: a third of the time is left. The
-    # test above has the whole of all four.
+    # test above has the whole of every place.
     layers, shape = (None, None), aot_step.SHAPE
     if name == EXAMPLE:
         layers = 1, 1
@@ -75,20 +81,21 @@ def test_9b_with_a_2b_draft_compiles_for(name):
     assert len(attention) >= target_layers + 2 * draft_layers
     if place.devices > 1:
         # One after attention and one after the feed-forward part, in every layer.
-        hidden = {
-            shape: count
-            for shape, count in report.all_reduces.items()
-            if re.search(r"^f32\[\d+,(2304|3584)\]", shape)
+        target, draft = (model.hidden_size for model in aot_step.models(place))
+        assert of_width(report, "f32", target, draft) == {
+            f"f32[40,{target}]": 2 * target_layers,
+            f"f32[16,{draft}]": 2 * draft_layers,
+            f"f32[8,{draft}]": 2 * draft_layers,
         }
-        assert hidden == {
-            "f32[40,3584]": 2 * target_layers,
-            "f32[16,2304]": 2 * draft_layers,
-            "f32[8,2304]": 2 * draft_layers,
-        }
-        embedding = {
-            shape: count
-            for shape, count in report.all_reduces.items()
-            if re.search(r"^bf16\[\d+,(2304|3584)\]", shape)
-        }
-        assert embedding == {"bf16[40,3584]": 1, "bf16[16,2304]": 1, "bf16[8,2304]": 1}
-        assert hlo.largest_collective(text, but=(2304, 3584)) <= LARGEST_COLLECTIVE
+        assert of_width(report, "bf16", target, draft) == {
+            f"bf16[40,{target}]": 1, f"bf16[16,{draft}]": 1, f"bf16[8,{draft}]": 1
+        }  # fmt: skip
+        largest = hlo.largest_collective(text, but=(target, draft))
+        assert largest <= LARGEST_COLLECTIVE
+
+
+def of_width(report: Report, kind: str, *widths: int) -> dict[str, int]:
+    """Return the sums over chips of hidden rows of a type, by shape."""
+    pattern = rf"^{kind}\[\d+,({'|'.join(map(str, widths))})\]"
+    found = report.all_reduces.items()
+    return {shape: count for shape, count in found if re.search(pattern, shape)}
