@@ -52,7 +52,7 @@ class Compiler:
         self._thread: threading.Thread | None = None
         self.is_exiting = self._has_finished = False
         # Programs that were begun before `clear` are not wanted any more.
-        self._generation = 0
+        self._generation, self._is_stopped = 0, False
         self.version = self.num_made = 0
         self.made_s = 0.0
         self.current: StepShape | None = None
@@ -154,8 +154,9 @@ class Compiler:
             self.version += 1
 
     def stop(self) -> None:
-        """Make no more than what has been begun."""
+        """Make no more than what has been begun, which may fail unnoticed from now."""
         with self._lock:
+            self._is_stopped = True
             self._urgent.clear()
             self._later.clear()
 
@@ -197,10 +198,11 @@ class Compiler:
             try:
                 self._made(shape)
             except Exception as error:  # noqa: BLE001 - `check` raises it
-                _log.exception("A program could not be made: %s", shape)
                 with self._lock:
-                    # Nobody waits for a program that was begun before `clear`.
-                    if generation == self._generation:
+                    # A program that was begun before `stop` or `clear` is not wanted,
+                    # and the arrays that it is made for may be gone.
+                    if generation == self._generation and not self._is_stopped:
+                        _log.exception("A program could not be made: %s", shape)
                         self.failures[shape] = error
                     self.version += 1
                     self._lock.notify_all()

@@ -80,7 +80,7 @@ SCRIPTS = {
     "compiling, an exception": (ASYNC + IS_COMPILING + FAILS, 1),
     "compiling, shut down": (ASYNC + IS_COMPILING + "\nengine.shutdown()", 0),
 }
-IN_MAKE_TEST = ("an exception", "daemon thread", "compiling, shut down")
+IN_MAKE_TEST = ("an exception", "compiling, shut down")
 
 
 def run(script: str, cache: Path | None = None) -> "subprocess.CompletedProcess[str]":

@@ -199,8 +199,8 @@ def test_an_interrupt_ends_its_own_call_alone(
             with ThreadPoolExecutor(1) as pool:
                 outputs = pool.submit(run_all, llm, others)
                 timer = threading.Timer(delay_s, _thread.interrupt_main)
-                timer.start()
                 with pytest.raises(KeyboardInterrupt):
+                    timer.start()
                     while True:
                         llm.generate(prompts, endless, use_tqdm=False)
                 assert outputs.result() == expected

@@ -165,6 +165,23 @@ def test_nothing_is_begun_after_a_stop():
     assert SHAPES[0] in compiler
 
 
+def test_a_failure_after_a_stop_is_not_reported(caplog):
+    maker = Maker()
+
+    def fail(shape):
+        maker(shape)
+        raise RuntimeError("Array has been deleted")
+
+    compiler = Compiler(fail)
+    compiler.request(SHAPES[0])
+    assert maker.began.acquire(timeout=LIMIT_S)
+    compiler.stop()
+    maker.let_all()
+    wait_until(lambda: maker.made and not compiler.num_wanted)
+    compiler.check()
+    assert not caplog.records
+
+
 def test_what_is_made_is_announced():
     told = []
     compiler = Compiler(lambda shape: shape)
