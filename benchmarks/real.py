@@ -52,7 +52,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 def prompts() -> list[tuple[str, str]]:
     """Texts by domain: `copy` repeats itself, `prose` does not."""
-    copied = read_prompts(HERE / "copy_prompts.jsonl")[:NUM_PROMPTS]
+    copied: Any = read_prompts(HERE / "copy_prompts.jsonl")[:NUM_PROMPTS]
     prose = load_prompts(None, 2).by_domain
     stories = [*prose["stories"], *prose["fiction"]][:NUM_PROMPTS]
     return [("copy", one) for one in copied] + [("prose", one) for one in stories]
