@@ -1,10 +1,12 @@
 # `make demo` and `make test` work from a clean clone: python3 >= 3.11 and make.
-# Variables: PYTHON (the interpreter that makes the environment), VENV, PYTEST_ARGS.
+# Variables: PYTHON (the interpreter that makes the environment), VENV, PYTEST_ARGS,
+# BATTERY_ARGS.
 
 SHELL := bash
 PYTHON ?= python3
 VENV ?= .venv
 PYTEST_ARGS ?=
+BATTERY_ARGS ?=
 
 bin := $(VENV)/bin
 installed := $(VENV)/.installed
@@ -76,7 +78,7 @@ test-all: $(installed_test) $(installed_ray)
 	@$(run_batteries) $(PYTEST_ARGS)
 
 batteries: $(installed_test)
-	@$(run_batteries) $(PYTEST_ARGS)
+	@$(run_batteries) $(BATTERY_ARGS) $(PYTEST_ARGS)
 
 format: $(installed_test)
 	@$(bin)/ruff check --fix .

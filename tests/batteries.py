@@ -354,6 +354,9 @@ def main() -> int:
         "--list", action="store_true", help="say which are due, and why"
     )
     parser.add_argument("--name", action="append", help="only these")
+    parser.add_argument(
+        "--minutes", type=float, help="start no battery later; those left stay due"
+    )
     options, arguments = parser.parse_known_args()
     chosen = [one for one in BATTERIES if not options.name or one.name in options.name]
     due = [one for one in chosen if options.all or is_due(one)]
@@ -362,7 +365,12 @@ def main() -> int:
             word = "due" if one in due else "recorded"
             print(f"{one.name:20}{word:10}{len(one.sources()):4} files")
         return 0
+    start = time.monotonic()
     for number, one in enumerate(due, 1):
+        if options.minutes and time.monotonic() - start > 60 * options.minutes:
+            left = ", ".join(battery.name for battery in due[number - 1 :])
+            print(f"{options.minutes:g} minutes are over; still due: {left}")
+            break
         print(f"Battery {number} of {len(due)}: {one.name}", flush=True)
         status = run(one, arguments)
         if status:
