@@ -159,8 +159,9 @@ class LLM:
         """
         prompt_list = join_token_ids(prompts, prompt_token_ids)
         refuse("lora_request", lora_request)
-        request_ids = self._add(prompt_list, sampling_params, priority)
-        return self._collect(request_ids, use_tqdm)
+        with self._own_requests() as request_ids:
+            self._add(request_ids, prompt_list, sampling_params, priority)
+            return self._collect(request_ids, use_tqdm)
 
     def enqueue(
         self,
@@ -175,10 +176,11 @@ class LLM:
         `wait_for_completion` runs them. Returns their ids, in the order of the prompts.
         """
         refuse("lora_request", lora_request)
-        request_ids = self._add(split_prompts(prompts), sampling_params, priority)
-        with self.llm_engine.lock:
-            self._enqueued |= dict.fromkeys(request_ids, threading.get_ident())
-        return request_ids
+        with self._own_requests() as request_ids:
+            self._add(request_ids, split_prompts(prompts), sampling_params, priority)
+            with self.llm_engine.lock:
+                self._enqueued |= dict.fromkeys(request_ids, threading.get_ident())
+            return request_ids
 
     def wait_for_completion(
         self, use_tqdm: bool | Callable[..., Any] = True
@@ -187,21 +189,23 @@ class LLM:
 
         These are the requests of this thread or, if it has none, of all threads.
         """
-        with self.llm_engine.lock:
-            here = threading.get_ident()
-            own = [one for one, thread in self._enqueued.items() if thread == here]
-            request_ids = own or list(self._enqueued)
-            for request_id in request_ids:
-                del self._enqueued[request_id]
-        return self._collect(request_ids, use_tqdm)
+        with self._own_requests() as request_ids:
+            with self.llm_engine.lock:
+                here = threading.get_ident()
+                own = [one for one, thread in self._enqueued.items() if thread == here]
+                request_ids += own or list(self._enqueued)
+                for request_id in request_ids:
+                    del self._enqueued[request_id]
+            return self._collect(request_ids, use_tqdm)
 
     def _add(
         self,
+        request_ids: list[str],
         prompts: list[Any],
         sampling_params: Any,
         priority: int | Sequence[int] | None,
-    ) -> list[str]:
-        """Queue all of the prompts, or (an error) none."""
+    ) -> None:
+        """Queue requests for all of the prompts; add their ids to `request_ids`."""
         if sampling_params is None:
             sampling_params = self.get_default_sampling_params()
         params_list = _one_per_prompt(sampling_params, len(prompts))
@@ -218,12 +222,11 @@ class LLM:
             request_id = next(self._request_ids)
             prepared = prepare(request_id, prompt, params, priority=rank)
             requests.append((prepared, request))
-        request_ids = [prepared.request_id for prepared, _ in requests]
-        with self.llm_engine.lock, self._aborting(request_ids):
+        request_ids += [prepared.request_id for prepared, _ in requests]
+        with self.llm_engine.lock:
             for prepared, request in requests:
                 self.llm_engine.admit(prepared)
                 self._unfinished[prepared.request_id] = request
-        return request_ids
 
     def chat(
         self,
@@ -331,8 +334,8 @@ class LLM:
         """Go on by a token until all have ended."""
         while searches:
             prompts = [search.prompts() for search in searches]
-            request_ids = self._add(list(itertools.chain(*prompts)), step, None)
-            with self._aborting(request_ids):
+            with self._own_requests() as request_ids:
+                self._add(request_ids, list(itertools.chain(*prompts)), step, None)
                 self._run(request_ids, lambda output: None)
                 told = iter(self._take(request_ids))
             for search, open_texts in zip(searches, prompts, strict=True):
@@ -415,25 +418,27 @@ class LLM:
         """Run until all have ended; what else was enqueued is kept."""
         with self.llm_engine.lock:
             num_missing = sum(one not in self._finished for one in request_ids)
-        with self._aborting(request_ids):
-            progress = Progress(num_missing, use_tqdm)
-            with progress.watch(self.llm_engine):
-                self._run(request_ids, progress.add)
+        progress = Progress(num_missing, use_tqdm)
+        with progress.watch(self.llm_engine):
+            self._run(request_ids, progress.add)
         return self._take(request_ids)
 
     @contextmanager
-    def _aborting(self, request_ids: list[str]) -> Iterator[None]:
-        """End requests where what is done within fails.
+    def _own_requests(self) -> Iterator[list[str]]:
+        """Give an empty list; abort the requests in it where the block within fails.
 
         Also when the user interrupts: the next call must find an idle engine.
         """
+        request_ids: list[str] = []
         try:
-            yield
+            yield request_ids
         except BaseException:
             with self.llm_engine.lock:
                 self.llm_engine.abort_request(request_ids)
                 for request_id in request_ids:
                     for kept in (self._unfinished, self._finished, self._failures):
+                        kept.pop(request_id, None)
+                    for kept in (self._enqueued, self._calls):
                         kept.pop(request_id, None)
             raise
 
@@ -442,21 +447,18 @@ class LLM:
 
         Raises:
             EngineGenerateError: A step failed that another call took, and ended some.
-            RequestError: Some were aborted. In both cases the outputs of the others
-                are returned by the next `wait_for_completion`.
+            RequestError: Some were aborted. In both cases the others are removed from
+                `request_ids`, and the next `wait_for_completion` returns their outputs.
         """
         with self.llm_engine.lock:
             lost = [one for one in request_ids if one not in self._finished]
             if not lost:
                 return [self._finished.pop(one) for one in request_ids]
-            for request_id in lost:
-                self._unfinished.pop(request_id, None)
-            failures = [
-                self._failures.pop(one) for one in lost if one in self._failures
-            ]
+            failures = [self._failures[one] for one in lost if one in self._failures]
             found = [one for one in request_ids if one in self._finished]
             here = threading.get_ident()
             self._enqueued = dict.fromkeys(found, here) | self._enqueued
+            request_ids[:] = lost
         names = ", ".join(lost)
         advice = "Enqueue them again; the next wait_for_completion() has the others."
         if failures:

@@ -3,14 +3,28 @@
 import functools
 import threading
 from collections.abc import Callable
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, runtime_checkable
+from typing import (
+    Any,
+    Concatenate,
+    ParamSpec,
+    Protocol,
+    TypeVar,
+    no_type_check,
+    runtime_checkable,
+)
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
-class EngineLock:
-    """A reentrant lock that threads get in turn.
+# The class of reentrant locks in C. A `with` statement calls its `__exit__` directly:
+# an interrupt cannot come in between, as it could in a method written in Python, and
+# leave the lock held for ever.
+_RLock: Any = type(threading.RLock())
+
+
+class EngineLock(_RLock):
+    """A reentrant lock that threads get in turn, for `with` statements.
 
     A thread that steps an engine in a loop releases the lock for some microseconds
     between two steps. It would get a `threading.RLock` back before a waiting thread has
@@ -18,33 +32,26 @@ class EngineLock:
     """
 
     def __init__(self):
-        self._held: Any = threading.RLock()  # has `_is_owned`, as `Condition` expects
-        # Held by the one thread that waits for `_held`: it goes before a thread that
-        # has just released `_held` and asks for it again.
+        # Held by the one thread that waits for the lock: it goes before a thread that
+        # has just released the lock and asks for it again.
         self._next = threading.Lock()
 
-    def acquire(self) -> None:
+    @no_type_check  # a wrapper in Python could be interrupted after this has returned
+    def __enter__(self):
         """Wait for the lock; a thread that has it gets it again at once."""
-        if self._held._is_owned():
-            self._held.acquire()
-            return
+        # An interrupt may come just after the lock was acquired. One that is owned is
+        # acquired without waiting, so that no interrupt comes before.
+        is_nested = self._is_owned()
         try:
-            with self._next:
-                self._held.acquire()
+            if is_nested:
+                self.acquire()
+            else:
+                with self._next:
+                    self.acquire()
         except BaseException:
-            if self._held._is_owned():  # an interrupt just after the lock was acquired
-                self._held.release()
+            if self._is_owned():
+                self.release()
             raise
-
-    def release(self) -> None:
-        """Release the lock; it is free after as many calls as of `acquire`."""
-        self._held.release()
-
-    def __enter__(self) -> None:
-        self.acquire()
-
-    def __exit__(self, *exception: object) -> None:
-        self._held.release()
 
 
 @runtime_checkable

@@ -671,7 +671,7 @@ class LLMEngine:
 
         Keeps the lock, so that daemon threads which step the engine wait for ever.
         """
-        self.lock.acquire()
+        self.lock.__enter__()
 
     def finish_exit(self) -> None:
         """Wait for launches on the devices."""

@@ -1,8 +1,9 @@
 """The lock of an engine: reentrant, fair, and free after an interrupt."""
 
+import _thread
+import signal
 import threading
 import time
-from typing import Any
 
 import pytest
 
@@ -11,9 +12,14 @@ from jaxspec.engine.engine_lock import EngineLock, exclusive
 LIMIT_S = 20.0
 
 
+def enter(lock: EngineLock) -> None:
+    with lock:
+        pass
+
+
 def is_free(lock: EngineLock) -> bool:
     """Whether another thread gets the lock."""
-    thread = threading.Thread(target=lambda: (lock.acquire(), lock.release()))
+    thread = threading.Thread(target=enter, args=(lock,))
     thread.daemon = True
     thread.start()
     thread.join(0.5)
@@ -36,14 +42,13 @@ def test_a_waiting_thread_goes_before_one_that_has_just_released():
             turns.append("other")
 
     for _ in range(20):
-        lock.acquire()
-        thread = threading.Thread(target=wait)
-        thread.start()
-        end = time.monotonic() + LIMIT_S
-        while not lock._next.locked():
-            assert time.monotonic() < end
-            time.sleep(0.001)
-        lock.release()
+        with lock:
+            thread = threading.Thread(target=wait)
+            thread.start()
+            end = time.monotonic() + LIMIT_S
+            while not lock._next.locked():
+                assert time.monotonic() < end
+                time.sleep(0.001)
         with lock:
             turns.append("loop")
         thread.join()
@@ -52,22 +57,55 @@ def test_a_waiting_thread_goes_before_one_that_has_just_released():
 
 def test_an_interrupt_just_after_acquiring_releases_the_lock():
     """As in `Lock.acquire`, which handles signals before it returns."""
-    lock = EngineLock()
 
-    class Interrupted:
-        def __init__(self, held: Any):
-            self._is_owned, self.release = held._is_owned, held.release
-            self._acquire = held.acquire
+    class Interrupted(EngineLock):
+        is_interrupted = True
 
         def acquire(self) -> None:
-            self._acquire()
-            raise KeyboardInterrupt
+            super().acquire()
+            if self.is_interrupted:
+                raise KeyboardInterrupt
 
-    held = lock._held
-    lock._held = Interrupted(held)
-    with pytest.raises(KeyboardInterrupt):
-        lock.acquire()
-    lock._held = held
+    lock = Interrupted()
+    with pytest.raises(KeyboardInterrupt), lock:
+        pass
+    lock.is_interrupted = False
+    assert is_free(lock)
+
+
+@pytest.mark.parametrize("num_waiting", [0, 2])
+def test_interrupts_at_any_time_leave_the_lock_free(num_waiting: int):
+    lock, is_over = EngineLock(), threading.Event()
+
+    def loop() -> None:
+        while not is_over.is_set():
+            with lock:
+                sum(range(100))
+
+    threads = [threading.Thread(target=loop) for _ in range(num_waiting)]
+    for thread in threads:
+        thread.start()
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    num_interrupts = 0
+    try:
+        end = time.monotonic() + 1.0
+        while time.monotonic() < end:
+            timer = threading.Timer(0.001, _thread.interrupt_main)
+            try:
+                timer.start()
+                while True:
+                    with lock, lock:
+                        sum(range(100))
+            except KeyboardInterrupt:
+                num_interrupts += 1
+                timer.join()
+    finally:
+        signal.signal(signal.SIGINT, before)
+        is_over.set()
+        for thread in threads:
+            thread.join(LIMIT_S)
+    assert num_interrupts > 10
+    assert not any(thread.is_alive() for thread in threads)
     assert is_free(lock)
 
 
