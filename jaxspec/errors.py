@@ -78,20 +78,6 @@ def is_panic(error: BaseException) -> bool:
     return type(error).__name__ == "PanicException"
 
 
-def call_native(function: Callable[..., T], *arguments: Any, **named: Any) -> T:
-    """Call into a library in Rust.
-
-    Raises:
-        NativePanicError: It panicked. Other errors pass as they are.
-    """
-    try:
-        return function(*arguments, **named)
-    except BaseException as error:
-        if is_panic(error):
-            raise NativePanicError(f"a native library panicked: {error}") from error
-        raise
-
-
 @contextmanager
 def named_in(place: str) -> Iterator[None]:
     """Have errors of arguments begin with where those were read."""

@@ -5,7 +5,8 @@ the command line end at once, by `os._exit`, which takes nothing away that XLA u
 
 Scripts of users end as Python does: it ends a daemon thread when that thread returns
 from native code, and C++ code on its stack then aborts the process. Engines therefore
-finish their native work before (`finish_at_exit`).
+finish their native work before (`finish_at_exit`), and calls into native libraries that
+daemon threads make without an engine's lock are waited for (`call_native`).
 """
 
 import atexit
@@ -15,10 +16,15 @@ import os
 import signal
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NoReturn, Protocol, runtime_checkable
+from typing import Any, NoReturn, Protocol, TypeVar, runtime_checkable
+
+from jaxspec.errors import NativePanicError, is_panic
+
+T = TypeVar("T")
 
 # The shell's status for an interrupt.
 INTERRUPTED = 128 + signal.SIGINT
@@ -42,8 +48,44 @@ class Finishing(Protocol):
 
 
 _unfinished: weakref.WeakSet[Finishing] = weakref.WeakSet()
+# Ids of the threads that are in `call_native`.
+_in_native: set[int] = set()
+_has_exited = threading.Event()
 # A forked process has none of the threads, and locks may be held for ever.
 os.register_at_fork(after_in_child=_unfinished.clear)
+os.register_at_fork(after_in_child=_in_native.clear)
+
+
+def call_native(function: Callable[..., T], *arguments: Any, **named: Any) -> T:
+    """Call into a native library that may release the interpreter's lock.
+
+    Once the interpreter exits, a call from another thread than the main one never
+    returns.
+
+    Raises:
+        NativePanicError: A library in Rust panicked. Other errors pass unchanged.
+    """
+    thread = threading.get_ident()
+    is_nested = thread in _in_native
+    try:
+        if not is_nested:
+            _in_native.add(thread)
+            _stay_if_exiting(thread)
+        return function(*arguments, **named)
+    except BaseException as error:
+        if is_panic(error):
+            raise NativePanicError(f"a native library panicked: {error}") from error
+        raise
+    finally:
+        if not is_nested:
+            _in_native.discard(thread)
+
+
+def _stay_if_exiting(thread: int) -> None:
+    """Block a daemon thread for ever while the interpreter exits."""
+    if _has_exited.is_set() and threading.current_thread().daemon:
+        _in_native.discard(thread)
+        threading.Event().wait()
 
 
 def finish_at_exit(one: Finishing) -> None:
@@ -59,8 +101,11 @@ def finish_at_exit(one: Finishing) -> None:
 
 def _finish() -> None:
     found = list(_unfinished)
+    _has_exited.set()
     for one in found:
         one.begin_exit()
+    while _in_native - {threading.get_ident()}:
+        time.sleep(0.001)
     for one in found:
         try:
             one.finish_exit()

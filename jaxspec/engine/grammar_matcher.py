@@ -16,7 +16,8 @@ from typing import Any, TypeVar
 import llguidance
 import numpy as np
 
-from jaxspec.errors import NativePanicError, call_native
+from jaxspec.console.ending import call_native
+from jaxspec.errors import NativePanicError
 from jaxspec.text.tokenizer import Tokenizer
 
 T = TypeVar("T")

@@ -13,12 +13,8 @@ from typing import Protocol, runtime_checkable
 import sentencepiece
 import tokenizers
 
-from jaxspec.errors import (
-    ConfigError,
-    NativePanicError,
-    call_native,
-    wrong_argument,
-)
+from jaxspec.console.ending import call_native
+from jaxspec.errors import ConfigError, NativePanicError, wrong_argument
 from jaxspec_checkpoints import CheckpointError, model_files
 from jaxspec_checkpoints.gguf.file import read_gguf
 from jaxspec_checkpoints.gguf.tokenizer import tokenizer_model
@@ -82,10 +78,10 @@ class SentencePieces:
         self.special = {processor.id_to_piece(token): token for token in sorted(ids)}
 
     def encode(self, text: str) -> list[int]:
-        return self._processor.encode(text)
+        return call_native(self._processor.encode, text)
 
     def decode(self, ids: list[int]) -> str:
-        return self._processor.decode(ids)
+        return call_native(self._processor.decode, ids)
 
     def id_to_piece(self, token_id: int) -> str:
         return self._processor.id_to_piece(token_id)

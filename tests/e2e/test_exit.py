@@ -62,6 +62,20 @@ def generate():
 threading.Thread(target=generate, daemon={is_daemon}).start()
 has_begun.wait()
 """
+# Its thread is in the tokenizer when the script ends: C++ code that releases the
+# interpreter's lock.
+TOKENIZES = LLM_IN_THREAD.format(num_calls=1, is_daemon=False) + """
+tokenize, text = llm.get_tokenizer().encode, "Once upon a time " * 1000
+is_tokenizing = threading.Event()
+
+def tokenize_forever():
+    while True:
+        tokenize(text)
+        is_tokenizing.set()
+
+threading.Thread(target=tokenize_forever, daemon=True).start()
+is_tokenizing.wait()
+"""
 # Run without kept programs.
 IS_COMPILING = """
 asyncio.run(generate(4, -1))
@@ -76,11 +90,12 @@ SCRIPTS = {
     "a status": (ASYNC + LOOP_IS_LEFT + "\nsys.exit(7)", 7),
     "an exception": (ASYNC + LOOP_IS_LEFT + FAILS, 1),
     "daemon thread": (LLM_IN_THREAD.format(num_calls=10**6, is_daemon=True), 0),
+    "tokenizing": (TOKENIZES, 0),
     "compiling": (ASYNC + IS_COMPILING, 0),
     "compiling, an exception": (ASYNC + IS_COMPILING + FAILS, 1),
     "compiling, shut down": (ASYNC + IS_COMPILING + "\nengine.shutdown()", 0),
 }
-IN_MAKE_TEST = ("an exception", "compiling, shut down")
+IN_MAKE_TEST = ("an exception", "daemon thread", "tokenizing", "compiling, shut down")
 
 
 def run(script: str, cache: Path | None = None) -> "subprocess.CompletedProcess[str]":
