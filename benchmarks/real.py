@@ -52,10 +52,12 @@ def make_parser() -> argparse.ArgumentParser:
 
 def prompts() -> list[tuple[str, str]]:
     """Texts by domain: `copy` repeats itself, `prose` does not."""
-    copied: Any = read_prompts(HERE / "copy_prompts.jsonl")[:NUM_PROMPTS]
+    copied = [one.text for one in read_prompts(HERE / "copy_prompts.jsonl")]
     prose = load_prompts(None, 2).by_domain
     stories = [*prose["stories"], *prose["fiction"]][:NUM_PROMPTS]
-    return [("copy", one) for one in copied] + [("prose", one) for one in stories]
+    return [("copy", one) for one in copied[:NUM_PROMPTS]] + [
+        ("prose", one) for one in stories
+    ]
 
 
 def measure_open() -> float:
