@@ -7,13 +7,18 @@ are skipped. `golden/gemma3_270m.json` has the recorded values.
 import functools
 import json
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
+import torch
+import transformers
 
 from jaxspec import LLM, SamplingParams
 from jaxspec import __main__ as command_line
+from jaxspec.bench.data import read_prompts
 from jaxspec.engine.model_folders import PACKAGED_GEMMA3
 from jaxspec_checkpoints import CheckpointError, open_checkpoint, packaged_gemma3
 from tests.accuracy.golden import FOLDER
@@ -195,3 +200,104 @@ def test_command_line_generates_without_a_draft(capsys):
 def test_command_line_rejects_chat(capsys):
     assert command_line.main(["chat", "--model", PACKAGED_GEMMA3]) == 2
     assert "no chat template" in capsys.readouterr().err
+
+
+ROOT = Path(__file__).parents[2]
+# The questions of Spec-Bench where they are at hand, else the bundled ones.
+TEXTS = ROOT.parent / "shared" / "prompts" / "spec_bench_dev.jsonl"
+NUM_TEXTS, TEXT_LENGTH = 12, 400
+# llama.cpp looks GELU up in a table of float16 values.
+LLAMA_TOLERANCE = 0.02
+
+
+def texts() -> list[str]:
+    path = TEXTS if TEXTS.is_file() else ROOT / "benchmarks" / "prompts.jsonl"
+    found = [one.text for one in read_prompts(path)]
+    return [text[:TEXT_LENGTH] for text in found[:: len(found) // NUM_TEXTS]]
+
+
+def first_difference(left: list[int], right: list[int]) -> int | None:
+    """Index of the first token that differs."""
+    assert len(left) == len(right) == NUM_TOKENS
+    pairs = enumerate(zip(left, right, strict=True))
+    return next((index for index, (one, other) in pairs if one != other), None)
+
+
+def assert_equal_or_tied(
+    tokens: list[int], ours: list[int], theirs: list[int], tolerance: float
+) -> bool:
+    """Check two continuations: they part only where our logits are nearly tied."""
+    index = first_difference(ours, theirs)
+    if index is None:
+        return True
+    context = [*tokens, *ours[:index]]
+    (found,) = logits(plain(), context, len(context) - 1)
+    assert abs(found[ours[index]] - found[theirs[index]]) < tolerance, (index, ours)
+    return False
+
+
+@pytest.mark.slow
+def test_transformers_continues_texts_alike():
+    path = packaged_gemma3()
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+        path.parent, gguf_file=path.name, dtype=torch.float32
+    ).eval()
+    model.generation_config.eos_token_id = None
+    num_equal = 0
+    prompts = texts()
+    for text, ours in zip(prompts, ids_of(plain(), prompts), strict=True):
+        tokens = plain().get_tokenizer().encode(text)
+        with torch.inference_mode():
+            (output,) = model.generate(
+                torch.tensor([tokens]), max_new_tokens=NUM_TOKENS, do_sample=False
+            )
+        theirs = output[len(tokens) :].tolist()
+        num_equal += assert_equal_or_tied(tokens, ours, theirs, 1e-3)
+    assert num_equal >= len(prompts) - 1
+
+
+def write_unpacked(source: Path, target: Path) -> None:
+    """Write a GGUF file with the same numbers, all of them in float32."""
+    reader = gguf.GGUFReader(source)
+    writer = gguf.GGUFWriter(target, "gemma3")
+    for name, field in reader.fields.items():
+        if name.startswith("GGUF.") or name == "general.architecture":
+            continue
+        inner = field.types[-1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
+        writer.add_key_value(name, field.contents(), field.types[0], sub_type=inner)
+    for tensor in reader.tensors:
+        values = gguf.dequantize(tensor.data, tensor.tensor_type)
+        writer.add_tensor(tensor.name, values.astype(np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@pytest.mark.slow
+def test_llama_cpp_continues_texts_alike(tmp_path: Path):
+    """With the weights in float32; of packed ones it quantizes activations."""
+    llama: Any = pytest.importorskip("xllamacpp")
+    write_unpacked(packaged_gemma3(), tmp_path / "float32.gguf")
+    params = llama.CommonParams()
+    params.model.path = str(tmp_path / "float32.gguf")
+    params.n_ctx, params.n_parallel = MAX_MODEL_LEN, 1
+    params.cache_type_k = params.cache_type_v = llama.ggml_type.GGML_TYPE_F32
+    params.flash_attn_type = llama.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
+    server = llama.Server(params)
+    num_equal = 0
+    prompts = texts()
+    for text, ours in zip(prompts, ids_of(plain(), prompts), strict=True):
+        tokens = plain().get_tokenizer().encode(text)
+        answer = server.handle_completions(
+            {
+                "prompt": tokens,
+                "n_predict": NUM_TOKENS,
+                "temperature": 0,
+                "ignore_eos": True,
+                "logprobs": 1,  # tells the ids of tokens
+            }
+        )
+        theirs = [one["id"] for one in answer["choices"][0]["logprobs"]["content"]]
+        num_equal += assert_equal_or_tied(tokens, ours, theirs, LLAMA_TOLERANCE)
+    assert num_equal >= len(prompts) - 2
