@@ -20,6 +20,7 @@ SIDE_FILES = (
     "tokenizer_config.json",
     "special_tokens_map.json",
     "chat_template.jinja",
+    "chat_template.json",
     TOKEN_MAP,
 )
 

@@ -233,8 +233,8 @@ def given_template(given: object) -> ChatTemplate:
 def folder_template(folder: Path) -> ChatTemplate | None:
     """Return the template of a model, None if it has none.
 
-    It is in a file of its own, or under `chat_template` in `tokenizer_config.json`, or
-    in the metadata of a GGUF file.
+    It is in a file of its own, or under `chat_template` in `tokenizer_config.json` or
+    the older `chat_template.json`, or in the metadata of a GGUF file.
 
     Raises:
         ConfigError: There is something that is no template.
@@ -242,8 +242,11 @@ def folder_template(folder: Path) -> ChatTemplate | None:
     files = folder_files(folder)
     if "chat_template.jinja" in files:
         return _from_file(files["chat_template.jinja"])
-    path = files.get("tokenizer_config.json")
-    given = read_json(path).get("chat_template") if path else None
+    path, given = None, None
+    for name in ("tokenizer_config.json", "chat_template.json"):
+        if given is None and name in files:
+            path = files[name]
+            given = read_json(path).get("chat_template")
     if given is None:
         return _from_gguf(files[GGUF]) if GGUF in files else None
     name, text = f"chat_template in {path}", given

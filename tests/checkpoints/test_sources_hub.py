@@ -68,7 +68,7 @@ def test_files_that_the_cache_shares_between_models_open(
 
 def test_only_what_is_read_is_fetched(hub: HubStandIn):
     wanted = set(hub.files) | {"tokenizer.json", "special_tokens_map.json"}
-    wanted |= {"chat_template.jinja"}
+    wanted |= {"chat_template.jinja", "chat_template.json"}
     never = {
         "README.md",
         "pytorch_model.bin",

@@ -316,6 +316,9 @@ def test_where_a_template_is_found(tmp_path: Path):
     folder_with(tmp_path, chat_template=None)
     with pytest.raises(ConfigError, match="no chat template.*plain prompts"):
         written(tmp_path)
+    old = tmp_path / "chat_template.json"
+    old.write_text(json.dumps({"chat_template": "O{{ bos_token }}"}))
+    assert written(tmp_path) == "O<bos>"
     folder_with(tmp_path, chat_template="A{{ bos_token }}")
     assert written(tmp_path) == "A<bos>"
     named = [{"name": "rag", "template": "B"}, {"name": "default", "template": "C"}]
