@@ -123,9 +123,19 @@ def add_noise(model: Any) -> Any:
 
 
 @functools.cache
-def plain_engine() -> LLMEngine:
-    """Without a draft model at all."""
+def _plain_engine() -> LLMEngine:
     return make_engine(target(), has_one_shape=True, **SETTINGS)
+
+
+def plain_engine() -> LLMEngine:
+    """Return an engine without a draft model, with an empty prefix cache.
+
+    Engines made of it by `with_settings` write to the same pages, so that what it
+    cached before may be overwritten.
+    """
+    engine = _plain_engine()
+    engine.reset_prefix_cache()
+    return engine
 
 
 def own_engine() -> LLMEngine:

@@ -6,7 +6,7 @@ import pytest
 
 from jaxspec.sampling_params import SamplingParams
 from tests.e2e import pair
-from tests.engines import generate, make_engine, tokens_of
+from tests.engines import generate, make_engine, tokens_of, with_settings
 
 CONTROLS: list[dict[str, Any]] = [
     dict(temperature=0.9),
@@ -159,3 +159,11 @@ def test_no_mix_of_filters_depends_on_drafts_or_batches(dtype):
     for number in range(0, count, 16):
         (alone,) = generate(engine, [prompts[number]], params[number])
         assert list(alone.outputs[0].token_ids) == texts[number]
+
+
+def test_engines_that_share_pages_change_nothing(prompts, texts):
+    number = max(range(len(prompts)), key=lambda number: len(prompts[number]))
+    for _ in range(2):
+        found = generate(pair.plain_engine(), [prompts[number]], seeded(number))
+        assert tokens_of(found) == [texts[number]]
+        generate(with_settings(pair.plain_engine()), prompts, params_of(prompts))
