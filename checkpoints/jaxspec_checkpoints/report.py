@@ -51,7 +51,7 @@ def describe(checkpoint: Checkpoint) -> str:
         ("tensors", f"{len(checkpoint.tensors):,}"),
         ("parameters", f"{checkpoint.num_parameters:,}"),
         ("bytes", f"{checkpoint.num_bytes:,} ({size(checkpoint.num_bytes)})"),
-        ("dtype", main if len(dtypes) == 1 else f"{main}, with {', '.join(dtypes)}"),
+        ("dtype", ", ".join([main, *(name for name in dtypes if name != main)])),
         ("files", _files(checkpoint)),
     ]
     scheme = scheme_of(checkpoint.config)
