@@ -37,8 +37,8 @@ from jaxspec.engine.described import (
 )
 from jaxspec.engine.device_memory import fit
 from jaxspec.engine.runner import options_of
-from jaxspec.engine.scheduling.controller import Controller
 from jaxspec.engine.scheduling.shapes import GREEDY, SAMPLED, EveryProgram, Shapes
+from jaxspec.engine.speculation.policy import SpeculationPolicy
 from jaxspec.program.plan import TILE, StepShape
 from jaxspec.program.step import lower_step
 from jaxspec_checkpoints.gemma.published import published_config
@@ -127,7 +127,7 @@ def num_before(config: EngineConfig, *, has_drafts: bool) -> int:
     Args:
         has_drafts: Before its rounds have drafts.
     """
-    controller = Controller(config.speculative)
+    controller = SpeculationPolicy(config.speculative)
     every = Shapes(config, controller).all()
     drafts = controller.ladder[-1] if has_drafts else 0
     for count in range(1, len(every) + 1):
@@ -143,7 +143,7 @@ def num_before(config: EngineConfig, *, has_drafts: bool) -> int:
 
 def programs(config: EngineConfig) -> list[StepShape]:
     """All that a server may compile, in the order in which it does."""
-    return Shapes(config, Controller(config.speculative)).all(with_late=True)
+    return Shapes(config, SpeculationPolicy(config.speculative)).all(with_late=True)
 
 
 def costs_of(

@@ -8,10 +8,10 @@ import numpy as np
 
 from jaxspec.config import EngineConfig, SpeculativeConfig
 from jaxspec.engine.scheduling.batch import Launch
-from jaxspec.engine.scheduling.controller import Controller
 from jaxspec.engine.scheduling.request import Request
 from jaxspec.engine.scheduling.scheduler import Scheduler
 from jaxspec.engine.scheduling.shapes import EveryProgram
+from jaxspec.engine.speculation.policy import SpeculationPolicy
 from jaxspec.outputs import RequestStateStats
 from jaxspec.program.plan import TILE, PoolShape, StepShape
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams
@@ -130,7 +130,7 @@ class Loop:
         self.config, self.depth = config, depth
         # It stands still, or how fast the tests run would decide what is chosen.
         self.now_s = 0.0
-        controller = Controller(config.speculative, clock=lambda: self.now_s)
+        controller = SpeculationPolicy(config.speculative, clock=lambda: self.now_s)
         self.scheduler = Scheduler(config, controller, programs=programs)
         self.pool = PoolShape(
             num_rows=config.max_num_seqs,

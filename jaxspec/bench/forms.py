@@ -242,7 +242,7 @@ def measure(offline: Offline, form: Form) -> Found:
     """All batch sizes and temperatures with the drafts of one form."""
     sizes, temperatures = sweep_of(offline.options)
     # Drafts are measured whether they pay or not.
-    offline.engine.controller.is_adaptive = False
+    offline.engine.policy.is_adaptive = False
     config = offline.engine.config
     speculative = config.speculative
     assert speculative is not None

@@ -78,7 +78,7 @@ def run(options: argparse.Namespace) -> None:
     sizes, temperatures = sweep_of(options)
     offline = open_offline(options, num_prompts=sizes[-1], num_seqs=sizes[-1])
     # Every K is measured, whether it pays or not.
-    offline.engine.controller.is_adaptive = False
+    offline.engine.policy.is_adaptive = False
     ladder = _ladder(offline, options.draft_tokens)
     result, device = offline.new_result("spec"), offline.device()
     parts = {size: offline.parts(size, (0, *ladder)) for size in sizes}
@@ -151,7 +151,7 @@ def _ranks(offline: Offline, measured: Measured, count: int) -> Ranks:
 
 def _ladder(offline: Offline, wanted: Sequence[int] | None) -> list[int]:
     """The values of K to measure: those asked for, or some up to the engine's."""
-    most = offline.engine.controller.ladder[-1]
+    most = offline.engine.policy.compiled_drafts[-1]
     if not most:
         raise ConfigError(
             "spec measures speculation, and these flags name no drafts: give "

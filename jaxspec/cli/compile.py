@@ -16,8 +16,8 @@ from tqdm.auto import tqdm
 from jaxspec.config import EngineConfig
 from jaxspec.console.command import CommandParser, run_command
 from jaxspec.engine.arg_utils import AsyncEngineArgs
-from jaxspec.engine.scheduling.controller import Controller
 from jaxspec.engine.scheduling.shapes import GREEDY, SAMPLED, Shapes
+from jaxspec.engine.speculation.policy import SpeculationPolicy
 from jaxspec.errors import ConfigError
 from jaxspec.program.plan import Features, StepShape
 from jaxspec.serve.flags import engine_args, parse_flags
@@ -124,7 +124,7 @@ def wanted_shapes(config: EngineConfig, extent: str) -> list[StepShape]:
     features = [GREEDY, SAMPLED]
     if extent == "all":
         features += [Features(has_controls=True), Features(num_prompt_logprobs=0)]
-    return Shapes(config, Controller(config.speculative)).all(features=features)
+    return Shapes(config, SpeculationPolicy(config.speculative)).all(features=features)
 
 
 def table(rows: Sequence[tuple[str, float, float, int]]) -> str:

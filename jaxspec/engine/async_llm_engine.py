@@ -15,7 +15,7 @@ from jaxspec.engine.input_processor import Prepared
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.engine.loader import check_level
 from jaxspec.engine.metrics import Load
-from jaxspec.engine.scheduling.rates import Choice
+from jaxspec.engine.speculation.policy import Choice
 from jaxspec.errors import (
     EngineDeadError,
     EngineGenerateError,

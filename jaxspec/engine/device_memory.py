@@ -46,8 +46,8 @@ from jaxspec.engine.runner import (
     pool_share,
     resolve_dtype,
 )
-from jaxspec.engine.scheduling.controller import Controller
 from jaxspec.engine.scheduling.shapes import Shapes
+from jaxspec.engine.speculation.policy import SpeculationPolicy
 from jaxspec.errors import ConfigError, UnsupportedError
 from jaxspec.models.families import published_config
 from jaxspec.models.heads.weights import abstract_head
@@ -339,7 +339,7 @@ def compiled_temporaries(config: EngineConfig, mesh: Mesh) -> int:
     Takes as long as the program does: a minute or two at full size.
     """
     program, forms = describe(config, mesh)
-    shapes = Shapes(config, Controller(config.speculative)).all(with_late=True)
+    shapes = Shapes(config, SpeculationPolicy(config.speculative)).all(with_late=True)
     shape = max(shapes, key=lambda one: (not one.is_catch_up, one.chunk, one.num_seqs))
     lowered = lower_step(program, shape, forms)
     compiled: Any = lowered.compile(options_of(config, mesh))
@@ -392,7 +392,7 @@ def _program_facts(config: EngineConfig, mesh: Mesh) -> ProgramFacts:
     if platform == "tpu":
         feed_forward_bytes += TPU_COPY_BYTES
         plain, with_prompts = CODE_BYTES[min(mesh.size, 2)]
-        shapes = Shapes(config, Controller(speculative)).all(with_late=True)
+        shapes = Shapes(config, SpeculationPolicy(speculative)).all(with_late=True)
         code = sum(with_prompts if shape.chunk else plain for shape in shapes)
     num_nodes = speculative.num_nodes if speculative else 0
     return ProgramFacts(

@@ -25,7 +25,7 @@ from jaxspec.engine.hosts import (
 from jaxspec.engine.loader import Sleep, make_following_runner
 from jaxspec.engine.program_cache import facts
 from jaxspec.engine.runner import Runner, leave
-from jaxspec.engine.scheduling.costs import Round
+from jaxspec.engine.speculation.step_times import Round
 
 _log = logging.getLogger(__name__)
 

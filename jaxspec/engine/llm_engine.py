@@ -20,13 +20,12 @@ from jaxspec.engine.metrics import EngineMetrics, Load
 from jaxspec.engine.output_processor import OutputProcessor
 from jaxspec.engine.runner import Runner
 from jaxspec.engine.scheduling.batch import Launch, LaunchError, OnDevice
-from jaxspec.engine.scheduling.controller import Controller
-from jaxspec.engine.scheduling.costs import Round
 from jaxspec.engine.scheduling.page_events import PageEvents
-from jaxspec.engine.scheduling.rates import Choice
 from jaxspec.engine.scheduling.request import Request
-from jaxspec.engine.scheduling.scheduler import Scheduler, make_costs
+from jaxspec.engine.scheduling.scheduler import Scheduler, make_acceptance
 from jaxspec.engine.scheduling.stats import EngineStats
+from jaxspec.engine.speculation.policy import Choice, SpeculationPolicy
+from jaxspec.engine.speculation.step_times import Round, StepTimes
 from jaxspec.errors import (
     ConfigError,
     EngineDeadError,
@@ -63,7 +62,9 @@ class LLMEngine:
         memory: How the devices' memory is divided; None where a runner was given.
         runner: The device side, with counts of launches and compiles.
         stats: Totals over all requests.
-        costs: Measured times of rounds, and acceptance.
+        policy: Chooses K.
+        step_times: Measured seconds of rounds.
+        acceptance: Measured acceptance rates.
         input_processor: Checks requests; any thread may call its `prepare`.
     """
 
@@ -92,11 +93,10 @@ class LLMEngine:
                 raise
             config, self.memory = runner.config, runner.memory
         self.config, self.runner = config, runner
-        self.stats = stats = EngineStats()
-        # What drafts may lose is a share of the seconds that the device works: an idle
-        # engine's time does not count.
-        self.controller = Controller(config.speculative, clock=lambda: stats.busy_s)
-        self.costs = make_costs(config, self.controller)
+        self.stats = EngineStats()
+        self.policy = SpeculationPolicy(config.speculative)
+        self.step_times = StepTimes()
+        self.acceptance = make_acceptance(config, self.policy)
         self.scheduler = self._make_scheduler()
         self.metrics = EngineMetrics(config, self.stats, self.memory)
         self.output_processor = OutputProcessor(
@@ -149,10 +149,11 @@ class LLMEngine:
     def _make_scheduler(self) -> Scheduler:
         return Scheduler(
             self.config,
-            self.controller,
+            self.policy,
             self.stats,
             programs=self.runner.programs,
-            costs=self.costs,
+            step_times=self.step_times,
+            acceptance=self.acceptance,
             page_events=self._page_events,
         )
 
@@ -298,10 +299,10 @@ class LLMEngine:
                 f"A launch failed, and processes of several hosts cannot begin again "
                 f"by themselves: {error!r}. Start all of them again."
             ) from error
-        has_drafts = self.controller.limit(1) > 0
+        has_drafts = self.policy.limit(1) > 0
         if has_drafts:
             _log.error("A launch failed, maybe for what drafts need", exc_info=error)
-            self.controller.stop("a launch failed")
+            self.policy.stop("a launch failed")
             self.runner.leave_out_drafts()
             if self._first_program is not None:
                 self.start_warm_up()
@@ -366,7 +367,7 @@ class LLMEngine:
 
     def _unrehearsed(self) -> list[Round]:
         """Rounds whose times the choice of K needs."""
-        if not self.controller.is_adaptive or self.is_sleeping():
+        if not self.policy.is_adaptive or self.is_sleeping():
             return []
         most = self.config.num_draft_tokens
         rounds = []
@@ -393,7 +394,7 @@ class LLMEngine:
                 seconds = self.runner.rehearse(round_, taken, context)
         finally:
             pages.release(taken)
-        self.costs.seed_time(round_, seconds)
+        self.step_times.seed(round_, seconds)
 
     def _wait_for_program(self) -> float:
         """Wait a while for the program that all requests wait for; the seconds."""
@@ -427,7 +428,7 @@ class LLMEngine:
         self.scheduler.record_time(launch, took_s)
         num_before = self.stats.num_generated_tokens
         advance = self.scheduler.commit(launch, result)
-        self.metrics.warn_of_low_acceptance(self.costs, self.choice)
+        self.metrics.warn_of_low_acceptance(self.acceptance, self.choice)
         if not self.config.disable_log_stats:
             generated = self.stats.num_generated_tokens - num_before
             self.metrics.add_round(launch, generated, took_s)
@@ -492,7 +493,7 @@ class LLMEngine:
     def load(self) -> Load:
         """Return what the engine holds at this moment."""
         scheduler, pages = self.scheduler, self.scheduler.pages
-        controller, costs = self.controller, self.costs
+        policy, acceptance = self.policy, self.acceptance
         return Load(
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting),
@@ -503,12 +504,12 @@ class LLMEngine:
             compile_s=self.runner.compile_s,
             num_warming=self.runner.compiler.num_wanted,
             choice=self.choice,
-            saved_s=controller.saved_s,
-            lost_s=controller.lost_s,
-            num_probes=controller.num_probes,
-            num_stops=controller.num_stops,
-            num_compared=costs.num_compared,
-            num_agreed=costs.num_agreed,
+            saved_s=policy.saved_s,
+            lost_s=policy.lost_s,
+            num_probes=policy.num_probes,
+            num_stops=policy.num_stops,
+            num_compared=acceptance.num_compared,
+            num_agreed=acceptance.num_agreed,
             program_bytes=self.runner.temporary_bytes + self.runner.code_bytes,
         )
 

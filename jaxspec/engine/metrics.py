@@ -15,10 +15,10 @@ from jaxspec.config import EngineConfig
 from jaxspec.engine.grammar_matcher import FAILURE_KINDS
 from jaxspec.engine.memory.memory_plan import MemoryPlan
 from jaxspec.engine.scheduling.batch import Launch
-from jaxspec.engine.scheduling.costs import Costs
-from jaxspec.engine.scheduling.rates import Choice
 from jaxspec.engine.scheduling.request import Request
 from jaxspec.engine.scheduling.stats import EngineStats
+from jaxspec.engine.speculation.acceptance import AcceptanceRates
+from jaxspec.engine.speculation.policy import Choice
 from jaxspec.metrics import Counter, Gauge, Histogram, Metric, Vector
 from jaxspec.token_tree import count_ranks
 
@@ -69,7 +69,7 @@ class Load:
         num_warming: Programs that are still to be made.
         choice: Of K, as it is now.
         saved_s, lost_s: Seconds won and lost against plain decoding since the start,
-            with `num_probes` and `num_stops` of `Controller`.
+            with `num_probes` and `num_stops` of `SpeculationPolicy`.
         num_compared, num_agreed: Since the start, as in `Costs`.
         program_bytes: What programs take of a device, as far as they are made.
     """
@@ -357,7 +357,7 @@ class EngineMetrics:
         count = self._stats.num_beside_tokens
         found: list[Metric] = [
             self._counter("spec_decode_num_accepted_leaves", count),
-            self._gauge("speculation_has_leaves", load.choice.has_beside),
+            self._gauge("speculation_has_leaves", load.choice.has_side_branches),
         ]
         if speculative.parents is None:
             return found  # a dynamic tree has no places that stay
@@ -468,15 +468,20 @@ class EngineMetrics:
     def _counter(self, name: str, value: int | float, **labels: str) -> Counter:
         return Counter(name=name, labels=self._labels | labels, value=value)
 
-    def warn_of_low_acceptance(self, costs: Costs, choice: Choice) -> None:
+    def warn_of_low_acceptance(
+        self, acceptance: AcceptanceRates, choice: Choice
+    ) -> None:
         """Say once what to look for, where few of many drafts agree with the target."""
         if self._looked_at is None or self._config.is_synthetic:
             return
         compared, agreed = self._looked_at
-        compared, agreed = costs.num_compared - compared, costs.num_agreed - agreed
+        compared, agreed = (
+            acceptance.num_compared - compared,
+            acceptance.num_agreed - agreed,
+        )
         if compared < _COMPARED:
             return
-        self._looked_at = costs.num_compared, costs.num_agreed
+        self._looked_at = acceptance.num_compared, acceptance.num_agreed
         if agreed >= _LOW_ACCEPTANCE * compared:
             return
         self._looked_at = None

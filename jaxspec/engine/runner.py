@@ -26,8 +26,8 @@ from jaxspec.engine.memory.memory_plan import (
     shown_bytes,
 )
 from jaxspec.engine.program_cache import ProgramCache
-from jaxspec.engine.scheduling.costs import Round
 from jaxspec.engine.scheduling.shapes import EveryProgram, Programs
+from jaxspec.engine.speculation.step_times import Round
 from jaxspec.engine.structured_output import TokenMasks
 from jaxspec.errors import ConfigError
 from jaxspec.models import cpu

@@ -1,7 +1,7 @@
 """Which drafts a lookup makes of the matches that it finds: a rule, as data.
 
 The device follows it (`jaxspec.program.propose`), and so does the host where it watches
-what drafts would have brought (`jaxspec.engine.scheduling.lookups`).
+what drafts would have brought (`jaxspec.engine.scheduling.lookup_estimator`).
 """
 
 import math

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from jaxspec.engine.llm_engine import LLMEngine
-from jaxspec.engine.scheduling.controller import Controller
 from jaxspec.program.wire import CaughtUp
 from jaxspec.sampling_params import SamplingParams
 from jaxspec.settings.speculation import ADAPTIVE

@@ -11,7 +11,7 @@ from jaxspec.engine import follow
 from jaxspec.engine.follow import MAX_IN_FLIGHT, Follower
 from jaxspec.engine.hosts import END, Command, Leader, shape_values
 from jaxspec.engine.runner import Runner
-from jaxspec.engine.scheduling.costs import Round
+from jaxspec.engine.speculation.step_times import Round
 from jaxspec.program.plan import StepShape
 from tests.loops import make_config
 

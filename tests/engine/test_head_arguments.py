@@ -15,8 +15,8 @@ from jaxspec.engine.arg_utils import EngineArgs
 from jaxspec.engine.described import describe
 from jaxspec.engine.device_memory import bytes_of, find_facts, fit
 from jaxspec.engine.runner import build_mesh
-from jaxspec.engine.scheduling.controller import Controller
 from jaxspec.engine.scheduling.shapes import Shapes
+from jaxspec.engine.speculation.policy import SpeculationPolicy
 from jaxspec.errors import ConfigError, UnsupportedError
 from jaxspec.models.heads.config import (
     Eagle3Config,
@@ -221,7 +221,7 @@ def test_memory_has_the_bytes_of_a_head_and_of_its_pages(folders, kind):
 def test_a_server_has_no_more_programs_than_with_a_draft_model(folders, kind):
     """As every pass of the target feeds the head, none is for catching up."""
     config = configure(folders, kind, num_speculative_tokens=2)
-    shapes = Shapes(config, Controller(config.speculative))
+    shapes = Shapes(config, SpeculationPolicy(config.speculative))
     assert not shapes.catch_ups
     assert len(shapes.all()) <= 12
     assert not any(shape.is_catch_up for shape in shapes.all())

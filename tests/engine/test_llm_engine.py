@@ -9,12 +9,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from jaxspec.engine.scheduling.controller import PROBE_SHARE
 
 from jaxspec.config import EngineConfig
 from jaxspec.engine.llm_engine import LLMEngine
-from jaxspec.engine.scheduling.controller import PROBE_SHARE
-from jaxspec.engine.scheduling.costs import Round
 from jaxspec.engine.scheduling.shapes import GREEDY
+from jaxspec.engine.speculation.step_times import Round
 from jaxspec.errors import ConfigError, RequestError
 from jaxspec.outputs import RequestOutput
 from jaxspec.program.plan import BLOCK, COUPLED, StepShape

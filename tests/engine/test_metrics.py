@@ -6,12 +6,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from jaxspec.engine.scheduling.costs import Costs
 
 from jaxspec.config import GivenSizes
 from jaxspec.engine.metrics import Distribution, EngineMetrics, Load, lengths_up_to
-from jaxspec.engine.scheduling.costs import Costs
-from jaxspec.engine.scheduling.rates import Choice
 from jaxspec.engine.scheduling.stats import EngineStats
+from jaxspec.engine.speculation.policy import Choice
 from jaxspec.metrics import Counter, Gauge, Histogram, Metric, Vector
 from jaxspec.sampling_params import SamplingParams
 from jaxspec.settings.speculation import SpeculativeConfig

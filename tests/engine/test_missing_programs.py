@@ -5,10 +5,10 @@ import dataclasses
 import numpy as np
 import pytest
 
-from jaxspec.engine.scheduling.controller import Controller
 from jaxspec.engine.scheduling.request import Request, Status
 from jaxspec.engine.scheduling.scheduler import Scheduler
 from jaxspec.engine.scheduling.shapes import EveryProgram
+from jaxspec.engine.speculation.policy import SpeculationPolicy
 from jaxspec.program.plan import Features, StepShape
 from tests.loops import Loop, make_config, make_request, make_requests
 
@@ -46,7 +46,7 @@ class ComingPrograms(EveryProgram):
 
 def make_loop(config, programs: ComingPrograms, seed: int = 0) -> Loop:
     loop = Loop(config, seed)
-    controller = Controller(config.speculative)
+    controller = SpeculationPolicy(config.speculative)
     loop.scheduler = Scheduler(config, controller, programs=programs)
     return loop
 

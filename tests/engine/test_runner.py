@@ -17,7 +17,7 @@ from jaxspec.engine.hosts import Followers, shape_values
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.engine.program_cache import ProgramCache
 from jaxspec.engine.runner import build_mesh, choose_dtype
-from jaxspec.engine.scheduling.costs import Round
+from jaxspec.engine.speculation.step_times import Round
 from jaxspec.errors import ConfigError
 from jaxspec.models import cpu
 from jaxspec.program.plan import Features, StepPlan, StepShape

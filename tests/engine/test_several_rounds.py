@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from jaxspec.engine.scheduling.controller import LOOK_ROUNDS
 
 from jaxspec.engine.scheduling import pacing
 from jaxspec.engine.scheduling.batch import Launch
-from jaxspec.engine.scheduling.controller import LOOK_ROUNDS
 from jaxspec.engine.scheduling.pacing import MAX_LAUNCH_S
 from jaxspec.engine.scheduling.request import Request
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams

@@ -20,7 +20,6 @@ from hypothesis.stateful import (
 )
 
 from jaxspec.engine.llm_engine import LLMEngine
-from jaxspec.engine.scheduling.controller import Controller
 from jaxspec.engine.scheduling.request import Request, Status
 from jaxspec.program.plan import StepPlan, StepShape
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams

@@ -39,8 +39,8 @@ from jaxspec.engine.memory.memory_plan import (
     Sizes,
 )
 from jaxspec.engine.runner import options_of
-from jaxspec.engine.scheduling.controller import Controller
 from jaxspec.engine.scheduling.shapes import GREEDY, Shapes
+from jaxspec.engine.speculation.policy import SpeculationPolicy
 from jaxspec.program.plan import Features
 from jaxspec.program.step import lower_step
 from jaxspec_checkpoints.gemma.published import published_config
@@ -194,7 +194,7 @@ def measure(cell: Cell) -> dict[str, Any]:
     config, facts = cell.config(), cell.facts(cell.device)
     mesh = describe_mesh(cell.device, config)
     program, forms = describe(config, mesh)
-    shapes = Shapes(config, Controller(config.speculative))
+    shapes = Shapes(config, SpeculationPolicy(config.speculative))
     sizes = cell.num_seqs, config.num_draft_tokens, cell.num_tokens
     shape = shapes.find(*sizes, FEATURES[cell.form])
     assert shape is not None

@@ -23,8 +23,8 @@ from benchmarks.program_costs import num_operations
 from jaxspec.config import EngineConfig
 from jaxspec.engine.described import describe, describe_mesh, named_devices
 from jaxspec.engine.runner import options_of
-from jaxspec.engine.scheduling.controller import Controller
 from jaxspec.engine.scheduling.shapes import GREEDY, Shapes
+from jaxspec.engine.speculation.policy import SpeculationPolicy
 from jaxspec.program.path import keep_path
 from jaxspec.program.rows import gather
 from jaxspec.program.step import lower_step
@@ -138,7 +138,7 @@ def measure(case: Case, **changes: Any) -> Report:
     config = case.config(**changes)
     mesh = describe_mesh(case.device, config)
     program, forms = describe(config, mesh)
-    shapes = Shapes(config, Controller(config.speculative))
+    shapes = Shapes(config, SpeculationPolicy(config.speculative))
     shape = shapes.find(NUM_SEQS, config.num_draft_tokens, 0, GREEDY)
     assert shape is not None
     start = time.process_time()

@@ -12,8 +12,8 @@ import pytest
 from benchmarks.compile_costs import engine_config
 from jaxspec.engine.described import describe, describe_mesh
 from jaxspec.engine.runner import options_of
-from jaxspec.engine.scheduling.controller import Controller
 from jaxspec.engine.scheduling.shapes import SAMPLED, Shapes
+from jaxspec.engine.speculation.policy import SpeculationPolicy
 from jaxspec.program.step import lower_step
 from tests.batteries import members
 from tests.kernels import aot_gpu, aot_tpu
@@ -42,7 +42,7 @@ def test_products_are_the_same_for_every_k_and_batch(draft, is_invariant):
     )
     mesh = describe_mesh("h200", config)
     program, forms = describe(config, mesh)
-    shapes = Shapes(config, Controller(config.speculative))
+    shapes = Shapes(config, SpeculationPolicy(config.speculative))
     drafts = range(config.num_draft_tokens + 1)
     found = {
         shapes.find(num_seqs, k, 0, SAMPLED)

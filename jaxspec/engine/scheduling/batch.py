@@ -10,11 +10,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from jaxspec.engine.scheduling.costs import Costs, Round
 from jaxspec.engine.scheduling.kv_cache import PageTables
 from jaxspec.engine.scheduling.request import Request, Status
 from jaxspec.engine.scheduling.rows import RowTable
 from jaxspec.engine.scheduling.stats import EngineStats
+from jaxspec.engine.speculation.acceptance import AcceptanceRates
+from jaxspec.engine.speculation.step_times import Round
 from jaxspec.engine.structured_output import Failure
 from jaxspec.program.plan import (
     NO_TOKEN,
@@ -257,7 +258,7 @@ def _prompt_tiles(request: Request, room: int) -> list[Tile]:
     return tiles
 
 
-def plan_catch_up(
+def plan_draft_prefill(
     rows: RowTable,
     tables: PageTables,
     lagging: np.ndarray,
@@ -312,11 +313,13 @@ def plan_catch_up(
     )
 
 
-def commit_catch_up(launch: Launch, result: CaughtUp, costs: Costs) -> None:
+def commit_draft_prefill(
+    launch: Launch, result: CaughtUp, acceptance: AcceptanceRates
+) -> None:
     """Note how likely drafts would have been to stay."""
     for request, likeness in zip(launch.tiled, result.likeness, strict=False):
         if request.row >= 0:
-            costs.record_likeness(request.row, likeness[likeness >= 0])
+            acceptance.record_probabilities(request.row, likeness[likeness >= 0])
 
 
 def _admission(request: Request) -> Admission:
@@ -371,10 +374,10 @@ def commit(
     result: StepResult,
     rows: RowTable,
     stats: EngineStats,
-    costs: Costs,
+    acceptance: AcceptanceRates,
 ) -> Advance:
     """Add a round's tokens to requests and bring rows and totals up to date."""
-    advance = _commit_rounds(launch, result, rows, stats, costs)
+    advance = _commit_rounds(launch, result, rows, stats, acceptance)
     for index, (tile, request) in enumerate(
         zip(launch.plan.tiles, launch.tiled, strict=True)
     ):
@@ -403,7 +406,7 @@ def _commit_rounds(
     result: StepResult,
     rows: RowTable,
     stats: EngineStats,
-    costs: Costs,
+    acceptance: AcceptanceRates,
 ) -> Advance:
     count = len(launch.rows)
     is_broken, emitted = result.is_broken[:count], result.num_emitted[:count]
@@ -426,13 +429,11 @@ def _commit_rounds(
             np.where(result.is_done[:count], accepted, some)[is_counted]
             for some in (drafts, launch.drafts)
         )
-        costs.record_acceptance(
-            launch.rows[is_counted], judged, accepted[is_counted], wanted
-        )
+        acceptance.record(launch.rows[is_counted], judged, accepted[is_counted], wanted)
         if result.num_kept is not None:
             kept = np.minimum(result.num_kept[:count], emitted)
             beside = np.where(is_broken, 0, kept - accepted)
-            costs.record_beside(accepted[is_counted], beside[is_counted])
+            acceptance.record_side_branches(accepted[is_counted], beside[is_counted])
         if result.tree_row is not None:
             goes_on = is_counted & ~result.is_done[:count] & (drafts > 0)
             stats.record_ends(drafts[goes_on], result.tree_row[:count][goes_on])

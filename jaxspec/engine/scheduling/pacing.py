@@ -12,7 +12,7 @@ nothing of requests.
 
 import math
 
-from jaxspec.engine.scheduling.costs import Costs, Round
+from jaxspec.engine.speculation.step_times import Round, StepTimes
 
 MAX_SLOWDOWN = 1.5
 # What was saved for a chunk is enough for it, whatever the last bits say.
@@ -35,8 +35,8 @@ class Pacer:
         spare_s: What a round without prompts may be followed by.
     """
 
-    def __init__(self, costs: Costs):
-        self.costs = costs
+    def __init__(self, step_times: StepTimes):
+        self.step_times = step_times
         self.saved_s = self.spare_s = 0.0
         self._num_waited = 0
 
@@ -52,9 +52,9 @@ class Pacer:
 
         Args:
             charged_s: What `chunk` has paid out for it.
-            is_measure: As for `Costs.record_time`.
+            is_measure: As for `StepTimes.record`.
         """
-        seconds = self.costs.record_time(
+        seconds = self.step_times.record(
             round_, seconds, charged_s, is_measure=is_measure
         )
         if charged_s is not None:
@@ -68,7 +68,7 @@ class Pacer:
 
     def num_rounds(self, round_: Round, most: int) -> int:
         """How many such rounds may run in one launch, `most` at most."""
-        seconds = self.costs.expected_seconds(round_)
+        seconds = self.step_times.expected(round_)
         if seconds is None:
             return 1  # first see what a round takes
         return max(min(int(MAX_LAUNCH_S / seconds), most), 1)
@@ -84,7 +84,7 @@ class Pacer:
         Args:
             rounds: From the smallest chunk.
         """
-        known = [self.costs.seconds.get(one) for one in rounds]
+        known = [self.step_times.seconds.get(one) for one in rounds]
         chunks = [one.shape.chunk for one in rounds]
         measured = [index for index, one in enumerate(known) if one is not None]
         if not measured:
@@ -105,7 +105,7 @@ class Pacer:
             plain: The round without any.
             mixed: The same round with some, from the smallest chunk.
         """
-        base = self.costs.seconds.get(plain)
+        base = self.step_times.seconds.get(plain)
         if base is None:
             return 0, None  # first see what a round takes
         allowance = MAX_SLOWDOWN * base
@@ -126,7 +126,7 @@ class Pacer:
 
         While nothing is known, the smallest chunk is tried and no other.
         """
-        found = [self.costs.seconds.get(one) for one in mixed]
+        found = [self.step_times.seconds.get(one) for one in mixed]
         if found[0] is None:
             return [base] + [math.inf] * (len(mixed) - 1)
         chunks = [one.shape.chunk for one in mixed]

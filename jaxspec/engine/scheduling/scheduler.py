@@ -8,10 +8,10 @@ waiting requests; knows nothing of texts or devices.
 import bisect
 import functools
 import itertools
-import math
 import operator
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -24,27 +24,26 @@ from jaxspec.engine.scheduling.batch import (
     PrefillBatch,
     claims_of,
     commit,
-    commit_catch_up,
-    plan_catch_up,
+    commit_draft_prefill,
     settle,
 )
-from jaxspec.engine.scheduling.controller import Controller
-from jaxspec.engine.scheduling.costs import (
-    PRIOR_RATE,
-    WATCHED_PRIOR_RATE,
-    Costs,
-    Kind,
-    Round,
-)
+from jaxspec.engine.scheduling.draft_prefill import DraftPrefill
 from jaxspec.engine.scheduling.kv_cache import PageTables
-from jaxspec.engine.scheduling.lookups import TELLING_RUNS, Lookups
+from jaxspec.engine.scheduling.lookup_estimator import TELLING_RUNS, LookupEstimator
 from jaxspec.engine.scheduling.pacing import Pacer
 from jaxspec.engine.scheduling.page_events import PageEvents
-from jaxspec.engine.scheduling.rates import Choice
 from jaxspec.engine.scheduling.request import Request, Status
 from jaxspec.engine.scheduling.rows import RowTable
 from jaxspec.engine.scheduling.shapes import FIRST_CHUNK, Programs, Shapes
 from jaxspec.engine.scheduling.stats import EngineStats
+from jaxspec.engine.speculation.acceptance import AcceptanceRates, Kind
+from jaxspec.engine.speculation.constants import CONSTANTS
+from jaxspec.engine.speculation.policy import (
+    Choice,
+    RoundEstimates,
+    SpeculationPolicy,
+)
+from jaxspec.engine.speculation.step_times import Round, StepTimes
 from jaxspec.engine.structured_output import GrammarState
 from jaxspec.program.plan import (
     COUPLED,
@@ -57,15 +56,6 @@ from jaxspec.program.plan import (
 )
 from jaxspec.program.wire import CaughtUp, StepResult
 from jaxspec.settings.lookups import LookupRule
-
-# Launches that feed the draft model, before the next round, at most.
-MAX_IN_A_ROW = 4
-# Launches until K is chosen again, once the controller has chosen 0. To look at the
-# drafts that every sequence may have, only to choose 0 again, takes the host 25 to 35
-# microseconds of a plain round of 650 (the bundled target at batch 1, two cores).
-REST_LAUNCHES = 8
-# Rounds that what a change costs is spread over, at least and at most.
-HORIZON_ROUNDS = 8, 256
 
 
 class Decode(NamedTuple):
@@ -92,15 +82,17 @@ class Scheduler:
     def __init__(
         self,
         config: EngineConfig,
-        controller: Controller,
+        policy: SpeculationPolicy,
         stats: EngineStats | None = None,
         programs: Programs | None = None,
-        costs: Costs | None = None,
+        step_times: StepTimes | None = None,
+        acceptance: AcceptanceRates | None = None,
         page_events: PageEvents | None = None,
     ):
-        self.config, self.controller = config, controller
+        self.config, self.policy = config, policy
         self.stats = stats or EngineStats()
-        self.costs = costs or make_costs(config, controller)
+        self.step_times = step_times or StepTimes()
+        self.acceptance = acceptance or make_acceptance(config, policy)
         self.tables = PageTables(config, self.stats, page_events)
         self.pages = self.tables.pool
         speculative = config.speculative
@@ -112,24 +104,26 @@ class Scheduler:
             longest_drafted,
             config.num_draft_tokens if is_parallel else None,
         )
-        self._lookups = make_lookups(config, controller)
-        self.shapes = Shapes(config, controller, programs)
+        self._lookups = make_lookups(config, policy)
+        self.shapes = Shapes(config, policy, programs)
         self.waiting = WaitingQueue(config.scheduling_policy)
         self.running: list[Request] = []
-        self.pacer = Pacer(self.costs)
+        self.pacer = Pacer(self.step_times)
+        self._draft_prefill = DraftPrefill(
+            self.rows,
+            self.tables,
+            self.shapes,
+            policy,
+            self.step_times,
+            self.acceptance,
+        )
         # Program of the launch that was read last, and whether it made drafts.
         self._last_work: tuple[StepShape, bool] | None = None
-        # Plain launches before K is chosen again, this one included.
-        self._num_resting = 0
-        # Bringing the draft model up to date and other launches take turns.
-        self._num_caught_up, self._has_put_off = 0, False
-        # When most requests waited for it last.
-        self._num_admitted_then = 0
 
     @property
     def _has_draft_model(self) -> bool:
         has_one = self.config.draft_model_config is not None
-        return has_one and not self.controller.is_stopped
+        return has_one and not self.policy.is_stopped
 
     def add(self, request: Request) -> None:
         """Queue a request."""
@@ -155,16 +149,24 @@ class Scheduler:
 
     def plan(self) -> Launch | None:
         """Plan the next launch; None when nothing can be done before a read."""
-        self._num_resting = max(self._num_resting - 1, 0)
         if self.shapes.cannot_catch_up:
-            self.controller.stop("the draft model's program could not be compiled")
-        if self._is_turn_to_catch_up():
-            catch_up = self._plan_catch_up()
-            if catch_up is not None:
-                return catch_up
+            self.policy.stop("the draft model's program could not be compiled")
+        has_newcomers = bool(self.waiting and self.rows.free)
+        if self._has_draft_model and self._draft_prefill.take_turn(
+            self._limit, has_newcomers=has_newcomers
+        ):
+            launch = self._plan_draft_prefill()
+            if launch is not None:
+                return launch
         launch = self._plan_round()
-        # Nothing else can be launched: catch up out of turn.
-        return self._plan_catch_up() if launch is None else launch
+        # Nothing else can be launched: draft prefill out of turn.
+        return self._plan_draft_prefill() if launch is None else launch
+
+    def _plan_draft_prefill(self) -> Launch | None:
+        if not self._has_draft_model:
+            return None
+        stream_s = self.pacer.spare_s if self._are_streaming() else None
+        return self._draft_prefill.plan(self._limit, stream_s)
 
     def _plan_round(self) -> Launch | None:
         """Decoding rows, and prompts."""
@@ -188,7 +190,7 @@ class Scheduler:
 
     def _decodable(self) -> Decode:
         """The rows that can decode next, in a program that is compiled."""
-        rows, wanted = self.rows.decodable(0 if self._num_resting else self._limit)
+        rows, wanted = self.rows.decodable(0 if self.policy.is_idle else self._limit)
         most = int(wanted.max(initial=0))
         if most and self._can_wait:
             awaits_draft = self.rows.awaits_draft(rows)
@@ -197,16 +199,18 @@ class Scheduler:
                 self.shapes.find(len(rows), most, 0, self.rows.features(rows))
                 rows, wanted = rows[~awaits_draft], wanted[~awaits_draft]
                 most = int(wanted.max(initial=0))
-        can_draft = bool(most and self.controller.num_drafts)
+        can_draft = bool(most and self.policy.num_drafts)
         features, shape = self.rows.features(rows), None
-        if most:
-            chosen = self._choose(rows, wanted, features)
-            wanted, most = np.minimum(wanted, chosen), min(most, chosen)
-            if not most and self._has_draft_model and not self.controller.num_drafts:
-                self._num_resting = REST_LAUNCHES
-                self.controller.repeat(REST_LAUNCHES - 1)
+        if self.policy.is_due(len(rows), most):
+            self.policy.choose(self._estimates(rows, wanted, features))
+        choice = self.policy.next_choice
+        if self.policy.is_adaptive:
+            wanted, most = (
+                np.minimum(wanted, choice.num_drafts),
+                min(most, choice.num_drafts),
+            )
         if len(rows):
-            has_beside = self.controller.has_beside
+            has_beside = choice.has_side_branches
             has_beside |= self._has_draft_model and not most
             shape = self.shapes.find(
                 len(rows), most, 0, features, has_beside=has_beside
@@ -231,63 +235,65 @@ class Scheduler:
         have drafts. While the program for it is compiled nobody waits: that takes
         seconds, and requests go on without drafts.
         """
-        if not (self.controller.is_constant and self._has_draft_model and self._limit):
+        if not (self.policy.is_constant and self._has_draft_model and self._limit):
             return False
         return self.shapes.can_catch_up
 
     @property
     def _limit(self) -> int:
         """Most drafts that a sequence may have now."""
-        return self.controller.limit(len(self.running) + bool(self.waiting))
+        return self.policy.limit(len(self.running) + bool(self.waiting))
 
     @property
     def choice(self) -> Choice:
         """K as chosen now, within what so many requests may have."""
         limit = self._limit
-        k = min(self.controller.num_drafts, limit)
-        gain, has_beside = self.controller.gain, self.controller.has_beside
-        return Choice(k, gain if k else 0.0, limit > 0, has_beside)
+        k = min(self.policy.num_drafts, limit)
+        choice = self.policy.choice
+        gain = choice.gain if k else 0.0
+        return replace(choice, num_drafts=k, gain=gain, may_draft=limit > 0)
 
-    def _choose(self, rows: np.ndarray, wanted: np.ndarray, features: Features) -> int:
-        """K of the next round."""
-
-        def seconds(*, has_beside: bool = True) -> list[float | None]:
-            found: list[float | None] = []
-            for k in range(int(wanted.max()) + 1):
-                shape = self.shapes.find(
-                    len(rows), k, 0, features, has_beside=has_beside
-                )
-                if shape is None or (k and not has_beside and shape.template):
-                    found.append(None)
-                else:
-                    found.append(self.costs.expected_seconds(Round(shape, k)))
-            return found
-
-        def chain_seconds() -> list[float | None] | None:
-            return seconds(has_beside=False) if self.shapes.has_chains else None
-
-        return self.controller.choose(
-            wanted,
-            acceptance=lambda: self._acceptance(rows),
-            beside=lambda: self.costs.beside_share,
-            seconds=seconds,
+    def _estimates(
+        self, rows: np.ndarray, wanted: np.ndarray, features: Features
+    ) -> RoundEstimates:
+        """Return what is known about the next round of some rows."""
+        self._count_lookups()
+        most = int(wanted.max())
+        chain_seconds, speculative = None, self.config.speculative
+        if self.shapes.has_chains:
+            chain_seconds = self._seconds(len(rows), most, features, has_beside=False)
+        draft_prefill_s, is_observable = 0.0, self._lookups is not None
+        if self._has_draft_model:
+            draft_prefill_s = self._draft_prefill.seconds_per_round(rows)
+            is_observable |= not self.acceptance.is_unseeded(rows).any()
+        return RoundEstimates(
+            max_drafts=wanted,
+            acceptance=self.acceptance.of_rows(rows),
+            seconds=self._seconds(len(rows), most, features),
             chain_seconds=chain_seconds,
-            catch_up_s=lambda: self._catch_up_s(rows),
-            can_ask=lambda: (
-                self._lookups is not None
-                or (self._has_draft_model and not self.costs.is_drawn(rows).any())
-            ),
+            side_tokens=self.acceptance.side_tokens,
+            draft_prefill_s=draft_prefill_s,
+            is_whole_tree=speculative is not None and speculative.is_one_tree,
+            is_observable=is_observable,
         )
 
-    def _acceptance(self, rows: np.ndarray) -> np.ndarray:
-        """By row and position, with what lookups would have brought until now."""
-        self._count_foretold()
-        return self.costs.acceptance(rows)
+    def _seconds(
+        self, num_seqs: int, most: int, features: Features, *, has_beside: bool = True
+    ) -> list[float | None]:
+        """Return the time of a round by K, None where unknown."""
+        found: list[float | None] = []
+        for k in range(most + 1):
+            shape = self.shapes.find(num_seqs, k, 0, features, has_beside=has_beside)
+            if shape is None or (k and not has_beside and shape.template):
+                found.append(None)
+            else:
+                found.append(self.step_times.expected(Round(shape, k)))
+        return found
 
-    def _count_foretold(self) -> None:
+    def _count_lookups(self) -> None:
         found = self._lookups and self._lookups.take()
         if found:
-            self.costs.record_foretold(*found)
+            self.acceptance.record_predicted(*found)
 
     def _watch(self, launch: Launch, result: StepResult) -> None:
         """Compare what came without drafts with what a lookup would have proposed."""
@@ -301,8 +307,8 @@ class Scheduler:
             accepted = result.num_accepted[:count]
             is_kept = (drafts > 0) & (accepted >= drafts)
             runs = np.where(is_kept, accepted, 0)[is_there]
-            self.costs.note_runs(launch.rows[is_there], runs)
-        elif not self.controller.num_drafts:
+            self.acceptance.set_match_runs(launch.rows[is_there], runs)
+        elif not self.policy.num_drafts:
             there = np.flatnonzero(is_there & (self.rows.num_draft[launch.rows] > 0))
             runs = [
                 lookups.follow(launch.decoding[index], new)
@@ -310,101 +316,9 @@ class Scheduler:
                     there.tolist(), emitted[there].tolist(), strict=True
                 )
             ]
-            self.costs.note_runs(launch.rows[there], np.array(runs, np.int64))
+            self.acceptance.set_match_runs(launch.rows[there], np.array(runs, np.int64))
             if not set(TELLING_RUNS).isdisjoint(runs):
-                self.controller.look()
-
-    def _catch_up_s(self, rows: np.ndarray) -> float:
-        """Seconds per round before all rows can have drafts, over what is left."""
-        rows = rows[self.rows.lags(rows)]
-        if not self._has_draft_model or not len(rows):
-            return 0.0
-        tiles = self._missing_tiles(rows)
-        shape = self.shapes.catch_up(tiles)
-        if shape is None:
-            return 0.0
-        seconds = self.costs.seconds.get(Round(shape), 0.0)
-        launches = -(-tiles // shape.num_tiles)
-        left = self.rows.max_total[rows] - self.rows.num_tokens[rows]
-        return launches * seconds / float(np.clip(left.mean(), *HORIZON_ROUNDS))
-
-    def _missing_tiles(self, rows: np.ndarray) -> int:
-        """Tiles that the draft model lacks of some rows."""
-        return int((-(-(self.rows.num_draft_uncached[rows] - 1) // TILE)).sum())
-
-    def _is_turn_to_catch_up(self) -> bool:
-        """Whether the draft model is brought up to date before anything else.
-
-        In turn with rounds while most sequences have drafts. Else several times in a
-        row: of rounds without drafts, those who have caught up would lag again before
-        the last have.
-        """
-        rows = self.rows
-        is_due = self._may_catch_up and rows.awaits_draft(rows.decoding).any()
-        if not is_due:
-            self._num_caught_up = 0  # most rounds
-            return False
-        most = MAX_IN_A_ROW if self._is_in_a_row() else 1
-        if self._num_caught_up >= most or not len(self.rows.lagging()):
-            self._num_caught_up = 0
-            return False
-        # Put off once, so that waiting requests get their first tokens.
-        has_newcomers = bool(self.waiting and self.rows.free)
-        self._has_put_off = has_newcomers and not self._has_put_off
-        return not self._has_put_off
-
-    def _plan_catch_up(self) -> Launch | None:
-        """Bring the draft model up to date with rows that may have drafts.
-
-        Prompts, once the target has read them: a first token does not wait for the
-        draft model. And what was decoded without drafts. While nothing is drafted one
-        row is enough now and then, to learn what drafts would bring.
-        """
-        if not self._may_catch_up:
-            return None
-        lagging, is_probe = self.rows.lagging(), self._is_probe
-        if is_probe:
-            lagging = lagging[~self.costs.is_drawn(lagging)]
-            shortest = self.rows.num_draft_uncached[lagging].argsort(kind="stable")
-            lagging = lagging[shortest[:1]]
-        if not len(lagging):
-            return None
-        # In the order of admission: later requests do not overtake earlier ones.
-        lagging = lagging[self.rows.owner[lagging].argsort()]
-        tiles = self._missing_tiles(lagging)
-        if self._are_streaming() and not self._is_in_a_row():
-            tiles = min(tiles, self._tiles_beside_streams())
-        shape = self.shapes.catch_up(tiles)
-        if shape is None:
-            return None
-        self._num_caught_up += 1
-        if is_probe:
-            self.controller.begin_probe()
-        return plan_catch_up(self.rows, self.tables, lagging, shape, is_probe=is_probe)
-
-    @property
-    def _is_probe(self) -> bool:
-        """Whether the draft model is fed only to learn what drafts would bring."""
-        return self.controller.is_adaptive and not self.controller.num_drafts
-
-    @property
-    def _may_catch_up(self) -> bool:
-        """Whether the draft model is fed at all now, where a sequence lags."""
-        if self._num_resting or not self._has_draft_model:
-            return False
-        if not (self._limit and self.rows.wants_drafts):
-            return False
-        if self.controller.is_timing_plain:
-            return False  # between such rounds it would make them slower
-        return not self._is_probe or self.controller.wants_probe()
-
-    def _is_in_a_row(self) -> bool:
-        """Whether some wait for the draft model since more than half of all did."""
-        rows = self.rows.decoding
-        late = rows[self.rows.awaits_draft(rows)]
-        if 2 * len(late) > len(rows):
-            self._num_admitted_then = self.rows.num_admitted
-        return bool((self.rows.owner[late] < self._num_admitted_then).any())
+                self.policy.reconsider()
 
     def _are_streaming(self) -> bool:
         """Whether a streaming request decodes now, without awaiting the draft model."""
@@ -412,17 +326,6 @@ class Scheduler:
         if not self._can_wait:
             return len(rows) > 0
         return not bool(self.rows.awaits_draft(rows).all())
-
-    def _tiles_beside_streams(self) -> int:
-        """Tiles of the largest program that they may wait for between two rounds."""
-        shapes = self.shapes.catch_ups
-        seconds = [self.costs.seconds.get(Round(shape), math.inf) for shape in shapes]
-        allowed = [
-            shape.num_tiles
-            for shape, one in zip(shapes, seconds, strict=True)
-            if one <= self.pacer.spare_s
-        ]
-        return max(allowed, default=shapes[0].num_tiles)
 
     def _shapes_with_prompts(self, decode: Decode) -> list[StepShape]:
         """Compiled programs for a launch with prompts, from the smallest.
@@ -664,7 +567,7 @@ class Scheduler:
             # The last token has no keys and values of anybody.
             drafted = request.num_tokens - gap if self._has_draft_model else None
             self.tables.register(request, request.num_tokens - 1, drafted)
-        self._count_foretold()
+        self._count_lookups()
         self.rows.release(request)
         self.running.remove(request)
         self.tables.release(request)
@@ -701,13 +604,13 @@ class Scheduler:
         tree = self.shapes.tree(self.config.num_draft_tokens)
         longest = request.max_total + tree.num_slots - 1
         work.begin(request, found, min(longest, self.config.max_model_len))
-        self.costs.admit(
+        self.acceptance.admit(
             request.row,
             kind_of(request),
             is_typical=request.grammar is None and request.controls is None,
         )
-        if not self.controller.num_drafts:
-            self.controller.look()  # it may be of another kind than those before it
+        if not self.policy.num_drafts:
+            self.policy.reconsider()  # the request may be of another kind
         if self._has_draft_model and self.choice.num_drafts:
             # Once the prompt is in it is missed.
             self.shapes.catch_up(-(-len(request.tokens_to_prefill) // TILE))
@@ -770,7 +673,6 @@ class Scheduler:
         table.launch(rows, drafts, num_rounds)
         if self._has_draft_model:
             table.draft(rows, drafts, shape.num_draft_tokens, num_rounds)
-        self.controller.repeat(num_rounds - 1)
         listed = rows.tolist()
         decoding = table.owners_of(listed)
         plan = StepPlan(
@@ -801,26 +703,26 @@ class Scheduler:
     def commit(self, launch: Launch, result: StepResult | CaughtUp) -> Advance:
         """Take a round's result into the requests that have not ended."""
         if isinstance(result, CaughtUp):
-            commit_catch_up(launch, result, self.costs)
-            self._num_resting = 0  # the draft model has said what drafts would bring
-            self.controller.record_catch_up(launch.seconds, is_probe=launch.is_probe)
+            commit_draft_prefill(launch, result, self.acceptance)
+            self._draft_prefill.commit(launch)
             return Advance()
         self._record_round(launch, result)
-        advance = commit(launch, result, self.rows, self.stats, self.costs)
+        advance = commit(launch, result, self.rows, self.stats, self.acceptance)
         self._watch(launch, result)
         for part in advance.parts:
             if part.is_broken:
                 # No later request may reuse these pages.
                 self.pages.forget(part.request.pages)
         if result.is_draft_broken[: len(launch.rows)].any():
-            self.controller.stop("the draft model's numbers are NaN or infinite")
+            self.policy.stop("the draft model's numbers are NaN or infinite")
         return advance
 
     def record_time(self, launch: Launch, seconds: float) -> None:
         """Record how long a round of a launch kept the device busy."""
         shape, launch.seconds = launch.shape, seconds
         self.stats.busy_s += seconds
-        launch.expected_s = self.costs.expected_seconds(launch.round)
+        self.policy.record_time(seconds)
+        launch.expected_s = self.step_times.expected(launch.round)
         # Launches with prompts, and for the draft model, are seldom two in a row.
         is_seldom = shape.is_catch_up or shape.chunk > 0
         work = shape, launch.round.num_drafts > 0
@@ -831,18 +733,18 @@ class Scheduler:
         )
 
     def _record_round(self, launch: Launch, result: StepResult) -> None:
-        """Have the controller count what a round without prompts has brought."""
+        """Have the policy count what a round without prompts has brought."""
         count = len(launch.rows)
         if launch.shape.chunk:
-            self.controller.stop_timing()
+            self.policy.end_exploration()
         if launch.shape.chunk or not count:
             return
         num_drafts, num_emitted, plain_s = launch.round.num_drafts, count, None
         if num_drafts:  # otherwise nothing is compared
             num_emitted = int(result.num_emitted[:count].sum())
             plain = self.shapes.find(count, 0, 0, launch.shape.features)
-            plain_s = self.costs.expected_seconds(Round(plain)) if plain else None
-        self.controller.record_round(
+            plain_s = self.step_times.expected(Round(plain)) if plain else None
+        self.policy.record_round(
             count, num_drafts, num_emitted, launch.seconds, plain_s
         )
 
@@ -860,6 +762,7 @@ class Scheduler:
 
     def restart(self) -> None:
         """Preempt all running requests: the device has lost all pages and launches."""
+        self._draft_prefill.restart()
         for request in list(self.running):
             self._preempt(request)
         for request in self.waiting:
@@ -881,20 +784,24 @@ def _tiled(num_tokens: int) -> int:
     return -(-num_tokens // TILE) * TILE
 
 
-def make_costs(config: EngineConfig, controller: Controller) -> Costs:
-    """Nothing measured yet."""
-    rate = WATCHED_PRIOR_RATE if controller.can_watch else PRIOR_RATE
-    return Costs(config.max_num_seqs, config.num_draft_tokens, rate)
+def make_acceptance(config: EngineConfig, policy: SpeculationPolicy) -> AcceptanceRates:
+    """Return rates of which nothing is measured yet."""
+    prior = CONSTANTS.prior_acceptance
+    if policy.can_follow_lookups:
+        prior = CONSTANTS.prior_lookup_acceptance
+    return AcceptanceRates(config.max_num_seqs, config.num_draft_tokens, prior)
 
 
-def make_lookups(config: EngineConfig, controller: Controller) -> Lookups | None:
-    """What watches texts; None where they do not say what drafts would bring."""
+def make_lookups(
+    config: EngineConfig, policy: SpeculationPolicy
+) -> LookupEstimator | None:
+    """Return what follows texts; None where they do not tell what is accepted."""
     speculative = config.speculative
-    if speculative is None or not controller.can_watch:
+    if speculative is None or not policy.can_follow_lookups:
         return None
     num_requests = speculative.suffix_decoding_max_cached_requests or 0
     rule, most = LookupRule.of(speculative), config.num_draft_tokens
-    return Lookups(rule, config.max_num_seqs, most, num_requests)
+    return LookupEstimator(rule, config.max_num_seqs, most, num_requests)
 
 
 def kind_of(request: Request) -> Kind:

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from typing import Protocol, runtime_checkable
 
 from jaxspec.config import EngineConfig
-from jaxspec.engine.scheduling.controller import Controller
+from jaxspec.engine.speculation.policy import SpeculationPolicy
 from jaxspec.program.plan import TILE, Features, StepShape
 from jaxspec.program.tree import Template, Tree, template_of
 
@@ -74,10 +74,10 @@ class Shapes:
     def __init__(
         self,
         config: EngineConfig,
-        controller: Controller,
+        policy: SpeculationPolicy,
         programs: Programs | None = None,
     ):
-        self._config, self._controller = config, controller
+        self._config, self._policy = config, policy
         self._template = template_of(config.speculative)
         self._programs = EveryProgram() if programs is None else programs
         self._largest_chunk = largest_chunk(
@@ -94,7 +94,7 @@ class Shapes:
         self._forms = self._all_forms()
         self._late = self._made_when_used()
         self.catch_ups: list[StepShape] = []
-        if config.draft_model_config is not None and len(controller.ladder) > 1:
+        if config.draft_model_config is not None and len(policy.compiled_drafts) > 1:
             chunk = self._chunk
             sizes = {chunk} if config.batch_invariant else {_tiled(chunk // 8), chunk}
             self.catch_ups = [StepShape.catch_up(size) for size in sorted(sizes)]
@@ -105,15 +105,15 @@ class Shapes:
         Log-probabilities and controls come together, so that no mix of requests needs a
         program of its own. The first program of a form serves all its launches.
         """
-        ladder, told = self._controller.ladder, self._config.num_logprobs
-        seqs, drafts = _power_of_two(self._config.max_num_seqs), ladder[-1]
+        compiled, told = self._policy.compiled_drafts, self._config.num_logprobs
+        seqs, drafts = _power_of_two(self._config.max_num_seqs), compiled[-1]
         chunk = self._chunk
         small, single = (_tiled(chunk // part) for part in (8, 4))
         special = Features(has_controls=True, num_logprobs=told)
         with_prompt = dataclasses.replace(special, num_prompt_logprobs=told)
         largest, alone = (seqs, drafts, chunk), (1, drafts, 0)
         sizes_without = [(n, 0, 0) for n in _sizes_up_to(seqs)]
-        drafting = [(n, k, 0) for k in ladder[:0:-1] for n, *_ in sizes_without]
+        drafting = [(n, k, 0) for k in compiled[:0:-1] for n, *_ in sizes_without]
         # Sequences, drafts and prompt tokens.
         sizes: dict[Features, list[tuple[int, int, int]]] = {
             GREEDY: drafting + sizes_without,
@@ -165,7 +165,7 @@ class Shapes:
     @property
     def has_chains(self) -> bool:
         """Whether rounds may also leave out the drafts that stand beside others."""
-        template, is_free = self._template, self._controller.is_adaptive
+        template, is_free = self._template, self._policy.is_adaptive
         if template is None or not is_free or self._config.batch_invariant:
             return False
         return template.spine.num_levels == template.num_levels
@@ -189,7 +189,7 @@ class Shapes:
             or shape.chunk > self._chunk
             or (
                 form in (GREEDY, SAMPLED)
-                and len(self._controller.ladder) > 1
+                and len(self._policy.compiled_drafts) > 1
                 and not shape.num_draft_tokens
                 and (shape.num_seqs > 1 or not (shape.chunk or form == GREEDY))
             )
@@ -329,7 +329,7 @@ class Shapes:
         has_beside: bool = True,
     ) -> list[StepShape]:
         """Programs that serve a launch, the best first."""
-        rung = self._controller.rung(num_draft_tokens)
+        compiled = self._policy.compiled_for(num_draft_tokens)
         forms = [form for form in self._forms if form.covers(features)]
         if self._config.batch_invariant:
             del forms[1:]  # other programs give other bits
@@ -338,7 +338,7 @@ class Shapes:
             for form in forms
             for shape in self._forms[form]
             if shape.num_seqs >= num_seqs
-            and shape.num_draft_tokens >= rung
+            and shape.num_draft_tokens >= compiled
             and shape.chunk >= tokens
             and not (has_beside and self._is_chain(shape))
         ]

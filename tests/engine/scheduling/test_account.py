@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-
 from jaxspec.engine.scheduling.account import (
     MAX_LOSS,
     MAX_WAIT_S,

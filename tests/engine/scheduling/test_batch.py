@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
+from jaxspec.engine.scheduling.costs import Costs
 
 from jaxspec.engine.scheduling.batch import Advance, Launch, commit
-from jaxspec.engine.scheduling.costs import Costs
 from jaxspec.engine.scheduling.request import Request, Status
 from jaxspec.engine.scheduling.rows import RowTable
 from jaxspec.engine.scheduling.stats import EngineStats

@@ -6,9 +6,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from jaxspec.config import SpeculativeConfig
-from jaxspec.engine.scheduling import account
 from jaxspec.engine.scheduling.account import MAX_LOSS, MIN_WAIT_S, WINDOW_ROUNDS
 from jaxspec.engine.scheduling.controller import (
     ASKED_LOOK_ROUNDS,
@@ -22,6 +19,9 @@ from jaxspec.engine.scheduling.refresh import (
     MAX_WAIT_S,
     REFRESH_ROUNDS,
 )
+
+from jaxspec.config import SpeculativeConfig
+from jaxspec.engine.scheduling import account
 from jaxspec.settings.speculation import ADAPTIVE, FIXED, SUFFIX_DEFAULTS
 
 # Seconds of a round by K, of one sequence.

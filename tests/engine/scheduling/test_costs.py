@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
 from jaxspec.engine.scheduling.costs import (
     HALF_LIFE_ROUNDS,
     MAX_SKIPPED,
@@ -19,6 +18,7 @@ from jaxspec.engine.scheduling.costs import (
     Kind,
     Round,
 )
+
 from jaxspec.program.plan import StepShape
 from tests.loops import Loop, make_config, make_requests
 

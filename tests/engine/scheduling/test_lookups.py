@@ -6,10 +6,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
-from jaxspec.config import SpeculativeConfig
-from jaxspec.engine.scheduling import lookups
-from jaxspec.engine.scheduling.costs import Round
 from jaxspec.engine.scheduling.lookups import (
     ANSWER_MATCH,
     MANY,
@@ -19,8 +15,12 @@ from jaxspec.engine.scheduling.lookups import (
     Lookups,
     TextIndex,
 )
+
+from jaxspec.config import SpeculativeConfig
+from jaxspec.engine.scheduling import lookups
 from jaxspec.engine.scheduling.request import Request
 from jaxspec.engine.scheduling.scheduler import kind_of
+from jaxspec.engine.speculation.step_times import Round
 from jaxspec.program.plan import Features
 from jaxspec.program.propose.ngram import NGram
 from jaxspec.settings.lookups import LookupRule

@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
 from jaxspec.engine.scheduling.costs import Costs, Round
+
 from jaxspec.engine.scheduling.pacing import (
     MAX_LAUNCH_S,
     MAX_SLOWDOWN,

@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-
 from jaxspec.engine.scheduling.rates import Form, expected_kept
 
 SECONDS = np.array([0.010, 0.012, 0.016])

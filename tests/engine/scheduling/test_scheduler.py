@@ -14,12 +14,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from jaxspec.engine.scheduling.account import MIN_WAIT_S
+from jaxspec.engine.scheduling.refresh import REFRESH_ROUNDS
 
 from jaxspec.config import EngineConfig
 from jaxspec.engine.scheduling import shapes
-from jaxspec.engine.scheduling.account import MIN_WAIT_S
-from jaxspec.engine.scheduling.controller import Controller
-from jaxspec.engine.scheduling.refresh import REFRESH_ROUNDS
 from jaxspec.engine.scheduling.request import Request, Status
 from jaxspec.engine.scheduling.scheduler import (
     MAX_IN_A_ROW,
@@ -28,6 +27,7 @@ from jaxspec.engine.scheduling.scheduler import (
     WaitingQueue,
 )
 from jaxspec.engine.scheduling.shapes import EveryProgram
+from jaxspec.engine.speculation.policy import SpeculationPolicy
 from jaxspec.outputs import RequestStateStats
 from jaxspec.program.plan import MAX_CONTROLLED, TILE, Features, TokenControls
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams
@@ -408,7 +408,7 @@ def test_without_its_program_the_draft_model_is_left_out():
 
     config = make_config(num_pages=200)
     loop = Loop(config, seed=0)
-    controller = Controller(config.speculative)
+    controller = SpeculationPolicy(config.speculative)
     loop.scheduler = Scheduler(config, controller, programs=FailedPrograms())
     (request,) = make_requests(config, 1, num_draft_tokens=3)
     loop.scheduler.add(request)

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from jaxspec.engine.scheduling.controller import Controller
 from jaxspec.engine.scheduling.shapes import (
     FIRST_CHUNK,
     GREEDY,
@@ -14,6 +13,7 @@ from jaxspec.engine.scheduling.shapes import (
     EveryProgram,
     Shapes,
 )
+from jaxspec.engine.speculation.policy import SpeculationPolicy
 from jaxspec.program.plan import TILE, Features, StepShape
 from jaxspec.settings.speculation import ADAPTIVE
 from tests.loops import SomePrograms, make_config
@@ -32,7 +32,7 @@ PLAIN = dict[str, Any](DEFAULT, num_draft_tokens=0)
 def make_shapes(programs: EveryProgram | None = None, **changes: Any) -> Shapes:
     num_pages = max(48, changes.get("max_num_seqs", 1))
     config = make_config(**(dict(num_pages=num_pages) | changes))
-    return Shapes(config, Controller(config.speculative), programs)
+    return Shapes(config, SpeculationPolicy(config.speculative), programs)
 
 
 def is_able(shape: StepShape, seqs: int, drafts: int, tokens: int, need: Features):

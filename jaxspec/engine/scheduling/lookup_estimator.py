@@ -269,7 +269,7 @@ class Foretold(NamedTuple):
     num_compared: int
 
 
-class Lookups:
+class LookupEstimator:
     """Watches requests, and counts by row what drafts would have brought."""
 
     def __init__(

@@ -1,0 +1,46 @@
+"""The constants of choosing K, each with the measurement behind it."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class PolicyConstants:
+    """Ten numbers; times and acceptance are measured.
+
+    Attributes:
+        hysteresis: Ratio of speeds that a change of the choice must promise. Two plain
+            engines of one process differ by 4 % in the median (benchmarks.control,
+            part `free`).
+        look_rounds: Rounds with drafts between two choices. A choice takes the host
+            50 to 80 microseconds, a round of the bundled pair with drafts 1,300.
+        idle_look_rounds: The same without drafts: a plain round takes 650 microseconds
+            and a choice would be 10 % of it.
+        explore_rounds: Rounds in which another choice is measured. The first one or two
+            still run what was planned before, and the next is no typical time.
+        max_loss: Share of the device's time that drafts may lose against decoding
+            without them, and that explorations may take.
+        loss_rounds: Plain rounds that drafts may lose in a row beyond that share before
+            they are stopped. With drafts that gain a tenth at batch 1, a round wins
+            0.1 +- 1.2 plain rounds; a run of bad luck of 48 is met once in 10^5 rounds.
+        half_life_rounds: Rounds after which an observed acceptance counts half.
+        prior_weight: Observations that a request's own rate needs to count as much as
+            the mean of its kind, and a position's as much as the position before it.
+        prior_acceptance: Of a draft model, before anything is known: the bundled pair
+            has 0.75 sampled and 0.90 greedy.
+        prior_lookup_acceptance: Of a lookup that is followed without drafting. Of prose
+            0.1 of the first drafts are accepted; of copied text that shows at once.
+    """
+
+    hysteresis: float = 1.04
+    look_rounds: int = 4
+    idle_look_rounds: int = 32
+    explore_rounds: int = 6
+    max_loss: float = 0.01
+    loss_rounds: float = 48.0
+    half_life_rounds: float = 16.0
+    prior_weight: float = 4.0
+    prior_acceptance: float = 0.7
+    prior_lookup_acceptance: float = 0.1
+
+
+CONSTANTS = PolicyConstants()

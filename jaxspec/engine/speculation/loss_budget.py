@@ -1,0 +1,49 @@
+"""Bounds what drafts and explorations may lose, whatever the estimates say."""
+
+from jaxspec.engine.speculation.constants import CONSTANTS
+
+
+class LossBudget:
+    """Device seconds that may be lost, at batches of about one size.
+
+    The budget earns a share of the device's time. An exploration is paid in full before
+    it begins, as if it brought nothing. Rounds with drafts that lose against plain
+    decoding add to a deficit, which rounds that win reduce. A deficit of more than
+    `loss_rounds` plain rounds closes the budget: it is subtracted, and nothing is
+    drafted until the budget is even again.
+
+    Attributes:
+        is_closed: Drafts have lost too much.
+        num_closed: How often that happened.
+    """
+
+    def __init__(self):
+        self._balance_s = self._deficit_s = 0.0
+        self.is_closed, self.num_closed = False, 0
+
+    def earn(self, seconds: float) -> None:
+        """Add the share of some seconds of the device."""
+        share_s = CONSTANTS.max_loss * seconds
+        self._balance_s += share_s
+        self._deficit_s = max(self._deficit_s - share_s, 0.0)
+        self.is_closed &= self._balance_s < 0
+
+    def can_pay(self, price_s: float) -> bool:
+        """Return whether an exploration of that price may begin."""
+        return self._balance_s >= price_s
+
+    def pay(self, price_s: float) -> None:
+        """Pay for an exploration; what is left lapses, so that they do not bunch."""
+        self._balance_s = min(self._balance_s - price_s, 0.0)
+
+    def add(self, won_s: float, plain_s: float) -> None:
+        """Record seconds won against plain decoding; negative are lost.
+
+        Args:
+            plain_s: Seconds of a round without drafts.
+        """
+        self._deficit_s = max(self._deficit_s - won_s, 0.0)
+        if self._deficit_s > CONSTANTS.loss_rounds * plain_s:
+            self._balance_s = min(self._balance_s, 0.0) - self._deficit_s
+            self._deficit_s, self.is_closed = 0.0, True
+            self.num_closed += 1

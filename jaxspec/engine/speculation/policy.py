@@ -1,0 +1,374 @@
+"""Chooses K, the number of draft tokens of the next round.
+
+The law: of all K, and with or without side branches, choose the one with the most
+expected tokens per second,
+
+    rate(K) = (sequences + sum of survival up to position K) / time(K)
+
+where survival is the probability that a draft of a sequence and all drafts before it
+are accepted. Times are measured per
+program (`step_times`), acceptance per request and position (`acceptance`). A change
+must promise `hysteresis` more than the present choice.
+
+Estimates can be wrong or old. When a `LossBudget` can pay, the alternative that ran
+least recently is run for a few rounds: plain decoding, the largest K, the other draft
+shape; while nothing is drafted, and nothing else tells what drafts would bring, a few
+drafts. The same budget stops drafts that lose against plain decoding.
+
+Whatever is chosen, the text is the target's. Greedy and seeded text does not depend on
+K, and a choice depends on tokens that were read before the round draws anything.
+"""
+
+import logging
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from jaxspec.engine.speculation.constants import CONSTANTS
+from jaxspec.engine.speculation.loss_budget import LossBudget
+from jaxspec.settings.speculation import ADAPTIVE, SYNTHETIC, SpeculativeConfig
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """K of the rounds to come.
+
+    Attributes:
+        num_drafts: K.
+        has_side_branches: Drafts have side branches, where the engine has such.
+        gain: Expected tokens per second relative to plain decoding, minus 1; None where
+            that is not known.
+        may_draft: Drafts have not failed, and not too many requests run.
+    """
+
+    num_drafts: int = 0
+    has_side_branches: bool = True
+    gain: float | None = None
+    may_draft: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundEstimates:
+    """What is known about the next round.
+
+    Attributes:
+        max_drafts: [sequence]: most drafts of each sequence.
+        acceptance: [sequence, position]: rate once the drafts before it are accepted.
+        seconds: By K from 0 on; None where unknown. With side branches, where the
+            engine has them.
+        chain_seconds: The same without side branches; None where the engine has no such
+            rounds.
+        side_tokens: Tokens from side branches for each token of the main chain.
+        draft_prefill_s: Seconds per round that draft prefill takes before all sequences
+            can have drafts.
+        is_whole_tree: All levels are drafted or none: fewer cost as much.
+        is_observable: Acceptance is known without drafting: the draft model is probed,
+            or lookups are followed.
+    """
+
+    max_drafts: np.ndarray
+    acceptance: np.ndarray
+    seconds: Sequence[float | None]
+    chain_seconds: Sequence[float | None] | None = None
+    side_tokens: float = 0.0
+    draft_prefill_s: float = 0.0
+    is_whole_tree: bool = False
+    is_observable: bool = False
+
+    @property
+    def are_times_known(self) -> bool:
+        """Whether the time of every K is known."""
+        return None not in self.seconds
+
+    def times(self) -> np.ndarray:
+        """Return seconds, [draft shape, K]: with side branches, then without."""
+        rows = [self.seconds]
+        if self.chain_seconds is not None and None not in self.chain_seconds:
+            rows.append(self.chain_seconds)
+        return np.array(rows, float)
+
+    def rates(self, num_drafts: int) -> np.ndarray:
+        """Return expected tokens per second, [draft shape, K]; the law.
+
+        Args:
+            num_drafts: K at present: with 0, drafts are charged for draft prefill.
+        """
+        times, num_seqs = self.times(), len(self.max_drafts)
+        most = times.shape[1] - 1
+        survival = np.cumprod(self.acceptance[:, :most], axis=1)
+        survival *= np.arange(most) < self.max_drafts[:, None]
+        accepted = np.cumsum(np.append(0.0, survival.sum(axis=0)))
+        tokens = num_seqs + accepted * np.ones((len(times), 1))
+        tokens[0] += self.side_tokens * accepted
+        if not num_drafts:
+            times[:, 1:] += self.draft_prefill_s
+        rates = tokens / times
+        if self.is_whole_tree:
+            rates[0, 1:-1] = 0
+        return rates
+
+    def trial_drafts(self, shape: int) -> int:
+        """Return the largest K that costs no more than the smallest."""
+        times = self.times()[shape]
+        if shape == 0 and self.is_whole_tree:
+            return len(times) - 1
+        return int(np.flatnonzero(times <= CONSTANTS.hysteresis * times[1])[-1])
+
+
+def best_choice(estimates: RoundEstimates, current: Choice) -> Choice:
+    """Return the choice of the most expected tokens per second.
+
+    The current one stays unless another promises `hysteresis` more. With side branches
+    and as many drafts as configured where a time is unknown.
+    """
+    if not estimates.are_times_known:
+        most = len(estimates.seconds) - 1
+        return replace(current, num_drafts=most, has_side_branches=True)
+    rates = estimates.rates(current.num_drafts)
+    shape = int(len(rates) > 1 and not current.has_side_branches)
+    k = min(current.num_drafts, rates.shape[1] - 1)
+    best = np.unravel_index(int(rates.argmax()), rates.shape)
+    if rates[best] > CONSTANTS.hysteresis * rates[shape, k]:
+        shape, k = (int(one) for one in best)
+    gain = float(rates[shape, k] / rates[0, 0] - 1)
+    return replace(current, num_drafts=k, has_side_branches=not shape, gain=gain)
+
+
+class SpeculationPolicy:
+    """Applies the law round by round, within a loss budget.
+
+    Attributes:
+        choice: By the law; an exploration may run another one.
+        is_stopped: Nothing is drafted any more: drafting has failed.
+        saved_s, lost_s: Device seconds won and lost against plain decoding so far.
+        num_probes: How often the draft model was probed while nothing was drafted.
+    """
+
+    def __init__(self, speculative: SpeculativeConfig | None):
+        self.speculative = speculative
+        configured = speculative.num_levels if speculative else 0
+        # Compiled draft lengths; any smaller K is data.
+        self.compiled_drafts = (0, configured) if configured else (0,)
+        self.is_adaptive = bool(speculative and speculative.controller == ADAPTIVE)
+        self.is_stopped = False
+        self.choice = Choice(num_drafts=configured)
+        self.saved_s = self.lost_s = 0.0
+        self.num_probes = 0
+        # The alternative that is being measured, and its rounds left.
+        self._explored: Choice | None = None
+        self._explore_left = 0
+        # Sequences and most drafts at the newest choice, and rounds until the next.
+        self._load: tuple[int, int] | None = None
+        self._rounds_left = 0
+        # By the logarithm of the batch size: such batches run in the same programs.
+        self._budgets = defaultdict[int, LossBudget](LossBudget)
+        self._budget = self._budgets[1]
+        # Device seconds so far, and at the last round of an alternative.
+        self._device_s = 0.0
+        self._last_run_s = defaultdict[tuple[int, str], float](float)
+        self._probe_s = 0.0
+
+    @property
+    def num_stops(self) -> int:
+        """How often a loss budget was used up."""
+        return sum(one.num_closed for one in self._budgets.values())
+
+    def stop(self, reason: str) -> None:
+        """Stop drafting for good."""
+        if self.speculative is not None and not self.is_stopped:
+            self.is_stopped = True
+            self.choice, self._explored = replace(self.choice, num_drafts=0), None
+            _log.error("Going on without speculation: %s", reason)
+
+    def limit(self, num_running: int) -> int:
+        """Return the most drafts per sequence with so many requests; 0 is off."""
+        if self.speculative is None or self.is_stopped:
+            return 0
+        threshold = self.speculative.disable_by_batch_size
+        if threshold is not None and num_running > threshold:
+            return 0
+        return self.speculative.num_levels
+
+    @property
+    def can_follow_lookups(self) -> bool:
+        """Whether the text alone tells which drafts would have been accepted."""
+        if not self.is_adaptive or self.speculative is None:
+            return False
+        is_verified = self.speculative.rejection_sample_method != SYNTHETIC
+        return self.speculative.has_only_lookup and is_verified
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether K never changes, so that it does not depend on other requests."""
+        if self.speculative is None or self.is_adaptive or self.is_stopped:
+            return False
+        return self.speculative.disable_by_batch_size is None
+
+    def compiled_for(self, num_drafts: int) -> int:
+        """Return the smallest compiled draft length that serves K."""
+        return next(k for k in self.compiled_drafts if k >= num_drafts)
+
+    @property
+    def num_drafts(self) -> int:
+        """K of rounds but for those that time plain decoding."""
+        if self._explored is not None and self._explored.num_drafts:
+            return self._explored.num_drafts
+        return self.choice.num_drafts
+
+    @property
+    def is_timing_plain(self) -> bool:
+        """Whether the next rounds are without drafts to measure their time."""
+        return self._explored is not None and not self._explored.num_drafts
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether the next rounds have no drafts, and need no new choice."""
+        return self.is_adaptive and not self.num_drafts and self._rounds_left > 0
+
+    @property
+    def next_choice(self) -> Choice:
+        """The choice of the next round: the law's, or an alternative to measure."""
+        return self._explored or self.choice
+
+    def is_due(self, num_seqs: int, most: int) -> bool:
+        """Return whether a new choice must be made before the next round.
+
+        Args:
+            most: Most drafts of a sequence.
+        """
+        if not self.is_adaptive or not most or self._explored is not None:
+            return False
+        return (num_seqs, most) != self._load or self._rounds_left <= 0
+
+    def choose(self, estimates: RoundEstimates) -> None:
+        """Make a new choice for the next rounds."""
+        num_seqs, before = len(estimates.max_drafts), self.choice
+        most = len(estimates.seconds) - 1
+        self._load = num_seqs, most
+        self._budget = self._budgets[num_seqs.bit_length()]
+        if self._budget.is_closed:
+            self.choice = replace(before, num_drafts=0)
+        else:
+            self.choice = best_choice(estimates, before)
+            self._last_run_s[self._key(self.choice)] = self._device_s
+            if estimates.are_times_known:
+                self._explore(estimates)
+        self._rounds_left = CONSTANTS.look_rounds
+        if not self.num_drafts:
+            self._rounds_left = CONSTANTS.idle_look_rounds
+
+    def _explore(self, estimates: RoundEstimates) -> None:
+        """Begin to measure the alternative that ran least recently, if affordable."""
+        choice, times = self.choice, estimates.times()
+        most, shape = times.shape[1] - 1, int(not self.choice.has_side_branches)
+        alternatives = list[Choice]()
+        if choice.num_drafts:
+            alternatives.append(replace(choice, num_drafts=0))
+            if choice.num_drafts < most:
+                alternatives.append(replace(choice, num_drafts=most))
+            if shape:
+                k = most if estimates.is_whole_tree else choice.num_drafts
+                alternatives.append(
+                    replace(choice, num_drafts=k, has_side_branches=True)
+                )
+        elif not estimates.is_observable:
+            k = estimates.trial_drafts(min(shape, len(times) - 1))
+            alternatives.append(replace(choice, num_drafts=k))
+        if not alternatives:
+            return
+        chosen = min(alternatives, key=self._last_run)
+        shape = int(len(times) > 1 and not chosen.has_side_branches)
+        seconds = float(times[shape, chosen.num_drafts])
+        price_s = CONSTANTS.explore_rounds * seconds
+        if self._budget.can_pay(price_s):
+            self._budget.pay(price_s)
+            self._explored = chosen
+            self._explore_left = CONSTANTS.explore_rounds
+            self._last_run_s[self._key(chosen)] = self._device_s
+
+    def _key(self, choice: Choice) -> tuple[int, str]:
+        """Identify an alternative: plain, most drafts, or with side branches."""
+        num_seqs, most = self._load or (1, 0)
+        kind = "side" if choice.has_side_branches else "chain"
+        if choice.num_drafts in (0, most):
+            kind = f"{choice.num_drafts}"
+        return num_seqs.bit_length(), kind
+
+    def _last_run(self, choice: Choice) -> float:
+        return self._last_run_s[self._key(choice)]
+
+    def reconsider(self) -> None:
+        """Make a new choice before the next round: something has changed."""
+        self._rounds_left = 0
+
+    def end_exploration(self) -> None:
+        """Stop measuring an alternative: prompts come in between."""
+        self._explored, self._explore_left = None, 0
+
+    def can_probe(self) -> bool:
+        """Return whether to probe the draft model while nothing is drafted."""
+        if not self.is_adaptive or self.num_drafts or self.is_stopped:
+            return False
+        return not self._budget.is_closed and self._budget.can_pay(self._probe_s)
+
+    def begin_probe(self) -> None:
+        """Pay for a probe of the draft model."""
+        self._budget.pay(self._probe_s)
+
+    def record_draft_prefill(self, seconds: float, *, is_probe: bool) -> None:
+        """Record the time of a draft prefill launch.
+
+        Args:
+            is_probe: Nothing was drafted: it told what drafts would bring.
+        """
+        self.lost_s += seconds
+        if is_probe:
+            self.num_probes += 1
+            self._probe_s = seconds
+            self.reconsider()
+        elif self._explored is None:
+            self._budget.add(-seconds, seconds)
+
+    def record_time(self, seconds: float) -> None:
+        """Record device seconds of any launch."""
+        self._device_s += seconds
+        self._budget.earn(seconds)
+
+    def record_round(
+        self,
+        num_seqs: int,
+        num_drafts: int,
+        num_emitted: int,
+        seconds: float,
+        plain_s: float | None,
+    ) -> None:
+        """Record what a round won against plain decoding of the same tokens.
+
+        Args:
+            plain_s: Seconds of a round without drafts; None where unknown.
+        """
+        self._rounds_left -= 1
+        is_exploring = self._explored is not None
+        if is_exploring:
+            self._explore_left -= 1
+            if self._explore_left <= 0:
+                self.end_exploration()
+                self.reconsider()
+        if not num_drafts or plain_s is None or not num_seqs:
+            return
+        won = num_emitted / num_seqs * plain_s - seconds
+        if won > 0:
+            self.saved_s += won
+        else:
+            self.lost_s -= won
+        if not self.is_adaptive or is_exploring:
+            return
+        budget = self._budgets[num_seqs.bit_length()]
+        budget.add(won, plain_s)
+        if budget.is_closed and self.choice.num_drafts:
+            self.choice = replace(self.choice, num_drafts=0)
+            self.reconsider()
