@@ -88,7 +88,7 @@ class Rounds:
 
         def note(launch: Launch, seconds: float) -> None:
             if not launch.shape.chunk:
-                expected_s = engine.costs.expected_seconds(launch.round)
+                expected_s = engine.step_times.expected(launch.round)
                 drafts, now = launch.round.num_drafts, time.monotonic()
                 count = len(launch.rows)
                 self.seen.append(Round(now, drafts, count, seconds, expected_s))
@@ -247,7 +247,7 @@ def alternate(
 def counts(engine: LLMEngine) -> Counter:
     """What the controller has counted so far."""
     names = ("num_probes", "num_stops", "saved_s", "lost_s")
-    return Counter({name: getattr(engine.controller, name) for name in names})
+    return Counter({name: getattr(engine.policy, name) for name in names})
 
 
 def sizes_of(options: argparse.Namespace, wanted: Sequence[int]) -> list[int]:

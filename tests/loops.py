@@ -128,10 +128,8 @@ class Loop:
         programs: EveryProgram | None = None,
     ):
         self.config, self.depth = config, depth
-        # It stands still, or how fast the tests run would decide what is chosen.
-        self.now_s = 0.0
-        controller = SpeculationPolicy(config.speculative, clock=lambda: self.now_s)
-        self.scheduler = Scheduler(config, controller, programs=programs)
+        policy = SpeculationPolicy(config.speculative)
+        self.scheduler = Scheduler(config, policy, programs=programs)
         self.pool = PoolShape(
             num_rows=config.max_num_seqs,
             num_pages=config.num_pages,
@@ -169,7 +167,8 @@ class Loop:
                         self.finished.append(part.request)
             self.scheduler.rows.check()
         self.scheduler.pages.check()
-        self.scheduler.costs.check()
+        self.scheduler.step_times.check()
+        self.scheduler.acceptance.check()
         return self.scheduler.has_unfinished() or bool(self.launched)
 
     def cost(self, launch: Launch) -> float:

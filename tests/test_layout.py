@@ -33,6 +33,14 @@ ALLOWED_FILES = {
 
 # Modules with no test file of their own: the file that tests them, and why.
 TESTED_ELSEWHERE: dict[str, tuple[str, str]] = {
+    "jaxspec/engine/scheduling/draft_prefill.py": (
+        "tests/engine/scheduling/test_scheduler.py",
+        "it takes turns with the scheduler's other launches",
+    ),
+    "jaxspec/engine/speculation/constants.py": (
+        "tests/engine/speculation/test_policy.py",
+        "they are the policy's",
+    ),
     "jaxspec/models/__init__.py": (
         "tests/models/gemma/test_module.py",
         "what it owns is an address",

@@ -9,8 +9,8 @@ import pytest
 ROOT = Path(__file__).parents[1] / "jaxspec"
 FOLDERS = (
     ". bench bench/figures bench/online cli console engine engine/memory "
-    "engine/scheduling models models/gemma models/heads program serve serve/answers "
-    "serve/bodies settings text train"
+    "engine/scheduling engine/speculation models models/gemma models/heads program "
+    "serve serve/answers serve/bodies settings text train"
 ).split()
 
 

@@ -3,8 +3,8 @@
 Read `llm_engine` first (the loop; `async_llm_engine` runs it in an `engine_thread`, and
 `engine_group` several side by side; an `engine_lock` lets threads share an engine),
 then the way of a request: `input_processor` (and `structured_output`, which follows a
-grammar with a `grammar_matcher`), `scheduling`,
-which says what a launch does, `runner`, `output_processor` and `detokenizer`.
+grammar with a `grammar_matcher`), `scheduling`, which says what a launch does, and
+`speculation`, which chooses K, `runner`, `output_processor` and `detokenizer`.
 `compiler` and `program_cache` make a launch's program; `metrics` counts, and
 `kv_events` tells gateways which prefixes have pages. `hosts` brings what is launched to
 processes on other hosts, which `follow`.

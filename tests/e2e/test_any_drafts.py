@@ -7,6 +7,11 @@ import pytest
 
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.program.wire import CaughtUp
+from jaxspec.engine.speculation.policy import (
+    Choice,
+    RoundEstimates,
+    SpeculationPolicy,
+)
 from jaxspec.sampling_params import SamplingParams
 from jaxspec.settings.speculation import ADAPTIVE
 from tests.e2e import pair, test_trees
@@ -15,37 +20,31 @@ from tests.engines import generate, tokens_of
 LENGTH = 40
 
 
-class RandomController(Controller):
-    """Any K at any round, and the draft model is asked at any time."""
+class RandomPolicy(SpeculationPolicy):
+    """Any K in any round, and probes of the draft model at any time."""
 
     def __init__(self, *arguments, seed: int):
         super().__init__(*arguments)
         self.random = np.random.default_rng(seed)
 
-    def choose(
-        self,
-        wanted,
-        acceptance,
-        seconds,
-        catch_up_s,
-        can_ask=lambda: False,
-        beside=lambda: 0.0,
-        chain_seconds=lambda: None,
-    ) -> int:
-        most = int(wanted.max(initial=0))
-        # For some rounds each, or the draft model would never be up to date.
-        if self.random.random() < 0.15:
-            self.num_drafts = int(self.random.integers(0, most + 1))
-            self.has_beside = bool(self.random.integers(2))
-        return min(self.num_drafts, most)
+    def is_due(self, num_seqs: int, most: int) -> bool:
+        # Each for some rounds, or draft prefill would never end.
+        return most > 0 and self.random.random() < 0.15
 
-    def wants_probe(self) -> bool:
+    def choose(self, estimates: RoundEstimates) -> None:
+        most = len(estimates.seconds) - 1
+        self.choice = Choice(
+            num_drafts=int(self.random.integers(0, most + 1)),
+            has_side_branches=bool(self.random.integers(2)),
+        )
+
+    def can_probe(self) -> bool:
         return self.random.random() < 0.1
 
 
 def with_any_drafts(engine: LLMEngine, seed: int) -> LLMEngine:
-    engine.controller = RandomController(engine.config.speculative, seed=seed)
-    engine.scheduler.controller = engine.controller
+    engine.policy = RandomPolicy(engine.config.speculative, seed=seed)
+    engine.scheduler.policy = engine.policy
     return engine
 
 
@@ -94,7 +93,7 @@ def test_texts_are_those_of_plain_decoding(draft, kind, prompts):
     else:
         # Of first drafts, and of those that follow one that stayed: all that is
         # compared. Some three dozen tokens are known by the other way.
-        rate = engine.costs.num_agreed / engine.costs.num_compared
+        rate = engine.acceptance.num_agreed / engine.acceptance.num_compared
         assert likeness.mean() == pytest.approx(rate, abs=0.15)
 
 

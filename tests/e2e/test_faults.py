@@ -68,11 +68,11 @@ def test_a_draft_of_nan_costs_speed_only():
     target, (draft,) = engine.runner.params
     assert tokens_of(generate(engine, PROMPTS, greedy())) == expected[0]
     assert engine.stats.acceptance_rate > 0
-    assert not engine.controller.is_stopped
+    assert not engine.policy.is_stopped
     engine.runner.params = target, (ruin(draft),)
     for params, texts in zip((greedy(), seeded()), expected, strict=True):
         assert tokens_of(generate(engine, PROMPTS, params)) == texts
-    assert engine.controller.is_stopped
+    assert engine.policy.is_stopped
     engine.scheduler.check_idle()
 
 
@@ -87,7 +87,7 @@ def test_a_draft_that_cannot_be_compiled_costs_speed_only(monkeypatch):
 
     monkeypatch.setattr(DraftModel, "propose", fail)
     assert tokens_of(generate(engine, PROMPTS, greedy())) == expected
-    assert engine.controller.is_stopped
+    assert engine.policy.is_stopped
     engine.scheduler.check_idle()
 
 
@@ -112,7 +112,7 @@ def test_a_target_of_nan_ends_whom_it_reaches(has_draft):
             assert output.outputs[0].finish_reason == "length"
             # Its own logit is NaN as well, and nobody draws it.
             assert BAD_TOKEN not in output.outputs[0].token_ids
-    assert not engine.controller.is_stopped
+    assert not engine.policy.is_stopped
     engine.scheduler.check_idle()
     engine.runner.params = ruin(target), drafts
     outputs = generate(engine, PROMPTS, greedy())

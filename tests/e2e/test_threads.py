@@ -259,7 +259,7 @@ def test_a_failed_step_is_raised_by_every_call_that_it_ended(
         except (RuntimeError, EngineGenerateError) as error:
             return repr(error)
 
-    monkeypatch.setattr(engine.controller, "limit", lambda *_: 0)
+    monkeypatch.setattr(engine.policy, "limit", lambda *_: 0)
     monkeypatch.setattr(engine.runner, "fetch", failing)
     with ThreadPoolExecutor(3) as pool:
         results = list(pool.map(call, range(3)))

@@ -53,7 +53,7 @@ def test_a_failure_with_drafts_costs_the_drafts(where, after, num_seqs):
     add(engine)
     fail(runner, where, after=after)
     assert last_of(run_all(engine)) == {str(index): said(40) for index in range(3)}
-    assert engine.controller.is_stopped
+    assert engine.policy.is_stopped
     assert_idle(engine)
     _, shape = runner.plans[-1]
     assert shape.num_draft_tokens == 0
@@ -89,7 +89,7 @@ def test_a_broken_draft_ends_the_drafts():
     runner.device.is_draft_broken = True
     add(engine)
     assert last_of(run_all(engine)) == {str(index): said(40) for index in range(3)}
-    assert engine.controller.is_stopped
+    assert engine.policy.is_stopped
     plans = [plan for plan, _ in runner.plans]
     drafting = [plan for plan in plans if any(drafts for _, drafts in plan.decode)]
     # One more was on its way.

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from jaxspec.engine.scheduling.controller import PROBE_SHARE
 
 from jaxspec.config import EngineConfig
 from jaxspec.engine.llm_engine import LLMEngine
@@ -83,25 +82,18 @@ def test_a_program_is_timed_while_no_launch_is_under_way(monkeypatch):
     assert_idle(engine)
 
 
-def test_what_drafts_may_lose_is_earned_at_work_and_not_between_requests(monkeypatch):
-    """Else each of a few short requests would pay for what is tried again."""
+def test_loss_budget_earns_while_the_device_works(monkeypatch):
+    """The time between a few short requests does not pay for explorations."""
     engine, _ = make_fake_engine(num_draft_tokens=3, controller=ADAPTIVE)
-    controller, skipped_s = engine.controller, 0.0
-    clock = time.monotonic
-    monkeypatch.setattr(time, "monotonic", lambda: clock() + skipped_s)
-    begin = clock()
+    policy, earned = engine.policy, list[float]()
+    record = policy.record_time
+    monkeypatch.setattr(
+        policy, "record_time", lambda one: (earned.append(one), record(one))
+    )
+    begin = time.monotonic()
     run_one(engine, SamplingParams(temperature=0, max_tokens=40))
-    assert 0 < engine.stats.busy_s < clock() - begin
-    controller.num_drafts = 0
-    assert controller.wants_probe()
-    controller.record_catch_up(0.004, is_probe=True)
-    wait_s = 0.004 / PROBE_SHARE
-    skipped_s = 1000.0
-    assert not controller.wants_probe()
-    engine.stats.busy_s += 0.9 * wait_s
-    assert not controller.wants_probe()
-    engine.stats.busy_s += 0.2 * wait_s
-    assert controller.wants_probe()
+    assert 0 < sum(earned) < time.monotonic() - begin
+    assert sum(earned) == pytest.approx(engine.stats.busy_s)
 
 
 def run_one(engine: LLMEngine, params: SamplingParams, prompt: Any = PROMPT) -> Any:

@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from jaxspec.engine.scheduling.costs import Costs
 
 from jaxspec.config import GivenSizes
 from jaxspec.engine.metrics import Distribution, EngineMetrics, Load, lengths_up_to
 from jaxspec.engine.scheduling.stats import EngineStats
+from jaxspec.engine.speculation.acceptance import AcceptanceRates
 from jaxspec.engine.speculation.policy import Choice
 from jaxspec.metrics import Counter, Gauge, Histogram, Metric, Vector
 from jaxspec.sampling_params import SamplingParams
@@ -341,11 +341,11 @@ def test_predicted_times_are_those_of_before_the_round(monkeypatch: pytest.Monke
         rounds.append((launch.expected_s, took_s))
         add_round(launch, num_generated, took_s)
 
-    known = [dict(engine.costs.seconds)]
+    known = [dict(engine.step_times.seconds)]
     record = engine.scheduler.record_time
 
     def record_time(launch: Any, seconds: float) -> None:
-        known.append(dict(engine.costs.seconds))
+        known.append(dict(engine.step_times.seconds))
         record(launch, seconds)
         assert launch.expected_s == known[-1].get(launch.round)
 
@@ -370,7 +370,7 @@ def own_values(told: list[Metric]) -> dict[str, Any]:
 
 def test_the_choice_of_k_and_what_it_brought():
     engine, _ = make_fake_engine(num_draft_tokens=3)
-    controller, costs = engine.controller, engine.costs
+    policy, acceptance = engine.policy, engine.acceptance
 
     def told() -> list[Any]:
         own = own_values(engine.get_metrics())
@@ -379,20 +379,20 @@ def test_the_choice_of_k_and_what_it_brought():
         return [own[f"jaxspec:speculation_{one}"].value for one in names.split()]
 
     assert told() == [3, 0, 0, 0, 0, 0, 0, 0]
-    controller.num_drafts, controller.gain = 2, 0.41
-    controller.saved_s, controller.lost_s = 8.5, 1.25
-    controller.num_probes, controller.num_stops = 7, 4
-    costs.num_compared, costs.num_agreed = 30, 20.5
+    policy.choice = Choice(num_drafts=2, gain=0.41)
+    policy.saved_s, policy.lost_s, policy.num_probes = 8.5, 1.25, 7
+    policy._budgets[1].num_closed = 4
+    acceptance.num_compared, acceptance.num_agreed = 30, 20.5
     assert told() == [2, 0.41, 8.5, 1.25, 7, 4, 30, 20.5]
     # Without drafts it brings nothing, whatever was expected of the K before.
-    controller.num_drafts = 0
+    policy.choice = Choice(num_drafts=0, gain=0.41)
     assert told()[:2] == [0, 0]
 
 
 def test_the_choice_is_what_so_many_requests_may_have():
     engine, _ = make_fake_engine(num_draft_tokens=3, disable_by_batch_size=2)
-    engine.controller.gain = 0.41
-    few, many = Choice(3, 0.41, True), Choice(0, 0.0, False)
+    engine.policy.choice = few = Choice(num_drafts=3, gain=0.41, may_draft=True)
+    many = Choice(num_drafts=0, gain=0.0, may_draft=False)
     assert engine.choice == few
     for name in ("a", "b", "c"):
         engine.add_request(name, PROMPT, SamplingParams(max_tokens=60))
@@ -401,14 +401,14 @@ def test_the_choice_is_what_so_many_requests_may_have():
     assert engine.choice == many
     engine.abort_request(["a", "b"])
     assert engine.choice == few
-    engine.controller.stop("a test")
+    engine.policy.stop("a test")
     assert engine.choice == many
 
 
-def compare(costs: Costs, count: int, *, share: float) -> None:
+def compare(acceptance: AcceptanceRates, count: int, *, share: float) -> None:
     """Of so many first drafts, so large a share is accepted."""
     accepted = np.arange(count) < share * count
-    costs.record_acceptance(
+    acceptance.record(
         np.zeros(count, np.int64), np.ones(count, np.int64), accepted.astype(np.int64)
     )
 
@@ -419,25 +419,25 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 def test_low_acceptance_is_told_once(caplog: pytest.LogCaptureFixture):
     metrics, _ = make_metrics()
-    costs = Costs(num_rows=1, max_draft_tokens=3)
+    acceptance = AcceptanceRates(num_rows=1, max_draft_tokens=3)
 
     def tell(k: int = 1) -> list[str]:
-        metrics.warn_of_low_acceptance(costs, Choice(k))
+        metrics.warn_of_low_acceptance(acceptance, Choice(num_drafts=k))
         return warnings_of(caplog)
 
-    compare(costs, 1999, share=0.1)
+    compare(acceptance, 1999, share=0.1)
     assert not tell()
-    compare(costs, 4000, share=0.6)
+    compare(acceptance, 4000, share=0.6)
     assert not tell(), "0.43 of all"
     # What was before does not make the newest better.
-    compare(costs, 1999, share=0.25)
+    compare(acceptance, 1999, share=0.25)
     assert not tell()
-    costs.record_likeness(0, np.full(1, 0.2))
+    acceptance.record_probabilities(0, np.full(1, 0.2))
     (told,) = tell()
     assert "agreed with 25% of the last 2000 draft tokens. K is 1 now. Look" in told
     for cause in ("chat template", "another family", "fine-tune", "high temperature"):
         assert cause in told
-    compare(costs, 4000, share=0.1)
+    compare(acceptance, 4000, share=0.1)
     assert tell() == [told]
 
 
@@ -445,9 +445,9 @@ def test_low_acceptance_without_drafts_any_more(caplog: pytest.LogCaptureFixture
     lookup = SpeculativeConfig(method="ngram", prompt_lookup_max=4, prompt_lookup_min=2)
     for changes in ({}, {"speculative": lookup, "draft_model_config": None}):
         metrics, _ = make_metrics(**changes)
-        costs = Costs(num_rows=1, max_draft_tokens=3)
-        compare(costs, 2000, share=0.1)
-        metrics.warn_of_low_acceptance(costs, Choice(0))
+        acceptance = AcceptanceRates(num_rows=1, max_draft_tokens=3)
+        compare(acceptance, 2000, share=0.1)
+        metrics.warn_of_low_acceptance(acceptance, Choice())
     model, ngram = warnings_of(caplog)
     told = "10% of the last 2000 draft tokens. K is 0 now: decoding goes on without"
     assert told in model
@@ -458,9 +458,9 @@ def test_low_acceptance_without_drafts_any_more(caplog: pytest.LogCaptureFixture
 
 def test_acceptance_that_is_given_is_no_news(caplog: pytest.LogCaptureFixture):
     metrics, _ = make_metrics(forced_acceptance=0.1)
-    costs = Costs(num_rows=1, max_draft_tokens=3)
-    compare(costs, 5000, share=0.1)
-    metrics.warn_of_low_acceptance(costs, Choice(3))
+    acceptance = AcceptanceRates(num_rows=1, max_draft_tokens=3)
+    compare(acceptance, 5000, share=0.1)
+    metrics.warn_of_low_acceptance(acceptance, Choice(num_drafts=3))
     assert not warnings_of(caplog)
 
 
@@ -555,7 +555,7 @@ def test_leaves_are_counted_apart(key: str):
     assert isinstance(vector, Vector)
     assert vector.values == [2, 1, 1]
     for has_beside in (False, True):
-        load = Load(choice=Choice(2, 0.1, True, has_beside))
+        load = Load(choice=Choice(num_drafts=2, has_side_branches=has_beside))
         found = {one.name: one for one in metrics.read(load)}
         gauge = found["jaxspec:speculation_has_leaves"]
         assert isinstance(gauge, Gauge) and gauge.value == has_beside

@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from jaxspec.engine.scheduling.controller import LOOK_ROUNDS
 
 from jaxspec.engine.scheduling import pacing
 from jaxspec.engine.scheduling.batch import Launch
@@ -14,7 +13,6 @@ from jaxspec.engine.scheduling.pacing import MAX_LAUNCH_S
 from jaxspec.engine.scheduling.request import Request
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams
 from jaxspec.settings.speculation import ADAPTIVE
-from tests.engine.scheduling.test_controller import make_controller
 from tests.engine.test_llm_engine import make_fake_engine, run_one
 from tests.loops import Loop, make_config, make_request, make_requests
 
@@ -232,33 +230,10 @@ def test_the_end_of_one_ends_the_launch_of_all():
     assert num_missing > 0
 
 
-def test_k_is_looked_at_after_as_many_rounds():
-    """However many of them a launch has."""
-    looks = {}
-    for rounds in (1, 2, 4):
-        controller, count = make_controller(3, controller=ADAPTIVE), 0
-
-        def seconds() -> list[float]:
-            nonlocal count
-            count += 1
-            return [0.010, 0.011, 0.012, 0.013]
-
-        for _ in range(10 * LOOK_ROUNDS // rounds):
-            controller.choose(
-                np.full(1, 3),
-                acceptance=lambda: np.full((1, 3), 0.7),
-                seconds=seconds,
-                catch_up_s=lambda: 0.0,
-            )
-            controller.repeat(rounds - 1)
-        looks[rounds] = count
-    assert set(looks.values()) == {10}
-
-
 def test_rounds_are_counted_and_timed_one_by_one():
     loop = make_loop(dict(num_draft_tokens=0))
     run_all(loop, make_requests(loop.config, 1, is_quiet=True))
-    seconds = loop.scheduler.costs.seconds
+    seconds = loop.scheduler.step_times.seconds
     decoding = [one for one in seconds if not one.shape.chunk]
     assert decoding
     for one in decoding:

@@ -20,6 +20,7 @@ from hypothesis.stateful import (
 )
 
 from jaxspec.engine.llm_engine import LLMEngine
+from jaxspec.engine.speculation.policy import SpeculationPolicy
 from jaxspec.engine.scheduling.request import Request, Status
 from jaxspec.program.plan import StepPlan, StepShape
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams
@@ -32,7 +33,7 @@ from tests.loops import Loop, make_config, make_request
 PATIENCE = 3000
 
 
-class MovingController(Controller):
+class MovingPolicy(SpeculationPolicy):
     """Drafts at most `cap` tokens, whatever the configuration says."""
 
     cap = 8
@@ -68,8 +69,8 @@ class Traffic(RuleBasedStateMachine):
         )
         self.random = np.random.default_rng(seed)
         self.loop = Loop(self.config, seed, rest["depth"])
-        self.controller = MovingController(self.config.speculative)
-        self.loop.scheduler.controller = self.controller
+        self.policy = MovingPolicy(self.config.speculative)
+        self.loop.scheduler.policy = self.policy
         self.numbers = itertools.count()
         self.alive: list[Request] = []
 
@@ -104,7 +105,7 @@ class Traffic(RuleBasedStateMachine):
 
     @rule(cap=st.sampled_from([0, 0, 0, 1, 2, 8]))
     def change_drafts(self, cap: int) -> None:
-        self.controller.cap = cap
+        self.policy.cap = cap
 
     @rule()
     def forget(self) -> None:

@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -251,10 +252,10 @@ def test_what_is_compiled_is_said_until_all_is_there(browser: Browser):
 
 def test_k_is_told_and_why(watched: Watched):
     page, line = watched.page, watched.page.locator("#choice")
-    controller = watched.site.engine.engine.controller
+    policy = watched.site.engine.engine.policy
     try:
         expect(line).to_have_text("K now 3")
-        controller.gain = 0.414
+        policy.choice = replace(policy.choice, gain=0.414)
         watched.ask()
         expect(line).to_have_text("K now 3: +41 %")
         watched.wait()
@@ -262,14 +263,15 @@ def test_k_is_told_and_why(watched: Watched):
             (2, -0.03, "K now 2: −3 %"),
             (0, 0.41, "K now 0: plain decoding is faster"),
         ]:
-            controller.num_drafts, controller.gain = k, gain
+            policy.choice = replace(policy.choice, num_drafts=k, gain=gain)
             page.reload()
             expect(line).to_have_text(told)
-        controller.is_stopped = True
+        policy.is_stopped = True
         page.reload()
         expect(line).to_have_text("K now 0: drafts are switched off")
     finally:
-        controller.is_stopped, controller.num_drafts, controller.gain = False, 3, None
+        policy.is_stopped = False
+        policy.choice = replace(policy.choice, num_drafts=3, gain=None)
     assert watched.complaints == []
 
 

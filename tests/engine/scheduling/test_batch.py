@@ -2,12 +2,12 @@
 
 import numpy as np
 import pytest
-from jaxspec.engine.scheduling.costs import Costs
 
 from jaxspec.engine.scheduling.batch import Advance, Launch, commit
 from jaxspec.engine.scheduling.request import Request, Status
 from jaxspec.engine.scheduling.rows import RowTable
 from jaxspec.engine.scheduling.stats import EngineStats
+from jaxspec.engine.speculation.acceptance import AcceptanceRates
 from jaxspec.program.plan import TILE, Features, StepPlan, StepShape, Tile
 from jaxspec.program.wire import StepResult, TokenLogprobs
 from tests.engine.scheduling.test_request import make_request
@@ -28,8 +28,8 @@ def numbered(*leading: int) -> TokenLogprobs:
     )
 
 
-def no_costs() -> Costs:
-    return Costs(num_rows=3, max_draft_tokens=3)
+def no_rates() -> AcceptanceRates:
+    return AcceptanceRates(num_rows=3, max_draft_tokens=3)
 
 
 def make_launch(
@@ -81,10 +81,10 @@ def admit(count: int, **changes) -> tuple[RowTable, list[Request]]:
 def test_rounds_are_added_to_whom_they_are_about():
     rows, requests = admit(3, features=TELLING)
     launch, stats = make_launch(rows, requests, [], []), EngineStats()
-    costs = no_costs()
+    acceptance = no_rates()
     requests[1].status = Status.FINISHED
     rows.release(requests[1])
-    parts = commit(launch, make_result([2, 1, 4]), rows, stats, costs).parts
+    parts = commit(launch, make_result([2, 1, 4]), rows, stats, acceptance).parts
     assert [part.request for part in parts] == [requests[0], requests[2]]
     assert [part.token_ids for part in parts] == [[0, 1], [8, 9, 10, 11]]
     ranks = [p.logprobs.rank.tolist() for p in parts if p.logprobs is not None]
@@ -94,9 +94,9 @@ def test_rounds_are_added_to_whom_they_are_about():
     assert rows.num_tokens[left].tolist() == [5, 7]
     assert rows.ahead[left].tolist() == [0, 0]
     # Of three drafts each, one and three were accepted; the one that ended is left out.
-    once, all_three = costs.acceptance(left)
+    once, all_three = acceptance.of_rows(left)
     assert once[0] > once[1] < all_three[1]
-    assert (costs.acceptance(np.array([1])) == costs.mean_acceptance()).all()
+    assert (acceptance.of_rows(np.array([1])) == acceptance.mean()).all()
 
 
 def test_a_preempted_request_gets_what_was_under_way():
@@ -105,7 +105,7 @@ def test_a_preempted_request_gets_what_was_under_way():
     rows.release(requests[0])
     requests[0].status = Status.WAITING
     assert requests[0].num_unread == 1
-    (part,) = commit(launch, make_result([3]), rows, EngineStats(), no_costs()).parts
+    (part,) = commit(launch, make_result([3]), rows, EngineStats(), no_rates()).parts
     assert part.token_ids == requests[0].output_token_ids == [0, 1, 2]
     assert requests[0].num_unread == 0
 
@@ -117,7 +117,7 @@ def test_a_row_with_a_new_owner_is_not_charged():
     rows.release(requests[0])
     heir = make_request()
     rows.admit(heir, longest=30)
-    advance = commit(launch, make_result([3]), rows, EngineStats(), no_costs())
+    advance = commit(launch, make_result([3]), rows, EngineStats(), no_rates())
     assert advance == Advance()
     assert rows.num_tokens[heir.row] == 3
     assert rows.ahead[heir.row] == 0
@@ -136,7 +136,7 @@ def test_prompt_logprobs_are_told_once_and_in_order(told):
     tiles = [tile(0, 32, is_last=False), tile(32, 18, is_last=True)]
     launch = make_launch(rows, [], tiles, [request, request])
     rows.launch(np.array([0]), np.zeros(1, np.int64))
-    parts = commit(launch, make_result([]), rows, EngineStats(), no_costs()).parts
+    parts = commit(launch, make_result([]), rows, EngineStats(), no_rates()).parts
     ranks = [
         rank
         for part in parts

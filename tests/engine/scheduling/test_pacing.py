@@ -5,7 +5,6 @@ import dataclasses
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jaxspec.engine.scheduling.costs import Costs, Round
 
 from jaxspec.engine.scheduling.pacing import (
     MAX_LAUNCH_S,
@@ -14,6 +13,7 @@ from jaxspec.engine.scheduling.pacing import (
     Pacer,
 )
 from jaxspec.engine.scheduling.request import Status
+from jaxspec.engine.speculation.step_times import Round, StepTimes
 from jaxspec.program.plan import StepShape
 from jaxspec.sampling_params import RequestOutputKind
 from tests.loops import MODEL, Loop, make_config, make_requests
@@ -30,7 +30,7 @@ FED = [round_of(chunk) for chunk in CHUNKS]
 
 
 def make_pacer() -> Pacer:
-    return Pacer(Costs(num_rows=4, max_draft_tokens=3))
+    return Pacer(StepTimes())
 
 
 def run(costs: dict[int, float], rounds: int) -> list[int]:
@@ -101,7 +101,7 @@ def test_prompts_wait_for_a_while_at_most():
     costs = {0: 0.010, 32: 0.012}
     for _ in range(3):
         pacer.record(PLAIN, costs[0])
-    pacer.costs.seconds[round_of(32)] = 1000.0
+    pacer.step_times.seconds[round_of(32)] = 1000.0
     for _ in range(4000):
         chunk, charged = pacer.chunk(PLAIN, FED[:1])
         chosen.append(chunk)
@@ -210,7 +210,7 @@ def test_nobody_streams_and_prompts_come_in_at_full_speed():
 def test_prompts_are_read_in_the_launches_that_take_the_least_time():
     """A launch computes all that its program has room for."""
     pacer = make_pacer()
-    pacer.costs.seconds = dict(zip(FED, (0.02, 0.05, 0.16, 0.7), strict=True))
+    pacer.step_times.seconds = dict(zip(FED, (0.02, 0.05, 0.16, 0.7), strict=True))
     reads = {1: 32, 32: 32, 64: 32, 65: 128, 128: 128, 384: 128, 416: 512, 512: 512}
     # One launch of 512 and the rest in smaller ones.
     reads |= {544: 512, 1024: 512, 1600: 512, 9999: 512}
@@ -234,7 +234,7 @@ def test_prompts_are_read_in_the_launches_that_take_the_least_time():
 )
 def test_programs_that_were_never_timed_are_tried(known, chunk):
     pacer = make_pacer()
-    pacer.costs.seconds = {round_of(size): one for size, one in known.items()}
+    pacer.step_times.seconds = {round_of(size): one for size, one in known.items()}
     assert CHUNKS[pacer.fastest(96, FED)] == chunk
 
 
@@ -278,7 +278,7 @@ def test_several_rounds_take_no_longer_than_a_launch_may():
     pacer = make_pacer()
     assert pacer.num_rounds(PLAIN, 8) == 1  # nothing is known
     for seconds in (MAX_LAUNCH_S / 100, MAX_LAUNCH_S / 3.5, 2 * MAX_LAUNCH_S):
-        pacer.costs.seed_time(PLAIN, seconds)
+        pacer.step_times.seed(PLAIN, seconds)
         count = pacer.num_rounds(PLAIN, 8)
         assert 1 <= count <= 8
         assert count == 1 or count * seconds <= MAX_LAUNCH_S

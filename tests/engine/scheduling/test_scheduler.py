@@ -14,20 +14,15 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from jaxspec.engine.scheduling.account import MIN_WAIT_S
-from jaxspec.engine.scheduling.refresh import REFRESH_ROUNDS
 
 from jaxspec.config import EngineConfig
 from jaxspec.engine.scheduling import shapes
+from jaxspec.engine.scheduling.draft_prefill import MAX_IN_A_ROW
 from jaxspec.engine.scheduling.request import Request, Status
-from jaxspec.engine.scheduling.scheduler import (
-    MAX_IN_A_ROW,
-    REST_LAUNCHES,
-    Scheduler,
-    WaitingQueue,
-)
+from jaxspec.engine.scheduling.scheduler import Scheduler, WaitingQueue
 from jaxspec.engine.scheduling.shapes import EveryProgram
-from jaxspec.engine.speculation.policy import SpeculationPolicy
+from jaxspec.engine.speculation.constants import CONSTANTS
+from jaxspec.engine.speculation.policy import Choice, SpeculationPolicy
 from jaxspec.outputs import RequestStateStats
 from jaxspec.program.plan import MAX_CONTROLLED, TILE, Features, TokenControls
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams
@@ -430,77 +425,74 @@ def test_the_draft_model_does_not_read_for_nothing():
     loop.assert_said_the_truth(request)
 
 
+def time_plain_rounds(policy: SpeculationPolicy) -> None:
+    policy._explored = Choice(num_drafts=0)
+    policy._explore_left = CONSTANTS.explore_rounds
+
+
 def test_plain_rounds_are_timed_in_a_row():
-    """No launch of the draft model comes between them, and the first does not count."""
+    """Without draft prefill between them; the first is no measurement."""
     config = make_config(controller=ADAPTIVE, max_model_len=400, num_pages=200)
     loop = Loop(config, seed=0)
     [request] = make_requests(config, 1)
     request.max_total, request.num_draft_tokens = 300, 3
     loop.scheduler.add(request)
-    controller = loop.scheduler.controller
+    policy = loop.scheduler.policy
     while not (loop.launches and loop.launches[-1].drafts.any()):
         loop.step()
-    controller._refresh_left = REFRESH_ROUNDS
+    time_plain_rounds(policy)
     begin = len(loop.launches)
-    while controller.is_timing_plain:
+    while policy.is_timing_plain:
         loop.step()
     timed = loop.launches[begin:-1]  # the last one has not been read
-    assert len(timed) == REFRESH_ROUNDS
+    assert len(timed) == CONSTANTS.explore_rounds - 1  # one was in flight
     assert not any(one.shape.is_catch_up or one.drafts.any() for one in timed)
     assert [one.is_measure for one in timed] == [False] + [True] * (len(timed) - 1)
     loop.step()
-    assert loop.launches[-1].shape.is_catch_up  # of what came meanwhile
+    assert loop.launches[-1].shape.is_catch_up
 
 
-def test_where_the_choice_is_none_few_launches_think_of_drafts(monkeypatch):
-    """The draft model is asked as soon as one does, and rounds count as they run."""
+def test_idle_policy_is_asked_once_in_some_rounds(monkeypatch):
+    """And at once after a probe of the draft model, or an admission."""
     config = make_config(controller=ADAPTIVE, max_model_len=400, num_pages=200)
     loop = Loop(config, seed=0)
-    [request] = make_requests(config, 1, num_draft_tokens=3, max_total=300)
+    [request] = make_requests(config, 1, num_draft_tokens=3, max_total=390)
     request.params.temperature = 0.0
     loop.scheduler.add(request)
-    controller, chosen_at, counted = loop.scheduler.controller, [], []
+    policy, chosen_at, probed_at = loop.scheduler.policy, list[int](), list[int]()
+    choose, begin_probe = policy.choose, policy.begin_probe
 
-    def choose(*args, **named) -> int:
-        controller.num_drafts = 0
+    def choose_none(known) -> None:
+        choose(known)
+        policy.choice, policy._explored = Choice(num_drafts=0), None
+        policy._rounds_left = CONSTANTS.idle_look_rounds
         chosen_at.append(len(loop.launches))
-        counted.append(1)
-        return 0
 
-    asked = []
-    monkeypatch.setattr(controller, "choose", choose)
-    monkeypatch.setattr(controller, "repeat", counted.append)
-    monkeypatch.setattr(controller, "wants_probe", lambda: len(loop.launches) > 100)
+    def note_probe() -> None:
+        begin_probe()
+        probed_at.append(len(loop.launches))
+
+    monkeypatch.setattr(policy, "choose", choose_none)
     monkeypatch.setattr(
-        controller, "begin_probe", lambda: asked.append(len(loop.launches))
+        policy, "can_probe", lambda: len(loop.launches) > 200 and not probed_at
     )
-    while len(loop.launches) < 20:  # its prompt is in, for both models
+    monkeypatch.setattr(policy, "begin_probe", note_probe)
+    while len(loop.launches) < 200:
         loop.step()
-    del chosen_at[:-1]
-    counted.clear()
-    before = loop.scheduler._num_resting
-    while len(loop.launches) < 100:
+    assert set(np.diff(chosen_at[2:]).tolist()) == {CONSTANTS.idle_look_rounds}
+    assert not probed_at
+    while not probed_at:
         loop.step()
-    gaps = np.diff(chosen_at)
-    assert set(gaps.tolist()) == {REST_LAUNCHES}
-    decoding = sum(bool(launch.decoding) for launch in loop.launches[20:])
-    resting = loop.scheduler._num_resting
-    assert sum(counted) == pytest.approx(decoding + resting - before, abs=1)
-    assert not asked
-    while len(loop.launches) < 100 + REST_LAUNCHES + 2:
+    assert probed_at[0] <= 201 + CONSTANTS.idle_look_rounds
+    while len(loop.launches) < probed_at[0] + 5:
         loop.step()
-    assert asked and asked[0] <= 101 + REST_LAUNCHES
-    assert any(launch.shape.is_catch_up for launch in loop.launches[100:])
-    # The answer is thought of as soon as it is there, and so is a request that comes.
-    assert sum(asked[0] <= at <= asked[0] + 4 for at in chosen_at) == 2
-    while loop.scheduler._num_resting:
-        loop.step()
-    looks = []
-    monkeypatch.setattr(controller, "look", lambda: looks.append(1))
+    # Before the result is there and as soon as it is.
+    assert sum(probed_at[0] <= at for at in chosen_at) == 2
+    assert policy.is_idle
     [other] = make_requests(config, 1, num_draft_tokens=3, max_total=300)
     loop.scheduler.add(other)
     loop.step()
-    assert other.row >= 0 and looks == [1]
+    assert other.row >= 0 and not policy.is_idle
 
 
 def test_prompts_end_the_timing_of_plain_rounds():
@@ -514,15 +506,15 @@ def test_prompts_end_the_timing_of_plain_rounds():
     loop.scheduler.add(first)
     while not (loop.launches and loop.launches[-1].drafts.any()):
         loop.step()
-    controller = loop.scheduler.controller
-    controller._refresh_left = REFRESH_ROUNDS
+    policy = loop.scheduler.policy
+    time_plain_rounds(policy)
     for number, request in enumerate(others):
         request.prompt_token_ids, request.max_total = [number] * 70, 71
         loop.scheduler.add(request)
     while loop.launches[-1].drafts.any() or not loop.launches[-1].shape.chunk:
         loop.step()
     loop.step()
-    assert loop.scheduler.waiting and not controller.is_timing_plain
+    assert loop.scheduler.waiting and not policy.is_timing_plain
     while not loop.launches[-1].drafts.any():
         loop.step()
     assert loop.scheduler.waiting, "there are drafts before all prompts are in"
@@ -730,24 +722,35 @@ def test_the_order_is_that_of_a_sorted_list(priorities, data):
         assert list(line) == expected
 
 
-def test_the_draft_model_is_asked_once_at_a_time(monkeypatch):
-    """While nothing is drafted; the answer is read one launch late."""
+def test_draft_model_is_probed_once_at_a_time(monkeypatch):
+    """While nothing is drafted; the result is read one launch late."""
     config = make_config(num_pages=200, max_model_len=400, controller=ADAPTIVE)
-    loop, now_s, asked_s = Loop(config, seed=0), 0.0, list[float]()
+    loop = Loop(config, seed=0)
     loop.fastest_s, loop.fed_s = 1e-4, 1e-7
-    controller = loop.scheduler.controller
-    monkeypatch.setattr(controller, "_clock", lambda: now_s)
-    monkeypatch.setattr(controller, "choose", lambda *_, **__: 0)
-    controller.num_drafts = 0
+    policy, in_flight = loop.scheduler.policy, 0
+    policy.choice = Choice(num_drafts=0)
+    monkeypatch.setattr(policy, "is_due", lambda *_: False)
+    begin_probe, record = policy.begin_probe, policy.record_draft_prefill
+
+    def begin() -> None:
+        nonlocal in_flight
+        assert not in_flight
+        in_flight += 1
+        begin_probe()
+
+    def end(seconds: float, *, is_probe: bool) -> None:
+        nonlocal in_flight
+        in_flight -= is_probe
+        record(seconds, is_probe=is_probe)
+
+    monkeypatch.setattr(policy, "begin_probe", begin)
+    monkeypatch.setattr(policy, "record_draft_prefill", end)
     requests = make_requests(config, 2, num_draft_tokens=3, max_total=370)
     for request in requests:
-        request.params.temperature = 0.0  # or nobody could say what drafts bring
+        request.params.temperature = 0.0  # else acceptance cannot be estimated
         loop.scheduler.add(request)
     while loop.step():
-        now_s += 0.01
-        num_asked = sum(launch.is_probe for launch in loop.launches)
-        asked_s += [now_s] * (num_asked - len(asked_s))
-    assert len(asked_s) > 5
-    assert min(np.diff(asked_s)) > 0.9 * MIN_WAIT_S
+        pass
+    assert policy.num_probes >= 3
     for request in requests:
         loop.assert_said_the_truth(request)

@@ -6,18 +6,18 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from jaxspec.engine.scheduling.lookups import (
+
+from jaxspec.config import SpeculativeConfig
+from jaxspec.engine.scheduling import lookup_estimator
+from jaxspec.engine.scheduling.lookup_estimator import (
     ANSWER_MATCH,
     MANY,
     MAX_COMPARED,
     MAX_SALTS,
     Answers,
-    Lookups,
+    LookupEstimator,
     TextIndex,
 )
-
-from jaxspec.config import SpeculativeConfig
-from jaxspec.engine.scheduling import lookups
 from jaxspec.engine.scheduling.request import Request
 from jaxspec.engine.scheduling.scheduler import kind_of
 from jaxspec.engine.speculation.step_times import Round
@@ -117,7 +117,7 @@ def make_request(prompt: list[int], **changes: Any) -> Request:
     return request
 
 
-def say(watching: Lookups, request: Request, tokens: list[int]) -> int:
+def say(watching: LookupEstimator, request: Request, tokens: list[int]) -> int:
     """Decode tokens without drafts; the last run."""
     run = 0
     for token in tokens:
@@ -173,7 +173,7 @@ def test_counts_are_those_of_the_rounds_that_would_have_been(method, prompt, ans
 
     # So short that all places are compared.
     prompt, answer = prompt[: MAX_COMPARED // 2], answer[: MAX_COMPARED // 2]
-    watching, request = Lookups(rule, 1, MOST), make_request(prompt)
+    watching, request = LookupEstimator(rule, 1, MOST), make_request(prompt)
     say(watching, request, answer)
     found = watching.take()
     assert found is not None
@@ -186,7 +186,7 @@ def test_counts_are_those_of_the_rounds_that_would_have_been(method, prompt, ans
 
 
 def test_tokens_of_rounds_with_drafts_are_not_counted_again():
-    watching, request = Lookups(RULE, 1, MOST), make_request([1, 2, 3, 4] * 3)
+    watching, request = LookupEstimator(RULE, 1, MOST), make_request([1, 2, 3, 4] * 3)
     assert say(watching, request, [1, 2, 3]) == 3
     first = watching.take()
     assert first is not None
@@ -200,7 +200,7 @@ def test_tokens_of_rounds_with_drafts_are_not_counted_again():
 
 
 def test_a_run_goes_on_over_rounds_and_ends_with_what_was_not_foretold():
-    watching, request = Lookups(RULE, 1, MOST), make_request([1, 2, 3, 4] * 3)
+    watching, request = LookupEstimator(RULE, 1, MOST), make_request([1, 2, 3, 4] * 3)
     # The seventh token comes after all drafts of a round: nobody foretold it.
     assert say(watching, request, [1, 2, 3, 4, 1, 2, 3]) == MOST
     assert say(watching, request, [4]) == MOST + 1
@@ -208,7 +208,7 @@ def test_a_run_goes_on_over_rounds_and_ends_with_what_was_not_foretold():
 
 
 def test_another_request_in_the_row_begins_anew():
-    watching = Lookups(RULE, 1, MOST)
+    watching = LookupEstimator(RULE, 1, MOST)
     say(watching, make_request([1, 2, 3, 4] * 3), [1, 2, 3])
     watching.take()
     assert say(watching, make_request([5, 6, 7, 8]), [1, 2, 3]) == 0
@@ -220,7 +220,7 @@ def test_another_request_in_the_row_begins_anew():
 def test_a_past_answer_is_found_by_its_salt_alone():
     answer = list(range(20, 40))
     for salt, found in ((None, 7), ("a", 0)):
-        watching = Lookups(RULE, 1, MOST, num_requests=4)
+        watching = LookupEstimator(RULE, 1, MOST, num_requests=4)
         first = make_request([1, 2, 3, 4])
         say(watching, first, answer)
         watching.finish(first)
@@ -230,7 +230,7 @@ def test_a_past_answer_is_found_by_its_salt_alone():
 
 
 def test_past_answers_take_bounded_memory(monkeypatch):
-    monkeypatch.setattr(lookups, "ANSWER_LENGTH", 16)
+    monkeypatch.setattr(lookup_estimator, "ANSWER_LENGTH", 16)
     answers = Answers(num_requests=4)
     for number in range(30):
         request = make_request([7] * 5, cache_salt=str(number % 3))
@@ -305,7 +305,7 @@ def watched(truth: Truth, length: int, **changes: Any) -> CostlyDrafts:
     for shape in loop.scheduler.shapes.all(with_late=True):
         if not shape.chunk:
             for k in {1, MOST} if shape.num_draft_tokens else {0}:
-                loop.scheduler.costs.seed_time(Round(shape, k), 2.5e-3 if k else 1e-3)
+                loop.scheduler.step_times.seed(Round(shape, k), 2.5e-3 if k else 1e-3)
     prompt = list(np.random.default_rng(0).permutation(60))
     for request in make_requests(
         config,
@@ -329,7 +329,7 @@ def test_where_nothing_repeats_no_launch_has_drafts(num_seqs):
     loop = watched(random_truth(4096), 200, max_num_seqs=num_seqs)
     assert sum(launch.drafts.any() for launch in loop.launches) == 0
     kind = kind_of(loop.finished[0])
-    assert loop.scheduler.costs.mean_acceptance(kind)[0] < 0.05
+    assert loop.scheduler.acceptance.mean(kind)[0] < 0.05
 
 
 @pytest.mark.parametrize("num_seqs", [1, 3])

@@ -1,0 +1,207 @@
+"""Acceptance rates equal weighted means over a list of rounds."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxspec.engine.speculation.acceptance import AcceptanceRates, Kind
+from jaxspec.engine.speculation.constants import CONSTANTS
+
+ROWS, DRAFTS = 3, 4
+
+# (drafts, accepted) of every row.
+ROUND = st.lists(
+    st.integers(0, DRAFTS).flatmap(
+        lambda drafts: st.tuples(st.just(drafts), st.integers(0, drafts))
+    ),
+    min_size=ROWS,
+    max_size=ROWS,
+)
+
+
+def make_rates() -> AcceptanceRates:
+    return AcceptanceRates(num_rows=ROWS, max_draft_tokens=DRAFTS)
+
+
+def record(acceptance: AcceptanceRates, sequences: list[tuple[int, int]]) -> None:
+    drafts, accepted = np.array(sequences, np.int64).T
+    acceptance.record(np.arange(len(sequences)), drafts, accepted)
+
+
+def weighted(observed: list[list[bool]], prior: float) -> float:
+    """Mean of observations, a list of them per round, the newest round last."""
+    total, weight = CONSTANTS.prior_weight * prior, CONSTANTS.prior_weight
+    for age, one in enumerate(reversed(observed)):
+        share = 0.5 ** (age / CONSTANTS.half_life_rounds)
+        total, weight = total + share * sum(one), weight + share * len(one)
+    return total / weight
+
+
+@given(rounds=st.lists(ROUND, max_size=30))
+def test_rate_is_the_weighted_mean_of_rounds(rounds):
+    acceptance, prior = make_rates(), CONSTANTS.prior_acceptance
+    for sequences in rounds:
+        record(acceptance, sequences)
+        acceptance.check()
+    means, rates = acceptance.mean(), acceptance.of_rows(np.arange(ROWS))
+    drafting = [one for one in rounds if any(drafts for drafts, _ in one)]
+    for position in range(DRAFTS):
+
+        def observed(sequences, position=position) -> list[bool]:
+            return [
+                accepted > position
+                for drafts, accepted in sequences
+                if drafts > position and accepted >= position
+            ]
+
+        prior = weighted([observed(one) for one in drafting], prior)
+        assert means[position] == pytest.approx(prior)
+        for row in range(ROWS):
+            # A round without drafts of its own does not make a request's past older.
+            own = [observed([one[row]]) for one in rounds if one[row][0]]
+            assert rates[row, position] == pytest.approx(weighted(own, prior))
+
+
+@given(rounds=st.lists(ROUND, max_size=30))
+def test_drafts_are_compared_up_to_the_first_rejection(rounds):
+    acceptance = make_rates()
+    for sequences in rounds:
+        record(acceptance, sequences)
+    flat = [one for sequences in rounds for one in sequences]
+    reached = [min(accepted + 1, drafts) for drafts, accepted in flat]
+    assert acceptance.num_compared == sum(reached)
+    assert acceptance.num_agreed == sum(accepted for _, accepted in flat)
+    acceptance.record_probabilities(0, np.array([0.25, 0.5]))
+    assert acceptance.num_compared == sum(reached) + 2
+    assert acceptance.num_agreed == sum(accepted for _, accepted in flat) + 0.75
+    acceptance.check()
+
+
+def test_missing_draft_of_a_lookup_counts_as_rejected():
+    """Rounds that find no draft say that more of them would be rounds for nothing."""
+    acceptance, row = make_rates(), np.array([0])
+    for found, stays in [(0, 0), (2, 2), (0, 0), (2, 1)] * 20:
+        acceptance.record(row, np.array([found]), np.array([stays]), np.array([DRAFTS]))
+        acceptance.check()
+    rates = acceptance.of_rows(row)[0]
+    # Found every second time; then the first always stays, the second half the time.
+    assert rates[0] == pytest.approx(0.5, abs=0.05)
+    assert rates[1] == pytest.approx(0.5, abs=0.1)
+    assert (rates[2:] < rates[1]).all()
+    # Told is what was verified.
+    assert (acceptance.num_compared, acceptance.num_agreed) == (80, 60)
+
+
+def test_new_request_in_a_row_starts_with_the_mean():
+    acceptance = make_rates()
+    for _ in range(20):
+        record(acceptance, [(3, 3), (3, 0)])
+    lucky, unlucky = acceptance.of_rows(np.array([0, 1]))[:, 0]
+    assert lucky > 0.85
+    assert unlucky < 0.15
+    mean = acceptance.mean()
+    acceptance.admit(0)
+    acceptance.check()
+    assert acceptance.of_rows(np.array([0]))[0] == pytest.approx(mean)
+    assert (acceptance.mean() == mean).all()
+
+
+def test_each_kind_has_a_mean_without_masked_requests():
+    acceptance = make_rates()
+    acceptance.admit(0, Kind.GREEDY)
+    acceptance.admit(1, Kind.SAMPLED)
+    acceptance.admit(2, Kind.SAMPLED, is_typical=False)
+    for _ in range(30):
+        record(acceptance, [(3, 3), (3, 0), (3, 3)])
+    greedy, seeded, sampled = (acceptance.mean(kind)[0] for kind in Kind)
+    assert greedy > 0.9
+    assert seeded == pytest.approx(CONSTANTS.prior_acceptance)
+    assert sampled < 0.2
+    assert acceptance.of_rows(np.array([2]))[0, 0] > 0.8
+    acceptance.admit(0, Kind.SAMPLED)
+    assert acceptance.of_rows(np.array([0]))[0, 0] == pytest.approx(sampled)
+    assert acceptance.is_unseeded(np.array([0])).all()
+    acceptance.admit(1, Kind.SEEDED)
+    assert not acceptance.is_unseeded(np.array([1])).any()
+
+
+@pytest.mark.parametrize("count", [0, 1, 40])
+def test_tokens_made_without_drafts_count_as_first_drafts(count):
+    acceptance, plain = make_rates(), make_rates()
+    likeness = np.random.default_rng(count).integers(0, 2, count)
+    for _ in range(10):
+        record(acceptance, [(4, 2)])
+        record(plain, [(4, 2)])
+    acceptance.record_probabilities(0, likeness.astype(float))
+    acceptance.check()
+    for one in likeness.tolist():
+        record(plain, [(1, one)])
+    row = np.array([0])
+    assert acceptance.of_rows(row) == pytest.approx(plain.of_rows(row))
+    assert acceptance.mean() == pytest.approx(plain.mean())
+
+
+def test_change_of_text_shows_within_four_half_lives():
+    acceptance = make_rates()
+    for accepted in [4] * 500 + [0] * int(4 * CONSTANTS.half_life_rounds):
+        record(acceptance, [(4, accepted)])
+    assert acceptance.mean()[0] < 0.2
+
+
+def test_side_tokens_are_a_share_of_the_main_chain():
+    acceptance = AcceptanceRates(2, 3)
+    assert acceptance.side_tokens == 0
+    for _ in range(200):
+        acceptance.record_side_branches(np.array([2, 4]), np.array([1, 2]))
+    assert 0.4 < acceptance.side_tokens < 0.5
+    for _ in range(200):
+        acceptance.record_side_branches(np.array([2, 4]), np.array([0, 0]))
+    assert acceptance.side_tokens < 0.01
+
+
+def test_predicted_rounds_count_as_rounds():
+    """Counted in parts of a round, and of rows with ages of their own."""
+    whole, parts = make_rates(), make_rates()
+    for sequences in ([(3, 2), (2, 0)], [(4, 4), (4, 1)]):
+        record(whole, sequences)
+    rows, zeros = np.arange(2), np.zeros(2, np.int64)
+
+    def count(reached: Any, accepted: Any, num_rounds: np.ndarray) -> None:
+        both = np.array(reached, float), np.array(accepted, float)
+        compared = int(both[0].sum())
+        parts.record_predicted(rows, *both, num_rounds, num_compared=compared)
+        parts.check()
+
+    count([[1, 1, 1, 0], [1, 0, 0, 0]], [[1, 1, 0, 0], [0, 0, 0, 0]], zeros + 1)
+    count([[1, 1, 0, 0], [1, 1, 0, 0]], [[1, 1, 0, 0], [1, 0, 0, 0]], zeros + 1)
+    count([[0, 0, 1, 1], [0, 0, 0, 0]], [[0, 0, 1, 1], [0, 0, 0, 0]], zeros)
+    assert parts.of_rows(rows) == pytest.approx(whole.of_rows(rows))
+    assert parts.mean() == pytest.approx(whole.mean())
+    assert parts.num_agreed == whole.num_agreed
+    # A row in which five rounds have ended is older by five, the other by none.
+    count(np.zeros((2, 4)), np.zeros((2, 4)), np.array([0, 5]))
+    for row, age in enumerate((0, 5)):
+        share = 0.5 ** (age / CONSTANTS.half_life_rounds)
+        assert parts._reached[row, 0] == pytest.approx(share * whole._reached[row, 0])
+
+
+def test_match_run_shifts_the_positions():
+    acceptance, rows = make_rates(), np.arange(ROWS)
+    for _ in range(20):
+        record(acceptance, [(4, 4), (4, 0), (4, 1)])
+    before = acceptance.of_rows(rows)
+    acceptance.set_match_runs(rows, np.array([0, 2, 9]))
+    after = acceptance.of_rows(rows)
+    assert after[0].tolist() == before[0].tolist()
+    assert after[1].tolist() == [*before[1, 2:], *[before[1, 3]] * 2]
+    assert after[2].tolist() == [before[2, 3]] * DRAFTS
+    acceptance.admit(2)
+    assert acceptance.of_rows(rows)[2].tolist() == acceptance.mean().tolist()
+
+
+def test_prior_is_the_rate_of_every_position():
+    acceptance = AcceptanceRates(num_rows=1, max_draft_tokens=DRAFTS, prior=0.1)
+    assert acceptance.mean().tolist() == pytest.approx([0.1] * DRAFTS)

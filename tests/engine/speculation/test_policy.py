@@ -1,0 +1,541 @@
+"""K follows measured times and acceptance, and its loss is bounded."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxspec.config import SpeculativeConfig
+from jaxspec.engine.speculation.acceptance import AcceptanceRates
+from jaxspec.engine.speculation.constants import CONSTANTS
+from jaxspec.engine.speculation.policy import (
+    Choice,
+    RoundEstimates,
+    SpeculationPolicy,
+    best_choice,
+)
+from jaxspec.settings.speculation import ADAPTIVE, FIXED, SUFFIX_DEFAULTS
+
+# Seconds of a round by K, of one sequence.
+TIMES = [0.010, 0.013, 0.015, 0.017, 0.019, 0.021]
+PREFILL_S = 0.003
+
+
+def make_policy(
+    num_draft_tokens: int, threshold: int | None = None, **named: Any
+) -> SpeculationPolicy:
+    return SpeculationPolicy(
+        SpeculativeConfig(
+            model="draft",
+            num_speculative_tokens=num_draft_tokens,
+            disable_by_batch_size=threshold,
+            controller=named.pop("controller", ADAPTIVE),
+            **named,
+        )
+    )
+
+
+def estimates(
+    rate: float = 0.7, times: Any = TIMES, num_seqs: int = 1, **named: Any
+) -> RoundEstimates:
+    most = len(times) - 1
+    values: dict[str, Any] = dict(
+        max_drafts=np.full(num_seqs, most),
+        acceptance=np.full((num_seqs, most), rate),
+        seconds=list(times),
+        is_observable=True,
+    )
+    return RoundEstimates(**(values | named))
+
+
+@pytest.mark.parametrize("configured", range(1, 9))
+def test_compiled_length_serves_every_k(configured):
+    policy = make_policy(configured)
+    assert policy.compiled_drafts == (0, configured)
+    assert policy.compiled_for(0) == 0
+    for k in range(1, configured + 1):
+        assert policy.compiled_for(k) == configured
+
+
+def test_plain_engine_never_drafts():
+    policy = SpeculationPolicy(None)
+    assert policy.compiled_drafts == (0,)
+    assert policy.limit(1) == 0
+    assert not policy.can_probe()
+    assert not policy.is_due(1, 0)
+
+
+def test_limit_is_zero_above_the_batch_size():
+    policy = make_policy(3, threshold=4)
+    assert [policy.limit(running) for running in (1, 4, 5, 100)] == [3, 3, 0, 0]
+    assert make_policy(3).limit(10_000) == 3
+
+
+def test_fixed_k_is_never_reconsidered():
+    policy = make_policy(5, controller=FIXED)
+    for _ in range(100):
+        assert not policy.is_due(2, 5)
+        policy.record_round(2, 5, 2, TIMES[5], TIMES[0])
+    assert policy.next_choice.num_drafts == 5
+    assert policy.lost_s > 1
+    assert not policy.can_probe()
+
+
+# The law.
+
+
+def test_rates_are_expected_tokens_over_seconds():
+    known = estimates(
+        times=[0.010, 0.012, 0.016],
+        num_seqs=2,
+        max_drafts=np.array([3, 1]),
+        acceptance=np.array([[0.5, 0.8], [0.25, 1.0]]),
+    )
+    one, two = 0.5 + 0.25, 0.5 + 0.5 * 0.8 + 0.25
+    expected = [2 / 0.010, (2 + one) / 0.012, (2 + two) / 0.016]
+    assert known.rates(1)[0] == pytest.approx(expected)
+
+
+def test_side_branches_add_a_share_of_the_chain():
+    known = estimates(0.5, [0.010, 0.012], side_tokens=0.2, chain_seconds=[0.01, 0.011])
+    expected = [[100, 1.6 / 0.012], [100, 1.5 / 0.011]]
+    assert known.rates(1) == pytest.approx(np.array(expected))
+
+
+def test_draft_prefill_is_charged_only_without_drafts():
+    known = estimates(0.5, [0.010, 0.012], draft_prefill_s=0.004)
+    assert known.rates(0)[0] == pytest.approx([100, 1.5 / 0.016])
+    assert known.rates(1)[0] == pytest.approx([100, 1.5 / 0.012])
+
+
+@pytest.mark.parametrize(("rate", "best"), [(0.05, 0), (0.3, 0), (0.5, 3), (0.9, 3)])
+def test_tree_is_drafted_whole_or_not_at_all(rate, best):
+    """At 0.3 one level at two thirds of the price would look best."""
+    times = [0.010, 0.0105, 0.016, 0.017]
+    known = estimates(rate, times, is_whole_tree=True)
+    assert best_choice(known, Choice()).num_drafts == best
+
+
+@pytest.mark.parametrize(
+    ("rate", "best"), [(0.0, 0), (0.2, 0), (0.5, 2), (0.7, 4), (0.9, 5), (1.0, 5)]
+)
+def test_best_choice_has_the_most_tokens_per_second(rate, best):
+    lengths = [sum(rate**i for i in range(k + 1)) for k in range(6)]
+    rates = np.array(lengths) / TIMES
+    choice = best_choice(estimates(rate), Choice())
+    assert abs(choice.num_drafts - best) <= 1
+    # Within what a change must promise.
+    assert rates[choice.num_drafts] >= rates.max() / CONSTANTS.hysteresis
+    assert choice.gain == pytest.approx(rates[choice.num_drafts] / rates[0] - 1)
+
+
+def test_choice_stays_unless_the_gain_exceeds_the_hysteresis():
+    times = [1.0, 1.5, 1.0 * 1.97 / 1.03]
+    known = estimates(0.6, times, acceptance=np.array([[0.6, 0.616]]))
+    assert best_choice(known, Choice(num_drafts=0)).num_drafts == 1
+    rates = known.rates(1)[0]
+    assert 1 < rates.max() / rates[0] < 1.08
+
+
+def test_drafts_as_configured_until_every_time_is_known():
+    known = estimates(0.0, [None, *TIMES[1:]])
+    assert best_choice(known, Choice()).num_drafts == 5
+
+
+# Round by round.
+
+
+class World:
+    """Sequences whose drafts are accepted with a known probability.
+
+    The policy gets estimates, which may be wrong, and the true times of rounds.
+    """
+
+    def __init__(self, times, rate, num_seqs=1, *, estimate=None, estimated_times=None):
+        self.times, self.rate, self.num_seqs = times, rate, num_seqs
+        self.estimate, self.estimated_times = estimate, estimated_times
+        self.now = 0.0
+        self.most = len(times) - 1
+        self.policy = make_policy(self.most)
+        self.random = np.random.default_rng(0)
+        self.num_tokens, self.num_choices = 0, 0
+        self.chosen: list[int] = []
+        self.known: dict[str, Any] = {}
+
+    def round(self, **changes: Any) -> int:
+        policy = self.policy
+        if policy.is_due(self.num_seqs, self.most):
+            self.num_choices += 1
+            rate = self.rate if self.estimate is None else self.estimate()
+            times = self.times if self.estimated_times is None else self.estimated_times
+            known = estimates(rate, times, self.num_seqs, **(self.known | changes))
+            policy.choose(known)
+        k = policy.next_choice.num_drafts
+        accepted = self.random.random((self.num_seqs, k)) < self.rate
+        emitted = self.num_seqs + int(np.cumprod(accepted, axis=1).sum())
+        self.now += self.times[k]
+        self.num_tokens += emitted
+        self.chosen.append(k)
+        policy.record_time(self.times[k])
+        policy.record_round(self.num_seqs, k, emitted, self.times[k], self.times[0])
+        return k
+
+    def run_until(self, seconds: float, **changes: Any) -> None:
+        while self.now < seconds:
+            self.round(**changes)
+
+    @property
+    def plain_s(self) -> float:
+        """Seconds that plain decoding takes for the same tokens."""
+        return self.num_tokens / self.num_seqs * self.times[0]
+
+
+@pytest.mark.parametrize(
+    ("rate", "rounds"),
+    [(0.9, CONSTANTS.look_rounds), (0.0, CONSTANTS.idle_look_rounds)],
+)
+def test_choices_are_made_once_in_some_rounds(rate, rounds):
+    world = World(TIMES, rate)
+    for _ in range(320):
+        world.round()
+    timing = world.chosen.count(0) / CONSTANTS.explore_rounds if rate else 0
+    assert world.num_choices == pytest.approx(320 / rounds, abs=3 + 3 * timing)
+
+
+def test_choice_is_made_when_the_batch_changes():
+    world = World(TIMES, 0.7)
+    assert world.round() > 0
+    world.num_seqs, world.times = 16, [0.010 * (1 + k) for k in range(6)]
+    assert world.round() == 0
+    world.num_seqs, world.times = 1, TIMES
+    assert world.round() > 0
+
+
+def test_reconsider_makes_a_choice_before_the_next_round():
+    world = World(TIMES, 0.0)
+    world.round()
+    world.rate = 0.9
+    assert world.policy.is_idle and world.round() == 0
+    world.policy.reconsider()
+    assert not world.policy.is_idle and world.round() > 0
+
+
+def test_no_drafts_where_draft_prefill_costs_more_than_they_bring():
+    world = World(TIMES, 0.0)
+    for _ in range(8):
+        world.round()
+    assert world.chosen[-1] == 0
+    world.rate, world.known["draft_prefill_s"] = 0.6, 1.0
+    for _ in range(2 * CONSTANTS.idle_look_rounds):
+        world.round()
+    assert world.chosen[-1] == 0
+    world.known["draft_prefill_s"] = 0.0
+    for _ in range(2 * CONSTANTS.idle_look_rounds):
+        world.round()
+    assert world.chosen[-1] > 0
+
+
+@settings(deadline=None, max_examples=40)
+@given(data=st.data())
+def test_loss_is_bounded_whatever_the_estimates(data):
+    """Random times and estimates, and acceptance that changes."""
+    most = data.draw(st.integers(1, 8))
+    base = data.draw(st.floats(0.002, 0.05))
+    extra = data.draw(st.lists(st.floats(0, 1.5), min_size=most, max_size=most))
+    times = (base * (1 + np.cumsum([0.0, *extra]))).tolist()
+    rate = st.floats(0.0, 1.0)
+    kind = data.draw(st.sampled_from(["truth", "all", "none", "any"]))
+    world = World(times, data.draw(rate), data.draw(st.integers(1, 16)))
+    kinds = {"all": lambda: 1.0, "none": lambda: 0.0, "any": world.random.random}
+    world.estimate = kinds.get(kind)
+    if data.draw(st.booleans()):
+        world.estimated_times = [base] * (most + 1)  # as if drafts were free
+    is_observable = data.draw(st.booleans())
+    for number, phase in enumerate(data.draw(st.lists(rate, min_size=1, max_size=6))):
+        world.rate = phase
+        world.run_until(10.0 * (number + 1), is_observable=is_observable)
+    # Losses within the share are free, and so are explorations; a deficit that is
+    # not yet repaid, and the exploration under way, come on top.
+    shares = 2 * CONSTANTS.max_loss * world.now
+    open_s = (CONSTANTS.loss_rounds + 1) * base + CONSTANTS.explore_rounds * times[-1]
+    open_s += CONSTANTS.look_rounds * times[-1]
+    assert world.now - world.plain_s <= shares + open_s
+    saved = world.policy.saved_s - world.policy.lost_s
+    assert saved == pytest.approx(world.plain_s - world.now, abs=1e-6)
+
+
+def test_wrong_estimates_lose_one_percent():
+    """The estimates say that all drafts are accepted; none is."""
+    world = World(TIMES, 0.0, estimate=lambda: 1.0)
+    world.run_until(600)
+    assert world.policy.num_stops > 2
+    assert world.now / world.plain_s <= 1 + 1.5 * CONSTANTS.max_loss
+    assert world.policy.lost_s == pytest.approx(world.now - world.plain_s)
+
+
+def test_loss_is_unbounded_without_the_budget(monkeypatch):
+    world = World(TIMES, 0.0, estimate=lambda: 1.0)
+    for budget in [world.policy._budgets[1]]:
+        monkeypatch.setattr(budget, "add", lambda *_: None)
+    world.run_until(20)
+    assert world.now / world.plain_s > 1.9
+
+
+def test_draft_model_is_probed_for_a_share_of_the_time():
+    world = World(TIMES, 0.0)
+    for _ in range(8):
+        world.round()
+    policy, probed_s, cost = world.policy, [], 0.004
+    while world.now < 40:
+        if policy.can_probe():
+            policy.begin_probe()
+            assert not policy.can_probe() or not probed_s
+            probed_s.append(world.now)
+            world.now += cost
+            policy.record_time(cost)
+            policy.record_draft_prefill(cost, is_probe=True)
+        world.round()
+    assert policy.num_probes == len(probed_s)
+    gaps = np.diff(probed_s)[1:]
+    assert gaps.min() >= 0.9 * cost / CONSTANTS.max_loss
+    # Often enough to see a change within a second.
+    assert gaps.max() <= 0.6
+    world.rate = 0.9
+    policy.reconsider()
+    while not world.round():
+        pass
+    assert not policy.can_probe()
+
+
+def test_drafts_are_tried_where_acceptance_is_not_observable():
+    world = World(TIMES, 0.0)
+    world.run_until(60, is_observable=False)
+    tried = np.count_nonzero(world.chosen) / len(world.chosen)
+    assert 0 < tried <= CONSTANTS.max_loss
+    assert {k for k in world.chosen[100:] if k} == {1}
+    world.rate, start = 0.9, world.now
+    while world.round(is_observable=False) < 5:
+        assert world.now - start < 60
+    observable = World(TIMES, 0.0)
+    observable.run_until(60)
+    assert set(observable.chosen[CONSTANTS.look_rounds :]) == {0}
+
+
+def test_trial_has_all_drafts_that_cost_no_more():
+    """As with lookups: one draft or five are verified in the same time."""
+    world = World([1e-3, 2.0e-3, 2.01e-3, 2.02e-3, 2.05e-3, 4e-3], 0.0)
+    world.run_until(20, is_observable=False)
+    assert {k for k in world.chosen[100:] if k} == {4}
+
+
+def test_trial_of_a_whole_tree_is_whole():
+    world = World(TIMES, 0.0)
+    world.run_until(20, is_observable=False, is_whole_tree=True)
+    assert {k for k in world.chosen[100:] if k} == {5}
+
+
+def test_plain_rounds_are_timed_for_a_share_of_the_time():
+    world = World(TIMES, 0.9)
+    world.run_until(100)
+    share = world.chosen.count(0) / len(world.chosen)
+    assert 0.3 * CONSTANTS.max_loss < share < 2.5 * CONSTANTS.max_loss
+    assert world.policy.choice.num_drafts == 5
+    runs = np.flatnonzero(np.diff([5, *world.chosen]) < 0)
+    ends = np.flatnonzero(np.diff([*world.chosen, 5]) > 0)
+    assert set((ends - runs + 1).tolist()) == {CONSTANTS.explore_rounds}
+
+
+def test_wrong_time_of_the_most_drafts_is_measured_again():
+    slow = [*TIMES[:2], 0.03, 0.04, 0.05, 0.06]
+    world = World(slow, 0.8)
+    world.run_until(100)
+    assert world.policy.choice.num_drafts == 1
+    assert 5 in world.chosen[100:]
+    assert world.chosen.count(5) < 0.02 * len(world.chosen)
+
+
+def test_prompts_end_an_exploration():
+    world = World(TIMES, 0.9)
+    while not world.policy.is_timing_plain:
+        world.round()
+    world.policy.end_exploration()
+    assert not world.policy.is_timing_plain and world.round() == 5
+
+
+def test_stopped_policy_never_drafts_again():
+    world = World(TIMES, 0.9)
+    world.round()
+    world.policy.stop("the draft is broken")
+    assert world.policy.limit(1) == 0
+    assert world.policy.num_drafts == 0
+    assert not world.policy.can_probe()
+
+
+DEARER = [TIMES[0], *(1.4 * one for one in TIMES[1:])]
+
+
+def settle(side_tokens: float, seconds: Any, chain: Any) -> Choice:
+    """The choice once alternatives have been measured."""
+    policy = make_policy(5)
+    known = estimates(0.8, seconds, side_tokens=side_tokens, chain_seconds=chain)
+    for _ in range(4):
+        policy.choose(known)
+    return policy.choice
+
+
+@pytest.mark.parametrize(("side", "has_side"), [(0.05, False), (0.9, True)])
+def test_side_branches_are_drafted_where_they_pay(side, has_side):
+    choice = settle(side, DEARER, TIMES)
+    assert choice.num_drafts >= 4 and choice.has_side_branches == has_side
+
+
+def test_side_branches_stay_until_the_time_without_is_known():
+    assert settle(0.0, DEARER, [TIMES[0], *[None] * 5]).has_side_branches
+    assert not settle(0.0, DEARER, TIMES).has_side_branches
+    assert settle(0.0, DEARER, None).has_side_branches
+
+
+def test_k_is_chosen_together_with_the_draft_shape():
+    leaves = [0.010, 0.0105, *[0.05] * 4]
+    chain = [0.010, 0.0104, 0.02, 0.03, 0.04, 0.05]
+    choice = settle(0.5, leaves, chain)
+    assert (choice.num_drafts, choice.has_side_branches) == (1, True)
+
+
+def test_side_branches_are_measured_again():
+    world, seen = World(TIMES, 0.8), set()
+    world.known = dict(seconds=DEARER, chain_seconds=TIMES)
+    while world.now < 50:
+        world.round()
+        seen.add(world.policy.next_choice.has_side_branches)
+    assert not world.policy.choice.has_side_branches
+    assert seen == {True, False}
+
+
+@pytest.mark.parametrize(
+    ("changes", "can_follow"),
+    [
+        ({"method": "suffix", **SUFFIX_DEFAULTS}, True),
+        ({"method": "suffix", "controller": FIXED, **SUFFIX_DEFAULTS}, False),
+        ({"method": "suffix+draft_model", "model": "m", **SUFFIX_DEFAULTS}, False),
+        # Acceptance does not depend on the text.
+        (
+            {
+                "method": "suffix",
+                "rejection_sample_method": "synthetic",
+                "synthetic_acceptance_length": 2.0,
+                **SUFFIX_DEFAULTS,
+            },
+            False,
+        ),
+        ({"model": "m"}, False),
+    ],
+)
+def test_lookups_are_followed_where_they_alone_draft(changes, can_follow):
+    policy = SpeculationPolicy(SpeculativeConfig(**changes))
+    assert policy.can_follow_lookups == can_follow
+    assert not SpeculationPolicy(None).can_follow_lookups
+
+
+# Against the best fixed K.
+
+
+class Replay:
+    """A recorded text, decoded again by any policy.
+
+    Greedy and seeded text does not depend on K, and neither does whether the draft at a
+    position is accepted once those before it are.
+    """
+
+    def __init__(self, accepts: np.ndarray, times: list[float] = TIMES):
+        self.accepts, self.times, self.most = accepts, times, len(times) - 1
+        # Drafts in a row that are accepted from each position on.
+        self.run = np.zeros(len(accepts) + 1, np.int64)
+        for position in range(len(accepts) - 1, -1, -1):
+            self.run[position] = accepts[position] * (self.run[position + 1] + 1)
+
+    def fixed(self, k: int) -> float:
+        """Seconds with K drafts in every round."""
+        position, seconds = 0, 0.0
+        while position < len(self.accepts):
+            position += min(k, int(self.run[position])) + 1
+            seconds += self.times[k]
+        return seconds
+
+    def adaptive(self) -> tuple[float, list[int]]:
+        """Seconds as the policy chooses, and its choices."""
+        acceptance, now, chosen = AcceptanceRates(1, self.most), 0.0, list[int]()
+        policy, row = make_policy(self.most), np.array([0])
+        position, lag = 0, 0
+        while position < len(self.accepts):
+            if lag and policy.can_probe():
+                policy.begin_probe()
+                first = max(position - lag, position - 32)
+                seen = self.accepts[first:position].astype(float)
+                acceptance.record_probabilities(0, seen)
+                policy.record_time(PREFILL_S)
+                policy.record_draft_prefill(PREFILL_S, is_probe=True)
+                now, lag = now + PREFILL_S, 0
+            if policy.is_due(1, self.most):
+                rates = acceptance.of_rows(row)
+                policy.choose(estimates(times=self.times, acceptance=rates))
+            k = policy.next_choice.num_drafts
+            accepted = min(k, int(self.run[position]))
+            acceptance.record(row, np.array([k]), np.array([accepted]))
+            now += self.times[k]
+            policy.record_time(self.times[k])
+            policy.record_round(1, k, accepted + 1, self.times[k], self.times[0])
+            position += accepted + 1
+            lag = 0 if k else lag + 1
+            chosen.append(k)
+        return now, chosen
+
+    def all_fixed(self) -> list[float]:
+        return [self.fixed(k) for k in range(self.most + 1)]
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.3, 0.5, 0.7, 0.9])
+def test_regret_against_the_best_fixed_k(rate):
+    replay = Replay(np.random.default_rng(1).random(12_000) < rate)
+    seconds, _ = replay.adaptive()
+    every = replay.all_fixed()
+    assert seconds <= min(every) / 0.95
+    assert seconds <= every[0] / 0.97
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_regret_with_random_times_and_texts(seed):
+    random = np.random.default_rng(seed)
+    most = int(random.integers(1, 9))
+    steps = random.uniform(0.05, 0.6) * random.uniform(0.5, 1.5, most)
+    times = (0.010 * (1 + np.cumsum([0.0, *steps]))).tolist()
+    rates = random.random(3)
+    parts = [random.random(3000) < rate for rate in rates]
+    replay = Replay(np.concatenate(parts), times)
+    seconds, _ = replay.adaptive()
+    every = replay.all_fixed()
+    assert seconds <= every[0] / 0.97
+    assert seconds <= min(every) / 0.93
+
+
+@pytest.mark.parametrize("length", [200, 1000])
+def test_text_that_changes_is_faster_than_with_any_fixed_k(length):
+    """Parts that are easy to draft, and parts that are not, in turn."""
+    random = np.random.default_rng(2)
+    parts = [random.random(length) < rate for rate in (0.95, 0.05) * 6]
+    replay = Replay(np.concatenate(parts))
+    seconds, chosen = replay.adaptive()
+    assert seconds <= min(replay.all_fixed()) / (1.0 if length == 1000 else 0.97)
+    assert {0, 5} <= set(chosen)
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.2, 0.5])
+def test_short_request_loses_little(rate):
+    """Of 96 tokens in a new engine, where nothing is known yet."""
+    ratios = []
+    for seed in range(20):
+        replay = Replay(np.random.default_rng(seed).random(96) < rate)
+        ratios.append(replay.fixed(0) / replay.adaptive()[0])
+    assert np.median(ratios) >= 0.93

@@ -1,0 +1,118 @@
+"""Times of rounds are moving averages, robust against stalls."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from jaxspec.engine.speculation.acceptance import Kind
+from jaxspec.engine.speculation.step_times import (
+    MAX_SKIPPED,
+    NEWEST,
+    STALL,
+    Round,
+    StepTimes,
+)
+from jaxspec.program.plan import StepShape
+from tests.loops import Loop, make_config, make_requests
+
+SHAPE = StepShape(num_seqs=4, num_draft_tokens=8, chunk=0)
+ROUND_OF_3 = Round(SHAPE, 3)
+
+
+def test_time_is_a_mean_from_the_second_run_on():
+    times = StepTimes()
+    assert times.record(ROUND_OF_3, 50.0) == 50.0
+    assert times.seconds == {}
+    times.record(ROUND_OF_3, 1.0)
+    times.record(ROUND_OF_3, 2.0)
+    assert times.seconds == {ROUND_OF_3: pytest.approx(NEWEST * 2 + (1 - NEWEST) * 1)}
+    times.check()
+
+
+def test_untypical_time_counts_while_nothing_is_known():
+    times = StepTimes()
+    for seconds in (50.0, 1.0, 2.0):
+        times.record(ROUND_OF_3, seconds, is_measure=False)
+    assert times.seconds == {ROUND_OF_3: 1.0}
+    times.seed(ROUND_OF_3, 3.0)
+    assert times.record(ROUND_OF_3, 1000.0, is_measure=False) == 3 * STALL
+    assert times.seconds == {ROUND_OF_3: 3.0}
+
+
+def test_untypical_time_counts_after_many_of_them():
+    times = StepTimes()
+    times.seed(ROUND_OF_3, 1.0)
+    for _ in range(MAX_SKIPPED):
+        times.record(ROUND_OF_3, 2.0, is_measure=False)
+    assert times.seconds == {ROUND_OF_3: 1.0}
+    times.record(ROUND_OF_3, 2.0, is_measure=False)
+    found = times.seconds[ROUND_OF_3]
+    assert found == pytest.approx(NEWEST * 2 + (1 - NEWEST))
+    for _ in range(3):
+        for _ in range(MAX_SKIPPED):
+            times.record(ROUND_OF_3, 9.0, is_measure=False)
+        times.record(ROUND_OF_3, found)
+    assert times.seconds[ROUND_OF_3] == pytest.approx(found)
+
+
+def test_suspension_of_the_machine_counts_as_a_slow_round():
+    times = StepTimes()
+    for seconds in (1.0, 1.0):
+        times.record(ROUND_OF_3, seconds)
+    assert times.record(ROUND_OF_3, 1000.0) == STALL
+    assert times.seconds[ROUND_OF_3] == pytest.approx(NEWEST * STALL + (1 - NEWEST))
+    # Of a shape that has not run, what it was expected to take decides.
+    other = Round(dataclasses.replace(SHAPE, chunk=32), 3)
+    assert times.record(other, 1000.0, 2.0) == 2 * STALL
+
+
+def test_time_between_two_measured_k_is_interpolated():
+    times = StepTimes()
+    for num_drafts, seconds in ((0, 1.0), (2, 1.5), (8, 4.5)):
+        for _ in range(2):
+            times.record(Round(SHAPE, num_drafts), seconds)
+    # A larger batch times something else, and says nothing of this one.
+    wide = dataclasses.replace(SHAPE, num_seqs=8)
+    for _ in range(2):
+        times.record(Round(wide, 4), 100.0)
+
+    def seconds_of(num_drafts: int) -> float | None:
+        return times.expected(Round(SHAPE, num_drafts))
+
+    known = {0: 1.0, 1: 1.25, 2: 1.5, 5: 3.0, 8: 4.5}
+    assert {k: seconds_of(k) for k in known} == pytest.approx(known)
+    assert seconds_of(9) is None
+    assert times.expected(Round(wide, 3)) is None
+    tiled = dataclasses.replace(SHAPE, chunk=32)
+    assert times.expected(Round(tiled, 2)) is None
+
+
+def test_rounds_of_the_engine_are_recorded():
+    """What the fake device accepted, and the time that the loop says it took."""
+    config = make_config(max_num_seqs=4, num_pages=200)
+    loop = Loop(config, seed=0)
+    for request in make_requests(config, 4, num_draft_tokens=3):
+        loop.scheduler.add(request)
+    while loop.step():
+        pass
+    times, device = loop.scheduler.step_times, loop.device
+    acceptance = loop.scheduler.acceptance
+    assert set(times.seconds) == {
+        launch.round
+        for index, launch in enumerate(loop.launches)
+        if launch.round in {one.round for one in loop.launches[:index]}
+    }
+    for one, seconds in times.seconds.items():
+        assert seconds == pytest.approx(loop.fastest_s + one.shape.chunk * loop.fed_s)
+    assert device.num_proposed
+    # The fake device accepts 0 to 3 of three drafts, each number as often.
+    assert acceptance.mean(Kind.SAMPLED)[0] == pytest.approx(3 / 4, abs=0.2)
+    (late,) = make_requests(config, 1)
+    loop.scheduler.add(late)
+    loop.step()
+    rates = acceptance.of_rows(np.arange(4))
+    assert [(one == acceptance.mean(Kind.SAMPLED)).all() for one in rates].count(
+        True
+    ) == 1
+    assert (rates[late.row] == acceptance.mean(Kind.SAMPLED)).all()
