@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from jaxspec.engine.llm_engine import LLMEngine
-from jaxspec.program.wire import CaughtUp
 from jaxspec.engine.speculation.policy import (
     Choice,
     RoundEstimates,
     SpeculationPolicy,
 )
+from jaxspec.program.wire import CaughtUp
 from jaxspec.sampling_params import SamplingParams
 from jaxspec.settings.speculation import ADAPTIVE
 from tests.e2e import pair, test_trees

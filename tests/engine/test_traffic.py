@@ -20,8 +20,8 @@ from hypothesis.stateful import (
 )
 
 from jaxspec.engine.llm_engine import LLMEngine
-from jaxspec.engine.speculation.policy import SpeculationPolicy
 from jaxspec.engine.scheduling.request import Request, Status
+from jaxspec.engine.speculation.policy import SpeculationPolicy
 from jaxspec.program.plan import StepPlan, StepShape
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams
 from tests.batteries import members
