@@ -31,7 +31,7 @@ from jaxspec.engine.grammar_matcher import (
     grammar_of_rules,
     grammar_of_schema,
 )
-from jaxspec.errors import ConfigError, RequestError
+from jaxspec.errors import ConfigError, RequestError, escaped
 from jaxspec.settings.structured_outputs import (
     DEFAULT_WHITESPACE_PATTERN,
     StructuredOutputsConfig,
@@ -301,7 +301,9 @@ class GrammarCompiler:
             if grammar is None:
                 grammar = Grammar(text, self._vocabulary)
                 for message in grammar.warnings:
-                    _log.warning("structured_outputs.%s: %s", params.kind, message)
+                    _log.warning(
+                        "structured_outputs.%s: %s", params.kind, escaped(message)
+                    )
             matcher = Matcher(grammar)
         except (GrammarFailure, ValueError, TypeError, RecursionError) as error:
             raise _unusable(params, str(error)) from error

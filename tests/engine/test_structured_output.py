@@ -553,3 +553,12 @@ def test_compilers_leave_the_stacks_of_other_threads_as_they_were(monkeypatch):
         assert set_size() == before
     finally:
         set_size(before)
+
+
+def test_a_schema_cannot_forge_lines_of_the_log(caplog):
+    schema: dict[str, Any] = {"type": "string", "format": "date\nINFO forged"}
+    schema["x-guidance"] = {"lenient": True}
+    COMPILER.matcher(StructuredOutputsParams(json=schema))
+    (message,) = caplog.messages
+    assert "\\nINFO forged" in message
+    assert message.isprintable()
