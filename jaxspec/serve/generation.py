@@ -4,11 +4,13 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncGenerator, Callable, Coroutine
+from functools import partial
 from typing import Annotated, Any, TypeVar, no_type_check
 
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import JSONResponse
 
+from jaxspec.engine.async_llm_engine import LONG_CHARACTERS
 from jaxspec.errors import (
     ArgumentError,
     NativePanicError,
@@ -43,6 +45,7 @@ from jaxspec.serve.streaming import (
     ClientGoneError,
     EventLog,
     EventStream,
+    encoded,
     event,
     while_connected,
 )
@@ -54,6 +57,8 @@ Answer = Callable[[Serving, AnyBody, Request], Coroutine[Any, Any, Response]]
 
 # What proxies write down for a client that left.
 CLIENT_GONE = 499
+# Entries, as `Writer.check_size` counts them, that take milliseconds to write.
+SHORT_ANSWER = 4096
 # Between two looks for what another server has done.
 POLL_S = 0.1
 
@@ -171,21 +176,39 @@ async def _complete(
 ) -> Response:
     serving.check_model(body.model)
     params = make_params(body, serving.config.generation_defaults)
-    # Encoding a long text takes a while: beside the event loop.
-    prompts = await asyncio.to_thread(
-        serving.prompts.of_completion, body, params.max_tokens
-    )
+    read = partial(serving.prompts.of_completion, body, params.max_tokens)
+    prompts = await serving.engine.run_beside(read, is_long=_is_long(body.prompt))
     writer = CompletionWriter(serving, body, params, _id(body, request))
     return await _generate(serving, body, prompts, params, writer)
 
 
 async def _chat(serving: Serving, body: ChatBody, request: Request) -> Response:
     serving.check_model(body.model)
-    # Long texts and many tools take a while: beside the event loop.
-    prompt, params, writer = await asyncio.to_thread(
-        _prepare_chat, serving, body, _id(body, request)
+    read = partial(_prepare_chat, serving, body, _id(body, request))
+    prompt, params, writer = await serving.engine.run_beside(
+        read, is_long=_is_long_chat(body)
     )
     return await _generate(serving, body, [prompt], params, writer)
+
+
+def _is_long(content: object) -> bool:
+    """Return whether the texts in a part of a body take long to encode."""
+    left, waiting = LONG_CHARACTERS, [content]
+    while waiting and left >= 0:
+        one = waiting.pop()
+        if isinstance(one, str):
+            left -= len(one)
+        elif isinstance(one, dict):
+            waiting += one.values()
+        elif isinstance(one, list):
+            waiting += one
+    return left < 0
+
+
+def _is_long_chat(body: ChatBody) -> bool:
+    """Return whether a chat has a grammar, which may be new, or long texts."""
+    shaped = (body.structured_outputs, body.response_format, body.tools)
+    return any(one is not None for one in shaped) or _is_long(body.messages)
 
 
 def _prepare_chat(
@@ -234,12 +257,15 @@ async def _answer(serving: Serving, body: ResponseBody, request: Request) -> Res
     messages = messages_of(body, earlier)
     chat = as_chat(body, messages)
     with naming_tools_flat():
-        chat, prompt, params = await asyncio.to_thread(_read_chat, serving, chat)
+        chat, prompt, params = await serving.engine.run_beside(
+            partial(_read_chat, serving, chat), is_long=_is_long_chat(chat)
+        )
     request_id = _response_id(serving, body, request)
     writer = ResponseWriter(serving, body, chat, params, request_id, messages, owner)
     serving.writers[owner, writer.id] = writer
     if not body.background:
         return await _generate(serving, body, [prompt], params, writer)
+    _check_size(serving, writer, [prompt])
     outputs = serving.outputs(writer.id, [prompt], params, body.priority or 0)
     response = writer.tell("queued")
     log = EventLog() if body.stream else None
@@ -397,9 +423,21 @@ async def _generate(
     beams = make_beams(body, params, serving.config.max_model_len)
     priority = body.priority or 0
     outputs = serving.outputs(writer.id, prompts, params, priority, beams)
+    size = _check_size(serving, writer, prompts)
     if not body.stream:
         async with contextlib.aclosing(outputs):
-            return JSONResponse(await writer.answer(outputs))
+            if size <= SHORT_ANSWER:
+                return JSONResponse(await writer.answer(outputs))
+            finished = [one async for one in outputs]
+        if isinstance(writer, ResponseWriter):
+            # It is kept, and the store belongs to the event loop.
+            whole = partial(dict[str, Any], writer.whole(finished))
+        else:
+            whole = partial(writer.whole, finished)
+        content = await serving.engine.run_beside(
+            lambda: encoded(whole()), is_long=True
+        )
+        return Response(content, media_type="application/json")
     chunks = _events(writer, outputs)
     try:
         # What fails before the first word has a status of its own.
@@ -408,6 +446,16 @@ async def _generate(
         await chunks.aclose()
         raise
     return EventStream(_resumed(first, chunks))
+
+
+def _check_size(serving: Serving, writer: Writer, prompts: list[TokensPrompt]) -> int:
+    """Return the most entries of an answer: see `Writer.check_size`."""
+    config = serving.config
+    return writer.check_size(
+        [len(one["prompt_token_ids"]) for one in prompts],
+        config.max_model_len,
+        config.model_config.vocab_size,
+    )
 
 
 @no_type_check  # asynchronous generators are not checked

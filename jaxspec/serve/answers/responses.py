@@ -109,12 +109,10 @@ class ResponseWriter(Writer):
         if self._store is not None:
             self._store.put_events(self.id, events, self._owner)
 
-    async def answer(self, outputs: Numbered) -> dict[str, Any]:
-        """Wait for the text, and write the response."""
-        output = None
-        async for _, output in outputs:
-            assert output.finished
-        assert output is not None
+    def whole(self, finished: list[tuple[int, RequestOutput]]) -> dict[str, Any]:
+        """Write the response."""
+        ((_, output),) = finished
+        assert output.finished
         self._add_whole(output.outputs[0])
         return self._ended(output)
 
