@@ -35,8 +35,8 @@ class CommandParser(argparse.ArgumentParser):
         """
         options, unknown = super().parse_known_args(args, namespace)
         if unknown:
-            told = " ".join(_without_values(unknown))
-            self._refuse(f"unrecognized arguments: {told}", unknown)
+            names = " ".join(_without_values(unknown))
+            self._refuse(f"unrecognized arguments: {names}", unknown)
         return options, unknown
 
     def error(self, message: str) -> NoReturn:
@@ -58,13 +58,13 @@ class CommandParser(argparse.ArgumentParser):
 
 def _without_values(arguments: Sequence[str]) -> list[str]:
     """Return unknown arguments without values of flags: one may be a secret."""
-    told: list[str] = []
+    names: list[str] = []
     for before, argument in zip(("", *arguments), arguments, strict=False):
         if argument.startswith("-"):
-            told.append(argument.partition("=")[0])
+            names.append(argument.partition("=")[0])
         elif not before.startswith("-"):
-            told.append(argument)
-    return told
+            names.append(argument)
+    return names
 
 
 def bearer(api_key: str | None) -> dict[str, str]:

@@ -277,9 +277,9 @@ class EngineArgs:
         known = [item.name for item in fields(cls)]
         for name in sorted(given.keys() - set(known)):
             hint = nearest(name, known, f"see {cls.__name__}.")
-            told = "" if is_secret(name) else f" (given {shown(given[name])})"
+            given_as = "" if is_secret(name) else f" (given {shown(given[name])})"
             raise ConfigError(
-                f"There is no engine argument {name}{told}: {hint}",
+                f"There is no engine argument {name}{given_as}: {hint}",
                 parameter=name,
                 value=None if is_secret(name) else given[name],
             )

@@ -69,8 +69,8 @@ class AsyncLLMEngine:
         return cls(*make_engines(engine_args))
 
     @no_type_check  # `InputProcessor` checks, with better errors
-    async def run_beside(self, function: Callable[[], T], *, is_long: bool) -> T:
-        """Run a function in a thread beside the event loop.
+    async def run_in_thread(self, function: Callable[[], T], *, is_long: bool) -> T:
+        """Run a function in a thread, so that the event loop continues.
 
         Args:
             is_long: It may take seconds, as new grammars and long texts do. Such work
@@ -115,10 +115,11 @@ class AsyncLLMEngine:
         refuse("trace_headers", trace_headers or None)
         if self.errored:
             raise self.dead_error
-        is_long = sampling_params.structured_outputs is not None
+        # Parameters of another type are refused below.
+        is_long = getattr(sampling_params, "structured_outputs", None) is not None
         is_long |= isinstance(prompt, str) and len(prompt) > LONG_CHARACTERS
         # The first engine reads for all.
-        prepared = await self.run_beside(
+        prepared = await self.run_in_thread(
             partial(
                 self.engine.input_processor.prepare,
                 request_id,

@@ -47,7 +47,8 @@ COMPILE_LIMITS = llguidance.LLParserLimits(
 # not run out there: where it did would depend on when the matcher was rebuilt.
 LIMITS = llguidance.LLParserLimits(initial_lexer_fuel=2**40, **_KEPT_LIMITS)
 # Estimates of memory: of a grammar, of each character of its text, and of the states
-# that a lexer caches in a second of CPU time.
+# that a lexer caches in a second of CPU time. Measured: 53 to 131 bytes a character for
+# long grammars, 40 to 175 MB a second.
 GRAMMAR_BYTES, BYTES_PER_CHARACTER, LEXER_BYTES_PER_S = 2**17, 200, 500 * 2**20
 # Stop reasons of a complete text.
 _COMPLETE = {"NoExtension", "EndOfSentence"}

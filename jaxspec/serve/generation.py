@@ -177,7 +177,7 @@ async def _complete(
     serving.check_model(body.model)
     params = make_params(body, serving.config.generation_defaults)
     read = partial(serving.prompts.of_completion, body, params.max_tokens)
-    prompts = await serving.engine.run_beside(read, is_long=_is_long(body.prompt))
+    prompts = await serving.engine.run_in_thread(read, is_long=_is_long(body.prompt))
     writer = CompletionWriter(serving, body, params, _id(body, request))
     return await _generate(serving, body, prompts, params, writer)
 
@@ -185,14 +185,14 @@ async def _complete(
 async def _chat(serving: Serving, body: ChatBody, request: Request) -> Response:
     serving.check_model(body.model)
     read = partial(_prepare_chat, serving, body, _id(body, request))
-    prompt, params, writer = await serving.engine.run_beside(
+    prompt, params, writer = await serving.engine.run_in_thread(
         read, is_long=_is_long_chat(body)
     )
     return await _generate(serving, body, [prompt], params, writer)
 
 
 def _is_long(content: object) -> bool:
-    """Return whether the texts in a part of a body take long to encode."""
+    """Return whether texts in a part of a body take long to encode."""
     left, waiting = LONG_CHARACTERS, [content]
     while waiting and left >= 0:
         one = waiting.pop()
@@ -257,7 +257,7 @@ async def _answer(serving: Serving, body: ResponseBody, request: Request) -> Res
     messages = messages_of(body, earlier)
     chat = as_chat(body, messages)
     with naming_tools_flat():
-        chat, prompt, params = await serving.engine.run_beside(
+        chat, prompt, params = await serving.engine.run_in_thread(
             partial(_read_chat, serving, chat), is_long=_is_long_chat(chat)
         )
     request_id = _response_id(serving, body, request)
@@ -434,7 +434,7 @@ async def _generate(
             whole = partial(dict[str, Any], writer.whole(finished))
         else:
             whole = partial(writer.whole, finished)
-        content = await serving.engine.run_beside(
+        content = await serving.engine.run_in_thread(
             lambda: encoded(whole()), is_long=True
         )
         return Response(content, media_type="application/json")

@@ -188,7 +188,7 @@ class ResponseStore:
         self._execute(change, owner, _as_bytes(response_id))
 
     def beat(self, making: Iterable[Key]) -> list[Key]:
-        """Tell other servers that this one still makes its unfinished responses.
+        """Report to other servers that this one still makes its unfinished responses.
 
         Returns:
             Those of `making` that are deleted, or cancelled by another server.
@@ -386,7 +386,9 @@ class Background:
             try:
                 unwanted = self._beat(list(self._tasks))
             except sqlite3.Error:
-                _log.exception("Other servers cannot be told of this one's responses")
+                _log.exception(
+                    "The heartbeat of unfinished responses cannot be written"
+                )
                 continue
             for key in unwanted:
                 self._tasks[key].cancel()

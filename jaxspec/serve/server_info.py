@@ -136,7 +136,7 @@ def token_routes(serving: Serving) -> APIRouter:
         serving.check_model(body.model)
         given = body.messages if body.prompt is None else body.prompt
         is_long = len(str(given)) > LONG_CHARACTERS
-        token_ids = await serving.engine.run_beside(
+        token_ids = await serving.engine.run_in_thread(
             partial(encode, body), is_long=is_long
         )
         pieces = None

@@ -497,7 +497,7 @@ def test_an_answer_that_may_be_too_large_is_refused(is_stream: bool, monkeypatch
     serve_http(ask)
 
 
-def test_a_large_answer_is_written_beside_the_event_loop(monkeypatch):
+def test_a_large_answer_is_written_outside_the_event_loop(monkeypatch):
     threads: list[str] = []
     whole = CompletionWriter.whole
 
@@ -550,7 +550,9 @@ def test_short_work_does_not_wait_for_long_work():
         serving = transport.app.state.serving
         is_over = threading.Event()
         long = [
-            asyncio.ensure_future(serving.engine.run_beside(is_over.wait, is_long=True))
+            asyncio.ensure_future(
+                serving.engine.run_in_thread(is_over.wait, is_long=True)
+            )
             for _ in range(40)
         ]
         schema = {"regex": "[%-*]{2}"}
