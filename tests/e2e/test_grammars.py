@@ -454,8 +454,8 @@ def test_a_text_whose_masks_take_too_long_ends_with_an_error(
     engine = with_settings(engine)
     failed, other = generate(engine, prompts[:2], [params, plain])
     assert failed.outputs[0].finish_reason == "error"
-    assert "(limit)" in failed.outputs[0].stop_reason
-    assert "CPU time" in failed.outputs[0].stop_reason
+    assert "(limit)" in str(failed.outputs[0].stop_reason)
+    assert "CPU time" in str(failed.outputs[0].stop_reason)
     assert 1 < len(failed.outputs[0].token_ids) < 12
     assert (other.outputs[0].finish_reason, len(other.outputs[0].token_ids)) == (
         "length",
