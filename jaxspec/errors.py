@@ -21,6 +21,8 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 MAX_SHOWN = 200
+# Arguments whose values are never quoted.
+SECRET_ARGUMENTS = ("api_key", "api_keys", "hf_token")
 
 
 class ArgumentError(Exception):
@@ -109,9 +111,30 @@ def wrong_argument(
     Args:
         told_as: What the message calls it, where `name` is too short for that.
     """
-    called = told_as or name
-    message = f"{called} must be {allowed}, got {shown(value)}. {hint}".rstrip()
+    called, got = told_as or name, shown(value)
+    if is_secret(name):
+        got, value = "another value, which is not shown", None
+    message = f"{called} must be {allowed}, got {got}. {hint}".rstrip()
     return error(message, parameter=name, value=value)
+
+
+def is_secret(name: str) -> bool:
+    """Return whether an argument or flag is a secret's, or a misspelling of one."""
+    plain = name.lstrip("-").replace("-", "_")
+    return bool(difflib.get_close_matches(plain, SECRET_ARGUMENTS, n=1, cutoff=0.8))
+
+
+def escaped(text: str) -> str:
+    r"""Return a text in one line, for logs: whoever sent it cannot forge further ones.
+
+    Characters that are not printable become `\n`, `\x1b`, `\u2028`.
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        one if one.isprintable() else one.encode("unicode_escape").decode()
+        for one in text
+    )
 
 
 def read_keys(

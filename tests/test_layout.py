@@ -107,7 +107,7 @@ TESTED_ELSEWHERE: dict[str, tuple[str, str]] = {
     ),
     "jaxspec/envs.py": (
         "tests/test_vllm_paths.py",
-        "it is there to be imported",
+        "vLLM's name for it",
     ),
     "jaxspec/program/propose/matches.py": (
         "tests/program/propose/test_ngram.py",

@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import json
 import math
-import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -28,6 +27,7 @@ from jaxspec.bench.online.serve_task import Task, read_task
 from jaxspec.bench.online.traffic import Load, send
 from jaxspec.bench.plot import plot
 from jaxspec.bench.report import BenchError, header, table
+from jaxspec.console.command import bearer
 
 POLL_S = 1.0
 MOST_COMPILING_RUNS = 4
@@ -157,8 +157,7 @@ def _check_some(answers: list[Answer]) -> None:
 async def _open(task: Task) -> Site:
     """Wait until a request is answered; find the model's name and the metrics."""
     options, address = task.options, task.address
-    key = options.api_key or os.environ.get("OPENAI_API_KEY")
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    headers = bearer(options.api_key)
     end = time.monotonic() + options.ready_check_timeout_sec
     while True:
         client, reason, status = await _tried(task, headers)

@@ -8,7 +8,6 @@ import contextlib
 import importlib.util
 import itertools
 import json
-import os
 import signal
 import sys
 from collections.abc import Generator, Iterator
@@ -20,6 +19,7 @@ import httpx
 from jaxspec.bench.online.connection import data_of
 from jaxspec.cli.generate import WARM_UP_TOKENS, load_engine
 from jaxspec.cli.terminal import Piece, Printer, pieces_of
+from jaxspec.console.command import bearer
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.errors import ArgumentError, RequestError, check_integer, check_number
 from jaxspec.outputs import DRAFTED, RequestOutput
@@ -152,9 +152,7 @@ class ServerBackend:
         self._own["return_token_origins"] = True
         if model is not None:
             self._own["model"] = model
-        self._headers = {}
-        if api_key:
-            self._headers["Authorization"] = f"Bearer {api_key}"
+        self._headers = bearer(api_key)
 
     def check(self) -> None:
         """Find out whether a server is there, before anything is typed.
@@ -244,8 +242,9 @@ def _make_backend(options: argparse.Namespace, *, is_terminal: bool) -> ChatBack
         if options.speculative_model is not None:
             message = "--speculative-model is for models loaded here, not for --url."
             raise ArgumentError(message)
-        key = options.api_key or os.environ.get("OPENAI_API_KEY")
-        server = ServerBackend(options.url, model=options.model, api_key=key)
+        server = ServerBackend(
+            options.url, model=options.model, api_key=options.api_key
+        )
         server.check()
         return server
     engine = load_engine(options, is_chat=True)

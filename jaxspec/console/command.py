@@ -6,6 +6,7 @@ How one is read, how a wrong one is shown, and what status a run has.
 import argparse
 import difflib
 import json
+import os
 import sys
 import types
 import typing
@@ -13,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from jaxspec.console.ending import INTERRUPTED
-from jaxspec.errors import ArgumentError
+from jaxspec.errors import ArgumentError, wrong_argument
 from jaxspec_checkpoints import CheckpointError
 
 # argparse's exit code for a wrong argument.
@@ -34,7 +35,8 @@ class CommandParser(argparse.ArgumentParser):
         """
         options, unknown = super().parse_known_args(args, namespace)
         if unknown:
-            self._refuse(f"unrecognized arguments: {' '.join(unknown)}", unknown)
+            names = " ".join(_without_values(unknown))
+            self._refuse(f"unrecognized arguments: {names}", unknown)
         return options, unknown
 
     def error(self, message: str) -> NoReturn:
@@ -52,6 +54,34 @@ class CommandParser(argparse.ArgumentParser):
                 hint = f"Did you mean {flags[near[0]]}?"
                 break
         self.exit(WRONG_ARGUMENT, f"{self.prog}: error: {message}\n{hint}\n")
+
+
+def _without_values(arguments: Sequence[str]) -> list[str]:
+    """Return unknown arguments without values of flags: one may be a secret."""
+    names: list[str] = []
+    for before, argument in zip(("", *arguments), arguments, strict=False):
+        if argument.startswith("-"):
+            names.append(argument.partition("=")[0])
+        elif not before.startswith("-"):
+            names.append(argument)
+    return names
+
+
+def bearer(api_key: str | None) -> dict[str, str]:
+    """Return the headers that send a key to a server.
+
+    Args:
+        api_key: None or "" for the environment's OPENAI_API_KEY, if there is one.
+
+    Raises:
+        ArgumentError: A header cannot hold it.
+    """
+    key = api_key or os.environ.get("OPENAI_API_KEY")
+    if not key:
+        return {}
+    if not (key.isascii() and key.isprintable()):
+        raise wrong_argument(ArgumentError, "api_key", "printable ASCII", key)
+    return {"Authorization": f"Bearer {key}"}
 
 
 def run_command(prog: str, run: Callable[[], int | None]) -> int:

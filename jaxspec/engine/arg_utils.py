@@ -9,10 +9,11 @@ import math
 import os
 import typing
 import warnings
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Self, no_type_check
 
+from jaxspec import envs
 from jaxspec.config import (
     KV_CACHE_NAMES,
     MAX_DTYPE_BYTES,
@@ -32,7 +33,9 @@ from jaxspec.errors import (
     check_choice,
     check_flag,
     check_integer,
+    is_secret,
     nearest,
+    shown,
     wrong_argument,
 )
 from jaxspec.models.families import config_from_folder, family_of
@@ -166,7 +169,8 @@ class EngineArgs:
             `jaxspec` in the user's cache folder, None keeps none.
         batch_invariant: Decode in one width, so that a request's logits do not depend
             on its drafts or its neighbours on a TPU or GPU either (on a CPU they never
-            do). Slower: see docs/lossless.md.
+            do). Slower: see docs/lossless.md. VLLM_BATCH_INVARIANT=1 in the environment
+            turns it on as well.
         num_scheduler_steps: Most rounds that one launch may run, in a loop on the
             device: where nobody waits, and nobody looks at tokens before the last. As
             many as take 30 ms at most, and up to the first that ends a sequence.
@@ -184,7 +188,7 @@ class EngineArgs:
     chat_template: str | None = None
     revision: str | None = None
     tokenizer_revision: str | None = None
-    hf_token: bool | str | None = None
+    hf_token: bool | str | None = field(default=None, repr=False)
     download_dir: str | None = None
     served_model_name: str | list[str] | None = None
     dtype: str = "auto"
@@ -273,10 +277,11 @@ class EngineArgs:
         known = [item.name for item in fields(cls)]
         for name in sorted(given.keys() - set(known)):
             hint = nearest(name, known, f"see {cls.__name__}.")
+            given_as = "" if is_secret(name) else f" (given {shown(given[name])})"
             raise ConfigError(
-                f"There is no engine argument {name} (given {given[name]!r}): {hint}",
+                f"There is no engine argument {name}{given_as}: {hint}",
                 parameter=name,
-                value=given[name],
+                value=None if is_secret(name) else given[name],
             )
         return super().__new__(cls)
 
@@ -418,6 +423,7 @@ class EngineArgs:
             ),
             page_size=sizes["block_size"],
             num_pages=num_pages,
+            batch_invariant=self.batch_invariant or envs.VLLM_BATCH_INVARIANT,
             given=GivenSizes(
                 **_passed_on(self, GivenSizes),
                 num_pages=self.num_gpu_blocks_override,

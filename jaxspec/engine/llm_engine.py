@@ -335,7 +335,7 @@ class LLMEngine:
         if self._launched and (launch is None or len(self._launched) > 1):
             outputs, waited = self._read()
         elif launch is None and self.scheduler.has_unfinished():
-            waited = self._wait_for_program()
+            waited = self._wait_for_masks_or_program()
         self.stats.wait_s += waited
         host_s = time.monotonic() - start - waited
         self.stats.host_s += host_s
@@ -395,9 +395,11 @@ class LLMEngine:
             pages.release(taken)
         self.costs.seed_time(round_, seconds)
 
-    def _wait_for_program(self) -> float:
-        """Wait a while for the program that all requests wait for; the seconds."""
+    def _wait_for_masks_or_program(self) -> float:
+        """Wait a while for what all requests wait for; return the seconds."""
         before = time.monotonic()
+        if self.scheduler.wait_for_masks(MAX_WAIT_S):
+            return time.monotonic() - before
         with OnDevice():
             shapes = self.scheduler.shapes
             self.runner.compiler.check(lambda one: not shapes.is_late(one))

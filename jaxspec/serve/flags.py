@@ -14,7 +14,8 @@ from typing import Any, NoReturn
 
 import yaml
 
-from jaxspec.console.command import CommandParser, documented, flag_type, json_flag
+from jaxspec import envs
+from jaxspec.console.command import CommandParser, documented, flag_type
 from jaxspec.engine.arg_utils import AsyncEngineArgs
 from jaxspec.engine.model_folders import BUNDLED_DRAFT, BUNDLED_TARGET
 from jaxspec.errors import ConfigError, wrong_argument
@@ -101,7 +102,9 @@ def _options(given: argparse.Namespace) -> Options:
     for item in dataclasses.fields(ServerSettings):
         value = values.get(item.name)
         if item.name in _LISTS:
-            value = tuple(_flattened(value or ()))
+            value = tuple(_flattened(item.name, value or ()))
+        if item.name == "api_keys" and not value and envs.VLLM_API_KEY:
+            value = (envs.VLLM_API_KEY,)
         if item.name not in chosen:
             chosen[item.name] = value
     return Options(
@@ -158,11 +161,19 @@ def parse_flags(
     return parser.parse_args([dashed(argument) for argument in given])
 
 
-def _flattened(values: Sequence[str]) -> Iterator[str]:
-    """Read what vLLM takes as JSON: `--allowed-origins '["*"]'`."""
+def _flattened(name: str, values: Sequence[str]) -> Iterator[str]:
+    """Read what vLLM takes as JSON: `--allowed-origins '["*"]'`.
+
+    Raises:
+        ConfigError: A value that begins as a JSON list is none.
+    """
     for value in values:
         if value.startswith("["):
-            yield from json_flag(value)
+            try:
+                yield from json.loads(value)
+            except json.JSONDecodeError as error:
+                allowed = "texts, or a JSON list of them"
+                raise wrong_argument(ConfigError, name, allowed, value) from error
         else:
             yield value
 
@@ -183,15 +194,24 @@ def _from_file(path: Path, parser: argparse.ArgumentParser) -> Iterator[str]:
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        reason = str(error)
+        if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+            # The whole message quotes lines of the file, which may hold keys.
+            reason = f"{error.problem} in line {error.problem_mark.line + 1}"
         raise ConfigError(
-            f"--config must be {allowed}, got {str(path)!r}: {error}",
+            f"--config must be {allowed}, got {str(path)!r}: {reason}",
             parameter="config",
             value=str(path),
-        ) from error
+        ) from None
     if content is None:
         return
     if not isinstance(content, dict):
-        raise wrong_argument(ConfigError, "--config", allowed, content)
+        raise ConfigError(
+            f"--config must be {allowed}, got {str(path)!r}, which holds a "
+            f"{type(content).__name__}.",
+            parameter="config",
+            value=str(path),
+        )
     yield from _written(content, parser, str(path), allowed)
 
 

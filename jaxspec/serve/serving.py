@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import itertools
 import uuid
+import weakref
 from collections.abc import AsyncGenerator, Coroutine, Iterable
 from typing import Any, TypeVar, no_type_check
 
@@ -16,7 +17,7 @@ from jaxspec.sampling_params import BeamSearchParams, SamplingParams
 from jaxspec.serve.admission import Admission
 from jaxspec.serve.errors import ModelNotFoundError, TimeLimitError
 from jaxspec.serve.prompts import Prompts
-from jaxspec.serve.response_store import Background, ResponseStore
+from jaxspec.serve.response_store import Background, Key, ResponseStore
 from jaxspec.serve.settings import ServerSettings
 from jaxspec.serve.streaming import merge
 
@@ -35,7 +36,11 @@ class Serving:
         self.responses = ResponseStore(
             settings.response_store, settings.max_response_store_bytes
         )
-        self.background = Background()
+        self.background = Background(self.responses.beat)
+        # Responses that are being made, by key.
+        self.writers: weakref.WeakValueDictionary[Key, Any] = (
+            weakref.WeakValueDictionary()
+        )
         # Clients choose ids of requests, and may choose one twice.
         self._number = itertools.count()
 

@@ -1,6 +1,6 @@
 """Owns `ServerSettings`: how the server behaves, apart from the engine behind it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import no_type_check
 
 from jaxspec.errors import (
@@ -49,6 +49,7 @@ class ServerSettings:
     Attributes:
         served_model_names: What requests may call the model; answers give the first.
         api_keys: One of them must come with every request under /v1; none, no check.
+            By default the one in VLLM_API_KEY of the environment.
         allowed_origins: Of pages whose scripts may read answers; none by default.
         response_role: Who speaks in answers to chats.
         trust_request_chat_template: Let requests bring templates of their own. They
@@ -89,7 +90,7 @@ class ServerSettings:
     """
 
     served_model_names: tuple[str, ...] = ("model",)
-    api_keys: tuple[str, ...] = ()
+    api_keys: tuple[str, ...] = field(default=(), repr=False)
     allowed_origins: tuple[str, ...] = ()
     allowed_methods: tuple[str, ...] = ("*",)
     allowed_headers: tuple[str, ...] = ("*",)
@@ -123,6 +124,10 @@ class ServerSettings:
         lists = ("served_model_names", "api_keys", "allowed_origins")
         for name in (*lists, "allowed_methods", "allowed_headers"):
             check_strings(ConfigError, name, getattr(self, name))
+        for key in self.api_keys:
+            if not (key.isascii() and key.isprintable() and key == key.strip()):
+                allowed = "printable ASCII without white space around it"
+                raise wrong_argument(ConfigError, "api_keys", allowed, key)
         if not self.served_model_names:
             raise wrong_argument(ConfigError, "served_model_name", "a name", [])
         for name in _FLAGS:

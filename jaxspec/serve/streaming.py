@@ -20,6 +20,25 @@ DONE = "data: [DONE]\n\n"
 _write = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
+_write_whole = json.JSONEncoder(
+    ensure_ascii=False, allow_nan=False, separators=(",", ":")
+).encode
+
+
+def encoded(content: dict[str, Any]) -> bytes:
+    """Write a large answer, for a thread beside the event loop.
+
+    The encoder lets no other thread run: each choice is written by itself.
+    """
+    fields: list[str] = []
+    for name, value in content.items():
+        text = _write_whole(value) if not isinstance(value, list) else ""
+        if isinstance(value, list):
+            text = f"[{','.join(map(_write_whole, value))}]"
+        fields.append(f"{_write_whole(name)}:{text}")
+    return f"{{{','.join(fields)}}}".encode()
+
+
 class ClientGoneError(Exception):
     """Nobody waits for the answer any more."""
 

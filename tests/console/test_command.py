@@ -2,8 +2,8 @@
 
 import pytest
 
-from jaxspec.console.command import CommandParser, run_command
-from jaxspec.errors import ConfigError
+from jaxspec.console.command import CommandParser, bearer, run_command
+from jaxspec.errors import ArgumentError, ConfigError
 from jaxspec_checkpoints import CheckpointError
 
 WRONG = ConfigError("K must be positive, got 0.", parameter="k", value=0)
@@ -52,7 +52,7 @@ def parser() -> CommandParser:
     [
         ("--max-num-seq=3", "error: unrecognized|mean --max-num-seqs?"),
         ("--typo", "error: unrecognized arguments: --typo|See program --help."),
-        ("--prot=3", "program: error: unrecognized arguments: --prot=3|mean --port?"),
+        ("--prot=3", "program: error: unrecognized arguments: --prot|mean --port?"),
         ("--zzz", "unrecognized arguments: --zzz|See program --help."),
         ("--port x", "argument --port: invalid int value: 'x'|See program --help."),
         ("bench --batch_size 3", "program bench: error: unrec|mean --batch-size?"),
@@ -73,3 +73,20 @@ def test_a_wrong_command_line_is_told_in_two_lines(line, said, capsys):
 def test_a_right_command_line_is_read():
     options = parser().parse_args(["--port", "3", "bench", "--batch-size", "4"])
     assert (options.port, options.command, options.batch_size) == (3, "bench", "4")
+
+
+def test_unknown_flags_are_told_without_values(capsys):
+    made = CommandParser(prog="program", allow_abbrev=False)
+    made.add_argument("model", nargs="?")
+    with pytest.raises(SystemExit):
+        made.parse_args(["--api-kye", "hush", "hush", "--api-kye=hush"])
+    shown = capsys.readouterr().err
+    assert "unrecognized arguments: --api-kye --api-kye\n" in shown
+    assert "hush" not in shown
+
+
+def test_a_key_that_no_header_can_hold_is_not_quoted():
+    assert bearer("k") == {"Authorization": "Bearer k"}
+    with pytest.raises(ArgumentError, match="printable ASCII") as refused:
+        bearer("hush\nX-Other: 1")
+    assert "hush" not in str(refused.value)

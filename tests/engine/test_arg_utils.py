@@ -665,3 +665,16 @@ def test_sampling_of_gemma_3_is_taken_from_its_files(tmp_path: Path):
     assert config.generation_defaults == {"top_k": 64, "top_p": 0.95}
     assert config.model_config.eos_token_ids == (1, 106)
     assert configure(model, generation_config="vllm").generation_defaults == {}
+
+
+def test_batch_invariance_is_read_from_the_environment(
+    target: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    assert configure(target).batch_invariant
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "0")
+    assert not configure(target).batch_invariant
+    assert configure(target, batch_invariant=True).batch_invariant
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "yes")
+    with pytest.raises(ConfigError, match="VLLM_BATCH_INVARIANT must be 0 or 1"):
+        configure(target)

@@ -1,6 +1,7 @@
 """A server's life: it listens, compiles beside requests, ends when it is told to."""
 
 import gc
+import logging
 import os
 import re
 import signal
@@ -476,3 +477,21 @@ def _ask_openai(client: openai.OpenAI) -> None:
         client.completions.create(model="other", prompt="x")
     with pytest.raises(openai.AuthenticationError):
         client.with_options(api_key="wrong").models.list()
+
+
+def test_nothing_that_is_logged_looks_like_another_record(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    made: dict[str, Any] = {}
+    monkeypatch.setattr(logging, "basicConfig", lambda **given: made.update(given))
+    launcher.set_up_log("info")
+    (handler,) = made["handlers"]
+    forged = "a\nINFO forged\r\u2028INFO \x1b[2J"
+    error = ValueError(forged)
+    record = logging.LogRecord(
+        "jaxspec", logging.INFO, "", 1, "%s", (forged,), (type(error), error, None)
+    )
+    first, *others = handler.format(record).splitlines()
+    assert first.endswith("[jaxspec] a")
+    assert len(others) >= 6
+    assert all(line.startswith("    ") and line.isprintable() for line in others)

@@ -221,9 +221,9 @@ def test_what_is_made_in_the_background_is_waited_for(replica: Any):
             await asyncio.sleep(0.3)
 
         async with client, app.router.lifespan_context(app):
-            await app.state.serving.background.start("one", work())
+            await app.state.serving.background.start(("", "one"), work())
         assert begun.is_set()
-        assert "one" not in app.state.serving.background
+        assert ("", "one") not in app.state.serving.background
 
     asyncio.run(live())
 

@@ -1,14 +1,17 @@
 """Work that ends when nobody waits for it, events on the wire, streams as one."""
 
 import asyncio
+import json
 from collections.abc import AsyncGenerator
 from typing import Any
 
 import pytest
+from fastapi.responses import JSONResponse
 
 from jaxspec.serve.streaming import (
     ClientGoneError,
     EventStream,
+    encoded,
     event,
     merge,
     while_connected,
@@ -157,3 +160,11 @@ def test_leaving_early_closes_all():
         assert sorted(log) == ["closed 8", "closed 9"]
 
     asyncio.run(run())
+
+
+def test_a_large_answer_is_written_like_a_small_one():
+    content = {"id": "\u00e9\u2028", "choices": [{"a": [1.5, None]}, "x"], "usage": {}}
+    assert json.loads(encoded(content)) == content
+    assert encoded(content) == JSONResponse(content).body
+    with pytest.raises(ValueError, match="JSON compliant"):
+        encoded({"choices": [float("nan")]})

@@ -12,6 +12,7 @@ import math
 import operator
 import time
 from collections.abc import Iterator
+from concurrent import futures
 from typing import NamedTuple
 
 import numpy as np
@@ -45,7 +46,7 @@ from jaxspec.engine.scheduling.request import Request, Status
 from jaxspec.engine.scheduling.rows import RowTable
 from jaxspec.engine.scheduling.shapes import FIRST_CHUNK, Programs, Shapes
 from jaxspec.engine.scheduling.stats import EngineStats
-from jaxspec.engine.structured_output import GrammarState
+from jaxspec.engine.structured_output import NUM_MASK_THREADS, GrammarState
 from jaxspec.program.plan import (
     COUPLED,
     MAX_CONTROLLED,
@@ -114,6 +115,11 @@ class Scheduler:
         )
         self._lookups = make_lookups(config, controller)
         self.shapes = Shapes(config, controller, programs)
+        # Masks of held rows that are being computed, and the threads that do it.
+        self._masks: list[futures.Future[None]] = []
+        self._mask_threads = futures.ThreadPoolExecutor(
+            NUM_MASK_THREADS, "jaxspec-masks"
+        )
         self.waiting = WaitingQueue(config.scheduling_policy)
         self.running: list[Request] = []
         self.pacer = Pacer(self.costs)
@@ -188,6 +194,7 @@ class Scheduler:
 
     def _decodable(self) -> Decode:
         """The rows that can decode next, in a program that is compiled."""
+        self._hold_slow_grammars()
         rows, wanted = self.rows.decodable(0 if self._num_resting else self._limit)
         most = int(wanted.max(initial=0))
         if most and self._can_wait:
@@ -222,6 +229,38 @@ class Scheduler:
         if shape is None:
             rows, wanted, most = rows[:0], wanted[:0], 0
         return Decode(rows, wanted, most, shape, is_exception=can_draft and not most)
+
+    def _hold_slow_grammars(self) -> None:
+        """Hold rows whose next mask takes long, until a thread has computed it.
+
+        Inside a launch, all other rows would wait for it.
+        """
+        rows = self.rows
+        if not np.count_nonzero(rows.has_grammar):
+            return  # most rounds
+        rows.is_slow[:] = rows.is_held[:] = False
+        self._masks.clear()
+        for row in np.flatnonzero(rows.has_grammar & rows.is_decoding).tolist():
+            (request,) = rows.owners_of([row])
+            grammar = request.grammar
+            assert grammar is not None
+            if not grammar.is_slow:
+                continue
+            rows.is_slow[row] = rows.is_held[row] = True
+            if rows.num_unread[row] > 0:
+                continue
+            rows.is_held[row] = not grammar.is_ready(
+                request.output_token_ids, self._mask_threads
+            )
+            if rows.is_held[row] and grammar.computing is not None:
+                self._masks.append(grammar.computing)
+
+    def wait_for_masks(self, timeout_s: float) -> bool:
+        """Wait until a mask of a held row is there; False if none is computed."""
+        if not self._masks:
+            return False
+        futures.wait(self._masks, timeout_s, futures.FIRST_COMPLETED)
+        return True
 
     @property
     def _can_wait(self) -> bool:
@@ -580,7 +619,7 @@ class Scheduler:
             return 1
         # Others prefill, await the draft model, or may have ended.
         is_alone = len(rows) == len(self.running) and not decode.is_exception
-        if not is_alone or not table.is_quiet[rows].all():
+        if not is_alone or not table.is_quiet[rows].all() or table.is_slow[rows].any():
             return 1
         if self._has_draft_model and shape.num_draft_tokens and table.lags(rows).any():
             return 1

@@ -51,12 +51,11 @@ class CompletionWriter(ChoiceWriter):
         is_first = index not in self._lengths
         before = self._lengths.get(index, 0)
         text = "" if self._is_echo_only else completion.text
-        told, told_ids = self._told(completion), token_ids
+        told, echoed = self._told(completion), None
+        if body.echo and is_first and told is not None:
+            echoed = self.written_once(index, lambda: self._write_prompt(index, output))
         if body.echo and is_first:
             text = self._prompt(output) + text
-            if told is not None:
-                told = [*(self.prompt_logprobs(index) or []), *told]
-                told_ids = [*(output.prompt_token_ids or ()), *token_ids]
         self._lengths[index] = before + len(text)
         choice: dict[str, Any] = {
             "index": index,
@@ -65,16 +64,27 @@ class CompletionWriter(ChoiceWriter):
             "finish_reason": completion.finish_reason,
             "stop_reason": completion.stop_reason,
         }
-        if told:
-            choice["logprobs"] = self.logprobs.for_completion(told_ids, told, before)
+        if echoed is not None and told is not None:
+            offsets = echoed["text_offset"]
+            end = offsets[-1] + len(echoed["tokens"][-1]) if offsets else before
+            own = self.logprobs.for_completion(token_ids, told, end)
+            choice["logprobs"] = {name: echoed[name] + own[name] for name in own}
+        elif told:
+            choice["logprobs"] = self.logprobs.for_completion(token_ids, told, before)
         if body.prompt_logprobs is not None:
-            told_prompt = self.logprobs.for_prompt(self.prompt_logprobs(index))
-            choice["prompt_logprobs"] = told_prompt
+            choice["prompt_logprobs"] = self.written_once(
+                index, lambda: self.logprobs.for_prompt(self.prompt_logprobs(index))
+            )
         if body.return_token_ids:
             choice["token_ids"] = token_ids
             if is_first:
                 choice["prompt_token_ids"] = output.prompt_token_ids
         return choice | self.origins(completion)
+
+    def _write_prompt(self, index: int, output: RequestOutput) -> dict[str, Any]:
+        told = self.prompt_logprobs(index) or []
+        token_ids = (output.prompt_token_ids or ())[: len(told)]
+        return self.logprobs.for_completion(token_ids, told, 0)
 
     def finish(self, answer: dict[str, Any], output: RequestOutput) -> None:
         """Add nothing: what is known of prompts is told with the choices."""
