@@ -29,6 +29,7 @@ from jaxspec.engine.model_folders import model_folder, recommended_sampling
 from jaxspec.engine.speculative_args import merge_speculative_arguments
 from jaxspec.errors import (
     ConfigError,
+    RequestError,
     UnsupportedError,
     check_choice,
     check_flag,
@@ -40,6 +41,7 @@ from jaxspec.errors import (
 )
 from jaxspec.models.families import config_from_folder, family_of
 from jaxspec.models.heads.config import HeadConfig, read_dummy, read_head
+from jaxspec.sampling_params import SamplingParams
 from jaxspec.settings.hosts import HostsConfig
 from jaxspec.settings.kv_events import KvEventsConfig
 from jaxspec.settings.quantization import check_quantization, quantize_model
@@ -648,6 +650,10 @@ def _served_name(args: EngineArgs) -> str:
     return name or args.model
 
 
+# Recommended sampling is checked before the vocabulary is known.
+_ANY_VOCAB_SIZE = 2**31 - 1
+
+
 def _generation_defaults(args: EngineArgs, folder: Path) -> dict[str, Any]:
     source: Path | None = folder
     if args.generation_config == "vllm":
@@ -655,7 +661,17 @@ def _generation_defaults(args: EngineArgs, folder: Path) -> dict[str, Any]:
     elif args.generation_config != "auto":
         name = args.generation_config
         source = _fetched(args, name, "generation_config", weights=False)
-    return recommended_sampling(source, args.override_generation_config)
+    found = recommended_sampling(source, args.override_generation_config)
+    try:
+        SamplingParams(**found).validate_for(_ANY_VOCAB_SIZE)
+    except RequestError as error:
+        place = "override_generation_config"
+        if source is not None:
+            place += f" and generation_config.json of {source}"
+        raise ConfigError(
+            f"{place}: {error}", parameter="generation_config", value=found
+        ) from error
+    return found
 
 
 def _max_logprobs(given: Any, vocab_size: int) -> int:

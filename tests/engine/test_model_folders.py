@@ -314,6 +314,8 @@ def test_recommended_sampling_is_read_and_overridden(tmp_path: Path):
     assert engine_config(target, generation_config="vllm").generation_defaults == {}
     changed = engine_config(target, override_generation_config={"top_k": 5})
     assert changed.generation_defaults["top_k"] == 5
+    with pytest.raises(ConfigError, match="override_gen.*target: temperature must be"):
+        engine_config(target, override_generation_config={"temperature": -1})
     other = tmp_path / "other"
     other.mkdir()
     (other / "generation_config.json").write_text('{"top_p": 0.5}')
