@@ -208,12 +208,12 @@ def main(arguments: Sequence[str] | None = None, prog: str = PROG) -> int:
         parser.print_help()
         return 0
 
-    def run() -> None:
+    def run() -> int | None:
         if getattr(options, "url", None) is None:
             _choose_models(options)
         with interrupts_end():
             module = importlib.import_module(options.module)
-        module.run(options)
+        return module.run(options)
 
     return run_command(f"{parser.prog} {options.command}", run)
 

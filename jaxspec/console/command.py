@@ -13,13 +13,19 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from jaxspec.console.ending import INTERRUPTED
-from jaxspec.errors import ArgumentError
+from jaxspec.errors import ArgumentError, EngineGenerateError
 from jaxspec_checkpoints import CheckpointError
 
 # argparse's exit code for a wrong argument.
 WRONG_ARGUMENT = 2
+# The exit code of a command that failed.
+FAILED = 1
 # Of a flag that is meant, as difflib counts: "prot" is 0.75 near "port".
 NEAR = 0.7
+
+
+class CommandError(Exception):
+    """A command failed; its message is shown without a traceback."""
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -66,6 +72,9 @@ def run_command(prog: str, run: Callable[[], int | None]) -> int:
     except (ArgumentError, CheckpointError) as error:
         print(f"{prog}: error: {error}", file=sys.stderr)
         return WRONG_ARGUMENT
+    except (CommandError, EngineGenerateError) as error:
+        print(f"{prog}: error: {error}", file=sys.stderr)
+        return FAILED
     except KeyboardInterrupt:
         print("\nInterrupted.", file=sys.stderr)
         return INTERRUPTED
