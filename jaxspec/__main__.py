@@ -14,6 +14,7 @@ from jaxspec.console.ending import end, interrupts_end
 from jaxspec.engine.model_folders import BUNDLED_DRAFT, BUNDLED_TARGET
 from jaxspec.settings.speculation import DEFAULT_DRAFT_TOKENS
 from jaxspec.token_tree import TREE_KEY
+from jaxspec.version import __version__
 
 _MODULES = {"generate": "jaxspec.cli.generate", "chat": "jaxspec.cli.chat"}
 # Command lines of their own, with the engine's flags.
@@ -36,6 +37,8 @@ def make_parser(prog: str = PROG) -> CommandParser:
         prog=prog,
         description="Speculative decoding for Gemma 2 and 3.",
     )
+    told = f"jaxspec {__version__}"
+    parser.add_argument("-v", "--version", action="version", version=told)
     commands = parser.add_subparsers(
         title="subcommands", metavar="COMMAND", dest="command"
     )

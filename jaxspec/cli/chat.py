@@ -95,6 +95,12 @@ class EngineBackend:
     def __init__(self, engine: LLMEngine):
         self._engine = engine
         self._numbers = itertools.count()
+        self._is_writing = False
+
+    def tell_compile(self, what: str | None) -> None:
+        """Note what is compiled, unless an answer is on the screen."""
+        if what and not self._is_writing:
+            _note(f"[{what}]")
 
     def answer(self, messages: list[Message], fields: Fields) -> Parts:
         given = dict(fields)
@@ -111,8 +117,11 @@ class EngineBackend:
             while self._engine.has_unfinished_requests():
                 with _interrupt_postponed():
                     outputs = self._engine.step()
-                yield from map(_part_of, outputs)
+                for part in map(_part_of, outputs):
+                    self._is_writing = True
+                    yield part
         finally:
+            self._is_writing = False
             self._engine.abort_request(name)
 
     def close(self) -> None:
@@ -256,9 +265,10 @@ def _make_backend(options: argparse.Namespace, *, is_terminal: bool) -> ChatBack
         server.check()
         return server
     engine = load_engine(options, is_chat=True)
+    backend = EngineBackend(engine)
     if is_terminal:
-        engine.announce_compiles(lambda what: _note(f"[{what}]") if what else None)
-    return EngineBackend(engine)
+        engine.announce_compiles(backend.tell_compile)
+    return backend
 
 
 def _warm_up(backend: ChatBackend, fields: Fields) -> None:

@@ -9,6 +9,7 @@ import json
 import sys
 import types
 import typing
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -67,6 +68,9 @@ def run_command(prog: str, run: Callable[[], int | None]) -> int:
         prog: What the command is called in its messages.
         run: Returns an exit code; None is 0.
     """
+    before = warnings.formatwarning
+    # Python's own form adds a line of source, which tells a user nothing.
+    warnings.formatwarning = lambda message, *_, **__: f"{prog}: warning: {message}\n"
     try:
         return run() or 0
     except (ArgumentError, CheckpointError) as error:
@@ -78,6 +82,8 @@ def run_command(prog: str, run: Callable[[], int | None]) -> int:
     except KeyboardInterrupt:
         print("\nInterrupted.", file=sys.stderr)
         return INTERRUPTED
+    finally:
+        warnings.formatwarning = before
 
 
 def flag_type(kind: Any) -> Any:

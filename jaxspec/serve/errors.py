@@ -11,6 +11,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
 from jaxspec.errors import ArgumentError, EngineDeadError, EngineGenerateError
+from jaxspec.serve.bodies.protocol import FIELD_ERROR
 from jaxspec.serve.response_store import ResponseNotFoundError
 
 _log = logging.getLogger(__name__)
@@ -133,6 +134,8 @@ def _field(fault: Mapping[str, Any]) -> str | None:
     """
     if fault["type"] == "json_invalid":
         return None
+    if fault["type"] == FIELD_ERROR:
+        return fault["ctx"]["field"] or None
     parts = map(str, fault["loc"][1:])
     return ".".join(one for one in parts if one != "str" and "[" not in one) or None
 

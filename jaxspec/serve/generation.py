@@ -143,7 +143,7 @@ async def _respond(
 async def _complete(
     serving: Serving, body: CompletionBody, request: Request
 ) -> Response:
-    serving.check_model(body.model)
+    serving.check_body(body)
     params = make_params(body, serving.config.generation_defaults)
     # Encoding a long text takes a while: beside the event loop.
     prompts = await asyncio.to_thread(
@@ -154,7 +154,7 @@ async def _complete(
 
 
 async def _chat(serving: Serving, body: ChatBody, request: Request) -> Response:
-    serving.check_model(body.model)
+    serving.check_body(body)
     # Long texts and many tools take a while: beside the event loop.
     prompt, params, writer = await asyncio.to_thread(
         _prepare_chat, serving, body, _id(body, request)
@@ -201,7 +201,7 @@ def _adjusted(serving: Serving, body: ChatBody) -> ChatBody:
 
 
 async def _answer(serving: Serving, body: ResponseBody, request: Request) -> Response:
-    serving.check_model(body.model)
+    serving.check_body(body)
     _check_background(serving, body)
     messages = messages_of(body, _earlier(serving, body.previous_response_id))
     chat = as_chat(body, messages)

@@ -132,7 +132,7 @@ def token_routes(serving: Serving) -> APIRouter:
     @router.post("/tokenize")
     async def tokenize(body: TokenizeBody) -> dict[str, Any]:
         """Tell the token ids of a prompt or of a conversation."""
-        serving.check_model(body.model)
+        serving.check_body(body)
         token_ids = await asyncio.to_thread(encode, body)
         pieces = None
         if body.return_token_strs:
@@ -147,7 +147,7 @@ def token_routes(serving: Serving) -> APIRouter:
     @router.post("/detokenize")
     async def detokenize(body: DetokenizeBody) -> dict[str, str]:
         """Tell the text of token ids."""
-        serving.check_model(body.model)
+        serving.check_body(body)
         if isinstance(tokenizer, NoTokenizer):
             raise tokenizer.missing("A text of tokens", body.tokens)
         for token in body.tokens:

@@ -224,6 +224,19 @@ def test_failed_answer_is_the_status_of_a_script(monkeypatch, capsys):
     assert "error: The model's numbers became NaN" in capsys.readouterr().err
 
 
+def test_compile_notes_stay_out_of_answers(capsys):
+    engine, _ = make_fake_engine(num_draft_tokens=3)
+    engine.tokenizer = TurnsTokenizer(16)
+    backend = chat.EngineBackend(engine)
+    parts = backend.answer([{"role": "user", "content": PROMPT}], FIELDS)
+    backend.tell_compile("first")
+    next(parts)
+    backend.tell_compile("within")
+    parts.close()
+    backend.tell_compile("after")
+    assert capsys.readouterr().err == "[first]\n[after]\n"
+
+
 def test_a_server_and_its_key(monkeypatch):
     made: list[Any] = []
 
