@@ -130,7 +130,7 @@ def test_the_bundled_pair_here(capsys):
         (("--device", "v9"), "--device must be one of v5e-1, .* got 'v9'"),
         (
             (*PAIR, *DRAFTS, "--device", "v5e-1"),
-            "are needed of v5e-1's 15.75 GiB.* Set tensor_parallel_size=2, on 2 such",
+            "are needed of v5e-1's 15.75 GiB.* Set tensor_parallel_size=4, on 4 such",
         ),
         (
             ("--gpu-memory-utilization", "1.5"),

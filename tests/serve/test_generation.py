@@ -228,7 +228,9 @@ def test_unknown_fields_are_logged_once(caplog):
 def test_unknown_fields_can_be_refused():
     async def ask(client: httpx.AsyncClient) -> None:
         given = {"prompt": PROMPT, "temprature": 0}
-        error = error_of(await client.post(COMPLETIONS, json=given), 400)
+        error = error_of(
+            await client.post(COMPLETIONS, json=given), 400, "BadRequestError"
+        )
         assert error["param"] == "temprature"
         assert error["message"].endswith("did you mean temperature?")
         await post(client, COMPLETIONS, prompt=PROMPT, temperature=0)
@@ -239,7 +241,9 @@ def test_unknown_fields_can_be_refused():
 def test_error_of_a_large_field_names_it():
     async def ask(client: httpx.AsyncClient) -> None:
         given = {"prompt": PROMPT, "stop": ["#"] * 9000}
-        error = error_of(await client.post(COMPLETIONS, json=given), 400)
+        error = error_of(
+            await client.post(COMPLETIONS, json=given), 400, "BadRequestError"
+        )
         assert error["param"] == "stop"
         assert "at most 8192 entries other than integers, got 9000" in error["message"]
 

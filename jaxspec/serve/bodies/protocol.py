@@ -91,6 +91,8 @@ def _check_size(name: str, value: dict[str, Any] | list[Any]) -> list[Any]:
 
 def _body_error(field: str, message: str) -> PydanticCustomError:
     """An error of one field, of which pydantic sees the whole body only."""
+    if not _is_utf8(field):
+        field = ""  # pydantic cannot hold it
     return PydanticCustomError(
         FIELD_ERROR, "{message}", dict(field=field, message=message)
     )

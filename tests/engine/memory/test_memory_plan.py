@@ -335,10 +335,10 @@ def test_advice_names_slices_of_tpus_that_exist():
 
 
 def test_advice_on_the_same_device_is_what_fits():
-    told = str(refusal(SIXTY_FOUR, limit_bytes=29 * 10**9))
+    told = str(refusal(SIXTY_FOUR, limit_bytes=29_320_000_000))
     assert re.search(r"or quantization='int8', .*, or max_model_len=\d+\.$", told)
     shorter = dict(max_model_len=int(told.rpartition("=")[2][:-1]))
-    assert make_plan(SIXTY_FOUR, limit_bytes=29 * 10**9, **shorter).num_pages
+    assert make_plan(SIXTY_FOUR, limit_bytes=29_320_000_000, **shorter).num_pages
     told = str(refusal(limit_bytes=8 * GIB))
     assert "quantization" not in told, "it is not enough"
     target = ModelBytes(weight_bytes=17 * GIB, page_bytes=5_505_024, form="int8")
