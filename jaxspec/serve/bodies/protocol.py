@@ -7,7 +7,6 @@ types are. A field that is not known is ignored, as in vLLM.
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field, model_validator
-from pydantic_core import PydanticCustomError
 
 T = TypeVar("T")
 
@@ -20,13 +19,23 @@ MAX_DEPTH = 100
 # which cost little. All others are looked at one by one, while all streams wait.
 MAX_FIELDS = 1024
 MAX_ENTRIES = 8192
-# The type of an error whose context names the field.
-FIELD_ERROR = "field_error"
 # Every new token is compared with each.
 MAX_STOPS = 64
 MAX_BAD_WORDS = 1024
 # Far more than what the engine takes has; spelling a long one takes time.
 MAX_BAD_WORD_CHARACTERS = 1024
+
+
+class FieldError(ValueError):
+    """An error of one field, of which pydantic sees the whole body only.
+
+    Attributes:
+        field: Its name; empty for the body itself.
+    """
+
+    def __init__(self, field: str, message: str):
+        super().__init__(message)
+        self.field = field
 
 
 class FirstFault(FailFast):
@@ -68,10 +77,10 @@ def _check_field(name: str, content: Any) -> None:
             if isinstance(value, dict | list):
                 if value and depth == MAX_DEPTH:
                     allowed = f"be nested at most {MAX_DEPTH} levels deep"
-                    raise _body_error(name, f"the field must {allowed}")
+                    raise FieldError(name, f"the field must {allowed}")
                 inner += _check_size(name, value)
             elif isinstance(value, str) and not _is_utf8(value):
-                raise _body_error(name, "a text has half of a surrogate pair")
+                raise FieldError(name, "a text has half of a surrogate pair")
         level, depth = inner, depth + 1
 
 
@@ -80,22 +89,13 @@ def _check_size(name: str, value: dict[str, Any] | list[Any]) -> list[Any]:
     if isinstance(value, dict):
         if len(value) > MAX_FIELDS:
             told = f"an object may have at most {MAX_FIELDS} fields, got {len(value)}"
-            raise _body_error(name, told)
+            raise FieldError(name, told)
         return [*value.keys(), *value.values()]
     found = [one for one in value if type(one) is not int]
     if len(found) > MAX_ENTRIES:
         allowed = f"at most {MAX_ENTRIES} entries other than integers"
-        raise _body_error(name, f"a list may have {allowed}, got {len(found)}")
+        raise FieldError(name, f"a list may have {allowed}, got {len(found)}")
     return found
-
-
-def _body_error(field: str, message: str) -> PydanticCustomError:
-    """An error of one field, of which pydantic sees the whole body only."""
-    if not _is_utf8(field):
-        field = ""  # pydantic cannot hold it
-    return PydanticCustomError(
-        FIELD_ERROR, "{message}", dict(field=field, message=message)
-    )
 
 
 def _is_utf8(text: str) -> bool:
