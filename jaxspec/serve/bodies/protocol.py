@@ -69,8 +69,10 @@ class Body(BaseModel):
 
 
 def _check_field(name: str, content: Any) -> None:
-    """Check all that a field of a request holds, and its name."""
-    level, depth = [name, content], 1
+    """Check the name of a field and all that it holds."""
+    if not _is_utf8(name):
+        raise FieldError("", "the name of a field has half of a surrogate pair")
+    level, depth = [content], 1
     while level:
         inner: list[Any] = []
         for value in level:
