@@ -19,6 +19,7 @@ class RequestSpecDecodeMetrics:
     Attributes:
         histogram: Entry i counts the steps that kept exactly i draft tokens.
         num_draft_tokens: Draft tokens proposed in all steps together.
+        proposals: Entry i counts the steps that proposed exactly i draft tokens.
         is_synthetic: Acceptance was given, by the rule "synthetic": it says nothing
             about the models, and the text means nothing.
         is_lossy: Drafts stayed by typical acceptance: the text need not follow the
@@ -27,6 +28,7 @@ class RequestSpecDecodeMetrics:
 
     histogram: list[int]
     num_draft_tokens: int = 0
+    proposals: list[int] = field(default_factory=list)
     is_synthetic: bool = False
     is_lossy: bool = False
 
@@ -40,16 +42,24 @@ class RequestSpecDecodeMetrics:
     ) -> "RequestSpecDecodeMetrics":
         """Make the counts before the first step."""
         counts = [0] * (max_draft_tokens + 1)
-        return cls(histogram=counts, is_synthetic=is_synthetic, is_lossy=is_lossy)
+        return cls(
+            histogram=counts,
+            proposals=counts.copy(),
+            is_synthetic=is_synthetic,
+            is_lossy=is_lossy,
+        )
 
     def snapshot(self) -> "RequestSpecDecodeMetrics":
         """Copy the counts as they are now."""
-        return dataclasses.replace(self, histogram=self.histogram.copy())
+        return dataclasses.replace(
+            self, histogram=self.histogram.copy(), proposals=self.proposals.copy()
+        )
 
     def record_step(self, num_draft_tokens: int, num_accepted: int) -> None:
         """Count one step that proposed draft tokens."""
         assert 0 <= num_accepted <= num_draft_tokens < len(self.histogram)
         self.histogram[num_accepted] += 1
+        self.proposals[num_draft_tokens] += 1
         self.num_draft_tokens += num_draft_tokens
 
     @property
@@ -71,6 +81,11 @@ class RequestSpecDecodeMetrics:
     def mean_acceptance_length(self) -> float:
         """Tokens per speculative step, the target's own included."""
         return 1 + _ratio(self.num_accepted_draft_tokens, self.num_spec_steps)
+
+    @property
+    def num_proposed_per_position(self) -> list[int]:
+        """Entry i: steps that proposed draft token i (counted from 0)."""
+        return [sum(self.proposals[i + 1 :]) for i in range(len(self.histogram) - 1)]
 
     @property
     def acceptance_rate_per_position(self) -> list[float]:

@@ -178,8 +178,8 @@ class Found:
         return ranks_of(self.speculative, cell.acceptance)
 
 
-def run(options: argparse.Namespace) -> None:
-    """Run `spec` over forms of drafts.
+def run(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Run `spec` over forms of drafts; returns what `--json` prints.
 
     Raises:
         ArgumentError: A flag cannot work; nothing was run.
@@ -220,6 +220,7 @@ def run(options: argparse.Namespace) -> None:
     print(f"{cell_table(cells)}\n\n" + "\n".join(verdict) + "\n")
     result |= {"forms": [_as_json(found) for found in done], "answer": verdict}
     write(result, options.output_json)
+    return [result]
 
 
 def _open(options: argparse.Namespace, form: Form, best: str | None) -> Offline:

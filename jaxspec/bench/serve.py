@@ -65,8 +65,8 @@ class Site:
         return found
 
 
-def run(options: argparse.Namespace) -> None:
-    """Run the subcommand.
+def run(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Run the subcommand; returns what `--json` prints.
 
     Raises:
         ArgumentError: A flag cannot work; nothing was sent.
@@ -74,12 +74,12 @@ def run(options: argparse.Namespace) -> None:
     """
     task = read_task(options)
     try:
-        asyncio.run(_run(task))
+        return asyncio.run(_run(task))
     except HttpError as error:
         raise BenchError(str(error)) from error
 
 
-async def _run(task: Task) -> None:
+async def _run(task: Task) -> list[dict[str, Any]]:
     site = await _open(task)
     for prompt in task.prompts[: task.options.num_warmups]:
         await site.client.ask(prompt)
@@ -94,14 +94,16 @@ async def _run(task: Task) -> None:
         for name in modes:
             print(f"\n{_where(load)}, {name}:" if site.has_plain else "")
             print(serve_report.block(found[name], load, task.wanted))
+        if site.has_plain and "spec_decode_num_drafts" not in found[SERVED]:
+            print("No drafts were made at this load.")
         entry = _entry(task, site, load, found)
-        print(json.dumps(entry, allow_nan=False))
         task.save(entry, load)
         entries.append(entry)
         points += [(load, name, found[name]) for name in modes]
     if len(points) > 1:
         print(f"\n{sweep_table(points, task.wanted)}")
     plot(entries, task.options.plot)
+    return entries
 
 
 async def _point(
@@ -159,6 +161,7 @@ async def _open(task: Task) -> Site:
     options, address = task.options, task.address
     headers = bearer(options.api_key)
     end = time.monotonic() + options.ready_check_timeout_sec
+    is_told = False
     while True:
         client, reason, status = await _tried(task, headers)
         if client is not None:
@@ -167,6 +170,12 @@ async def _open(task: Task) -> Site:
         is_refused = status is not None and 400 <= status < 500 and status != 429
         if is_refused or time.monotonic() >= end:
             raise BenchError(f"The server answers no request: {reason}")
+        if not is_told:
+            limit_s = options.ready_check_timeout_sec
+            print(
+                f"Waiting up to {limit_s:g} s for the server: {reason}", file=sys.stderr
+            )
+            is_told = True
         await asyncio.sleep(POLL_S)
     found, has_plain = Scrape(), options.compare_plain
     with contextlib.suppress(HttpError, ValueError):  # a peer may have none, or others

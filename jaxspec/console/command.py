@@ -10,17 +10,24 @@ import os
 import sys
 import types
 import typing
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from jaxspec.console.ending import INTERRUPTED
-from jaxspec.errors import ArgumentError, wrong_argument
+from jaxspec.errors import ArgumentError, EngineGenerateError, wrong_argument
 from jaxspec_checkpoints import CheckpointError
 
 # argparse's exit code for a wrong argument.
 WRONG_ARGUMENT = 2
+# The exit code of a command that failed.
+FAILED = 1
 # Of a flag that is meant, as difflib counts: "prot" is 0.75 near "port".
 NEAR = 0.7
+
+
+class CommandError(Exception):
+    """A command failed; its message is shown without a traceback."""
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -91,14 +98,22 @@ def run_command(prog: str, run: Callable[[], int | None]) -> int:
         prog: What the command is called in its messages.
         run: Returns an exit code; None is 0.
     """
+    before = warnings.formatwarning
+    # Python's own form adds a line of source, which tells a user nothing.
+    warnings.formatwarning = lambda message, *_, **__: f"{prog}: warning: {message}\n"
     try:
         return run() or 0
     except (ArgumentError, CheckpointError) as error:
         print(f"{prog}: error: {error}", file=sys.stderr)
         return WRONG_ARGUMENT
+    except (CommandError, EngineGenerateError) as error:
+        print(f"{prog}: error: {error}", file=sys.stderr)
+        return FAILED
     except KeyboardInterrupt:
         print("\nInterrupted.", file=sys.stderr)
         return INTERRUPTED
+    finally:
+        warnings.formatwarning = before
 
 
 def flag_type(kind: Any) -> Any:

@@ -518,7 +518,7 @@ class EngineMetrics:
             level,
             "%sAvg prompt throughput: %.1f tokens/s, "
             "Avg generation throughput: %.1f tokens/s, Running: %d reqs, "
-            "Waiting: %d reqs, GPU KV cache usage: %.1f%%, "
+            "Waiting: %d reqs, KV cache usage: %.1f%%, "
             "Prefix cache hit rate: %.1f%%",
             self._place,
             fed / seconds,

@@ -37,6 +37,7 @@ from jax.experimental import serialize_executable
 from jax.sharding import Mesh
 
 from jaxspec.models import cpu
+from jaxspec.program import grammar
 from jaxspec.program.call import Arguments, flat, taken
 from jaxspec.program.plan import StepShape
 from jaxspec.program.step import ProgramConfig, lower_step
@@ -164,9 +165,12 @@ class ProgramCache:
     ) -> Path | None:
         """The file of an executable, there or not; None where none is kept.
 
-        A program with a grammar asks an object of its process for masks.
+        A program that asks an object of its process for masks is not kept.
         """
-        if self._folder is None or shape.features.has_grammar:
+        if self._folder is None:
+            return None
+        is_by_name = program.mask_source is grammar.native_masks
+        if shape.features.has_grammar and not is_by_name:
             return None
         digest = _digest(program, shape, arguments, options)
         return self._folder / f"{program_name(shape)}-{digest}{SUFFIX}"

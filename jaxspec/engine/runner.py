@@ -28,11 +28,12 @@ from jaxspec.engine.memory.memory_plan import (
 from jaxspec.engine.program_cache import ProgramCache
 from jaxspec.engine.scheduling.costs import Round
 from jaxspec.engine.scheduling.shapes import EveryProgram, Programs
-from jaxspec.engine.structured_output import TokenMasks
+from jaxspec.engine.structured_output import TokenMasks, answer_masks
 from jaxspec.errors import ConfigError
 from jaxspec.models import cpu
 from jaxspec.models.params import Params
 from jaxspec.program.call import Arrays
+from jaxspec.program.grammar import MaskSource, has_native_masks, native_masks
 from jaxspec.program.plan import (
     TILE,
     Features,
@@ -55,6 +56,7 @@ from jaxspec.sharding import (
     put,
     replicated,
 )
+from jaxspec_kernels import native
 
 _log = logging.getLogger(__name__)
 
@@ -92,7 +94,11 @@ class Runner:
         self.token_masks = TokenMasks(config.model_config.vocab_size)
         self._plan_placement = replicated(mesh)
         self.pool = pool_of(config)
-        self.program = program_of(config, mesh, self.token_masks)
+        mask_source: MaskSource = self.token_masks
+        if has_native_masks(mesh):
+            native.masks.answer_with(answer_masks)
+            mask_source = native_masks
+        self.program = program_of(config, mesh, mask_source)
         params = target_params, proposer_params(self.program, draft_params)
         self._arrays = Arrays(self.program.proposers, params, self._init_state())
         self.compiler = Compiler(self._make)
@@ -435,7 +441,7 @@ def pool_of(config: EngineConfig) -> PoolShape:
 
 
 def program_of(
-    config: EngineConfig, mesh: Mesh, mask_source: TokenMasks | None = None
+    config: EngineConfig, mesh: Mesh, mask_source: MaskSource | None = None
 ) -> ProgramConfig:
     """What all programs of an engine share."""
     speculative, typical = config.speculative, None

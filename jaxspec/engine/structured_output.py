@@ -276,19 +276,22 @@ class TokenMasks:
         self._states: weakref.WeakValueDictionary[int, GrammarState] = (
             weakref.WeakValueDictionary()
         )
-        self._ids = itertools.count(1)
         self._lock = threading.Lock()
         self.num_questions = 0
+        _all_masks.add(self)
 
     def add(self, state: GrammarState) -> None:
         """Give a state the id by which the device asks for it, if it has none yet."""
         with self._lock:
             if not state.grammar_id:
-                state.grammar_id = next(self._ids)
+                state.grammar_id = next(_grammar_ids)
                 self._states[state.grammar_id] = state
 
     def __len__(self) -> int:
         return len(self._states)
+
+    def __contains__(self, grammar_id: int) -> bool:
+        return grammar_id in self._states
 
     def __call__(
         self, grammar_id: Any, num_tokens: Any, newest: Any, drafts: Any, before: Any
@@ -314,6 +317,28 @@ class TokenMasks:
                 state.sync(int(num_tokens[row]), newest[row].tolist())
                 state.masks(drafts[row].tolist(), int(before[0]), masks[row])
         return masks
+
+
+# No two states of a process have one id: a program does not say which engine asks.
+_grammar_ids = itertools.count(1)
+_all_masks: weakref.WeakSet[TokenMasks] = weakref.WeakSet()
+
+
+def answer_masks(
+    num_words: int,
+    grammar_id: np.ndarray,
+    num_tokens: np.ndarray,
+    newest: np.ndarray,
+    drafts: np.ndarray,
+    before: np.ndarray,
+) -> np.ndarray:
+    """Compute masks for a program of any engine of the process."""
+    ids = [int(one) for one in grammar_id if one]
+    for masks in list(_all_masks):
+        if any(one in masks for one in ids):
+            return masks(grammar_id, num_tokens, newest, drafts, before)
+    # All requests have ended meanwhile.
+    return np.full((len(grammar_id), len(before), num_words), EVERYTHING)
 
 
 class GrammarCompiler:

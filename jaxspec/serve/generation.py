@@ -174,7 +174,7 @@ async def _respond(
 async def _complete(
     serving: Serving, body: CompletionBody, request: Request
 ) -> Response:
-    serving.check_model(body.model)
+    serving.check_body(body)
     params = make_params(body, serving.config.generation_defaults)
     read = partial(serving.prompts.of_completion, body, params.max_tokens)
     prompts = await serving.engine.run_in_thread(read, is_long=_is_long(body.prompt))
@@ -183,7 +183,7 @@ async def _complete(
 
 
 async def _chat(serving: Serving, body: ChatBody, request: Request) -> Response:
-    serving.check_model(body.model)
+    serving.check_body(body)
     read = partial(_prepare_chat, serving, body, _id(body, request))
     prompt, params, writer = await serving.engine.run_in_thread(
         read, is_long=_is_long_chat(body)
@@ -250,7 +250,7 @@ def _adjusted(serving: Serving, body: ChatBody) -> ChatBody:
 
 
 async def _answer(serving: Serving, body: ResponseBody, request: Request) -> Response:
-    serving.check_model(body.model)
+    serving.check_body(body)
     _check_background(serving, body)
     owner = _owner(request)
     earlier = _earlier(serving, owner, body.previous_response_id)

@@ -133,7 +133,7 @@ def token_routes(serving: Serving) -> APIRouter:
     @router.post("/tokenize")
     async def tokenize(body: TokenizeBody) -> dict[str, Any]:
         """Tell the token ids of a prompt or of a conversation."""
-        serving.check_model(body.model)
+        serving.check_body(body)
         given = body.messages if body.prompt is None else body.prompt
         is_long = len(str(given)) > LONG_CHARACTERS
         token_ids = await serving.engine.run_in_thread(
@@ -152,7 +152,7 @@ def token_routes(serving: Serving) -> APIRouter:
     @router.post("/detokenize")
     async def detokenize(body: DetokenizeBody) -> dict[str, str]:
         """Tell the text of token ids."""
-        serving.check_model(body.model)
+        serving.check_body(body)
         if isinstance(tokenizer, NoTokenizer):
             raise tokenizer.missing("A text of tokens", body.tokens)
         for token in body.tokens:

@@ -34,6 +34,7 @@ _FLAGS = (
     "enable_tokenizer_info_endpoint",
     "enable_server_load_tracking",
     "return_tokens_as_token_ids",
+    "reject_unknown_fields",
     "allow_credentials",
     "disable_fastapi_docs",
     "server_dev_mode",
@@ -75,6 +76,8 @@ class ServerSettings:
             On, unlike in vLLM.
         return_tokens_as_token_ids: Log-probabilities are told of "token_id:7", where
             requests do not say otherwise.
+        reject_unknown_fields: Refuse requests with a field that the endpoint does not
+            have. By default such fields are ignored, and each is logged once.
         max_body_bytes: Larger requests are refused.
         timeout_read_body: Seconds for the body of a request to arrive.
         max_num_queued_reqs: Texts that may wait for a place in the batch; more are
@@ -110,6 +113,7 @@ class ServerSettings:
     enable_tokenizer_info_endpoint: bool = False
     enable_server_load_tracking: bool = True
     return_tokens_as_token_ids: bool = False
+    reject_unknown_fields: bool = False
     max_body_bytes: int = DEFAULT_MAX_BODY_BYTES
     timeout_read_body: float = DEFAULT_READ_BODY_S
     max_num_queued_reqs: int | None = 1024

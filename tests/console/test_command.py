@@ -1,9 +1,11 @@
 """How command lines are read, their exit codes, and what they say of an error."""
 
+import warnings
+
 import pytest
 
-from jaxspec.console.command import CommandParser, bearer, run_command
-from jaxspec.errors import ArgumentError, ConfigError
+from jaxspec.console.command import CommandError, CommandParser, bearer, run_command
+from jaxspec.errors import ArgumentError, ConfigError, EngineGenerateError
 from jaxspec_checkpoints import CheckpointError
 
 WRONG = ConfigError("K must be positive, got 0.", parameter="k", value=0)
@@ -18,12 +20,26 @@ def fail(error: BaseException) -> None:
     [
         (WRONG, 2, "program: error: K must be positive, got 0.\n"),
         (CheckpointError("no such model"), 2, "program: error: no such model\n"),
+        (CommandError("boom"), 1, "program: error: boom\n"),
+        (EngineGenerateError("NaN"), 1, "program: error: NaN\n"),
         (KeyboardInterrupt(), 130, "\nInterrupted.\n"),
     ],
 )
 def test_an_error_is_said_in_a_line(error, status, said, capsys):
     assert run_command("program", lambda: fail(error)) == status
     assert capsys.readouterr().err == said
+
+
+def test_warnings_are_a_line(capsys):
+    before = warnings.formatwarning
+
+    def warn() -> None:
+        told = warnings.formatwarning("K is 5.", UserWarning, "file.py", 7, "x = 5")
+        print(told, end="")
+
+    assert run_command("program", warn) == 0
+    assert capsys.readouterr().out == "program: warning: K is 5.\n"
+    assert warnings.formatwarning is before
 
 
 def test_a_fault_of_the_program_is_not_hidden():

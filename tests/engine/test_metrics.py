@@ -525,7 +525,7 @@ def test_the_log_tells_what_is_new(caplog: pytest.LogCaptureFixture):
     metrics.log(Load())
     metrics.log(Load())
     first, drafts, second, more, third = caplog.messages
-    assert "Running: 1 reqs, Waiting: 0 reqs, GPU KV cache usage: 50.0%" in first
+    assert "Running: 1 reqs, Waiting: 0 reqs, KV cache usage: 50.0%" in first
     assert first.endswith("Prefix cache hit rate: 25.0%")
     assert drafts.startswith("SpecDecoding metrics: Mean acceptance length: 3.00, ")
     assert "Accepted: 4 tokens, Drafted: 6 tokens" in more

@@ -321,3 +321,25 @@ def test_recommended_sampling_is_read_and_overridden(tmp_path: Path):
     (other / "generation_config.json").write_text('{"top_p": 0.5}')
     elsewhere = engine_config(target, generation_config=str(other))
     assert elsewhere.generation_defaults == {"top_p": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("jaxspec/tiny-gema2", "jaxspec/tiny-gemma2"),
+        ("tiny-gemma2", "jaxspec/tiny-gemma2"),
+        ("jaxspec/gemma-3-270", "jaxspec/gemma-3-270m"),
+    ],
+)
+def test_similar_names_are_suggested(name: str, meant: str, monkeypatch: Any):
+    monkeypatch.setattr("jaxspec.engine.model_folders.fetch", None)
+    with pytest.raises(ConfigError, match=f"did you mean '{meant}'\\?$"):
+        model_folder(name, "model")
+
+
+def test_similar_folders_are_suggested(tmp_path: Path):
+    (tmp_path / "my-model").mkdir()
+    with pytest.raises(ConfigError, match=r"did you mean '.*/my-model'\?$"):
+        model_folder(str(tmp_path / "my-modle"), "model")
+    with pytest.raises(ConfigError, match=r"No such folder exists\.$"):
+        model_folder(str(tmp_path / "unlike"), "model")

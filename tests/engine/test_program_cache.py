@@ -17,6 +17,7 @@ from jaxspec.engine.program_cache import Built, ProgramCache, program_name
 from jaxspec.engine.structured_output import TokenMasks
 from jaxspec.models import cpu
 from jaxspec.program.call import flat
+from jaxspec.program.grammar import native_masks
 from jaxspec.program.plan import Features, StepShape
 from jaxspec.program.propose import NGram
 from jaxspec_checkpoints.quantization import Scheme
@@ -91,6 +92,16 @@ def test_nothing_is_kept_without_a_folder_nor_with_a_grammar(tmp_path, lowered):
         *["step_1x2_sampled_grammar_unkept"] * 2,
     ]
     assert not list(tmp_path.iterdir())
+
+
+def test_program_with_grammar_is_kept_where_masks_are_asked_by_name(tmp_path):
+    program = make_program()
+    arguments = make_arguments(program.mesh)
+    form = dataclasses.replace(SHAPE, features=Features(has_grammar=True))
+    cache = ProgramCache(tmp_path)
+    for source, is_kept in ((TokenMasks(16), False), (native_masks, True)):
+        masked = dataclasses.replace(program, mask_source=source)
+        assert (cache.path(masked, form, arguments) is not None) == is_kept
 
 
 def test_names_are_readable():

@@ -216,6 +216,45 @@ def test_an_unknown_model():
     serve_http(ask, settings={"served_model_names": ("first", "second")})
 
 
+def test_unknown_fields_are_logged_once(caplog):
+    async def ask(client: httpx.AsyncClient) -> None:
+        for _ in range(2):
+            await post(client, COMPLETIONS, prompt=PROMPT, temprature=0, **{"a\nb": 1})
+        await post(client, "/tokenize", prompt=PROMPT, temprature=0)
+
+    serve_http(ask)
+    told = [one for one in caplog.messages if "is ignored" in one]
+    assert told == [
+        "The field 'a\\nb' of a request is ignored: it has no such field",
+        "The field 'temprature' of a request is ignored: did you mean temperature?",
+    ]
+
+
+def test_unknown_fields_can_be_refused():
+    async def ask(client: httpx.AsyncClient) -> None:
+        given = {"prompt": PROMPT, "temprature": 0}
+        error = error_of(
+            await client.post(COMPLETIONS, json=given), 400, "BadRequestError"
+        )
+        assert error["param"] == "temprature"
+        assert error["message"].endswith("did you mean temperature?")
+        await post(client, COMPLETIONS, prompt=PROMPT, temperature=0)
+
+    serve_http(ask, settings={"reject_unknown_fields": True})
+
+
+def test_error_of_a_large_field_names_it():
+    async def ask(client: httpx.AsyncClient) -> None:
+        given = {"prompt": PROMPT, "stop": ["#"] * 9000}
+        error = error_of(
+            await client.post(COMPLETIONS, json=given), 400, "BadRequestError"
+        )
+        assert error["param"] == "stop"
+        assert "at most 8192 entries other than integers, got 9000" in error["message"]
+
+    serve_http(ask)
+
+
 @pytest.mark.parametrize("is_stream", [False, True])
 def test_a_failed_step_before_the_first_word(is_stream: bool):
     async def ask(client: httpx.AsyncClient) -> None:

@@ -26,6 +26,18 @@ MAX_BAD_WORDS = 1024
 MAX_BAD_WORD_CHARACTERS = 1024
 
 
+class FieldError(ValueError):
+    """An error of one field, of which pydantic sees the whole body only.
+
+    Attributes:
+        field: Its name; empty for the body itself.
+    """
+
+    def __init__(self, field: str, message: str):
+        super().__init__(message)
+        self.field = field
+
+
 class FirstFault(FailFast):
     """Of a million wrong entries the first is told, not each."""
 
@@ -48,32 +60,43 @@ class Body(BaseModel):
     @classmethod
     def check_values(cls, body: Any) -> Any:
         """Refuse what takes long, and what Python's JSON lets through by mistake."""
-        level, depth = [body], 0
-        while level:
-            inner: list[Any] = []
-            for value in level:
-                if isinstance(value, dict | list):
-                    if value and depth == MAX_DEPTH:
-                        message = f"it is nested more than {MAX_DEPTH} levels deep"
-                        raise ValueError(message)
-                    inner += _entries(value)
-                elif isinstance(value, str) and not _is_utf8(value):
-                    raise ValueError("a text in it has half of a surrogate pair")
-            level, depth = inner, depth + 1
+        if not isinstance(body, dict):
+            return body
+        _check_size("", body)
+        for name, value in body.items():
+            _check_field(name, value)
         return body
 
 
-def _entries(value: dict[str, Any] | list[Any]) -> list[Any]:
-    """What is to be looked at of an object or a list: all but numbers in lists."""
+def _check_field(name: str, content: Any) -> None:
+    """Check the name of a field and all that it holds."""
+    if not _is_utf8(name):
+        raise FieldError("", "the name of a field has half of a surrogate pair")
+    level, depth = [content], 1
+    while level:
+        inner: list[Any] = []
+        for value in level:
+            if isinstance(value, dict | list):
+                if value and depth == MAX_DEPTH:
+                    allowed = f"be nested at most {MAX_DEPTH} levels deep"
+                    raise FieldError(name, f"the field must {allowed}")
+                inner += _check_size(name, value)
+            elif isinstance(value, str) and not _is_utf8(value):
+                raise FieldError(name, "a text has half of a surrogate pair")
+        level, depth = inner, depth + 1
+
+
+def _check_size(name: str, value: dict[str, Any] | list[Any]) -> list[Any]:
+    """Check how many entries there are; return all but the integers of a list."""
     if isinstance(value, dict):
         if len(value) > MAX_FIELDS:
-            raise ValueError(f"an object in it has more than {MAX_FIELDS} fields")
+            told = f"an object may have at most {MAX_FIELDS} fields, got {len(value)}"
+            raise FieldError(name, told)
         return [*value.keys(), *value.values()]
     found = [one for one in value if type(one) is not int]
     if len(found) > MAX_ENTRIES:
-        raise ValueError(
-            f"a list in it has more than {MAX_ENTRIES} entries that are no integers"
-        )
+        allowed = f"at most {MAX_ENTRIES} entries other than integers"
+        raise FieldError(name, f"a list may have {allowed}, got {len(found)}")
     return found
 
 

@@ -36,7 +36,9 @@ class StubServing(Serving):
 
 
 def finished(num_texts: int = 1) -> RequestOutput:
-    drafts = RequestSpecDecodeMetrics(histogram=[1, 0, 2, 1], num_draft_tokens=12)
+    drafts = RequestSpecDecodeMetrics(
+        histogram=[1, 0, 2, 1], num_draft_tokens=12, proposals=[0, 0, 0, 4]
+    )
     texts = [
         CompletionOutput(index=index, text="", token_ids=[], spec_decode_metrics=drafts)
         for index in range(num_texts)
@@ -87,6 +89,7 @@ def test_times_and_acceptance():
             "num_spec_steps": 4,
             "num_accepted_draft_tokens": 7,
             "num_draft_tokens": 12,
+            "num_proposed_per_position": [4, 4, 4],
             "num_spec_tokens": 3,
         },
     }
