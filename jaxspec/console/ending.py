@@ -42,6 +42,9 @@ class Finishing(Protocol):
 
 
 _unfinished: weakref.WeakSet[Finishing] = weakref.WeakSet()
+# At exit Python runs all finalizers in the turn of the first one made. jax makes some
+# while it traces: run before `_finish`, they would break a trace that it waits for.
+weakref.finalize(_unfinished, lambda: None)
 # A forked process has none of the threads, and locks may be held for ever.
 os.register_at_fork(after_in_child=_unfinished.clear)
 

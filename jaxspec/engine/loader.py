@@ -28,6 +28,7 @@ from jaxspec.errors import (
     check_integer,
     wrong_argument,
 )
+from jaxspec.jax_settings import own_settings
 from jaxspec.models.families import family_of, layouts
 from jaxspec.models.heads.weights import load_head, random_head
 from jaxspec.models.params import Params
@@ -232,6 +233,7 @@ def _is_dummy(config: EngineConfig) -> bool:
     return config.load_format == "dummy"
 
 
+@own_settings()
 def load_weights(config: EngineConfig, mesh: Mesh) -> tuple[Params, Params | None]:
     """Read the weights of target and draft; make random ones if they are dummies.
 

@@ -265,11 +265,11 @@ def test_k_is_told_and_why(watched: Watched):
             controller.num_drafts, controller.gain = k, gain
             page.reload()
             expect(line).to_have_text(told)
-        controller.is_stopped = True
+        controller.stop_reason = "a launch failed"
         page.reload()
         expect(line).to_have_text("K now 0: drafts are switched off")
     finally:
-        controller.is_stopped, controller.num_drafts, controller.gain = False, 3, None
+        controller.stop_reason, controller.num_drafts, controller.gain = None, 3, None
     assert watched.complaints == []
 
 
