@@ -61,8 +61,9 @@ def find_devices() -> list[Any]:
     except (RuntimeError, AssertionError) as error:
         named = jax.config.values["jax_platforms"]
         told = str(error).partition(" (set JAX_PLATFORMS")[0].rstrip(".")
+        told = told or "no device was found"
         raise ConfigError(
-            f"jax cannot start with JAX_PLATFORMS={named or ''!r}: {told or 'no device was found'}. Name a "
+            f"jax cannot start with JAX_PLATFORMS={named or ''!r}: {told}. Name a "
             "platform of this machine (cpu, cuda, tpu), or unset it: jax chooses then.",
             parameter="JAX_PLATFORMS",
             value=named,
