@@ -60,10 +60,10 @@ def find_devices() -> list[Any]:
     # An assertion fails in jax where the plugin is installed and finds no GPU.
     except (RuntimeError, AssertionError) as error:
         named = jax.config.values["jax_platforms"]
-        told = str(error).partition(" (set JAX_PLATFORMS")[0].rstrip(".")
-        told = told or "no device was found"
+        reason = str(error).partition(" (set JAX_PLATFORMS")[0].rstrip(".")
+        reason = reason or "no device was found"
         raise ConfigError(
-            f"jax cannot start with JAX_PLATFORMS={named or ''!r}: {told}. Name a "
+            f"jax cannot start with JAX_PLATFORMS={named or ''!r}: {reason}. Name a "
             "platform of this machine (cpu, cuda, tpu), or unset it: jax chooses then.",
             parameter="JAX_PLATFORMS",
             value=named,

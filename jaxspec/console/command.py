@@ -5,6 +5,7 @@ How one is read, how a wrong one is shown, and what status a run has.
 
 import argparse
 import difflib
+import io
 import json
 import sys
 import types
@@ -61,6 +62,9 @@ def run_command(prog: str, run: Callable[[], int | None]) -> int:
         prog: What the command is called in its messages.
         run: Returns an exit code; None is 0.
     """
+    # A text has characters that a terminal's encoding may lack.
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
     try:
         return run() or 0
     except (ArgumentError, CheckpointError) as error:

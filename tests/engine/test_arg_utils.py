@@ -12,6 +12,7 @@ from jaxspec.engine.memory.memory_plan import MAX_CPU_KV_BYTES
 from jaxspec.errors import ConfigError
 from jaxspec.models.families import published_config
 from jaxspec.settings.structured_outputs import StructuredOutputsConfig
+from jaxspec_checkpoints import bundled_target
 from jaxspec_checkpoints.quantization import Scheme
 
 TINY: dict[str, Any] = {
@@ -665,3 +666,14 @@ def test_sampling_of_gemma_3_is_taken_from_its_files(tmp_path: Path):
     assert config.generation_defaults == {"top_k": 64, "top_p": 0.95}
     assert config.model_config.eos_token_ids == (1, 106)
     assert configure(model, generation_config="vllm").generation_defaults == {}
+
+
+def test_without_a_home_programs_are_not_kept(monkeypatch, caplog):
+    def fail() -> None:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", fail)
+    config = EngineArgs(model=str(bundled_target())).create_engine_config()
+    assert config.compilation_cache_dir is None
+    assert "set HOME, XDG_CACHE_HOME or compilation_cache_dir" in caplog.text

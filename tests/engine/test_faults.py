@@ -60,8 +60,8 @@ def test_a_failure_with_drafts_costs_the_drafts(where, after, num_seqs):
     outputs = run_all(engine)
     assert last_of(outputs) == {str(index): said(40) for index in range(3)}
     assert engine.controller.is_stopped
-    for told in outputs.values():
-        counts = told[-1].outputs[0].spec_decode_metrics
+    for given in outputs.values():
+        counts = given[-1].outputs[0].spec_decode_metrics
         assert counts is not None and counts.stop_reason == "a launch failed"
     assert_idle(engine)
     _, shape = runner.plans[-1]
