@@ -288,13 +288,24 @@ def check_strings(error: type[ArgumentError], name: str, value: object) -> list[
     return [check_utf8(error, name, text) for text in texts]
 
 
+def plain_values(value: Any) -> Any:
+    """Return an array as Python's lists and numbers, and anything else as it is.
+
+    An array is numpy's, jax's, torch's, or a column of pandas': what has `tolist` and a
+    number of dimensions. One without dimensions is a number.
+    """
+    is_array = hasattr(value, "tolist") and hasattr(value, "ndim")
+    return value.tolist() if is_array else value
+
+
 def check_token_ids(error: type[ArgumentError], name: str, value: object) -> list[int]:
     """Return `value` as a list if it holds integers of at least 0; None is empty."""
     if value is None:
         return []
-    if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
+    ids = plain_values(value)
+    if isinstance(ids, (str, bytes, Mapping)) or not isinstance(ids, Iterable):
         raise wrong_argument(error, name, "a list of token ids", value)
-    return [check_token_id(error, name, token) for token in value]
+    return [check_token_id(error, name, plain_values(token)) for token in ids]
 
 
 def check_token_id(

@@ -24,6 +24,8 @@ class RequestSpecDecodeMetrics:
             about the models, and the text means nothing.
         is_lossy: Drafts stayed by typical acceptance: the text need not follow the
             target's law.
+        stop_reason: Why the engine makes no drafts any more; None while it can. Drafts
+            that do not pay are no reason.
     """
 
     histogram: list[int]
@@ -31,6 +33,7 @@ class RequestSpecDecodeMetrics:
     proposals: list[int] = field(default_factory=list)
     is_synthetic: bool = False
     is_lossy: bool = False
+    stop_reason: str | None = None
 
     @classmethod
     def empty(

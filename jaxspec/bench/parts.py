@@ -25,6 +25,7 @@ from jaxspec.bench.measure import Batch
 from jaxspec.config import kv_widths
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.errors import UnsupportedError
+from jaxspec.jax_settings import own_settings
 from jaxspec.models.network import build_network
 from jaxspec.models.trimmed import EMBEDDING, HEAD, TOKEN_IDS
 from jaxspec.program import grown
@@ -97,6 +98,7 @@ class Parts:
         }
 
 
+@own_settings()
 def measure_parts(
     engine: LLMEngine, batch: Batch, ladder: Sequence[int], *, calls: int = CALLS
 ) -> list[Parts]:

@@ -15,7 +15,7 @@ from jaxspec.bench.measure import Batch, Bench, Run, run_batch
 from jaxspec.cli.terminal import Printer, pieces_of
 from jaxspec.engine.arg_utils import EngineArgs
 from jaxspec.engine.llm_engine import LLMEngine
-from jaxspec.errors import ArgumentError
+from jaxspec.errors import ArgumentError, check_utf8
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams
 from jaxspec.text.chat_template import can_hold_template, folder_template
 from jaxspec.text.tokenizer import Tokenizer
@@ -154,6 +154,7 @@ def encode(tokenizer: Tokenizer, text: str, *, is_chat: bool) -> list[int]:
 
     In a turn, special tokens that the text spells are ordinary text.
     """
+    check_utf8(ArgumentError, "the prompt", text)
     if not is_chat:
         return list(tokenizer.encode(text))
     return tokenizer.write_chat([{"role": "user", "content": text}])[1]

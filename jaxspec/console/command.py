@@ -5,6 +5,7 @@ How one is read, how a wrong one is shown, and what status a run has.
 
 import argparse
 import difflib
+import io
 import json
 import os
 import sys
@@ -101,6 +102,9 @@ def run_command(prog: str, run: Callable[[], int | None]) -> int:
     before = warnings.formatwarning
     # Python's own form adds a line of source, which tells a user nothing.
     warnings.formatwarning = lambda message, *_, **__: f"{prog}: warning: {message}\n"
+    # A text has characters that a terminal's encoding may lack.
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
     try:
         return run() or 0
     except (ArgumentError, CheckpointError) as error:

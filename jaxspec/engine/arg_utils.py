@@ -5,6 +5,7 @@ Knows nothing about devices: sizes that depend on them are those of a CPU here, 
 """
 
 import argparse
+import logging
 import math
 import os
 import typing
@@ -57,6 +58,8 @@ from jaxspec.settings.structured_outputs import StructuredOutputsConfig
 from jaxspec.settings.trimming import kept_tokens
 from jaxspec_checkpoints import CheckpointError
 from jaxspec_checkpoints.heads import read_head_config
+
+_log = logging.getLogger(__name__)
 
 DEFAULT_PAGE_SIZE = 16
 DEFAULT_MAX_MODEL_LEN = 8192
@@ -691,5 +694,12 @@ def _cache_dir(given: str | None) -> str | None:
     if given != "auto":
         return given
     # The XDG base directory specification's variable and default.
-    caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    try:
+        caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    except RuntimeError:  # neither HOME nor an entry in the list of users
+        _log.warning(
+            "This user has no home directory, and compiled programs are not kept: set "
+            "HOME, XDG_CACHE_HOME or compilation_cache_dir"
+        )
+        return None
     return str(Path(caches) / "jaxspec")

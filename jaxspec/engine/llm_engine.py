@@ -325,6 +325,7 @@ class LLMEngine:
         self._launched.clear()
 
     def _step(self) -> list[RequestOutput]:
+        self._stop_if_no_program_drafts()
         is_held_up = self._rehearse_next()
         start, outputs, waited = time.monotonic(), list[RequestOutput](), 0.0
         launch = None if is_held_up else self.scheduler.plan()
@@ -341,6 +342,14 @@ class LLMEngine:
         self.stats.host_s += host_s
         self.metrics.add_step(host_s)
         return outputs
+
+    def _stop_if_no_program_drafts(self) -> None:
+        """Report that all programs with drafts failed, where others go on."""
+        compiler = self.runner.compiler
+        if not any(shape.num_draft_tokens for shape in compiler.failures):
+            return
+        if not any(shape.num_draft_tokens for shape in compiler.made):
+            self.controller.stop("no program with drafts could be compiled")
 
     def _rehearse_next(self) -> bool:
         """Time one program that is new; most calls do nothing.
@@ -509,6 +518,7 @@ class LLMEngine:
             lost_s=controller.lost_s,
             num_probes=controller.num_probes,
             num_stops=controller.num_stops,
+            is_stopped=controller.is_stopped,
             num_compared=costs.num_compared,
             num_agreed=costs.num_agreed,
             program_bytes=self.runner.temporary_bytes + self.runner.code_bytes,

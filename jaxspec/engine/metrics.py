@@ -70,6 +70,7 @@ class Load:
         choice: Of K, as it is now.
         saved_s, lost_s: Seconds won and lost against plain decoding since the start,
             with `num_probes` and `num_stops` of `Controller`.
+        is_stopped: Whether drafting has failed, and requests go on without.
         num_compared, num_agreed: Since the start, as in `Costs`.
         program_bytes: What programs take of a device, as far as they are made.
     """
@@ -87,6 +88,7 @@ class Load:
     lost_s: float = 0.0
     num_probes: int = 0
     num_stops: int = 0
+    is_stopped: bool = False
     num_compared: int = 0
     num_agreed: float = 0.0
     program_bytes: int = 0
@@ -389,6 +391,7 @@ class EngineMetrics:
         return [
             self._gauge("speculation_num_drafts", load.choice.num_drafts),
             self._gauge("speculation_gain", load.choice.gain or 0.0),
+            self._gauge("speculation_failed", load.is_stopped),
             *(self._counter(f"speculation_{key}", n) for key, n in counters.items()),
         ]
 

@@ -36,6 +36,7 @@ from jax._src import config as thread_settings
 from jax.experimental import serialize_executable
 from jax.sharding import Mesh
 
+from jaxspec.jax_settings import OWN_SETTINGS, own_settings
 from jaxspec.models import cpu
 from jaxspec.program import grammar
 from jaxspec.program.call import Arguments, flat, taken
@@ -191,7 +192,8 @@ def _compile(
     start = time.monotonic()
     lowered = lower_step(program, shape, arguments, name=name)
     lowered_ts = time.monotonic()
-    executable = lowered.compile(options)
+    with own_settings():
+        executable = lowered.compile(options)
     return Built(
         executable=executable,
         was_loaded=False,
@@ -349,7 +351,7 @@ def _settings() -> list[object]:
     settings = [
         (name, value)
         for name, value in sorted(jax.config.values.items())
-        if not _ASIDE.search(name)
+        if not _ASIDE.search(name) and name.removeprefix("jax_") not in OWN_SETTINGS
     ]
     versions = jax.__version__, metadata.version("jaxlib")
     return [versions, settings, os.environ.get("XLA_FLAGS", "").split()]

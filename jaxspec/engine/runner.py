@@ -30,6 +30,7 @@ from jaxspec.engine.scheduling.costs import Round
 from jaxspec.engine.scheduling.shapes import EveryProgram, Programs
 from jaxspec.engine.structured_output import TokenMasks, answer_masks
 from jaxspec.errors import ConfigError
+from jaxspec.jax_settings import find_devices, own_settings
 from jaxspec.models import cpu
 from jaxspec.models.params import Params
 from jaxspec.program.call import Arrays
@@ -111,6 +112,7 @@ class Runner:
         self._has_warned = False
         self._host_params: Any = None
 
+    @own_settings()
     def _init_state(self) -> EngineState:
         rows, token_pages = put(
             (init_rows(self.pool), init_token_pages(self.pool)), replicated(self.mesh)
@@ -281,7 +283,13 @@ class Runner:
         # The plan is the one copy to the devices. Where they are this process's the
         # call makes it itself: `jax.device_put` takes a fifth of a small model's host
         # time (0.13 of 0.64 ms, the bundled target on two cores).
-        with jax.transfer_guard_host_to_device("allow"):
+        # Those of `own_settings` that calls read: all of them take 20 us.
+        with (
+            jax.transfer_guard_host_to_device("allow"),
+            jax.disable_jit(False),
+            jax.debug_nans(False),
+            jax.debug_infs(False),
+        ):
             return self._arrays.call(step, shape, plan)
 
     def rehearse(
@@ -306,6 +314,7 @@ class Runner:
         with self.together("rehearse", values):
             return self._rehearse(round_, pages, context, num_runs)
 
+    @own_settings()
     def _rehearse(
         self, round_: Round, pages: Sequence[int], context: int, num_runs: int
     ) -> float:
@@ -363,6 +372,7 @@ class Runner:
         self._host_params = jax.tree.map(_to_host, self.params) if keep else None
         jax.tree.map(lambda array: array.delete(), self.params)
 
+    @own_settings()
     def restore_weights(self, loaded: tuple[Params, Params | None] | None) -> None:
         """Bring the weights back: those read again, or (None) those on the host."""
         if loaded is None:
@@ -482,14 +492,15 @@ def build_mesh(config: EngineConfig) -> Mesh:
     configuration says, and not the share that it has by default.
 
     Raises:
-        ConfigError: There are too few devices, or, of several hosts, not all are taken.
+        ConfigError: There are too few devices, or jax finds none, or, of several hosts,
+            not all are taken.
     """
     is_said = any(os.environ.get(name) for name in POOL_VARIABLES)
     if has_cuda_plugin() and not is_said:
         share = pool_share(config.given and config.given.gpu_memory_utilization)
         os.environ[POOL_VARIABLES[0]] = f"{share:g}"
     draft = config.speculative and config.speculative.draft_tensor_parallel_size
-    devices = jax.devices()
+    devices = find_devices()
     if config.hosts is not None:
         devices = _hosts_devices(config, config.hosts, devices)
     return make_mesh(

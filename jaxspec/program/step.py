@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from jaxspec.config import ModelConfig
+from jaxspec.jax_settings import own_settings
 from jaxspec.models.backend import Backend
 from jaxspec.models.batch import TokenBatch
 from jaxspec.models.network import FREE_ROWS, build_network
@@ -590,6 +591,7 @@ def _adjuster(
     return adjust
 
 
+@own_settings()
 def lower_step(
     config: ProgramConfig,
     shape: StepShape,

@@ -435,11 +435,17 @@ class NoTokenizer(Tokenizer):
         raise self.missing("A conversation", messages)
 
 
-def check_same_tokenizer(target: Tokenizer, draft: Tokenizer, hint: str = "") -> None:
+def check_same_tokenizer(
+    target: Tokenizer,
+    draft: Tokenizer,
+    hint: str = "",
+    names: tuple[str, str] = ("the target", "the draft"),
+) -> None:
     """Check that every id stands for the same piece; pad rows of a network have none.
 
     Args:
         hint: Says which drafts fit the target.
+        names: Of target and draft, for the error.
 
     Raises:
         ConfigError: Names the first piece that differs.
@@ -450,8 +456,8 @@ def check_same_tokenizer(target: Tokenizer, draft: Tokenizer, hint: str = "") ->
     ours, theirs = target.id_to_piece(token), draft.id_to_piece(token)
     raise ConfigError(
         "Target and draft must share one tokenizer, because a draft proposes "
-        f"token ids: id {token} is {_shown(ours)} for the target and "
-        f"{_shown(theirs)} for the draft. {hint}".rstrip(),
+        f"token ids: id {token} is {_shown(ours)} for {names[0]} and "
+        f"{_shown(theirs)} for {names[1]}. {hint}".rstrip(),
         parameter="speculative_model",
         value=theirs,
     )

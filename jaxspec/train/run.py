@@ -12,13 +12,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 from jax.sharding import Mesh
 
 from jaxspec.engine.model_folders import model_folder
 from jaxspec.engine.runner import choose_dtype
 from jaxspec.errors import ConfigError, check_integer, check_number, wrong_argument
+from jaxspec.jax_settings import find_devices, own_settings
 from jaxspec.llm import LLM
 from jaxspec.models.families import config_from_folder, config_from_hf, layouts
 from jaxspec.models.heads.config import (
@@ -62,6 +62,7 @@ SETTINGS = "settings.json"
 DRAFT_VOCAB = 32_000
 
 
+@own_settings()
 def run(options: argparse.Namespace) -> Trainer:
     """Do what a command line says; returns the trainer, at its last step.
 
@@ -298,7 +299,7 @@ def _mesh_and_dtype(options: argparse.Namespace) -> tuple[Mesh, Any]:
     Raises:
         ConfigError: The devices do not divide, or have no such type.
     """
-    parts, devices = options.tensor_parallel_size, jax.devices()
+    parts, devices = options.tensor_parallel_size, find_devices()
     if len(devices) % parts:
         allowed = f"a divisor of the {len(devices)} devices"
         raise wrong_argument(ConfigError, "tensor_parallel_size", allowed, parts)

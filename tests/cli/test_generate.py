@@ -15,7 +15,7 @@ from jaxspec.__main__ import make_parser
 from jaxspec.bench.acceptance import Acceptance
 from jaxspec.bench.measure import Batch, Run, run_batch
 from jaxspec.cli import chat, generate
-from jaxspec.cli.generate import comparison, decode, difference, warm_up
+from jaxspec.cli.generate import comparison, decode, difference, encode, warm_up
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.errors import ArgumentError
 from jaxspec.outputs import RequestOutput
@@ -24,7 +24,7 @@ from jaxspec.text.tokenizer import Tokenizer
 from jaxspec_checkpoints import bundled_target
 from tests.cli.test_terminal import GREEN, Terminal
 from tests.engine.test_llm_engine import make_fake_engine
-from tests.engines import make_engine, make_micro
+from tests.engines import StubTokenizer, make_engine, make_micro
 from tests.oracles import hf_logits
 
 PROMPT = [5, 9, 4, 11]
@@ -340,3 +340,9 @@ def test_a_whole_run(engine, monkeypatch, capsys):
     assert found["acceptance rate"] == [f"{expected.acceptance.rate:.3f}"]
     assert found["texts"] == ["equal"]
     assert re.fullmatch(r"Loading .* s\nCompiling \.\.\. .* s\n", shown.err)
+
+
+@pytest.mark.parametrize("is_chat", [False, True])
+def test_a_prompt_that_is_no_utf8_is_refused(is_chat):
+    with pytest.raises(ArgumentError, match="the prompt must be text that UTF-8"):
+        encode(StubTokenizer(8192), "caf\udce9", is_chat=is_chat)

@@ -1,5 +1,7 @@
 """How command lines are read, their exit codes, and what they say of an error."""
 
+import io
+import sys
 import warnings
 
 import pytest
@@ -51,6 +53,14 @@ def test_a_fault_of_the_program_is_not_hidden():
 def test_the_status_is_the_commands(returned, status, capsys):
     assert run_command("program", lambda: returned) == status
     assert capsys.readouterr() == ("", "")
+
+
+def test_characters_that_a_terminal_lacks_are_replaced(monkeypatch):
+    screen = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", screen)
+    assert run_command("program", lambda: print("Crème")) == 0
+    screen.seek(0)
+    assert screen.read() == "Cr?me\n"
 
 
 def parser() -> CommandParser:

@@ -12,6 +12,7 @@ from jaxspec.engine.memory.memory_plan import MAX_CPU_KV_BYTES
 from jaxspec.errors import ConfigError
 from jaxspec.models.families import published_config
 from jaxspec.settings.structured_outputs import StructuredOutputsConfig
+from jaxspec_checkpoints import bundled_target
 from jaxspec_checkpoints.quantization import Scheme
 
 TINY: dict[str, Any] = {
@@ -678,3 +679,14 @@ def test_batch_invariance_is_read_from_the_environment(
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "yes")
     with pytest.raises(ConfigError, match="VLLM_BATCH_INVARIANT must be 0 or 1"):
         configure(target)
+
+
+def test_without_a_home_programs_are_not_kept(monkeypatch, caplog):
+    def fail() -> None:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", fail)
+    config = EngineArgs(model=str(bundled_target())).create_engine_config()
+    assert config.compilation_cache_dir is None
+    assert "set HOME, XDG_CACHE_HOME or compilation_cache_dir" in caplog.text

@@ -50,6 +50,7 @@ OWN = [
     *[("jaxspec:grammar_failures", Counter)] * 5,
     ("jaxspec:speculation_num_drafts", Gauge),
     ("jaxspec:speculation_gain", Gauge),
+    ("jaxspec:speculation_failed", Gauge),
     ("jaxspec:speculation_saved_seconds", Counter),
     ("jaxspec:speculation_lost_seconds", Counter),
     ("jaxspec:speculation_probes", Counter),

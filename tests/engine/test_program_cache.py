@@ -135,7 +135,7 @@ def test_names_follow_all_that_a_program_depends_on(tmp_path, monkeypatch):
     renamed = {"more": arguments[0]["w"]}
     names.append(name(arguments=(renamed, *arguments[1:])))
     names.append(name(options={"xla_backend_optimization_level": "0"}))
-    with jax.default_matmul_precision("float32"):
+    with jax.numpy_dtype_promotion("standard"):
         names.append(name())
     for variable in ("XLA_FLAGS",):
         with monkeypatch.context() as patch:

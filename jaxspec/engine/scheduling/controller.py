@@ -42,7 +42,7 @@ class Controller:
     """Picks K, and keeps the accounts of what that brought.
 
     Attributes:
-        is_stopped: Nothing is drafted any more: drafting has failed.
+        stop_reason: Why nothing is drafted any more; None while drafting works.
         num_drafts: K of the newest choice.
         has_beside: Its drafts have others beside them, where the engine has such.
         gain: Tokens per second it should bring, as a share of what plain decoding does;
@@ -65,7 +65,7 @@ class Controller:
         self.is_adaptive = bool(speculative and speculative.controller == ADAPTIVE)
         # A tree is fed whole: fewer of its levels bring less, and cost as much.
         self._is_whole = speculative is not None and speculative.is_one_tree
-        self.is_stopped = False
+        self.stop_reason: str | None = None
         self.num_drafts, self.has_beside = configured, True
         self.gain: float | None = None
         self.saved_s = self.lost_s = 0.0
@@ -79,10 +79,15 @@ class Controller:
         self._refreshes: dict[int, Refresh] = {}
         self._probe_ts = self._beside_ts = self._most_ts = -math.inf
 
+    @property
+    def is_stopped(self) -> bool:
+        """Whether drafting has failed: nothing is drafted any more."""
+        return self.stop_reason is not None
+
     def stop(self, reason: str) -> None:
         """Draft no more."""
         if self.speculative is not None and not self.is_stopped:
-            self.is_stopped, self.num_drafts = True, 0
+            self.stop_reason, self.num_drafts = reason, 0
             _log.error("Going on without speculation: %s", reason)
 
     def limit(self, num_running: int) -> int:

@@ -853,6 +853,10 @@ class Scheduler:
                 self.pages.forget(part.request.pages)
         if result.is_draft_broken[: len(launch.rows)].any():
             self.controller.stop("the draft model's numbers are NaN or infinite")
+        if self.controller.stop_reason is not None:
+            for part in advance.parts:
+                if part.request.spec_metrics is not None:
+                    part.request.spec_metrics.stop_reason = self.controller.stop_reason
         return advance
 
     def record_time(self, launch: Launch, seconds: float) -> None:
