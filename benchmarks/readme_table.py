@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.peers.table import peers_table
+from benchmarks.peers.cells import peers_table
 
 HERE = Path(__file__).parent
 MIB = 2**20

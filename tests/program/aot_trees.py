@@ -18,8 +18,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from benchmarks.compile_costs import engine_config
-from benchmarks.program_costs import num_operations
 from jaxspec.config import EngineConfig
 from jaxspec.engine.described import describe, describe_mesh, named_devices
 from jaxspec.engine.runner import options_of
@@ -33,7 +31,7 @@ from jaxspec.sharding import TARGET_MESH_AXES, replicated
 from jaxspec.token_tree import TREE_KEY, read_paths
 from tests.kernels import aot_tpu
 from tests.program import hlo
-from tests.program.aot_record import Record, markdown
+from tests.program.aot_record import Record, engine_config, markdown
 
 DEVICES = ("h200", "v6e-1", "v5e-8")
 # Each with the target of its rounds.
@@ -154,8 +152,8 @@ def measure(case: Case, **changes: Any) -> Report:
         program=shape.name,
         nodes=shape.tree.num_nodes,
         rows=rows,
-        lowered_ops=num_operations(lowered.as_text()),
-        compiled_ops=num_operations(text),
+        lowered_ops=hlo.num_operations(lowered.as_text()),
+        compiled_ops=hlo.num_operations(text),
         argument_bytes=told.argument_size_in_bytes,
         output_bytes=told.output_size_in_bytes,
         temp_bytes=told.temp_size_in_bytes,

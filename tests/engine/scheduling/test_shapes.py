@@ -87,6 +87,18 @@ def test_the_default_server_has_these_programs():
     ]
 
 
+@pytest.mark.parametrize("max_num_seqs", [8, 256])
+def test_first_program_answers_requests_and_the_second_adds_drafts(max_num_seqs):
+    sizes = DEFAULT | {"max_num_seqs": max_num_seqs}
+    first, second, *_ = make_shapes(**sizes).all()
+    only_first = make_shapes(SomePrograms(first), **sizes)
+    for features in (GREEDY, SAMPLED):
+        assert only_first.find(1, 0, TILE, features) == first
+        assert only_first.find(1, DEFAULT["num_draft_tokens"], 0, features) == first
+    assert not only_first.can_catch_up
+    assert make_shapes(SomePrograms(first, second), **sizes).can_catch_up
+
+
 @pytest.mark.parametrize("max_num_seqs", [1, 3, 8])
 @pytest.mark.parametrize("num_draft_tokens", [0, 5])
 def test_every_launch_has_a_listed_program_that_serves_it(
