@@ -97,6 +97,9 @@ def _read_tool(name: str, tool: Any) -> Tool:
 def read_calls(messages: list[Message]) -> list[Message]:
     """Check calls of earlier turns; return copies whose arguments are dicts.
 
+    OpenAI's older form, a `function_call` and a message of the role "function", is
+    read as a call and its result.
+
     Args:
         messages: A checked conversation.
 
@@ -104,7 +107,15 @@ def read_calls(messages: list[Message]) -> list[Message]:
         RequestError: A message has calls that are none, or arguments that are no JSON.
     """
     read: list[Message] = []
+    call_id = ""
     for position, message in enumerate(messages):
+        function = message.get("function_call")
+        if message["role"] == "function":
+            message = message | {"role": "tool", "tool_call_id": call_id}
+        elif function is not None and not message.get("tool_calls"):
+            call_id = f"call_{position}"
+            call = {"id": call_id, "type": "function", "function": function}
+            message = message | {"tool_calls": [call]}
         calls, name = message.get("tool_calls"), f"messages[{position}]['tool_calls']"
         if calls is not None and not isinstance(calls, list):
             allowed = "a list of {'id': ..., 'type': 'function', 'function': {...}}"

@@ -211,10 +211,24 @@ def test_what_is_no_call(calls: Any, name: str):
     assert name in str(refused.value)
 
 
-def test_only_a_call_needs_no_content():
-    for message in (asked(), {"role": "assistant"}):
-        with pytest.raises(RequestError, match="content"):
-            write([asked(), message | {"content": None}])
+def test_only_an_answer_needs_no_content():
+    with pytest.raises(RequestError, match="content"):
+        write([asked() | {"content": None}])
+    empty = write([asked(), {"role": "assistant", "content": ""}, asked()])
+    for more in ({}, {"tool_calls": None}, {"tool_calls": [], "function_call": None}):
+        answer = {"role": "assistant", "content": None, "refusal": None} | more
+        assert write([asked(), answer, asked()]) == empty
+
+
+def test_reads_the_older_form_of_a_call():
+    function = {"name": "f", "arguments": '{"a": 1}'}
+    answer = {"role": "assistant", "content": None, "function_call": function}
+    result = {"role": "function", "name": "f", "content": "7"}
+    messages = [asked(), called('{"a": 1}'), told("7"), asked()]
+    messages[1]["tool_calls"][0]["function"]["name"] = "f"
+    assert write([asked(), answer, result, asked()]) == write(messages)
+    with pytest.raises(RequestError, match=r"messages\[1\]"):
+        write([asked(), answer | {"function_call": {"name": 7}}, result])
 
 
 # --- The grammar of answers that must call. ---

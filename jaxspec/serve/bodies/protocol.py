@@ -4,11 +4,14 @@ Values are checked where `SamplingParams` and the engine check them; here only t
 types are. A field that is not known is ignored, as in vLLM.
 """
 
+import logging
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field, model_validator
 
 T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
 
 # One request makes this many texts at most: each is a request to the engine.
 MAX_TEXTS = 1024
@@ -227,6 +230,19 @@ class ChatTool(BaseModel):
     function: FunctionDefinition
 
 
+def is_function(tool: object) -> bool:
+    """Whether a tool is a function, or wrong; of other types a warning is logged.
+
+    Clients send the tools that another server would run, such as a search of the web,
+    beside functions. The model is told of the functions only.
+    """
+    kind = tool.get("type") if isinstance(tool, dict) else None
+    if not isinstance(kind, str) or kind == "function":
+        return True
+    _log.warning("a tool of type %r is ignored: models call functions only", kind)
+    return False
+
+
 class ConversationBody(Body):
     """How a conversation is written; see `jaxspec.conversations`."""
 
@@ -237,6 +253,19 @@ class ConversationBody(Body):
     documents: Entries[dict[str, Any]] | None = None
     add_special_tokens: bool | None = None
     tools: Entries[ChatTool] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def drop_other_tools(cls, body: Any) -> Any:
+        """Leave out tools that are no functions."""
+        tools = body.get("tools") if isinstance(body, dict) else None
+        if not isinstance(tools, list) or not tools:
+            return body
+        functions = [tool for tool in tools if is_function(tool)]
+        body = body | {"tools": functions or None}
+        if not functions and body.get("tool_choice") == "auto":
+            body["tool_choice"] = None
+        return body
 
 
 class ChatBody(GenerationBody, ConversationBody):
