@@ -47,6 +47,10 @@ EVERYTHING = np.uint32(0xFFFFFFFF)
 MAX_KEPT = 64
 # Keys of "x-guidance", by which a schema itself speaks to llguidance.
 _WHITE_SPACE_OPTIONS = {"whitespace_flexible", "whitespace_pattern"}
+# Of a schema: keywords whose value is data, and those with schemas by name.
+_DATA = {"const", "enum", "default", "examples"}
+_NAMED_SCHEMAS = {"properties", "patternProperties", "dependentSchemas"}
+_NAMED_SCHEMAS |= {"$defs", "definitions"}
 _DEFAULTS = StructuredOutputsConfig()
 
 
@@ -350,7 +354,12 @@ def _closed(schema: Any) -> Any:
         return [_closed(part) for part in schema]
     if not isinstance(schema, Mapping):
         return schema
-    closed = {name: _closed(part) for name, part in schema.items()}
+    closed: dict[str, Any] = {}
+    for name, part in schema.items():
+        if name in _NAMED_SCHEMAS and isinstance(part, Mapping):
+            closed[name] = {key: _closed(one) for key, one in part.items()}
+        else:
+            closed[name] = part if name in _DATA else _closed(part)
     if closed.get("type") == "object" or isinstance(schema.get("properties"), Mapping):
         closed.setdefault("additionalProperties", False)
     return closed

@@ -431,6 +431,29 @@ def test_what_an_engine_says_of_additional_properties(bundled):
     assert num_taken(matcher, tokens) < len(tokens)
 
 
+def test_additional_properties_of_data_are_left_alone(bundled):
+    """Values that look like schemas, and a property with a keyword's name."""
+    config = StructuredOutputsConfig(disable_additional_properties=True)
+    compiler = GrammarCompiler(bundled, bundled.vocab_size, (EOS,), config)
+    schema = {
+        "type": "object",
+        "properties": {
+            "const": {"const": {"type": "object"}},
+            "enum": {"enum": [{"properties": {}}]},
+            "properties": {"type": "object", "properties": {"a": {"type": "object"}}},
+        },
+    }
+    for text, is_taken in (
+        ('{"const": {"type": "object"}, "enum": {"properties": {}}', True),
+        ('{"properties": {"a": {}}}', True),
+        ('{"properties": {"a": {"b"', False),
+        ('{"properties": {"b"', False),
+    ):
+        matcher = compiler.matcher(StructuredOutputsParams(json=schema))
+        tokens = bundled.encode(text, add_special_tokens=False)
+        assert (num_taken(matcher, tokens) == len(tokens)) == is_taken
+
+
 def test_white_space_that_is_no_pattern(bundled):
     config = StructuredOutputsConfig(whitespace_pattern="(")
     with pytest.raises(

@@ -297,6 +297,61 @@ def test_what_must_call_calls(answer: Any, one: bool, several: bool):
         assert validator.is_valid(answer) == expected
 
 
+NODE: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "value": {"const": {"$ref": "#/data"}},
+        "next": {"$ref": "#/$defs/node"},
+    },
+    "required": ["value"],
+    "additionalProperties": False,
+}
+INNER = NODE | {
+    "$id": "http://example.org/inner",
+    "properties": {**NODE["properties"], "next": {"$ref": "#"}},
+}
+LEAF = {"value": {"$ref": "#/data"}}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        # What pydantic writes for a model that holds itself.
+        {"$defs": {"node": NODE}, "$ref": "#/$defs/node"},
+        {
+            "$defs": {"node": NODE},
+            "type": "object",
+            "allOf": [{"$ref": "#/$defs/node"}],
+        },
+        NODE | {"$defs": {"node": NODE | {"$anchor": "node"}}},
+        NODE
+        | {
+            "$id": "http://example.org/node",
+            "$defs": {"node": {"$ref": "http://example.org/node"}},
+        },
+        {"$defs": {"node": INNER}, "$ref": "http://example.org/inner"},
+    ],
+)
+def test_references_of_a_schema_stay_in_it(schema: dict[str, Any]):
+    tools = read_tools(
+        [
+            {"function": {"name": name, "parameters": schema}}
+            for name in ("where", "again")
+        ]
+    )
+    calls = calls_schema(tools, is_parallel=True)
+    for answer, expected in (
+        (LEAF, True),
+        (LEAF | {"next": LEAF | {"next": LEAF}}, True),
+        ({"value": {"$ref": "#/moved"}}, False),
+        (LEAF | {"next": {"value": 7}}, False),
+        (LEAF | {"next": LEAF | {"next": {}}}, False),
+    ):
+        for name in ("where", "again"):
+            text = json.dumps([{"name": name, "parameters": answer}])
+            assert allows(calls, text) == expected, (name, answer)
+
+
 # --- What is read. ---
 
 
