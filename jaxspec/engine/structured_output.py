@@ -371,15 +371,15 @@ def _json_options(
     schema: Mapping[str, Any],
 ) -> dict[str, Any]:
     """White space as the request says, or the schema itself, or else the engine."""
-    if params.whitespace_pattern is not None:
+    if params.whitespace_pattern:
         return {"whitespace_pattern": params.whitespace_pattern}
-    if params.disable_any_whitespace:
+    if params.disable_any_whitespace or params.whitespace_pattern == "":
         # A schema's own pattern would go before the flag.
         return {"whitespace_pattern": None, "whitespace_flexible": False}
     own = schema.get("x-guidance")
     if isinstance(own, Mapping) and own.keys() & _WHITE_SPACE_OPTIONS:
         return {}
-    if config.disable_any_whitespace:
+    if config.disable_any_whitespace or config.whitespace_pattern == "":
         return {"whitespace_flexible": False}
     # The library matches a pattern at most once at every place.
     return {
@@ -388,7 +388,7 @@ def _json_options(
 
 
 def _check_pattern(pattern: str | None) -> None:
-    if pattern is None:
+    if not pattern:
         return
     try:
         check_pattern(pattern)

@@ -202,7 +202,8 @@ def calls_schema(tools: list[Tool], *, is_parallel: bool) -> dict[str, Any]:
     parts: dict[str, Any] = {}
     used: list[Any] = []
     for number, tool in enumerate(tools):
-        # A schema with an id is a resource of its own: its references stay in it.
+        # A schema with an `$id` is a resource of its own, within which its references
+        # are resolved.
         own = tool.parameters.get("$id")
         own = f"tool:{number}" if own is None or own in used else own
         used.append(own)

@@ -478,6 +478,13 @@ def test_white_space_and_additional_properties_of_json(bundled):
     assert not accepts('{"a":  {}}')
     assert not accepts('{"a":  {}}', whitespace_pattern=" ?")
     assert accepts('{"a":  {}}', whitespace_pattern=" {0,2}")
+    assert accepts('{"a":{}}', whitespace_pattern="")
+    assert not accepts(spaced, whitespace_pattern="")
+    assert not accepts(spaced, whitespace_pattern="", disable_any_whitespace=True)
+    config = StructuredOutputsConfig(whitespace_pattern="")
+    compiler = GrammarCompiler(bundled, bundled.vocab_size, (EOS,), config)
+    assert accepts('{"a":{}}') and not accepts(spaced)
+    compiler = GrammarCompiler(bundled, bundled.vocab_size, (EOS,))
     assert not accepts(open_ended, disable_additional_properties=True)
     assert accepts('{"a":{}}', disable_additional_properties=True)
 

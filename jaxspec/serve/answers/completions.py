@@ -30,7 +30,7 @@ class CompletionWriter(ChoiceWriter):
         self._is_echo_only = bool(body.echo) and body.max_tokens == 0
         # By text: characters told so far, echoed ones included.
         self._lengths: dict[int, int] = {}
-        # By text, where log-probabilities are told.
+        # By text, where log-probabilities are requested.
         self._offsets: dict[int, TextOffsets] = {}
 
     def shown(self, completion: CompletionOutput) -> list[int]:

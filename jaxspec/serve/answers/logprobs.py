@@ -133,7 +133,7 @@ class LogprobWriter:
     def _key(self, token: int, entry: Logprob | None) -> str:
         r"""Text of a token; of a part of a character "bytes:\xf0", as with OpenAI.
 
-        All such parts decode to U+FFFD, and could not be told apart.
+        All such parts decode to U+FFFD: as keys they would be the same.
         """
         text = self._text(token, entry)
         if text == _BROKEN and self._tokenizer.is_byte(token):
@@ -149,14 +149,16 @@ class LogprobWriter:
         """Write the form of chats.
 
         Args:
-            num_top: How many of the most likely tokens to tell of; None for all that
-                are known of, in their order, as where a request has chosen them.
+            num_top: Number of the most likely tokens to return; -1 for all, by
+                rank; None for all that are known of, in their order, as where a
+                request has chosen them.
         """
         content = []
         for token, position in zip(token_ids, told, strict=True):
             others = list(position.items())
             if num_top is not None:
                 others.sort(key=lambda item: item[1].rank or 0)
+            if num_top is not None and num_top >= 0:
                 others = [
                     (other, one)
                     for other, one in others[:num_top]

@@ -233,8 +233,8 @@ class ChatTool(BaseModel):
 def is_function(tool: object) -> bool:
     """Whether a tool is a function, or wrong; of other types a warning is logged.
 
-    Clients send the tools that another server would run, such as a search of the web,
-    beside functions. The model is told of the functions only.
+    Clients also send tools that the provider's server runs, such as a web search. The
+    prompt lists the functions only.
     """
     kind = tool.get("type") if isinstance(tool, dict) else None
     if not isinstance(kind, str) or kind == "function":
@@ -274,7 +274,7 @@ class ChatBody(GenerationBody, ConversationBody):
     messages: Entries[dict[str, Any]] = Field(min_length=1)
     max_completion_tokens: int | None = None
     logprobs: bool | None = False
-    top_logprobs: int | None = Field(default=None, ge=0)
+    top_logprobs: int | None = Field(default=None, ge=-1)
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
@@ -318,7 +318,7 @@ class ResponseBody(GenerationBody):
     instructions: str | None = None
     max_output_tokens: int | None = None
     include: Entries[Includable] | None = None
-    top_logprobs: int | None = Field(default=None, ge=0)
+    top_logprobs: int | None = Field(default=None, ge=-1)
     text: TextOptions | None = None
     truncation: Literal["auto", "disabled"] | None = None
     metadata: dict[str, str] | None = None

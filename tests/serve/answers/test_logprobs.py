@@ -26,6 +26,7 @@ def test_chats_tell_the_most_likely_by_rank():
         (1, ["a"]),
         (2, ["a", "b"]),
         (3, ["a", "b", "c"]),
+        (-1, ["a", "b", "c"]),
     ):
         (entry,) = writer().for_chat([7], [POSITION], num_top)["content"]
         assert (entry["token"], entry["logprob"]) == ("c", -3.0)
