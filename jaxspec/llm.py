@@ -365,9 +365,13 @@ class LLM:
         """
         return self.llm_engine.get_metrics()
 
-    def reset_prefix_cache(self) -> bool:
-        """Forget the pages of ended requests; False while pages are in use."""
-        return self.llm_engine.reset_prefix_cache()
+    def reset_prefix_cache(
+        self, reset_running_requests: bool = False, reset_connector: bool = False
+    ) -> bool:
+        """Forget the pages of ended requests; see `LLMEngine.reset_prefix_cache`."""
+        return self.llm_engine.reset_prefix_cache(
+            reset_running_requests, reset_connector
+        )
 
     def sleep(self, level: int = 1) -> None:
         """Free the devices' memory until `wake_up`; see `LLMEngine.sleep`."""

@@ -189,6 +189,7 @@ class CompletionOutput:
         stop_reason: The stop string or stop token id that ended it; after an error,
             what went wrong; None for others.
         token_origins: Who drew each token; None unless that was asked for.
+        routed_experts, sampling_mask, weight_versions: vLLM's; always None.
     """
 
     index: int
@@ -201,6 +202,9 @@ class CompletionOutput:
     lora_request: Any = None
     spec_decode_metrics: RequestSpecDecodeMetrics | None = None
     token_origins: list[TokenOrigin] | None = None
+    routed_experts: None = None
+    sampling_mask: None = None
+    weight_versions: None = None
 
     def finished(self) -> bool:
         """Return whether nothing more will be added."""
@@ -234,6 +238,8 @@ class RequestOutput:
         outputs: One per text asked for.
         finished: All of them have ended.
         num_cached_tokens: Prompt tokens whose keys and values were already in pages.
+        num_cache_creation_tokens, prompt_token_id_logprobs, kv_transfer_params:
+            vLLM's; always None.
     """
 
     request_id: str
@@ -247,6 +253,9 @@ class RequestOutput:
     encoder_prompt: str | None = None
     encoder_prompt_token_ids: list[int] | None = None
     num_cached_tokens: int | None = None
+    num_cache_creation_tokens: None = None
+    prompt_token_id_logprobs: None = None
+    kv_transfer_params: None = None
 
     def freeze(self) -> None:
         """Keep the counts and times of now; the engine goes on with its own."""

@@ -11,7 +11,7 @@ import json
 import signal
 import sys
 from collections.abc import Generator, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
 import httpx
@@ -209,17 +209,15 @@ class ServerBackend:
 def _parts_in(chunk: dict[str, Any]) -> Iterator[Part]:
     if "error" in chunk:
         raise BackendError(chunk["error"]["message"])
+    if not chunk["choices"] and "metrics" in chunk:
+        yield Part(metrics=chunk["metrics"])
     for choice in chunk["choices"]:
         text = choice["delta"].get("content") or ""
         pieces = [Piece(text, False)]
         if "token_origins" in choice:
             told = choice["token_origins"]
             pieces = [Piece(one["text"], one["origin"] in DRAFTED) for one in told]
-        yield Part(
-            pieces=pieces,
-            finish_reason=choice["finish_reason"],
-            metrics=chunk.get("metrics"),
-        )
+        yield Part(pieces=pieces, finish_reason=choice["finish_reason"])
 
 
 def _reason(response: httpx.Response) -> str:
@@ -347,7 +345,7 @@ class ChatSession:
     def _ask(self, question: str) -> None:
         """Show the answer to a message, and remember both, or what there is of it."""
         messages = [*self._messages, {"role": "user", "content": question}]
-        answer, end = "", "broken off"
+        answer, end, reason = "", "broken off", None
         self._printer.begin_line()
         try:
             parts = self._backend.answer(messages, self._fields)
@@ -355,8 +353,10 @@ class ChatSession:
                 for part in parts:
                     self._printer.show(part.pieces)
                     answer += "".join(piece.text for piece in part.pieces)
-                    if part.finish_reason is not None:
-                        end = closing_line(part)
+                    reason = part.finish_reason or reason
+                    if reason is not None:
+                        # A server sends the metrics after the last part of the text.
+                        end = closing_line(replace(part, finish_reason=reason))
         except KeyboardInterrupt:
             if not self._is_terminal:
                 raise

@@ -10,6 +10,7 @@ import math
 import os
 import typing
 import warnings
+from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Self, no_type_check
@@ -26,7 +27,12 @@ from jaxspec.config import (
 )
 from jaxspec.console.command import documented, flag_type
 from jaxspec.engine.memory.memory_plan import CPU_SIZES, default_cpu_pages
-from jaxspec.engine.model_folders import model_folder, recommended_sampling
+from jaxspec.engine.model_folders import (
+    BUNDLED_DRAFT,
+    BUNDLED_TARGET,
+    model_folder,
+    recommended_sampling,
+)
 from jaxspec.engine.speculative_args import merge_speculative_arguments
 from jaxspec.errors import (
     ConfigError,
@@ -63,6 +69,10 @@ _log = logging.getLogger(__name__)
 
 DEFAULT_PAGE_SIZE = 16
 DEFAULT_MAX_MODEL_LEN = 8192
+BUNDLED_DRAFT_TOKENS = 5
+# Arguments that choose drafts: with one of them the bundled draft is not taken.
+_ASKS_FOR_DRAFTS = ("speculative_config", "spec_model", "spec_method")
+_ASKS_FOR_DRAFTS += ("speculative_model",)
 
 # Where the fields change their subject, on a command line.
 _FIRST_SPECULATIVE, _FIRST_OTHER = "speculative_config", "pipeline_parallel_size"
@@ -96,6 +106,20 @@ _ONLY: dict[str, tuple[Any, ...]] = {
 }
 
 
+def bundled_pair(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments that stand for a model which is not named.
+
+    Args:
+        given: Arguments by name, of which those that choose drafts count.
+    """
+    if any(given[name] is not None for name in _ASKS_FOR_DRAFTS):
+        return {"model": BUNDLED_TARGET}
+    pair = {"model": BUNDLED_TARGET, "speculative_model": BUNDLED_DRAFT}
+    if given["num_speculative_tokens"] is None and given["spec_tokens"] is None:
+        pair["num_speculative_tokens"] = BUNDLED_DRAFT_TOKENS
+    return pair
+
+
 # No checks by jaxtyping in the tests: the class has its own, with better errors.
 @no_type_check
 @dataclass(kw_only=True)
@@ -105,7 +129,8 @@ class EngineArgs:
     Attributes:
         model: The target: a folder, a .gguf file, an id of the Hugging Face Hub (for a
             GGUF file with its type, owner/name:Q4_K_M), a Kaggle handle, or the name
-            of a bundled model.
+            of a bundled model. Default: the bundled pair, or the bundled target where
+            drafts are chosen.
         tokenizer: The same, for the tokenizer; the target's by default.
         revision: Branch, tag or commit of `model` on the Hugging Face Hub. The draft's
             is a key of `speculative_config`.
@@ -188,7 +213,8 @@ class EngineArgs:
             by them: keys of `KvEventsConfig`. Nobody, unless enable_kv_cache_events.
     """
 
-    model: str
+    # None only until `__post_init__`.
+    model: str = None  # pyright: ignore[reportAssignmentType]
     tokenizer: str | None = None
     chat_template: str | None = None
     revision: str | None = None
@@ -291,6 +317,9 @@ class EngineArgs:
         return super().__new__(cls)
 
     def __post_init__(self):
+        if self.model is None:
+            for name, value in bundled_pair(vars(self)).items():
+                setattr(self, name, value)
         for name, allowed in _ONLY.items():
             value = getattr(self, name)
             if value not in allowed:

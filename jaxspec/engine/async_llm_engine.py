@@ -254,9 +254,12 @@ class AsyncLLMEngine:
     async def is_tracing_enabled(self) -> bool:
         return False
 
-    async def reset_prefix_cache(self) -> bool:
-        """Forget the pages of ended requests; False while pages are in use."""
-        return all(await self._each(LLMEngine.reset_prefix_cache))
+    async def reset_prefix_cache(
+        self, reset_running_requests: bool = False, reset_connector: bool = False
+    ) -> bool:
+        """Forget the pages of ended requests; see `LLMEngine.reset_prefix_cache`."""
+        flags = reset_running_requests, reset_connector
+        return all(await self._each(lambda engine: engine.reset_prefix_cache(*flags)))
 
     @no_type_check  # it has its own checks, with better errors
     async def sleep(self, level: int = 1, mode: str = "abort") -> None:

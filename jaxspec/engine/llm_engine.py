@@ -525,8 +525,20 @@ class LLMEngine:
         )
 
     @exclusive
-    def reset_prefix_cache(self) -> bool:
-        """Forget the pages of ended requests; False while pages are in use."""
+    def reset_prefix_cache(
+        self, reset_running_requests: bool = False, reset_connector: bool = False
+    ) -> bool:
+        """Forget the pages of ended requests; False while pages are in use.
+
+        Args:
+            reset_running_requests: Preempt the requests that run, which compute their
+                pages again later: then no page is in use.
+            reset_connector: vLLM's; there is no other cache to reset.
+        """
+        if reset_running_requests and self.scheduler.running:
+            # Tokens that were not read are drawn again, from the same seeds.
+            self._drain()
+            self.scheduler.restart()
         is_done = self.scheduler.reset_prefix_cache()
         self._publish_pages()
         return is_done

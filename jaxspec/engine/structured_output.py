@@ -57,6 +57,10 @@ NUM_MASK_THREADS = 2
 MAX_KEPT_BYTES = 64 * 2**20
 # Keys of "x-guidance", by which a schema itself speaks to llguidance.
 _WHITE_SPACE_OPTIONS = {"whitespace_flexible", "whitespace_pattern"}
+# Of a schema: keywords whose value is data, and those with schemas by name.
+_DATA = {"const", "enum", "default", "examples"}
+_NAMED_SCHEMAS = {"properties", "patternProperties", "dependentSchemas"}
+_NAMED_SCHEMAS |= {"$defs", "definitions"}
 _DEFAULTS = StructuredOutputsConfig()
 
 
@@ -438,7 +442,12 @@ def _closed(schema: Any) -> Any:
         return [_closed(part) for part in schema]
     if not isinstance(schema, Mapping):
         return schema
-    closed = {name: _closed(part) for name, part in schema.items()}
+    closed: dict[str, Any] = {}
+    for name, part in schema.items():
+        if name in _NAMED_SCHEMAS and isinstance(part, Mapping):
+            closed[name] = {key: _closed(one) for key, one in part.items()}
+        else:
+            closed[name] = part if name in _DATA else _closed(part)
     if closed.get("type") == "object" or isinstance(schema.get("properties"), Mapping):
         closed.setdefault("additionalProperties", False)
     return closed
@@ -450,15 +459,15 @@ def _json_options(
     schema: Mapping[str, Any],
 ) -> dict[str, Any]:
     """White space as the request says, or the schema itself, or else the engine."""
-    if params.whitespace_pattern is not None:
+    if params.whitespace_pattern:
         return {"whitespace_pattern": params.whitespace_pattern}
-    if params.disable_any_whitespace:
+    if params.disable_any_whitespace or params.whitespace_pattern == "":
         # A schema's own pattern would go before the flag.
         return {"whitespace_pattern": None, "whitespace_flexible": False}
     own = schema.get("x-guidance")
     if isinstance(own, Mapping) and own.keys() & _WHITE_SPACE_OPTIONS:
         return {}
-    if config.disable_any_whitespace:
+    if config.disable_any_whitespace or config.whitespace_pattern == "":
         return {"whitespace_flexible": False}
     # The library matches a pattern at most once at every place.
     return {
@@ -467,7 +476,7 @@ def _json_options(
 
 
 def _check_pattern(pattern: str | None) -> None:
-    if pattern is None:
+    if not pattern:
         return
     try:
         check_pattern(pattern)

@@ -16,17 +16,13 @@ import yaml
 
 from jaxspec import envs
 from jaxspec.console.command import CommandParser, documented, flag_type
-from jaxspec.engine.arg_utils import AsyncEngineArgs
-from jaxspec.engine.model_folders import BUNDLED_DRAFT, BUNDLED_TARGET
+from jaxspec.engine.arg_utils import AsyncEngineArgs, bundled_pair
 from jaxspec.errors import ConfigError, wrong_argument
 from jaxspec.serve.settings import DEFAULT_READ_HEADERS_S, SPEC_METRICS, ServerSettings
 
-BUNDLED_DRAFT_TOKENS = 5
 WARM_UPS = ("none", "plain", "all")
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
 
-_ASKS_FOR_DRAFTS = ("speculative_config", "spec_model", "spec_method")
-_ASKS_FOR_DRAFTS += ("speculative_model",)
 _LISTS = ("api_keys", "allowed_origins", "allowed_methods", "allowed_headers")
 # Fields of the settings whose flags have other names, as vLLM's do.
 _RENAMED = {"api_keys": "api_key"}
@@ -138,11 +134,7 @@ def _choose_model(values: dict[str, Any]) -> None:
         raise wrong_argument(ConfigError, "--model", allowed, name)
     values["model"] = tag or name
     if values["model"] is None:
-        values["model"] = BUNDLED_TARGET
-        if all(values[asks] is None for asks in _ASKS_FOR_DRAFTS):
-            values["speculative_model"] = BUNDLED_DRAFT
-            if values["num_speculative_tokens"] is None:
-                values["num_speculative_tokens"] = BUNDLED_DRAFT_TOKENS
+        values |= bundled_pair(values)
 
 
 def dashed(argument: str) -> str:

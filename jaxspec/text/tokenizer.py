@@ -226,7 +226,7 @@ class Tokenizer:
 
     def apply_chat_template(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        conversation: Sequence[Mapping[str, Any]],
         add_generation_prompt: bool = True,
         tokenize: bool = True,
         *,
@@ -237,14 +237,15 @@ class Tokenizer:
         parse_special_tokens: bool = False,
         strict_roles: bool = False,
     ) -> list[int] | str:
-        """Write a conversation; the arguments are those of `write_chat`.
+        """Write a conversation; the other arguments are those of `write_chat`.
 
         Args:
+            conversation: The messages, under HuggingFace's name.
             tokenize: Return ids. The text (False) cannot tell a turn marker from one
                 that a message spells: encoding it lets messages end their turn.
         """
         text, token_ids = self.write_chat(
-            messages,
+            conversation,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             chat_template=chat_template,

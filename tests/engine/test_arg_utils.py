@@ -7,8 +7,13 @@ from typing import Any
 import pytest
 
 from jaxspec.config import EngineConfig, GivenSizes
-from jaxspec.engine.arg_utils import AsyncEngineArgs, EngineArgs
+from jaxspec.engine.arg_utils import (
+    BUNDLED_DRAFT_TOKENS,
+    AsyncEngineArgs,
+    EngineArgs,
+)
 from jaxspec.engine.memory.memory_plan import MAX_CPU_KV_BYTES
+from jaxspec.engine.model_folders import BUNDLED_DRAFT, BUNDLED_TARGET
 from jaxspec.errors import ConfigError
 from jaxspec.models.families import published_config
 from jaxspec.settings.structured_outputs import StructuredOutputsConfig
@@ -71,6 +76,26 @@ def test_defaults(target: str):
     assert (config.max_logprobs, config.num_logprobs) == (20, 20)
     assert config.speculative is None
     assert config.draft_model_config is None
+
+
+@pytest.mark.parametrize(
+    ("given", "draft", "num_draft_tokens"),
+    [
+        ({}, BUNDLED_DRAFT, BUNDLED_DRAFT_TOKENS),
+        ({"num_speculative_tokens": 2}, BUNDLED_DRAFT, 2),
+        ({"spec_tokens": 2}, BUNDLED_DRAFT, 2),
+        ({"spec_method": "ngram", "spec_tokens": 4}, None, 4),
+    ],
+)
+def test_without_a_model_the_bundled_pair(
+    given: dict[str, Any], draft: str | None, num_draft_tokens: int
+):
+    args = EngineArgs(**given)
+    assert (args.model, args.speculative_model) == (BUNDLED_TARGET, draft)
+    config = args.create_engine_config()
+    assert config.speculative is not None
+    assert config.speculative.num_levels == num_draft_tokens
+    assert EngineArgs(model=BUNDLED_TARGET).speculative_model is None
 
 
 def test_a_long_context_defaults_to_8192(tmp_path: Path):

@@ -433,6 +433,29 @@ def test_what_an_engine_says_of_additional_properties(bundled):
     assert num_taken(matcher, tokens) < len(tokens)
 
 
+def test_additional_properties_of_data_are_left_alone(bundled):
+    """Values that look like schemas, and a property with a keyword's name."""
+    config = StructuredOutputsConfig(disable_additional_properties=True)
+    compiler = GrammarCompiler(bundled, bundled.vocab_size, (EOS,), config)
+    schema = {
+        "type": "object",
+        "properties": {
+            "const": {"const": {"type": "object"}},
+            "enum": {"enum": [{"properties": {}}]},
+            "properties": {"type": "object", "properties": {"a": {"type": "object"}}},
+        },
+    }
+    for text, is_taken in (
+        ('{"const": {"type": "object"}, "enum": {"properties": {}}', True),
+        ('{"properties": {"a": {}}}', True),
+        ('{"properties": {"a": {"b"', False),
+        ('{"properties": {"b"', False),
+    ):
+        matcher = compiler.matcher(StructuredOutputsParams(json=schema))
+        tokens = bundled.encode(text, add_special_tokens=False)
+        assert (num_taken(matcher, tokens) == len(tokens)) == is_taken
+
+
 def test_white_space_that_is_no_pattern(bundled):
     config = StructuredOutputsConfig(whitespace_pattern="(")
     with pytest.raises(
@@ -457,6 +480,13 @@ def test_white_space_and_additional_properties_of_json(bundled):
     assert not accepts('{"a":  {}}')
     assert not accepts('{"a":  {}}', whitespace_pattern=" ?")
     assert accepts('{"a":  {}}', whitespace_pattern=" {0,2}")
+    assert accepts('{"a":{}}', whitespace_pattern="")
+    assert not accepts(spaced, whitespace_pattern="")
+    assert not accepts(spaced, whitespace_pattern="", disable_any_whitespace=True)
+    config = StructuredOutputsConfig(whitespace_pattern="")
+    compiler = GrammarCompiler(bundled, bundled.vocab_size, (EOS,), config)
+    assert accepts('{"a":{}}') and not accepts(spaced)
+    compiler = GrammarCompiler(bundled, bundled.vocab_size, (EOS,))
     assert not accepts(open_ended, disable_additional_properties=True)
     assert accepts('{"a":{}}', disable_additional_properties=True)
 

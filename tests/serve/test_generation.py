@@ -183,7 +183,7 @@ def test_what_a_client_calls_a_request():
         ({"max_tokens": 94}, "max_tokens"),
         ({"prompt": PROMPT * 40}, "prompt"),
         ({"prompt": [[2, 3], [99]]}, "prompt"),
-        ({"priority": 5}, "priority"),
+        ({"priority": 2**31}, "priority"),
         ({"n": 2, "temperature": 0}, "n"),
         ({"logit_bias": {"77": 1}}, "logit_bias"),
         ({"logprobs": 99}, "logprobs"),
@@ -358,7 +358,7 @@ def test_where_every_token_came_from(path: str, is_stream: bool):
                 origins = [one["origin"] for one in told]
                 assert origins[0] == "target"
                 assert set(origins[1:]) <= {"draft", "recovered", "bonus", "target"}
-        plain = {"num_speculative_tokens": 0, "include_metrics": True}
+        plain = {"num_speculative_tokens": 0}
         found = await post(client, path, **given, **(asked | plain | {"n": 1}))
         choices = [one["choices"][0] for one in (found if is_stream else [found])]
         origins = [one["origin"] for c in choices for one in c["token_origins"]]

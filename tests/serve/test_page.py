@@ -88,7 +88,8 @@ def origins_in(body: str) -> list[list[str]]:
     return [
         [one["origin"], one["text"]]
         for event in events_of(body)
-        for one in event["choices"][0]["token_origins"]
+        for choice in event["choices"]
+        for one in choice["token_origins"]
     ]
 
 

@@ -27,6 +27,16 @@ async def gone() -> dict[str, Any]:
     return {"type": "http.disconnect"}
 
 
+@pytest.mark.parametrize("letter", ["\x85", "\u2028", "\u2029", "\v", "\x1c", "\r"])
+def test_an_event_is_one_line_for_every_client(letter: str):
+    """Clients built on `httpx.iter_lines` cut where `str.splitlines` does."""
+    content = {"text": f"é{letter}\N{FLAMINGO}", letter: [letter]}
+    data, end = event(content).splitlines()
+    assert end == ""
+    assert json.loads(data.removeprefix("data: ")) == content
+    assert "é" in data and "\N{FLAMINGO}" in data
+
+
 def test_work_goes_on_while_the_client_is_there():
     async def work() -> int:
         await asyncio.sleep(0.01)

@@ -57,7 +57,7 @@ class Writer(ABC):
         if options is not None and options.include_usage:
             self._has_usage = True
             self._counts_each |= options.continuous_usage_stats
-        asked = bool(body.include_metrics)
+        asked = self._asks_metrics = bool(body.include_metrics)
         self._metrics = {
             "has_drafts": asked or settings.per_request_spec_decode_metrics != "none",
             "has_times": asked or settings.enable_per_request_metrics,
@@ -211,13 +211,14 @@ class ChoiceWriter(Writer):
                     chunk["choices"] = [choice]
                     if self._counts_each:
                         chunk["usage"] = self._usage.of_text(number, index)
-                    if choice["finish_reason"] is not None:
-                        is_one = self.params.n == 1 and number == 0
-                        self._add_metrics(chunk, output, is_one=is_one)
                     yield chunk
+        last: dict[str, Any] = {}
         if self._has_usage:
-            last = self._head(self.kind[1])
-            yield last | {"choices": [], "usage": self._usage.total()}
+            last["usage"] = self._usage.total()
+        if begun == {0} and (self._has_usage or self._asks_metrics):
+            self._add_metrics(last, output, is_one=True)
+        if last:
+            yield self._head(self.kind[1]) | {"choices": []} | _without_nulls(last)
 
     def prompt_logprobs(self, index: int) -> list[Any] | None:
         """What was told of the tokens of a text's prompt."""
@@ -249,3 +250,12 @@ class ChoiceWriter(Writer):
             index = number * self.params.n + completion.index
             self._usage.add_text(index, len(self.shown(completion)))
             yield completion, index
+
+
+def _without_nulls(value: dict[str, Any]) -> dict[str, Any]:
+    """The fields that have a value, in inner objects as well."""
+    return {
+        name: _without_nulls(one) if isinstance(one, dict) else one
+        for name, one in value.items()
+        if one is not None
+    }

@@ -4,11 +4,14 @@ Values are checked where `SamplingParams` and the engine check them; here only t
 types are. A field that is not known is ignored, as in vLLM.
 """
 
+import logging
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field, model_validator
 
 T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
 
 # One request makes this many texts at most: each is a request to the engine.
 MAX_TEXTS = 1024
@@ -250,6 +253,19 @@ class ChatTool(BaseModel):
     function: FunctionDefinition
 
 
+def is_function(tool: object) -> bool:
+    """Whether a tool is a function, or wrong; of other types a warning is logged.
+
+    Clients also send tools that the provider's server runs, such as a web search. The
+    prompt lists the functions only.
+    """
+    kind = tool.get("type") if isinstance(tool, dict) else None
+    if not isinstance(kind, str) or kind == "function":
+        return True
+    _log.warning("a tool of type %r is ignored: models call functions only", kind)
+    return False
+
+
 class ConversationBody(Body):
     """How a conversation is written; see `jaxspec.conversations`."""
 
@@ -261,6 +277,19 @@ class ConversationBody(Body):
     add_special_tokens: bool | None = None
     tools: Entries[ChatTool] | None = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def drop_other_tools(cls, body: Any) -> Any:
+        """Leave out tools that are no functions."""
+        tools = body.get("tools") if isinstance(body, dict) else None
+        if not isinstance(tools, list) or not tools:
+            return body
+        functions = [tool for tool in tools if is_function(tool)]
+        body = body | {"tools": functions or None}
+        if not functions and body.get("tool_choice") == "auto":
+            body["tool_choice"] = None
+        return body
+
 
 class ChatBody(GenerationBody, ConversationBody):
     """Of POST /v1/chat/completions."""
@@ -268,7 +297,7 @@ class ChatBody(GenerationBody, ConversationBody):
     messages: Entries[dict[str, Any]] = Field(min_length=1)
     max_completion_tokens: int | None = None
     logprobs: bool | None = False
-    top_logprobs: int | None = Field(default=None, ge=0)
+    top_logprobs: int | None = Field(default=None, ge=-1)
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
@@ -312,7 +341,7 @@ class ResponseBody(GenerationBody):
     instructions: str | None = None
     max_output_tokens: int | None = None
     include: Entries[Includable] | None = None
-    top_logprobs: int | None = Field(default=None, ge=0)
+    top_logprobs: int | None = Field(default=None, ge=-1)
     text: TextOptions | None = None
     truncation: Literal["auto", "disabled"] | None = None
     metadata: dict[str, str] | None = None

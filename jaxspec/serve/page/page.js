@@ -202,21 +202,30 @@ async function run(lane, asked, isShown) {
   lane.element.classList.add("running");
   lane.element.scrollIntoView({ block: "nearest" });
   const { signal } = running;
+  let reason = null;
+  const follow = (change) => {
+    const isFollowed = bottomOf(lane.element) < floor() + 60;
+    change();
+    // Not "nearest", which shows the top of what is higher than the room for it.
+    const isBelow = bottomOf(lane.element) > floor();
+    if (isFollowed && isBelow) lane.element.scrollIntoView({ block: "end" });
+  };
   try {
     for await (const chunk of ask(asked, { key: sessionStorage.getItem(KEY), signal })) {
+      // The last chunk has the metrics, and no choice.
       const [choice] = chunk.choices;
-      if (!choice) continue;
-      const isFollowed = bottomOf(lane.element) < floor() + 60;
-      lane.add(choice);
-      if (chunk.metrics) lane.finish(chunk.metrics);
-      if (isShown) showFigures(lane, k);
-      if (choice.finish_reason) {
-        end(lane, choice.finish_reason);
+      reason = choice?.finish_reason ?? reason;
+      follow(() => {
+        if (choice) lane.add(choice);
+        if (chunk.metrics) lane.finish(chunk.metrics);
+        if (isShown) showFigures(lane, k);
+      });
+    }
+    if (reason) {
+      follow(() => {
+        end(lane, reason);
         lane.showDrafts(k);
-      }
-      // Not "nearest", which shows the top of what is higher than the room for it.
-      const isBelow = bottomOf(lane.element) > floor();
-      if (isFollowed && isBelow) lane.element.scrollIntoView({ block: "end" });
+      });
     }
   } catch (error) {
     if (error.name !== "AbortError") throw error;

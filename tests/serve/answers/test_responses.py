@@ -439,7 +439,6 @@ def test_refusals(is_stream: bool):
             ({"include": ["logprobs"]}, "include.0"),
             ({"background": True, "store": False}, "background"),
             ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
-            ({"tools": [{"type": "web_search"}]}, "tools"),
             ({"tools": [{"type": "function"}]}, "tools[0].name"),
         ):
             body = {"input": PROMPT, "stream": is_stream} | wrong
