@@ -8,7 +8,6 @@ import difflib
 import math
 import numbers
 from collections.abc import (
-    Callable,
     Collection,
     Iterable,
     Iterator,

@@ -359,8 +359,7 @@ class EngineMetrics:
             self._counter("spec_decode_num_accepted_leaves", count),
             self._gauge("speculation_has_leaves", load.choice.has_beside),
         ]
-        if speculative.parents is None:
-            return found  # a dynamic tree has no places that stay
+        assert speculative.parents is not None, "side branches without a tree"
         ranks = count_ranks(speculative.parents, self._stats.tree_ends)
         for place, hits in ranks.items():
             labels = {

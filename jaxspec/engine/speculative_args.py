@@ -82,6 +82,15 @@ _SPECULATIVE_LATER = (
     "use_heterogeneous_vocab",
     "num_speculative_tokens_per_batch_size",
 )
+# Keys of features that were removed, and what to use in place of them.
+_DYNAMIC = (
+    "Dynamic trees were removed: they reached 0.59 to 1.05 of plain decoding. Use a "
+    f"static tree ({TREE_KEY}), num_side_leaves or a chain."
+)
+_SPECULATIVE_REMOVED = {
+    "dynamic_tree_top_k": _DYNAMIC,
+    "dynamic_tree_num_nodes": _DYNAMIC,
+}
 # vLLM's way to give the draft's keys and values a type of their own.
 _KV_CACHE_DTYPE = "kv_cache_dtype"
 # vLLM's way to say that a draft model makes all drafts in one pass.
@@ -178,9 +187,16 @@ def _normalised_keys(config: object) -> dict[str, Any]:
     values = {}
     for spelled, value in config.items():
         key = str(spelled).replace("-", "_")
+        if key in _SPECULATIVE_REMOVED and value is not None:
+            raise UnsupportedError(
+                f"speculative_config[{key!r}]={value!r} is not supported. "
+                f"{_SPECULATIVE_REMOVED[key]}",
+                parameter=key,
+                value=value,
+            )
         if key == "tensor_parallel_size":
             hint = "pass draft_tensor_parallel_size."
-        elif key in known:
+        elif key in known or key in _SPECULATIVE_REMOVED:
             hint = ""
         else:
             hint = nearest(key, known, f"known: {known}.")

@@ -15,7 +15,6 @@ from jaxspec.models.batch import TokenBatch
 from jaxspec.models.network import Network
 from jaxspec.program import logprobs
 from jaxspec.program.controls import Adjust
-from jaxspec.program.grown import RoundTree, depth_of, path_to, seen_by, tree_of
 from jaxspec.program.path import keep_path
 from jaxspec.program.plan import MAX_GROUP_BYTES, TILE, PoolShape, StepShape
 from jaxspec.program.propose.proposal import NORMALISED, Proposal
@@ -87,10 +86,9 @@ def forward(
         proposal: Proposal | None, tokens: Int[Array, "seq width"], pages: Pages
     ) -> Verified:
         seqs, width = tokens.shape
-        if width < shape.tree.num_rows:
+        tree = shape.tree
+        if width < tree.num_rows:
             tree = Tree.chain(width - 1)
-        else:
-            tree = tree_of(shape.tree, proposal and proposal.grown)
         is_written = jnp.broadcast_to(active.is_active[:, None], (seqs, width))
         kv_len = active.num_tokens + width - 1
         batches = [
@@ -140,7 +138,7 @@ def forward(
             tokens=tokens,
             num_accepted=num_accepted,
             row=None if shape.tree.is_chain else row,
-            num_kept=num_accepted if tree.is_chain else depth_of(tree, row),
+            num_kept=(num_accepted if tree.is_chain else jnp.asarray(tree.depths)[row]),
             is_broken=is_broken,
             tile_logits=tile_logits,
             is_tile_broken=is_tile_broken,
@@ -205,25 +203,25 @@ def logits_of(
     return logits[:num_decode], logits[num_decode:]
 
 
-def _is_used(tree: RoundTree, row: Int[Array, " seq"]) -> Bool[Array, "seq width"]:
+def _is_used(tree: Tree, row: Int[Array, " seq"]) -> Bool[Array, "seq width"]:
     """Rows that a sequence's tokens were decided by, up to the last that stayed."""
     if tree.is_chain:
         return jnp.arange(tree.num_rows)[None] <= row[:, None]
-    return seen_by(tree, row)
+    return jnp.asarray(tree.ancestor_mask)[row]
 
 
 def _along(
-    tree: RoundTree, row: Int[Array, " seq"], nodes: Float[Array, "seq width model"]
+    tree: Tree, row: Int[Array, " seq"], nodes: Float[Array, "seq width model"]
 ) -> Float[Array, "seq _ model"]:
     """What belongs to accepted drafts, in order; of a chain all rows are."""
     if tree.is_chain:
         return nodes
-    path = path_to(tree, row)
+    path = jnp.asarray(tree.paths)[row]
     return jnp.take_along_axis(nodes, path[:, :, None], axis=1)
 
 
 def _broken(
-    is_finite: Bool[Array, " token"], tree: RoundTree, row: Int[Array, " seq"]
+    is_finite: Bool[Array, " token"], tree: Tree, row: Int[Array, " seq"]
 ) -> tuple[Bool[Array, " seq"], Bool[Array, " tile"]]:
     """Whether tokens were decided by what is no number, in sequences and tiles."""
     is_broken, seqs, width = ~is_finite, row.shape[0], tree.num_rows

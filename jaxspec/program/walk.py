@@ -17,7 +17,6 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.models.backend import Backend
 from jaxspec.program.controls import Adjust
-from jaxspec.program.grown import RoundTree, row_depths, row_parents
 from jaxspec.program.propose.proposal import Proposal
 from jaxspec.program.rows import Active
 from jaxspec.program.tree import Tree
@@ -37,7 +36,7 @@ class Decision(NamedTuple):
 
 
 def decide(
-    tree: RoundTree,
+    tree: Tree,
     proposal: Proposal | None,
     fed: Int[Array, "seq width"],
     logits: Float[Array, "token vocab"],
@@ -60,7 +59,7 @@ def decide(
         max_model_len: Nodes whose slots would lie behind it are not there.
         typical: As for `verify`, which judges the spine.
     """
-    if isinstance(tree, Tree) and tree.is_chain:
+    if tree.is_chain:
         verdict = verify(
             proposal,
             logits,
@@ -96,7 +95,7 @@ def decide(
 
 
 def _walk_on(
-    tree: RoundTree,
+    tree: Tree,
     drafts: Int[Array, "seq draft"],
     rows: Float[Array, "seq width vocab"],
     verdict: Verdict,
@@ -115,7 +114,7 @@ def _walk_on(
     """
     seqs, width = drafts.shape[0], tree.max_emitted
     seq = jnp.arange(seqs, dtype=jnp.int32)
-    parents = row_parents(tree)
+    parents = jnp.array([tree.parents], jnp.int32) + 1
 
     def child_of(row: Array, token: Array) -> Array:
         """The row of a draft that continues a row with a token; 0 for none."""
@@ -154,10 +153,10 @@ def _walk_on(
 
 
 def _nodes_there(
-    tree: RoundTree, num_draft: Int[Array, " seq"], active: Active, max_model_len: int
+    tree: Tree, num_draft: Int[Array, " seq"], active: Active, max_model_len: int
 ) -> Bool[Array, "seq draft"]:
     """Drafts of levels that count, which have keys and values."""
-    depth = row_depths(tree)[:, 1:]
+    depth = jnp.array([tree.depths[1:]], jnp.int32)
     slot = jnp.arange(tree.num_nodes, dtype=jnp.int32)[None]
     slot = active.num_tokens[:, None] + slot
     is_there = (depth <= num_draft[:, None]) & (slot < max_model_len)

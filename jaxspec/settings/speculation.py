@@ -71,7 +71,6 @@ SUFFIX_DEFAULTS: dict[str, Any] = {
 }
 # Whose drafts may continue any other.
 ANY_TREE = (DRAFT_MODEL, MEDUSA, PARD)
-DYNAMIC_KEYS = ("dynamic_tree_top_k", "dynamic_tree_num_nodes")
 # What drafts come from, for errors.
 SOURCES_OF_DRAFTS = (
     "Drafts come from a whole model of the target's family, from a head, which is a "
@@ -117,12 +116,6 @@ class SpeculativeConfig:
             target wants one of them, it adds one token more.
         speculative_token_tree: Which drafts are made, as vLLM writes them: a list of
             tuples, or its string. None: each continues the one before it.
-        dynamic_tree_top_k: Beside the chain of first choices stand the most probable of
-            the others, whatever they continue. Of each level so many are continued, and
-            by as many each.
-        dynamic_tree_num_nodes: Drafts of such a tree, the chain's among them; as many
-            as `dynamic_tree_top_k` for each of the chain's where nothing is said, and
-            no more than `MAX_NODES`.
         controller: "adaptive" makes as many as measured times and acceptance pay;
             "fixed" makes the most at every step.
         rejection_sample_method: Rule that decides which draft tokens stay, for requests
@@ -159,8 +152,6 @@ class SpeculativeConfig:
     num_speculative_tokens: int = DEFAULT_DRAFT_TOKENS
     num_side_leaves: int = 0
     speculative_token_tree: str | Sequence[Sequence[int]] | None = None
-    dynamic_tree_top_k: int | None = None
-    dynamic_tree_num_nodes: int | None = None
     controller: str = ADAPTIVE
     rejection_sample_method: str = "block"
     synthetic_acceptance_rates: Sequence[float] | None = None
@@ -205,7 +196,6 @@ class SpeculativeConfig:
         else:
             self._check_tree(most)
         self._check_leaves()
-        self._check_dynamic()
         choices = {
             "rejection_sample_method": (
                 "standard",
@@ -234,7 +224,7 @@ class SpeculativeConfig:
     def parents(self) -> tuple[int, ...] | None:
         """Of each draft the one that it continues; None where that is the one before.
 
-        In the order of `parents_of`. Of a dynamic tree nobody knows: None as well.
+        In the order of `parents_of`.
         """
         if self.speculative_token_tree is not None:
             found = parents_of(read_paths(self.speculative_token_tree))
@@ -251,29 +241,14 @@ class SpeculativeConfig:
         return max(map(len, read_paths(self.speculative_token_tree)))
 
     @property
-    def dynamic_tree(self) -> tuple[int, int, int] | None:
-        """Levels, drafts that are continued after each, and all drafts of a round.
-
-        None where it is known which draft continues which.
-        """
-        if self.dynamic_tree_top_k is None:
-            return None
-        levels, top_k = self.num_speculative_tokens, self.dynamic_tree_top_k
-        count = self.dynamic_tree_num_nodes
-        return levels, top_k, min(levels * top_k, MAX_NODES) if count is None else count
-
-    @property
     def num_nodes(self) -> int:
         """Drafts of a round, beside one another and one after the other."""
-        if self.dynamic_tree is not None:
-            return self.dynamic_tree[2]
         return self.num_levels if self.parents is None else len(self.parents)
 
     @property
     def is_one_tree(self) -> bool:
         """Whether drafts are made all or none: fewer levels are not cheaper."""
-        is_known = self.speculative_token_tree is not None and self.parents is not None
-        return is_known or self.dynamic_tree is not None
+        return self.speculative_token_tree is not None and self.parents is not None
 
     @property
     def forced_acceptance(self) -> tuple[float, ...] | None:
@@ -436,60 +411,6 @@ class SpeculativeConfig:
             allowed = f"left out with rejection_sample_method={SYNTHETIC!r}"
             hint = "Forced acceptance is of drafts one after the other."
             raise wrong_argument(ConfigError, name, allowed, getattr(self, name), hint)
-
-    def _check_dynamic(self) -> None:
-        """Refuse dynamic trees that are none, and too large ones."""
-        name, size_name = DYNAMIC_KEYS
-        top_k, levels = self.dynamic_tree_top_k, self.num_speculative_tokens
-        if top_k is None:
-            size = self.dynamic_tree_num_nodes
-            if size is not None:
-                allowed = f"left out without {name}"
-                hint = "It is the size of a dynamic tree."
-                raise wrong_argument(ConfigError, size_name, allowed, size, hint)
-            return
-        if self.method not in ANY_TREE:
-            allowed = f"left out for method {self.method!r}"
-            hint = (
-                f"Only drafts of {' and '.join(map(repr, ANY_TREE))} make such trees."
-            )
-            raise wrong_argument(UnsupportedError, name, allowed, top_k, hint)
-        others = {
-            "num_side_leaves": self.num_side_leaves,
-            TREE_KEY: self.speculative_token_tree,
-        }
-        for other, value in others.items():
-            if value:
-                hint = "A dynamic tree finds out itself what stands beside its chain."
-                raise wrong_argument(
-                    ConfigError, other, f"left out with {name}", value, hint
-                )
-        if self.rejection_sample_method == SYNTHETIC:
-            allowed = f"left out with rejection_sample_method={SYNTHETIC!r}"
-            hint = "Forced acceptance is of drafts one after the other."
-            raise wrong_argument(ConfigError, name, allowed, top_k, hint)
-        most = MAX_NODES // max(levels - 1, 1)
-        check_integer(
-            ConfigError,
-            name,
-            top_k,
-            low=2,
-            high=most,
-            hint=f"A pass takes the drafts that are continued, {MAX_NODES} at most: of "
-            f"num_speculative_tokens={levels} levels all but the last.",
-        )
-        if self.dynamic_tree_num_nodes is None:
-            return
-        found = top_k + (levels - 1) * top_k**2
-        check_integer(
-            ConfigError,
-            size_name,
-            self.dynamic_tree_num_nodes,
-            low=levels + 1,
-            high=min(found, MAX_NODES),
-            hint=f"The chain has {levels}, {levels} levels with {name}={top_k} have "
-            f"{found}, and a step has room for {MAX_NODES}.",
-        )
 
     def _check_model(self) -> None:
         if self.has_folder and self.model is None:

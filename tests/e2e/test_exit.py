@@ -64,7 +64,9 @@ has_begun.wait()
 """
 # Its thread is in the tokenizer when the script ends: C++ code that releases the
 # interpreter's lock.
-TOKENIZES = LLM_IN_THREAD.format(num_calls=1, is_daemon=False) + """
+TOKENIZES = (
+    LLM_IN_THREAD.format(num_calls=1, is_daemon=False)
+    + """
 tokenize, text = llm.get_tokenizer().encode, "Once upon a time " * 1000
 is_tokenizing = threading.Event()
 
@@ -76,6 +78,7 @@ def tokenize_forever():
 threading.Thread(target=tokenize_forever, daemon=True).start()
 is_tokenizing.wait()
 """
+)
 # Run without kept programs.
 IS_COMPILING = """
 asyncio.run(generate(4, -1))

@@ -357,7 +357,6 @@ SHAPED: dict[str, dict[str, Any]] = {
     "eagle3": dict(num_side_leaves=2),
     "medusa": dict(tree=TREE, num_draft_tokens=9),
     "mlp_speculator": dict(num_side_leaves=1),
-    "medusa, dynamic": dict(dynamic=(3, 9)),
 }
 
 
@@ -368,7 +367,6 @@ SHAPED: dict[str, dict[str, Any]] = {
         slow("eagle"),
         slow("eagle3"),
         slow("mlp_speculator"),
-        slow("medusa, dynamic"),
     ],
 )
 def test_drafts_stand_beside_drafts(name):

@@ -3,7 +3,7 @@ from typing import Any
 import pytest
 
 from jaxspec.engine.speculative_args import merge_speculative_arguments as merge
-from jaxspec.errors import ConfigError
+from jaxspec.errors import ConfigError, UnsupportedError
 from jaxspec.settings.speculation import SUFFIX_DEFAULTS, TYPICAL_DEFAULTS
 
 SAME = {"model": "draft", "num_speculative_tokens": 5}
@@ -366,6 +366,31 @@ def test_keys_and_values_of_the_draft_are_kept_as_the_targets():
         )
     with pytest.raises(ConfigError, match=r"'kv_cache_dtype'\] must be one of 'auto'"):
         merge({"speculative_config": SAME | {"kv_cache_dtype": "int4"}})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "given", "alternative"),
+    [
+        (
+            {"speculative_config": SAME | {"dynamic_tree_top_k": 4}},
+            "['dynamic_tree_top_k']=4",
+            "speculative_token_tree",
+        ),
+        (
+            {"speculative_config": SAME | {"dynamic-tree-num-nodes": 16}},
+            "['dynamic_tree_num_nodes']=16",
+            "speculative_token_tree",
+        ),
+    ],
+)
+def test_names_the_alternative_to_removed_features(
+    arguments: dict[str, Any], given: str, alternative: str
+):
+    with pytest.raises(UnsupportedError, match="removed") as caught:
+        merge(arguments)
+    assert given in str(caught.value)
+    assert alternative in str(caught.value)
+    assert caught.value.parameter is not None
 
 
 TREE = "[(0,), (1,), (0, 0)]"
