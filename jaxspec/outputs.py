@@ -21,26 +21,19 @@ class RequestSpecDecodeMetrics:
         num_draft_tokens: Draft tokens proposed in all steps together.
         is_synthetic: Acceptance was given, by the rule "synthetic": it says nothing
             about the models, and the text means nothing.
-        is_lossy: Drafts stayed by typical acceptance: the text need not follow the
-            target's law.
     """
 
     histogram: list[int]
     num_draft_tokens: int = 0
     is_synthetic: bool = False
-    is_lossy: bool = False
 
     @classmethod
     def empty(
-        cls,
-        max_draft_tokens: int,
-        *,
-        is_synthetic: bool = False,
-        is_lossy: bool = False,
+        cls, max_draft_tokens: int, *, is_synthetic: bool = False
     ) -> "RequestSpecDecodeMetrics":
         """Make the counts before the first step."""
         counts = [0] * (max_draft_tokens + 1)
-        return cls(histogram=counts, is_synthetic=is_synthetic, is_lossy=is_lossy)
+        return cls(histogram=counts, is_synthetic=is_synthetic)
 
     def snapshot(self) -> "RequestSpecDecodeMetrics":
         """Copy the counts as they are now."""

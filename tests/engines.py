@@ -22,7 +22,7 @@ from jaxspec.outputs import RequestOutput
 from jaxspec.program.plan import StepPlan, StepShape
 from jaxspec.program.wire import CaughtUp, StepResult
 from jaxspec.sampling_params import SamplingParams
-from jaxspec.settings.speculation import FIXED, SUFFIX_DEFAULTS, TYPICAL_DEFAULTS
+from jaxspec.settings.speculation import FIXED, SUFFIX_DEFAULTS
 from jaxspec.sharding import DRAFT_MESH_AXES, TARGET_MESH_AXES
 from jaxspec.text.tokenizer import PlainTexts, Tokenizer
 from jaxspec_checkpoints.quantization import Scheme
@@ -221,7 +221,6 @@ def make_engine(
             num_side_leaves=num_side_leaves,
             speculative_token_tree=tree,
             rejection_sample_method=rule,
-            **(TYPICAL_DEFAULTS if rule == "typical" else {}),
             synthetic_acceptance_rates=acceptance_rates,
             draft_sample_method=draft_sample_method,
             disable_by_batch_size=disable_by_batch_size,

@@ -293,11 +293,6 @@ class EngineMetrics:
         if chances:
             told = ",".join(f"{one:g}" for one in chances)
             forced = [self._gauge("synthetic_acceptance_info", 1, chances=told)]
-        typical = speculative and speculative.typical_acceptance
-        if typical:
-            threshold, alpha = (f"{one:g}" for one in typical)
-            numbers = dict(posterior_threshold=threshold, posterior_alpha=alpha)
-            forced.append(self._gauge("lossy_acceptance_info", 1, **numbers))
         return [
             *forced,
             self._round_s.read("round_time_seconds", labels),
@@ -546,11 +541,7 @@ class EngineMetrics:
             "Accepted: %d tokens, Drafted: %d tokens, "
             "Per-position acceptance rate: %s, Avg Draft acceptance rate: %.1f%%",
             self._place,
-            " (synthetic acceptance)"
-            if self._config.is_synthetic
-            else " (typical acceptance, lossy)"
-            if self._config.is_lossy
-            else "",
+            " (synthetic acceptance)" if self._config.is_synthetic else "",
             1 + accepted / rounds,
             accepted / seconds,
             drafted / seconds,

@@ -22,7 +22,6 @@ from jaxspec.program.region import join, make_region
 from jaxspec.program.rows import Active
 from jaxspec.program.state import run_if
 from jaxspec.program.tree import Tree
-from jaxspec.program.verify import Typical
 from jaxspec.program.walk import decide
 from jaxspec_kernels.bits import KvPools
 
@@ -64,7 +63,6 @@ def forward(
     shape: StepShape,
     chosen: Int[Array, "seq id"] | None = None,
     forced_acceptance: Float[Array, " chance"] | None = None,
-    typical: Typical | None = None,
 ) -> Verified:
     """Feed the newest tokens, their drafts and prompts in one pass, and verify.
 
@@ -79,7 +77,6 @@ def forward(
         adjust: What requests ask of single tokens; None where none asks anything.
         chosen: Tokens whose log-probabilities are told whatever comes, where any are.
         forced_acceptance: Chance of each draft to stay; None lets the rules decide.
-        typical: The lossy rule, where an engine asks for it.
     """
 
     def run(
@@ -108,7 +105,6 @@ def forward(
             backend,
             adjust=adjust,
             forced_acceptance=forced_acceptance,
-            typical=typical,
             max_model_len=pool.max_model_len,
         )
         pages = keep_path(target.config, pages, tree, row, active, pool, backend)

@@ -36,14 +36,8 @@ VOCAB_WORDS = -1
 # A row, an index in the row's page table, a page id.
 PageUpdate = tuple[int, int, int]
 
-# The last one is lossy: see `jaxspec.program.verify.Typical`.
-STANDARD, BLOCK, COUPLED, TYPICAL = 0, 1, 2, 3
-RULES = {
-    "standard": STANDARD,
-    "block": BLOCK,
-    "coupled": COUPLED,
-    "typical": TYPICAL,
-}
+STANDARD, BLOCK, COUPLED = 0, 1, 2
+RULES = {"standard": STANDARD, "block": BLOCK, "coupled": COUPLED}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -45,7 +45,7 @@ from jaxspec.program.rows import (
 )
 from jaxspec.program.state import EngineState
 from jaxspec.program.tree import Tree
-from jaxspec.program.verify import Typical, force_one, verify
+from jaxspec.program.verify import force_one, verify
 from jaxspec.program.wire import PlanLayout, result_layout
 from jaxspec.sharding import TARGET_MESH_AXES, replicated
 from jaxspec_kernels.bits import KvPools
@@ -68,7 +68,6 @@ class ProgramConfig:
             plain decoding.
         mesh: The devices, whose platform chooses the kernels.
         mask_source: Host callback that returns grammar masks; None without grammars.
-        typical: The lossy rule, where it was asked for.
     """
 
     target: ModelConfig
@@ -76,7 +75,6 @@ class ProgramConfig:
     pool: PoolShape
     mesh: Mesh
     mask_source: grammar.MaskSource | None = None
-    typical: Typical | None = None
 
     def backend(self, mesh_axes: tuple[str, ...]) -> Backend:
         """Where a model runs whose heads are split over these axes."""
@@ -413,7 +411,6 @@ def _verify(
         shape=shape,
         chosen=logprobs.chosen_ids(launch.rows.controls, launch.active, shape=shape),
         forced_acceptance=forced_acceptance,
-        typical=config.typical,
     )
 
 

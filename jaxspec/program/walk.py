@@ -20,7 +20,7 @@ from jaxspec.program.controls import Adjust
 from jaxspec.program.propose.proposal import Proposal
 from jaxspec.program.rows import Active
 from jaxspec.program.tree import Tree
-from jaxspec.program.verify import Typical, place_next, verify
+from jaxspec.program.verify import place_next, verify
 from jaxspec_kernels.rejection_sampling import Verdict
 
 # Tokens, how many of them count, rows of the last, rows to go to (0: none).
@@ -47,7 +47,6 @@ def decide(
     adjust: Adjust | None,
     forced_acceptance: Float[Array, " chance"] | None,
     max_model_len: int,
-    typical: Typical | None = None,
 ) -> Decision:
     """Judge the spine by each sequence's rule, then walk on beside it.
 
@@ -57,7 +56,6 @@ def decide(
         num_draft: Drafts of each sequence that count: levels of the tree.
         adjust, forced_acceptance: As for `verify`; of a chain alone.
         max_model_len: Nodes whose slots would lie behind it are not there.
-        typical: As for `verify`, which judges the spine.
     """
     if tree.is_chain:
         verdict = verify(
@@ -69,7 +67,6 @@ def decide(
             tree=tree,
             adjust=adjust,
             forced_acceptance=forced_acceptance,
-            typical=typical,
         )
         accepted = verdict.num_accepted
         return Decision(place_next(fed[:, 1:], verdict), accepted, accepted)
@@ -86,7 +83,6 @@ def decide(
         backend,
         tree=spine,
         adjust=None,
-        typical=typical,
     )
     is_there = _nodes_there(tree, num_draft, active, max_model_len)
     drafts = fed[:, 1:]

@@ -80,10 +80,6 @@ SOURCES_OF_DRAFTS = (
 )
 # The rule that judges nothing: acceptance is given, and texts mean nothing.
 SYNTHETIC = "synthetic"
-# The lossy rule: the target's probability of a draft decides alone. Its two numbers are
-# the published ones, by vLLM's names.
-TYPICAL = "typical"
-TYPICAL_DEFAULTS = {"posterior_threshold": 0.09, "posterior_alpha": 0.3}
 ADAPTIVE, FIXED = "adaptive", "fixed"
 
 
@@ -121,15 +117,11 @@ class SpeculativeConfig:
         rejection_sample_method: Rule that decides which draft tokens stay, for requests
             that sample without a seed; those with one are "coupled". "block" samples
             from the same distribution as "standard" and keeps at least as many, on
-            average. "typical", of "medusa" alone, is LOSSY: texts that are sampled
-            without a seed no longer follow the target. "synthetic" is for benchmarks:
-            as many stay as one of the next two says.
+            average. "synthetic" is for benchmarks: as many stay as one of the next two
+            says.
         synthetic_acceptance_rates: Entry i is how often all drafts up to the i-th stay.
         synthetic_acceptance_length: Tokens per step on average, the target's own
             included; as many whole drafts always stay, and the next one sometimes.
-        posterior_threshold, posterior_alpha: Of "typical": a draft stays if the
-            target's probability of it is above the first, or above the second times
-            exp(-H) of the target's entropy H there.
         draft_sample_method: Draw drafts from the draft's distribution, or its argmax.
         disable_by_batch_size: With more running requests, none is drafted for.
         max_model_len: Sequences longer than this are not drafted for.
@@ -156,8 +148,6 @@ class SpeculativeConfig:
     rejection_sample_method: str = "block"
     synthetic_acceptance_rates: Sequence[float] | None = None
     synthetic_acceptance_length: float | None = None
-    posterior_threshold: float | None = None
-    posterior_alpha: float | None = None
     draft_sample_method: str = "probabilistic"
     disable_by_batch_size: int | None = None
     max_model_len: int | None = None
@@ -197,13 +187,7 @@ class SpeculativeConfig:
             self._check_tree(most)
         self._check_leaves()
         choices = {
-            "rejection_sample_method": (
-                "standard",
-                "block",
-                "coupled",
-                TYPICAL,
-                SYNTHETIC,
-            ),
+            "rejection_sample_method": ("standard", "block", "coupled", SYNTHETIC),
             "draft_sample_method": ("probabilistic", "greedy"),
             "controller": (ADAPTIVE, FIXED),
         }
@@ -218,7 +202,6 @@ class SpeculativeConfig:
             if getattr(self, name) is not None:
                 check_integer(ConfigError, name, getattr(self, name), low=low)
         self._check_synthetic()
-        self._check_typical()
 
     @cached_property
     def parents(self) -> tuple[int, ...] | None:
@@ -287,20 +270,6 @@ class SpeculativeConfig:
             rejection_sample_method=SYNTHETIC,
             synthetic_acceptance_rates=[chance**place for place in places],
         )
-
-    @property
-    def is_lossy(self) -> bool:
-        """Whether texts that are sampled without a seed leave the target's law."""
-        return self.rejection_sample_method == TYPICAL
-
-    @property
-    def typical_acceptance(self) -> tuple[float, float] | None:
-        """Threshold and alpha of the lossy rule; None where it was not asked for."""
-        if not self.is_lossy:
-            return None
-        assert self.posterior_threshold is not None
-        assert self.posterior_alpha is not None
-        return self.posterior_threshold, self.posterior_alpha
 
     @property
     def is_greedy(self) -> bool:
@@ -468,24 +437,6 @@ class SpeculativeConfig:
             most = rates[place - 1] if place else 1
             name = f"{names[0]}[{place}]"
             check_number(ConfigError, name, rate, low=0, high=most)
-
-    def _check_typical(self) -> None:
-        """Refuse the lossy rule but of the method that it was published for."""
-        names = tuple(TYPICAL_DEFAULTS)
-        if not self.is_lossy:
-            self._check_left_out(names, f"rejection_sample_method={TYPICAL!r}")
-            return
-        if self.method != MEDUSA:
-            raise wrong_argument(
-                UnsupportedError,
-                "rejection_sample_method",
-                f"lossless for method {self.method!r}",
-                TYPICAL,
-                f"It gives up the target's law, and is there for {MEDUSA!r} alone.",
-            )
-        for name in names:
-            low: dict[str, Any] = dict(low=0, high=1, open_low=True)
-            check_number(ConfigError, name, getattr(self, name), **low)
 
     def _check_lookup(self) -> None:
         if not self.has_lookup or self.has_suffix:

@@ -4,7 +4,7 @@ import pytest
 
 from jaxspec.engine.speculative_args import merge_speculative_arguments as merge
 from jaxspec.errors import ConfigError, UnsupportedError
-from jaxspec.settings.speculation import SUFFIX_DEFAULTS, TYPICAL_DEFAULTS
+from jaxspec.settings.speculation import SUFFIX_DEFAULTS
 
 SAME = {"model": "draft", "num_speculative_tokens": 5}
 
@@ -74,32 +74,6 @@ def lookup(most: int, fewest: int, method: str = "ngram") -> dict[str, Any]:
             | {
                 "rejection_sample_method": "synthetic",
                 "synthetic_acceptance_length": 3.5,
-            },
-        ),
-        # The lossy rule, by both of its names, with the published numbers or others.
-        (
-            {
-                "spec_method": "medusa",
-                "speculative_config": SAME | {"rejection_sample_method": "typical"},
-            },
-            SAME
-            | TYPICAL_DEFAULTS
-            | {"method": "medusa", "rejection_sample_method": "typical"},
-        ),
-        (
-            {
-                "speculative_model": "draft",
-                "num_speculative_tokens": 5,
-                "spec_method": "medusa",
-                "spec_decoding_acceptance_method": "typical_acceptance_sampler",
-                "typical_acceptance_sampler_posterior_alpha": 0.4,
-            },
-            SAME
-            | {
-                "method": "medusa",
-                "rejection_sample_method": "typical",
-                "posterior_threshold": 0.09,
-                "posterior_alpha": 0.4,
             },
         ),
         # All drafts in one pass: vLLM's way to say so, and our name of it.
@@ -380,6 +354,16 @@ def test_keys_and_values_of_the_draft_are_kept_as_the_targets():
             {"speculative_config": SAME | {"dynamic-tree-num-nodes": 16}},
             "['dynamic_tree_num_nodes']=16",
             "speculative_token_tree",
+        ),
+        (
+            {"speculative_config": SAME | {"rejection_sample_method": "typical"}},
+            "['rejection_sample_method']='typical'",
+            "'block'",
+        ),
+        (
+            {"speculative_config": SAME | {"posterior_alpha": 0.3}},
+            "['posterior_alpha']=0.3",
+            "'block'",
         ),
     ],
 )

@@ -5,11 +5,10 @@ from typing import Any
 
 import pytest
 
-from jaxspec.errors import ConfigError, UnsupportedError
+from jaxspec.errors import ConfigError
 from jaxspec.settings.lookups import LookupRule
 from jaxspec.settings.speculation import (
     SUFFIX_DEFAULTS,
-    TYPICAL_DEFAULTS,
     SpeculativeConfig,
 )
 
@@ -44,30 +43,6 @@ def test_methods(method: str, keys: dict, *, has_lookup: bool, has_draft_model: 
 def test_other_methods_are_not_supported(method: Any):
     with pytest.raises(NotImplementedError, match=f"'draft_model', got {method!r}"):
         SpeculativeConfig(model="draft", method=method)
-
-
-TYPICAL: dict[str, Any] = TYPICAL_DEFAULTS | {"rejection_sample_method": "typical"}
-
-
-def test_the_lossy_rule_is_of_medusa_alone_and_by_name_alone():
-    found = SpeculativeConfig(method="medusa", model="head", **TYPICAL)
-    assert found.is_lossy
-    assert found.typical_acceptance == (0.09, 0.3)
-    others: list[dict[str, Any]] = [
-        {"method": "eagle3", "model": "head"},
-        {"model": "draft"},
-        {"method": "suffix"} | SUFFIX_DEFAULTS,
-    ]
-    for keys in others:
-        assert not SpeculativeConfig(**keys).is_lossy
-        told = "rejection_sample_method must be lossless.*'typical'.*'medusa' alone"
-        with pytest.raises(UnsupportedError, match=told):
-            SpeculativeConfig(**keys | TYPICAL)
-    with pytest.raises(ConfigError, match="posterior_alpha must be left out"):
-        SpeculativeConfig(method="medusa", model="head", posterior_alpha=0.3)
-    with pytest.raises(ConfigError, match="posterior_threshold must be a .*, got 0"):
-        changed: dict[str, Any] = TYPICAL | {"posterior_threshold": 0}
-        SpeculativeConfig(method="medusa", model="head", **changed)
 
 
 @pytest.mark.parametrize(

@@ -93,5 +93,4 @@ def _drafts(completion: CompletionOutput) -> dict[str, Any] | None:
         "num_draft_tokens": counts.num_draft_tokens,
         "num_spec_tokens": len(counts.histogram) - 1,
         **({"is_synthetic": True} if counts.is_synthetic else {}),
-        **({"is_lossy": True} if counts.is_lossy else {}),
     }
