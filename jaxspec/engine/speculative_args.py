@@ -35,6 +35,7 @@ from jaxspec.settings.speculation import (
     SpeculativeConfig,
 )
 from jaxspec.token_tree import TREE_KEY, read_paths
+from jaxspec_checkpoints.heads import MLP_SPECULATOR, MLP_SPECULATOR_REMOVED
 
 # Argument -> key of speculative_config.
 SPECULATIVE_NAMES = {
@@ -265,6 +266,12 @@ def _settle_method(merged: dict[str, Any]) -> None:
             f"out, or set method to {_WITH_MODEL[method]!r} for both kinds of draft.",
             parameter="model",
             value=model,
+        )
+    if method == MLP_SPECULATOR:
+        raise UnsupportedError(
+            f"method={method!r} is not supported. {MLP_SPECULATOR_REMOVED}",
+            parameter="method",
+            value=method,
         )
     if method not in (None, *METHODS):
         raise wrong_argument(

@@ -50,8 +50,8 @@ PARD = "pard"
 MODELS = (DRAFT_MODEL, PARD)
 # Heads: small networks on the target's hidden states.
 EAGLE, EAGLE3 = "eagle", "eagle3"
-MEDUSA, MLP_SPECULATOR = "medusa", "mlp_speculator"
-HEADS = (EAGLE, EAGLE3, MEDUSA, MLP_SPECULATOR)
+MEDUSA = "medusa"
+HEADS = (EAGLE, EAGLE3, MEDUSA)
 METHODS = (
     NGRAM,
     NGRAM_AND_MODEL,
@@ -95,8 +95,8 @@ class SpeculativeConfig:
             tokens earlier in the sequence, "suffix" as many of them as the match's
             length and other matches promise; "ngram+draft_model" and
             "suffix+draft_model" ask the model where nothing matches, the latter also
-            where only a few tokens match; "eagle", "eagle3", "medusa" and
-            "mlp_speculator" are heads on the target's hidden states.
+            where only a few tokens match; "eagle", "eagle3" and "medusa" are heads on
+            the target's hidden states.
         model: Folder of the draft model or head; None for "ngram" and "suffix".
         quantization: How the draft model's matrices are kept, as the engine's argument
             of that name says of the target; None: as its checkpoint has them.

@@ -301,7 +301,7 @@ def test_lookups_that_contradict(arguments: dict[str, Any], texts: list[str]):
     ("arguments", "given"),
     [
         ({"spec_method": "eagle2", "spec_model": "x"}, "'eagle2'"),
-        ({"spec_method": "hydra", "spec_model": "x"}, "'eagle3', 'medusa', 'mlp_spec"),
+        ({"spec_method": "hydra", "spec_model": "x"}, "'eagle', 'eagle3', 'medusa'"),
         ({"speculative_model": "[medusa]"}, "a head, which is a small network"),
         ({"speculative_config": {"model": "[eagle]"}}, "speculative_model='[eagle]'"),
         (
@@ -364,6 +364,11 @@ def test_keys_and_values_of_the_draft_are_kept_as_the_targets():
             {"speculative_config": SAME | {"posterior_alpha": 0.3}},
             "['posterior_alpha']=0.3",
             "'block'",
+        ),
+        (
+            {"spec_method": "mlp_speculator", "spec_model": "x"},
+            "method='mlp_speculator'",
+            "'eagle3'",
         ),
     ],
 )

@@ -28,7 +28,6 @@ DEPTH, FACTOR, PROB, CACHED = SUFFIX_DEFAULTS
         ("eagle", {"model": "head"}, False, False),
         ("eagle3", {"model": "head"}, False, False),
         ("medusa", {"model": "head"}, False, False),
-        ("mlp_speculator", {"model": "head"}, False, False),
     ],
 )
 def test_methods(method: str, keys: dict, *, has_lookup: bool, has_draft_model: bool):
