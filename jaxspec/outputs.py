@@ -22,8 +22,6 @@ class RequestSpecDecodeMetrics:
         proposals: Entry i counts the steps that proposed exactly i draft tokens.
         is_synthetic: Acceptance was given, by the rule "synthetic": it says nothing
             about the models, and the text means nothing.
-        is_lossy: Drafts stayed by typical acceptance: the text need not follow the
-            target's law.
         stop_reason: Why the engine makes no drafts any more; None while it can. Drafts
             that do not pay are no reason.
     """
@@ -32,25 +30,15 @@ class RequestSpecDecodeMetrics:
     num_draft_tokens: int = 0
     proposals: list[int] = field(default_factory=list)
     is_synthetic: bool = False
-    is_lossy: bool = False
     stop_reason: str | None = None
 
     @classmethod
     def empty(
-        cls,
-        max_draft_tokens: int,
-        *,
-        is_synthetic: bool = False,
-        is_lossy: bool = False,
+        cls, max_draft_tokens: int, *, is_synthetic: bool = False
     ) -> "RequestSpecDecodeMetrics":
         """Make the counts before the first step."""
         counts = [0] * (max_draft_tokens + 1)
-        return cls(
-            histogram=counts,
-            proposals=counts.copy(),
-            is_synthetic=is_synthetic,
-            is_lossy=is_lossy,
-        )
+        return cls(histogram=counts, proposals=counts.copy(), is_synthetic=is_synthetic)
 
     def snapshot(self) -> "RequestSpecDecodeMetrics":
         """Copy the counts as they are now."""

@@ -125,10 +125,6 @@ TESTED_ELSEWHERE: dict[str, tuple[str, str]] = {
         "tests/e2e/test_heads.py",
         "its drafts are held against a replay of whole texts",
     ),
-    "jaxspec/program/propose/mlp_speculator.py": (
-        "tests/e2e/test_heads.py",
-        "its drafts are held against a replay of whole texts",
-    ),
     "jaxspec/program/propose/last_row.py": (
         "tests/e2e/heads.py",
         "what it keeps is what the heads' drafts are made of",

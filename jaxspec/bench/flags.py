@@ -92,9 +92,7 @@ def _add_spec(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         metavar="FORM",
         help="compare forms of drafts in place of values of K, an engine for each: "
-        "chain, chain=K, leaves=W, dynamic=N, best=N or a tree such as "
-        "'[(0,), (1,), (0, 0)]'. dynamic=N is of the N drafts of each round that are "
-        "the most probable. "
+        "chain, chain=K, leaves=W, best=N or a tree such as '[(0,), (1,), (0, 0)]'. "
         "best=N writes the speculative_token_tree of at most N drafts that should be "
         "the fastest by what the forms before it have shown",
     )

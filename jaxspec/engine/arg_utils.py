@@ -33,7 +33,10 @@ from jaxspec.engine.model_folders import (
     model_folder,
     recommended_sampling,
 )
-from jaxspec.engine.speculative_args import merge_speculative_arguments
+from jaxspec.engine.speculative_args import (
+    TYPICAL_REMOVED,
+    merge_speculative_arguments,
+)
 from jaxspec.errors import (
     ConfigError,
     RequestError,
@@ -98,12 +101,14 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "runner": ("auto", "generate"),
     "convert": ("auto", "none"),
     "load_format": ("auto", "safetensors", "orbax", "gguf", "dummy"),
-    "spec_decoding_acceptance_method": (
-        None,
-        "rejection_sampler",
-        "typical_acceptance_sampler",
-    ),
+    "spec_decoding_acceptance_method": (None, "rejection_sampler"),
+    "typical_acceptance_sampler_posterior_threshold": (None,),
+    "typical_acceptance_sampler_posterior_alpha": (None,),
 }
+# Of these the other values were removed.
+_REMOVED = dict.fromkeys(
+    [name for name in _ONLY if "acceptance" in name], TYPICAL_REMOVED
+)
 
 
 def bundled_pair(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -284,6 +289,8 @@ class EngineArgs:
     logits_processors: Any = None
     runner: str = "auto"
     convert: str = "auto"
+    typical_acceptance_sampler_posterior_threshold: float | None = None
+    typical_acceptance_sampler_posterior_alpha: float | None = None
 
     # Accepted and without effect: they steer parts of vLLM that have no counterpart.
     trust_remote_code: bool = False
@@ -300,8 +307,6 @@ class EngineArgs:
     num_lookahead_slots: int = 0
     disable_logprobs_during_spec_decoding: bool | None = None
     speculative_disable_mqa_scorer: bool = False
-    typical_acceptance_sampler_posterior_threshold: float | None = None
-    typical_acceptance_sampler_posterior_alpha: float | None = None
 
     def __new__(cls, **given: object):
         """Refuse an unknown name with the nearest known one."""
@@ -324,7 +329,7 @@ class EngineArgs:
             value = getattr(self, name)
             if value not in allowed:
                 choices = " or ".join(repr(choice) for choice in allowed)
-                hint = "Anything else is not supported yet."
+                hint = _REMOVED.get(name, "Anything else is not supported yet.")
                 raise wrong_argument(UnsupportedError, name, choices, value, hint)
         check_flag(ConfigError, "disable_log_stats", self.disable_log_stats)
         name = "data_parallel_size"

@@ -242,7 +242,6 @@ class InputProcessor:
             metrics = RequestSpecDecodeMetrics.empty(
                 config.num_draft_tokens,
                 is_synthetic=config.is_synthetic,
-                is_lossy=bool(params.temperature) and rule == RULES["typical"],
             )
         stop_ids = self._stop_ids(params)
         controls = make_controls(params, self._tokenizer, stop_ids)

@@ -391,7 +391,7 @@ class LLMEngine:
         self._rehearsed.add(round_)
         pages, size = self.scheduler.pages, self.config.page_size
         tree = self.scheduler.shapes.tree(self.config.num_draft_tokens)
-        lookahead = 8 * tree.max_emitted + tree.num_slots - tree.max_emitted
+        lookahead = 8 * tree.max_emitted + tree.num_rows - tree.max_emitted
         context = min(REHEARSAL_CONTEXT, self.config.max_model_len - lookahead)
         count = -(-(context + lookahead) // size)
         if context < TILE or count > pages.num_free:

@@ -220,15 +220,6 @@ def _warn_of_what_is_made_up(config: EngineConfig) -> None:
             config.speculative.forced_acceptance,
         )
 
-    typical = config.speculative and config.speculative.typical_acceptance
-    if typical:
-        _log.warning(
-            "rejection_sample_method='typical' is LOSSY: texts that are sampled "
-            "without a seed do not follow the target. A draft stays where the target's "
-            "probability of it is above min(%g, %g exp(-entropy)).",
-            *typical,
-        )
-
 
 def _is_dummy(config: EngineConfig) -> bool:
     return config.load_format == "dummy"

@@ -295,11 +295,6 @@ class EngineMetrics:
         if chances:
             told = ",".join(f"{one:g}" for one in chances)
             forced = [self._gauge("synthetic_acceptance_info", 1, chances=told)]
-        typical = speculative and speculative.typical_acceptance
-        if typical:
-            threshold, alpha = (f"{one:g}" for one in typical)
-            numbers = dict(posterior_threshold=threshold, posterior_alpha=alpha)
-            forced.append(self._gauge("lossy_acceptance_info", 1, **numbers))
         return [
             *forced,
             self._round_s.read("round_time_seconds", labels),
@@ -361,8 +356,7 @@ class EngineMetrics:
             self._counter("spec_decode_num_accepted_leaves", count),
             self._gauge("speculation_has_leaves", load.choice.has_beside),
         ]
-        if speculative.parents is None:
-            return found  # a dynamic tree has no places that stay
+        assert speculative.parents is not None, "side branches without a tree"
         ranks = count_ranks(speculative.parents, self._stats.tree_ends)
         for place, hits in ranks.items():
             labels = {
@@ -550,11 +544,7 @@ class EngineMetrics:
             "Accepted: %d tokens, Drafted: %d tokens, "
             "Per-position acceptance rate: %s, Avg Draft acceptance rate: %.1f%%",
             self._place,
-            " (synthetic acceptance)"
-            if self._config.is_synthetic
-            else " (typical acceptance, lossy)"
-            if self._config.is_lossy
-            else "",
+            " (synthetic acceptance)" if self._config.is_synthetic else "",
             1 + accepted / rounds,
             accepted / seconds,
             drafted / seconds,

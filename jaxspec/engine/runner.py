@@ -47,7 +47,6 @@ from jaxspec.program.propose import proposers_of
 from jaxspec.program.rows import init_rows, rehearsal_rows
 from jaxspec.program.state import EngineState, init_token_pages, init_zeros, page_forms
 from jaxspec.program.step import ProgramConfig
-from jaxspec.program.verify import Typical
 from jaxspec.program.wire import CaughtUp, PlanLayout, StepResult
 from jaxspec.settings.hosts import HostsConfig
 from jaxspec.sharding import (
@@ -454,16 +453,12 @@ def program_of(
     config: EngineConfig, mesh: Mesh, mask_source: MaskSource | None = None
 ) -> ProgramConfig:
     """What all programs of an engine share."""
-    speculative, typical = config.speculative, None
-    if speculative is not None and speculative.typical_acceptance is not None:
-        typical = Typical(*speculative.typical_acceptance)
     return ProgramConfig(
         target=config.model_config,
         proposers=proposers_of(config),
         pool=pool_of(config),
         mesh=mesh,
         mask_source=mask_source,
-        typical=typical,
     )
 
 

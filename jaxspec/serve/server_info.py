@@ -59,9 +59,8 @@ def health_routes(serving: Serving) -> APIRouter:
 
 
 def what_is_made_up(config: EngineConfig) -> dict[str, bool]:
-    """Say that texts mean nothing or are lossy, where that is so; nothing, else."""
+    """Say which parts are synthetic, so that texts mean nothing; empty otherwise."""
     told = {
-        "lossy_acceptance": config.is_lossy,
         "synthetic_acceptance": config.is_synthetic,
         "random_weights": config.load_format == "dummy",
     }

@@ -26,7 +26,6 @@ from jaxspec.models.heads.config import (
     EagleConfig,
     HeadConfig,
     MedusaConfig,
-    MlpSpeculatorConfig,
     default_layers,
 )
 from jaxspec.models.weights import load_params
@@ -39,7 +38,6 @@ from jaxspec.train.methods import (
     EagleMethod,
     MedusaMethod,
     Method,
-    MlpSpeculatorMethod,
 )
 from jaxspec.train.target import StateFiles, Target
 from jaxspec.train.text import (
@@ -126,7 +124,6 @@ def make_method(options: argparse.Namespace, config: Any, folder: Path) -> Metho
         "eagle": _eagle,
         "eagle3": _eagle3,
         "medusa": _medusa,
-        "mlp_speculator": _mlp_speculator,
     }
     if options.method == "draft":
         return _draft(options, config, folder)
@@ -186,18 +183,6 @@ def _medusa(options: argparse.Namespace, config: Any) -> MedusaMethod:
             **_common(config, config.vocab_size),
             num_heads=options.heads,
             num_blocks=options.blocks,
-        )
-    )
-
-
-def _mlp_speculator(options: argparse.Namespace, config: Any) -> MlpSpeculatorMethod:
-    return MlpSpeculatorMethod(
-        config=MlpSpeculatorConfig(
-            **_common(config, config.vocab_size),
-            num_stages=options.stages,
-            inner_size=options.inner_size or config.hidden_size,
-            is_tied=options.stages > 1,
-            scale_input=True,
         )
     )
 

@@ -461,6 +461,14 @@ def test_a_bad_argument_beside_a_draft(
         ({"load_format": "tensorizer"}, "'tensorizer'"),
         ({"hf_overrides": {"head_dim": 8}}, "'head_dim'"),
         ({"spec_decoding_acceptance_method": "greedy"}, "'greedy'"),
+        (
+            {"spec_decoding_acceptance_method": "typical_acceptance_sampler"},
+            "Typical acceptance was removed",
+        ),
+        (
+            {"typical_acceptance_sampler_posterior_alpha": 0.4},
+            "Use rejection_sample_method 'block'",
+        ),
     ],
 )
 def test_what_the_engine_does_not_do(

@@ -1,8 +1,8 @@
 """Asks compilers what drafts beside drafts cost, next to a chain's.
 
 `PYTHONPATH=.venv/aot python -m tests.program.aot_trees` compiles rounds of 9B and 27B
-with a 2B draft for devices that are not there: of a chain, of side leaves, of a tree,
-and of trees that grow in the round. What the compilers say goes to
+with a 2B draft for devices that are not there: of a chain, of side leaves and of a
+tree. What the compilers say goes to
 `benchmarks/results/aot_trees.json`, a row after every program; those that are in the
 file already are left out. With names behind it, or beginnings of names, these are
 compiled again. `--table` prints the table of `benchmarks/README.md`.
@@ -49,7 +49,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "chain": {},
     "leaves": dict(num_side_leaves=1),
     "tree": {TREE_KEY: TREE},
-    "dynamic": dict(dynamic_tree_top_k=3, dynamic_tree_num_nodes=16),
 }
 WORD_BITS = 32
 
@@ -236,10 +235,8 @@ def check_report(report: Report) -> None:
         assert report.rows == report.nodes + 1 == NUM_LEVELS + 1, report
         return
     assert 0 < most <= 4 * words * report.rows * NUM_SEQS, report
-    # One for all sequences may be there as well, in bytes: it is a constant. Trees that
-    # have grown differ, and their bytes are there until they are bits.
-    most = NUM_SEQS if report.name.endswith("/dynamic") else 4
-    assert sum(report.squares.values()) <= most * report.rows**2, report
+    # One for all sequences may be there as well, in bytes: it is a constant.
+    assert sum(report.squares.values()) <= 4 * report.rows**2, report
 
 
 def table(rows: dict[str, dict[str, Any]]) -> str:

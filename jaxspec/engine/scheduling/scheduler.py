@@ -640,7 +640,7 @@ class Scheduler:
         # The draft model writes this many positions whatever the request wants. One
         # more for the target's token, which has a slot but no keys and values yet.
         tree = self.shapes.tree(decode.num_draft_tokens)
-        lengths = table.most_tokens(rows) + tree.num_slots
+        lengths = table.most_tokens(rows) + tree.num_rows
         lengths += (num_rounds - 1) * (decode.wanted + 1)
         lengths = np.minimum(lengths, table.longest[rows])
         requests, size = table.owners_of(rows.tolist()), self.config.page_size
@@ -738,7 +738,7 @@ class Scheduler:
         self.waiting.remove(request)
         self.running.append(request)
         tree = self.shapes.tree(self.config.num_draft_tokens)
-        longest = request.max_total + tree.num_slots - 1
+        longest = request.max_total + tree.num_rows - 1
         work.begin(request, found, min(longest, self.config.max_model_len))
         self.costs.admit(
             request.row,

@@ -94,5 +94,4 @@ def _drafts(completion: CompletionOutput) -> dict[str, Any] | None:
         "num_proposed_per_position": counts.num_proposed_per_position,
         "num_spec_tokens": len(counts.histogram) - 1,
         **({"is_synthetic": True} if counts.is_synthetic else {}),
-        **({"is_lossy": True} if counts.is_lossy else {}),
     }

@@ -479,14 +479,13 @@ def test_a_text_that_changes_is_decoded_faster_than_with_any_one_k(length):
 TREE = "[(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)]"
 
 
-TREES: list[dict[str, Any]] = [
-    {"num_speculative_tokens": 6, "speculative_token_tree": TREE},
-    {"num_speculative_tokens": 3, "dynamic_tree_top_k": 2},
-]
-
-
-def make_tree_controller(clock=lambda: 0.0, keys: Any = TREES[0]) -> Controller:
-    speculative = SpeculativeConfig(model="draft", controller=ADAPTIVE, **keys)
+def make_tree_controller(clock=lambda: 0.0) -> Controller:
+    speculative = SpeculativeConfig(
+        model="draft",
+        controller=ADAPTIVE,
+        num_speculative_tokens=6,
+        speculative_token_tree=TREE,
+    )
     return Controller(speculative, clock=clock)
 
 
@@ -506,10 +505,9 @@ def test_a_tree_is_drafted_whole_or_not_at_all(chance, best):
     assert k == best
 
 
-@pytest.mark.parametrize("keys", TREES)
-def test_a_tree_that_is_tried_is_tried_whole(keys):
+def test_a_tree_that_is_tried_is_tried_whole():
     now, seen = [0.0], set()
-    controller = make_tree_controller(lambda: now[0], keys)
+    controller = make_tree_controller(lambda: now[0])
     for _ in range(5 * LOOK_ROUNDS):
         now[0] += MIN_WAIT_S
         k = controller.choose(
@@ -524,11 +522,10 @@ def test_a_tree_that_is_tried_is_tried_whole(keys):
     assert seen == {0, 3}
 
 
-@pytest.mark.parametrize("keys", TREES)
-def test_a_tree_that_was_left_out_for_its_chain_is_tried_whole(keys):
+def test_a_tree_that_was_left_out_for_its_chain_is_tried_whole():
     """Of the chain fewer drafts are the best."""
     now, seen = [0.0], set()
-    controller = make_tree_controller(lambda: now[0], keys)
+    controller = make_tree_controller(lambda: now[0])
     for _ in range(4):
         now[0] += 0.05
         controller.look()
