@@ -3,6 +3,8 @@
 # BATTERY_ARGS.
 
 SHELL := bash
+# Where engines keep compiled programs: see `_cache_dir` in jaxspec/engine/arg_utils.py.
+programs := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/jaxspec
 PYTHON ?= python3
 VENV ?= .venv
 PYTEST_ARGS ?=
@@ -37,7 +39,7 @@ help:
 	@echo "make bench       measure the bundled pair with and without speculation"
 	@echo "make figures     draw the figures from the results in benchmarks/results"
 	@echo "make format      let ruff rewrite the code"
-	@echo "make clean       remove $(VENV) and every cache"
+	@echo "make clean       remove $(VENV) and the caches of this folder"
 
 demo: $(installed)
 	@$(bin)/python -m jaxspec generate "Tell me a short story about a dragon." \
@@ -86,6 +88,8 @@ format: $(installed_test)
 
 clean:
 	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis .import_linter_cache build dist
+	@echo 'Compiled programs of all engines, at most 4 GiB, stay in $(programs).'
+	@echo 'Engines make them again when they are missing: rm -r $(programs)'
 
 $(bin)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \

@@ -245,7 +245,7 @@ def alternate(
 
 
 def counts(engine: LLMEngine) -> Counter:
-    """What the controller has counted so far."""
+    """What the policy has counted so far."""
     names = ("num_probes", "num_stops", "saved_s", "lost_s")
     return Counter({name: getattr(engine.policy, name) for name in names})
 

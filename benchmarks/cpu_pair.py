@@ -15,11 +15,15 @@ import jax
 from tqdm.auto import tqdm
 
 from benchmarks.first_token import measure_startup
-from benchmarks.measure import run_prompts, sampling, summarise
-from benchmarks.peers.child import Child
-from benchmarks.peers.found import huggingface
+from benchmarks.measure import (
+    DOMAINS,
+    load_prompts,
+    run_prompts,
+    sampling,
+    summarise,
+)
+from benchmarks.peers.found import Child, huggingface
 from benchmarks.peers.turns import LONGEST_ANSWER_S, start, usable_cores
-from benchmarks.prompts import DOMAINS, load_prompts
 from benchmarks.readme_table import readme_table
 from jaxspec.bench.measure import Batch, Bench, run_batch
 from jaxspec.bench.report import commit, machine, now, num_cores, table, versions

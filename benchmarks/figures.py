@@ -80,7 +80,7 @@ def _lines(path: Path) -> list[Result]:
     try:
         return [json.loads(text)]
     except json.JSONDecodeError:
-        return [json.loads(line) for line in text.splitlines()]
+        return [json.loads(line) for line in text.split("\n") if line]
 
 
 def by_domain(result: Result) -> Figure:

@@ -24,12 +24,12 @@ import time
 from collections.abc import Callable, Generator, Iterator
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import jax
 
-from benchmarks import by_kernel
-from benchmarks.kernels.clock import copy_bandwidth
+from benchmarks.kernels.clock import copy_bandwidth, profile
 from benchmarks.step_times import Models, Program, Setting, TargetPass, compile_all
 from jaxspec.bench.ceiling import speed_up_ceiling
 from jaxspec.bench.report import commit, machine, now, versions, write_whole
@@ -46,6 +46,7 @@ ACCEPTANCES = (0.6, 0.7, 0.8, 0.9)
 BATCHES = (1, 8)
 VERIFY_DRAFTS = 5
 COPIED_BYTES = 4 * 2**30
+SHORT = 4  # tokens, of the text of HuggingFace that is taken off
 # Of a GPU's memory, what jax takes at the start: 27B with 2B and the pages of eight
 # sequences are more of an H100 than the three quarters that it takes by itself.
 MEMORY_FRACTION = 0.9
@@ -243,29 +244,102 @@ def _rounds(
         "round_us": timed.step_s.in_microseconds(),
         "tokens_per_round": timed.tokens,
     }
-    found = by_kernel.profile(lambda: programs[most].run(repeats=1))
+    found = profile(lambda: programs[most].run(repeats=1))
     num_rounds = 2 * models.setting.steps  # the run's, and those that warm it up
-    profile = {"what": "profile", "num_drafts": most, "num_rounds": num_rounds}
-    yield row | profile | found
+    about = {"what": "profile", "num_drafts": most, "num_rounds": num_rounds}
+    yield row | about | found
 
 
 def measure_huggingface(name: str, options: argparse.Namespace) -> Iterator[Row]:
-    """Plain steps of transformers, as it is and compiled."""
-    hf_shapes = importlib.import_module("benchmarks.hf_shapes")  # torch may be missing
+    """Plain steps of transformers with random weights, as it is and compiled.
+
+    A static cache and, where it works, `torch.compile`, as its documentation advises.
+    """
     size, setting = name.removeprefix("hf-"), setting_of(options)
-    model = hf_shapes.make_model(config_of(size, options), setting)
+    model = _hf_model(config_of(size, options), setting)
     for is_compiled in (False, True):
         for seqs in options.batches:
-            found = hf_shapes.step_s(model, setting, seqs=seqs, is_compiled=is_compiled)
+            found = _hf_step_s(model, setting, seqs=seqs, is_compiled=is_compiled)
             yield {
                 "what": "huggingface",
-                "device": hf_shapes.device_name(model),
+                "device": _hf_device(model),
                 "model": size,
                 "batch": seqs,
                 "is_compiled": is_compiled,
                 "step_us": {key: value * 1e6 for key, value in found.items()},
                 "tokens_per_s": seqs / found["median"],
             }
+
+
+def _torch() -> Any:
+    """PyTorch, which may not be installed."""
+    return importlib.import_module("torch")
+
+
+def _hf_model(config: dict[str, Any], setting: Setting) -> Any:
+    """Random weights, made on the device in the type that they stay in."""
+    torch, library = _torch(), importlib.import_module("transformers")
+    sizes = {name: value for name, value in config.items() if name != "architectures"}
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(getattr(torch, setting.dtype))
+    try:
+        with torch.device(device):
+            model = library.Gemma2ForCausalLM(library.Gemma2Config(**sizes))
+    finally:
+        torch.set_default_dtype(before)
+    return model.eval()
+
+
+def _hf_step_s(
+    model: Any, setting: Setting, *, seqs: int, is_compiled: bool
+) -> dict[str, float]:
+    """Seconds of one plain greedy step: a long text less a short one.
+
+    Args:
+        is_compiled: By transformers itself, which does so on a GPU.
+    """
+    torch = _torch()
+    prompt = torch.full((seqs, setting.context), 5, device=model.device)
+
+    def took_s(length: int) -> float:
+        _hf_wait(model.device)
+        start = time.perf_counter()
+        with torch.inference_mode():
+            output = model.generate(
+                prompt,
+                attention_mask=torch.ones_like(prompt),
+                max_new_tokens=length,
+                do_sample=False,
+                eos_token_id=None,
+                pad_token_id=0,
+                cache_implementation="static",
+                disable_compile=not is_compiled,
+            )
+        _hf_wait(model.device)
+        assert output.shape[1] == setting.context + length
+        return time.perf_counter() - start
+
+    lengths = SHORT, SHORT + setting.steps
+    for length in lengths:  # compiles, and warms caches and clocks
+        took_s(length)
+    seconds = []
+    for _ in range(setting.repeats):
+        short, long = map(took_s, lengths)
+        seconds.append((long - short) / setting.steps)
+    return {"median": median(seconds), "least": min(seconds)}
+
+
+def _hf_device(model: Any) -> str:
+    """Of what it runs on, as jax calls it."""
+    if model.device.type == "cuda":
+        return _torch().cuda.get_device_name(model.device)
+    return model.device.type
+
+
+def _hf_wait(device: Any) -> None:
+    if device.type == "cuda":
+        _torch().cuda.synchronize()
 
 
 def run_part(name: str, options: argparse.Namespace) -> Iterator[Row]:

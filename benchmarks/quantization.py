@@ -28,8 +28,14 @@ from tqdm.auto import tqdm
 
 from benchmarks.control import kept_parts
 from benchmarks.cpu_pair import DRAFT, TARGET, header, make_engine, warn_unless_quiet
-from benchmarks.measure import PromptRuns, run_prompts, sampling, summarise
-from benchmarks.prompts import bundled, load_prompts
+from benchmarks.measure import (
+    PromptRuns,
+    bundled,
+    load_prompts,
+    run_prompts,
+    sampling,
+    summarise,
+)
 from jaxspec.bench.acceptance import Acceptance
 from jaxspec.bench.ceiling import best_num_draft_tokens
 from jaxspec.engine.llm_engine import LLMEngine

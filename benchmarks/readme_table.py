@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.peers.table import peers_table
+from benchmarks.peers.cells import peers_table
 
 HERE = Path(__file__).parent
 MIB = 2**20
@@ -69,7 +69,9 @@ def _notes(result: dict[str, Any]) -> list[str]:
         f"`{result['target']}` with `{result['draft']}`, K = "
         f"{arguments['num_speculative_tokens']}, batch 1, {arguments['num_tokens']} "
         f"new tokens, {result['dtype']}; medians of {arguments['repeats']} runs of "
-        f"{row['num_prompts']} prompts ({result['prompts']['source']}). Greedy text "
+        f"{row['num_prompts']} prompts ({result['prompts']['source']}). The speed-up "
+        "is the median of the ratios of runs side by side, not the ratio of the two "
+        "medians beside it. Greedy text "
         "is the same with and without speculation for "
         f"{row['num_equal']} of {row['num_prompts']} prompts.",
     ]

@@ -18,8 +18,7 @@ from typing import Any
 
 from benchmarks.cpu_pair import warn_unless_quiet
 from benchmarks.first_token import measure_startup
-from benchmarks.measure import run_prompts, summarise
-from benchmarks.prompts import load_prompts
+from benchmarks.measure import load_prompts, run_prompts, summarise
 from jaxspec.bench.data import read_prompts
 from jaxspec.engine.arg_utils import EngineArgs
 from jaxspec.engine.llm_engine import LLMEngine

@@ -19,7 +19,7 @@ Reading order, from a user's call down to the device:
 8. `jaxspec.program.step`: the program; then `jaxspec.program.propose`,
    `jaxspec.program.forward`, `jaxspec.program.verify` and `jaxspec.program.walk`.
 9. `jaxspec.models.gemma.network`: the network. `jaxspec.sharding`: how it lies on
-   devices.
+   devices. `jaxspec.jax_settings`: what it is traced under.
 
 Beside them: what command lines share (`jaxspec.console`, `jaxspec.progress`), and
 vLLM's import paths: `jaxspec.entrypoints`, `jaxspec.envs`, `jaxspec.exceptions`,

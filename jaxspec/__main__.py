@@ -14,6 +14,7 @@ from jaxspec.console.ending import end, interrupts_end
 from jaxspec.engine.model_folders import BUNDLED_DRAFT, BUNDLED_TARGET
 from jaxspec.settings.speculation import DEFAULT_DRAFT_TOKENS
 from jaxspec.token_tree import TREE_KEY
+from jaxspec.version import __version__
 
 _MODULES = {"generate": "jaxspec.cli.generate", "chat": "jaxspec.cli.chat"}
 # Command lines of their own, with the engine's flags.
@@ -36,6 +37,8 @@ def make_parser(prog: str = PROG) -> CommandParser:
         prog=prog,
         description="Speculative decoding for Gemma 2 and 3.",
     )
+    told = f"jaxspec {__version__}"
+    parser.add_argument("-v", "--version", action="version", version=told)
     commands = parser.add_subparsers(
         title="subcommands", metavar="COMMAND", dest="command"
     )
@@ -208,12 +211,12 @@ def main(arguments: Sequence[str] | None = None, prog: str = PROG) -> int:
         parser.print_help()
         return 0
 
-    def run() -> None:
+    def run() -> int | None:
         if getattr(options, "url", None) is None:
             _choose_models(options)
         with interrupts_end():
             module = importlib.import_module(options.module)
-        module.run(options)
+        return module.run(options)
 
     return run_command(f"{parser.prog} {options.command}", run)
 

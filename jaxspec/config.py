@@ -319,11 +319,6 @@ class EngineConfig:
         return speculative.rejection_sample_method == SYNTHETIC
 
     @property
-    def is_lossy(self) -> bool:
-        """Whether texts that are sampled without a seed leave the target's law."""
-        return self.speculative is not None and self.speculative.is_lossy
-
-    @property
     def num_draft_tokens(self) -> int:
         """Drafts per step, one after the other; 0 without speculation."""
         return self.speculative.num_levels if self.speculative else 0

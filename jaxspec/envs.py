@@ -1,15 +1,32 @@
-"""Says of vLLM's environment variables that none has any effect here."""
+"""The environment variables of vLLM that have an effect here; others are not read."""
+
+import os
+
+from jaxspec.errors import ConfigError, wrong_argument
+
+VLLM_API_KEY: str | None
+VLLM_BATCH_INVARIANT: bool
+
+_READ = ("VLLM_API_KEY", "VLLM_BATCH_INVARIANT")
 
 
 def is_set(name: str) -> bool:
-    """Return whether a variable of vLLM's is taken from the environment: none is."""
-    return False
+    """Return whether a variable of vLLM's is taken from the environment."""
+    return name in _READ and name in os.environ
 
 
 def __getattr__(name: str) -> object:
+    if name == "VLLM_API_KEY":
+        return os.environ.get(name)
+    if name == "VLLM_BATCH_INVARIANT":
+        value = os.environ.get(name, "0")
+        if value not in ("0", "1"):
+            raise wrong_argument(ConfigError, name, "0 or 1", value)
+        return value == "1"
     if name.startswith("__"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     raise AttributeError(
-        f"{__name__} has no {name}: environment variables are not read. What they set "
-        "in vLLM is an argument of LLM and EngineArgs, or a flag of the server."
+        f"{__name__} has no {name}: of vLLM's environment variables only "
+        f"{' and '.join(_READ)} are read. What others set in vLLM is an argument of "
+        "LLM and EngineArgs, or a flag of the server."
     )

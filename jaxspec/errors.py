@@ -20,6 +20,8 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 MAX_SHOWN = 200
+# Arguments whose values are never quoted.
+SECRET_ARGUMENTS = ("api_key", "api_keys", "hf_token")
 
 
 class ArgumentError(Exception):
@@ -108,9 +110,30 @@ def wrong_argument(
     Args:
         told_as: What the message calls it, where `name` is too short for that.
     """
-    called = told_as or name
-    message = f"{called} must be {allowed}, got {shown(value)}. {hint}".rstrip()
+    called, got = told_as or name, shown(value)
+    if is_secret(name):
+        got, value = "another value, which is not shown", None
+    message = f"{called} must be {allowed}, got {got}. {hint}".rstrip()
     return error(message, parameter=name, value=value)
+
+
+def is_secret(name: str) -> bool:
+    """Return whether an argument or flag is a secret's, or a misspelling of one."""
+    plain = name.lstrip("-").replace("-", "_")
+    return bool(difflib.get_close_matches(plain, SECRET_ARGUMENTS, n=1, cutoff=0.8))
+
+
+def escaped(text: str) -> str:
+    r"""Return a text in one line, for logs: whoever sent it cannot forge further ones.
+
+    Characters that are not printable become `\n`, `\x1b`, `\u2028`.
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        one if one.isprintable() else one.encode("unicode_escape").decode()
+        for one in text
+    )
 
 
 def read_keys(
@@ -265,13 +288,24 @@ def check_strings(error: type[ArgumentError], name: str, value: object) -> list[
     return [check_utf8(error, name, text) for text in texts]
 
 
+def plain_values(value: Any) -> Any:
+    """Return an array as Python's lists and numbers, and anything else as it is.
+
+    An array is numpy's, jax's, torch's, or a column of pandas': what has `tolist` and a
+    number of dimensions. One without dimensions is a number.
+    """
+    is_array = hasattr(value, "tolist") and hasattr(value, "ndim")
+    return value.tolist() if is_array else value
+
+
 def check_token_ids(error: type[ArgumentError], name: str, value: object) -> list[int]:
     """Return `value` as a list if it holds integers of at least 0; None is empty."""
     if value is None:
         return []
-    if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
+    ids = plain_values(value)
+    if isinstance(ids, (str, bytes, Mapping)) or not isinstance(ids, Iterable):
         raise wrong_argument(error, name, "a list of token ids", value)
-    return [check_token_id(error, name, token) for token in value]
+    return [check_token_id(error, name, plain_values(token)) for token in ids]
 
 
 def check_token_id(

@@ -5,17 +5,16 @@ Knows tokenizers only as something that encodes text.
 """
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NotRequired, Protocol, TypedDict, runtime_checkable
-
-import numpy as np
 
 from jaxspec.errors import (
     RequestError,
     UnsupportedError,
     check_token_id,
     check_utf8,
+    plain_values,
     wrong_argument,
 )
 
@@ -68,15 +67,22 @@ class ParsedPrompt:
 
 
 def split_prompts(prompts: Any) -> list[Any]:
-    """Return the prompts of a call that may hold one prompt or a list of them."""
-    if isinstance(prompts, (str, Mapping, np.ndarray)):
+    """Return the prompts of a call that may hold one prompt or a list of them.
+
+    Arrays are taken as the lists that they hold: of strings or rows, they are prompts,
+    of numbers, they are one.
+    """
+    if isinstance(prompts, (str, Mapping)):
         return [prompts]
-    if not isinstance(prompts, (list, tuple)):
+    listed = plain_values(prompts)
+    if not isinstance(listed, Sequence) or isinstance(listed, (str, bytes)):
         allowed = f"{_FORMS}; or a list of these"
         raise wrong_argument(RequestError, "prompts", allowed, prompts)
-    if prompts and _are_token_ids(prompts):
-        return [list(prompts)]
-    return list(prompts)
+    listed = [plain_values(item) for item in listed]
+    # One number makes the list a prompt; `parse_prompt` says what else is in it.
+    return (
+        [listed] if any(isinstance(item, (int, float)) for item in listed) else listed
+    )
 
 
 def join_token_ids(prompts: Any, prompt_token_ids: Any) -> list[Any]:
@@ -153,9 +159,10 @@ def parse_prompt(
 
 def _text_and_ids(prompt: object) -> tuple[str | None, Any]:
     """Take the prompt apart: its text, its token ids, or both."""
+    prompt = plain_values(prompt)
     if isinstance(prompt, str):
         return prompt, None
-    if isinstance(prompt, (list, tuple, np.ndarray)):
+    if isinstance(prompt, (list, tuple)):
         return None, prompt
     if not isinstance(prompt, Mapping):
         raise wrong_argument(RequestError, "prompt", _FORMS, prompt)
@@ -186,18 +193,18 @@ def _encode(text: str, tokenizer: Encoder) -> list[int]:
 
 
 def _check_ids(given: Any, vocab_size: int) -> list[int]:
-    if isinstance(given, np.ndarray):
-        given = given.tolist()
+    given = plain_values(given)
     if not isinstance(given, (list, tuple)) or not given:
         allowed = "a list of at least one token id"
         raise wrong_argument(RequestError, "prompt_token_ids", allowed, given)
     name = "prompt_token_ids"
     return [
-        check_token_id(RequestError, name, token, vocab_size, told_as=f"{name}[{at}]")
+        check_token_id(
+            RequestError,
+            name,
+            plain_values(token),
+            vocab_size,
+            told_as=f"{name}[{at}]",
+        )
         for at, token in enumerate(given)
     ]
-
-
-def _are_token_ids(prompts: list[Any] | tuple[Any, ...]) -> bool:
-    # One number makes the list a prompt; `parse_prompt` says what else is in it.
-    return any(isinstance(item, (int, float, np.number)) for item in prompts)

@@ -21,6 +21,7 @@ from jaxspec.errors import (
     EngineGenerateError,
     RequestError,
     check_integer,
+    plain_values,
     refuse,
     wrong_argument,
 )
@@ -209,7 +210,7 @@ class LLM:
         if sampling_params is None:
             sampling_params = self.get_default_sampling_params()
         params_list = _one_per_prompt(sampling_params, len(prompts))
-        ranks: Any = 0 if priority is None else priority
+        ranks: Any = 0 if priority is None else plain_values(priority)
         if isinstance(ranks, int) and not isinstance(ranks, bool):
             ranks = [ranks] * len(prompts)
         if not isinstance(ranks, (list, tuple)) or len(ranks) != len(prompts):
@@ -364,9 +365,13 @@ class LLM:
         """
         return self.llm_engine.get_metrics()
 
-    def reset_prefix_cache(self) -> bool:
-        """Forget the pages of ended requests; False while pages are in use."""
-        return self.llm_engine.reset_prefix_cache()
+    def reset_prefix_cache(
+        self, reset_running_requests: bool = False, reset_connector: bool = False
+    ) -> bool:
+        """Forget the pages of ended requests; see `LLMEngine.reset_prefix_cache`."""
+        return self.llm_engine.reset_prefix_cache(
+            reset_running_requests, reset_connector
+        )
 
     def sleep(self, level: int = 1) -> None:
         """Free the devices' memory until `wake_up`; see `LLMEngine.sleep`."""

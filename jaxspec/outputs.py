@@ -19,37 +19,38 @@ class RequestSpecDecodeMetrics:
     Attributes:
         histogram: Entry i counts the steps that kept exactly i draft tokens.
         num_draft_tokens: Draft tokens proposed in all steps together.
+        proposals: Entry i counts the steps that proposed exactly i draft tokens.
         is_synthetic: Acceptance was given, by the rule "synthetic": it says nothing
             about the models, and the text means nothing.
-        is_lossy: Drafts stayed by typical acceptance: the text need not follow the
-            target's law.
+        stop_reason: Why the engine makes no drafts any more; None while it can. Drafts
+            that do not pay are no reason.
     """
 
     histogram: list[int]
     num_draft_tokens: int = 0
+    proposals: list[int] = field(default_factory=list)
     is_synthetic: bool = False
-    is_lossy: bool = False
+    stop_reason: str | None = None
 
     @classmethod
     def empty(
-        cls,
-        max_draft_tokens: int,
-        *,
-        is_synthetic: bool = False,
-        is_lossy: bool = False,
+        cls, max_draft_tokens: int, *, is_synthetic: bool = False
     ) -> "RequestSpecDecodeMetrics":
         """Make the counts before the first step."""
         counts = [0] * (max_draft_tokens + 1)
-        return cls(histogram=counts, is_synthetic=is_synthetic, is_lossy=is_lossy)
+        return cls(histogram=counts, proposals=counts.copy(), is_synthetic=is_synthetic)
 
     def snapshot(self) -> "RequestSpecDecodeMetrics":
         """Copy the counts as they are now."""
-        return dataclasses.replace(self, histogram=self.histogram.copy())
+        return dataclasses.replace(
+            self, histogram=self.histogram.copy(), proposals=self.proposals.copy()
+        )
 
     def record_step(self, num_draft_tokens: int, num_accepted: int) -> None:
         """Count one step that proposed draft tokens."""
         assert 0 <= num_accepted <= num_draft_tokens < len(self.histogram)
         self.histogram[num_accepted] += 1
+        self.proposals[num_draft_tokens] += 1
         self.num_draft_tokens += num_draft_tokens
 
     @property
@@ -71,6 +72,11 @@ class RequestSpecDecodeMetrics:
     def mean_acceptance_length(self) -> float:
         """Tokens per speculative step, the target's own included."""
         return 1 + _ratio(self.num_accepted_draft_tokens, self.num_spec_steps)
+
+    @property
+    def num_proposed_per_position(self) -> list[int]:
+        """Entry i: steps that proposed draft token i (counted from 0)."""
+        return [sum(self.proposals[i + 1 :]) for i in range(len(self.histogram) - 1)]
 
     @property
     def acceptance_rate_per_position(self) -> list[float]:
@@ -171,6 +177,7 @@ class CompletionOutput:
         stop_reason: The stop string or stop token id that ended it; after an error,
             what went wrong; None for others.
         token_origins: Who drew each token; None unless that was asked for.
+        routed_experts, sampling_mask, weight_versions: vLLM's; always None.
     """
 
     index: int
@@ -183,6 +190,9 @@ class CompletionOutput:
     lora_request: Any = None
     spec_decode_metrics: RequestSpecDecodeMetrics | None = None
     token_origins: list[TokenOrigin] | None = None
+    routed_experts: None = None
+    sampling_mask: None = None
+    weight_versions: None = None
 
     def finished(self) -> bool:
         """Return whether nothing more will be added."""
@@ -216,6 +226,8 @@ class RequestOutput:
         outputs: One per text asked for.
         finished: All of them have ended.
         num_cached_tokens: Prompt tokens whose keys and values were already in pages.
+        num_cache_creation_tokens, prompt_token_id_logprobs, kv_transfer_params:
+            vLLM's; always None.
     """
 
     request_id: str
@@ -229,6 +241,9 @@ class RequestOutput:
     encoder_prompt: str | None = None
     encoder_prompt_token_ids: list[int] | None = None
     num_cached_tokens: int | None = None
+    num_cache_creation_tokens: None = None
+    prompt_token_id_logprobs: None = None
+    kv_transfer_params: None = None
 
     def freeze(self) -> None:
         """Keep the counts and times of now; the engine goes on with its own."""

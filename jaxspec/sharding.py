@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxspec.errors import ConfigError
+from jaxspec.jax_settings import find_devices
 
 MESH_AXES = ("data", "replica", "model")
 
@@ -34,9 +35,9 @@ def make_mesh(
         devices: Those to take of, or what stands for them.
 
     Raises:
-        ConfigError: there are fewer devices than that.
+        ConfigError: there are fewer devices than that, or jax finds none.
     """
-    devices = jax.devices() if devices is None else devices
+    devices = find_devices() if devices is None else devices
     if tensor_parallel_size > len(devices):
         raise ConfigError(
             f"tensor_parallel_size={tensor_parallel_size}, but {len(devices)} "

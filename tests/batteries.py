@@ -140,7 +140,7 @@ BATTERIES = (
             "tests/e2e/test_lossless.py",
             "tests/e2e/test_told_bits.py",
         ),
-        reads=(*ENGINE, "benchmarks/same_bits.py"),
+        reads=ENGINE,
     ),
     Battery(
         name="counts",
@@ -180,23 +180,23 @@ BATTERIES = (
     _aot(
         "scanned",
         "tests/program/test_scanned_aot.py",
-        (*ENGINE, "benchmarks/compile_costs.py"),
+        ENGINE,
     ),
     _aot(
         "invariant",
         "tests/program/test_invariant_aot.py",
-        (*ENGINE, "benchmarks/compile_costs.py"),
+        ENGINE,
     ),
     _aot(
         "trees",
         "tests/program/test_trees_aot.py",
-        (*ENGINE, "benchmarks/compile_costs.py"),
+        ENGINE,
         "benchmarks/results/aot_trees.json",
     ),
     _aot(
         "quantized",
         "tests/models/test_quantized_aot.py",
-        (*ENGINE, "benchmarks/compile_costs.py"),
+        ENGINE,
     ),
     _aot(
         "hosts",

@@ -22,7 +22,7 @@ from jaxspec.outputs import RequestOutput
 from jaxspec.program.plan import StepPlan, StepShape
 from jaxspec.program.wire import CaughtUp, StepResult
 from jaxspec.sampling_params import SamplingParams
-from jaxspec.settings.speculation import FIXED, SUFFIX_DEFAULTS, TYPICAL_DEFAULTS
+from jaxspec.settings.speculation import FIXED, SUFFIX_DEFAULTS
 from jaxspec.sharding import DRAFT_MESH_AXES, TARGET_MESH_AXES
 from jaxspec.text.tokenizer import PlainTexts, Tokenizer
 from jaxspec_checkpoints.quantization import Scheme
@@ -179,7 +179,6 @@ def make_engine(
     mask_token_id: int | None = None,
     num_side_leaves: int = 0,
     tree: str | None = None,
-    dynamic: tuple[int, int] | None = None,
     head: tuple[HeadConfig, Any] | None = None,
     kept: Sequence[int] | None = None,
     draft_scheme: Scheme | None = None,
@@ -196,7 +195,6 @@ def make_engine(
         mask_token_id: Of a draft that makes all drafts in one pass.
         num_side_leaves, tree: Keys of `SpeculativeConfig`; of a tree, the number of
             drafts is that of its nodes.
-        dynamic: Drafts that a dynamic tree continues at each level, and all it has.
         head: Its config, and its parameters.
         kept: Tokens that a draft model may propose, where its vocabulary is trimmed.
         draft_scheme: How a draft model's matrices are quantized.
@@ -222,10 +220,7 @@ def make_engine(
             num_speculative_tokens=num_draft_tokens,
             num_side_leaves=num_side_leaves,
             speculative_token_tree=tree,
-            dynamic_tree_top_k=dynamic and dynamic[0],
-            dynamic_tree_num_nodes=dynamic and dynamic[1],
             rejection_sample_method=rule,
-            **(TYPICAL_DEFAULTS if rule == "typical" else {}),
             synthetic_acceptance_rates=acceptance_rates,
             draft_sample_method=draft_sample_method,
             disable_by_batch_size=disable_by_batch_size,

@@ -26,7 +26,6 @@ from jaxspec.program.plan import (
     StepShape,
     Tile,
 )
-from jaxspec.program.tree import Tree
 from jaxspec.program.wire import CaughtUp, PlanLayout, StepResult, TokenLogprobs
 
 JUNK = -7  # what a rejected draft leaves in its slot
@@ -161,7 +160,6 @@ class FakeDevice:
         tiles += [(0, True)] * (shape.num_tiles - len(tiles))
         width = shape.num_draft_tokens + 1
         num_accepted = np.zeros(shape.num_seqs, np.int32)
-        is_known = isinstance(shape.tree, Tree) and not shape.tree.is_chain
         result = StepResult(
             tokens=np.zeros((shape.num_seqs, width), np.int32),
             num_emitted=np.zeros(shape.num_seqs, np.int32),
@@ -169,7 +167,7 @@ class FakeDevice:
             num_accepted=num_accepted,
             # Nothing but the spine is ever what the text says.
             num_kept=None if shape.tree.is_chain else num_accepted,
-            tree_row=num_accepted if is_known else None,
+            tree_row=None if shape.tree.is_chain else num_accepted,
             is_done=np.ones(shape.num_seqs, bool),
             is_broken=np.zeros(shape.num_seqs, bool),
             is_draft_broken=np.zeros(shape.num_seqs, bool),

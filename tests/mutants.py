@@ -10,7 +10,6 @@ from collections.abc import Callable
 
 from tests.models.test_trimmed import check_kept_logits
 from tests.mutation import Mutant, is_killed
-from tests.program.propose.test_beam import check_trees
 from tests.program.propose.test_corpus import (
     check_every_place,
     check_other_salts,
@@ -19,7 +18,7 @@ from tests.program.propose.test_corpus import (
 from tests.program.propose.test_draft_model import (
     LEAVES,
     SIDE_PATHS,
-    check_grown_drafts,
+    check_next_round,
     check_self_draft,
     check_tree_drafts,
 )
@@ -397,25 +396,11 @@ MUTANTS = [
         check=lambda: check_tree_drafts(LEAVES),
     ),
     mutant(
-        "drafts_of_a_dynamic_tree_are_compared_by_logits",
-        "propose/levels._rank_laws",
-        "found - jax.nn.logsumexp(scores, axis=2, keepdims=True)",
-        "found",
-        check=check_grown_drafts,
-    ),
-    mutant(
-        "a_draft_models_keys_are_taken_from_the_targets_rows",
+        "accepted_drafts_of_a_side_path_keep_their_slots_in_the_draft_models_pages",
         "path.keep_path",
-        "path = jnp.take_along_axis(fed_as, path, axis=1)",
-        "path = path + 0 * fed_as[:, :1]",
-        check=check_grown_drafts,
-    ),
-    mutant(
-        "drafts_of_a_dynamic_tree_continue_the_row_before",
-        "grown.continued",
-        "before + entry)",
-        "before + entry - 1)",
-        check=check_trees,
+        "run_if(is_moved.any(), move, pages)",
+        "pages",
+        check=check_next_round,
     ),
     mutant(
         "matches_that_have_left_a_path_go_on_beside_it",

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.prompts import DOMAINS, OPEN_TURN, load_prompts, prompt_of
+from benchmarks.measure import DOMAINS, OPEN_TURN, load_prompts, prompt_of
 
 
 def corpus_of(folder: Path, count: int) -> Path:

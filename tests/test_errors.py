@@ -12,6 +12,7 @@ from jaxspec.errors import (
     check_integer,
     check_number,
     check_strings,
+    escaped,
     wrong_argument,
 )
 
@@ -94,3 +95,15 @@ def test_strings_have_bytes():
     assert check_strings(RequestError, "stop", ["é", "x"]) == ["é", "x"]
     with pytest.raises(RequestError, match="stop must be text that UTF-8 can encode"):
         check_strings(RequestError, "stop", ["a", "\ud800"])
+
+
+@pytest.mark.parametrize("name", ["api_key", "api_keys", "--api-key", "hf_token"])
+def test_secrets_are_not_quoted(name: str):
+    with pytest.raises(ConfigError, match="must be") as refused:
+        check_strings(ConfigError, name, ["hush", ""])
+    assert "hush" not in f"{refused.value} {refused.value.value}"
+
+
+def test_escaped_text_is_one_line():
+    forged = "a\nINFO b\r\x1b[2J\x85\u2028\ud800 \u00e9"
+    assert escaped(forged) == "a\\nINFO b\\r\\x1b[2J\\x85\\u2028\\ud800 \u00e9"

@@ -10,7 +10,8 @@ from pathlib import Path
 import jax
 import pytest
 
-from benchmarks import by_kernel, gpu
+from benchmarks import gpu
+from benchmarks.kernels import clock
 from benchmarks.step_times import Models, Program, Setting, TargetPass
 from jaxspec.models.families import config_from_hf
 
@@ -215,7 +216,7 @@ def test_shapes_of_weights_compile_the_program_that_weights_do():
 
 
 def test_kernels_are_summed_up():
-    found = by_kernel.summarise([("a", 1.0), ("b", 2.5), ("a", 0.5)])
+    found = clock.summarise([("a", 1.0), ("b", 2.5), ("a", 0.5)])
     assert found["device_s"] == 4.0
     assert found["kernels"] == [
         {"name": "b", "calls": 1, "seconds": 2.5, "share": 0.625},

@@ -1,10 +1,14 @@
-from typing import Any
+from collections import UserList
+from typing import Any, cast
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
 
 from jaxspec.errors import RequestError
 from jaxspec.inputs import ParsedPrompt, parse_prompt, split_prompts
+from jaxspec.sampling_params import SamplingParams
 
 VOCAB_SIZE = 300
 MAX_MODEL_LEN = 12
@@ -41,6 +45,11 @@ def parse(prompt: object) -> ParsedPrompt:
         ([2, 7], None, [2, 7]),
         ((0, VOCAB_SIZE - 1), None, [0, VOCAB_SIZE - 1]),
         (np.array([2, 7], np.int32), None, [2, 7]),
+        (np.array("ab"), "ab", [2, 100, 101]),
+        (torch.tensor([2, 7]), None, [2, 7]),
+        (jnp.array([2, 7]), None, [2, 7]),
+        ({"prompt_token_ids": torch.tensor([2, 7])}, None, [2, 7]),
+        ({"prompt_token_ids": list(jnp.array([2, 7]))}, None, [2, 7]),
         ({"prompt_token_ids": [2, 7]}, None, [2, 7]),
         ({"prompt_token_ids": [2, 7], "prompt": "shown"}, "shown", [2, 7]),
         ([2] * (MAX_MODEL_LEN - 1), None, [2] * (MAX_MODEL_LEN - 1)),
@@ -124,6 +133,15 @@ def test_a_long_bad_prompt_is_shortened_in_the_message():
         ([{"prompt": "ab"}, "cd", [2]], [{"prompt": "ab"}, "cd", [2]]),
         ([], []),
         ([2, "a"], [[2, "a"]]),
+        (np.array(["ab", "cd"]), ["ab", "cd"]),
+        (np.array(["ab", "cd"], object), ["ab", "cd"]),
+        (np.array([2, 3]), [[2, 3]]),
+        (torch.tensor([2, 3]), [[2, 3]]),
+        (jnp.array([2, 3]), [[2, 3]]),
+        (torch.tensor([[2, 3], [4, 5]]), [[2, 3], [4, 5]]),
+        ([np.array([2, 3]), torch.tensor([4]), "ab"], [[2, 3], [4], "ab"]),
+        (list(torch.tensor([2, 3])), [[2, 3]]),
+        (UserList(["ab", "cd"]), ["ab", "cd"]),
     ],
 )
 def test_one_prompt_and_many_are_told_apart(prompts: Any, expected: list[Any]):
@@ -134,3 +152,8 @@ def test_one_prompt_and_many_are_told_apart(prompts: Any, expected: list[Any]):
 def test_what_holds_no_prompts_is_refused(prompts: Any):
     with pytest.raises(RequestError, match=r"a list of these, got"):
         split_prompts(prompts)
+
+
+def test_an_array_of_token_ids_may_be_a_parameter():
+    params = SamplingParams(stop_token_ids=cast(Any, torch.tensor([2, 7])))
+    assert params.stop_token_ids == [2, 7]

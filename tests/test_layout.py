@@ -115,7 +115,7 @@ TESTED_ELSEWHERE: dict[str, tuple[str, str]] = {
     ),
     "jaxspec/envs.py": (
         "tests/test_vllm_paths.py",
-        "it is there to be imported",
+        "vLLM's name for it",
     ),
     "jaxspec/program/propose/matches.py": (
         "tests/program/propose/test_ngram.py",
@@ -130,10 +130,6 @@ TESTED_ELSEWHERE: dict[str, tuple[str, str]] = {
         "its drafts are held against a replay of whole texts",
     ),
     "jaxspec/program/propose/medusa.py": (
-        "tests/e2e/test_heads.py",
-        "its drafts are held against a replay of whole texts",
-    ),
-    "jaxspec/program/propose/mlp_speculator.py": (
         "tests/e2e/test_heads.py",
         "its drafts are held against a replay of whole texts",
     ),

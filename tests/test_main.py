@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import jaxspec as jaxspec_package
 from jaxspec import __main__ as command_line
 from jaxspec.cli import chat, generate
 from jaxspec.engine.model_folders import model_folder
@@ -56,6 +57,13 @@ def test_drafts_may_come_from_the_text():
     assert done.returncode == 0, done.stderr
     assert re.search(r"^acceptance rate ", done.stdout, re.MULTILINE)
     assert re.search(r"^texts +equal$", done.stdout, re.MULTILINE)
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as end:
+        command_line.main(["--version"])
+    assert end.value.code == 0
+    assert capsys.readouterr().out == f"jaxspec {jaxspec_package.__version__}\n"
 
 
 @pytest.mark.parametrize("arguments", [[], ["--help"]])

@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from jaxspec.engine.arg_utils import _cache_dir
+from jaxspec.engine.program_cache import MAX_BYTES
+
 ROOT = Path(__file__).parents[1]
 # What stands in for Python ends as it is told: pytest, or the module of the batteries.
 PYTHON = """#!/bin/sh
@@ -26,6 +29,17 @@ def venv(tmp_path):
     (tmp_path / ".installed-test").touch()
     (tmp_path / ".installed-ray").touch()
     return tmp_path
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="no make here")
+def test_clean_tells_where_programs_stay(tmp_path, monkeypatch):
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
+    words = ["make", "VENV=venv", "clean"]
+    made = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True)
+    assert made.returncode == 0, made.stderr
+    assert f"rm -r {_cache_dir('auto')}\n" in made.stdout
+    assert f"at most {MAX_BYTES // 2**30} GiB" in made.stdout
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="no make here")

@@ -305,8 +305,7 @@ def test_quickstart(is_real: bool, tmp_path):
 @pytest.mark.slow
 def test_how_it_works(tmp_path):
     # Its own assertions hold the laws together.
-    # More than are over before the draft model's program is compiled.
-    book = execute("how_it_works", tmp_path, MAX_TOKENS=160)
+    book = execute("how_it_works", tmp_path)
     text = printed(book)
     chances = re.findall(r"q (\S+) +p (\S+) +stays with +(\d+)%", text)
     assert len(chances) == 5
@@ -317,8 +316,9 @@ def test_how_it_works(tmp_path):
     ((tokens, passes),) = re.findall(
         r"^(\d+) tokens in (\d+) passes of the target$", text, re.M
     )
-    assert 40 < int(tokens) <= 160
-    assert int(tokens) / 6 <= int(passes) < int(tokens), "some drafts were accepted"
+    assert 40 < int(tokens) <= 60
+    # It waits for the program that drafts: most passes accept some.
+    assert int(tokens) / 6 <= int(passes) < int(tokens) / 2
     assert "with them: the same text? True" in text
     (kept,) = re.findall(
         r"^of 10 drafts in a tree (\d) stay, of the chain (\d)$", text, re.M

@@ -45,6 +45,11 @@ def test_metrics_agree_with_counting_by_hand():
     assert metrics.acceptance_rate == 9 / 14
     assert metrics.mean_acceptance_length == 1 + 9 / 5
     assert metrics.acceptance_rate_per_position == [4 / 5, 3 / 5, 2 / 5]
+    assert metrics.num_proposed_per_position == [5, 5, 4]
+    copy = metrics.snapshot()
+    metrics.record_step(1, 0)
+    assert copy.num_proposed_per_position == [5, 5, 4]
+    assert metrics.num_proposed_per_position == [6, 5, 4]
 
 
 def test_mean_acceptance_length_is_one_plus_the_sum_over_positions():

@@ -14,8 +14,7 @@ from benchmarks.peers import __main__ as command
 from benchmarks.peers import found, turns
 from benchmarks.peers.answer import run
 from benchmarks.peers.cells import CHOSEN, OURS, Cell, rows
-from benchmarks.peers.child import Child, PeerError, on_cores, shorten
-from benchmarks.peers.found import Peer
+from benchmarks.peers.found import Child, Peer, PeerError, on_cores, shorten
 from benchmarks.peers.turns import usable_cores
 
 FOLDER = Path(found.HERE)

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.peers.child import Child, PeerError
-from benchmarks.peers.found import HERE
+from benchmarks.peers.found import HERE, Child, PeerError
 from benchmarks.peers.turns import usable_cores
 
 OPTIONS = (

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from benchmarks.peers.table import NOT_MEASURED, WHY, peers_table
+from benchmarks.peers.cells import NOT_MEASURED, WHY, peers_table
 
 
 def row(peer: str, speed: float | None, **changes: Any) -> dict[str, Any]:

@@ -99,8 +99,9 @@ def test_a_wrong_request_raises_what_vllms_does():
     assert (refused.value.parameter, refused.value.value) == ("temperature", -1)
 
 
-def test_no_environment_variable_is_read():
-    with pytest.raises(AttributeError, match="VLLM_USE_V1.*are not read"):
+def test_other_environment_variables_are_not_read(monkeypatch):
+    monkeypatch.setenv("VLLM_USE_V1", "1")
+    with pytest.raises(AttributeError, match="VLLM_USE_V1.*are read"):
         _ = envs.VLLM_USE_V1
     assert not envs.is_set("VLLM_USE_V1")
     assert not hasattr(envs, "__wrapped__")

@@ -21,8 +21,7 @@ from tqdm.auto import tqdm
 
 from benchmarks.kernels import bench
 from benchmarks.kernels.clock import measure
-from benchmarks.kernels.rivals import REFUSALS
-from benchmarks.kernels.work import Work
+from benchmarks.kernels.work import REFUSALS, Work
 from jaxspec.bench.report import now
 from jaxspec_kernels import dispatch, tuning
 from jaxspec_kernels.paged_attention.gpu_tiles import Tiles, choose_tiles, product_dtype

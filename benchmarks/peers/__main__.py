@@ -8,6 +8,10 @@ cores. Every peer runs in a process of its own that stays up; runs alternate bet
 of them, so that a slow moment of the machine hits all alike. Timed is the whole: from
 handing over the prompts until the last token is back. Rows are written as they come,
 so that the run may be stopped; it stops by itself when `--minutes` are over.
+
+Reading order: `answer` (the child's side, which runs in the environment of its peer);
+the children `ours`, `hf`, `ov`, `llama` and `vllm_cpu`; `found` (which peers there are,
+what they need, their processes); `cells` (what is measured, rows and table); `turns`.
 """
 
 import argparse
@@ -19,11 +23,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peers.cells import OURS
+from benchmarks.measure import DOMAINS, PromptSet, load_prompts
+from benchmarks.peers.cells import OURS, peers_table
 from benchmarks.peers.found import MODELS, Peer, find_peers
-from benchmarks.peers.table import peers_table
 from benchmarks.peers.turns import LOOKUP_MAX, ROOM, Turns
-from benchmarks.prompts import DOMAINS, PromptSet, load_prompts
 from jaxspec.bench.report import commit, machine, now, num_cores, versions
 from jaxspec.text.tokenizer import Tokenizer
 

@@ -9,8 +9,7 @@ from typing import Any
 from tqdm.auto import tqdm
 
 from benchmarks.peers.cells import CHOSEN, OURS, Cell, rows
-from benchmarks.peers.child import Child, PeerError
-from benchmarks.peers.found import Peer
+from benchmarks.peers.found import Child, Peer, PeerError
 from jaxspec.bench.report import num_cores, write_whole
 
 LOOKUP_MAX = 4

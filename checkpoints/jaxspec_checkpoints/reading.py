@@ -73,6 +73,12 @@ def _open(folder: Path, layouts: Mapping[str, Layout]) -> Checkpoint:
     for name, (is_format, open_format) in _FORMATS.items():
         if (folder.is_dir() or name == "gguf") and is_format(folder):
             return open_format(folder, layouts)
+    if (folder / "adapter_config.json").is_file():
+        raise CheckpointError(
+            f"{folder} holds a LoRA adapter without its model: adapters are not "
+            "supported; merge it into its model (peft's merge_and_unload) and give "
+            "the folder of the result"
+        )
     raise CheckpointError(
         f"{folder} holds no checkpoint: expected model.safetensors or its index "
         "(HuggingFace), an Orbax folder (Kaggle/Flax), a converted one, or a .gguf "

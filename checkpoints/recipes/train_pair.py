@@ -161,8 +161,8 @@ def training_facts(args: Any) -> dict[str, Any]:
         before = json.loads((args.start / "evaluation.json").read_text("utf-8"))
         facts["start"] = before["training"]
     for name in ("target", "draft"):
-        lines = (args.work / f"{name}.log.jsonl").read_text().splitlines()
-        entries = [json.loads(line) for line in lines]
+        lines = (args.work / f"{name}.log.jsonl").read_text().split("\n")
+        entries = [json.loads(line) for line in lines if line]
         peak, last = max(entry["rate"] for entry in entries), entries[-1]
         facts[f"{name}_steps"] = last["step"] + 1
         # The last rate is peak / cooldown, see `training.schedule`.

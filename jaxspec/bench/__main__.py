@@ -3,19 +3,18 @@
 Imports what a subcommand needs only when it runs: jax takes seconds, `--help` must not.
 """
 
+import contextlib
 import importlib
+import json
 import sys
 from collections.abc import Sequence
 
 from jaxspec.bench.flags import MODULES, make_parser
-from jaxspec.bench.report import BenchError
 from jaxspec.console.command import run_command
 from jaxspec.console.ending import end, interrupts_end
 from jaxspec.serve.flags import parse_flags
 
 PROG = "python -m jaxspec.bench"
-# The exit code of a run that failed.
-FAILED = 1
 
 
 def main(arguments: Sequence[str] | None = None, prog: str = PROG) -> int:
@@ -27,15 +26,15 @@ def main(arguments: Sequence[str] | None = None, prog: str = PROG) -> int:
         return 0
     prog = f"{prog} {options.command}"
 
-    def run() -> int:
+    def run() -> None:
         with interrupts_end():
             module = importlib.import_module(MODULES[options.command])
-        try:
-            module.run(options)
-        except BenchError as error:
-            print(f"{prog}: {error}", file=sys.stderr)
-            return FAILED
-        return 0
+        tables = sys.stderr if options.json else sys.stdout
+        with contextlib.redirect_stdout(tables):
+            results = module.run(options)
+        if options.json:
+            for result in results:
+                print(json.dumps(result, allow_nan=False))
 
     return run_command(prog, run)
 

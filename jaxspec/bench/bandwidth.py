@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec.engine.memory.device_speeds import speeds_of
+from jaxspec.jax_settings import own_settings
 
 # Beyond every cache of a CPU; a fraction of an accelerator's memory.
 COPIED_BYTES = 256 * 2**20
@@ -22,6 +23,7 @@ def ridge(kind: str, dtype: str) -> float | None:
     return speeds.operations / speeds.memory
 
 
+@own_settings()
 def copy_bandwidth(
     device: Any,
     *,

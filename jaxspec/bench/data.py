@@ -115,7 +115,8 @@ def read_prompts(path: Path) -> list[Prompt]:
         ConfigError: It cannot be read, holds none, or has a line that is no prompt.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        # Not `splitlines`: a JSON string may hold U+2028 and other ends of lines.
+        lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"--dataset-path must be a file with prompts, got {str(path)!r}: {error}",

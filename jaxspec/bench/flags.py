@@ -24,7 +24,7 @@ def make_parser(prog: str) -> argparse.ArgumentParser:
     parser = CommandParser(
         prog=prog,
         description="Measure plain decoding and speculation, in turn and in one "
-        "process. Every run ends with one line of JSON.",
+        "process.",
         allow_abbrev=False,
     )
     commands = parser.add_subparsers(
@@ -92,9 +92,7 @@ def _add_spec(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         metavar="FORM",
         help="compare forms of drafts in place of values of K, an engine for each: "
-        "chain, chain=K, leaves=W, dynamic=N, best=N or a tree such as "
-        "'[(0,), (1,), (0, 0)]'. dynamic=N is of the N drafts of each round that are "
-        "the most probable. "
+        "chain, chain=K, leaves=W, best=N or a tree such as '[(0,), (1,), (0, 0)]'. "
         "best=N writes the speculative_token_tree of at most N drafts that should be "
         "the fastest by what the forms before it have shown",
     )
@@ -153,8 +151,17 @@ def _add_repeats(group: argparse._ArgumentGroup, *, num_iters: int) -> None:
         default=True,
         help="also time the parts of a round, which compiles programs for them",
     )
-    add("--output-json", type=Path, metavar="FILE", help="writes the line of JSON here")
+    _add_json(group)
+    add("--output-json", type=Path, metavar="FILE", help="writes the JSON to a file")
     _add_plot(group)
+
+
+def _add_json(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--json",
+        action="store_true",
+        help="prints all figures as a line of JSON; tables go to standard error",
+    )
 
 
 def _add_plot(group: argparse._ArgumentGroup) -> None:
@@ -316,6 +323,7 @@ def dataset(options: argparse.Namespace) -> Dataset:
 
 def _add_saving(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
+    _add_json(group)
     add("--percentile-metrics", default="ttft,tpot,itl", help="of ttft,tpot,itl,e2el")
     add("--metric-percentiles", default="99", help="as 50,90,99")
     add(

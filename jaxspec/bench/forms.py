@@ -41,16 +41,13 @@ from jaxspec.token_tree import (
 )
 
 FLAG = "--forms"
-CHAIN, LEAVES, BEST, TREE, DYNAMIC = "chain", "leaves", "best", "tree", "dynamic"
+CHAIN, LEAVES, BEST, TREE = "chain", "leaves", "best", "tree"
 # The number of a form that is named without one; of a chain that is the flags' own.
-DEFAULTS = {CHAIN: 0, LEAVES: 1, BEST: 16, DYNAMIC: 16}
-# Of a dynamic tree of which the flags do not say it.
-DEFAULT_TOP_K = 4
+DEFAULTS = {CHAIN: 0, LEAVES: 1, BEST: 16}
 ALLOWED = (
-    "chain, chain=K, leaves=W (W drafts beside each of a chain's), dynamic=N (the N "
-    "drafts of each round that are the most probable), best=N (the tree of at most N "
-    "drafts that should be the fastest, by what the forms before it have shown) or a "
-    "tree such as '[(0,), (1,), (0, 0)]'"
+    "chain, chain=K, leaves=W (W drafts beside each of a chain's), best=N (the tree "
+    "of at most N drafts that should be the fastest, by what the forms before it have "
+    "shown) or a tree such as '[(0,), (1,), (0, 0)]'"
 )
 # Less than this by the fastest chain is not worth a form of its own.
 WORTH = 1.02
@@ -84,7 +81,7 @@ class Form:
         if kind not in DEFAULTS or (has_number and not number.isdecimal()):
             raise wrong_argument(ConfigError, FLAG, ALLOWED, name)
         count = int(number) if has_number else DEFAULTS[kind]
-        if has_number and not count or (kind in (BEST, DYNAMIC) and count > MAX_NODES):
+        if has_number and not count or (kind == BEST and count > MAX_NODES):
             raise wrong_argument(ConfigError, FLAG, ALLOWED, name)
         return cls(name, kind, count)
 
@@ -99,8 +96,6 @@ class Form:
             num_speculative_tokens=given.num_levels,
             num_side_leaves=0,
             speculative_token_tree=None,
-            dynamic_tree_top_k=None,
-            dynamic_tree_num_nodes=None,
         )
         if self.kind == CHAIN:
             return replace(
@@ -108,12 +103,6 @@ class Form:
             )
         if self.kind == LEAVES:
             return replace(plain, num_side_leaves=self.number)
-        if self.kind == DYNAMIC:
-            return replace(
-                plain,
-                dynamic_tree_top_k=given.dynamic_tree_top_k or DEFAULT_TOP_K,
-                dynamic_tree_num_nodes=self.number,
-            )
         written = self.name if self.kind == TREE else best
         return replace(
             plain,
@@ -178,8 +167,8 @@ class Found:
         return ranks_of(self.speculative, cell.acceptance)
 
 
-def run(options: argparse.Namespace) -> None:
-    """Run `spec` over forms of drafts.
+def run(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Run `spec` over forms of drafts; returns what `--json` prints.
 
     Raises:
         ArgumentError: A flag cannot work; nothing was run.
@@ -220,6 +209,7 @@ def run(options: argparse.Namespace) -> None:
     print(f"{cell_table(cells)}\n\n" + "\n".join(verdict) + "\n")
     result |= {"forms": [_as_json(found) for found in done], "answer": verdict}
     write(result, options.output_json)
+    return [result]
 
 
 def _open(options: argparse.Namespace, form: Form, best: str | None) -> Offline:
@@ -345,7 +335,6 @@ def _as_json(found: Found) -> dict[str, Any]:
         "num_nodes": found.cells[0].num_nodes,
         "num_side_leaves": speculative.num_side_leaves,
         "speculative_token_tree": speculative.speculative_token_tree,
-        "dynamic_tree_top_k": speculative.dynamic_tree_top_k,
         "points": found.points,
         "parts": [one.as_json() for parts in found.parts.values() for one in parts],
     }

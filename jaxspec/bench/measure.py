@@ -6,6 +6,7 @@ was compiled says nothing and is repeated.
 """
 
 import itertools
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from dataclasses import dataclass, field
 from jaxspec.bench.acceptance import Acceptance
 from jaxspec.bench.report import BenchError
 from jaxspec.engine.llm_engine import LLMEngine
+from jaxspec.errors import EngineGenerateError
 from jaxspec.outputs import RequestOutput
 from jaxspec.sampling_params import SamplingParams
 
@@ -109,6 +111,9 @@ def run_batch(
 
     Args:
         show: Called with every output as it comes.
+
+    Raises:
+        EngineGenerateError: A request ended with an error.
     """
     is_idle = engine.reset_prefix_cache()
     assert is_idle, "requests of somebody else are running"
@@ -122,6 +127,9 @@ def run_batch(
             outputs = engine.step()
             watch.see(outputs)
             for output in outputs:
+                (completion,) = output.outputs
+                if completion.finish_reason == "error":
+                    raise EngineGenerateError(completion.stop_reason)
                 show(output)
     except BaseException:
         engine.abort_request(ids)
@@ -244,12 +252,14 @@ class Bench:
 
     Attributes:
         advance: Called after every run that counts, for a progress bar.
+        max_s: Begin no more repeats after so many seconds; each mode has one.
     """
 
     engine: LLMEngine
     num_warmups: int = 1
     num_iters: int = 3
     advance: Callable[[], object] = field(default=lambda: None)
+    max_s: float = math.inf
 
     def alternate(self, modes: Mapping[str, Batch]) -> Measured:
         """Run all modes in turn; every other repeat begins with the last.
@@ -259,9 +269,16 @@ class Bench:
         """
         for batch in modes.values():
             self.warm_up(batch)
+        return self.repeat(modes)
+
+    def repeat(self, modes: Mapping[str, Batch]) -> Measured:
+        """Do what `alternate` does after its warm-up."""
+        start_s = time.monotonic()
         runs: dict[str, list[Run]] = {name: [] for name in modes}
         num_discarded = 0
         for repeat in range(self.num_iters):
+            if repeat and time.monotonic() - start_s > self.max_s:
+                break
             names = list(modes)[:: -1 if repeat % 2 else 1]
             for name in names:
                 while (run := self._run(modes[name])) is None:

@@ -108,8 +108,8 @@ def _of_folder(name: str, count: int) -> Method:
     )
 
 
-def run(options: argparse.Namespace) -> None:
-    """Run `spec` over methods.
+def run(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Run `spec` over methods; returns what `--json` prints.
 
     Raises:
         ArgumentError: A flag cannot work; nothing was run.
@@ -146,6 +146,7 @@ def run(options: argparse.Namespace) -> None:
         "answer": verdict,
     }
     write(result, options.output_json)
+    return [result]
 
 
 def _open(options: argparse.Namespace, method: Method) -> Offline:

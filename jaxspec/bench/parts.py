@@ -25,9 +25,9 @@ from jaxspec.bench.measure import Batch
 from jaxspec.config import kv_widths
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.errors import UnsupportedError
+from jaxspec.jax_settings import own_settings
 from jaxspec.models.network import build_network
 from jaxspec.models.trimmed import EMBEDDING, HEAD, TOKEN_IDS
-from jaxspec.program import grown
 from jaxspec.program.forward import logits_of
 from jaxspec.program.path import keep_path
 from jaxspec.program.propose.proposal import Context, Proposal
@@ -35,7 +35,7 @@ from jaxspec.program.region import make_region
 from jaxspec.program.rows import Active, append, gather, truncate
 from jaxspec.program.state import EngineState
 from jaxspec.program.step import ProgramConfig
-from jaxspec.program.tree import Template, Tree, template_of
+from jaxspec.program.tree import Tree, template_of
 from jaxspec.program.walk import decide
 from jaxspec.sharding import TARGET_MESH_AXES
 
@@ -97,6 +97,7 @@ class Parts:
         }
 
 
+@own_settings()
 def measure_parts(
     engine: LLMEngine, batch: Batch, ladder: Sequence[int], *, calls: int = CALLS
 ) -> list[Parts]:
@@ -169,7 +170,7 @@ def _parts(
     )
 
 
-def tree_of(engine: LLMEngine, num_draft_tokens: int) -> Template:
+def tree_of(engine: LLMEngine, num_draft_tokens: int) -> Tree:
     """The drafts of a round: the engine's tree where it is as deep, else a chain."""
     tree = template_of(engine.config.speculative)
     if tree is not None and tree.num_levels == num_draft_tokens:
@@ -198,14 +199,13 @@ def round_bytes(engine: LLMEngine, num_draft_tokens: int, kv_len: int) -> int:
     return total
 
 
-def round_flops(engine: LLMEngine, tree: Template, num_seqs: int) -> int:
+def round_flops(engine: LLMEngine, tree: Tree, num_seqs: int) -> int:
     """Operations of a round: two for every weight and token, without attention."""
     target, proposers = engine.runner.params
     drafted = tree.num_levels
     if tree.has_side_paths and drafted:
-        drafted = (
-            1 + (drafted - 1) * tree.num_draft_rows
-        )  # each pass takes the whole tree
+        # Each pass after the first takes the whole tree.
+        drafted = 1 + (drafted - 1) * tree.num_rows
     passes = [(target, tree.num_rows * num_seqs)]
     passes += [(own, drafted * num_seqs) for own in proposers if own is not None]
     return sum(
@@ -262,7 +262,7 @@ def _active(state: EngineState, rows: Array) -> Active:
 
 
 def _draft(
-    config: ProgramConfig, tree: Template, params: Any, state: EngineState, rows: Array
+    config: ProgramConfig, tree: Tree, params: Any, state: EngineState, rows: Array
 ) -> tuple[EngineState, Proposal]:
     context = Context(
         active=_active(state, rows),
@@ -287,7 +287,7 @@ def _draft(
 
 def verify_part(
     config: ProgramConfig,
-    tree: Template,
+    tree: Tree,
     params: Params,
     state: EngineState,
     rows: Array,
@@ -304,7 +304,7 @@ def verify_part(
         active.page_table,
         jnp.broadcast_to(active.is_active[:, None], tokens.shape),
         config.pool,
-        tree=grown.tree_of(tree, proposal and proposal.grown),
+        tree=tree,
     )
     target = build_network(config.target, params[0], config.backend(TARGET_MESH_AXES))
     hidden, pages = target.hidden(region, state.target_pages)
@@ -314,7 +314,7 @@ def verify_part(
 
 def accept_part(
     config: ProgramConfig,
-    tree: Template,
+    tree: Tree,
     params: Params,
     state: EngineState,
     rows: Array,
@@ -326,9 +326,8 @@ def accept_part(
     fed = active.last_tokens[:, 1:]
     if proposal is not None:
         fed = jnp.concatenate([fed, proposal.tokens], axis=1)
-    laid = grown.tree_of(tree, proposal and proposal.grown)
     decision = decide(
-        laid,
+        tree,
         proposal,
         fed,
         logits,
@@ -342,13 +341,13 @@ def accept_part(
     pages = keep_path(
         config.target,
         state.target_pages,
-        laid,
+        tree,
         decision.row,
         active,
         config.pool,
         backend,
     )
-    num_kept = grown.depth_of(laid, decision.row)
+    num_kept = jnp.asarray(tree.depths)[decision.row]
     emitted = truncate(decision.tokens, num_kept + 1, active)
     moved, token_pages = append(state.rows, state.token_pages, active, emitted)
     # The lengths that it would move to are told and forgotten.

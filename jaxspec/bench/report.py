@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 import jaxspec
+from jaxspec.console.command import CommandError
 from jaxspec.errors import ConfigError
 
 PACKAGES = ("jax", "jaxlib", "flax", "numpy", "torch", "transformers")
@@ -23,10 +24,11 @@ WIDE_FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
 WRITTEN = ("kernels/jaxspec_kernels/tuned", "benchmarks/results")
 PERCENTILES = (10, 25, 50, 75, 90, 99)
 # Nobody else's business, or of no meaning elsewhere.
-HIDDEN = ("hf_token", "api_key", "run", "command", "output_json", "plot", "result_dir")
+HIDDEN = ("hf_token", "api_key", "run", "command", "json", "output_json", "plot")
+HIDDEN += ("result_dir",)
 
 
-class BenchError(Exception):
+class BenchError(CommandError):
     """What was measured means nothing, or a server does not answer."""
 
 
@@ -136,9 +138,8 @@ def check_writable(path: Path | None, flag: str) -> None:
 
 
 def write(result: dict[str, Any], path: Path | None) -> None:
-    """Print a result as one line of JSON, and write the line to a file as well."""
+    """Write a result to a file, if one was named, as one line of JSON."""
     line = json.dumps(result, allow_nan=False)
-    print(line)
     if path is not None:
         path.write_text(line + "\n", encoding="utf-8")
 

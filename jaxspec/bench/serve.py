@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import json
 import math
-import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -28,6 +27,7 @@ from jaxspec.bench.online.serve_task import Task, read_task
 from jaxspec.bench.online.traffic import Load, send
 from jaxspec.bench.plot import plot
 from jaxspec.bench.report import BenchError, header, table
+from jaxspec.console.command import bearer
 
 POLL_S = 1.0
 MOST_COMPILING_RUNS = 4
@@ -65,8 +65,8 @@ class Site:
         return found
 
 
-def run(options: argparse.Namespace) -> None:
-    """Run the subcommand.
+def run(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Run the subcommand; returns what `--json` prints.
 
     Raises:
         ArgumentError: A flag cannot work; nothing was sent.
@@ -74,12 +74,12 @@ def run(options: argparse.Namespace) -> None:
     """
     task = read_task(options)
     try:
-        asyncio.run(_run(task))
+        return asyncio.run(_run(task))
     except HttpError as error:
         raise BenchError(str(error)) from error
 
 
-async def _run(task: Task) -> None:
+async def _run(task: Task) -> list[dict[str, Any]]:
     site = await _open(task)
     for prompt in task.prompts[: task.options.num_warmups]:
         await site.client.ask(prompt)
@@ -94,14 +94,16 @@ async def _run(task: Task) -> None:
         for name in modes:
             print(f"\n{_where(load)}, {name}:" if site.has_plain else "")
             print(serve_report.block(found[name], load, task.wanted))
+        if site.has_plain and "spec_decode_num_drafts" not in found[SERVED]:
+            print("No drafts were made at this load.")
         entry = _entry(task, site, load, found)
-        print(json.dumps(entry, allow_nan=False))
         task.save(entry, load)
         entries.append(entry)
         points += [(load, name, found[name]) for name in modes]
     if len(points) > 1:
         print(f"\n{sweep_table(points, task.wanted)}")
     plot(entries, task.options.plot)
+    return entries
 
 
 async def _point(
@@ -157,9 +159,9 @@ def _check_some(answers: list[Answer]) -> None:
 async def _open(task: Task) -> Site:
     """Wait until a request is answered; find the model's name and the metrics."""
     options, address = task.options, task.address
-    key = options.api_key or os.environ.get("OPENAI_API_KEY")
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    headers = bearer(options.api_key)
     end = time.monotonic() + options.ready_check_timeout_sec
+    is_told = False
     while True:
         client, reason, status = await _tried(task, headers)
         if client is not None:
@@ -168,6 +170,12 @@ async def _open(task: Task) -> Site:
         is_refused = status is not None and 400 <= status < 500 and status != 429
         if is_refused or time.monotonic() >= end:
             raise BenchError(f"The server answers no request: {reason}")
+        if not is_told:
+            limit_s = options.ready_check_timeout_sec
+            print(
+                f"Waiting up to {limit_s:g} s for the server: {reason}", file=sys.stderr
+            )
+            is_told = True
         await asyncio.sleep(POLL_S)
     found, has_plain = Scrape(), options.compare_plain
     with contextlib.suppress(HttpError, ValueError):  # a peer may have none, or others

@@ -45,6 +45,8 @@ class Cell:
 
     Attributes:
         least: The lowest speed-up of any repeat.
+        most: The highest.
+        num_runs: Repeats.
         acceptance_rate: None where nothing was drafted.
     """
 
@@ -53,6 +55,8 @@ class Cell:
     num_draft_tokens: int
     speed_up: float
     least: float
+    most: float
+    num_runs: int
     tokens_per_s: float
     acceptance_rate: float | None
 
@@ -61,20 +65,31 @@ class Cell:
         """Whether every repeat was faster than plain, and the median worth it."""
         return self.least > 1 and self.speed_up >= WORTH
 
+    @property
+    def is_unclear(self) -> bool:
+        """Whether some repeats were worth it and others were not."""
+        return not self.pays and self.most >= WORTH
 
-def run(options: argparse.Namespace) -> None:
-    """Run the subcommand.
+    @property
+    def told(self) -> str:
+        """The speed-up with its spread."""
+        return (
+            f"{self.speed_up:.2f} times plain, {self.least:.2f} to {self.most:.2f} in "
+            f"{self.num_runs} runs"
+        )
+
+
+def run(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Run the subcommand; returns what `--json` prints.
 
     Raises:
         ArgumentError: A flag cannot work; nothing was run.
         BenchError: Nothing that was measured means anything.
     """
     if options.all_methods is not None:
-        methods.run(options)
-        return
+        return methods.run(options)
     if options.forms:
-        forms.run(options)
-        return
+        return forms.run(options)
     sizes, temperatures = sweep_of(options)
     offline = open_offline(options, num_prompts=sizes[-1], num_seqs=sizes[-1])
     # Every K is measured, whether it pays or not.
@@ -136,6 +151,7 @@ def run(options: argparse.Namespace) -> None:
     }
     write(result, options.output_json)
     plot(result, options.plot)
+    return [result]
 
 
 def _ranks(offline: Offline, measured: Measured, count: int) -> Ranks:
@@ -185,7 +201,7 @@ def _point(
             runs,
             num_draft_tokens=k,
             ratios=ratios[k],
-            speed_up=ratio["median"],
+            speed_up=ratio,
         )
         by_k[str(k)] = found
         acceptance = sum((run.acceptance for run in runs), Acceptance())
@@ -196,6 +212,8 @@ def _point(
                 num_draft_tokens=k,
                 speed_up=ratio["median"],
                 least=ratio["least"],
+                most=ratio["most"],
+                num_runs=len(runs),
                 tokens_per_s=_decode_speed(found),
                 acceptance_rate=acceptance.rate if acceptance.num_drafts else None,
             )
@@ -266,7 +284,7 @@ def answer(cells: Sequence[Cell]) -> list[str]:
         lines.append(f"Temperature {temperature:g}: {_at(best)}")
     lines.append(
         f"A K pays here when every repeat beat plain decoding and the median is at "
-        f"least {WORTH:g} times as fast."
+        f"least {WORTH:g} times as fast; it does not when no repeat was that fast."
     )
     return lines
 
@@ -274,31 +292,39 @@ def answer(cells: Sequence[Cell]) -> list[str]:
 def _at(best: dict[int, Cell]) -> str:
     """The answer at one temperature, from the best K of every batch size."""
     paying = [size for size, cell in best.items() if cell.pays]
-    if not paying:
-        sizes = ", ".join(map(str, best))
-        fastest = max(best.values(), key=lambda cell: cell.speed_up)
-        return (
-            f"speculation does not pay at batch {sizes}; the best was "
-            f"{fastest.speed_up:.2f} times plain decoding, with "
-            f"K = {fastest.num_draft_tokens} at batch {fastest.batch_size}."
+    unclear = [size for size, cell in best.items() if cell.is_unclear]
+    losing = [size for size in best if size not in (*paying, *unclear)]
+    if paying:
+        told = ", ".join(
+            f"K = {best[size].num_draft_tokens} at batch {size} ({best[size].told})"
+            for size in paying
         )
-    told = ", ".join(
-        f"K = {best[size].num_draft_tokens} at batch {size} "
-        f"({best[size].speed_up:.2f} times plain)"
-        for size in paying
-    )
-    above = [size for size in best if size > paying[-1]]
-    below = [size for size in best if size < paying[-1] and size not in paying]
-    text = f"speculation pays: {told}."
+        text = f"speculation pays: {told}."
+    elif losing:
+        fastest = max((best[size] for size in losing), key=lambda cell: cell.speed_up)
+        text = (
+            f"speculation does not pay at batch {', '.join(map(str, losing))}; the "
+            f"best was {fastest.told}, with K = {fastest.num_draft_tokens} at batch "
+            f"{fastest.batch_size}."
+        )
+    else:
+        text = "these runs do not tell whether speculation pays."
+    if unclear:
+        told = ", ".join(f"batch {size} ({best[size].told})" for size in unclear)
+        text += f" Unclear at {told}: give more --num-iters, on a quiet machine."
+    if not paying:
+        return text
+    highest = max(*paying, *unclear) if unclear else paying[-1]
+    above = [size for size in losing if size > highest]
+    below = [size for size in losing if size < highest]
     if below:
         text += f" It does not at batch {', '.join(map(str, below))}."
     if above:
         text += (
-            f" From batch {above[0]} on it does not "
-            f"({best[above[0]].speed_up:.2f} times plain at best): "
-            f"--speculative-disable-by-batch-size {paying[-1]} turns it off above "
-            f"batch {paying[-1]}."
+            f" From batch {above[0]} on it does not ({best[above[0]].told}): "
+            f"--speculative-disable-by-batch-size {highest} turns it off above "
+            f"batch {highest}."
         )
-    else:
+    elif not unclear:
         text += f" No batch was found at which it stops paying, up to {paying[-1]}."
     return text

@@ -83,12 +83,13 @@ def against_ceiling(
     *,
     num_draft_tokens: int,
     ratios: Mapping[str, float],
-    speed_up: float,
+    speed_up: Mapping[str, float],
 ) -> dict[str, Any] | None:
     """What the measured acceptance allows, and the share reached; None undrafted.
 
     Args:
         ratios: Of `cost_ratios`; there is a ceiling for each.
+        speed_up: Its median, least and most over the repeats.
     """
     acceptance = sum((run.acceptance for run in runs), Acceptance())
     if not acceptance.num_drafts:
@@ -102,7 +103,10 @@ def against_ceiling(
         found[name] = {
             "cost_ratio": ratio,
             "speed_up_ceiling": ceiling,
-            "share_of_ceiling": speed_up / ceiling,
+            "share_of_ceiling": speed_up["median"] / ceiling,
+            "least_share": speed_up["least"] / ceiling,
+            "most_share": speed_up["most"] / ceiling,
+            "num_runs": len(runs),
             "best_num_draft_tokens": best,
             "highest_ceiling": highest,
         }
@@ -204,7 +208,8 @@ def ceiling_lines(found: Mapping[str, Any], num_draft_tokens: int) -> list[str]:
     return [
         f"ceiling at this acceptance, K = {num_draft_tokens}, "
         f"c = {one['cost_ratio']:.3f} ({name}): {one['speed_up_ceiling']:.2f}, "
-        f"{one['share_of_ceiling']:.0%} of it reached; highest "
+        f"{one['share_of_ceiling']:.0%} of it reached ({one['least_share']:.0%} to "
+        f"{one['most_share']:.0%} in {one['num_runs']} runs); highest "
         f"{one['highest_ceiling']:.2f}, at K = {one['best_num_draft_tokens']}"
         for name, one in found.items()
         if name != "conditional_rates"
@@ -235,7 +240,7 @@ def compared(
         measured.runs[SPECULATIVE],
         num_draft_tokens=num_draft_tokens,
         ratios=ratios,
-        speed_up=found["decode_speed_up"]["median"],
+        speed_up=found["decode_speed_up"],
     )
     return found
 
@@ -253,6 +258,8 @@ def comparison(found: Mapping[str, Any], num_draft_tokens: int) -> str:
             )
         ]
         lines.append(f"speed-up by speculation: {', '.join(told)}")
+        if "acceptance" not in modes[SPECULATIVE]:
+            lines.append("no drafts were made: the engine expected none to pay (K = 0)")
     if "is_equal" in found:
         lines.append(f"greedy texts: {'equal' if found['is_equal'] else 'different'}")
     if found.get("ceiling"):

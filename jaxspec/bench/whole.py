@@ -16,8 +16,8 @@ from jaxspec.bench.summary import compared, comparison, cost_ratios, parts_table
 from jaxspec.errors import ConfigError, check_integer
 
 
-def run(options: argparse.Namespace) -> None:
-    """Run either subcommand.
+def run(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Run either subcommand; returns what `--json` prints.
 
     Raises:
         ArgumentError: A flag cannot work; nothing was run.
@@ -63,6 +63,7 @@ def run(options: argparse.Namespace) -> None:
     result |= {"device": device, **own, **found, "parts": parts_told}
     write(result, options.output_json)
     plot(result, options.plot)
+    return [result]
 
 
 def _latency(ours: dict[str, Any]) -> tuple[list[str], dict[str, Any]]:

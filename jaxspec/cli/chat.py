@@ -8,11 +8,10 @@ import contextlib
 import importlib.util
 import itertools
 import json
-import os
 import signal
 import sys
 from collections.abc import Generator, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
 import httpx
@@ -20,6 +19,7 @@ import httpx
 from jaxspec.bench.online.connection import data_of
 from jaxspec.cli.generate import WARM_UP_TOKENS, load_engine
 from jaxspec.cli.terminal import Piece, Printer, pieces_of
+from jaxspec.console.command import FAILED, CommandError, bearer
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.errors import ArgumentError, RequestError, check_integer, check_number
 from jaxspec.outputs import DRAFTED, RequestOutput
@@ -32,6 +32,7 @@ if importlib.util.find_spec("readline") is not None:
 
 PROMPT = "> "
 HELP = """\
+/help            this list
 /clear           forget the conversation
 /temperature T   0 takes the most likely token
 /k K             draft at most K tokens a round; 0 none
@@ -50,8 +51,8 @@ Fields = dict[str, Any]
 _BROKEN = (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError)
 
 
-class BackendError(Exception):
-    """The server gave no answer, or said why not."""
+class BackendError(CommandError):
+    """An answer failed, or the server gave none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +94,12 @@ class EngineBackend:
     def __init__(self, engine: LLMEngine):
         self._engine = engine
         self._numbers = itertools.count()
+        self._is_writing = False
+
+    def tell_compile(self, what: str | None) -> None:
+        """Note what is compiled, unless an answer is on the screen."""
+        if what and not self._is_writing:
+            _note(f"[{what}]")
 
     def answer(self, messages: list[Message], fields: Fields) -> Parts:
         given = dict(fields)
@@ -109,8 +116,11 @@ class EngineBackend:
             while self._engine.has_unfinished_requests():
                 with _interrupt_postponed():
                     outputs = self._engine.step()
-                yield from map(_part_of, outputs)
+                for part in map(_part_of, outputs):
+                    self._is_writing = True
+                    yield part
         finally:
+            self._is_writing = False
             self._engine.abort_request(name)
 
     def close(self) -> None:
@@ -119,6 +129,8 @@ class EngineBackend:
 
 def _part_of(output: RequestOutput) -> Part:
     (completion,) = output.outputs
+    if completion.finish_reason == "error":
+        raise BackendError(completion.stop_reason)
     metrics = None
     if output.finished:
         metrics = request_metrics(output, has_drafts=True, has_times=True)
@@ -152,9 +164,7 @@ class ServerBackend:
         self._own["return_token_origins"] = True
         if model is not None:
             self._own["model"] = model
-        self._headers = {}
-        if api_key:
-            self._headers["Authorization"] = f"Bearer {api_key}"
+        self._headers = bearer(api_key)
 
     def check(self) -> None:
         """Find out whether a server is there, before anything is typed.
@@ -199,17 +209,15 @@ class ServerBackend:
 def _parts_in(chunk: dict[str, Any]) -> Iterator[Part]:
     if "error" in chunk:
         raise BackendError(chunk["error"]["message"])
+    if not chunk["choices"] and "metrics" in chunk:
+        yield Part(metrics=chunk["metrics"])
     for choice in chunk["choices"]:
         text = choice["delta"].get("content") or ""
         pieces = [Piece(text, False)]
         if "token_origins" in choice:
             told = choice["token_origins"]
             pieces = [Piece(one["text"], one["origin"] in DRAFTED) for one in told]
-        yield Part(
-            pieces=pieces,
-            finish_reason=choice["finish_reason"],
-            metrics=chunk.get("metrics"),
-        )
+        yield Part(pieces=pieces, finish_reason=choice["finish_reason"])
 
 
 def _reason(response: httpx.Response) -> str:
@@ -221,8 +229,8 @@ def _reason(response: httpx.Response) -> str:
     return told["message"] if isinstance(told, dict) else str(told)
 
 
-def run(options: argparse.Namespace) -> None:
-    """Run the subcommand.
+def run(options: argparse.Namespace) -> int:
+    """Run the subcommand; returns the exit code.
 
     Raises:
         ArgumentError: An option cannot work.
@@ -234,9 +242,12 @@ def run(options: argparse.Namespace) -> None:
     try:
         if options.url is None:
             _warm_up(backend, fields)
-        ChatSession(backend, fields, is_terminal=is_terminal).run()
+        session = ChatSession(backend, fields, is_terminal=is_terminal)
+        session.run()
     finally:
         backend.close()
+    # Somebody who types has seen the failure; a script needs the status.
+    return FAILED if session.has_failed and not is_terminal else 0
 
 
 def _make_backend(options: argparse.Namespace, *, is_terminal: bool) -> ChatBackend:
@@ -244,14 +255,16 @@ def _make_backend(options: argparse.Namespace, *, is_terminal: bool) -> ChatBack
         if options.speculative_model is not None:
             message = "--speculative-model is for models loaded here, not for --url."
             raise ArgumentError(message)
-        key = options.api_key or os.environ.get("OPENAI_API_KEY")
-        server = ServerBackend(options.url, model=options.model, api_key=key)
+        server = ServerBackend(
+            options.url, model=options.model, api_key=options.api_key
+        )
         server.check()
         return server
     engine = load_engine(options, is_chat=True)
+    backend = EngineBackend(engine)
     if is_terminal:
-        engine.announce_compiles(lambda what: _note(f"[{what}]") if what else None)
-    return EngineBackend(engine)
+        engine.announce_compiles(backend.tell_compile)
+    return backend
 
 
 def _warm_up(backend: ChatBackend, fields: Fields) -> None:
@@ -263,7 +276,11 @@ def _warm_up(backend: ChatBackend, fields: Fields) -> None:
 
 
 class ChatSession:
-    """One conversation: reads a line, shows the answer, and again."""
+    """One conversation: reads a line, shows the answer, and again.
+
+    Attributes:
+        has_failed: Whether an answer has failed.
+    """
 
     def __init__(self, backend: ChatBackend, fields: Fields, *, is_terminal: bool):
         """Begin a conversation.
@@ -275,6 +292,7 @@ class ChatSession:
         self._backend, self._fields = backend, dict(fields)
         self._is_terminal = is_terminal
         self._messages: list[Message] = []
+        self.has_failed = False
         self._printer = Printer(sys.stdout)
         self._printer.has_colours &= is_terminal
         self._printer.has_lines &= is_terminal
@@ -317,15 +335,17 @@ class ChatSession:
                 case "/k":
                     told = check_integer(RequestError, command, _number(value), low=0)
                     self._fields["num_speculative_tokens"] = told
-                case _:
+                case "/help" if not value:
                     _note(HELP)
+                case _:
+                    _note(f"No command {line!r}.\n{HELP}")
         except RequestError as error:
             _note(str(error))
 
     def _ask(self, question: str) -> None:
         """Show the answer to a message, and remember both, or what there is of it."""
         messages = [*self._messages, {"role": "user", "content": question}]
-        answer, end = "", "broken off"
+        answer, end, reason = "", "broken off", None
         self._printer.begin_line()
         try:
             parts = self._backend.answer(messages, self._fields)
@@ -333,14 +353,17 @@ class ChatSession:
                 for part in parts:
                     self._printer.show(part.pieces)
                     answer += "".join(piece.text for piece in part.pieces)
-                    if part.finish_reason is not None:
-                        end = closing_line(part)
+                    reason = part.finish_reason or reason
+                    if reason is not None:
+                        # A server sends the metrics after the last part of the text.
+                        end = closing_line(replace(part, finish_reason=reason))
         except KeyboardInterrupt:
             if not self._is_terminal:
                 raise
             end = "stopped"
         except (ArgumentError, BackendError) as error:
             _note(f"\nerror: {error}" if answer else f"error: {error}")
+            self.has_failed = True
             return
         print(flush=True)
         _note(f"[{end}]")

@@ -39,8 +39,9 @@ def make_parser(prog: str) -> argparse.ArgumentParser:
     group.add_argument(
         "--device",
         metavar="NAME",
-        help="devices that need not be here: v5e-1, v5e-8, v6e-1, h100, h200 and "
-        "others (an unknown name lists them; default: those that are here). The target "
+        help="devices that need not be here: v5e-1, v5e-8, v6e-1, t4, l4, a100-40gb, "
+        "a100-80gb, h100, h200, b200, or several GPUs as h100-8 (default: those that "
+        "are here). The target "
         "is spread over all of them, or over its part where --data-parallel-size has "
         "several, unless --tensor-parallel-size says otherwise",
     )

@@ -5,21 +5,30 @@ How one is read, how a wrong one is shown, and what status a run has.
 
 import argparse
 import difflib
+import io
 import json
+import os
 import sys
 import types
 import typing
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from jaxspec.console.ending import INTERRUPTED
-from jaxspec.errors import ArgumentError
+from jaxspec.errors import ArgumentError, EngineGenerateError, wrong_argument
 from jaxspec_checkpoints import CheckpointError
 
 # argparse's exit code for a wrong argument.
 WRONG_ARGUMENT = 2
+# The exit code of a command that failed.
+FAILED = 1
 # Of a flag that is meant, as difflib counts: "prot" is 0.75 near "port".
 NEAR = 0.7
+
+
+class CommandError(Exception):
+    """A command failed; its message is shown without a traceback."""
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -34,7 +43,8 @@ class CommandParser(argparse.ArgumentParser):
         """
         options, unknown = super().parse_known_args(args, namespace)
         if unknown:
-            self._refuse(f"unrecognized arguments: {' '.join(unknown)}", unknown)
+            names = " ".join(_without_values(unknown))
+            self._refuse(f"unrecognized arguments: {names}", unknown)
         return options, unknown
 
     def error(self, message: str) -> NoReturn:
@@ -54,6 +64,34 @@ class CommandParser(argparse.ArgumentParser):
         self.exit(WRONG_ARGUMENT, f"{self.prog}: error: {message}\n{hint}\n")
 
 
+def _without_values(arguments: Sequence[str]) -> list[str]:
+    """Return unknown arguments without values of flags: one may be a secret."""
+    names: list[str] = []
+    for before, argument in zip(("", *arguments), arguments, strict=False):
+        if argument.startswith("-"):
+            names.append(argument.partition("=")[0])
+        elif not before.startswith("-"):
+            names.append(argument)
+    return names
+
+
+def bearer(api_key: str | None) -> dict[str, str]:
+    """Return the headers that send a key to a server.
+
+    Args:
+        api_key: None or "" for the environment's OPENAI_API_KEY, if there is one.
+
+    Raises:
+        ArgumentError: A header cannot hold it.
+    """
+    key = api_key or os.environ.get("OPENAI_API_KEY")
+    if not key:
+        return {}
+    if not (key.isascii() and key.isprintable()):
+        raise wrong_argument(ArgumentError, "api_key", "printable ASCII", key)
+    return {"Authorization": f"Bearer {key}"}
+
+
 def run_command(prog: str, run: Callable[[], int | None]) -> int:
     """Run a command; returns the exit code, and says on stderr what was wrong.
 
@@ -61,14 +99,25 @@ def run_command(prog: str, run: Callable[[], int | None]) -> int:
         prog: What the command is called in its messages.
         run: Returns an exit code; None is 0.
     """
+    before = warnings.formatwarning
+    # Python's own form adds a line of source, which tells a user nothing.
+    warnings.formatwarning = lambda message, *_, **__: f"{prog}: warning: {message}\n"
+    # A text has characters that a terminal's encoding may lack.
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
     try:
         return run() or 0
     except (ArgumentError, CheckpointError) as error:
         print(f"{prog}: error: {error}", file=sys.stderr)
         return WRONG_ARGUMENT
+    except (CommandError, EngineGenerateError) as error:
+        print(f"{prog}: error: {error}", file=sys.stderr)
+        return FAILED
     except KeyboardInterrupt:
         print("\nInterrupted.", file=sys.stderr)
         return INTERRUPTED
+    finally:
+        warnings.formatwarning = before
 
 
 def flag_type(kind: Any) -> Any:

@@ -51,6 +51,9 @@ _unfinished: weakref.WeakSet[Finishing] = weakref.WeakSet()
 # Ids of the threads that are in `call_native`.
 _in_native: set[int] = set()
 _has_exited = threading.Event()
+# At exit Python runs all finalizers in the turn of the first one made. jax makes some
+# while it traces: run before `_finish`, they would break a trace that it waits for.
+weakref.finalize(_unfinished, lambda: None)
 # A forked process has none of the threads, and locks may be held for ever.
 os.register_at_fork(after_in_child=_unfinished.clear)
 os.register_at_fork(after_in_child=_in_native.clear)

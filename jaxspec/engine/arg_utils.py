@@ -5,14 +5,17 @@ Knows nothing about devices: sizes that depend on them are those of a CPU here, 
 """
 
 import argparse
+import logging
 import math
 import os
 import typing
 import warnings
-from dataclasses import MISSING, dataclass, fields, replace
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Self, no_type_check
 
+from jaxspec import envs
 from jaxspec.config import (
     KV_CACHE_NAMES,
     MAX_DTYPE_BYTES,
@@ -24,19 +27,31 @@ from jaxspec.config import (
 )
 from jaxspec.console.command import documented, flag_type
 from jaxspec.engine.memory.memory_plan import CPU_SIZES, default_cpu_pages
-from jaxspec.engine.model_folders import model_folder, recommended_sampling
-from jaxspec.engine.speculative_args import merge_speculative_arguments
+from jaxspec.engine.model_folders import (
+    BUNDLED_DRAFT,
+    BUNDLED_TARGET,
+    model_folder,
+    recommended_sampling,
+)
+from jaxspec.engine.speculative_args import (
+    TYPICAL_REMOVED,
+    merge_speculative_arguments,
+)
 from jaxspec.errors import (
     ConfigError,
+    RequestError,
     UnsupportedError,
     check_choice,
     check_flag,
     check_integer,
+    is_secret,
     nearest,
+    shown,
     wrong_argument,
 )
 from jaxspec.models.families import config_from_folder, family_of
 from jaxspec.models.heads.config import HeadConfig, read_dummy, read_head
+from jaxspec.sampling_params import SamplingParams
 from jaxspec.settings.hosts import HostsConfig
 from jaxspec.settings.kv_events import KvEventsConfig
 from jaxspec.settings.quantization import check_quantization, quantize_model
@@ -53,8 +68,14 @@ from jaxspec.settings.trimming import kept_tokens
 from jaxspec_checkpoints import CheckpointError
 from jaxspec_checkpoints.heads import read_head_config
 
+_log = logging.getLogger(__name__)
+
 DEFAULT_PAGE_SIZE = 16
 DEFAULT_MAX_MODEL_LEN = 8192
+BUNDLED_DRAFT_TOKENS = 5
+# Arguments that choose drafts: with one of them the bundled draft is not taken.
+_ASKS_FOR_DRAFTS = ("speculative_config", "spec_model", "spec_method")
+_ASKS_FOR_DRAFTS += ("speculative_model",)
 
 # Where the fields change their subject, on a command line.
 _FIRST_SPECULATIVE, _FIRST_OTHER = "speculative_config", "pipeline_parallel_size"
@@ -80,12 +101,28 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "runner": ("auto", "generate"),
     "convert": ("auto", "none"),
     "load_format": ("auto", "safetensors", "orbax", "gguf", "dummy"),
-    "spec_decoding_acceptance_method": (
-        None,
-        "rejection_sampler",
-        "typical_acceptance_sampler",
-    ),
+    "spec_decoding_acceptance_method": (None, "rejection_sampler"),
+    "typical_acceptance_sampler_posterior_threshold": (None,),
+    "typical_acceptance_sampler_posterior_alpha": (None,),
 }
+# Of these the other values were removed.
+_REMOVED = dict.fromkeys(
+    [name for name in _ONLY if "acceptance" in name], TYPICAL_REMOVED
+)
+
+
+def bundled_pair(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments that stand for a model which is not named.
+
+    Args:
+        given: Arguments by name, of which those that choose drafts count.
+    """
+    if any(given[name] is not None for name in _ASKS_FOR_DRAFTS):
+        return {"model": BUNDLED_TARGET}
+    pair = {"model": BUNDLED_TARGET, "speculative_model": BUNDLED_DRAFT}
+    if given["num_speculative_tokens"] is None and given["spec_tokens"] is None:
+        pair["num_speculative_tokens"] = BUNDLED_DRAFT_TOKENS
+    return pair
 
 
 # No checks by jaxtyping in the tests: the class has its own, with better errors.
@@ -97,7 +134,8 @@ class EngineArgs:
     Attributes:
         model: The target: a folder, a .gguf file, an id of the Hugging Face Hub (for a
             GGUF file with its type, owner/name:Q4_K_M), a Kaggle handle, or the name
-            of a bundled model.
+            of a bundled model. Default: the bundled pair, or the bundled target where
+            drafts are chosen.
         tokenizer: The same, for the tokenizer; the target's by default.
         revision: Branch, tag or commit of `model` on the Hugging Face Hub. The draft's
             is a key of `speculative_config`.
@@ -166,7 +204,8 @@ class EngineArgs:
             `jaxspec` in the user's cache folder, None keeps none.
         batch_invariant: Decode in one width, so that a request's logits do not depend
             on its drafts or its neighbours on a TPU or GPU either (on a CPU they never
-            do). Slower: see docs/lossless.md.
+            do). Slower: see docs/lossless.md. VLLM_BATCH_INVARIANT=1 in the environment
+            turns it on as well.
         num_scheduler_steps: Most rounds that one launch may run, in a loop on the
             device: where nobody waits, and nobody looks at tokens before the last. As
             many as take 30 ms at most, and up to the first that ends a sequence.
@@ -179,12 +218,13 @@ class EngineArgs:
             by them: keys of `KvEventsConfig`. Nobody, unless enable_kv_cache_events.
     """
 
-    model: str
+    # None only until `__post_init__`.
+    model: str = None  # pyright: ignore[reportAssignmentType]
     tokenizer: str | None = None
     chat_template: str | None = None
     revision: str | None = None
     tokenizer_revision: str | None = None
-    hf_token: bool | str | None = None
+    hf_token: bool | str | None = field(default=None, repr=False)
     download_dir: str | None = None
     served_model_name: str | list[str] | None = None
     dtype: str = "auto"
@@ -249,6 +289,8 @@ class EngineArgs:
     logits_processors: Any = None
     runner: str = "auto"
     convert: str = "auto"
+    typical_acceptance_sampler_posterior_threshold: float | None = None
+    typical_acceptance_sampler_posterior_alpha: float | None = None
 
     # Accepted and without effect: they steer parts of vLLM that have no counterpart.
     trust_remote_code: bool = False
@@ -265,27 +307,29 @@ class EngineArgs:
     num_lookahead_slots: int = 0
     disable_logprobs_during_spec_decoding: bool | None = None
     speculative_disable_mqa_scorer: bool = False
-    typical_acceptance_sampler_posterior_threshold: float | None = None
-    typical_acceptance_sampler_posterior_alpha: float | None = None
 
     def __new__(cls, **given: object):
         """Refuse an unknown name with the nearest known one."""
         known = [item.name for item in fields(cls)]
         for name in sorted(given.keys() - set(known)):
             hint = nearest(name, known, f"see {cls.__name__}.")
+            given_as = "" if is_secret(name) else f" (given {shown(given[name])})"
             raise ConfigError(
-                f"There is no engine argument {name} (given {given[name]!r}): {hint}",
+                f"There is no engine argument {name}{given_as}: {hint}",
                 parameter=name,
-                value=given[name],
+                value=None if is_secret(name) else given[name],
             )
         return super().__new__(cls)
 
     def __post_init__(self):
+        if self.model is None:
+            for name, value in bundled_pair(vars(self)).items():
+                setattr(self, name, value)
         for name, allowed in _ONLY.items():
             value = getattr(self, name)
             if value not in allowed:
                 choices = " or ".join(repr(choice) for choice in allowed)
-                hint = "Anything else is not supported yet."
+                hint = _REMOVED.get(name, "Anything else is not supported yet.")
                 raise wrong_argument(UnsupportedError, name, choices, value, hint)
         check_flag(ConfigError, "disable_log_stats", self.disable_log_stats)
         name = "data_parallel_size"
@@ -418,6 +462,7 @@ class EngineArgs:
             ),
             page_size=sizes["block_size"],
             num_pages=num_pages,
+            batch_invariant=self.batch_invariant or envs.VLLM_BATCH_INVARIANT,
             given=GivenSizes(
                 **_passed_on(self, GivenSizes),
                 num_pages=self.num_gpu_blocks_override,
@@ -642,6 +687,10 @@ def _served_name(args: EngineArgs) -> str:
     return name or args.model
 
 
+# Recommended sampling is checked before the vocabulary is known.
+_ANY_VOCAB_SIZE = 2**31 - 1
+
+
 def _generation_defaults(args: EngineArgs, folder: Path) -> dict[str, Any]:
     source: Path | None = folder
     if args.generation_config == "vllm":
@@ -649,7 +698,17 @@ def _generation_defaults(args: EngineArgs, folder: Path) -> dict[str, Any]:
     elif args.generation_config != "auto":
         name = args.generation_config
         source = _fetched(args, name, "generation_config", weights=False)
-    return recommended_sampling(source, args.override_generation_config)
+    found = recommended_sampling(source, args.override_generation_config)
+    try:
+        SamplingParams(**found).validate_for(_ANY_VOCAB_SIZE)
+    except RequestError as error:
+        place = "override_generation_config"
+        if source is not None:
+            place += f" and generation_config.json of {source}"
+        raise ConfigError(
+            f"{place}: {error}", parameter="generation_config", value=found
+        ) from error
+    return found
 
 
 def _max_logprobs(given: Any, vocab_size: int) -> int:
@@ -669,5 +728,12 @@ def _cache_dir(given: str | None) -> str | None:
     if given != "auto":
         return given
     # The XDG base directory specification's variable and default.
-    caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    try:
+        caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    except RuntimeError:  # neither HOME nor an entry in the list of users
+        _log.warning(
+            "This user has no home directory, and compiled programs are not kept: set "
+            "HOME, XDG_CACHE_HOME or compilation_cache_dir"
+        )
+        return None
     return str(Path(caches) / "jaxspec")

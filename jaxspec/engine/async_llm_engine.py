@@ -2,9 +2,10 @@
 
 import asyncio
 import contextlib
+import contextvars
 import threading
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar, no_type_check
 
@@ -34,6 +35,10 @@ T = TypeVar("T")
 
 # Between looks at whether requests are left that a sleep waits for.
 IDLE_POLL_S = 0.02
+# Texts that take more than some milliseconds to encode.
+LONG_CHARACTERS = 20_000
+# Threads for what takes long.
+NUM_LONG_WORK = 2
 
 
 class AsyncLLMEngine:
@@ -50,6 +55,7 @@ class AsyncLLMEngine:
         self.engine = engine
         self._drivers = [EngineDriver(one) for one in (engine, *others)]
         self._lock = threading.Lock()
+        self._long_work = ThreadPoolExecutor(NUM_LONG_WORK, "jaxspec-long-work")
 
     @classmethod
     def from_engine_args(
@@ -63,6 +69,18 @@ class AsyncLLMEngine:
         return cls(*make_engines(engine_args))
 
     @no_type_check  # `InputProcessor` checks, with better errors
+    async def run_in_thread(self, function: Callable[[], T], *, is_long: bool) -> T:
+        """Run a function in a thread, so that the event loop continues.
+
+        Args:
+            is_long: It may take seconds, as new grammars and long texts do. Such work
+                has threads of its own, so that short work does not wait for it.
+        """
+        loop = asyncio.get_running_loop()
+        threads = self._long_work if is_long else None
+        run = partial(contextvars.copy_context().run, function)
+        return await loop.run_in_executor(threads, run)
+
     async def generate(
         self,
         prompt: Any,
@@ -97,13 +115,19 @@ class AsyncLLMEngine:
         refuse("trace_headers", trace_headers or None)
         if self.errored:
             raise self.dead_error
-        # Beside the event loop; the first engine reads for all.
-        prepared = await asyncio.to_thread(
-            self.engine.input_processor.prepare,
-            request_id,
-            prompt,
-            sampling_params,
-            priority=priority,
+        # Parameters of another type are refused below.
+        is_long = getattr(sampling_params, "structured_outputs", None) is not None
+        is_long |= isinstance(prompt, str) and len(prompt) > LONG_CHARACTERS
+        # The first engine reads for all.
+        prepared = await self.run_in_thread(
+            partial(
+                self.engine.input_processor.prepare,
+                request_id,
+                prompt,
+                sampling_params,
+                priority=priority,
+            ),
+            is_long=is_long,
         )
         params = sampling_params
         collector = RequestOutputCollector(request_id, params.output_kind, params.n)
@@ -230,9 +254,12 @@ class AsyncLLMEngine:
     async def is_tracing_enabled(self) -> bool:
         return False
 
-    async def reset_prefix_cache(self) -> bool:
-        """Forget the pages of ended requests; False while pages are in use."""
-        return all(await self._each(LLMEngine.reset_prefix_cache))
+    async def reset_prefix_cache(
+        self, reset_running_requests: bool = False, reset_connector: bool = False
+    ) -> bool:
+        """Forget the pages of ended requests; see `LLMEngine.reset_prefix_cache`."""
+        flags = reset_running_requests, reset_connector
+        return all(await self._each(lambda engine: engine.reset_prefix_cache(*flags)))
 
     @no_type_check  # it has its own checks, with better errors
     async def sleep(self, level: int = 1, mode: str = "abort") -> None:

@@ -60,14 +60,22 @@ _GPU = re.compile(r"(h200)(?:-([1-8]))?")
 DEVICES = (*TPUS, "h200", "h200-2 to h200-8")
 
 GIB = 2**30
-# The memory of one of them that jax finds, in bytes; of a GPU it does not take all.
+# The memory of one of them that jax finds, in bytes. Of a GPU it does not take all:
+# one GiB less than CUDA reports.
 MEMORY_BYTES = {
     "v5e": int(15.75 * GIB),
     "v6e": int(31.25 * GIB),
+    "t4": int(13.5 * GIB),
+    "l4": 21 * GIB,
+    "a100-40gb": 38 * GIB,
+    "a100-80gb": 78 * GIB,
     "h100": 78 * GIB,
     "h200": 139 * GIB,
+    "b200": 177 * GIB,
 }
-NAMED_DEVICES = (*TPUS, "h100", "h200", "h100-2 to h100-8", "h200-2 to h200-8")
+_GPU_KINDS = [kind for kind in MEMORY_BYTES if kind not in ("v5e", "v6e")]
+_NAMED_GPU = re.compile(f"({'|'.join(_GPU_KINDS)})(?:-([1-8]))?")
+NAMED_DEVICES = (*TPUS, *_GPU_KINDS, *(f"{kind}-2 to {kind}-8" for kind in _GPU_KINDS))
 
 
 def check_device(name: str) -> None:
@@ -109,18 +117,19 @@ class NamedDevice:
 
 
 def named_devices(name: str) -> list[NamedDevice]:
-    """The devices that a name means; their kind is its first part.
+    """The devices that a name means: a slice of TPUs, or a kind of GPU and how many.
 
     Raises:
         ConfigError: It means none.
     """
-    if name not in TPUS and not re.fullmatch("h[12]00(-[1-8])?", name):
+    gpu = _NAMED_GPU.fullmatch(name)
+    if name not in TPUS and gpu is None:
         hint = "Where the devices are, leave it out."
         allowed = "one of " + ", ".join(NAMED_DEVICES)
         raise wrong_argument(ConfigError, "--device", allowed, name, hint)
-    kind, _, count = name.partition("-")
-    platform = "tpu" if name in TPUS else "gpu"
-    return [NamedDevice(id_, platform, kind) for id_ in range(int(count or 1))]
+    platform = "tpu" if gpu is None else "gpu"
+    kind, count = name.split("-") if gpu is None else gpu.groups("1")
+    return [NamedDevice(id_, platform, kind) for id_ in range(int(count))]
 
 
 def named_limit(name: str, utilization: float | None) -> int:

@@ -232,9 +232,12 @@ class EngineGroup:
         return total_load(self._each(LLMEngine.load))
 
     @exclusive
-    def reset_prefix_cache(self) -> bool:
-        """Forget the pages of ended requests; False while pages are in use."""
-        return all(self._each(LLMEngine.reset_prefix_cache))
+    def reset_prefix_cache(
+        self, reset_running_requests: bool = False, reset_connector: bool = False
+    ) -> bool:
+        """Forget the pages of ended requests; see `LLMEngine.reset_prefix_cache`."""
+        flags = reset_running_requests, reset_connector
+        return all(self._each(lambda engine: engine.reset_prefix_cache(*flags)))
 
     @exclusive
     def sleep(self, level: int = 1) -> None:

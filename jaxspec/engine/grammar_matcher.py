@@ -31,11 +31,14 @@ MASK_FUEL = 5_000_000
 # The most that a machine spends: 15 to 65 million were measured.
 FUEL_PER_S = 100_000_000
 # The default of `max_items_in_row` is 2,000: an `anyOf` of 2,500 objects failed after
-# "{". Other limits on items keep their defaults: a mask of an ambiguous grammar takes
-# two seconds with them.
-MAX_ITEMS_IN_ROW = 100_000
+# "{". Items of one mask: an `anyOf` of 5,000 objects needs fewer than 10,000. With the
+# default of 50,000 a mask of an ambiguous grammar takes 2.0 s, with 20,000 0.15 s.
+MAX_ITEMS_IN_ROW, MAX_MASK_ITEMS = 100_000, 20_000
 _KEPT_LIMITS: dict[str, Any] = dict(
-    max_items_in_row=MAX_ITEMS_IN_ROW, step_lexer_fuel=MASK_FUEL, verbose_errors=False
+    max_items_in_row=MAX_ITEMS_IN_ROW,
+    step_max_items=MAX_MASK_ITEMS,
+    step_lexer_fuel=MASK_FUEL,
+    verbose_errors=False,
 )
 # Fuel to compile a grammar: 0.4 s. 20,000 random labels of 30 characters compile.
 COMPILE_LIMITS = llguidance.LLParserLimits(
@@ -44,6 +47,10 @@ COMPILE_LIMITS = llguidance.LLParserLimits(
 # The fuel of compiling is also that of the tokens read before the first mask. It must
 # not run out there: where it did would depend on when the matcher was rebuilt.
 LIMITS = llguidance.LLParserLimits(initial_lexer_fuel=2**40, **_KEPT_LIMITS)
+# Estimates of memory: of a grammar, of each character of its text, and of the states
+# that a lexer caches in a second of CPU time. Measured: 53 to 131 bytes a character for
+# long grammars, 40 to 175 MB a second.
+GRAMMAR_BYTES, BYTES_PER_CHARACTER, LEXER_BYTES_PER_S = 2**17, 200, 500 * 2**20
 # Stop reasons of a complete text.
 _COMPLETE = {"NoExtension", "EndOfSentence"}
 # Characters that mean something in a regular expression.
@@ -187,6 +194,11 @@ class _Lexer:
         self.spent_s = 0.0
 
     @property
+    def num_bytes(self) -> int:
+        """Upper estimate of the memory of its cached states."""
+        return int(min(self.spent_s, 1.0) * LEXER_BYTES_PER_S)
+
+    @property
     def is_used_up(self) -> bool:
         """Whether it may have spent the fuel of a mask by now: after 50 ms."""
         return self.spent_s > MASK_FUEL / FUEL_PER_S
@@ -208,7 +220,22 @@ class Grammar:
     def __init__(self, text: str, vocabulary: Vocabulary):
         self._text, self.vocabulary = text, vocabulary
         self.warnings: list[str] = []
-        self._shared = self._with_stack(self._compile)
+        # None once it is used up: its memory is released with its last matcher.
+        self._shared: _Lexer | None = self._with_stack(self._compile)
+        self.drop_used_lexer()
+
+    @property
+    def num_bytes(self) -> int:
+        """Upper estimate of the memory that it keeps."""
+        shared, text = self._shared, len(self._text)
+        lexer = 0 if shared is None else shared.num_bytes
+        return GRAMMAR_BYTES + BYTES_PER_CHARACTER * text + lexer
+
+    def drop_used_lexer(self) -> None:
+        """Let go of a lexer that is used up."""
+        shared = self._shared
+        if shared is not None and shared.is_used_up:
+            self._shared = None
 
     def shared_lexer(self) -> _Lexer:
         """Return a lexer that several matchers use, and that is not used up.
@@ -218,9 +245,10 @@ class Grammar:
         Raises:
             GrammarFailure: The library failed.
         """
-        if self._shared.is_used_up:
-            self._shared = self.new_lexer()
-        return self._shared
+        shared = self._shared
+        if shared is None or shared.is_used_up:
+            shared = self._shared = self.new_lexer()
+        return shared
 
     def new_lexer(self) -> _Lexer:
         """Make a lexer that no other matcher uses.
@@ -255,7 +283,9 @@ class Grammar:
         lexer = self._make()
         # A cycle of references is valid to the library until its first mask.
         first = call_library(lexer.native.deep_copy)
+        start = time.thread_time()
         call_library(first.compute_bitmask)
+        lexer.spent_s += time.thread_time() - start
         if first.is_error():
             failure = _failure(first.get_error())
             if failure.kind == "dead_end":
@@ -324,7 +354,7 @@ class Matcher:
             )
         except GrammarFailure:
             has_read = False
-        self._lexer.spent_s += time.thread_time() - start
+        self._spend(time.thread_time() - start)
         if has_read:
             self.tokens.append(token)
             return True
@@ -376,7 +406,7 @@ class Matcher:
     def _bits(self) -> bytes:
         start = time.thread_time()
         bits = self._call("compute_bitmask")
-        self._lexer.spent_s += time.thread_time() - start
+        self._spend(time.thread_time() - start)
         if self._call("is_error"):
             raise _failure(self._call("get_error"))
         self._is_complete()
@@ -395,6 +425,11 @@ class Matcher:
             raise _failure(f"it stopped before the end of the text: {reason}")
         return True
 
+    def _spend(self, seconds: float) -> None:
+        self._lexer.spent_s += seconds
+        if self._lexer.is_used_up:
+            self._grammar.drop_used_lexer()
+
     def _call(self, method: str, *arguments: Any) -> Any:
         return call_library(getattr(self._native, method), *arguments)
 
@@ -406,7 +441,7 @@ class Matcher:
         Raises:
             GrammarFailure: The library failed, or refuses a token.
         """
-        self._lexer.spent_s = math.inf  # for matchers that share it
+        self._spend(math.inf)  # for matchers that share it
         self.tokens = tokens
         self._start(self._grammar.new_lexer(), tokens)
         self._lexer.spent_s, self._is_alone = 0.0, True

@@ -31,7 +31,7 @@ import numpy as np
 from jaxspec.config import EngineConfig
 from jaxspec.errors import ConfigError, EngineDeadError
 from jaxspec.program.plan import Features, StepShape
-from jaxspec.program.tree import DynamicTree, Tree
+from jaxspec.program.tree import Tree
 from jaxspec.settings.hosts import HostsConfig
 from jaxspec_checkpoints.gguf.file import shards
 from jaxspec_checkpoints.gguf.reading import find_gguf
@@ -330,21 +330,14 @@ def difference(leader: Mapping[str, str], other: Mapping[str, str]) -> str | Non
 
 def shape_values(shape: StepShape) -> dict[str, Any]:
     """A shape as JSON; `shape_of` reads it."""
-    values = dataclasses.asdict(shape)
-    if shape.template is not None:
-        values["template"]["kind"] = type(shape.template).__name__
-    return values
+    return dataclasses.asdict(shape)
 
 
 def shape_of(values: Mapping[str, Any]) -> StepShape:
     """The shape that `shape_values` has written."""
     features, template = Features(**values["features"]), values["template"]
     if template is not None:
-        template = dict(template)
-        if template.pop("kind") == Tree.__name__:
-            template = Tree(parents=tuple(template["parents"]))
-        else:
-            template = DynamicTree(**template)
+        template = Tree(parents=tuple(template["parents"]))
     return StepShape(**{**values, "features": features, "template": template})
 
 

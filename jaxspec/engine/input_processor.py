@@ -139,11 +139,8 @@ class InputProcessor:
         return Prepared(request_id, children, parent)
 
     def _check_priority(self, priority: Any) -> None:
+        # As in vLLM, "fcfs" ignores it.
         check_integer(RequestError, "priority", priority, low=-(2**31), high=2**31 - 1)
-        if priority and self._config.scheduling_policy != "priority":
-            hint = "Make the engine with scheduling_policy='priority'."
-            allowed = "0 where requests are served first come, first served"
-            raise wrong_argument(RequestError, "priority", allowed, priority, hint)
 
     @no_type_check
     def checked(self, params: SamplingParams) -> SamplingParams:
@@ -245,7 +242,6 @@ class InputProcessor:
             metrics = RequestSpecDecodeMetrics.empty(
                 config.num_draft_tokens,
                 is_synthetic=config.is_synthetic,
-                is_lossy=bool(params.temperature) and rule == RULES["typical"],
             )
         stop_ids = self._stop_ids(params)
         controls = make_controls(params, self._tokenizer, stop_ids)

@@ -326,6 +326,7 @@ class LLMEngine:
         self._launched.clear()
 
     def _step(self) -> list[RequestOutput]:
+        self._stop_if_no_program_drafts()
         is_held_up = self._rehearse_next()
         start, outputs, waited = time.monotonic(), list[RequestOutput](), 0.0
         launch = None if is_held_up else self.scheduler.plan()
@@ -336,12 +337,20 @@ class LLMEngine:
         if self._launched and (launch is None or len(self._launched) > 1):
             outputs, waited = self._read()
         elif launch is None and self.scheduler.has_unfinished():
-            waited = self._wait_for_program()
+            waited = self._wait_for_masks_or_program()
         self.stats.wait_s += waited
         host_s = time.monotonic() - start - waited
         self.stats.host_s += host_s
         self.metrics.add_step(host_s)
         return outputs
+
+    def _stop_if_no_program_drafts(self) -> None:
+        """Report that all programs with drafts failed, where others go on."""
+        compiler = self.runner.compiler
+        if not any(shape.num_draft_tokens for shape in compiler.failures):
+            return
+        if not any(shape.num_draft_tokens for shape in compiler.made):
+            self.policy.stop("no program with drafts could be compiled")
 
     def _rehearse_next(self) -> bool:
         """Time one program that is new; most calls do nothing.
@@ -383,7 +392,7 @@ class LLMEngine:
         self._rehearsed.add(round_)
         pages, size = self.scheduler.pages, self.config.page_size
         tree = self.scheduler.shapes.tree(self.config.num_draft_tokens)
-        lookahead = 8 * tree.max_emitted + tree.num_slots - tree.max_emitted
+        lookahead = 8 * tree.max_emitted + tree.num_rows - tree.max_emitted
         context = min(REHEARSAL_CONTEXT, self.config.max_model_len - lookahead)
         count = -(-(context + lookahead) // size)
         if context < TILE or count > pages.num_free:
@@ -396,9 +405,11 @@ class LLMEngine:
             pages.release(taken)
         self.step_times.seed(round_, seconds)
 
-    def _wait_for_program(self) -> float:
-        """Wait a while for the program that all requests wait for; the seconds."""
+    def _wait_for_masks_or_program(self) -> float:
+        """Wait a while for what all requests wait for; return the seconds."""
         before = time.monotonic()
+        if self.scheduler.wait_for_masks(MAX_WAIT_S):
+            return time.monotonic() - before
         with OnDevice():
             shapes = self.scheduler.shapes
             self.runner.compiler.check(lambda one: not shapes.is_late(one))
@@ -508,14 +519,27 @@ class LLMEngine:
             lost_s=policy.lost_s,
             num_probes=policy.num_probes,
             num_stops=policy.num_stops,
+            is_stopped=policy.is_stopped,
             num_compared=acceptance.num_compared,
             num_agreed=acceptance.num_agreed,
             program_bytes=self.runner.temporary_bytes + self.runner.code_bytes,
         )
 
     @exclusive
-    def reset_prefix_cache(self) -> bool:
-        """Forget the pages of ended requests; False while pages are in use."""
+    def reset_prefix_cache(
+        self, reset_running_requests: bool = False, reset_connector: bool = False
+    ) -> bool:
+        """Forget the pages of ended requests; False while pages are in use.
+
+        Args:
+            reset_running_requests: Preempt the requests that run, which compute their
+                pages again later: then no page is in use.
+            reset_connector: vLLM's; there is no other cache to reset.
+        """
+        if reset_running_requests and self.scheduler.running:
+            # Tokens that were not read are drawn again, from the same seeds.
+            self._drain()
+            self.scheduler.restart()
         is_done = self.scheduler.reset_prefix_cache()
         self._publish_pages()
         return is_done

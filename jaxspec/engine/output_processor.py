@@ -16,6 +16,7 @@ from jaxspec.engine.metrics import EngineMetrics
 from jaxspec.engine.scheduling.batch import Advance, Progress
 from jaxspec.engine.scheduling.request import Request
 from jaxspec.engine.scheduling.stats import EngineStats
+from jaxspec.errors import escaped
 from jaxspec.outputs import CompletionOutput, RequestOutput, TokenOrigin
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams
 from jaxspec.text.tokenizer import Tokenizer
@@ -415,10 +416,10 @@ class OutputProcessor:
             _log.warning(
                 "Request %s ended with an error after %d tokens: its grammar failed "
                 "(%s): %s",
-                request.request_id,
+                escaped(request.request_id),
                 len(failure.tokens),
                 failure.kind,
-                failure.reason,
+                escaped(failure.reason),
             )
             reason = f"structured_outputs failed ({failure.kind}): {failure.reason}"
             finish(request, "error", reason)

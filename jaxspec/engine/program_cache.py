@@ -36,7 +36,9 @@ from jax._src import config as thread_settings
 from jax.experimental import serialize_executable
 from jax.sharding import Mesh
 
+from jaxspec.jax_settings import OWN_SETTINGS, own_settings
 from jaxspec.models import cpu
+from jaxspec.program import grammar
 from jaxspec.program.call import Arguments, flat, taken
 from jaxspec.program.plan import StepShape
 from jaxspec.program.step import ProgramConfig, lower_step
@@ -164,9 +166,12 @@ class ProgramCache:
     ) -> Path | None:
         """The file of an executable, there or not; None where none is kept.
 
-        A program with a grammar asks an object of its process for masks.
+        A program that asks an object of its process for masks is not kept.
         """
-        if self._folder is None or shape.features.has_grammar:
+        if self._folder is None:
+            return None
+        is_by_name = program.mask_source is grammar.native_masks
+        if shape.features.has_grammar and not is_by_name:
             return None
         digest = _digest(program, shape, arguments, options)
         return self._folder / f"{program_name(shape)}-{digest}{SUFFIX}"
@@ -187,7 +192,8 @@ def _compile(
     start = time.monotonic()
     lowered = lower_step(program, shape, arguments, name=name)
     lowered_ts = time.monotonic()
-    executable = lowered.compile(options)
+    with own_settings():
+        executable = lowered.compile(options)
     return Built(
         executable=executable,
         was_loaded=False,
@@ -345,7 +351,7 @@ def _settings() -> list[object]:
     settings = [
         (name, value)
         for name, value in sorted(jax.config.values.items())
-        if not _ASIDE.search(name)
+        if not _ASIDE.search(name) and name.removeprefix("jax_") not in OWN_SETTINGS
     ]
     versions = jax.__version__, metadata.version("jaxlib")
     return [versions, settings, os.environ.get("XLA_FLAGS", "").split()]

@@ -28,11 +28,13 @@ from jaxspec.engine.memory.memory_plan import (
 from jaxspec.engine.program_cache import ProgramCache
 from jaxspec.engine.scheduling.shapes import EveryProgram, Programs
 from jaxspec.engine.speculation.step_times import Round
-from jaxspec.engine.structured_output import TokenMasks
+from jaxspec.engine.structured_output import TokenMasks, answer_masks
 from jaxspec.errors import ConfigError
+from jaxspec.jax_settings import find_devices, own_settings
 from jaxspec.models import cpu
 from jaxspec.models.params import Params
 from jaxspec.program.call import Arrays
+from jaxspec.program.grammar import MaskSource, has_native_masks, native_masks
 from jaxspec.program.plan import (
     TILE,
     Features,
@@ -45,7 +47,6 @@ from jaxspec.program.propose import proposers_of
 from jaxspec.program.rows import init_rows, rehearsal_rows
 from jaxspec.program.state import EngineState, init_token_pages, init_zeros, page_forms
 from jaxspec.program.step import ProgramConfig
-from jaxspec.program.verify import Typical
 from jaxspec.program.wire import CaughtUp, PlanLayout, StepResult
 from jaxspec.settings.hosts import HostsConfig
 from jaxspec.sharding import (
@@ -55,6 +56,7 @@ from jaxspec.sharding import (
     put,
     replicated,
 )
+from jaxspec_kernels import native
 
 _log = logging.getLogger(__name__)
 
@@ -92,7 +94,11 @@ class Runner:
         self.token_masks = TokenMasks(config.model_config.vocab_size)
         self._plan_placement = replicated(mesh)
         self.pool = pool_of(config)
-        self.program = program_of(config, mesh, self.token_masks)
+        mask_source: MaskSource = self.token_masks
+        if has_native_masks(mesh):
+            native.masks.answer_with(answer_masks)
+            mask_source = native_masks
+        self.program = program_of(config, mesh, mask_source)
         params = target_params, proposer_params(self.program, draft_params)
         self._arrays = Arrays(self.program.proposers, params, self._init_state())
         self.compiler = Compiler(self._make)
@@ -105,6 +111,7 @@ class Runner:
         self._has_warned = False
         self._host_params: Any = None
 
+    @own_settings()
     def _init_state(self) -> EngineState:
         rows, token_pages = put(
             (init_rows(self.pool), init_token_pages(self.pool)), replicated(self.mesh)
@@ -275,7 +282,13 @@ class Runner:
         # The plan is the one copy to the devices. Where they are this process's the
         # call makes it itself: `jax.device_put` takes a fifth of a small model's host
         # time (0.13 of 0.64 ms, the bundled target on two cores).
-        with jax.transfer_guard_host_to_device("allow"):
+        # Those of `own_settings` that calls read: all of them take 20 us.
+        with (
+            jax.transfer_guard_host_to_device("allow"),
+            jax.disable_jit(False),
+            jax.debug_nans(False),
+            jax.debug_infs(False),
+        ):
             return self._arrays.call(step, shape, plan)
 
     def rehearse(
@@ -300,6 +313,7 @@ class Runner:
         with self.together("rehearse", values):
             return self._rehearse(round_, pages, context, num_runs)
 
+    @own_settings()
     def _rehearse(
         self, round_: Round, pages: Sequence[int], context: int, num_runs: int
     ) -> float:
@@ -357,6 +371,7 @@ class Runner:
         self._host_params = jax.tree.map(_to_host, self.params) if keep else None
         jax.tree.map(lambda array: array.delete(), self.params)
 
+    @own_settings()
     def restore_weights(self, loaded: tuple[Params, Params | None] | None) -> None:
         """Bring the weights back: those read again, or (None) those on the host."""
         if loaded is None:
@@ -435,19 +450,15 @@ def pool_of(config: EngineConfig) -> PoolShape:
 
 
 def program_of(
-    config: EngineConfig, mesh: Mesh, mask_source: TokenMasks | None = None
+    config: EngineConfig, mesh: Mesh, mask_source: MaskSource | None = None
 ) -> ProgramConfig:
     """What all programs of an engine share."""
-    speculative, typical = config.speculative, None
-    if speculative is not None and speculative.typical_acceptance is not None:
-        typical = Typical(*speculative.typical_acceptance)
     return ProgramConfig(
         target=config.model_config,
         proposers=proposers_of(config),
         pool=pool_of(config),
         mesh=mesh,
         mask_source=mask_source,
-        typical=typical,
     )
 
 
@@ -476,14 +487,15 @@ def build_mesh(config: EngineConfig) -> Mesh:
     configuration says, and not the share that it has by default.
 
     Raises:
-        ConfigError: There are too few devices, or, of several hosts, not all are taken.
+        ConfigError: There are too few devices, or jax finds none, or, of several hosts,
+            not all are taken.
     """
     is_said = any(os.environ.get(name) for name in POOL_VARIABLES)
     if has_cuda_plugin() and not is_said:
         share = pool_share(config.given and config.given.gpu_memory_utilization)
         os.environ[POOL_VARIABLES[0]] = f"{share:g}"
     draft = config.speculative and config.speculative.draft_tensor_parallel_size
-    devices = jax.devices()
+    devices = find_devices()
     if config.hosts is not None:
         devices = _hosts_devices(config, config.hosts, devices)
     return make_mesh(

@@ -12,8 +12,10 @@ import itertools
 import json
 import logging
 import threading
+import time
 import weakref
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -31,7 +33,7 @@ from jaxspec.engine.grammar_matcher import (
     grammar_of_rules,
     grammar_of_schema,
 )
-from jaxspec.errors import ConfigError, RequestError
+from jaxspec.errors import ConfigError, RequestError, escaped
 from jaxspec.settings.structured_outputs import (
     DEFAULT_WHITESPACE_PATTERN,
     StructuredOutputsConfig,
@@ -43,10 +45,22 @@ _log = logging.getLogger(__name__)
 
 WORD = 32
 EVERYTHING = np.uint32(0xFFFFFFFF)
-# Grammars kept ready, the most recent ones: requests often come with the same.
-MAX_KEPT = 64
+# CPU time of a mask above which the next one is computed between launches. Masks of
+# 8,192 tokens take 0.01 to 2 ms as a rule.
+SLOW_MASK_S = 0.02
+# CPU time for all masks of one text: 10,000 tokens at 1 ms.
+MAX_TEXT_S = 10.0
+# Threads that compute masks between launches.
+NUM_MASK_THREADS = 2
+# Memory of grammars that are kept ready, the most recent ones: requests often come with
+# the same.
+MAX_KEPT_BYTES = 64 * 2**20
 # Keys of "x-guidance", by which a schema itself speaks to llguidance.
 _WHITE_SPACE_OPTIONS = {"whitespace_flexible", "whitespace_pattern"}
+# Of a schema: keywords whose value is data, and those with schemas by name.
+_DATA = {"const", "enum", "default", "examples"}
+_NAMED_SCHEMAS = {"properties", "patternProperties", "dependentSchemas"}
+_NAMED_SCHEMAS |= {"$defs", "definitions"}
 _DEFAULTS = StructuredOutputsConfig()
 
 
@@ -76,6 +90,10 @@ class GrammarState:
             `min_tokens`, unless the text is complete.
         failures: Texts that `tokens` begins with or may still become, after which the
             library has failed.
+        lock: Held while masks are computed, by whichever thread does it.
+        spent_s: CPU time spent on the text so far.
+        is_slow: The newest mask took more than `SLOW_MASK_S`. Then the text has no
+            drafts, and its next mask is computed between launches: see `is_ready`.
     """
 
     matcher: Matcher
@@ -87,6 +105,35 @@ class GrammarState:
     failures: tuple[Failure, ...] = ()
     # Masks by the drafts before them: the target asks again for those of the draft.
     known_masks: dict[tuple[int, ...], np.ndarray] = field(default_factory=dict)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    spent_s: float = 0.0
+    is_slow: bool = False
+    _computing: Future[None] | None = None
+
+    def is_ready(self, text: list[int], threads: Executor) -> bool:
+        """Return whether the mask after a text is known; start computing it if not.
+
+        No launch of this text may be unread.
+        """
+        if self._computing is not None and not self._computing.done():
+            return False
+        if self._computing is not None:
+            self._computing.result()
+            self._computing = None
+        if self.tokens == text and () in self.known_masks:
+            return True
+        self._computing = threads.submit(self._compute, list(text))
+        return False
+
+    @property
+    def computing(self) -> Future[None] | None:
+        """What `is_ready` has started last."""
+        return self._computing
+
+    def _compute(self, text: list[int]) -> None:
+        with self.lock:
+            self.sync(self.num_prompt + len(text), text)
+            self._mask_after(())
 
     def failure_in(self, text: list[int]) -> Failure | None:
         """Return the failure after which a text has tokens, if there is one.
@@ -152,10 +199,12 @@ class GrammarState:
         self.tokens.append(token)
         if not is_next or self._has_failed:
             return
+        start = time.thread_time()
         try:
             self.matcher.read(token)
         except GrammarFailure as failure:
             self._fail(failure)
+        self.spent_s += time.thread_time() - start
 
     def masks(self, drafts: Sequence[int], first: int, masks: np.ndarray) -> None:
         """Write the masks after the known tokens and `first` drafts, one more per row.
@@ -163,9 +212,8 @@ class GrammarState:
         Rows after a draft that is not allowed stay as they are: it is not accepted.
         """
         known = len(self.tokens)
-        num_words = masks.shape[1]
         for index, draft in enumerate(drafts[:first]):
-            if not _allows(self._mask_after(drafts[:index], num_words), draft):
+            if not _allows(self._mask_after(drafts[:index]), draft):
                 break  # these drafts are rejected
             self._read(draft)
         else:
@@ -174,30 +222,37 @@ class GrammarState:
 
     def _write(self, drafts: Sequence[int], first: int, masks: np.ndarray) -> None:
         for row in range(len(masks)):
-            path = drafts[: first + row]
-            masks[row] = self._mask_after(path, masks.shape[1])
+            mask = self._mask_after(drafts[: first + row])
+            masks[row] = mask[: masks.shape[1]]
             if row + 1 == len(masks):
                 break
             draft = drafts[first + row]
-            if not _allows(masks[row], draft):
+            if not _allows(mask, draft):
                 break
             self._read(draft)
 
-    def _mask_after(self, drafts: Sequence[int], num_words: int) -> np.ndarray:
+    def _mask_after(self, drafts: Sequence[int]) -> np.ndarray:
         """Return the mask after some drafts, which have been read."""
         path = tuple(drafts)
         if path not in self.known_masks:
-            self.known_masks[path] = self._mask(num_words)
+            self.known_masks[path] = self._mask()
         return self.known_masks[path]
 
-    def _mask(self, num_words: int) -> np.ndarray:
+    def _mask(self) -> np.ndarray:
         if self._has_failed:
             return self.matcher.end_mask
+        start = time.thread_time()
         try:
-            mask = self.matcher.mask()[:num_words]
+            if self.spent_s > MAX_TEXT_S:
+                reason = f"its masks took more than {MAX_TEXT_S:g} s of CPU time"
+                raise GrammarFailure("limit", reason)
+            mask = self.matcher.mask()
         except GrammarFailure as failure:
             self._fail(failure)
             return self.matcher.end_mask
+        took_s = time.thread_time() - start
+        self.spent_s += took_s
+        self.is_slow = took_s > SLOW_MASK_S
         if len(self.tokens) >= self.min_tokens:
             return mask
         longer = mask.copy()
@@ -225,19 +280,22 @@ class TokenMasks:
         self._states: weakref.WeakValueDictionary[int, GrammarState] = (
             weakref.WeakValueDictionary()
         )
-        self._ids = itertools.count(1)
         self._lock = threading.Lock()
         self.num_questions = 0
+        _all_masks.add(self)
 
     def add(self, state: GrammarState) -> None:
         """Give a state the id by which the device asks for it, if it has none yet."""
         with self._lock:
             if not state.grammar_id:
-                state.grammar_id = next(self._ids)
+                state.grammar_id = next(_grammar_ids)
                 self._states[state.grammar_id] = state
 
     def __len__(self) -> int:
         return len(self._states)
+
+    def __contains__(self, grammar_id: int) -> bool:
+        return grammar_id in self._states
 
     def __call__(
         self, grammar_id: Any, num_tokens: Any, newest: Any, drafts: Any, before: Any
@@ -247,14 +305,44 @@ class TokenMasks:
         num_tokens, newest = np.asarray(num_tokens), np.asarray(newest)
         before = np.asarray(before)
         masks = np.full((len(ids), len(before), self._words), EVERYTHING)
-        with self._lock:
-            self.num_questions += 1
-            for row in np.flatnonzero(ids).tolist():
+        # The target asks for a row more than there are drafts.
+        is_of_draft = len(before) <= drafts.shape[1]
+        self.num_questions += 1
+        for row in np.flatnonzero(ids).tolist():
+            with self._lock:
                 state = self._states.get(int(ids[row]))
-                if state is not None:
-                    state.sync(int(num_tokens[row]), newest[row].tolist())
-                    state.masks(drafts[row].tolist(), int(before[0]), masks[row])
+            if state is None:
+                continue
+            with state.lock:
+                if is_of_draft and state.is_slow:
+                    # Its drafts are rejected, or not used: no masks after them.
+                    masks[row] = state.matcher.end_mask[: self._words]
+                    continue
+                state.sync(int(num_tokens[row]), newest[row].tolist())
+                state.masks(drafts[row].tolist(), int(before[0]), masks[row])
         return masks
+
+
+# No two states of a process have one id: a program does not say which engine asks.
+_grammar_ids = itertools.count(1)
+_all_masks: weakref.WeakSet[TokenMasks] = weakref.WeakSet()
+
+
+def answer_masks(
+    num_words: int,
+    grammar_id: np.ndarray,
+    num_tokens: np.ndarray,
+    newest: np.ndarray,
+    drafts: np.ndarray,
+    before: np.ndarray,
+) -> np.ndarray:
+    """Compute masks for a program of any engine of the process."""
+    ids = [int(one) for one in grammar_id if one]
+    for masks in list(_all_masks):
+        if any(one in masks for one in ids):
+            return masks(grammar_id, num_tokens, newest, drafts, before)
+    # All requests have ended meanwhile.
+    return np.full((len(grammar_id), len(before), num_words), EVERYTHING)
 
 
 class GrammarCompiler:
@@ -301,15 +389,19 @@ class GrammarCompiler:
             if grammar is None:
                 grammar = Grammar(text, self._vocabulary)
                 for message in grammar.warnings:
-                    _log.warning("structured_outputs.%s: %s", params.kind, message)
+                    _log.warning(
+                        "structured_outputs.%s: %s", params.kind, escaped(message)
+                    )
             matcher = Matcher(grammar)
         except (GrammarFailure, ValueError, TypeError, RecursionError) as error:
             raise _unusable(params, str(error)) from error
         with self._lock:
             self._kept.pop(text, None)
             self._kept[text] = grammar  # the most recent last
-            if len(self._kept) > MAX_KEPT:
-                del self._kept[next(iter(self._kept))]
+            num_bytes = sum(one.num_bytes for one in self._kept.values())
+            while num_bytes > MAX_KEPT_BYTES and len(self._kept) > 1:
+                oldest = next(iter(self._kept))
+                num_bytes -= self._kept.pop(oldest).num_bytes
         return matcher
 
 
@@ -350,7 +442,12 @@ def _closed(schema: Any) -> Any:
         return [_closed(part) for part in schema]
     if not isinstance(schema, Mapping):
         return schema
-    closed = {name: _closed(part) for name, part in schema.items()}
+    closed: dict[str, Any] = {}
+    for name, part in schema.items():
+        if name in _NAMED_SCHEMAS and isinstance(part, Mapping):
+            closed[name] = {key: _closed(one) for key, one in part.items()}
+        else:
+            closed[name] = part if name in _DATA else _closed(part)
     if closed.get("type") == "object" or isinstance(schema.get("properties"), Mapping):
         closed.setdefault("additionalProperties", False)
     return closed
@@ -362,15 +459,15 @@ def _json_options(
     schema: Mapping[str, Any],
 ) -> dict[str, Any]:
     """White space as the request says, or the schema itself, or else the engine."""
-    if params.whitespace_pattern is not None:
+    if params.whitespace_pattern:
         return {"whitespace_pattern": params.whitespace_pattern}
-    if params.disable_any_whitespace:
+    if params.disable_any_whitespace or params.whitespace_pattern == "":
         # A schema's own pattern would go before the flag.
         return {"whitespace_pattern": None, "whitespace_flexible": False}
     own = schema.get("x-guidance")
     if isinstance(own, Mapping) and own.keys() & _WHITE_SPACE_OPTIONS:
         return {}
-    if config.disable_any_whitespace:
+    if config.disable_any_whitespace or config.whitespace_pattern == "":
         return {"whitespace_flexible": False}
     # The library matches a pattern at most once at every place.
     return {
@@ -379,7 +476,7 @@ def _json_options(
 
 
 def _check_pattern(pattern: str | None) -> None:
-    if pattern is None:
+    if not pattern:
         return
     try:
         check_pattern(pattern)

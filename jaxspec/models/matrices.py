@@ -96,24 +96,6 @@ class DenseMatrix(Matrix):
         return self.values.at[index].get(mode="clip").astype(jnp.float32)
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, eq=False)
-class ScannedMatrix(DenseMatrix):
-    """One of a stack, of which a loop over layers takes one after the other.
-
-    What is made of its products is kept apart from them. XLA would have a reshape of
-    products (to heads, or to blocks) done by the product, with a matrix in that shape,
-    and on a TPU copies such a matrix out of the stack first: 411 MB in every pair of
-    the 9B's layers for `gate_up_proj` alone (`tests/program/test_scanned_aot.py`).
-    """
-
-    def multiply(
-        self, inputs: Float[Array, "token features"]
-    ) -> Float[Array, "token out"]:
-        """As of a matrix by itself."""
-        return jax.lax.optimization_barrier(super().multiply(inputs))
-
-
 def product(inputs: Array, weights: Array, dimension_numbers: Any) -> Array:
     """`dot_general` of operands in the weights' type, summed in float32."""
     return jax.lax.dot_general(

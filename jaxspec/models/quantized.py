@@ -173,31 +173,9 @@ class GroupedMatrix(Matrix):
         return (values * scales).transpose(2, 0, 1).reshape(len(index), -1)
 
 
-class _Apart:
-    """See `jaxspec.models.matrices.ScannedMatrix`."""
-
-    def multiply(self: Any, inputs: Array) -> Array:
-        """As of a matrix by itself."""
-        return jax.lax.optimization_barrier(super().multiply(inputs))  # pyright: ignore[reportAttributeAccessIssue]
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, eq=False)
-class ScannedScaledMatrix(_Apart, ScaledMatrix):
-    """One of a stack, of which a loop over layers takes one after the other."""
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, eq=False)
-class ScannedGroupedMatrix(_Apart, GroupedMatrix):
-    """One of a stack, of which a loop over layers takes one after the other."""
-
-
-def choose_form(scheme: Scheme, *, is_scanned: bool) -> type[Matrix]:
-    """The form that XLA multiplies."""
-    if scheme.group_size is None:
-        return ScannedScaledMatrix if is_scanned else ScaledMatrix
-    return ScannedGroupedMatrix if is_scanned else GroupedMatrix
+def choose_form(scheme: Scheme) -> type[Matrix]:
+    """Choose the form that XLA multiplies."""
+    return ScaledMatrix if scheme.group_size is None else GroupedMatrix
 
 
 def _first_column(scales: Array) -> Array:

@@ -17,6 +17,8 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from jaxspec.models.batch import TokenBatch
+from jaxspec.models.cpu import NativeMatrix
+from jaxspec.models.matrices import Matrix
 from jaxspec.models.params import ParamPath, Params
 from jaxspec.settings.model_config import ModelConfig
 from jaxspec_kernels.bits import KvPages, KvPools
@@ -75,6 +77,7 @@ def _scan(
         carry: tuple[Array, KvPools], given: tuple[Array, Params]
     ) -> tuple[tuple[Array, KvPools], tuple[Array, ...]]:
         (stream, pools), (number, own) = carry, given
+        own = _apart(own)
         here = _batch_of(batch, number, turns, pools[0].shape)
         streams, updated = [], []
         for kind, pool in zip(range(period), pools, strict=True):
@@ -93,6 +96,40 @@ def _scan(
         for number in range(config.num_scanned - 1)
     )
     return (stream, *between, last), kv_pages
+
+
+@dataclasses.dataclass(frozen=True)
+class _StackEntry:
+    """One layer's matrix in a stack, with a barrier behind its products.
+
+    Without the barrier XLA moves a reshape of the products (to heads, or to blocks)
+    into the product, reshapes the matrix for it, and on a TPU copies the matrix out of
+    the stack to do so: 411 MB in every pair of the 9B's layers for `gate_up_proj` alone
+    (`tests/program/test_scanned_aot.py`).
+    """
+
+    matrix: Matrix
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.matrix.shape
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        return self.matrix.dtype
+
+    def multiply(self, inputs: Array) -> Array:
+        return jax.lax.optimization_barrier(self.matrix.multiply(inputs))
+
+
+def _apart(params: Params) -> Params:
+    """Wrap the matrices that XLA multiplies; those multiplied in C++ stay."""
+
+    def entry(node: Any) -> Any:
+        is_of_xla = isinstance(node, Matrix) and not isinstance(node, NativeMatrix)
+        return _StackEntry(node) if is_of_xla else node
+
+    return jax.tree.map(entry, params, is_leaf=lambda node: isinstance(node, Matrix))
 
 
 def _batch_of(

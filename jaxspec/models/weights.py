@@ -20,11 +20,11 @@ from tqdm.auto import tqdm
 
 from jaxspec.models import cpu, quantized
 from jaxspec.models.families import family_of
-from jaxspec.models.matrices import DenseMatrix, ScannedMatrix
+from jaxspec.models.matrices import DenseMatrix, Matrix
 from jaxspec.models.network import functions_of
 from jaxspec.models.params import ParamPath, Params, ParamSpec, Specs
 from jaxspec.models.quantized import Quantized, scales_sharding
-from jaxspec.models.stack import LAYERS, put, stacked_place
+from jaxspec.models.stack import put, stacked_place
 from jaxspec.models.trimmed import (
     put_token_id_forms,
     put_token_ids,
@@ -77,7 +77,6 @@ def declare(
         copies=kv_copies(config.num_q_heads, config.num_kv_heads, parts),
         are_bfloat16=are_bfloat16,
         is_trained=is_trained,
-        of_layers=ScannedMatrix if config.scan_layers else DenseMatrix,
     )
 
 
@@ -109,7 +108,6 @@ def choose_forms(
     copies: int,
     are_bfloat16: bool = False,
     is_trained: bool = False,
-    of_layers: type[DenseMatrix] = DenseMatrix,
 ) -> Specs:
     """Declarations with the form that these devices hold each of them in.
 
@@ -118,12 +116,11 @@ def choose_forms(
         copies: How often every KV head is laid out.
         are_bfloat16: The values are bfloat16 ones, whatever `dtype` says.
         is_trained: Gradients are taken through the network.
-        of_layers: The form of matrices of layers, where devices leave a choice.
     """
     num_bytes = sum(spec.num_values for spec in specs.values()) * dtype.itemsize
     is_cpu, chosen = mesh.devices.flat[0].platform == "cpu", Specs()
     for path, spec in specs.items():
-        form = of_layers if path[0] == LAYERS else DenseMatrix
+        form: type[Matrix] = DenseMatrix
         if is_cpu:
             form = cpu.choose_form(
                 dtype,
@@ -133,8 +130,7 @@ def choose_forms(
                 is_trained=is_trained,
             )
         if spec.scheme is not None:
-            is_scanned = form is ScannedMatrix
-            form = quantized.choose_form(spec.scheme, is_scanned=is_scanned)
+            form = quantized.choose_form(spec.scheme)
             if is_cpu:
                 form = cpu.choose_quantized_form(form, num_devices=mesh.size)
         if len(spec.shape) == 2 and form.fits(spec.shape):

@@ -1,7 +1,7 @@
 """The device side: pure functions, one jit.
 
 Reading order: `plan` (what the host asks for), `wire` (how it travels, and the result
-back), `tree` and `grown` (the drafts of a sequence), `rows` and `state` (what the
+back), `tree` (the drafts of a sequence), `rows` and `state` (what the
 device keeps), `step` (the program) and `call` (what it is given), `propose` (who
 drafts, and how), `forward` (the target's pass), `region` (its tokens), `history` (a
 sequence's own tokens, in pages), `verify` (the verdict), `walk` and `path` (drafts of a

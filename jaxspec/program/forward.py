@@ -15,7 +15,6 @@ from jaxspec.models.batch import TokenBatch
 from jaxspec.models.network import Network
 from jaxspec.program import logprobs
 from jaxspec.program.controls import Adjust
-from jaxspec.program.grown import RoundTree, depth_of, path_to, seen_by, tree_of
 from jaxspec.program.path import keep_path
 from jaxspec.program.plan import MAX_GROUP_BYTES, TILE, PoolShape, StepShape
 from jaxspec.program.propose.proposal import NORMALISED, Proposal
@@ -23,7 +22,6 @@ from jaxspec.program.region import join, make_region
 from jaxspec.program.rows import Active
 from jaxspec.program.state import run_if
 from jaxspec.program.tree import Tree
-from jaxspec.program.verify import Typical
 from jaxspec.program.walk import decide
 from jaxspec_kernels.bits import KvPools
 
@@ -65,7 +63,6 @@ def forward(
     shape: StepShape,
     chosen: Int[Array, "seq id"] | None = None,
     forced_acceptance: Float[Array, " chance"] | None = None,
-    typical: Typical | None = None,
 ) -> Verified:
     """Feed the newest tokens, their drafts and prompts in one pass, and verify.
 
@@ -80,17 +77,15 @@ def forward(
         adjust: What requests ask of single tokens; None where none asks anything.
         chosen: Tokens whose log-probabilities are told whatever comes, where any are.
         forced_acceptance: Chance of each draft to stay; None lets the rules decide.
-        typical: The lossy rule, where an engine asks for it.
     """
 
     def run(
         proposal: Proposal | None, tokens: Int[Array, "seq width"], pages: Pages
     ) -> Verified:
         seqs, width = tokens.shape
-        if width < shape.tree.num_rows:
+        tree = shape.tree
+        if width < tree.num_rows:
             tree = Tree.chain(width - 1)
-        else:
-            tree = tree_of(shape.tree, proposal and proposal.grown)
         is_written = jnp.broadcast_to(active.is_active[:, None], (seqs, width))
         kv_len = active.num_tokens + width - 1
         batches = [
@@ -110,7 +105,6 @@ def forward(
             backend,
             adjust=adjust,
             forced_acceptance=forced_acceptance,
-            typical=typical,
             max_model_len=pool.max_model_len,
         )
         pages = keep_path(target.config, pages, tree, row, active, pool, backend)
@@ -140,7 +134,7 @@ def forward(
             tokens=tokens,
             num_accepted=num_accepted,
             row=None if shape.tree.is_chain else row,
-            num_kept=num_accepted if tree.is_chain else depth_of(tree, row),
+            num_kept=(num_accepted if tree.is_chain else jnp.asarray(tree.depths)[row]),
             is_broken=is_broken,
             tile_logits=tile_logits,
             is_tile_broken=is_tile_broken,
@@ -205,25 +199,25 @@ def logits_of(
     return logits[:num_decode], logits[num_decode:]
 
 
-def _is_used(tree: RoundTree, row: Int[Array, " seq"]) -> Bool[Array, "seq width"]:
+def _is_used(tree: Tree, row: Int[Array, " seq"]) -> Bool[Array, "seq width"]:
     """Rows that a sequence's tokens were decided by, up to the last that stayed."""
     if tree.is_chain:
         return jnp.arange(tree.num_rows)[None] <= row[:, None]
-    return seen_by(tree, row)
+    return jnp.asarray(tree.ancestor_mask)[row]
 
 
 def _along(
-    tree: RoundTree, row: Int[Array, " seq"], nodes: Float[Array, "seq width model"]
+    tree: Tree, row: Int[Array, " seq"], nodes: Float[Array, "seq width model"]
 ) -> Float[Array, "seq _ model"]:
     """What belongs to accepted drafts, in order; of a chain all rows are."""
     if tree.is_chain:
         return nodes
-    path = path_to(tree, row)
+    path = jnp.asarray(tree.paths)[row]
     return jnp.take_along_axis(nodes, path[:, :, None], axis=1)
 
 
 def _broken(
-    is_finite: Bool[Array, " token"], tree: RoundTree, row: Int[Array, " seq"]
+    is_finite: Bool[Array, " token"], tree: Tree, row: Int[Array, " seq"]
 ) -> tuple[Bool[Array, " seq"], Bool[Array, " tile"]]:
     """Whether tokens were decided by what is no number, in sequences and tiles."""
     is_broken, seqs, width = ~is_finite, row.shape[0], tree.num_rows

@@ -9,11 +9,11 @@ be accepted. The target asks once, for all rows of a round.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int, UInt32
 
 from jaxspec.models.backend import Backend
@@ -22,6 +22,7 @@ from jaxspec.program.controls import Adjust, unpack_bits
 from jaxspec.program.rows import Active
 from jaxspec.program.tree import Tree
 from jaxspec.settings.speculation import MAX_DRAFT_TOKENS
+from jaxspec_kernels import native
 
 # Bits of one word of a mask.
 WORD = 32
@@ -32,6 +33,20 @@ WINDOW = 2 * Tree.chain(MAX_DRAFT_TOKENS).max_emitted
 # (grammar id, known tokens, the newest of them, drafts, drafts before each row)
 # -> uint32[seq, row, word]
 MaskSource = Callable[[Any, Any, Any, Any, Any], Any]
+
+
+def native_masks(*_: Any) -> NoReturn:
+    """Stand for the process's own function as a `MaskSource`: it is called in C++.
+
+    Programs that ask so name no object of a process, and can be kept on disk.
+    """
+    raise AssertionError("this function is called by name")
+
+
+def has_native_masks(mesh: Mesh) -> bool:
+    """Whether programs for these devices can ask by name."""
+    is_cpu = mesh.devices.flat[0].platform == "cpu"
+    return is_cpu and mesh.size == 1 and native.is_available()
 
 
 def adjuster(
@@ -69,9 +84,11 @@ def adjuster(
         before = num_before + jnp.arange(raw.shape[1], dtype=jnp.int32)
         words = -(-raw.shape[2] // WORD)
         form = jax.ShapeDtypeStruct((*raw.shape[:2], words), jnp.uint32)
-        masks = jax.pure_callback(
-            source, form, ids, active.num_tokens, newest, drafts, before
-        )
+        asked = ids, active.num_tokens, newest, drafts, before
+        if source is native_masks:
+            masks = native.masks.ask(form, *asked)
+        else:
+            masks = jax.pure_callback(source, form, *asked)
         return restrict(logits, raw, masks, backend=backend)
 
     return adjust

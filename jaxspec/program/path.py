@@ -10,10 +10,10 @@ from jaxtyping import Array, Int
 from jaxspec.config import ModelConfig
 from jaxspec.models.backend import Backend
 from jaxspec.program import history
-from jaxspec.program.grown import RoundTree, depth_of, path_to
 from jaxspec.program.plan import PoolShape
 from jaxspec.program.rows import Active
 from jaxspec.program.state import run_if
+from jaxspec.program.tree import Tree
 from jaxspec_kernels.bits import KvPools
 
 Pages = KvPools
@@ -22,32 +22,22 @@ Pages = KvPools
 def keep_path(
     config: ModelConfig,
     pages: Pages,
-    tree: RoundTree,
+    tree: Tree,
     row: Int[Array, " seq"],
     active: Active,
     pool: PoolShape,
     backend: Backend,
-    *,
-    fed_as: Int[Array, "seq row"] | None = None,
 ) -> Pages:
     """Move keys and values of the drafts up to `row` to where their positions are.
 
     Nothing moves, and nothing is read, where every sequence has stayed on the spine.
-
-    Args:
-        fed_as: Rows that the model was fed the tree's rows as; 0 for those that it was
-            not, which have none. None: it was fed the tree.
     """
     if tree.is_chain:
         return pages
     level = jnp.arange(1, tree.max_emitted, dtype=jnp.int32)[None]
-    path = path_to(tree, row)[:, 1:]
-    if fed_as is not None:
-        path = jnp.take_along_axis(fed_as, path, axis=1)
-    is_moved = (level <= depth_of(tree, row)[:, None]) & (path != level)
+    path = jnp.asarray(tree.paths)[row][:, 1:]
+    is_moved = (level <= jnp.asarray(tree.depths)[row][:, None]) & (path != level)
     is_moved &= active.is_active[:, None]
-    if fed_as is not None:
-        is_moved &= path > 0
     newest = active.num_tokens[:, None] - 1
 
     def slots(place: Array) -> Array:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxspec.program.tree import DynamicTree, Template, Tree
+from jaxspec.program.tree import Tree
 
 NO_TOKEN = -1  # pads lists of ids; never a legal token
 # Prompt tokens are fed in tiles of one sequence each, right-aligned.
@@ -36,14 +36,8 @@ VOCAB_WORDS = -1
 # A row, an index in the row's page table, a page id.
 PageUpdate = tuple[int, int, int]
 
-# The last one is lossy: see `jaxspec.program.verify.Typical`.
-STANDARD, BLOCK, COUPLED, TYPICAL = 0, 1, 2, 3
-RULES = {
-    "standard": STANDARD,
-    "block": BLOCK,
-    "coupled": COUPLED,
-    "typical": TYPICAL,
-}
+STANDARD, BLOCK, COUPLED = 0, 1, 2
+RULES = {"standard": STANDARD, "block": BLOCK, "coupled": COUPLED}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +125,7 @@ class StepShape:
     features: Features = Features()
     is_catch_up: bool = False
     max_rounds: int = 1
-    template: Template | None = None
+    template: Tree | None = None
 
     # Every round looks programs and times up by it a dozen times.
     def __hash__(self) -> int:
@@ -151,7 +145,7 @@ class StepShape:
         """What logs call it: `8x5+512_sampled`, sequences x drafts + prompt tokens.
 
         Or `8x5x4_sampled`, where a launch may run four such rounds, and `8x5t10`, where
-        ten drafts are a tree of five levels; `8x5t10k4` where it is a dynamic one.
+        ten drafts are a tree of five levels.
         """
         if self.is_catch_up:
             return f"catch-up+{self.chunk}"
@@ -159,13 +153,11 @@ class StepShape:
         rounds = f"x{self.max_rounds}" if self.max_rounds > 1 else ""
         tree = self.tree
         nodes = "" if tree.is_chain else f"t{tree.num_nodes}"
-        if isinstance(tree, DynamicTree):
-            nodes += f"k{tree.top_k}"
         size = f"{self.num_seqs}x{self.num_draft_tokens}{nodes}{rounds}{chunk}"
         return f"{size}_{self.features.name}"
 
     @property
-    def tree(self) -> Template:
+    def tree(self) -> Tree:
         """The drafts of a sequence.
 
         A chain for requests that ask something of single tokens: what they ask depends
@@ -180,7 +172,7 @@ class StepShape:
     @property
     def num_slots(self) -> int:
         """Slots from the newest token's on that sequences have reserved, at most."""
-        return (self.template or self.tree).num_slots
+        return (self.template or self.tree).num_rows
 
     @property
     def num_tiles(self) -> int:

@@ -5,7 +5,6 @@ from jaxtyping import Array, Bool, Int
 
 from jaxspec.models.batch import Region, TokenBatch
 from jaxspec.program import history
-from jaxspec.program.grown import RoundTree, ancestor_mask, row_depths
 from jaxspec.program.plan import PoolShape
 from jaxspec.program.tree import Tree
 
@@ -17,7 +16,7 @@ def make_region(
     is_written: Bool[Array, "seq query"],
     pool: PoolShape,
     *,
-    tree: RoundTree | None = None,
+    tree: Tree | None = None,
 ) -> TokenBatch:
     """A batch of one region; the queries' slots are right-aligned at `kv_len`.
 
@@ -31,7 +30,7 @@ def make_region(
     tree = Tree.chain(count - 1) if tree is None else tree
     assert tree.num_rows == count, (tree, count)
     start = kv_len[:, None] - count
-    positions = start + row_depths(tree)
+    positions = start + jnp.array([tree.depths], jnp.int32)
     place = start + jnp.arange(count, dtype=jnp.int32)[None]
     slots = history.slots(
         page_table,
@@ -42,7 +41,9 @@ def make_region(
     )
     # Inactive rows get kv_len 0; their pages may already be freed.
     seen = jnp.where(is_written.any(axis=1), kv_len, 0)
-    mask = None if tree.is_chain else ancestor_mask(tree, tokens.shape[0])
+    mask = None
+    if not tree.is_chain:
+        mask = jnp.broadcast_to(tree.ancestor_mask, (tokens.shape[0], count, count))
     region = Region(
         page_table=page_table, kv_len=seen, num_queries=count, ancestor_mask=mask
     )

@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from jaxspec.config import ModelConfig
+from jaxspec.jax_settings import own_settings
 from jaxspec.models.backend import Backend
 from jaxspec.models.batch import TokenBatch
 from jaxspec.models.network import FREE_ROWS, build_network
@@ -23,7 +24,6 @@ from jaxspec.models.params import Params
 from jaxspec.program import controls, grammar, logprobs
 from jaxspec.program.call import Arguments, flat, taken
 from jaxspec.program.forward import Verified, forward
-from jaxspec.program.grown import tree_of
 from jaxspec.program.plan import NO_TOKEN, TILE, PoolShape, StepShape
 from jaxspec.program.propose.proposal import (
     Context,
@@ -45,8 +45,8 @@ from jaxspec.program.rows import (
     truncate,
 )
 from jaxspec.program.state import EngineState
-from jaxspec.program.tree import Template, Tree
-from jaxspec.program.verify import Typical, force_one, verify
+from jaxspec.program.tree import Tree
+from jaxspec.program.verify import force_one, verify
 from jaxspec.program.wire import PlanLayout, result_layout
 from jaxspec.sharding import TARGET_MESH_AXES, replicated
 from jaxspec_kernels.bits import KvPools
@@ -69,7 +69,6 @@ class ProgramConfig:
             plain decoding.
         mesh: The devices, whose platform chooses the kernels.
         mask_source: Host callback that returns grammar masks; None without grammars.
-        typical: The lossy rule, where it was asked for.
     """
 
     target: ModelConfig
@@ -77,7 +76,6 @@ class ProgramConfig:
     pool: PoolShape
     mesh: Mesh
     mask_source: grammar.MaskSource | None = None
-    typical: Typical | None = None
 
     def backend(self, mesh_axes: tuple[str, ...]) -> Backend:
         """Where a model runs whose heads are split over these axes."""
@@ -180,7 +178,7 @@ def _run_round(
         tokens = tokens[:, : shape.tree.max_emitted]
     emitted = truncate(tokens, verified.num_kept + 1, active)
     rows, token_pages = append(launch.rows, launch.token_pages, active, emitted)
-    result = _result(emitted, verified, proposal, num_draft, shape.tree)
+    result = _result(emitted, verified, proposal, num_draft)
     if shape.chunk:
         rows, token_pages, first = _finish_prompts(
             rows,
@@ -199,7 +197,6 @@ def _run_round(
         # Tokens of before lie where they lay. Whoever read them where nothing has been
         # added would make XLA keep a copy of all pages.
         launch._replace(token_pages=token_pages),
-        proposal,
         verified,
         result.get("tile_token"),
         config=config,
@@ -415,11 +412,10 @@ def _verify(
         shape=shape,
         chosen=logprobs.chosen_ids(launch.rows.controls, launch.active, shape=shape),
         forced_acceptance=forced_acceptance,
-        typical=config.typical,
     )
 
 
-def _narrower(proposers: tuple[Proposer, ...], tree: Template) -> tuple[int, ...]:
+def _narrower(proposers: tuple[Proposer, ...], tree: Tree) -> tuple[int, ...]:
     """Numbers of drafts, fewer than the tree's, for which the round has narrower forms.
 
     A form is as much of a program as the whole: there are as few as are worth it.
@@ -436,7 +432,6 @@ def _observe(
     params: tuple[Params | None, ...],
     states: tuple[Any, ...],
     launch: _Launch,
-    proposal: Proposal | None,
     verified: Verified,
     first_tokens: Int[Array, " tile"] | None,
     *,
@@ -462,7 +457,7 @@ def _observe(
                 tuple(verified.tile_streams[layer] for layer in layers)
                 if shape.chunk
                 else None,
-                tree_of(shape.tree, proposal and proposal.grown),
+                shape.tree,
                 verified.num_kept,
                 verified.row,
                 verified.tokens,
@@ -479,7 +474,6 @@ def _result(
     verified: Verified,
     proposal: Proposal | None,
     num_draft: Int[Array, " seq"],
-    tree: Template,
 ) -> dict[str, Array]:
     is_draft_broken = None if proposal is None else proposal.is_broken
     if is_draft_broken is None:
@@ -496,8 +490,7 @@ def _result(
     }
     if verified.row is not None:
         result["num_kept"] = verified.num_kept
-        if isinstance(tree, Tree):
-            result["tree_row"] = verified.row
+        result["tree_row"] = verified.row
     if verified.logprobs is not None:
         result["logprobs"] = verified.logprobs
     if verified.prompt_logprobs is not None:
@@ -590,6 +583,7 @@ def _adjuster(
     return adjust
 
 
+@own_settings()
 def lower_step(
     config: ProgramConfig,
     shape: StepShape,

@@ -1,7 +1,6 @@
 """The shape of a round's drafts: which continues which.
 
-A `Tree` is known when a program is made. Of a `DynamicTree` only the sizes are: which
-drafts it has, and what they continue, every round finds out (`program.grown`).
+A program has one `Tree`, known when it is compiled.
 
 Node 0 is the first draft; its parent is `ROOT`, the last known token. The rows that the
 target is fed are the root and then the nodes, in order: row i + 1 is node i. A row's
@@ -52,16 +51,6 @@ class Tree:
         So many slots after the known tokens, the root's among them, are written.
         """
         return self.num_nodes + 1
-
-    @property
-    def num_draft_rows(self) -> int:
-        """Rows of a pass of a draft model that takes the whole tree."""
-        return self.num_rows
-
-    @property
-    def num_slots(self) -> int:
-        """Slots that a round may write, from the newest token's on."""
-        return self.num_rows
 
     @cached_property
     def depths(self) -> tuple[int, ...]:
@@ -158,66 +147,8 @@ class Tree:
         return mask
 
 
-@dataclass(frozen=True)
-class DynamicTree:
-    """The sizes of trees that grow by what is probable: all that programs know of them.
-
-    The spine has all levels. Beside it stand whichever drafts are the most probable.
-
-    Attributes:
-        num_levels: Drafts of the longest path, and of the spine.
-        top_k: Drafts that are continued after each level, and that continue each.
-        num_nodes: Drafts of a round.
-
-    References: Li et al. 2024 (EAGLE-2), arXiv:2406.16858, section 4.
-    """
-
-    num_levels: int
-    top_k: int
-    num_nodes: int
-
-    is_chain = False
-    has_side_paths = True
-
-    @property
-    def num_rows(self) -> int:
-        """Rows that the target is fed per sequence: the root and the nodes."""
-        return self.num_nodes + 1
-
-    @property
-    def num_draft_rows(self) -> int:
-        """Rows of a draft model's pass: the root, and all drafts that are continued."""
-        return self.top_k * (self.num_levels - 1) + 1
-
-    @property
-    def num_slots(self) -> int:
-        """Slots that a round may write, from the newest token's on."""
-        return max(self.num_rows, self.num_draft_rows)
-
-    @property
-    def max_emitted(self) -> int:
-        """Most tokens that a round adds: the longest path, and the target's own."""
-        return self.num_levels + 1
-
-    @property
-    def spine(self) -> Tree:
-        """The first nodes."""
-        return Tree.chain(self.num_levels)
-
-    @property
-    def width(self) -> int:
-        """Most rows that drafts of one level continue."""
-        return self.top_k
-
-
-# What a program knows of its rounds' drafts.
-Template = Tree | DynamicTree
-
-
-def template_of(speculative: SpeculativeConfig | None) -> Template | None:
-    """What an engine's configuration asks for; None for a chain, or no drafts."""
-    if speculative is None:
+def template_of(speculative: SpeculativeConfig | None) -> Tree | None:
+    """The tree that an engine's configuration asks for; None for a chain."""
+    if speculative is None or not speculative.parents:
         return None
-    if speculative.dynamic_tree is not None:
-        return DynamicTree(*speculative.dynamic_tree)
-    return Tree(speculative.parents) if speculative.parents else None
+    return Tree(speculative.parents)

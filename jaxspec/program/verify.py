@@ -3,8 +3,6 @@
 Plain decoding is the verification of zero drafts.
 """
 
-from typing import Any, NamedTuple
-
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
@@ -13,63 +11,12 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxspec.models.backend import Backend
 from jaxspec.program import randomness
 from jaxspec.program.controls import Adjust
-from jaxspec.program.plan import MAX_GROUP_BYTES, TYPICAL
+from jaxspec.program.plan import MAX_GROUP_BYTES
 from jaxspec.program.propose.proposal import Proposal
 from jaxspec.program.rows import Active
 from jaxspec.program.sampling import controls_of, draw_numbers, forbid_early_stop
 from jaxspec.program.tree import Tree
-from jaxspec_kernels.rejection_sampling import (
-    Controls,
-    Verdict,
-    rejection_sampling,
-    sample,
-)
-
-
-class Typical(NamedTuple):
-    """Typical acceptance: LOSSY, for those who ask for it by name.
-
-    A draft stays if the target's probability of it is above
-    `min(threshold, alpha * exp(-entropy))`, by the target's law there after all
-    sampling controls, whatever law it was drawn from. What closes the round is drawn
-    from the target's own law. Texts follow another law than the target's: what it finds
-    unlikely is drawn less often, what the draft likes more often.
-
-    References: Cai et al. 2024, arXiv:2401.10774, section 2.3.2.
-    """
-
-    threshold: float
-    alpha: float
-
-    def length(
-        self,
-        tokens: Int[Array, "seq draft"],
-        laws: Float[Array, "seq draft vocab"],
-        num_draft: Int[Array, " seq"],
-        axes: tuple[str, ...] | None,
-    ) -> Int[Array, " seq"]:
-        """How many drafts stay.
-
-        Args:
-            laws: The target's, where each draft stands.
-            axes: Mesh axes that split the vocabulary, inside `shard_map`.
-        """
-        columns = laws.shape[2]
-        first = 0 if axes is None else jax.lax.axis_index(axes) * columns
-        column = tokens - first
-        is_here = (column >= 0) & (column < columns)
-        chance = jnp.take_along_axis(
-            laws, jnp.clip(column, 0, columns - 1)[:, :, None], axis=2
-        )[:, :, 0]
-        chance = jnp.where(is_here, chance, 0.0)
-        surprise = jnp.log(jnp.where(laws > 0, laws, 1.0))
-        entropy = -(laws * surprise).sum(axis=2)
-        if axes is not None:
-            chance, entropy = jax.lax.psum((chance, entropy), axes)
-        limit = jnp.minimum(self.threshold, self.alpha * jnp.exp(-entropy))
-        place = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
-        stays = (chance > limit) & (place < num_draft[:, None])
-        return jnp.cumprod(stays.astype(jnp.int32), axis=1).sum(axis=1)
+from jaxspec_kernels.rejection_sampling import Verdict, rejection_sampling
 
 
 def verify(
@@ -82,7 +29,6 @@ def verify(
     tree: Tree,
     adjust: Adjust | None,
     forced_acceptance: Float[Array, " chance"] | None = None,
-    typical: Typical | None = None,
 ) -> Verdict:
     """Decide a round; greedy, coupled, standard and block sequences side by side.
 
@@ -94,7 +40,6 @@ def verify(
         tree: What drafts are to each other.
         adjust: What requests ask of single tokens; None where none asks anything.
         forced_acceptance: As for `force`, at least one per draft; None forces nothing.
-        typical: Judges sequences of that rule; None where there are none.
     """
     vocab_size, seqs = logits.shape[1], num_draft.shape[0]
     axes = backend.vocab_axes(vocab_size)
@@ -125,41 +70,22 @@ def verify(
         )
         logits = logits.reshape(count, width, -1)
         is_sampled = controls is not None
-        where: dict[str, Any] = dict(
+        return rejection_sampling(
+            tokens,
+            probs,
+            logits,
+            num_draft,
+            controls,
+            rule=active.rule,
+            accept_uniform=numbers.uniform[:, :-1] if is_sampled else None,
+            sample_uniform=numbers.uniform[:, -1] if is_sampled else None,
+            noise_words=numbers.noise_words,
+            num_forced=num_forced,
             vocab_size=vocab_size,
             axis_name=axes,
             implementation=backend.implementation,
             device_kind=backend.device_kind,
         )
-
-        def judge(num_forced: Array | None) -> Verdict:
-            return rejection_sampling(
-                tokens,
-                probs,
-                logits,
-                num_draft,
-                controls,
-                rule=active.rule,
-                accept_uniform=numbers.uniform[:, :-1] if is_sampled else None,
-                sample_uniform=numbers.uniform[:, -1] if is_sampled else None,
-                noise_words=numbers.noise_words,
-                num_forced=num_forced,
-                **where,
-            )
-
-        verdict = judge(num_forced)
-        if typical is None or controls is None or not draft:
-            return verdict
-        rows = logits[:, :-1].reshape(count * draft, -1)
-        every = Controls(*(jnp.repeat(value, draft) for value in controls))
-        unused = jnp.zeros(count * draft)
-        rule = jnp.zeros(count * draft, jnp.int32)
-        _, laws = sample(rows, every, rule=rule, uniform=unused, **where)
-        assert laws is not None
-        laws = laws.reshape(count, draft, -1)
-        kept = typical.length(tokens, laws, num_draft, axes)
-        is_typical = active.is_sampled & (active.rule == TYPICAL)
-        return judge(jnp.where(is_typical, kept, verdict.num_accepted))
 
     def decide(logits: Array, probs: Array | None, whole: tuple) -> Verdict:
         size = _group_size(logits.shape)

@@ -17,11 +17,10 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.models.backend import Backend
 from jaxspec.program.controls import Adjust
-from jaxspec.program.grown import RoundTree, row_depths, row_parents
 from jaxspec.program.propose.proposal import Proposal
 from jaxspec.program.rows import Active
 from jaxspec.program.tree import Tree
-from jaxspec.program.verify import Typical, place_next, verify
+from jaxspec.program.verify import place_next, verify
 from jaxspec_kernels.rejection_sampling import Verdict
 
 # Tokens, how many of them count, rows of the last, rows to go to (0: none).
@@ -37,7 +36,7 @@ class Decision(NamedTuple):
 
 
 def decide(
-    tree: RoundTree,
+    tree: Tree,
     proposal: Proposal | None,
     fed: Int[Array, "seq width"],
     logits: Float[Array, "token vocab"],
@@ -48,7 +47,6 @@ def decide(
     adjust: Adjust | None,
     forced_acceptance: Float[Array, " chance"] | None,
     max_model_len: int,
-    typical: Typical | None = None,
 ) -> Decision:
     """Judge the spine by each sequence's rule, then walk on beside it.
 
@@ -58,9 +56,8 @@ def decide(
         num_draft: Drafts of each sequence that count: levels of the tree.
         adjust, forced_acceptance: As for `verify`; of a chain alone.
         max_model_len: Nodes whose slots would lie behind it are not there.
-        typical: As for `verify`, which judges the spine.
     """
-    if isinstance(tree, Tree) and tree.is_chain:
+    if tree.is_chain:
         verdict = verify(
             proposal,
             logits,
@@ -70,7 +67,6 @@ def decide(
             tree=tree,
             adjust=adjust,
             forced_acceptance=forced_acceptance,
-            typical=typical,
         )
         accepted = verdict.num_accepted
         return Decision(place_next(fed[:, 1:], verdict), accepted, accepted)
@@ -87,7 +83,6 @@ def decide(
         backend,
         tree=spine,
         adjust=None,
-        typical=typical,
     )
     is_there = _nodes_there(tree, num_draft, active, max_model_len)
     drafts = fed[:, 1:]
@@ -96,7 +91,7 @@ def decide(
 
 
 def _walk_on(
-    tree: RoundTree,
+    tree: Tree,
     drafts: Int[Array, "seq draft"],
     rows: Float[Array, "seq width vocab"],
     verdict: Verdict,
@@ -115,7 +110,7 @@ def _walk_on(
     """
     seqs, width = drafts.shape[0], tree.max_emitted
     seq = jnp.arange(seqs, dtype=jnp.int32)
-    parents = row_parents(tree)
+    parents = jnp.array([tree.parents], jnp.int32) + 1
 
     def child_of(row: Array, token: Array) -> Array:
         """The row of a draft that continues a row with a token; 0 for none."""
@@ -154,10 +149,10 @@ def _walk_on(
 
 
 def _nodes_there(
-    tree: RoundTree, num_draft: Int[Array, " seq"], active: Active, max_model_len: int
+    tree: Tree, num_draft: Int[Array, " seq"], active: Active, max_model_len: int
 ) -> Bool[Array, "seq draft"]:
     """Drafts of levels that count, which have keys and values."""
-    depth = row_depths(tree)[:, 1:]
+    depth = jnp.array([tree.depths[1:]], jnp.int32)
     slot = jnp.arange(tree.num_nodes, dtype=jnp.int32)[None]
     slot = active.num_tokens[:, None] + slot
     is_there = (depth <= num_draft[:, None]) & (slot < max_model_len)

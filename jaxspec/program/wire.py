@@ -26,7 +26,6 @@ from jaxspec.program.plan import (
     Tile,
     columns,
 )
-from jaxspec.program.tree import Tree
 
 
 class Layout:
@@ -240,8 +239,6 @@ def _sizes(shape: StepShape) -> dict[str, int]:
     sizes["token"] = TILE
     if not shape.tree.is_chain:
         sizes["seq_of_trees"] = seqs
-        if isinstance(shape.tree, Tree):
-            sizes["seq_of_known_trees"] = seqs
     if features.num_logprobs is not None:
         sizes["told"] = num_columns(features.num_logprobs, features.num_told_ids)
     if features.num_prompt_logprobs is not None:
@@ -261,8 +258,7 @@ class StepResult:
         num_accepted: Draft tokens among `tokens`, the first ones: of the spine.
         num_kept: Drafts that stayed, of the spine and beside it, wherever the text may
             have ended before them; None in a chain.
-        tree_row: The tree's, of the last of them; None in a chain, and where the round
-            has grown the tree.
+        tree_row: The tree's, of the last of them; None in a chain.
         is_done: The sequence ended on the device.
         is_broken: The tokens mean nothing: the target's numbers were NaN or infinite.
         is_draft_broken: The draft model's were; the tokens are the target's.
@@ -287,7 +283,7 @@ class StepResult:
     tile_is_done: np.ndarray = _part("tile", bool)
     tile_is_broken: np.ndarray = _part("tile", bool)
     num_kept: np.ndarray | None = _part("seq_of_trees", default=None)
-    tree_row: np.ndarray | None = _part("seq_of_known_trees", default=None)
+    tree_row: np.ndarray | None = _part("seq_of_trees", default=None)
     logprobs: TokenLogprobs | None = _part("seq emitted told", default=None)
     tile_logprobs: TokenLogprobs | None = _part("tile told", default=None)
     prompt_logprobs: TokenLogprobs | None = _part("tile token prompted", default=None)

@@ -41,7 +41,7 @@ def make_app(
     app = FastAPI(
         title="jaxspec",
         version=jaxspec.__version__,
-        docs_url="/docs" if has_docs else None,
+        docs_url=None,  # ours loads nothing from elsewhere: see `page`
         redoc_url=None,
         openapi_url="/openapi.json" if has_docs else None,
         lifespan=lifespan,

@@ -11,6 +11,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
 from jaxspec.errors import ArgumentError, EngineDeadError, EngineGenerateError
+from jaxspec.serve.bodies.protocol import FieldError
 from jaxspec.serve.response_store import ResponseNotFoundError
 
 _log = logging.getLogger(__name__)
@@ -133,6 +134,9 @@ def _field(fault: Mapping[str, Any]) -> str | None:
     """
     if fault["type"] == "json_invalid":
         return None
+    error = fault.get("ctx", {}).get("error")
+    if isinstance(error, FieldError):
+        return error.field or None
     parts = map(str, fault["loc"][1:])
     return ".".join(one for one in parts if one != "str" and "[" not in one) or None
 
@@ -141,7 +145,8 @@ def _fault(fault: Mapping[str, Any]) -> str:
     if fault["type"] == "json_invalid":
         return f"The body is no JSON: {fault['ctx']['error']} at {fault['loc'][-1]}"
     field = _field(fault)
-    return fault["msg"] if field is None else f"{field}: {fault['msg']}"
+    message = fault["msg"].removeprefix("Value error, ")
+    return message if field is None else f"{field}: {message}"
 
 
 def add_refusals(app: FastAPI) -> None:

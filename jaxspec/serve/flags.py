@@ -14,18 +14,15 @@ from typing import Any, NoReturn
 
 import yaml
 
-from jaxspec.console.command import CommandParser, documented, flag_type, json_flag
-from jaxspec.engine.arg_utils import AsyncEngineArgs
-from jaxspec.engine.model_folders import BUNDLED_DRAFT, BUNDLED_TARGET
+from jaxspec import envs
+from jaxspec.console.command import CommandParser, documented, flag_type
+from jaxspec.engine.arg_utils import AsyncEngineArgs, bundled_pair
 from jaxspec.errors import ConfigError, wrong_argument
 from jaxspec.serve.settings import DEFAULT_READ_HEADERS_S, SPEC_METRICS, ServerSettings
 
-BUNDLED_DRAFT_TOKENS = 5
 WARM_UPS = ("none", "plain", "all")
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
 
-_ASKS_FOR_DRAFTS = ("speculative_config", "spec_model", "spec_method")
-_ASKS_FOR_DRAFTS += ("speculative_model",)
 _LISTS = ("api_keys", "allowed_origins", "allowed_methods", "allowed_headers")
 # Fields of the settings whose flags have other names, as vLLM's do.
 _RENAMED = {"api_keys": "api_key"}
@@ -101,7 +98,9 @@ def _options(given: argparse.Namespace) -> Options:
     for item in dataclasses.fields(ServerSettings):
         value = values.get(item.name)
         if item.name in _LISTS:
-            value = tuple(_flattened(value or ()))
+            value = tuple(_flattened(item.name, value or ()))
+        if item.name == "api_keys" and not value and envs.VLLM_API_KEY:
+            value = (envs.VLLM_API_KEY,)
         if item.name not in chosen:
             chosen[item.name] = value
     return Options(
@@ -135,11 +134,7 @@ def _choose_model(values: dict[str, Any]) -> None:
         raise wrong_argument(ConfigError, "--model", allowed, name)
     values["model"] = tag or name
     if values["model"] is None:
-        values["model"] = BUNDLED_TARGET
-        if all(values[asks] is None for asks in _ASKS_FOR_DRAFTS):
-            values["speculative_model"] = BUNDLED_DRAFT
-            if values["num_speculative_tokens"] is None:
-                values["num_speculative_tokens"] = BUNDLED_DRAFT_TOKENS
+        values |= bundled_pair(values)
 
 
 def dashed(argument: str) -> str:
@@ -158,11 +153,19 @@ def parse_flags(
     return parser.parse_args([dashed(argument) for argument in given])
 
 
-def _flattened(values: Sequence[str]) -> Iterator[str]:
-    """Read what vLLM takes as JSON: `--allowed-origins '["*"]'`."""
+def _flattened(name: str, values: Sequence[str]) -> Iterator[str]:
+    """Read what vLLM takes as JSON: `--allowed-origins '["*"]'`.
+
+    Raises:
+        ConfigError: A value that begins as a JSON list is none.
+    """
     for value in values:
         if value.startswith("["):
-            yield from json_flag(value)
+            try:
+                yield from json.loads(value)
+            except json.JSONDecodeError as error:
+                allowed = "texts, or a JSON list of them"
+                raise wrong_argument(ConfigError, name, allowed, value) from error
         else:
             yield value
 
@@ -183,15 +186,24 @@ def _from_file(path: Path, parser: argparse.ArgumentParser) -> Iterator[str]:
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        reason = str(error)
+        if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+            # The whole message quotes lines of the file, which may hold keys.
+            reason = f"{error.problem} in line {error.problem_mark.line + 1}"
         raise ConfigError(
-            f"--config must be {allowed}, got {str(path)!r}: {error}",
+            f"--config must be {allowed}, got {str(path)!r}: {reason}",
             parameter="config",
             value=str(path),
-        ) from error
+        ) from None
     if content is None:
         return
     if not isinstance(content, dict):
-        raise wrong_argument(ConfigError, "--config", allowed, content)
+        raise ConfigError(
+            f"--config must be {allowed}, got {str(path)!r}, which holds a "
+            f"{type(content).__name__}.",
+            parameter="config",
+            value=str(path),
+        )
     yield from _written(content, parser, str(path), allowed)
 
 

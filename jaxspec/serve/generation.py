@@ -4,16 +4,19 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncGenerator, Callable, Coroutine
+from functools import partial
 from typing import Annotated, Any, TypeVar, no_type_check
 
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import JSONResponse
 
+from jaxspec.engine.async_llm_engine import LONG_CHARACTERS
 from jaxspec.errors import (
     ArgumentError,
     NativePanicError,
     RequestError,
     UnsupportedError,
+    escaped,
     is_panic,
     wrong_argument,
 )
@@ -36,12 +39,13 @@ from jaxspec.serve.bodies.tool_parsers import ToolParserManager
 from jaxspec.serve.errors import refusal_of
 from jaxspec.serve.load_report import ASKED, load_header
 from jaxspec.serve.middleware import MAX_ID
-from jaxspec.serve.response_store import UNFINISHED
+from jaxspec.serve.response_store import BEAT_S, UNFINISHED
 from jaxspec.serve.serving import Serving, new_id
 from jaxspec.serve.streaming import (
     ClientGoneError,
     EventLog,
     EventStream,
+    encoded,
     event,
     while_connected,
 )
@@ -53,6 +57,10 @@ Answer = Callable[[Serving, AnyBody, Request], Coroutine[Any, Any, Response]]
 
 # What proxies write down for a client that left.
 CLIENT_GONE = 499
+# Entries, as `Writer.check_size` counts them, that take milliseconds to write.
+SHORT_ANSWER = 4096
+# Between two looks for what another server has done.
+POLL_S = 0.1
 
 
 def generation_routes(serving: Serving) -> APIRouter:
@@ -76,14 +84,16 @@ def generation_routes(serving: Serving) -> APIRouter:
 
     @router.get("/v1/responses/{response_id}")
     async def retrieve_response(
+        request: Request,
         response_id: str,
         stream: bool = False,
         starting_after: Annotated[int | None, Query(ge=0)] = None,
     ) -> Response:
         """Return a response that is kept, as it is now, or its events as they come."""
-        response = serving.responses.get(response_id).response
+        owner = _owner(request)
+        response = serving.responses.get(response_id, owner).response
         if stream:
-            log = _log_of(serving, response_id)
+            log = _log_of(serving, owner, response)
             return EventStream(_followed(log, starting_after))
         if starting_after is not None:
             raise RequestError(
@@ -94,28 +104,49 @@ def generation_routes(serving: Serving) -> APIRouter:
         return JSONResponse(response)
 
     @router.post("/v1/responses/{response_id}/cancel")
-    async def cancel_response(response_id: str) -> Response:
-        """End the making of a response for which nobody waits; then return it."""
-        if not serving.responses.get(response_id).response["background"]:
+    async def cancel_response(request: Request, response_id: str) -> Response:
+        """End the making of a response in the background; then return it."""
+        owner = _owner(request)
+        if not serving.responses.get(response_id, owner).response["background"]:
             raise RequestError(
                 "Only a response of background=True can be cancelled: of others the "
                 "connection is closed.",
                 parameter="response_id",
                 value=response_id,
             )
-        await serving.background.cancel(response_id)
-        return JSONResponse(serving.responses.get(response_id).response)
+        if (owner, response_id) in serving.background:
+            await serving.background.cancel((owner, response_id))
+        else:
+            await _cancel_elsewhere(serving, owner, response_id)
+        return JSONResponse(serving.responses.get(response_id, owner).response)
 
     @router.delete("/v1/responses/{response_id}")
-    async def delete_response(response_id: str) -> Response:
+    async def delete_response(request: Request, response_id: str) -> Response:
         """Forget a response; one that is being made ends."""
-        serving.responses.get(response_id)
-        await serving.background.cancel(response_id)
-        serving.responses.delete(response_id)
+        owner = _owner(request)
+        serving.responses.get(response_id, owner)
+        await serving.background.cancel((owner, response_id))
+        serving.responses.delete(response_id, owner)
         told = {"id": response_id, "object": "response", "deleted": True}
         return JSONResponse(told)
 
     return router
+
+
+def _owner(request: Request) -> str:
+    """Return who sends a request: a digest of its API key, "" where none is needed."""
+    return getattr(request.state, "owner", "")
+
+
+async def _cancel_elsewhere(serving: Serving, owner: str, response_id: str) -> None:
+    """Have another server stop making a response, and wait until it has."""
+    serving.responses.cancel(response_id, owner)
+    end = asyncio.get_running_loop().time() + 2 * BEAT_S
+    while asyncio.get_running_loop().time() < end:
+        response = serving.responses.get(response_id, owner).response
+        if response["status"] not in UNFINISHED:
+            return
+        await asyncio.sleep(POLL_S)
 
 
 async def _respond(
@@ -143,23 +174,41 @@ async def _respond(
 async def _complete(
     serving: Serving, body: CompletionBody, request: Request
 ) -> Response:
-    serving.check_model(body.model)
+    serving.check_body(body)
     params = make_params(body, serving.config.generation_defaults)
-    # Encoding a long text takes a while: beside the event loop.
-    prompts = await asyncio.to_thread(
-        serving.prompts.of_completion, body, params.max_tokens
-    )
+    read = partial(serving.prompts.of_completion, body, params.max_tokens)
+    prompts = await serving.engine.run_in_thread(read, is_long=_is_long(body.prompt))
     writer = CompletionWriter(serving, body, params, _id(body, request))
     return await _generate(serving, body, prompts, params, writer)
 
 
 async def _chat(serving: Serving, body: ChatBody, request: Request) -> Response:
-    serving.check_model(body.model)
-    # Long texts and many tools take a while: beside the event loop.
-    prompt, params, writer = await asyncio.to_thread(
-        _prepare_chat, serving, body, _id(body, request)
+    serving.check_body(body)
+    read = partial(_prepare_chat, serving, body, _id(body, request))
+    prompt, params, writer = await serving.engine.run_in_thread(
+        read, is_long=_is_long_chat(body)
     )
     return await _generate(serving, body, [prompt], params, writer)
+
+
+def _is_long(content: object) -> bool:
+    """Return whether texts in a part of a body take long to encode."""
+    left, waiting = LONG_CHARACTERS, [content]
+    while waiting and left >= 0:
+        one = waiting.pop()
+        if isinstance(one, str):
+            left -= len(one)
+        elif isinstance(one, dict):
+            waiting += one.values()
+        elif isinstance(one, list):
+            waiting += one
+    return left < 0
+
+
+def _is_long_chat(body: ChatBody) -> bool:
+    """Return whether a chat has a grammar, which may be new, or long texts."""
+    shaped = (body.structured_outputs, body.response_format, body.tools)
+    return any(one is not None for one in shaped) or _is_long(body.messages)
 
 
 def _prepare_chat(
@@ -201,26 +250,52 @@ def _adjusted(serving: Serving, body: ChatBody) -> ChatBody:
 
 
 async def _answer(serving: Serving, body: ResponseBody, request: Request) -> Response:
-    serving.check_model(body.model)
+    serving.check_body(body)
     _check_background(serving, body)
-    messages = messages_of(body, _earlier(serving, body.previous_response_id))
+    owner = _owner(request)
+    earlier = _earlier(serving, owner, body.previous_response_id)
+    messages = messages_of(body, earlier)
     chat = as_chat(body, messages)
     with naming_tools_flat():
-        chat, prompt, params = await asyncio.to_thread(_read_chat, serving, chat)
-    request_id = _id(body, request)
-    writer = ResponseWriter(serving, body, chat, params, request_id, messages)
+        chat, prompt, params = await serving.engine.run_in_thread(
+            partial(_read_chat, serving, chat), is_long=_is_long_chat(chat)
+        )
+    request_id = _response_id(serving, body, request)
+    writer = ResponseWriter(serving, body, chat, params, request_id, messages, owner)
+    serving.writers[owner, writer.id] = writer
     if not body.background:
         return await _generate(serving, body, [prompt], params, writer)
-    if writer.id in serving.background:
-        allowed = "that of no response that is being made"
-        raise wrong_argument(RequestError, "request_id", allowed, body.request_id)
+    _check_size(serving, writer, [prompt])
     outputs = serving.outputs(writer.id, [prompt], params, body.priority or 0)
     response = writer.tell("queued")
     log = EventLog() if body.stream else None
     work = _make(serving, writer, outputs, log)
-    await serving.background.start(writer.id, work, log)
+    await serving.background.start((owner, writer.id), work, log)
     # Who follows it may leave, and come back: it goes on.
     return JSONResponse(response) if log is None else EventStream(_followed(log))
+
+
+def _response_id(serving: Serving, body: ResponseBody, request: Request) -> str:
+    """Return what the id of a response is made of: no earlier one is replaced.
+
+    A header that was used before, as in several requests of one trace, gives a new id.
+
+    Raises:
+        RequestError: It cannot be part of a path, or the body's is in use.
+    """
+    owner, given = _owner(request), _id(body, request)
+    is_of_body = given == body.request_id
+    name = "request_id" if is_of_body else "X-Request-Id"
+    if "/" in given:
+        raise wrong_argument(RequestError, name, "a text without '/'", given)
+    response_id = f"resp_{given}"
+    is_used = (owner, response_id) in serving.writers
+    if not (is_used or serving.responses.has(response_id, owner)):
+        return given
+    if is_of_body:
+        allowed = "that of no response that is kept or being made"
+        raise wrong_argument(RequestError, name, allowed, given)
+    return new_id()
 
 
 def _check_background(serving: Serving, body: ResponseBody) -> None:
@@ -244,7 +319,9 @@ def _check_background(serving: Serving, body: ResponseBody) -> None:
         )
 
 
-def _earlier(serving: Serving, response_id: str | None) -> list[dict[str, Any]]:
+def _earlier(
+    serving: Serving, owner: str, response_id: str | None
+) -> list[dict[str, Any]]:
     """The conversation up to an earlier response.
 
     Raises:
@@ -253,7 +330,7 @@ def _earlier(serving: Serving, response_id: str | None) -> list[dict[str, Any]]:
     """
     if response_id is None:
         return []
-    response, messages = serving.responses.get(response_id)
+    response, messages = serving.responses.get(response_id, owner)
     if response["status"] in UNFINISHED:
         allowed = "the id of a response that has been made"
         name = "previous_response_id"
@@ -286,35 +363,37 @@ async def _make(
             raise
         status, body = refusal_of(error)
         say = _log.exception if status == 500 else _log.info
-        say("A response in the background failed: %s", error)
+        say("A response in the background failed: %s", escaped(str(error)))
         end = writer.tell("failed", body["error"]["message"])
     finally:
         if log is not None:
             if end is not None:
                 log.add(writer.last_event(end))
             log.end()
-            serving.responses.put_events(writer.id, log.events)
+            writer.keep_events(log.events)
 
 
-def _log_of(serving: Serving, response_id: str) -> EventLog:
+def _log_of(serving: Serving, owner: str, response: dict[str, Any]) -> EventLog:
     """The events of a response, which may be still being made.
 
     Raises:
-        RequestError: It was not made as a stream.
+        RequestError: It was not made as a stream, or is being made elsewhere.
         ResponseNotFoundError: It is not kept.
     """
-    log = serving.background.log(response_id)
+    log = serving.background.log((owner, response["id"]))
     if log is not None:
         return log
-    events = serving.responses.events(response_id)
-    if not events:
-        raise RequestError(
-            "Only a response of background=True and stream=True can be streamed again: "
-            "leave stream out.",
-            parameter="stream",
-            value=True,
-        )
-    return EventLog(events, is_over=True)
+    events = serving.responses.events(response["id"], owner)
+    if events:
+        return EventLog(events, is_over=True)
+    reason = (
+        "Only a response of background=True and stream=True can be streamed again: "
+    )
+    reason += "leave stream out."
+    if response["status"] in UNFINISHED and response["background"]:
+        reason = "Another server makes this response, or it is no stream: its events "
+        reason += "can be streamed here once it is finished."
+    raise RequestError(reason, parameter="stream", value=True)
 
 
 @no_type_check  # asynchronous generators are not checked
@@ -344,9 +423,21 @@ async def _generate(
     beams = make_beams(body, params, serving.config.max_model_len)
     priority = body.priority or 0
     outputs = serving.outputs(writer.id, prompts, params, priority, beams)
+    size = _check_size(serving, writer, prompts)
     if not body.stream:
         async with contextlib.aclosing(outputs):
-            return JSONResponse(await writer.answer(outputs))
+            if size <= SHORT_ANSWER:
+                return JSONResponse(await writer.answer(outputs))
+            finished = [one async for one in outputs]
+        if isinstance(writer, ResponseWriter):
+            # It is kept, and the store belongs to the event loop.
+            whole = partial(dict[str, Any], writer.whole(finished))
+        else:
+            whole = partial(writer.whole, finished)
+        content = await serving.engine.run_in_thread(
+            lambda: encoded(whole()), is_long=True
+        )
+        return Response(content, media_type="application/json")
     chunks = _events(writer, outputs)
     try:
         # What fails before the first word has a status of its own.
@@ -355,6 +446,16 @@ async def _generate(
         await chunks.aclose()
         raise
     return EventStream(_resumed(first, chunks))
+
+
+def _check_size(serving: Serving, writer: Writer, prompts: list[TokensPrompt]) -> int:
+    """Return the most entries of an answer: see `Writer.check_size`."""
+    config = serving.config
+    return writer.check_size(
+        [len(one["prompt_token_ids"]) for one in prompts],
+        config.max_model_len,
+        config.model_config.vocab_size,
+    )
 
 
 @no_type_check  # asynchronous generators are not checked
@@ -370,7 +471,7 @@ async def _events(writer: Writer, outputs: Numbered) -> AsyncGenerator[str, None
             raise
         status, body = refusal_of(error)
         log = _log.exception if status == 500 else _log.info
-        log("A stream ended early: %s", error)
+        log("A stream ended early: %s", escaped(str(error)))
         yield event(body)
     if writer.end:
         yield writer.end

@@ -29,7 +29,7 @@ from jaxspec.engine.async_llm_engine import AsyncLLMEngine
 from jaxspec.engine.engine_group import make_engines
 from jaxspec.engine.follow import Follower
 from jaxspec.engine.llm_engine import LLMEngine
-from jaxspec.errors import ConfigError
+from jaxspec.errors import ConfigError, escaped
 from jaxspec.progress import watch_compiles
 from jaxspec.sampling_params import SamplingParams
 from jaxspec.serve.app import make_app
@@ -205,9 +205,22 @@ def _leader_decides() -> Iterator[None]:
             signal.signal(number, handler)
 
 
+class _RecordFormatter(logging.Formatter):
+    """Indents further lines of a record, tracebacks too.
+
+    An error may quote what a client sent: no line of it looks like a record.
+    """
+
+    def format(self, record: logging.LogRecord) -> str:
+        lines = super().format(record).splitlines()
+        return "\n    ".join(map(escaped, lines))
+
+
 def set_up_log(level: str) -> None:
     """Log to stderr, for the whole program."""
-    logging.basicConfig(format=LOG_FORMAT, level=_level(level), stream=sys.stderr)
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_RecordFormatter(LOG_FORMAT))
+    logging.basicConfig(level=_level(level), handlers=[handler])
     if _level(level) == logging.INFO:
         # jax tells, as information, which devices it did not find: "INTERNAL: Failed
         # to open libtpu.so" wherever there is no TPU. Of what fails it warns.
@@ -237,6 +250,7 @@ def _serve(engine: AsyncLLMEngine, options: Options, bound: socket.socket) -> in
         port=given.port,
         uds=given.uds,
         root_path=_root_path(given),
+        log_config=None,  # its records go to our handler
         log_level=given.uvicorn_log_level,
         access_log=not given.disable_uvicorn_access_log,
         # A fraction of a second is as good to the event loop.

@@ -73,8 +73,6 @@ _HELP = {
     "wanted",
     "jaxspec:synthetic_acceptance_info": "Acceptance is given, not found: chance of "
     "each draft to stay after those before it",
-    "jaxspec:lossy_acceptance_info": "Acceptance is typical, by these two numbers: "
-    "texts that are sampled without a seed do not follow the target",
     "jaxspec:grammar_failures": "Texts that ended with an error of their grammar",
     "jaxspec:num_compiles": "Programs that were compiled",
     "jaxspec:compile_seconds": "How long that took",

@@ -28,7 +28,10 @@ _TOO_MANY = (
 
 
 class ApiKeys:
-    """Middleware that refuses requests under /v1 without a valid key."""
+    """Middleware that refuses requests under /v1 without a valid key.
+
+    The state of a request has its `owner`: a digest of the key.
+    """
 
     def __init__(self, app: ASGIApp, keys: tuple[str, ...]):
         self._app = app
@@ -39,18 +42,21 @@ class ApiKeys:
         if not is_open:
             path = scope["path"].removeprefix(scope.get("root_path", ""))
             is_open = not path.startswith(GUARDED)
-        if is_open or self._is_known(Headers(scope=scope)):
+        owner = "" if is_open else self._owner(Headers(scope=scope))
+        if owner is not None:
+            scope.setdefault("state", {})["owner"] = owner
             await self._app(scope, receive, send)
             return
         headers = {"WWW-Authenticate": "Bearer"}
         await respond(401, {"error": "Unauthorized"}, headers)(scope, receive, send)
 
-    def _is_known(self, headers: Headers) -> bool:
+    def _owner(self, headers: Headers) -> str | None:
+        """Return who sends a request; None without a valid key."""
         scheme, _, key = headers.get("authorization", "").partition(" ")
         given = _digest(key.strip())
         # Every key is compared, and digests have one length: time tells nothing.
         found = [hmac.compare_digest(given, digest) for digest in self._digests]
-        return any(found) and scheme.lower() == "bearer"
+        return given.hex() if any(found) and scheme.lower() == "bearer" else None
 
 
 def _digest(key: str) -> bytes:

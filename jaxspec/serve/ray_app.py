@@ -465,6 +465,7 @@ async def _listen(
         told,
         http=limited_http(limits, serving.admission),
         ws="none",
+        log_config=None,
         log_level="warning",
         access_log=False,
         lifespan="off",

@@ -1,14 +1,18 @@
-"""Owns the responses that are kept, for whoever asks for one later or goes on from it.
+"""Owns the responses that are kept, to be retrieved later or continued.
 
-They lie in sqlite: in memory, or in a file that outlives the server.
+They are rows of an SQLite table: in memory, or in a file that outlives the server and
+that several servers may share.
 """
 
 import asyncio
 import json
 import logging
+import os
 import sqlite3
+import time
+import uuid
 import weakref
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, NamedTuple
 
 from jaxspec.errors import ConfigError, wrong_argument
@@ -17,19 +21,47 @@ from jaxspec.serve.streaming import EventLog
 _log = logging.getLogger(__name__)
 
 IN_MEMORY = ":memory:"
-# Statuses of what is still being made.
+# Statuses of a response that is not finished.
 UNFINISHED = ("queued", "in_progress")
-_TABLE = """
-create table if not exists responses (
-    number integer primary key, id blob unique not null,
-    response text not null, messages text not null
+# Between two signs that a server still makes its unfinished responses.
+BEAT_S = 2.0
+# Without a sign for so long, the server that made a response has ended.
+MAX_SILENCE_S = 30.0
+# Another server writes for some milliseconds at a time.
+LOCK_TIMEOUT_S = 5.0
+_SIZE = " + ".join(
+    f"length(cast({{row}}.{name} as blob))"
+    for name in ("response", "messages", "events")
 )
-"""
-_NEWER = "alter table responses add column events text not null default ''"
-_SIZE = "length(cast(response as blob)) + length(cast(messages as blob))"
-_SIZE += " + length(cast(events as blob))"
+_NEW_SIZE, _OLD_SIZE = _SIZE.format(row="new"), _SIZE.format(row="old")
+_ADD = "update response_totals set num_bytes = num_bytes"
+# Triggers keep the total, so that it is right whichever server writes.
+_SCHEMA = (
+    """
+    create table if not exists responses (
+        number integer primary key, owner text not null, id blob not null,
+        server text not null, is_unfinished integer not null, seen real not null,
+        is_cancelled integer not null default 0,
+        response text not null, messages text not null,
+        events text not null default '', unique (owner, id)
+    )
+    """,
+    "create index if not exists responses_by_age on responses (is_unfinished, number)",
+    "create table if not exists response_totals (num_bytes integer not null)",
+    "insert into response_totals select 0 where not exists "
+    "(select 1 from response_totals)",
+    "create trigger if not exists responses_added after insert on responses "
+    f"begin {_ADD} + ({_NEW_SIZE}); end",
+    "create trigger if not exists responses_removed after delete on responses "
+    f"begin {_ADD} - ({_OLD_SIZE}); end",
+    "create trigger if not exists responses_changed after update of response, "
+    f"messages, events on responses begin {_ADD} + ({_NEW_SIZE}) - ({_OLD_SIZE}); end",
+)
+_COLUMNS = "owner, id, server, is_unfinished, seen, response, messages, events"
 
 Message = dict[str, Any]
+# The owner of a response and its id.
+Key = tuple[str, str]
 
 
 class ResponseNotFoundError(Exception):
@@ -40,20 +72,24 @@ class ResponseNotFoundError(Exception):
 
 
 class Stored(NamedTuple):
-    """A response, and the conversation that whoever goes on from it continues."""
+    """A response, and the conversation that a later one continues."""
 
     response: dict[str, Any]
     messages: list[Message]
 
 
 class ResponseStore:
-    """Keeps the newest responses, as many as go into a number of bytes.
+    """Keeps the newest responses, up to a number of bytes in total.
+
+    Responses belong to an owner, the API key that made them: other owners neither find
+    them nor replace them. Several servers may use one file. A server changes only the
+    responses that it has added itself.
 
     All calls come from the server's event loop: one takes some tens of microseconds.
     """
 
     def __init__(self, path: str | None, max_bytes: int):
-        """Open a file, which may hold the responses of a server before; or memory.
+        """Open a file, which may hold responses already, or memory.
 
         Raises:
             ConfigError: The file cannot be opened, or is no such store.
@@ -61,159 +97,246 @@ class ResponseStore:
         self._connection = connect(path)
         weakref.finalize(self, self._connection.close)
         self._max_bytes = max_bytes
-        (found,) = self._execute(f"select coalesce(sum({_SIZE}), 0) from responses")
-        (self._num_bytes,) = found
-        self._end_unfinished()
+        self._server = uuid.uuid4().hex
 
     @property
     def is_on(self) -> bool:
         """Whether any response is kept."""
         return self._max_bytes > 0
 
-    def put(self, stored: Stored) -> None:
-        """Keep a response, in place of the one of the same id; the oldest may go.
+    def add(self, stored: Stored, owner: str = "") -> bool:
+        """Keep a new response; finished ones may go, the oldest first.
 
         A full disk is logged, and does not fail the request.
+
+        Returns:
+            False if the owner has a response of that id, which stays.
         """
-        try:
-            self._put(stored)
-        except sqlite3.Error:
-            _log.exception("A response could not be kept")
+        values = self._values(stored)
+        change = f"insert into responses ({_COLUMNS}) values (?, ?, ?, ?, ?, ?, ?, '') "
+        change += "on conflict do nothing returning number"
+        key = owner, _as_bytes(stored.response["id"]), self._server
+        added = self._write(change, *key, *values)
+        return added is None or bool(added)
 
-    def _put(self, stored: Stored) -> None:
-        key = _key(stored.response["id"])
-        self._remove("id", key)
-        texts = json.dumps(stored.response), json.dumps(stored.messages)
-        self._execute(
-            "insert into responses (id, response, messages) values (?, ?, ?)",
-            key,
-            *texts,
-        )
-        # `json.dumps` writes ASCII: as many bytes as characters.
-        self._num_bytes += sum(map(len, texts))
-        self._make_room()
+    def update(self, stored: Stored, owner: str = "") -> None:
+        """Replace a response that this server has added; nothing if it is gone."""
+        change = "update responses set is_unfinished = ?, seen = ?, response = ?, "
+        change += "messages = ?, events = '', "
+        change += "number = (select max(number) + 1 from responses) "
+        change += "where owner = ? and id = ? and server = ?"
+        key = owner, _as_bytes(stored.response["id"]), self._server
+        self._write(change, *self._values(stored), *key)
 
-    def _make_room(self) -> None:
-        while self._num_bytes > self._max_bytes:
-            ((oldest,),) = self._execute("select min(number) from responses")
-            self._remove("number", oldest)
+    def put_events(self, response_id: str, events: list[Any], owner: str = "") -> None:
+        """Keep what was streamed of a response that this server has added.
 
-    def put_events(self, response_id: str, events: list[Any]) -> None:
-        """Keep what was streamed of a response, if that is kept.
-
-        `put` forgets it: the response of that id is then another.
+        `update` forgets it.
         """
-        text = json.dumps(events)
-        change = "update responses set events = ? where id = ? and events = '' "
-        change += "returning number"
-        try:
-            if self._execute(change, text, _key(response_id)):
-                self._num_bytes += len(text)
-                self._make_room()
-        except sqlite3.Error:
-            _log.exception("The events of a response could not be kept")
+        change = "update responses set events = ? "
+        change += "where owner = ? and id = ? and server = ?"
+        key = owner, _as_bytes(response_id), self._server
+        self._write(change, json.dumps(events), *key)
 
-    def events(self, response_id: str) -> list[Any]:
+    def events(self, response_id: str, owner: str = "") -> list[Any]:
         """Find what was streamed of a response; nothing of one that was not.
 
         Raises:
-            ResponseNotFoundError: It was never kept, or is not any more.
+            ResponseNotFoundError: It was never kept, or is gone.
         """
-        wanted = "select events from responses where id = ?"
-        found = self._execute(wanted, _key(response_id))
-        if not found:
-            raise ResponseNotFoundError(response_id)
-        ((text,),) = found
+        (text,) = self._find("events", response_id, owner)
         return json.loads(text) if text else []
 
-    def get(self, response_id: str) -> Stored:
+    def get(self, response_id: str, owner: str = "") -> Stored:
         """Find a response.
 
+        Its status is "failed" if its server ended before it was finished.
+
         Raises:
-            ResponseNotFoundError: It was never kept, or is not any more.
+            ResponseNotFoundError: It was never kept, or is gone.
         """
+        wanted = "response, messages, is_unfinished, seen"
+        *texts, is_unfinished, seen = self._find(wanted, response_id, owner)
+        response, messages = map(json.loads, texts)
+        if is_unfinished and time.time() - seen > MAX_SILENCE_S:
+            message = "The server ended before the response was made."
+            error = {"code": "server_error", "message": message}
+            response |= {"status": "failed", "error": error}
+        return Stored(response, messages)
+
+    def has(self, response_id: str, owner: str = "") -> bool:
+        """Return whether an owner has a response of that id."""
+        try:
+            self._find("number", response_id, owner)
+        except ResponseNotFoundError:
+            return False
+        return True
+
+    def delete(self, response_id: str, owner: str = "") -> None:
+        """Forget a response; its server stops making it.
+
+        Raises:
+            ResponseNotFoundError: It was never kept, or is gone.
+        """
+        change = "delete from responses where owner = ? and id = ? returning number"
+        if not self._execute(change, owner, _as_bytes(response_id)):
+            raise ResponseNotFoundError(response_id)
+
+    def cancel(self, response_id: str, owner: str = "") -> None:
+        """Have the server that makes a response stop, at its next beat."""
+        change = "update responses set is_cancelled = 1 where owner = ? and id = ?"
+        self._execute(change, owner, _as_bytes(response_id))
+
+    def beat(self, making: Iterable[Key]) -> list[Key]:
+        """Report to other servers that this one still makes its unfinished responses.
+
+        Returns:
+            Those of `making` that are deleted, or cancelled by another server.
+
+        Raises:
+            sqlite3.Error: The file cannot be written.
+        """
+        change = "update responses set seen = ? where server = ? and is_unfinished"
+        self._execute(change, time.time(), self._server)
+        wanted = "select is_unfinished and is_cancelled from responses "
+        wanted += "where owner = ? and id = ? and server = ?"
+        unwanted: list[Key] = []
+        for owner, response_id in making:
+            key = owner, _as_bytes(response_id), self._server
+            if self._execute(wanted, *key) != [(0,)]:
+                unwanted.append((owner, response_id))
+        return unwanted
+
+    @staticmethod
+    def _values(stored: Stored) -> tuple[object, ...]:
+        is_unfinished = stored.response["status"] in UNFINISHED
+        return is_unfinished, time.time(), *map(json.dumps, stored)
+
+    def _write(self, change: str, *values: object) -> list[Any] | None:
+        """Change a row, and make room; return its rows, None if that failed."""
+        try:
+            with self._connection:  # commits, or rolls back
+                self._execute("begin immediate")
+                found = self._execute(change, *values)
+                self._make_room()
+        except sqlite3.Error:
+            _log.exception("A response could not be kept")
+            return None
+        return found
+
+    def _make_room(self) -> None:
+        remove = "delete from responses where number = (select number from responses "
+        remove += "order by is_unfinished, number limit 1) returning number"
+        has_removed = True
+        while has_removed:
+            ((num_bytes,),) = self._execute("select num_bytes from response_totals")
+            if num_bytes <= self._max_bytes:
+                return
+            has_removed = bool(self._execute(remove))
+
+    def _find(self, wanted: str, response_id: str, owner: str) -> Any:
         found = self._execute(
-            "select response, messages from responses where id = ?", _key(response_id)
+            f"select {wanted} from responses where owner = ? and id = ?",
+            owner,
+            _as_bytes(response_id),
         )
         if not found:
             raise ResponseNotFoundError(response_id)
-        return Stored(*map(json.loads, found[0]))
-
-    def delete(self, response_id: str) -> None:
-        """Forget a response.
-
-        Raises:
-            ResponseNotFoundError: It was never kept, or is not any more.
-        """
-        if not self._remove("id", _key(response_id)):
-            raise ResponseNotFoundError(response_id)
-
-    def _remove(self, column: str, value: object) -> bool:
-        found = self._execute(
-            f"delete from responses where {column} = ? returning {_SIZE}", value
-        )
-        self._num_bytes -= sum(size for (size,) in found)
-        return bool(found)
-
-    def _end_unfinished(self) -> None:
-        """Mark responses as failed that an earlier server was still making."""
-        found = self._execute("select response, messages from responses")
-        for response, messages in (map(json.loads, texts) for texts in found):
-            if response["status"] in UNFINISHED:
-                message = "The server ended before the response was made."
-                error = {"code": "server_error", "message": message}
-                response |= {"status": "failed", "error": error}
-                self.put(Stored(response, messages))
+        return found[0]
 
     def _execute(self, statement: str, *values: object) -> list[Any]:
         return self._connection.execute(statement, values).fetchall()
 
 
-def _key(response_id: str) -> bytes:
-    """An id as it lies in the table: a client may choose what is no text to sqlite."""
+def _as_bytes(response_id: str) -> bytes:
+    """Return an id as it lies in the table: a client's may be no text to SQLite."""
     return response_id.encode("utf-8", "surrogatepass")
 
 
 def connect(path: str | None) -> sqlite3.Connection:
-    """Open a store's file and make its table; without a path, memory.
+    """Open a store's file and make its tables; without a path, memory.
+
+    Only the user of this process may read or write the file.
 
     Raises:
         ConfigError: It cannot be opened, or holds something else.
     """
     connection = None
     try:
-        # Each statement is a transaction of its own.
+        if path:
+            _make_private(path)
+        # Each statement is a transaction of its own, unless one is begun.
         connection = sqlite3.connect(
-            path or IN_MEMORY, isolation_level=None, check_same_thread=False
+            path or IN_MEMORY,
+            timeout=LOCK_TIMEOUT_S,
+            isolation_level=None,
+            check_same_thread=False,
         )
         connection.execute("pragma journal_mode = wal")
         connection.execute("pragma synchronous = normal")
-        connection.execute(_TABLE)
-        connection.execute("select id, response, messages from responses limit 1")
-        columns = connection.execute("pragma table_info(responses)").fetchall()
-        if "events" not in {name for _, name, *_ in columns}:
-            connection.execute(_NEWER)
-    except sqlite3.Error as error:
+        with connection:
+            connection.execute("begin immediate")
+            _make_tables(connection)
+    except (sqlite3.Error, OSError) as error:
         if connection is not None:
             connection.close()
         allowed = "a file that can be written, in a folder that exists"
-        hint = f"sqlite says: {error}."
+        hint = f"SQLite says: {error}."
+        if isinstance(error, OSError):
+            hint = f"{error.strerror}."
         raise wrong_argument(
             ConfigError, "response_store", allowed, path, hint
         ) from error
     return connection
 
 
-class Background:
-    """Responses that are made in the background, with no connection open."""
+def _make_private(path: str) -> None:
+    """Make a file that only this user may read; SQLite's files beside it follow it."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        if os.fstat(descriptor).st_mode & 0o077:
+            os.fchmod(descriptor, 0o600)
+    finally:
+        os.close(descriptor)
 
-    def __init__(self):
-        self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._logs: dict[str, EventLog] = {}
+
+def _make_tables(connection: sqlite3.Connection) -> None:
+    """Make the tables, and move rows of an earlier version, which had no owners."""
+    found = connection.execute("pragma table_info(responses)").fetchall()
+    names = {name for _, name, *_ in found}
+    is_earlier = bool(names) and "owner" not in names
+    if is_earlier:
+        connection.execute("alter table responses rename to earlier_responses")
+    for statement in _SCHEMA:
+        connection.execute(statement)
+    connection.execute(f"select {_COLUMNS} from responses limit 1")
+    if is_earlier:
+        events = "events" if "events" in names else "''"
+        unfinished = "json_extract(response, '$.status') in ('queued', 'in_progress')"
+        connection.execute(
+            f"insert into responses ({_COLUMNS}) select '', id, '', {unfinished}, 0, "
+            f"response, messages, {events} from earlier_responses order by number"
+        )
+        connection.execute("drop table earlier_responses")
+
+
+class Background:
+    """Responses that are made in the background, with no connection open.
+
+    Args:
+        beat: `ResponseStore.beat`, called every `BEAT_S` with those that are being
+            made. The ones that it returns are cancelled.
+    """
+
+    def __init__(self, beat: Callable[[Iterable[Key]], list[Key]]):
+        self._tasks: dict[Key, asyncio.Task[None]] = {}
+        self._logs: dict[Key, EventLog] = {}
+        self._beat = beat
+        self._beating: asyncio.Task[None] | None = None
 
     async def start(
         self,
-        response_id: str,
+        key: Key,
         work: Coroutine[Any, Any, None],
         log: EventLog | None = None,
     ) -> None:
@@ -222,25 +345,27 @@ class Background:
         Args:
             log: Where it notes its events, for whoever wants to follow them.
         """
-        task = self._tasks[response_id] = asyncio.create_task(work)
+        task = self._tasks[key] = asyncio.create_task(work)
         if log is not None:
-            self._logs[response_id] = log
+            self._logs[key] = log
 
         def forget(_: object) -> None:
-            if self._tasks.get(response_id) is task:
-                del self._tasks[response_id]
-                self._logs.pop(response_id, None)
+            if self._tasks.get(key) is task:
+                del self._tasks[key]
+                self._logs.pop(key, None)
 
         task.add_done_callback(forget)
+        if self._beating is None or self._beating.done():
+            self._beating = asyncio.create_task(self._go_on_beating())
         # What is cancelled before it has begun could not keep that it was.
         await asyncio.sleep(0)
 
-    def __contains__(self, response_id: str) -> bool:
-        return response_id in self._tasks
+    def __contains__(self, key: Key) -> bool:
+        return key in self._tasks
 
-    def log(self, response_id: str) -> EventLog | None:
+    def log(self, key: Key) -> EventLog | None:
         """The events of one that is being made, if it notes any."""
-        return self._logs.get(response_id)
+        return self._logs.get(key)
 
     async def wait(self, timeout_s: float) -> bool:
         """Wait for those that are being made; whether there is none any more."""
@@ -248,9 +373,22 @@ class Background:
             await asyncio.wait(list(self._tasks.values()), timeout=timeout_s)
         return not self._tasks
 
-    async def cancel(self, response_id: str) -> None:
+    async def cancel(self, key: Key) -> None:
         """End one that is being made; any other is left as it is."""
-        task = self._tasks.get(response_id)
+        task = self._tasks.get(key)
         if task is not None:
             task.cancel()
             await asyncio.wait([task])
+
+    async def _go_on_beating(self) -> None:
+        while self._tasks:
+            await asyncio.sleep(BEAT_S)
+            try:
+                unwanted = self._beat(list(self._tasks))
+            except sqlite3.Error:
+                _log.exception(
+                    "The heartbeat of unfinished responses cannot be written"
+                )
+                continue
+            for key in unwanted:
+                self._tasks[key].cancel()

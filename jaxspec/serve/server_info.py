@@ -1,7 +1,7 @@
 """Owns the endpoints that tell about the server, and those of the tokenizer."""
 
-import asyncio
 import time
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Response
@@ -9,6 +9,7 @@ from fastapi.responses import JSONResponse
 
 import jaxspec
 from jaxspec.config import EngineConfig, read_json
+from jaxspec.engine.async_llm_engine import LONG_CHARACTERS
 from jaxspec.errors import EngineDeadError, RequestError, check_token_id
 from jaxspec.serve.bodies.protocol import DetokenizeBody, TokenizeBody
 from jaxspec.serve.errors import ModelNotFoundError
@@ -58,9 +59,8 @@ def health_routes(serving: Serving) -> APIRouter:
 
 
 def what_is_made_up(config: EngineConfig) -> dict[str, bool]:
-    """Say that texts mean nothing or are lossy, where that is so; nothing, else."""
+    """Say which parts are synthetic, so that texts mean nothing; empty otherwise."""
     told = {
-        "lossy_acceptance": config.is_lossy,
         "synthetic_acceptance": config.is_synthetic,
         "random_weights": config.load_format == "dummy",
     }
@@ -132,8 +132,12 @@ def token_routes(serving: Serving) -> APIRouter:
     @router.post("/tokenize")
     async def tokenize(body: TokenizeBody) -> dict[str, Any]:
         """Tell the token ids of a prompt or of a conversation."""
-        serving.check_model(body.model)
-        token_ids = await asyncio.to_thread(encode, body)
+        serving.check_body(body)
+        given = body.messages if body.prompt is None else body.prompt
+        is_long = len(str(given)) > LONG_CHARACTERS
+        token_ids = await serving.engine.run_in_thread(
+            partial(encode, body), is_long=is_long
+        )
         pieces = None
         if body.return_token_strs:
             pieces = tokenizer.convert_ids_to_tokens(token_ids)
@@ -147,7 +151,7 @@ def token_routes(serving: Serving) -> APIRouter:
     @router.post("/detokenize")
     async def detokenize(body: DetokenizeBody) -> dict[str, str]:
         """Tell the text of token ids."""
-        serving.check_model(body.model)
+        serving.check_body(body)
         if isinstance(tokenizer, NoTokenizer):
             raise tokenizer.missing("A text of tokens", body.tokens)
         for token in body.tokens:

@@ -3,24 +3,31 @@
 import asyncio
 import contextlib
 import itertools
+import logging
 import uuid
+import weakref
 from collections.abc import AsyncGenerator, Coroutine, Iterable
 from typing import Any, TypeVar, no_type_check
 
 from jaxspec.beam_search import BeamSearch, step_params
 from jaxspec.engine.async_llm_engine import AsyncLLMEngine
-from jaxspec.errors import EngineDeadError
+from jaxspec.errors import EngineDeadError, RequestError, nearest, shown
 from jaxspec.inputs import TokensPrompt, parse_prompt
 from jaxspec.outputs import RequestOutput
 from jaxspec.sampling_params import BeamSearchParams, SamplingParams
 from jaxspec.serve.admission import Admission
+from jaxspec.serve.bodies.protocol import Body
 from jaxspec.serve.errors import ModelNotFoundError, TimeLimitError
 from jaxspec.serve.prompts import Prompts
-from jaxspec.serve.response_store import Background, ResponseStore
+from jaxspec.serve.response_store import Background, Key, ResponseStore
 from jaxspec.serve.settings import ServerSettings
 from jaxspec.serve.streaming import merge
 
 T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
+# Clients choose the names of fields: no more are remembered.
+MAX_TOLD_FIELDS = 1000
 
 
 class Serving:
@@ -35,18 +42,37 @@ class Serving:
         self.responses = ResponseStore(
             settings.response_store, settings.max_response_store_bytes
         )
-        self.background = Background()
+        self.background = Background(self.responses.beat)
+        # Responses that are being made, by key.
+        self.writers: weakref.WeakValueDictionary[Key, Any] = (
+            weakref.WeakValueDictionary()
+        )
+        self._ignored: set[str] = set()
         # Clients choose ids of requests, and may choose one twice.
         self._number = itertools.count()
 
-    def check_model(self, name: str | None) -> None:
-        """Check that a request is for the model there is; None is.
+    def check_body(self, body: Body) -> None:
+        """Check that a request is for the model there is, and its fields are known.
+
+        A field that is not known is ignored and logged once, as in vLLM.
 
         Raises:
-            ModelNotFoundError: It is for another.
+            ModelNotFoundError: It is for another model.
+            RequestError: A field is not known, and the settings refuse those.
         """
+        name = body.model
         if name is not None and name not in self.settings.served_model_names:
             raise ModelNotFoundError(f"The model `{name}` does not exist.")
+        for field in sorted(body.model_extra or ()):
+            hint = nearest(field, type(body).model_fields, "it has no such field")
+            if self.settings.reject_unknown_fields:
+                raise RequestError(
+                    f"There is no field {shown(field)} here; {hint}", parameter=field
+                )
+            if field not in self._ignored and len(self._ignored) < MAX_TOLD_FIELDS:
+                self._ignored.add(field)
+                told = "The field %s of a request is ignored: %s"
+                _log.warning(told, shown(field), hint)
 
     def check_alive(self) -> None:
         """Check that the engine has not ended.

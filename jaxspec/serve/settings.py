@@ -1,6 +1,6 @@
 """Owns `ServerSettings`: how the server behaves, apart from the engine behind it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import no_type_check
 
 from jaxspec.errors import (
@@ -34,6 +34,7 @@ _FLAGS = (
     "enable_tokenizer_info_endpoint",
     "enable_server_load_tracking",
     "return_tokens_as_token_ids",
+    "reject_unknown_fields",
     "allow_credentials",
     "disable_fastapi_docs",
     "server_dev_mode",
@@ -49,6 +50,7 @@ class ServerSettings:
     Attributes:
         served_model_names: What requests may call the model; answers give the first.
         api_keys: One of them must come with every request under /v1; none, no check.
+            By default the one in VLLM_API_KEY of the environment.
         allowed_origins: Of pages whose scripts may read answers; none by default.
         response_role: Who speaks in answers to chats.
         trust_request_chat_template: Let requests bring templates of their own. They
@@ -74,6 +76,8 @@ class ServerSettings:
             On, unlike in vLLM.
         return_tokens_as_token_ids: Log-probabilities are told of "token_id:7", where
             requests do not say otherwise.
+        reject_unknown_fields: Refuse requests with a field that the endpoint does not
+            have. By default such fields are ignored, and each is logged once.
         max_body_bytes: Larger requests are refused.
         timeout_read_body: Seconds for the body of a request to arrive.
         max_num_queued_reqs: Texts that may wait for a place in the batch; more are
@@ -89,7 +93,7 @@ class ServerSettings:
     """
 
     served_model_names: tuple[str, ...] = ("model",)
-    api_keys: tuple[str, ...] = ()
+    api_keys: tuple[str, ...] = field(default=(), repr=False)
     allowed_origins: tuple[str, ...] = ()
     allowed_methods: tuple[str, ...] = ("*",)
     allowed_headers: tuple[str, ...] = ("*",)
@@ -109,6 +113,7 @@ class ServerSettings:
     enable_tokenizer_info_endpoint: bool = False
     enable_server_load_tracking: bool = True
     return_tokens_as_token_ids: bool = False
+    reject_unknown_fields: bool = False
     max_body_bytes: int = DEFAULT_MAX_BODY_BYTES
     timeout_read_body: float = DEFAULT_READ_BODY_S
     max_num_queued_reqs: int | None = 1024
@@ -123,6 +128,10 @@ class ServerSettings:
         lists = ("served_model_names", "api_keys", "allowed_origins")
         for name in (*lists, "allowed_methods", "allowed_headers"):
             check_strings(ConfigError, name, getattr(self, name))
+        for key in self.api_keys:
+            if not (key.isascii() and key.isprintable() and key == key.strip()):
+                allowed = "printable ASCII without white space around it"
+                raise wrong_argument(ConfigError, "api_keys", allowed, key)
         if not self.served_model_names:
             raise wrong_argument(ConfigError, "served_model_name", "a name", [])
         for name in _FLAGS:

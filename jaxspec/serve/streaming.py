@@ -17,7 +17,28 @@ T = TypeVar("T")
 DONE = "data: [DONE]\n\n"
 
 # Made once: `json.dumps` makes one for every text that is not written by default.
-_write = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+# Characters at which clients cut lines (httpx: `str.splitlines`); JSON may hold them.
+_LINE_ENDS = {ord(one): f"\\u{ord(one):04x}" for one in "\x85\u2028\u2029"}
+
+
+_write_whole = json.JSONEncoder(
+    ensure_ascii=False, allow_nan=False, separators=(",", ":")
+).encode
+
+
+def encoded(content: dict[str, Any]) -> bytes:
+    """Write a large answer, for a thread beside the event loop.
+
+    The encoder lets no other thread run: each choice is written by itself.
+    """
+    fields: list[str] = []
+    for name, value in content.items():
+        text = _write_whole(value) if not isinstance(value, list) else ""
+        if isinstance(value, list):
+            text = f"[{','.join(map(_write_whole, value))}]"
+        fields.append(f"{_write_whole(name)}:{text}")
+    return f"{{{','.join(fields)}}}".encode()
 
 
 class ClientGoneError(Exception):
@@ -27,7 +48,10 @@ class ClientGoneError(Exception):
 def event(content: Any) -> str:
     """Write one event of a stream; one with a type is named by it."""
     name = f"event: {content['type']}\n" if "type" in content else ""
-    return f"{name}data: {_write(content)}\n\n"
+    text = _encode(content)
+    if not text.isascii():
+        text = text.translate(_LINE_ENDS)
+    return f"{name}data: {text}\n\n"
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:

@@ -50,8 +50,8 @@ PARD = "pard"
 MODELS = (DRAFT_MODEL, PARD)
 # Heads: small networks on the target's hidden states.
 EAGLE, EAGLE3 = "eagle", "eagle3"
-MEDUSA, MLP_SPECULATOR = "medusa", "mlp_speculator"
-HEADS = (EAGLE, EAGLE3, MEDUSA, MLP_SPECULATOR)
+MEDUSA = "medusa"
+HEADS = (EAGLE, EAGLE3, MEDUSA)
 METHODS = (
     NGRAM,
     NGRAM_AND_MODEL,
@@ -71,7 +71,6 @@ SUFFIX_DEFAULTS: dict[str, Any] = {
 }
 # Whose drafts may continue any other.
 ANY_TREE = (DRAFT_MODEL, MEDUSA, PARD)
-DYNAMIC_KEYS = ("dynamic_tree_top_k", "dynamic_tree_num_nodes")
 # What drafts come from, for errors.
 SOURCES_OF_DRAFTS = (
     "Drafts come from a whole model of the target's family, from a head, which is a "
@@ -81,10 +80,6 @@ SOURCES_OF_DRAFTS = (
 )
 # The rule that judges nothing: acceptance is given, and texts mean nothing.
 SYNTHETIC = "synthetic"
-# The lossy rule: the target's probability of a draft decides alone. Its two numbers are
-# the published ones, by vLLM's names.
-TYPICAL = "typical"
-TYPICAL_DEFAULTS = {"posterior_threshold": 0.09, "posterior_alpha": 0.3}
 ADAPTIVE, FIXED = "adaptive", "fixed"
 
 
@@ -100,8 +95,8 @@ class SpeculativeConfig:
             tokens earlier in the sequence, "suffix" as many of them as the match's
             length and other matches promise; "ngram+draft_model" and
             "suffix+draft_model" ask the model where nothing matches, the latter also
-            where only a few tokens match; "eagle", "eagle3", "medusa" and
-            "mlp_speculator" are heads on the target's hidden states.
+            where only a few tokens match; "eagle", "eagle3" and "medusa" are heads on
+            the target's hidden states.
         model: Folder of the draft model or head; None for "ngram" and "suffix".
         quantization: How the draft model's matrices are kept, as the engine's argument
             of that name says of the target; None: as its checkpoint has them.
@@ -117,26 +112,16 @@ class SpeculativeConfig:
             target wants one of them, it adds one token more.
         speculative_token_tree: Which drafts are made, as vLLM writes them: a list of
             tuples, or its string. None: each continues the one before it.
-        dynamic_tree_top_k: Beside the chain of first choices stand the most probable of
-            the others, whatever they continue. Of each level so many are continued, and
-            by as many each.
-        dynamic_tree_num_nodes: Drafts of such a tree, the chain's among them; as many
-            as `dynamic_tree_top_k` for each of the chain's where nothing is said, and
-            no more than `MAX_NODES`.
         controller: "adaptive" makes as many as measured times and acceptance pay;
             "fixed" makes the most at every step.
         rejection_sample_method: Rule that decides which draft tokens stay, for requests
             that sample without a seed; those with one are "coupled". "block" samples
             from the same distribution as "standard" and keeps at least as many, on
-            average. "typical", of "medusa" alone, is LOSSY: texts that are sampled
-            without a seed no longer follow the target. "synthetic" is for benchmarks:
-            as many stay as one of the next two says.
+            average. "synthetic" is for benchmarks: as many stay as one of the next two
+            says.
         synthetic_acceptance_rates: Entry i is how often all drafts up to the i-th stay.
         synthetic_acceptance_length: Tokens per step on average, the target's own
             included; as many whole drafts always stay, and the next one sometimes.
-        posterior_threshold, posterior_alpha: Of "typical": a draft stays if the
-            target's probability of it is above the first, or above the second times
-            exp(-H) of the target's entropy H there.
         draft_sample_method: Draw drafts from the draft's distribution, or its argmax.
         disable_by_batch_size: With more running requests, none is drafted for.
         max_model_len: Sequences longer than this are not drafted for.
@@ -159,14 +144,10 @@ class SpeculativeConfig:
     num_speculative_tokens: int = DEFAULT_DRAFT_TOKENS
     num_side_leaves: int = 0
     speculative_token_tree: str | Sequence[Sequence[int]] | None = None
-    dynamic_tree_top_k: int | None = None
-    dynamic_tree_num_nodes: int | None = None
     controller: str = ADAPTIVE
     rejection_sample_method: str = "block"
     synthetic_acceptance_rates: Sequence[float] | None = None
     synthetic_acceptance_length: float | None = None
-    posterior_threshold: float | None = None
-    posterior_alpha: float | None = None
     draft_sample_method: str = "probabilistic"
     disable_by_batch_size: int | None = None
     max_model_len: int | None = None
@@ -205,15 +186,8 @@ class SpeculativeConfig:
         else:
             self._check_tree(most)
         self._check_leaves()
-        self._check_dynamic()
         choices = {
-            "rejection_sample_method": (
-                "standard",
-                "block",
-                "coupled",
-                TYPICAL,
-                SYNTHETIC,
-            ),
+            "rejection_sample_method": ("standard", "block", "coupled", SYNTHETIC),
             "draft_sample_method": ("probabilistic", "greedy"),
             "controller": (ADAPTIVE, FIXED),
         }
@@ -228,13 +202,12 @@ class SpeculativeConfig:
             if getattr(self, name) is not None:
                 check_integer(ConfigError, name, getattr(self, name), low=low)
         self._check_synthetic()
-        self._check_typical()
 
     @cached_property
     def parents(self) -> tuple[int, ...] | None:
         """Of each draft the one that it continues; None where that is the one before.
 
-        In the order of `parents_of`. Of a dynamic tree nobody knows: None as well.
+        In the order of `parents_of`.
         """
         if self.speculative_token_tree is not None:
             found = parents_of(read_paths(self.speculative_token_tree))
@@ -251,29 +224,14 @@ class SpeculativeConfig:
         return max(map(len, read_paths(self.speculative_token_tree)))
 
     @property
-    def dynamic_tree(self) -> tuple[int, int, int] | None:
-        """Levels, drafts that are continued after each, and all drafts of a round.
-
-        None where it is known which draft continues which.
-        """
-        if self.dynamic_tree_top_k is None:
-            return None
-        levels, top_k = self.num_speculative_tokens, self.dynamic_tree_top_k
-        count = self.dynamic_tree_num_nodes
-        return levels, top_k, min(levels * top_k, MAX_NODES) if count is None else count
-
-    @property
     def num_nodes(self) -> int:
         """Drafts of a round, beside one another and one after the other."""
-        if self.dynamic_tree is not None:
-            return self.dynamic_tree[2]
         return self.num_levels if self.parents is None else len(self.parents)
 
     @property
     def is_one_tree(self) -> bool:
         """Whether drafts are made all or none: fewer levels are not cheaper."""
-        is_known = self.speculative_token_tree is not None and self.parents is not None
-        return is_known or self.dynamic_tree is not None
+        return self.speculative_token_tree is not None and self.parents is not None
 
     @property
     def forced_acceptance(self) -> tuple[float, ...] | None:
@@ -312,20 +270,6 @@ class SpeculativeConfig:
             rejection_sample_method=SYNTHETIC,
             synthetic_acceptance_rates=[chance**place for place in places],
         )
-
-    @property
-    def is_lossy(self) -> bool:
-        """Whether texts that are sampled without a seed leave the target's law."""
-        return self.rejection_sample_method == TYPICAL
-
-    @property
-    def typical_acceptance(self) -> tuple[float, float] | None:
-        """Threshold and alpha of the lossy rule; None where it was not asked for."""
-        if not self.is_lossy:
-            return None
-        assert self.posterior_threshold is not None
-        assert self.posterior_alpha is not None
-        return self.posterior_threshold, self.posterior_alpha
 
     @property
     def is_greedy(self) -> bool:
@@ -437,60 +381,6 @@ class SpeculativeConfig:
             hint = "Forced acceptance is of drafts one after the other."
             raise wrong_argument(ConfigError, name, allowed, getattr(self, name), hint)
 
-    def _check_dynamic(self) -> None:
-        """Refuse dynamic trees that are none, and too large ones."""
-        name, size_name = DYNAMIC_KEYS
-        top_k, levels = self.dynamic_tree_top_k, self.num_speculative_tokens
-        if top_k is None:
-            size = self.dynamic_tree_num_nodes
-            if size is not None:
-                allowed = f"left out without {name}"
-                hint = "It is the size of a dynamic tree."
-                raise wrong_argument(ConfigError, size_name, allowed, size, hint)
-            return
-        if self.method not in ANY_TREE:
-            allowed = f"left out for method {self.method!r}"
-            hint = (
-                f"Only drafts of {' and '.join(map(repr, ANY_TREE))} make such trees."
-            )
-            raise wrong_argument(UnsupportedError, name, allowed, top_k, hint)
-        others = {
-            "num_side_leaves": self.num_side_leaves,
-            TREE_KEY: self.speculative_token_tree,
-        }
-        for other, value in others.items():
-            if value:
-                hint = "A dynamic tree finds out itself what stands beside its chain."
-                raise wrong_argument(
-                    ConfigError, other, f"left out with {name}", value, hint
-                )
-        if self.rejection_sample_method == SYNTHETIC:
-            allowed = f"left out with rejection_sample_method={SYNTHETIC!r}"
-            hint = "Forced acceptance is of drafts one after the other."
-            raise wrong_argument(ConfigError, name, allowed, top_k, hint)
-        most = MAX_NODES // max(levels - 1, 1)
-        check_integer(
-            ConfigError,
-            name,
-            top_k,
-            low=2,
-            high=most,
-            hint=f"A pass takes the drafts that are continued, {MAX_NODES} at most: of "
-            f"num_speculative_tokens={levels} levels all but the last.",
-        )
-        if self.dynamic_tree_num_nodes is None:
-            return
-        found = top_k + (levels - 1) * top_k**2
-        check_integer(
-            ConfigError,
-            size_name,
-            self.dynamic_tree_num_nodes,
-            low=levels + 1,
-            high=min(found, MAX_NODES),
-            hint=f"The chain has {levels}, {levels} levels with {name}={top_k} have "
-            f"{found}, and a step has room for {MAX_NODES}.",
-        )
-
     def _check_model(self) -> None:
         if self.has_folder and self.model is None:
             allowed = f"a folder for method {self.method!r}"
@@ -547,24 +437,6 @@ class SpeculativeConfig:
             most = rates[place - 1] if place else 1
             name = f"{names[0]}[{place}]"
             check_number(ConfigError, name, rate, low=0, high=most)
-
-    def _check_typical(self) -> None:
-        """Refuse the lossy rule but of the method that it was published for."""
-        names = tuple(TYPICAL_DEFAULTS)
-        if not self.is_lossy:
-            self._check_left_out(names, f"rejection_sample_method={TYPICAL!r}")
-            return
-        if self.method != MEDUSA:
-            raise wrong_argument(
-                UnsupportedError,
-                "rejection_sample_method",
-                f"lossless for method {self.method!r}",
-                TYPICAL,
-                f"It gives up the target's law, and is there for {MEDUSA!r} alone.",
-            )
-        for name in names:
-            low: dict[str, Any] = dict(low=0, high=1, open_low=True)
-            check_number(ConfigError, name, getattr(self, name), **low)
 
     def _check_lookup(self) -> None:
         if not self.has_lookup or self.has_suffix:

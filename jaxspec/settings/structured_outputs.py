@@ -176,10 +176,10 @@ def _check_white_space(
     given: "StructuredOutputsParams | StructuredOutputsConfig",
 ) -> None:
     pattern = given.whitespace_pattern
-    if pattern is not None and not (isinstance(pattern, str) and pattern):
+    if pattern is not None and not isinstance(pattern, str):
         allowed = "a regular expression or None"
         raise wrong_argument(error, "whitespace_pattern", allowed, pattern)
-    if pattern is not None and given.disable_any_whitespace:
+    if pattern and given.disable_any_whitespace:
         raise error(
             f"whitespace_pattern={pattern!r} and disable_any_whitespace=True "
             "contradict each other: leave one out.",

@@ -16,6 +16,9 @@ from jaxspec.models.families import DEFAULT_TURNS
 _FIRST_MARK = 0xD800
 _NAME = re.compile(r"[\w.-]+")
 
+# Roles of the model.
+_ANSWERS = ("assistant", "model")
+
 # Roles that clients of other models send.
 _FOLDED = ("system", "developer")
 
@@ -159,8 +162,8 @@ def _read_message(name: str, message: object, roles: Iterable[str]) -> Message:
     if not isinstance(role, str):
         raise wrong_argument(RequestError, f"{name}['role']", one_of(roles), role)
     content = message.get("content")
-    if content is None and message.get("tool_calls"):
-        content = ""  # an answer that only calls functions
+    if content is None and (role in _ANSWERS or message.get("tool_calls")):
+        content = ""  # an answer that only calls functions, or was cut off at once
     content = _content(f"{name}['content']", content)
     whole = {**message, "content": content}
     return map_texts(whole, lambda text: check_utf8(RequestError, name, text))

@@ -22,6 +22,7 @@ from jaxspec_checkpoints.reading import GGUF
 
 _SPACE = "\u2581"  # how pieces spell a space
 _BYTE = re.compile("<0x([0-9A-F]{2})>")
+_IMAGE_PIECE = "<image_soft_token>"
 
 
 @runtime_checkable
@@ -124,6 +125,10 @@ class JsonPieces:
         library.encode_special_tokens = True  # as ordinary text, that is
         self._library = library
         self.size = library.get_vocab_size(with_added_tokens=True)
+        # Files of Gemma 3 list a piece for images behind the vocabulary: texts have
+        # none, and the embedding's row for it is not read.
+        if self._find(_IMAGE_PIECE) == self.size - 1:
+            self.size -= 1
         self.named = {
             name: self._find(f"<{name}>") for name in ("bos", "eos", "pad", "unk")
         }
@@ -131,7 +136,9 @@ class JsonPieces:
         turns = [self._find(piece) for piece in markers]
         ids.update(turns if min(turns, default=0) >= 0 else ())
         added = library.get_added_tokens_decoder().items()
-        ids.update(token for token, piece in added if piece.special)
+        ids.update(
+            token for token, piece in added if piece.special and token < self.size
+        )
         self.special = {self.id_to_piece(token): token for token in sorted(ids)}
 
     def _find(self, piece: str) -> int:

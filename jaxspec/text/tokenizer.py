@@ -226,7 +226,7 @@ class Tokenizer:
 
     def apply_chat_template(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        conversation: Sequence[Mapping[str, Any]],
         add_generation_prompt: bool = True,
         tokenize: bool = True,
         *,
@@ -237,14 +237,15 @@ class Tokenizer:
         parse_special_tokens: bool = False,
         strict_roles: bool = False,
     ) -> list[int] | str:
-        """Write a conversation; the arguments are those of `write_chat`.
+        """Write a conversation; the other arguments are those of `write_chat`.
 
         Args:
+            conversation: The messages, under HuggingFace's name.
             tokenize: Return ids. The text (False) cannot tell a turn marker from one
                 that a message spells: encoding it lets messages end their turn.
         """
         text, token_ids = self.write_chat(
-            messages,
+            conversation,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             chat_template=chat_template,
@@ -435,11 +436,17 @@ class NoTokenizer(Tokenizer):
         raise self.missing("A conversation", messages)
 
 
-def check_same_tokenizer(target: Tokenizer, draft: Tokenizer, hint: str = "") -> None:
+def check_same_tokenizer(
+    target: Tokenizer,
+    draft: Tokenizer,
+    hint: str = "",
+    names: tuple[str, str] = ("the target", "the draft"),
+) -> None:
     """Check that every id stands for the same piece; pad rows of a network have none.
 
     Args:
         hint: Says which drafts fit the target.
+        names: Of target and draft, for the error.
 
     Raises:
         ConfigError: Names the first piece that differs.
@@ -450,8 +457,8 @@ def check_same_tokenizer(target: Tokenizer, draft: Tokenizer, hint: str = "") ->
     ours, theirs = target.id_to_piece(token), draft.id_to_piece(token)
     raise ConfigError(
         "Target and draft must share one tokenizer, because a draft proposes "
-        f"token ids: id {token} is {_shown(ours)} for the target and "
-        f"{_shown(theirs)} for the draft. {hint}".rstrip(),
+        f"token ids: id {token} is {_shown(ours)} for {names[0]} and "
+        f"{_shown(theirs)} for {names[1]}. {hint}".rstrip(),
         parameter="speculative_model",
         value=theirs,
     )

@@ -9,7 +9,7 @@ answers and their reader are all of this form.
 """
 
 import json
-from collections.abc import Collection, Generator, Mapping
+from collections.abc import Collection, Generator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, no_type_check
 
@@ -97,6 +97,9 @@ def _read_tool(name: str, tool: Any) -> Tool:
 def read_calls(messages: list[Message]) -> list[Message]:
     """Check calls of earlier turns; return copies whose arguments are dicts.
 
+    OpenAI's older form, a `function_call` and a message of the role "function", is
+    read as a call and its result.
+
     Args:
         messages: A checked conversation.
 
@@ -104,7 +107,15 @@ def read_calls(messages: list[Message]) -> list[Message]:
         RequestError: A message has calls that are none, or arguments that are no JSON.
     """
     read: list[Message] = []
+    call_id = ""
     for position, message in enumerate(messages):
+        function = message.get("function_call")
+        if message["role"] == "function":
+            message = message | {"role": "tool", "tool_call_id": call_id}
+        elif function is not None and not message.get("tool_calls"):
+            call_id = f"call_{position}"
+            call = {"id": call_id, "type": "function", "function": function}
+            message = message | {"tool_calls": [call]}
         calls, name = message.get("tool_calls"), f"messages[{position}]['tool_calls']"
         if calls is not None and not isinstance(calls, list):
             allowed = "a list of {'id': ..., 'type': 'function', 'function': {...}}"
@@ -188,19 +199,22 @@ def calls_schema(tools: list[Tool], *, is_parallel: bool) -> dict[str, Any]:
     Args:
         is_parallel: Several calls may be in it.
     """
-    parts = {
-        str(number): {
+    parts: dict[str, Any] = {}
+    used: list[Any] = []
+    for number, tool in enumerate(tools):
+        # A schema with an `$id` is a resource of its own, within which its references
+        # are resolved.
+        own = tool.parameters.get("$id")
+        own = f"tool:{number}" if own is None or own in used else own
+        used.append(own)
+        schema = {"type": "object", **tool.parameters, "$id": own}
+        schema.pop("$schema", None)
+        parts[str(number)] = {
             "type": "object",
-            "properties": {
-                "name": {"const": tool.name},
-                "parameters": {"type": "object"}
-                | _moved(tool.parameters, f"#/$defs/{number}/properties/parameters"),
-            },
+            "properties": {"name": {"const": tool.name}, "parameters": schema},
             "required": ["name", "parameters"],
             "additionalProperties": False,
         }
-        for number, tool in enumerate(tools)
-    }
     schema: dict[str, Any] = {
         "type": "array",
         "minItems": 1,
@@ -208,28 +222,6 @@ def calls_schema(tools: list[Tool], *, is_parallel: bool) -> dict[str, Any]:
         "$defs": parts,
     }
     return schema if is_parallel else schema | {"maxItems": 1}
-
-
-def _moved(schema: dict[str, Any], place: str) -> dict[str, Any]:
-    """The schema with what it says of places in itself, said of where it is put."""
-
-    def follow(part: Any) -> Any:
-        if isinstance(part, list):
-            return [follow(one) for one in part]
-        if not isinstance(part, Mapping):
-            return part
-        moved = {key: follow(value) for key, value in part.items()}
-        target = part.get("$ref")
-        if isinstance(target, str) and target.startswith("#"):
-            moved["$ref"] = place + target[1:]
-        return moved
-
-    # A name of its own would have places looked for under that.
-    return {
-        key: follow(value)
-        for key, value in schema.items()
-        if key not in ("$id", "$schema")
-    }
 
 
 class Part(NamedTuple):

@@ -19,7 +19,6 @@ METHODS = {
     "eagle": "an EAGLE head: one layer over the target's last hidden state",
     "eagle3": "an EAGLE-3 head: one layer over three of the target's hidden states",
     "medusa": "Medusa heads: a residual network for each place ahead",
-    "mlp_speculator": "an MLP speculator: a chain of small stages",
     "pard": "a draft model that makes all drafts in one pass, in the places of masks",
     "draft": "a draft model of the target's family, distilled from it",
 }
@@ -172,11 +171,6 @@ def _add_medusa(group: argparse._ArgumentGroup) -> None:
     _number(group, "--blocks", 1, "residual blocks of a head")
 
 
-def _add_mlp_speculator(group: argparse._ArgumentGroup) -> None:
-    _number(group, "--stages", 3, "places ahead")
-    _number(group, "--inner-size", None, "width of a stage (default: the target's)")
-
-
 def _add_draft(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--start", metavar="MODEL", help="a model to begin with; its sizes are kept"
@@ -206,7 +200,6 @@ _OWN = {
     "eagle": _add_eagle,
     "eagle3": _add_eagle3,
     "medusa": _add_medusa,
-    "mlp_speculator": _add_mlp_speculator,
     "pard": _add_pard,
     "draft": _add_draft,
 }

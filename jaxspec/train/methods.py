@@ -17,14 +17,13 @@ from flax.traverse_util import unflatten_dict
 from jaxtyping import Array, Float, Int
 
 from jaxspec.models.families import family_of
-from jaxspec.models.heads import eagle, eagle3, medusa, mlp_speculator
+from jaxspec.models.heads import eagle, eagle3, medusa
 from jaxspec.models.heads.config import (
     Eagle3Config,
     EagleConfig,
     HeadConfig,
     LayerConfig,
     MedusaConfig,
-    MlpSpeculatorConfig,
 )
 from jaxspec.models.heads.weights import (
     functions_of_head,
@@ -260,41 +259,6 @@ class MedusaMethod(_Head):
         hidden: Float[Array, "row_token model"],
     ) -> Float[Array, "row_token draft_vocab"]:
         return medusa.logits(self.config, params, number, hidden, head)
-
-
-@dataclass(frozen=True, kw_only=True)
-class MlpSpeculatorMethod(_Head):
-    """Every stage is given the token that the one before it should have proposed."""
-
-    config: MlpSpeculatorConfig
-
-    @property
-    def num_passes(self) -> int:
-        return self.config.num_stages
-
-    def hidden(
-        self,
-        params: Params,
-        embedding: Matrix,
-        tokens: Int[Array, "row token"],
-        states: States,
-    ) -> list[Float[Array, "row_token model"]]:
-        rows = states.rows.reshape(-1, states.rows.shape[-1]).astype(jnp.float32)
-        state, found = mlp_speculator.start(self.config, rows), []
-        for stage in range(self.num_passes):
-            given = shifted(tokens, self.offset + stage).reshape(-1)
-            state = mlp_speculator.forward(self.config, params, stage, given, state)
-            found.append(state)
-        return found
-
-    def logits(
-        self,
-        params: Params,
-        head: Matrix,
-        number: int,
-        hidden: Float[Array, "row_token model"],
-    ) -> Float[Array, "row_token draft_vocab"]:
-        return mlp_speculator.logits(self.config, params, number, hidden)
 
 
 @dataclass(frozen=True, kw_only=True)

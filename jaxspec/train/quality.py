@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 from tqdm.auto import tqdm
 
+from jaxspec.jax_settings import own_settings
 from jaxspec.models.families import config_from_folder
 from jaxspec.models.network import build_network
 from jaxspec.models.weights import load_params
@@ -60,6 +61,7 @@ class Reader:
         config: Of the model, with its form.
     """
 
+    @own_settings()
     def __init__(
         self,
         folder: Path,
@@ -131,6 +133,7 @@ class Comparison:
     share_of_same_first: float
 
 
+@own_settings()
 def compare(
     reference: Reader,
     reader: Reader,

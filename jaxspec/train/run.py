@@ -12,13 +12,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 from jax.sharding import Mesh
 
 from jaxspec.engine.model_folders import model_folder
 from jaxspec.engine.runner import choose_dtype
 from jaxspec.errors import ConfigError, check_integer, check_number, wrong_argument
+from jaxspec.jax_settings import find_devices, own_settings
 from jaxspec.llm import LLM
 from jaxspec.models.families import config_from_folder, config_from_hf, layouts
 from jaxspec.models.heads.config import (
@@ -26,7 +26,6 @@ from jaxspec.models.heads.config import (
     EagleConfig,
     HeadConfig,
     MedusaConfig,
-    MlpSpeculatorConfig,
     default_layers,
 )
 from jaxspec.models.weights import load_params
@@ -39,7 +38,6 @@ from jaxspec.train.methods import (
     EagleMethod,
     MedusaMethod,
     Method,
-    MlpSpeculatorMethod,
 )
 from jaxspec.train.target import StateFiles, Target
 from jaxspec.train.text import (
@@ -57,10 +55,12 @@ _log = logging.getLogger(__name__)
 
 # What may differ between a run and the one that goes on with it.
 _FREE = {"out", "work", "eval_every", "save_every", "method_name", "run"}
+SETTINGS = "settings.json"
 # Of the target's vocabulary, tokens that a head proposes unless told otherwise.
 DRAFT_VOCAB = 32_000
 
 
+@own_settings()
 def run(options: argparse.Namespace) -> Trainer:
     """Do what a command line says; returns the trainer, at its last step.
 
@@ -83,7 +83,8 @@ def run(options: argparse.Namespace) -> Trainer:
     config = config_from_folder(folder)
     method = make_method(options, config, folder)
     work = Path(options.work or f"{out}.work")
-    _remember(work, options)
+    _check_same(work, options)
+    _mesh_and_dtype(options)
 
     text = _text(options, folder, work)
     count = max(1, round(len(text) * options.held_out))
@@ -123,7 +124,6 @@ def make_method(options: argparse.Namespace, config: Any, folder: Path) -> Metho
         "eagle": _eagle,
         "eagle3": _eagle3,
         "medusa": _medusa,
-        "mlp_speculator": _mlp_speculator,
     }
     if options.method == "draft":
         return _draft(options, config, folder)
@@ -183,18 +183,6 @@ def _medusa(options: argparse.Namespace, config: Any) -> MedusaMethod:
             **_common(config, config.vocab_size),
             num_heads=options.heads,
             num_blocks=options.blocks,
-        )
-    )
-
-
-def _mlp_speculator(options: argparse.Namespace, config: Any) -> MlpSpeculatorMethod:
-    return MlpSpeculatorMethod(
-        config=MlpSpeculatorConfig(
-            **_common(config, config.vocab_size),
-            num_stages=options.stages,
-            inner_size=options.inner_size or config.hidden_size,
-            is_tied=options.stages > 1,
-            scale_input=True,
         )
     )
 
@@ -271,12 +259,7 @@ def load_target(options: argparse.Namespace, folder: Path, config: Any) -> Targe
     Raises:
         ConfigError: The devices do not divide by that.
     """
-    parts, devices = options.tensor_parallel_size, jax.devices()
-    if len(devices) % parts:
-        allowed = f"a divisor of the {len(devices)} devices"
-        raise wrong_argument(ConfigError, "tensor_parallel_size", allowed, parts)
-    mesh = Mesh(np.array(devices).reshape(-1, 1, parts), MESH_AXES)
-    dtype = choose_dtype(options.dtype, mesh)
+    mesh, dtype = _mesh_and_dtype(options)
     params = load_params(
         config,
         open_checkpoint(folder, layouts()).resolved().tensors,
@@ -295,8 +278,22 @@ def load_target(options: argparse.Namespace, folder: Path, config: Any) -> Targe
     )
 
 
+def _mesh_and_dtype(options: argparse.Namespace) -> tuple[Mesh, Any]:
+    """Place and type of the target.
+
+    Raises:
+        ConfigError: The devices do not divide, or have no such type.
+    """
+    parts, devices = options.tensor_parallel_size, find_devices()
+    if len(devices) % parts:
+        allowed = f"a divisor of the {len(devices)} devices"
+        raise wrong_argument(ConfigError, "tensor_parallel_size", allowed, parts)
+    mesh = Mesh(np.array(devices).reshape(-1, 1, parts), MESH_AXES)
+    return mesh, choose_dtype(options.dtype, mesh)
+
+
 def _text(options: argparse.Namespace, folder: Path, work: Path) -> Text:
-    """The text of an earlier run, or new."""
+    """The text of an earlier run, or new; the settings are kept beside it."""
     path = work / "text.npz"
     if path.exists():
         return Text.load(path)
@@ -322,6 +319,10 @@ def _text(options: argparse.Namespace, folder: Path, work: Path) -> Text:
                 num_tokens=options.tokens,
                 seed=options.seed,
             )
+    # Not before: a run that failed holds nothing that other settings would not fit.
+    work.mkdir(parents=True, exist_ok=True)
+    settings = json.dumps(_settings(options), indent=2)
+    (work / SETTINGS).write_text(f"{settings}\n", encoding="utf-8")
     text.save(path)
     return text
 
@@ -341,25 +342,27 @@ def _states(
     return lambda numbers, tokens: read(tokens)
 
 
-def _remember(work: Path, options: argparse.Namespace) -> None:
-    """Keep what a run was told; one that goes on with it must be told the same.
+def _settings(options: argparse.Namespace) -> dict[str, Any]:
+    """Options that a resumed run must match, as JSON has them."""
+    given = {name: value for name, value in vars(options).items() if name not in _FREE}
+    return json.loads(json.dumps(given))
+
+
+def _check_same(work: Path, options: argparse.Namespace) -> None:
+    """Check that a resumed run has the settings of the run before.
 
     Raises:
-        ConfigError: It is told something else.
+        ConfigError: One of them differs.
     """
-    told = {name: value for name, value in vars(options).items() if name not in _FREE}
-    told = json.loads(json.dumps(told))
-    path = work / "settings.json"
-    if path.exists():
-        before = json.loads(path.read_text(encoding="utf-8"))
-        for name in sorted(told.keys() | before.keys()):
-            if told.get(name) != before.get(name):
-                raise ConfigError(
-                    f"{work} holds a run with {name}={before.get(name)!r}, and now it "
-                    f"is {told.get(name)!r}: give what was given, or another work "
-                    "folder.",
-                    parameter=name,
-                    value=told.get(name),
-                )
-    work.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
+    given, path = _settings(options), work / SETTINGS
+    if not path.exists():
+        return
+    before = json.loads(path.read_text(encoding="utf-8"))
+    for name in sorted(given.keys() | before.keys()):
+        if given.get(name) != before.get(name):
+            raise ConfigError(
+                f"{work} holds a run with {name}={before.get(name)!r}, and now it is "
+                f"{given.get(name)!r}: give what was given, or another work folder.",
+                parameter=name,
+                value=given.get(name),
+            )

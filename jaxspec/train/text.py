@@ -13,7 +13,7 @@ from typing import Any, Protocol, no_type_check, runtime_checkable
 
 import numpy as np
 
-from jaxspec.errors import ConfigError, wrong_argument
+from jaxspec.errors import ConfigError, EngineGenerateError, wrong_argument
 from jaxspec.sampling_params import SamplingParams
 from jaxspec.text.tokenizer import Tokenizer
 
@@ -175,6 +175,9 @@ def write_text(
     """Let the target continue prompts until it has written so many tokens.
 
     Greedily, and drawn, as `WAYS` says: a head is asked by both kinds of request.
+
+    Raises:
+        EngineGenerateError: A request ended with an error.
     """
     random = np.random.default_rng(seed)
     shares, documents, written = [way[0] for way in WAYS], [], 0
@@ -195,7 +198,10 @@ def write_text(
         ]
         outputs = llm.generate([head for head, _ in some], params)
         for (head, _), output in zip(some, outputs, strict=True):
-            answer = list(output.outputs[0].token_ids)
+            (completion,) = output.outputs
+            if completion.finish_reason == "error":
+                raise EngineGenerateError(completion.stop_reason)
+            answer = list(completion.token_ids)
             documents.append((head + answer, len(head)))
             written += len(answer)
         if written >= num_tokens:

@@ -55,6 +55,14 @@ def test_a_line_that_is_no_prompt_is_named(entry, said, tmp_path):
         read_prompts(lines_in(tmp_path, {"prompt": "x"}, entry))
 
 
+def test_a_text_may_hold_other_ends_of_lines(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    texts = [f"one{end}two" for end in ("\x85", "\u2028", "\u2029", "\r\n", "\v")]
+    lines = [json.dumps({"prompt": text}, ensure_ascii=False) for text in texts]
+    path.write_text("\r\n".join(lines), encoding="utf-8", newline="")
+    assert [prompt.text for prompt in read_prompts(path)] == texts
+
+
 def test_a_file_that_is_not_there_or_empty(tmp_path):
     with pytest.raises(ConfigError, match="--dataset-path must be a file"):
         read_prompts(tmp_path / "none.jsonl")

@@ -32,21 +32,14 @@ GREEDY = ("--temperatures", 0)
         ("leaves=2", 9, 3, 2),
         (TREE, 4, 2, 0),
         ("best=4", 4, 2, 0),
-        ("dynamic", 16, 3, 0),
-        ("dynamic=7", 7, 3, 0),
     ],
 )
 def test_a_form_is_of_the_same_drafts(name, drafts, levels, leaves):
-    for given in (
-        GIVEN,
-        dataclasses.replace(GIVEN, num_side_leaves=3),
-        dataclasses.replace(GIVEN, dynamic_tree_top_k=3, dynamic_tree_num_nodes=9),
-    ):
+    for given in (GIVEN, dataclasses.replace(GIVEN, num_side_leaves=3)):
         found = Form.read(name).of(given, TREE)
         assert found.model == "draft"
         assert (found.num_levels, found.num_side_leaves) == (levels, leaves)
         assert found.num_nodes == drafts
-        assert (found.dynamic_tree is not None) == name.startswith("dynamic")
 
 
 @pytest.mark.parametrize(
@@ -56,7 +49,7 @@ def test_a_form_is_of_the_same_drafts(name, drafts, levels, leaves):
         ("leaves=0", "--forms"),
         ("leaves=x", "--forms"),
         ("best=65", "--forms"),
-        ("dynamic=65", "--forms"),
+        ("dynamic=16", "--forms"),
         ("[(0,), (1, 0)]", "speculative_token_tree"),
     ],
 )
@@ -70,7 +63,7 @@ def test_every_form_is_measured_and_a_tree_is_chosen(monkeypatch, tmp_path, caps
     opened = use_fake_engine(monkeypatch)
     monkeypatch.setattr(forms, "LEAST_COMPARED", 1)
     path = tmp_path / "out.json"
-    named = ("chain", "leaves=2", TREE, "dynamic=5", "best=5")
+    named = ("chain", "leaves=2", TREE, "best=5")
     arguments = (*SMALL, "--temperatures", 0, 1, "--output-json", path)
     arguments += ("--num-prompts", 2)  # one after the other
     spec.run(flags("spec", *arguments, "--forms", *named))
@@ -78,7 +71,7 @@ def test_every_form_is_measured_and_a_tree_is_chosen(monkeypatch, tmp_path, caps
     found = json.loads(line_in(path, printed))
     assert len(opened) == len(named)
     assert [one["form"] for one in found["forms"]] == list(named)
-    assert [one["num_nodes"] for one in found["forms"][:4]] == [3, 9, 4, 5]
+    assert [one["num_nodes"] for one in found["forms"][:3]] == [3, 9, 4]
     for one in found["forms"]:
         assert [point["temperature"] for point in one["points"]] == [0, 1]
         for point in one["points"]:
@@ -96,9 +89,9 @@ def test_every_form_is_measured_and_a_tree_is_chosen(monkeypatch, tmp_path, caps
         nodes = [part["num_nodes"] for part in one["parts"]]
         assert nodes == [0, one["num_nodes"]]
     # What nobody wanted is not in the tree; nor does the fake device charge for rows.
-    best = read_paths(found["forms"][4]["speculative_token_tree"])
+    best = read_paths(found["forms"][3]["speculative_token_tree"])
     assert best in {leaf_paths(levels, 0) for levels in range(1, 4)}
-    assert found["forms"][4]["speculative_token_tree"] in printed
+    assert found["forms"][3]["speculative_token_tree"] in printed
     assert "\n".join(found["answer"]) in printed
     assert "temperature 0, batch 1: what the target wanted" in printed
 
@@ -125,10 +118,9 @@ def test_what_cannot_be_compared(arguments, changes, field, monkeypatch):
 def test_no_tree_is_chosen_from_what_was_seen_too_seldom(monkeypatch, capsys):
     use_fake_engine(monkeypatch)
     monkeypatch.setattr(forms, "LEAST_COMPARED", 10**9)
-    spec.run(flags("spec", *SMALL, *GREEDY, "--forms", "chain", "best"))
+    (found,) = spec.run(flags("spec", *SMALL, *GREEDY, "--forms", "chain", "best"))
     printed = capsys.readouterr().out
     assert "best: no drafts, by what was measured before it." in printed
-    found = json.loads(printed.splitlines()[-1])
     assert [one["form"] for one in found["forms"]] == ["chain"]
 
 

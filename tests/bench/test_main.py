@@ -1,6 +1,7 @@
 """How failures are shown, and that help needs no jax."""
 
 import argparse
+import json
 import re
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import pytest
 from jaxspec.bench import __main__ as command_line
 from jaxspec.bench import whole
 from jaxspec.bench.report import BenchError
+from tests.bench.workloads import use_fake_engine
 
 ROOT = Path(__file__).parents[2]
 
@@ -65,10 +67,21 @@ def test_a_wrong_value_is_one_line_and_code_2(arguments, said, capsys):
     assert said in line
 
 
+def test_json_is_alone_on_standard_output(monkeypatch, capsys):
+    use_fake_engine(monkeypatch)
+    sizes = ["--batch-size", "1", "--output-len", "4", "--num-iters", "1"]
+    assert command_line.main(["latency", *sizes, "--json"]) == 0
+    shown = capsys.readouterr()
+    found = json.loads(shown.out)
+    assert found["speculative"]["num_output_tokens"] == 4
+    assert "json" not in found["arguments"]
+    assert "Avg latency: " in shown.err
+
+
 @pytest.mark.parametrize(
     ("raised", "code", "said"),
     [
-        (BenchError("boom"), 1, "python -m jaxspec.bench latency: boom\n"),
+        (BenchError("boom"), 1, "python -m jaxspec.bench latency: error: boom\n"),
         (KeyboardInterrupt(), 130, "\nInterrupted.\n"),
     ],
 )

@@ -14,7 +14,7 @@ from jaxspec.bench.measure import Batch
 from jaxspec.bench.parts import cost_ratio, measure_parts, round_bytes, round_flops
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.models.matrices import Matrix
-from jaxspec.program.tree import DynamicTree, Tree
+from jaxspec.program.tree import Tree
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams
 from tests.engines import (
     OneProgramRunner,
@@ -97,9 +97,6 @@ def test_operations_are_those_of_every_weight_and_token(engine):
     assert round_flops(engine, leaves, 2) == chain + 2 * 2 * 3 * target
     drafted = 1 + 2 * 7
     assert round_flops(engine, sides, 2) == 2 * 2 * (7 * target + drafted * draft)
-    # What is continued of a dynamic tree, three drafts of each of two levels.
-    grown = DynamicTree(num_levels=3, top_k=3, num_nodes=12)
-    assert round_flops(engine, grown, 2) == 2 * 2 * (13 * target + drafted * draft)
 
 
 def num_values(params: Any) -> int:

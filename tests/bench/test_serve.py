@@ -32,20 +32,16 @@ def asked_for(tmp_path) -> Callable[..., Any]:
     return lambda url, *more: flags("serve", "--base-url", url, *small, *more)
 
 
-def entries_in(printed: str) -> list[dict[str, Any]]:
-    lines = printed.splitlines()
-    return [json.loads(line) for line in lines if line.startswith("{")]
-
-
 @pytest.mark.parametrize("endpoint", ["/v1/completions", "/v1/chat/completions"])
 def test_our_server_is_measured_with_drafts_and_without(
     endpoint, site, asked_for, tmp_path, capsys
 ):
     saved = ("--save-result", "--save-detailed", "--result-dir", tmp_path)
     named = ("--result-filename", "out.json", "--metadata", "gpu=none")
-    serve.run(asked_for(site.url, "--endpoint", endpoint, *saved, *named))
+    (entry,) = serve.run(asked_for(site.url, "--endpoint", endpoint, *saved, *named))
     printed = capsys.readouterr().out
-    (entry,) = entries_in(printed)
+    assert '{"benchmark"' not in printed
+    assert "No drafts were made" not in printed
     assert json.loads((tmp_path / "out.json").read_text()) == entry
     assert (entry["model_id"], entry["gpu"]) == ("model", "none")
     assert (entry["completed"], entry["failed"]) == (6, 0)
@@ -71,9 +67,8 @@ def test_our_server_is_measured_with_drafts_and_without(
 def test_a_sweep_ends_with_a_table_and_a_picture(site, asked_for, tmp_path, capsys):
     points = ("--max-concurrency", 1, 3, "--no-compare-plain", "--num-warmups", 1)
     drawn = tmp_path / "out.svg"
-    serve.run(asked_for(site.url, *points, "--plot", drawn))
+    first, second = serve.run(asked_for(site.url, *points, "--plot", drawn))
     printed = capsys.readouterr().out
-    first, second = entries_in(printed)
     assert (first["max_concurrency"], second["max_concurrency"]) == (1, 3)
     assert first["max_concurrent_requests"] >= 1
     assert "plain" not in first
@@ -97,10 +92,8 @@ def test_runs_in_which_the_server_compiles_do_not_count(
         return launch(*arguments)
 
     monkeypatch.setattr(runner, "launch", compiling)
-    serve.run(asked_for(site.url, "--no-compare-plain"))
-    shown = capsys.readouterr()
-    assert "this run does not count" in shown.err
-    (entry,) = entries_in(shown.out)
+    (entry,) = serve.run(asked_for(site.url, "--no-compare-plain"))
+    assert "this run does not count" in capsys.readouterr().err
     assert entry["completed"] == 6
     until[0] = 1 << 40
     with pytest.raises(BenchError, match="compiled programs in 4 runs"):
@@ -154,9 +147,9 @@ def peer() -> Iterator[str]:
     thread.join(10)
 
 
-def test_a_peer_is_asked_for_nothing_of_ours(peer, asked_for, capsys):
-    serve.run(asked_for(peer, "--no-ignore-eos", "--extra-body", '{"x": 1}'))
-    (entry,) = entries_in(capsys.readouterr().out)
+def test_a_peer_is_asked_for_nothing_of_ours(peer, asked_for):
+    asked = asked_for(peer, "--no-ignore-eos", "--extra-body", '{"x": 1}')
+    (entry,) = serve.run(asked)
     assert entry["model_id"] == "peer"
     # The fourth request failed: the first was to see whether it answers at all.
     assert (entry["completed"], entry["failed"]) == (5, 1)
@@ -168,8 +161,8 @@ def test_a_peer_is_asked_for_nothing_of_ours(peer, asked_for, capsys):
 
 
 def test_plain_runs_ask_for_no_drafts_and_share_no_prompts(peer, asked_for, capsys):
-    serve.run(asked_for(peer, "--compare-plain"))
-    (entry,) = entries_in(capsys.readouterr().out)
+    (entry,) = serve.run(asked_for(peer, "--compare-plain"))
+    assert "No drafts were made at this load." in capsys.readouterr().out
     assert entry["completed"] + entry["plain"]["completed"] >= 8
     first, *bodies = Peer.asked
     assert not {"cache_salt", "num_speculative_tokens"} & first.keys()
@@ -180,7 +173,7 @@ def test_plain_runs_ask_for_no_drafts_and_share_no_prompts(peer, asked_for, caps
     assert list(by_salt.values()) == [["as served"] * 6, [0] * 6]
 
 
-def test_a_server_that_never_comes_is_an_error(asked_for, monkeypatch):
+def test_a_server_that_never_comes_is_an_error(asked_for, monkeypatch, capsys):
     naps: list[float] = []
 
     async def nap(seconds: float) -> None:
@@ -191,6 +184,8 @@ def test_a_server_that_never_comes_is_an_error(asked_for, monkeypatch):
     with pytest.raises(BenchError, match="answers no request: 127.0.0.1:1/v1/models"):
         serve.run(options)
     assert serve.POLL_S in naps
+    (told,) = capsys.readouterr().err.splitlines()
+    assert told.startswith("Waiting up to 0.2 s for the server: 127.0.0.1:1/v1/models")
 
 
 def test_a_server_that_fails_every_request_has_no_result(peer, asked_for, monkeypatch):

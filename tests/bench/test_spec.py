@@ -22,6 +22,8 @@ def cell(size: int, count: int, speed_up: float, **changes: Any) -> Cell:
         num_draft_tokens=count,
         speed_up=speed_up,
         least=speed_up - 0.01,
+        most=speed_up + 0.01,
+        num_runs=3,
         tokens_per_s=100.0,
         acceptance_rate=0.7,
     )
@@ -58,20 +60,18 @@ def test_a_sweep_measures_every_k_batch_and_temperature(monkeypatch, tmp_path, c
     assert form.described(picture(found)) in drawn.read_text(encoding="utf-8")
 
 
-def test_some_values_of_k(monkeypatch, capsys):
+def test_some_values_of_k(monkeypatch):
     use_fake_engine(monkeypatch)
     sweep = ("--batch-sizes", 1, "--temperatures", 0, "--draft-tokens", 3, 1)
-    spec.run(flags("spec", *SMALL, *sweep))
-    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    (found,) = spec.run(flags("spec", *SMALL, *sweep))
     assert list(found["points"][0]["by_num_draft_tokens"]) == ["1", "3"]
 
 
 def test_the_answer_says_that_acceptance_is_forced(monkeypatch, capsys):
     use_fake_engine(monkeypatch, forced_acceptance=0.5)
     sweep = ("--batch-sizes", 1, "--temperatures", 0, "--draft-tokens", 2)
-    spec.run(flags("spec", *SMALL, *sweep))
+    (found,) = spec.run(flags("spec", *SMALL, *sweep))
     printed = capsys.readouterr().out
-    found = json.loads(printed.splitlines()[-1])
     assert found["forced_acceptance"] == pytest.approx([0.5] * 3)
     assert "is_equal" not in found["points"][0]["by_num_draft_tokens"]["2"]
     assert printed.startswith("ACCEPTANCE IS FORCED (synthetic)")
@@ -99,9 +99,10 @@ def test_the_answer_names_the_best_k_and_where_it_ends():
     ]
     first, last = answer(cells)
     assert first == (
-        "Temperature 0: speculation pays: K = 5 at batch 1 (2.10 times plain), "
-        "K = 2 at batch 4 (1.30 times plain). From batch 16 on it does not (0.97 times "
-        "plain at best): --speculative-disable-by-batch-size 4 turns it off above "
+        "Temperature 0: speculation pays: K = 5 at batch 1 (2.10 times plain, 2.09 to "
+        "2.11 in 3 runs), K = 2 at batch 4 (1.30 times plain, 1.29 to 1.31 in 3 runs). "
+        "From batch 16 on it does not (0.97 times plain, 0.96 to 0.98 in 3 runs): "
+        "--speculative-disable-by-batch-size 4 turns it off above "
         "batch 4."
     )
     assert last.startswith("A K pays here when")
@@ -116,8 +117,21 @@ def test_the_answer_where_it_never_stops_paying_and_where_it_never_pays():
     assert len(both) == 3
     assert both[1] == (
         "Temperature 1: speculation does not pay at batch 1, 8; the best was 0.95 "
-        "times plain decoding, with K = 3 at batch 8."
+        "times plain, 0.94 to 0.96 in 3 runs, with K = 3 at batch 8."
     )
+
+
+def test_answer_is_unclear_where_repeats_differ():
+    (first, _) = answer([cell(1, 2, 0.95, least=0.8, most=1.3)])
+    assert first == (
+        "Temperature 0: these runs do not tell whether speculation pays. Unclear at "
+        "batch 1 (0.95 times plain, 0.80 to 1.30 in 3 runs): give more --num-iters, on "
+        "a quiet machine."
+    )
+    cells = [cell(1, 2, 1.5), cell(4, 2, 1.1, least=0.9, most=1.3), cell(8, 2, 0.8)]
+    (first, _) = answer(cells)
+    assert "Unclear at batch 4" in first
+    assert "--speculative-disable-by-batch-size 4" in first
 
 
 def test_a_batch_in_the_middle_that_does_not_pay_is_told():

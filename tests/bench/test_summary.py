@@ -85,6 +85,10 @@ def test_texts_are_compared_in_every_run():
 BYTES = {"bytes": 0.1}
 
 
+def speeds(median: float) -> dict[str, float]:
+    return {"median": median, "least": median - 0.5, "most": median + 0.5}
+
+
 def parts_of(count: int) -> Parts:
     return Parts(
         num_seqs=4,
@@ -110,7 +114,9 @@ def test_a_draft_costs_its_bytes_and_what_was_measured():
 
 def test_the_ceiling_is_of_the_measured_acceptance():
     both = BYTES | {"measured": 0.2}
-    found = against_ceiling(FASTER, num_draft_tokens=3, ratios=both, speed_up=1.5)
+    found = against_ceiling(
+        FASTER, num_draft_tokens=3, ratios=both, speed_up=speeds(1.5)
+    )
     assert found is not None
     assert found["conditional_rates"] == pytest.approx([0.8, 5 / 8, 2 / 5])
     for name, ratio in both.items():
@@ -118,12 +124,18 @@ def test_the_ceiling_is_of_the_measured_acceptance():
         assert one["cost_ratio"] == ratio
         assert one["speed_up_ceiling"] == pytest.approx(ceiling)
         assert one["share_of_ceiling"] == pytest.approx(1.5 / ceiling)
+        shares = one["least_share"], one["most_share"]
+        assert shares == pytest.approx((1 / ceiling, 2 / ceiling))
     assert found["bytes"]["best_num_draft_tokens"] == 3
     # A position that never was kept counts as one.
-    deeper = against_ceiling(FASTER, num_draft_tokens=4, ratios=BYTES, speed_up=1.0)
+    deeper = against_ceiling(
+        FASTER, num_draft_tokens=4, ratios=BYTES, speed_up=speeds(1.0)
+    )
     assert deeper is not None
     assert deeper["conditional_rates"][3] == 0
-    nothing = against_ceiling(PLAIN, num_draft_tokens=3, ratios=BYTES, speed_up=1.0)
+    nothing = against_ceiling(
+        PLAIN, num_draft_tokens=3, ratios=BYTES, speed_up=speeds(1.0)
+    )
     assert nothing is None
 
 
@@ -138,7 +150,13 @@ def test_a_comparison_tells_both_modes():
     assert "speed-up by speculation: whole 2.00 (2.00 to 4.00), decoding 2.00" in text
     assert "acceptance by position, speculative: 0.800 0.500 0.200" in text
     assert "greedy texts: equal" in text
-    assert "K = 3, c = 0.100 (bytes): 1.92, 104% of it reached; highest" in text
+    assert (
+        "K = 3, c = 0.100 (bytes): 1.92, 104% of it reached (52% to 156% in 3 " in text
+    )
+    assert "no drafts were made" not in text
+    undrafted = Measured(runs={"plain": PLAIN, "speculative": PLAIN}, num_discarded=0)
+    found = compared(undrafted, num_draft_tokens=3, ratios=BYTES, must_agree=True)
+    assert "no drafts were made" in comparison(found, 3)
     sampled = compared(MEASURED, num_draft_tokens=3, ratios=BYTES, must_agree=False)
     assert "is_equal" not in sampled
     alone = Measured(runs={"plain": PLAIN}, num_discarded=0)

@@ -56,10 +56,9 @@ def test_a_batch_of_none_is_refused():
 def test_parts_may_be_left_out(monkeypatch, capsys):
     use_fake_engine(monkeypatch)
     sizes = ("--batch-size", 1, "--output-len", 4, "--num-iters", 1)
-    whole.run(flags("latency", *sizes, "--no-parts"))
-    printed = capsys.readouterr().out
-    assert "Parts of a round" not in printed
-    assert json.loads(printed.splitlines()[-1])["parts"] == []
+    (found,) = whole.run(flags("latency", *sizes, "--no-parts"))
+    assert "Parts of a round" not in capsys.readouterr().out
+    assert found["parts"] == []
 
 
 def test_forced_acceptance_is_told_and_no_text_is_compared(
@@ -68,9 +67,8 @@ def test_forced_acceptance_is_told_and_no_text_is_compared(
     use_fake_engine(monkeypatch, forced_acceptance=0.5)
     sizes = ("--batch-size", 1, "--output-len", 8, "--num-iters", 1)
     drawn = tmp_path / "out.svg"
-    whole.run(flags("latency", *sizes, "--plot", drawn))
+    (found,) = whole.run(flags("latency", *sizes, "--plot", drawn))
     printed = capsys.readouterr().out
-    found = json.loads(printed.splitlines()[-1])
     assert found["forced_acceptance"] == pytest.approx([0.5] * 3)
     assert printed.startswith("ACCEPTANCE IS FORCED (synthetic)")
     assert "is_equal" not in found

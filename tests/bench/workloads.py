@@ -78,7 +78,7 @@ def use_fake_engine(patch: pytest.MonkeyPatch, **changes: Any) -> list[LLMEngine
 
 
 def line_in(path: Path, printed: str) -> str:
-    """The line of JSON that was printed last and written."""
-    last = printed.splitlines()[-1]
-    assert path.read_text(encoding="utf-8") == last + "\n"
-    return last
+    """The line of JSON that was written, and not printed."""
+    line = path.read_text(encoding="utf-8")
+    assert not [one for one in printed.splitlines() if one.startswith("{")]
+    return line

@@ -15,6 +15,7 @@ from jaxspec_checkpoints import (
     open_checkpoint,
     read_config,
 )
+from jaxspec_checkpoints.gemma.published import PAD_ROWS
 from jaxspec_checkpoints.gguf.reading import find_gguf
 from jaxspec_checkpoints.layout import EMBEDDING, HEAD
 from jaxspec_checkpoints.quantization import QuantizedTensor
@@ -32,6 +33,16 @@ from tests.checkpoints.models import tiny_config, tiny_tensors, write_tiny
 # What llama.cpp's library can make; the others are tested by their blocks.
 WRITABLE = (Q.F32, Q.F16, Q.BF16, Q.Q4_0, Q.Q4_1, Q.Q5_0, Q.Q5_1, Q.Q8_0)
 PACKED = {Q.Q4_0: "int4", Q.Q5_0: "int8", Q.Q8_0: "int8"}
+
+
+@pytest.mark.parametrize("kind", [Q.F16, Q.Q8_0], ids=lambda kind: kind.name)
+def test_rows_behind_the_vocabulary_are_left_out(tmp_path, kind):
+    config = tiny_config("2b", hidden_size=256, intermediate_size=512)
+    config["vocab_size"] = 8192 + PAD_ROWS
+    expected = write_gguf(tmp_path / "m.gguf", config, kinds={"token_embd": kind})
+    embedding = open_checkpoint(tmp_path / "m.gguf").tensors[EMBEDDING]
+    assert embedding.shape == (8192, 256)
+    np.testing.assert_array_equal(embedding.whole(), expected[EMBEDDING][:8192])
 
 
 @pytest.mark.parametrize("kind", WRITABLE, ids=lambda kind: kind.name)

@@ -53,6 +53,13 @@ def test_texts_have_the_ids_of_the_bundled_tokenizer(path):
         assert found.decode(ids) == expected.decode(ids), text
 
 
+def test_pieces_for_images_are_left_out(path, monkeypatch):
+    module = "jaxspec_checkpoints.gguf.tokenizer"
+    monkeypatch.setattr(f"{module}.GEMMA3_VOCAB_SIZE", 8192 - 64)
+    monkeypatch.setattr(f"{module}.IMAGE_ROWS", 64)
+    assert Tokenizer.from_folder(path).vocab_size == 8192 - 64
+
+
 def test_pieces_are_those_of_the_bundled_tokenizer(path):
     found, expected = Tokenizer.from_folder(path), Tokenizer.from_folder(BUNDLED)
     check_same_tokenizer(expected, found)

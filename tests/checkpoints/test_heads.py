@@ -75,11 +75,6 @@ def test_kinds(config, kind):
                 "lm_heads.0.weight",
             },
         ),
-        (
-            dict(model_type="mlp_speculator"),
-            ["speculator.emb.0.weight"],
-            {"emb.0.weight"},
-        ),
     ],
 )
 def test_spellings(tmp_path, config, theirs, ours):
@@ -98,9 +93,9 @@ def test_only_listed_tensors_are_left_unread(tmp_path, name):
 
 
 def test_two_spellings_of_one_tensor_are_refused(tmp_path):
-    names = ["emb.0.weight", "speculator.emb.0.weight"]
-    write(tmp_path, dict(model_type="mlp_speculator"), names)
-    with pytest.raises(CheckpointError, match="'emb.0.weight' twice"):
+    names = ["norm.weight", "model.norm.weight"]
+    write(tmp_path, dict(speculators_model_type="eagle3"), names)
+    with pytest.raises(CheckpointError, match="'norm.weight' twice"):
         open_head(tmp_path)
 
 
@@ -113,6 +108,14 @@ def test_what_is_no_head_says_what_one_is():
 def test_an_unknown_head_is_named(tmp_path):
     write(tmp_path, dict(speculators_model_type="dflash"), ["fc.weight"])
     with pytest.raises(CheckpointError, match="a head of kind 'dflash'"):
+        open_head(tmp_path)
+
+
+def test_rejects_an_mlp_speculator_with_the_alternatives(tmp_path):
+    write(tmp_path, dict(model_type="mlp_speculator"), ["speculator.emb.0.weight"])
+    with pytest.raises(
+        CheckpointError, match="removed.* 'eagle3', 'eagle' or 'medusa'"
+    ):
         open_head(tmp_path)
 
 
@@ -134,12 +137,12 @@ def test_pickles_are_not_opened(tmp_path):
 
 
 def test_a_written_head_is_whole_or_not_there(tmp_path):
-    config = dict(model_type="mlp_speculator")
-    write_head(tmp_path / "head", config, {"emb.0.weight": ONE.T})
+    config, name = dict(model_type="medusa"), "lm_head.weight"
+    write_head(tmp_path / "head", config, {name: ONE.T})
     found = open_head(tmp_path / "head")
-    np.testing.assert_array_equal(found.tensors["emb.0.weight"].whole(), ONE.T)
+    np.testing.assert_array_equal(found.tensors[name].whole(), ONE.T)
     with pytest.raises(CheckpointError, match="exists already"):
         write_head(tmp_path / "head", config, {})
     with pytest.raises(SafetensorError, match="Unknown dtype"):
-        write_head(tmp_path / "broken", config, {"emb.0.weight": np.array(["one"])})
+        write_head(tmp_path / "broken", config, {name: np.array(["one"])})
     assert [path.name for path in tmp_path.iterdir()] == ["head"]

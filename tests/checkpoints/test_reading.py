@@ -49,6 +49,12 @@ def test_folder_of_nothing_known(tmp_path):
         open_checkpoint(tmp_path / "model.bin")
 
 
+def test_an_adapter_without_its_model_is_named(tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="LoRA adapter without its model"):
+        open_checkpoint(tmp_path)
+
+
 @pytest.mark.parametrize("read", [open_checkpoint, model_files])
 def test_names_that_the_system_refuses(read):
     with pytest.raises(CheckpointError, match="cannot be read: .* too long"):

@@ -122,6 +122,10 @@ def test_settings_change_within_a_conversation(monkeypatch, capsys):
     assert "/temperature must be a number in [0, 2], got 'hot'" in shown
     assert "/k must be an integer of at least 0, got 1.5" in shown
     assert shown.count("/clear           forget") == 3, "the help, first and twice more"
+    assert "No command '/what'." in shown
+    capsys.readouterr()
+    talked(monkeypatch, "/help")
+    assert "No command" not in capsys.readouterr().err
 
 
 def test_failures_and_interrupts_end_an_answer_only(monkeypatch, capsys):
@@ -202,6 +206,35 @@ def test_an_engine_of_its_own(monkeypatch, capsys):
     with pytest.raises(RequestError, match="temperature"):
         chat.run(options(url=None, temperature=9))
     assert len(ended) == 2, "before anything is typed"
+
+
+def test_failed_answer_is_the_status_of_a_script(monkeypatch, capsys):
+    engine, runner = make_fake_engine(num_draft_tokens=3)
+    engine.tokenizer = TurnsTokenizer(16)
+    monkeypatch.setattr(chat, "load_engine", lambda *_, **__: engine)
+    monkeypatch.setattr(engine, "shutdown", lambda: None)
+    type_lines(monkeypatch, [PROMPT])
+    assert chat.run(options(url=None)) == 0
+    monkeypatch.setattr(chat, "_warm_up", lambda *_: None)
+    (runner.device.poison, *_) = engine.tokenizer.write_chat(
+        [{"role": "user", "content": PROMPT}]
+    )[1]
+    type_lines(monkeypatch, [PROMPT])
+    assert chat.run(options(url=None)) == 1
+    assert "error: The model's numbers became NaN" in capsys.readouterr().err
+
+
+def test_compile_notes_stay_out_of_answers(capsys):
+    engine, _ = make_fake_engine(num_draft_tokens=3)
+    engine.tokenizer = TurnsTokenizer(16)
+    backend = chat.EngineBackend(engine)
+    parts = backend.answer([{"role": "user", "content": PROMPT}], FIELDS)
+    backend.tell_compile("first")
+    next(parts)
+    backend.tell_compile("within")
+    parts.close()
+    backend.tell_compile("after")
+    assert capsys.readouterr().err == "[first]\n[after]\n"
 
 
 def test_a_server_and_its_key(monkeypatch):

@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from jaxspec import __main__ as command_line
 from jaxspec.__main__ import make_parser
 from jaxspec.bench.acceptance import Acceptance
 from jaxspec.bench.measure import Batch, Run, run_batch
 from jaxspec.cli import chat, generate
-from jaxspec.cli.generate import comparison, decode, difference, warm_up
+from jaxspec.cli.generate import comparison, decode, difference, encode, warm_up
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.errors import ArgumentError
 from jaxspec.outputs import RequestOutput
@@ -22,7 +23,8 @@ from jaxspec.sampling_params import RequestOutputKind, SamplingParams
 from jaxspec.text.tokenizer import Tokenizer
 from jaxspec_checkpoints import bundled_target
 from tests.cli.test_terminal import GREEN, Terminal
-from tests.engines import make_engine, make_micro
+from tests.engine.test_llm_engine import make_fake_engine
+from tests.engines import StubTokenizer, make_engine, make_micro
 from tests.oracles import hf_logits
 
 PROMPT = [5, 9, 4, 11]
@@ -159,7 +161,7 @@ def rows(table: str) -> dict[str, list[str]]:
 def test_the_table_says_what_was_measured():
     # 10 rounds of 2 drafts: 4 kept none, 2 one, 4 both -> 10 of 20, 21 tokens in all.
     tokens = list(range(21))
-    table = comparison(decoded(tokens, 0.5, [4, 2, 4]), decoded(tokens, 1.0))
+    table = comparison([decoded(tokens, 0.5, [4, 2, 4])], [decoded(tokens, 1.0)])
     found = rows(table)
     assert found["tokens"] == ["21", "21"]
     assert found["tokens/s"] == ["40.0", "20.0"]
@@ -172,14 +174,50 @@ def test_the_table_says_what_was_measured():
     assert max(map(len, table.splitlines())) <= 80
 
 
+def test_table_has_medians_and_spread_of_repeats():
+    tokens = list(range(21))
+    ours = [decoded(tokens, seconds, [4, 2, 4]) for seconds in (0.5, 0.4, 1.0)]
+    plain = [decoded(tokens, seconds) for seconds in (1.0, 1.0, 0.8)]
+    table = comparison(ours, plain)
+    found = rows(table)
+    assert found["tokens/s"] == ["40.0", "20.0"]
+    assert found["speed-up"] == ["2.00x"]
+    assert found["least, most"] == ["0.80x, 2.50x"]
+    assert table.splitlines()[-1].startswith("medians of 3 runs in turn; ")
+    other = decoded([*tokens[:-1], 99], 1.0)
+    assert rows(comparison(ours, [*plain[:2], other]))["texts"] == [
+        "differs at token 21"
+    ]
+
+
+def test_table_says_that_no_drafts_were_made():
+    runs = [decoded([4, 5], 0.5)]
+    assert "No drafts were made" in comparison(runs, runs)
+    assert "drafts" not in comparison(runs, None, has_drafts=False)
+
+
+def test_weights_of_nan_are_an_error(monkeypatch, capsys):
+    def load(*_: Any, **__: Any) -> LLMEngine:
+        engine, runner = make_fake_engine(num_draft_tokens=3)
+        runner.device.poison = engine.tokenizer.encode("$")[0]
+        return engine
+
+    monkeypatch.setattr(generate, "load_engine", load)
+    words = ["generate", "$", "--raw"]
+    assert command_line.main(words) == 1
+    shown = capsys.readouterr()
+    assert shown.out == "", "neither a text nor a table"
+    assert "jaxspec generate: error: The model's numbers became NaN" in shown.err
+
+
 def test_the_table_of_one_token_has_no_speed():
-    found = rows(comparison(decoded([4], 0.0), decoded([4], 0.0)))
+    found = rows(comparison([decoded([4], 0.0)], [decoded([4], 0.0)]))
     assert found["tokens/s"] == ["-", "-"]
     assert found["speed-up"] == ["-"]
 
 
 def test_the_table_without_comparison():
-    found = rows(comparison(decoded([4, 5], 0.5), None))
+    found = rows(comparison([decoded([4, 5], 0.5)], None))
     assert found["tokens/s"] == ["2.0"]
     assert "speed-up" not in found
     assert "texts" not in found
@@ -297,7 +335,14 @@ def test_a_whole_run(engine, monkeypatch, capsys):
     assert below.startswith("No --seed was given: seed 0 was used")
     found = rows(below)
     assert found["tokens"] == [str(NUM_TOKENS)] * 2
+    assert "least, most" in found
     assert found["rounds"] == [str(len(expected.inter_token_s)), str(NUM_TOKENS - 1)]
     assert found["acceptance rate"] == [f"{expected.acceptance.rate:.3f}"]
     assert found["texts"] == ["equal"]
     assert re.fullmatch(r"Loading .* s\nCompiling \.\.\. .* s\n", shown.err)
+
+
+@pytest.mark.parametrize("is_chat", [False, True])
+def test_a_prompt_that_is_no_utf8_is_refused(is_chat):
+    with pytest.raises(ArgumentError, match="the prompt must be text that UTF-8"):
+        encode(StubTokenizer(8192), "caf\udce9", is_chat=is_chat)

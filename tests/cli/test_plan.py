@@ -10,7 +10,12 @@ import pytest
 
 from jaxspec import __main__ as command_line
 from jaxspec.cli import plan
-from jaxspec.engine.described import NAMED_DEVICES
+from jaxspec.engine.described import (
+    MEMORY_BYTES,
+    NAMED_DEVICES,
+    named_devices,
+    named_limit,
+)
 from tests.checkpoints.gguf_files import write_gguf
 from tests.checkpoints.models import tiny_config, write_tiny
 
@@ -125,7 +130,7 @@ def test_the_bundled_pair_here(capsys):
         (("--device", "v9"), "--device must be one of v5e-1, .* got 'v9'"),
         (
             (*PAIR, *DRAFTS, "--device", "v5e-1"),
-            "are needed of v5e-1's 15.75 GiB.* Set tensor_parallel_size=2, on 2 such",
+            "are needed of v5e-1's 15.75 GiB.* Set tensor_parallel_size=4, on 4 such",
         ),
         (
             ("--gpu-memory-utilization", "1.5"),
@@ -174,6 +179,15 @@ def test_what_cannot_be_planned_is_one_paragraph(
     assert error.startswith("python -m jaxspec plan: error: ")
     assert error.count("\n") == 1
     assert re.search(message, error), error
+
+
+@pytest.mark.parametrize(
+    ("name", "count"), [("t4", 1), ("l4-2", 2), ("a100-40gb", 1), ("a100-80gb-8", 8)]
+)
+def test_common_gpus_can_be_named(name: str, count: int):
+    found = named_devices(name)
+    assert [one.platform for one in found] == ["gpu"] * count
+    assert named_limit(name, None) < MEMORY_BYTES[found[0].device_kind]
 
 
 def test_every_device_is_listed_where_one_is_unknown(capsys):

@@ -40,7 +40,7 @@ with interrupts_end(lambda: print("released", flush=True)):
 """
 
 FINISHES = """
-import atexit, os, threading
+import atexit, os, threading, weakref
 from jaxspec.console.ending import finish_at_exit
 atexit.register(print, "jax is cleaned up")
 class Engine:
@@ -54,6 +54,7 @@ class Engine:
             raise RuntimeError("out of order")
         print("finish")
 engines = [Engine("good"), Engine("bad"), Engine("good")]
+weakref.finalize(engines[0], print, "a trace's arrays are gone")
 del engines[2]
 threading.Timer(0.3, print, ["the thread has ended"]).start()
 print("ends", flush=True)
@@ -88,11 +89,13 @@ def test_engines_finish_at_the_exit_in_order():
     assert done.stdout.splitlines() == [
         "ends",
         "jax is cleaned up",  # the child's
+        "a trace's arrays are gone",  # the child's
         "the thread has ended",
         "begin",
         "begin",
         "finish",
         "jax is cleaned up",
+        "a trace's arrays are gone",
     ]
     assert "RuntimeError: out of order" in done.stderr
 

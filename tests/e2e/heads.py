@@ -24,7 +24,6 @@ from jaxspec.models.heads.config import (
     EagleConfig,
     HeadConfig,
     MedusaConfig,
-    MlpSpeculatorConfig,
 )
 from jaxspec.models.heads.weights import random_head
 from jaxspec.models.trimmed import TOKEN_IDS
@@ -34,7 +33,6 @@ from jaxspec.train.methods import (
     Eagle3Method,
     EagleMethod,
     MedusaMethod,
-    MlpSpeculatorMethod,
 )
 from jaxspec.train.target import Target
 from tests.e2e import pair
@@ -43,12 +41,11 @@ from tests.programs import QUICK_COMPILER
 
 VOCAB, HIDDEN = int(pair.SIZES["vocab_size"]), int(pair.SIZES["hidden_size"])
 NUM_DRAFT = 3
-KINDS = ("eagle", "eagle3", "medusa", "mlp_speculator")
+KINDS = ("eagle", "eagle3", "medusa")
 METHODS: dict[str, Any] = {
     "eagle": functools.partial(EagleMethod, num_passes=NUM_DRAFT),
     "eagle3": functools.partial(Eagle3Method, num_passes=NUM_DRAFT),
     "medusa": MedusaMethod,
-    "mlp_speculator": MlpSpeculatorMethod,
 }
 
 # Of a round: tokens known before it, and the drafts.
@@ -63,9 +60,6 @@ def config_of(kind: str, **changes: Any) -> Any:
     if kind == "medusa":
         both |= dict(num_heads=NUM_DRAFT, lm_heads=NUM_DRAFT)
         return MedusaConfig(**both | changes)
-    if kind == "mlp_speculator":
-        both |= dict(num_stages=NUM_DRAFT, inner_size=24)
-        return MlpSpeculatorConfig(**both | changes)
     both |= dict(
         hidden_size=HIDDEN,
         intermediate_size=12,
@@ -316,9 +310,6 @@ def right_params(kind: str, config: Any, *, is_second: bool = False) -> Any:
             first = heads["lm_heads", "0"]
             first[others[: len(cycle)]] = 1.01 * first[cycle]
         return settled(config, heads)
-    random = np.random.default_rng(3)
-    if kind == "mlp_speculator":
-        return settled(config, _right_stages(config, rows, cycle, after, random))
     if kind == "eagle":
         # It looks up what the target makes of each token, and adds nothing.
         look_up = np.concatenate([np.eye(HIDDEN), np.zeros((HIDDEN, HIDDEN))], axis=1)
@@ -341,29 +332,6 @@ def kept_tokens(config: Any, cycle: list[int]) -> np.ndarray:
     """A trimmed vocabulary that has some tokens."""
     others = [token for token in range(VOCAB) if token not in cycle]
     return np.sort((cycle + others)[: config.draft_vocab_size])
-
-
-def _right_stages(
-    config: Any, rows: np.ndarray, cycle: list[int], after: Any, random: Any
-) -> dict[tuple[str, ...], np.ndarray]:
-    """The first stage looks at the hidden state alone, the others at their token."""
-    values: dict[tuple[str, ...], np.ndarray] = {}
-    inner = config.inner_size
-    for stage in range(config.num_stages):
-        if stage == 0:
-            matrix = random.normal(size=(inner, HIDDEN)).astype(np.float32)
-            values["proj", "0", "weight"] = matrix
-            states = rows @ matrix.T
-            wanted = {token: after(token, 2) for token in cycle}
-        else:
-            states = random.normal(size=(VOCAB, inner)).astype(np.float32)
-            values["emb", str(stage), "weight"] = states
-            wanted = {token: after(token, 1) for token in cycle}
-        normed = states / np.sqrt((states**2).mean(axis=1, keepdims=True))
-        made = np.asarray(jax.nn.gelu(normed, approximate=False))
-        values["ln", str(stage), "weight"] = np.ones(inner)
-        values["head", str(stage), "weight"] = classifier(made, wanted)
-    return values
 
 
 def right_by_tokens(config: Any) -> Any:

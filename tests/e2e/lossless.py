@@ -29,7 +29,7 @@ from tqdm.auto import tqdm
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.engine.runner import Runner
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams
-from jaxspec.token_tree import MAX_NODES, read_paths
+from jaxspec.token_tree import read_paths
 from tests.e2e import pair
 from tests.engines import (
     OneGreedyProgramRunner,
@@ -71,7 +71,6 @@ SHAPED: dict[str, dict[str, Any]] = {
     "draft_model, int4, trimmed": dict(
         has_draft=True, draft_scheme=pair.INT4, kept=pair.KEPT
     ),
-    "draft_model, dynamic": dict(has_draft=True, dynamic=(3, 9)),
     "ngram, leaves": dict(has_draft=False, lookup=LOOKUP, num_side_leaves=1),
     "ngram, tree": dict(has_draft=False, lookup=LOOKUP, tree=TREE),
     "ngram+draft_model, leaves": dict(has_draft=True, lookup=LOOKUP, num_side_leaves=1),
@@ -79,7 +78,6 @@ SHAPED: dict[str, dict[str, Any]] = {
 }
 LARGE: dict[str, dict[str, Any]] = {
     "draft_model, largest tree": dict(has_draft=True, tree=LARGEST),
-    "draft_model, largest dynamic": dict(has_draft=True, dynamic=(8, MAX_NODES)),
 }
 ALL = PROPOSERS | SHAPED | LARGE
 DRAFTS = (1, 2, 3, 5, 8)

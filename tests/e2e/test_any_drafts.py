@@ -103,7 +103,6 @@ def test_texts_are_those_of_plain_decoding(draft, kind, prompts):
         ("tree", "seeded"),
         ("leaves", "greedy"),
         pytest.param("tree", "greedy", marks=pytest.mark.slow),
-        pytest.param("dynamic", "seeded", marks=pytest.mark.slow),
         pytest.param("both leaves", "seeded", marks=pytest.mark.slow),
         pytest.param("scanned tree", "greedy", marks=pytest.mark.slow),
     ],

@@ -128,8 +128,8 @@ def calls_in(chunks: list[Any]) -> list[tuple[str, str]]:
     """Put the calls of a stream together."""
     names: dict[int, str] = {}
     arguments: dict[int, str] = {}
-    for chunk in chunks:
-        for call in chunk.choices[0].delta.tool_calls or ():
+    for choice in (one for chunk in chunks for one in chunk.choices):
+        for call in choice.delta.tool_calls or ():
             if call.function.name is not None:
                 names[call.index] = call.function.name
             told = arguments.get(call.index, "") + call.function.arguments

@@ -5,6 +5,8 @@ import functools
 import gc
 import itertools
 import re
+import threading
+import time
 from functools import partial
 from typing import Any
 
@@ -13,7 +15,8 @@ import numpy as np
 import pytest
 import torch
 
-from jaxspec.engine import grammar_matcher
+from jaxspec.engine import grammar_matcher, structured_output
+from jaxspec.engine.grammar_matcher import Matcher, grammar_of_regex
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.metrics import Counter
 from jaxspec.outputs import RequestOutput
@@ -384,3 +387,78 @@ def test_the_law_under_a_grammar_is_the_enumerated_one(rule, count):
     for tokens in found:
         counts[words.index(tokens)] += 1
     check_counts(counts, law, rule)
+
+
+HELD_FORM = r"[A-Z]{60}"
+
+
+def slow_masks(monkeypatch: pytest.MonkeyPatch, seconds: float) -> list[str]:
+    """Have masks of one grammar take long; returns the threads that compute them."""
+    threads, compute = list[str](), Matcher.mask
+
+    def mask(matcher: Matcher) -> np.ndarray:
+        if matcher._grammar._text == grammar_of_regex(HELD_FORM):
+            threads.append(threading.current_thread().name)
+            end = time.thread_time() + seconds
+            while time.thread_time() < end:
+                pass
+        return compute(matcher)
+
+    monkeypatch.setattr(Matcher, "mask", mask)
+    return threads
+
+
+@pytest.mark.parametrize("num_drafts", [0, 3])
+def test_slow_masks_are_computed_between_launches(
+    engine, prompts, monkeypatch, num_drafts
+):
+    """The text stays the same, and others do not wait for its masks."""
+    form = StructuredOutputsParams(regex=HELD_FORM)
+    given = {"temperature": 1.0, "seed": 7, "ignore_eos": True}
+    extra = {"num_speculative_tokens": num_drafts}
+    held = SamplingParams(
+        structured_outputs=form, max_tokens=12, extra_args=extra, **given
+    )
+    plain = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    engine = with_settings(engine)
+    expected = tokens_of(generate(engine, prompts[:2], [held, plain]))
+    threads = slow_masks(monkeypatch, 0.05)
+    waiting: list[bool] = []
+    plan = engine.scheduler.plan
+
+    def watched() -> Any:
+        launch = plan()
+        is_held = engine.scheduler.rows.is_held.any()
+        waiting.append(bool(is_held) and launch is not None)
+        return launch
+
+    monkeypatch.setattr(engine.scheduler, "plan", watched)
+    assert tokens_of(generate(engine, prompts[:2], [held, plain])) == expected
+    # The first mask is computed in a launch, which finds that it takes long.
+    assert sum(not one.startswith("jaxspec-masks") for one in threads) <= 2, threads
+    assert sum(one.startswith("jaxspec-masks") for one in threads) >= 8
+    assert sum(waiting) >= 4
+    assert_nothing_is_held(engine)
+
+
+def test_a_text_whose_masks_take_too_long_ends_with_an_error(
+    engine, prompts, monkeypatch
+):
+    slow_masks(monkeypatch, 0.05)
+    monkeypatch.setattr(structured_output, "MAX_TEXT_S", 0.3)
+    form = StructuredOutputsParams(regex=HELD_FORM)
+    params = SamplingParams(
+        structured_outputs=form, max_tokens=40, temperature=1.0, seed=7
+    )
+    plain = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    engine = with_settings(engine)
+    failed, other = generate(engine, prompts[:2], [params, plain])
+    assert failed.outputs[0].finish_reason == "error"
+    assert "(limit)" in str(failed.outputs[0].stop_reason)
+    assert "CPU time" in str(failed.outputs[0].stop_reason)
+    assert 1 < len(failed.outputs[0].token_ids) < 12
+    assert (other.outputs[0].finish_reason, len(other.outputs[0].token_ids)) == (
+        "length",
+        12,
+    )
+    assert_nothing_is_held(engine)

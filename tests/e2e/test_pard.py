@@ -231,12 +231,11 @@ TREE = "[(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 1), (1, 0, 
     [
         dict(num_side_leaves=2),
         dict(tree=TREE, num_draft_tokens=9),
-        dict(dynamic=(3, 9)),
         dict(controller="adaptive"),
         dict(num_scheduler_steps=4),
         dict(num_draft_tokens=16),
     ],
-    ids=["leaves", "tree", "dynamic", "adaptive", "several", "most"],
+    ids=["leaves", "tree", "adaptive", "several", "most"],
 )
 def test_no_form_of_rounds_changes_a_text(shape):
     engine = make_engine(

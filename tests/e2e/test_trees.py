@@ -39,7 +39,6 @@ GREEDY = SamplingParams(temperature=0, max_tokens=LENGTH, ignore_eos=True)
 KINDS: dict[str, dict[str, Any]] = {
     "leaves": dict(draft="noisy", num_side_leaves=2),
     "tree": dict(draft="noisy", tree=TREE),
-    "dynamic": dict(draft="noisy", dynamic=(3, 9)),
     "ngram tree": dict(lookup=(3, 1), tree=TREE),
     "suffix leaves": dict(suffix={}, num_side_leaves=1),
     "both leaves": dict(draft="noisy", lookup=(3, 1), num_side_leaves=1),
@@ -48,15 +47,10 @@ KINDS: dict[str, dict[str, Any]] = {
 # As large as a tree may be, eight levels deep.
 LARGE_KINDS: dict[str, dict[str, Any]] = {
     "largest tree": dict(draft="noisy", tree=LARGEST),
-    "largest dynamic": dict(draft="noisy", dynamic=(8, MAX_NODES), num_draft_tokens=8),
 }
 # A tree has all that leaves have; of these alone, greedy texts are in every run.
 FAST = ("tree",)
-DRAFTED = [
-    pytest.param("leaves", marks=pytest.mark.slow),
-    "tree",
-    pytest.param("dynamic", marks=pytest.mark.slow),
-]
+DRAFTED = [pytest.param("leaves", marks=pytest.mark.slow), "tree"]
 
 
 @functools.cache
@@ -100,20 +94,15 @@ def texts(prompts) -> list[list[int]]:
 
 
 def ranks_of(engine: LLMEngine) -> dict[Place, Hits]:
-    """What became of drafts by place; a dynamic tree has none that stays."""
+    """What became of drafts by place."""
     speculative = engine.config.speculative
-    assert speculative is not None
-    if speculative.parents is None:
-        assert not engine.stats.tree_ends
-        return {}
+    assert speculative is not None and speculative.parents is not None
     return count_ranks(speculative.parents, engine.stats.tree_ends)
 
 
 def check_ranks(engine: LLMEngine) -> None:
     """Counts by depth and rank are those of tokens, but for each text's last round."""
     ranks, stats, ended = ranks_of(engine), engine.stats, 10
-    if not ranks:
-        return
     first = [ranks[Place(False, depth, 0)] for depth in (1, 2, 3)]
     assert 0 <= stats.num_draft_rounds - first[0].compared <= ended
     for hits, kept in zip(first, stats.accepted_per_position, strict=False):
@@ -135,7 +124,7 @@ def seeded(count: int, **changes: Any) -> list[SamplingParams]:
     ]
 
 
-@pytest.mark.parametrize("kind", kinds("leaves", "tree", "dynamic", "ngram tree"))
+@pytest.mark.parametrize("kind", kinds("leaves", "tree", "ngram tree"))
 def test_greedy_texts_are_the_same_and_some_tokens_come_from_beside(
     kind, prompts, texts
 ):
@@ -148,7 +137,7 @@ def test_greedy_texts_are_the_same_and_some_tokens_come_from_beside(
     engine.scheduler.check_idle()
 
 
-@pytest.mark.parametrize("kind", kinds(*FAST, "dynamic"))
+@pytest.mark.parametrize("kind", kinds(*FAST))
 def test_seeded_texts_are_the_same(kind, prompts):
     params = seeded(len(prompts))
     expected = tokens_of(generate(pair.plain_engine(), prompts, params))
@@ -445,7 +434,7 @@ def levels(micro) -> list[np.ndarray]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["leaves", "tree", "dynamic", "ngram tree"])
+@pytest.mark.parametrize("kind", ["leaves", "tree", "ngram tree"])
 def test_every_position_follows_the_target(kind, micro, levels):
     is_lookup = kind.startswith("ngram")
     tree = LAW_TREE if kind.endswith("tree") else None
@@ -455,7 +444,6 @@ def test_every_position_follows_the_target(kind, micro, levels):
         num_draft_tokens=len(read_paths(tree)) if tree else 3,
         num_side_leaves=2 if kind == "leaves" else 0,
         tree=tree,
-        dynamic=(2, 8) if kind == "dynamic" else None,
         lookup=(2, 1) if is_lookup else None,
         max_num_seqs=64,
         max_num_batched_tokens=2048,

@@ -136,7 +136,6 @@ def test_a_target_that_drafts_for_itself_is_accepted_where_all_was_kept():
             id="tree in several programs",
             marks=pytest.mark.slow,
         ),
-        pytest.param(dict(dynamic=(3, 9)), id="dynamic tree", marks=pytest.mark.slow),
         pytest.param(dict(num_side_leaves=2), id="side leaves", marks=pytest.mark.slow),
         pytest.param(
             dict(mask_token_id=0, rule="block"), id="pard", marks=pytest.mark.slow

@@ -7,11 +7,17 @@ from typing import Any
 import pytest
 
 from jaxspec.config import EngineConfig, GivenSizes
-from jaxspec.engine.arg_utils import AsyncEngineArgs, EngineArgs
+from jaxspec.engine.arg_utils import (
+    BUNDLED_DRAFT_TOKENS,
+    AsyncEngineArgs,
+    EngineArgs,
+)
 from jaxspec.engine.memory.memory_plan import MAX_CPU_KV_BYTES
+from jaxspec.engine.model_folders import BUNDLED_DRAFT, BUNDLED_TARGET
 from jaxspec.errors import ConfigError
 from jaxspec.models.families import published_config
 from jaxspec.settings.structured_outputs import StructuredOutputsConfig
+from jaxspec_checkpoints import bundled_target
 from jaxspec_checkpoints.quantization import Scheme
 
 TINY: dict[str, Any] = {
@@ -70,6 +76,26 @@ def test_defaults(target: str):
     assert (config.max_logprobs, config.num_logprobs) == (20, 20)
     assert config.speculative is None
     assert config.draft_model_config is None
+
+
+@pytest.mark.parametrize(
+    ("given", "draft", "num_draft_tokens"),
+    [
+        ({}, BUNDLED_DRAFT, BUNDLED_DRAFT_TOKENS),
+        ({"num_speculative_tokens": 2}, BUNDLED_DRAFT, 2),
+        ({"spec_tokens": 2}, BUNDLED_DRAFT, 2),
+        ({"spec_method": "ngram", "spec_tokens": 4}, None, 4),
+    ],
+)
+def test_without_a_model_the_bundled_pair(
+    given: dict[str, Any], draft: str | None, num_draft_tokens: int
+):
+    args = EngineArgs(**given)
+    assert (args.model, args.speculative_model) == (BUNDLED_TARGET, draft)
+    config = args.create_engine_config()
+    assert config.speculative is not None
+    assert config.speculative.num_levels == num_draft_tokens
+    assert EngineArgs(model=BUNDLED_TARGET).speculative_model is None
 
 
 def test_a_long_context_defaults_to_8192(tmp_path: Path):
@@ -435,6 +461,14 @@ def test_a_bad_argument_beside_a_draft(
         ({"load_format": "tensorizer"}, "'tensorizer'"),
         ({"hf_overrides": {"head_dim": 8}}, "'head_dim'"),
         ({"spec_decoding_acceptance_method": "greedy"}, "'greedy'"),
+        (
+            {"spec_decoding_acceptance_method": "typical_acceptance_sampler"},
+            "Typical acceptance was removed",
+        ),
+        (
+            {"typical_acceptance_sampler_posterior_alpha": 0.4},
+            "Use rejection_sample_method 'block'",
+        ),
     ],
 )
 def test_what_the_engine_does_not_do(
@@ -665,3 +699,27 @@ def test_sampling_of_gemma_3_is_taken_from_its_files(tmp_path: Path):
     assert config.generation_defaults == {"top_k": 64, "top_p": 0.95}
     assert config.model_config.eos_token_ids == (1, 106)
     assert configure(model, generation_config="vllm").generation_defaults == {}
+
+
+def test_batch_invariance_is_read_from_the_environment(
+    target: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    assert configure(target).batch_invariant
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "0")
+    assert not configure(target).batch_invariant
+    assert configure(target, batch_invariant=True).batch_invariant
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "yes")
+    with pytest.raises(ConfigError, match="VLLM_BATCH_INVARIANT must be 0 or 1"):
+        configure(target)
+
+
+def test_without_a_home_programs_are_not_kept(monkeypatch, caplog):
+    def fail() -> None:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", fail)
+    config = EngineArgs(model=str(bundled_target())).create_engine_config()
+    assert config.compilation_cache_dir is None
+    assert "set HOME, XDG_CACHE_HOME or compilation_cache_dir" in caplog.text

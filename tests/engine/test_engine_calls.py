@@ -192,6 +192,28 @@ def test_prompts_go_on_where_nobody_who_streams_finds_a_page():
     assert engine.stats.num_preemptions
 
 
+def test_running_requests_can_be_reset_and_go_on():
+    found: list[dict[str, str]] = []
+    for resets in ((), (1, 2, 5)):
+        engine, _ = make_fake_engine(num_draft_tokens=3)
+        for name in "ab":
+            engine.add_request(name, PROMPT, SamplingParams(max_tokens=40))
+        texts: dict[str, str] = {}
+        step = 0
+        while engine.has_unfinished_requests():
+            texts |= {one.request_id: one.outputs[0].text for one in engine.step()}
+            if step in resets:
+                assert not engine.reset_prefix_cache()
+                assert engine.reset_prefix_cache(
+                    reset_running_requests=True, reset_connector=True
+                )
+            step += 1
+        assert engine.stats.num_preemptions == 2 * len(resets)
+        found.append(texts)
+    assert found[0] == found[1]
+    assert found[0].keys() == {"a", "b"}
+
+
 def test_an_id_that_was_a_texts_is_somebody_elses():
     engine, _ = make_fake_engine(num_draft_tokens=0)
     stops = SamplingParams(n=2, max_tokens=30, seed=3)

@@ -204,6 +204,7 @@ def test_streams_of_several_engines():
                 await asyncio.sleep(0.001)
             # The others have nothing in use.
             assert not await serving.reset_prefix_cache()
+            assert await serving.reset_prefix_cache(reset_running_requests=True)
             await serving.sleep(mode=mode)
             assert ((await left) == whole) == (mode == "wait")
             assert all(engine.is_sleeping() for engine in engines)

@@ -7,7 +7,8 @@ import pytest
 from jaxspec.engine.hosts import Followers
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.errors import EngineDeadError
-from jaxspec.outputs import RequestOutput
+from jaxspec.outputs import CompletionOutput, RequestOutput
+from jaxspec.program.plan import StepShape
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams
 from tests.engine.test_llm_engine import assert_idle, make_fake_engine, run_all, said
 
@@ -31,6 +32,10 @@ def last_of(outputs: dict[str, list[RequestOutput]]) -> dict[str, list[int]]:
     return {name: list(one.token_ids) for name, one in completions.items()}
 
 
+def last_of_one(outputs: dict[str, list[RequestOutput]]) -> CompletionOutput:
+    return outputs["0"][-1].outputs[0]
+
+
 def fail(runner: Any, name: str, *, after: int, times: int = 1) -> None:
     """Have a runner's method raise, once it was called so often."""
     method, calls = getattr(runner, name), 0
@@ -52,8 +57,12 @@ def test_a_failure_with_drafts_costs_the_drafts(where, after, num_seqs):
     engine, runner = make_fake_engine(num_draft_tokens=3, max_num_seqs=num_seqs)
     add(engine)
     fail(runner, where, after=after)
-    assert last_of(run_all(engine)) == {str(index): said(40) for index in range(3)}
+    outputs = run_all(engine)
+    assert last_of(outputs) == {str(index): said(40) for index in range(3)}
     assert engine.policy.is_stopped
+    for given in outputs.values():
+        counts = given[-1].outputs[0].spec_decode_metrics
+        assert counts is not None and counts.stop_reason == "a launch failed"
     assert_idle(engine)
     _, shape = runner.plans[-1]
     assert shape.num_draft_tokens == 0
@@ -155,3 +164,15 @@ def test_a_failure_ends_an_engine_over_several_hosts(where: str):
         run_all(engine)
     assert followers.reasons == ["A launch failed: RuntimeError('the device is gone')"]
     assert fake.device.has_draft
+
+
+def test_failed_programs_with_drafts_are_reported(caplog):
+    engine, runner = make_fake_engine(num_draft_tokens=3)
+    add(engine)
+    shape = StepShape(num_seqs=1, num_draft_tokens=3, chunk=0)
+    runner.compiler.failures = {shape: RuntimeError("out of memory")}
+    counts = last_of_one(run_all(engine)).spec_decode_metrics
+    reason = "no program with drafts could be compiled"
+    assert counts is not None and counts.stop_reason == reason
+    assert reason in caplog.text
+    assert engine.load().is_stopped

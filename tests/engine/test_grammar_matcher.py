@@ -135,6 +135,7 @@ def test_a_rebuilt_matcher_computes_the_same_masks(monkeypatch):
 
 def test_a_mask_that_uses_up_its_lexer_is_confirmed_by_a_new_one(monkeypatch):
     matcher = Matcher(Grammar(WORDS_OF_LETTERS, vocabulary()))
+    matcher._lexer.spent_s = 0.0  # the mask of compiling counts
     monkeypatch.setattr(grammar_matcher, "MASK_FUEL", 0)
     make, made = Grammar.new_lexer, []
 

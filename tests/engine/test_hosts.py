@@ -27,7 +27,7 @@ from jaxspec.engine.hosts import (
 )
 from jaxspec.errors import ConfigError, EngineDeadError
 from jaxspec.program.plan import Features, StepShape
-from jaxspec.program.tree import DynamicTree, Tree
+from jaxspec.program.tree import Tree
 from jaxspec.settings.hosts import HostsConfig
 from tests.loops import make_config
 
@@ -734,10 +734,7 @@ def test_long_facts_differ_by_their_ends():
     assert len(channel._fact(long)) < 160
 
 
-@pytest.mark.parametrize(
-    "template",
-    [None, Tree((-1, 0, -1)), DynamicTree(num_levels=2, top_k=2, num_nodes=4)],
-)
+@pytest.mark.parametrize("template", [None, Tree((-1, 0, -1))])
 def test_shapes_come_through(template: Any):
     shape = StepShape(
         num_seqs=8,

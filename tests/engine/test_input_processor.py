@@ -138,7 +138,7 @@ def test_the_prefix_cache_can_be_left_alone():
         intake.prepare("0", prompt | {"cache_salt": ""}, SamplingParams())
 
 
-def test_priorities_need_their_policy():
+def test_priorities_are_checked_under_every_policy():
     def ask(policy: str, priority: Any) -> Request:
         config = make_config(scheduling_policy=policy)
         intake = InputProcessor(config, StubTokenizer(config.model_config.vocab_size))
@@ -146,11 +146,10 @@ def test_priorities_need_their_policy():
         return prepared.requests[0]
 
     assert ask("priority", -5).priority == -5
-    assert ask("fcfs", 0).priority == 0
-    with pytest.raises(RequestError, match="scheduling_policy='priority'"):
-        ask("fcfs", 1)
-    with pytest.raises(RequestError, match="priority must be an integer"):
-        ask("priority", 0.5)
+    assert ask("fcfs", 5).priority == 5
+    for policy in ("priority", "fcfs"):
+        with pytest.raises(RequestError, match="priority must be an integer"):
+            ask(policy, 0.5)
 
 
 def test_a_prompt_for_several_texts_is_encoded_once(monkeypatch):

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 import pytest
 import sentencepiece
+import transformers
 from safetensors.numpy import load_file, save_file
 
 import jaxspec.engine.loader
@@ -206,6 +207,21 @@ def test_more_rows_than_padding_are_another_vocabulary(tmp_path):
         configure(bundled_target(), tmp_path / "padded")
 
 
+def test_a_target_with_added_tokens_is_compared_with_its_draft(tmp_path):
+    """The error is about the pair, though the pair has the rows of the draft alone."""
+    folder = tmp_path / "added"
+    write_padded(folder, 8192 + 2, 0.0)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(bundled_target())
+    tokenizer.add_tokens(["<one>", "<two>"])
+    for path in folder.glob("tokenizer*"):
+        path.unlink()
+    tokenizer.save_pretrained(folder)
+    assert loader.read_tokenizer(configure(folder)).vocab_size == 8192 + 2
+    with pytest.raises(ConfigError, match="id 8192 is '<one>'") as error:
+        loader.read_tokenizer(configure(folder, bundled_draft()))
+    assert str(folder) in str(error.value) and str(bundled_draft()) in str(error.value)
+
+
 @pytest.mark.usefixtures("nothing_is_read")
 @pytest.mark.parametrize("role", ["target", "draft"])
 def test_damage_of_either_model_is_found_before_a_weight_is_read(tmp_path, role):
@@ -297,7 +313,9 @@ def test_a_gguf_draft_must_have_the_targets_tokenizer(tmp_path):
     loader.read_tokenizer(configure(tmp_path / "hf", tmp_path / "m.gguf"))
     content = (tmp_path / "m.gguf").read_bytes()
     (tmp_path / "m.gguf").write_bytes(content.replace(b"<pad>", b"<dap>"))
-    with pytest.raises(ConfigError, match="id 0 is '<pad>' for the target and '<dap>'"):
+    with pytest.raises(
+        ConfigError, match=r"id 0 is '<pad>' for the target \(.*hf\) and '<dap>'"
+    ):
         loader.read_tokenizer(configure(tmp_path / "hf", tmp_path / "m.gguf"))
 
 

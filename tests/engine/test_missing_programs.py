@@ -46,8 +46,8 @@ class ComingPrograms(EveryProgram):
 
 def make_loop(config, programs: ComingPrograms, seed: int = 0) -> Loop:
     loop = Loop(config, seed)
-    controller = SpeculationPolicy(config.speculative)
-    loop.scheduler = Scheduler(config, controller, programs=programs)
+    policy = SpeculationPolicy(config.speculative)
+    loop.scheduler = Scheduler(config, policy, programs=programs)
     return loop
 
 

@@ -314,8 +314,32 @@ def test_recommended_sampling_is_read_and_overridden(tmp_path: Path):
     assert engine_config(target, generation_config="vllm").generation_defaults == {}
     changed = engine_config(target, override_generation_config={"top_k": 5})
     assert changed.generation_defaults["top_k"] == 5
+    with pytest.raises(ConfigError, match="override_gen.*target: temperature must be"):
+        engine_config(target, override_generation_config={"temperature": -1})
     other = tmp_path / "other"
     other.mkdir()
     (other / "generation_config.json").write_text('{"top_p": 0.5}')
     elsewhere = engine_config(target, generation_config=str(other))
     assert elsewhere.generation_defaults == {"top_p": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("jaxspec/tiny-gema2", "jaxspec/tiny-gemma2"),
+        ("tiny-gemma2", "jaxspec/tiny-gemma2"),
+        ("jaxspec/gemma-3-270", "jaxspec/gemma-3-270m"),
+    ],
+)
+def test_similar_names_are_suggested(name: str, meant: str, monkeypatch: Any):
+    monkeypatch.setattr("jaxspec.engine.model_folders.fetch", None)
+    with pytest.raises(ConfigError, match=f"did you mean '{meant}'\\?$"):
+        model_folder(name, "model")
+
+
+def test_similar_folders_are_suggested(tmp_path: Path):
+    (tmp_path / "my-model").mkdir()
+    with pytest.raises(ConfigError, match=r"did you mean '.*/my-model'\?$"):
+        model_folder(str(tmp_path / "my-modle"), "model")
+    with pytest.raises(ConfigError, match=r"No such folder exists\.$"):
+        model_folder(str(tmp_path / "unlike"), "model")

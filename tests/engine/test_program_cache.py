@@ -17,6 +17,7 @@ from jaxspec.engine.program_cache import Built, ProgramCache, program_name
 from jaxspec.engine.structured_output import TokenMasks
 from jaxspec.models import cpu
 from jaxspec.program.call import flat
+from jaxspec.program.grammar import native_masks
 from jaxspec.program.plan import Features, StepShape
 from jaxspec.program.propose import NGram
 from jaxspec_checkpoints.quantization import Scheme
@@ -93,6 +94,16 @@ def test_nothing_is_kept_without_a_folder_nor_with_a_grammar(tmp_path, lowered):
     assert not list(tmp_path.iterdir())
 
 
+def test_program_with_grammar_is_kept_where_masks_are_asked_by_name(tmp_path):
+    program = make_program()
+    arguments = make_arguments(program.mesh)
+    form = dataclasses.replace(SHAPE, features=Features(has_grammar=True))
+    cache = ProgramCache(tmp_path)
+    for source, is_kept in ((TokenMasks(16), False), (native_masks, True)):
+        masked = dataclasses.replace(program, mask_source=source)
+        assert (cache.path(masked, form, arguments) is not None) == is_kept
+
+
 def test_names_are_readable():
     features = Features(has_controls=True, num_logprobs=0, num_prompt_logprobs=3)
     shape = StepShape(num_seqs=8, num_draft_tokens=5, chunk=512, features=features)
@@ -124,7 +135,7 @@ def test_names_follow_all_that_a_program_depends_on(tmp_path, monkeypatch):
     renamed = {"more": arguments[0]["w"]}
     names.append(name(arguments=(renamed, *arguments[1:])))
     names.append(name(options={"xla_backend_optimization_level": "0"}))
-    with jax.default_matmul_precision("float32"):
+    with jax.numpy_dtype_promotion("standard"):
         names.append(name())
     for variable in ("XLA_FLAGS",):
         with monkeypatch.context() as patch:

@@ -3,8 +3,8 @@ from typing import Any
 import pytest
 
 from jaxspec.engine.speculative_args import merge_speculative_arguments as merge
-from jaxspec.errors import ConfigError
-from jaxspec.settings.speculation import SUFFIX_DEFAULTS, TYPICAL_DEFAULTS
+from jaxspec.errors import ConfigError, UnsupportedError
+from jaxspec.settings.speculation import SUFFIX_DEFAULTS
 
 SAME = {"model": "draft", "num_speculative_tokens": 5}
 
@@ -74,32 +74,6 @@ def lookup(most: int, fewest: int, method: str = "ngram") -> dict[str, Any]:
             | {
                 "rejection_sample_method": "synthetic",
                 "synthetic_acceptance_length": 3.5,
-            },
-        ),
-        # The lossy rule, by both of its names, with the published numbers or others.
-        (
-            {
-                "spec_method": "medusa",
-                "speculative_config": SAME | {"rejection_sample_method": "typical"},
-            },
-            SAME
-            | TYPICAL_DEFAULTS
-            | {"method": "medusa", "rejection_sample_method": "typical"},
-        ),
-        (
-            {
-                "speculative_model": "draft",
-                "num_speculative_tokens": 5,
-                "spec_method": "medusa",
-                "spec_decoding_acceptance_method": "typical_acceptance_sampler",
-                "typical_acceptance_sampler_posterior_alpha": 0.4,
-            },
-            SAME
-            | {
-                "method": "medusa",
-                "rejection_sample_method": "typical",
-                "posterior_threshold": 0.09,
-                "posterior_alpha": 0.4,
             },
         ),
         # All drafts in one pass: vLLM's way to say so, and our name of it.
@@ -327,7 +301,7 @@ def test_lookups_that_contradict(arguments: dict[str, Any], texts: list[str]):
     ("arguments", "given"),
     [
         ({"spec_method": "eagle2", "spec_model": "x"}, "'eagle2'"),
-        ({"spec_method": "hydra", "spec_model": "x"}, "'eagle3', 'medusa', 'mlp_spec"),
+        ({"spec_method": "hydra", "spec_model": "x"}, "'eagle', 'eagle3', 'medusa'"),
         ({"speculative_model": "[medusa]"}, "a head, which is a small network"),
         ({"speculative_config": {"model": "[eagle]"}}, "speculative_model='[eagle]'"),
         (
@@ -366,6 +340,46 @@ def test_keys_and_values_of_the_draft_are_kept_as_the_targets():
         )
     with pytest.raises(ConfigError, match=r"'kv_cache_dtype'\] must be one of 'auto'"):
         merge({"speculative_config": SAME | {"kv_cache_dtype": "int4"}})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "given", "alternative"),
+    [
+        (
+            {"speculative_config": SAME | {"dynamic_tree_top_k": 4}},
+            "['dynamic_tree_top_k']=4",
+            "speculative_token_tree",
+        ),
+        (
+            {"speculative_config": SAME | {"dynamic-tree-num-nodes": 16}},
+            "['dynamic_tree_num_nodes']=16",
+            "speculative_token_tree",
+        ),
+        (
+            {"speculative_config": SAME | {"rejection_sample_method": "typical"}},
+            "['rejection_sample_method']='typical'",
+            "'block'",
+        ),
+        (
+            {"speculative_config": SAME | {"posterior_alpha": 0.3}},
+            "['posterior_alpha']=0.3",
+            "'block'",
+        ),
+        (
+            {"spec_method": "mlp_speculator", "spec_model": "x"},
+            "method='mlp_speculator'",
+            "'eagle3'",
+        ),
+    ],
+)
+def test_names_the_alternative_to_removed_features(
+    arguments: dict[str, Any], given: str, alternative: str
+):
+    with pytest.raises(UnsupportedError, match="removed") as caught:
+        merge(arguments)
+    assert given in str(caught.value)
+    assert alternative in str(caught.value)
+    assert caught.value.parameter is not None
 
 
 TREE = "[(0,), (1,), (0, 0)]"

@@ -1,11 +1,13 @@
 """Masks equal those of a matcher that starts anew, and grammars are made or refused."""
 
+import gc
 import itertools
 import json
 import re
 import sys
 import threading
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -13,10 +15,10 @@ import numpy as np
 import pytest
 
 import jaxspec_checkpoints
+from jaxspec.engine import grammar_matcher, structured_output
 from jaxspec.engine.grammar_matcher import GrammarFailure, Matcher
 from jaxspec.engine.structured_output import (
     EVERYTHING,
-    MAX_KEPT,
     GrammarCompiler,
     GrammarState,
     TokenMasks,
@@ -431,6 +433,29 @@ def test_what_an_engine_says_of_additional_properties(bundled):
     assert num_taken(matcher, tokens) < len(tokens)
 
 
+def test_additional_properties_of_data_are_left_alone(bundled):
+    """Values that look like schemas, and a property with a keyword's name."""
+    config = StructuredOutputsConfig(disable_additional_properties=True)
+    compiler = GrammarCompiler(bundled, bundled.vocab_size, (EOS,), config)
+    schema = {
+        "type": "object",
+        "properties": {
+            "const": {"const": {"type": "object"}},
+            "enum": {"enum": [{"properties": {}}]},
+            "properties": {"type": "object", "properties": {"a": {"type": "object"}}},
+        },
+    }
+    for text, is_taken in (
+        ('{"const": {"type": "object"}, "enum": {"properties": {}}', True),
+        ('{"properties": {"a": {}}}', True),
+        ('{"properties": {"a": {"b"', False),
+        ('{"properties": {"b"', False),
+    ):
+        matcher = compiler.matcher(StructuredOutputsParams(json=schema))
+        tokens = bundled.encode(text, add_special_tokens=False)
+        assert (num_taken(matcher, tokens) == len(tokens)) == is_taken
+
+
 def test_white_space_that_is_no_pattern(bundled):
     config = StructuredOutputsConfig(whitespace_pattern="(")
     with pytest.raises(
@@ -455,6 +480,13 @@ def test_white_space_and_additional_properties_of_json(bundled):
     assert not accepts('{"a":  {}}')
     assert not accepts('{"a":  {}}', whitespace_pattern=" ?")
     assert accepts('{"a":  {}}', whitespace_pattern=" {0,2}")
+    assert accepts('{"a":{}}', whitespace_pattern="")
+    assert not accepts(spaced, whitespace_pattern="")
+    assert not accepts(spaced, whitespace_pattern="", disable_any_whitespace=True)
+    config = StructuredOutputsConfig(whitespace_pattern="")
+    compiler = GrammarCompiler(bundled, bundled.vocab_size, (EOS,), config)
+    assert accepts('{"a":{}}') and not accepts(spaced)
+    compiler = GrammarCompiler(bundled, bundled.vocab_size, (EOS,))
     assert not accepts(open_ended, disable_additional_properties=True)
     assert accepts('{"a":{}}', disable_additional_properties=True)
 
@@ -490,11 +522,39 @@ def test_matchers_of_one_grammar_do_not_disturb_each_other():
     assert allowed(first) == {5} and allowed(second) == {4}
 
 
-def test_only_so_many_grammars_are_kept():
+def test_only_so_many_bytes_of_grammars_are_kept(monkeypatch):
     compiler = GrammarCompiler(StubTokenizer(16), 16, (EOS,))
-    for count in range(1, MAX_KEPT + 9):
-        compiler.matcher(StructuredOutputsParams(regex=f"%{{{count}}}"))
-    assert len(compiler._kept) == MAX_KEPT
+    forms = [StructuredOutputsParams(regex=f"%{{{count}}}") for count in range(1, 9)]
+    compiler.matcher(forms[0])
+    (one,) = compiler._kept.values()
+    monkeypatch.setattr(structured_output, "MAX_KEPT_BYTES", int(3.5 * one.num_bytes))
+    for form in forms:
+        compiler.matcher(form)
+    assert len(compiler._kept) == 3
+    compiler.matcher(forms[5])  # the oldest, and from now on the newest
+    compiler.matcher(forms[0])
+    assert str(forms[5].regex) in " ".join(compiler._kept)
+    # One that is larger than all the room is kept while it is the newest.
+    monkeypatch.setattr(structured_output, "MAX_KEPT_BYTES", 1)
+    compiler.matcher(forms[0])
+    assert len(compiler._kept) == 1
+
+
+def test_a_used_lexer_is_not_kept():
+    matcher = STUB.matcher(StructuredOutputsParams(regex="[%&]{9}"))
+    grammar: Any = matcher._grammar
+    before = grammar.num_bytes
+    matcher._lexer.spent_s += grammar_matcher.MASK_FUEL / grammar_matcher.FUEL_PER_S / 2
+    assert grammar.num_bytes > before + 2**20
+    lexer = weakref.ref(matcher._lexer)
+    matcher._spend(1.0)
+    assert grammar.num_bytes < before + 2**20
+    assert allowed(matcher) == allowed(
+        STUB.matcher(StructuredOutputsParams(regex="[%&]{9}"))
+    )
+    del matcher
+    gc.collect()
+    assert lexer() is None
 
 
 def chain_of_rules(count: int) -> StructuredOutputsParams:
@@ -519,17 +579,18 @@ def test_a_long_chain_does_not_end_the_process(params):
     assert allowed(STUB.matcher(params))
 
 
-def test_many_threads_ask_at_once():
+def test_many_threads_ask_at_once(monkeypatch):
+    monkeypatch.setattr(structured_output, "MAX_KEPT_BYTES", 2**20)
     usual = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
         # More than are kept: while one is looked up, another makes room for a third.
-        texts = ["%" * number for number in range(1, MAX_KEPT + 9)] * 12
+        texts = ["%" * number for number in range(1, 30)] * 20
         forms = [StructuredOutputsParams(choice=[text]) for text in texts]
         compiler = GrammarCompiler(StubTokenizer(16), 16, (EOS,))
         with ThreadPoolExecutor(8) as threads:
             assert all(threads.map(lambda form: allowed(compiler.matcher(form)), forms))
-        assert len(compiler._kept) == MAX_KEPT
+        assert 1 < len(compiler._kept) <= 8
     finally:
         sys.setswitchinterval(usual)
 
@@ -553,3 +614,12 @@ def test_compilers_leave_the_stacks_of_other_threads_as_they_were(monkeypatch):
         assert set_size() == before
     finally:
         set_size(before)
+
+
+def test_a_schema_cannot_forge_lines_of_the_log(caplog):
+    schema: dict[str, Any] = {"type": "string", "format": "date\nINFO forged"}
+    schema["x-guidance"] = {"lenient": True}
+    COMPILER.matcher(StructuredOutputsParams(json=schema))
+    (message,) = caplog.messages
+    assert "\\nINFO forged" in message
+    assert message.isprintable()

@@ -6,11 +6,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks.kernels import report as bench_report
-from benchmarks.kernels import rivals as bench_rivals
+from benchmarks.kernels import bench
 from benchmarks.kernels import work as bench_work
 from benchmarks.kernels.clock import Spread
-from benchmarks.kernels.rivals import READ_ONCE
+from benchmarks.kernels.work import READ_ONCE
 from jaxspec_kernels.paged_attention.cases import Case
 from tests.kernels.test_bench import SAMPLED, SMALL, WINDOW, attention
 
@@ -31,7 +30,7 @@ def row(operation: str, case: str, name: str, median: float, share: float) -> An
 )
 def test_goals(verify, share, sampling, is_met):
     """Verifying and decoding, a share of the copy, sampling against one read of 10."""
-    case = f"{bench_report.GOAL_SAMPLING}/top-p"
+    case = f"{bench.GOAL_SAMPLING}/top-p"
     rows = [
         row("paged_attention", "9b/tp1/verify", "gpu", verify, share),
         row("paged_attention", "9b/tp1/decode", "gpu", 100.0, 0.9),
@@ -41,12 +40,12 @@ def test_goals(verify, share, sampling, is_met):
         row("rejection_sampling", case, "gpu", sampling, 0.5),
         row("rejection_sampling", case, READ_ONCE, 10.0, 1.0),
     ]
-    found = bench_report.goals(rows, "gpu")
+    found = bench.goals(rows, "gpu")
     told = {goal["goal"]: goal for goal in found if goal["is_met"] is not None}
     figures = [goal["figure"] for goal in told.values()]
     assert figures == pytest.approx([share, verify / 100, sampling / 10])
     assert {goal["is_met"] for goal in told.values()} == {is_met}
-    lines = bench_report.goal_lines(found)
+    lines = bench.goal_lines(found)
     assert sum(line.lstrip().startswith("not measured") for line in lines) == 6
     word = "met" if is_met else "NOT MET"
     assert sum(line.lstrip().startswith(word) for line in lines) == 3
@@ -60,14 +59,14 @@ def captured(monkeypatch, rival: Any, work: bench_work.Work) -> Any:
         found.append((step(carry, jnp.int32(0), *turns[0]), turns[0]))
         return Spread.of([1.0])
 
-    monkeypatch.setattr(bench_rivals, "measure", fake)
+    monkeypatch.setattr(bench_work, "measure", fake)
     rival(work, calls=1, repeats=1)
     return found[0]
 
 
 def test_dense_attention_attends_from_the_last_positions(monkeypatch):
     work = attention(WINDOW)
-    rival = bench_rivals.rivals_of(work)["jax dot_product_attention, xla, dense"]
+    rival = bench_work.rivals_of(work)["jax dot_product_attention, xla, dense"]
     result, (key, value) = captured(monkeypatch, rival, work)
     assert key.shape[1] == 6 + 3 - 1  # only what the window reaches
     query, key, value = (np.asarray(array) for array in (work.carry, key, value))
@@ -80,7 +79,7 @@ def test_dense_attention_attends_from_the_last_positions(monkeypatch):
 
 
 def test_rivals_that_do_not_fit_say_why():
-    found = bench_rivals.rivals_of(attention(SMALL))
+    found = bench_work.rivals_of(attention(SMALL))
     with pytest.raises(NotImplementedError, match="one query per sequence"):
         found["jax pallas paged_attention"](attention(SMALL), calls=1, repeats=1)
     one = Case(**vars(WINDOW) | {"queries": 1})
@@ -90,7 +89,7 @@ def test_rivals_that_do_not_fit_say_why():
 
 def test_rivals_of_sampling_run():
     work = bench_work.sampling(SAMPLED, "top-p", "float32", logit_bytes=0)
-    for rival in bench_rivals.rivals_of(work).values():
+    for rival in bench_work.rivals_of(work).values():
         assert rival(work, calls=1, repeats=1).median_s > 0
 
 
@@ -101,7 +100,7 @@ def test_a_table_aligns_its_columns():
     ]
     for one in rows:
         one["back_to_back_us"] |= {"least": 0.5, "most": 2.0}
-    lines = bench_report.table(rows).splitlines()
+    lines = bench.table(rows).splitlines()
     assert len({line.index("gpu") for line in lines[1:]}) == 1
     assert lines[1].endswith("the shapes of b")
     assert "1.0 (0.5-2.0)" in lines[1]

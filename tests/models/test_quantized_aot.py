@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 
-from benchmarks.compile_costs import engine_config
 from jaxspec.config import EngineConfig
 from jaxspec.engine.described import describe, describe_mesh, named_devices
 from jaxspec.program.plan import Features, StepShape
@@ -31,6 +30,7 @@ from jaxspec_checkpoints.quantization import (
 from tests.batteries import members
 from tests.kernels import aot_gpu, aot_tpu
 from tests.program import hlo
+from tests.program.aot_record import engine_config
 
 # One kind of layer and the other.
 NUM_LAYERS = 2

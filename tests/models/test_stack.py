@@ -9,20 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.engine.described import named_devices
 from jaxspec.models.backend import Backend
 from jaxspec.models.batch import Region, TokenBatch
 from jaxspec.models.cpu import NativeMatrix, PanelMatrix
-from jaxspec.models.matrices import ScannedMatrix
 from jaxspec.models.network import build_network
 from jaxspec.models.stack import put
-from jaxspec.models.weights import (
-    abstract_params,
-    declare,
-    load_params,
-    random_params,
-)
-from jaxspec.sharding import TARGET_MESH_AXES, make_mesh
+from jaxspec.models.weights import abstract_params, load_params, random_params
+from jaxspec.sharding import make_mesh
 from tests.oracles import (
     PagedModel,
     hf_logits,
@@ -79,6 +72,20 @@ def test_logits_equal_huggingface(shards):
     assert np.abs(found - hf_logits(reference(), PROMPT)).max() <= 1e-4
 
 
+def batch_of(num_tokens: int) -> TokenBatch:
+    """The first tokens of the prompt, as one sequence on the pages 0 and 1."""
+    slots = jnp.arange(num_tokens, dtype=jnp.int32)
+    region = Region(
+        page_table=jnp.array([[0, 1]], jnp.int32),
+        kv_len=jnp.array([num_tokens], jnp.int32),
+        num_queries=num_tokens,
+    )
+    tokens = jnp.asarray(PROMPT[:num_tokens], jnp.int32)
+    return TokenBatch(
+        tokens=tokens, positions=slots, slot_mapping=slots, regions=(region,)
+    )
+
+
 def test_every_layers_output_is_told():
     """For proposers that look into the target, in the order of the layers."""
     streams = []
@@ -87,19 +94,7 @@ def test_every_layers_output_is_told():
         network = build_network(
             config, load_ours(reference(), scan_layers=scan_layers), Backend()
         )
-        slots = jnp.arange(8, dtype=jnp.int32)
-        batch = TokenBatch(
-            tokens=jnp.asarray(PROMPT[:8], jnp.int32),
-            positions=slots,
-            slot_mapping=slots,
-            regions=(
-                Region(
-                    page_table=jnp.array([[0, 1]], jnp.int32),
-                    kv_len=jnp.array([8], jnp.int32),
-                    num_queries=8,
-                ),
-            ),
-        )
+        batch = batch_of(8)
         pages = init_kv_pages(config, 4, 4, jnp.float32)
         run = jax.jit(
             lambda batch, pages, network=network: network.hidden(batch, pages)[0],
@@ -186,21 +181,18 @@ def test_a_stack_is_filled_in_place():
     np.testing.assert_array_equal(second, np.stack(values))
 
 
-def test_on_accelerators_products_are_kept_apart_from_what_is_made_of_them():
-    """Of layers alone: nobody takes a slice of the embedding."""
-    config = model_config(reference(), scan_layers=True)
-    devices: Any = named_devices("v5e-1")
-    mesh = make_mesh(1, devices=devices)
-    specs = declare(
-        config, dtype=jnp.dtype(jnp.bfloat16), mesh=mesh, mesh_axes=TARGET_MESH_AXES
-    )
-    scanned = {path[0] for path, spec in specs.items() if spec.form is ScannedMatrix}
-    assert scanned == {"layers"}
-    config = dataclasses.replace(config, scan_layers=False)
-    specs = declare(
-        config, dtype=jnp.dtype(jnp.bfloat16), mesh=mesh, mesh_axes=TARGET_MESH_AXES
-    )
-    assert not any(spec.form is ScannedMatrix for spec in specs.values())
+@pytest.mark.parametrize(
+    ("scan_layers", "shards", "num_apart"), [(False, 2, 0), (True, 2, 10), (True, 1, 0)]
+)
+def test_products_in_the_loop_are_kept_apart(scan_layers, shards, num_apart):
+    """Five products in each layer of a period; one CPU device multiplies in C++."""
+    config = model_config(reference(), scan_layers=scan_layers)
+    params = made("abstract", scan_layers=scan_layers, shards=shards, dtype=jnp.float32)
+    batch, pages = batch_of(8), init_kv_pages(config, 4, 4, jnp.float32)
+    lowered = jax.make_jaxpr(
+        lambda params: build_network(config, params).hidden(batch, pages)[0]
+    )(params)
+    assert str(lowered).count("optimization_barrier") == num_apart
 
 
 # Two periods of six and two layers, as the last two of 26, 34 or 62 of Gemma 3; one
@@ -256,16 +248,7 @@ def test_a_streams_order_is_that_of_all_layers():
     for scan_layers in (False, True):
         config = model_config(model, scan_layers=scan_layers)
         network = build_network(config, load_ours(model, scan_layers=scan_layers))
-        slots = jnp.arange(8, dtype=jnp.int32)
-        region = Region(
-            page_table=jnp.array([[0, 1]], jnp.int32),
-            kv_len=jnp.array([8], jnp.int32),
-            num_queries=8,
-        )
-        tokens = jnp.asarray(PROMPT[:8], jnp.int32)
-        batch = TokenBatch(
-            tokens=tokens, positions=slots, slot_mapping=slots, regions=(region,)
-        )
+        batch = batch_of(8)
         pages = init_kv_pages(config, 4, 4, jnp.float32)
         run = jax.jit(
             lambda batch, pages, network=network: network.hidden(batch, pages)[0],

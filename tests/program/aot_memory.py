@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.compile_costs import text_of
 from jaxspec.config import EngineConfig, GivenSizes
 from jaxspec.engine.arg_utils import EngineArgs
 from jaxspec.engine.described import (
@@ -206,7 +205,7 @@ def measure(cell: Cell) -> dict[str, Any]:
             wanted |= {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
         compiled: Any = lowered.compile(wanted or None)
         elapsed = time.process_time() - start
-        text, is_dumped = text_of(compiled), False
+        text, is_dumped = hlo.text_of(compiled), False
         if text is None:
             text, is_dumped = dumped(Path(folder)), True
     told = compiled.memory_analysis()

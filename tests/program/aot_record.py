@@ -1,7 +1,8 @@
-"""What compilers said about programs: a file with a row for each, and its command."""
+"""Records of what compilers report: one row per program, and the command for it."""
 
 import argparse
 import json
+import tempfile
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,9 +12,45 @@ import jax
 from tqdm.auto import tqdm
 
 from jaxspec.bench.report import write_whole
+from jaxspec.config import EngineConfig
+from jaxspec.engine.arg_utils import EngineArgs
+from jaxspec_checkpoints.gemma.published import published_config
 from tests.kernels import aot_gpu, aot_tpu
 
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "results"
+
+NUM_DRAFT_TOKENS = 5
+
+
+def engine_config(
+    target: str,
+    draft: str | None = None,
+    *,
+    num_layers: int | None = None,
+    **given: Any,
+) -> EngineConfig:
+    """Configure an engine with models of published sizes.
+
+    Args:
+        num_layers: Of both models; all if None.
+        given: Engine arguments.
+    """
+    with tempfile.TemporaryDirectory() as root:
+
+        def folder(name: str, size: str) -> str:
+            path = Path(root) / name
+            path.mkdir()
+            config = published_config(size)
+            if num_layers is not None:
+                config["num_hidden_layers"] = num_layers
+            (path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+            return str(path)
+
+        given["model"] = folder("target", target)
+        if draft is not None:
+            given["speculative_model"] = folder("draft", draft)
+            given.setdefault("num_speculative_tokens", NUM_DRAFT_TOKENS)
+        return EngineArgs(load_format="dummy", **given).create_engine_config()
 
 
 @dataclass(frozen=True)

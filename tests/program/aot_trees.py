@@ -1,8 +1,8 @@
 """Asks compilers what drafts beside drafts cost, next to a chain's.
 
 `PYTHONPATH=.venv/aot python -m tests.program.aot_trees` compiles rounds of 9B and 27B
-with a 2B draft for devices that are not there: of a chain, of side leaves, of a tree,
-and of trees that grow in the round. What the compilers say goes to
+with a 2B draft for devices that are not there: of a chain, of side leaves and of a
+tree. What the compilers say goes to
 `benchmarks/results/aot_trees.json`, a row after every program; those that are in the
 file already are left out. With names behind it, or beginnings of names, these are
 compiled again. `--table` prints the table of `benchmarks/README.md`.
@@ -18,8 +18,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from benchmarks.compile_costs import engine_config
-from benchmarks.program_costs import num_operations
 from jaxspec.config import EngineConfig
 from jaxspec.engine.described import describe, describe_mesh, named_devices
 from jaxspec.engine.runner import options_of
@@ -33,7 +31,7 @@ from jaxspec.sharding import TARGET_MESH_AXES, replicated
 from jaxspec.token_tree import TREE_KEY, read_paths
 from tests.kernels import aot_tpu
 from tests.program import hlo
-from tests.program.aot_record import Record, markdown
+from tests.program.aot_record import Record, engine_config, markdown
 
 DEVICES = ("h200", "v6e-1", "v5e-8")
 # Each with the target of its rounds.
@@ -51,7 +49,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "chain": {},
     "leaves": dict(num_side_leaves=1),
     "tree": {TREE_KEY: TREE},
-    "dynamic": dict(dynamic_tree_top_k=3, dynamic_tree_num_nodes=16),
 }
 WORD_BITS = 32
 
@@ -154,8 +151,8 @@ def measure(case: Case, **changes: Any) -> Report:
         program=shape.name,
         nodes=shape.tree.num_nodes,
         rows=rows,
-        lowered_ops=num_operations(lowered.as_text()),
-        compiled_ops=num_operations(text),
+        lowered_ops=hlo.num_operations(lowered.as_text()),
+        compiled_ops=hlo.num_operations(text),
         argument_bytes=told.argument_size_in_bytes,
         output_bytes=told.output_size_in_bytes,
         temp_bytes=told.temp_size_in_bytes,
@@ -238,10 +235,8 @@ def check_report(report: Report) -> None:
         assert report.rows == report.nodes + 1 == NUM_LEVELS + 1, report
         return
     assert 0 < most <= 4 * words * report.rows * NUM_SEQS, report
-    # One for all sequences may be there as well, in bytes: it is a constant. Trees that
-    # have grown differ, and their bytes are there until they are bits.
-    most = NUM_SEQS if report.name.endswith("/dynamic") else 4
-    assert sum(report.squares.values()) <= most * report.rows**2, report
+    # One for all sequences may be there as well, in bytes: it is a constant.
+    assert sum(report.squares.values()) <= 4 * report.rows**2, report
 
 
 def table(rows: dict[str, dict[str, Any]]) -> str:

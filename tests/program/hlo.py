@@ -24,7 +24,31 @@ _BYTES |= {"f8e4m3fn": 1, "s4": 1}
 # The result's shapes, one or several in parentheses, then the operation's name.
 _OPERATION = re.compile(r" = (\(.*?\)|\S+) ([a-z][\w-]*)\(")
 _NOTHING = (0, "u8[]", "")
+# One line per operation, in StableHLO and in HLO.
+_ANY_OPERATION = re.compile(
+    r"^\s*(?:ROOT )?%?[\w.-]+(?:, %[\w.-]+|:\d+)* = ", re.MULTILINE
+)
+# What jax reports about a program text that it cannot parse.
+_UNREADABLE = "async-update instruction"
 _ARRAY = re.compile(r"(\w+)\[([\d,]*)\](?:\{(\S*?)\})?")
+
+
+def num_operations(text: str) -> int:
+    """Count the operations in a program's text, in StableHLO or in HLO."""
+    return len(_ANY_OPERATION.findall(text))
+
+
+def text_of(compiled: Any) -> str | None:
+    """Return the text of a compiled program; None if jax cannot parse it.
+
+    jax 0.10.2 cannot parse what libtpu 0.0.52 makes of large batches for a v6e.
+    """
+    try:
+        return compiled.as_text()
+    except jax.errors.JaxRuntimeError as error:
+        if _UNREADABLE not in str(error):
+            raise
+        return None
 
 
 def local_bytes(tree: Any) -> int:

@@ -14,6 +14,7 @@ from jaxspec.program import grammar
 from jaxspec.program.plan import Features, PoolShape, StepPlan, StepShape
 from jaxspec.program.wire import PlanLayout
 from jaxspec.sharding import TARGET_MESH_AXES, make_mesh
+from jaxspec_kernels import native
 from tests.rows import make_active
 
 ROWS = 6
@@ -69,8 +70,13 @@ def test_restrict_keeps_what_the_masks_allow(vocab, shards):
     np.testing.assert_array_equal(found, expect(logits, raw, is_allowed))
 
 
-@pytest.mark.parametrize(("num_before", "shards"), [(0, 1), (1, 1), (1, 8)])
-def test_the_host_is_told_the_newest_tokens_and_the_drafts(num_before, shards):
+@pytest.mark.parametrize(
+    ("num_before", "shards", "is_native"),
+    [(0, 1, False), (1, 1, False), (1, 8, False), (1, 1, True)],
+)
+def test_the_host_is_told_the_newest_tokens_and_the_drafts(
+    num_before, shards, is_native, monkeypatch
+):
     page_size, num_pages, vocab = 4, 16, 40
     token_pages = np.random.default_rng(0).integers(4, 90, (num_pages, page_size))
     lengths = [3, 18, 30, 7]
@@ -80,11 +86,17 @@ def test_the_host_is_told_the_newest_tokens_and_the_drafts(num_before, shards):
     table[0, 0], table[3, :2] = 5, [6, 8]
     drafts = np.arange(8).reshape(4, 2)
     mesh, asked = make_mesh(shards), []
+    if is_native and not grammar.has_native_masks(mesh):
+        pytest.skip("no native operations here")
     masks = np.random.default_rng(1).integers(0, 2**32, (4, 2, 2), dtype=np.uint32)
 
     def source(*arguments):
-        asked.append([np.asarray(argument) for argument in arguments])
+        # What C++ lends ends with the call.
+        asked.append([np.array(argument) for argument in arguments])
         return masks
+
+    answer = [lambda words, *arguments: source(*arguments)]
+    monkeypatch.setattr(native.masks, "_answers", answer)
 
     active = make_active(
         4,
@@ -98,7 +110,7 @@ def test_the_host_is_told_the_newest_tokens_and_the_drafts(num_before, shards):
     @jax.jit
     def run(logits, token_pages, before):
         adjust = grammar.adjuster(
-            source,
+            grammar.native_masks if is_native else source,
             jnp.array([9, 0, 7, 5], jnp.int32),
             token_pages,
             active,

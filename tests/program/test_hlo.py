@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import pytest
 from jax.sharding import SingleDeviceSharding
 
 from tests.program import hlo
@@ -106,3 +107,36 @@ def test_arrays_of_pairs_are_told():
         "pred[1,17,17]": 17 * 17,
         "bf16[8,34,17]": 2 * 8 * 34 * 17,
     }
+
+
+def test_operations_are_counted_in_both_forms_of_a_program():
+    lowered = """module @jit_step {
+  func.func public @main(%arg0: tensor<2xf32>) -> tensor<2xf32> {
+    %0 = stablehlo.add %arg0, %arg0 : tensor<2xf32>
+    %1:2 = call @pair(%0) : (tensor<2xf32>) -> (tensor<2xf32>, tensor<2xf32>)
+    return %1#0 : tensor<2xf32>
+  }
+}"""
+    assert hlo.num_operations(lowered) == 2
+    compiled = """ENTRY %main (p: f32[2]) -> f32[2] {
+  %p = f32[2]{0} parameter(0)
+  ROOT %add.1 = f32[2]{0} add(%p, %p)
+}"""
+    assert hlo.num_operations(compiled) == 2
+
+
+class Unreadable:
+    """A compiled program whose text jax refuses."""
+
+    def __init__(self, message: str):
+        self.message = message
+
+    def as_text(self) -> str:
+        raise jax.errors.JaxRuntimeError(self.message)
+
+
+def test_text_is_none_only_if_jax_cannot_parse_it():
+    message = "INTERNAL: async-update instruction should have 1"
+    assert hlo.text_of(Unreadable(message)) is None
+    with pytest.raises(jax.errors.JaxRuntimeError, match="out of memory"):
+        hlo.text_of(Unreadable("out of memory"))

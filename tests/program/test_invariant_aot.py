@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from benchmarks.compile_costs import engine_config
 from jaxspec.engine.described import describe, describe_mesh
 from jaxspec.engine.runner import options_of
 from jaxspec.engine.scheduling.shapes import SAMPLED, Shapes
@@ -18,6 +17,7 @@ from jaxspec.program.step import lower_step
 from tests.batteries import members
 from tests.kernels import aot_gpu, aot_tpu
 from tests.program import hlo
+from tests.program.aot_record import engine_config
 
 NUM_SEQS = 8
 CASES = [(None, True), ("2b", True), ("2b", False)]

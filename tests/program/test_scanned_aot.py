@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from benchmarks.compile_costs import engine_config
 from jaxspec.engine.described import describe, describe_mesh
 from jaxspec.program.plan import Features, StepShape
 from jaxspec.program.step import lower_step
 from tests.batteries import members
 from tests.kernels import aot_gpu, aot_tpu
 from tests.program import hlo
+from tests.program.aot_record import engine_config
 
 # Of both models: two turns, as of one there is no loop.
 NUM_LAYERS = 4

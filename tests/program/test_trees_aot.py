@@ -13,7 +13,7 @@ from tests.program.aot_trees import CASES, Report
 README = FOLDER.parent / "README.md"
 RECORDED = aot_trees.RECORD.read()
 EIGHT_BITS = ("chain", "int8"), ("leaves", "int8"), ("chain", "fp8")
-NODES = {"chain": 5, "leaves": 10, "tree": 16, "dynamic": 16}
+NODES = {"chain": 5, "leaves": 10, "tree": 16}
 
 
 def report_of(name: str) -> Report:

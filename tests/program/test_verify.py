@@ -7,14 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, PartitionSpec
 
 from jaxspec.models.backend import Backend
 from jaxspec.program import randomness
-from jaxspec.program.plan import BLOCK, COUPLED, STANDARD, TYPICAL
+from jaxspec.program.plan import BLOCK, COUPLED, STANDARD
 from jaxspec.program.propose import Proposal
 from jaxspec.program.tree import Tree
-from jaxspec.program.verify import Typical, _group_size, force, verify
+from jaxspec.program.verify import _group_size, force, verify
 from tests.kernels import dense
 from tests.kernels.oracle import UNOPTIMISED
 from tests.laws import check_counts, filtered_law
@@ -252,58 +251,6 @@ def forced_of(batch: dict, kinds: np.ndarray) -> list[tuple[int, int]]:
             token = invert(law, sample[row])
         verdicts.append((count, int(token)))
     return verdicts
-
-
-NUMBERS = Typical(threshold=0.2, alpha=0.5)
-
-
-def by_typical(drafts, target, sample) -> tuple[int, int]:
-    """As published: a threshold of the entropy; and then the target's own."""
-    kept = 0
-    for token in drafts:
-        law = target[kept]
-        entropy = -sum(p * np.log(p) for p in law if p > 0)
-        if law[token] <= min(NUMBERS.threshold, NUMBERS.alpha * np.exp(-entropy)):
-            break
-        kept += 1
-    return kept, invert(target[kept], sample)
-
-
-def test_typical_acceptance_is_the_published_rule_for_those_who_ask():
-    """Beside requests that are greedy or have a seed, whose texts stay the target's."""
-    kinds = np.resize((TYPICAL, COUPLED, TYPICAL, GREEDY), SEQS)
-    batch = make_batch(kinds)
-    accepted, following = run_accept(batch, typical=NUMBERS)
-    _, sample, _ = numbers_of(batch["active"])
-    expected = np.array(expected_of(batch, kinds))
-    for row in np.flatnonzero(kinds == TYPICAL):
-        drafts = batch["tokens"][row, : batch["num_draft"][row]]
-        expected[row] = by_typical(drafts, batch["target"][row], sample[row])
-    np.testing.assert_array_equal(accepted, expected[:, 0])
-    np.testing.assert_array_equal(following, expected[:, 1])
-    assert set(accepted[kinds == TYPICAL]) == set(range(DRAFTS + 1))
-
-
-def test_typical_acceptance_of_a_vocabulary_in_parts():
-    """Each device has some columns: the entropy is of all."""
-    random = np.random.default_rng(1)
-    laws = random.dirichlet(np.full(VOCAB, 0.4), (40, DRAFTS)).astype(np.float32)
-    tokens = random.integers(0, VOCAB, (40, DRAFTS))
-    is_best = random.random((40, DRAFTS)) < 0.7
-    tokens = np.where(is_best, laws.argmax(axis=2), tokens)
-    num_draft = jnp.full(40, DRAFTS, jnp.int32)
-    given = jnp.asarray(tokens, jnp.int32), jnp.asarray(laws), num_draft
-    length: Any = NUMBERS.length
-    whole = length(*given, None)
-    split = PartitionSpec(None, None, "model")
-    parts = jax.shard_map(
-        lambda *some: length(*some, ("model",)),
-        mesh=Mesh(np.array(jax.devices()[:4]), ("model",)),
-        in_specs=(PartitionSpec(), split, PartitionSpec()),
-        out_specs=PartitionSpec(),
-    )
-    np.testing.assert_array_equal(parts(*given), whole)
-    assert set(np.asarray(whole)) == set(range(DRAFTS + 1))
 
 
 def test_forced_acceptance_takes_no_notice_of_the_models():

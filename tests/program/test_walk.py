@@ -16,13 +16,11 @@ import pytest
 
 from jaxspec.models.backend import Backend
 from jaxspec.program import walk
-from jaxspec.program.grown import continued, depth_of, tree_of
 from jaxspec.program.plan import RULES
 from jaxspec.program.propose import Proposal, levels
-from jaxspec.program.propose.beam import Beam
 from jaxspec.program.rows import Active
 from jaxspec.program.sampling import sample_draft
-from jaxspec.program.tree import DynamicTree, Template, Tree
+from jaxspec.program.tree import Tree
 from jaxspec.token_tree import leaf_paths, parents_of
 from tests.kernels.oracle import UNOPTIMISED
 from tests.laws import check_counts
@@ -39,17 +37,14 @@ BRANCHED = Tree(
 )
 # The deepest drafts do not continue the most probable one.
 ASIDE = Tree(parents_of([(0,), (1,), (1, 0), (1, 1), (1, 0, 0)]))
-# Two drafts of a level are continued; of ten that are considered seven are kept.
-DYNAMIC = DynamicTree(num_levels=3, top_k=2, num_nodes=7)
-TREES: dict[str, Template] = {
+TREES: dict[str, Tree] = {
     "leaves": LEAVES,
     "many leaves": MANY_LEAVES,
     "branched": BRANCHED,
     "aside": ASIDE,
-    "dynamic": DYNAMIC,
 }
 # Whose law is looked at in every run.
-SOME = ("standard", "many leaves"), ("block", "branched"), ("block", "dynamic")
+SOME = ("standard", "many leaves"), ("block", "branched")
 
 
 class Found(NamedTuple):
@@ -72,30 +67,19 @@ def start(rule: str, *, temperature: float = 1.0) -> Active:
     )
 
 
-def grow(tree: Template, draft: jax.Array, active: Active) -> Proposal:
+def grow(tree: Tree, draft: jax.Array, active: Active) -> Proposal:
     """What a draft model proposes that sees the last token alone."""
-    is_dynamic = isinstance(tree, DynamicTree)
     drafts, probs = jnp.zeros((SEQS, tree.num_nodes), jnp.int32), []
-    if is_dynamic:
-        drafts = Beam.empty(tree, SEQS)
     for level in range(tree.num_levels):
-        fed = drafts.tokens if isinstance(drafts, Beam) else drafts
-        known = jnp.concatenate([active.last_tokens[:, 1:], fed], axis=1)
-        rows = continued(tree, level)[: 1 if is_dynamic and not level else None]
-        scores = draft[known[:, rows]]
+        known = jnp.concatenate([active.last_tokens[:, 1:], drafts], axis=1)
+        scores = draft[known[:, tree.branching[level]]]
         token, law = sample_draft(scores[:, 0], level, active, Backend())
         if not active.is_greedy:
             scores = levels._with_noise(scores, level, active)
-        if isinstance(drafts, Beam):
-            drafts = drafts.grow(level, *levels._rank_laws(drafts.tree, token, scores))
-        else:
-            assert isinstance(tree, Tree)
-            drafts = levels._grow(tree, level, drafts, token, scores)
+        drafts = levels._grow(tree, level, drafts, token, scores)
         probs.append(law)
-    laws, grown = None if active.is_greedy else jnp.stack(probs, axis=1), None
-    if isinstance(drafts, Beam):
-        drafts, grown = drafts.best()
-    return Proposal(drafts, active.num_tokens, laws, grown=grown)
+    laws = None if active.is_greedy else jnp.stack(probs, axis=1)
+    return Proposal(drafts, active.num_tokens, laws)
 
 
 def play_round(
@@ -104,7 +88,7 @@ def play_round(
     num_draft: jax.Array,
     laws: tuple[jax.Array, jax.Array],
     *,
-    tree: Template,
+    tree: Tree,
     max_model_len: int,
 ) -> tuple[Active, jax.Array, Found]:
     """One round of the Markov chain; what it decided beside what is known after it."""
@@ -113,9 +97,8 @@ def play_round(
     if tree.num_nodes:
         proposal = grow(tree, draft, active)
         fed = jnp.concatenate([fed, proposal.tokens], axis=1)
-    laid = tree_of(tree, proposal and proposal.grown)
     found = walk.decide(
-        laid,
+        tree,
         proposal,
         fed,
         target[fed].reshape(-1, VOCAB),
@@ -126,7 +109,7 @@ def play_round(
         forced_acceptance=None,
         max_model_len=max_model_len,
     )
-    depth = depth_of(laid, found.row)
+    depth = jnp.asarray(tree.depths)[found.row]
     count = depth + 1
     offset = jnp.arange(tree.max_emitted, dtype=jnp.int32)[None]
     place = active.num_tokens[:, None] - 1 + offset
@@ -143,7 +126,7 @@ def play_round(
 
 
 @functools.cache
-def program_of(tree: Template, max_model_len: int) -> Callable[..., Any]:
+def program_of(tree: Tree, max_model_len: int) -> Callable[..., Any]:
     """Rounds of a tree: whatever the rule, the laws and the wishes are."""
     return jax.jit(
         functools.partial(play_round, tree=tree, max_model_len=max_model_len),
@@ -153,7 +136,7 @@ def program_of(tree: Template, max_model_len: int) -> Callable[..., Any]:
 
 @functools.cache
 def play(
-    tree: Template,
+    tree: Tree,
     rule: str,
     *,
     temperature: float = 1.0,
@@ -238,28 +221,27 @@ def test_words_follow_the_law_of_the_target(rule: str, name: str):
     check_tree_law(rule, name)
 
 
-@pytest.mark.parametrize("name", ["many leaves", "branched", "dynamic"])
+@pytest.mark.parametrize("name", ["many leaves", "branched"])
 def test_words_are_those_of_plain_decoding(name: str):
     check_same_words(name)
 
 
-@pytest.mark.parametrize("name", ["branched", "aside", "dynamic"])
+@pytest.mark.parametrize("name", ["branched", "aside"])
 def test_greedy_words_are_those_of_plain_decoding(name: str):
     check_same_words(name, temperature=0.0, is_greedy=True)
 
 
-def check_few_levels(name: str = "branched") -> None:
+def check_few_levels() -> None:
     """Sequences want different numbers of levels, and get no more."""
-    check_same_words(name, few=True)
-    _, rounds = play(TREES[name], "coupled", few=True)
-    wanted = np.arange(SEQS) % (TREES[name].num_levels + 1)
+    check_same_words("branched", few=True)
+    _, rounds = play(BRANCHED, "coupled", few=True)
+    wanted = np.arange(SEQS) % (BRANCHED.num_levels + 1)
     for found in rounds:
         assert (found.depth <= wanted).all()
 
 
-@pytest.mark.parametrize("name", ["branched", "dynamic"])
-def test_sequences_that_want_fewer_levels_get_no_more(name: str):
-    check_few_levels(name)
+def test_sequences_that_want_fewer_levels_get_no_more():
+    check_few_levels()
 
 
 def check_last_slots() -> None:

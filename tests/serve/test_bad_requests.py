@@ -32,12 +32,13 @@ NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty")
 NUMBERS += ("presence_penalty", "frequency_penalty")
 NO_NUMBERS = ('"x"', "[1]", "{}", "NaN", "1e999", "-Infinity", "-9", "1" + "0" * 400)
 INTEGERS = ("max_tokens", "n", "min_tokens", "logprobs", "prompt_logprobs")
-INTEGERS += ("truncate_prompt_tokens", "num_speculative_tokens", "priority")
+INTEGERS += ("truncate_prompt_tokens", "num_speculative_tokens")
 NO_INTEGERS = ('"x"', "1.5", "[1]", "NaN", "-9", "1" + "0" * 40)
 
 WRONG = {
     "seed": ('"x"', "1.5", "[1]", "NaN", "1" + "0" * 40, "-1" + "0" * 40),
     "top_k": ('"x"', "1.5", "[1]", "NaN", "-9"),
+    "priority": ('"x"', "1.5", "[1]", "NaN", "1" + "0" * 40),
     "prompt": ("7", "{}", "[]", '""', "true", "[[]]", "[1.5]", '["#", 2]', "[null]"),
     "stop": (
         "7",
@@ -81,7 +82,7 @@ WRONG_CHATS: tuple[dict[str, Any], ...] = (
     {"messages": MESSAGES, "tools": []},
     {"messages": MESSAGES, "tools": [{}]},
     {"messages": MESSAGES, "top_logprobs": 1},
-    {"messages": MESSAGES, "top_logprobs": -1},
+    {"messages": MESSAGES, "top_logprobs": -2},
     {"messages": MESSAGES, "logprobs": True, "top_logprobs": 99},
     {"messages": MESSAGES, "chat_template": "{{ 1 }}"},
     {"messages": MESSAGES, "documents": [{}]},

@@ -106,7 +106,7 @@ def test_a_bad_body(body: bytes, parameter: str | None):
         {"messages": [{"role": "user", "content": "#"}], "tools": []},
         {"messages": [{"role": "user", "content": "#"}], "tools": [{}]},
         {"messages": [{"role": "user", "content": "#"}], "top_logprobs": 1},
-        {"messages": [{"role": "user", "content": "#"}], "top_logprobs": -1},
+        {"messages": [{"role": "user", "content": "#"}], "top_logprobs": -2},
         {"messages": [{"role": "user", "content": "#"}], "chat_template": "{{ 1 }}"},
         {
             "messages": [{"role": "user", "content": "#"}],

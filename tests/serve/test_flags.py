@@ -15,6 +15,7 @@ from jaxspec.serve.flags import (
     Options,
     make_parser,
     read_flags,
+    read_values,
 )
 from jaxspec.serve.settings import ServerSettings
 
@@ -179,3 +180,37 @@ def test_help_names_every_field():
     for item in dataclasses.fields(AsyncEngineArgs):
         assert f"--{item.name.replace('_', '-')}" in text
     assert "Tokens per page of the KV memory" in text
+
+
+SECRET_FILES = ["api-key: [hush", "api-key=hush", "api-key: hush\n  x: 1", "- hush"]
+
+
+@pytest.mark.parametrize("text", SECRET_FILES)
+def test_a_wrong_file_is_refused_without_quoting_it(tmp_path: Path, text: str):
+    path = tmp_path / "flags.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match="YAML") as refused:
+        read("--config", str(path))
+    assert "hush" not in f"{refused.value} {refused.value.value}"
+
+
+@pytest.mark.parametrize("values", [("hush", ""), ("[hush",), ("hu sh\n",), ("hushé",)])
+def test_a_wrong_key_is_refused_without_quoting_it(values: tuple[str, ...]):
+    with pytest.raises(ConfigError, match="api_key") as refused:
+        read("m", "--api-key", *values)
+    assert "hu" not in f"{refused.value} {refused.value.value}"
+
+
+def test_no_representation_shows_a_secret():
+    options = read("m", "--api-key", "hush", "--hf-token", "hush")
+    assert options.settings.api_keys == ("hush",)
+    assert "hush" not in f"{options.settings} {options.engine}"
+
+
+def test_the_key_of_the_environment_locks_the_server(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("VLLM_API_KEY", "theirs")
+    assert read("m").settings.api_keys == ("theirs",)
+    assert read_values("ray", {"model": "m"}).settings.api_keys == ("theirs",)
+    assert read("m", "--api-key", "ours").settings.api_keys == ("ours",)
+    monkeypatch.setenv("VLLM_API_KEY", "")
+    assert read("m").settings.api_keys == ()

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+import threading
 from typing import Any
 
 import httpx
@@ -12,6 +13,10 @@ import pytest
 from jaxspec.engine.async_llm_engine import AsyncLLMEngine
 from jaxspec.engine.input_processor import InputProcessor
 from jaxspec.engine.structured_output import Failure, GrammarState
+from jaxspec.serve import generation
+from jaxspec.serve.answers import response_writers
+from jaxspec.serve.answers.completions import CompletionWriter
+from jaxspec.serve.answers.logprobs import LogprobWriter
 from jaxspec.serve.app import make_app
 from jaxspec.serve.settings import ServerSettings
 from tests.engine.test_async_llm_engine import serve
@@ -178,7 +183,7 @@ def test_what_a_client_calls_a_request():
         ({"max_tokens": 94}, "max_tokens"),
         ({"prompt": PROMPT * 40}, "prompt"),
         ({"prompt": [[2, 3], [99]]}, "prompt"),
-        ({"priority": 5}, "priority"),
+        ({"priority": 2**31}, "priority"),
         ({"n": 2, "temperature": 0}, "n"),
         ({"logit_bias": {"77": 1}}, "logit_bias"),
         ({"logprobs": 99}, "logprobs"),
@@ -209,6 +214,45 @@ def test_an_unknown_model():
         assert answer["model"] == "first"
 
     serve_http(ask, settings={"served_model_names": ("first", "second")})
+
+
+def test_unknown_fields_are_logged_once(caplog):
+    async def ask(client: httpx.AsyncClient) -> None:
+        for _ in range(2):
+            await post(client, COMPLETIONS, prompt=PROMPT, temprature=0, **{"a\nb": 1})
+        await post(client, "/tokenize", prompt=PROMPT, temprature=0)
+
+    serve_http(ask)
+    told = [one for one in caplog.messages if "is ignored" in one]
+    assert told == [
+        "The field 'a\\nb' of a request is ignored: it has no such field",
+        "The field 'temprature' of a request is ignored: did you mean temperature?",
+    ]
+
+
+def test_unknown_fields_can_be_refused():
+    async def ask(client: httpx.AsyncClient) -> None:
+        given = {"prompt": PROMPT, "temprature": 0}
+        error = error_of(
+            await client.post(COMPLETIONS, json=given), 400, "BadRequestError"
+        )
+        assert error["param"] == "temprature"
+        assert error["message"].endswith("did you mean temperature?")
+        await post(client, COMPLETIONS, prompt=PROMPT, temperature=0)
+
+    serve_http(ask, settings={"reject_unknown_fields": True})
+
+
+def test_error_of_a_large_field_names_it():
+    async def ask(client: httpx.AsyncClient) -> None:
+        given = {"prompt": PROMPT, "stop": ["#"] * 9000}
+        error = error_of(
+            await client.post(COMPLETIONS, json=given), 400, "BadRequestError"
+        )
+        assert error["param"] == "stop"
+        assert "at most 8192 entries other than integers, got 9000" in error["message"]
+
+    serve_http(ask)
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
@@ -314,7 +358,7 @@ def test_where_every_token_came_from(path: str, is_stream: bool):
                 origins = [one["origin"] for one in told]
                 assert origins[0] == "target"
                 assert set(origins[1:]) <= {"draft", "recovered", "bonus", "target"}
-        plain = {"num_speculative_tokens": 0, "include_metrics": True}
+        plain = {"num_speculative_tokens": 0}
         found = await post(client, path, **given, **(asked | plain | {"n": 1}))
         choices = [one["choices"][0] for one in (found if is_stream else [found])]
         origins = [one["origin"] for c in choices for one in c["token_origins"]]
@@ -462,5 +506,115 @@ def test_a_response_in_the_background_fails_with_its_error(fault, stream, monkey
         assert found["status"] == "failed"
         assert found["error"]["code"] == "server_error"
         assert (await client.get("/load")).json() == {"server_load": 0}
+
+    serve_http(ask)
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_an_answer_that_may_be_too_large_is_refused(is_stream: bool, monkeypatch):
+    monkeypatch.setattr(response_writers, "MAX_ENTRIES", 400)
+
+    async def ask(client: httpx.AsyncClient) -> None:
+        body = {"prompt": PROMPT, "echo": True, "logprobs": 2, "n": 20}
+        body |= {"stream": is_stream, "max_tokens": 4}
+        # Of 3 tokens of the prompt and 4 others, each with 3 entries.
+        response = await client.post(COMPLETIONS, json=body)
+        if is_stream:
+            assert response.status_code == 200  # 20 * 3 * 3: others come one by one
+            body |= {"n": 50}
+            response = await client.post(COMPLETIONS, json=body)
+        told = error_of(response, 400, "BadRequestError")
+        assert told["param"] == "logprobs"
+        assert "n times tokens" in told["message"]
+        assert "at most 400" in told["message"].lower()
+        body |= {"n": 19 if not is_stream else 44}
+        assert (await client.post(COMPLETIONS, json=body)).status_code == 200
+        # Without log-probabilities nothing is counted.
+        body |= {"n": 100, "logprobs": None}
+        assert (await client.post(COMPLETIONS, json=body)).status_code == 200
+
+    serve_http(ask)
+
+
+def test_a_large_answer_is_written_outside_the_event_loop(monkeypatch):
+    threads: list[str] = []
+    whole = CompletionWriter.whole
+
+    def written(*arguments: Any) -> Any:
+        threads.append(threading.current_thread().name)
+        return whole(*arguments)
+
+    monkeypatch.setattr(CompletionWriter, "whole", written)
+
+    async def ask(client: httpx.AsyncClient) -> None:
+        body = {"prompt": PROMPT, "echo": True, "logprobs": 2, "n": 3, "seed": 1}
+        small = await post(client, COMPLETIONS, **body)
+        monkeypatch.setattr(generation, "SHORT_ANSWER", 0)
+        large = await post(client, COMPLETIONS, **body)
+        assert large["choices"] == small["choices"]
+
+    serve_http(ask)
+    assert [one.rpartition("_")[0] for one in threads] == ["", "jaxspec-long-work"]
+
+
+def test_the_prompts_logprobs_are_written_once(monkeypatch):
+    counts: list[int] = []
+    write = LogprobWriter.for_completion
+
+    def counted(self: Any, token_ids: Any, *arguments: Any) -> Any:
+        counts.append(len(token_ids))
+        return write(self, token_ids, *arguments)
+
+    monkeypatch.setattr(LogprobWriter, "for_completion", counted)
+
+    async def ask(client: httpx.AsyncClient) -> None:
+        body = {"prompt": PROMPT, "echo": True, "logprobs": 2, "n": 3, "max_tokens": 2}
+        found = await post(client, COMPLETIONS, **body)
+        for choice in found["choices"]:
+            told = choice["logprobs"]
+            assert {name: len(one) for name, one in told.items()} == dict.fromkeys(
+                told, 5
+            )
+            assert told["text_offset"] == list(range(5))
+
+    serve_http(ask)
+    assert counts == [3, 2, 2, 2]
+
+
+def test_short_work_does_not_wait_for_long_work():
+    """Grammars that take long to compile keep no plain request waiting."""
+
+    async def ask(client: httpx.AsyncClient) -> None:
+        transport: Any = client._transport
+        serving = transport.app.state.serving
+        is_over = threading.Event()
+        long = [
+            asyncio.ensure_future(
+                serving.engine.run_in_thread(is_over.wait, is_long=True)
+            )
+            for _ in range(40)
+        ]
+        schema = {"regex": "[%-*]{2}"}
+        shaped = [
+            asyncio.ensure_future(
+                client.post(path, json=given | {"structured_outputs": schema})
+            )
+            for path, given in (
+                (COMPLETIONS, {"prompt": PROMPT}),
+                (CHAT, {"messages": MESSAGES}),
+            )
+        ]
+        await asyncio.sleep(0.05)
+        for path, given in (
+            (COMPLETIONS, {"prompt": PROMPT}),
+            (CHAT, {"messages": MESSAGES}),
+            ("/tokenize", {"prompt": PROMPT}),
+        ):
+            body = given | ({} if path == "/tokenize" else {"max_tokens": 2})
+            response = await asyncio.wait_for(client.post(path, json=body), 20)
+            assert response.status_code == 200
+        assert not any(one.done() for one in shaped)
+        is_over.set()
+        await asyncio.gather(*long, *shaped)
 
     serve_http(ask)

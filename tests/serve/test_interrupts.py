@@ -5,6 +5,7 @@ programs are compiled as for users, which takes long enough to be in the midst o
 """
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import httpx
 import pytest
 
 from jaxspec.console.ending import INTERRUPTED
@@ -165,3 +167,29 @@ def test_a_command_that_compiles(after_s: float, tmp_path: Path):
         program.says("Compiling", after_s)
         assert program.end(signal.SIGINT) == INTERRUPTED
         assert program.said.endswith("\nInterrupted.\n")
+
+
+@pytest.mark.slow
+def test_killed_server_restarts_with_the_programs_it_compiled(tmp_path: Path):
+    """SIGKILL in the middle of a stream; the same folder of programs afterwards."""
+    few = ("--num-speculative-tokens", "1", "--max-num-batched-tokens", "32")
+    body = {"prompt": "Once upon a time", "max_tokens": 24, "temperature": 0}
+    texts, ready_s = [], []
+    for _ in ("cold", "warm"):
+        start = time.monotonic()
+        with started((*SERVER, *few), tmp_path) as program:
+            program.says(READY)
+            ready_s.append(time.monotonic() - start)
+            (port,) = re.findall(r"http://127\.0\.0\.1:(\d+)", program.said)
+            url = f"http://127.0.0.1:{port}"
+            with httpx.Client(base_url=url, timeout=600) as client:
+                answer = client.post("/v1/completions", json=body).raise_for_status()
+                texts.append(answer.json()["choices"][0]["text"])
+                long = body | {"stream": True, "max_tokens": 200, "ignore_eos": True}
+                with client.stream("POST", "/v1/completions", json=long) as response:
+                    next(response.iter_lines())
+                    program.process.kill()
+                    program.process.wait()
+        assert program.programs
+    assert texts[0] == texts[1]
+    assert ready_s[1] < ready_s[0]

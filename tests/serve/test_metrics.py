@@ -190,7 +190,7 @@ def test_a_line_is_logged_now_and_then_until_nothing_happens(
         assert len(engine) + len(drafts) == len(lines)
         pattern = (
             r"Avg prompt throughput: [\d.]+ tokens/s, Avg generation throughput: "
-            r"[\d.]+ tokens/s, Running: 1 reqs, Waiting: 0 reqs, GPU KV cache usage: "
+            r"[\d.]+ tokens/s, Running: 1 reqs, Waiting: 0 reqs, KV cache usage: "
             r"[\d.]+%, Prefix cache hit rate: [\d.]+%"
         )
         assert re.fullmatch(pattern, engine[0])

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from collections import Counter
 from typing import Any
 
@@ -91,3 +92,19 @@ def test_no_request_finds_a_fault_of_the_server(count: int):
     for path in ALONE:
         found = asking.statuses[f"POST {path}"]
         assert min(found[200], found[400]) > 0, asking.statuses
+
+
+@pytest.mark.parametrize("has_docs", [True, False])
+def test_docs_load_nothing_from_elsewhere(has_docs):
+    with site_of(disable_fastapi_docs=not has_docs) as site:
+        answer = httpx.get(f"{site.url}docs")
+        assert answer.status_code == (200 if has_docs else 404)
+        assert httpx.get(f"{site.url}page/docs.js").status_code == answer.status_code
+        if has_docs:
+            assert "default-src 'none'" in answer.headers["content-security-policy"]
+            linked = re.findall(r'(?:src|href)="([^"]+)"', answer.text)
+            assert "page/docs.js" in linked
+            for path in linked:
+                found = httpx.get(site.url + path)
+                assert found.status_code == 200
+                assert not re.search(r"https?://(?!www\.w3\.org)", found.text)

@@ -6,8 +6,7 @@ Tests install no browser: `.ci/run` does, and where there is none they say how.
 import json
 import re
 import shutil
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
@@ -89,7 +88,8 @@ def origins_in(body: str) -> list[list[str]]:
     return [
         [one["origin"], one["text"]]
         for event in events_of(body)
-        for one in event["choices"][0]["token_origins"]
+        for choice in event["choices"]
+        for one in choice["token_origins"]
     ]
 
 
@@ -250,28 +250,30 @@ def test_what_is_compiled_is_said_until_all_is_there(browser: Browser):
             gate.open()
 
 
-def test_k_is_told_and_why(watched: Watched):
+def answer_of_json(content: Any) -> Callable[[Route], None]:
+    return lambda route: route.fulfill(json=content)
+
+
+def test_k_is_told_and_why_once_this_page_has_asked(watched: Watched):
     page, line = watched.page, watched.page.locator("#choice")
-    policy = watched.site.engine.engine.policy
-    try:
-        expect(line).to_have_text("K now 3")
-        policy.choice = replace(policy.choice, gain=0.414)
-        watched.ask()
-        expect(line).to_have_text("K now 3: +41 %")
-        watched.wait()
-        for k, gain, told in [
-            (2, -0.03, "K now 2: −3 %"),
-            (0, 0.41, "K now 0: plain decoding is faster"),
-        ]:
-            policy.choice = replace(policy.choice, num_drafts=k, gain=gain)
-            page.reload()
-            expect(line).to_have_text(told)
-        policy.is_stopped = True
+    found = httpx.get(f"{watched.site.url}page/server.json").json()
+    cases = [
+        (3, None, True, "K now 3"),
+        (3, 0.414, True, "K now 3: +41 %"),
+        (2, -0.03, True, "K now 2: −3 %"),
+        (0, 0.41, True, "K now 0: plain decoding is faster"),
+        (0, 0.41, False, "K now 0: drafts are switched off"),
+    ]
+    for k, gain, may_draft, told in cases:
+        answer = found | {"num_drafts": k, "gain": gain, "may_draft": may_draft}
+        page.unroute_all()
+        page.route("**/page/server.json", answer_of_json(answer))
         page.reload()
-        expect(line).to_have_text("K now 0: drafts are switched off")
-    finally:
-        policy.is_stopped = False
-        policy.choice = replace(policy.choice, num_drafts=3, gain=None)
+        expect(page.locator("#model")).to_have_text("model")
+        expect(line).to_be_hidden()
+        watched.ask()
+        expect(line).to_have_text(told)
+        watched.wait()
     assert watched.complaints == []
 
 
@@ -354,11 +356,16 @@ def answer_with(page: Page, body: str) -> None:
     page.route(path, lambda route: route.fulfill(body=body), times=1)
 
 
-def answer_with_tokens(page: Page, told: list[tuple[str, str]]) -> None:
-    """Have the server's next answer be these tokens: origin and text."""
+def answer_with_tokens(page: Page, told: list[tuple[str, str]], **more: Any) -> None:
+    """Have the server's next answer be these tokens: origin and text.
+
+    Args:
+        more: Further fields of the chunk.
+    """
     tokens = [{"origin": one, "text": text, "token_id": 5} for one, text in told]
     choice = {"index": 0, "finish_reason": "stop", "token_origins": tokens}
-    answer_with(page, f"data: {json.dumps({'choices': [choice]})}\n\ndata: [DONE]\n\n")
+    chunk = json.dumps({"choices": [choice]} | more)
+    answer_with(page, f"data: {chunk}\n\ndata: [DONE]\n\n")
 
 
 def test_leaves_are_shown_and_have_no_position_in_the_chain(watched: Watched):
@@ -370,10 +377,48 @@ def test_leaves_are_shown_and_have_no_position_in_the_chain(watched: Watched):
     watched.wait()
     assert watched.tokens() == [list(one) for one in told]
     expect(page.locator("[data-count=leaf]")).to_have_text("1")
-    # Of two rounds both kept a first draft, and one a second.
+    # Of two rounds both kept a first draft, and one a second; its third was wrong.
     expect(page.locator("#length")).to_have_text("2.50")
     bars = page.locator("#positions li b").all_text_contents()
-    assert bars[:2] == ["100 %", "50 %"]
+    assert bars == ["100 %", "50 %", "0 %"]
+
+
+def test_positions_without_drafts_have_no_share(watched: Watched):
+    page = watched.page
+    drafts = {"acceptance_histogram": [1, 1, 0, 0], "num_draft_tokens": 3}
+    drafts["num_proposed_per_position"] = [2, 1, 0]
+    answer_with_tokens(
+        page,
+        [("recovered", "a"), ("draft", "b"), ("bonus", "c")],
+        metrics={"speculative_decoding": drafts},
+    )
+    watched.ask()
+    watched.wait()
+    bars = page.locator("#positions li b").all_text_contents()
+    assert bars == ["50 %", "0 %", "–"]
+    # K of this answer, which is not what was asked for.
+    expect(page.locator(".head span")).to_have_text("At most 3 drafts · K = 1.5")
+    answer_with_tokens(page, [("target", "a")], metrics={"speculative_decoding": None})
+    watched.ask()
+    watched.wait()
+    last = page.locator(".head span").nth(1)
+    expect(last).to_have_text("At most 3 drafts · K = 0, no drafts")
+
+
+def test_docs_list_endpoints_and_call_them(browser: Browser, site: Site):
+    context = browser.new_context()
+    page = context.new_page()
+    requests: list[str] = []
+    page.on("request", lambda request: requests.append(request.url))
+    page.goto(f"{site.url}docs")
+    shown = page.locator("details", has_text="/v1/completions").first
+    shown.locator("summary").click()
+    expect(shown.locator("table")).to_contain_text("temperature")
+    shown.locator("textarea").fill(json.dumps({"prompt": PROMPT, "max_tokens": 3}))
+    shown.get_by_role("button").click()
+    expect(shown.locator("pre")).to_contain_text('"text_completion"')
+    assert all(url.startswith(site.url) for url in requests)
+    context.close()
 
 
 def test_what_a_model_says_is_text(watched: Watched):

@@ -16,7 +16,6 @@ from typing import Any
 import httpx
 import pytest
 
-from benchmarks.replicas import alone
 from jaxspec.engine.model_folders import BUNDLED_DRAFT, BUNDLED_TARGET
 from jaxspec.errors import ConfigError, EngineDeadError
 from jaxspec.serve import ray_app
@@ -221,9 +220,9 @@ def test_what_is_made_in_the_background_is_waited_for(replica: Any):
             await asyncio.sleep(0.3)
 
         async with client, app.router.lifespan_context(app):
-            await app.state.serving.background.start("one", work())
+            await app.state.serving.background.start(("", "one"), work())
         assert begun.is_set()
-        assert "one" not in app.state.serving.background
+        assert ("", "one") not in app.state.serving.background
 
     asyncio.run(live())
 
@@ -300,6 +299,14 @@ def test_why_a_follower_has_failed_is_in_the_error(
 # An environment of Ray's own, or this one.
 RAYS = Path(sys.prefix) / "ray" / "bin" / "python"
 LIMIT_S = 900
+# A network namespace with only loopback; its processes end with the first of them.
+_ALONE = "unshare --net --pid --fork --kill-child --mount-proc sh -c".split()
+_UP = 'ip link set lo up && exec "$@"'
+
+
+def alone(words: list[str]) -> list[str]:
+    """Wrap a command so that it runs in a network with only this machine in it."""
+    return [*_ALONE, _UP, "sh", *words]
 
 
 @pytest.fixture(scope="module")

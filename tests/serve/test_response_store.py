@@ -3,12 +3,16 @@
 import asyncio
 import json
 import sqlite3
+import subprocess
+import sys
 from typing import Any
 
 import pytest
 
 from jaxspec.errors import ConfigError
+from jaxspec.serve import response_store
 from jaxspec.serve.response_store import (
+    UNFINISHED,
     Background,
     ResponseNotFoundError,
     ResponseStore,
@@ -37,18 +41,41 @@ def is_there(store: ResponseStore, response_id: str) -> bool:
 
 
 @pytest.mark.parametrize("response_id", ["resp_1", "", "resp_\u00e9\x00", "\ud800"])
-def test_what_is_put_is_found(response_id):
+def test_what_is_added_is_found(response_id):
     store, first = ResponseStore(None, MB), stored(response_id, "\u00e9\x00\u2028")
-    store.put(first)
+    assert store.add(first)
     assert store.get(response_id) == first
     second = stored(response_id, "other")
-    store.put(second)
+    store.update(second)
     assert store.get(response_id) == second
     store.delete(response_id)
     with pytest.raises(ResponseNotFoundError):
         store.get(response_id)
     with pytest.raises(ResponseNotFoundError):
         store.delete(response_id)
+    store.update(second)  # it is gone
+    assert not store.has(response_id)
+
+
+def test_a_response_is_not_replaced_by_another():
+    store = ResponseStore(None, MB)
+    assert store.add(stored("resp_1", "first"))
+    assert not store.add(stored("resp_1", "second"))
+    assert store.get("resp_1") == stored("resp_1", "first")
+
+
+def test_responses_belong_to_their_owner():
+    store = ResponseStore(None, MB)
+    assert store.add(stored("resp_1", "a"), "a")
+    assert store.add(stored("resp_1", "b"), "b")
+    store.put_events("resp_1", ["b"], "b")
+    assert store.get("resp_1", "a") == stored("resp_1", "a")
+    assert store.events("resp_1", "a") == []
+    store.delete("resp_1", "a")
+    assert store.get("resp_1", "b") == stored("resp_1", "b")
+    for find in (store.get, store.events, store.delete):
+        with pytest.raises(ResponseNotFoundError):
+            find("resp_1", "a")
 
 
 def test_the_oldest_go_where_all_do_not_fit():
@@ -56,41 +83,117 @@ def test_the_oldest_go_where_all_do_not_fit():
     most = 4 * size_of(all_of_them[0])
     store = ResponseStore(None, most)
     for one in all_of_them:
-        store.put(one)
+        store.add(one)
     left = [one.response["id"] for one in all_of_them if is_there(store, one[0]["id"])]
     assert left == ["resp_6", "resp_7", "resp_8", "resp_9"]
-    # One that is put again is the newest.
-    store.put(all_of_them[6])
-    store.put(stored("resp_a", "x" * 100))
+    # One that has changed is the newest.
+    store.update(all_of_them[6])
+    store.add(stored("resp_a", "x" * 100))
     assert is_there(store, "resp_6")
     assert not is_there(store, "resp_7")
     # What is deleted leaves its room to others.
     store.delete("resp_8")
-    store.put(stored("resp_b", "x" * 100))
+    store.add(stored("resp_b", "x" * 100))
     assert all(is_there(store, one) for one in ("resp_6", "resp_9", "resp_a", "resp_b"))
-    store.put(stored("resp_c", "x" * most))
+    store.add(stored("resp_c", "x" * most))
     assert not any(is_there(store, one) for one in ("resp_9", "resp_b", "resp_c"))
 
 
-def test_a_file_outlives_the_server(tmp_path):
+def test_a_file_outlives_the_server(tmp_path, monkeypatch):
     path = str(tmp_path / "responses.db")
     store = ResponseStore(path, MB)
     for number in range(3):
-        store.put(stored(f"resp_{number}", "\u00e9" * 50))
-    store.put(stored("resp_3", status="in_progress"))
-    store.put(stored("resp_4", status="queued"))
+        store.add(stored(f"resp_{number}", "\u00e9" * 50))
+    store.add(stored("resp_3", status="in_progress"))
+    store.add(stored("resp_4", status="queued"))
     del store
     later = ResponseStore(path, MB)
     assert later.get("resp_1") == stored("resp_1", "\u00e9" * 50)
     for response_id in ("resp_3", "resp_4"):
+        assert later.get(response_id).response["status"] in UNFINISHED
+    monkeypatch.setattr(response_store, "MAX_SILENCE_S", -1.0)
+    for response_id in ("resp_3", "resp_4"):
         response = later.get(response_id).response
         assert response["status"] == "failed"
         assert response["error"]["message"].startswith("The server ended")
-    # What lies there counts, and goes first.
+    # What lies there counts; finished responses go first.
     smaller = ResponseStore(path, 2 * size_of(stored("resp_0", "\u00e9" * 50)) + 400)
-    smaller.put(stored("resp_5"))
+    smaller.add(stored("resp_5"))
     assert not is_there(smaller, "resp_0")
-    assert is_there(smaller, "resp_5")
+    assert all(is_there(smaller, one) for one in ("resp_3", "resp_4", "resp_5"))
+
+
+def test_only_the_user_may_read_the_file(tmp_path):
+    path = tmp_path / "responses.db"
+    path.touch(0o644)
+    store = ResponseStore(str(path), MB)
+    store.add(stored("resp_1"))
+    modes = {one.name: one.stat().st_mode & 0o777 for one in tmp_path.iterdir()}
+    assert set(modes.values()) == {0o600}, modes
+    assert len(modes) > 1  # the log of changes, too
+
+
+OTHER_SERVER = """
+import sys
+from jaxspec.serve.response_store import ResponseStore, Stored
+store = ResponseStore(sys.argv[1], int(sys.argv[2]))
+store.add(Stored({"id": "resp_made", "status": "in_progress"}, []))
+print("ready", flush=True)
+for line in sys.stdin:
+    if line == "beat\\n":
+        print(store.beat([("", "resp_made")]), flush=True)
+        continue
+    for number in range(300):
+        text = "x" * 100
+        one = Stored({"id": f"resp_{sys.argv[3]}_{number}", "status": "completed"}, [])
+        one.response["text"] = text
+        assert store.add(one)
+        assert store.has(one.response["id"])
+    print("done", flush=True)
+"""
+
+
+def test_two_servers_share_a_file(tmp_path, monkeypatch):
+    path, most = str(tmp_path / "responses.db"), 400 * 165
+    command = [sys.executable, "-c", OTHER_SERVER, path, str(most), "theirs"]
+    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    other: Any = subprocess.Popen(command, **pipes)
+    with other:
+
+        def tell(word: str) -> None:
+            other.stdin.write(f"{word}\n")
+            other.stdin.flush()
+
+        try:
+            assert other.stdout.readline() == "ready\n"
+            store = ResponseStore(path, most)
+            # What it makes has not failed because another server has started.
+            made = ("", "resp_made")
+            assert store.get("resp_made").response["status"] == "in_progress"
+            # It cannot be replaced, and its own server stops when it is told to.
+            assert not store.add(stored("resp_made"))
+            store.update(stored("resp_made"))
+            assert store.get("resp_made").response["status"] == "in_progress"
+            tell("beat")
+            assert other.stdout.readline() == "[]\n"
+            store.cancel("resp_made")
+            tell("beat")
+            assert other.stdout.readline() == f"{[made]}\n"
+            tell("write")
+            for number in range(300):
+                assert store.add(stored(f"resp_ours_{number}", "x" * 40))
+            assert other.stdout.readline() == "done\n"
+            ((count, total),) = store._execute(
+                "select count(*), sum(length(response) + length(messages)) "
+                "from responses"
+            )
+            assert total <= most
+            assert count > 300
+            store.delete("resp_made")
+            tell("beat")
+            assert other.stdout.readline() == f"{[made]}\n"
+        finally:
+            other.kill()
 
 
 def test_what_was_streamed_is_kept_with_the_response(tmp_path):
@@ -99,22 +202,21 @@ def test_what_was_streamed_is_kept_with_the_response(tmp_path):
     store.put_events("resp_1", events)  # of what is not kept
     with pytest.raises(ResponseNotFoundError):
         store.events("resp_1")
-    store.put(one)
+    store.add(one)
     assert store.events("resp_1") == []
     store.put_events("resp_1", events)
-    del store
+    assert (store.get("resp_1"), store.events("resp_1")) == (one, events)
     size = size_of(one) + len(json.dumps(events))
     store = ResponseStore(path, size + size_of(stored("resp_2")) - 1)
-    assert (store.get("resp_1"), store.events("resp_1")) == (one, events)
-    store.put(stored("resp_2"))
+    store.add(stored("resp_2"))
     assert not is_there(store, "resp_1")
     store.put_events("resp_2", ["x" * size])
     assert not is_there(store, "resp_2")
-    # Another response of the same id was not streamed.
-    for _ in range(2):
-        store.put(one)
-        assert store.events("resp_1") == []
-        store.put_events("resp_1", events)
+    # A response that has changed was not streamed.
+    store.add(one)
+    store.put_events("resp_1", events)
+    store.update(one)
+    assert store.events("resp_1") == []
 
 
 def test_a_file_of_before_can_hold_events(tmp_path):
@@ -133,8 +235,11 @@ def test_a_file_of_before_can_hold_events(tmp_path):
     for _ in range(2):
         store = ResponseStore(str(path), MB)
         assert store.get("resp_1") == stored("resp_1")
-        store.put_events("resp_1", [7])
-        assert store.events("resp_1") == [7]
+        assert not is_there(store, "resp_2")
+        store.add(stored("resp_2"))
+        store.put_events("resp_2", [7])
+        assert store.events("resp_2") == [7]
+        store.delete("resp_2")
 
 
 def test_files_that_are_none(tmp_path):
@@ -156,14 +261,18 @@ def test_files_that_are_none(tmp_path):
 def test_a_full_disk_costs_no_answer(caplog):
     store = ResponseStore(None, MB)
     store._connection.close()
-    store.put(stored("resp_1"))
+    store.add(stored("resp_1"))
+    store.update(stored("resp_1"))
     store.put_events("resp_1", [])
-    assert caplog.text.count("could not be kept") == 2
+    assert caplog.text.count("could not be kept") == 3
+
+
+A, B = ("", "a"), ("", "b")
 
 
 def test_work_that_nobody_waits_for():
     async def run() -> None:
-        background, seen = Background(), list[str]()
+        background, seen = Background(lambda _: []), list[str]()
 
         async def work(name: str, seconds: float) -> None:
             seen.append(f"{name} begins")
@@ -174,15 +283,15 @@ def test_work_that_nobody_waits_for():
                 raise
             seen.append(f"{name} ends")
 
-        await background.start("a", work("a", 60.0))
-        await background.start("b", work("b", 0.5))
+        await background.start(A, work("a", 60.0))
+        await background.start(B, work("b", 0.5))
         assert seen == ["a begins", "b begins"]
-        assert "a" in background
+        assert A in background
         assert not await background.wait(0.001)
-        await background.cancel("a")
+        await background.cancel(A)
         assert seen[2] == "a is cancelled"
-        assert "a" not in background
-        await background.cancel("a")
+        assert A not in background
+        await background.cancel(A)
         assert await background.wait(60.0)
         assert seen[3:] == ["b ends"]
 
@@ -193,3 +302,22 @@ def test_names_of_another_kind_are_refused():
     wrong: Any = {"response_store": 7}
     with pytest.raises(ConfigError, match="response_store"):
         ServerSettings(**wrong)
+
+
+def test_work_that_another_server_ends_is_cancelled(monkeypatch):
+    monkeypatch.setattr(response_store, "BEAT_S", 0.01)
+
+    async def run() -> None:
+        unwanted: list[tuple[str, str]] = []
+        background = Background(
+            lambda making: [one for one in making if one in unwanted]
+        )
+        for key in (A, B):
+            await background.start(key, asyncio.sleep(60))
+        unwanted.append(A)
+        while A in background:
+            await asyncio.sleep(0.01)
+        assert B in background
+        await background.cancel(B)
+
+    asyncio.run(run())

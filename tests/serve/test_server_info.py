@@ -3,7 +3,6 @@
 import asyncio
 import json
 import re
-from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -13,11 +12,9 @@ import jaxspec
 from jaxspec.config import SpeculativeConfig
 from jaxspec.engine.async_llm_engine import AsyncLLMEngine
 from jaxspec.errors import EngineDeadError
-from jaxspec.models.heads.config import MedusaConfig
 from jaxspec.serve.app import make_app
 from jaxspec.serve.server_info import what_is_made_up
 from jaxspec.serve.settings import ServerSettings
-from jaxspec.settings.speculation import TYPICAL_DEFAULTS
 from jaxspec.text.tokenizer import NoTokenizer, Tokenizer
 from jaxspec_checkpoints import bundled_target
 from tests.engine.test_async_llm_engine import serve
@@ -167,23 +164,6 @@ def test_models_say_what_is_made_up():
     )
     config = make_config(speculative=forced)
     assert what_is_made_up(config) == {"synthetic_acceptance": True}
-    plain = make_config()
-    typical: dict[str, Any] = TYPICAL_DEFAULTS | {"rejection_sample_method": "typical"}
-    vocab_size = plain.model_config.vocab_size
-    lossy = replace(
-        plain,
-        speculative=SpeculativeConfig(
-            method="medusa", model="head", num_speculative_tokens=2, **typical
-        ),
-        draft_model_config=None,
-        head_config=MedusaConfig(
-            target_hidden_size=plain.model_config.hidden_size,
-            vocab_size=vocab_size,
-            draft_vocab_size=vocab_size,
-            num_heads=2,
-        ),
-    )
-    assert what_is_made_up(lossy) == {"lossy_acceptance": True}
     assert what_is_made_up(make_config()) == {}
 
 

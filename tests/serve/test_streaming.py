@@ -1,14 +1,17 @@
 """Work that ends when nobody waits for it, events on the wire, streams as one."""
 
 import asyncio
+import json
 from collections.abc import AsyncGenerator
 from typing import Any
 
 import pytest
+from fastapi.responses import JSONResponse
 
 from jaxspec.serve.streaming import (
     ClientGoneError,
     EventStream,
+    encoded,
     event,
     merge,
     while_connected,
@@ -22,6 +25,16 @@ async def never() -> Any:
 async def gone() -> dict[str, Any]:
     await asyncio.sleep(0.01)
     return {"type": "http.disconnect"}
+
+
+@pytest.mark.parametrize("letter", ["\x85", "\u2028", "\u2029", "\v", "\x1c", "\r"])
+def test_an_event_is_one_line_for_every_client(letter: str):
+    """Clients built on `httpx.iter_lines` cut where `str.splitlines` does."""
+    content = {"text": f"é{letter}\N{FLAMINGO}", letter: [letter]}
+    data, end = event(content).splitlines()
+    assert end == ""
+    assert json.loads(data.removeprefix("data: ")) == content
+    assert "é" in data and "\N{FLAMINGO}" in data
 
 
 def test_work_goes_on_while_the_client_is_there():
@@ -157,3 +170,11 @@ def test_leaving_early_closes_all():
         assert sorted(log) == ["closed 8", "closed 9"]
 
     asyncio.run(run())
+
+
+def test_a_large_answer_is_written_like_a_small_one():
+    content = {"id": "\u00e9\u2028", "choices": [{"a": [1.5, None]}, "x"], "usage": {}}
+    assert json.loads(encoded(content)) == content
+    assert encoded(content) == JSONResponse(content).body
+    with pytest.raises(ValueError, match="JSON compliant"):
+        encoded({"choices": [float("nan")]})

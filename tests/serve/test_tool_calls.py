@@ -268,6 +268,50 @@ def test_a_call_that_is_cut_off_says_so(stage: Stage, choice: Any, is_stream: bo
     assert answer.content == ""
 
 
+@pytest.mark.parametrize("choice", ["required", NAMED])
+def test_a_forced_call_cut_before_its_name_has_no_content(stage: Stage, choice: Any):
+    asked = {"model": "model", "messages": MESSAGES, "tools": TOOLS}
+    asked |= {"tool_choice": choice, "max_tokens": 3}
+
+    async def ask(client: openai.AsyncOpenAI) -> list[Any]:
+        http = client._client
+        whole = await http.post("/v1/chat/completions", json=asked)
+        streamed = await http.post(
+            "/v1/chat/completions", json=asked | {"stream": True}
+        )
+        found = [json.loads(line[6:]) for line in streamed.text.split("\n\n")[:-2]]
+        (choice,) = whole.json()["choices"]
+        return [choice, *(one["choices"][0] for one in found)]
+
+    whole, *chunks = stage.play(said(ROME), ask)
+    assert whole["message"]["content"] is None
+    assert "tool_calls" not in whole["message"]
+    assert {one["delta"].get("content") or "" for one in chunks} == {""}
+    assert whole["finish_reason"] == chunks[-1]["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_forced_call_cut_before_its_name_is_no_text(stage: Stage, is_stream: bool):
+    ask = responding(tool_choice="required", max_output_tokens=3, stream=is_stream)
+    response, _ = stage.play(said(ROME), ask)
+    assert response.status == "incomplete"
+    assert items_of(response) == [("", "")]
+
+
+def test_messages_have_the_fields_of_vllm(stage: Stage):
+    async def ask(client: openai.AsyncOpenAI) -> Any:
+        asked = {"messages": MESSAGES, "tools": TOOLS}
+        told = await client._client.post("/v1/chat/completions", json=asked)
+        return told.json()["choices"][0]["message"]
+
+    fields = {"role", "content", "refusal", "annotations", "audio", "function_call"}
+    words = stage.play(WORDS, ask, **AUTO)
+    assert words.keys() == fields | {"reasoning"}
+    assert words["reasoning"] is None
+    calls = stage.play(said(ROME), ask, **AUTO)
+    assert calls.keys() == fields | {"reasoning", "tool_calls"}
+
+
 def test_openais_own_stream(stage: Stage):
     async def ask(client: openai.AsyncOpenAI) -> Any:
         stream: Any = client.chat.completions.stream
@@ -603,7 +647,11 @@ def test_openais_own_stream_of_a_response(stage: Stage):
     [
         ({}, {}, "tool_choice"),
         ({"tool_choice": "required", "tools": []}, AUTO, "tools"),
-        ({"text": {"format": {"type": "json_object"}}}, AUTO, "tool_choice"),
+        (
+            {"extra_body": {"structured_outputs": {"regex": "a"}}},
+            AUTO,
+            "tool_choice",
+        ),
         (
             {
                 "tools": [

@@ -1,19 +1,16 @@
 """Methods of drafting, and which keys go with which."""
 
 from contextlib import nullcontext
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from jaxspec.errors import ConfigError, UnsupportedError
+from jaxspec.errors import ConfigError
 from jaxspec.settings.lookups import LookupRule
 from jaxspec.settings.speculation import (
     SUFFIX_DEFAULTS,
-    TYPICAL_DEFAULTS,
     SpeculativeConfig,
 )
-from jaxspec.token_tree import MAX_NODES
 
 LOOKUP = {"prompt_lookup_max": 4, "prompt_lookup_min": 2}
 DEPTH, FACTOR, PROB, CACHED = SUFFIX_DEFAULTS
@@ -31,7 +28,6 @@ DEPTH, FACTOR, PROB, CACHED = SUFFIX_DEFAULTS
         ("eagle", {"model": "head"}, False, False),
         ("eagle3", {"model": "head"}, False, False),
         ("medusa", {"model": "head"}, False, False),
-        ("mlp_speculator", {"model": "head"}, False, False),
     ],
 )
 def test_methods(method: str, keys: dict, *, has_lookup: bool, has_draft_model: bool):
@@ -46,30 +42,6 @@ def test_methods(method: str, keys: dict, *, has_lookup: bool, has_draft_model: 
 def test_other_methods_are_not_supported(method: Any):
     with pytest.raises(NotImplementedError, match=f"'draft_model', got {method!r}"):
         SpeculativeConfig(model="draft", method=method)
-
-
-TYPICAL: dict[str, Any] = TYPICAL_DEFAULTS | {"rejection_sample_method": "typical"}
-
-
-def test_the_lossy_rule_is_of_medusa_alone_and_by_name_alone():
-    found = SpeculativeConfig(method="medusa", model="head", **TYPICAL)
-    assert found.is_lossy
-    assert found.typical_acceptance == (0.09, 0.3)
-    others: list[dict[str, Any]] = [
-        {"method": "eagle3", "model": "head"},
-        {"model": "draft"},
-        {"method": "suffix"} | SUFFIX_DEFAULTS,
-    ]
-    for keys in others:
-        assert not SpeculativeConfig(**keys).is_lossy
-        told = "rejection_sample_method must be lossless.*'typical'.*'medusa' alone"
-        with pytest.raises(UnsupportedError, match=told):
-            SpeculativeConfig(**keys | TYPICAL)
-    with pytest.raises(ConfigError, match="posterior_alpha must be left out"):
-        SpeculativeConfig(method="medusa", model="head", posterior_alpha=0.3)
-    with pytest.raises(ConfigError, match="posterior_threshold must be a .*, got 0"):
-        changed: dict[str, Any] = TYPICAL | {"posterior_threshold": 0}
-        SpeculativeConfig(method="medusa", model="head", **changed)
 
 
 @pytest.mark.parametrize(
@@ -276,86 +248,10 @@ def test_leaves_and_trees_say_what_each_draft_continues():
         **MODEL, num_speculative_tokens=2, speculative_token_tree="[(0,), (0, 0)]"
     )
     assert chain.parents is None
-    assert (config.num_nodes, config.dynamic_tree) == (4, None)
+    assert config.num_nodes == 4
+    assert config.is_one_tree and not SpeculativeConfig(**MODEL).is_one_tree
     assert SpeculativeConfig(**MODEL).parents is None
     assert SpeculativeConfig(**MODEL).num_levels == 5
-
-
-def test_a_dynamic_tree_says_how_large_it_is():
-    config = SpeculativeConfig(**MODEL, num_speculative_tokens=4, dynamic_tree_top_k=3)
-    assert config.parents is None
-    assert (config.num_levels, config.num_nodes) == (4, 12)
-    assert config.dynamic_tree == (4, 3, 12)
-    assert config.is_one_tree and not SpeculativeConfig(**MODEL).is_one_tree
-    given = replace(config, dynamic_tree_num_nodes=30)
-    assert given.dynamic_tree == (4, 3, 30)
-    heads = replace(config, method="medusa", num_speculative_tokens=8)
-    assert heads.dynamic_tree == (8, 3, 24)
-    # No more than a step has room for.
-    largest = replace(config, num_speculative_tokens=5, dynamic_tree_top_k=16)
-    assert largest.num_nodes == MAX_NODES
-
-
-DYNAMIC = {"dynamic_tree_top_k": 4}
-
-
-@pytest.mark.parametrize(
-    ("keys", "name", "text"),
-    [
-        (
-            {"dynamic_tree_num_nodes": 9},
-            "dynamic_tree_num_nodes",
-            "left out without dynamic_tree_top_k",
-        ),
-        (DYNAMIC | {"num_side_leaves": 1}, "num_side_leaves", "left out with dynamic"),
-        (
-            DYNAMIC | {"speculative_token_tree": TREE, "num_speculative_tokens": 4},
-            "speculative_token_tree",
-            "left out with dynamic_tree_top_k",
-        ),
-        ({"dynamic_tree_top_k": 1}, "dynamic_tree_top_k", "from 2 to 16, got 1"),
-        ({"dynamic_tree_top_k": 17}, "dynamic_tree_top_k", "from 2 to 16, got 17"),
-        (
-            DYNAMIC | {"dynamic_tree_num_nodes": 5},
-            "dynamic_tree_num_nodes",
-            "from 6 to 64, got 5",
-        ),
-        (
-            DYNAMIC | {"dynamic_tree_num_nodes": 65},
-            "dynamic_tree_num_nodes",
-            "from 6 to 64, got 65",
-        ),
-        (
-            DYNAMIC | {"dynamic_tree_num_nodes": 21, "num_speculative_tokens": 2},
-            "dynamic_tree_num_nodes",
-            "from 3 to 20, got 21",
-        ),
-        (
-            DYNAMIC
-            | {
-                "rejection_sample_method": "synthetic",
-                "synthetic_acceptance_length": 2.0,
-            },
-            "dynamic_tree_top_k",
-            "left out with rejection_sample_method='synthetic'",
-        ),
-        (
-            DYNAMIC | {"method": "eagle3"},
-            "dynamic_tree_top_k",
-            "left out for method 'eagle3', got 4",
-        ),
-        (
-            DYNAMIC | {"method": "suffix+draft_model", **SUFFIX_DEFAULTS},
-            "dynamic_tree_top_k",
-            "left out for method 'suffix+draft_model'",
-        ),
-    ],
-)
-def test_dynamic_trees_that_cannot_be(keys: dict[str, Any], name: str, text: str):
-    with pytest.raises((ConfigError, UnsupportedError)) as caught:
-        SpeculativeConfig(**MODEL | keys)
-    assert caught.value.parameter == name
-    assert text in str(caught.value)
 
 
 @pytest.mark.parametrize(

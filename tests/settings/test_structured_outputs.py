@@ -38,7 +38,7 @@ def test_each_kind_alone(kind, value):
         ({"grammar": 1}, "grammar must be a grammar in Lark's or GBNF's form"),
         ({"json_object": False}, "json_object must be True, got False"),
         ({"regex": "a", "disable_any_whitespace": 1}, "disable_any_whitespace must be"),
-        ({"regex": "a", "whitespace_pattern": ""}, "whitespace_pattern must be"),
+        ({"regex": "a", "whitespace_pattern": 7}, "whitespace_pattern must be"),
         (
             {
                 "json_object": True,
@@ -104,7 +104,7 @@ def test_what_an_engine_may_be_told(given, expected):
         ({"reasoning_parser_plugin": "x"}, "marks no thinking"),
         ({"disable_any_whitespace": 1}, "disable_any_whitespace must be True or"),
         ({"enable_in_reasoning": "no"}, "enable_in_reasoning must be True or"),
-        ({"whitespace_pattern": ""}, "whitespace_pattern must be"),
+        ({"whitespace_pattern": 7}, "whitespace_pattern must be"),
         (
             {"whitespace_pattern": " ", "disable_any_whitespace": True},
             "contradict each other",

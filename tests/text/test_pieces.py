@@ -148,6 +148,20 @@ def test_listed_symbols_of_a_json_file_are_found(exported: Path, tmp_path: Path)
     assert not tokenizer.is_special(14)
 
 
+def test_image_piece_behind_the_vocabulary_is_text(exported: Path, tmp_path: Path):
+    """Gemma 3's file lists it; the text model has no row for it."""
+    library = tokenizers.Tokenizer.from_file(str(exported / "tokenizer.json"))
+    size = library.get_vocab_size()
+    piece = tokenizers.AddedToken("<image_soft_token>", special=True, normalized=False)
+    library.add_special_tokens([piece])
+    library.save(str(tmp_path / "tokenizer.json"))
+    assert library.token_to_id("<image_soft_token>") == size
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    assert tokenizer.vocab_size == size
+    text = "a <image_soft_token> b"
+    assert tokenizer.encode(text) == Tokenizer.from_folder(exported).encode(text)
+
+
 def random_ids(size: int) -> list[list[int]]:
     """Ids of which many are bytes, most of them of no whole character."""
     draw = random.Random(1)

@@ -160,7 +160,7 @@ USER = {"role": "user", "content": "a"}
 def test_a_conversation_has_one_beginning(tokenizer: Tokenizer):
     text = "<bos><start_of_turn>user\na<end_of_turn>\n<start_of_turn>model\n"
     assert tokenizer.apply_chat_template([USER], tokenize=False) == text
-    token_ids = tokenizer.apply_chat_template([USER])
+    token_ids = tokenizer.apply_chat_template(conversation=[USER])
     assert token_ids == tokenizer.encode(text)
     assert isinstance(token_ids, list)
     assert token_ids[:2] == [2, 106]

@@ -211,10 +211,24 @@ def test_what_is_no_call(calls: Any, name: str):
     assert name in str(refused.value)
 
 
-def test_only_a_call_needs_no_content():
-    for message in (asked(), {"role": "assistant"}):
-        with pytest.raises(RequestError, match="content"):
-            write([asked(), message | {"content": None}])
+def test_only_an_answer_needs_no_content():
+    with pytest.raises(RequestError, match="content"):
+        write([asked() | {"content": None}])
+    empty = write([asked(), {"role": "assistant", "content": ""}, asked()])
+    for more in ({}, {"tool_calls": None}, {"tool_calls": [], "function_call": None}):
+        answer = {"role": "assistant", "content": None, "refusal": None} | more
+        assert write([asked(), answer, asked()]) == empty
+
+
+def test_reads_the_older_form_of_a_call():
+    function = {"name": "f", "arguments": '{"a": 1}'}
+    answer = {"role": "assistant", "content": None, "function_call": function}
+    result = {"role": "function", "name": "f", "content": "7"}
+    messages = [asked(), called('{"a": 1}'), told("7"), asked()]
+    messages[1]["tool_calls"][0]["function"]["name"] = "f"
+    assert write([asked(), answer, result, asked()]) == write(messages)
+    with pytest.raises(RequestError, match=r"messages\[1\]"):
+        write([asked(), answer | {"function_call": {"name": 7}}, result])
 
 
 # --- The grammar of answers that must call. ---
@@ -281,6 +295,61 @@ def test_what_must_call_calls(answer: Any, one: bool, several: bool):
         # A second opinion on what the schema means.
         validator = jsonschema.Draft202012Validator(schema)
         assert validator.is_valid(answer) == expected
+
+
+NODE: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "value": {"const": {"$ref": "#/data"}},
+        "next": {"$ref": "#/$defs/node"},
+    },
+    "required": ["value"],
+    "additionalProperties": False,
+}
+INNER = NODE | {
+    "$id": "http://example.org/inner",
+    "properties": {**NODE["properties"], "next": {"$ref": "#"}},
+}
+LEAF = {"value": {"$ref": "#/data"}}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        # What pydantic writes for a model that holds itself.
+        {"$defs": {"node": NODE}, "$ref": "#/$defs/node"},
+        {
+            "$defs": {"node": NODE},
+            "type": "object",
+            "allOf": [{"$ref": "#/$defs/node"}],
+        },
+        NODE | {"$defs": {"node": NODE | {"$anchor": "node"}}},
+        NODE
+        | {
+            "$id": "http://example.org/node",
+            "$defs": {"node": {"$ref": "http://example.org/node"}},
+        },
+        {"$defs": {"node": INNER}, "$ref": "http://example.org/inner"},
+    ],
+)
+def test_references_of_a_schema_stay_in_it(schema: dict[str, Any]):
+    tools = read_tools(
+        [
+            {"function": {"name": name, "parameters": schema}}
+            for name in ("where", "again")
+        ]
+    )
+    calls = calls_schema(tools, is_parallel=True)
+    for answer, expected in (
+        (LEAF, True),
+        (LEAF | {"next": LEAF | {"next": LEAF}}, True),
+        ({"value": {"$ref": "#/moved"}}, False),
+        (LEAF | {"next": {"value": 7}}, False),
+        (LEAF | {"next": LEAF | {"next": {}}}, False),
+    ):
+        for name in ("where", "again"):
+            text = json.dumps([{"name": name, "parameters": answer}])
+            assert allows(calls, text) == expected, (name, answer)
 
 
 # --- What is read. ---

@@ -91,7 +91,6 @@ _CELLS = [
     Cell(method="eagle3", tensor_parallel_size=4),
     Cell(method="eagle3", tensor_parallel_size=8),
     Cell(method="medusa", tensor_parallel_size=8),
-    Cell(method="mlp_speculator", tensor_parallel_size=8),
 ]
 CELLS = {cell.name: cell for cell in _CELLS}
 EXAMPLE, SHORT = (cell.name for cell in _CELLS[:2])

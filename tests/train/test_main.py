@@ -56,6 +56,7 @@ def test_every_method_has_the_flags_of_all(method):
         ("draft", [], "needs start, a model to begin with, or its sizes: hidden_size"),
         ("draft", ["--start", "jaxspec/none"], "start"),
         ("eagle3", ["--held-out", "0.9"], r"held_out must be a number in \(0, 0.5\]"),
+        ("eagle3", ["--tensor-parallel-size", "99"], "must be a divisor of the"),
         ("eagle3", ["--data", "nothing"], "data must be a file of JSON lines"),
         ("eagle3", ["--target", "nothing"], "target must be an existing folder"),
     ],
@@ -69,6 +70,8 @@ def test_what_is_wrong_is_told_before_anything_runs(
     told = capsys.readouterr().err
     assert re.search(named, told), told
     assert not (tmp_path / "out").exists()
+    # The corrected command starts.
+    assert not (tmp_path / "out.work").exists()
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from jaxspec.errors import ConfigError
+from jaxspec.errors import ConfigError, EngineGenerateError
 from jaxspec.text.tokenizer import Tokenizer
 from jaxspec.train.text import (
     ANSWER,
@@ -90,7 +90,11 @@ class Echo:
         return [
             SimpleNamespace(
                 outputs=[
-                    SimpleNamespace(token_ids=[prompt[0]] * min(4, params.max_tokens))
+                    SimpleNamespace(
+                        token_ids=[prompt[0]] * min(4, params.max_tokens),
+                        finish_reason="length" if prompt[0] else "error",
+                        stop_reason=None if prompt[0] else "NaN",
+                    )
                 ]
             )
             for prompt, params in zip(prompts, sampling_params, strict=True)
@@ -98,18 +102,23 @@ class Echo:
 
 
 def test_what_is_written_counts_and_prompts_do_not():
-    echo, prompts = Echo(), [([number] * 7, [9]) for number in range(400)]
+    echo, prompts = Echo(), [([number] * 7, [9]) for number in range(1, 401)]
     text = write_text(echo, prompts, length=10, num_tokens=500, seed=3)
     # 100 prompts at a time, with room for three more tokens.
     assert len(text) == 200 and text.num_written == 600
     assert (text.starts == 7).all() and (text.sizes == 10).all()
-    np.testing.assert_array_equal(text.tokens[5], [5] * 10)
+    np.testing.assert_array_equal(text.tokens[5], [6] * 10)
     assert len({params.seed for params in echo.params}) == len(echo.params)
     shares = [
         np.mean([params.temperature == way[1] for params in echo.params])
         for way in WAYS
     ]
     np.testing.assert_allclose(shares, [way[0] for way in WAYS], atol=0.1)
+
+
+def test_failed_request_is_not_trained_on():
+    with pytest.raises(EngineGenerateError, match="NaN"):
+        write_text(Echo(), [([0] * 7, [9])], length=10, num_tokens=5, seed=3)
 
 
 def test_rows_are_kept_and_cut(tmp_path):

@@ -13,7 +13,6 @@ from jaxspec.models.heads.config import (
     Eagle3Config,
     EagleConfig,
     MedusaConfig,
-    MlpSpeculatorConfig,
 )
 from jaxspec.models.weights import load_params
 from jaxspec.sharding import MESH_AXES
@@ -21,7 +20,6 @@ from jaxspec.train.methods import (
     Eagle3Method,
     EagleMethod,
     MedusaMethod,
-    MlpSpeculatorMethod,
 )
 from jaxspec.train.target import Target
 from jaxspec.train.text import Text, pack
@@ -89,20 +87,12 @@ def eagle3_method(**changes: Any) -> Eagle3Method:
     return Eagle3Method(config=config, num_passes=2)
 
 
-def medusa_method() -> MedusaMethod:
+def medusa_method(*, lm_heads: int = 0) -> MedusaMethod:
     config = MedusaConfig(
-        target_hidden_size=HIDDEN, vocab_size=VOCAB, draft_vocab_size=VOCAB, num_heads=2
-    )
-    return MedusaMethod(config=config)
-
-
-def mlp_method() -> MlpSpeculatorMethod:
-    config = MlpSpeculatorConfig(
         target_hidden_size=HIDDEN,
         vocab_size=VOCAB,
         draft_vocab_size=VOCAB,
-        num_stages=2,
-        inner_size=32,
-        is_tied=True,
+        num_heads=2,
+        lm_heads=lm_heads,
     )
-    return MlpSpeculatorMethod(config=config)
+    return MedusaMethod(config=config)

@@ -71,6 +71,7 @@ GEMMA3_DEFAULTS: dict[str, Any] = {
 # Of a multimodal model these are stated outside `text_config`.
 _OUTER = ("bos_token_id", "dtype", "pad_token_id", "quantization_config")
 _OUTER += ("tie_word_embeddings", "torch_dtype", "transformers_version")
+_OUTER += ("use_bidirectional_attention",)
 _OTHER_MODALITIES = ("vision_tower", "multi_modal_projector")
 
 
@@ -197,9 +198,21 @@ def gemma3_text_config(config: Mapping[str, Any]) -> dict[str, Any]:
     }
     flat = GEMMA3_DEFAULTS | given
     flat |= dict(model_type="gemma3_text", architectures=["Gemma3ForCausalLM"])
+    kind = text.get("model_type")
+    if kind not in (None, *GEMMA3.model_types):
+        raise CheckpointError(
+            "config.json: text_config.model_type must be 'gemma3_text', got "
+            f"{kind!r:.80}"
+        )
     ends = [one.get("eos_token_id") for one in (text, config)]
     ends = [one if isinstance(one, list) else [one] for one in ends]
     found = [token for one in ends for token in one if token is not None]
+    wrong = [token for token in found if type(token) is not int]
+    if wrong:
+        raise CheckpointError(
+            "config.json: eos_token_id must be an integer or a list of integers, got "
+            f"{wrong[0]!r:.80}"
+        )
     flat["eos_token_id"] = list(dict.fromkeys(found)) or [1]
     if flat["vocab_size"] == GEMMA3_VOCAB_SIZE + IMAGE_ROWS:
         flat["vocab_size"] = GEMMA3_VOCAB_SIZE

@@ -107,8 +107,13 @@ def open_gguf(path: Path, layouts: Mapping[str, Layout]) -> Checkpoint:
     if "generation_config.json" in beside:
         generation = read_json(beside["generation_config.json"])
     layout = layout_of(config, layouts)
+    config["vocab_size"] = layout.text_config(config)["vocab_size"]
     sizes = Sizes.from_config(config)
     stored = _canonical(file, sizes)
+    for name in (EMBEDDING, HEAD):
+        matrix, num_rows = stored.get(name), sizes.vocab_size
+        if matrix is not None and matrix.shape[0] == num_rows + layout.pad_rows:
+            stored[name] = _rows_of(matrix, 0, num_rows)
     tensors = {name: _described(one) for name, one in stored.items()}
     check_tensors(layout, sizes, tensors, is_tied=must_be_tied(config))
     types = {name: one.type.name for name, one in stored.items() if len(one.shape) == 2}

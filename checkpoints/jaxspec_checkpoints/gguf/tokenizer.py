@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from jaxspec_checkpoints.errors import CheckpointError
+from jaxspec_checkpoints.gemma.published import GEMMA3_VOCAB_SIZE, IMAGE_ROWS
 from jaxspec_checkpoints.gguf.config import Metadata
 from jaxspec_checkpoints.gguf.file import GgufFile
 
@@ -52,6 +53,8 @@ def tokenizer_model(file: GgufFile) -> bytes:
         allowed = "'llama' (SentencePiece, as all Gemma 2 and 3 have)"
         raise metadata.wrong("tokenizer.ggml.model", allowed, kind)
     kinds = _numbers(file, metadata, "tokenizer.ggml.token_type", "iu").tolist()
+    if len(tokens) == GEMMA3_VOCAB_SIZE + IMAGE_ROWS:
+        tokens = tokens[:GEMMA3_VOCAB_SIZE]  # those behind it stand for images
     scores = _numbers(file, metadata, "tokenizer.ggml.scores", "f").astype("<f4")
     ids = {
         name: metadata.size(f"tokenizer.ggml.{key}_token_id", -1)

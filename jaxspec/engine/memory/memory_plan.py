@@ -20,6 +20,11 @@ GIB, MIB = 2**30, 2**20
 DEFAULT_UTILIZATION = 0.92
 # The most that pages take of a CPU's memory by default.
 MAX_CPU_KV_BYTES = 512 * MIB
+# Of a target's bytes in bfloat16, at most, for 2B and more: the embedding stays as it
+# is, and scales come beside the matrices (docs/quantization.md).
+QUANTIZED_SHARE = {"int8": 0.65, "int4": 0.45}
+# Tokens below which a shorter context is no advice.
+LEAST_CONTEXT = 512
 # Temporaries may take this share of what weights leave before defaults become smaller.
 MAX_TEMPORARY_SHARE = 0.25
 # Kernels number the values in an array of pages with int32.
@@ -468,7 +473,10 @@ def _no_room(plan: MemoryPlan, given: GivenSizes, budget: int) -> ConfigError:
     one = facts.pages_per_seq * facts.page_bytes
     taken = facts.used_bytes + facts.weight_bytes + plan.workspace_bytes
     name, value = _remedy(plan, given, budget, taken + one)
-    where = f", on {value} such devices" if name == "tensor_parallel_size" else ""
+    advice = f"{name}={value}"
+    if name == "tensor_parallel_size":
+        advice += f", on {value} such devices"
+        advice = ", or ".join([advice, *_on_the_same(plan, budget, taken + one)])
     parts = [f"target {shown_bytes(facts.target.weight_bytes)}"]
     if facts.draft.weight_bytes:
         parts.append(f"draft {shown_bytes(facts.draft.weight_bytes)}")
@@ -481,7 +489,7 @@ def _no_room(plan: MemoryPlan, given: GivenSizes, budget: int) -> ConfigError:
         f"{shown_bytes(most)}, of which gpu_memory_utilization={share:g} gives "
         f"{shown_bytes(budget)}: {', '.join(parts)}, and {shown_bytes(one)} of keys "
         f"and values for one sequence of max_model_len={facts.max_model_len} tokens. "
-        f"Set {name}={value}{where}.",
+        f"Set {advice}.",
         parameter=name,
         value=value,
     )
@@ -509,7 +517,23 @@ def _remedy(
     devices = 1 << facts.num_devices.bit_length()  # heads are spread over powers of two
     while devices < 64 and needed * facts.num_devices / devices > budget:
         devices *= 2
+    if facts.platform == "tpu" and devices == 2:  # there is no slice of two chips
+        devices = 4
     return "tensor_parallel_size", devices
+
+
+def _on_the_same(plan: MemoryPlan, budget: int, needed: int) -> list[str]:
+    """Settings that make room without more devices, at a price."""
+    facts, found = plan.facts, []
+    if not facts.target.form:  # not quantized yet
+        for kind, share in QUANTIZED_SHARE.items():
+            if needed - facts.target.weight_bytes * (1 - share) <= budget:
+                found.append(f"quantization={kind!r}, which changes texts")
+                break
+    num_tokens = _pages_left(facts, plan.sizes, budget) * facts.page_size
+    if num_tokens >= LEAST_CONTEXT:
+        found.append(f"max_model_len={num_tokens}")
+    return found
 
 
 def _has_room(facts: MemoryFacts, given: GivenSizes, share: float) -> bool:

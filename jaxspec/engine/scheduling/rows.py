@@ -52,6 +52,9 @@ class RowTable:
         num_draft_uncached: Upper bound on the newest tokens that the draft model
             has no keys and values for, once all that is launched has run.
         kind: Index into `kinds`, the features that decoding needs.
+        has_grammar: The request has a grammar.
+        is_slow: Its masks take long: it has no drafts.
+        is_held: Its next mask is being computed: it does not decode.
     """
 
     def __init__(
@@ -80,6 +83,7 @@ class RowTable:
         self.owner = integers(-1)
         self.is_decoding, self.is_streamed = flags(), flags()
         self.is_quiet = flags()
+        self.has_grammar, self.is_slow, self.is_held = flags(), flags(), flags()
         self.num_tokens, self.num_unread = integers(), integers()
         self.num_unsure, self.ahead = integers(), integers()
         self.max_total, self.longest = integers(), integers()
@@ -100,6 +104,8 @@ class RowTable:
         kind = request.params.output_kind
         self.is_streamed[row] = kind is not RequestOutputKind.FINAL_ONLY
         self.is_quiet[row] = request.is_quiet
+        self.has_grammar[row] = request.grammar is not None
+        self.is_slow[row] = self.is_held[row] = False
         self.num_tokens[row] = request.num_tokens
         self.num_unread[row] = self.num_unsure[row] = self.ahead[row] = 0
         self.max_total[row], self.longest[row] = request.max_total, longest
@@ -116,7 +122,7 @@ class RowTable:
         request.num_unread = int(self.num_unread[row])
         self.requests[row] = None
         self.owner[row], self.num_draft[row] = -1, 0
-        self.is_decoding[row] = False
+        self.is_decoding[row] = self.has_grammar[row] = False
         self.free.append(row)
         request.row = -1
 
@@ -160,8 +166,9 @@ class RowTable:
         rows = self.decoding
         most = self.most_tokens(rows)
         goes_on = (most < self.max_total[rows]) | (self.num_unread[rows] <= 0)
+        goes_on &= ~self.is_held[rows]
         wanted = np.minimum(limit, self.num_draft[rows])
-        wanted[most >= self._longest_drafted] = 0
+        wanted[(most >= self._longest_drafted) | self.is_slow[rows]] = 0
         return rows[goes_on], wanted[goes_on]
 
     def lags(self, rows: np.ndarray) -> np.ndarray:

@@ -11,6 +11,7 @@ import itertools
 import operator
 import time
 from collections.abc import Iterator
+from concurrent import futures
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -44,7 +45,7 @@ from jaxspec.engine.speculation.policy import (
     SpeculationPolicy,
 )
 from jaxspec.engine.speculation.step_times import Round, StepTimes
-from jaxspec.engine.structured_output import GrammarState
+from jaxspec.engine.structured_output import NUM_MASK_THREADS, GrammarState
 from jaxspec.program.plan import (
     COUPLED,
     MAX_CONTROLLED,
@@ -106,6 +107,11 @@ class Scheduler:
         )
         self._lookups = make_lookups(config, policy)
         self.shapes = Shapes(config, policy, programs)
+        # Masks of held rows that are being computed, and the threads that do it.
+        self._masks: list[futures.Future[None]] = []
+        self._mask_threads = futures.ThreadPoolExecutor(
+            NUM_MASK_THREADS, "jaxspec-masks"
+        )
         self.waiting = WaitingQueue(config.scheduling_policy)
         self.running: list[Request] = []
         self.pacer = Pacer(self.step_times)
@@ -190,6 +196,7 @@ class Scheduler:
 
     def _decodable(self) -> Decode:
         """The rows that can decode next, in a program that is compiled."""
+        self._hold_slow_grammars()
         rows, wanted = self.rows.decodable(0 if self.policy.is_idle else self._limit)
         most = int(wanted.max(initial=0))
         if most and self._can_wait:
@@ -226,6 +233,38 @@ class Scheduler:
         if shape is None:
             rows, wanted, most = rows[:0], wanted[:0], 0
         return Decode(rows, wanted, most, shape, is_exception=can_draft and not most)
+
+    def _hold_slow_grammars(self) -> None:
+        """Hold rows whose next mask takes long, until a thread has computed it.
+
+        Inside a launch, all other rows would wait for it.
+        """
+        rows = self.rows
+        if not np.count_nonzero(rows.has_grammar):
+            return  # most rounds
+        rows.is_slow[:] = rows.is_held[:] = False
+        self._masks.clear()
+        for row in np.flatnonzero(rows.has_grammar & rows.is_decoding).tolist():
+            (request,) = rows.owners_of([row])
+            grammar = request.grammar
+            assert grammar is not None
+            if not grammar.is_slow:
+                continue
+            rows.is_slow[row] = rows.is_held[row] = True
+            if rows.num_unread[row] > 0:
+                continue
+            rows.is_held[row] = not grammar.is_ready(
+                request.output_token_ids, self._mask_threads
+            )
+            if rows.is_held[row] and grammar.computing is not None:
+                self._masks.append(grammar.computing)
+
+    def wait_for_masks(self, timeout_s: float) -> bool:
+        """Wait until a mask of a held row is there; False if none is computed."""
+        if not self._masks:
+            return False
+        futures.wait(self._masks, timeout_s, futures.FIRST_COMPLETED)
+        return True
 
     @property
     def _can_wait(self) -> bool:
@@ -483,7 +522,7 @@ class Scheduler:
             return 1
         # Others prefill, await the draft model, or may have ended.
         is_alone = len(rows) == len(self.running) and not decode.is_exception
-        if not is_alone or not table.is_quiet[rows].all():
+        if not is_alone or not table.is_quiet[rows].all() or table.is_slow[rows].any():
             return 1
         if self._has_draft_model and shape.num_draft_tokens and table.lags(rows).any():
             return 1
@@ -504,7 +543,7 @@ class Scheduler:
         # The draft model writes this many positions whatever the request wants. One
         # more for the target's token, which has a slot but no keys and values yet.
         tree = self.shapes.tree(decode.num_draft_tokens)
-        lengths = table.most_tokens(rows) + tree.num_slots
+        lengths = table.most_tokens(rows) + tree.num_rows
         lengths += (num_rounds - 1) * (decode.wanted + 1)
         lengths = np.minimum(lengths, table.longest[rows])
         requests, size = table.owners_of(rows.tolist()), self.config.page_size
@@ -602,7 +641,7 @@ class Scheduler:
         self.waiting.remove(request)
         self.running.append(request)
         tree = self.shapes.tree(self.config.num_draft_tokens)
-        longest = request.max_total + tree.num_slots - 1
+        longest = request.max_total + tree.num_rows - 1
         work.begin(request, found, min(longest, self.config.max_model_len))
         self.acceptance.admit(
             request.row,
@@ -715,6 +754,10 @@ class Scheduler:
                 self.pages.forget(part.request.pages)
         if result.is_draft_broken[: len(launch.rows)].any():
             self.policy.stop("the draft model's numbers are NaN or infinite")
+        if self.policy.stop_reason is not None:
+            for part in advance.parts:
+                if part.request.spec_metrics is not None:
+                    part.request.spec_metrics.stop_reason = self.policy.stop_reason
         return advance
 
     def record_time(self, launch: Launch, seconds: float) -> None:

@@ -13,7 +13,7 @@ from typing import Protocol, runtime_checkable
 from jaxspec.config import EngineConfig
 from jaxspec.engine.speculation.policy import SpeculationPolicy
 from jaxspec.program.plan import TILE, Features, StepShape
-from jaxspec.program.tree import Template, Tree, template_of
+from jaxspec.program.tree import Tree, template_of
 
 # Prompt tokens of the largest programs that an engine begins with. Where launches may
 # have more, programs for them are compiled once so many wait.
@@ -195,7 +195,7 @@ class Shapes:
             )
         }
 
-    def tree(self, num_drafts: int) -> Template:
+    def tree(self, num_drafts: int) -> Tree:
         """The tree whose rows are written in a round of so many drafts in a row.
 
         All of the engine's tree, however few levels are wanted: rows of the others may

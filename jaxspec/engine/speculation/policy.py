@@ -143,7 +143,7 @@ class SpeculationPolicy:
 
     Attributes:
         choice: By the law; an exploration may run another one.
-        is_stopped: Nothing is drafted any more: drafting has failed.
+        stop_reason: Why nothing is drafted any more; None while drafting works.
         saved_s, lost_s: Device seconds won and lost against plain decoding so far.
         num_probes: How often the draft model was probed while nothing was drafted.
     """
@@ -154,7 +154,7 @@ class SpeculationPolicy:
         # Compiled draft lengths; any smaller K is data.
         self.compiled_drafts = (0, configured) if configured else (0,)
         self.is_adaptive = bool(speculative and speculative.controller == ADAPTIVE)
-        self.is_stopped = False
+        self.stop_reason: str | None = None
         self.choice = Choice(num_drafts=configured)
         self.saved_s = self.lost_s = 0.0
         self.num_probes = 0
@@ -177,10 +177,15 @@ class SpeculationPolicy:
         """How often a loss budget was used up."""
         return sum(one.num_closed for one in self._budgets.values())
 
+    @property
+    def is_stopped(self) -> bool:
+        """Whether drafting has failed: nothing is drafted any more."""
+        return self.stop_reason is not None
+
     def stop(self, reason: str) -> None:
         """Stop drafting for good."""
         if self.speculative is not None and not self.is_stopped:
-            self.is_stopped = True
+            self.stop_reason = reason
             self.choice, self._explored = replace(self.choice, num_drafts=0), None
             _log.error("Going on without speculation: %s", reason)
 

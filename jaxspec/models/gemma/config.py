@@ -42,6 +42,7 @@ _FIXED = {
     "hidden_activation": "gelu_pytorch_tanh",
     "attention_bias": False,
     "use_bidirectional_attention": False,
+    "partial_rotary_factor": 1.0,
 }
 _LOCAL, _GLOBAL = "sliding_attention", "full_attention"
 # Gemma 3's rotary bases, where a file states none.
@@ -202,7 +203,9 @@ class Gemma3Config(GemmaConfig):
                 f"{error}.", parameter=name, value=config.get(name)
             ) from error
         _check_fixed(text)
-        caps = dict(attn_logit_softcapping=None, final_logit_softcapping=None)
+        # transformers reads no soft cap of attention either.
+        text = {**text, "attn_logit_softcapping": None}
+        caps = dict(final_logit_softcapping=None)
         # Whatever else has a default is in the text config.
         return cls(
             **_values(text, _DEFAULTS | caps, generation or {}),
@@ -293,14 +296,26 @@ def _gemma3_rope(config: Mapping[str, Any], kind: str) -> Rope:
     if kind == _GLOBAL and config.get("rope_scaling") is not None:
         own |= _scaling("rope_scaling", config["rope_scaling"])
     outer = "rope_theta" if kind == _GLOBAL else "rope_local_base_freq"
-    theta = own.get("rope_theta") or config.get(outer) or _THETAS[kind]
+    theta = _first(own.get("rope_theta"), config.get(outer), _THETAS[kind])
     scaling = own["rope_type"]
+    has_factor = own.get("factor") not in (None, 1, 1.0)
+    if own.keys() & {_LOCAL, _GLOBAL} or (scaling == "default" and has_factor):
+        allowed = "an object with 'rope_type' and 'factor'"
+        hint = (
+            f"Kinds of layers go into rope_parameters, as {_LOCAL!r} and {_GLOBAL!r}."
+        )
+        raise wrong_argument(ConfigError, "rope_scaling", allowed, own, hint)
     if scaling not in ("linear", "default"):
         hint = "Gemma 3 was trained with linear scaling of positions, or none."
         raise wrong_argument(
             UnsupportedError, "rope_type", "'linear' or 'default'", scaling, hint
         )
     return Rope.read(theta, own.get("factor") if scaling == "linear" else 1.0)
+
+
+def _first(*values: object) -> object:
+    """Return the first value that is given."""
+    return next(value for value in values if value is not None)
 
 
 def _scaling(name: str, value: object) -> dict[str, Any]:
@@ -327,4 +342,5 @@ def _gemma2_rope(config: Mapping[str, Any]) -> Rope:
     if kind != "default":
         hint = "Gemma 2 was trained without scaling of positions."
         raise wrong_argument(UnsupportedError, "rope_type", "'default'", kind, hint)
-    return Rope.read(config.get("rope_theta") or rope.get("rope_theta") or 10000.0)
+    theta = _first(config.get("rope_theta"), rope.get("rope_theta"), 10000.0)
+    return Rope.read(theta)

@@ -21,7 +21,6 @@ from jaxspec_checkpoints.heads import (
     EAGLE,
     EAGLE3,
     MEDUSA,
-    MLP_SPECULATOR,
     open_head,
     read_head_config,
 )
@@ -510,77 +509,8 @@ class MedusaConfig(HeadConfig):
         )
 
 
-@no_type_check
-@dataclass(frozen=True, kw_only=True)
-class MlpSpeculatorConfig(HeadConfig):
-    """A chain of small stages, each over the one before and the newest token.
-
-    Attributes:
-        num_stages: The most tokens it proposes.
-        inner_size: Width of the stages.
-        is_tied: Whether all stages have the same parameters, but for the first matrix.
-        scale_input: Whether the target's hidden state is normalised first.
-    """
-
-    kind: ClassVar[str] = MLP_SPECULATOR
-
-    num_stages: int
-    inner_size: int
-    is_tied: bool = False
-    scale_input: bool = False
-
-    def __post_init__(self):
-        super().__post_init__()
-        for name in ("num_stages", "inner_size"):
-            check_integer(ConfigError, name, getattr(self, name), low=1)
-        for name in ("is_tied", "scale_input"):
-            check_flag(ConfigError, name, getattr(self, name))
-        if self.is_trimmed:
-            allowed = f"vocab_size={self.vocab_size}"
-            raise wrong_argument(
-                ConfigError, "draft_vocab_size", allowed, self.draft_vocab_size
-            )
-
-    @property
-    def max_drafts(self) -> int:
-        """One of each stage."""
-        return self.num_stages
-
-    @classmethod
-    def from_file(
-        cls, config: Mapping[str, Any], names: Collection[str]
-    ) -> "MlpSpeculatorConfig":
-        """See `HeadConfig.from_file`."""
-        _require(config, "vocab_size", "emb_dim", "n_predict")
-        return cls(
-            target_hidden_size=config["emb_dim"],
-            vocab_size=config["vocab_size"],
-            draft_vocab_size=config["vocab_size"],
-            num_stages=config["n_predict"],
-            inner_size=config.get("inner_dim") or config["emb_dim"],
-            is_tied=config.get("tie_weights", False),
-            scale_input=config.get("scale_input", False),
-        )
-
-    def to_file(self) -> dict[str, Any]:
-        return dict(
-            architectures=["MLPSpeculatorPreTrainedModel"],
-            model_type=MLP_SPECULATOR,
-            vocab_size=self.vocab_size,
-            emb_dim=self.target_hidden_size,
-            inner_dim=self.inner_size,
-            n_predict=self.num_stages,
-            tie_weights=self.is_tied,
-            scale_input=self.scale_input,
-            # vLLM's class wants one number a stage, and reads none of them.
-            top_k_tokens_per_head=[1] * self.num_stages,
-            n_candidates=1,
-        )
-
-
 CONFIGS: dict[str, type[HeadConfig]] = {
-    config.kind: config
-    for config in (EagleConfig, Eagle3Config, MedusaConfig, MlpSpeculatorConfig)
+    config.kind: config for config in (EagleConfig, Eagle3Config, MedusaConfig)
 }
 
 

@@ -8,17 +8,16 @@ from collections.abc import Sequence
 
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from jaxspec.models.backend import Backend
 from jaxspec.models.batch import TokenBatch
-from jaxspec.models.heads import eagle, eagle3, medusa, mlp_speculator
+from jaxspec.models.heads import eagle, eagle3, medusa
 from jaxspec.models.heads.config import (
     Eagle3Config,
     EagleConfig,
     HeadConfig,
     MedusaConfig,
-    MlpSpeculatorConfig,
 )
 from jaxspec.models.heads.weights import functions_of_head
 from jaxspec.models.matrices import DenseMatrix
@@ -133,24 +132,3 @@ class Medusa(_Head):
             medusa.logits(self.config, params, head, one, DenseMatrix(embedding))
             for head, one in enumerate(found)
         )
-
-
-class MlpSpeculator(_Head):
-    """See `jaxspec.models.heads.mlp_speculator`."""
-
-    config: MlpSpeculatorConfig
-
-    def start(self, rows: Float[Array, "row model"]) -> Float[Array, "row model"]:
-        """What the first stage is given of the target's last hidden states."""
-        return mlp_speculator.start(self.config, rows)
-
-    def __call__(
-        self,
-        stage: int,
-        tokens: Int[Array, " row"],
-        state: Float[Array, "row features"],
-    ) -> tuple[Float[Array, "row vocab"], Float[Array, "row inner"]]:
-        """Logits and state of one stage."""
-        params = self.params()
-        state = mlp_speculator.forward(self.config, params, stage, tokens, state)
-        return mlp_speculator.logits(self.config, params, stage, state), state

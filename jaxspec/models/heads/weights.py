@@ -19,7 +19,6 @@ from jaxspec.errors import ConfigError
 from jaxspec.models.heads.config import (
     HeadConfig,
     LayerConfig,
-    MlpSpeculatorConfig,
     read_head,
 )
 from jaxspec.models.params import ParamPath, Params, ParamSpec, Specs
@@ -36,7 +35,6 @@ from jaxspec.settings.model_config import ModelConfig
 from jaxspec.sharding import DRAFT_MESH_AXES, kv_copies, num_parts, put
 from jaxspec_checkpoints import CheckpointError, Tensor
 from jaxspec_checkpoints.heads import EAGLE3, write_head
-from jaxspec_checkpoints.tensor import with_copies
 
 # Tensors of token ids: how far from its own number a token's is, or the id itself.
 _OFFSETS, _IDS = "d2t", "token_map"
@@ -138,8 +136,6 @@ def _read_token_ids(
 
 def _check_tensors(config: HeadConfig, tensors: dict[str, Tensor]) -> None:
     shapes = tensor_shapes(config)
-    if isinstance(config, MlpSpeculatorConfig) and config.is_tied:
-        _join_stages(config.num_stages, shapes, tensors)
     trimmed = config.draft_vocab_size, config.target_hidden_size
     for name, tensor in tensors.items():
         if name not in shapes:
@@ -164,25 +160,6 @@ def _check_tensors(config: HeadConfig, tensors: dict[str, Tensor]) -> None:
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise CheckpointError(f"the head has no tensor {missing[0]!r}{more}")
-
-
-def _join_stages(
-    num_stages: int,
-    shapes: dict[str, tuple[int, ...]],
-    tensors: dict[str, Tensor],
-) -> None:
-    """Leave one of each tensor that some writers write once for every tied stage.
-
-    That they are the same is checked while the one that is left is read.
-    """
-    known = sorted(shapes.keys() & tensors.keys(), key=lambda name: name.split(".")[1])
-    for name in reversed(known):
-        part, stage, kind = name.split(".")
-        later = range(int(stage) + 1, num_stages)
-        others = [f"{part}.{number}.{kind}" for number in later]
-        copies = [tensors.pop(one) for one in others if one in tensors.keys() - shapes]
-        if copies:
-            tensors[name] = with_copies(tensors[name], copies)
 
 
 def tensor_shapes(config: HeadConfig) -> dict[str, tuple[int, ...]]:

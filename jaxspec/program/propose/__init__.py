@@ -7,7 +7,6 @@ from jaxspec.program.propose.draft_model import DraftModel
 from jaxspec.program.propose.eagle import Eagle
 from jaxspec.program.propose.eagle3 import Eagle3
 from jaxspec.program.propose.medusa import Medusa
-from jaxspec.program.propose.mlp_speculator import MlpSpeculator
 from jaxspec.program.propose.ngram import NGram
 from jaxspec.program.propose.pard import Pard
 from jaxspec.program.propose.proposal import (
@@ -26,7 +25,6 @@ __all__ = [
     "Eagle",
     "Eagle3",
     "Medusa",
-    "MlpSpeculator",
     "NGram",
     "Observer",
     "Pard",
@@ -46,7 +44,6 @@ PROPOSERS: dict[str, Callable[[EngineConfig], Proposer]] = {
     "eagle": Eagle.of,
     "eagle3": Eagle3.of,
     "medusa": Medusa.of,
-    "mlp_speculator": MlpSpeculator.of,
 }
 
 

@@ -2,7 +2,7 @@
 
 A chain, or a tree: what stands beside a draft are the next best tokens at its place.
 Where only drafts of the spine are continued, passes take one token each, as of a chain;
-else each takes the whole tree, as far as it has grown.
+else each takes the whole tree, as far as it is drawn.
 """
 
 from dataclasses import dataclass
@@ -17,17 +17,15 @@ from jaxspec.config import EngineConfig, ModelConfig
 from jaxspec.models.batch import TokenBatch
 from jaxspec.models.network import Hidden, Network, build_network
 from jaxspec.models.params import Params
-from jaxspec.program.grown import GrownTree, RoundTree, continued
 from jaxspec.program.path import keep_path
 from jaxspec.program.plan import NO_TOKEN, TILE, PoolShape
-from jaxspec.program.propose.beam import Beam
-from jaxspec.program.propose.levels import Drafts, Levels, finite_rows
+from jaxspec.program.propose.levels import Levels, finite_rows
 from jaxspec.program.propose.proposal import Context, Model, Proposal, Seen
 from jaxspec.program.region import make_region
 from jaxspec.program.rows import Active
 from jaxspec.program.sampling import sample_draft
 from jaxspec.program.state import page_forms
-from jaxspec.program.tree import Template, Tree, template_of
+from jaxspec.program.tree import Tree, template_of
 from jaxspec.sharding import DRAFT_MESH_AXES
 from jaxspec_kernels.bits import KvPools
 
@@ -123,22 +121,17 @@ class DraftModel(Model):
         model = self._model(params, context)
         seqs = active.row.shape[0]
 
-        def first(level: Array | int, drafts: Drafts, pages: Pages) -> tuple:
+        def first(level: Array | int, drafts: Array, pages: Pages) -> tuple:
             hidden, pages = model.hidden(_newest(active, pool), pages)
             newest = jax.tree.map(lambda part: part[1::2], hidden)
             return *_finite_logits(model, newest), pages
 
-        def following(level: Array | int, drafts: Drafts, pages: Pages) -> tuple:
-            if isinstance(drafts, Beam):
-                fed, tokens = drafts.grown, drafts.tokens
-            else:
-                assert isinstance(tree, Tree)
-                fed, tokens = tree, drafts
+        def following(level: Array | int, drafts: Array, pages: Pages) -> tuple:
             if not tree.has_side_paths:
-                batch = _next(tokens[:, level - 1], level, active, pool)
+                batch = _next(drafts[:, level - 1], level, active, pool)
                 hidden, pages = model.hidden(batch, pages)
                 return *_finite_logits(model, hidden), pages
-            hidden, pages = model.hidden(_whole(fed, tokens, active, pool), pages)
+            hidden, pages = model.hidden(_whole(tree, drafts, active, pool), pages)
             logits, is_broken = _finite_logits(model, _level(tree, level, hidden, seqs))
             # Of a level several rows may be continued, the spine's first.
             return logits, is_broken[:: tree.width], pages
@@ -170,12 +163,9 @@ class TreeModel(DraftModel):
         """Move what belongs to drafts that stayed."""
         if seen.row is None:
             return state
-        active, pool, tree = context.active, context.pool, seen.tree
-        fed_as = tree.draft_rows if isinstance(tree, GrownTree) else None
+        active, pool = context.active, context.pool
         backend = context.backend(DRAFT_MESH_AXES)
-        return keep_path(
-            self.config, state, tree, seen.row, active, pool, backend, fed_as=fed_as
-        )
+        return keep_path(self.config, state, seen.tree, seen.row, active, pool, backend)
 
 
 def _finite_logits(model: Network, hidden: Hidden) -> tuple[Array, Array]:
@@ -193,7 +183,7 @@ def _next(
 
 
 def _whole(
-    tree: RoundTree, drafts: Int[Array, "seq draft"], active: Active, pool: PoolShape
+    tree: Tree, drafts: Int[Array, "seq draft"], active: Active, pool: PoolShape
 ) -> TokenBatch:
     """The newest token and all drafts; no row attends to those not drawn yet."""
     tokens = jnp.concatenate([active.last_tokens[:, 1:], drafts], axis=1)
@@ -202,12 +192,12 @@ def _whole(
     return make_region(tokens, kv_len, active.page_table, is_written, pool, tree=tree)
 
 
-def _level(tree: Template, step: Array | int, hidden: Hidden, seqs: int) -> Hidden:
+def _level(tree: Tree, step: Array | int, hidden: Hidden, seqs: int) -> Hidden:
     """Of a pass over the tree: the rows that drafts of a level continue."""
-    rows = continued(tree, step)
+    rows = jnp.asarray(tree.branching)[step]
 
     def take(part: Array) -> Array:
-        nodes = part.reshape(seqs, tree.num_draft_rows, *part.shape[1:])
+        nodes = part.reshape(seqs, tree.num_rows, *part.shape[1:])
         return nodes[:, rows].reshape(-1, *part.shape[1:])
 
     return jax.tree.map(take, hidden)

@@ -4,84 +4,15 @@ For heads that look at nothing else, that is the target's last hidden state, nor
 at the token before the newest: the newest has not been fed yet.
 """
 
-from dataclasses import dataclass
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
-from jaxspec.config import EngineConfig
-from jaxspec.models import cpu
-from jaxspec.models.params import Params
 from jaxspec.program.plan import PoolShape
-from jaxspec.program.propose.levels import Continue, Levels
-from jaxspec.program.propose.proposal import (
-    NORMALISED,
-    Context,
-    Head,
-    Proposal,
-    Seen,
-)
+from jaxspec.program.propose.proposal import Seen
 from jaxspec.program.rows import Active
 from jaxspec.sharding import replicated
-
-
-@dataclass(frozen=True, kw_only=True)
-class LastRow(Head):
-    """A head on the target's last hidden state alone.
-
-    A kind of it says with `levels` what it makes of that.
-    """
-
-    @classmethod
-    def of(cls, config: EngineConfig) -> "LastRow":
-        """What an engine's configuration asks for."""
-        assert config.speculative is not None and config.head_config is not None
-        return cls(config=config.head_config, is_greedy=config.speculative.is_greedy)
-
-    @property
-    def target_layers(self) -> tuple[int, ...]:
-        """What logits are made of."""
-        return (NORMALISED,)
-
-    def state_forms(self, dtype: jnp.dtype, pool: PoolShape, mesh: Mesh) -> Any:
-        """One hidden state a row."""
-        return last_forms(self.config.target_hidden_size, pool, mesh)
-
-    def levels(
-        self, params: Params, rows: Float[Array, "row model"], context: Context
-    ) -> tuple[Continue, Continue, Any]:
-        """What `Levels.propose` is given.
-
-        Args:
-            rows: A vector for each sequence, and pads.
-        """
-        raise NotImplementedError
-
-    def propose(
-        self,
-        params: Params | None,
-        state: Array,
-        context: Context,
-        before: Proposal | None,
-    ) -> tuple[Proposal, Array]:
-        """Draw a token for every level, and the next best beside each."""
-        assert params is not None, "a head came without parameters"
-        rows = cpu.pad_rows(last_rows(state, context.active))
-        levels = Levels(context, is_greedy=self.is_greedy, before=before)
-        return levels.propose(*self.levels(params, rows, context))[0], state
-
-    def observe(
-        self, params: Params | None, state: Array, context: Context, seen: Seen
-    ) -> Array:
-        """Keep the hidden state at the last token that the target was fed and kept."""
-        nodes, tiles = seen.nodes[0], None if seen.tiles is None else seen.tiles[0]
-        tiles = None if tiles is None else without_broken(tiles, tiles)
-        return note_last(
-            state, without_broken(nodes, nodes), tiles, context.active, seen
-        )
 
 
 def last_forms(width: int, pool: PoolShape, mesh: Mesh) -> jax.ShapeDtypeStruct:

@@ -18,22 +18,19 @@ from jaxspec.models.backend import Backend
 from jaxspec.program import randomness
 from jaxspec.program.controls import Adjust
 from jaxspec.program.plan import MAX_GROUP_BYTES
-from jaxspec.program.propose.beam import Beam
 from jaxspec.program.propose.proposal import Context, Proposal
 from jaxspec.program.rows import Active
 from jaxspec.program.sampling import sample_draft
-from jaxspec.program.tree import DynamicTree, Tree
+from jaxspec.program.tree import Tree
 from jaxspec.sharding import DRAFT_MESH_AXES
 from jaxspec_kernels.rejection_sampling.noise import exponential
 from jaxspec_kernels.rejection_sampling.passes import lowest
 
-# The drafts that there are: by node, or of a dynamic tree all that it has grown.
-Drafts = Array | Beam
 # Of a level, the drafts before it and what is kept between levels: logits (of every row
 # that is continued there, sequence-major), whose are broken, and what is kept.
 Continue = Callable[[Array | int, Any, Any], tuple[Array, Array, Any]]
 # Drafts, probabilities by draft, who is broken, what is kept.
-_Carry = tuple[Drafts, Array | None, Array, Any]
+_Carry = tuple[Array, Array | None, Array, Any]
 
 
 @dataclass(frozen=True)
@@ -66,9 +63,7 @@ class Levels:
         tree, num_wanted = self.context.tree, self.context.num_wanted
         seqs, levels = self.context.active.row.shape[0], tree.num_levels
         adjust = self.context.adjuster(DRAFT_MESH_AXES)
-        none: Drafts = jnp.zeros((seqs, tree.num_nodes), jnp.int32)
-        if isinstance(tree, DynamicTree):
-            none = Beam.empty(tree, seqs)
+        none = jnp.zeros((seqs, tree.num_nodes), jnp.int32)
         logits, is_broken, kept = first(0, none, kept)
         drafts, probs = self._draw(logits, 0, none, adjust)
         laws = None
@@ -94,18 +89,15 @@ class Levels:
             )
         probs = None if laws is None else laws.swapaxes(0, 1)
         num_drafts = jnp.where(is_broken, 0, num_wanted)
-        grown = None
-        if isinstance(drafts, Beam):
-            drafts, grown = drafts.best()
-        return Proposal(drafts, num_drafts, probs, is_broken, grown), kept
+        return Proposal(drafts, num_drafts, probs, is_broken), kept
 
     def _draw(
         self,
         every: Float[Array, "seq_entry vocab"],
         level: Array | int,
-        drafts: Drafts,
+        drafts: Int[Array, "seq draft"],
         adjust: Adjust | None,
-    ) -> tuple[Drafts, Float[Array, "seq vocab"] | None]:
+    ) -> tuple[Int[Array, "seq draft"], Float[Array, "seq vocab"] | None]:
         """The drafts with those of one more level, and the spine's law.
 
         Args:
@@ -117,7 +109,6 @@ class Levels:
         if width > 1:
             logits = every[::width]
         if adjust is not None:
-            assert not isinstance(drafts, Beam), "what is asked is for one path"
             logits = adjust(logits[:, None], drafts, num_before=level)[:, 0]
         token, probs = sample_draft(
             logits, level, active, self.backend, is_greedy=self.is_greedy
@@ -125,15 +116,10 @@ class Levels:
         if self.before is not None:
             token, probs = _keep(self.before, level, token, probs)
         if tree.is_chain:
-            assert not isinstance(drafts, Beam)
             return drafts.at[:, level].set(token), probs
         scores = every.reshape(seqs, width, -1)
         if not (self.is_greedy or active.is_greedy):
             scores = _with_noise(scores, level, active)
-        if isinstance(drafts, Beam):
-            assert isinstance(tree, DynamicTree)
-            return drafts.grow(level, *_rank_laws(tree, token, scores)), probs
-        assert isinstance(tree, Tree)
         return _grow(tree, level, drafts, token, scores), probs
 
 
@@ -225,20 +211,6 @@ def _grow(
     found = ranked[:, np.minimum(tree.entries, scores.shape[1] - 1), tree.ranks]
     is_new = jnp.array([tree.depths[1:]], jnp.int32) == step + 1
     return jnp.where(is_new, found, drafts)
-
-
-def _rank_laws(
-    tree: DynamicTree,
-    drawn: Int[Array, " seq"],
-    scores: Float[Array, "seq entry vocab"],
-) -> tuple[Int[Array, "seq entry rank"], Float[Array, "seq entry rank"]]:
-    """What may continue each row, and its log-probability by the law of the scores.
-
-    With a position's noise among them, that is how near a token is to being drawn.
-    """
-    ranked = _rank(scores, drawn, tree.top_k)
-    found = jnp.take_along_axis(scores, ranked, axis=2)
-    return ranked, found - jax.nn.logsumexp(scores, axis=2, keepdims=True)
 
 
 def _rank(

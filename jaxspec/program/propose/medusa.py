@@ -7,30 +7,71 @@ cost no more passes than a chain.
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
+from jaxspec.config import EngineConfig
+from jaxspec.models import cpu
 from jaxspec.models.heads import medusa
 from jaxspec.models.heads.config import MedusaConfig
 from jaxspec.models.params import Params
 from jaxspec.models.trimmed import head_of, to_target_vocab
-from jaxspec.program.propose.last_row import LastRow
-from jaxspec.program.propose.levels import Continue, entry_of, logits_by_level
-from jaxspec.program.propose.proposal import Context
+from jaxspec.program.plan import PoolShape
+from jaxspec.program.propose.last_row import (
+    last_forms,
+    last_rows,
+    note_last,
+    without_broken,
+)
+from jaxspec.program.propose.levels import Levels, entry_of, logits_by_level
+from jaxspec.program.propose.proposal import (
+    NORMALISED,
+    Context,
+    Head,
+    Proposal,
+    Seen,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Medusa(LastRow):
+class Medusa(Head):
     """As many heads as there may be drafts in a row."""
 
     config: MedusaConfig
 
-    def levels(
-        self, params: Params, rows: Float[Array, "row model"], context: Context
-    ) -> tuple[Continue, Continue, None]:
-        """Every head's logits, made at once."""
+    @classmethod
+    def of(cls, config: EngineConfig) -> "Medusa":
+        """Build it from an engine's configuration."""
+        assert config.speculative is not None
+        assert isinstance(config.head_config, MedusaConfig)
+        return cls(config=config.head_config, is_greedy=config.speculative.is_greedy)
+
+    @property
+    def target_layers(self) -> tuple[int, ...]:
+        """The last hidden state, normalised, of which logits are made."""
+        return (NORMALISED,)
+
+    def state_forms(self, dtype: jnp.dtype, pool: PoolShape, mesh: Mesh) -> Any:
+        """One hidden state per row."""
+        return last_forms(self.config.target_hidden_size, pool, mesh)
+
+    def propose(
+        self,
+        params: Params | None,
+        state: Array,
+        context: Context,
+        before: Proposal | None,
+    ) -> tuple[Proposal, Array]:
+        """Draw a token for every level, and the next best beside each.
+
+        The logits of all heads are made at once.
+        """
+        assert params is not None, "a head came without parameters"
+        rows = cpu.pad_rows(last_rows(state, context.active))
         tree, seqs = context.tree, context.active.row.shape[0]
         found = jnp.stack(medusa.forward(self.config, params, rows)[: tree.num_levels])
         is_finite = jnp.isfinite(found).all(axis=(0, 2))
@@ -45,7 +86,18 @@ class Medusa(LastRow):
             every = jnp.repeat(logits_of(level)[:seqs], tree.width, axis=0)
             return every, ~is_finite[:seqs], kept
 
-        return first, following, None
+        levels = Levels(context, is_greedy=self.is_greedy, before=before)
+        return levels.propose(first, following, None)[0], state
+
+    def observe(
+        self, params: Params | None, state: Array, context: Context, seen: Seen
+    ) -> Array:
+        """Keep the hidden state at the last token that the target was fed and kept."""
+        nodes, tiles = seen.nodes[0], None if seen.tiles is None else seen.tiles[0]
+        tiles = None if tiles is None else without_broken(tiles, tiles)
+        return note_last(
+            state, without_broken(nodes, nodes), tiles, context.active, seen
+        )
 
     def _logits(
         self, params: Params, found: Float[Array, "level row model"], context: Context

@@ -46,7 +46,6 @@ class NGram(Lookup):
     ) -> tuple[Proposal, Any]:
         """Copy what followed the newest tokens when they last came."""
         assert before is None, "a lookup comes first"
-        assert isinstance(context.tree, Tree), "settings refuse dynamic ones"
         found = look_up(
             context.active,
             context.token_pages,

@@ -14,10 +14,9 @@ from jaxspec.models.batch import TokenBatch
 from jaxspec.models.heads.config import HeadConfig
 from jaxspec.models.params import Params
 from jaxspec.program.controls import Adjust
-from jaxspec.program.grown import GrownTree, RoundTree
 from jaxspec.program.plan import PoolShape
 from jaxspec.program.rows import Active
-from jaxspec.program.tree import Template
+from jaxspec.program.tree import Tree
 
 # In place of a number of layers: after all of them, and the last norm.
 NORMALISED = -1
@@ -33,21 +32,19 @@ class Proposal(NamedTuple):
             each was certain: a point mass. Of a tree: one per level, for its spine.
         is_broken: Sequences of which a draft model made NaN or infinity, whose tokens
             do not count; None where there is no model.
-        grown: The tree, where it is the round's own; None where the program knows it.
     """
 
     tokens: Int[Array, "seq draft"]
     num_drafts: Int[Array, " seq"]
     probs: Float[Array, "seq _ vocab"] | None = None
     is_broken: Bool[Array, " seq"] | None = None
-    grown: GrownTree | None = None
 
     def first(self, count: int) -> "Proposal | None":
         """The first drafts of every sequence, a chain; of none, no proposal."""
         if not count:
             return None
         probs = None if self.probs is None else self.probs[:, :count]
-        return self._replace(tokens=self.tokens[:, :count], probs=probs, grown=None)
+        return self._replace(tokens=self.tokens[:, :count], probs=probs)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +65,7 @@ class Context:
 
     active: Active
     token_pages: Int[Array, "page page_size"]
-    tree: Template
+    tree: Tree
     wanted: Int[Array, " seq"]
     pool: PoolShape
     prompts: TokenBatch | None
@@ -101,7 +98,7 @@ class Seen(NamedTuple):
 
     nodes: tuple[Float[Array, "seq node model"], ...]
     tiles: tuple[Float[Array, "tile token model"], ...] | None
-    tree: RoundTree
+    tree: Tree
     num_accepted: Int[Array, " seq"]
     row: Int[Array, " seq"] | None
     next_tokens: Int[Array, "seq node"]

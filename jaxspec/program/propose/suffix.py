@@ -25,7 +25,6 @@ from jaxspec.program.propose.matches import (
     find_matches,
 )
 from jaxspec.program.propose.proposal import Context, Lookup, Proposal, Seen
-from jaxspec.program.tree import Tree
 from jaxspec.settings.lookups import NUM_MATCHES, WHOLE, LookupRule
 from jaxspec.settings.speculation import MAX_DRAFT_TOKENS
 from jaxspec.sharding import replicated
@@ -72,7 +71,6 @@ class Suffix(Lookup):
         tree, matches = context.tree, self._matches(state, context)
         proposal = choose(matches, limits=self.limits, min_share=self.min_share)
         if not tree.is_chain:
-            assert isinstance(tree, Tree), "settings refuse dynamic ones"
             drafts = branch(matches, proposal.tokens, tree)
             proposal = proposal._replace(tokens=drafts)
         return proposal, state

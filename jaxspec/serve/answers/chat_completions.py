@@ -38,12 +38,16 @@ class ChatWriter(ChoiceWriter):
             found = parser.extract_tool_calls(completion.text, self._body)
             calls = shown_calls(found.tool_calls, self._body)
             content = self._echoed() + (found.content or "")
-        message = {
+        is_null = not content and (bool(calls) or self._choice.is_forced)
+        message: dict[str, Any] = {
             "role": self._role,
-            "content": None if calls and not content else content,
-            "refusal": None,
-            "tool_calls": [call.model_dump() for call in calls],
+            "content": None if is_null else content,
+            # vLLM's fields that are null here.
+            **dict.fromkeys(("refusal", "annotations", "audio", "function_call")),
+            "reasoning": None,
         }
+        if calls:
+            message["tool_calls"] = [call.model_dump() for call in calls]
         return self._about(index, completion, {"message": message}, bool(calls))
 
     def openings(self, index: int, output: RequestOutput) -> Iterator[dict[str, Any]]:

@@ -3,11 +3,86 @@
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from jaxspec.engine.detokenizer import TextStream
 from jaxspec.logprobs import Logprob, LogprobsOnePosition
+from jaxspec.sampling_params import SamplingParams
 from jaxspec.text.tokenizer import Tokenizer
 
 # JSON has no infinity: what cannot come is told as this.
 LEAST = -9999.0
+_BROKEN = "\ufffd"  # what decoding shows for a byte that is no character alone
+
+
+class TextOffsets:
+    """Offsets of generated tokens, in characters, as the text grows.
+
+    A token's offset is the length of the returned text before it. Bytes of one
+    character share the character's offset; a hidden special token adds nothing.
+
+    Attributes:
+        end: Offset of the token that comes next.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, start: int, *, skip_special_tokens: bool):
+        """Begin a text.
+
+        Args:
+            start: Characters before the first generated token: of an echoed prompt.
+            skip_special_tokens: Whether special tokens are hidden.
+        """
+        params = SamplingParams(skip_special_tokens=skip_special_tokens)
+        self._stream = TextStream(tokenizer, params, has_ends=True)
+        self._start = self.end = start
+
+    def push(self, token_ids: Sequence[int]) -> list[int]:
+        """Add tokens; returns the offset of each."""
+        ends = self._stream.ends
+        assert ends is not None
+        first = len(ends)
+        self._stream.push(list(token_ids))
+        offsets = [self.end]
+        offsets += [self._start + end for end in ends[first:]]
+        self.end = offsets.pop()
+        return offsets
+
+
+def prompt_offsets(
+    tokenizer: Tokenizer,
+    text: str,
+    token_ids: Sequence[int],
+    *,
+    is_spelled: bool,
+    is_cut_right: bool,
+) -> list[int]:
+    """Return the offset of each prompt token, in characters of the echoed prompt.
+
+    Args:
+        text: The prompt as it is echoed.
+        token_ids: Of the prompt; truncation may have dropped one end of them.
+        is_spelled: The client gave the text, so the special tokens that it spells are
+            visible. Otherwise the text was decoded from ids, without special tokens.
+        is_cut_right: Truncation dropped the last tokens, not the first.
+    """
+    if not is_spelled:
+        return TextOffsets(tokenizer, 0, skip_special_tokens=True).push(token_ids)
+    # Character of every byte. The cut may be inside of a character.
+    places = [at for at, one in enumerate(text) for _ in one.encode()] + [len(text)]
+    content = text.encode()
+    # From the end that was kept: a cut prompt is echoed whole.
+    at = 0 if is_cut_right else len(content)
+    starts: list[int] = []
+    for token in token_ids if is_cut_right else reversed(token_ids):
+        if tokenizer.is_byte(token):
+            part = tokenizer.token_bytes(token)
+        else:
+            part = tokenizer.decode([token], skip_special_tokens=False).encode()
+        before = at
+        if is_cut_right and content.startswith(part, at):
+            at += len(part)
+        elif not is_cut_right and content.endswith(part, 0, at):
+            before = at = at - len(part)
+        starts.append(places[before])
+    return starts if is_cut_right else starts[::-1]
 
 
 class LogprobWriter:
@@ -25,39 +100,45 @@ class LogprobWriter:
         self,
         token_ids: Sequence[int],
         told: Iterable[LogprobsOnePosition | None],
-        offset: int,
+        offsets: Sequence[int],
     ) -> dict[str, Any]:
         """Write the form of completions.
 
         Args:
             told: By token; None for the first of a prompt, which nothing precedes.
-            offset: Characters of the text before the first of these tokens.
+            offsets: Of each token, in characters of the returned text.
         """
         tokens: list[str] = []
         own: list[float | None] = []
         top: list[dict[str, float] | None] = []
-        offsets: list[int] = []
         for token, position in zip(token_ids, told, strict=True):
             entry = None if position is None else position[token]
-            text = self._text(token, entry)
-            tokens.append(text)
-            offsets.append(offset)
-            offset += len(text)
+            tokens.append(self._key(token, entry))
             own.append(None if entry is None else _bounded(entry.logprob))
-            top.append(
-                None
-                if position is None
-                else {
-                    self._text(other, one): _bounded(one.logprob)
-                    for other, one in position.items()
-                }
-            )
+            top.append(None if position is None else self._by_key(position))
         return {
             "tokens": tokens,
             "token_logprobs": own,
             "top_logprobs": top,
-            "text_offset": offsets,
+            "text_offset": list(offsets),
         }
+
+    def _by_key(self, position: LogprobsOnePosition) -> dict[str, float]:
+        """Log-probabilities by text; of tokens of one text the first is kept."""
+        found: dict[str, float] = {}
+        for token, entry in position.items():
+            found.setdefault(self._key(token, entry), _bounded(entry.logprob))
+        return found
+
+    def _key(self, token: int, entry: Logprob | None) -> str:
+        r"""Text of a token; of a part of a character "bytes:\xf0", as with OpenAI.
+
+        All such parts decode to U+FFFD: as keys they would be the same.
+        """
+        text = self._text(token, entry)
+        if text == _BROKEN and self._tokenizer.is_byte(token):
+            return f"bytes:\\x{self._tokenizer.token_bytes(token).hex()}"
+        return text
 
     def for_chat(
         self,
@@ -68,14 +149,16 @@ class LogprobWriter:
         """Write the form of chats.
 
         Args:
-            num_top: How many of the most likely tokens to tell of; None for all that
-                are known of, in their order, as where a request has chosen them.
+            num_top: Number of the most likely tokens to return; -1 for all, by
+                rank; None for all that are known of, in their order, as where a
+                request has chosen them.
         """
         content = []
         for token, position in zip(token_ids, told, strict=True):
             others = list(position.items())
             if num_top is not None:
                 others.sort(key=lambda item: item[1].rank or 0)
+            if num_top is not None and num_top >= 0:
                 others = [
                     (other, one)
                     for other, one in others[:num_top]

@@ -2,9 +2,10 @@
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Iterator
-from typing import Any, no_type_check
+from collections.abc import AsyncGenerator, Callable, Iterator
+from typing import Any, TypeVar, no_type_check
 
+from jaxspec.errors import RequestError
 from jaxspec.outputs import CompletionOutput, RequestOutput
 from jaxspec.sampling_params import SamplingParams
 from jaxspec.serve.answers.logprobs import LogprobWriter
@@ -13,7 +14,13 @@ from jaxspec.serve.bodies.protocol import GenerationBody
 from jaxspec.serve.serving import Serving
 from jaxspec.serve.streaming import DONE
 
+T = TypeVar("T")
+
 Numbered = AsyncGenerator[tuple[int, RequestOutput], None]
+
+
+# Log-probabilities and token ids of one answer: some 25 MB.
+MAX_ENTRIES = 2**20
 
 
 class Writer(ABC):
@@ -43,22 +50,65 @@ class Writer(ABC):
         self._usage = Usage(has_details=settings.enable_prompt_tokens_details)
         # Of each prompt; only its first output has them.
         self._prompt_logprobs: dict[int, list[Any]] = {}
+        self._written: dict[int, Any] = {}
         # Whether a stream ends with counts, and whether every chunk has them.
         self._has_usage = self._counts_each = settings.enable_force_include_usage
         options = body.stream_options
         if options is not None and options.include_usage:
             self._has_usage = True
             self._counts_each |= options.continuous_usage_stats
-        asked = bool(body.include_metrics)
+        asked = self._asks_metrics = bool(body.include_metrics)
         self._metrics = {
             "has_drafts": asked or settings.per_request_spec_decode_metrics != "none",
             "has_times": asked or settings.enable_per_request_metrics,
         }
+        self._is_stream, self._has_ids = body.stream, bool(body.return_token_ids)
         self.id, self.created = request_id, int(time.time())
 
-    @abstractmethod
+    def check_size(
+        self, lengths: list[int], max_model_len: int, vocab_size: int
+    ) -> int:
+        """Return the entries of the answer, if all texts are as long as they may be.
+
+        Entries are log-probabilities and tokens of prompts: a stream writes those of
+        generated tokens one by one.
+
+        Args:
+            lengths: Tokens of each prompt.
+
+        Raises:
+            RequestError: It may have more than `MAX_ENTRIES`.
+        """
+
+        def entries(num_logprobs: int | None) -> int:
+            if num_logprobs is None:
+                return 0
+            return 1 + (vocab_size if num_logprobs < 0 else num_logprobs)
+
+        params = self.params
+        of_prompt = entries(params.prompt_logprobs) + self._has_ids
+        of_text = 0 if self._is_stream else entries(params.num_logprobs)
+        size = 0
+        for length in lengths:
+            longest = max_model_len - length
+            longest = min(longest, params.max_tokens or longest)
+            size += params.n * (length * of_prompt + longest * of_text)
+        if size > MAX_ENTRIES:
+            raise RequestError(
+                f"The answer may have {size} log-probabilities and token ids: n times "
+                f"tokens of prompt and text times logprobs. At most {MAX_ENTRIES} are "
+                "allowed: lower n, max_tokens or logprobs, or send fewer prompts.",
+                parameter="logprobs",
+            )
+        return size
+
     async def answer(self, outputs: Numbered) -> dict[str, Any]:
         """Wait for all texts, and write the whole."""
+        return self.whole([one async for one in outputs])
+
+    @abstractmethod
+    def whole(self, finished: list[tuple[int, RequestOutput]]) -> dict[str, Any]:
+        """Write the answer from the last output of every prompt, with its number."""
 
     @abstractmethod
     def chunks(self, outputs: Numbered) -> AsyncGenerator[dict[str, Any], None]:
@@ -122,11 +172,11 @@ class ChoiceWriter(Writer):
     def finish(self, answer: dict[str, Any], output: RequestOutput) -> None:
         """Add what the whole answer has and chunks do not."""
 
-    async def answer(self, outputs: Numbered) -> dict[str, Any]:
-        """Wait for all texts, and write the whole."""
+    def whole(self, finished: list[tuple[int, RequestOutput]]) -> dict[str, Any]:
+        """Write the answer from the last output of every prompt, with its number."""
         choices: dict[int, dict[str, Any]] = {}
         output, num_prompts = None, 0
-        async for number, output in outputs:
+        for number, output in finished:
             assert output.finished
             num_prompts += 1
             for completion, index in self._texts(number, output):
@@ -161,17 +211,25 @@ class ChoiceWriter(Writer):
                     chunk["choices"] = [choice]
                     if self._counts_each:
                         chunk["usage"] = self._usage.of_text(number, index)
-                    if choice["finish_reason"] is not None:
-                        is_one = self.params.n == 1 and number == 0
-                        self._add_metrics(chunk, output, is_one=is_one)
                     yield chunk
+        last: dict[str, Any] = {}
         if self._has_usage:
-            last = self._head(self.kind[1])
-            yield last | {"choices": [], "usage": self._usage.total()}
+            last["usage"] = self._usage.total()
+        if begun == {0} and (self._has_usage or self._asks_metrics):
+            self._add_metrics(last, output, is_one=True)
+        if last:
+            yield self._head(self.kind[1]) | {"choices": []} | _without_nulls(last)
 
     def prompt_logprobs(self, index: int) -> list[Any] | None:
         """What was told of the tokens of a text's prompt."""
         return self._prompt_logprobs.get(index // self.params.n)
+
+    def written_once(self, index: int, write: Callable[[], T]) -> T:
+        """Return what is written of a text's prompt, the same for all texts of it."""
+        number = index // self.params.n
+        if number not in self._written:
+            self._written[number] = write()
+        return self._written[number]
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {
@@ -192,3 +250,12 @@ class ChoiceWriter(Writer):
             index = number * self.params.n + completion.index
             self._usage.add_text(index, len(self.shown(completion)))
             yield completion, index
+
+
+def _without_nulls(value: dict[str, Any]) -> dict[str, Any]:
+    """The fields that have a value, in inner objects as well."""
+    return {
+        name: _without_nulls(one) if isinstance(one, dict) else one
+        for name, one in value.items()
+        if one is not None
+    }

@@ -2,9 +2,11 @@
 
 import itertools
 import json
+import logging
 from collections.abc import AsyncGenerator, Iterator
 from typing import Any, no_type_check
 
+from jaxspec.errors import escaped
 from jaxspec.outputs import CompletionOutput, RequestOutput
 from jaxspec.sampling_params import SamplingParams
 from jaxspec.serve.answers.response_items import Call, Message, Token, Told, take_tokens
@@ -15,6 +17,8 @@ from jaxspec.serve.bodies.tool_choice import make_parser, read_choice
 from jaxspec.serve.bodies.tool_parsers import ToolStream, make_call_id, shown_calls
 from jaxspec.serve.response_store import Stored
 from jaxspec.serve.serving import Serving
+
+_log = logging.getLogger(__name__)
 
 # By why the text ended; what cuts it off otherwise is the server's end.
 _STATUS = {"stop": "completed", "length": "incomplete"}
@@ -47,17 +51,20 @@ class ResponseWriter(Writer):
         params: SamplingParams,
         request_id: str,
         messages: list[dict[str, Any]],
+        owner: str = "",
     ):
         """Take what to write about.
 
         Args:
             chat: Whose answer the response is.
             messages: The conversation, for whoever goes on from the response.
+            owner: Who may find the response later.
         """
         super().__init__(serving, body, params, f"resp_{request_id}")
         self._body, self._chat, self._messages = body, chat, messages
         self._store = serving.responses if is_kept(serving, body) else None
-        self._request_id = request_id
+        self._request_id, self._owner = request_id, owner
+        self._is_added = False
         self._numbers = itertools.count()
         name = serving.settings.tool_call_parser
         self._parser = make_parser(chat, read_choice(chat), name, serving.tokenizer)
@@ -88,15 +95,24 @@ class ResponseWriter(Writer):
         return self._event(response["status"], response=response)
 
     def _keep(self, response: dict[str, Any], messages: list[dict[str, Any]]) -> None:
-        if self._store is not None:
-            self._store.put(Stored(response, messages))
+        if self._store is None:
+            return
+        stored = Stored(response, messages)
+        if self._is_added:
+            self._store.update(stored, self._owner)
+        elif not self._store.add(stored, self._owner):
+            _log.warning("%s is not kept: another has its id", escaped(self.id))
+        self._is_added = True
 
-    async def answer(self, outputs: Numbered) -> dict[str, Any]:
-        """Wait for the text, and write the response."""
-        output = None
-        async for _, output in outputs:
-            assert output.finished
-        assert output is not None
+    def keep_events(self, events: list[Event]) -> None:
+        """Keep what was streamed of the response."""
+        if self._store is not None:
+            self._store.put_events(self.id, events, self._owner)
+
+    def whole(self, finished: list[tuple[int, RequestOutput]]) -> dict[str, Any]:
+        """Write the response."""
+        ((_, output),) = finished
+        assert output.finished
         self._add_whole(output.outputs[0])
         return self._ended(output)
 

@@ -91,7 +91,7 @@ def _drafts(completion: CompletionOutput) -> dict[str, Any] | None:
         "num_spec_steps": counts.num_spec_steps,
         "num_accepted_draft_tokens": counts.num_accepted_draft_tokens,
         "num_draft_tokens": counts.num_draft_tokens,
+        "num_proposed_per_position": counts.num_proposed_per_position,
         "num_spec_tokens": len(counts.histogram) - 1,
         **({"is_synthetic": True} if counts.is_synthetic else {}),
-        **({"is_lossy": True} if counts.is_lossy else {}),
     }

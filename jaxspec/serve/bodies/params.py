@@ -233,16 +233,17 @@ def _structured_outputs(body: GenerationBody) -> StructuredOutputsParams | None:
         if value is not None:
             _log.warning("guided_%s is deprecated: use structured_outputs", kind)
             given[kind] = value
-    if body.response_format is not None:
-        given |= _formatted(body.response_format)
     calls = form_of(body) if isinstance(body, ChatBody) else None
     if calls is not None and (given or body.structured_outputs is not None):
         raise RequestError(
             "The answer can have the form of a call, as `tool_choice` says, or of "
-            "`response_format` or `structured_outputs`, not of both.",
+            "`structured_outputs`, not of both.",
             parameter="tool_choice",
         )
+    if body.response_format is not None:
+        given |= _formatted(body.response_format)
     if calls is not None:
+        # `response_format` is of answers in words: agents send it with every request.
         _check_length("tools", calls.json)
         return calls
     if not given and body.structured_outputs is None:

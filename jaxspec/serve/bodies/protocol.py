@@ -4,11 +4,14 @@ Values are checked where `SamplingParams` and the engine check them; here only t
 types are. A field that is not known is ignored, as in vLLM.
 """
 
+import logging
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field, model_validator
 
 T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
 
 # One request makes this many texts at most: each is a request to the engine.
 MAX_TEXTS = 1024
@@ -24,6 +27,18 @@ MAX_STOPS = 64
 MAX_BAD_WORDS = 1024
 # Far more than what the engine takes has; spelling a long one takes time.
 MAX_BAD_WORD_CHARACTERS = 1024
+
+
+class FieldError(ValueError):
+    """An error of one field, of which pydantic sees the whole body only.
+
+    Attributes:
+        field: Its name; empty for the body itself.
+    """
+
+    def __init__(self, field: str, message: str):
+        super().__init__(message)
+        self.field = field
 
 
 class FirstFault(FailFast):
@@ -48,32 +63,43 @@ class Body(BaseModel):
     @classmethod
     def check_values(cls, body: Any) -> Any:
         """Refuse what takes long, and what Python's JSON lets through by mistake."""
-        level, depth = [body], 0
-        while level:
-            inner: list[Any] = []
-            for value in level:
-                if isinstance(value, dict | list):
-                    if value and depth == MAX_DEPTH:
-                        message = f"it is nested more than {MAX_DEPTH} levels deep"
-                        raise ValueError(message)
-                    inner += _entries(value)
-                elif isinstance(value, str) and not _is_utf8(value):
-                    raise ValueError("a text in it has half of a surrogate pair")
-            level, depth = inner, depth + 1
+        if not isinstance(body, dict):
+            return body
+        _check_size("", body)
+        for name, value in body.items():
+            _check_field(name, value)
         return body
 
 
-def _entries(value: dict[str, Any] | list[Any]) -> list[Any]:
-    """What is to be looked at of an object or a list: all but numbers in lists."""
+def _check_field(name: str, content: Any) -> None:
+    """Check the name of a field and all that it holds."""
+    if not _is_utf8(name):
+        raise FieldError("", "the name of a field has half of a surrogate pair")
+    level, depth = [content], 1
+    while level:
+        inner: list[Any] = []
+        for value in level:
+            if isinstance(value, dict | list):
+                if value and depth == MAX_DEPTH:
+                    allowed = f"be nested at most {MAX_DEPTH} levels deep"
+                    raise FieldError(name, f"the field must {allowed}")
+                inner += _check_size(name, value)
+            elif isinstance(value, str) and not _is_utf8(value):
+                raise FieldError(name, "a text has half of a surrogate pair")
+        level, depth = inner, depth + 1
+
+
+def _check_size(name: str, value: dict[str, Any] | list[Any]) -> list[Any]:
+    """Check how many entries there are; return all but the integers of a list."""
     if isinstance(value, dict):
         if len(value) > MAX_FIELDS:
-            raise ValueError(f"an object in it has more than {MAX_FIELDS} fields")
+            told = f"an object may have at most {MAX_FIELDS} fields, got {len(value)}"
+            raise FieldError(name, told)
         return [*value.keys(), *value.values()]
     found = [one for one in value if type(one) is not int]
     if len(found) > MAX_ENTRIES:
-        raise ValueError(
-            f"a list in it has more than {MAX_ENTRIES} entries that are no integers"
-        )
+        allowed = f"at most {MAX_ENTRIES} entries other than integers"
+        raise FieldError(name, f"a list may have {allowed}, got {len(found)}")
     return found
 
 
@@ -227,6 +253,19 @@ class ChatTool(BaseModel):
     function: FunctionDefinition
 
 
+def is_function(tool: object) -> bool:
+    """Whether a tool is a function, or wrong; of other types a warning is logged.
+
+    Clients also send tools that the provider's server runs, such as a web search. The
+    prompt lists the functions only.
+    """
+    kind = tool.get("type") if isinstance(tool, dict) else None
+    if not isinstance(kind, str) or kind == "function":
+        return True
+    _log.warning("a tool of type %r is ignored: models call functions only", kind)
+    return False
+
+
 class ConversationBody(Body):
     """How a conversation is written; see `jaxspec.conversations`."""
 
@@ -238,6 +277,19 @@ class ConversationBody(Body):
     add_special_tokens: bool | None = None
     tools: Entries[ChatTool] | None = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def drop_other_tools(cls, body: Any) -> Any:
+        """Leave out tools that are no functions."""
+        tools = body.get("tools") if isinstance(body, dict) else None
+        if not isinstance(tools, list) or not tools:
+            return body
+        functions = [tool for tool in tools if is_function(tool)]
+        body = body | {"tools": functions or None}
+        if not functions and body.get("tool_choice") == "auto":
+            body["tool_choice"] = None
+        return body
+
 
 class ChatBody(GenerationBody, ConversationBody):
     """Of POST /v1/chat/completions."""
@@ -245,7 +297,7 @@ class ChatBody(GenerationBody, ConversationBody):
     messages: Entries[dict[str, Any]] = Field(min_length=1)
     max_completion_tokens: int | None = None
     logprobs: bool | None = False
-    top_logprobs: int | None = Field(default=None, ge=0)
+    top_logprobs: int | None = Field(default=None, ge=-1)
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
@@ -289,7 +341,7 @@ class ResponseBody(GenerationBody):
     instructions: str | None = None
     max_output_tokens: int | None = None
     include: Entries[Includable] | None = None
-    top_logprobs: int | None = Field(default=None, ge=0)
+    top_logprobs: int | None = Field(default=None, ge=-1)
     text: TextOptions | None = None
     truncation: Literal["auto", "disabled"] | None = None
     metadata: dict[str, str] | None = None

@@ -5,7 +5,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from jaxspec.errors import RequestError, UnsupportedError, refuse, wrong_argument
+from jaxspec.errors import RequestError, refuse, wrong_argument
 from jaxspec.serve.bodies.protocol import (
     ChatBody,
     ChatTool,
@@ -14,6 +14,7 @@ from jaxspec.serve.bodies.protocol import (
     JsonSchemaFormat,
     ResponseBody,
     ResponseFormat,
+    is_function,
 )
 
 LOGPROBS = "message.output_text.logprobs"
@@ -22,7 +23,13 @@ LOGPROBS = "message.output_text.logprobs"
 _CHATS_ONLY = {"n", "max_tokens", "response_format", "stream_options", "echo"}
 _CHATS_ONLY |= {"prompt_logprobs"}
 _SHARED = GenerationBody.model_fields.keys() - _CHATS_ONLY
-_TEXTS = ("input_text", "output_text", "text")
+# Parts of a content by their type, with the field that has the text.
+_TEXTS = {
+    **dict.fromkeys(("input_text", "output_text", "text"), "text"),
+    "refusal": "refusal",
+}
+# Items of other models' answers that clients send back. They say nothing here.
+_DROPPED = ("reasoning", "item_reference")
 _CHOICES = "'none', 'auto', 'required', {'type': 'function', 'name': ...} or "
 _CHOICES += "{'type': 'allowed_tools', 'mode': ..., 'tools': [...]}"
 
@@ -79,15 +86,26 @@ def messages_of(
     Raises:
         RequestError: The input cannot be read.
     """
-    if not body.input:
+    items = _items(body)
+    if not items:
         allowed = "a text, or a list of at least one message"
         raise wrong_argument(RequestError, "input", allowed, body.input)
-    if isinstance(body.input, str):
-        return [*earlier, {"role": "user", "content": body.input}]
     messages = list(earlier)
-    for at, item in enumerate(body.input):
+    for at, item in items:
         _add(messages, _message(f"input[{at}]", item, messages))
     return messages
+
+
+def _items(body: ResponseBody) -> list[tuple[int, dict[str, Any]]]:
+    """What the input says, each item with its place."""
+    if isinstance(body.input, str):
+        said = [{"role": "user", "content": body.input}] if body.input else []
+        return list(enumerate(said))
+    return [
+        (at, item)
+        for at, item in enumerate(body.input)
+        if item.get("type") not in _DROPPED
+    ]
 
 
 def answered(
@@ -143,7 +161,11 @@ def _tools(
     choice = body.tool_choice
     if choice == "none" or not (body.tools or choice not in ("auto", None)):
         return None, None
-    tools = [_tool(f"tools[{at}]", tool) for at, tool in enumerate(body.tools or ())]
+    tools = [
+        _tool(f"tools[{at}]", tool)
+        for at, tool in enumerate(body.tools or ())
+        if is_function(tool)
+    ]
     allowed = None
     if isinstance(choice, dict):
         choice, allowed = _choice(choice)
@@ -157,18 +179,15 @@ def _tools(
             raise wrong_argument(RequestError, "tool_choice", known, name, hint)
     if allowed is not None:
         tools = [tool for tool in tools if tool.function.name in allowed]
+    if not tools and choice == "auto":
+        choice = None
     return tools or None, choice
 
 
 def _tool(name: str, tool: dict[str, Any]) -> ChatTool:
     if tool.get("type") != "function":
-        raise UnsupportedError(
-            f"{name} is of type {tool.get('type')!r}, which is not supported: a model "
-            "can call functions, {'type': 'function', 'name': ...}. Leave it out, or "
-            "pass tool_choice='none' to ignore all tools.",
-            parameter="tools",
-            value=tool,
-        )
+        allowed = "{'type': 'function', 'name': ...}"
+        raise wrong_argument(RequestError, name, allowed, tool)
     told = {key: value for key, value in tool.items() if key != "type"}
     for key, kinds, allowed in (
         ("name", str, "a string of at least one character"),
@@ -189,7 +208,8 @@ def _choice(choice: dict[str, Any]) -> tuple[str | dict[str, Any], list[str] | N
     tools = choice.get("tools")
     is_list = isinstance(tools, list) and all(isinstance(one, dict) for one in tools)
     if kind == "allowed_tools" and mode in ("auto", "required") and tools and is_list:
-        return str(mode), [str(tool.get("name")) for tool in tools]
+        functions = [tool for tool in tools if tool.get("type") in ("function", None)]
+        return str(mode), [str(tool.get("name")) for tool in functions]
     raise wrong_argument(RequestError, "tool_choice", _CHOICES, choice)
 
 
@@ -230,8 +250,10 @@ def _message(name: str, item: dict[str, Any], before: Sequence[Message]) -> Mess
         allowed = "a message, {'role': ..., 'content': ...}, a 'function_call' or a "
         allowed += "'function_call_output'"
         raise wrong_argument(RequestError, name, allowed, item)
-    content = _content(f"{name}.content", item.get("content"))
-    return {"role": item.get("role"), "content": content}
+    role, content = item.get("role"), item.get("content")
+    if content is None and role == "assistant":
+        content = ""  # an answer that was cut off at once
+    return {"role": role, "content": _content(f"{name}.content", content)}
 
 
 def _call(name: str, item: dict[str, Any]) -> Message:
@@ -239,6 +261,7 @@ def _call(name: str, item: dict[str, Any]) -> Message:
         _string(f"{name}.{key}", item.get(key))
         for key in ("name", "arguments", "call_id")
     )
+    arguments = arguments or "{}"
     try:
         is_object = isinstance(json.loads(arguments), dict)
     except (ValueError, RecursionError):
@@ -278,7 +301,7 @@ def _content(name: str, content: object) -> str:
 
 def _text(name: str, part: object) -> str:
     if isinstance(part, Mapping) and part.get("type") in _TEXTS:
-        text = part.get("text")
+        text = part.get(_TEXTS[part["type"]])
         if isinstance(text, str):
             return text
     allowed = "{'type': 'input_text', 'text': ...}"
@@ -288,7 +311,8 @@ def _text(name: str, part: object) -> str:
 
 def _is_cut(body: ResponseBody) -> bool:
     """Whether the last message is an answer that was cut off: the model goes on."""
-    last = body.input[-1] if isinstance(body.input, list) else {}
+    items = _items(body)
+    last = items[-1][1] if items else {}
     is_part = last.get("status") in ("in_progress", "incomplete")
     return is_part and last.get("role") == "assistant"
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from jaxspec.errors import RequestError, wrong_argument
 from jaxspec.serve.bodies.protocol import ChatBody, ConversationBody
 from jaxspec.serve.bodies.tool_parsers import (
-    GemmaToolParser,
+    ForcedToolParser,
     ToolParser,
     ToolParserManager,
 )
@@ -106,7 +106,7 @@ def make_parser(
     if choice.kind == "none":
         return None
     # What must call is held to our own form.
-    kind = GemmaToolParser
+    kind = ForcedToolParser
     if not choice.is_forced:
         kind = ToolParserManager.get_tool_parser(name)
     return kind(tokenizer, body.tools)

@@ -279,6 +279,35 @@ class GemmaToolParser(ToolParser):
         return CallReader({tool.function.name for tool in self.tools})
 
 
+class ForcedToolParser(GemmaToolParser):
+    """Reads an answer that must call: other text is a call that was cut off."""
+
+    def extract_tool_calls(
+        self, model_output: str, request: ChatBody
+    ) -> ExtractedToolCallInformation:
+        """Read a whole answer."""
+        found = super().extract_tool_calls(model_output, request)
+        return found.model_copy(update={"content": None})
+
+    def extract_tool_calls_streaming(
+        self,
+        previous_text: str,
+        current_text: str,
+        delta_text: str,
+        previous_token_ids: Sequence[int],
+        current_token_ids: Sequence[int],
+        delta_token_ids: Sequence[int],
+        request: ChatBody,
+    ) -> DeltaMessage | None:
+        """Read what is new of an answer."""
+        parts = self._reader.feed(delta_text)
+        return _delta([part for part in parts if part.call is not None])
+
+    def finish_streaming(self, request: ChatBody) -> DeltaMessage | None:
+        """Drop what only began like a call."""
+        return None
+
+
 def _delta(parts: list[Part]) -> DeltaMessage | None:
     words = "".join(part.text for part in parts if part.call is None)
     calls = [_delta_call(part) for part in parts if part.call is not None]

@@ -1,4 +1,4 @@
-"""Owns the page at `/`: a conversation that shows who drew each token.
+"""Owns the pages at `/`, a conversation that shows who drew each token, and `/docs`.
 
 The files beside this one are served as they are. They hold no secret and ask nobody but
 this server, so that they come without a key; what they then ask for needs one.
@@ -20,6 +20,12 @@ _TYPES = {
     "form.js": "text/javascript",
     "wire.js": "text/javascript",
 }
+_DOCS_TYPES = {
+    "docs.html": "text/html",
+    "docs.css": "text/css",
+    "docs.js": "text/javascript",
+}
+_PATHS = {"index.html": "/", "docs.html": "/docs"}
 # Whatever a model says, it runs no script, loads nothing and sends nothing elsewhere.
 _POLICY = "; ".join(
     (
@@ -38,11 +44,12 @@ HEADERS = {
 
 
 def page_routes(serving: Serving) -> APIRouter:
-    """Make GET / and what the page loads."""
+    """Make GET / and GET /docs, and what these pages load."""
     router = APIRouter(include_in_schema=False)
     folder = files(__name__)
-    for name, media_type in _TYPES.items():
-        path = "/" if name == "index.html" else f"/page/{name}"
+    types = _TYPES if serving.settings.disable_fastapi_docs else _TYPES | _DOCS_TYPES
+    for name, media_type in types.items():
+        path = _PATHS.get(name, f"/page/{name}")
         content = folder.joinpath(name).read_bytes()
         _add_file(router, path, content, media_type)
 

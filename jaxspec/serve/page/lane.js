@@ -12,7 +12,8 @@ export class Lane {
     this.element.setAttribute("aria-label", title);
     const head = this.element.appendChild(document.createElement("p"));
     head.className = "head";
-    head.appendChild(document.createElement("span")).textContent = title;
+    this.titleShown = head.appendChild(document.createElement("span"));
+    this.titleShown.textContent = title;
     this.speedShown = head.appendChild(document.createElement("b"));
     this.words = this.element.appendChild(document.createElement("p"));
     this.words.className = "words";
@@ -26,6 +27,7 @@ export class Lane {
     this.calls = [];
     this.histogram = [];
     this.kept = 0;
+    this.reach = 0;
     this.metrics = null;
     this.begun = performance.now();
     this.arrivals = [];
@@ -61,6 +63,10 @@ export class Lane {
 
   /** Every token that is the target's own after drafts ends a round of them. */
   count(origin) {
+    // A correction takes the place of a draft: that position was tried as well.
+    if (OWN.has(origin)) {
+      this.reach = Math.max(this.reach, this.kept + (origin === "recovered"));
+    }
     if (OWN.has(origin)) this.histogram[this.kept] = (this.histogram[this.kept] ?? 0) + 1;
     // Positions are those of the chain: a draft from beside it has none.
     if (origin === "leaf") return;
@@ -71,6 +77,14 @@ export class Lane {
   finish(metrics) {
     this.metrics = metrics;
     this.showSpeed();
+  }
+
+  /** Adds to the title how many drafts the rounds had: the server chooses at most k. */
+  showDrafts(k) {
+    if (!k || !this.metrics) return;
+    const found = this.acceptance(k);
+    const told = found?.drafts ? `K = ${found.drafts.toFixed(1)}` : "K = 0, no drafts";
+    this.titleShown.textContent += ` · ${told}`;
   }
 
   /** Shows an answer that has a form once more, to be read. */
@@ -126,12 +140,15 @@ export class Lane {
     const steps = histogram.reduce((sum, count) => sum + (count ?? 0), 0);
     if (!steps) return null;
     const kept = histogram.reduce((sum, count, i) => sum + i * (count ?? 0), 0);
+    // Before the server tells, a position counts as tried where a draft has met it.
+    const tried = told?.num_proposed_per_position;
     const shares = Array.from({ length: k }, (_, position) => {
+      const count = tried ? tried[position] : position < this.reach ? steps : 0;
+      if (!count) return null;
       const reached = histogram.slice(position + 1);
-      return reached.reduce((sum, count) => sum + (count ?? 0), 0) / steps;
+      return reached.reduce((sum, count) => sum + (count ?? 0), 0) / count;
     });
-    // Until the server tells, as many as were asked for.
-    const drafts = told?.num_draft_tokens ?? k * steps;
+    const drafts = told?.num_draft_tokens;
     return {
       shares,
       length: 1 + kept / steps,

@@ -14,6 +14,7 @@ let server = null;
 let running = null;
 let isWaiting = false;
 let isWatching = false;
+let hasAsked = false;
 
 // ---- The server: there, gone, back.
 
@@ -55,7 +56,8 @@ async function watch() {
 
 function showServer() {
   showWarming();
-  at("choice").hidden = !server.max_draft_tokens;
+  // Before an answer of this page it would tell of somebody else's.
+  at("choice").hidden = !server.max_draft_tokens || !hasAsked;
   at("choice").textContent = `K now ${server.num_drafts}${reason(server)}`;
 }
 
@@ -126,7 +128,7 @@ function show(text, isBad = false) {
 
 async function send(text) {
   if (running || !text.trim()) return;
-  at("intro").hidden = true;
+  at("intro").hidden = hasAsked = true;
   if (!isWaiting) show("");
   const turn = log.appendChild(document.createElement("article"));
   const question = turn.appendChild(document.createElement("p"));
@@ -169,7 +171,8 @@ function body(text) {
 async function answer(lanes, asked, isRace) {
   lanes.classList.toggle("race", isRace);
   const k = asked.num_speculative_tokens ?? 0;
-  const drafted = new Lane(isRace ? `With drafts, K = ${k}` : k ? `K = ${k}` : "Plain");
+  const most = `at most ${k} drafts`;
+  const drafted = new Lane(isRace ? `With ${most}` : k ? `A${most.slice(1)}` : "Plain");
   lanes.append(drafted.element);
   const plain = isRace ? new Lane("Without drafts") : null;
   if (plain) {
@@ -199,18 +202,30 @@ async function run(lane, asked, isShown) {
   lane.element.classList.add("running");
   lane.element.scrollIntoView({ block: "nearest" });
   const { signal } = running;
+  let reason = null;
+  const follow = (change) => {
+    const isFollowed = bottomOf(lane.element) < floor() + 60;
+    change();
+    // Not "nearest", which shows the top of what is higher than the room for it.
+    const isBelow = bottomOf(lane.element) > floor();
+    if (isFollowed && isBelow) lane.element.scrollIntoView({ block: "end" });
+  };
   try {
     for await (const chunk of ask(asked, { key: sessionStorage.getItem(KEY), signal })) {
+      // The last chunk has the metrics, and no choice.
       const [choice] = chunk.choices;
-      if (!choice) continue;
-      const isFollowed = bottomOf(lane.element) < floor() + 60;
-      lane.add(choice);
-      if (chunk.metrics) lane.finish(chunk.metrics);
-      if (isShown) showFigures(lane, k);
-      if (choice.finish_reason) end(lane, choice.finish_reason);
-      // Not "nearest", which shows the top of what is higher than the room for it.
-      const isBelow = bottomOf(lane.element) > floor();
-      if (isFollowed && isBelow) lane.element.scrollIntoView({ block: "end" });
+      reason = choice?.finish_reason ?? reason;
+      follow(() => {
+        if (choice) lane.add(choice);
+        if (chunk.metrics) lane.finish(chunk.metrics);
+        if (isShown) showFigures(lane, k);
+      });
+    }
+    if (reason) {
+      follow(() => {
+        end(lane, reason);
+        lane.showDrafts(k);
+      });
     }
   } catch (error) {
     if (error.name !== "AbortError") throw error;
@@ -294,8 +309,8 @@ function showFigures(lane, k) {
   }
   const bars = (found?.shares ?? []).map((share, position) => {
     const bar = document.createElement("li");
-    bar.style.setProperty("--share", share);
-    bar.appendChild(document.createElement("b")).textContent = percent(share);
+    bar.style.setProperty("--share", share ?? 0);
+    bar.appendChild(document.createElement("b")).textContent = told(share, percent);
     bar.appendChild(document.createElement("span")).textContent = position + 1;
     return bar;
   });

@@ -27,7 +27,7 @@ ask for the host of the engine has checked before.
 They are described where they are used: `multiply` and `look_up` in
 `jaxspec_kernels.panel_matmul`, `attend` in `jaxspec_kernels.paged_attention`, the
 halves of a layer in `jaxspec_kernels.decoder_blocks`, and passes over logits in
-`jaxspec_kernels.rejection_sampling`.
+`jaxspec_kernels.rejection_sampling`. `masks` asks Python for the masks of grammars.
 """
 
 import ctypes
@@ -45,6 +45,8 @@ from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
 import jax
+
+from jaxspec_kernels.native import masks
 
 __all__ = ["digest", "is_available", "require"]
 
@@ -65,6 +67,7 @@ TARGETS = (
     "jaxspec_search",
     "jaxspec_draw",
     "jaxspec_probabilities",
+    masks.TARGET,
 )
 
 _FOLDER = Path(__file__).parent
@@ -95,6 +98,7 @@ def _is_registered(given: str) -> bool:
         for name in TARGETS:
             capsule = jax.ffi.pycapsule(getattr(library, name))
             jax.ffi.register_ffi_target(name, capsule, platform="cpu")
+        masks.install(library)
     except (OSError, RuntimeError, AttributeError) as cause:
         _log.warning(
             "No native operations, which are several times faster: %s. XLA's own serve "

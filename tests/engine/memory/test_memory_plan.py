@@ -273,7 +273,10 @@ def test_what_does_not_fit_names_the_numbers_and_one_setting():
         assert told in text
     assert "draft 4.87 GiB" in text
     assert "3.44 GiB of keys and values for one sequence" in text
-    assert text.endswith("Set tensor_parallel_size=2, on 2 such devices.")
+    assert text.endswith(
+        "Set tensor_parallel_size=2, on 2 such devices, or quantization='int8', which "
+        "changes texts."
+    )
     assert (error.parameter, error.value) == ("tensor_parallel_size", 2)
     assert "\n" not in text
 
@@ -324,6 +327,22 @@ def test_a_larger_share_lets_jax_take_more_of_a_gpu():
 def test_more_devices_are_a_power_of_two(num_devices: int, expected: int):
     error = refusal(limit_bytes=24 * GIB, num_devices=num_devices)
     assert (error.parameter, error.value) == ("tensor_parallel_size", expected)
+
+
+def test_advice_names_slices_of_tpus_that_exist():
+    error = refusal(limit_bytes=24 * GIB, platform="tpu")
+    assert (error.parameter, error.value) == ("tensor_parallel_size", 4)
+
+
+def test_advice_on_the_same_device_is_what_fits():
+    told = str(refusal(SIXTY_FOUR, limit_bytes=29_320_000_000))
+    assert re.search(r"or quantization='int8', .*, or max_model_len=\d+\.$", told)
+    shorter = dict(max_model_len=int(told.rpartition("=")[2][:-1]))
+    assert make_plan(SIXTY_FOUR, limit_bytes=29_320_000_000, **shorter).num_pages
+    told = str(refusal(limit_bytes=8 * GIB))
+    assert "quantization" not in told, "it is not enough"
+    target = ModelBytes(weight_bytes=17 * GIB, page_bytes=5_505_024, form="int8")
+    assert "quantization" not in str(refusal(limit_bytes=16 * GIB, target=target))
 
 
 def test_pages_that_the_device_has_no_room_for_are_refused():

@@ -87,6 +87,18 @@ def test_the_default_server_has_these_programs():
     ]
 
 
+@pytest.mark.parametrize("max_num_seqs", [8, 256])
+def test_first_program_answers_requests_and_the_second_adds_drafts(max_num_seqs):
+    sizes = DEFAULT | {"max_num_seqs": max_num_seqs}
+    first, second, *_ = make_shapes(**sizes).all()
+    only_first = make_shapes(SomePrograms(first), **sizes)
+    for features in (GREEDY, SAMPLED):
+        assert only_first.find(1, 0, TILE, features) == first
+        assert only_first.find(1, DEFAULT["num_draft_tokens"], 0, features) == first
+    assert not only_first.can_catch_up
+    assert make_shapes(SomePrograms(first, second), **sizes).can_catch_up
+
+
 @pytest.mark.parametrize("max_num_seqs", [1, 3, 8])
 @pytest.mark.parametrize("num_draft_tokens", [0, 5])
 def test_every_launch_has_a_listed_program_that_serves_it(
@@ -334,14 +346,6 @@ def test_leaves_and_trees_are_of_programs_that_need_one_choice_a_token():
         assert shape.tree.num_levels == shape.num_draft_tokens
         assert shape.num_slots == 11
         assert ("t10" in shape.name) != is_plain
-    grown = make_shapes(**DEFAULT, speculative_keys={"dynamic_tree_top_k": 3})
-    listed = grown.all(features=SOME, with_late=True)
-    assert [dataclasses.replace(one, template=None) for one in listed] == chain
-    for shape in listed:
-        if not shape.is_catch_up:
-            is_plain = shape.features.needs_one_path or not shape.num_draft_tokens
-            assert ("t15k3" in shape.name) != is_plain
-            assert shape.num_slots == 16
     assert leaves.tree(0).num_rows == 1
     assert leaves.tree(2) == leaves.tree(5)
     assert make_shapes(**DEFAULT).tree(2).num_rows == 3
@@ -355,7 +359,6 @@ SHORT = "[(0,), (1,), (1, 0), (1, 1), (1, 0, 0)]"
     ("keys", "has_chains"),
     [
         ({"num_side_leaves": 2}, True),
-        ({"dynamic_tree_top_k": 3}, True),
         ({"speculative_token_tree": ALONE}, True),
         # Its longest path is not the chain of first choices.
         ({"speculative_token_tree": SHORT}, False),

@@ -192,6 +192,12 @@ def test_end_tokens_of_the_generation_config_count():
     assert read.eos_token_ids == (1, 106)
 
 
+def test_soft_cap_of_attention_is_ignored():
+    """As transformers does."""
+    config = published("4b") | {"torch_dtype": "bfloat16"}
+    assert config_from_hf(config | {"attn_logit_softcapping": 50.0}) == READ_4B
+
+
 def test_other_vocabularies_are_not_cut():
     assert config_from_hf(flat_4b(vocab_size=262209)).vocab_size == 262209
 
@@ -200,6 +206,8 @@ def test_other_vocabularies_are_not_cut():
     ("changes", "expected"),
     [
         (dict(use_bidirectional_attention=True), "EmbeddingGemma"),
+        (dict(text_config=TEXT_4B, use_bidirectional_attention=True), "EmbeddingGemma"),
+        (dict(partial_rotary_factor=0.5), "partial_rotary_factor.*0.5"),
         (dict(rope_scaling={"rope_type": "yarn", "factor": 8.0}), "'linear'.*'yarn'"),
         (dict(hidden_activation="silu"), "gelu_pytorch_tanh"),
         (dict(layer_types=["chunked_attention"] * 34), "layer_types.0.*chunked"),
@@ -228,6 +236,15 @@ def test_other_networks_are_refused_by_name(changes, expected):
         (flat_4b(rope_theta="abc"), "rope_theta.*'abc'"),
         (flat_4b(sliding_window="abc"), "sliding_window.*'abc'"),
         (flat_4b(num_hidden_layers="abc"), "num_layers.*'abc'"),
+        (flat_4b(eos_token_id=[[1]]), r"eos_token_id must be an integer.*\[1\]"),
+        (flat_4b(rope_theta=0), "rope_theta.*above 0"),
+        (flat_4b(rope_local_base_freq=0), "rope_theta.*above 0"),
+        (flat_4b(rope_scaling={"factor": 8.0}), "rope_scaling must be an object with"),
+        (flat_4b(rope_scaling={GLOBAL: {}}), "rope_scaling must be an object with"),
+        (
+            OUTER_4B | {"text_config": TEXT_4B | {"model_type": "gemma3n_text"}},
+            "text_config.model_type must be 'gemma3_text'",
+        ),
     ],
 )
 def test_bad_files_are_refused(file, expected):

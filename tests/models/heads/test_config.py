@@ -10,7 +10,6 @@ from jaxspec.models.heads.config import (
     Eagle3Config,
     EagleConfig,
     MedusaConfig,
-    MlpSpeculatorConfig,
     default_layers,
     read_head,
 )
@@ -25,14 +24,6 @@ HEADS = {
         vocab_size=theirs.VOCAB,
         draft_vocab_size=theirs.VOCAB,
         num_heads=3,
-    ),
-    "mlp_speculator": MlpSpeculatorConfig(
-        target_hidden_size=theirs.HIDDEN,
-        vocab_size=theirs.VOCAB,
-        draft_vocab_size=theirs.VOCAB,
-        num_stages=3,
-        inner_size=16,
-        is_tied=True,
     ),
 }
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxspec.models.heads import eagle3, medusa, mlp_speculator
-from jaxspec.models.heads.module import Eagle, Eagle3, Medusa, MlpSpeculator
+from jaxspec.models.heads import eagle3, medusa
+from jaxspec.models.heads.module import Eagle, Eagle3, Medusa
 from jaxspec.models.heads.weights import init_head
 from jaxspec.models.matrices import DenseMatrix
 from jaxspec.sharding import make_mesh
@@ -85,15 +85,3 @@ def test_medusa():
             module.config, params, head, rows[head], DenseMatrix(EMBEDDING)
         )
         np.testing.assert_array_equal(found, wanted)
-
-
-def test_mlp_speculator():
-    config = HEADS["mlp_speculator"]
-    module, params = filled(MlpSpeculator(config, FLOAT32), config)
-    tokens, state = jnp.array([3, 1, 4, 1], jnp.int32), module.start(ROWS)
-    logits, found = module(0, tokens, state)
-    wanted = mlp_speculator.forward(config, params, 0, tokens, state)
-    np.testing.assert_array_equal(found, wanted)
-    np.testing.assert_array_equal(
-        logits, mlp_speculator.logits(config, params, 0, wanted)
-    )

@@ -17,14 +17,13 @@ from jaxspec.program.plan import COUPLED, NO_TOKEN, STANDARD, TILE, PoolShape
 from jaxspec.program.propose import Context, Proposal, Seen, draft_model, levels
 from jaxspec.program.region import make_region
 from jaxspec.program.rows import Active
-from jaxspec.program.tree import DynamicTree, Template, Tree
+from jaxspec.program.tree import Tree
 from jaxspec.token_tree import leaf_paths, parents_of
 from tests.engines import make_micro
 from tests.kernels import dense
 from tests.kernels.oracle import UNOPTIMISED
 from tests.laws import filtered_law
 from tests.oracles import PagedModel, hf_logits, load_ours, model_config
-from tests.program.propose.test_beam import paths_of, search
 from tests.rows import make_active
 
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
@@ -47,7 +46,7 @@ class Round(NamedTuple):
     pages: Any
 
 
-def context_of(active: Active, tree: Template, pool: PoolShape) -> Context:
+def context_of(active: Active, tree: Tree, pool: PoolShape) -> Context:
     return Context(
         active=active,
         token_pages=jnp.zeros((1, 4), jnp.int32),
@@ -61,9 +60,7 @@ def context_of(active: Active, tree: Template, pool: PoolShape) -> Context:
 
 
 @functools.cache
-def program_of(
-    config: ModelConfig, pool: PoolShape, tree: Template
-) -> Callable[..., Any]:
+def program_of(config: ModelConfig, pool: PoolShape, tree: Tree) -> Callable[..., Any]:
     """Drafts of a tree, whatever the rule, the text and its length are."""
 
     def run(params, pages, active):
@@ -73,7 +70,7 @@ def program_of(
     return jax.jit(run, compiler_options=UNOPTIMISED)
 
 
-def propose(tree: Template, length: int, **fields: Any) -> Round:
+def propose(tree: Tree, length: int, **fields: Any) -> Round:
     """Draft after a fully accepted round, when two tokens have no KV yet.
 
     Args:
@@ -134,16 +131,24 @@ def check_tree_drafts(tree: Tree, length: int = 13, *, rule: int | None = None) 
     fields: dict[str, Any] = dict(temperature=0.0)
     if rule is not None:
         fields = dict(temperature=0.8, rule=rule, seed=np.array([[3, 9]], np.uint32))
-    reference, tokens, active, proposal, *_ = propose(tree, length, **fields)
+    first = propose(tree, length, **fields)
+    check_ranked(tree, first, first.tokens, first.active, first.proposal)
+
+
+def check_ranked(
+    tree: Tree, round_: Round, tokens: np.ndarray, active: Active, proposal: Proposal
+) -> None:
+    """The drafts of a round are the next best after `tokens` and their own paths."""
+    rule = None if proposal.probs is None else int(active.rule[0])
     drafts = np.asarray(proposal.tokens[0])
     for row in sorted({parent + 1 for parent in tree.parents}):
         depth = tree.depths[row]
         way = tree.paths[row][1 : depth + 1] - 1
         known = np.concatenate([tokens, drafts[way]])
-        scores = hf_logits(reference, known)[-1].astype(np.float64)
+        scores = hf_logits(round_.reference, known)[-1].astype(np.float64)
         if rule == COUPLED:
             place = active.num_tokens + depth
-            size = reference.config.vocab_size
+            size = round_.reference.config.vocab_size
             noise = dense.exponential(active.seed, place, randomness.SAMPLE, size)
             scores = scores / 0.8 - np.log(np.asarray(noise, np.float64)[0])
         ranked = np.argsort(-scores).tolist()
@@ -159,92 +164,38 @@ def check_tree_drafts(tree: Tree, length: int = 13, *, rule: int | None = None) 
         assert said == ranked[: len(said)], (row, way)
 
 
-DYNAMIC = DynamicTree(num_levels=3, top_k=3, num_nodes=16)
-
-
-def check_grown_drafts(length: int = 13, *, rule: int | None = None) -> None:
-    """A dynamic tree is that of a search, as HuggingFace ranks what may follow.
-
-    And so is the next round's, after a path that nobody expected: the keys and values
-    of its drafts are where those of a text would be.
-
-    Args:
-        rule: As for `check_tree_drafts`.
-    """
-    fields: dict[str, Any] = dict(temperature=0.0)
-    if rule is not None:
-        fields = dict(temperature=0.8, rule=rule, seed=np.array([[3, 9]], np.uint32))
-    first = propose(DYNAMIC, length, **fields)
-    paths = check_search(first, first.tokens, first.active, first.proposal)
-    grown = first.proposal.grown
-    assert grown is not None
-    # The deepest that has left the spine, and was continued.
-    spine, parents = DYNAMIC.num_levels, np.asarray(grown.row_parents[0])
-    beside = [row for row in range(spine, len(paths)) if parents[row - 1] > spine]
-    row = max(beside, key=lambda row: len(paths[row]))
-    assert len(paths[row]) == 3
-    tokens = np.append(first.tokens, [*paths[row], 5])
+def check_next_round(length: int = 13) -> None:
+    """After a side path was accepted, its keys and values are at their positions."""
+    first = propose(SIDE_PATHS, length, temperature=0.0)
+    row = SIDE_PATHS.num_nodes  # the deepest that left the spine
+    depth = SIDE_PATHS.depths[row]
+    path = SIDE_PATHS.paths[row][1 : depth + 1] - 1
+    assert depth == SIDE_PATHS.num_levels and path[0] != 0
+    drafts = np.asarray(first.proposal.tokens[0])
+    tokens = np.concatenate([first.tokens, drafts[path], [5]])
     active = dataclasses.replace(
         first.active,
         num_tokens=jnp.array([len(tokens)], jnp.int32),
         last_tokens=jnp.asarray(tokens[None, -2:], jnp.int32),
     )
-    run = program_of(first.config, first.pool, DYNAMIC)
     pages = draft_model.TreeModel(config=first.config).observe(
         None,
         first.pages,
-        context_of(first.active, DYNAMIC, first.pool),
+        context_of(first.active, SIDE_PATHS, first.pool),
         Seen(
             nodes=(),
             tiles=None,
-            tree=grown,
-            num_accepted=grown.row_depths[:, row],
+            tree=SIDE_PATHS,
+            num_accepted=jnp.array([depth]),
             row=jnp.array([row]),
             next_tokens=active.last_tokens,
             next_tile_tokens=None,
             first_row=None,
         ),
     )
+    run = program_of(first.config, first.pool, SIDE_PATHS)
     proposal, _ = run(first.params, pages, active)
-    check_search(first, tokens, active, proposal)
-
-
-def check_search(
-    round_: Round, tokens: np.ndarray, active: Active, proposal: Proposal
-) -> list[tuple[int, ...]]:
-    """The tokens on the way to every row, if they are those of a search."""
-    assert proposal.grown is not None
-    drafts = np.asarray(proposal.tokens[0])
-    paths = paths_of(drafts, np.asarray(proposal.grown.row_parents[0]))
-
-    def law_after(path: tuple[int, ...]) -> np.ndarray:
-        known = np.append(tokens, np.array(path, int))
-        scores = hf_logits(round_.reference, known)[-1].astype(np.float64)
-        if (active.rule == COUPLED).all() and (active.temperature > 0).all():
-            place, size = active.num_tokens + len(path), len(scores)
-            noise = dense.exponential(active.seed, place, randomness.SAMPLE, size)
-            scores = scores / 0.8 - np.log(np.asarray(noise, np.float64)[0])
-        return scores - np.log(np.exp(scores).sum())
-
-    levels = DYNAMIC.num_levels
-    spine, beside = search(DYNAMIC, law_after, drafts[:levels].tolist(), levels)
-    assert paths[1 : 1 + levels] == spine
-    if proposal.probs is None or (active.rule == COUPLED).all():
-        assert spine == search(DYNAMIC, law_after, [-1] * levels, levels)[0]
-    assert set(paths[1 + levels :]) == beside
-    return paths
-
-
-@pytest.mark.parametrize("length", LENGTHS)
-def test_drafts_of_a_dynamic_tree_are_the_most_probable_texts(length):
-    """Over borders of pages and windows, in two rounds."""
-    check_grown_drafts(length)
-
-
-@pytest.mark.parametrize("rule", [STANDARD, COUPLED])
-def test_sampled_drafts_of_a_dynamic_tree_are_the_most_probable_texts(rule):
-    """Beside what is drawn; with the position's own noise where the target has it."""
-    check_grown_drafts(rule=rule)
+    check_ranked(SIDE_PATHS, first, tokens, active, proposal)
 
 
 LEAVES = Tree(parents_of(leaf_paths(3, 2)))
@@ -267,6 +218,11 @@ def test_drafts_of_a_tree_are_the_models_own_texts(tree, length):
 def test_drafts_beside_what_is_drawn_are_the_next_best(tree, rule):
     """With the position's own noise where the target will draw with it."""
     check_tree_drafts(tree, rule=rule)
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_next_round_reads_the_accepted_side_path(length):
+    check_next_round(length)
 
 
 @pytest.mark.parametrize("length", LENGTHS)

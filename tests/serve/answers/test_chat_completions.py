@@ -11,7 +11,7 @@ from jaxspec.serve.bodies.protocol import ChatBody
 from tests.engine.test_llm_engine import letters, said
 from tests.serve.answers.test_completions import output
 from tests.serve.answers.test_usage import StubServing
-from tests.serving import CHAT, MESSAGES, PROMPT, post, serve_http
+from tests.serving import CHAT, MESSAGES, PROMPT, error_of, post, serve_http
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
@@ -78,3 +78,21 @@ def test_logprobs_and_ids(is_stream: bool):
     assert choice["token_ids"] == [5, 6]
     told = [(one["token"], one["logprob"]) for one in choice["logprobs"]["content"]]
     assert told == [(letters([5]), -5), (letters([6]), -6)]
+
+
+def test_all_log_probabilities():
+    asked = {"messages": MESSAGES, "max_tokens": 2, "logprobs": True}
+
+    async def ask(client: httpx.AsyncClient) -> None:
+        answer = await post(client, CHAT, **asked, top_logprobs=-1)
+        for one in answer["choices"][0]["logprobs"]["content"]:
+            values = [other["logprob"] for other in one["top_logprobs"]]
+            assert len(values) == 16
+            assert values == sorted(values, reverse=True)
+
+    async def refuse(client: httpx.AsyncClient) -> None:
+        response = await client.post(CHAT, json=asked | {"top_logprobs": -1})
+        assert "at most 5" in error_of(response, 400, "BadRequestError")["message"]
+
+    serve_http(ask, max_logprobs=16)
+    serve_http(refuse, max_logprobs=5)

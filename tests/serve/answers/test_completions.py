@@ -8,11 +8,14 @@ from typing import Any
 import httpx
 import pytest
 
+from jaxspec.engine.detokenizer import TextStream
 from jaxspec.logprobs import Logprob
 from jaxspec.outputs import CompletionOutput, RequestOutput
 from jaxspec.sampling_params import SamplingParams
 from jaxspec.serve.answers.completions import CompletionWriter
 from jaxspec.serve.bodies.protocol import CompletionBody
+from jaxspec.text.tokenizer import Tokenizer
+from jaxspec_checkpoints import bundled_target
 from tests.engine.test_llm_engine import letters, said
 from tests.serve.answers.test_usage import StubServing
 from tests.serving import COMPLETIONS, PROMPT, post, serve_http
@@ -123,6 +126,63 @@ def test_logprobs_of_an_echo_in_chunks():
     assert own == [None, -3, -4, -5, -6, -7]
     assert both[1]["top_logprobs"] == [{letters([7]): -7}]
     assert told[-1]["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_offsets_are_lengths_of_the_returned_text(is_stream: bool):
+    """Every token alone has another length: bytes of characters, hidden tokens."""
+    serving = StubServing()
+    tokenizer = serving.tokenizer = Tokenizer.from_folder(bundled_target())
+    prompt, text = "Cr\u00e8me \U0001f600 fox", " \u00e9t\u00e9 \U0001f9a9 end"
+    prompt_ids = tokenizer.encode(prompt)
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    ids.insert(3, tokenizer.bos_token_id)  # hidden
+    stop = tokenizer.encode("STOP", add_special_tokens=False)  # cut off
+    body = CompletionBody(prompt=prompt, logprobs=0, echo=True, stream=is_stream)
+    params = SamplingParams(logprobs=0, prompt_logprobs=0, stop="STOP")
+    writer = CompletionWriter(serving, body, params, "x")
+    parts = [(ids, text)]
+    if is_stream:
+        growing = TextStream(tokenizer, SamplingParams())
+        parts = [([token], growing.follow([token])) for token in ids]
+    told = []
+    for part, new in (*parts, (stop, "")):
+        is_last = part is stop
+        completion = CompletionOutput(
+            index=0,
+            text=new,
+            token_ids=part,
+            logprobs=[{token: Logprob(-1.0, 1)} for token in part],
+            finish_reason="stop" if is_last else None,
+        )
+        found = RequestOutput(
+            request_id="x",
+            prompt=prompt,
+            prompt_token_ids=prompt_ids,
+            prompt_logprobs=[None, *({t: Logprob(-1.0, 1)} for t in prompt_ids[1:])],
+            outputs=[completion],
+            finished=is_last,
+        )
+        for one, index in writer._texts(0, found):
+            told += writer.deltas(index, one, found)
+    whole = "".join(one["text"] for one in told)
+    assert whole == prompt + text
+    offsets = [at for one in told for at in one["logprobs"]["text_offset"]]
+    tokens = [*prompt_ids, *ids, *stop]
+    assert len(offsets) == len(tokens)
+    assert offsets[:2] == [0, 0], "the hidden token that begins it adds nothing"
+    assert offsets == sorted(offsets)
+    for place, (token, offset) in enumerate(zip(tokens, offsets, strict=True)):
+        following = [*offsets[place + 1 :], len(whole)][0]
+        shown = whole[offset:following]
+        if tokenizer.is_special(token):
+            assert shown == ""
+        elif not tokenizer.is_byte(token) and offset < len(whole):
+            assert shown == tokenizer.decode([token])
+    # The first of four bytes is where the character is, and so are the others.
+    emoji = prompt.index("\U0001f600")
+    assert offsets.count(emoji) == 4
+    assert offsets.count(emoji + 1) == 1
 
 
 def test_tokens_as_ids():

@@ -3,7 +3,7 @@
 import math
 
 from jaxspec.logprobs import Logprob
-from jaxspec.serve.answers.logprobs import LEAST, LogprobWriter
+from jaxspec.serve.answers.logprobs import LEAST, LogprobWriter, prompt_offsets
 from jaxspec.text.tokenizer import Tokenizer
 from jaxspec_checkpoints import bundled_target
 from tests.engines import StubTokenizer
@@ -26,6 +26,7 @@ def test_chats_tell_the_most_likely_by_rank():
         (1, ["a"]),
         (2, ["a", "b"]),
         (3, ["a", "b", "c"]),
+        (-1, ["a", "b", "c"]),
     ):
         (entry,) = writer().for_chat([7], [POSITION], num_top)["content"]
         assert (entry["token"], entry["logprob"]) == ("c", -3.0)
@@ -42,7 +43,7 @@ def test_what_a_request_has_chosen_is_told_whatever_it_ranks():
 
 
 def test_completions_tell_the_token_and_the_most_likely():
-    told = writer().for_completion([7, 7], [None, POSITION], 10)
+    told = writer().for_completion([7, 7], [None, POSITION], [10, 11])
     assert told == {
         "tokens": ["(", "c"],
         "token_logprobs": [None, -3.0],
@@ -52,7 +53,7 @@ def test_completions_tell_the_token_and_the_most_likely():
 
 
 def test_tokens_can_be_told_as_ids():
-    told = writer(as_ids=True).for_completion([7], [POSITION], 0)
+    told = writer(as_ids=True).for_completion([7], [POSITION], [0])
     assert told["tokens"] == ["token_id:7"]
     assert set(told["top_logprobs"][0]) == {"token_id:7", "token_id:8", "token_id:9"}
 
@@ -77,3 +78,45 @@ def test_a_part_of_a_character_is_told_in_bytes():
         [tokenizer.eos_token_id], special, 0
     )
     assert bytes(chat["content"][0]["bytes"]) == b"<eos>"
+
+
+def test_completions_lose_no_token_of_the_same_text():
+    tokenizer = Tokenizer.from_folder(bundled_target())
+    first, second, *_ = tokenizer.encode("\U0001f9a9", add_special_tokens=False)[1:]
+    assert tokenizer.decode([first]) == tokenizer.decode([second]) == "\ufffd"
+    told = {first: Logprob(-2.0, 2), second: Logprob(-1.0, 1)}
+    writer = LogprobWriter(tokenizer, as_ids=False)
+    found = writer.for_completion([first], [told], [0])
+    assert found["tokens"] == ["bytes:\\x9f"]
+    assert found["top_logprobs"] == [{"bytes:\\x9f": -2.0, "bytes:\\xa6": -1.0}]
+    # The token itself comes first, and keeps its value.
+    told = {7: Logprob(-2.0, 2, "a"), 8: Logprob(-1.0, 1, "a")}
+    found = writer.for_completion([7], [told], [0])
+    assert found["top_logprobs"] == [{"a": -2.0}]
+
+
+def test_offsets_of_a_prompt_count_what_is_echoed():
+    tokenizer = Tokenizer.from_folder(bundled_target())
+    text = "<start_of_turn>Cr\u00e8me \U0001f600 fox"
+    token_ids = tokenizer.encode(text)
+    whole = prompt_offsets(
+        tokenizer, text, token_ids, is_spelled=True, is_cut_right=False
+    )
+    assert whole[:3] == [0, 0, len("<start_of_turn>")]
+    assert whole[-1] == text.index(" fox")
+    # Every ordinary token is at the place where its text is.
+    for token, offset in zip(token_ids[2:], whole[2:], strict=True):
+        if not tokenizer.is_byte(token):
+            assert text.startswith(tokenizer.decode([token]), offset)
+    for cut, is_right in ((token_ids[-4:], False), (token_ids[:4], True)):
+        found = prompt_offsets(
+            tokenizer, text, cut, is_spelled=True, is_cut_right=is_right
+        )
+        assert found == (whole[:4] if is_right else whole[-4:])
+    # A text decoded from ids hides special tokens.
+    decoded = tokenizer.decode(token_ids)
+    hidden = prompt_offsets(
+        tokenizer, decoded, token_ids, is_spelled=False, is_cut_right=False
+    )
+    assert hidden[:3] == [0, 0, 0]
+    assert hidden[2:] == [offset - whole[2] for offset in whole[2:]]

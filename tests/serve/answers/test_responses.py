@@ -439,7 +439,6 @@ def test_refusals(is_stream: bool):
             ({"include": ["logprobs"]}, "include.0"),
             ({"background": True, "store": False}, "background"),
             ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
-            ({"tools": [{"type": "web_search"}]}, "tools"),
             ({"tools": [{"type": "function"}]}, "tools[0].name"),
         ):
             body = {"input": PROMPT, "stream": is_stream} | wrong
@@ -461,3 +460,59 @@ def test_a_failed_step_within_a_stream():
                 pass
 
     serve_http(ask, break_at=8, delay_s=0.005)
+
+
+def test_a_response_belongs_to_its_key():
+    """Another key neither finds, continues, cancels, deletes nor replaces it."""
+
+    async def ask(http: httpx.AsyncClient) -> None:
+        ours, theirs = (
+            {"Authorization": f"Bearer {key}"} for key in ("ours", "theirs")
+        )
+        body = {"input": PROMPT, "request_id": "x", "background": True}
+        url = f"{RESPONSES}/resp_x"
+        made = await http.post(RESPONSES, json=body, headers=ours)
+        assert made.json()["id"] == "resp_x"
+        continued = body | {"request_id": "y", "previous_response_id": "resp_x"}
+        for refused in (
+            await http.get(url, headers=theirs),
+            await http.get(url, headers=theirs, params={"stream": "true"}),
+            await http.post(f"{url}/cancel", headers=theirs),
+            await http.delete(url, headers=theirs),
+            await http.post(RESPONSES, json=continued, headers=theirs),
+        ):
+            assert error_of(refused, 404, "NotFoundError")["param"] == "response_id"
+        other = await http.post(
+            RESPONSES, json=body | {"max_output_tokens": 3}, headers=theirs
+        )
+        assert other.json()["id"] == "resp_x"
+        while (found := (await http.get(url, headers=ours)).json())[
+            "status"
+        ] in UNFINISHED:
+            await asyncio.sleep(0.005)
+        assert found["max_output_tokens"] is None
+        assert (await http.delete(url, headers=theirs)).status_code == 200
+        assert (await http.get(url, headers=ours)).json() == found
+
+    serve_http(ask, settings={"api_keys": ("ours", "theirs")}, delay_s=0.002)
+
+
+def test_an_id_of_a_client_replaces_no_response():
+    async def ask(http: httpx.AsyncClient) -> None:
+        body = {"input": PROMPT, "max_output_tokens": 3}
+        traced = {"X-Request-Id": "trace"}
+        first, *others = await asyncio.gather(
+            *(http.post(RESPONSES, json=body, headers=traced) for _ in range(3))
+        )
+        ids = {one.json()["id"] for one in (first, *others)}
+        assert len(ids) == 3
+        assert "resp_trace" in ids
+        for one in ids:
+            assert (await http.get(f"{RESPONSES}/{one}")).json()["id"] == one
+        refused = await http.post(RESPONSES, json=body | {"request_id": "trace"})
+        assert error_of(refused, 400, "BadRequestError")["param"] == "request_id"
+        for own, header in (({"request_id": "a/b"}, {}), ({}, {"X-Request-Id": "a/b"})):
+            refused = await http.post(RESPONSES, json=body | own, headers=header)
+            assert "'/'" in error_of(refused, 400, "BadRequestError")["message"]
+
+    serve_http(ask)

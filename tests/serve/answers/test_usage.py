@@ -36,7 +36,9 @@ class StubServing(Serving):
 
 
 def finished(num_texts: int = 1) -> RequestOutput:
-    drafts = RequestSpecDecodeMetrics(histogram=[1, 0, 2, 1], num_draft_tokens=12)
+    drafts = RequestSpecDecodeMetrics(
+        histogram=[1, 0, 2, 1], num_draft_tokens=12, proposals=[0, 0, 0, 4]
+    )
     texts = [
         CompletionOutput(index=index, text="", token_ids=[], spec_decode_metrics=drafts)
         for index in range(num_texts)
@@ -87,6 +89,7 @@ def test_times_and_acceptance():
             "num_spec_steps": 4,
             "num_accepted_draft_tokens": 7,
             "num_draft_tokens": 12,
+            "num_proposed_per_position": [4, 4, 4],
             "num_spec_tokens": 3,
         },
     }
@@ -100,7 +103,9 @@ def test_metrics_of_several_texts_are_not_told():
 @pytest.mark.parametrize("is_stream", [False, True])
 def test_a_request_asks_or_the_server_always_tells(is_stream: bool):
     async def ask(client: httpx.AsyncClient) -> None:
-        asked = {"max_tokens": 12, "stream": is_stream}
+        asked: dict[str, Any] = {"max_tokens": 12, "stream": is_stream}
+        if is_stream:
+            asked["stream_options"] = {"include_usage": True}
         prompt = {"prompt": PROMPT}
         for path, given in ((COMPLETIONS, prompt), (CHAT, {"messages": MESSAGES})):
             found = await post(client, path, **given, **asked)
@@ -114,7 +119,30 @@ def test_a_request_asks_or_the_server_always_tells(is_stream: bool):
             assert set(last["metrics"]) == TIMES | {"speculative_decoding"}
             found = await post(client, path, **given, **asked, n=2)
             last = found[-1] if is_stream else found
-            assert last["metrics"] is None
+            assert last.get("metrics") is None
+            assert ("metrics" in last) != is_stream
+
+    serve_http(ask, settings={"per_request_spec_decode_metrics": "summary"})
+
+
+def test_metrics_of_a_stream_come_behind_its_text():
+    async def ask(client: httpx.AsyncClient) -> None:
+        asked = {"max_tokens": 1, "stream": True, "include_metrics": True}
+        usage = {"stream_options": {"include_usage": True}}
+        prompt = {"prompt": PROMPT}
+        for path, given in ((COMPLETIONS, prompt), (CHAT, {"messages": MESSAGES})):
+            for more in ({}, usage):
+                *chunks, last = await post(client, path, **given, **asked, **more)
+                assert not any("metrics" in chunk for chunk in chunks)
+                assert chunks[-1]["choices"][0]["finish_reason"] == "length"
+                assert last["choices"] == []
+                assert ("usage" in last) == bool(more)
+                # One token has no gaps, so no rate: left out, not null.
+                assert "tokens_per_second" not in last["metrics"]
+                assert None not in last["metrics"].values()
+                assert last["metrics"]["time_to_first_token_ms"] >= 0
+            plain = await post(client, path, **given, max_tokens=1, stream=True)
+            assert all(chunk["choices"] for chunk in plain)
 
     serve_http(ask, settings={"per_request_spec_decode_metrics": "summary"})
 

@@ -215,7 +215,5 @@ def test_what_there_is_not(body: dict[str, Any]):
         with pytest.raises(UnsupportedError, match="prompt_embeds is not") as refused:
             completion(prompt_embeds=value)
         assert refused.value.parameter == "prompt_embeds"
-    with pytest.raises(UnsupportedError, match="tools"):
-        respond(tools=[{"type": "web_search"}])
     tool = {"type": "function", "function": {"name": "f"}}
     assert chat(tools=[tool], tool_choice="none").structured_outputs is None

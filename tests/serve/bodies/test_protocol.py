@@ -67,6 +67,26 @@ def test_there_is_a_most_of_everything(name: str, most: Any):
         CompletionBody.model_validate({name: most})
 
 
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (["#"] * (MAX_ENTRIES + 1), "a list may have at most 8192 entries other than"),
+        (
+            dict.fromkeys(map(str, range(MAX_FIELDS + 1))),
+            "at most 1024 fields, got 1025",
+        ),
+        (nested(MAX_DEPTH), "be nested at most 100 levels deep"),
+        ("\ud800", "a text has half of a surrogate pair"),
+    ],
+)
+def test_errors_name_the_field(content: Any, said: str):
+    with pytest.raises(ValidationError) as refused:
+        CompletionBody.model_validate({"prompt": "x", "suffix": content})
+    (fault,) = refused.value.errors()
+    assert fault.get("ctx", {})["error"].field == "suffix"
+    assert said in fault["msg"]
+
+
 def test_token_ids_may_be_many():
     ids = [7] * (2 * MAX_ENTRIES)
     assert CompletionBody.model_validate({"prompt": ids}).prompt == ids

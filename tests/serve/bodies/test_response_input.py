@@ -144,6 +144,8 @@ def test_what_is_too_long_can_be_cut():
             {"input": [CALL, RESULT | {"output": [{"type": "input_file"}]}]},
             r"input\[1\].output\[0\] must be .*input_text",
         ),
+        ({"input": [{"type": "reasoning", "summary": []}]}, "at least one message"),
+        ({"tools": [{"name": "f"}]}, r"tools\[0\] must be .*'function'"),
         ({"tools": [F | {"parameters": 1}]}, r"tools\[0\].parameters must be a JSON"),
         ({"tools": [F], "tool_choice": "some"}, "tool_choice must be 'none', 'auto'"),
         (
@@ -172,13 +174,52 @@ def test_what_cannot_be_read(body: dict[str, Any], said: str):
     [
         {"conversation": "conv_1"},
         {"prompt": {"id": "pmpt_1"}},
-        {"tools": [{"type": "web_search"}]},
     ],
 )
 def test_what_there_is_not(body: dict[str, Any]):
     with pytest.raises(UnsupportedError) as refused:
         make_params(chat(**body), {})
     assert refused.value.parameter in body
+
+
+def test_accepts_what_clients_send_back():
+    thought = {"type": "reasoning", "id": "rs_1", "summary": []}
+    noted = {"type": "item_reference", "id": "msg_1"}
+    refused = {"type": "refusal", "refusal": "No."}
+    answers = [
+        {"role": "assistant", "content": None},
+        {"role": "assistant", "content": [refused]},
+    ]
+    for answer, text in zip(answers, ("", "No."), strict=True):
+        told = written(input=[noted, USER, thought, answer, USER])
+        assert told == turns("Hello", text, "Hello")
+    empty = CALL | {"arguments": ""}
+    assert written(input=[USER, thought, empty, RESULT]) == written(
+        input=[USER, CALL, RESULT]
+    )
+    # An answer that was cut off goes on, whatever stands behind it.
+    cut = {"role": "assistant", "content": "We", "status": "incomplete"}
+    assert written(input=[USER, cut, noted]) == written(input=[USER, cut])
+
+
+def test_tools_of_other_types_are_ignored(caplog: pytest.LogCaptureFixture):
+    search = {"type": "web_search"}
+    read = chat(tools=[search, F])
+    assert [tool.function.name for tool in read.tools or ()] == ["f"]
+    assert "web_search" in caplog.text
+    for choice in (None, "auto", allowing("auto") | {"tools": [search]}):
+        assert read_choice(chat(tools=[search], tool_choice=choice)).kind == "none"
+    allowed = allowing("auto", "f")
+    allowed["tools"].append(search)
+    assert read_choice(chat(tools=[search, F], tool_choice=allowed)).kind == "auto"
+    with pytest.raises(RequestError, match="`tools` must be set"):
+        read_choice(chat(tools=[search], tool_choice="required"))
+
+
+def test_a_forced_call_wins_over_a_form():
+    form = {"format": {"type": "json_schema", "schema": {"type": "object"}}}
+    read = chat(tools=[F], tool_choice="required", text=form)
+    assert make_params(read, {}).structured_outputs == form_of(read)
 
 
 def test_tools_may_be_ignored():

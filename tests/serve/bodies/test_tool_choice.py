@@ -113,10 +113,10 @@ def test_a_template_sees_the_tools_as_they_came():
             {
                 "tools": TOOLS,
                 "tool_choice": "required",
-                "response_format": {"type": "json_object"},
+                "response_format": {"type": "some"},
             },
-            "tool_choice",
-            "not of both",
+            "response_format.type",
+            "json_schema",
         ),
         (
             {
@@ -147,11 +147,36 @@ def test_what_does_not_go_together(given: dict[str, Any], name: str, said: str):
 
 
 @pytest.mark.parametrize(
-    "tools", [[{}], [{"function": {}}], [{"type": "x", "function": {"name": "f"}}], 7]
+    "tools", [[{}], [{"function": {}}], [{"type": 1, "function": {"name": "f"}}], 7]
 )
 def test_what_is_no_tool(tools: Any):
     with pytest.raises(ValidationError, match="tools"):
         body(tools=tools, tool_choice="none")
+
+
+@pytest.mark.parametrize("choice", ["required", NAMED])
+def test_a_forced_call_wins_over_a_form(choice: Any):
+    asked = {"tools": TOOLS, "tool_choice": choice}
+    form = make_params(body(**asked), {}).structured_outputs
+    assert form is not None
+    for wanted in (
+        {"type": "json_object"},
+        {"type": "json_schema", "json_schema": {"schema": {"type": "array"}}},
+        {"type": "text"},
+    ):
+        found = make_params(body(**asked, response_format=wanted), {})
+        assert found.structured_outputs == form
+
+
+def test_ignores_tools_of_other_types(caplog: pytest.LogCaptureFixture):
+    search = {"type": "web_search_preview"}
+    found = read_choice(body(tools=[search, *TOOLS]))
+    assert [tool.name for tool in found.tools] == ["f", "g"]
+    assert "web_search_preview" in caplog.text
+    for choice in (None, "auto", "none"):
+        assert read_choice(body(tools=[search], tool_choice=choice)).kind == "none"
+    with pytest.raises(RequestError, match="`tools` must be set"):
+        read_choice(body(tools=[search], tool_choice="required"))
 
 
 def test_a_form_beside_calls_that_may_be():

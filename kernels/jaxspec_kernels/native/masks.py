@@ -1,0 +1,71 @@
+"""Owns the operation by which a program on a CPU asks Python for token masks.
+
+A program that calls it can be kept on disk, unlike one with `jax.pure_callback`.
+"""
+
+import ctypes
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+_log = logging.getLogger(__name__)
+
+TARGET = "jaxspec_token_masks"
+# (number of words, grammar ids, known tokens, newest, drafts, drafts before each row)
+Answer = Callable[[int, Any, Any, Any, Any, Any], np.ndarray]
+
+_answers: list[Answer] = []
+
+
+def answer_with(answer: Answer) -> None:
+    """Set the function that computes the masks of all programs of this process."""
+    _answers[:] = [answer]
+
+
+def ask(form: jax.ShapeDtypeStruct, *arguments: Any) -> jax.Array:
+    """Ask for masks, uint32[seq, row, word], in the middle of a program.
+
+    Args:
+        arguments: Those of the function but for the first; int32.
+    """
+    return jax.ffi.ffi_call(TARGET, form)(*arguments)
+
+
+def install(library: ctypes.CDLL) -> None:
+    """Have a library's operation call `_compute`."""
+    library.jaxspec_set_mask_function(_compute)
+
+
+_numbers, _words = ctypes.POINTER(ctypes.c_int32), ctypes.POINTER(ctypes.c_uint32)
+
+
+@ctypes.CFUNCTYPE(
+    ctypes.c_int32, ctypes.POINTER(ctypes.c_int64), *[_numbers] * 5, _words
+)
+def _compute(
+    sizes: Any,
+    grammar_id: Any,
+    num_tokens: Any,
+    newest: Any,
+    drafts: Any,
+    before: Any,
+    masks: Any,
+) -> int:
+    try:
+        rows, window, num_drafts, width, words = sizes[:5]
+        array = np.ctypeslib.as_array
+        array(masks, (rows, width, words))[:] = _answers[0](
+            words,
+            array(grammar_id, (rows,)),
+            array(num_tokens, (rows,)),
+            array(newest, (rows, window)),
+            array(drafts, (rows, num_drafts)),
+            array(before, (width,)),
+        )
+    except BaseException:  # noqa: BLE001 - nothing can be raised into C++
+        _log.exception("Token masks could not be computed")
+        return 1
+    return 0
