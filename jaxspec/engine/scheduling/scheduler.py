@@ -211,11 +211,8 @@ class Scheduler:
         if self.policy.is_due(len(rows), most):
             self.policy.choose(self._estimates(rows, wanted, features))
         choice = self.policy.next_choice
-        if self.policy.is_adaptive:
-            wanted, most = (
-                np.minimum(wanted, choice.num_drafts),
-                min(most, choice.num_drafts),
-            )
+        wanted = np.minimum(wanted, choice.num_drafts)
+        most = min(most, choice.num_drafts)
         if len(rows):
             has_beside = choice.has_side_branches
             has_beside |= self._has_draft_model and not most
