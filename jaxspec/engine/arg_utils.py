@@ -119,7 +119,10 @@ def bundled_pair(given: Mapping[str, Any]) -> dict[str, Any]:
     """
     if any(given[name] is not None for name in _ASKS_FOR_DRAFTS):
         return {"model": BUNDLED_TARGET}
-    pair = {"model": BUNDLED_TARGET, "speculative_model": BUNDLED_DRAFT}
+    pair: dict[str, Any] = {
+        "model": BUNDLED_TARGET,
+        "speculative_model": BUNDLED_DRAFT,
+    }
     if given["num_speculative_tokens"] is None and given["spec_tokens"] is None:
         pair["num_speculative_tokens"] = BUNDLED_DRAFT_TOKENS
     return pair
