@@ -32,7 +32,7 @@ class PolicyConstants:
     """
 
     hysteresis: float = 1.04
-    look_rounds: int = 4
+    look_rounds: int = 8
     idle_look_rounds: int = 32
     explore_rounds: int = 6
     max_loss: float = 0.01

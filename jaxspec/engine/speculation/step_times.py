@@ -9,6 +9,9 @@ from jaxspec.program.plan import StepShape
 NEWEST = 0.25
 # A time is cut to this many times the expected one: the machine was suspended.
 STALL = 4.0
+# In the average a time counts as at most this many times the known one: a slow round in
+# a hundred would otherwise change the choice of K.
+MAX_RISE = 1.5
 # After this many times in a row that are not measurements, one counts as such.
 MAX_SKIPPED = 16
 
@@ -63,7 +66,8 @@ class StepTimes:
             self._num_skipped[round_] += 1
             if is_measure or self._num_skipped[round_] > MAX_SKIPPED:
                 self._num_skipped[round_] = 0
-                self.seconds[round_] = NEWEST * seconds + (1 - NEWEST) * known
+                newest = min(seconds, MAX_RISE * known)
+                self.seconds[round_] = NEWEST * newest + (1 - NEWEST) * known
         elif round_ in self._has_run:
             self.seconds[round_] = seconds
         else:

@@ -7,6 +7,7 @@ import pytest
 
 from jaxspec.engine.speculation.acceptance import Kind
 from jaxspec.engine.speculation.step_times import (
+    MAX_RISE,
     MAX_SKIPPED,
     NEWEST,
     STALL,
@@ -25,8 +26,9 @@ def test_time_is_a_mean_from_the_second_run_on():
     assert times.record(ROUND_OF_3, 50.0) == 50.0
     assert times.seconds == {}
     times.record(ROUND_OF_3, 1.0)
-    times.record(ROUND_OF_3, 2.0)
-    assert times.seconds == {ROUND_OF_3: pytest.approx(NEWEST * 2 + (1 - NEWEST) * 1)}
+    times.record(ROUND_OF_3, 1.2)
+    known = NEWEST * 1.2 + (1 - NEWEST) * 1
+    assert times.seconds == {ROUND_OF_3: pytest.approx(known)}
     times.check()
 
 
@@ -48,7 +50,7 @@ def test_untypical_time_counts_after_many_of_them():
     assert times.seconds == {ROUND_OF_3: 1.0}
     times.record(ROUND_OF_3, 2.0, is_measure=False)
     found = times.seconds[ROUND_OF_3]
-    assert found == pytest.approx(NEWEST * 2 + (1 - NEWEST))
+    assert found == pytest.approx(NEWEST * MAX_RISE + (1 - NEWEST))
     for _ in range(3):
         for _ in range(MAX_SKIPPED):
             times.record(ROUND_OF_3, 9.0, is_measure=False)
@@ -61,7 +63,7 @@ def test_suspension_of_the_machine_counts_as_a_slow_round():
     for seconds in (1.0, 1.0):
         times.record(ROUND_OF_3, seconds)
     assert times.record(ROUND_OF_3, 1000.0) == STALL
-    assert times.seconds[ROUND_OF_3] == pytest.approx(NEWEST * STALL + (1 - NEWEST))
+    assert times.seconds[ROUND_OF_3] == pytest.approx(NEWEST * MAX_RISE + (1 - NEWEST))
     # Of a shape that has not run, what it was expected to take decides.
     other = Round(dataclasses.replace(SHAPE, chunk=32), 3)
     assert times.record(other, 1000.0, 2.0) == 2 * STALL
