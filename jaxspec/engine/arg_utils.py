@@ -586,7 +586,7 @@ def _read_draft(
     except ConfigError as error:
         if method not in HEADS:
             raise
-        message = f"{error} {SOURCES_OF_DRAFTS}"
+        message = f"{str(error).rstrip('.')}. {SOURCES_OF_DRAFTS}"
         raise ConfigError(message, parameter=argument, value=name) from error
     merged["model"] = str(folder)
     try:
@@ -595,7 +595,7 @@ def _read_draft(
         has_files = args.load_format != "dummy" or any(folder.glob("*.safetensors"))
         head = read_head(folder)[0] if has_files else read_dummy(folder)
     except ConfigError as error:
-        message = f"{argument} {name!r}: {error} {SOURCES_OF_DRAFTS}"
+        message = f"{argument} {name!r}: {str(error).rstrip('.')}. {SOURCES_OF_DRAFTS}"
         raise ConfigError(message, parameter=argument, value=name) from error
     merged.setdefault("method", head.kind)
     return None, head

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from jaxspec.bench.flags import MODULES, dataset, make_parser
-from jaxspec.serve.flags import BUNDLED_TARGET, engine_args
+from jaxspec.engine.model_folders import BUNDLED_TARGET
+from jaxspec.serve.flags import engine_args
 
 
 def read(*arguments):

@@ -1,1 +1,1 @@
-"""Gemma 2: `published` (tensors, sizes), `flax_layout` and `flax_tree` (Kaggle's)."""
+"""Gemma 2 and 3: `published` (tensors, sizes), `flax_layout` and `flax_tree` (Kaggle's)."""

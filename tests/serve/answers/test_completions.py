@@ -131,7 +131,7 @@ def test_logprobs_of_an_echo_in_chunks():
 @pytest.mark.parametrize("is_stream", [False, True])
 def test_offsets_are_lengths_of_the_returned_text(is_stream: bool):
     """Every token alone has another length: bytes of characters, hidden tokens."""
-    serving = StubServing()
+    serving: Any = StubServing()
     tokenizer = serving.tokenizer = Tokenizer.from_folder(bundled_target())
     prompt, text = "Cr\u00e8me \U0001f600 fox", " \u00e9t\u00e9 \U0001f9a9 end"
     prompt_ids = tokenizer.encode(prompt)
