@@ -297,15 +297,15 @@ MUTANTS = [
     mutant(
         "tree_positions_are_those_of_slots",
         "region.make_region",
-        "row_depths(tree)",
+        "jnp.array([tree.depths], jnp.int32)",
         "jnp.arange(count, dtype=jnp.int32)[None]",
         check=check_tree_region,
     ),
     mutant(
         "siblings_are_visible",
         "region.make_region",
-        "None if tree.is_chain else",
-        "None if True else",
+        "if not tree.is_chain:",
+        "if False:",
         check=lambda: check_tree_drafts(SIDE_PATHS),
     ),
     mutant(
@@ -318,7 +318,7 @@ MUTANTS = [
     mutant(
         "paths_are_moved_beyond_their_ends",
         "path.keep_path",
-        "(level <= depth_of(tree, row)[:, None])",
+        "(level <= jnp.asarray(tree.depths)[row][:, None])",
         "(level > 0)",
         check=check_moves,
     ),
