@@ -578,7 +578,7 @@ def test_the_prompts_logprobs_are_written_once(monkeypatch):
             assert told["text_offset"] == list(range(5))
 
     serve_http(ask)
-    assert counts == [3, 2, 2, 2]
+    assert sorted(counts) == [2, 2, 2, 3]
 
 
 def test_short_work_does_not_wait_for_long_work():

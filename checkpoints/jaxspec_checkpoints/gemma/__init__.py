@@ -1,1 +1,1 @@
-"""Gemma 2 and 3: `published` (tensors, sizes), `flax_layout` and `flax_tree` (Kaggle's)."""
+"""Gemma 2 and 3: `published` (tensors, sizes), `flax_layout`, `flax_tree` (Kaggle)."""

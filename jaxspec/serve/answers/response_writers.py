@@ -63,6 +63,7 @@ class Writer(ABC):
             "has_times": asked or settings.enable_per_request_metrics,
         }
         self._is_stream, self._has_ids = body.stream, bool(body.return_token_ids)
+        self._has_prompt_logprobs = getattr(body, "prompt_logprobs", None) is not None
         self.id, self.created = request_id, int(time.time())
 
     def check_size(
@@ -94,11 +95,13 @@ class Writer(ABC):
             longest = min(longest, params.max_tokens or longest)
             size += params.n * (length * of_prompt + longest * of_text)
         if size > MAX_ENTRIES:
+            is_of_prompt = self._has_prompt_logprobs and of_prompt >= of_text
+            name = "prompt_logprobs" if is_of_prompt else "logprobs"
             raise RequestError(
                 f"The answer may have {size} log-probabilities and token ids: n times "
                 f"tokens of prompt and text times logprobs. At most {MAX_ENTRIES} are "
                 "allowed: lower n, max_tokens or logprobs, or send fewer prompts.",
-                parameter="logprobs",
+                parameter=name,
             )
         return size
 
