@@ -21,7 +21,13 @@ from jaxspec.cli.generate import WARM_UP_TOKENS, load_engine
 from jaxspec.cli.terminal import Piece, Printer, pieces_of
 from jaxspec.console.command import FAILED, CommandError, bearer
 from jaxspec.engine.llm_engine import LLMEngine
-from jaxspec.errors import ArgumentError, RequestError, check_integer, check_number
+from jaxspec.errors import (
+    ArgumentError,
+    RequestError,
+    check_integer,
+    check_number,
+    check_utf8,
+)
 from jaxspec.outputs import DRAFTED, RequestOutput
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams
 from jaxspec.serve.answers.usage import request_metrics
@@ -348,6 +354,7 @@ class ChatSession:
         answer, end, reason = "", "broken off", None
         self._printer.begin_line()
         try:
+            check_utf8(RequestError, "the message", question)
             parts = self._backend.answer(messages, self._fields)
             with contextlib.closing(parts):
                 for part in parts:

@@ -105,6 +105,9 @@ def run_command(prog: str, run: Callable[[], int | None]) -> int:
     # A text has characters that a terminal's encoding may lack.
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
+    # As in arguments: `check_utf8` names a byte that is not UTF-8, and no line is lost.
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")
     try:
         return run() or 0
     except (ArgumentError, CheckpointError) as error:

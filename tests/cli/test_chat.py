@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import io
 import os
 import pty
 import re
@@ -20,6 +21,7 @@ import pytest
 from jaxspec.cli import chat
 from jaxspec.cli.chat import ChatSession, Fields, Message, Part, Parts, closing_line
 from jaxspec.cli.terminal import Piece, Printer
+from jaxspec.console.command import run_command
 from jaxspec.errors import ArgumentError, RequestError
 from tests.cli.test_terminal import GREEN, Terminal
 from tests.engine.test_llm_engine import letters, make_fake_engine, said
@@ -137,6 +139,17 @@ def test_failures_and_interrupts_end_an_answer_only(monkeypatch, capsys):
     assert "error: no such thing" in shown.err
     assert "[stopped]" in shown.err
     assert "Ctrl-D or /quit ends." in shown.err
+
+
+def test_a_message_that_is_no_utf8_is_refused_alone(monkeypatch, capsys):
+    typed = io.TextIOWrapper(io.BytesIO(b"caf\xe9\na\n"), encoding="utf-8")
+    monkeypatch.setattr(sys, "stdin", typed)
+    backend = Echo()
+    session = ChatSession(backend, FIELDS, is_terminal=False)
+    assert run_command("chat", session.run) == 0
+    assert [contents(one) for one in backend.asked] == [["a"]]
+    shown = capsys.readouterr().err
+    assert "error: the message must be text that UTF-8 can encode" in shown
 
 
 @pytest.mark.parametrize("line", ["interrupt", KeyboardInterrupt])

@@ -113,18 +113,14 @@ def test_without_a_compiler_xla_serves_and_says_so(tmp_path):
     assert "WARNING" not in done.stderr
 
 
-def test_a_broken_compiler_is_told_and_a_damaged_library_built_anew(tmp_path):
-    code = (
-        "import logging; logging.basicConfig()\n"
-        "from jaxspec_kernels import native; print(native.is_available())"
-    )
-    done = run_in_new_process(code, CXX="false", JAXSPEC_NATIVE=str(tmp_path))
-    assert done.stdout == "False\n"
-    assert "fails" in done.stderr
-    assert not list(tmp_path.iterdir())
-    # One that only links, and takes what has been built already: building takes long.
-    built = native._load(native.cache_folder(os.environ[native.VARIABLE]))._name
-    quick = tmp_path / "c++"
+def quick_compiler(folder: Path) -> tuple[str, str]:
+    """Make a compiler that links the library which is there: building takes long.
+
+    Returns:
+        Its path, and the library's.
+    """
+    built = native._load(os.environ[native.VARIABLE])._name
+    quick = folder / "c++"
     quick.write_text(
         "#!/bin/sh\n"
         'case "$*" in *-shared*)\n'
@@ -133,14 +129,70 @@ def test_a_broken_compiler_is_told_and_a_damaged_library_built_anew(tmp_path):
         "esac\n"
     )
     quick.chmod(0o755)
-    folder = tmp_path / "kept"
-    folder.mkdir()
-    path = folder / f"native-{native._digest(str(quick))}.so"
-    path.write_bytes(b"not a library")
-    done = run_in_new_process(code, CXX=str(quick), JAXSPEC_NATIVE=str(folder))
-    assert done.stdout == "True\n"
-    assert list(folder.iterdir()) == [path]
-    assert path.stat().st_size > 10_000
+    return str(quick), built
+
+
+def test_a_broken_compiler_is_reported(tmp_path):
+    code = (
+        "import logging; logging.basicConfig()\n"
+        "from jaxspec_kernels import native; print(native.is_available())"
+    )
+    done = run_in_new_process(code, CXX="false", JAXSPEC_NATIVE=str(tmp_path))
+    assert done.stdout == "False\n"
+    assert "fails" in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_damaged_library_is_built_again(tmp_path, monkeypatch, caplog):
+    quick, built = quick_compiler(tmp_path)
+    monkeypatch.setattr(native, "_compiler", lambda: quick)
+    folder, whole = tmp_path / "kept", Path(built).read_bytes()
+    native._load(str(folder))
+    (path,) = folder.iterdir()
+    assert path.read_bytes() == whole and not caplog.records
+    middle = len(whole) // 2
+    # The loader takes both: the first ends the process when it is read past its end.
+    for damaged in (whole[:middle], whole[:middle] + bytes(64) + whole[middle + 64 :]):
+        path.unlink()
+        path.write_bytes(damaged)
+        # A process of its own, which the old file may end.
+        done = run_in_new_process(
+            "import logging; logging.basicConfig()\n"
+            "from jaxspec_kernels import native; print(native.is_available())",
+            CXX=quick,
+            JAXSPEC_NATIVE=str(folder),
+        )
+        assert done.stdout == "True\n"
+        assert done.stderr.count("is damaged, and is built again") == 1
+        assert list(folder.iterdir()) == [path]
+        assert path.read_bytes() == whole
+
+
+@pytest.mark.parametrize("obstacle", ["no folder", "full disk", "no home"])
+def test_a_library_that_cannot_be_kept_is_loaded(
+    tmp_path, monkeypatch, caplog, obstacle
+):
+    quick, _ = quick_compiler(tmp_path)
+    monkeypatch.setattr(native, "_compiler", lambda: quick)
+    given = tmp_path / "kept"
+
+    def fail(*_: object) -> None:
+        raise (RuntimeError if obstacle == "no home" else OSError)(obstacle)
+
+    match obstacle:
+        case "no folder":
+            given.touch()
+        case "full disk":
+            monkeypatch.setattr(os, "fsync", fail)
+        case _:
+            given = native.ON
+            monkeypatch.delenv("XDG_CACHE_HOME")
+            monkeypatch.setattr(Path, "home", fail)
+    library = native._load(str(given))
+    assert hasattr(library, native.TARGETS[0])
+    (record,) = caplog.records
+    assert "cannot be kept" in record.message and native.VARIABLE in record.message
+    assert obstacle != "full disk" or not list(given.iterdir())
 
 
 @pytest.mark.parametrize(
@@ -164,8 +216,7 @@ def test_compilers_are_told_of_the_processor_in_their_words(
 
     monkeypatch.setattr(platform, "machine", lambda: machine)
     monkeypatch.setattr(subprocess, "run", take)
-    path = tmp_path / "native.so"
-    native._build("c++", path)
+    path = native._build("c++", tmp_path)
     assert path.is_file() and list(tmp_path.iterdir()) == [path]
     *compiles, link = commands
     assert {command[-1] for command in compiles} == {
@@ -197,7 +248,7 @@ def test_a_library_is_for_one_kind_of_processor(monkeypatch):
 @pytest.mark.skipif(shutil.which("nm") is None, reason="no nm here")
 def test_nothing_is_left_to_be_found_when_a_library_is_loaded():
     """Else Apple's linker, which wants all symbols, would refuse it."""
-    library = native._load(native.cache_folder(os.environ[native.VARIABLE]))._name
+    library = native._load(os.environ[native.VARIABLE])._name
     command = ["nm", "-D", "--undefined-only", library]
     told = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     # "U name@VERSION" of the system's libraries, and "w", which may be absent.

@@ -4,7 +4,9 @@ XLA:CPU copies a matrix into another order on every call, cannot multiply float3
 with weights that are kept as bfloat16, and runs attention as hundreds of small loops.
 The sources in this folder do what is left to do, for the processor at hand: a compiler
 of the machine makes a library of them at the first use (some seconds), kept for later
-ones. Where there is no compiler, XLA's own operations serve, and the log says so.
+ones. A kept library is named after its content, and a damaged one is built again. Where
+the folder cannot be written, each process builds its own. Where there is no compiler,
+XLA's own operations serve, and the log says so.
 
 Which instructions they are made of is decided when they are built, not when they run:
 those of the processor at hand (AVX-512, AVX2 or SSE on x86-64; NEON on ARM). A folder
@@ -40,6 +42,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import uuid
 from importlib import metadata
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
@@ -94,7 +97,7 @@ def is_available() -> bool:
 def _is_registered(given: str) -> bool:
     """Have XLA know the operations; False, and a line in the log, where that fails."""
     try:
-        library = _load(cache_folder(given))
+        library = _load(given)
         for name in TARGETS:
             capsule = jax.ffi.pycapsule(getattr(library, name))
             jax.ffi.register_ffi_target(name, capsule, platform="cpu")
@@ -125,39 +128,91 @@ def digest() -> str:
     return _digest(_compiler()) if is_available() else ""
 
 
-def _load(folder: Path) -> ctypes.CDLL:
-    """The library for this machine, built if it is not there or cannot be loaded.
+def _load(given: str) -> ctypes.CDLL:
+    """Load the library for this machine; build it where there is no whole one.
+
+    Args:
+        given: As `cache_folder` takes it.
 
     Raises:
-        OSError: Nothing can be written where libraries are kept.
+        OSError: The library can neither be built nor loaded.
         RuntimeError: There is no compiler, or it fails.
     """
     compiler = _compiler()
-    path = folder / f"native-{_digest(compiler)}.so"
-    if path.is_file():
+    name = f"native-{_digest(compiler)}"
+    for path in _kept_libraries(given, name):
         try:
-            return ctypes.CDLL(str(path))
+            # A damaged library can end the process when it is loaded.
+            if path.name == _whole_name(name, path.read_bytes()):
+                return ctypes.CDLL(str(path))
+            _log.warning("%s is damaged, and is built again", path)
+            path.unlink()
         except OSError as cause:
             _log.info("Building native operations anew: %s", cause)
-    _build(compiler, path)
-    return ctypes.CDLL(str(path))
+    with tempfile.TemporaryDirectory(prefix="jaxspec-native-") as folder:
+        made = _build(compiler, Path(folder))
+        try:
+            path = _keep(made, cache_folder(given), name)
+        # A RuntimeError: the user has no home directory.
+        except (OSError, RuntimeError) as cause:
+            _log.warning(
+                "Native operations cannot be kept, and are built again at every start: "
+                "%s. Set %s to a folder that can be written",
+                cause,
+                VARIABLE,
+            )
+            path = made
+        return ctypes.CDLL(str(path))  # the file may be removed once it is loaded
 
 
-def _build(compiler: str, path: Path) -> None:
-    """Put a library in its place once it is whole: others may build it as well."""
+def _kept_libraries(given: str, name: str) -> list[Path]:
+    try:
+        return sorted(cache_folder(given).glob(f"{name}-*.so"))
+    except (OSError, RuntimeError):  # `_keep` meets the same, and it is logged
+        return []
+
+
+def _whole_name(name: str, content: bytes) -> str:
+    """Name a library after its content, so that damage is seen."""
+    return f"{name}-{hashlib.sha256(content).hexdigest()}.so"
+
+
+def _build(compiler: str, folder: Path) -> Path:
+    """Compile the sources in a private folder; returns the library's path."""
     _log.info("Building native operations with %s (once)", compiler)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        made, sources = Path(folder) / path.name, _sources()
-        objects = [str(Path(folder) / f"{source.stem}.o") for source in sources]
-        with ThreadPool(len(sources)) as pool:  # each in a process of its own
-            commands = [
-                ["-c", f"-I{jax.ffi.include_dir()}", "-o", to, str(source)]
-                for to, source in zip(objects, sources, strict=True)
-            ]
-            pool.map(functools.partial(_run, compiler), commands)
-        _run(compiler, ["-shared", "-o", str(made), *objects])
-        os.replace(made, path)
+    made, sources = folder / "native.so", _sources()
+    objects = [str(folder / f"{source.stem}.o") for source in sources]
+    with ThreadPool(len(sources)) as pool:  # each in a process of its own
+        commands = [
+            ["-c", f"-I{jax.ffi.include_dir()}", "-o", to, str(source)]
+            for to, source in zip(objects, sources, strict=True)
+        ]
+        pool.map(functools.partial(_run, compiler), commands)
+    _run(compiler, ["-shared", "-o", str(made), *objects])
+    return made
+
+
+def _keep(made: Path, folder: Path, name: str) -> Path:
+    """Copy a library to where later processes find it, whole; returns its new path.
+
+    Raises:
+        OSError: The folder cannot be written, or its disk is full.
+    """
+    content = made.read_bytes()
+    path = folder / _whole_name(name, content)
+    folder.mkdir(parents=True, exist_ok=True)
+    # Other processes may write the same library at once.
+    partial = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
+    try:
+        with partial.open("xb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+    return path
 
 
 def _run(compiler: str, arguments: list[str]) -> None:
