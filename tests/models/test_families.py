@@ -16,9 +16,11 @@ from jaxspec.models.families import (
     config_from_folder,
     config_from_hf,
     family_of,
+    layouts,
 )
 from jaxspec.models.network import functions_of
 from jaxspec_checkpoints import Sizes
+from jaxspec_checkpoints.reading import LAYOUTS
 from tests.engines import QuickGreedyRunner
 from tests.models import llama
 from tests.oracles import make_gemma3
@@ -144,6 +146,11 @@ def test_without_an_entry_there_is_no_such_family(tmp_path):
 
 
 @pytest.mark.usefixtures("has_llama")
+def test_tools_for_checkpoints_read_every_family():
+    """They stand alone, and have a list of their own."""
+    assert layouts() == LAYOUTS
+
+
 def test_an_unknown_family_is_told_all_that_there_are():
     expected = "'gemma3', 'llama', the architectures of this engine, got 'x'"
     with pytest.raises(ConfigError, match=expected):
