@@ -5,6 +5,7 @@ how: it is given a function that makes one. XLA compiles without Python's
 lock, so the engine goes on meanwhile with the programs that it has.
 """
 
+import ctypes
 import logging
 import sys
 import threading
@@ -152,6 +153,7 @@ class Compiler:
             self._later.clear()
             self.failures.clear()
             self.version += 1
+        _trim_memory()
 
     def stop(self) -> None:
         """Make no more than what has been begun, which may fail unnoticed from now."""
@@ -241,12 +243,26 @@ class Compiler:
             self._making.discard(shape)
             self.current = None
             self.version += 1
+            is_last = not (self._making or self._urgent or self._later)
             self._lock.notify_all()
+        if is_last:
+            _trim_memory()
 
     def _announce(self, what: str) -> None:
         announce = self.announce  # another thread may set it to None meanwhile
         if announce is not None:
             announce(what)
+
+
+def _trim_memory() -> None:
+    """Give the system back what compiling has freed, where the C library can.
+
+    glibc keeps it otherwise: 208 of 987 MB in a server of the bundled pair.
+    """
+    if sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc alone has it
+        if trim is not None:
+            trim(ctypes.c_size_t(0))
 
 
 @contextmanager

@@ -672,16 +672,17 @@ class LLMEngine:
 
     @exclusive
     def shutdown(self) -> None:
-        """End all requests, wait for the device and free its memory.
+        """End all requests, wait for the device, free its memory and all programs.
 
-        The engine sleeps then: `wake_up` reads the weights again. Of several hosts the
-        processes end.
+        The engine sleeps then: `wake_up` reads the weights again, and programs are made
+        again when they are needed. Of several hosts the processes end.
         """
         self.runner.compiler.stop()
         self.abort_request(self.output_processor.callers_of(self.output_processor))
         self._drain()
         self.reset_prefix_cache()
         self._sleep.begin(2)
+        self.runner.compiler.clear()
         self._close_publisher()
         self.runner.leave()
 

@@ -1,11 +1,14 @@
 """Programs are made beside whoever uses them: in order, once, and never in the way."""
 
+import ctypes
+import platform
 import threading
 import time
 from typing import Any
 
 import pytest
 
+from jaxspec.engine import compiler as compiling
 from jaxspec.engine.compiler import Compiler
 from jaxspec.program.plan import StepShape
 
@@ -130,6 +133,37 @@ def test_programs_of_before_are_not_kept_after_a_clear():
     assert SHAPES[0] not in compiler
     assert compiler.get(SHAPES[0]) == "program 1"  # made anew
     assert maker.made == [SHAPES[0]] * 2
+
+
+def test_memory_is_trimmed_after_each_batch_of_programs(monkeypatch):
+    trimmed: list[int] = []
+    maker = Maker()
+    monkeypatch.setattr(
+        compiling, "_trim_memory", lambda: trimmed.append(len(maker.made))
+    )
+    compiler = Compiler(maker)
+    maker.let_all()
+    compiler.get(SHAPES[3])
+    assert trimmed == [1]
+    compiler.prepare(SHAPES[:3])
+    wait_until(lambda: compiler._thread is None)
+    assert trimmed == [1, 4], "once for all three"
+    compiler.clear()
+    assert trimmed == [1, 4, 4]
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="malloc_trim is glibc's")
+def test_trimming_asks_the_c_library_for_all_of_it(monkeypatch):
+    asked: list[int] = []
+
+    class Library:
+        def malloc_trim(self, pad: ctypes.c_size_t) -> int:
+            asked.append(pad.value)
+            return 1
+
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: Library())
+    compiling._trim_memory()
+    assert asked == [0]
 
 
 def test_what_failed_after_a_clear_is_nobodys_failure():

@@ -1,7 +1,9 @@
 """The device side: kept executables, one launch and one copy each way a round."""
 
 import dataclasses
+import gc
 import logging
+import weakref
 from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -206,6 +208,18 @@ def test_pages_are_not_there_twice_after_an_interrupt():
     runner.launch(StepPlan(), shape)
     assert all(one.is_deleted() for one in pages)
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(runner.state))
+
+
+def test_a_shutdown_releases_the_compiled_programs():
+    engine = make_engine(make_micro())
+    engine.runner.cache = ProgramCache(None)
+    shape = StepShape(num_seqs=1, num_draft_tokens=0, chunk=0)
+    program = weakref.ref(engine.runner.executable(shape))
+    gc.collect()
+    assert program() is not None
+    engine.shutdown()
+    gc.collect()
+    assert program() is None
 
 
 def test_pages_have_the_pools_shape_and_the_weights_type():

@@ -174,25 +174,26 @@ def test_a_library_that_cannot_be_kept_is_loaded(
 ):
     quick, _ = quick_compiler(tmp_path)
     monkeypatch.setattr(native, "_compiler", lambda: quick)
-    given = tmp_path / "kept"
+    folder = tmp_path / "kept"
+    given = str(folder)
 
     def fail(*_: object) -> None:
         raise (RuntimeError if obstacle == "no home" else OSError)(obstacle)
 
     match obstacle:
         case "no folder":
-            given.touch()
+            folder.touch()
         case "full disk":
             monkeypatch.setattr(os, "fsync", fail)
         case _:
             given = native.ON
             monkeypatch.delenv("XDG_CACHE_HOME")
             monkeypatch.setattr(Path, "home", fail)
-    library = native._load(str(given))
+    library = native._load(given)
     assert hasattr(library, native.TARGETS[0])
     (record,) = caplog.records
     assert "cannot be kept" in record.message and native.VARIABLE in record.message
-    assert obstacle != "full disk" or not list(given.iterdir())
+    assert obstacle != "full disk" or not list(folder.iterdir())
 
 
 @pytest.mark.parametrize(
