@@ -148,7 +148,8 @@ def test_without_an_entry_there_is_no_such_family(tmp_path):
 @pytest.mark.usefixtures("has_llama")
 def test_tools_for_checkpoints_read_every_family():
     """They stand alone, and have a list of their own."""
-    assert layouts() == LAYOUTS
+    own = {name: one for name, one in layouts().items() if name != "llama"}
+    assert own == LAYOUTS
 
 
 def test_an_unknown_family_is_told_all_that_there_are():
