@@ -358,7 +358,9 @@ class Scheduler:
 
     def _are_streaming(self) -> bool:
         """Whether a streaming request decodes now, without awaiting the draft model."""
-        rows = np.flatnonzero(self.rows.is_decoding & self.rows.is_streamed)
+        # A held row waits for its mask anyway: prompts may go on meanwhile.
+        is_waiting = self.rows.is_streamed & ~self.rows.is_held
+        rows = np.flatnonzero(self.rows.is_decoding & is_waiting)
         if not self._can_wait:
             return len(rows) > 0
         return not bool(self.rows.awaits_draft(rows).all())
