@@ -1,7 +1,7 @@
 """Draft prefill: launches that give the draft model the keys and values it lacks.
 
 The draft model reads prompts after the target has, so that first tokens do not wait for
-it, and what was decoded without drafts. Owns whose turn it is; knows no texts.
+it, and tokens decoded without drafts. Decides when such a launch runs.
 """
 
 import math

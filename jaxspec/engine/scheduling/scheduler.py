@@ -358,7 +358,7 @@ class Scheduler:
 
     def _are_streaming(self) -> bool:
         """Whether a streaming request decodes now, without awaiting the draft model."""
-        # A held row waits for its mask anyway: prompts may go on meanwhile.
+        # A held row waits for its mask anyway: prompts may be processed meanwhile.
         is_waiting = self.rows.is_streamed & ~self.rows.is_held
         rows = np.flatnonzero(self.rows.is_decoding & is_waiting)
         if not self._can_wait:
@@ -837,7 +837,7 @@ def make_acceptance(config: EngineConfig, policy: SpeculationPolicy) -> Acceptan
 def make_lookups(
     config: EngineConfig, policy: SpeculationPolicy
 ) -> LookupEstimator | None:
-    """Return what follows texts; None where they do not tell what is accepted."""
+    """Return the lookup estimator; None where the text does not show acceptance."""
     speculative = config.speculative
     if speculative is None or not policy.can_follow_lookups:
         return None

@@ -59,7 +59,7 @@ class AcceptanceRates:
         """Start a request in a row: forget the rates of the request before it.
 
         Args:
-            is_typical: Its rates tell something about other requests.
+            is_typical: Its rates are representative of other requests.
         """
         self._reached[row] = self._accepted[row] = self._run[row] = 0
         self._kind[row], self._is_typical[row] = kind, is_typical

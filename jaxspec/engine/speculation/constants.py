@@ -16,7 +16,7 @@ class PolicyConstants:
         idle_look_rounds: The same without drafts: a plain round takes 650 microseconds
             and a choice would be 10 % of it.
         explore_rounds: Rounds in which another choice is measured. The first one or two
-            still run what was planned before, and the next is no typical time.
+            still run the previous plan, and the time of the next is not typical.
         max_loss: Share of the device's time that drafts may lose against decoding
             without them, and that explorations may take.
         loss_rounds: Plain rounds that drafts may lose in a row beyond that share before

@@ -33,7 +33,7 @@ class LossBudget:
         return self._balance_s >= price_s
 
     def pay(self, price_s: float) -> None:
-        """Pay for an exploration; what is left lapses, so that they do not bunch."""
+        """Pay for an exploration; the rest of the balance lapses."""
         self._balance_s = min(self._balance_s - price_s, 0.0)
 
     def add(self, won_s: float, plain_s: float) -> None:

@@ -12,8 +12,8 @@ must promise `hysteresis` more than the present choice.
 
 Estimates can be wrong or old. When a `LossBudget` can pay, the alternative that ran
 least recently is run for a few rounds: plain decoding, the largest K, the other draft
-shape; while nothing is drafted, and nothing else tells what drafts would bring, a few
-drafts. The same budget stops drafts that lose against plain decoding.
+shape; with K = 0, a few drafts, where acceptance cannot be estimated otherwise. The
+same budget stops drafts that lose against plain decoding.
 
 Whatever is chosen, the text is the target's. Greedy and seeded text does not depend on
 K, and a choice depends on tokens that were read before the round draws anything.
@@ -122,8 +122,8 @@ class RoundEstimates:
 def best_choice(estimates: RoundEstimates, current: Choice) -> Choice:
     """Return the choice of the most expected tokens per second.
 
-    The current one stays unless another promises `hysteresis` more. With side branches
-    and as many drafts as configured where a time is unknown.
+    The current one is kept unless another promises `hysteresis` more. If a time is
+    unknown: the configured K, with side branches.
     """
     if not estimates.are_times_known:
         most = len(estimates.seconds) - 1
@@ -187,7 +187,7 @@ class SpeculationPolicy:
         if self.speculative is not None and not self.is_stopped:
             self.stop_reason = reason
             self.choice, self._explored = replace(self.choice, num_drafts=0), None
-            _log.error("Going on without speculation: %s", reason)
+            _log.error("Speculation is disabled: %s", reason)
 
     def limit(self, num_running: int) -> int:
         """Return the most drafts per sequence with so many requests; 0 is off."""
@@ -200,7 +200,7 @@ class SpeculationPolicy:
 
     @property
     def can_follow_lookups(self) -> bool:
-        """Whether the text alone tells which drafts would have been accepted."""
+        """Whether the text alone shows which drafts would have been accepted."""
         if not self.is_adaptive or self.speculative is None:
             return False
         is_verified = self.speculative.rejection_sample_method != SYNTHETIC
@@ -311,7 +311,7 @@ class SpeculationPolicy:
         self._rounds_left = 0
 
     def end_exploration(self) -> None:
-        """Stop measuring an alternative: prompts come in between."""
+        """Stop measuring an alternative: prompts interrupt it."""
         self._explored, self._explore_left = None, 0
 
     def can_probe(self) -> bool:
@@ -328,7 +328,7 @@ class SpeculationPolicy:
         """Record the time of a draft prefill launch.
 
         Args:
-            is_probe: Nothing was drafted: it told what drafts would bring.
+            is_probe: It only measured acceptance probabilities; K was 0.
         """
         self.lost_s += seconds
         if is_probe:
