@@ -114,7 +114,12 @@ class Compiler:
             if shape in self._programs:
                 return self._programs[shape]
             self._making.add(shape)
-        return self._made(shape)
+            generation = self._generation
+        try:
+            return self._made(shape, generation)
+        except BaseException:
+            self._leave(shape)
+            raise
 
     def wait(self, timeout_s: float) -> None:
         """Return when something has been made, or has failed, or after a time."""
@@ -198,16 +203,9 @@ class Compiler:
                 self._making.add(shape)
                 generation = self._generation
             try:
-                self._made(shape)
+                self._made(shape, generation)
             except Exception as error:  # noqa: BLE001 - `check` raises it
-                with self._lock:
-                    # A program that was begun before `stop` or `clear` is not wanted,
-                    # and the arrays that it is made for may be gone.
-                    if generation == self._generation and not self._is_stopped:
-                        _log.exception("A program could not be made: %s", shape)
-                        self.failures[shape] = error
-                    self.version += 1
-                    self._lock.notify_all()
+                self._leave(shape, generation, error)
 
     def _next(self) -> StepShape | None:
         for line, index in ((self._urgent, -1), (self._later, 0)):
@@ -217,16 +215,12 @@ class Compiler:
                     return shape
         return None
 
-    def _made(self, shape: StepShape) -> Any:
+    def _made(self, shape: StepShape, generation: int) -> Any:
         """Make one that this thread has put among those being made."""
-        start, generation = time.monotonic(), self._generation
+        start = time.monotonic()
         self.current = shape
         self._announce(f"Compiling {shape.name}")
-        try:
-            program = self._make(shape)
-        except BaseException:
-            self._leave(shape)
-            raise
+        program = self._make(shape)
         took_s = time.monotonic() - start
         with self._lock:
             self.num_made += 1
@@ -238,9 +232,19 @@ class Compiler:
         _log.info("%s is ready after %.1f s", shape.name, took_s)
         return program
 
-    def _leave(self, shape: StepShape) -> None:
+    def _leave(
+        self, shape: StepShape, generation: int = 0, error: Exception | None = None
+    ) -> None:
+        """Remove it from those being made, and record its error in the same step.
+
+        The error of a program begun before `stop` or `clear` is dropped: the program
+        is not wanted any more, and the arrays it is made for may be deleted.
+        """
         with self._lock:
             self._making.discard(shape)
+            if error and generation == self._generation and not self._is_stopped:
+                _log.error("Could not compile %s", shape.name, exc_info=error)
+                self.failures[shape] = error
             self.current = None
             self.version += 1
             is_last = not (self._making or self._urgent or self._later)

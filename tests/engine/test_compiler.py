@@ -187,6 +187,24 @@ def test_what_failed_after_a_clear_is_nobodys_failure():
         compiler.check()
 
 
+def test_a_failure_is_recorded_before_nothing_is_wanted(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """Otherwise `wait_for_all` could return without raising it."""
+    seen: list[list[StepShape]] = []
+    monkeypatch.setattr(
+        compiling, "_trim_memory", lambda: seen.append(list(compiler.failures))
+    )
+
+    def fail(shape: StepShape) -> Any:
+        raise RuntimeError("out of luck")
+
+    compiler = Compiler(fail)
+    compiler.request(SHAPES[0])
+    wait_until(lambda: bool(seen))
+    assert seen == [[SHAPES[0]]]
+
+
 def test_nothing_is_begun_after_a_stop():
     maker = Maker()
     compiler = Compiler(maker)

@@ -131,10 +131,11 @@ def test_requests_that_take_too_long_are_cut_short():
 
 
 @pytest.mark.parametrize(
-    ("timeout_s", "status", "length"), [(30, "incomplete", 90), (0, "failed", None)]
+    ("timeout_s", "delay_s", "status", "length"),
+    [(30, 0.02, "incomplete", 90), (0, 0.2, "failed", None)],
 )
 def test_responses_in_the_background_end_before_the_server(
-    timeout_s: int, status: str, length: int | None, tmp_path: Path
+    timeout_s: int, delay_s: float, status: str, length: int | None, tmp_path: Path
 ):
     path, told = tmp_path / "responses", dict[str, Any]()
 
@@ -144,7 +145,7 @@ def test_responses_in_the_background_end_before_the_server(
         os.kill(os.getpid(), signal.SIGTERM)
 
     flags = ["--response-store", str(path)]
-    assert served(ask, timeout_s=timeout_s, delay_s=0.02, flags=flags) == 0
+    assert served(ask, timeout_s=timeout_s, delay_s=delay_s, flags=flags) == 0
     response = ResponseStore(str(path), 2**20).get(told["id"]).response
     assert response["status"] == status
     text = response["output"][0]["content"][0]["text"]
