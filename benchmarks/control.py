@@ -54,11 +54,11 @@ from benchmarks.measure import decode
 from jaxspec.bench.data import BUNDLED, read_prompts
 from jaxspec.bench.measure import Batch, run_batch
 from jaxspec.bench.report import header, write_whole
+from jaxspec.config.speculation import ADAPTIVE, FIXED
 from jaxspec.engine.arg_utils import EngineArgs
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.engine.scheduling.batch import Launch
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams
-from jaxspec.settings.speculation import ADAPTIVE, FIXED
 
 PARTS = ("cells", "step", "ramp", "free", "foreign")
 RESULT = Path(__file__).with_name("results") / "control-cpu.json"

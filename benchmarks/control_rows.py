@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxspec.bench.report import spread, table
-from jaxspec.settings.speculation import ADAPTIVE
+from jaxspec.config.speculation import ADAPTIVE
 
 # Engines without drafts: one, and another that is made like it.
 PLAIN, ALIKE = "plain", "alike"

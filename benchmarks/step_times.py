@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 
 from benchmarks.kernels.clock import Spread
 from jaxspec.bench.parts import accept_part, verify_part
-from jaxspec.config import ModelConfig
+from jaxspec.config.engine import ModelConfig
 from jaxspec.engine.runner import device_forms
 from jaxspec.models.params import Params
 from jaxspec.models.weights import abstract_params, random_params

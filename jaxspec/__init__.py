@@ -9,8 +9,7 @@ Reading order, from a user's call down to the device:
 2. `jaxspec.sampling_params`, `jaxspec.inputs`, `jaxspec.outputs`, `jaxspec.logprobs`,
    `jaxspec.metrics`: what goes in and out. `jaxspec.errors`: what is refused.
 3. `jaxspec.text`: the way between text and tokens, and the turns of a chat.
-4. `jaxspec.engine.arg_utils` and `jaxspec.config`: arguments become one configuration,
-   of which `jaxspec.settings` are parts, with `jaxspec.token_tree`;
+4. `jaxspec.engine.arg_utils` and `jaxspec.config`: arguments become one configuration;
    `jaxspec.engine.memory` says what fits, `jaxspec.engine.loader` makes an engine.
 5. `jaxspec.engine.llm_engine`: add a request, step, collect outputs;
    `jaxspec.engine.async_llm_engine` does so for event loops, in a thread.

@@ -12,6 +12,10 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, no_type_check
 
+from jaxspec.config.structured_outputs import (
+    StructuredOutputsParams as StructuredOutputsParams,
+)
+from jaxspec.config.structured_outputs import check_structured_outputs
 from jaxspec.errors import (
     RequestError,
     check_flag,
@@ -23,10 +27,6 @@ from jaxspec.errors import (
     nearest,
     wrong_argument,
 )
-from jaxspec.settings.structured_outputs import (
-    StructuredOutputsParams as StructuredOutputsParams,
-)
-from jaxspec.settings.structured_outputs import check_structured_outputs
 
 # Below this a temperature counts as zero: the most likely token is taken.
 GREEDY_TEMPERATURE = 1e-5

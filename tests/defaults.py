@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from jaxspec.config import EngineConfig
+from jaxspec.config.engine import EngineConfig
 from jaxspec.engine.arg_utils import EngineArgs
 
 _REQUIRED = {

@@ -11,7 +11,8 @@ import pytest
 import torch
 from jax.sharding import Mesh
 
-from jaxspec.config import EngineConfig, SpeculativeConfig
+from jaxspec.config.engine import EngineConfig, SpeculativeConfig
+from jaxspec.config.speculation import FIXED, SUFFIX_DEFAULTS
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.engine.program_cache import ProgramCache
 from jaxspec.engine.runner import Runner, build_mesh
@@ -22,7 +23,6 @@ from jaxspec.outputs import RequestOutput
 from jaxspec.program.plan import StepPlan, StepShape
 from jaxspec.program.wire import CaughtUp, StepResult
 from jaxspec.sampling_params import SamplingParams
-from jaxspec.settings.speculation import FIXED, SUFFIX_DEFAULTS
 from jaxspec.sharding import DRAFT_MESH_AXES, TARGET_MESH_AXES
 from jaxspec.text.tokenizer import PlainTexts, Tokenizer
 from jaxspec_checkpoints.quantization import Scheme

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxspec.config import EngineConfig
+from jaxspec.config.engine import EngineConfig
 from jaxspec.engine.compiler import Compiler
 from jaxspec.engine.runner import Runner
 from jaxspec.program.plan import (

@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxspec.config import EngineConfig, SpeculativeConfig
+from jaxspec.config.engine import EngineConfig, SpeculativeConfig
+from jaxspec.config.speculation import FIXED
 from jaxspec.engine.scheduling.batch import Launch
 from jaxspec.engine.scheduling.request import Request
 from jaxspec.engine.scheduling.scheduler import Scheduler
@@ -15,7 +16,6 @@ from jaxspec.engine.speculation.policy import SpeculationPolicy
 from jaxspec.outputs import RequestStateStats
 from jaxspec.program.plan import TILE, PoolShape, StepShape
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams
-from jaxspec.settings.speculation import FIXED
 from tests.defaults import DEFAULTS
 from tests.engines import MICRO
 from tests.fake_device import FakeDevice, random_truth, reference_tokens

@@ -15,7 +15,7 @@ from transformers import (
     Gemma3TextConfig,
 )
 
-from jaxspec.config import ModelConfig
+from jaxspec.config.engine import ModelConfig
 from jaxspec.models.backend import Backend
 from jaxspec.models.batch import Region, TokenBatch
 from jaxspec.models.families import config_from_hf

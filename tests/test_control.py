@@ -21,7 +21,7 @@ from benchmarks.control_rows import (
     speed_table,
     step_table,
 )
-from jaxspec.settings.speculation import ADAPTIVE
+from jaxspec.config.speculation import ADAPTIVE
 
 SPEEDS = {
     "plain": [100.0, 50.0, 100.0],

@@ -77,8 +77,8 @@ TESTED_ELSEWHERE: dict[str, tuple[str, str]] = {
         "tests/test_public_names.py",
         "what it owns is the list of public names",
     ),
-    "jaxspec/settings/model_config.py": (
-        "tests/test_config.py",
+    "jaxspec/config/model.py": (
+        "tests/config/test_engine.py",
         "a part of the engine's config, which re-exports it",
     ),
     "jaxspec/lora/request.py": (
@@ -93,8 +93,8 @@ TESTED_ELSEWHERE: dict[str, tuple[str, str]] = {
         "tests/serve/test_generation.py",
         "every request goes through it",
     ),
-    "jaxspec/serve/answers/response_writers.py": (
-        "tests/serve/answers/test_completions.py",
+    "jaxspec/serve/responses/response_writers.py": (
+        "tests/serve/responses/test_completions.py",
         "what completions and chats share",
     ),
     "jaxspec/utils/__init__.py": (

@@ -8,7 +8,7 @@ import pytest
 import jaxspec.engine.llm_engine
 import jaxspec.llm
 import jaxspec_checkpoints
-from jaxspec.config import EngineConfig
+from jaxspec.config.engine import EngineConfig
 from jaxspec.engine.arg_utils import EngineArgs
 from jaxspec.engine.engine_lock import EngineLock
 from jaxspec.engine.input_processor import Prepared

@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[1] / "jaxspec"
 FOLDERS = (
     ". bench bench/figures bench/online cli console engine engine/memory "
     "engine/scheduling engine/speculation models models/gemma models/heads program "
-    "serve serve/answers serve/bodies settings text train"
+    "serve serve/requests serve/responses config text train"
 ).split()
 
 

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from jaxspec.config.structured_outputs import StructuredOutputsParams
 from jaxspec.errors import RequestError
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams
-from jaxspec.settings.structured_outputs import StructuredOutputsParams
 
 # vLLM's fields and defaults, written down from the reference, not from the class.
 VLLM_DEFAULTS = {

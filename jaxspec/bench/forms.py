@@ -28,17 +28,17 @@ from jaxspec.bench.summary import (
     speed_ups,
     summarise,
 )
-from jaxspec.config import EngineConfig
-from jaxspec.errors import ConfigError, check_integer, wrong_argument
-from jaxspec.program.tree import template_of
-from jaxspec.settings.speculation import SpeculativeConfig
-from jaxspec.token_tree import (
+from jaxspec.config.engine import EngineConfig
+from jaxspec.config.speculation import SpeculativeConfig
+from jaxspec.config.token_tree import (
     MAX_NODES,
     Hits,
     RoundCost,
     best_tree,
     read_paths,
 )
+from jaxspec.errors import ConfigError, check_integer, wrong_argument
+from jaxspec.program.tree import template_of
 
 FLAG = "--forms"
 CHAIN, LEAVES, BEST, TREE = "chain", "leaves", "best", "tree"

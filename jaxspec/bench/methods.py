@@ -16,6 +16,15 @@ from jaxspec.bench import forms
 from jaxspec.bench.forms import Cell, Form, Found
 from jaxspec.bench.offline import Offline, open_offline, sweep_of
 from jaxspec.bench.report import milliseconds, table, write
+from jaxspec.config.speculation import (
+    DEFAULT_DRAFT_TOKENS,
+    DRAFT_MODEL,
+    NGRAM,
+    NGRAM_AND_MODEL,
+    PARD,
+    SUFFIX,
+    SUFFIX_AND_MODEL,
+)
 from jaxspec.engine.model_folders import (
     BUNDLED_HEADS,
     BUNDLED_TARGET,
@@ -29,15 +38,6 @@ from jaxspec.errors import ConfigError, check_integer, wrong_argument
 from jaxspec.models.families import config_from_folder
 from jaxspec.models.heads.config import read_dummy
 from jaxspec.serve.flags import engine_args
-from jaxspec.settings.speculation import (
-    DEFAULT_DRAFT_TOKENS,
-    DRAFT_MODEL,
-    NGRAM,
-    NGRAM_AND_MODEL,
-    PARD,
-    SUFFIX,
-    SUFFIX_AND_MODEL,
-)
 from jaxspec_checkpoints import read_config
 from jaxspec_checkpoints.heads import KINDS, kind_of_head
 

@@ -19,7 +19,7 @@ from jaxspec.bench.measure import Batch, Bench
 from jaxspec.bench.parts import Parts, cost_ratio, measure_parts
 from jaxspec.bench.plot import check_plot
 from jaxspec.bench.report import check_writable, forced_line, header
-from jaxspec.config import EngineConfig
+from jaxspec.config.engine import EngineConfig
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.engine.loader import read_tokenizer
 from jaxspec.errors import (

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from jaxspec.bench.measure import Batch
-from jaxspec.config import kv_widths
+from jaxspec.config.engine import kv_widths
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.errors import UnsupportedError
 from jaxspec.jax_settings import own_settings

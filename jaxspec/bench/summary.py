@@ -9,8 +9,8 @@ from jaxspec.bench.measure import Measured, Run
 from jaxspec.bench.offline import PLAIN, SPECULATIVE
 from jaxspec.bench.parts import Parts
 from jaxspec.bench.report import milliseconds, percentiles, spread, table
-from jaxspec.settings.speculation import SpeculativeConfig
-from jaxspec.token_tree import Hits, Place, count_ranks
+from jaxspec.config.speculation import SpeculativeConfig
+from jaxspec.config.token_tree import Hits, Place, count_ranks
 
 Ranks = dict[Place, Hits]
 

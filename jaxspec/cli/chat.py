@@ -30,7 +30,7 @@ from jaxspec.errors import (
 )
 from jaxspec.outputs import DRAFTED, RequestOutput
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams
-from jaxspec.serve.answers.usage import request_metrics
+from jaxspec.serve.responses.usage import request_metrics
 
 # With it `input` has a history, and lines can be edited; not every system has it.
 if importlib.util.find_spec("readline") is not None:

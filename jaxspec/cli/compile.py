@@ -13,7 +13,7 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
-from jaxspec.config import EngineConfig
+from jaxspec.config.engine import EngineConfig
 from jaxspec.console.command import CommandParser, run_command
 from jaxspec.engine.arg_utils import AsyncEngineArgs
 from jaxspec.engine.scheduling.shapes import GREEDY, SAMPLED, Shapes

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Self, no_type_check
 
 from jaxspec import envs
-from jaxspec.config import (
+from jaxspec.config.engine import (
     KV_CACHE_NAMES,
     MAX_DTYPE_BYTES,
     MAX_LOGPROBS,
@@ -25,6 +25,19 @@ from jaxspec.config import (
     ModelConfig,
     kv_widths,
 )
+from jaxspec.config.hosts import HostsConfig
+from jaxspec.config.kv_events import KvEventsConfig
+from jaxspec.config.quantization import check_quantization, quantize_model
+from jaxspec.config.speculation import (
+    DEFAULT_DRAFT_TOKENS,
+    HEADS,
+    MAX_DRAFT_TOKENS,
+    SOURCES_OF_DRAFTS,
+    SUFFIX,
+    SpeculativeConfig,
+)
+from jaxspec.config.structured_outputs import StructuredOutputsConfig
+from jaxspec.config.trimming import kept_tokens
 from jaxspec.console.command import documented, flag_type
 from jaxspec.engine.memory.memory_plan import CPU_SIZES, default_cpu_pages
 from jaxspec.engine.model_folders import (
@@ -52,19 +65,6 @@ from jaxspec.errors import (
 from jaxspec.models.families import config_from_folder, family_of
 from jaxspec.models.heads.config import HeadConfig, read_dummy, read_head
 from jaxspec.sampling_params import SamplingParams
-from jaxspec.settings.hosts import HostsConfig
-from jaxspec.settings.kv_events import KvEventsConfig
-from jaxspec.settings.quantization import check_quantization, quantize_model
-from jaxspec.settings.speculation import (
-    DEFAULT_DRAFT_TOKENS,
-    HEADS,
-    MAX_DRAFT_TOKENS,
-    SOURCES_OF_DRAFTS,
-    SUFFIX,
-    SpeculativeConfig,
-)
-from jaxspec.settings.structured_outputs import StructuredOutputsConfig
-from jaxspec.settings.trimming import kept_tokens
 from jaxspec_checkpoints import CheckpointError
 from jaxspec_checkpoints.heads import read_head_config
 

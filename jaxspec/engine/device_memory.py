@@ -17,7 +17,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from jaxspec.config import EngineConfig, GivenSizes, ModelConfig
+from jaxspec.config.engine import EngineConfig, GivenSizes, ModelConfig
 from jaxspec.engine.arg_utils import EngineArgs
 from jaxspec.engine.described import (
     describe,

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any, TypeVar, no_type_check
 
-from jaxspec.config import EngineConfig, ServedModel
+from jaxspec.config.engine import EngineConfig, ServedModel
 from jaxspec.engine.arg_utils import EngineArgs
 from jaxspec.engine.engine_lock import EngineLock, exclusive
 from jaxspec.engine.input_processor import InputProcessor, Prepared

@@ -28,11 +28,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxspec.config import EngineConfig
+from jaxspec.config.engine import EngineConfig
+from jaxspec.config.hosts import HostsConfig
 from jaxspec.errors import ConfigError, EngineDeadError
 from jaxspec.program.plan import Features, StepShape
 from jaxspec.program.tree import Tree
-from jaxspec.settings.hosts import HostsConfig
 from jaxspec_checkpoints.gguf.file import shards
 from jaxspec_checkpoints.gguf.reading import find_gguf
 

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple, no_type_check
 
 import numpy as np
 
-from jaxspec.config import EngineConfig
+from jaxspec.config.engine import EngineConfig
+from jaxspec.config.structured_outputs import StructuredOutputsParams
 from jaxspec.engine.output_processor import ParentRequest
 from jaxspec.engine.scheduling.request import Request
 from jaxspec.engine.structured_output import GrammarCompiler, GrammarState
@@ -35,7 +36,6 @@ from jaxspec.program.plan import (
     TokenControls,
 )
 from jaxspec.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
-from jaxspec.settings.structured_outputs import StructuredOutputsParams
 from jaxspec.text.tokenizer import NoTokenizer, Tokenizer
 
 # Of one request, as in vLLM: each is a request of its own.

@@ -17,13 +17,13 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
+from jaxspec.config.kv_events import KvEventsConfig
 from jaxspec.engine.scheduling.page_events import (
     PageEvent,
     PagesRemoved,
     PagesStored,
 )
 from jaxspec.errors import ConfigError
-from jaxspec.settings.kv_events import KvEventsConfig
 
 _log = logging.getLogger(__name__)
 

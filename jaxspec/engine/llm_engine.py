@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, no_type_check
 
-from jaxspec.config import EngineConfig, ServedModel
+from jaxspec.config.engine import EngineConfig, ServedModel
 from jaxspec.console.ending import finish_at_exit
 from jaxspec.engine.arg_utils import EngineArgs
 from jaxspec.engine.engine_lock import EngineLock, exclusive

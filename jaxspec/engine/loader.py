@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, no_type_check
 
-from jaxspec.config import EngineConfig, draft_hint
+from jaxspec.config.engine import EngineConfig, draft_hint
+from jaxspec.config.trimming import check_special_tokens
 from jaxspec.engine.device_memory import fit, own_memory, spread_draft
 from jaxspec.engine.hosts import Followers, Leader, facts_of
 from jaxspec.engine.program_cache import ProgramCache, facts
@@ -33,7 +34,6 @@ from jaxspec.models.families import family_of, layouts
 from jaxspec.models.heads.weights import load_head, random_head
 from jaxspec.models.params import Params
 from jaxspec.models.weights import load_params, random_params
-from jaxspec.settings.trimming import check_special_tokens
 from jaxspec.sharding import DRAFT_MESH_AXES, Mesh
 from jaxspec.text.tokenizer import NoTokenizer, Tokenizer, check_same_tokenizer
 from jaxspec_checkpoints import CheckpointError, Tensor, model_files, open_checkpoint

@@ -11,7 +11,8 @@ import logging
 import time
 from dataclasses import dataclass
 
-from jaxspec.config import EngineConfig
+from jaxspec.config.engine import EngineConfig
+from jaxspec.config.token_tree import count_ranks
 from jaxspec.engine.grammar_matcher import FAILURE_KINDS
 from jaxspec.engine.memory.memory_plan import MemoryPlan
 from jaxspec.engine.scheduling.batch import Launch
@@ -20,7 +21,6 @@ from jaxspec.engine.scheduling.stats import EngineStats
 from jaxspec.engine.speculation.acceptance import AcceptanceRates
 from jaxspec.engine.speculation.policy import Choice
 from jaxspec.metrics import Counter, Gauge, Histogram, Metric, Vector
-from jaxspec.token_tree import count_ranks
 
 _log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxspec.config import read_generation_config
+from jaxspec.config.engine import read_generation_config
 from jaxspec.errors import ConfigError, one_of, wrong_argument
 from jaxspec_checkpoints import CheckpointError
 from jaxspec_checkpoints.bundled import (

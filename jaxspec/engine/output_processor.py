@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from jaxspec.config import EngineConfig
+from jaxspec.config.engine import EngineConfig
 from jaxspec.engine.detokenizer import Logprobs, LogprobStream, TextStream
 from jaxspec.engine.metrics import EngineMetrics
 from jaxspec.engine.scheduling.batch import Advance, Progress

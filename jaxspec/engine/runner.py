@@ -17,7 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxspec.config import EngineConfig
+from jaxspec.config.engine import EngineConfig
+from jaxspec.config.hosts import HostsConfig
 from jaxspec.engine.compiler import Compiler
 from jaxspec.engine.hosts import HEARTBEAT_S, Followers, shape_values
 from jaxspec.engine.memory.memory_plan import (
@@ -48,7 +49,6 @@ from jaxspec.program.rows import init_rows, rehearsal_rows
 from jaxspec.program.state import EngineState, init_token_pages, init_zeros, page_forms
 from jaxspec.program.step import ProgramConfig
 from jaxspec.program.wire import CaughtUp, PlanLayout, StepResult
-from jaxspec.settings.hosts import HostsConfig
 from jaxspec.sharding import (
     TARGET_MESH_AXES,
     make_mesh,

@@ -10,16 +10,8 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from jaxspec.config import KV_CACHE_NAMES
-from jaxspec.errors import (
-    ConfigError,
-    UnsupportedError,
-    check_choice,
-    check_flag,
-    nearest,
-    wrong_argument,
-)
-from jaxspec.settings.speculation import (
+from jaxspec.config.engine import KV_CACHE_NAMES
+from jaxspec.config.speculation import (
     ALLOWED_METHODS,
     DEFAULT_PROMPT_LOOKUP,
     DRAFT_MODEL,
@@ -34,7 +26,15 @@ from jaxspec.settings.speculation import (
     SUFFIX_DEFAULTS,
     SpeculativeConfig,
 )
-from jaxspec.token_tree import TREE_KEY, read_paths
+from jaxspec.config.token_tree import TREE_KEY, read_paths
+from jaxspec.errors import (
+    ConfigError,
+    UnsupportedError,
+    check_choice,
+    check_flag,
+    nearest,
+    wrong_argument,
+)
 from jaxspec_checkpoints.heads import MLP_SPECULATOR, MLP_SPECULATOR_REMOVED
 
 # Argument -> key of speculative_config.

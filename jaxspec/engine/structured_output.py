@@ -22,6 +22,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxspec.config.structured_outputs import (
+    DEFAULT_WHITESPACE_PATTERN,
+    StructuredOutputsConfig,
+    StructuredOutputsParams,
+)
 from jaxspec.engine.grammar_matcher import (
     Grammar,
     GrammarFailure,
@@ -34,11 +39,6 @@ from jaxspec.engine.grammar_matcher import (
     grammar_of_schema,
 )
 from jaxspec.errors import ConfigError, RequestError, escaped
-from jaxspec.settings.structured_outputs import (
-    DEFAULT_WHITESPACE_PATTERN,
-    StructuredOutputsConfig,
-    StructuredOutputsParams,
-)
 from jaxspec.text.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)

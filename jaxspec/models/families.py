@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+from jaxspec.config.model import ModelConfig
 from jaxspec.errors import (
     ConfigError,
     UnsupportedError,
@@ -21,7 +22,6 @@ from jaxspec.errors import (
 )
 from jaxspec.models.gemma.config import Gemma2Config, Gemma3Config
 from jaxspec.models.gemma.turns import GemmaTurns
-from jaxspec.settings.model_config import ModelConfig
 from jaxspec_checkpoints import (
     CheckpointError,
     Layout,

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import jax
 from jaxtyping import Array, Bool, Float
 
+from jaxspec.config.model import ModelConfig
 from jaxspec.models import cpu
 from jaxspec.models.backend import Backend
 from jaxspec.models.batch import TokenBatch
@@ -18,7 +19,6 @@ from jaxspec.models.families import family_of
 from jaxspec.models.matrices import Matrix
 from jaxspec.models.params import Params, Specs
 from jaxspec.models.trimmed import to_target_vocab
-from jaxspec.settings.model_config import ModelConfig
 from jaxspec_kernels.bits import KvPools
 
 Pages = KvPools

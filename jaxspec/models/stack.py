@@ -16,11 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
+from jaxspec.config.model import ModelConfig
 from jaxspec.models.batch import TokenBatch
 from jaxspec.models.cpu import NativeMatrix
 from jaxspec.models.matrices import Matrix
 from jaxspec.models.params import ParamPath, Params
-from jaxspec.settings.model_config import ModelConfig
 from jaxspec_kernels.bits import KvPages, KvPools
 
 LAYERS = "layers"  # their parameters' place in the tree

@@ -18,8 +18,8 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
+from jaxspec.config.model import ModelConfig
 from jaxspec.models.params import Params, Specs
-from jaxspec.settings.model_config import ModelConfig
 from jaxspec.sharding import put, replicated
 from jaxspec_checkpoints import Tensor
 from jaxspec_checkpoints.trimming import rows_of

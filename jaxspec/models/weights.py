@@ -18,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, UInt32
 from tqdm.auto import tqdm
 
+from jaxspec.config.model import ModelConfig
 from jaxspec.models import cpu, quantized
 from jaxspec.models.families import family_of
 from jaxspec.models.matrices import DenseMatrix, Matrix
@@ -31,7 +32,6 @@ from jaxspec.models.trimmed import (
     trimmed_specs,
     with_kept_rows,
 )
-from jaxspec.settings.model_config import ModelConfig
 from jaxspec.sharding import TARGET_MESH_AXES, kv_copies, num_parts
 from jaxspec_checkpoints import Sizes, Tensor, check_tensors
 from jaxspec_checkpoints.layout import HEAD

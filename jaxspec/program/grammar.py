@@ -16,12 +16,12 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int, UInt32
 
+from jaxspec.config.speculation import MAX_DRAFT_TOKENS
 from jaxspec.models.backend import Backend
 from jaxspec.program import history
 from jaxspec.program.controls import Adjust, unpack_bits
 from jaxspec.program.rows import Active
 from jaxspec.program.tree import Tree
-from jaxspec.settings.speculation import MAX_DRAFT_TOKENS
 from jaxspec_kernels import native
 
 # Bits of one word of a mask.

@@ -7,7 +7,7 @@ positions after the known tokens, one after the other.
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from jaxspec.config import ModelConfig
+from jaxspec.config.engine import ModelConfig
 from jaxspec.models.backend import Backend
 from jaxspec.program import history
 from jaxspec.program.plan import PoolShape

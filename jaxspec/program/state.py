@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxspec.config import KV_FP8, KV_INT8, ModelConfig
+from jaxspec.config.engine import KV_FP8, KV_INT8, ModelConfig
 from jaxspec.errors import UnsupportedError, wrong_argument
 from jaxspec.program.plan import PoolShape
 from jaxspec.program.rows import Rows

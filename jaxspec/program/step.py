@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
-from jaxspec.config import ModelConfig
+from jaxspec.config.engine import ModelConfig
 from jaxspec.jax_settings import own_settings
 from jaxspec.models.backend import Backend
 from jaxspec.models.batch import TokenBatch

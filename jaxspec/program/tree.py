@@ -16,8 +16,8 @@ from functools import cached_property
 
 import numpy as np
 
-from jaxspec.settings.speculation import SpeculativeConfig
-from jaxspec.token_tree import ROOT
+from jaxspec.config.speculation import SpeculativeConfig
+from jaxspec.config.token_tree import ROOT
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
 from jaxspec.errors import ArgumentError, EngineDeadError, EngineGenerateError
-from jaxspec.serve.bodies.protocol import FieldError
+from jaxspec.serve.requests.protocol import FieldError
 from jaxspec.serve.response_store import ResponseNotFoundError
 
 _log = logging.getLogger(__name__)

@@ -22,24 +22,28 @@ from jaxspec.errors import (
 )
 from jaxspec.inputs import TokensPrompt
 from jaxspec.sampling_params import SamplingParams
-from jaxspec.serve.answers.chat_completions import ChatWriter
-from jaxspec.serve.answers.completions import CompletionWriter
-from jaxspec.serve.answers.response_writers import Numbered, Writer
-from jaxspec.serve.answers.responses import ResponseWriter, is_kept
-from jaxspec.serve.bodies.params import field_of, make_beams, make_params
-from jaxspec.serve.bodies.protocol import (
+from jaxspec.serve.errors import refusal_of
+from jaxspec.serve.load_report import ASKED, load_header
+from jaxspec.serve.middleware import MAX_ID
+from jaxspec.serve.requests.params import field_of, make_beams, make_params
+from jaxspec.serve.requests.protocol import (
     ChatBody,
     CompletionBody,
     GenerationBody,
     ResponseBody,
 )
-from jaxspec.serve.bodies.response_input import as_chat, messages_of, naming_tools_flat
-from jaxspec.serve.bodies.tool_choice import check_form, read_choice
-from jaxspec.serve.bodies.tool_parsers import ToolParserManager
-from jaxspec.serve.errors import refusal_of
-from jaxspec.serve.load_report import ASKED, load_header
-from jaxspec.serve.middleware import MAX_ID
+from jaxspec.serve.requests.response_input import (
+    as_chat,
+    messages_of,
+    naming_tools_flat,
+)
+from jaxspec.serve.requests.tool_choice import check_form, read_choice
+from jaxspec.serve.requests.tool_parsers import ToolParserManager
 from jaxspec.serve.response_store import BEAT_S, UNFINISHED
+from jaxspec.serve.responses.chat_completions import ChatWriter
+from jaxspec.serve.responses.completions import CompletionWriter
+from jaxspec.serve.responses.response_writers import Numbered, Writer
+from jaxspec.serve.responses.responses import ResponseWriter, is_kept
 from jaxspec.serve.serving import Serving, new_id
 from jaxspec.serve.streaming import (
     ClientGoneError,

@@ -24,6 +24,7 @@ from typing import Any, cast
 import uvicorn
 from tqdm.contrib.logging import logging_redirect_tqdm
 
+from jaxspec.config.structured_outputs import StructuredOutputsParams
 from jaxspec.console.ending import interrupts_end
 from jaxspec.engine.async_llm_engine import AsyncLLMEngine
 from jaxspec.engine.engine_group import make_engines
@@ -42,7 +43,6 @@ from jaxspec.serve.connections import (
 )
 from jaxspec.serve.flags import Options
 from jaxspec.serve.serving import Serving
-from jaxspec.settings.structured_outputs import StructuredOutputsParams
 from jaxspec.text.tokenizer import NoTokenizer
 
 _log = logging.getLogger(__name__)

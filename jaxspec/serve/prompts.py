@@ -6,17 +6,17 @@ Says what is too long before the engine sees it: vLLM's clients ask for the numb
 import json
 from typing import Any
 
-from jaxspec.config import EngineConfig
+from jaxspec.config.engine import EngineConfig
 from jaxspec.errors import RequestError, check_choice, refuse, wrong_argument
 from jaxspec.inputs import TokensPrompt
-from jaxspec.serve.bodies.protocol import (
+from jaxspec.serve.requests.protocol import (
     MAX_TEXTS,
     ChatBody,
     CompletionBody,
     ConversationBody,
     GenerationBody,
 )
-from jaxspec.serve.bodies.tool_choice import read_choice, tools_as_given
+from jaxspec.serve.requests.tool_choice import read_choice, tools_as_given
 from jaxspec.serve.settings import ServerSettings
 from jaxspec.text.chat_template import ChatTemplate
 from jaxspec.text.tokenizer import Tokenizer

@@ -8,11 +8,11 @@ from fastapi import APIRouter, Response
 from fastapi.responses import JSONResponse
 
 import jaxspec
-from jaxspec.config import EngineConfig, read_json
+from jaxspec.config.engine import EngineConfig, read_json
 from jaxspec.engine.async_llm_engine import LONG_CHARACTERS
 from jaxspec.errors import EngineDeadError, RequestError, check_token_id
-from jaxspec.serve.bodies.protocol import DetokenizeBody, TokenizeBody
 from jaxspec.serve.errors import ModelNotFoundError
+from jaxspec.serve.requests.protocol import DetokenizeBody, TokenizeBody
 from jaxspec.serve.serving import Serving, new_id
 from jaxspec.text.tokenizer import NoTokenizer
 from jaxspec_checkpoints import model_files

@@ -16,9 +16,9 @@ from jaxspec.inputs import TokensPrompt, parse_prompt
 from jaxspec.outputs import RequestOutput
 from jaxspec.sampling_params import BeamSearchParams, SamplingParams
 from jaxspec.serve.admission import Admission
-from jaxspec.serve.bodies.protocol import Body
 from jaxspec.serve.errors import ModelNotFoundError, TimeLimitError
 from jaxspec.serve.prompts import Prompts
+from jaxspec.serve.requests.protocol import Body
 from jaxspec.serve.response_store import Background, Key, ResponseStore
 from jaxspec.serve.settings import ServerSettings
 from jaxspec.serve.streaming import merge

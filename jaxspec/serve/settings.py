@@ -12,7 +12,7 @@ from jaxspec.errors import (
     check_strings,
     wrong_argument,
 )
-from jaxspec.serve.bodies.tool_parsers import GEMMA, parser_class
+from jaxspec.serve.requests.tool_parsers import GEMMA, parser_class
 from jaxspec.serve.response_store import connect
 
 SPEC_METRICS = ("none", "summary")

@@ -17,7 +17,7 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from jaxspec.config import read_json
+from jaxspec.config.engine import read_json
 from jaxspec.errors import (
     ArgumentError,
     ConfigError,

@@ -1,5 +1,5 @@
-"""Alias of `jaxspec.serve.bodies.tool_parsers`, where vLLM has its own, for plugins."""
+"""vLLM's path of `jaxspec.serve.requests.tool_parsers`, for plugins."""
 
-from jaxspec.serve.bodies.tool_parsers import ToolParser, ToolParserManager
+from jaxspec.serve.requests.tool_parsers import ToolParser, ToolParserManager
 
 __all__ = ["ToolParser", "ToolParserManager"]

@@ -16,6 +16,7 @@ import numpy as np
 from flax.traverse_util import unflatten_dict
 from jaxtyping import Array, Float, Int
 
+from jaxspec.config.model import ModelConfig
 from jaxspec.models.families import family_of
 from jaxspec.models.heads import eagle, eagle3, medusa
 from jaxspec.models.heads.config import (
@@ -35,7 +36,6 @@ from jaxspec.models.network import build_network, functions_of
 from jaxspec.models.params import Params
 from jaxspec.models.trimmed import TOKEN_IDS, head_of
 from jaxspec.models.weights import load_params, tensors_of
-from jaxspec.settings.model_config import ModelConfig
 from jaxspec.sharding import TARGET_MESH_AXES
 from jaxspec.train.rows import RowsBackend, no_keys, rows_batch, shifted
 from jaxspec.train.target import States, Target

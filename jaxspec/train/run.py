@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxspec.config.model import MASK_TOKEN
 from jaxspec.engine.model_folders import model_folder
 from jaxspec.engine.runner import choose_dtype
 from jaxspec.errors import ConfigError, check_integer, check_number, wrong_argument
@@ -29,7 +30,6 @@ from jaxspec.models.heads.config import (
     default_layers,
 )
 from jaxspec.models.weights import load_params
-from jaxspec.settings.model_config import MASK_TOKEN
 from jaxspec.sharding import MESH_AXES
 from jaxspec.text.tokenizer import Tokenizer
 from jaxspec.train.methods import (

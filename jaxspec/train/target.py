@@ -18,11 +18,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 from tqdm.auto import tqdm
 
+from jaxspec.config.model import ModelConfig
 from jaxspec.models.matrices import DenseMatrix, Matrix
 from jaxspec.models.network import build_network, functions_of
 from jaxspec.models.params import Params
 from jaxspec.models.trimmed import EMBEDDING, HEAD
-from jaxspec.settings.model_config import ModelConfig
 from jaxspec.sharding import TARGET_MESH_AXES, kv_copies, num_parts
 from jaxspec.train.rows import RowsBackend, no_keys, rows_batch
 

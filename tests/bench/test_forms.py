@@ -12,9 +12,9 @@ from jaxspec.bench.acceptance import Acceptance
 from jaxspec.bench.forms import Cell, Form, answer, cell_table, round_cost
 from jaxspec.bench.parts import Parts
 from jaxspec.bench.summary import rank_table, ranks_of
+from jaxspec.config.speculation import SpeculativeConfig
+from jaxspec.config.token_tree import Place, leaf_paths, read_paths
 from jaxspec.errors import ConfigError
-from jaxspec.settings.speculation import SpeculativeConfig
-from jaxspec.token_tree import Place, leaf_paths, read_paths
 from tests.bench.workloads import flags, line_in, use_fake_engine
 
 TREE = "[(0,), (1,), (0, 0), (1, 0)]"

@@ -7,7 +7,7 @@ import pytest
 from jaxspec.bench import offline as module
 from jaxspec.bench import spec
 from jaxspec.bench.offline import open_offline, sampling
-from jaxspec.config import EngineConfig
+from jaxspec.config.engine import EngineConfig
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.errors import ConfigError, RequestError
 from jaxspec.sampling_params import RequestOutputKind

@@ -12,7 +12,7 @@ from jaxspec.bench.flags import make_parser
 from jaxspec.bench.measure import Batch
 from jaxspec.bench.offline import Offline
 from jaxspec.bench.parts import Parts, tree_of
-from jaxspec.config import EngineConfig
+from jaxspec.config.engine import EngineConfig
 from jaxspec.engine.llm_engine import LLMEngine
 from tests.engine.test_llm_engine import PROMPT, TEXT, make_fake_engine
 

@@ -26,10 +26,10 @@ import jax
 import numpy as np
 from tqdm.auto import tqdm
 
+from jaxspec.config.token_tree import read_paths
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.engine.runner import Runner
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams
-from jaxspec.token_tree import read_paths
 from tests.e2e import pair
 from tests.engines import (
     OneGreedyProgramRunner,

@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from jaxspec.config.speculation import ADAPTIVE
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.engine.speculation.policy import (
     Choice,
@@ -13,7 +14,6 @@ from jaxspec.engine.speculation.policy import (
 )
 from jaxspec.program.wire import CaughtUp
 from jaxspec.sampling_params import SamplingParams
-from jaxspec.settings.speculation import ADAPTIVE
 from tests.e2e import pair, test_trees
 from tests.engines import generate, tokens_of
 

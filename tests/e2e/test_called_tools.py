@@ -16,7 +16,7 @@ from jaxspec.llm import LLM
 from jaxspec.serve.app import make_app
 from jaxspec.serve.settings import ServerSettings
 from tests.engines import QuickGreedyRunner
-from tests.serve.answers.test_responses import client_of
+from tests.serve.responses.test_responses import client_of
 
 CITY = {
     "type": "object",

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from jaxspec.config import speculation
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.outputs import RequestOutput
 from jaxspec.sampling_params import SamplingParams
-from jaxspec.settings import speculation
 from tests.e2e import pair
 from tests.e2e.test_distribution import CONTROLS as LAW_CONTROLS
 from tests.e2e.test_distribution import LENGTH as LAW_LENGTH

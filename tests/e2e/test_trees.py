@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from jaxspec.config.token_tree import MAX_NODES, Hits, Place, count_ranks, read_paths
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.outputs import RequestOutput
 from jaxspec.sampling_params import (
@@ -18,7 +19,6 @@ from jaxspec.sampling_params import (
     SamplingParams,
     StructuredOutputsParams,
 )
-from jaxspec.token_tree import MAX_NODES, Hits, Place, count_ranks, read_paths
 from tests.e2e import pair
 from tests.e2e.lossless import LARGEST, TREE
 from tests.e2e.test_distribution import CONTROLS as LAW_CONTROLS

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from jaxspec.config import EngineConfig, GivenSizes
+from jaxspec.config.engine import EngineConfig, GivenSizes
+from jaxspec.config.structured_outputs import StructuredOutputsConfig
 from jaxspec.engine.arg_utils import (
     BUNDLED_DRAFT_TOKENS,
     AsyncEngineArgs,
@@ -16,7 +17,6 @@ from jaxspec.engine.memory.memory_plan import MAX_CPU_KV_BYTES
 from jaxspec.engine.model_folders import BUNDLED_DRAFT, BUNDLED_TARGET
 from jaxspec.errors import ConfigError
 from jaxspec.models.families import published_config
-from jaxspec.settings.structured_outputs import StructuredOutputsConfig
 from jaxspec_checkpoints import bundled_target
 from jaxspec_checkpoints.quantization import Scheme
 

@@ -8,13 +8,13 @@ from typing import Any
 import jax
 import pytest
 
+from jaxspec.config.speculation import SYNTHETIC
 from jaxspec.engine import described, program_cache, runner
 from jaxspec.engine.arg_utils import EngineArgs
 from jaxspec.engine.loader import make_runner
 from jaxspec.engine.program_cache import ProgramCache
 from jaxspec.errors import ConfigError
 from jaxspec.program.plan import StepShape
-from jaxspec.settings.speculation import SYNTHETIC
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

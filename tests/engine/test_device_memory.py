@@ -11,7 +11,7 @@ import jax
 import pytest
 from safetensors.numpy import save_file
 
-from jaxspec.config import GivenSizes
+from jaxspec.config.engine import GivenSizes
 from jaxspec.engine import device_memory, model_folders, runner
 from jaxspec.engine.arg_utils import EngineArgs
 from jaxspec.engine.described import NAMED_DEVICES, named_devices, named_mesh

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 from huggingface_hub import constants
 
-from jaxspec.config import EngineConfig, GivenSizes
+from jaxspec.config.engine import EngineConfig, GivenSizes
 from jaxspec.engine import loader
 from jaxspec.engine.arg_utils import EngineArgs
 from jaxspec.engine.described import describe

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from jaxspec.config.hosts import HostsConfig
 from jaxspec.engine import hosts as channel
 from jaxspec.engine.hosts import (
     Connection,
@@ -28,7 +29,6 @@ from jaxspec.engine.hosts import (
 from jaxspec.errors import ConfigError, EngineDeadError
 from jaxspec.program.plan import Features, StepShape
 from jaxspec.program.tree import Tree
-from jaxspec.settings.hosts import HostsConfig
 from tests.loops import make_config
 
 FACTS = {"max_model_len": "128", "sources": "aa"}

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 import jaxspec_checkpoints
+from jaxspec.config.structured_outputs import StructuredOutputsConfig
 from jaxspec.engine.input_processor import (
     InputProcessor,
     check_supported,
@@ -28,7 +29,6 @@ from jaxspec.sampling_params import (
     SamplingParams,
     StructuredOutputsParams,
 )
-from jaxspec.settings.structured_outputs import StructuredOutputsConfig
 from jaxspec.text.tokenizer import Tokenizer
 from tests.engines import StubTokenizer
 from tests.loops import make_config

@@ -12,6 +12,7 @@ import msgpack
 import pytest
 import zmq
 
+from jaxspec.config.kv_events import KvEventsConfig
 from jaxspec.engine import kv_events
 from jaxspec.engine.kv_events import END, KvEventPublisher
 from jaxspec.engine.scheduling.kv_cache import page_keys, root_key
@@ -22,7 +23,6 @@ from jaxspec.engine.scheduling.page_events import (
 )
 from jaxspec.errors import ConfigError
 from jaxspec.sampling_params import SamplingParams
-from jaxspec.settings.kv_events import KvEventsConfig
 from tests.engine.test_llm_engine import PROMPT, make_fake_engine, run_all
 
 LIMIT_MS = 10_000

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from jaxspec.config import EngineConfig
+from jaxspec.config.engine import EngineConfig
+from jaxspec.config.speculation import ADAPTIVE
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.engine.scheduling.shapes import GREEDY
 from jaxspec.engine.speculation.step_times import Round
@@ -18,7 +19,6 @@ from jaxspec.errors import ConfigError, RequestError
 from jaxspec.outputs import RequestOutput
 from jaxspec.program.plan import BLOCK, COUPLED, StepShape
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams
-from jaxspec.settings.speculation import ADAPTIVE
 from jaxspec.text.tokenizer import Tokenizer
 from jaxspec_checkpoints import bundled_target
 from tests.engines import StubTokenizer

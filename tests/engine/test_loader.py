@@ -17,6 +17,7 @@ from safetensors.numpy import load_file, save_file
 
 import jaxspec.engine.loader
 from jaxspec import LLM
+from jaxspec.config.hosts import HostsConfig
 from jaxspec.engine import loader
 from jaxspec.engine.arg_utils import EngineArgs
 from jaxspec.engine.llm_engine import LLMEngine
@@ -24,7 +25,6 @@ from jaxspec.engine.loader import Sleep
 from jaxspec.engine.runner import Runner
 from jaxspec.errors import ConfigError, RequestError
 from jaxspec.sampling_params import SamplingParams
-from jaxspec.settings.hosts import HostsConfig
 from jaxspec_checkpoints import bundled_draft, bundled_target, open_checkpoint
 from jaxspec_checkpoints.layout import EMBEDDING, HEAD
 from jaxspec_checkpoints.writing import write_checkpoint

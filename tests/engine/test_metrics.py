@@ -7,14 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxspec.config import GivenSizes
+from jaxspec.config.engine import GivenSizes
+from jaxspec.config.speculation import SpeculativeConfig
 from jaxspec.engine.metrics import Distribution, EngineMetrics, Load, lengths_up_to
 from jaxspec.engine.scheduling.stats import EngineStats
 from jaxspec.engine.speculation.acceptance import AcceptanceRates
 from jaxspec.engine.speculation.policy import Choice
 from jaxspec.metrics import Counter, Gauge, Histogram, Metric, Vector
 from jaxspec.sampling_params import SamplingParams
-from jaxspec.settings.speculation import SpeculativeConfig
 from tests.engine.memory.test_memory_plan import make_plan
 from tests.engine.test_input_processor import make
 from tests.engine.test_llm_engine import PROMPT, make_fake_engine, run_all

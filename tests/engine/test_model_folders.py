@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from huggingface_hub import constants
 
-from jaxspec.config import EngineConfig
+from jaxspec.config.engine import EngineConfig
 from jaxspec.engine.arg_utils import EngineArgs
 from jaxspec.engine.model_folders import (
     PACKAGED_GEMMA3,

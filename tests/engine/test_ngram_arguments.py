@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from jaxspec.config import EngineConfig
+from jaxspec.config.engine import EngineConfig
 from jaxspec.engine.arg_utils import EngineArgs
 
 TARGET, DRAFT = "jaxspec/tiny-gemma2", "jaxspec/tiny-gemma2-draft"

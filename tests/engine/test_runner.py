@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxspec.config.hosts import HostsConfig
 from jaxspec.engine import program_cache, runner
 from jaxspec.engine.compiler import Compiler
 from jaxspec.engine.hosts import Followers, shape_values
@@ -26,7 +27,6 @@ from jaxspec.program.grammar import native_masks
 from jaxspec.program.plan import Features, StepPlan, StepShape
 from jaxspec.program.wire import StepResult
 from jaxspec.sampling_params import SamplingParams, StructuredOutputsParams
-from jaxspec.settings.hosts import HostsConfig
 from tests.e2e import pair
 from tests.engines import (
     OneProgramRunner,

@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from jaxspec.config.speculation import ADAPTIVE
 from jaxspec.engine.scheduling import pacing
 from jaxspec.engine.scheduling.batch import Launch
 from jaxspec.engine.scheduling.pacing import MAX_LAUNCH_S
 from jaxspec.engine.scheduling.request import Request
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams
-from jaxspec.settings.speculation import ADAPTIVE
 from tests.engine.test_llm_engine import make_fake_engine, run_one
 from tests.loops import Loop, make_config, make_request, make_requests
 

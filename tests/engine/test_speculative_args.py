@@ -2,9 +2,9 @@ from typing import Any
 
 import pytest
 
+from jaxspec.config.speculation import SUFFIX_DEFAULTS
 from jaxspec.engine.speculative_args import merge_speculative_arguments as merge
 from jaxspec.errors import ConfigError, UnsupportedError
-from jaxspec.settings.speculation import SUFFIX_DEFAULTS
 
 SAME = {"model": "draft", "num_speculative_tokens": 5}
 

@@ -15,6 +15,10 @@ import numpy as np
 import pytest
 
 import jaxspec_checkpoints
+from jaxspec.config.structured_outputs import (
+    StructuredOutputsConfig,
+    StructuredOutputsParams,
+)
 from jaxspec.engine import grammar_matcher, structured_output
 from jaxspec.engine.grammar_matcher import GrammarFailure, Matcher
 from jaxspec.engine.structured_output import (
@@ -24,10 +28,6 @@ from jaxspec.engine.structured_output import (
     TokenMasks,
 )
 from jaxspec.errors import ConfigError, RequestError
-from jaxspec.settings.structured_outputs import (
-    StructuredOutputsConfig,
-    StructuredOutputsParams,
-)
 from jaxspec.text.tokenizer import Tokenizer
 from tests.engines import StubTokenizer
 

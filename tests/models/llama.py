@@ -10,6 +10,7 @@ from typing import Any, no_type_check
 import jax
 from jaxtyping import Array, Float
 
+from jaxspec.config.model import SIZES, ModelConfig, end_tokens
 from jaxspec.models.backend import Backend
 from jaxspec.models.batch import TokenBatch
 from jaxspec.models.families import Family
@@ -17,7 +18,6 @@ from jaxspec.models.layers import attend, mean_square, rope_tables
 from jaxspec.models.network import Hidden, Pages
 from jaxspec.models.params import Params, ParamSpec, Specs
 from jaxspec.models.stack import run_layers
-from jaxspec.settings.model_config import SIZES, ModelConfig, end_tokens
 from jaxspec_checkpoints import Layout, Sizes
 from jaxspec_kernels.bits import KvPages
 from jaxspec_kernels.sums import row_sums

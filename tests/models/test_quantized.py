@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxspec.config.model import ModelConfig
 from jaxspec.errors import ConfigError
 from jaxspec.models import cpu
 from jaxspec.models.gemma.network import param_specs
@@ -19,7 +20,6 @@ from jaxspec.models.weights import (
     load_params,
     random_params,
 )
-from jaxspec.settings.model_config import ModelConfig
 from jaxspec.sharding import TARGET_MESH_AXES, make_mesh
 from jaxspec_checkpoints import CheckpointError, Tensor, in_memory
 from jaxspec_checkpoints.quantization import (

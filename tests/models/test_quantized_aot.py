@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from jaxspec.config import EngineConfig
+from jaxspec.config.engine import EngineConfig
 from jaxspec.engine.described import describe, describe_mesh, named_devices
 from jaxspec.program.plan import Features, StepShape
 from jaxspec.program.step import lower_step

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.config import ModelConfig
+from jaxspec.config.engine import ModelConfig
 from jaxspec.engine.arg_utils import EngineArgs
 from jaxspec.engine.loader import load_weights
 from jaxspec.engine.runner import build_mesh

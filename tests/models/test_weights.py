@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.config import ModelConfig
+from jaxspec.config.engine import ModelConfig
 from jaxspec.models import weights
 from jaxspec.models.cpu import NativeMatrix, PanelMatrix
 from jaxspec.models.families import config_from_hf

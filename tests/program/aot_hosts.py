@@ -20,7 +20,7 @@ import jax
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
-from jaxspec.config import EngineConfig
+from jaxspec.config.engine import EngineConfig
 from jaxspec.engine.arg_utils import EngineArgs
 from jaxspec.engine.described import describe
 from jaxspec.program.plan import Features, StepShape

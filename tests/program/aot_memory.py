@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxspec.config import EngineConfig, GivenSizes
+from jaxspec.config.engine import EngineConfig, GivenSizes
 from jaxspec.engine.arg_utils import EngineArgs
 from jaxspec.engine.described import (
     describe,

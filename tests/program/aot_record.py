@@ -12,7 +12,7 @@ import jax
 from tqdm.auto import tqdm
 
 from jaxspec.bench.report import write_whole
-from jaxspec.config import EngineConfig
+from jaxspec.config.engine import EngineConfig
 from jaxspec.engine.arg_utils import EngineArgs
 from jaxspec_checkpoints.gemma.published import published_config
 from tests.kernels import aot_gpu, aot_tpu

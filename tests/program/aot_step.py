@@ -24,7 +24,7 @@ from jax.sharding import Mesh
 from tqdm.auto import tqdm
 
 from jaxspec.bench.report import write_whole
-from jaxspec.config import ModelConfig
+from jaxspec.config.engine import ModelConfig
 from jaxspec.models.families import config_from_hf, published_config
 from jaxspec.models.weights import abstract_params
 from jaxspec.program.plan import PoolShape, StepShape

@@ -18,7 +18,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxspec.config import EngineConfig
+from jaxspec.config.engine import EngineConfig
+from jaxspec.config.token_tree import TREE_KEY, read_paths
 from jaxspec.engine.described import describe, describe_mesh, named_devices
 from jaxspec.engine.runner import options_of
 from jaxspec.engine.scheduling.shapes import GREEDY, Shapes
@@ -28,7 +29,6 @@ from jaxspec.program.rows import gather
 from jaxspec.program.step import lower_step
 from jaxspec.program.tree import Tree
 from jaxspec.sharding import TARGET_MESH_AXES, replicated
-from jaxspec.token_tree import TREE_KEY, read_paths
 from tests.kernels import aot_tpu
 from tests.program import hlo
 from tests.program.aot_record import Record, engine_config, markdown

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxspec.config.model import ModelConfig
+from jaxspec.config.token_tree import parents_of
 from jaxspec.models.backend import Backend
 from jaxspec.program.path import keep_path
 from jaxspec.program.plan import PoolShape
 from jaxspec.program.tree import Tree
-from jaxspec.settings.model_config import ModelConfig
-from jaxspec.token_tree import parents_of
 from tests.engines import MICRO
 from tests.oracles import TINY, model_config
 from tests.rows import make_active

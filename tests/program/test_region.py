@@ -6,11 +6,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxspec.config.token_tree import MAX_NODES, parents_of
 from jaxspec.models.batch import TokenBatch
 from jaxspec.program.plan import PoolShape
 from jaxspec.program.region import join, make_region
 from jaxspec.program.tree import Tree
-from jaxspec.token_tree import MAX_NODES, parents_of
 from tests.engines import make_micro
 from tests.oracles import PagedModel, hf_logits, load_ours, model_config
 

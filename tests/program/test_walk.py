@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxspec.config.token_tree import leaf_paths, parents_of
 from jaxspec.models.backend import Backend
 from jaxspec.program import walk
 from jaxspec.program.plan import RULES
@@ -21,7 +22,6 @@ from jaxspec.program.propose import Proposal, levels
 from jaxspec.program.rows import Active
 from jaxspec.program.sampling import sample_draft
 from jaxspec.program.tree import Tree
-from jaxspec.token_tree import leaf_paths, parents_of
 from tests.kernels.oracle import UNOPTIMISED
 from tests.laws import check_counts
 from tests.program.test_rounds import DRAFT, TARGET

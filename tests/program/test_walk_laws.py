@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxspec.config.token_tree import leaf_paths, parents_of
 from jaxspec.models.backend import Backend
 from jaxspec.program import randomness, walk
 from jaxspec.program import verify as verify_module
@@ -26,8 +27,8 @@ from jaxspec.program.propose import Proposal
 from jaxspec.program.rows import Active
 from jaxspec.program.sampling import Numbers
 from jaxspec.program.tree import Tree
-from jaxspec.token_tree import leaf_paths, parents_of
 from tests import enumeration
+from tests.config.test_token_tree import every_tree
 from tests.enumeration import (
     DRAFTS,
     VOCAB,
@@ -39,7 +40,6 @@ from tests.enumeration import (
 )
 from tests.kernels.oracle import UNOPTIMISED
 from tests.rows import make_active
-from tests.test_token_tree import every_tree
 
 # Probabilities are multiples of one fourth, zeros among them.
 PARTS = 4

@@ -29,6 +29,7 @@ from ray import serve
 from ray.serve.schema import ServeDeploySchema
 
 from jaxspec import LLM, SamplingParams
+from jaxspec.config.structured_outputs import StructuredOutputsParams
 from jaxspec.serve.flags import Options
 from jaxspec.serve.ray_app import (
     NAME,
@@ -38,7 +39,6 @@ from jaxspec.serve.ray_app import (
     make_application,
     read_arguments,
 )
-from jaxspec.settings.structured_outputs import StructuredOutputsParams
 
 ENGINE: dict[str, Any] = {"max_num_seqs": 4, "max_model_len": 512}
 METRICS_PORT = 8100

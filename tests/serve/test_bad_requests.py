@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import httpx
 
-from jaxspec.serve.bodies.protocol import MAX_ENTRIES, MAX_FIELDS
 from jaxspec.serve.middleware import MAX_MARKS
+from jaxspec.serve.requests.protocol import MAX_ENTRIES, MAX_FIELDS
 from jaxspec.serve.settings import DEFAULT_MAX_BODY_BYTES
 from tests.engine.test_llm_engine import letters, said
 from tests.serving import CHAT, COMPLETIONS, MESSAGES, PROMPT, Site, events_of, site_of

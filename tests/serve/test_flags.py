@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxspec.config import EngineConfig
+from jaxspec.config.engine import EngineConfig
 from jaxspec.engine.arg_utils import AsyncEngineArgs
 from jaxspec.engine.model_folders import BUNDLED_DRAFT, BUNDLED_TARGET
 from jaxspec.errors import ConfigError

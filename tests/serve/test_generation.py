@@ -14,10 +14,10 @@ from jaxspec.engine.async_llm_engine import AsyncLLMEngine
 from jaxspec.engine.input_processor import InputProcessor
 from jaxspec.engine.structured_output import Failure, GrammarState
 from jaxspec.serve import generation
-from jaxspec.serve.answers import response_writers
-from jaxspec.serve.answers.completions import CompletionWriter
-from jaxspec.serve.answers.logprobs import LogprobWriter
 from jaxspec.serve.app import make_app
+from jaxspec.serve.responses import response_writers
+from jaxspec.serve.responses.completions import CompletionWriter
+from jaxspec.serve.responses.logprobs import LogprobWriter
 from jaxspec.serve.settings import ServerSettings
 from tests.engine.test_async_llm_engine import serve
 from tests.engine.test_llm_engine import letters, said

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from jaxspec.errors import RequestError, UnsupportedError
-from jaxspec.serve.bodies.protocol import MAX_TEXTS, ChatBody, CompletionBody
 from jaxspec.serve.prompts import Prompts
+from jaxspec.serve.requests.protocol import MAX_TEXTS, ChatBody, CompletionBody
 from jaxspec.serve.settings import ServerSettings
 from jaxspec.text.tokenizer import Tokenizer
 from jaxspec_checkpoints import bundled_target

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 import jaxspec
-from jaxspec.config import SpeculativeConfig
+from jaxspec.config.engine import SpeculativeConfig
 from jaxspec.engine.async_llm_engine import AsyncLLMEngine
 from jaxspec.errors import EngineDeadError
 from jaxspec.serve.app import make_app

@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxspec.config.model import MASK_TOKEN
 from jaxspec.models.families import config_from_folder
 from jaxspec.models.heads.weights import functions_of_head, load_head
 from jaxspec.models.matrices import DenseMatrix
-from jaxspec.settings.model_config import MASK_TOKEN
 from jaxspec.text.tokenizer import Tokenizer
 from jaxspec.train.methods import DraftMethod
 from jaxspec.train.target import States, Target

@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from jaxspec.config import GivenSizes
+from jaxspec.config.engine import GivenSizes
 from jaxspec.engine.memory.draft_sharding import DraftSharding
 from jaxspec.engine.scheduling.shapes import FIRST_CHUNK, largest_chunk
 from jaxspec.errors import ConfigError, check_integer, wrong_argument

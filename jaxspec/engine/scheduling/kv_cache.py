@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from jaxspec.config import EngineConfig
+from jaxspec.config.engine import EngineConfig
 from jaxspec.engine.scheduling.page_events import PageEvents
 from jaxspec.engine.scheduling.request import Request
 from jaxspec.engine.scheduling.stats import EngineStats

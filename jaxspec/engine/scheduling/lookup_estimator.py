@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jaxspec.config.lookups import WHOLE, LookupRule
 from jaxspec.engine.scheduling.request import Request
-from jaxspec.settings.lookups import WHOLE, LookupRule
 
 # Places that are compared, at most: the latest. Of prose under a thousandth has more.
 MAX_COMPARED = 32

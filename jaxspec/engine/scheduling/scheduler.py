@@ -17,7 +17,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxspec.config import EngineConfig
+from jaxspec.config.engine import EngineConfig
+from jaxspec.config.lookups import LookupRule
 from jaxspec.engine.scheduling.batch import (
     Advance,
     Claim,
@@ -56,7 +57,6 @@ from jaxspec.program.plan import (
     StepShape,
 )
 from jaxspec.program.wire import CaughtUp, StepResult
-from jaxspec.settings.lookups import LookupRule
 
 
 class Decode(NamedTuple):

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Protocol, runtime_checkable
 
-from jaxspec.config import EngineConfig
+from jaxspec.config.engine import EngineConfig
 from jaxspec.engine.speculation.policy import SpeculationPolicy
 from jaxspec.program.plan import TILE, Features, StepShape
 from jaxspec.program.tree import Tree, template_of

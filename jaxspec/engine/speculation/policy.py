@@ -26,9 +26,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from jaxspec.config.speculation import ADAPTIVE, SYNTHETIC, SpeculativeConfig
 from jaxspec.engine.speculation.constants import CONSTANTS
 from jaxspec.engine.speculation.loss_budget import LossBudget
-from jaxspec.settings.speculation import ADAPTIVE, SYNTHETIC, SpeculativeConfig
 
 _log = logging.getLogger(__name__)
 

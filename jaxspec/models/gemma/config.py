@@ -6,6 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, no_type_check
 
+from jaxspec.config.model import (
+    MASK_TOKEN,
+    SIZES,
+    ModelConfig,
+    end_tokens,
+    stored_dtype,
+    stored_scheme,
+)
 from jaxspec.errors import (
     ConfigError,
     UnsupportedError,
@@ -13,14 +21,6 @@ from jaxspec.errors import (
     check_integer,
     check_number,
     wrong_argument,
-)
-from jaxspec.settings.model_config import (
-    MASK_TOKEN,
-    SIZES,
-    ModelConfig,
-    end_tokens,
-    stored_dtype,
-    stored_scheme,
 )
 from jaxspec_checkpoints import CheckpointError
 from jaxspec_checkpoints.gemma.published import GEMMA3

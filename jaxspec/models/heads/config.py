@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, no_type_check
 
+from jaxspec.config.model import ModelConfig
 from jaxspec.errors import (
     ConfigError,
     UnsupportedError,
@@ -15,7 +16,6 @@ from jaxspec.errors import (
     named_in,
     wrong_argument,
 )
-from jaxspec.settings.model_config import ModelConfig
 from jaxspec_checkpoints import CheckpointError, Tensor
 from jaxspec_checkpoints.heads import (
     EAGLE,

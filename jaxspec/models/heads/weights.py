@@ -15,6 +15,7 @@ from flax.traverse_util import unflatten_dict
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array
 
+from jaxspec.config.model import ModelConfig
 from jaxspec.errors import ConfigError
 from jaxspec.models.heads.config import (
     HeadConfig,
@@ -31,7 +32,6 @@ from jaxspec.models.weights import (
     reader,
     tensors_of,
 )
-from jaxspec.settings.model_config import ModelConfig
 from jaxspec.sharding import DRAFT_MESH_AXES, kv_copies, num_parts, put
 from jaxspec_checkpoints import CheckpointError, Tensor
 from jaxspec_checkpoints.heads import EAGLE3, write_head

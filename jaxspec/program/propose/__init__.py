@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from jaxspec.config import EngineConfig
+from jaxspec.config.engine import EngineConfig
 from jaxspec.program.propose.draft_model import DraftModel
 from jaxspec.program.propose.eagle import Eagle
 from jaxspec.program.propose.eagle3 import Eagle3

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
-from jaxspec.config import EngineConfig, ModelConfig
+from jaxspec.config.engine import EngineConfig, ModelConfig
 from jaxspec.models.batch import TokenBatch
 from jaxspec.models.network import Hidden, Network, build_network
 from jaxspec.models.params import Params

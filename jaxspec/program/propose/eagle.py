@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from jaxtyping import Array, Float
 
-from jaxspec.config import EngineConfig
+from jaxspec.config.engine import EngineConfig
 from jaxspec.models import cpu
 from jaxspec.models.heads import eagle
 from jaxspec.models.heads.config import EagleConfig

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
-from jaxspec.config import EngineConfig
+from jaxspec.config.engine import EngineConfig
 from jaxspec.models import cpu
 from jaxspec.models.heads import medusa
 from jaxspec.models.heads.config import MedusaConfig

@@ -11,13 +11,13 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from jaxspec.config import EngineConfig
+from jaxspec.config.engine import EngineConfig
+from jaxspec.config.lookups import LookupRule
 from jaxspec.models.params import Params
 from jaxspec.program.propose.matches import NUM_BRANCHES, branch, find_matches
 from jaxspec.program.propose.proposal import Context, Lookup, Proposal
 from jaxspec.program.rows import Active
 from jaxspec.program.tree import Tree
-from jaxspec.settings.lookups import LookupRule
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from jaxspec.config import EngineConfig
+from jaxspec.config.engine import EngineConfig
 from jaxspec.models.batch import TokenBatch
 from jaxspec.models.params import Params
 from jaxspec.program import history

@@ -14,7 +14,9 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxspec.config import EngineConfig
+from jaxspec.config.engine import EngineConfig
+from jaxspec.config.lookups import NUM_MATCHES, WHOLE, LookupRule
+from jaxspec.config.speculation import MAX_DRAFT_TOKENS
 from jaxspec.models.params import Params
 from jaxspec.program.plan import PoolShape
 from jaxspec.program.propose.corpus import corpus_forms, find_in_corpus, note
@@ -25,8 +27,6 @@ from jaxspec.program.propose.matches import (
     find_matches,
 )
 from jaxspec.program.propose.proposal import Context, Lookup, Proposal, Seen
-from jaxspec.settings.lookups import NUM_MATCHES, WHOLE, LookupRule
-from jaxspec.settings.speculation import MAX_DRAFT_TOKENS
 from jaxspec.sharding import replicated
 
 

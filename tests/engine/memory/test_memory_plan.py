@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from jaxspec.config import GivenSizes
+from jaxspec.config.engine import GivenSizes
 from jaxspec.engine.memory.memory_plan import (
     ACCELERATOR_SIZES,
     CPU_SIZES,

@@ -7,7 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxspec.config import SpeculativeConfig
+from jaxspec.config.engine import SpeculativeConfig
+from jaxspec.config.lookups import LookupRule
+from jaxspec.config.speculation import ADAPTIVE, SUFFIX_DEFAULTS
 from jaxspec.engine.scheduling import lookup_estimator
 from jaxspec.engine.scheduling.lookup_estimator import (
     ANSWER_MATCH,
@@ -23,8 +25,6 @@ from jaxspec.engine.scheduling.scheduler import kind_of
 from jaxspec.engine.speculation.step_times import Round
 from jaxspec.program.plan import Features
 from jaxspec.program.propose.ngram import NGram
-from jaxspec.settings.lookups import LookupRule
-from jaxspec.settings.speculation import ADAPTIVE, SUFFIX_DEFAULTS
 from tests.fake_device import FakeDevice, Row, Truth, extend, random_truth, repeat_truth
 from tests.loops import Loop, make_config, make_requests
 from tests.program.propose.test_ngram import search as search_ngram

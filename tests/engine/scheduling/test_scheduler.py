@@ -15,7 +15,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxspec.config import EngineConfig
+from jaxspec.config.engine import EngineConfig
+from jaxspec.config.speculation import ADAPTIVE
 from jaxspec.engine.scheduling import shapes
 from jaxspec.engine.scheduling.draft_prefill import MAX_IN_A_ROW
 from jaxspec.engine.scheduling.request import Request, Status
@@ -26,7 +27,6 @@ from jaxspec.engine.speculation.policy import Choice, SpeculationPolicy
 from jaxspec.outputs import RequestStateStats
 from jaxspec.program.plan import MAX_CONTROLLED, TILE, Features, TokenControls
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams
-from jaxspec.settings.speculation import ADAPTIVE
 from tests.engine.scheduling.test_request import make_request as make_waiting
 from tests.fake_device import FakeDevice
 from tests.loops import (

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from jaxspec.config.speculation import ADAPTIVE
 from jaxspec.engine.scheduling.shapes import (
     FIRST_CHUNK,
     GREEDY,
@@ -15,7 +16,6 @@ from jaxspec.engine.scheduling.shapes import (
 )
 from jaxspec.engine.speculation.policy import SpeculationPolicy
 from jaxspec.program.plan import TILE, Features, StepShape
-from jaxspec.settings.speculation import ADAPTIVE
 from tests.loops import SomePrograms, make_config
 
 LOGPROBS = Features(num_logprobs=3)

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxspec.config import SpeculativeConfig
+from jaxspec.config.engine import SpeculativeConfig
+from jaxspec.config.speculation import ADAPTIVE, FIXED, SUFFIX_DEFAULTS
 from jaxspec.engine.speculation.acceptance import AcceptanceRates
 from jaxspec.engine.speculation.constants import CONSTANTS
 from jaxspec.engine.speculation.policy import (
@@ -16,7 +17,6 @@ from jaxspec.engine.speculation.policy import (
     SpeculationPolicy,
     best_choice,
 )
-from jaxspec.settings.speculation import ADAPTIVE, FIXED, SUFFIX_DEFAULTS
 
 # Seconds of a round by K, of one sequence.
 TIMES = [0.010, 0.013, 0.015, 0.017, 0.019, 0.021]

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.config import ModelConfig
+from jaxspec.config.engine import ModelConfig
+from jaxspec.config.token_tree import leaf_paths, parents_of
 from jaxspec.models.backend import Backend
 from jaxspec.program import randomness
 from jaxspec.program.plan import COUPLED, NO_TOKEN, STANDARD, TILE, PoolShape
@@ -18,7 +19,6 @@ from jaxspec.program.propose import Context, Proposal, Seen, draft_model, levels
 from jaxspec.program.region import make_region
 from jaxspec.program.rows import Active
 from jaxspec.program.tree import Tree
-from jaxspec.token_tree import leaf_paths, parents_of
 from tests.engines import make_micro
 from tests.kernels import dense
 from tests.kernels.oracle import UNOPTIMISED

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxspec.config.token_tree import leaf_paths, parents_of
 from jaxspec.program.propose import matches, ngram
 from jaxspec.program.tree import Tree
-from jaxspec.token_tree import leaf_paths, parents_of
 from tests.kernels.oracle import UNOPTIMISED
 from tests.rows import make_active
 

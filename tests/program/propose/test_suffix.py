@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxspec.config.lookups import NUM_MATCHES, WHOLE, draft_limits
 from jaxspec.program.propose import matches, suffix
-from jaxspec.settings.lookups import NUM_MATCHES, WHOLE, draft_limits
 from tests.kernels.oracle import UNOPTIMISED
 from tests.program.propose.test_ngram import PAGE_SIZE, TABLE_LEN, in_pages
 

@@ -1,6 +1,6 @@
-"""Alias of the messages in `jaxspec.serve.bodies.tool_parsers`, as vLLM names them."""
+"""The message schemas of `jaxspec.serve.requests.tool_parsers`, at vLLM's path."""
 
-from jaxspec.serve.bodies.tool_parsers import (
+from jaxspec.serve.requests.tool_parsers import (
     DeltaFunctionCall,
     DeltaMessage,
     DeltaToolCall,

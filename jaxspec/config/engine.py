@@ -1,0 +1,374 @@
+"""Owns the engine's configuration: model sizes, engine sizes.
+
+Everything here is frozen and checked when it is made, so the code below never asks
+again. Knows nothing about command lines, folders of model hubs or older argument names:
+`jaxspec.engine.arg_utils` turns those into an `EngineConfig`.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, no_type_check
+
+from jaxspec.config.hosts import HostsConfig
+from jaxspec.config.kv_events import KvEventsConfig
+from jaxspec.config.model import MASK_TOKEN, ModelConfig
+from jaxspec.config.speculation import SYNTHETIC, SpeculativeConfig
+from jaxspec.config.structured_outputs import StructuredOutputsConfig
+from jaxspec.config.token_tree import TREE_KEY
+from jaxspec.errors import (
+    ConfigError,
+    check_choice,
+    check_flag,
+    check_integer,
+    check_number,
+    wrong_argument,
+)
+from jaxspec_checkpoints import CheckpointError, files, model_files, read_config
+from jaxspec_checkpoints.reading import GGUF
+
+DTYPES = ("auto", "float32", "bfloat16")
+# What pages of keys and values hold: "auto" is what weights are.
+KV_INT8, KV_FP8 = "int8", "fp8"
+KV_CACHE_DTYPES = ("auto", KV_INT8, KV_FP8)
+# With vLLM's other name of one.
+KV_CACHE_NAMES = {name: name for name in KV_CACHE_DTYPES} | {"fp8_e4m3": KV_FP8}
+# Bytes of a number, and of the scale that a head's numbers of one token share.
+_KV_BYTES = {KV_INT8: (1, 4), KV_FP8: (1, 0)}
+SCHEDULING_POLICIES = ("fcfs", "priority")
+# What "auto" becomes is known on the device only; float32 is the larger outcome.
+MAX_DTYPE_BYTES = {"auto": 4, "float32": 4, "bfloat16": 2}
+MAX_PAGE_SIZE = 256
+MAX_LOGPROBS = 1024  # told per token: every launch brings them to the host
+MAX_SCHEDULER_STEPS = 64  # a result has room for all of them
+
+
+def draft_hint(target: ModelConfig) -> str:
+    """Say which draft models fit a target."""
+    return f"Choose a draft of the target's family. {target.draft_hint}".rstrip()
+
+
+def kv_widths(kv_cache_dtype: str, dtype_bytes: int) -> tuple[int, int]:
+    """Bytes of a number of a key or value, and of the scale of a token and head.
+
+    Args:
+        dtype_bytes: Of a number of the weights.
+    """
+    return _KV_BYTES.get(kv_cache_dtype, (dtype_bytes, 0))
+
+
+@no_type_check
+@dataclass(frozen=True, kw_only=True)
+class GivenSizes:
+    """What the user has said of an engine's sizes; None leaves it to the devices.
+
+    Attributes:
+        num_pages: `num_gpu_blocks_override`.
+        gpu_memory_utilization: Share of a device's memory, in (0, 1], that weights,
+            programs and pages may take together.
+        kv_cache_memory_bytes: What the pages of both models may take of one device.
+        draft_tensor_parallel_size: Devices that share a copy of the draft model.
+    """
+
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    num_pages: int | None = None
+    gpu_memory_utilization: float | None = None
+    kv_cache_memory_bytes: int | None = None
+    draft_tensor_parallel_size: int | None = None
+
+    def __post_init__(self):
+        name, share = "gpu_memory_utilization", self.gpu_memory_utilization
+        if share is not None:
+            hint = "It is a share of the device's memory: 0.9 is nine tenths."
+            limits: Any = dict(low=0, high=1, open_low=True)
+            check_number(ConfigError, name, share, **limits, hint=hint)
+        name, size = "kv_cache_memory_bytes", self.kv_cache_memory_bytes
+        if size is not None:
+            check_integer(ConfigError, name, size, low=1)
+
+
+@no_type_check
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Everything the engine is built from.
+
+    Fields without a line here are arguments of the engine, which `EngineArgs` explains
+    under the same names, with their defaults.
+
+    Attributes:
+        model: Folder of the target model.
+        data_parallel_rank: Which of `data_parallel_size` engines this one is, from 0.
+        num_pages: Pages of the pool that target and draft share.
+        given: Which of the sizes are the user's: the others are those of a CPU until
+            `jaxspec.engine.device_memory` has seen the devices. None: all of them.
+        head_config: Of a head in place of a draft model: a `HeadConfig` of
+            `jaxspec.models.heads.config`.
+        draft_token_ids: What a draft model may propose whose vocabulary is trimmed,
+            ascending; None: all tokens.
+        generation_defaults: Sampling parameters that the model folder recommends.
+        compilation_cache_dir: Where compiled programs are kept; None for nowhere.
+        structured_outputs: What holds for forms of texts where requests say nothing.
+        kv_events: Who is told which pages can be found.
+        hosts: Of a target over several processes; None: this one is all.
+    """
+
+    model: str
+    tokenizer: str
+    served_model_name: str
+    dtype: str
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    page_size: int
+    num_pages: int
+    seed: int
+    tensor_parallel_size: int
+    chat_template: str | None
+    load_format: str
+    skip_tokenizer_init: bool
+    disable_log_stats: bool
+    compilation_cache_dir: str | None
+    enable_prefix_caching: bool
+    scheduling_policy: str
+    max_logprobs: int
+    batch_invariant: bool
+    num_scheduler_steps: int
+    data_parallel_size: int
+    kv_cache_dtype: str
+    model_config: ModelConfig
+    data_parallel_rank: int = 0
+    given: GivenSizes | None = None
+    speculative: SpeculativeConfig | None = None
+    draft_model_config: ModelConfig | None = None
+    head_config: Any = None
+    draft_token_ids: tuple[int, ...] | None = field(default=None, repr=False)
+    generation_defaults: Mapping[str, Any] = field(default_factory=dict)
+    structured_outputs: StructuredOutputsConfig = StructuredOutputsConfig()
+    kv_events: KvEventsConfig = KvEventsConfig()
+    hosts: HostsConfig | None = None
+
+    def __post_init__(self):
+        check_choice(ConfigError, "dtype", self.dtype, DTYPES)
+        name = "kv_cache_dtype"
+        check_choice(ConfigError, name, self.kv_cache_dtype, KV_CACHE_DTYPES)
+        check_choice(
+            ConfigError,
+            "scheduling_policy",
+            self.scheduling_policy,
+            SCHEDULING_POLICIES,
+        )
+        flags = "batch_invariant", "enable_prefix_caching", "skip_tokenizer_init"
+        for name in flags:
+            check_flag(ConfigError, name, getattr(self, name))
+        check_integer(
+            ConfigError, "max_logprobs", self.max_logprobs, low=0, high=MAX_LOGPROBS
+        )
+        check_integer(
+            ConfigError,
+            "num_scheduler_steps",
+            self.num_scheduler_steps,
+            low=1,
+            high=MAX_SCHEDULER_STEPS,
+        )
+        check_integer(
+            ConfigError,
+            "max_model_len",
+            self.max_model_len,
+            low=1,
+            high=self.model_config.max_position_embeddings,
+            hint="The upper end is the model's max_position_embeddings.",
+        )
+        sizes = ("max_num_seqs", "max_num_batched_tokens", "tensor_parallel_size")
+        for name in (*sizes, "data_parallel_size"):
+            check_integer(ConfigError, name, getattr(self, name), low=1)
+        assert 0 <= self.data_parallel_rank < self.data_parallel_size
+        if self.hosts is not None and self.data_parallel_size > 1:
+            hint = "Engines side by side are servers of their own, each with its hosts."
+            raise wrong_argument(
+                ConfigError,
+                "data_parallel_size",
+                f"1 with nnodes={self.hosts.nnodes}",
+                self.data_parallel_size,
+                hint,
+            )
+        check_integer(ConfigError, "seed", self.seed, low=0, high=2**32 - 1)
+        check_integer(
+            ConfigError, "block_size", self.page_size, low=1, high=MAX_PAGE_SIZE
+        )
+        if self.page_size & (self.page_size - 1):
+            allowed = f"a power of two from 1 to {MAX_PAGE_SIZE}"
+            raise wrong_argument(ConfigError, "block_size", allowed, self.page_size)
+        check_integer(
+            ConfigError,
+            "num_gpu_blocks_override",
+            self.num_pages,
+            low=self.pages_per_seq,
+            hint=f"One sequence of max_model_len={self.max_model_len} tokens takes "
+            f"{self.pages_per_seq} pages of {self.page_size} tokens; give more pages "
+            "or a smaller max_model_len.",
+        )
+        if self.given is None or self.given.num_pages is not None:
+            self.check_pages()
+        self._check_draft()
+
+    def check_pages(self) -> None:
+        """Refuse more sequences than there are pages, when it is known how many.
+
+        Raises:
+            ConfigError: There are more.
+        """
+        check_integer(
+            ConfigError,
+            "max_num_seqs",
+            self.max_num_seqs,
+            low=1,
+            high=self.num_pages,
+            hint=f"There are {self.num_pages} pages of {self.page_size} tokens, and a "
+            "sequence takes one at least: lower max_num_seqs, or raise "
+            "num_gpu_blocks_override.",
+        )
+
+    def _check_draft(self) -> None:
+        speculative = self.speculative
+        has_model = speculative is not None and speculative.has_draft_model
+        assert has_model == (self.draft_model_config is not None)
+        has_head = speculative is not None and speculative.has_head
+        assert has_head == (self.head_config is not None)
+        draft, ids = self.draft_model_config, self.draft_token_ids
+        assert (ids and len(ids)) == (draft and draft.draft_vocab_size)
+        if speculative is not None:
+            self._check_draft_devices(speculative)
+            if self.head_config is not None:
+                self._check_head(speculative)
+        if speculative is None or self.draft_model_config is None:
+            return
+        target, draft = self.model_config, self.draft_model_config
+        if target.vocab_size != draft.vocab_size:
+            reason = ""
+            if target.family != draft.family:
+                families = f"{target.family} and {draft.family}"
+                reason = f"{families} have different vocabularies. "
+            raise ConfigError(
+                "Target and draft must share one vocabulary: the target has "
+                f"{target.vocab_size} tokens, the draft {draft.vocab_size}. {reason}"
+                f"{draft_hint(target)}",
+                parameter="speculative_model",
+                value=speculative.model,
+            )
+        if speculative.is_parallel and self.draft_model_config.mask_token_id is None:
+            raise ConfigError(
+                f"method {speculative.method!r} needs a draft model that was trained "
+                f"to propose several tokens in one pass: the config.json of "
+                f"{speculative.model} names no {MASK_TOKEN}. `python -m jaxspec.train "
+                "pard` makes one; 'draft_model' takes any model of the vocabulary.",
+                parameter="speculative_model",
+                value=speculative.model,
+            )
+
+    def _check_head(self, speculative: SpeculativeConfig) -> None:
+        head = self.head_config
+        if head.kind != speculative.method:
+            hint = f"The folder {speculative.model} holds a head of that kind."
+            raise wrong_argument(
+                ConfigError, "method", repr(head.kind), speculative.method, hint
+            )
+        head.check_target(self.model_config, self.model)
+        most = head.max_drafts
+        if most is not None and speculative.num_levels > most:
+            is_tree = speculative.speculative_token_tree is not None
+            name = TREE_KEY if is_tree else "num_speculative_tokens"
+            hint = (
+                f"A head of kind {head.kind!r} proposes as many tokens in a row as it "
+                f"was trained for: the one in {speculative.model} has {most}."
+            )
+            allowed = f"a tree of at most {most} levels" if is_tree else f"1 to {most}"
+            value = getattr(speculative, name)
+            raise wrong_argument(ConfigError, name, allowed, value, hint)
+
+    def _check_draft_devices(self, speculative: SpeculativeConfig) -> None:
+        draft_parallel = speculative.draft_tensor_parallel_size
+        if self.tensor_parallel_size % draft_parallel:
+            raise wrong_argument(
+                ConfigError,
+                "draft_tensor_parallel_size",
+                f"a divisor of tensor_parallel_size={self.tensor_parallel_size}",
+                draft_parallel,
+            )
+
+    @property
+    def pages_per_seq(self) -> int:
+        """Pages of the longest sequence."""
+        return math.ceil(self.max_model_len / self.page_size)
+
+    @property
+    def num_logprobs(self) -> int:
+        """Most likely tokens that a launch tells, where any request asks for them."""
+        return min(self.max_logprobs, self.model_config.vocab_size)
+
+    @property
+    def is_synthetic(self) -> bool:
+        """Whether acceptance is given, for benchmarks, and texts mean nothing."""
+        speculative = self.speculative
+        if speculative is None:
+            return False
+        return speculative.rejection_sample_method == SYNTHETIC
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """Drafts per step, one after the other; 0 without speculation."""
+        return self.speculative.num_levels if self.speculative else 0
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object; a file that holds none is a `ConfigError`."""
+    try:
+        return files.read_json(path)
+    except CheckpointError as error:
+        raise ConfigError(f"{error}.") from error
+
+
+def read_generation_config(folder: str | Path) -> Mapping[str, Any]:
+    """Return the folder's `generation_config.json`, empty if there is none.
+
+    That of a GGUF file is in its metadata.
+    """
+    found = model_files(folder)
+    path = found.get("generation_config.json")
+    if path is None and GGUF in found:
+        return read_config(folder)[1]
+    return read_json(path) if path else {}
+
+
+class ServedModel:
+    """What scripts for vLLM ask `llm.llm_engine.model_config`.
+
+    Attributes:
+        model: Its folder.
+        tokenizer: That of its tokenizer.
+        served_model_name: What answers call it.
+        dtype: "float32" or "bfloat16".
+        max_model_len: Longest sequence, prompt and generated tokens together.
+    """
+
+    def __init__(self, config: EngineConfig):
+        self._network = config.model_config
+        self.model, self.tokenizer = config.model, config.tokenizer
+        self.served_model_name, self.dtype = config.served_model_name, config.dtype
+        self.seed, self.max_logprobs = config.seed, config.max_logprobs
+        self.max_model_len = config.max_model_len
+
+    def get_vocab_size(self) -> int:
+        """Return the rows of the network's output, pads included."""
+        return self._network.vocab_size
+
+    def get_hidden_size(self) -> int:
+        return self._network.hidden_size
+
+    def get_head_size(self) -> int:
+        return self._network.head_dim
+
+    def get_sliding_window(self) -> int | None:
+        """Return the tokens that a local layer sees; None where there is none."""
+        return getattr(self._network, "sliding_window", None)

@@ -1,0 +1,121 @@
+"""Owns which tokens a draft model of a trimmed vocabulary keeps, as the user says.
+
+Maps are files of `jaxspec_checkpoints.trimming`; what a head is cut to them by is
+`jaxspec.models.trimmed`.
+"""
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+
+from jaxspec.config.model import ModelConfig
+from jaxspec.config.speculation import SpeculativeConfig
+from jaxspec.errors import ConfigError, check_integer
+from jaxspec_checkpoints import CheckpointError, model_files
+from jaxspec_checkpoints.checkpoint import TOKEN_MAP
+from jaxspec_checkpoints.trimming import read_token_map
+
+_SIZE, _MAP = "draft_vocab_size", "draft_token_map"
+_WAY_OUT = "`python -m jaxspec_checkpoints trim` writes one from texts"
+
+
+def kept_tokens(
+    speculative: SpeculativeConfig,
+    target: ModelConfig,
+    draft: ModelConfig,
+    *,
+    is_dummy: bool,
+) -> tuple[int, ...] | None:
+    """The ids that a draft model may propose, ascending; None where that is all.
+
+    Args:
+        is_dummy: Weights are random. Then no token is more frequent than another, and
+            without a map the first ones are kept.
+
+    Raises:
+        ConfigError: There is no map or a wrong one, it has fewer tokens than are
+            wanted, or a special token of the models is not among them.
+    """
+    if not speculative.is_trimmed:
+        return None
+    special = _special_tokens(target) | _special_tokens(draft)
+    size, vocab_size = speculative.draft_vocab_size, draft.vocab_size
+    if size is not None:
+        check_integer(
+            ConfigError,
+            _SIZE,
+            size,
+            low=1,
+            high=vocab_size - 1,
+            hint=f"The draft model has {vocab_size} tokens; to keep all of them, leave "
+            "it out.",
+        )
+    ranked = _ranked(speculative, vocab_size)
+    if ranked is None:
+        if not is_dummy:
+            raise ConfigError(
+                f"{_SIZE}={size} needs to know which tokens are frequent: "
+                f"{speculative.model} has no {TOKEN_MAP}. {_WAY_OUT}; put it there, or "
+                f"name it as {_MAP}.",
+                parameter=_SIZE,
+                value=size,
+            )
+        ranked = list(dict.fromkeys([*special.values(), *range(vocab_size)]))
+    if size is None:
+        size = len(ranked)
+        if size >= vocab_size:
+            raise ConfigError(
+                f"{_MAP}={speculative.draft_token_map!r} names all {vocab_size} tokens "
+                f"of the draft model: say with {_SIZE} how many of them are kept.",
+                parameter=_SIZE,
+            )
+    if size > len(ranked):
+        raise ConfigError(
+            f"{_SIZE} must be an integer from 1 to {len(ranked)}, got {size}: its map "
+            f"names no more tokens. {_WAY_OUT}.",
+            parameter=_SIZE,
+            value=size,
+        )
+    kept = tuple(sorted(ranked[:size]))
+    check_special_tokens(kept, special)
+    return kept
+
+
+def check_special_tokens(kept: Collection[int], special: Mapping[str, int]) -> None:
+    """Refuse a trimmed vocabulary in which no text would begin, end or change turns.
+
+    Args:
+        special: Ids by what they are called.
+
+    Raises:
+        ConfigError: Names all that are missing.
+    """
+    known = set(kept)
+    missing = [
+        f"{name} ({token})" for name, token in special.items() if token not in known
+    ]
+    if missing:
+        raise ConfigError(
+            f"A trimmed vocabulary of {len(known)} tokens must have the special ones; "
+            f"missing: {', '.join(missing)}. {_WAY_OUT}, with those first; or raise "
+            f"{_SIZE}.",
+            parameter=_MAP,
+        )
+
+
+def _special_tokens(model: ModelConfig) -> dict[str, int]:
+    ends = {f"eos_token_id {token}": token for token in model.eos_token_ids}
+    named = {name: getattr(model, name) for name in ("pad_token_id", "bos_token_id")}
+    return named | ends
+
+
+def _ranked(speculative: SpeculativeConfig, vocab_size: int) -> list[int] | None:
+    """The ids of the map, in its order; None where there is none."""
+    path: str | Path | None = speculative.draft_token_map
+    assert speculative.model is not None
+    try:
+        if path is None:
+            path = model_files(speculative.model).get(TOKEN_MAP)
+        return None if path is None else read_token_map(path, vocab_size)
+    except CheckpointError as error:
+        message = f"{_MAP}: {error}."
+        raise ConfigError(message, parameter=_MAP, value=str(path)) from error

@@ -1,0 +1,290 @@
+"""Owns the way from a request's fields to `SamplingParams`.
+
+What a request leaves out comes from the model's own recommendations, then from OpenAI's
+defaults.
+"""
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxspec.config.structured_outputs import StructuredOutputsParams
+from jaxspec.errors import RequestError, UnsupportedError, refuse, wrong_argument
+from jaxspec.sampling_params import (
+    BeamSearchParams,
+    RequestOutputKind,
+    SamplingParams,
+)
+from jaxspec.serve.requests.protocol import (
+    ChatBody,
+    CompletionBody,
+    GenerationBody,
+    ResponseFormat,
+)
+from jaxspec.serve.requests.tool_choice import form_of
+
+_log = logging.getLogger(__name__)
+
+DEFAULT_COMPLETION_TOKENS = 16
+# Ten times as many take half a minute to compile.
+MAX_GRAMMAR_CHARACTERS = 2**16
+# Fields that are the same there.
+_SAME = (
+    *("n", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "logit_bias"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty"),
+    *("stop_token_ids", "include_stop_str_in_output", "ignore_eos", "min_tokens"),
+    *("skip_special_tokens", "spaces_between_special_tokens", "allowed_token_ids"),
+    *("bad_words", "prompt_logprobs", "logprob_token_ids"),
+    # The engine says why it refuses these.
+    *("stream_interval", "thinking_token_budget", "repetition_detection"),
+)
+# What shapes texts, and does nothing without drawing tokens; with its neutral value.
+_NOT_OF_BEAMS: dict[str, Any] = {
+    **{"stop": None, "stop_token_ids": None, "min_tokens": 0},
+    **{"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0},
+    **{"logit_bias": None, "allowed_token_ids": None, "bad_words": None},
+    "return_token_origins": False,
+    "logprob_token_ids": None,
+}
+# vLLM's older fields, "guided_" before names of `StructuredOutputsParams`.
+_GUIDED = ("json", "regex", "choice", "grammar", "whitespace_pattern")
+_OLDER_FORMS = tuple(f"guided_{kind}" for kind in _GUIDED)
+# What the engine calls what requests may say in other fields, the likeliest first.
+_FIELDS: dict[str, tuple[str, ...]] = {
+    "prompt": ("messages", "input"),
+    "prompt_token_ids": ("prompt",),
+    "max_tokens": ("max_completion_tokens", "max_output_tokens"),
+    "extra_args": ("num_speculative_tokens", "vllm_xargs"),
+    "structured_outputs": ("response_format", "text", *_OLDER_FORMS),
+    **dict.fromkeys(_GUIDED, ("structured_outputs", *_OLDER_FORMS)),
+}
+
+
+def make_params(body: GenerationBody, defaults: Mapping[str, Any]) -> SamplingParams:
+    """Make the parameters that a request asks for.
+
+    Args:
+        defaults: What the model's files recommend.
+
+    Raises:
+        RequestError: A value is not acceptable, or two contradict each other.
+        UnsupportedError: A field asks for what there is not.
+    """
+    _check(body)
+    given = {name: getattr(body, name) for name in _SAME}
+    given = {name: value for name, value in given.items() if value is not None}
+    if isinstance(body, ChatBody):
+        max_tokens, logprobs = _for_chat(body)
+        told_prompt = body.prompt_logprobs
+    else:
+        assert isinstance(body, CompletionBody)
+        max_tokens, logprobs = _for_completion(body)
+        # Echoed tokens are told like generated ones.
+        told_prompt = logprobs if body.echo else None
+        told_prompt = body.prompt_logprobs if told_prompt is None else told_prompt
+    if max_tokens is None:
+        max_tokens = defaults.get("max_tokens")
+    own: dict[str, Any] = {
+        "max_tokens": max_tokens,
+        # The ids that are chosen come in place of the most likely ones.
+        "logprobs": None if body.logprob_token_ids else logprobs,
+        "prompt_logprobs": told_prompt,
+        "structured_outputs": _structured_outputs(body),
+        "extra_args": _extra_args(body),
+        "output_kind": (
+            RequestOutputKind.DELTA if body.stream else RequestOutputKind.FINAL_ONLY
+        ),
+    }
+    if body.use_beam_search:
+        given["temperature"] = 1.0  # nothing is drawn; at 0 all texts would be one
+    return SamplingParams(**{**defaults, **given, **own})
+
+
+def field_of(body: GenerationBody, name: str | None) -> str | None:
+    """Name the field of a request in which it says what the engine calls `name`."""
+    given = body.model_fields_set
+    root = (name or "").partition("[")[0]
+    if root in given:
+        return name
+    return next((one for one in _FIELDS.get(root, ()) if one in given), name)
+
+
+def make_beams(
+    body: GenerationBody, params: SamplingParams, max_model_len: int
+) -> BeamSearchParams | None:
+    """Make the parameters of the beam search that a request asks for; None for none.
+
+    Args:
+        params: What `make_params` made of it; its `n` is how many texts are kept.
+        max_model_len: For requests that say no `max_tokens`.
+
+    Raises:
+        RequestError: A value is not acceptable.
+        UnsupportedError: A field would change the text, and does not in a search.
+    """
+    if not body.use_beam_search:
+        return None
+    shaped = {name: getattr(body, name) for name in _NOT_OF_BEAMS}
+    shaped["structured_outputs"] = params.structured_outputs
+    shaped["prompt_logprobs"] = params.prompt_logprobs
+    for name, value in shaped.items():
+        if value not in (None, [], {}, _NOT_OF_BEAMS.get(name)):
+            reason = "it does not go with use_beam_search, which compares texts by the "
+            reason += "model's own log-probabilities"
+            raise _unsupported(name, value, reason)
+    return BeamSearchParams(
+        beam_width=params.n,
+        max_tokens=params.max_tokens or max_model_len,
+        ignore_eos=params.ignore_eos,
+        temperature=0.0 if body.temperature is None else body.temperature,
+        length_penalty=1.0 if body.length_penalty is None else body.length_penalty,
+        include_stop_str_in_output=params.include_stop_str_in_output,
+    )
+
+
+def _check(body: GenerationBody) -> None:
+    if body.stream_options is not None and not body.stream:
+        raise RequestError(
+            "Stream options can only be defined when `stream=True`.",
+            parameter="stream_options",
+        )
+    if body.stream and body.prompt_logprobs is not None:
+        raise RequestError(
+            "`prompt_logprobs` are not available when `stream=True`.",
+            parameter="prompt_logprobs",
+        )
+    refuse("kv_transfer_params", body.kv_transfer_params)
+
+
+def _check_chosen(chosen: Sequence[int] | None, *, is_told: bool, how: str) -> None:
+    """Refuse ids to be told of that nobody would be told of."""
+    name = "logprob_token_ids"
+    if chosen is not None and not chosen:
+        raise RequestError(f"`{name}` must not be an empty list.", parameter=name)
+    if chosen and not is_told:
+        message = f"when using `{name}`, `logprobs` must be {how}."
+        raise RequestError(message, parameter=name)
+
+
+def _for_completion(body: CompletionBody) -> tuple[int | None, int | None]:
+    """The most tokens, and how many candidates are told."""
+    if body.suffix:
+        raise _unsupported("suffix", body.suffix, "Gemma only continues texts")
+    if body.prompt_embeds is not None:
+        raise UnsupportedError(
+            "prompt_embeds is not supported: prompts are given as text or token ids.",
+            parameter="prompt_embeds",
+        )
+    max_tokens = body.max_tokens
+    if "max_tokens" not in body.model_fields_set:
+        max_tokens = DEFAULT_COMPLETION_TOKENS
+    chosen = body.logprob_token_ids
+    _check_chosen(chosen, is_told=body.logprobs is not None, how="set")
+    if body.echo and max_tokens == 0:
+        if chosen:
+            raise RequestError(
+                "`logprob_token_ids` are told with generated tokens: with `echo` and "
+                "`max_tokens=0` there are none.",
+                parameter="logprob_token_ids",
+            )
+        max_tokens = 1  # the engine makes one at least: it is not shown
+    return max_tokens, body.logprobs
+
+
+def _for_chat(body: ChatBody) -> tuple[int | None, int | None]:
+    """The most tokens, and how many candidates are told."""
+    if body.top_logprobs is not None and not body.logprobs:
+        raise RequestError(
+            "when using `top_logprobs`, `logprobs` must be set to true.",
+            parameter="top_logprobs",
+            value=body.top_logprobs,
+        )
+    is_told = bool(body.logprobs)
+    _check_chosen(body.logprob_token_ids, is_told=is_told, how="set to true")
+    max_tokens = body.max_completion_tokens
+    if max_tokens is None:
+        max_tokens = body.max_tokens
+    return max_tokens, (body.top_logprobs or 0) if body.logprobs else None
+
+
+def _unsupported(name: str, value: object, reason: str) -> UnsupportedError:
+    message = f"{name}={value!r} is not supported: {reason}."
+    return UnsupportedError(message, parameter=name, value=value)
+
+
+def _extra_args(body: GenerationBody) -> dict[str, Any] | None:
+    """Our own, which vLLM's clients send as `vllm_xargs`."""
+    extra = dict(body.vllm_xargs or {})
+    if body.num_speculative_tokens is not None:
+        extra["num_speculative_tokens"] = body.num_speculative_tokens
+    if body.return_token_origins:
+        extra["return_token_origins"] = True
+    return extra or None
+
+
+def _structured_outputs(body: GenerationBody) -> StructuredOutputsParams | None:
+    _check_guided(body)
+    given: dict[str, Any] = {}
+    if body.structured_outputs is not None:
+        given = body.structured_outputs.model_dump(by_alias=True, exclude_unset=True)
+    for kind in _GUIDED:
+        value = getattr(body, f"guided_{kind}")
+        if value is not None:
+            _log.warning("guided_%s is deprecated: use structured_outputs", kind)
+            given[kind] = value
+    calls = form_of(body) if isinstance(body, ChatBody) else None
+    if calls is not None and (given or body.structured_outputs is not None):
+        raise RequestError(
+            "The answer can have the form of a call, as `tool_choice` says, or of "
+            "`structured_outputs`, not of both.",
+            parameter="tool_choice",
+        )
+    if body.response_format is not None:
+        given |= _formatted(body.response_format)
+    if calls is not None:
+        # `response_format` is of answers in words: agents send it with every request.
+        _check_length("tools", calls.json)
+        return calls
+    if not given and body.structured_outputs is None:
+        return None
+    _check_length("structured_outputs", given)
+    return StructuredOutputsParams(**given)
+
+
+def _check_length(name: str, given: object) -> None:
+    length = len(json.dumps(given, ensure_ascii=False))
+    if length > MAX_GRAMMAR_CHARACTERS:
+        allowed = f"at most {MAX_GRAMMAR_CHARACTERS} characters of JSON"
+        raise wrong_argument(RequestError, name, allowed, length)
+
+
+def _check_guided(body: GenerationBody) -> None:
+    """Refuse what was meant to shape the text and would not."""
+    if body.guided_decoding_backend is not None:
+        _log.warning("guided_decoding_backend has no effect: grammars are llguidance's")
+    for name, value in sorted((body.model_extra or {}).items()):
+        if name.startswith("guided_") and value is not None:
+            known = ", ".join(_OLDER_FORMS)
+            raise RequestError(
+                f"There is no field {name}: use structured_outputs, or one of {known}.",
+                parameter=name,
+                value=value,
+            )
+
+
+def _formatted(wanted: ResponseFormat) -> dict[str, Any]:
+    """What OpenAI's `response_format` means."""
+    if wanted.type == "text":
+        return {}
+    if wanted.type == "json_object":
+        return {"json_object": True}
+    if wanted.type != "json_schema":
+        allowed = "'text', 'json_object' or 'json_schema'"
+        name = "response_format.type"
+        raise wrong_argument(RequestError, name, allowed, wanted.type)
+    schema = wanted.json_schema and wanted.json_schema.json_schema
+    if schema is None:
+        name, allowed = "response_format.json_schema", "an object with a 'schema'"
+        raise wrong_argument(RequestError, name, allowed, None)
+    return {"json": schema}

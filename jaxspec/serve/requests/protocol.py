@@ -1,0 +1,370 @@
+"""Owns what a request's JSON may hold: OpenAI's fields and vLLM's.
+
+Values are checked where `SamplingParams` and the engine check them; here only their
+types are. A field that is not known is ignored, as in vLLM.
+"""
+
+import logging
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, FailFast, Field, model_validator
+
+T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
+
+# One request makes this many texts at most: each is a request to the engine.
+MAX_TEXTS = 1024
+MAX_N = 128
+# What walks through a body later may call itself at every level.
+MAX_DEPTH = 100
+# Fields of one object, and entries of one list but for integers: those are token ids,
+# which cost little. All others are looked at one by one, while all streams wait.
+MAX_FIELDS = 1024
+MAX_ENTRIES = 8192
+# Every new token is compared with each.
+MAX_STOPS = 64
+MAX_BAD_WORDS = 1024
+# Far more than what the engine takes has; spelling a long one takes time.
+MAX_BAD_WORD_CHARACTERS = 1024
+
+
+class FieldError(ValueError):
+    """An error of one field, of which pydantic sees the whole body only.
+
+    Attributes:
+        field: Its name; empty for the body itself.
+    """
+
+    def __init__(self, field: str, message: str):
+        super().__init__(message)
+        self.field = field
+
+
+class FirstFault(FailFast):
+    """Of a million wrong entries the first is told, not each."""
+
+    # Without one no `|` can stand beside it.
+    def __hash__(self) -> int:
+        return id(self)
+
+
+Entries = Annotated[list[T], FirstFault()]
+
+
+class Body(BaseModel):
+    """What every request may hold."""
+
+    model_config = ConfigDict(extra="allow")
+
+    model: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def check_values(cls, body: Any) -> Any:
+        """Refuse what takes long, and what Python's JSON lets through by mistake."""
+        if not isinstance(body, dict):
+            return body
+        _check_size("", body)
+        for name, value in body.items():
+            _check_field(name, value)
+        return body
+
+
+def _check_field(name: str, content: Any) -> None:
+    """Check the name of a field and all that it holds."""
+    if not _is_utf8(name):
+        raise FieldError("", "the name of a field has half of a surrogate pair")
+    level, depth = [content], 1
+    while level:
+        inner: list[Any] = []
+        for value in level:
+            if isinstance(value, dict | list):
+                if value and depth == MAX_DEPTH:
+                    allowed = f"be nested at most {MAX_DEPTH} levels deep"
+                    raise FieldError(name, f"the field must {allowed}")
+                inner += _check_size(name, value)
+            elif isinstance(value, str) and not _is_utf8(value):
+                raise FieldError(name, "a text has half of a surrogate pair")
+        level, depth = inner, depth + 1
+
+
+def _check_size(name: str, value: dict[str, Any] | list[Any]) -> list[Any]:
+    """Check how many entries there are; return all but the integers of a list."""
+    if isinstance(value, dict):
+        if len(value) > MAX_FIELDS:
+            told = f"an object may have at most {MAX_FIELDS} fields, got {len(value)}"
+            raise FieldError(name, told)
+        return [*value.keys(), *value.values()]
+    found = [one for one in value if type(one) is not int]
+    if len(found) > MAX_ENTRIES:
+        allowed = f"at most {MAX_ENTRIES} entries other than integers"
+        raise FieldError(name, f"a list may have {allowed}, got {len(found)}")
+    return found
+
+
+def _is_utf8(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+class StreamOptions(BaseModel):
+    """Of token counts in a stream."""
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class JsonSchemaFormat(BaseModel):
+    """OpenAI's wrapping of a JSON schema."""
+
+    # The field must be called "schema", which pydantic's own class has a use for.
+    json_schema: dict[str, Any] | None = Field(default=None, alias="schema")
+    name: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(BaseModel):
+    """OpenAI's `response_format`."""
+
+    type: str
+    json_schema: JsonSchemaFormat | None = None
+
+
+class StructuredOutputs(BaseModel):
+    """vLLM's `structured_outputs`: the fields of `StructuredOutputsParams`."""
+
+    model_config = ConfigDict(extra="forbid", serialize_by_alias=True)
+
+    # BaseModel has a method `json` of old.
+    json_: str | dict[str, Any] | None = Field(default=None, alias="json")
+    regex: str | None = None
+    choice: Entries[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    disable_any_whitespace: bool = False
+    disable_additional_properties: bool = False
+    whitespace_pattern: str | None = None
+    structural_tag: str | None = None
+
+
+class GenerationBody(Body):
+    """What all ways to generate share.
+
+    Attributes:
+        include_metrics: Tell this request's acceptance and times.
+        num_speculative_tokens: Draft at most so many tokens a step.
+        return_token_origins: Tell of each token who drew it.
+    """
+
+    # OpenAI's.
+    n: int | None = Field(default=None, ge=1, le=MAX_N)
+    temperature: float | None = None
+    top_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    seed: int | None = None
+    stop: str | Annotated[Entries[str], Field(max_length=MAX_STOPS)] | None = None
+    max_tokens: int | None = None
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
+    user: str | None = None
+
+    # vLLM's, for sampling.
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    length_penalty: float | None = None
+    use_beam_search: bool | None = None
+    stop_token_ids: Entries[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    min_tokens: int | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    allowed_token_ids: Entries[int] | None = None
+    bad_words: (
+        Annotated[
+            Entries[Annotated[str, Field(max_length=MAX_BAD_WORD_CHARACTERS)]],
+            Field(max_length=MAX_BAD_WORDS),
+        ]
+        | None
+    ) = None
+    prompt_logprobs: int | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: Entries[str] | None = None
+    guided_grammar: str | None = None
+    guided_whitespace_pattern: str | None = None
+    guided_decoding_backend: str | None = None
+    logprob_token_ids: Entries[int] | None = None
+    stream_interval: int | None = None
+    thinking_token_budget: int | None = None
+    repetition_detection: Any = None
+    vllm_xargs: dict[str, Any] | None = None
+    num_speculative_tokens: int | None = None
+
+    # vLLM's, for everything else.
+    echo: bool | None = False
+    truncate_prompt_tokens: int | None = Field(default=None, ge=-1)
+    truncation_side: str | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    request_id: str | None = Field(default=None, max_length=256)
+    return_token_ids: bool | None = False
+    return_tokens_as_token_ids: bool | None = None
+    kv_transfer_params: dict[str, Any] | None = None
+    include_metrics: bool | None = False
+    return_token_origins: bool | None = False
+
+
+class CompletionBody(GenerationBody):
+    """Of POST /v1/completions."""
+
+    prompt: str | Entries[str] | Entries[int] | Entries[Entries[int]] | None = None
+    prompt_embeds: Any = None
+    suffix: str | None = None
+    logprobs: int | None = None
+    add_special_tokens: bool = True
+
+
+class FunctionDefinition(BaseModel):
+    """A function that the model may call, its parameters as a JSON schema."""
+
+    model_config = ConfigDict(extra="allow")
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class ChatTool(BaseModel):
+    """OpenAI's wrapping of a function."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: Literal["function"] = "function"
+    function: FunctionDefinition
+
+
+def is_function(tool: object) -> bool:
+    """Whether a tool is a function, or wrong; of other types a warning is logged.
+
+    Clients also send tools that the provider's server runs, such as a web search. The
+    prompt lists the functions only.
+    """
+    kind = tool.get("type") if isinstance(tool, dict) else None
+    if not isinstance(kind, str) or kind == "function":
+        return True
+    _log.warning("a tool of type %r is ignored: models call functions only", kind)
+    return False
+
+
+class ConversationBody(Body):
+    """How a conversation is written; see `jaxspec.conversations`."""
+
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    documents: Entries[dict[str, Any]] | None = None
+    add_special_tokens: bool | None = None
+    tools: Entries[ChatTool] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def drop_other_tools(cls, body: Any) -> Any:
+        """Leave out tools that are no functions."""
+        tools = body.get("tools") if isinstance(body, dict) else None
+        if not isinstance(tools, list) or not tools:
+            return body
+        functions = [tool for tool in tools if is_function(tool)]
+        body = body | {"tools": functions or None}
+        if not functions and body.get("tool_choice") == "auto":
+            body["tool_choice"] = None
+        return body
+
+
+class ChatBody(GenerationBody, ConversationBody):
+    """Of POST /v1/chat/completions."""
+
+    messages: Entries[dict[str, Any]] = Field(min_length=1)
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = False
+    top_logprobs: int | None = Field(default=None, ge=-1)
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
+    include_reasoning: bool | None = None
+    return_prompt_text: bool | None = False
+
+
+class TextFormat(BaseModel):
+    """The form of a response's text: OpenAI's `text.format`."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: dict[str, Any] | None = Field(default=None, alias="schema")
+    name: str | None = None
+    strict: bool | None = None
+
+
+class TextOptions(BaseModel):
+    """OpenAI's `text`."""
+
+    format: TextFormat | None = None
+
+
+# OpenAI's names for `include`. There is nothing of most of them here, but clients that
+# always ask for them go on.
+Includable = Literal[
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "file_search_call.results",
+    "message.input_image.image_url",
+    "message.output_text.logprobs",
+    "reasoning.encrypted_content",
+    "web_search_call.action.sources",
+    "web_search_call.results",
+]
+
+
+class ResponseBody(GenerationBody):
+    """Of POST /v1/responses; see `jaxspec.serve.requests.response_input`."""
+
+    input: str | Entries[dict[str, Any]]
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    include: Entries[Includable] | None = None
+    top_logprobs: int | None = Field(default=None, ge=-1)
+    text: TextOptions | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    metadata: dict[str, str] | None = None
+    tools: Entries[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    store: bool | None = None
+    background: bool | None = None
+    previous_response_id: str | None = None
+    enable_response_messages: bool | None = None
+    conversation: Any = None
+    prompt: Any = None
+
+
+class TokenizeBody(ConversationBody):
+    """Of POST /tokenize: a prompt or messages."""
+
+    prompt: str | None = None
+    messages: Entries[dict[str, Any]] | None = Field(default=None, min_length=1)
+    return_token_strs: bool | None = False
+
+
+class DetokenizeBody(Body):
+    """Of POST /detokenize."""
+
+    tokens: Entries[int]

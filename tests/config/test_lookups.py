@@ -1,0 +1,67 @@
+"""The rule of a lookup is what the configuration asks for."""
+
+import pytest
+
+from jaxspec.config.engine import SpeculativeConfig
+from jaxspec.config.lookups import (
+    NUM_MATCHES,
+    WHOLE,
+    LookupRule,
+    draft_limits,
+)
+from jaxspec.config.speculation import LONG_MATCH, SHORT_MATCH, SUFFIX_DEFAULTS
+
+
+@pytest.mark.parametrize(
+    ("depth", "factor", "most", "limits"),
+    [
+        (2, 1.0, 8, (0, 1)),
+        (6, 1.0, 8, (0, 1, 2, 3, 3, 3)),
+        (6, 1.0, 2, (0, 1, 2, 2, 2, 2)),
+        (8, 0.5, 8, (0, 0, 1, 1, 2, 2, 2, 2)),
+        (6, 3.0, 8, (0, 3, 4, 4, 4, 4)),
+    ],
+)
+def test_limits(depth: int, factor: float, most: int, limits: tuple[int, ...]):
+    assert draft_limits(depth, factor, most) == limits
+
+
+def test_every_number_of_matches_divides_the_whole():
+    assert not any(WHOLE % n for n in range(1, NUM_MATCHES + 1))
+
+
+def test_an_n_gram_is_followed_as_far_as_it_goes():
+    config = SpeculativeConfig(
+        method="ngram",
+        num_speculative_tokens=5,
+        prompt_lookup_max=3,
+        prompt_lookup_min=2,
+    )
+    rule = LookupRule.of(config)
+    assert rule == LookupRule(
+        limits=(0, 5, 5, 5), shortest=2, min_share=0, num_matches=1
+    )
+    assert rule.longest == 3
+
+
+@pytest.mark.parametrize(
+    ("method", "shortest"),
+    [
+        ({"method": "suffix"}, SHORT_MATCH),
+        ({"method": "suffix+draft_model"}, LONG_MATCH),
+    ],
+)
+def test_a_suffix_is_trusted_as_far_as_said(method: dict[str, str], shortest: int):
+    keys = {"suffix_decoding_min_token_prob": 0.3, "suffix_decoding_max_tree_depth": 6}
+    if shortest == LONG_MATCH:
+        method = method | {"model": "draft"}
+    config = SpeculativeConfig(
+        num_speculative_tokens=8, **method, **SUFFIX_DEFAULTS | keys
+    )
+    rule = LookupRule.of(config)
+    assert rule.shortest == shortest
+    # Three of four do not agree with one that agrees with itself alone.
+    assert WHOLE // 4 < rule.min_share <= WHOLE // 3
+    assert rule.num_matches == NUM_MATCHES
+    factor = SUFFIX_DEFAULTS["suffix_decoding_max_spec_factor"]
+    assert rule.limits == draft_limits(6, factor, 8)

@@ -1,0 +1,51 @@
+"""What may be asked of a model's matrices, and of one that is quantized already."""
+
+from typing import Any
+
+import pytest
+
+from jaxspec.config.quantization import check_quantization, quantize_model
+from jaxspec.errors import ConfigError, UnsupportedError
+from jaxspec.models.families import config_from_hf
+from jaxspec_checkpoints.quantization import named_scheme
+from tests.oracles import TINY
+
+MODEL = config_from_hf(TINY | dict(model_type="gemma2", hidden_size=128, head_dim=128))
+
+
+def quantize(model, kind, **changes):
+    given: dict[str, Any] = dict(
+        has_embedding=False, argument="quantization", folder="model"
+    )
+    return quantize_model(model, kind, **given | changes)
+
+
+@pytest.mark.parametrize("kind", [None, "int8", "int4", "fp8", "awq", "gptq"])
+def test_names_that_are_known(kind):
+    check_quantization("quantization", kind)
+
+
+@pytest.mark.parametrize("kind", ["int3", "bitsandbytes", 8, "INT8"])
+def test_other_names_are_refused(kind):
+    told = "quantization must be None or one of 'int8', .*'gptq'.*got "
+    with pytest.raises(UnsupportedError, match=told):
+        check_quantization("quantization", kind)
+
+
+def test_a_model_is_quantized_as_it_was_asked_for():
+    assert quantize(MODEL, None).quantization is None
+    assert quantize(MODEL, "int8").quantization == named_scheme("int8")
+    with_rows = quantize(MODEL, "fp8", has_embedding=True).quantization
+    assert with_rows is not None and with_rows.has_embedding
+
+
+def test_a_quantized_checkpoint_stays_what_it_is():
+    model = quantize(MODEL, "int8")
+    assert quantize(model, None).quantization == named_scheme("int8")
+    with pytest.raises(ConfigError, match="left out for model.*quantized already"):
+        quantize(model, "int4")
+
+
+def test_what_a_checkpoint_would_have_to_say():
+    with pytest.raises(ConfigError, match="are not quantized"):
+        quantize(MODEL, "awq")

@@ -1,0 +1,117 @@
+"""Exactly one form, of the right type; everything else is refused with the reason."""
+
+import pytest
+
+from jaxspec.config.structured_outputs import StructuredOutputsConfig
+from jaxspec.errors import ArgumentError, RequestError, UnsupportedError
+from jaxspec.sampling_params import SamplingParams, StructuredOutputsParams
+
+KINDS = [
+    ("json", {"type": "object"}),
+    ("json", '{"type": "object"}'),
+    ("regex", "a+"),
+    ("choice", ["yes", "no"]),
+    ("grammar", "start: /a/"),
+    ("json_object", True),
+]
+
+
+@pytest.mark.parametrize(("kind", "value"), KINDS)
+def test_each_kind_alone(kind, value):
+    params = StructuredOutputsParams(**{kind: value})
+    assert params.kind == kind
+    assert SamplingParams(structured_outputs=params).structured_outputs is params
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({}, "exactly one of json, regex, choice, grammar, json_object"),
+        ({"regex": "a", "choice": ["b"]}, r"exactly one of .* got \{'regex': 'a', 'ch"),
+        ({"whitespace_pattern": " "}, r"got \{'whitespace_pattern': ' '\}"),
+        ({"json": 3}, "json must be a JSON schema, got 3"),
+        ({"json": ""}, "json must be a JSON schema"),
+        ({"regex": ""}, "regex must be a regular expression, got ''"),
+        ({"choice": []}, r"choice must be a list of at least one string, got \[\]"),
+        ({"choice": "yes"}, "choice must be a list of at least one string"),
+        ({"choice": ["a", 1]}, "choice must be a list of at least one string"),
+        ({"grammar": 1}, "grammar must be a grammar in Lark's or GBNF's form"),
+        ({"json_object": False}, "json_object must be True, got False"),
+        ({"regex": "a", "disable_any_whitespace": 1}, "disable_any_whitespace must be"),
+        ({"regex": "a", "whitespace_pattern": 7}, "whitespace_pattern must be"),
+        (
+            {
+                "json_object": True,
+                "whitespace_pattern": " ",
+                "disable_any_whitespace": True,
+            },
+            "contradict each other",
+        ),
+    ],
+)
+def test_what_is_refused(arguments, message):
+    with pytest.raises(RequestError, match=message):
+        StructuredOutputsParams(**arguments)
+
+
+def test_structural_tags_are_not_supported():
+    with pytest.raises(UnsupportedError, match="Gemma has no tags"):
+        StructuredOutputsParams(structural_tag="{}")
+
+
+def test_sampling_params_check_the_form_and_what_was_assigned_to_it():
+    with pytest.raises(RequestError, match="must be StructuredOutputsParams, got"):
+        SamplingParams(structured_outputs={"regex": "a"})
+    form = StructuredOutputsParams(regex="a")
+    params = SamplingParams(structured_outputs=form)
+    form.choice = ["b"]
+    with pytest.raises(RequestError, match="exactly one of"):
+        params.validate_for(16)
+
+
+def test_a_copy_is_independent():
+    params = SamplingParams(
+        structured_outputs=StructuredOutputsParams(json={"type": "object"})
+    )
+    copy = params.clone()
+    params.structured_outputs.json["type"] = "string"
+    assert copy.structured_outputs.json == {"type": "object"}
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (None, {}),
+        ({}, {}),
+        ({"backend": "guidance"}, {"backend": "guidance"}),
+        ({"disable-any-whitespace": True}, {"disable_any_whitespace": True}),
+        ({"whitespace_pattern": " ?"}, {"whitespace_pattern": " ?"}),
+        (StructuredOutputsConfig(backend="guidance"), {"backend": "guidance"}),
+    ],
+)
+def test_what_an_engine_may_be_told(given, expected):
+    assert StructuredOutputsConfig.read(given) == StructuredOutputsConfig(**expected)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("auto", "must be a dict with keys among backend, disable_fallback,"),
+        ({"disable_whitespace": True}, "did you mean disable_any_whitespace"),
+        ({"xyz": 1}, "no key 'xyz'.*known: "),
+        ({"backend": "xgrammar"}, "backend must be 'auto' or 'guidance'"),
+        ({"reasoning_parser": "x"}, "marks no thinking"),
+        ({"reasoning_parser_plugin": "x"}, "marks no thinking"),
+        ({"disable_any_whitespace": 1}, "disable_any_whitespace must be True or"),
+        ({"enable_in_reasoning": "no"}, "enable_in_reasoning must be True or"),
+        ({"whitespace_pattern": 7}, "whitespace_pattern must be"),
+        (
+            {"whitespace_pattern": " ", "disable_any_whitespace": True},
+            "contradict each other",
+        ),
+    ],
+)
+def test_what_an_engine_is_refused(given, message):
+    with pytest.raises(ArgumentError, match=message) as caught:
+        StructuredOutputsConfig.read(given)
+    assert str(caught.value).startswith("structured_outputs_config")

@@ -1,0 +1,215 @@
+"""Trees as users write them: what is one, what is none, and the order of drafts."""
+
+import itertools
+import math
+from collections.abc import Iterable
+
+import numpy as np
+import pytest
+
+from jaxspec.config.token_tree import (
+    MAX_NODES,
+    Hits,
+    Path,
+    Place,
+    best_tree,
+    count_ranks,
+    has_side_paths,
+    leaf_paths,
+    most_tokens,
+    parents_of,
+    read_paths,
+)
+from jaxspec.errors import ConfigError
+from jaxspec.program.tree import Tree
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        "[(0,), (0, 0), (1,)]",
+        "[(0,),(0,0),(1,)]",
+        [(0,), (0, 0), (1,)],
+        ((0,), (0, 0), (1,)),
+        [[0], [0, 0], [1]],
+    ],
+)
+def test_strings_and_lists_say_the_same(written: object):
+    assert read_paths(written) == ((0,), (0, 0), (1,))
+
+
+@pytest.mark.parametrize(
+    ("written", "told"),
+    [
+        ("[(0,), (0, 0", "a list of tuples"),
+        ("nonsense", "a list of tuples"),
+        ("[(0,), (0.5,)]", "rank of each draft"),
+        ("[(0,), (True,)]", "rank of each draft"),
+        ("[(0,), ()]", "rank of each draft"),
+        ("[(0,), (-1,)]", "rank of each draft"),
+        ("{(0,): 1}", "a list of tuples"),
+        ("[0, 1]", "a list of tuples"),
+        (5, "a list of tuples"),
+        ("[]", f"1 to {MAX_NODES} drafts, got '[]'"),
+        ("[(0,), (0,)]", "(0,) is there twice"),
+        ("[(0,), (1, 0)]", "(1, 0) has no parent: add (1,)"),
+        ("[(0,), (0, 0, 0)]", "(0, 0, 0) has no parent: add (0, 0)"),
+        ("[(0,), (2,)]", "(2,) comes after (1,), which is missing"),
+        ("[(1,)]", "(1,) comes after (0,), which is missing"),
+        (str([(n,) for n in range(MAX_NODES + 1)]), f"It has {MAX_NODES + 1}"),
+    ],
+)
+def test_what_is_no_tree_is_told(written: object, told: str):
+    with pytest.raises(ConfigError) as caught:
+        read_paths(written)
+    assert caught.value.parameter == "speculative_token_tree"
+    assert caught.value.value == written
+    assert told in str(caught.value)
+
+
+def test_the_most_probable_drafts_come_first_then_the_others_level_by_level():
+    paths = [(1, 0), (1,), (0, 1), (0, 0), (0,), (0, 0, 0), (2,), (0, 1, 0)]
+    # (0,) (0, 0) (0, 0, 0) (1,) (2,) (0, 1) (1, 0) (0, 1, 0)
+    assert parents_of(paths) == (-1, 0, 1, -1, -1, 0, 3, 5)
+
+
+@pytest.mark.parametrize(("levels", "leaves"), [(1, 1), (3, 1), (2, 3), (5, 0)])
+def test_leaves_stand_beside_every_draft(levels: int, leaves: int):
+    paths = leaf_paths(levels, leaves)
+    assert read_paths(str(list(paths))) == paths
+    chain = [-1, *range(levels - 1)]
+    beside = [parent for parent in chain for _ in range(leaves)]
+    assert parents_of(paths) == (*chain, *beside)
+
+
+def paths_below(ranks: int, levels: int) -> list[Path]:
+    """Every path of so many ranks and levels."""
+    found: list[Path] = []
+    for length in range(1, levels + 1):
+        found += itertools.product(range(ranks), repeat=length)
+    return found
+
+
+def every_tree(ranks: int, levels: int, most: int) -> list[frozenset[Path]]:
+    """Every tree of at most so many drafts, grown draft by draft; also none."""
+    known = {frozenset[Path]()}
+    newest = set(known)
+    for _ in range(most):
+        newest = {
+            tree | {path}
+            for tree in newest
+            for path in paths_below(ranks, levels)
+            if path not in tree
+            and (len(path) == 1 or path[:-1] in tree)
+            and (path[-1] == 0 or (*path[:-1], path[-1] - 1) in tree)
+        }
+        known |= newest
+    return sorted(known, key=sorted)
+
+
+def brings(tree: Iterable[Path], rates: dict[Place, float]) -> float:
+    """Drafts that stay, on average: each path with the chance of all its drafts."""
+    total = 0.0
+    for path in tree:
+        ways = [path[:length] for length in range(1, len(path) + 1)]
+        total += math.prod(
+            rates.get(Place(any(way[:-1]), len(way), way[-1]), 0.0) for way in ways
+        )
+    return total
+
+
+def random_rates(seed: int) -> dict[Place, float]:
+    """Of three ranks and levels; those of some places are missing, or not in order."""
+    random = np.random.default_rng(seed)
+    places = itertools.product((False, True), (1, 2, 3), (0, 1, 2))
+    return {
+        Place(*place): float(random.random() ** (1 + place[2]))
+        for place in places
+        if random.random() < 0.8
+    }
+
+
+SMALL_TREES = every_tree(3, 3, 5)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_tree_of_most_tokens_is_the_best_of_all(seed: int):
+    rates = random_rates(seed)
+    for num_levels, num_nodes in itertools.product((1, 2, 3), range(6)):
+        paths, gain = most_tokens(rates, num_nodes, num_levels)
+        allowed = [
+            tree
+            for tree in SMALL_TREES
+            if len(tree) <= num_nodes and all(len(path) <= num_levels for path in tree)
+        ]
+        assert frozenset(paths) in allowed
+        assert gain == pytest.approx(brings(paths, rates))
+        assert gain == pytest.approx(max(brings(tree, rates) for tree in allowed))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_best_tree_is_the_fastest_of_all(seed: int):
+    rates, random = random_rates(seed), np.random.default_rng(seed)
+    levels, rows, sides = random.random(3) * (0.4, 0.2, 0.4)
+
+    def seconds(num_levels: int, num_nodes: int, has_side_paths: bool) -> float:
+        passes = levels + sides * has_side_paths
+        return float(1 + passes * num_levels + rows * num_nodes)
+
+    def speed(tree: Iterable[Path]) -> float:
+        tree = list(tree)
+        has_side_paths = any(any(path[:-1]) for path in tree)
+        depth = max(map(len, tree), default=0)
+        return (1 + brings(tree, rates)) / seconds(depth, len(tree), has_side_paths)
+
+    found = best_tree(rates, seconds, num_nodes=5, num_levels=3)
+    assert found.tokens == pytest.approx(1 + brings(found.paths, rates))
+    assert found.tokens / found.seconds == pytest.approx(speed(found.paths))
+    assert speed(found.paths) == pytest.approx(max(map(speed, SMALL_TREES)))
+    if found.paths:
+        assert read_paths(str(list(found.paths))) == found.paths
+
+
+def test_what_costs_nothing_is_taken_whole_and_what_costs_much_not_at_all():
+    rates = random_rates(0) | {Place(False, 1, 0): 0.9}
+    free = best_tree(rates, lambda *sizes: 1.0, num_nodes=5, num_levels=3)
+    assert 1 + most_tokens(rates, 5, 3)[1] == pytest.approx(free.tokens)
+    dear = best_tree(
+        rates, lambda levels, *sizes: 1.0 + 5 * levels, num_nodes=5, num_levels=3
+    )
+    assert dear == ((), 1.0, 1.0)
+
+
+def test_ranks_are_counted_wherever_what_comes_before_was_kept():
+    # (0,) (0, 0) (1,) (0, 1) (1, 0)
+    parents = parents_of([(0,), (1,), (0, 0), (0, 1), (1, 0)])
+    ends = {
+        (2, 0): 5,  # nothing stayed
+        (2, 1): 4,  # (0,)
+        (2, 2): 3,  # (0,), (0, 0)
+        (2, 5): 2,  # (1,), (1, 0)
+        (1, 3): 7,  # (1,), of one level
+    }
+    assert count_ranks(parents, ends) == {
+        Place(False, 1, 0): Hits(21, 7),
+        Place(False, 1, 1): Hits(21, 9),
+        Place(False, 2, 0): Hits(7, 3),
+        Place(False, 2, 1): Hits(7, 0),
+        Place(True, 2, 0): Hits(2, 2),
+    }
+    assert Hits(21, 7).rate == pytest.approx(1 / 3)
+    assert Hits(0, 0).rate == 0
+
+
+@pytest.mark.parametrize(
+    ("paths", "has_some"),
+    [
+        (leaf_paths(3, 0), False),
+        (leaf_paths(3, 2), False),
+        (((0,), (1,), (0, 0), (1, 0)), True),
+        (((0,), (0, 0), (0, 1), (0, 1, 0)), True),
+    ],
+)
+def test_whether_drafts_beside_the_chain_are_continued(paths, has_some):
+    assert has_side_paths(parents_of(paths)) is has_some
+    assert Tree(parents_of(paths)).has_side_paths is has_some

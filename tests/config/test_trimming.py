@@ -1,0 +1,146 @@
+"""What may be kept of a draft's vocabulary, and which maps are refused by name."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxspec.config.speculation import SpeculativeConfig
+from jaxspec.config.trimming import check_special_tokens, kept_tokens
+from jaxspec.errors import ConfigError
+from jaxspec.models.families import config_from_hf
+from jaxspec_checkpoints.checkpoint import TOKEN_MAP
+from tests.oracles import TINY
+
+MODEL = config_from_hf(TINY | dict(model_type="gemma2"))
+# Of 96: the special ones first, pad, end and begin.
+RANKED = [0, 1, 2, 50, 7, 95, 31, 8]
+
+
+def kept(
+    folder: Path, *, is_dummy: bool = False, target: Any = MODEL, **keys: Any
+) -> tuple[int, ...] | None:
+    speculative = SpeculativeConfig(model=str(folder), **keys)
+    return kept_tokens(speculative, target, MODEL, is_dummy=is_dummy)
+
+
+def write(path: Path, content: Any) -> str:
+    path.write_text(json.dumps(content), encoding="utf-8")
+    return str(path)
+
+
+def test_nothing_is_cut_unless_it_is_asked_for(tmp_path):
+    write(tmp_path / TOKEN_MAP, RANKED)
+    assert kept(tmp_path) is None
+
+
+def test_the_first_of_a_map_are_kept(tmp_path):
+    """Of the draft's own where none is named; the order of ids is the networks'."""
+    write(tmp_path / TOKEN_MAP, RANKED)
+    assert kept(tmp_path, draft_vocab_size=5) == (0, 1, 2, 7, 50)
+    assert kept(tmp_path, draft_vocab_size=8) == tuple(sorted(RANKED))
+    other = write(tmp_path / "other.json", {"token_ids": [1, 0, 2, 60], "of": "texts"})
+    assert kept(tmp_path, draft_token_map=other) == (0, 1, 2, 60)
+    options: dict[str, Any] = dict(draft_vocab_size=3, draft_token_map=other)
+    assert kept(tmp_path, **options) == (0, 1, 2)
+
+
+def test_random_weights_need_no_map(tmp_path):
+    """Special tokens are kept wherever they are."""
+    target = replace(MODEL, eos_token_ids=(1, 80))
+    found = kept(tmp_path, is_dummy=True, target=target, draft_vocab_size=6)
+    assert found == (0, 1, 2, 3, 4, 80)
+
+
+@pytest.mark.parametrize("size", [0, -1, 96, 97, 2.5, True, "many"])
+def test_sizes_that_are_none(tmp_path, size):
+    write(tmp_path / TOKEN_MAP, RANKED)
+    with pytest.raises(ConfigError, match="draft_vocab_size must be an integer"):
+        kept(tmp_path, draft_vocab_size=size)
+
+
+@pytest.mark.parametrize(
+    ("content", "named"),
+    [
+        ([0, 1, 2, 7, 7, 8], "names token 7 twice"),
+        ([0, 1, 2, 96], "names token 96; the vocabulary has 96, from 0"),
+        ([0, 1, 2, -1], "names token -1; the vocabulary"),
+        ([], "must hold a JSON list of token ids"),
+        ([0, 1, "2"], "must hold a JSON list of token ids"),
+        ([0, 1, True], "must hold a JSON list of token ids"),
+        ({"ids": [0]}, "an object with one as 'token_ids'"),
+        (RANKED[1:], r"missing: pad_token_id \(0\)"),
+        ([5, 6, 0], r"missing: bos_token_id \(2\), eos_token_id 1 \(1\)"),
+        (list(range(96)), "names all 96 tokens .* say with draft_vocab_size"),
+    ],
+)
+def test_a_wrong_map_is_named(tmp_path, content, named):
+    path = write(tmp_path / "map.json", content)
+    with pytest.raises(ConfigError, match=named):
+        kept(tmp_path, draft_token_map=path)
+
+
+def test_a_map_that_is_too_short_says_how_long_it_is(tmp_path):
+    write(tmp_path / TOKEN_MAP, RANKED)
+    with pytest.raises(ConfigError, match="from 1 to 8, got 9: its map names no more"):
+        kept(tmp_path, draft_vocab_size=9)
+    # Both models' ends of texts count.
+    target = replace(MODEL, eos_token_ids=(1, 31))
+    with pytest.raises(ConfigError, match=r"missing: eos_token_id 31 \(31\)"):
+        kept(tmp_path, target=target, draft_vocab_size=6)
+
+
+def test_without_a_map_the_tool_is_named(tmp_path):
+    with pytest.raises(ConfigError, match="jaxspec_checkpoints trim"):
+        kept(tmp_path, draft_vocab_size=5)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "named"),
+    [
+        ("none.json", None, "is no file"),
+        ("hot.pt", b"PK", "is a pickle"),
+        ("map.json", b"[0, 1", "must be readable JSON"),
+        ("map.json", b"\xff\xfe", "must be readable JSON"),
+    ],
+)
+def test_a_file_that_is_no_map_is_named(tmp_path, name, content, named):
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(ConfigError, match=f"draft_token_map: .*{name} {named}"):
+        kept(tmp_path, draft_token_map=str(tmp_path / name))
+
+
+@pytest.mark.parametrize(
+    ("method", "hint"),
+    [
+        ("ngram", "It cuts the head of a draft model"),
+        ("suffix", "It cuts the head of a draft model"),
+        ("eagle3", "A head's own files say"),
+        ("medusa", "A head's own files say"),
+    ],
+)
+@pytest.mark.parametrize("name", ["draft_vocab_size", "draft_token_map"])
+def test_only_draft_models_are_cut(method, hint, name):
+    given: dict[str, Any] = {name: 5 if name == "draft_vocab_size" else "map.json"}
+    if method == "ngram":
+        given |= dict(prompt_lookup_max=3, prompt_lookup_min=1)
+    if method == "suffix":
+        given |= dict(
+            suffix_decoding_max_tree_depth=24,
+            suffix_decoding_max_spec_factor=1.0,
+            suffix_decoding_min_token_prob=0.1,
+            suffix_decoding_max_cached_requests=0,
+        )
+    if method in ("eagle3", "medusa"):
+        given["model"] = "head"
+    with pytest.raises(ConfigError, match=f"{name} must be left out.*{hint}"):
+        SpeculativeConfig(method=method, num_speculative_tokens=2, **given)
+
+
+def test_missing_special_tokens_are_all_named():
+    check_special_tokens((1, 5, 9), {"<eos>": 1, "<bos>": 9})
+    with pytest.raises(ConfigError, match=r"missing: <pad> \(0\), <bos> \(2\)"):
+        check_special_tokens((1, 5), {"<eos>": 1, "<pad>": 0, "<bos>": 2})

@@ -1,0 +1,219 @@
+"""From a request's fields to sampling parameters."""
+
+from typing import Any
+
+import pytest
+
+from jaxspec.errors import RequestError, UnsupportedError
+from jaxspec.sampling_params import RequestOutputKind, SamplingParams
+from jaxspec.serve.requests.params import MAX_GRAMMAR_CHARACTERS, make_params
+from jaxspec.serve.requests.protocol import ChatBody, CompletionBody, ResponseBody
+from jaxspec.serve.requests.response_input import as_chat
+
+MESSAGES = [{"role": "user", "content": "x"}]
+
+
+def completion(defaults: dict[str, Any] | None = None, **body: Any) -> SamplingParams:
+    return make_params(CompletionBody(prompt="x", **body), defaults or {})
+
+
+def chat(defaults: dict[str, Any] | None = None, **body: Any) -> SamplingParams:
+    return make_params(ChatBody(messages=MESSAGES, **body), defaults or {})
+
+
+def respond(**body: Any) -> SamplingParams:
+    return make_params(as_chat(ResponseBody(input="x", **body), MESSAGES), {})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("n", 3),
+        ("temperature", 0.5),
+        ("top_p", 0.5),
+        ("top_k", 5),
+        ("min_p", 0.1),
+        ("seed", 7),
+        ("presence_penalty", 0.5),
+        ("frequency_penalty", 0.5),
+        ("repetition_penalty", 1.5),
+        ("logit_bias", {5: 1.0}),
+        ("stop", ["a", "b"]),
+        ("stop_token_ids", [5]),
+        ("include_stop_str_in_output", True),
+        ("ignore_eos", True),
+        ("min_tokens", 2),
+        ("skip_special_tokens", False),
+        ("spaces_between_special_tokens", False),
+        ("allowed_token_ids", [5]),
+        ("bad_words", ["a"]),
+        ("prompt_logprobs", 2),
+    ],
+)
+def test_a_field_arrives(name: str, value: Any):
+    assert getattr(SamplingParams(), name) != value
+    given = (
+        {str(key): one for key, one in value.items()} if name == "logit_bias" else value
+    )
+    assert getattr(completion(**{name: given}), name) == value
+    assert getattr(chat(**{name: given}), name) == value
+
+
+def test_what_is_left_out_comes_from_the_model_then_from_openai():
+    plain = completion()
+    assert (plain.temperature, plain.top_p, plain.max_tokens) == (1.0, 1.0, 16)
+    model = {"temperature": 0.7, "top_p": 0.9, "max_tokens": 40}
+    assert completion(model).temperature == 0.7
+    assert completion(model).max_tokens == 16
+    assert completion(model, max_tokens=None).max_tokens == 40
+    assert completion(model, temperature=0.2).temperature == 0.2
+    assert completion(model, temperature=None).temperature == 0.7
+    assert chat().max_tokens is None
+    assert chat(model).max_tokens == 40
+    assert chat(model, max_tokens=5).max_tokens == 5
+    assert chat(max_tokens=5, max_completion_tokens=6).max_tokens == 6
+
+
+def test_streams_are_deltas():
+    assert completion(stream=True).output_kind is RequestOutputKind.DELTA
+    assert completion().output_kind is RequestOutputKind.FINAL_ONLY
+
+
+def test_logprobs():
+    assert completion(logprobs=3).logprobs == 3
+    assert completion(logprobs=3).prompt_logprobs is None
+    echoed = completion(logprobs=3, echo=True)
+    assert (echoed.logprobs, echoed.prompt_logprobs) == (3, 3)
+    assert chat(logprobs=True).logprobs == 0
+    assert chat(logprobs=True, top_logprobs=4).logprobs == 4
+    assert chat().logprobs is None
+
+
+def test_ids_to_be_told_of():
+    ids = [7, 5]
+    for params in (
+        completion(logprob_token_ids=ids, logprobs=0),
+        completion(logprob_token_ids=ids, logprobs=5, echo=True),
+        chat(logprob_token_ids=ids, logprobs=True, top_logprobs=5),
+        respond(logprob_token_ids=ids, include=["message.output_text.logprobs"]),
+    ):
+        assert (params.logprobs, params.logprob_token_ids) == (None, ids)
+        assert params.num_logprobs == 2
+    echoed = completion(logprob_token_ids=ids, logprobs=5, echo=True)
+    assert echoed.prompt_logprobs == 5
+    for make in (completion, chat, respond):
+        with pytest.raises(RequestError, match="`logprobs` must be set"):
+            make(logprob_token_ids=ids)
+        with pytest.raises(RequestError, match="must not be an empty list"):
+            make(logprob_token_ids=[])
+    with pytest.raises(RequestError, match="there are none"):
+        completion(logprob_token_ids=ids, logprobs=0, echo=True, max_tokens=0)
+
+
+@pytest.mark.parametrize(
+    ("body", "field", "value"),
+    [
+        ({"response_format": {"type": "json_object"}}, "json_object", True),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "x", "schema": {"type": "object"}},
+                }
+            },
+            "json",
+            {"type": "object"},
+        ),
+        ({"structured_outputs": {"choice": ["a"]}}, "choice", ["a"]),
+        ({"structured_outputs": {"json": {}}}, "json", {}),
+        ({"guided_choice": ["a"]}, "choice", ["a"]),
+        ({"guided_json": {}}, "json", {}),
+        ({"guided_regex": "a", "guided_decoding_backend": "outlines"}, "regex", "a"),
+    ],
+)
+def test_forms(body: dict[str, Any], field: str, value: Any):
+    for params in (completion(**body), chat(**body)):
+        assert params.structured_outputs.kind == field
+        assert getattr(params.structured_outputs, field) == value
+
+
+def test_white_space_of_older_requests():
+    for body in (
+        {"guided_json": {}, "guided_whitespace_pattern": " ?"},
+        {"structured_outputs": {"json": {}, "whitespace_pattern": " ?"}},
+    ):
+        for params in (completion(**body), chat(**body)):
+            assert params.structured_outputs.whitespace_pattern == " ?"
+
+
+@pytest.mark.parametrize("name", ["guided_jsn", "guided_json_object", "guided_x"])
+def test_no_field_of_that_kind_is_ignored(name: str):
+    told = f"There is no field {name}: use structured_outputs, or .*guided_json,"
+    for make in (completion, chat, respond):
+        body: dict[str, Any] = {name: "x"}
+        with pytest.raises(RequestError, match=told) as refused:
+            make(**body)
+        assert refused.value.parameter == name
+        assert make(**(body | {name: None})).structured_outputs is None
+
+
+def test_a_field_without_meaning_is_told_in_the_log(caplog: pytest.LogCaptureFixture):
+    completion(guided_decoding_backend="outlines")
+    assert "guided_decoding_backend has no effect" in caplog.text
+
+
+def test_plain_text_is_no_form():
+    assert completion(response_format={"type": "text"}).structured_outputs is None
+
+
+def test_a_form_that_takes_long_to_compile():
+    half = "a" * (MAX_GRAMMAR_CHARACTERS // 2)
+    assert completion(structured_outputs={"choice": [half]}).structured_outputs
+    long: tuple[dict[str, Any], ...] = (
+        {"guided_regex": half * 2},
+        {"guided_json": {"const": half * 2}},
+    )
+    for body in long:
+        with pytest.raises(RequestError, match=str(MAX_GRAMMAR_CHARACTERS)):
+            completion(**body)
+
+
+def test_drafts_can_be_limited():
+    assert completion(num_speculative_tokens=2).num_speculative_tokens == 2
+    xargs = {"num_speculative_tokens": 0}
+    assert completion(vllm_xargs=xargs).num_speculative_tokens == 0
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"stream_options": {"include_usage": True}},
+        {"stream": True, "prompt_logprobs": 1},
+        {"response_format": {"type": "json_schema"}},
+        {"response_format": {"type": "text"}, "structured_outputs": {}},
+        {"guided_regex": "a", "guided_choice": ["a"]},
+    ],
+)
+def test_contradictions(body: dict[str, Any]):
+    for make in (completion, chat):
+        with pytest.raises(RequestError):
+            make(**body)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"kv_transfer_params": {}},
+        {"structured_outputs": {"structural_tag": "x"}},
+    ],
+)
+def test_what_there_is_not(body: dict[str, Any]):
+    for make in (completion, chat):
+        with pytest.raises(UnsupportedError):
+            make(**body)
+    for value in ("", "AAAA", ["AAAA"]):
+        with pytest.raises(UnsupportedError, match="prompt_embeds is not") as refused:
+            completion(prompt_embeds=value)
+        assert refused.value.parameter == "prompt_embeds"
+    tool = {"type": "function", "function": {"name": "f"}}
+    assert chat(tools=[tool], tool_choice="none").structured_outputs is None

@@ -1,0 +1,121 @@
+"""What a body may hold."""
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from jaxspec.serve.requests.protocol import (
+    MAX_BAD_WORD_CHARACTERS,
+    MAX_BAD_WORDS,
+    MAX_DEPTH,
+    MAX_ENTRIES,
+    MAX_FIELDS,
+    MAX_N,
+    MAX_STOPS,
+    ChatBody,
+    CompletionBody,
+)
+
+
+def nested(depth: int) -> Any:
+    value: Any = 1
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"prompt": "\ud800"},
+        {"user": ["\ud800"]},
+        {"unknown": {"a": [{"b": "\udfff"}]}},
+        {"logit_bias": {"\ud800": 1}},
+    ],
+)
+def test_half_a_surrogate_pair_anywhere(body: dict[str, Any]):
+    with pytest.raises(ValidationError, match="surrogate"):
+        CompletionBody.model_validate(body)
+
+
+def test_depth():
+    assert CompletionBody.model_validate({"unknown": nested(MAX_DEPTH - 1)})
+    with pytest.raises(ValidationError, match="levels deep"):
+        CompletionBody.model_validate({"unknown": nested(MAX_DEPTH)})
+
+
+@pytest.mark.parametrize(
+    ("name", "most"),
+    [
+        ("unknown", ["#"] * MAX_ENTRIES),
+        ("unknown", {str(number): 1 for number in range(MAX_FIELDS)}),
+        ("stop", ["#"] * MAX_STOPS),
+        ("bad_words", ["#"] * MAX_BAD_WORDS),
+        ("bad_words", ["#" * MAX_BAD_WORD_CHARACTERS]),
+    ],
+)
+def test_there_is_a_most_of_everything(name: str, most: Any):
+    assert CompletionBody.model_validate({name: most})
+    if isinstance(most, dict):
+        most["more"] = 1
+    elif len(most) == 1:
+        most[0] += "#"
+    else:
+        most.append("#")
+    with pytest.raises(ValidationError):
+        CompletionBody.model_validate({name: most})
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (["#"] * (MAX_ENTRIES + 1), "a list may have at most 8192 entries other than"),
+        (
+            dict.fromkeys(map(str, range(MAX_FIELDS + 1))),
+            "at most 1024 fields, got 1025",
+        ),
+        (nested(MAX_DEPTH), "be nested at most 100 levels deep"),
+        ("\ud800", "a text has half of a surrogate pair"),
+    ],
+)
+def test_errors_name_the_field(content: Any, said: str):
+    with pytest.raises(ValidationError) as refused:
+        CompletionBody.model_validate({"prompt": "x", "suffix": content})
+    (fault,) = refused.value.errors()
+    assert fault.get("ctx", {})["error"].field == "suffix"
+    assert said in fault["msg"]
+
+
+def test_token_ids_may_be_many():
+    ids = [7] * (2 * MAX_ENTRIES)
+    assert CompletionBody.model_validate({"prompt": ids}).prompt == ids
+    assert CompletionBody.model_validate({"prompt": [ids, ids]})
+
+
+def test_of_many_wrong_entries_the_first_is_told():
+    with pytest.raises(ValidationError) as refused:
+        CompletionBody.model_validate({"stop_token_ids": [1, *["x"] * 100]})
+    (fault,) = refused.value.errors()
+    assert fault["loc"] == ("stop_token_ids", 1)
+
+
+def test_unknown_fields_are_ignored():
+    assert CompletionBody.model_validate({"prompt": "x", "store": True}).prompt == "x"
+
+
+def test_bounds():
+    assert CompletionBody.model_validate({"n": MAX_N}).n == MAX_N
+    for body in ({"n": MAX_N + 1}, {"n": 0}, {"request_id": "x" * 257}):
+        with pytest.raises(ValidationError):
+            CompletionBody.model_validate(body)
+    with pytest.raises(ValidationError):
+        ChatBody.model_validate({"messages": []})
+
+
+def test_a_schema_keeps_its_name():
+    wanted = {"type": "json_schema", "json_schema": {"schema": {"type": "object"}}}
+    body = CompletionBody.model_validate({"response_format": wanted})
+    assert body.response_format is not None
+    assert body.response_format.json_schema is not None
+    assert body.response_format.json_schema.json_schema == {"type": "object"}

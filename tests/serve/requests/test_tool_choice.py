@@ -1,0 +1,187 @@
+"""What a chat's `tools` and `tool_choice` mean."""
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from jaxspec.errors import RequestError
+from jaxspec.serve.requests.params import MAX_GRAMMAR_CHARACTERS, make_params
+from jaxspec.serve.requests.protocol import ChatBody
+from jaxspec.serve.requests.tool_choice import form_of, read_choice, tools_as_given
+
+
+def tool(name: str, **function: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, **function}}
+
+
+TOOLS = [tool("f"), tool("g", parameters={"type": "object", "x-note": 1})]
+NAMED = {"type": "function", "function": {"name": "g"}}
+
+
+def body(**given: Any) -> ChatBody:
+    return ChatBody(messages=[{"role": "user", "content": "x"}], **given)
+
+
+@pytest.mark.parametrize(
+    ("given", "kind", "name"),
+    [
+        ({}, "none", None),
+        ({"tool_choice": "none"}, "none", None),
+        ({"tools": TOOLS}, "auto", None),
+        ({"tools": TOOLS, "tool_choice": None}, "auto", None),
+        ({"tools": TOOLS, "tool_choice": "auto"}, "auto", None),
+        ({"tools": TOOLS, "tool_choice": "none"}, "none", None),
+        ({"tools": TOOLS, "tool_choice": "required"}, "required", None),
+        ({"tools": TOOLS, "tool_choice": NAMED}, "named", "g"),
+    ],
+)
+def test_choices(given: dict[str, Any], kind: str, name: str | None):
+    choice = read_choice(body(**given))
+    assert (choice.kind, choice.name) == (kind, name)
+    form = form_of(body(**given))
+    assert (form is not None) == (kind in ("required", "named"))
+    assert make_params(body(**given), {}).structured_outputs == form
+
+
+@pytest.mark.parametrize(
+    ("given", "names", "most"),
+    [
+        ({"tool_choice": "required"}, ["f", "g"], None),
+        ({"tool_choice": "required", "parallel_tool_calls": True}, ["f", "g"], None),
+        ({"tool_choice": "required", "parallel_tool_calls": False}, ["f", "g"], 1),
+        ({"tool_choice": NAMED}, ["g"], 1),
+    ],
+)
+def test_what_the_grammar_lets_through(
+    given: dict[str, Any], names: list[str], most: int | None
+):
+    form = form_of(body(tools=TOOLS, **given))
+    assert form is not None
+    assert isinstance(form.json, dict)
+    parts = form.json["$defs"].values()
+    assert [part["properties"]["name"]["const"] for part in parts] == names
+    assert form.json.get("maxItems") == most
+
+
+def test_a_template_sees_the_tools_as_they_came():
+    assert tools_as_given(body(tools=TOOLS)) == TOOLS
+    assert tools_as_given(body(tools=[{"function": {"name": "f"}}])) == [tool("f")]
+    assert tools_as_given(body()) is None
+
+
+@pytest.mark.parametrize(
+    ("given", "name", "said"),
+    [
+        ({"tools": []}, "tools", "empty array"),
+        ({"tools": [], "tool_choice": "required"}, "tools", "empty array"),
+        ({"tools": [], "tool_choice": "none"}, "tools", "empty array"),
+        ({"tool_choice": "auto"}, "tools", "must be set"),
+        ({"tool_choice": "required"}, "tools", "must be set"),
+        ({"tool_choice": NAMED}, "tools", "must be set"),
+        ({"tools": TOOLS, "tool_choice": "some"}, "tool_choice", "'some'"),
+        ({"tools": TOOLS, "tool_choice": {}}, "tool_choice", "got {}"),
+        (
+            {"tools": TOOLS, "tool_choice": {"function": {"name": "f"}}},
+            "tool_choice",
+            "'type'",
+        ),
+        (
+            {"tools": TOOLS, "tool_choice": {"type": "function", "function": {}}},
+            "tool_choice",
+            "'name'",
+        ),
+        (
+            {"tools": TOOLS, "tool_choice": {"type": "allowed_tools"}},
+            "tool_choice",
+            "allowed_tools",
+        ),
+        (
+            {
+                "tools": TOOLS,
+                "tool_choice": {"type": "function", "function": {"name": "h"}},
+            },
+            "tool_choice",
+            "'h', which is none of the `tools`: 'f', 'g'",
+        ),
+        (
+            {"tools": [tool("f", parameters={"type": "array"})]},
+            "tools[0]['function']['parameters']",
+            "of an object",
+        ),
+        (
+            {
+                "tools": TOOLS,
+                "tool_choice": "required",
+                "response_format": {"type": "some"},
+            },
+            "response_format.type",
+            "json_schema",
+        ),
+        (
+            {
+                "tools": TOOLS,
+                "tool_choice": NAMED,
+                "structured_outputs": {"regex": "a"},
+            },
+            "tool_choice",
+            "not of both",
+        ),
+        (
+            {
+                "tools": [
+                    tool("f", parameters={"description": "x" * MAX_GRAMMAR_CHARACTERS})
+                ],
+                "tool_choice": "required",
+            },
+            "tools",
+            str(MAX_GRAMMAR_CHARACTERS),
+        ),
+    ],
+)
+def test_what_does_not_go_together(given: dict[str, Any], name: str, said: str):
+    with pytest.raises(RequestError) as refused:
+        make_params(body(**given), {})
+    assert refused.value.parameter == name
+    assert said in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "tools", [[{}], [{"function": {}}], [{"type": 1, "function": {"name": "f"}}], 7]
+)
+def test_what_is_no_tool(tools: Any):
+    with pytest.raises(ValidationError, match="tools"):
+        body(tools=tools, tool_choice="none")
+
+
+@pytest.mark.parametrize("choice", ["required", NAMED])
+def test_a_forced_call_wins_over_a_form(choice: Any):
+    asked = {"tools": TOOLS, "tool_choice": choice}
+    form = make_params(body(**asked), {}).structured_outputs
+    assert form is not None
+    for wanted in (
+        {"type": "json_object"},
+        {"type": "json_schema", "json_schema": {"schema": {"type": "array"}}},
+        {"type": "text"},
+    ):
+        found = make_params(body(**asked, response_format=wanted), {})
+        assert found.structured_outputs == form
+
+
+def test_ignores_tools_of_other_types(caplog: pytest.LogCaptureFixture):
+    search = {"type": "web_search_preview"}
+    found = read_choice(body(tools=[search, *TOOLS]))
+    assert [tool.name for tool in found.tools] == ["f", "g"]
+    assert "web_search_preview" in caplog.text
+    for choice in (None, "auto", "none"):
+        assert read_choice(body(tools=[search], tool_choice=choice)).kind == "none"
+    with pytest.raises(RequestError, match="`tools` must be set"):
+        read_choice(body(tools=[search], tool_choice="required"))
+
+
+def test_a_form_beside_calls_that_may_be():
+    form = make_params(
+        body(tools=TOOLS, response_format={"type": "json_object"}), {}
+    ).structured_outputs
+    assert form is not None
+    assert form.json_object

@@ -1,0 +1,263 @@
+"""Parsers by name, ours and those of plugins; the form of what they tell."""
+
+import importlib
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxspec.errors import ConfigError
+from jaxspec.serve.requests.protocol import ChatBody
+from jaxspec.serve.requests.tool_parsers import (
+    GEMMA,
+    GemmaToolParser,
+    ToolParser,
+    ToolParserManager,
+    ToolStream,
+    parser_class,
+)
+from jaxspec.serve.settings import ServerSettings
+from jaxspec.text.tokenizer import Tokenizer
+from jaxspec_checkpoints import bundled_target
+
+TOKENIZER = Tokenizer.from_folder(bundled_target())
+TOOLS: Any = [{"function": {"name": "f"}}, {"function": {"name": "g"}}]
+TEXT = 'Well.\n[{"name": "f", "parameters": {"a": 1}}, {"name": "g"}]'
+# As a plugin for vLLM is written, but for the package's name.
+PLUGIN = '''
+from collections.abc import Sequence
+
+from jaxspec.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from jaxspec.entrypoints.openai.engine.protocol import (
+    DeltaFunctionCall,
+    DeltaMessage,
+    DeltaToolCall,
+    ExtractedToolCallInformation,
+    FunctionCall,
+    ToolCall,
+)
+from jaxspec.tool_parsers.abstract_tool_parser import ToolParser, ToolParserManager
+
+
+@ToolParserManager.register_module(["shout", "cry"])
+class ShoutToolParser(ToolParser):
+    """A word in capitals is a call without arguments."""
+
+    def __init__(self, tokenizer, tools=None):
+        super().__init__(tokenizer, tools)
+        self.count = 0
+
+    def adjust_request(self, request: ChatCompletionRequest) -> ChatCompletionRequest:
+        request.skip_special_tokens = False
+        return request
+
+    def extract_tool_calls(self, model_output, request):
+        names = {tool.function.name for tool in request.tools}
+        calls = [
+            ToolCall(function=FunctionCall(name=word.lower(), arguments="{}"))
+            for word in model_output.split()
+            if word.isupper() and word.lower() in names
+        ]
+        words = " ".join(word for word in model_output.split() if not word.isupper())
+        return ExtractedToolCallInformation(
+            tools_called=bool(calls), tool_calls=calls, content=words or None
+        )
+
+    def extract_tool_calls_streaming(
+        self,
+        previous_text: str,
+        current_text: str,
+        delta_text: str,
+        previous_token_ids: Sequence[int],
+        current_token_ids: Sequence[int],
+        delta_token_ids: Sequence[int],
+        request: ChatCompletionRequest,
+    ) -> DeltaMessage | None:
+        assert current_text == previous_text + delta_text
+        assert current_token_ids == [*previous_token_ids, *delta_token_ids]
+        if not delta_text.endswith(" "):
+            return None
+        word = current_text.split()[-1]
+        if not word.isupper():
+            return DeltaMessage(content=f"{word} ")
+        self.count += 1
+        function = DeltaFunctionCall(name=word.lower(), arguments="{}")
+        return DeltaMessage(
+            tool_calls=[
+                DeltaToolCall(
+                    index=self.count - 1,
+                    id="chosen",
+                    type="function",
+                    function=function.model_dump(exclude_none=True),
+                )
+            ]
+        )
+'''
+
+
+@pytest.fixture(autouse=True)
+def _names_are_given_back(monkeypatch: pytest.MonkeyPatch):
+    for name in ("tool_parsers", "lazy_parsers"):
+        monkeypatch.setattr(
+            ToolParserManager, name, dict(getattr(ToolParserManager, name))
+        )
+
+
+@pytest.fixture
+def plugin(tmp_path: Path) -> str:
+    path = tmp_path / "shout_parser.py"
+    path.write_text(PLUGIN)
+    return str(path)
+
+
+def body(**given: Any) -> ChatBody:
+    messages = [{"role": "user", "content": "x"}]
+    return ChatBody(messages=messages, tools=TOOLS, **given)
+
+
+def stream(parser: ToolParser, text: str, request: ChatBody) -> list[dict[str, Any]]:
+    """Deltas of a text that comes letter by letter, and ends."""
+    reading = ToolStream(parser, request)
+    found = [
+        delta
+        for at, letter in enumerate(text)
+        for delta in reading.deltas(letter, [at], is_last=False)
+    ]
+    return found + reading.deltas("", [], is_last=True)
+
+
+def test_a_whole_answer():
+    parser = GemmaToolParser(TOKENIZER, body().tools)
+    found = parser.extract_tool_calls(TEXT, body())
+    assert (found.tools_called, found.content) == (True, "Well.\n")
+    told = [(one.function.name, one.function.arguments) for one in found.tool_calls]
+    assert told == [("f", '{"a": 1}'), ("g", "{}")]
+    first, second = (one.id for one in found.tool_calls)
+    assert re.fullmatch("chatcmpl-tool-[0-9a-f]{32}", first)
+    assert first != second
+    words = parser.extract_tool_calls("Well.", body())
+    assert (words.tools_called, words.tool_calls) == (False, [])
+    assert words.content == "Well."
+
+
+def test_a_stream():
+    parser = GemmaToolParser(TOKENIZER, body().tools)
+    *words, begun, a, b, c, d, e, f, g, h, again, empty = stream(parser, TEXT, body())
+    assert words == [{"content": letter} for letter in "Well.\n"]
+    (call,) = begun["tool_calls"]
+    assert call.pop("id").startswith("chatcmpl-tool-")
+    function = {"name": "f", "arguments": ""}
+    assert call == {"index": 0, "type": "function", "function": function}
+    letters = [one["tool_calls"] for one in (a, b, c, d, e, f, g, h)]
+    assert letters == [
+        [{"index": 0, "function": {"arguments": letter}}] for letter in '{"a": 1}'
+    ]
+    assert again["tool_calls"][0]["function"] == {"name": "g", "arguments": ""}
+    assert empty == {"tool_calls": [{"index": 1, "function": {"arguments": "{}"}}]}
+
+
+def test_what_was_held_back_is_told_at_the_end():
+    parser = GemmaToolParser(TOKENIZER, body().tools)
+    assert stream(parser, '[{"name', body()) == [{"content": '[{"name'}]
+
+
+def test_without_parallel_calls_there_is_one():
+    parser = GemmaToolParser(TOKENIZER, body().tools)
+    found = stream(parser, TEXT, body(parallel_tool_calls=False))
+    calls = [call for delta in found for call in delta.get("tool_calls", ())]
+    assert {call["index"] for call in calls} == {0}
+    told = "".join(call["function"]["arguments"] for call in calls)
+    assert told == '{"a": 1}'
+
+
+def test_a_plugin_of_vllm(plugin: str):
+    for name in ("shout", "cry"):
+        kind = parser_class(name, plugin)
+        parser, request = kind(TOKENIZER, body().tools), body()
+        found = parser.extract_tool_calls("So F it is", request)
+        assert [one.function.name for one in found.tool_calls] == ["f"]
+        assert found.content == "So it is"
+        told = stream(parser, "So F G it", request)
+        assert [delta.get("content") for delta in told] == ["So ", None, None]
+        begun = [delta["tool_calls"][0] for delta in told[1:]]
+        assert [(one["id"], one["index"]) for one in begun] == [
+            ("chosen", 0),
+            ("chosen", 1),
+        ]
+    assert parser.vocab[TOKENIZER.id_to_piece(50)] == 50
+
+
+def test_a_parser_may_be_imported_when_it_is_wanted(plugin: str):
+    ToolParserManager.register_lazy_module("late", "shout_parser", "ShoutToolParser")
+    ToolParserManager.import_tool_parser(plugin)
+    assert "late" in ToolParserManager.list_registered()
+    late = ToolParserManager.get_tool_parser("late")
+    assert late is ToolParserManager.get_tool_parser("shout")
+    with pytest.raises(KeyError, match="nobody"):
+        ToolParserManager.get_tool_parser("nobody")
+
+
+def test_names():
+    class Own(ToolParser):
+        pass
+
+    assert ToolParserManager.register_module(module=Own) is Own
+    assert ToolParserManager.get_tool_parser("Own") is Own
+    with pytest.raises(KeyError, match="gemma"):
+        ToolParserManager.register_module(GEMMA, force=False, module=Own)
+    ToolParserManager.register_module(GEMMA, module=Own)
+    assert parser_class(GEMMA, "") is Own
+    wrong: Any = int
+    with pytest.raises(TypeError, match="ToolParser"):
+        ToolParserManager.register_module(module=wrong)
+    for read in (
+        lambda: Own(TOKENIZER).extract_tool_calls("", body()),
+        lambda: stream(Own(TOKENIZER), "x", body()),
+    ):
+        with pytest.raises(NotImplementedError, match="Own"):
+            read()
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, "a Python file"),
+        ("import nothing_like_that", "ModuleNotFoundError"),
+        ("1 +", "SyntaxError"),
+        ("raise RuntimeError('boom')", "boom"),
+    ],
+)
+def test_a_wrong_plugin(tmp_path: Path, text: str | None, said: str):
+    path = tmp_path / "broken_parser.py"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ConfigError, match=said) as refused:
+        ServerSettings(tool_parser_plugin=str(path))
+    assert refused.value.parameter == "tool_parser_plugin"
+
+
+def test_a_plugin_is_python(tmp_path: Path):
+    path = tmp_path / "parser.txt"
+    path.write_text(PLUGIN)
+    with pytest.raises(ConfigError, match=r"end in \.py"):
+        ServerSettings(tool_parser_plugin=str(path))
+
+
+def test_settings_name_a_parser(plugin: str):
+    assert ServerSettings().tool_call_parser == GEMMA
+    names = ("gemma", "gemma2")  # the second is an older name
+    assert len({ToolParserManager.get_tool_parser(name) for name in names}) == 1
+    with pytest.raises(
+        ConfigError, match="one of 'gemma', 'gemma2', got 'shout'"
+    ) as refused:
+        ServerSettings(tool_call_parser="shout")
+    assert refused.value.parameter == "tool_call_parser"
+    ServerSettings(tool_call_parser="shout", tool_parser_plugin=plugin)
+
+
+def test_vllms_paths_lead_here():
+    for path in ("jaxspec.tool_parsers", "jaxspec.tool_parsers.abstract_tool_parser"):
+        assert importlib.import_module(path).ToolParser is ToolParser
+    chats = "jaxspec.entrypoints.openai.chat_completion.protocol"
+    assert importlib.import_module(chats).ChatCompletionRequest is ChatBody

@@ -1,0 +1,61 @@
+"""What is told of a response's items; streams of them are checked with the server."""
+
+import pytest
+
+from jaxspec.serve.responses.response_items import Call, Message, Token, take_tokens
+
+WORDS = ["Let", " me", " see", "é", ".\n", "[{", '"name"']
+
+
+def tokens(*texts: str) -> list[Token]:
+    return [Token(text.encode()) for text in texts]
+
+
+@pytest.mark.parametrize(
+    ("words", "taken", "left"),
+    [
+        ("Let me", ["Let", " me"], WORDS[2:]),
+        ("me see", [" me", " see"], WORDS[3:]),
+        ("Let me seeé.\n", WORDS[:5], WORDS[5:]),
+        (" m", [" me"], WORDS[2:]),
+        ('[{"na', ["[{", '"name"'], []),
+        ("other words", WORDS, []),
+        ("", [], WORDS),
+    ],
+)
+def test_which_tokens_spell_words(words: str, taken: list[str], left: list[str]):
+    waiting = tokens(*WORDS)
+    assert take_tokens(waiting, words) == tokens(*taken)
+    assert waiting == tokens(*left)
+
+
+def test_parts_of_a_character_spell_it():
+    first, second = "é".encode()[:1], "é".encode()[1:]
+    waiting = [Token(b"["), Token(first), Token(b""), Token(second), Token(b"]")]
+    taken = take_tokens(waiting, "é")
+    assert [one.content for one in taken] == [first, b"", second]
+    assert waiting == [Token(b"]")]
+
+
+def test_a_call():
+    call = Call("fc_1", 2, call_id="7", name="f")
+    ((name, begun),) = call.opening()
+    assert (name, begun["output_index"]) == ("output_item.added", 2)
+    assert (begun["item"]["arguments"], begun["item"]["status"]) == ("", "in_progress")
+    told = [call.add(part) for part in ('{"a"', ": 1}")]
+    assert {name for name, _ in told} == {"function_call_arguments.delta"}
+    done, end = call.closing("incomplete")
+    assert done[0] == "function_call_arguments.done"
+    whole = {"name": "f", "arguments": '{"a": 1}'}
+    assert whole.items() <= done[1].items()
+    item = {"id": "fc_1", "type": "function_call", "call_id": "7"} | whole
+    assert end[1]["item"] == item | {"status": "incomplete"}
+
+
+def test_words_without_anything_new_are_not_told():
+    message = Message("msg_1", 0, has_origins=False)
+    assert message.add("", []) is None
+    assert message.add("", [Token(b"")]) is None
+    assert message.add("", [Token(b"", {"token": "x"})]) is not None
+    assert message.add("x", []) is not None
+    assert message.as_json("completed")["content"][0]["text"] == "x"
