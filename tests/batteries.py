@@ -115,11 +115,7 @@ BATTERIES = (
     ),
     Battery(
         name="attention_calls",
-        files=(
-            "tests/kernels/test_paged_attention.py",
-            "tests/kernels/test_paged_attention_gpu.py",
-            "tests/kernels/test_paged_attention_tpu.py",
-        ),
+        files=("tests/kernels/test_paged_attention.py",),
         reads=KERNELS,
     ),
     Battery(

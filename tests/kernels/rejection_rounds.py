@@ -1,7 +1,7 @@
 """Rounds of rejection sampling, and what the rules make of whole rows."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -9,6 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 from jaxspec.program import randomness
 from jaxspec.program.propose import Proposal
@@ -32,6 +34,38 @@ def uncached() -> Iterator[None]:
     jax.config.update(name, 1e9)
     yield
     jax.config.update(name, before)
+
+
+def sliced(
+    run: Callable[..., Any],
+    shape: tuple[int, ...] = (2,),
+    *,
+    vocab_size: int = 2**30,
+    has_probs: bool = True,
+    check_vma: bool = True,
+) -> Any:
+    """Split the vocabulary of an implementation over all axes of a mesh.
+
+    Args:
+        check_vma: That the verdict is the same on every device.
+
+    Returns:
+        A jit of the arrays and, last, of the numbers of a round.
+    """
+    names = ("replica", "model")[-len(shape) :]
+    devices = np.array(jax.devices()[: np.prod(shape)]).reshape(shape)
+    split = P(None, None, names)
+    decide = partial(run, vocab_size=vocab_size, axis_name=names)
+    return jax.jit(
+        jax.shard_map(
+            lambda *arrays: decide(*arrays[:-1], **arrays[-1]),
+            mesh=Mesh(devices, names),
+            in_specs=(P(), split if has_probs else P(), split, P(), P(), P()),
+            out_specs=P(),
+            check_vma=check_vma,
+        ),
+        compiler_options=UNOPTIMISED,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from jaxspec_kernels.paged_attention.gpu_tiles import Tiles
 from tests.batteries import members
 from tests.kernels import aot_gpu
 from tests.kernels.aot_gpu import PROGRAMS, Program, compile_program
-from tests.kernels.test_paged_attention_gpu import tiles_of
+from tests.kernels.test_paged_attention import tiles_of
 
 needs_compiler = pytest.mark.skipif(
     aot_gpu.missing() is not None, reason=str(aot_gpu.missing())

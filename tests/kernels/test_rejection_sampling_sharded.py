@@ -1,24 +1,21 @@
 """Devices that hold slices of the vocabulary agree on the verdict, in a few numbers."""
 
 import re
-from functools import cache
+from functools import cache, partial
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh
-from jax.sharding import PartitionSpec as P
 
 from jaxspec_kernels.rejection_sampling import reference
 from jaxspec_kernels.rejection_sampling.reference import Kernels
-from tests.kernels.oracle import UNOPTIMISED
 from tests.kernels.rejection_rounds import (
     Round,
     by_force,
     by_whole_rows,
     forced_counts,
     make_round,
+    sliced,
     uncached,
 )
 
@@ -43,31 +40,9 @@ def _no_cache():
 
 @cache
 def on_mesh(shape: tuple[int, ...], *, has_probs: bool = True, tile: int = 3):
-    """The operation on a mesh that splits the vocabulary over all of its axes."""
-    names = ("replica", "model")[: len(shape)]
-    size = int(np.prod(shape))
-    mesh = Mesh(np.array(jax.devices()[:size]).reshape(shape), names)
-    split = P(None, None, names)
-
-    def call(*arrays):
-        *arrays, numbers = arrays
-        return reference.rejection_sampling(
-            *arrays,
-            **numbers,
-            vocab_size=VOCAB,
-            axis_name=names,
-            tile=tile,
-        )
-
-    return jax.jit(
-        jax.shard_map(
-            call,
-            mesh=mesh,
-            in_specs=(P(), split if has_probs else P(), split, P(), P(), P()),
-            out_specs=P(),  # checked: the verdict is the same on every device
-        ),
-        compiler_options=UNOPTIMISED,
-    )
+    """The reference on a mesh that splits the vocabulary over all of its axes."""
+    run = partial(reference.rejection_sampling, tile=tile)
+    return sliced(run, shape, vocab_size=VOCAB, has_probs=has_probs)
 
 
 @cache
