@@ -10,9 +10,7 @@ import pytest
 
 from tests.batteries import BATTERIES, ROOT, compilers_environment
 
-FILES = sorted(
-    file for battery in BATTERIES if battery.needs_compilers for file in battery.files
-)
+FILES = sorted({file for one in BATTERIES if one.needs_compilers for file in one.files})
 
 
 def test_examples_compile():
