@@ -110,7 +110,7 @@ BATTERIES = (
     ),
     Battery(
         name="rejection_mutants",
-        files=("tests/kernels/test_rejection_mutants.py",),
+        files=("tests/kernels/test_mutants.py",),
         reads=(*KERNELS, "jaxspec/program/randomness.py"),
     ),
     Battery(

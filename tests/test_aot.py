@@ -1,4 +1,4 @@
-"""One program of each kind compiles for TPU and GPU; the batteries have all of them.
+"""Programs of most kinds compile for TPU and GPU; the batteries have all of them.
 
 In a process of its own: see `JAXSPEC_AOT` in conftest.py.
 """

@@ -402,13 +402,10 @@ def test_scanned_layers_read_weights_and_pages_where_they_lie(
         assert kernels <= step.facts["kernels"] < kernels + 2 * num_layers
 
 
-INVARIANT = [(None, True), ("2b", True), ("2b", False)]
-
-
 @pytest.mark.aot
+@pytest.mark.battery(name="invariant")  # each takes half a minute
 @pytest.mark.parametrize(
-    ("draft", "is_invariant"),
-    members("invariant", INVARIANT, is_example=lambda case: case == INVARIANT[0]),
+    ("draft", "is_invariant"), [(None, True), ("2b", True), ("2b", False)]
 )
 def test_products_are_the_same_for_every_k_and_batch(draft, is_invariant):
     """With `batch_invariant`, one program serves all launches of a form on a GPU.
