@@ -12,7 +12,8 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from jaxspec_kernels.paged_attention import cpu, gpu, reference, tpu
-from jaxspec_kernels.paged_attention.gpu_tiles import Tiles
+from jaxspec_kernels.paged_attention.cases import Case
+from jaxspec_kernels.paged_attention.gpu_tiles import Tiles, choose_tiles
 from tests.kernels.oracle import EXACT, SMALL, UNOPTIMISED, Call, build, error
 
 # In SMALL: four pages in a block, and six blocks in the longest context.
@@ -113,6 +114,17 @@ def count_reads(
         jax.effects_barrier()
     assert error(call, result) <= EXACT
     return reads
+
+
+def tiles_of(case: Case, *, itemsize: int = 2) -> Tiles:
+    """Return the tiles that the GPU kernel chooses."""
+    return choose_tiles(
+        (case.seqs, case.queries, case.q_heads, case.head_dim),
+        (1, case.page_size, 2 * case.kv_heads, case.head_dim),
+        table=-(-case.context // case.page_size),
+        itemsize=itemsize,
+        window=case.window,
+    )
 
 
 def strict_case(window: int | None) -> Call:

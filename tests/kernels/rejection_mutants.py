@@ -28,11 +28,11 @@ from tests.kernels.rejection_rounds import (
     Round,
     by_whole_rows,
     make_round,
+    plain_controls,
     sliced,
     uncached,
     with_kind,
 )
-from tests.kernels.test_rejection_sampling import plain_controls
 from tests.mutation import Mutant
 
 PACKAGE = "jaxspec_kernels.rejection_sampling"

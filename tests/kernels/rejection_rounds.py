@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -15,7 +15,13 @@ from jax.sharding import PartitionSpec as P
 from jaxspec.program import randomness
 from jaxspec.program.propose import Proposal
 from jaxspec.program.randomness import ACCEPT, SAMPLE
-from jaxspec_kernels.rejection_sampling import BLOCK, COUPLED, STANDARD, Controls
+from jaxspec_kernels.rejection_sampling import (
+    BLOCK,
+    COUPLED,
+    STANDARD,
+    Controls,
+    reference,
+)
 from tests.kernels import dense, whole_rows
 from tests.kernels.oracle import UNOPTIMISED
 from tests.laws import filtered_law
@@ -24,6 +30,9 @@ from tests.rows import make_active
 START = 20  # known tokens of every sequence
 GREEDY = -1
 KINDS = GREEDY, STANDARD, BLOCK, COUPLED
+COLUMNS = 50
+TILE = 16  # four tiles, of which the last overlaps the third
+RULES = {"standard": STANDARD, "block": BLOCK, "coupled": COUPLED, "greedy": GREEDY}
 
 
 @contextlib.contextmanager
@@ -237,3 +246,34 @@ def with_kind(one: Round, kind: int) -> Round:
     """The same round with one rule for all sequences."""
     temperature = np.maximum(one.temperature, np.float32(0.7)) * (kind != GREEDY)
     return replace(one, kind=np.full_like(one.kind, kind), temperature=temperature)
+
+
+@cache
+def tiled(tile: int = TILE, vocab_size: int = COLUMNS) -> Any:
+    """Return the reference, with tiles of so many columns."""
+    return jax.jit(
+        partial(
+            reference.rejection_sampling,
+            vocab_size=vocab_size,
+            axis_name=None,
+            tile=tile,
+        ),
+        compiler_options=UNOPTIMISED,
+    )
+
+
+def run(one: Round, tile: int = TILE, **changes) -> tuple[np.ndarray, np.ndarray]:
+    """Return the verdict of the reference: accepted drafts and next tokens."""
+    verdict = tiled(tile)(*one.arrays, **one.numbers | changes)
+    return np.asarray(verdict.num_accepted), np.asarray(verdict.next_token)
+
+
+def plain_controls(seqs: int, **values) -> Controls:
+    """Return the same sampling values for all sequences."""
+    given = dict(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) | values
+    return Controls(
+        jnp.full(seqs, given["temperature"], jnp.float32),
+        jnp.full(seqs, given["top_k"], jnp.int32),
+        jnp.full(seqs, given["top_p"], jnp.float32),
+        jnp.full(seqs, given["min_p"], jnp.float32),
+    )

@@ -36,7 +36,7 @@ from tests.batteries import members
 from tests.kernels import aot_gpu, aot_tpu
 from tests.kernels import rejection_aot as rejection
 from tests.kernels.aot_tpu import CHIPS, SCOPED_VMEM_BYTES, Compiled
-from tests.kernels.test_paged_attention import tiles_of
+from tests.kernels.attention_base import tiles_of
 
 for_tpu = pytest.mark.skipif(aot_tpu.MISSING is not None, reason=str(aot_tpu.MISSING))
 for_gpu = pytest.mark.skipif(

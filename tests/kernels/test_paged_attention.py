@@ -19,8 +19,8 @@ from jaxtyping import config
 from jaxspec_kernels import paged_attention
 from jaxspec_kernels.bits import to_storage
 from jaxspec_kernels.paged_attention import reference, tpu
-from jaxspec_kernels.paged_attention.cases import CASES, REAL_CASES, Case
-from jaxspec_kernels.paged_attention.gpu_tiles import NUM_SMS, Tiles, choose_tiles
+from jaxspec_kernels.paged_attention.cases import CASES, REAL_CASES
+from jaxspec_kernels.paged_attention.gpu_tiles import NUM_SMS, Tiles
 from tests.kernels.attention_base import (
     BLOCK_TOKENS,
     FUNCTIONS,
@@ -30,6 +30,7 @@ from tests.kernels.attention_base import (
     run,
     run_strictly,
     strict_case,
+    tiles_of,
 )
 from tests.kernels.oracle import (
     EXACT,
@@ -74,16 +75,6 @@ def check(backend: str, call: Call, **own: Any) -> np.ndarray:
     result = run(backend, call, **own)
     assert error(call, result) <= EXACT
     return result
-
-
-def tiles_of(case: Case, *, itemsize: int = 2) -> Tiles:
-    return choose_tiles(
-        (case.seqs, case.queries, case.q_heads, case.head_dim),
-        (1, case.page_size, 2 * case.kv_heads, case.head_dim),
-        table=-(-case.context // case.page_size),
-        itemsize=itemsize,
-        window=case.window,
-    )
 
 
 def public(call: Call, arrays: Any = None, **settings: Any) -> jax.Array:
@@ -247,6 +238,17 @@ def test_trees_of_more_nodes_than_a_word_has_bits(backend, window, own):
     case = replace(SMALL, queries=67, window=window)
     mask = random_forest(4, 67, seed=1)
     check(backend, build(case, kv_len=[67, 68, 80, 90], mask=mask), **own)
+
+
+@needs_native
+def test_heads_of_another_size_take_the_reference_on_a_cpu():
+    check("cpu", build(SMALL))  # head_dim 8
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_batch_without_tokens_in_a_window_is_zeros(backend):
+    case = replace(SMALL_OF[backend], window=7)
+    assert not check(backend, build(case, kv_len=[0, 0, 0, 0])).any()
 
 
 def test_tree_of_one_node_is_the_newest_token():
