@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from jaxspec.config.speculation import DEFAULT_DRAFT_TOKENS
+from jaxspec.config.methods import DEFAULT_DRAFT_TOKENS
 from jaxspec.config.token_tree import TREE_KEY
 from jaxspec.console.command import CommandParser, json_flag, run_command
 from jaxspec.console.ending import end, interrupts_end
