@@ -8,7 +8,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1] / "jaxspec"
 FOLDERS = (
-    ". bench bench/figures bench/online cli console engine engine/memory "
+    ". bench bench/figures bench/online cli engine engine/memory "
     "engine/scheduling engine/speculation models models/gemma models/heads program "
     "serve serve/requests serve/responses config text train"
 ).split()

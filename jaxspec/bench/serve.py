@@ -27,7 +27,7 @@ from jaxspec.bench.online.serve_task import Task, read_task
 from jaxspec.bench.online.traffic import Load, send
 from jaxspec.bench.plot import plot
 from jaxspec.bench.report import BenchError, header, table
-from jaxspec.console.command import bearer
+from jaxspec.command_line import bearer
 
 POLL_S = 1.0
 MOST_COMPILING_RUNS = 4

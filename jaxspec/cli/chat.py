@@ -19,7 +19,7 @@ import httpx
 from jaxspec.bench.online.connection import data_of
 from jaxspec.cli.generate import WARM_UP_TOKENS, load_engine
 from jaxspec.cli.terminal import Piece, Printer, pieces_of
-from jaxspec.console.command import FAILED, CommandError, bearer
+from jaxspec.command_line import FAILED, CommandError, bearer
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.errors import (
     ArgumentError,

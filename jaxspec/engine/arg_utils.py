@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Self, no_type_check
 
 from jaxspec import envs
+from jaxspec.command_line import documented, flag_type
 from jaxspec.config.engine import (
     KV_CACHE_NAMES,
     MAX_DTYPE_BYTES,
@@ -32,7 +33,6 @@ from jaxspec.config.quantization import check_quantization, quantize_model
 from jaxspec.config.speculation import SpeculativeConfig
 from jaxspec.config.structured_outputs import StructuredOutputsConfig
 from jaxspec.config.trimming import kept_tokens
-from jaxspec.console.command import documented, flag_type
 from jaxspec.engine.memory.memory_plan import CPU_SIZES, default_cpu_pages
 from jaxspec.engine.model_folders import (
     BUNDLED_DRAFT,

@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from typing import Any
 
 from jaxspec.config.engine import EngineConfig
-from jaxspec.console.ending import COMPILER_THREAD
 from jaxspec.engine.hosts import (
     END,
     Command,
@@ -26,6 +25,7 @@ from jaxspec.engine.loader import Sleep, make_following_runner
 from jaxspec.engine.program_cache import facts
 from jaxspec.engine.runner import Runner, leave
 from jaxspec.engine.speculation.step_times import Round
+from jaxspec.exit import COMPILER_THREAD
 
 _log = logging.getLogger(__name__)
 

@@ -10,9 +10,9 @@ import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 
-from jaxspec.console.command import CommandParser, run_command
-from jaxspec.console.ending import end
+from jaxspec.command_line import CommandParser, run_command
 from jaxspec.errors import ConfigError
+from jaxspec.exit import end
 
 PROG = "python -m jaxspec.train"
 

@@ -21,7 +21,7 @@ import pytest
 from jaxspec.cli import chat
 from jaxspec.cli.chat import ChatSession, Fields, Message, Part, Parts, closing_line
 from jaxspec.cli.terminal import Piece, Printer
-from jaxspec.console.command import run_command
+from jaxspec.command_line import run_command
 from jaxspec.errors import ArgumentError, RequestError
 from tests.cli.test_terminal import GREEN, Terminal
 from tests.engine.test_llm_engine import letters, make_fake_engine, said
