@@ -31,7 +31,7 @@ class Method:
         lookup: Lookup in the text, "ngram" or "suffix", whose keys the method takes.
         weights: What its folder holds, "draft_model" or "head"; None: it has none.
         has_one_pass: One pass over the weights makes all draft tokens of a round.
-        extends_side_branches: Drafts beside the main chain can be continued.
+        extends_side_branches: Drafts off the main chain can be continued.
         max_draft_tokens: Most draft tokens in a row.
         default_draft_tokens: Draft tokens in a row if the user gives no number.
     """

@@ -80,7 +80,7 @@ class SpeculativeConfig:
             `quantization` of the target's; None: as in the checkpoint.
         draft_vocab_size: Number of tokens, the most frequent ones, that a draft model
             may propose (FR-Spec). Its output matrix is cut to those: a pass is cheaper,
-            and texts stay the same. None: all, or all in `draft_token_map`.
+            and texts are the same. None: all, or all in `draft_token_map`.
         draft_token_map: JSON file of token ids, most frequent first, for a cut output
             matrix. Default: `draft_token_map.json` in the draft model's folder, which
             `python -m jaxspec_checkpoints trim` writes.
@@ -98,7 +98,7 @@ class SpeculativeConfig:
             "synthetic" is for benchmarks: the next two arguments give the acceptance.
         synthetic_acceptance_rates: Entry i: share of rounds that accept drafts 0 to i.
         synthetic_acceptance_length: Mean tokens per step, including the target's own.
-            Its whole part is always reached, the rest by chance.
+            Its whole part is always reached, the rest randomly.
         draft_sample_method: Sample drafts from the draft's distribution, or take its
             argmax.
         disable_by_batch_size: With more running requests, no drafts are made.

@@ -27,8 +27,8 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 from jaxspec.config.structured_outputs import StructuredOutputsParams
 from jaxspec.engine.async_llm_engine import AsyncLLMEngine
 from jaxspec.engine.engine_group import make_engines
-from jaxspec.engine.follow import Follower
 from jaxspec.engine.llm_engine import LLMEngine
+from jaxspec.engine.multihost.follower import Follower
 from jaxspec.errors import ConfigError, escaped
 from jaxspec.exit import interrupts_end
 from jaxspec.progress import watch_compiles
