@@ -143,7 +143,7 @@ def run_if(
     """`function(value)` where that is wanted, else `value`: a loop of one turn or none.
 
     Not `cond`: for a GPU XLA copies what both of its branches write to in place
-    (`tests/program/test_trees_aot.py`). What is computed from nothing of `value` may be
+    (`tests/program/test_aot.py`). What is computed from nothing of `value` may be
     taken out of the loop, and done in any case.
     """
 
