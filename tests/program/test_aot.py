@@ -263,12 +263,8 @@ def of_width(sums: dict[str, int], kind: str, *widths: int) -> dict[str, int]:
 
 
 @pytest.mark.aot
-@pytest.mark.parametrize(
-    "name",
-    members(
-        "hosts", aot_hosts.CELLS, is_example=lambda name: name == aot_hosts.EXAMPLE
-    ),
-)
+@pytest.mark.battery(name="hosts")
+@pytest.mark.parametrize("name", aot_hosts.CELLS)
 def test_a_program_for_several_hosts_compiles(name):
     skip_without_compiler("v5e")
     check_hosts(aot_hosts.measure(name))
