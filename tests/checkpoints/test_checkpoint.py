@@ -20,8 +20,14 @@ from tests.checkpoints.models import tiny_config, write_tiny
 SAID = pytest.mark.parametrize("said", ["nothing", None, True, False])
 
 
-def write(folder: Path, said: Any, head: Any, dtype: str = "bfloat16") -> Any:
-    """Write a model of four 4 MiB blocks of embedding and head; return its tensors.
+# Embedding and head have four blocks of 4 MiB each.
+LARGE = dict(hidden_size=1024, vocab_size=8192)
+
+
+def write(
+    folder: Path, said: Any, head: Any, dtype: str = "bfloat16", **sizes: int
+) -> Any:
+    """Write a model; return its tensors.
 
     Args:
         said: `tie_word_embeddings`; "nothing" leaves it out.
@@ -32,8 +38,7 @@ def write(folder: Path, said: Any, head: Any, dtype: str = "bfloat16") -> Any:
         family="2b",
         dtype=dtype,
         num_hidden_layers=1,
-        hidden_size=1024,
-        vocab_size=8192,
+        **sizes,
         **({} if said == "nothing" else {TIE: said}),
     )
     if head is not None:
@@ -67,7 +72,8 @@ def test_head_with_the_bytes_of_the_embedding_is_dropped(tmp_path, said):
 
 @SAID
 def test_head_with_one_other_number_is_the_head_whatever_config_says(tmp_path, said):
-    tensors = write(tmp_path, said, with_other_last_row)
+    sizes = LARGE if said is True else {}
+    tensors = write(tmp_path, said, with_other_last_row, **sizes)
     found = open_checkpoint(tmp_path).resolved()
     check(found, tensors, is_tied=False)
     assert f"LM head       {HEAD}" in describe(found)
@@ -102,7 +108,7 @@ def test_tie_that_is_no_boolean_is_refused(tmp_path):
 
 def test_head_of_another_size_is_refused(tmp_path):
     write(tmp_path, True, lambda table: table[:-1].copy())
-    with pytest.raises(CheckpointError, match=r"lm_head.weight' has shape \(8191, "):
+    with pytest.raises(CheckpointError, match=r"lm_head.weight' has shape \(511, "):
         open_checkpoint(tmp_path)
 
 
@@ -133,7 +139,7 @@ def test_opening_reads_nothing_and_comparing_stops_at_a_difference(
     tmp_path, monkeypatch
 ):
     """The head's own values are read once, when weights are loaded."""
-    write(tmp_path, True, lambda table: table + 1)
+    write(tmp_path, True, lambda table: table + 1, **LARGE)
     read, blocks = [], Tensor.blocks
 
     def counted(self: Tensor) -> Any:
@@ -148,13 +154,13 @@ def test_opening_reads_nothing_and_comparing_stops_at_a_difference(
     checkpoint.resolved()
     assert sum(read) == 2 * 4 * 2**20
     read.clear()
-    write(tmp_path / "copy", True, np.copy)
+    write(tmp_path / "copy", True, np.copy, **LARGE)
     open_checkpoint(tmp_path / "copy").resolved()
     assert sum(read) == 2 * 8192 * 1024 * 2
 
 
 def test_names_of_shards_and_of_own_folders_are_found(tmp_path):
-    write(tmp_path / "hf", True, with_other_last_row)
+    write(tmp_path / "hf", True, with_other_last_row, **LARGE)
     checkpoint = open_checkpoint(tmp_path / "hf")
     options: dict[str, Any] = dict(progress=False)
     write_checkpoint(checkpoint, tmp_path / "own", to="orbax", **options)

@@ -111,7 +111,7 @@ class Cell:
         models: dict[str, Any] = dict(model=f"google/gemma-2-{self.target}")
         if self.draft is not None:
             models["speculative_model"] = f"google/gemma-2-{self.draft}"
-        given = models | self._sizes() | dict(load_format="dummy")
+        given: dict[str, Any] = models | self._sizes() | {"load_format": "dummy"}
         return EngineArgs(**(given | changes))
 
     def config(self) -> EngineConfig:
