@@ -32,7 +32,7 @@ from jaxspec.config.engine import EngineConfig
 from jaxspec.config.hosts import HostsConfig
 from jaxspec.errors import ConfigError, EngineDeadError
 from jaxspec.program.plan import Features, StepShape
-from jaxspec.program.tree import Tree
+from jaxspec.program.tree.tree import Tree
 from jaxspec_checkpoints.gguf.file import shards
 from jaxspec_checkpoints.gguf.reading import find_gguf
 

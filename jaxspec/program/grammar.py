@@ -21,7 +21,7 @@ from jaxspec.models.backend import Backend
 from jaxspec.program import history
 from jaxspec.program.controls import Adjust, unpack_bits
 from jaxspec.program.rows import Active
-from jaxspec.program.tree import Tree
+from jaxspec.program.tree.tree import Tree
 from jaxspec_kernels import native
 
 # Bits of one word of a mask.

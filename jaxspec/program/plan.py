@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxspec.program.tree import Tree
+from jaxspec.program.tree.tree import Tree
 
 NO_TOKEN = -1  # pads lists of ids; never a legal token
 # Prompt tokens are fed in tiles of one sequence each, right-aligned.

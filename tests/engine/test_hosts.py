@@ -28,7 +28,7 @@ from jaxspec.engine.hosts import (
 )
 from jaxspec.errors import ConfigError, EngineDeadError
 from jaxspec.program.plan import Features, StepShape
-from jaxspec.program.tree import Tree
+from jaxspec.program.tree.tree import Tree
 from tests.loops import make_config
 
 FACTS = {"max_model_len": "128", "sources": "aa"}

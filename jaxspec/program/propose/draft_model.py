@@ -17,15 +17,15 @@ from jaxspec.config.engine import EngineConfig, ModelConfig
 from jaxspec.models.batch import TokenBatch
 from jaxspec.models.network import Hidden, Network, build_network
 from jaxspec.models.params import Params
-from jaxspec.program.path import keep_path
 from jaxspec.program.plan import NO_TOKEN, TILE, PoolShape
-from jaxspec.program.propose.levels import Levels, finite_rows
+from jaxspec.program.propose.draft_sampling import Levels, finite_rows
 from jaxspec.program.propose.proposal import Context, Model, Proposal, Seen
-from jaxspec.program.region import make_region
 from jaxspec.program.rows import Active
 from jaxspec.program.sampling import sample_draft
 from jaxspec.program.state import page_forms
-from jaxspec.program.tree import Tree, template_of
+from jaxspec.program.token_batch import make_token_batch
+from jaxspec.program.tree.compact_kv import compact_kv
+from jaxspec.program.tree.tree import Tree, template_of
 from jaxspec.sharding import DRAFT_MESH_AXES
 from jaxspec_kernels.bits import KvPools
 
@@ -165,7 +165,9 @@ class TreeModel(DraftModel):
             return state
         active, pool = context.active, context.pool
         backend = context.backend(DRAFT_MESH_AXES)
-        return keep_path(self.config, state, seen.tree, seen.row, active, pool, backend)
+        return compact_kv(
+            self.config, state, seen.tree, seen.row, active, pool, backend
+        )
 
 
 def _finite_logits(model: Network, hidden: Hidden) -> tuple[Array, Array]:
@@ -179,7 +181,7 @@ def _next(
 ) -> TokenBatch:
     """The draft before the one that is drawn in a step."""
     kv_len, is_written = active.num_tokens + step, active.is_active[:, None]
-    return make_region(token[:, None], kv_len, active.page_table, is_written, pool)
+    return make_token_batch(token[:, None], kv_len, active.page_table, is_written, pool)
 
 
 def _whole(
@@ -189,7 +191,9 @@ def _whole(
     tokens = jnp.concatenate([active.last_tokens[:, 1:], drafts], axis=1)
     is_written = jnp.broadcast_to(active.is_active[:, None], tokens.shape)
     kv_len = active.num_tokens + tree.num_nodes
-    return make_region(tokens, kv_len, active.page_table, is_written, pool, tree=tree)
+    return make_token_batch(
+        tokens, kv_len, active.page_table, is_written, pool, tree=tree
+    )
 
 
 def _level(tree: Tree, step: Array | int, hidden: Hidden, seqs: int) -> Hidden:
@@ -211,4 +215,6 @@ def _newest(active: Active, pool: PoolShape) -> TokenBatch:
     """
     tokens = active.last_tokens
     is_written = jnp.broadcast_to(active.is_active[:, None], tokens.shape)
-    return make_region(tokens, active.num_tokens, active.page_table, is_written, pool)
+    return make_token_batch(
+        tokens, active.num_tokens, active.page_table, is_written, pool
+    )

@@ -25,16 +25,16 @@ from jaxspec.models.heads.weights import functions_of_head
 from jaxspec.models.params import Params
 from jaxspec.models.trimmed import to_target_vocab
 from jaxspec.program.plan import PoolShape
-from jaxspec.program.propose.last_row import (
+from jaxspec.program.propose.draft_sampling import Levels, finite_rows
+from jaxspec.program.propose.hidden_cache import (
     last_forms,
     last_rows,
     note_last,
     without_broken,
 )
-from jaxspec.program.propose.levels import Levels, finite_rows
 from jaxspec.program.propose.proposal import Context, Head, Proposal, Seen
-from jaxspec.program.region import join, make_region
 from jaxspec.program.state import layer_pages
+from jaxspec.program.token_batch import join_batches, make_token_batch
 from jaxspec.sharding import DRAFT_MESH_AXES
 from jaxspec_kernels.bits import KvPages
 
@@ -108,7 +108,7 @@ class Eagle3(Head):
             return *read(kept[1]), kept
 
         def following(level: Array | int, drafts: Array, kept: _State) -> tuple:
-            batch = make_region(
+            batch = make_token_batch(
                 drafts[:, level - 1][:, None],
                 active.num_tokens + level - 1,
                 active.page_table,
@@ -133,7 +133,7 @@ class Eagle3(Head):
         pages, last = state
         node = jnp.arange(width, dtype=jnp.int32)[None]
         is_kept = active.is_active[:, None] & (node <= seen.num_accepted[:, None])
-        batch = make_region(
+        batch = make_token_batch(
             seen.next_tokens[:, :width],
             active.num_tokens - 1 + width,
             active.page_table,
@@ -145,7 +145,7 @@ class Eagle3(Head):
             assert context.prompts is not None and seen.next_tile_tokens is not None
             tokens = seen.next_tile_tokens.reshape(-1)
             prompts = dataclasses.replace(context.prompts, tokens=tokens)
-            batch = join([batch, prompts])
+            batch = join_batches([batch, prompts])
             streams = [
                 jnp.concatenate([one, _flat(tiles)])
                 for one, tiles in zip(streams, seen.tiles, strict=True)

@@ -21,13 +21,13 @@ from jaxspec.models.heads.config import MedusaConfig
 from jaxspec.models.params import Params
 from jaxspec.models.trimmed import head_of, to_target_vocab
 from jaxspec.program.plan import PoolShape
-from jaxspec.program.propose.last_row import (
+from jaxspec.program.propose.draft_sampling import Levels, entry_of, logits_by_level
+from jaxspec.program.propose.hidden_cache import (
     last_forms,
     last_rows,
     note_last,
     without_broken,
 )
-from jaxspec.program.propose.levels import Levels, entry_of, logits_by_level
 from jaxspec.program.propose.proposal import (
     NORMALISED,
     Context,

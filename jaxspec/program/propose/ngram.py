@@ -14,10 +14,10 @@ from jaxtyping import Array, Int
 from jaxspec.config.engine import EngineConfig
 from jaxspec.config.lookups import LookupRule
 from jaxspec.models.params import Params
-from jaxspec.program.propose.matches import NUM_BRANCHES, branch, find_matches
+from jaxspec.program.propose.ngram_match import NUM_BRANCHES, branch, find_matches
 from jaxspec.program.propose.proposal import Context, Lookup, Proposal
 from jaxspec.program.rows import Active
-from jaxspec.program.tree import Tree
+from jaxspec.program.tree.tree import Tree
 
 
 @dataclass(frozen=True)

@@ -22,9 +22,9 @@ from jaxspec.models.batch import TokenBatch
 from jaxspec.models.params import Params
 from jaxspec.program import history
 from jaxspec.program.propose.draft_model import DraftModel, Pages
-from jaxspec.program.propose.levels import Levels, finite_rows, logits_by_level
+from jaxspec.program.propose.draft_sampling import Levels, finite_rows, logits_by_level
 from jaxspec.program.propose.proposal import Context, Proposal
-from jaxspec.program.region import make_region
+from jaxspec.program.token_batch import make_token_batch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +99,7 @@ class Pard(DraftModel):
         masks = jnp.full((seqs, tree.num_levels - 1), mask, jnp.int32)
         is_fed = active.is_active & (context.wanted > 0)
         tokens = jnp.concatenate([newest, masks], axis=1)
-        return make_region(
+        return make_token_batch(
             tokens,
             active.num_tokens + tree.num_levels - 1,
             active.page_table,

@@ -16,7 +16,7 @@ from jaxspec.models.params import Params
 from jaxspec.program.controls import Adjust
 from jaxspec.program.plan import PoolShape
 from jaxspec.program.rows import Active
-from jaxspec.program.tree import Tree
+from jaxspec.program.tree.tree import Tree
 
 # In place of a number of layers: after all of them, and the last norm.
 NORMALISED = -1

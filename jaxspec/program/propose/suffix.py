@@ -19,8 +19,8 @@ from jaxspec.config.lookups import NUM_MATCHES, WHOLE, LookupRule
 from jaxspec.config.speculation import MAX_DRAFT_TOKENS
 from jaxspec.models.params import Params
 from jaxspec.program.plan import PoolShape
-from jaxspec.program.propose.corpus import corpus_forms, find_in_corpus, note
-from jaxspec.program.propose.matches import (
+from jaxspec.program.propose.answer_cache import corpus_forms, find_in_corpus, note
+from jaxspec.program.propose.ngram_match import (
     Matches,
     best_of,
     branch,

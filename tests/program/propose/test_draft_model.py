@@ -16,9 +16,9 @@ from jaxspec.models.backend import Backend
 from jaxspec.program import randomness
 from jaxspec.program.plan import COUPLED, NO_TOKEN, STANDARD, TILE, PoolShape
 from jaxspec.program.propose import Context, Proposal, Seen, draft_model, levels
-from jaxspec.program.region import make_region
 from jaxspec.program.rows import Active
-from jaxspec.program.tree import Tree
+from jaxspec.program.token_batch import make_token_batch
+from jaxspec.program.tree.tree import Tree
 from tests.engines import make_micro
 from tests.kernels import dense
 from tests.kernels.oracle import UNOPTIMISED
@@ -260,7 +260,9 @@ def test_tokens_that_were_made_without_drafts_are_compared(monkeypatch):
             tree=Tree.chain(0),
             wanted=jnp.zeros(1, jnp.int32),
             pool=pool,
-            prompts=make_region(tiles, ends, table, jnp.ones(tiles.shape, bool), pool),
+            prompts=make_token_batch(
+                tiles, ends, table, jnp.ones(tiles.shape, bool), pool
+            ),
             backend=lambda axes: Backend(),
             adjuster=lambda axes: None,
         )

@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Array, Int, UInt32
 
 from jaxspec.program import history
-from jaxspec.program.propose.matches import Matches
+from jaxspec.program.propose.ngram_match import Matches
 from jaxspec.program.rows import Active
 
 # Tokens of an entry: before the place that is looked for, and after it.

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from jaxspec.program.propose import corpus
-from jaxspec.program.propose.corpus import AFTER, BEFORE, KEYS, Corpus
-from jaxspec.program.propose.matches import Matches
+from jaxspec.program.propose.answer_cache import AFTER, BEFORE, KEYS, Corpus
+from jaxspec.program.propose.ngram_match import Matches
 from jaxspec.program.rows import Active
 from tests.kernels.oracle import UNOPTIMISED
 from tests.program.propose.test_ngram import in_pages

@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Int
 
 from jaxspec.program import history
 from jaxspec.program.rows import Active
-from jaxspec.program.tree import Tree
+from jaxspec.program.tree.tree import Tree
 
 # Matches that a tree is made of, at most.
 NUM_BRANCHES = 8
@@ -106,7 +106,7 @@ def branch(
     length, following, num_following = matches
     seqs, count = length.shape
     depth = jnp.array([tree.depths[1:]], jnp.int32)
-    is_spine = jnp.asarray(np.arange(tree.num_levels) < tree.spine.num_nodes)
+    is_spine = jnp.asarray(np.arange(tree.num_levels) < tree.main_chain.num_nodes)
     order = jnp.arange(count, dtype=jnp.int32)[None, None]
 
     def grow(

@@ -21,7 +21,7 @@ from jaxspec.program.plan import MAX_GROUP_BYTES
 from jaxspec.program.propose.proposal import Context, Proposal
 from jaxspec.program.rows import Active
 from jaxspec.program.sampling import sample_draft
-from jaxspec.program.tree import Tree
+from jaxspec.program.tree.tree import Tree
 from jaxspec.sharding import DRAFT_MESH_AXES
 from jaxspec_kernels.rejection_sampling.noise import exponential
 from jaxspec_kernels.rejection_sampling.passes import lowest
