@@ -197,9 +197,9 @@ MUTANTS = [
     mutant(
         "lookup_takes_the_earliest_match",
         "propose/ngram_match.find_matches",
-        "length * size + position, 0)\n    best = _largest(rank, num_matches)",
+        "length * size + position, 0)\n    best = _top_ranks(rank, num_matches)",
         "length * size + size - 1 - position, 0)\n"
-        "    best = _largest(rank, num_matches)\n"
+        "    best = _top_ranks(rank, num_matches)\n"
         "    best = best // size * size + size - 1 - best % size",
         check=check_chosen_texts,
     ),
@@ -233,7 +233,7 @@ MUTANTS = [
     ),
     mutant(
         "suffix_counts_one_match_twice",
-        "propose/ngram_match._largest",
+        "propose/ngram_match._top_ranks",
         "rank == found[-1][:, None]",
         "rank > found[-1][:, None]",
         check=check_chosen_suffixes,
@@ -268,28 +268,28 @@ MUTANTS = [
     ),
     mutant(
         "corpus_ignores_salts",
-        "propose/answer_cache.find_in_corpus",
+        "propose/answer_cache.find_answers",
         "(salt == own)",
         "(salt == salt)",
         check=check_other_salts,
     ),
     mutant(
         "corpus_enters_prompts",
-        "propose/answer_cache.note",
+        "propose/answer_cache.store_answers",
         "place >= active.num_prompt[:, None] - 1",
         "place >= -1",
         check=check_what_is_not_entered,
     ),
     mutant(
         "corpus_loses_what_comes_fast",
-        "propose/answer_cache.note",
+        "propose/answer_cache.store_answers",
         "count = AFTER + num_new - 1",
         "count = AFTER",
         check=check_every_place,
     ),
     mutant(
         "corpus_finds_an_entry_twice",
-        "propose/answer_cache.find_in_corpus",
+        "propose/answer_cache.find_answers",
         "(length < more)",
         "(length <= BEFORE)",
         check=check_every_place,
@@ -383,14 +383,14 @@ MUTANTS = [
     ),
     mutant(
         "what_stands_beside_is_ranked_without_noise",
-        "propose/draft_sampling._with_noise",
-        "active.is_coupled[:, None, None], raced, logits",
+        "propose/draft_sampling._add_noise",
+        "active.is_coupled[:, None, None], noisy, logits",
         "active.is_coupled[:, None, None], logits, logits",
         check=lambda: check_tree_drafts(LEAVES, rule=COUPLED),
     ),
     mutant(
         "what_is_drawn_stands_beside_itself",
-        "propose/draft_sampling._rank",
+        "propose/draft_sampling._top_tokens",
         "scores = jnp.where(ids == best[:, :, None], -jnp.inf, scores)",
         "scores = jnp.where(ids == vocab, -jnp.inf, scores)",
         check=lambda: check_tree_drafts(LEAVES),
@@ -404,14 +404,14 @@ MUTANTS = [
     ),
     mutant(
         "matches_that_have_left_a_path_go_on_beside_it",
-        "propose/ngram_match.branch",
+        "propose/ngram_match.fill_tree",
         "here = agrees[:, rows] & is_known[:, None]",
         "here = agrees[:, rows * 0] & is_known[:, None]",
         check=check_branches,
     ),
     mutant(
         "the_oldest_match_stands_beside",
-        "propose/ngram_match.branch",
+        "propose/ngram_match.fill_tree",
         "votes * count - order",
         "votes * count + order",
         check=check_branches,

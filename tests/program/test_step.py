@@ -239,15 +239,15 @@ def test_past_answers_are_entered_in_place():
     )
     engine.runner.compiler_options = READERS_COMPILER
     runner: Any = engine.runner
-    [corpus] = jax.tree.leaves(runner.state.proposers)
-    kept = {corpus.shape, runner.state.token_pages.shape}
+    [cache] = jax.tree.leaves(runner.state.proposers)
+    kept = {cache.shape, runner.state.token_pages.shape}
     shapes = {shape.name: shape for shape in engine.scheduler.shapes.all()}
     executable = runner.executable(shapes["2x4_greedy"])
     memory = executable.memory_analysis()
     assert memory.alias_size_in_bytes == num_bytes(runner.state)
     program = executable.as_text()
     written = {one.shape for one in instructions(program) if one.opcode == "scatter"}
-    assert kept <= written, "the check sees no corpus"
+    assert kept <= written, "the check sees no cache of answers"
     assert materialized(program, kept) == []
 
 

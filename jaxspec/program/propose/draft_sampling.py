@@ -1,8 +1,8 @@
-"""Drafts are drawn level by level: of a chain, and of what stands beside it.
+"""Sample drafts level by level, for a chain and for side branches.
 
-What is alike for all that make logits of drafts: whoever they are asked, requests'
-controls apply to them, the spine's token is drawn as the request samples, and beside it
-stand the next best.
+Shared by every proposer that produces logits: the requests' controls apply to them, the
+main chain's token is sampled with the request's parameters, and the side branches are
+the next best tokens.
 """
 
 from collections.abc import Callable
@@ -26,20 +26,20 @@ from jaxspec.sharding import DRAFT_MESH_AXES
 from jaxspec_kernels.rejection_sampling.noise import exponential
 from jaxspec_kernels.rejection_sampling.passes import lowest
 
-# Of a level, the drafts before it and what is kept between levels: logits (of every row
-# that is continued there, sequence-major), whose are broken, and what is kept.
-Continue = Callable[[Array | int, Any, Any], tuple[Array, Array, Any]]
-# Drafts, probabilities by draft, who is broken, what is kept.
+# (level, drafts of earlier levels, state) -> logits (of every row with children at the
+# level, sequence-major), sequences with NaN or infinity, and the new state.
+LevelLogits = Callable[[Array | int, Any, Any], tuple[Array, Array, Any]]
+# Drafts, probabilities by draft, broken sequences, state.
 _Carry = tuple[Array, Array | None, Array, Any]
 
 
 @dataclass(frozen=True)
-class Levels:
-    """Draws the levels of a launch's tree.
+class DraftSampler:
+    """Samples the levels of a launch's tree.
 
     Attributes:
-        is_greedy: Take the argmax, a point mass, also where the request samples.
-        before: Drafts that take the place of those drawn, as far as they count.
+        is_greedy: Take the argmax, a point mass, even if the request samples.
+        before: Drafts of an earlier proposer, which replace the sampled ones.
     """
 
     context: Context
@@ -48,79 +48,80 @@ class Levels:
 
     @property
     def backend(self) -> Backend:
-        """Where what proposes runs."""
+        """Where the proposer runs."""
         return self.context.backend(DRAFT_MESH_AXES)
 
-    def propose(self, first: Continue, following: Continue, kept: Any) -> tuple:
-        """Draw every level; the proposal, and what is kept after the last.
-
-        As many as the launch wants: levels are turns of a loop.
+    def propose(self, first: LevelLogits, following: LevelLogits, state: Any) -> tuple:
+        """Sample as many levels as the launch wants, in a loop.
 
         Args:
-            first: Gives the logits of the first level, whose drafts are all zeros.
-            following: Gives those of the others.
+            first: Computes the logits of the first level; the drafts are still zeros.
+            following: Computes those of the later levels.
+
+        Returns:
+            The proposal, and the state after the last level.
         """
         tree, num_wanted = self.context.tree, self.context.num_wanted
         seqs, levels = self.context.active.row.shape[0], tree.num_levels
         adjust = self.context.adjuster(DRAFT_MESH_AXES)
         none = jnp.zeros((seqs, tree.num_nodes), jnp.int32)
-        logits, is_broken, kept = first(0, none, kept)
-        drafts, probs = self._draw(logits, 0, none, adjust)
-        laws = None
+        logits, is_broken, state = first(0, none, state)
+        drafts, probs = self._sample_level(logits, 0, none, adjust)
+        every = None
         if probs is not None:
-            # By draft: a turn of the loop writes one piece of memory. Every law begins
-            # as the first: kept apart it would be memory until the loop ends, and put
-            # into zeros before it a TPU moves all of them. What no draft was drawn from
-            # is not looked at.
-            laws = jnp.broadcast_to(probs, (levels, *probs.shape))
+            # Draft-major: an iteration writes one piece of memory. All entries start as
+            # the first distribution: a separate copy of it would stay alive until the
+            # loop ends, and starting from zeros makes a TPU move all entries. Entries
+            # without a draft are never read.
+            every = jnp.broadcast_to(probs, (levels, *probs.shape))
         if levels > 1:
 
-            def turn(level: Array, carry: _Carry) -> _Carry:
-                drafts, laws, was_broken, kept = carry
-                logits, is_broken, kept = following(level, drafts, kept)
-                drafts, probs = self._draw(logits, level, drafts, adjust)
-                if laws is not None and probs is not None:
-                    laws = jax.lax.dynamic_update_index_in_dim(laws, probs, level, 0)
-                return drafts, laws, was_broken | is_broken, kept
+            def sample_level(level: Array, carry: _Carry) -> _Carry:
+                drafts, every, was_broken, state = carry
+                logits, is_broken, state = following(level, drafts, state)
+                drafts, probs = self._sample_level(logits, level, drafts, adjust)
+                if every is not None and probs is not None:
+                    every = jax.lax.dynamic_update_index_in_dim(every, probs, level, 0)
+                return drafts, every, was_broken | is_broken, state
 
-            carry: _Carry = drafts, laws, is_broken, kept
-            drafts, laws, is_broken, kept = jax.lax.fori_loop(
-                1, num_wanted, turn, carry
+            carry: _Carry = drafts, every, is_broken, state
+            drafts, every, is_broken, state = jax.lax.fori_loop(
+                1, num_wanted, sample_level, carry
             )
-        probs = None if laws is None else laws.swapaxes(0, 1)
+        probs = None if every is None else every.swapaxes(0, 1)
         num_drafts = jnp.where(is_broken, 0, num_wanted)
-        return Proposal(drafts, num_drafts, probs, is_broken), kept
+        return Proposal(drafts, num_drafts, probs, is_broken), state
 
-    def _draw(
+    def _sample_level(
         self,
-        every: Float[Array, "seq_entry vocab"],
+        all_logits: Float[Array, "seq_entry vocab"],
         level: Array | int,
         drafts: Int[Array, "seq draft"],
         adjust: Adjust | None,
     ) -> tuple[Int[Array, "seq draft"], Float[Array, "seq vocab"] | None]:
-        """The drafts with those of one more level, and the spine's law.
+        """Add the drafts of one level; also return the main chain's distribution.
 
         Args:
-            every: Of each row that is continued, the spine's first.
+            all_logits: One row for each row with children, the main chain's first.
         """
         tree, active = self.context.tree, self.context.active
         seqs = active.row.shape[0]
-        logits, width = every, every.shape[0] // seqs
+        logits, width = all_logits, all_logits.shape[0] // seqs
         if width > 1:
-            logits = every[::width]
+            logits = all_logits[::width]
         if adjust is not None:
             logits = adjust(logits[:, None], drafts, num_before=level)[:, 0]
         token, probs = sample_draft(
             logits, level, active, self.backend, is_greedy=self.is_greedy
         )
         if self.before is not None:
-            token, probs = _keep(self.before, level, token, probs)
+            token, probs = _override(self.before, level, token, probs)
         if tree.is_chain:
             return drafts.at[:, level].set(token), probs
-        scores = every.reshape(seqs, width, -1)
+        scores = all_logits.reshape(seqs, width, -1)
         if not (self.is_greedy or active.is_greedy):
-            scores = _with_noise(scores, level, active)
-        return _grow(tree, level, drafts, token, scores), probs
+            scores = _add_noise(scores, level, active)
+        return _fill_level(tree, level, drafts, token, scores), probs
 
 
 def logits_by_level(
@@ -128,57 +129,57 @@ def logits_by_level(
     rows: Float[Array, "level row model"],
     vocab_size: int,
 ) -> Callable[[Array | int], Float[Array, "row vocab"]]:
-    """Logits of a level, whose rows are there for all levels.
+    """Return a function that gives a level's logits, from the rows of all levels.
 
-    Of all levels in one product, which reads the matrix once; where they would be too
-    large an array, of each when it is drawn.
+    One product computes all levels and reads the matrix once. If its result would be
+    too large, each level is computed when it is sampled.
 
     Args:
-        make: Logits of any rows.
+        make: Computes the logits of any rows.
     """
     levels, count, _ = rows.shape
     if 4 * levels * count * vocab_size > MAX_GROUP_BYTES:
-        return lambda level: make(entry_of(rows, level))
+        return lambda level: make(at_level(rows, level))
     every = make(rows.reshape(levels * count, -1)).reshape(levels, count, -1)
-    return lambda level: entry_of(every, level)
+    return lambda level: at_level(every, level)
 
 
-def entry_of(every: Array, level: Array | int) -> Array:
-    """What belongs to a level, of an array by level."""
+def at_level(every: Array, level: Array | int) -> Array:
+    """Return the entry of a level from an array by level."""
     return jax.lax.dynamic_index_in_dim(every, level, keepdims=False)
 
 
-def finite_rows(
+def zero_broken_rows(
     rows: Float[Array, "row model"], is_finite: Bool[Array, " row"]
 ) -> Float[Array, "row model"]:
-    """Rows, zeros in place of those that came of NaN or infinity."""
+    """Replace rows that hold NaN or infinity by zeros."""
     return jnp.where(is_finite[:, None], rows, 0)
 
 
-def _keep(
+def _override(
     before: Proposal, index: Array | int, token: Array, probs: Array | None
 ) -> tuple[Array, Array | None]:
-    """Draft `index` of each sequence: what others have proposed, else what was drawn.
+    """Replace the sampled draft `index` by that of an earlier proposer, if it has one.
 
     Returns:
-        The token and what it was drawn from: all of the mass on it where it is theirs.
+        The token, and its distribution: a point mass if it was replaced.
     """
-    assert before.probs is None, "what comes before a draft model is certain"
-    is_kept = index < before.num_drafts
-    token = jnp.where(is_kept, before.tokens[:, index], token)
+    assert before.probs is None, "drafts of an earlier proposer are certain"
+    is_given = index < before.num_drafts
+    token = jnp.where(is_given, before.tokens[:, index], token)
     if probs is None:
         return token, None
     every = jnp.arange(probs.shape[1], dtype=jnp.int32)[None]
     certain = (every == token[:, None]).astype(probs.dtype)
-    return token, jnp.where(is_kept[:, None], certain, probs)
+    return token, jnp.where(is_given[:, None], certain, probs)
 
 
-def _with_noise(
+def _add_noise(
     logits: Float[Array, "seq entry vocab"], step: Array | int, active: Active
 ) -> Float[Array, "seq entry vocab"]:
-    """What coupled sequences rank tokens by: with the noise of a level's position.
+    """Add the noise of a level's position to the logits of coupled sequences.
 
-    The order that this gives is one of drawing without putting back.
+    Ranking the result is sampling without replacement.
     """
 
     def add() -> Array:
@@ -187,36 +188,36 @@ def _with_noise(
         ids = jnp.arange(logits.shape[2], dtype=jnp.int32)[None]
         noise = jnp.log(exponential(words[:, :1], words[:, 1:], ids))
         temperature = jnp.where(active.is_coupled, active.temperature, 1.0)
-        raced = logits / temperature[:, None, None] - noise[:, None]
-        return jnp.where(active.is_coupled[:, None, None], raced, logits)
+        noisy = logits / temperature[:, None, None] - noise[:, None]
+        return jnp.where(active.is_coupled[:, None, None], noisy, logits)
 
     return jax.lax.cond(active.is_coupled.any(), add, lambda: logits)
 
 
-def _grow(
+def _fill_level(
     tree: Tree,
     step: Array | int,
     drafts: Int[Array, "seq draft"],
     drawn: Int[Array, " seq"],
     scores: Float[Array, "seq entry vocab"],
 ) -> Int[Array, "seq draft"]:
-    """The drafts with those of one more level.
+    """Write the drafts of one level.
 
     Args:
-        drawn: The spine's.
-        scores: By entry of `Tree.branching`; what follows a row are its best tokens.
+        drawn: Tokens of the main chain.
+        scores: By entry of `Tree.branching`; the children of a row are its best tokens.
     """
-    ranked = _rank(scores, drawn, int(tree.ranks.max()) + 1)
+    ranked = _top_tokens(scores, drawn, int(tree.ranks.max()) + 1)
     # Entries of other levels do not count.
     found = ranked[:, np.minimum(tree.entries, scores.shape[1] - 1), tree.ranks]
     is_new = jnp.array([tree.depths[1:]], jnp.int32) == step + 1
     return jnp.where(is_new, found, drafts)
 
 
-def _rank(
+def _top_tokens(
     scores: Float[Array, "seq entry vocab"], drawn: Int[Array, " seq"], count: int
 ) -> Int[Array, "seq entry rank"]:
-    """The best tokens of every entry; of the spine's, which is first, the drawn one."""
+    """Best tokens of every entry; those of the main chain start with `drawn`."""
     vocab, width = scores.shape[2], scores.shape[1]
     ids = jnp.arange(vocab, dtype=jnp.int32)[None, None]
     chosen = []

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxspec.config.token_tree import leaf_paths, parents_of
-from jaxspec.program.propose import matches, ngram
+from jaxspec.program.propose import ngram, ngram_match
 from jaxspec.program.tree.tree import Tree
 from tests.kernels.oracle import UNOPTIMISED
 from tests.rows import make_active
@@ -157,7 +157,7 @@ def branches(tokens: list[int], lookup: ngram.NGram, tree: Tree) -> list[int] | 
             length += 1
         if length >= lookup.shortest:
             found.append((length, end))
-    found = sorted(found, reverse=True)[: matches.NUM_BRANCHES]
+    found = sorted(found, reverse=True)[: ngram_match.NUM_BRANCHES]
     depth = tree.num_levels
     texts = [(tokens[end + 1 :] * depth)[:depth] for _, end in found]
     if not texts:

@@ -17,7 +17,7 @@ import pytest
 from jaxspec.config.token_tree import leaf_paths, parents_of
 from jaxspec.models.backend import Backend
 from jaxspec.program.plan import RULES
-from jaxspec.program.propose import Proposal, levels
+from jaxspec.program.propose import Proposal, draft_sampling
 from jaxspec.program.rows import Active
 from jaxspec.program.sampling import sample_draft
 from jaxspec.program.tree.tree import Tree
@@ -75,8 +75,8 @@ def grow(tree: Tree, draft: jax.Array, active: Active) -> Proposal:
         scores = draft[known[:, tree.branching[level]]]
         token, law = sample_draft(scores[:, 0], level, active, Backend())
         if not active.is_greedy:
-            scores = levels._with_noise(scores, level, active)
-        drafts = levels._grow(tree, level, drafts, token, scores)
+            scores = draft_sampling._add_noise(scores, level, active)
+        drafts = draft_sampling._fill_level(tree, level, drafts, token, scores)
         probs.append(law)
     laws = None if active.is_greedy else jnp.stack(probs, axis=1)
     return Proposal(drafts, active.num_tokens, laws)
