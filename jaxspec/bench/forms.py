@@ -38,7 +38,7 @@ from jaxspec.config.token_tree import (
     read_paths,
 )
 from jaxspec.errors import ConfigError, check_integer, wrong_argument
-from jaxspec.program.tree import template_of
+from jaxspec.program.tree.tree import template_of
 
 FLAG = "--forms"
 CHAIN, LEAVES, BEST, TREE = "chain", "leaves", "best", "tree"

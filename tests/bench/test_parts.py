@@ -14,7 +14,7 @@ from jaxspec.bench.measure import Batch
 from jaxspec.bench.parts import cost_ratio, measure_parts, round_bytes, round_flops
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.models.matrices import Matrix
-from jaxspec.program.tree import Tree
+from jaxspec.program.tree.tree import Tree
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams
 from tests.engines import (
     OneProgramRunner,
