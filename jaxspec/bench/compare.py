@@ -22,16 +22,15 @@ from jaxspec.bench.parts import Parts
 from jaxspec.bench.report import forced_line, milliseconds, table, write
 from jaxspec.bench.summary import is_equal, parts_table, speed_ups, summarise
 from jaxspec.config.engine import EngineConfig
-from jaxspec.config.speculation import (
+from jaxspec.config.methods import (
     DEFAULT_DRAFT_TOKENS,
     DRAFT_MODEL,
-    NGRAM,
-    NGRAM_AND_MODEL,
+    METHODS,
     PARD,
-    SUFFIX,
-    SUFFIX_AND_MODEL,
-    SpeculativeConfig,
+    method_of,
+    with_draft_model,
 )
+from jaxspec.config.speculation import SpeculativeConfig
 from jaxspec.config.token_tree import (
     MAX_NODES,
     Hits,
@@ -313,10 +312,12 @@ def methods_of(options: argparse.Namespace) -> list[Method]:
     given = merge_speculative_arguments(args) or {}
     count = given.get("num_speculative_tokens", DEFAULT_DRAFT_TOKENS)
     own = {name: given[name] for name in _OF_MODEL if name in given}
-    is_model = given.get("method", DRAFT_MODEL).split("+")[-1] == DRAFT_MODEL
-    names = {NGRAM: {}, SUFFIX: {}}
+    method = method_of(given.get("method", DRAFT_MODEL))
+    is_model = method.has_draft_model and not method.has_one_pass
+    lookups = [name for name, row in METHODS.items() if not row.weights]
+    names = dict.fromkeys(lookups, {})
     if is_model and own:
-        names |= dict.fromkeys((DRAFT_MODEL, NGRAM_AND_MODEL, SUFFIX_AND_MODEL), own)
+        names |= dict.fromkeys((DRAFT_MODEL, *map(with_draft_model, lookups)), own)
     found = [
         Method(
             name=name,
@@ -488,7 +489,7 @@ def _choose(form: Form, done: Sequence[Found]) -> str | None:
     seconds = round_cost(
         (one, found.has_side_paths) for found in done for one in found.parts[size]
     )
-    levels = done[0].speculative.max_levels
+    levels = done[0].speculative.method_info.max_draft_tokens
     best = best_tree(rates, seconds, num_nodes=form.number, num_levels=levels)
     if not best.paths:
         print(f"{form.name}: no drafts, by what was measured before it.\n")

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxspec.bench.data import DATASETS, Dataset
-from jaxspec.console.command import CommandParser
+from jaxspec.command_line import CommandParser
 from jaxspec.engine.arg_utils import AsyncEngineArgs
 
 MODULES = {

@@ -33,8 +33,9 @@ from jaxspec.bench.report import BenchError, check_writable, header, table
 from jaxspec.bench.scrape import Scrape, read_scrape
 from jaxspec.bench.serve_report import TITLES, Wanted
 from jaxspec.bench.traffic import Load, send
-from jaxspec.console.command import bearer
+from jaxspec.command_line import bearer
 from jaxspec.errors import ConfigError, check_integer, check_number, wrong_argument
+from jaxspec.sampling_params import SAMPLING_FIELDS, SamplingParams
 
 ENDINGS = ("/completions", CHAT_ENDING)
 POLL_S = 1.0
@@ -335,9 +336,9 @@ def _fields(options: argparse.Namespace, model: str) -> dict[str, Any]:
         "max_tokens": options.output_len,
         "temperature": options.temperature,
     }
-    neutral = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "ignore_eos": False}
-    for name, value in neutral.items():
-        if getattr(options, name) != value:
+    neutral = SamplingParams()
+    for name in (*SAMPLING_FIELDS, "ignore_eos"):
+        if getattr(options, name) != getattr(neutral, name):
             fields[name] = getattr(options, name)
     return fields | options.extra_body
 
