@@ -1,4 +1,4 @@
-"""Owns the figures of a run against a server: vLLM's JSON keys and closing block."""
+"""Metrics of a run against a server: vLLM's JSON keys and closing block."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 
 from jaxspec.bench.acceptance import Acceptance
-from jaxspec.bench.online.client import Answer
-from jaxspec.bench.online.traffic import Load
+from jaxspec.bench.client import Answer
 from jaxspec.bench.report import forced_line
+from jaxspec.bench.traffic import Load
 
-# Of vLLM's block: how the section of each metric is called.
+# Section titles of vLLM's block.
 TITLES = {
     "ttft": "Time to First Token",
     "tpot": "Time per Output Token (excl. 1st token)",
@@ -24,11 +24,11 @@ WIDTH = 50
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """What is told of the times; a result's JSON has the other metrics too.
+    """Metrics that are printed; a result's JSON has all of them.
 
     Attributes:
         metrics: Some of `TITLES`.
-        goodput_ms: Most milliseconds, by metric, of a request that counts as good.
+        goodput_ms: By metric, the limit in ms of a request that counts as good.
     """
 
     metrics: Sequence[str] = ("ttft", "tpot", "itl")
@@ -42,7 +42,7 @@ def figures(
     wanted: Wanted,
     acceptance: Acceptance | None,
 ) -> dict[str, Any]:
-    """What a run comes to, under the keys of vLLM's results."""
+    """Metrics of a run, under the keys of vLLM's results."""
     good = [answer for answer in answers if not answer.error]
     num_output = sum(answer.num_output_tokens for answer in good)
     num_input = sum(answer.num_prompt_tokens for answer in good)
@@ -63,7 +63,6 @@ def figures(
         limits = wanted.goodput_ms
         num_good = sum(_is_within(answer, limits) for answer in good)
         found["request_goodput"] = num_good / seconds
-    # All of them: `wanted` says what is printed.
     for metric in TITLES:
         found |= _statistics(metric, times_ms(good, metric), wanted.percentiles)
     if acceptance is not None:
@@ -99,18 +98,12 @@ def times_ms(answers: Sequence[Answer], metric: str) -> list[float]:
 
 
 def _time_s(answer: Answer, metric: str) -> float | None:
-    match metric:
-        case "ttft":
-            return answer.ttft_s
-        case "tpot":
-            return answer.tpot_s
-        case "e2el":
-            return answer.latency_s
-    raise AssertionError(metric)
+    times = {"ttft": answer.ttft_s, "tpot": answer.tpot_s, "e2el": answer.latency_s}
+    return times[metric]
 
 
 def _is_within(answer: Answer, limits_ms: Mapping[str, float]) -> bool:
-    """Whether a request kept to every limit; one token keeps to any TPOT."""
+    """Whether a request is within every limit; one token meets any TPOT."""
     times = {name: _time_s(answer, name) for name in limits_ms}
     return all(1e3 * (times[name] or 0) <= limit for name, limit in limits_ms.items())
 
@@ -118,20 +111,20 @@ def _is_within(answer: Answer, limits_ms: Mapping[str, float]) -> bool:
 def _statistics(
     metric: str, values: Sequence[float], percentiles: Sequence[float]
 ) -> dict[str, float]:
-    told = values or [0.0]
+    values = values or [0.0]
     found = {
-        f"mean_{metric}_ms": float(np.mean(told)),
-        f"median_{metric}_ms": float(np.median(told)),
-        f"std_{metric}_ms": float(np.std(told)),
+        f"mean_{metric}_ms": float(np.mean(values)),
+        f"median_{metric}_ms": float(np.median(values)),
+        f"std_{metric}_ms": float(np.std(values)),
     }
     for percentile in percentiles:
         name = f"p{percentile:g}_{metric}_ms"
-        found[name] = float(np.percentile(told, percentile))
+        found[name] = float(np.percentile(values, percentile))
     return found
 
 
 def _peaks(answers: Sequence[Answer]) -> tuple[float, int]:
-    """Most tokens, and most requests at work, in any second from the beginning."""
+    """Most tokens, and most concurrent requests, in any second of the run."""
     if not answers:
         return 0.0, 0
     begin = min(answer.start_s for answer in answers)
@@ -140,7 +133,7 @@ def _peaks(answers: Sequence[Answer]) -> tuple[float, int]:
     tokens, requests = np.zeros(num_seconds), np.zeros(num_seconds, int)
     for answer in answers:
         times = np.array(answer.times()) - begin
-        # A piece may hold several tokens: they are spread evenly over the pieces.
+        # A piece may hold several tokens: spread them evenly.
         share = answer.num_output_tokens / len(times)
         np.add.at(tokens, np.clip(times.astype(int), 0, num_seconds - 1), share)
         first = math.floor(answer.start_s - begin)
@@ -208,5 +201,5 @@ def _title(text: str, fill: str, space: str = "") -> str:
 
 def _line(row: tuple[str, Any]) -> str:
     label, value = row
-    told = f"{value:.2f}" if isinstance(value, float) else str(value)
-    return f"{label:<40} {told:<10}"
+    text = f"{value:.2f}" if isinstance(value, float) else str(value)
+    return f"{label:<40} {text:<10}"

@@ -1,4 +1,4 @@
-"""Owns when requests start, and how many run at a time."""
+"""When requests start, and how many run at a time."""
 
 import asyncio
 import contextlib
@@ -8,21 +8,21 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from jaxspec.bench.client import Answer
 from jaxspec.bench.data import Prompt
-from jaxspec.bench.online.client import Answer
 
 Ask = Callable[[Prompt], Awaitable[Answer]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """How requests come.
+    """Arrival rate and concurrency of requests.
 
     Attributes:
         request_rate: Requests/s; infinity sends all at once.
-        max_concurrency: At a time at most, the others wait; None for no limit.
-        burstiness: Shape of the gamma law of the times between requests: 1 is a
-            Poisson process, less comes in bursts, more is more even.
+        max_concurrency: Most requests at a time; None for no limit.
+        burstiness: Shape of the gamma distribution of the times between requests: 1
+            is a Poisson process, less is burstier, more is more even.
     """
 
     request_rate: float = float("inf")
@@ -38,7 +38,7 @@ class Load:
         scale = 1 / (self.request_rate * self.burstiness)
         gaps = draw.gamma(self.burstiness, scale, count)
         starts = gaps.cumsum()
-        # So that a run takes the time that its rate says, whatever was drawn.
+        # Scaled so that a run takes the time that its rate says.
         return (starts * (count / self.request_rate / starts[-1])).tolist()
 
 

@@ -1,4 +1,4 @@
-"""Owns what a server's /metrics tells of drafts, in vLLM's names, and of compiles."""
+"""Read draft counts, in vLLM's names, and compiles from a server's /metrics."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -24,11 +24,10 @@ class Scrape:
     """A server's counts at one moment, of all its engines together.
 
     Attributes:
-        acceptance: None where it drafts nothing or tells nothing of it.
-        num_compiles: Only a server of jaxspec's tells it; None for others.
-        num_warming: Programs that it is still to make; 0 where it does not say.
-        forced_acceptance: Chance of every draft to stay, where acceptance is given and
-            not found; None where drafts are judged, or the server does not say.
+        acceptance: None if the server reports no drafts.
+        num_compiles: None for servers other than jaxspec's.
+        num_warming: Programs still to be compiled; 0 if not reported.
+        forced_acceptance: Acceptance probability of each draft if it is forced.
     """
 
     acceptance: Acceptance | None = None
@@ -38,7 +37,7 @@ class Scrape:
 
 
 def read_scrape(text: str) -> Scrape:
-    """Read Prometheus' text form; what is not there is None."""
+    """Parse Prometheus' text format."""
     counts, kept = dict.fromkeys(_FIELDS.values(), 0), dict[int, int]()
     has_drafts, num_compiles, forced, num_warming = False, None, None, 0
     for family in text_string_to_metric_families(text):

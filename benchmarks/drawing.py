@@ -14,7 +14,7 @@ from typing import Any
 import matplotlib.style
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure, FigureBase
+from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.text import Annotation
 from matplotlib.ticker import FixedLocator
@@ -110,7 +110,7 @@ def new_figure(width: Number, height: Number, note: str) -> Figure:
 
 
 def head(
-    place: FigureBase, title: str, result: Result, *, forced: str | None = None
+    figure: Figure, title: str, result: Result, *, forced: str | None = None
 ) -> None:
     """Put a title above a figure; if acceptance was forced, it says so.
 
@@ -120,7 +120,7 @@ def head(
     forced = forced or forced_acceptance(result)
     if forced:
         title += f"\nSYNTHETIC: {forced}; texts mean nothing"
-    place.suptitle(title, x=0.01, ha="left", fontsize=FONT_SIZE + 1, weight="bold")
+    figure.suptitle(title, x=0.01, ha="left", fontsize=FONT_SIZE + 1, weight="bold")
 
 
 def forced_acceptance(result: Result) -> str:
@@ -292,10 +292,9 @@ def parted(heights: Sequence[Number], gap: Number) -> list[float]:
 def described(figure: Figure) -> str:
     """All that a figure shows, without where on the paper it does."""
     lines = []
-    for place in (figure, *figure.subfigs):
-        lines += [place.get_suptitle(), place.get_supxlabel()]
-        for legend in place.legends:
-            lines += [text.get_text() for text in legend.get_texts()]
+    lines += [figure.get_suptitle(), figure.get_supxlabel()]
+    for legend in figure.legends:
+        lines += [text.get_text() for text in legend.get_texts()]
     for axes in figure.axes:
         lines += [axes.get_title(), axes.get_xlabel(), axes.get_ylabel()]
         for axis in (axes.xaxis, axes.yaxis):
