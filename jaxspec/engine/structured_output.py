@@ -134,6 +134,14 @@ class GrammarState:
         """
         return self._num_slow > 0
 
+    def has_mask(self, num_tokens: int, newest: Sequence[int]) -> bool:
+        """Whether the mask after the known tokens is there; see `sync`."""
+        length = num_tokens - self.num_prompt
+        if length != len(self.tokens) or () not in self.known_masks:
+            return False
+        count = min(length, len(newest))
+        return self.tokens[length - count :] == newest[len(newest) - count :]
+
     def set_late(self, num_tokens: int) -> None:
         """Note that a launch does not wait for the masks after the known tokens.
 
@@ -326,6 +334,12 @@ class _Question(NamedTuple):
             self.state.sync(self.num_tokens, self.newest)
             self.state.masks(self.drafts, self.first, self.masks)
 
+    @property
+    def has_answer(self) -> bool:
+        """Whether the mask has been computed between launches; nothing follows it."""
+        is_slow, known = self.state.is_slow, (self.num_tokens, self.newest)
+        return is_slow and self.state.has_mask(*known)
+
 
 class _Job:
     """Answers questions in a thread, for as long as somebody waits."""
@@ -456,17 +470,19 @@ class TokenMasks:
                 # Its drafts are rejected, or not used: no masks after them.
                 masks[row] = state.matcher.end_mask[: self._words]
                 continue
-            questions.append(
-                _Question(
-                    row,
-                    state,
-                    int(num_tokens[row]),
-                    newest[row].tolist(),
-                    drafts[row].tolist(),
-                    int(before[0]),
-                    masks[row],
-                )
+            question = _Question(
+                row,
+                state,
+                int(num_tokens[row]),
+                newest[row].tolist(),
+                drafts[row].tolist(),
+                int(before[0]),
+                masks[row],
             )
+            if question.has_answer:
+                question.answer()
+            else:
+                questions.append(question)
         late = self._answer(questions)
         if late:
             masks = masks.copy()  # a thread may still write to the other
