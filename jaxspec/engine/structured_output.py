@@ -5,7 +5,7 @@ of its program, from a thread of its own, and may be rounds ahead of what the en
 read: a question brings the newest known tokens along, so nothing else is needed.
 
 A program waits a short time for its masks. For a row whose masks take longer, it goes
-on with masks that allow the end token only; the scheduler drops what comes of them,
+on with masks that allow the end token only; the scheduler drops the row's tokens,
 preempts the request, and admits it again when the mask has been computed.
 
 Where the library fails, the mask allows the end token only. The engine drops the token
@@ -366,7 +366,7 @@ class _Job:
             self._running.release()
 
     def wait(self, until: float) -> int:
-        """Wait while answers come; return how many there are.
+        """Wait while answers come; return the number of answers.
 
         Args:
             until: Latest return, by `time.monotonic`.
@@ -507,7 +507,7 @@ class TokenMasks:
             if worker is not None:
                 self._late_threads.append(worker.stop())
                 self._worker = None
-            # The first one is slow, and the others may not be: another thread goes on.
+            # The first one is slow, and the others may not be: use another thread.
             has_time = worker is not None and time.monotonic() < until
             for one in left[:1] if has_time else left:
                 one.state.set_late(one.num_tokens)

@@ -89,7 +89,7 @@ class ResponseStore:
     responses that it has added itself.
 
     A call takes some tens of microseconds, and longer for a large response: those come
-    from threads beside the event loop.
+    from other threads than the event loop's.
     """
 
     def __init__(self, path: str | None, max_bytes: int):

@@ -75,8 +75,8 @@ class Serving:
                 continue
             # One line for all entries of a list.
             logged = re.sub(r"\[[0-9]+\]", "[]", place) + name
-            is_told = logged in self._ignored or len(self._ignored) >= MAX_TOLD_FIELDS
-            if is_told and not is_strict:
+            is_known = logged in self._ignored or len(self._ignored) >= MAX_TOLD_FIELDS
+            if is_known and not is_strict:
                 continue
             hint = nearest(name, known, "it has no such field")
             if is_strict:
@@ -85,14 +85,15 @@ class Serving:
                     f"There is no field {shown(field)} here; {hint}", parameter=field
                 )
             self._ignored.add(logged)
-            told = "The field %s of a request is ignored: %s"
-            _log.warning(told, shown(logged), hint)
+            _log.warning(
+                "The field %s of a request is ignored: %s", shown(logged), hint
+            )
 
     async def write(self, write: Callable[[], T], *, is_large: bool) -> T:
-        """Write or read an answer: a large one in a thread beside the event loop.
+        """Write or read an answer: a large one in a thread.
 
-        What has begun also ends where the caller is cancelled, so that nothing is kept
-        after the caller has kept that it was cancelled.
+        A cancelled caller waits for the thread: else the thread could store the answer
+        after the caller has stored that it was cancelled.
         """
         if not is_large:
             return write()

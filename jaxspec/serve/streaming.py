@@ -47,14 +47,14 @@ def is_large(content: Any) -> bool:
 
 
 def encoded(content: dict[str, Any]) -> bytes:
-    """Write a large answer, for a thread beside the event loop."""
+    """Write a large answer; see `write_in_parts`."""
     return write_in_parts(content).encode()
 
 
 def write_in_parts(
     value: Any, write: Callable[[Any], str] = _write_whole, levels: int = _LEVELS
 ) -> str:
-    """Write a large JSON value, in a thread beside the event loop.
+    """Write a large JSON value, for a thread other than the event loop's.
 
     The encoder lets no other thread run: small parts are written one by one.
     """

@@ -244,7 +244,7 @@ def slow_states(monkeypatch: pytest.MonkeyPatch, count: int) -> Any:
     return states, gate
 
 
-def test_nobody_waits_long_for_a_mask(monkeypatch):
+def test_slow_mask_is_late_and_does_not_hold_a_launch(monkeypatch):
     (slow,), gate = slow_states(monkeypatch, 1)
     masks, other = TokenMasks(VOCAB), make_state()
     for state in (slow, other):

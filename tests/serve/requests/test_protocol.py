@@ -139,13 +139,13 @@ def test_unknown_fields_are_found_in_every_object():
     ]
     item = {"type": "message", "role": "user", "content": "a", "id": "b", "wait": 1}
     form = {"type": "json_schema", "schema": {"any": 1}, "strikt": True}
-    told = {
+    response = {
         "input": [item],
         "tools": [{"type": "function", **function}],
         "text": {"format": form, "verbosity": "low"},
         "metadata": {"any": "b"},
     }
-    assert sorted(unknown_of(ResponseBody.model_validate(told))) == [
+    assert sorted(unknown_of(ResponseBody.model_validate(response))) == [
         "input[0].wait",
         "text.format.strikt",
         "text.verbosity",
