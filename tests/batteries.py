@@ -143,7 +143,7 @@ BATTERIES = (
         files=(
             "tests/e2e/test_distribution.py",
             "tests/e2e/test_enumerated.py",
-            "tests/program/test_walk_laws.py",
+            "tests/program/tree/test_verify_distribution.py",
         ),
         reads=ENGINE,
     ),

@@ -12,7 +12,7 @@ from jaxtyping import config
 
 from jaxspec.models.backend import Backend
 from jaxspec.program import plan
-from jaxspec.program.tree import Tree
+from jaxspec.program.tree.tree import Tree
 from jaxspec.program.verify import verify
 from jaxspec_kernels.rejection_sampling import (
     BLOCK,

@@ -24,7 +24,7 @@ from jaxspec.models.backend import Backend
 from jaxspec.models.cpu import compiler_options
 from jaxspec.models.network import build_network
 from jaxspec.program.plan import TILE, PoolShape
-from jaxspec.program.region import join, make_region
+from jaxspec.program.token_batch import join_batches, make_token_batch
 from jaxspec_checkpoints import bundled_target
 from jaxspec_kernels.bits import storage_dtype
 from tests.batteries import members
@@ -77,7 +77,7 @@ Part = tuple[Any, Any, Any, Any]
 def run(config: ModelConfig, params: Any, pages: Any, parts: list[Part]) -> Any:
     """Logits of every row of a launch, and the pages."""
     network = build_network(config, params, Backend(implementation="reference"))
-    batch = join([make_region(*part, POOL) for part in parts])
+    batch = join_batches([make_token_batch(*part, POOL) for part in parts])
     hidden, pages = network.hidden(batch, pages)
     return network.logits(hidden.rows)[:, ::SPARSE], pages
 

@@ -25,7 +25,8 @@ from jaxspec.program.plan import PoolShape, StepShape
 from jaxspec.program.propose.draft_model import DraftModel
 from jaxspec.program.rows import init_rows
 from jaxspec.program.state import EngineState, init_token_pages, page_forms
-from jaxspec.program.step import ProgramConfig, lower_step
+from jaxspec.program.step import lower_step
+from jaxspec.program.step_context import ProgramConfig
 from jaxspec.sharding import (
     DRAFT_MESH_AXES,
     TARGET_MESH_AXES,

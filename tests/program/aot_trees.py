@@ -22,9 +22,9 @@ from jaxspec.config.token_tree import TREE_KEY, read_paths
 from jaxspec.engine.described import describe, describe_mesh, named_devices
 from jaxspec.engine.scheduling.shapes import GREEDY, Shapes
 from jaxspec.engine.speculation.policy import SpeculationPolicy
-from jaxspec.program.path import keep_path
 from jaxspec.program.rows import gather
-from jaxspec.program.tree import Tree
+from jaxspec.program.tree.compact_kv import compact_kv
+from jaxspec.program.tree.tree import Tree
 from jaxspec.sharding import TARGET_MESH_AXES, replicated
 from tests.kernels import aot_tpu
 from tests.program import hlo
@@ -164,7 +164,7 @@ def moved_in_place(device: str, kept: str) -> tuple[list[str], int, int]:
     def move(pages: Any, rows: Any, token_pages: Any, decode: Any, row: Any) -> Any:
         active = gather(rows, token_pages, decode, is_greedy=True)
         backend = program.backend(TARGET_MESH_AXES)
-        return keep_path(
+        return compact_kv(
             config.model_config, pages, tree, row, active, program.pool, backend
         )
 
