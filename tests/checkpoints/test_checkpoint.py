@@ -20,14 +20,8 @@ from tests.checkpoints.models import tiny_config, write_tiny
 SAID = pytest.mark.parametrize("said", ["nothing", None, True, False])
 
 
-# Embedding and head have four blocks of 4 MiB each.
-LARGE = dict(hidden_size=1024, vocab_size=8192)
-
-
-def write(
-    folder: Path, said: Any, head: Any, dtype: str = "bfloat16", **sizes: int
-) -> Any:
-    """Write a model; return its tensors.
+def write(folder: Path, said: Any, head: Any, dtype: str = "bfloat16") -> Any:
+    """Write a model of four 4 MiB blocks of embedding and head; return its tensors.
 
     Args:
         said: `tie_word_embeddings`; "nothing" leaves it out.
@@ -38,7 +32,8 @@ def write(
         family="2b",
         dtype=dtype,
         num_hidden_layers=1,
-        **sizes,
+        hidden_size=1024,
+        vocab_size=8192,
         **({} if said == "nothing" else {TIE: said}),
     )
     if head is not None:
@@ -72,8 +67,7 @@ def test_head_with_the_bytes_of_the_embedding_is_dropped(tmp_path, said):
 
 @SAID
 def test_head_with_one_other_number_is_the_head_whatever_config_says(tmp_path, said):
-    sizes = LARGE if said is True else {}
-    tensors = write(tmp_path, said, with_other_last_row, **sizes)
+    tensors = write(tmp_path, said, with_other_last_row)
     found = open_checkpoint(tmp_path).resolved()
     check(found, tensors, is_tied=False)
     assert f"LM head       {HEAD}" in describe(found)
@@ -108,7 +102,7 @@ def test_tie_that_is_no_boolean_is_refused(tmp_path):
 
 def test_head_of_another_size_is_refused(tmp_path):
     write(tmp_path, True, lambda table: table[:-1].copy())
-    with pytest.raises(CheckpointError, match=r"lm_head.weight' has shape \(511, "):
+    with pytest.raises(CheckpointError, match=r"lm_head.weight' has shape \(8191, "):
         open_checkpoint(tmp_path)
 
 
@@ -139,7 +133,7 @@ def test_opening_reads_nothing_and_comparing_stops_at_a_difference(
     tmp_path, monkeypatch
 ):
     """The head's own values are read once, when weights are loaded."""
-    write(tmp_path, True, lambda table: table + 1, **LARGE)
+    write(tmp_path, True, lambda table: table + 1)
     read, blocks = [], Tensor.blocks
 
     def counted(self: Tensor) -> Any:
@@ -154,13 +148,13 @@ def test_opening_reads_nothing_and_comparing_stops_at_a_difference(
     checkpoint.resolved()
     assert sum(read) == 2 * 4 * 2**20
     read.clear()
-    write(tmp_path / "copy", True, np.copy, **LARGE)
+    write(tmp_path / "copy", True, np.copy)
     open_checkpoint(tmp_path / "copy").resolved()
     assert sum(read) == 2 * 8192 * 1024 * 2
 
 
 def test_names_of_shards_and_of_own_folders_are_found(tmp_path):
-    write(tmp_path / "hf", True, with_other_last_row, **LARGE)
+    write(tmp_path / "hf", True, with_other_last_row)
     checkpoint = open_checkpoint(tmp_path / "hf")
     options: dict[str, Any] = dict(progress=False)
     write_checkpoint(checkpoint, tmp_path / "own", to="orbax", **options)
