@@ -13,7 +13,7 @@ import pytest
 from jaxspec.config.engine import EngineConfig
 from jaxspec.config.speculation import ADAPTIVE
 from jaxspec.engine.llm_engine import LLMEngine
-from jaxspec.engine.scheduling.shapes import GREEDY
+from jaxspec.engine.scheduling.programs import GREEDY
 from jaxspec.engine.speculation.step_times import Round
 from jaxspec.errors import ConfigError, RequestError
 from jaxspec.outputs import RequestOutput

@@ -38,7 +38,7 @@ from jaxspec.engine.memory.memory_plan import (
     Sizes,
 )
 from jaxspec.engine.runner import options_of
-from jaxspec.engine.scheduling.shapes import GREEDY, Shapes
+from jaxspec.engine.scheduling.programs import GREEDY, Shapes
 from jaxspec.engine.speculation.policy import SpeculationPolicy
 from jaxspec.program.plan import Features
 from jaxspec.program.step import lower_step

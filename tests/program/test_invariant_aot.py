@@ -11,7 +11,7 @@ import pytest
 
 from jaxspec.engine.described import describe, describe_mesh
 from jaxspec.engine.runner import options_of
-from jaxspec.engine.scheduling.shapes import SAMPLED, Shapes
+from jaxspec.engine.scheduling.programs import SAMPLED, Shapes
 from jaxspec.engine.speculation.policy import SpeculationPolicy
 from jaxspec.program.step import lower_step
 from tests.batteries import members

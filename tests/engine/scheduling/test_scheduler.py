@@ -12,22 +12,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from jaxspec.config.engine import EngineConfig
 from jaxspec.config.speculation import ADAPTIVE
-from jaxspec.engine.scheduling import shapes
 from jaxspec.engine.scheduling.draft_prefill import MAX_IN_A_ROW
+from jaxspec.engine.scheduling.programs import EveryProgram
 from jaxspec.engine.scheduling.request import Request, Status
-from jaxspec.engine.scheduling.scheduler import Scheduler, WaitingQueue
-from jaxspec.engine.scheduling.shapes import EveryProgram
+from jaxspec.engine.scheduling.scheduler import Scheduler
 from jaxspec.engine.speculation.constants import CONSTANTS
 from jaxspec.engine.speculation.policy import Choice, SpeculationPolicy
 from jaxspec.outputs import RequestStateStats
 from jaxspec.program.plan import MAX_CONTROLLED, TILE, Features, TokenControls
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams
-from tests.engine.scheduling.test_request import make_request as make_waiting
 from tests.fake_device import FakeDevice
 from tests.loops import (
     MODEL,
@@ -177,7 +173,7 @@ def test_a_chunk_holds_no_more_than_the_budget():
 
 
 def test_a_crowd_of_prompts_asks_for_a_larger_program_and_fills_it(monkeypatch):
-    monkeypatch.setattr(shapes, "FIRST_CHUNK", 2 * TILE)
+    monkeypatch.setattr("jaxspec.engine.scheduling.programs.FIRST_CHUNK", 2 * TILE)
     config = make_config(
         num_draft_tokens=0,
         max_num_seqs=8,
@@ -693,33 +689,6 @@ def test_few_admissions_of_a_launch_have_controls():
     plans = [launch.plan for launch in loop.launches if launch.plan.admissions]
     admitted = [len(plan.admissions) for plan in plans]
     assert admitted[:3] == [MAX_CONTROLLED, MAX_CONTROLLED, 2]
-
-
-def fill(policy: str, priorities: list[int]) -> tuple[WaitingQueue, list[Request]]:
-    line = WaitingQueue(policy)
-    requests = [make_waiting(priority=priority) for priority in priorities]
-    for request in requests:
-        line.add(request)
-    return line, requests
-
-
-@given(st.lists(st.integers(-2, 2), max_size=8), st.data())
-def test_the_order_is_that_of_a_sorted_list(priorities, data):
-    for policy in ("fcfs", "priority"):
-        line, requests = fill(policy, priorities)
-        expected = list(requests)
-        if policy == "priority":
-            expected.sort(key=lambda request: request.priority)
-        assert list(line) == expected
-        assert len(line) == len(expected)
-        assert next(iter(line), None) is (expected[0] if expected else None)
-        gone = [r for r in expected if data.draw(st.booleans())]
-        for request in gone:
-            line.remove(request)
-        assert list(line) == [r for r in expected if r not in gone]
-        for request in reversed(gone):
-            line.add(request)
-        assert list(line) == expected
 
 
 def test_draft_model_is_probed_once_at_a_time(monkeypatch):
