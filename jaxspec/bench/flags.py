@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxspec.bench.data import DATASETS, Dataset
 from jaxspec.bench.plot import SUFFIXES
-from jaxspec.console.command import CommandParser
+from jaxspec.command_line import CommandParser
 from jaxspec.engine.arg_utils import AsyncEngineArgs
 
 MODULES = {

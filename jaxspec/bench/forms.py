@@ -396,7 +396,7 @@ def _choose(form: Form, done: Sequence[Found]) -> str | None:
     seconds = round_cost(
         (one, found.has_side_paths) for found in done for one in found.parts[size]
     )
-    levels = done[0].speculative.max_levels
+    levels = done[0].speculative.method_info.max_draft_tokens
     best = best_tree(rates, seconds, num_nodes=form.number, num_levels=levels)
     if not best.paths:
         print(f"{form.name}: no drafts, by what was measured before it.\n")

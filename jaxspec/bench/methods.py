@@ -16,14 +16,13 @@ from jaxspec.bench import forms
 from jaxspec.bench.forms import Cell, Form, Found
 from jaxspec.bench.offline import Offline, open_offline, sweep_of
 from jaxspec.bench.report import milliseconds, table, write
-from jaxspec.config.speculation import (
+from jaxspec.config.methods import (
     DEFAULT_DRAFT_TOKENS,
     DRAFT_MODEL,
-    NGRAM,
-    NGRAM_AND_MODEL,
+    METHODS,
     PARD,
-    SUFFIX,
-    SUFFIX_AND_MODEL,
+    method_of,
+    with_draft_model,
 )
 from jaxspec.engine.model_folders import (
     BUNDLED_HEADS,
@@ -69,16 +68,15 @@ def methods_of(options: argparse.Namespace) -> list[Method]:
     given = merge_speculative_arguments(args) or {}
     count = given.get("num_speculative_tokens", DEFAULT_DRAFT_TOKENS)
     common = {"num_speculative_tokens": count}
-    found = [
-        Method(name=NGRAM, config=common | {"method": NGRAM}),
-        Method(name=SUFFIX, config=common | {"method": SUFFIX}),
-    ]
-    if given.get("method", DRAFT_MODEL).split("+")[-1] == DRAFT_MODEL:
+    lookups = [name for name, row in METHODS.items() if not row.weights]
+    found = [Method(name=name, config=common | {"method": name}) for name in lookups]
+    own_method = method_of(given.get("method", DRAFT_MODEL))
+    if own_method.has_draft_model and not own_method.has_one_pass:
         own = {name: given[name] for name in _OF_MODEL if name in given}
         if own:
             found += [
                 Method(name=name, config=common | own | {"method": name})
-                for name in (DRAFT_MODEL, NGRAM_AND_MODEL, SUFFIX_AND_MODEL)
+                for name in (DRAFT_MODEL, *map(with_draft_model, lookups))
             ]
     elif "model" in given:
         found.append(_of_folder(given["model"], count))

@@ -30,7 +30,7 @@ from jaxspec.errors import (
     check_number,
     wrong_argument,
 )
-from jaxspec.sampling_params import RequestOutputKind, SamplingParams
+from jaxspec.sampling_params import SAMPLING_FIELDS, RequestOutputKind, SamplingParams
 from jaxspec.serve.flags import engine_args
 from jaxspec.text.tokenizer import Tokenizer
 
@@ -211,12 +211,9 @@ def sampling(
     """
     values: dict[str, Any] = {
         "max_tokens": options.output_len,
-        "temperature": options.temperature,
-        "top_p": options.top_p,
-        "top_k": options.top_k,
-        "min_p": options.min_p,
         "ignore_eos": options.ignore_eos,
         "detokenize": not options.disable_detokenize,
+        **{name: getattr(options, name) for name in SAMPLING_FIELDS},
     }
     kind = RequestOutputKind.DELTA if is_streamed else RequestOutputKind.FINAL_ONLY
     return SamplingParams(

@@ -188,7 +188,7 @@ def round_bytes(engine: LLMEngine, num_draft_tokens: int, kv_len: int) -> int:
     passes: list[tuple[Any, Any, int]] = [(engine.config.model_config, target, 1)]
     draft = engine.config.draft_model_config or engine.config.head_config
     speculative = engine.config.speculative
-    has_one_pass = speculative is not None and speculative.has_one_pass
+    has_one_pass = speculative is not None and speculative.method_info.has_one_pass
     drafted = min(num_draft_tokens, 1) if has_one_pass else num_draft_tokens
     passes += [(draft, own, drafted) for own in proposers if own is not None]
     widths = kv_widths(engine.config.kv_cache_dtype, engine.runner.dtype.itemsize)

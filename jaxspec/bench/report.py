@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 import jaxspec
-from jaxspec.console.command import CommandError
+from jaxspec.command_line import CommandError
 from jaxspec.errors import ConfigError
 
 PACKAGES = ("jax", "jaxlib", "flax", "numpy", "torch", "transformers")

@@ -27,7 +27,8 @@ from jaxspec.bench.online.serve_task import Task, read_task
 from jaxspec.bench.online.traffic import Load, send
 from jaxspec.bench.plot import plot
 from jaxspec.bench.report import BenchError, header, table
-from jaxspec.console.command import bearer
+from jaxspec.command_line import bearer
+from jaxspec.sampling_params import SAMPLING_FIELDS, SamplingParams
 
 POLL_S = 1.0
 MOST_COMPILING_RUNS = 4
@@ -219,9 +220,9 @@ def _fields(options: argparse.Namespace, model: str) -> dict[str, Any]:
         "max_tokens": options.output_len,
         "temperature": options.temperature,
     }
-    off = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "ignore_eos": False}
-    for name, value in off.items():
-        if getattr(options, name) != value:
+    off = SamplingParams()
+    for name in (*SAMPLING_FIELDS, "ignore_eos"):
+        if getattr(options, name) != getattr(off, name):
             fields[name] = getattr(options, name)
     return fields | options.extra_body
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int, UInt32
 
-from jaxspec.config.speculation import MAX_DRAFT_TOKENS
+from jaxspec.config.methods import MAX_DRAFT_TOKENS
 from jaxspec.models.backend import Backend
 from jaxspec.program import history
 from jaxspec.program.controls import Adjust, unpack_bits

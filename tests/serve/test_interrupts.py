@@ -17,7 +17,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from jaxspec.console.ending import INTERRUPTED
+from jaxspec.exit import INTERRUPTED
 from tests.programs import users_flags
 
 ROOT = Path(__file__).parents[2]

@@ -1,7 +1,4 @@
-"""Owns what every command line of the package does alike.
-
-How one is read, how a wrong one is shown, and what status a run has.
-"""
+"""Parsing, errors and exit status of all command lines of the package."""
 
 import argparse
 import difflib
@@ -15,8 +12,8 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from jaxspec.console.ending import INTERRUPTED
 from jaxspec.errors import ArgumentError, EngineGenerateError, wrong_argument
+from jaxspec.exit import INTERRUPTED
 from jaxspec_checkpoints import CheckpointError
 
 # argparse's exit code for a wrong argument.

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from jaxspec.engine import follow
-from jaxspec.engine.follow import MAX_IN_FLIGHT, Follower
-from jaxspec.engine.hosts import END, Command, Leader, shape_values
+from jaxspec.engine.multihost.channel import END, Command, Leader, shape_values
+from jaxspec.engine.multihost.follower import MAX_IN_FLIGHT, Follower
 from jaxspec.engine.runner import Runner
 from jaxspec.engine.speculation.step_times import Round
 from jaxspec.program.plan import StepShape

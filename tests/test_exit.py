@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from jaxspec.console.ending import INTERRUPTED, interrupts_end
+from jaxspec.exit import INTERRUPTED, interrupts_end
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 COMPILES = """
 import logging, threading, time
-from jaxspec.console.ending import COMPILER_THREAD, end, is_compiling
+from jaxspec.exit import COMPILER_THREAD, end, is_compiling
 threading.Thread(target=time.sleep, args=({seconds},), name=COMPILER_THREAD).start()
 logging.basicConfig()
 """
@@ -25,7 +25,7 @@ end(3)
 """
 STARTS = """
 import signal, time
-from jaxspec.console.ending import interrupts_end
+from jaxspec.exit import interrupts_end
 # Whoever runs the tests may ignore it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 class Loses:
@@ -41,7 +41,7 @@ with interrupts_end(lambda: print("released", flush=True)):
 
 FINISHES = """
 import atexit, os, threading, weakref
-from jaxspec.console.ending import finish_at_exit
+from jaxspec.exit import finish_at_exit
 atexit.register(print, "jax is cleaned up")
 class Engine:
     def __init__(self, name):

@@ -1,12 +1,12 @@
-"""Owns how processes end while engines are alive.
+"""How processes end while engines are alive.
 
-XLA cannot be told to stop, and a program takes it seconds to minutes. The programs of
-the command line end at once, by `os._exit`, which takes nothing away that XLA uses.
+XLA cannot cancel a compilation, which takes seconds to minutes. The commands of this
+package end at once by `os._exit`, which frees nothing that XLA still uses.
 
-Scripts of users end as Python does: it ends a daemon thread when that thread returns
-from native code, and C++ code on its stack then aborts the process. Engines therefore
-finish their native work before (`finish_at_exit`), and calls into native libraries that
-daemon threads make without an engine's lock are waited for (`call_native`).
+User scripts end as Python does: it ends a daemon thread when that thread returns from
+native code, and C++ code on its stack then aborts the process. Engines therefore finish
+their native work before that (`finish_at_exit`), and exit waits for native calls that
+daemon threads make without an engine's lock (`call_native`).
 """
 
 import atexit

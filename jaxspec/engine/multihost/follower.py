@@ -1,8 +1,8 @@
-"""A process that does what the leader does, on the devices of another host.
+"""A process that runs the leader's commands on the devices of another host.
 
-It has a runner, and neither scheduler nor tokenizer: which programs run, with which
-plans and in which order, it hears. What a program tells is the same everywhere, and is
-read by the leader alone.
+It has a runner, and neither scheduler nor tokenizer: the leader sends which programs to
+run, in order, with their plans. Only the leader reads results, which are the same
+everywhere.
 """
 
 import logging
@@ -13,28 +13,28 @@ from contextlib import contextmanager
 from typing import Any
 
 from jaxspec.config.engine import EngineConfig
-from jaxspec.console.ending import COMPILER_THREAD
-from jaxspec.engine.hosts import (
+from jaxspec.engine.loader import Sleep, make_following_runner
+from jaxspec.engine.multihost.channel import (
     END,
     Command,
     Leader,
     end_process,
-    facts_of,
     shape_of,
 )
-from jaxspec.engine.loader import Sleep, make_following_runner
+from jaxspec.engine.multihost.facts import facts_of
 from jaxspec.engine.program_cache import facts
 from jaxspec.engine.runner import Runner, leave
 from jaxspec.engine.speculation.step_times import Round
+from jaxspec.exit import COMPILER_THREAD
 
 _log = logging.getLogger(__name__)
 
-# The leader has one launch more under way than it has read.
+# The leader has one launch in flight beyond the one it reads.
 MAX_IN_FLIGHT = 2
 
 
 class Follower:
-    """Does the commands of a leader with a runner."""
+    """Runs the commands of a leader."""
 
     def __init__(self, runner: Runner, leader: Leader):
         self.runner, self._leader = runner, leader
@@ -43,7 +43,7 @@ class Follower:
 
     @classmethod
     def start(cls, config: EngineConfig) -> "Follower":
-        """Find the leader, and load what it has decided.
+        """Connect to the leader, and load the models in the sizes it has decided.
 
         Raises:
             ConfigError: There is no leader, it refuses this process, or the models
@@ -52,14 +52,14 @@ class Follower:
         hosts = config.hosts
         assert hosts is not None and hosts.is_follower
         leader = Leader.find(hosts, facts_of(config, facts()))
-        with _failure_told(leader):
+        with _reporting_failure(leader):
             runner = make_following_runner(config, leader)
         _log.info("node_rank=%d follows %s", hosts.node_rank, hosts.master_addr)
         return cls(runner, leader)
 
     def run(self) -> None:
-        """Do one command after the other until the last."""
-        with _failure_told(self._leader):
+        """Run commands until the last one."""
+        with _reporting_failure(self._leader):
             command = self._leader.receive()
             while command.name != END:
                 self._handle(command)
@@ -71,7 +71,7 @@ class Follower:
 
     @property
     def num_launches(self) -> int:
-        """Programs launched so far: as many as the leader has."""
+        """Programs launched so far; the leader has launched as many."""
         return self.runner.num_launches
 
     def _handle(self, command: Command) -> None:
@@ -83,7 +83,7 @@ class Follower:
                 self._in_flight.append(result)
                 self._wait(MAX_IN_FLIGHT)
             case "compile":
-                # Beside launches, as the leader does.
+                # In a thread, while launches go on, as in the leader.
                 threading.Thread(
                     target=self._compile,
                     args=(command,),
@@ -104,13 +104,13 @@ class Follower:
                 raise AssertionError(f"an unknown command {command.name!r}")
 
     def _wait(self, most: int) -> None:
-        """Wait until so many launches are under way; what has failed raises here."""
+        """Wait until this many launches are in flight; a failed launch raises here."""
         while len(self._in_flight) > most:
             self._in_flight.popleft().block_until_ready()
 
     def _compile(self, command: Command) -> None:
         try:
-            with _failure_told(self._leader):
+            with _reporting_failure(self._leader):
                 self.runner.executable(shape_of(command.values))
         # The leader waits for this program; a thread's exception alone would leave this
         # process running.
@@ -121,8 +121,8 @@ class Follower:
 
 
 @contextmanager
-def _failure_told(leader: Leader) -> Iterator[None]:
-    """Have the leader say why this process ends, if it does."""
+def _reporting_failure(leader: Leader) -> Iterator[None]:
+    """Tell the leader why this process ends, if an error is raised."""
     try:
         yield
     except BaseException as error:

@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 
-from jaxspec.console.command import CommandError, CommandParser, bearer, run_command
+from jaxspec.command_line import CommandError, CommandParser, bearer, run_command
 from jaxspec.errors import ArgumentError, ConfigError, EngineGenerateError
 from jaxspec_checkpoints import CheckpointError
 
