@@ -1,6 +1,6 @@
 """One launch on the host: its plan, the requests it is about, what it adds to them.
 
-`PrefillBatch` collects tiles, admissions and new pages while a plan is committed.
+`LaunchBuilder` makes it while a plan is committed.
 """
 
 import hashlib
@@ -13,7 +13,7 @@ from jaxspec.engine.scheduling.request import Request, Status
 from jaxspec.engine.scheduling.row_table import RowTable
 from jaxspec.engine.scheduling.stages import Admitted, Chunk
 from jaxspec.engine.speculation.step_times import Round
-from jaxspec.engine.structured_output import Failure
+from jaxspec.engine.structured_output import Failure, GrammarState
 from jaxspec.program.plan import (
     NO_TOKEN,
     TILE,
@@ -145,8 +145,8 @@ class Advance:
     quiet: list[Request] = field(default_factory=list)
 
 
-class PrefillBatch:
-    """Tiles, admissions and new pages of one launch, while its plan is committed.
+class LaunchBuilder:
+    """Collects a launch's tiles, admissions and new pages while a plan is committed.
 
     Attributes:
         updates: Pages that requests get.
@@ -205,6 +205,44 @@ class PrefillBatch:
             self._rows.num_draft_uncached[row] = lacking + 1
             self._rows.is_decoding[row] = True
             self._rows.launch(row, np.zeros(1, np.int64))
+
+    def launch(
+        self,
+        shape: StepShape,
+        rows: np.ndarray,
+        drafts: np.ndarray,
+        num_rounds: int,
+        charged_s: float | None,
+    ) -> Launch:
+        """Return the launch in which some rows decode beside the prompts."""
+        listed = rows.tolist()
+        decoding = self._rows.owners_of(listed)
+        grammars = dict[int, GrammarState]()
+        if shape.features.has_grammar:
+            grammars = {
+                one.row: one.grammar
+                for one in (*decoding, *self.tiled)
+                if one.grammar is not None
+            }
+        plan = StepPlan(
+            decode=list(zip(listed, drafts.tolist(), strict=True)),
+            tiles=self.tiles,
+            admissions=self.admissions,
+            pages=self.updates,
+            num_rounds=num_rounds,
+            grammars=grammars,
+        )
+        return Launch(
+            plan=plan,
+            shape=shape,
+            rows=rows,
+            owners=self._rows.owner[rows],
+            drafts=drafts,
+            decoding=decoding,
+            tiled=self.tiled,
+            registered=self.registered,
+            charged_s=charged_s,
+        )
 
 
 def _prompt_tiles(chunk: Chunk) -> list[Tile]:

@@ -23,7 +23,7 @@ from jaxspec.engine.scheduling.admission import Admitter
 from jaxspec.engine.scheduling.commit import commit, settle
 from jaxspec.engine.scheduling.draft_prefill import DraftPrefill
 from jaxspec.engine.scheduling.kv_cache import PageTables
-from jaxspec.engine.scheduling.launch import Advance, Launch, PrefillBatch
+from jaxspec.engine.scheduling.launch import Advance, Launch, LaunchBuilder
 from jaxspec.engine.scheduling.page_claims import PageClaimer
 from jaxspec.engine.scheduling.page_events import PageEvents
 from jaxspec.engine.scheduling.prefill_budget import REST, Pacer, PrefillPlanner
@@ -38,7 +38,6 @@ from jaxspec.engine.scheduling.stages import (
     Candidates,
     Decode,
     LaunchPlan,
-    Missing,
     PageClaims,
     PrefillBudget,
 )
@@ -47,8 +46,7 @@ from jaxspec.engine.scheduling.waiting_queue import WaitingQueue
 from jaxspec.engine.speculation.acceptance import AcceptanceRates
 from jaxspec.engine.speculation.policy import Choice, SpeculationPolicy
 from jaxspec.engine.speculation.step_times import StepTimes
-from jaxspec.engine.structured_output import GrammarState
-from jaxspec.program.plan import TILE, StepPlan, StepShape
+from jaxspec.program.plan import TILE, StepShape
 from jaxspec.program.wire import CaughtUp, StepResult
 
 
@@ -245,11 +243,9 @@ class Scheduler:
         rows, drafts = candidates.rows, candidates.max_drafts
         choice, most = self.policy.next_choice, int(drafts.max(initial=0))
         can_draft = bool(most and self.policy.num_drafts)
-        drafts, most = (
-            np.minimum(drafts, choice.num_drafts),
-            min(most, choice.num_drafts),
-        )
-        shape, missing = None, Missing()
+        drafts = np.minimum(drafts, choice.num_drafts)
+        most = min(most, choice.num_drafts)
+        shape, missing = None, (candidates.missing,)
         if len(rows):
             features = self.rows.features(rows)
             has_side_branches = choice.has_side_branches
@@ -257,7 +253,7 @@ class Scheduler:
             shape, better = self.shapes.select(
                 len(rows), most, 0, features, has_side_branches=has_side_branches
             )
-            missing = candidates.missing, better
+            missing = *missing, better
             if most and self._has_draft_model:
                 drafts[self.rows.lags(rows)] = 0
                 most = int(drafts.max())
@@ -269,8 +265,6 @@ class Scheduler:
                         len(rows), 0, 0, features, is_brief=True
                     )
                     missing = *missing, better
-        elif candidates.missing is not None:
-            missing = (candidates.missing,)
         if shape is None:
             rows, drafts, most = rows[:0], drafts[:0], 0
         is_exception = can_draft and not most
@@ -360,7 +354,7 @@ class Scheduler:
         account = plan.budget.account
         if account is not None:
             self.pacer.begin(account)
-        batch = PrefillBatch(table, self.tables, has_draft_model=self._has_draft_model)
+        batch = LaunchBuilder(table, self.tables, has_draft_model=self._has_draft_model)
         for grant in claims.grants:
             for request in grant.preempted:
                 self._preempt(request)
@@ -379,29 +373,10 @@ class Scheduler:
         table.launch(rows, drafts, num_rounds)
         if self._has_draft_model:
             table.draft(rows, drafts, plan.shape.num_draft_tokens, num_rounds)
-        listed = rows.tolist()
-        decoding = table.owners_of(listed)
-        has_grammar = plan.shape.features.has_grammar
-        return Launch(
-            plan=StepPlan(
-                decode=list(zip(listed, drafts.tolist(), strict=True)),
-                tiles=batch.tiles,
-                admissions=batch.admissions,
-                pages=batch.updates,
-                num_rounds=num_rounds,
-                grammars=_grammars(decoding + batch.tiled) if has_grammar else {},
-            ),
-            shape=plan.shape,
-            rows=rows,
-            owners=table.owner[rows],
-            drafts=drafts,
-            decoding=decoding,
-            tiled=batch.tiled,
-            registered=batch.registered,
-            charged_s=None if account is None else account.charged_s,
-        )
+        charged_s = None if account is None else account.charged_s
+        return batch.launch(plan.shape, rows, drafts, num_rounds, charged_s)
 
-    def _begin(self, admitted: Admitted, batch: PrefillBatch) -> None:
+    def _begin(self, admitted: Admitted, batch: LaunchBuilder) -> None:
         """Give an admitted request its row and pages."""
         request = admitted.chunk.request
         self.waiting.remove(request)
@@ -511,12 +486,3 @@ class Scheduler:
         self.rows.check()
         assert self.pages.num_free == self.pages.num_pages, "a page is held"
         assert len(self.rows.free) == self.config.max_num_seqs, "a row is taken"
-
-
-def _grammars(requests: list[Request]) -> dict[int, GrammarState]:
-    """Grammar states of a launch, by row."""
-    return {
-        request.row: request.grammar
-        for request in requests
-        if request.grammar is not None
-    }
