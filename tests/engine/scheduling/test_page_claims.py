@@ -18,8 +18,9 @@ SIZE = 4
 
 def make_running(*num_pages: int, free: int) -> tuple[PageTables, list[Request]]:
     """Requests in order of rank, with so many pages each; no pages are shared."""
-    total = sum(num_pages) + free
-    tables = PageTables(make_config(num_pages=total, page_size=SIZE), EngineStats())
+    config = make_config(page_size=SIZE)
+    tables = PageTables(config, EngineStats())
+    tables.pool.take(config.num_pages - sum(num_pages) - free)
     requests = [make_request() for _ in num_pages]
     for row, (request, count) in enumerate(zip(requests, num_pages, strict=True)):
         request.row = request.arrival = row
