@@ -9,6 +9,7 @@ from jaxspec.engine.scheduling.kv_cache import PageTables, PlannedPages
 from jaxspec.engine.scheduling.programs import FIRST_CHUNK, Shapes
 from jaxspec.engine.scheduling.request import Request, Status
 from jaxspec.engine.scheduling.row_table import RowTable
+from jaxspec.engine.scheduling.slow_masks import SlowMasks
 from jaxspec.engine.scheduling.stages import (
     Admissions,
     Admitted,
@@ -45,9 +46,10 @@ class Admitter:
         tables: PageTables,
         rows: RowTable,
         waiting: WaitingQueue,
+        masks: SlowMasks,
     ):
         self._config, self._shapes, self._tables = config, shapes, tables
-        self._rows, self._waiting = rows, waiting
+        self._rows, self._waiting, self._masks = rows, waiting, masks
 
     def has_program(self, request: Request, running: Sequence[Request]) -> bool:
         """Return whether a compiled program serves a request beside others."""
@@ -60,7 +62,7 @@ class Admitter:
     ) -> Admissions:
         """Admit from the front of the queue while there are rows, pages and room.
 
-        Requests whose program is not compiled are skipped.
+        Requests whose program or next mask is not there yet are skipped.
         """
         room = budget.num_tiles - sum(chunk.num_tiles for chunk in claims.chunks)
         # Without any program for prompts, the first request names the missing one.
@@ -121,6 +123,8 @@ class Admitter:
             if id(request) in taken:
                 continue
             if self.has_program(request, running):
+                if self._masks.is_held(request):
+                    continue
                 return request
             missing.append(self._missing_program(request, running, taken))
         return None

@@ -139,10 +139,12 @@ class Advance:
     Attributes:
         parts: To those whose tokens somebody looks at, and to those that end.
         quiet: The others that have new tokens.
+        late: Those whose masks were late: their new tokens are dropped.
     """
 
     parts: list[Progress] = field(default_factory=list)
     quiet: list[Request] = field(default_factory=list)
+    late: list[Request] = field(default_factory=list)
 
 
 class LaunchBuilder:

@@ -96,7 +96,7 @@ class Scheduler:
             self.rows, self.tables, self.shapes, self.pacer, self.waiting
         )
         self._admitter = Admitter(
-            config, self.shapes, self.tables, self.rows, self.waiting
+            config, self.shapes, self.tables, self.rows, self.waiting, self.masks
         )
         self._estimator = RoundEstimator(
             config,
@@ -201,7 +201,7 @@ class Scheduler:
 
     def _update(self) -> Candidates:
         """Update held rows and K from what was read; return rows that may decode."""
-        self.masks.update()
+        self.masks.update(self.waiting)
         candidates = self._candidates()
         rows, max_drafts = candidates.rows, candidates.max_drafts
         if self.policy.is_due(len(rows), int(max_drafts.max(initial=0))):
@@ -430,6 +430,9 @@ class Scheduler:
             return Advance()
         self._estimator.record_round(launch, result)
         advance = commit(launch, result, self.rows, self.stats, self.acceptance)
+        for request in advance.late:
+            if request.status is not Status.WAITING:
+                self._preempt(request)  # admitted again with its mask
         self._estimator.record_runs(launch, result)
         for part in advance.parts:
             if part.is_broken:
