@@ -364,9 +364,11 @@ class Shapes:
         Args:
             shapes: None where nothing is missing.
         """
-        self._refresh()
         for shape in shapes:
-            if shape is not None and shape not in self._requested:
+            if shape is None:
+                continue  # most rounds
+            self._refresh()
+            if shape not in self._requested:
                 self._requested.add(shape)
                 self._programs.request(shape)
 

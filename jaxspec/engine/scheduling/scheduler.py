@@ -204,7 +204,7 @@ class Scheduler:
         self.masks.update(self.waiting)
         candidates = self._candidates()
         rows, max_drafts = candidates.rows, candidates.max_drafts
-        if self.policy.is_due(len(rows), int(max_drafts.max(initial=0))):
+        if self.policy.is_due(len(rows), candidates.num_draft_tokens):
             features = self.rows.features(rows)
             self._estimator.count_lookups()
             missing = self._estimator.missing(rows, max_drafts, features)
@@ -215,16 +215,18 @@ class Scheduler:
     def _candidates(self) -> Candidates:
         limit = 0 if self.policy.is_idle else self._limit
         rows, max_drafts = self.rows.decodable(limit)
-        if not (max_drafts.any() and self._can_wait):
-            return Candidates(rows, max_drafts)
+        most = int(max_drafts.max(initial=0))
+        if not (most and self._can_wait):
+            return Candidates(rows, max_drafts, most)
         is_late = self.rows.awaits_draft(rows)
         if not is_late.any():
-            return Candidates(rows, max_drafts)
+            return Candidates(rows, max_drafts, most)
         # They decode together soon: their program can be compiled meanwhile.
-        missing = self.shapes.select(
-            len(rows), int(max_drafts.max()), 0, self.rows.features(rows)
-        ).missing
-        return Candidates(rows[~is_late], max_drafts[~is_late], missing)
+        features = self.rows.features(rows)
+        missing = self.shapes.select(len(rows), most, 0, features).missing
+        rows, max_drafts = rows[~is_late], max_drafts[~is_late]
+        most = int(max_drafts.max(initial=0))
+        return Candidates(rows, max_drafts, most, missing)
 
     @property
     def _can_wait(self) -> bool:
@@ -241,7 +243,7 @@ class Scheduler:
     def select_decode(self, candidates: Candidates) -> Decode:
         """Stage 1: the rows that decode, their drafts, and a compiled program."""
         rows, drafts = candidates.rows, candidates.max_drafts
-        choice, most = self.policy.next_choice, int(drafts.max(initial=0))
+        choice, most = self.policy.next_choice, candidates.num_draft_tokens
         can_draft = bool(most and self.policy.num_drafts)
         drafts = np.minimum(drafts, choice.num_drafts)
         most = min(most, choice.num_drafts)
@@ -307,7 +309,7 @@ class Scheduler:
             decode,
             budget,
             self.running,
-            self._prefilling,
+            self._prefilling if budget.num_tiles else [],
             has_draft_model=self._has_draft_model,
         )
 

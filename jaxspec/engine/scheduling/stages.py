@@ -22,10 +22,12 @@ class Candidates:
     Attributes:
         rows: In order.
         max_drafts: Most draft tokens of each row.
+        num_draft_tokens: The most of them.
     """
 
     rows: np.ndarray
     max_drafts: np.ndarray
+    num_draft_tokens: int
     missing: StepShape | None = None
 
 
