@@ -32,7 +32,7 @@ from jaxspec.engine.memory.memory_plan import (
     MemoryFacts,
     Sizes,
 )
-from jaxspec.engine.scheduling.shapes import GREEDY, Shapes
+from jaxspec.engine.scheduling.programs import GREEDY, Shapes
 from jaxspec.engine.speculation.policy import SpeculationPolicy
 from jaxspec.program.plan import Features
 from jaxspec_checkpoints.gemma.published import published_config

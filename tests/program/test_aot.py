@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from jaxspec.engine.described import describe_mesh
-from jaxspec.engine.scheduling.shapes import SAMPLED, Shapes
+from jaxspec.engine.scheduling.programs import SAMPLED, Shapes
 from jaxspec.engine.speculation.policy import SpeculationPolicy
 from jaxspec.program.plan import Features, StepShape
 from jaxspec.sharding import make_mesh
