@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxspec.engine.memory.device_speeds import speeds_of
+from jaxspec.engine.memory.draft_sharding import speeds_of
 from jaxspec.jax_settings import own_settings
 
 # Beyond every cache of a CPU; a fraction of an accelerator's memory.

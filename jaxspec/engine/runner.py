@@ -22,7 +22,7 @@ from jaxspec.config.engine import EngineConfig
 from jaxspec.config.hosts import HostsConfig
 from jaxspec.engine.compiler import Compiler
 from jaxspec.engine.hosts import HEARTBEAT_S, Followers, shape_values
-from jaxspec.engine.memory.memory_plan import (
+from jaxspec.engine.memory.plan import (
     DEFAULT_UTILIZATION,
     MemoryPlan,
     shown_bytes,

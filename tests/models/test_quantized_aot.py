@@ -15,7 +15,11 @@ from typing import Any
 import pytest
 
 from jaxspec.config.engine import EngineConfig
-from jaxspec.engine.described import describe, describe_mesh, named_devices
+from jaxspec.engine.memory.device_descriptions import (
+    describe,
+    describe_mesh,
+    named_devices,
+)
 from jaxspec.program.plan import Features, StepShape
 from jaxspec.program.step import lower_step
 from jaxspec_checkpoints import Sizes, tensor_shapes

@@ -22,7 +22,7 @@ from jax.sharding import Mesh
 
 from jaxspec.config.engine import EngineConfig
 from jaxspec.engine.arg_utils import EngineArgs
-from jaxspec.engine.described import describe
+from jaxspec.engine.memory.device_descriptions import describe
 from jaxspec.program.plan import Features, StepShape
 from jaxspec.program.step import lower_step
 from jaxspec.sharding import make_mesh

@@ -20,7 +20,11 @@ import jax.numpy as jnp
 
 from jaxspec.config.engine import EngineConfig
 from jaxspec.config.token_tree import TREE_KEY, read_paths
-from jaxspec.engine.described import describe, describe_mesh, named_devices
+from jaxspec.engine.memory.device_descriptions import (
+    describe,
+    describe_mesh,
+    named_devices,
+)
 from jaxspec.engine.runner import options_of
 from jaxspec.engine.scheduling.shapes import GREEDY, Shapes
 from jaxspec.engine.speculation.policy import SpeculationPolicy

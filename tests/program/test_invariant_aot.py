@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from jaxspec.engine.described import describe, describe_mesh
+from jaxspec.engine.memory.device_descriptions import describe, describe_mesh
 from jaxspec.engine.runner import options_of
 from jaxspec.engine.scheduling.shapes import SAMPLED, Shapes
 from jaxspec.engine.speculation.policy import SpeculationPolicy

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from jaxspec.engine.described import describe, describe_mesh
+from jaxspec.engine.memory.device_descriptions import describe, describe_mesh
 from jaxspec.program.plan import Features, StepShape
 from jaxspec.program.step import lower_step
 from tests.batteries import members

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from jaxspec.engine.arg_utils import EngineArgs
-from jaxspec.engine.described import named_devices
-from jaxspec.engine.device_memory import plan_for
+from jaxspec.engine.memory.device_descriptions import named_devices
+from jaxspec.engine.memory.probe import plan_for
 from jaxspec.errors import UnsupportedError
 from jaxspec.models.families import config_from_hf
 from jaxspec.program.plan import NO_TOKEN, PoolShape
