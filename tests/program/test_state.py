@@ -149,7 +149,7 @@ def test_zeroed_arrays_take_memory_when_written():
     mesh = make_mesh(1, None, jax.devices("cpu"))
     form = jax.ShapeDtypeStruct((2**16, 2**8), jnp.float32, sharding=replicated(mesh))
     before = resident_pages()
-    array = init_zeros(form)
+    array = init_zeros(form).block_until_ready()
     assert (resident_pages() - before) * resource.getpagesize() < array.nbytes / 2
     assert not np.asarray(array).any()
     # Still a buffer that a program can write to in place.
