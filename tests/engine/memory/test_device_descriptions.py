@@ -1,4 +1,4 @@
-"""What is described is what an engine has; which devices can be device_descriptions."""
+"""Described parameters and state equal an engine's; which devices can be described."""
 
 from importlib import util
 from pathlib import Path

@@ -144,7 +144,7 @@ def test_a_sum_starts_hops_and_sends(kind: str, num_devices: int, expected: floa
 
 
 def test_devices_that_can_be_named_have_speeds():
-    # Of the others nobody has published how long sums take.
+    # The time of a sum is not published for these.
     unknown = {"t4", "l4", "a100-40gb", "a100-80gb", "b200"}
     for name in MEMORY_BYTES:
         assert (speeds_of(name) in SPEEDS.values()) == (name not in unknown), name
