@@ -11,6 +11,5 @@ grammar with a `grammar_matcher`), `scheduling`, which says what a launch does, 
 other hosts run the same launches.
 
 Before the engine exists: `arg_utils`, `speculative_args` and `model_folders` read what
-was asked for; `memory` divides the devices, by facts that `device_memory` and
-`described` (devices that are not here) find; `loader` reads the weights.
+was asked for; `memory` divides the devices' memory; `loader` reads the weights.
 """

@@ -15,7 +15,7 @@ from jaxspec.engine.engine_lock import EngineLock, exclusive
 from jaxspec.engine.input_processor import InputProcessor, Prepared
 from jaxspec.engine.kv_events import KvEventPublisher
 from jaxspec.engine.loader import Sleep, check_level, make_runner, read_tokenizer
-from jaxspec.engine.memory.memory_plan import MemoryPlan
+from jaxspec.engine.memory.plan import MemoryPlan
 from jaxspec.engine.metrics import EngineMetrics, Load
 from jaxspec.engine.output_processor import OutputProcessor
 from jaxspec.engine.runner import Runner

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from jaxspec.engine.described import describe_mesh
+from jaxspec.engine.memory.device_descriptions import describe_mesh
 from jaxspec.engine.scheduling.programs import SAMPLED, Shapes
 from jaxspec.engine.speculation.policy import SpeculationPolicy
 from jaxspec.program.plan import Features, StepShape

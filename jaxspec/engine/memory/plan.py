@@ -1,8 +1,7 @@
 """How a device's memory is divided: weights, programs, and pages with what is left.
 
-Arithmetic over facts of one device; where there are several, each holds as much. Knows
-nothing of jax, models or where the facts come from: `jaxspec.engine.device_memory`
-finds them.
+Arithmetic over facts of one device; where there are several, each holds as much.
+Imports neither jax nor models: `jaxspec.engine.memory.probe` finds the facts.
 """
 
 import math
