@@ -115,7 +115,7 @@ def verify_group(
         vocab_size: Of the whole vocabulary.
     """
     count, width, _ = logits.shape
-    active, numbers = inputs.active, inputs.numbers
+    active, uniform = inputs.active, inputs.numbers.uniform
     axes = backend.vocab_axes(vocab_size)
     offset = np.arange(width, dtype=np.int32)[None]
     position = (active.num_tokens[:, None] + offset).reshape(-1)
@@ -123,7 +123,6 @@ def verify_group(
         logits.reshape(count * width, -1), position, active.repeat(width), axes
     )
     logits = logits.reshape(count, width, -1)
-    is_sampled = inputs.controls is not None
     return rejection_sampling(
         inputs.tokens,
         probs,
@@ -131,9 +130,9 @@ def verify_group(
         inputs.num_draft,
         inputs.controls,
         rule=active.rule,
-        accept_uniform=numbers.uniform[:, :-1] if is_sampled else None,
-        sample_uniform=numbers.uniform[:, -1] if is_sampled else None,
-        noise_words=numbers.noise_words,
+        accept_uniform=None if uniform is None else uniform[:, :-1],
+        sample_uniform=None if uniform is None else uniform[:, -1],
+        noise_words=inputs.numbers.noise_words,
         num_forced=inputs.num_forced,
         vocab_size=vocab_size,
         axis_name=axes,
