@@ -21,10 +21,12 @@ Reading order, from a user's call down to the device:
 9. `jaxspec.models.gemma.network`: the network. `jaxspec.sharding`: how it lies on
    devices. `jaxspec.jax_settings`: what it is traced under.
 
-Beside them: what command lines share (`jaxspec.console`, `jaxspec.progress`), and
-vLLM's import paths: `jaxspec.entrypoints`, `jaxspec.envs`, `jaxspec.exceptions`,
-`jaxspec.logger`, `jaxspec.lora`, `jaxspec.sequence`, `jaxspec.tool_parsers`,
-`jaxspec.usage`, `jaxspec.utils`, `jaxspec.v1`, `jaxspec.version`.
+Besides: what all command lines share (`jaxspec.command_line`), how processes end
+while an engine is alive (`jaxspec.exit`), the bars that `LLM` and the server show
+(`jaxspec.progress`), and vLLM's import paths: `jaxspec.entrypoints`, `jaxspec.envs`,
+`jaxspec.exceptions`, `jaxspec.logger`, `jaxspec.lora`, `jaxspec.sequence`,
+`jaxspec.tool_parsers`, `jaxspec.usage`, `jaxspec.utils`, `jaxspec.v1`,
+`jaxspec.version`.
 """
 
 import importlib

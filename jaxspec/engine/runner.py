@@ -20,12 +20,12 @@ from jax.sharding import Mesh
 from jaxspec.config.engine import EngineConfig
 from jaxspec.config.hosts import HostsConfig
 from jaxspec.engine.compiler import Compiler
-from jaxspec.engine.hosts import HEARTBEAT_S, Followers, shape_values
 from jaxspec.engine.memory.memory_plan import (
     DEFAULT_UTILIZATION,
     MemoryPlan,
     shown_bytes,
 )
+from jaxspec.engine.multihost.channel import HEARTBEAT_S, Followers, shape_values
 from jaxspec.engine.program_cache import ProgramCache
 from jaxspec.engine.scheduling.shapes import EveryProgram, Programs
 from jaxspec.engine.speculation.step_times import Round

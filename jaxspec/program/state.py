@@ -144,7 +144,7 @@ def run_if(
     """Return `function(value)` if wanted, else `value`: a loop that runs once or never.
 
     Not `cond`: on a GPU XLA copies arrays that both of its branches update in place
-    (`tests/program/test_trees_aot.py`). XLA may hoist computations that do not depend
+    (`tests/program/test_aot.py`). XLA may hoist computations that do not depend
     on `value` out of the loop, and always run them.
     """
 

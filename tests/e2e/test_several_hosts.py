@@ -18,9 +18,9 @@ from typing import Any
 import httpx
 import pytest
 
-from jaxspec.engine.hosts import HEARTBEAT_S, HOST_LOST
+from jaxspec.engine.multihost.channel import HEARTBEAT_S, HOST_LOST
 from tests.checkpoints.models import write_tiny
-from tests.engine.test_hosts import free_port
+from tests.engine.multihost.test_channel import free_port
 from tests.programs import quick_environment
 
 ROOT = Path(__file__).parents[2]

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 
 from jaxspec.config.engine import EngineConfig
 from jaxspec.config.lookups import NUM_MATCHES, WHOLE, LookupRule
-from jaxspec.config.speculation import MAX_DRAFT_TOKENS
+from jaxspec.config.methods import MAX_DRAFT_TOKENS
 from jaxspec.models.params import Params
 from jaxspec.program.plan import PoolShape
 from jaxspec.program.propose.answer_cache import (
