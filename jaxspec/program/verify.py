@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
@@ -117,7 +116,7 @@ def verify_group(
     count, width, _ = logits.shape
     active, uniform = inputs.active, inputs.numbers.uniform
     axes = backend.vocab_axes(vocab_size)
-    offset = np.arange(width, dtype=np.int32)[None]
+    offset = jnp.array([tuple(range(width))], jnp.int32)
     position = (active.num_tokens[:, None] + offset).reshape(-1)
     logits = forbid_early_stop(
         logits.reshape(count * width, -1), position, active.repeat(width), axes
