@@ -16,7 +16,7 @@ from tqdm.auto import tqdm
 from jaxspec.command_line import CommandParser, run_command
 from jaxspec.config.engine import EngineConfig
 from jaxspec.engine.arg_utils import AsyncEngineArgs
-from jaxspec.engine.scheduling.shapes import GREEDY, SAMPLED, Shapes
+from jaxspec.engine.scheduling.programs import GREEDY, SAMPLED, Shapes
 from jaxspec.engine.speculation.policy import SpeculationPolicy
 from jaxspec.errors import ConfigError
 from jaxspec.program.plan import Features, StepShape

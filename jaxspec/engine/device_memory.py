@@ -46,7 +46,7 @@ from jaxspec.engine.runner import (
     pool_share,
     resolve_dtype,
 )
-from jaxspec.engine.scheduling.shapes import Shapes
+from jaxspec.engine.scheduling.programs import Shapes
 from jaxspec.engine.speculation.policy import SpeculationPolicy
 from jaxspec.errors import ConfigError, UnsupportedError
 from jaxspec.models.families import published_config

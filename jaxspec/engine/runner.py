@@ -27,7 +27,7 @@ from jaxspec.engine.memory.memory_plan import (
 )
 from jaxspec.engine.multihost.channel import HEARTBEAT_S, Followers, shape_values
 from jaxspec.engine.program_cache import ProgramCache
-from jaxspec.engine.scheduling.shapes import EveryProgram, Programs
+from jaxspec.engine.scheduling.programs import EveryProgram, Programs
 from jaxspec.engine.speculation.step_times import Round
 from jaxspec.engine.structured_output import TokenMasks, answer_masks
 from jaxspec.errors import ConfigError

@@ -15,7 +15,7 @@ from jaxspec.engine.arg_utils import EngineArgs
 from jaxspec.engine.described import describe
 from jaxspec.engine.device_memory import bytes_of, find_facts, fit
 from jaxspec.engine.runner import build_mesh
-from jaxspec.engine.scheduling.shapes import Shapes
+from jaxspec.engine.scheduling.programs import Shapes
 from jaxspec.engine.speculation.policy import SpeculationPolicy
 from jaxspec.errors import ConfigError, UnsupportedError
 from jaxspec.models.heads.config import (

@@ -32,7 +32,7 @@ from jaxspec.engine.memory.memory_plan import (
     MemoryFacts,
     Sizes,
 )
-from jaxspec.engine.scheduling.shapes import GREEDY, Shapes
+from jaxspec.engine.scheduling.programs import GREEDY, Shapes
 from jaxspec.engine.speculation.policy import SpeculationPolicy
 from jaxspec.program.plan import Features
 from jaxspec_checkpoints.gemma.published import published_config
@@ -111,7 +111,7 @@ class Cell:
         models: dict[str, Any] = dict(model=f"google/gemma-2-{self.target}")
         if self.draft is not None:
             models["speculative_model"] = f"google/gemma-2-{self.draft}"
-        given = models | self._sizes() | dict(load_format="dummy")
+        given: dict[str, Any] = models | self._sizes() | {"load_format": "dummy"}
         return EngineArgs(**(given | changes))
 
     def config(self) -> EngineConfig:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from jaxspec.config.engine import GivenSizes
 from jaxspec.engine.memory.draft_sharding import DraftSharding
-from jaxspec.engine.scheduling.shapes import FIRST_CHUNK, largest_chunk
+from jaxspec.engine.scheduling.programs import FIRST_CHUNK, largest_chunk
 from jaxspec.errors import ConfigError, check_integer, wrong_argument
 from jaxspec.program.plan import MAX_GROUP_BYTES, TILE
 
