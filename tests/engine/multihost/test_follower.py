@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxspec.engine.multihost import follower
+from jaxspec.engine.multihost import follower as follow
 from jaxspec.engine.multihost.channel import END, Command, Leader, shape_values
 from jaxspec.engine.multihost.follower import MAX_IN_FLIGHT, Follower
 from jaxspec.engine.runner import Runner
@@ -95,8 +95,8 @@ class Script(Leader):
 def left(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """What was said where the process would have left or ended."""
     found: list[str] = []
-    monkeypatch.setattr(follower, "leave", lambda: found.append("left"))
-    monkeypatch.setattr(follower, "end_process", found.append)
+    monkeypatch.setattr(follow, "leave", lambda: found.append("left"))
+    monkeypatch.setattr(follow, "end_process", found.append)
     yield found
 
 
