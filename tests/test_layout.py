@@ -33,7 +33,7 @@ ALLOWED_FILES = {
 
 # Small folders, and vLLM's paths, whose modules need no test file of their own.
 LEAVES = (
-    *("bench/figures", "bench/online", "engine/memory", "lora", "models/heads"),
+    *("bench", "engine/memory", "lora", "models/heads"),
     *("serve/requests", "serve/responses", "text", "train", "usage", "utils"),
 )
 # Modules with no test file of their own: the file that tests them, and why.
