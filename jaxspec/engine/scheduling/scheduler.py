@@ -258,7 +258,10 @@ class Scheduler:
         If not, a thread computes it. No launch of the request may be unread.
         """
         grammar = request.grammar
-        if grammar is None or not grammar.is_slow:
+        if grammar is None:
+            return True
+        if not grammar.is_slow:
+            grammar.ready = None  # it has drafts
             return True
         is_ready = grammar.is_ready(request.output_token_ids, self._mask_threads)
         if not is_ready and grammar.computing is not None:
