@@ -16,7 +16,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import httpx
 
-from jaxspec.bench.online.connection import data_of
+from jaxspec.bench.client import data_of
 from jaxspec.cli.generate import SAMPLING_OPTIONS, WARM_UP_TOKENS, load_engine
 from jaxspec.cli.terminal import Piece, Printer, pieces_of
 from jaxspec.command_line import FAILED, CommandError, bearer
