@@ -42,6 +42,7 @@ class SlowMasks:
             grammar = request.grammar
             assert grammar is not None
             if not grammar.is_slow:
+                grammar.ready = None  # it may have drafts
                 continue
             rows.is_slow[row] = rows.is_held[row] = True
             if rows.num_unread[row] > 0:
@@ -54,7 +55,10 @@ class SlowMasks:
         No launch of the request may be unread.
         """
         grammar = request.grammar
-        if grammar is None or not grammar.is_slow:
+        if grammar is None:
+            return True
+        if not grammar.is_slow:
+            grammar.ready = None  # it may have drafts
             return True
         is_ready = grammar.is_ready(request.output_token_ids, self._threads)
         if not is_ready and grammar.computing is not None:
