@@ -16,7 +16,8 @@ Reading order, from a user's call down to the device:
 6. `jaxspec.engine.scheduling`: what the next step does.
 7. `jaxspec.engine.runner`: the door between the host and the device.
 8. `jaxspec.program.step`: the program; then `jaxspec.program.propose`,
-   `jaxspec.program.forward`, `jaxspec.program.verify` and `jaxspec.program.walk`.
+   `jaxspec.program.target_pass`, `jaxspec.program.verify` and
+   `jaxspec.program.tree.verify`.
 9. `jaxspec.models.gemma.network`: the network. `jaxspec.sharding`: how it lies on
    devices. `jaxspec.jax_settings`: what it is traced under.
 

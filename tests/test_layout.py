@@ -98,7 +98,7 @@ TESTED_ELSEWHERE: dict[str, tuple[str, str]] = {
         "tests/test_vllm_paths.py",
         "vLLM's name for it",
     ),
-    "jaxspec/program/propose/matches.py": (
+    "jaxspec/program/propose/ngram_match.py": (
         "tests/program/propose/test_ngram.py",
         "one match is a lookup; several: test_suffix.py beside it",
     ),
@@ -114,13 +114,17 @@ TESTED_ELSEWHERE: dict[str, tuple[str, str]] = {
         "tests/e2e/test_heads.py",
         "its drafts are held against a replay of whole texts",
     ),
-    "jaxspec/program/propose/last_row.py": (
+    "jaxspec/program/propose/hidden_cache.py": (
         "tests/e2e/heads.py",
         "what it keeps is what the heads' drafts are made of",
     ),
-    "jaxspec/program/propose/levels.py": (
+    "jaxspec/program/propose/draft_sampling.py": (
         "tests/mutants.py",
         "a part of the draft model, and tested with it",
+    ),
+    "jaxspec/program/step_context.py": (
+        "tests/program/test_step.py",
+        "every step reads its launch through it",
     ),
     "jaxspec/program/propose/proposal.py": (
         "tests/program/propose/test_draft_model.py",

@@ -26,15 +26,15 @@ from jaxspec.errors import UnsupportedError
 from jaxspec.jax_settings import own_settings
 from jaxspec.models.network import build_network
 from jaxspec.models.trimmed import EMBEDDING, HEAD, TOKEN_IDS
-from jaxspec.program.forward import logits_of
-from jaxspec.program.path import keep_path
 from jaxspec.program.propose.proposal import Context, Proposal
-from jaxspec.program.region import make_region
 from jaxspec.program.rows import Active, append, gather, truncate
 from jaxspec.program.state import EngineState
-from jaxspec.program.step import ProgramConfig
-from jaxspec.program.tree import Tree, template_of
-from jaxspec.program.walk import decide
+from jaxspec.program.step_context import ProgramConfig
+from jaxspec.program.target_pass import logits_of
+from jaxspec.program.token_batch import make_token_batch
+from jaxspec.program.tree.compact_kv import compact_kv
+from jaxspec.program.tree.tree import Tree, template_of
+from jaxspec.program.tree.verify import verify_tree
 from jaxspec.sharding import TARGET_MESH_AXES
 
 # Tokens that every sequence has beyond its prompt when parts are timed.
@@ -269,7 +269,7 @@ def verify_part(
     tokens = active.last_tokens[:, 1:]
     if proposal is not None:
         tokens = jnp.concatenate([tokens, proposal.tokens], axis=1)
-    region = make_region(
+    region = make_token_batch(
         tokens,
         active.num_tokens + tokens.shape[1] - 1,
         active.page_table,
@@ -297,7 +297,7 @@ def accept_part(
     fed = active.last_tokens[:, 1:]
     if proposal is not None:
         fed = jnp.concatenate([fed, proposal.tokens], axis=1)
-    decision = decide(
+    decision = verify_tree(
         tree,
         proposal,
         fed,
@@ -309,16 +309,16 @@ def accept_part(
         forced_acceptance=state.forced_acceptance,
         max_model_len=config.pool.max_model_len,
     )
-    pages = keep_path(
+    pages = compact_kv(
         config.target,
         state.target_pages,
         tree,
-        decision.row,
+        decision.tree_row,
         active,
         config.pool,
         backend,
     )
-    num_kept = jnp.asarray(tree.depths)[decision.row]
+    num_kept = jnp.asarray(tree.depths)[decision.tree_row]
     emitted = truncate(decision.tokens, num_kept + 1, active)
     moved, token_pages = append(state.rows, state.token_pages, active, emitted)
     # The lengths that it would move to are told and forgotten.

@@ -34,7 +34,7 @@ from jaxspec.errors import ConfigError
 from jaxspec.jax_settings import find_devices, own_settings
 from jaxspec.models import cpu
 from jaxspec.models.params import Params
-from jaxspec.program.call import Arrays
+from jaxspec.program.executable_args import Arrays
 from jaxspec.program.grammar import MaskSource, has_native_masks, native_masks
 from jaxspec.program.plan import (
     TILE,
@@ -47,7 +47,7 @@ from jaxspec.program.plan import (
 from jaxspec.program.propose import proposers_of
 from jaxspec.program.rows import init_rows, rehearsal_rows
 from jaxspec.program.state import EngineState, init_token_pages, init_zeros, page_forms
-from jaxspec.program.step import ProgramConfig
+from jaxspec.program.step_context import ProgramConfig
 from jaxspec.program.wire import CaughtUp, PlanLayout, StepResult
 from jaxspec.sharding import (
     TARGET_MESH_AXES,

@@ -21,7 +21,7 @@ from jaxspec.config.token_tree import (
     read_paths,
 )
 from jaxspec.errors import ConfigError
-from jaxspec.program.tree import Tree
+from jaxspec.program.tree.tree import Tree
 
 
 @pytest.mark.parametrize(

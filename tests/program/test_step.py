@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxspec.engine.llm_engine import LLMEngine
-from jaxspec.program.call import taken
+from jaxspec.program.executable_args import used_arguments
 from jaxspec.program.plan import Features, StepShape
 from jaxspec.sampling_params import SamplingParams
 from jaxspec_kernels import write_kv_pages
@@ -141,7 +141,7 @@ def check_program(engine: LLMEngine, shape: StepShape) -> str:
     # Every leaf of the state is updated in place, pages and rows alike.
     memory = executable.memory_analysis()
     arguments = (*runner.params, runner.state)
-    *_, state = taken(runner.program.proposers, shape, arguments)
+    *_, state = used_arguments(runner.program.proposers, shape, arguments)
     assert memory.alias_size_in_bytes == num_bytes(state)
     program = executable.as_text()
     pages = (*runner.state.target_pages, *jax.tree.leaves(runner.state.proposers))
@@ -239,15 +239,15 @@ def test_past_answers_are_entered_in_place():
     )
     engine.runner.compiler_options = READERS_COMPILER
     runner: Any = engine.runner
-    [corpus] = jax.tree.leaves(runner.state.proposers)
-    kept = {corpus.shape, runner.state.token_pages.shape}
+    [cache] = jax.tree.leaves(runner.state.proposers)
+    kept = {cache.shape, runner.state.token_pages.shape}
     shapes = {shape.name: shape for shape in engine.scheduler.shapes.all()}
     executable = runner.executable(shapes["2x4_greedy"])
     memory = executable.memory_analysis()
     assert memory.alias_size_in_bytes == num_bytes(runner.state)
     program = executable.as_text()
     written = {one.shape for one in instructions(program) if one.opcode == "scatter"}
-    assert kept <= written, "the check sees no corpus"
+    assert kept <= written, "the check sees no cache of answers"
     assert materialized(program, kept) == []
 
 

@@ -30,7 +30,7 @@ from jaxspec.config.hosts import HostsConfig
 from jaxspec.engine.multihost.facts import difference
 from jaxspec.errors import ConfigError, EngineDeadError
 from jaxspec.program.plan import Features, StepShape
-from jaxspec.program.tree import Tree
+from jaxspec.program.tree.tree import Tree
 
 T = TypeVar("T")
 

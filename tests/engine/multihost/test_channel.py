@@ -25,7 +25,7 @@ from jaxspec.engine.multihost.channel import (
 )
 from jaxspec.errors import ConfigError, EngineDeadError
 from jaxspec.program.plan import Features, StepShape
-from jaxspec.program.tree import Tree
+from jaxspec.program.tree.tree import Tree
 
 FACTS = {"max_model_len": "128", "sources": "aa"}
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxspec.engine import follow
+from jaxspec.engine.multihost import follower as follow
 from jaxspec.engine.multihost.channel import END, Command, Leader, shape_values
 from jaxspec.engine.multihost.follower import MAX_IN_FLIGHT, Follower
 from jaxspec.engine.runner import Runner

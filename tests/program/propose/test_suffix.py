@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxspec.config.lookups import NUM_MATCHES, WHOLE, draft_limits
-from jaxspec.program.propose import matches, suffix
+from jaxspec.program.propose import ngram_match, suffix
 from tests.kernels.oracle import UNOPTIMISED
 from tests.program.propose.test_ngram import PAGE_SIZE, TABLE_LEN, in_pages
 
@@ -77,7 +77,7 @@ def found_in(
 
     # Of its own, and by their modules: a jit of the same would not see a mutant.
     def propose(active, pages):
-        found = matches.find_matches(
+        found = ngram_match.find_matches(
             active,
             pages,
             longest=len(most) - 1,

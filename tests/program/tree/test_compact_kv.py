@@ -12,9 +12,9 @@ import pytest
 from jaxspec.config.model import ModelConfig
 from jaxspec.config.token_tree import parents_of
 from jaxspec.models.backend import Backend
-from jaxspec.program.path import keep_path
 from jaxspec.program.plan import PoolShape
-from jaxspec.program.tree import Tree
+from jaxspec.program.tree.compact_kv import compact_kv
+from jaxspec.program.tree.tree import Tree
 from tests.engines import MICRO
 from tests.oracles import TINY, model_config
 from tests.rows import make_active
@@ -57,7 +57,7 @@ def kept(
     )
     # A function of its own: a jit of the same one would not see a mutant.
     run = jax.jit(
-        lambda pages, row, active: keep_path(
+        lambda pages, row, active: compact_kv(
             config, pages, TREE, row, active, POOL, Backend()
         )
     )
@@ -112,5 +112,5 @@ def test_a_chain_has_nothing_to_move():
     pages = (jnp.ones((POOL.num_pages, POOL.page_size, 2, 3)),)
     row = jnp.zeros(4, jnp.int32)
     chain = Tree.chain(3)
-    kept = keep_path(config_of(1), pages, chain, row, active, POOL, Backend())
+    kept = compact_kv(config_of(1), pages, chain, row, active, POOL, Backend())
     assert kept is pages

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from jaxspec.program.plan import Features, StepShape
-from jaxspec.program.step import FEW
+from jaxspec.program.target_pass import FEW
 from jaxspec.sampling_params import SamplingParams
 from tests.e2e import pair
 from tests.engines import (

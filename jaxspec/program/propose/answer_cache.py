@@ -1,9 +1,9 @@
-"""Answers of past requests, kept on the device: what came after which tokens.
+"""A cache of past answers on the device: which tokens followed which.
 
 A hash table of fixed size. An entry holds a few tokens and those that followed them in
-an answer; it lies where the hash of its newest tokens says, once for each number of
-`KEYS`. What is found is compared token for token, and its salt as well: a request finds
-nothing that another salt has left. Nothing else is known of who has left it.
+an answer, stored under the hash of its last tokens, once for each length in `KEYS`.
+Lookups compare token by token, and the salt as well: a request finds no entry of
+another salt. Entries hold nothing else about the request that stored them.
 """
 
 from typing import Any
@@ -14,41 +14,41 @@ import numpy as np
 from jaxtyping import Array, Int, UInt32
 
 from jaxspec.program import history
-from jaxspec.program.propose.matches import Matches
+from jaxspec.program.propose.ngram_match import Matches
 from jaxspec.program.rows import Active
 
-# Tokens of an entry: before the place that is looked for, and after it.
+# Tokens of an entry: before the place that is looked up, and after it.
 BEFORE, AFTER = 12, 16
-# How many of the newest tokens an entry is found by: many tell answers apart that begin
-# alike, few find the way back after a word that is new.
+# Numbers of newest tokens that are hashed: many separate answers that start alike, few
+# find a match again after a new word.
 KEYS = (2, 6)
-# Entries under one hash.
+# Entries of one bucket.
 SLOTS = 8
-# Entries that a request of usual length leaves, to say how large a table is.
+# Entries that a request of usual length stores; sets the size of the table.
 ENTRIES_PER_REQUEST = 256 * len(KEYS)
 _PRIME = 0x9E3779B1  # 2^32 by the golden ratio
 
 
-# An entry: one more than the ids of the tokens before and after, 0 where there is none,
-# and the salt's bits. One array, so that an entry is read and written at once.
+# An entry: the token ids before and after, plus one (0 for no token), and the salt's
+# bits. One array, so that an entry is read and written at once.
 _AT_SALT = BEFORE + AFTER
 WORDS = _AT_SALT + 2
-Corpus = Int[Array, "bucket slot word"]
+AnswerCache = Int[Array, "bucket slot word"]
 
 
 def num_buckets(num_requests: int) -> int:
-    """Buckets for as many answers: a power of two."""
+    """Number of buckets for `num_requests` answers: a power of two."""
     return 1 << (-(-num_requests * ENTRIES_PER_REQUEST // SLOTS) - 1).bit_length()
 
 
-def corpus_forms(num_requests: int, sharding: jax.sharding.Sharding) -> Any:
+def answer_cache_forms(num_requests: int, sharding: jax.sharding.Sharding) -> Any:
     """Shape and placement of an empty table."""
     shape = num_buckets(num_requests), SLOTS, WORDS
     return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding)
 
 
-def find_in_corpus(
-    corpus: Corpus,
+def find_answers(
+    cache: AnswerCache,
     active: Active,
     token_pages: Int[Array, "page page_size"],
     *,
@@ -56,21 +56,21 @@ def find_in_corpus(
     shortest: int,
     num_draft_tokens: int,
 ) -> Matches:
-    """Entries whose tokens are the newest of a sequence, in no order.
+    """Find entries whose tokens equal a sequence's newest; in no particular order.
 
     Args:
-        longest: Most tokens that are compared.
-        shortest: Fewest that must be the same.
+        longest: Largest number of tokens compared.
+        shortest: Smallest number that must be equal.
     """
     assert num_draft_tokens <= AFTER, "an entry ends sooner"
-    newest = _read(token_pages, active, BEFORE)
-    buckets = _buckets(newest, corpus.shape[0])
-    entries = corpus.at[buckets].get(mode="clip")  # [seq, key, slot, word]
+    newest = _newest_tokens(token_pages, active, BEFORE)
+    buckets = _buckets(newest, cache.shape[0])
+    entries = cache.at[buckets].get(mode="clip")  # [seq, key, slot, word]
     before, after, salt = jnp.split(entries, (BEFORE, _AT_SALT), axis=3)
-    own = _words(active.salt)[:, None, None]
+    own = _salt_bits(active.salt)[:, None, None]
     is_known = (salt == own).all(axis=3) & active.is_active[:, None, None]
     length = _match_lengths(before, newest[:, None, None], longest)
-    # What more tokens find is not counted twice.
+    # An entry that a longer key finds as well is counted once.
     fewest = np.maximum(KEYS, shortest)[None, :, None]
     more = np.array((*KEYS[1:], BEFORE + 1))[None, :, None]
     is_known &= (length >= fewest) & (length < more)
@@ -83,25 +83,25 @@ def find_in_corpus(
     )
 
 
-def note(
-    corpus: Corpus,
+def store_answers(
+    cache: AnswerCache,
     active: Active,
     token_pages: Int[Array, "page page_size"],
     *,
     num_new: int,
-) -> Corpus:
-    """Enter what is known of answers so far.
+) -> AnswerCache:
+    """Store the answers so far.
 
-    Entries whose place is among the newest tokens lack some of those after it: they are
-    entered again, when these are known.
+    Entries near the end of the text lack some of the tokens after their place; they are
+    stored again when those are known.
 
     Args:
-        num_new: Most tokens that a round adds.
+        num_new: Largest number of tokens that a round adds.
     """
     count = AFTER + num_new - 1
     # The last place has one token after it; the others come before.
     width = BEFORE + count
-    tokens = _read(token_pages, active, width)
+    tokens = _newest_tokens(token_pages, active, width)
     tokens = jnp.pad(tokens, ((0, 0), (0, AFTER - 1)))
     start = jnp.arange(count, dtype=jnp.int32)[:, None]
     index = start + jnp.arange(BEFORE + AFTER, dtype=jnp.int32)[None]
@@ -111,29 +111,29 @@ def note(
     place = active.num_tokens[:, None] - width + BEFORE - 1 + start[:, 0][None]
     is_answer = (place >= active.num_prompt[:, None] - 1) & (place >= 0)
     is_answer &= active.is_active[:, None]
-    salt = jnp.broadcast_to(_words(active.salt)[:, None], (*place.shape, 2))
-    # The same tokens of a salt take the same slot: what followed them last is known.
+    salt = jnp.broadcast_to(_salt_bits(active.salt)[:, None], (*place.shape, 2))
+    # Equal tokens with an equal salt share a slot: the latest continuation is stored.
     slot = _hash(jnp.concatenate([salt, before], axis=2)) // SLOTS % SLOTS
-    size = corpus.shape[0]
+    size = cache.shape[0]
     buckets = jnp.where(is_answer[..., None], _buckets(before, size), size)
     shape = len(KEYS), *place.shape
-    at = _once(
+    at = _keep_last_writes(
         jnp.moveaxis(buckets, -1, 0).reshape(-1),
         jnp.broadcast_to(slot, shape).reshape(-1),
         size,
     )
     entries = jnp.concatenate([entries, salt], axis=2)
     entries = jnp.broadcast_to(entries, (*shape, WORDS)).reshape(-1, WORDS)
-    return corpus.at[at].set(entries, mode="drop")
+    return cache.at[at].set(entries, mode="drop")
 
 
-def _once(
+def _keep_last_writes(
     bucket: UInt32[Array, " entry"], slot: UInt32[Array, " entry"], num_buckets: int
 ) -> tuple[UInt32[Array, " entry"], UInt32[Array, " entry"]]:
-    """Places of entries, those that a later entry takes moved out of the table.
+    """Move entries that a later entry overwrites out of the table.
 
-    Of several writes to one place a GPU keeps any, and of each word another: the tokens
-    of one entry beside the salt of another.
+    With several writes to one place a GPU may store each word of a different one: the
+    tokens of one entry with the salt of another.
     """
     place = bucket * SLOTS + slot
     order = jnp.argsort(place, stable=True)
@@ -143,35 +143,35 @@ def _once(
     return jnp.where(is_last, bucket, num_buckets), slot
 
 
-def _read(
+def _newest_tokens(
     token_pages: Int[Array, "page page_size"], active: Active, count: int
 ) -> Int[Array, "seq token"]:
-    """The newest tokens, one more than each; 0 before the first."""
+    """The newest token ids plus one; 0 before the first."""
     offset = jnp.arange(count, dtype=jnp.int32)[None] - count
     position = active.num_tokens[:, None] + offset
     tokens = history.read(token_pages, active.page_table, jnp.maximum(position, 0))
     return jnp.where(position >= 0, tokens + 1, 0)
 
 
-def _words(salt: UInt32[Array, "seq 2"]) -> Int[Array, "seq 2"]:
-    """A salt as entries have it."""
+def _salt_bits(salt: UInt32[Array, "seq 2"]) -> Int[Array, "seq 2"]:
+    """A salt in the format of entries."""
     return jax.lax.bitcast_convert_type(salt, jnp.int32)
 
 
 def _buckets(
     tokens: Int[Array, "*entry before"], num_buckets: int
 ) -> UInt32[Array, "*entry key"]:
-    """Where entries lie by each number of their newest tokens."""
+    """Buckets of entries, one for each length in `KEYS`."""
     hashes = [_hash(tokens[..., -key:]) for key in KEYS]
     return jnp.stack(hashes, axis=-1) % jnp.uint32(num_buckets)
 
 
 def _match_lengths(
     before: Int[Array, "*entry before"],
-    newest: Int[Array, "*beside before"],
+    newest: Int[Array, "*broadcast before"],
     most: int,
 ) -> Int[Array, "*entry"]:
-    """How many tokens at the end of entries are a sequence's newest."""
+    """Number of last tokens of each entry that equal a sequence's newest."""
     is_same = (before == newest) & (newest > 0)
     length = jnp.zeros(is_same.shape[:-1], jnp.int32)
     is_equal = jnp.ones(is_same.shape[:-1], bool)
@@ -182,7 +182,7 @@ def _match_lengths(
 
 
 def _hash(tokens: Int[Array, "*entry key"]) -> UInt32[Array, "*entry"]:
-    """A number for some tokens; how many they are is part of it."""
+    """Hash some tokens and their number."""
     number = jnp.full(tokens.shape[:-1], tokens.shape[-1], jnp.uint32)
     for index in range(tokens.shape[-1]):
         number = (number ^ tokens[..., index].astype(jnp.uint32)) * jnp.uint32(_PRIME)

@@ -1,7 +1,7 @@
-"""What a head keeps of each row between launches: one vector, of its newest token.
+"""Cache one hidden vector per row between launches, for heads.
 
-For heads that look at nothing else, that is the target's last hidden state, normalised,
-at the token before the newest: the newest has not been fed yet.
+For heads that read nothing else it is the target's last hidden state, normalized, at
+the token before the newest: the target has not read the newest yet.
 """
 
 import jax
@@ -15,38 +15,38 @@ from jaxspec.program.rows import Active
 from jaxspec.sharding import replicated
 
 
-def last_forms(width: int, pool: PoolShape, mesh: Mesh) -> jax.ShapeDtypeStruct:
+def hidden_cache_forms(width: int, pool: PoolShape, mesh: Mesh) -> jax.ShapeDtypeStruct:
     """Shape and placement of one vector a row."""
     shape = (pool.num_rows, width)
     return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=replicated(mesh))
 
 
-def last_rows(
+def read_hidden(
     last: Float[Array, "row model"], active: Active
 ) -> Float[Array, "seq model"]:
-    """The vectors of a launch's sequences; those of pads are anybody's."""
+    """Return the vectors of a launch's sequences; those of pads are junk."""
     return last.at[active.row].get(mode="clip")
 
 
-def without_broken(
+def zero_broken(
     made: Float[Array, "some token model"], given: Float[Array, "some token _"]
 ) -> Float[Array, "some token model"]:
-    """What was made of the target's hidden states; zeros where those are no numbers.
+    """Zero the outputs computed from hidden states with NaN or infinity.
 
-    A target that is broken ends its request; it does not make the head a broken one.
+    A NaN of the target ends its request; it must not count as one of the head.
     """
     is_finite = jnp.isfinite(given).all(axis=2, keepdims=True)
     return jnp.where(is_finite, made, 0)
 
 
-def note_last(
+def store_hidden(
     last: Float[Array, "row model"],
     nodes: Float[Array, "seq node model"],
     tiles: Float[Array, "tile token model"] | None,
     active: Active,
     seen: Seen,
 ) -> Float[Array, "row model"]:
-    """Keep what was made at the last token that stayed, and at the ends of prompts."""
+    """Store the vectors of the last accepted tokens, and of the ends of prompts."""
     end = seen.num_accepted[:, None, None]
     newest = jnp.take_along_axis(nodes, end, axis=1)[:, 0]
     row = jnp.where(active.is_active, active.row, last.shape[0])

@@ -1,7 +1,7 @@
-"""Keys and values of accepted drafts, moved to where those of a chain would be.
+"""Move keys and values of accepted drafts to the slots that a chain would use.
 
-Rows of a tree have slots in their own order. What the next round reads of them are the
-positions after the known tokens, one after the other.
+Rows of a tree have slots in the tree's order. The next round reads consecutive
+positions after the known tokens.
 """
 
 import jax.numpy as jnp
@@ -13,24 +13,22 @@ from jaxspec.program import history
 from jaxspec.program.plan import PoolShape
 from jaxspec.program.rows import Active
 from jaxspec.program.state import run_if
-from jaxspec.program.tree import Tree
+from jaxspec.program.tree.tree import Tree
 from jaxspec_kernels.bits import KvPools
 
-Pages = KvPools
 
-
-def keep_path(
+def compact_kv(
     config: ModelConfig,
-    pages: Pages,
+    pages: KvPools,
     tree: Tree,
     row: Int[Array, " seq"],
     active: Active,
     pool: PoolShape,
     backend: Backend,
-) -> Pages:
-    """Move keys and values of the drafts up to `row` to where their positions are.
+) -> KvPools:
+    """Move keys and values of the drafts up to `row` to the slots of their positions.
 
-    Nothing moves, and nothing is read, where every sequence has stayed on the spine.
+    Nothing is read or written if every sequence accepted drafts of the main chain only.
     """
     if tree.is_chain:
         return pages
@@ -51,11 +49,11 @@ def keep_path(
 
     source, target = slots(path), slots(level)
     places = {
-        turns: (_in_turns(source, turns, pool), _in_turns(target, turns, pool))
+        turns: (_layer_slots(source, turns, pool), _layer_slots(target, turns, pool))
         for turns in dict.fromkeys(config.layers_of_pools)
     }
 
-    def move(pages: Pages) -> Pages:
+    def move(pages: KvPools) -> KvPools:
         return tuple(
             backend.copy(one, *places[turns], config.num_q_heads)
             for one, turns in zip(pages, config.layers_of_pools, strict=True)
@@ -64,13 +62,12 @@ def keep_path(
     return run_if(is_moved.any(), move, pages)
 
 
-def _in_turns(
+def _layer_slots(
     slots: Int[Array, " slot"], turns: int, pool: PoolShape
 ) -> Int[Array, " moved"]:
-    """The slots of every turn's layers, whose pages lie behind one another; pads last.
+    """Slots in a pool that `turns` layers share, one layer after another; pads last.
 
-    One pad more: of a single row XLA would make a slice that is updated, and copy the
-    pool for it.
+    One extra pad: for a single row XLA would update a slice, and copy the pool for it.
     """
     size = pool.num_pages * pool.page_size
     turn = jnp.arange(turns, dtype=jnp.int32)[:, None]

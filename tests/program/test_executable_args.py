@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxspec.engine.llm_engine import LLMEngine
-from jaxspec.program.call import Arrays, flat, taken
+from jaxspec.program.executable_args import Arrays, flatten, used_arguments
 from jaxspec.program.plan import Features, StepShape
 from jaxspec.program.step import speculative_step
 from jaxspec.program.wire import PlanLayout
@@ -79,8 +79,8 @@ def test_a_plain_program_is_given_what_it_is_without_drafts():
     sizes = [
         [
             [(leaf.shape, leaf.dtype) for leaf in part]
-            for part in flat(
-                taken(one.runner.program.proposers, PLAIN, everything(one))
+            for part in flatten(
+                used_arguments(one.runner.program.proposers, PLAIN, everything(one))
             )
         ]
         for one in (with_draft, alone)
@@ -117,7 +117,7 @@ def test_a_call_replaces_what_it_was_given():
     twice = jax.tree.map(np.asarray, arrays.state)
     expect_equal(twice, jax.tree.map(other, once))
     assert calls[0][0] < calls[1][0] and calls[0][1] < calls[1][1]
-    assert calls[1] == tuple(map(len, flat((*params, state))))
+    assert calls[1] == tuple(map(len, flatten((*params, state))))
 
 
 def other(array: Any) -> Any:

@@ -9,8 +9,8 @@ import pytest
 from jaxspec.config.token_tree import MAX_NODES, parents_of
 from jaxspec.models.batch import TokenBatch
 from jaxspec.program.plan import PoolShape
-from jaxspec.program.region import join, make_region
-from jaxspec.program.tree import Tree
+from jaxspec.program.token_batch import join_batches, make_token_batch
+from jaxspec.program.tree.tree import Tree
 from tests.engines import make_micro
 from tests.oracles import PagedModel, hf_logits, load_ours, model_config
 
@@ -23,7 +23,7 @@ def region(
     kv_len: list[int], count: int, is_written: list[list[bool]] | bool = True
 ) -> TokenBatch:
     tokens = np.arange(2 * count).reshape(2, count)
-    return make_region(
+    return make_token_batch(
         jnp.asarray(tokens, jnp.int32),
         jnp.asarray(kv_len, jnp.int32),
         jnp.asarray(TABLE, jnp.int32),
@@ -71,13 +71,13 @@ def test_what_is_not_to_be_kept_is_not_written():
 
 def test_joined_regions_stay_in_order():
     first, second = region([6, 5], 3), region([9, 9], 1)
-    both = join([first, second])
+    both = join_batches([first, second])
     for name in ("tokens", "positions", "slot_mapping"):
         parts = [np.asarray(getattr(batch, name)) for batch in (first, second)]
         assert np.asarray(getattr(both, name)).tolist() == [*parts[0], *parts[1]]
     assert [r.num_queries for r in both.regions] == [3, 1]
     assert sum(r.num_rows for r in both.regions) == both.tokens.shape[0]
-    assert join([first]) is first
+    assert join_batches([first]) is first
 
 
 def test_what_is_not_kept_sees_nothing():
@@ -93,7 +93,7 @@ def check_tree_region() -> None:
     tree = Tree(parents_of([(0,), (0, 0), (1,), (0, 1), (1, 0)]))
     tokens = jnp.arange(12, dtype=jnp.int32).reshape(2, 6)
     kv_len = np.array([9, 12])
-    batch = make_region(
+    batch = make_token_batch(
         tokens,
         jnp.asarray(kv_len, jnp.int32),
         jnp.asarray(TABLE, jnp.int32),
@@ -130,7 +130,7 @@ def test_every_node_of_a_tree_has_the_logits_of_its_own_text(length: int):
     if length > 1:
         paged.feed(known[:-1])
     size = paged.num_pages * paged.page_size
-    batch = make_region(
+    batch = make_token_batch(
         jnp.asarray(np.append(known[-1], drafts)[None], jnp.int32),
         jnp.array([length + tree.num_nodes], jnp.int32),
         jnp.asarray(paged.page_table),

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jaxspec.program.tree import ROOT, Tree
+from jaxspec.program.tree.tree import ROOT, Tree
 
 # Node 0 has two children and a sibling; node 2 goes on below node 1.
 BRANCHED = Tree((ROOT, 0, 1, 0, ROOT))
@@ -53,7 +53,7 @@ def test_branches_are_no_chain():
 
 @pytest.mark.parametrize("tree", [Tree.chain(5), BRANCHED, *map(random_tree, range(5))])
 def test_drafts_are_found_by_level_parent_and_rank(tree: Tree):
-    spine = tree.spine.num_nodes
+    spine = tree.main_chain.num_nodes
     assert tree.parents[:spine] == tuple(range(ROOT, spine - 1))
     assert spine == tree.num_nodes or tree.parents[spine] != spine - 1
     assert tree.num_levels == len(tree.branching)
@@ -72,7 +72,7 @@ def test_drafts_are_found_by_level_parent_and_rank(tree: Tree):
 
 def test_leaves_need_no_passes_of_their_own():
     leaves = Tree((ROOT, 0, 1, ROOT, 0, 1, 0))
-    assert leaves.spine == Tree.chain(3)
+    assert leaves.main_chain == Tree.chain(3)
     assert not leaves.has_side_paths
     assert leaves.branching.tolist() == [[0], [1], [2]]
     assert not Tree.chain(3).has_side_paths

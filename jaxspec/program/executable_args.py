@@ -1,9 +1,9 @@
-"""What a compiled program is called with: lists of the arrays that it takes.
+"""The lists of arrays that a compiled program is called with.
 
-The host makes a call in every round. To take trees apart, class by class and dictionary
-by dictionary, is a quarter of the call's time for six layers; and each array costs a
-microsecond or two, also one that the program hands back as it was. So a program is
-given lists, and a plain one nothing of a draft model.
+The host makes a call in every round. Flattening trees, class by class and dictionary by
+dictionary, is a quarter of the call's time for six layers; and each array costs a
+microsecond or two, also one that the program returns unchanged. So a program takes
+lists, and a plain one takes no array of a draft model.
 """
 
 import dataclasses
@@ -18,14 +18,14 @@ from jaxspec.program.plan import StepShape
 from jaxspec.program.propose.proposal import Proposer
 from jaxspec.program.state import EngineState
 
-# The target's parameters, those of each proposer, and the state: or their forms.
+# The target's parameters, those of each proposer, and the state; or their shapes.
 Arguments = tuple[Params, tuple[Params | None, ...], EngineState]
 
 
-def taken(
+def used_arguments(
     proposers: Sequence[Proposer], shape: StepShape, arguments: Arguments
 ) -> Arguments:
-    """The part of an engine's arrays that a program takes; None is the rest."""
+    """Return the arrays that a program uses, with None in place of the others."""
     target, params, state = arguments
     if _is_drafting(shape):
         return arguments
@@ -40,8 +40,8 @@ def taken(
     return target, params, state
 
 
-def flat(arguments: Arguments) -> tuple[list[Any], list[Any]]:
-    """Parameters and state as a call takes them."""
+def flatten(arguments: Arguments) -> tuple[list[Any], list[Any]]:
+    """Flatten parameters and state into the two lists that a call takes."""
     return jax.tree.leaves(arguments[:2]), jax.tree.leaves(arguments[2])
 
 
@@ -52,8 +52,7 @@ def _is_drafting(shape: StepShape) -> bool:
 class Arrays:
     """An engine's parameters and state, between calls.
 
-    Calls want lists of them, and whoever else looks wants the trees. These are made
-    when they are asked for.
+    Calls use lists of them; the trees are rebuilt when they are read.
     """
 
     def __init__(
@@ -65,36 +64,36 @@ class Arrays:
         self._params = params
         self._leaves, self._structure = jax.tree.flatten(state)
         numbers = jax.tree.unflatten(self._structure, range(len(self._leaves)))
-        # Of programs without drafts, and of those with them: the parameters, and how
-        # many arrays of the state are given. What rests lies behind all that does not.
+        # For programs without drafts, then for those with: the parameters, and the
+        # number of state arrays used. Arrays that plain programs do not use come last.
         self._calls: list[tuple[list[Array], int]] = []
         for num_drafts in (0, 1):
             shape = StepShape(num_seqs=1, num_draft_tokens=num_drafts, chunk=0)
-            weights, _ = flat(taken(proposers, shape, (*params, state)))
-            _, places = flat(taken(proposers, shape, (*params, numbers)))
-            assert places == list(range(len(places))), "what rests is not at the end"
+            weights, _ = flatten(used_arguments(proposers, shape, (*params, state)))
+            _, places = flatten(used_arguments(proposers, shape, (*params, numbers)))
+            assert places == list(range(len(places))), "unused arrays are not last"
             self._calls.append((weights, len(places)))
 
     @property
     def params(self) -> tuple[Params, tuple[Params | None, ...]]:
-        """Of the target and of each proposer."""
+        """Parameters of the target and of each proposer."""
         return self._params
 
     @property
     def state(self) -> EngineState:
-        """As the last call has left it."""
+        """The state after the last call."""
         return jax.tree.unflatten(self._structure, self._leaves)
 
     @property
     def are_given_away(self) -> bool:
-        """Whether a call has taken the state, and what it made was never kept."""
+        """Whether a call has consumed the state without storing a new one."""
         return self._leaves[0].is_deleted()
 
     def call(self, executable: Any, shape: StepShape, plan: Any) -> Array:
-        """Call a program of a shape; returns its result, and keeps the state."""
+        """Call a program of a shape, store the new state, and return the result."""
         weights, count = self._calls[_is_drafting(shape)]
         rest = self._leaves[count:]
         made, result = executable(weights, self._leaves[:count], plan)
-        # At once, so that no interrupt falls between two of them.
+        # One assignment, so that an interrupt cannot separate the arrays.
         self._leaves = made + rest
         return result

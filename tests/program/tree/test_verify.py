@@ -16,12 +16,12 @@ import pytest
 
 from jaxspec.config.token_tree import leaf_paths, parents_of
 from jaxspec.models.backend import Backend
-from jaxspec.program import walk
 from jaxspec.program.plan import RULES
-from jaxspec.program.propose import Proposal, levels
+from jaxspec.program.propose import Proposal, draft_sampling
 from jaxspec.program.rows import Active
 from jaxspec.program.sampling import sample_draft
-from jaxspec.program.tree import Tree
+from jaxspec.program.tree.tree import Tree
+from jaxspec.program.tree.verify import verify_tree
 from tests.kernels.oracle import UNOPTIMISED
 from tests.laws import check_counts
 from tests.program.test_rounds import DRAFT, TARGET
@@ -75,8 +75,8 @@ def grow(tree: Tree, draft: jax.Array, active: Active) -> Proposal:
         scores = draft[known[:, tree.branching[level]]]
         token, law = sample_draft(scores[:, 0], level, active, Backend())
         if not active.is_greedy:
-            scores = levels._with_noise(scores, level, active)
-        drafts = levels._grow(tree, level, drafts, token, scores)
+            scores = draft_sampling._add_noise(scores, level, active)
+        drafts = draft_sampling._fill_level(tree, level, drafts, token, scores)
         probs.append(law)
     laws = None if active.is_greedy else jnp.stack(probs, axis=1)
     return Proposal(drafts, active.num_tokens, laws)
@@ -97,7 +97,7 @@ def play_round(
     if tree.num_nodes:
         proposal = grow(tree, draft, active)
         fed = jnp.concatenate([fed, proposal.tokens], axis=1)
-    found = walk.decide(
+    found = verify_tree(
         tree,
         proposal,
         fed,
@@ -109,7 +109,7 @@ def play_round(
         forced_acceptance=None,
         max_model_len=max_model_len,
     )
-    depth = jnp.asarray(tree.depths)[found.row]
+    depth = jnp.asarray(tree.depths)[found.tree_row]
     count = depth + 1
     offset = jnp.arange(tree.max_emitted, dtype=jnp.int32)[None]
     place = active.num_tokens[:, None] - 1 + offset
@@ -122,7 +122,7 @@ def play_round(
         num_tokens=active.num_tokens + count,
         last_tokens=jnp.repeat(newest, 2, axis=1),
     )
-    return active, history, Found(found.num_accepted, found.row, depth)
+    return active, history, Found(found.num_accepted, found.tree_row, depth)
 
 
 @functools.cache
@@ -263,7 +263,7 @@ def test_the_last_slots_hold_no_drafts():
 def test_a_draft_equal_to_the_target_is_kept_whole(rule: str, name: str):
     tree = TREES[name]
     for found in play(tree, rule, draft="same")[1]:
-        assert (found.num_accepted == tree.spine.num_nodes).all()
+        assert (found.num_accepted == tree.main_chain.num_nodes).all()
 
 
 def test_leaves_bring_more_than_the_spine_alone():

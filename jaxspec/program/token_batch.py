@@ -1,4 +1,4 @@
-"""From rows of the state to regions of a flat batch."""
+"""Build flat token batches for a model from rows of the state."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
@@ -6,10 +6,10 @@ from jaxtyping import Array, Bool, Int
 from jaxspec.models.batch import Region, TokenBatch
 from jaxspec.program import history
 from jaxspec.program.plan import PoolShape
-from jaxspec.program.tree import Tree
+from jaxspec.program.tree.tree import Tree
 
 
-def make_region(
+def make_token_batch(
     tokens: Int[Array, "seq query"],
     kv_len: Int[Array, " seq"],
     page_table: Int[Array, "seq table"],
@@ -18,13 +18,13 @@ def make_region(
     *,
     tree: Tree | None = None,
 ) -> TokenBatch:
-    """A batch of one region; the queries' slots are right-aligned at `kv_len`.
+    """Make a batch of one region; the queries' slots are right-aligned at `kv_len`.
 
     Args:
-        tree: What the queries are to each other; None is a chain of them all.
-        is_written: Tokens whose keys and values are kept; a sequence with none attends
-            to nothing. A position without a reserved page (its table entry is the pad
-            page) is not written either.
+        is_written: Tokens whose keys and values are stored; a sequence with none
+            attends to nothing. A position without a reserved page (its table entry is
+            the pad page) is not written either.
+        tree: Which query continues which; None is a chain of them all.
     """
     count = tokens.shape[1]
     tree = Tree.chain(count - 1) if tree is None else tree
@@ -55,8 +55,8 @@ def make_region(
     )
 
 
-def join(batches: list[TokenBatch]) -> TokenBatch:
-    """One flat batch of several, in order."""
+def join_batches(batches: list[TokenBatch]) -> TokenBatch:
+    """Concatenate batches, in order."""
     if len(batches) == 1:
         return batches[0]
     return TokenBatch(

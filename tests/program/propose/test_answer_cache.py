@@ -1,4 +1,4 @@
-"""The corpus against the texts that were entered, searched in Python."""
+"""The cache of answers against a search of the stored texts in Python."""
 
 import dataclasses
 import functools
@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.program.propose import corpus
-from jaxspec.program.propose.corpus import AFTER, BEFORE, KEYS, Corpus
-from jaxspec.program.propose.matches import Matches
+from jaxspec.program.propose import answer_cache
+from jaxspec.program.propose.answer_cache import AFTER, BEFORE, KEYS, AnswerCache
+from jaxspec.program.propose.ngram_match import Matches
 from jaxspec.program.rows import Active
 from tests.kernels.oracle import UNOPTIMISED
 from tests.program.propose.test_ngram import in_pages
@@ -21,9 +21,9 @@ PROMPT = 4
 SALT, OTHER = (1, 2), (1, 3)
 
 
-def empty(num_requests: int = 64) -> Corpus:
+def empty(num_requests: int = 64) -> AnswerCache:
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    form = corpus.corpus_forms(num_requests, device)
+    form = answer_cache.answer_cache_forms(num_requests, device)
     return jnp.zeros(form.shape, form.dtype)
 
 
@@ -39,18 +39,20 @@ def sequences(
 
 # `mutation` clears what is compiled: a mutant is traced anew.
 @functools.partial(jax.jit, compiler_options=UNOPTIMISED)
-def note(table: Corpus, active: Active, pages: jax.Array) -> Corpus:
-    return corpus.note(table, active, pages, num_new=NUM_NEW)
+def note(table: AnswerCache, active: Active, pages: jax.Array) -> AnswerCache:
+    return answer_cache.store_answers(table, active, pages, num_new=NUM_NEW)
 
 
 @functools.partial(jax.jit, compiler_options=UNOPTIMISED)
-def find(table: Corpus, active: Active, pages: jax.Array) -> Matches:
-    return corpus.find_in_corpus(
+def find(table: AnswerCache, active: Active, pages: jax.Array) -> Matches:
+    return answer_cache.find_answers(
         table, active, pages, longest=BEFORE, shortest=1, num_draft_tokens=AFTER
     )
 
 
-def enter(table: Corpus, text: list[int], salt: tuple[int, int] = SALT) -> Corpus:
+def enter(
+    table: AnswerCache, text: list[int], salt: tuple[int, int] = SALT
+) -> AnswerCache:
     """As an engine does: at every round, whatever number of tokens it adds."""
     random, length = np.random.default_rng(len(text)), PROMPT + 1
     while length <= len(text):
@@ -62,7 +64,7 @@ def enter(table: Corpus, text: list[int], salt: tuple[int, int] = SALT) -> Corpu
 
 
 def found_by(
-    table: Corpus, tokens: list[int], salt: tuple[int, int] = SALT
+    table: AnswerCache, tokens: list[int], salt: tuple[int, int] = SALT
 ) -> list[tuple[int, list[int]]]:
     """Matches and what followed them, the longest first."""
     active, pages = sequences([tokens], salt)
@@ -153,15 +155,17 @@ def test_no_place_is_written_twice(monkeypatch):
     # The same words again and again, and of two sequences.
     active, pages = sequences([[7, 8] * 20, [7, 8] * 20])
     table, places = empty(), list[np.ndarray]()
-    size, once = len(table), corpus._once
+    size, once = len(table), answer_cache._keep_last_writes
 
     def seen(*given: Any) -> tuple[jax.Array, jax.Array]:
         found = once(*given)
         places.append(np.stack(found, axis=1))
         return found
 
-    monkeypatch.setattr(corpus, "_once", seen)
-    after = corpus.note(table, active, jnp.asarray(pages), num_new=NUM_NEW)
+    monkeypatch.setattr(answer_cache, "_keep_last_writes", seen)
+    after = answer_cache.store_answers(
+        table, active, jnp.asarray(pages), num_new=NUM_NEW
+    )
     [told] = places
     written = told[told[:, 0] < size]
     assert 2 <= len(written) == len(np.unique(written, axis=0))
@@ -172,15 +176,15 @@ def test_no_place_is_written_twice(monkeypatch):
 
 def test_the_latest_of_those_that_would_take_a_place_takes_it():
     bucket, slot = jnp.array([[3, 3, 3, 3, 0], [1, 1, 2, 1, 1]], jnp.uint32)
-    kept, same = corpus._once(bucket, slot, 4)
+    kept, same = answer_cache._keep_last_writes(bucket, slot, 4)
     assert kept.tolist() == [4, 4, 3, 3, 0]
     assert same.tolist() == slot.tolist()
 
 
 def test_a_table_has_room_for_its_requests():
     for count in (1, 7, 1000):
-        buckets = corpus.num_buckets(count)
+        buckets = answer_cache.num_buckets(count)
         assert buckets & (buckets - 1) == 0
-        room = buckets * corpus.SLOTS
-        assert count * corpus.ENTRIES_PER_REQUEST <= room
-        assert room < 2 * count * corpus.ENTRIES_PER_REQUEST + corpus.SLOTS
+        room = buckets * answer_cache.SLOTS
+        assert count * answer_cache.ENTRIES_PER_REQUEST <= room
+        assert room < 2 * count * answer_cache.ENTRIES_PER_REQUEST + answer_cache.SLOTS

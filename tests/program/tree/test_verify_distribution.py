@@ -6,7 +6,7 @@ multiples of: each is as likely as any other, so that weights only have to be su
 What stands beside the spine is anything, siblings that are equal included.
 
 Coupled and greedy sequences have no law to count: token by token they are what plain
-decoding says, which `test_walk.py` compares.
+decoding says, which `test_verify.py` compares.
 """
 
 import dataclasses
@@ -20,13 +20,14 @@ import pytest
 
 from jaxspec.config.token_tree import leaf_paths, parents_of
 from jaxspec.models.backend import Backend
-from jaxspec.program import randomness, walk
+from jaxspec.program import randomness
 from jaxspec.program import verify as verify_module
 from jaxspec.program.plan import RULES
 from jaxspec.program.propose import Proposal
 from jaxspec.program.rows import Active
 from jaxspec.program.sampling import Numbers
-from jaxspec.program.tree import Tree
+from jaxspec.program.tree.tree import Tree
+from jaxspec.program.tree.verify import verify_tree
 from tests import enumeration
 from tests.config.test_token_tree import every_tree
 from tests.enumeration import (
@@ -68,13 +69,13 @@ def make_case(seed: int, tree: Tree, num_levels: int) -> Case:
         kind="tree",
         target=[random_laws(random, level) for level in range(DRAFTS + 1)],
         draft=draft,
-        num_draft=min(num_levels, tree.spine.num_nodes),
+        num_draft=min(num_levels, tree.main_chain.num_nodes),
     )
 
 
 def all_drafts(tree: Tree, spine: np.ndarray, seed: int) -> np.ndarray:
     """Tokens by node: what stands beside depends on the spine, and on nothing else."""
-    count = tree.spine.num_nodes
+    count = tree.main_chain.num_nodes
     code = spine[:, :count] @ (VOCAB ** np.arange(count))
     random = np.random.default_rng(seed)
     beside = random.integers(0, VOCAB, (VOCAB**count, tree.num_nodes - count))
@@ -143,7 +144,7 @@ def law_of_round(
     sample = np.concatenate([repeat(rows["sample_uniform"])[:, None], later], axis=1)
     drafts = all_drafts(tree, paths.tokens, seed)
     target = rows_of_target(tree, drafts, case)
-    spine = tree.spine.num_nodes
+    spine = tree.main_chain.num_nodes
     probs = np.nan_to_num(paths.draft[:, :spine])
     seqs = len(path)
     active = dataclasses.replace(
@@ -156,7 +157,7 @@ def law_of_round(
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(verify_module, "draw_numbers", planned(accept, sample))
             levels = jnp.full(seqs, num_levels, jnp.int32)
-            return walk.decide(
+            return verify_tree(
                 tree,
                 Proposal(tokens, levels, probs),
                 jnp.concatenate([active.last_tokens[:, 1:], tokens], axis=1),
@@ -177,7 +178,7 @@ def law_of_round(
         jnp.asarray(sample, jnp.float32),
         active,
     )
-    tokens, row = np.asarray(found.tokens), np.asarray(found.row)
+    tokens, row = np.asarray(found.tokens), np.asarray(found.tree_row)
     counts = np.array(tree.depths)[row] + 1
     beside = weight[np.array(tree.depths)[row] > found.num_accepted].sum()
     law, own = np.zeros(1), np.ones(1)

@@ -1,14 +1,14 @@
-"""The shape of a round's drafts: which continues which.
+"""The shape of a round's drafts: which draft continues which.
 
 A program has one `Tree`, known when it is compiled.
 
-Node 0 is the first draft; its parent is `ROOT`, the last known token. The rows that the
-target is fed are the root and then the nodes, in order: row i + 1 is node i. A row's
-keys and values go to the slot after those of the row before it. Its position, and so
-its rotary embedding, follows its depth: in a chain the two are the same number.
+Node 0 is the first draft; its parent is `ROOT`, the last known token. The target reads
+the root and then the nodes, in order: row i + 1 is node i. The keys and values of a row
+go to the slot after those of the row before it. Its position, and so its rotary
+embedding, follows its depth: in a chain the two are the same number.
 
-The first nodes are the spine, of the tokens that are proposed first of all: a chain,
-whose rows are where they would be without the others. Those are beside it.
+The first nodes are the main chain, made of each level's first choice: their rows are
+where they would be without the other nodes, which form the side branches.
 """
 
 from dataclasses import dataclass
@@ -46,15 +46,15 @@ class Tree:
 
     @property
     def num_rows(self) -> int:
-        """Rows that the target is fed per sequence: the root and the nodes.
+        """Rows of the target's pass per sequence: the root and the nodes.
 
-        So many slots after the known tokens, the root's among them, are written.
+        The pass writes as many slots, the root's among them.
         """
         return self.num_nodes + 1
 
     @cached_property
     def depths(self) -> tuple[int, ...]:
-        """Of each row: 0 for the root, one more than its parent for a node."""
+        """Depth of each row: 0 for the root, one more than its parent for a node."""
         depths = [0]
         for parent in self.parents:
             depths.append(depths[parent + 1] + 1)
@@ -62,7 +62,7 @@ class Tree:
 
     @property
     def num_levels(self) -> int:
-        """Nodes of the longest path."""
+        """Number of nodes on the longest path."""
         return max(self.depths)
 
     @property
@@ -71,8 +71,8 @@ class Tree:
         return self.num_levels + 1
 
     @cached_property
-    def spine(self) -> "Tree":
-        """The first nodes, as far as each continues the one before it."""
+    def main_chain(self) -> "Tree":
+        """The first nodes, up to the first that does not continue the one before."""
         length = 0
         while length < self.num_nodes and self.parents[length] == length - 1:
             length += 1
@@ -80,19 +80,19 @@ class Tree:
 
     @property
     def has_side_paths(self) -> bool:
-        """Whether nodes beside the spine are continued: they are no mere leaves."""
-        return any(parent >= self.spine.num_nodes for parent in self.parents)
+        """Whether a node outside the main chain has children."""
+        return any(parent >= self.main_chain.num_nodes for parent in self.parents)
 
     @cached_property
     def ranks(self) -> np.ndarray:
-        """Of each node: how many of its siblings come before it."""
+        """Rank of each node: the number of its siblings before it."""
         parents = self.parents
         before = [parents[:node].count(parent) for node, parent in enumerate(parents)]
         return np.array(before, np.int32)
 
     @cached_property
     def branching(self) -> np.ndarray:
-        """Rows that nodes continue, by depth: [level, entry], the spine's first.
+        """Rows that have children, by depth: [level, entry], the main chain's first.
 
         Short levels repeat their first entry.
         """
@@ -106,12 +106,12 @@ class Tree:
 
     @property
     def width(self) -> int:
-        """Most rows that drafts of one level continue."""
+        """Largest number of rows with children at one level."""
         return self.branching.shape[1]
 
     @cached_property
     def entries(self) -> np.ndarray:
-        """Of each node: its parent's place in `branching`."""
+        """Index of each node's parent in its level of `branching`."""
         places = [
             self.branching[self._depth(parent)].tolist().index(parent + 1)
             for parent in self.parents
@@ -148,7 +148,7 @@ class Tree:
 
 
 def template_of(speculative: SpeculativeConfig | None) -> Tree | None:
-    """The tree that an engine's configuration asks for; None for a chain."""
+    """The tree of an engine's configuration; None for a chain."""
     if speculative is None or not speculative.parents:
         return None
     return Tree(speculative.parents)
