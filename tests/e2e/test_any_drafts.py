@@ -44,7 +44,7 @@ class RandomPolicy(SpeculationPolicy):
 
 def with_any_drafts(engine: LLMEngine, seed: int) -> LLMEngine:
     engine.policy = RandomPolicy(engine.config.speculative, seed=seed)
-    engine.scheduler.policy = engine.policy
+    engine.scheduler = engine._make_scheduler()
     return engine
 
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from jaxspec.engine.llm_engine import LLMEngine
-from jaxspec.engine.scheduling import pacing
-from jaxspec.engine.scheduling.rows import RowTable
+from jaxspec.engine.scheduling import prefill_budget
+from jaxspec.engine.scheduling.row_table import RowTable
 from jaxspec.outputs import RequestOutput
 from jaxspec.program.plan import StepPlan, StepShape
 from jaxspec.program.wire import CaughtUp, StepResult
@@ -75,7 +75,7 @@ def at_most(engine: LLMEngine, num_rounds: int) -> Iterator[list[tuple[int, int]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runner, "launch", note_launch)
         patch.setattr(runner, "fetch", note_fetch)
-        patch.setattr(pacing.Pacer, "num_rounds", count)
+        patch.setattr(prefill_budget.Pacer, "num_rounds", count)
         patch.setattr(RowTable, "rounds_left", lambda *_: STEPS)
         yield ran
 
@@ -250,7 +250,7 @@ def test_every_path_says_what_plain_decoding_says(monkeypatch):
         return LLMEngine(config, runner=engine.runner, tokenizer=engine.tokenizer)
 
     monkeypatch.setattr(lossless, "engine_for", with_loops)
-    monkeypatch.setattr(pacing, "MAX_LAUNCH_S", 60.0)
+    monkeypatch.setattr(prefill_budget, "MAX_LAUNCH_S", 60.0)
     for one in lossless.play(cut):
         assert max(planned) > 1, one
         assert one.num_equal == one.num_prompts, one

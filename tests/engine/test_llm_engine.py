@@ -13,7 +13,7 @@ import pytest
 from jaxspec.config.engine import EngineConfig
 from jaxspec.config.speculation import ADAPTIVE
 from jaxspec.engine.llm_engine import LLMEngine
-from jaxspec.engine.scheduling.shapes import GREEDY
+from jaxspec.engine.scheduling.programs import GREEDY
 from jaxspec.engine.speculation.step_times import Round
 from jaxspec.errors import ConfigError, RequestError
 from jaxspec.outputs import RequestOutput
@@ -54,7 +54,7 @@ def run_all(engine: LLMEngine) -> dict[str, list[RequestOutput]]:
 
 
 def test_a_program_is_timed_while_no_launch_is_under_way(monkeypatch):
-    """The launch would seem to take as long as the program that is timed beside it."""
+    """Else calibration would delay the launch, and time the two together."""
     engine, runner = make_fake_engine(
         num_draft_tokens=3, controller=ADAPTIVE, num_pages=200, max_model_len=512
     )
@@ -78,6 +78,7 @@ def test_a_program_is_timed_while_no_launch_is_under_way(monkeypatch):
         if len(said) in (2, 12):
             runner.compiler.get(shapes[len(said) > 2])
     assert timed == [Round(shape, k) for shape in shapes for k in (0, 1, 3)]
+    assert engine.calibrator.timed == set(timed)
     assert said[-1] == 60
     assert_idle(engine)
 

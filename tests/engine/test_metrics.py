@@ -15,7 +15,7 @@ from jaxspec.engine.speculation.acceptance import AcceptanceRates
 from jaxspec.engine.speculation.policy import Choice
 from jaxspec.metrics import Counter, Gauge, Histogram, Metric, Vector
 from jaxspec.sampling_params import SamplingParams
-from tests.engine.memory.test_memory_plan import make_plan
+from tests.engine.memory.test_plan import make_plan
 from tests.engine.test_input_processor import make
 from tests.engine.test_llm_engine import PROMPT, make_fake_engine, run_all
 from tests.loops import make_config

@@ -13,7 +13,7 @@ import httpx
 import pytest
 from playwright.sync_api import Browser, Page, Request, Route, expect, sync_playwright
 
-from tests.engine.memory.test_memory_plan import make_plan
+from tests.engine.memory.test_plan import make_plan
 from tests.engine.test_llm_engine import letters, said
 from tests.serving import PROMPT, Gate, Site, events_of, site_of
 

@@ -104,9 +104,23 @@ class Request:
         return self.grammar.failure_in(self.output_token_ids)
 
     @property
+    def is_late(self) -> bool:
+        """Whether the next tokens of launches mean nothing: their mask was late."""
+        if self.grammar is None or self.grammar.late_length is None:
+            return False
+        return len(self.output_token_ids) >= self.grammar.late_length
+
+    @property
     def num_tokens(self) -> int:
         """Tokens whose values the host knows."""
         return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    @property
+    def num_left_to_prefill(self) -> int:
+        """Tokens that are not prefilled and in no launch; all of a waiting request."""
+        if self.status is Status.WAITING:
+            return self.num_tokens
+        return len(self.tokens_to_prefill) - self.num_prefilled
 
     def tokens(self, start: int, end: int) -> list[int]:
         """Known tokens at positions from `start` to before `end`."""
