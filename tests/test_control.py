@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.control import QUICK, kept_parts, make_parser, ramp_size
+from benchmarks.control import QUICK, kept_parts, make_parser
 from benchmarks.control_rows import (
     ALIKE,
     PLAIN,
@@ -13,13 +13,10 @@ from benchmarks.control_rows import (
     Round,
     by_num_drafts,
     compare,
-    mean_drafts,
     misses,
     of_sets,
     rates,
     settle,
-    speed_table,
-    step_table,
 )
 from jaxspec.config.speculation import ADAPTIVE
 
@@ -60,29 +57,11 @@ ROUNDS = [
 ]
 
 
-def test_rounds_are_told_by_k_with_what_was_expected():
-    found = by_num_drafts(ROUNDS)
-    assert list(found) == ["0", "1", "5"]
-    assert found["0"] == {"rounds": 1, "seconds": 0.004, "by_expected": 1.0}
-    assert found["5"]["rounds"] == 2
-    assert found["5"]["seconds"] == pytest.approx(0.011)
-    assert found["5"]["by_expected"] == pytest.approx(1.2)
-    assert "by_expected" not in by_num_drafts(ROUNDS[1:2])["5"]
-
-
 def test_tokens_belong_to_the_bin_in_which_they_were_read():
     marks = [Mark(0.05, 1), Mark(0.09, 4), Mark(0.15, 5), Mark(0.41, 9)]
     assert rates(marks, 0.5, 0.1) == [40, 10, 0, 0, 40]
     # What comes after the end does not count.
     assert rates(marks, 0.4, 0.2) == [25, 0]
-
-
-def test_k_over_time_is_the_mean_of_a_bin():
-    assert mean_drafts(ROUNDS, 10.0, 0.4, 0.1) == [2.5, None, 3.0, None]
-    assert mean_drafts(ROUNDS, 10.2, 0.2, 0.2) == [3.0]
-    # A launch in which nothing decoded.
-    idle = ROUNDS[0]._replace(num_seqs=0)
-    assert mean_drafts([idle], 10.0, 0.1, 0.1) == [None]
 
 
 def test_a_phase_settles_when_nearly_as_much_is_made_as_at_its_end():
@@ -170,24 +149,6 @@ def test_goals_that_are_missed_are_told():
         "step, batch 8, phase 4, settled by plain: 0.625, goal 0.97",
         "ramp, by plain: 0.960, goal 0.97",
     ]
-
-
-def test_tables():
-    (_, line) = speed_table("cells", [row_of(acceptance=0.7)]).splitlines()
-    assert line.split("  ")[0] == "cells, batch 1, acceptance 0.7"
-    assert line.endswith("0.980     1.500       3      0  0:1 1:1 5:2")
-    phase = {"acceptance": 0.9, "tokens_per_s": 100.4, "settle_s": 0.3}
-    rows = [{"batch": 8, "phases": [phase | {"plain_tokens_per_s": 49.8}]}]
-    (_, line) = step_table(rows).splitlines()
-    told = [part.strip() for part in line.split("  ") if part]
-    assert told == ["batch 8, acceptance 0.9", "100", "0.3", "50"]
-
-
-def test_requests_come_and_go():
-    sizes = [ramp_size(now, 30.0, 16) for now in range(31)]
-    assert sizes[0] == sizes[-1] == 1
-    assert sizes[15] == max(sizes) == 16
-    assert sizes[:16] == sorted(sizes[:16])
 
 
 def test_a_quick_run_changes_options_that_there_are():

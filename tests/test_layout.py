@@ -33,11 +33,39 @@ ALLOWED_FILES = {
 
 # Small folders, and vLLM's paths, whose modules need no test file of their own.
 LEAVES = (
-    *("bench", "engine/memory", "lora", "models/heads"),
+    *("engine/memory", "lora", "models/heads"),
     *("serve/requests", "serve/responses", "text", "train", "usage", "utils"),
 )
 # Modules with no test file of their own: the file that tests them, and why.
 TESTED_ELSEWHERE: dict[str, tuple[str, str]] = {
+    "jaxspec/bench/flags.py": (
+        "tests/bench/test_main.py",
+        "the command line is tested as a whole",
+    ),
+    "jaxspec/bench/offline.py": (
+        "tests/bench/test_main.py",
+        "it rejects wrong command lines",
+    ),
+    "jaxspec/bench/scrape.py": (
+        "tests/bench/test_serve.py",
+        "part of a run against a server",
+    ),
+    "jaxspec/bench/serve_report.py": (
+        "tests/bench/test_serve.py",
+        "part of a run against a server",
+    ),
+    "jaxspec/bench/traffic.py": (
+        "tests/bench/test_serve.py",
+        "part of a run against a server",
+    ),
+    "jaxspec/bench/spec.py": (
+        "tests/bench/test_whole.py",
+        "the offline subcommands share their summaries",
+    ),
+    "jaxspec/bench/summary.py": (
+        "tests/bench/test_whole.py",
+        "the offline subcommands share their summaries",
+    ),
     "jaxspec/engine/calibration.py": (
         "tests/engine/test_llm_engine.py",
         "it takes turns with the engine's launches",

@@ -7,7 +7,7 @@ are compared with it: a slow moment of the machine affects both.
 
 import argparse
 import copy
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -138,61 +138,25 @@ class Method:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cell:
-    """One form or method at one batch size and temperature, against plain decoding.
-
-    Attributes:
-        num_levels: Depth of the drafts.
-        num_nodes: Draft tokens of a sequence.
-        round_s: Of rounds with drafts; None if requests never decoded.
-        least: The lowest speed-up of any repeat.
-        acceptance: Of all repeats.
-        memory_bytes: Of the proposer and its pages; None if unknown.
-    """
-
-    name: str
-    temperature: float
-    batch_size: int
-    num_levels: int
-    num_nodes: int
-    round_s: float | None
-    plain_round_s: float | None
-    speed_up: float
-    least: float
-    acceptance: Acceptance
-    memory_bytes: int | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
 class Found:
     """Measurements of one engine.
 
     Attributes:
-        points: By temperature and batch size, as `cells`.
-        parts: Of its rounds, by batch size, the plain one first.
+        entry: Of the result: a point for every batch size and temperature.
+        acceptance: Of the first point.
+        parts: Of its rounds at the smallest batch size, the plain one first.
     """
 
     speculative: SpeculativeConfig
-    cells: list[Cell]
-    points: list[dict[str, Any]]
-    parts: dict[int, list[Parts]]
+    entry: dict[str, Any]
+    acceptance: Acceptance
+    parts: list[Parts]
 
     @property
     def has_side_paths(self) -> bool:
         """Whether side branches are continued, by passes over the whole tree."""
         tree = template_of(self.speculative)
         return tree is not None and tree.has_side_paths
-
-    def as_json(self) -> dict[str, Any]:
-        return {
-            "num_levels": self.cells[0].num_levels,
-            "num_nodes": self.cells[0].num_nodes,
-            "num_side_leaves": self.speculative.num_side_leaves,
-            "speculative_token_tree": self.speculative.speculative_token_tree,
-            "memory_bytes": self.cells[0].memory_bytes,
-            "points": self.points,
-            "parts": [one.as_json() for parts in self.parts.values() for one in parts],
-        }
 
 
 def run(options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -215,7 +179,6 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
     engines = _forms if flag == "--forms" else _methods
     result: dict[str, Any] = {}
     done: list[Found] = []
-    entries = []
     for offline, identity in engines(options, done):
         if not done:
             result = offline.new_result("spec")
@@ -223,18 +186,13 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
             result["arguments"] |= {"model": engine_args(dict(vars(options))).model}
             result["device"] = offline.device()
             offline.print_label()
-        done.append(measure(offline, next(iter(identity.values()))))
+        done.append(measure(offline, identity, result["device"]))
         offline.engine.shutdown()
-        entries.append(identity | done[-1].as_json())
-        for parts in done[-1].parts.values():
-            if parts and flag == "--forms":
-                print(parts_table(parts, result["device"]), flush=True)
-        print(f"{done[-1].cells[0].name}: done", flush=True)
-    cells = [cell for found in done for cell in found.cells]
-    verdict = answer(cells)
+    entries = [found.entry for found in done]
+    verdict = answer(entries)
     if result["forced_acceptance"] is not None:
         verdict.append(forced_line(result["forced_acceptance"]))
-    print(f"\n{cell_table(cells)}\n\n" + "\n".join(verdict) + "\n")
+    print(f"\n{entry_table(entries)}\n\n" + "\n".join(verdict) + "\n")
     result |= {flag.rpartition("-")[2]: entries, "answer": verdict}
     write(result, options.output_json)
     return [result]
@@ -353,72 +311,81 @@ def _of_folder(name: str, count: int) -> Method:
     )
 
 
-def measure(offline: Offline, name: str) -> Found:
-    """All batch sizes and temperatures on one engine, over all full batches."""
+def measure(
+    offline: Offline, identity: Mapping[str, Any], device: Mapping[str, Any]
+) -> Found:
+    """All batch sizes and temperatures on one engine, over all full batches.
+
+    Args:
+        identity: What names the drafts in a result.
+        device: As from `Offline.device`.
+    """
     sizes, temperatures = sweep_of(offline.options)
     # Drafts are measured whether they pay or not.
     offline.engine.policy.is_adaptive = False
-    speculative = offline.engine.config.speculative
+    speculative, memory = offline.engine.config.speculative, offline.engine.memory
     assert speculative is not None
     levels = speculative.num_levels
     parts = {size: offline.parts(size, (0, levels)) for size in sizes}
-    cells, points = [], []
+    points: list[dict[str, Any]] = []
+    acceptances: list[Acceptance] = []
     num_batches = sum(len(offline.prompts) // size for size in sizes)
     num_runs = 2 * num_batches * len(temperatures) * offline.options.num_iters
-    memory = offline.engine.memory
     with offline.bench(num_runs) as bench:
         for temperature in temperatures:
             for size in sizes:
                 starts = range(0, len(offline.prompts) - size + 1, size)
-                chosen = [slice(start, start + size) for start in starts]
-                each = [
-                    bench.alternate(
-                        {
-                            PLAIN: offline.batch(0, one, temperature=temperature),
-                            SPECULATIVE: offline.batch(
-                                levels, one, temperature=temperature
-                            ),
-                        }
-                    )
-                    for one in chosen
-                ]
-                measured = Measured.join(each)
-                runs = measured.runs[SPECULATIVE]
-                acceptance = sum((run.acceptance for run in runs), Acceptance())
-                ratio = speed_ups(measured, SPECULATIVE, is_decode=True)
-                cell = Cell(
-                    name=name,
-                    temperature=temperature,
-                    batch_size=size,
-                    num_levels=levels,
-                    num_nodes=speculative.num_nodes,
-                    round_s=_round_s(measured, SPECULATIVE),
-                    plain_round_s=_round_s(measured, PLAIN),
-                    speed_up=ratio["median"],
-                    least=ratio["least"],
-                    acceptance=acceptance,
-                    memory_bytes=None if memory is None else memory.draft_bytes,
+                measured = Measured.join(
+                    [
+                        bench.alternate(
+                            {
+                                mode: offline.batch(
+                                    k, slice(at, at + size), temperature=temperature
+                                )
+                                for mode, k in ((PLAIN, 0), (SPECULATIVE, levels))
+                            }
+                        )
+                        for at in starts
+                    ]
                 )
+                runs = measured.runs[SPECULATIVE]
+                acceptances.append(sum((r.acceptance for r in runs), Acceptance()))
                 point = {
                     "temperature": temperature,
                     "batch_size": size,
                     "num_discarded_runs": measured.num_discarded,
                     PLAIN: summarise(measured.runs[PLAIN]),
                     SPECULATIVE: summarise(runs),
-                    "decode_speed_up": ratio,
-                    "tokens_per_round": acceptance.tokens_per_round,
+                    "decode_speed_up": speed_ups(measured, SPECULATIVE, is_decode=True),
+                    "tokens_per_round": acceptances[-1].tokens_per_round,
                 }
                 if offline.must_agree(temperature):
                     point["is_equal"] = is_equal(measured, SPECULATIVE)
-                cells.append(cell)
                 points.append(point)
-    return Found(speculative=speculative, cells=cells, points=points, parts=parts)
+    for found in parts.values():
+        if found:
+            print(f"{_name_of(identity)}: {parts_table(found, device)}", flush=True)
+    entry = {
+        **identity,
+        "num_levels": levels,
+        "num_nodes": speculative.num_nodes,
+        "num_side_leaves": speculative.num_side_leaves,
+        "speculative_token_tree": speculative.speculative_token_tree,
+        "memory_bytes": None if memory is None else memory.draft_bytes,
+        "points": points,
+        "parts": [one.as_json() for found in parts.values() for one in found],
+    }
+    return Found(
+        speculative=speculative,
+        entry=entry,
+        acceptance=acceptances[0],
+        parts=parts[sizes[0]],
+    )
 
 
-def _round_s(measured: Measured, mode: str) -> float | None:
-    spans = [run.decode for run in measured.runs[mode]]
-    times = [span.round_s for span in spans if span is not None]
-    return median(times) if times else None
+def _name_of(entry: Mapping[str, Any]) -> str:
+    """The form or method of a result's entry."""
+    return entry["form"] if "form" in entry else entry["name"]
 
 
 def ranks_of(speculative: SpeculativeConfig, acceptance: Acceptance) -> Ranks:
@@ -476,8 +443,7 @@ def _choose(form: Form, done: Sequence[Found]) -> str | None:
     """
     ranks: Ranks = {}
     for found in done:
-        acceptance = found.cells[0].acceptance
-        for place, hits in ranks_of(found.speculative, acceptance).items():
+        for place, hits in ranks_of(found.speculative, found.acceptance).items():
             known = ranks.get(place, Hits(0, 0))
             ranks[place] = Hits(known.compared + hits.compared, known.kept + hits.kept)
     rates = {
@@ -485,9 +451,8 @@ def _choose(form: Form, done: Sequence[Found]) -> str | None:
         for place, hits in ranks.items()
         if hits.compared >= MIN_COMPARED
     }
-    size = done[0].cells[0].batch_size
     seconds = round_cost(
-        (one, found.has_side_paths) for found in done for one in found.parts[size]
+        (one, found.has_side_paths) for found in done for one in found.parts
     )
     levels = done[0].speculative.method_info.max_draft_tokens
     best = best_tree(rates, seconds, num_nodes=form.number, num_levels=levels)
@@ -503,41 +468,58 @@ def _choose(form: Form, done: Sequence[Found]) -> str | None:
     return written
 
 
-def cell_table(cells: Sequence[Cell]) -> str:
-    """All forms or methods at every temperature and batch size."""
+def _places(
+    entries: Sequence[Mapping[str, Any]],
+) -> dict[tuple[float, int], list[tuple[Mapping[str, Any], Mapping[str, Any]]]]:
+    """Entries with their points, by temperature and batch size."""
+    found: dict[tuple[float, int], list[Any]] = {}
+    for entry in entries:
+        for point in entry["points"]:
+            place = point["temperature"], point["batch_size"]
+            found.setdefault(place, []).append((entry, point))
+    return dict(sorted(found.items()))
+
+
+def entry_table(entries: Sequence[Mapping[str, Any]]) -> str:
+    """All forms or methods of a result, at every temperature and batch size."""
     columns = ["temperature, batch, drafts", "K", "nodes", "acceptance by position"]
     columns += ["tokens/round", "round, ms", "plain, ms", "speed-up", "least", "MiB"]
     rows = [columns]
-    for cell in sorted(cells, key=lambda cell: (cell.temperature, cell.batch_size)):
-        name = cell.name if len(cell.name) <= 32 else f"{cell.name[:20]} ..."
-        rates = cell.acceptance.per_position_rates
-        memory = cell.memory_bytes
-        rows.append(
-            [
-                f"{cell.temperature:g}, {cell.batch_size}, {name}",
-                str(cell.num_levels),
-                str(cell.num_nodes),
-                " ".join(f"{rate:.2f}" for rate in rates) or "-",
-                f"{cell.acceptance.tokens_per_round:.2f}",
-                milliseconds(cell.round_s),
-                milliseconds(cell.plain_round_s),
-                f"{cell.speed_up:.2f}",
-                f"{cell.least:.2f}",
-                "-" if memory is None else f"{memory / 2**20:.1f}",
-            ]
-        )
+    for (temperature, size), found in _places(entries).items():
+        for entry, point in found:
+            name, memory = _name_of(entry), entry["memory_bytes"]
+            name = name if len(name) <= 32 else f"{name[:20]} ..."
+            acceptance = point[SPECULATIVE].get("acceptance", {})
+            rates = acceptance.get("acceptance_rate_per_position", ())
+            rounds = [point[mode].get("round_s", {}) for mode in (SPECULATIVE, PLAIN)]
+            speeds = point["decode_speed_up"]
+            rows.append(
+                [
+                    f"{temperature:g}, {size}, {name}",
+                    str(entry["num_levels"]),
+                    str(entry["num_nodes"]),
+                    " ".join(f"{rate:.2f}" for rate in rates) or "-",
+                    f"{point['tokens_per_round']:.2f}",
+                    *(milliseconds(one.get("median")) for one in rounds),
+                    f"{speeds['median']:.2f}",
+                    f"{speeds['least']:.2f}",
+                    "-" if memory is None else f"{memory / 2**20:.1f}",
+                ]
+            )
     return (
         "Drafts by plain decoding in the same engine (medians); MiB: the proposer and "
         f"its pages:\n{table(rows)}"
     )
 
 
-def answer(cells: Sequence[Cell]) -> list[str]:
+def answer(entries: Sequence[Mapping[str, Any]]) -> list[str]:
     """Say in words what to choose, at each temperature and batch size."""
     lines = []
-    for place in sorted({(cell.temperature, cell.batch_size) for cell in cells}):
-        here = [c for c in cells if (c.temperature, c.batch_size) == place]
-        lines.append(f"Temperature {place[0]:g}, batch {place[1]}: {_chosen(here)}")
+    for (temperature, size), found in _places(entries).items():
+        speeds = [(point["decode_speed_up"]["median"], entry) for entry, point in found]
+        speeds.sort(key=lambda pair: -pair[0])
+        text = _chosen(speeds)
+        lines.append(f"Temperature {temperature:g}, batch {size}: {text}")
     lines.append(
         f"Side branches are chosen over the fastest chain for {MIN_GAIN:g} times its "
         "speed; speeds are by plain decoding."
@@ -545,17 +527,16 @@ def answer(cells: Sequence[Cell]) -> list[str]:
     return lines
 
 
-def _chosen(cells: Sequence[Cell]) -> str:
-    """The answer at one temperature and batch size."""
-    ordered = sorted(cells, key=lambda cell: -cell.speed_up)
-    best = ordered[0]
-    if best.speed_up < MIN_GAIN:
-        return f"no drafts; {best.name} would be {best.speed_up:.2f} times as fast."
-    chains = [cell for cell in ordered if cell.num_nodes == cell.num_levels]
-    if chains and best.speed_up < MIN_GAIN * chains[0].speed_up:
-        best = chains[0]
-    others = [cell for cell in ordered if cell is not best]
-    text = f"{best.name}, {best.speed_up:.2f} times as fast"
+def _chosen(speeds: Sequence[tuple[float, Mapping[str, Any]]]) -> str:
+    """The answer at one place, from speed-ups and entries, the fastest first."""
+    speed, best = speeds[0]
+    if speed < MIN_GAIN:
+        return f"no drafts; {_name_of(best)} would be {speed:.2f} times as fast."
+    chains = [one for one in speeds if one[1]["num_nodes"] == one[1]["num_levels"]]
+    if chains and speed < MIN_GAIN * chains[0][0]:
+        speed, best = chains[0]
+    others = [one for one in speeds if one[1] is not best]
+    text = f"{_name_of(best)}, {speed:.2f} times as fast"
     if others:
-        text += f"; the next is {others[0].name}, {others[0].speed_up:.2f}"
+        text += f"; the next is {_name_of(others[0][1])}, {others[0][0]:.2f}"
     return f"{text}."

@@ -9,10 +9,9 @@ import pytest
 from jaxspec.bench import compare, spec
 from jaxspec.bench.acceptance import Acceptance
 from jaxspec.bench.compare import (
-    Cell,
     Form,
     answer,
-    cell_table,
+    entry_table,
     methods_of,
     ranks_of,
     round_cost,
@@ -251,53 +250,62 @@ def test_every_method_is_measured_with_its_own_drafts(monkeypatch, tmp_path, cap
     assert "\n".join(found["answer"]) in printed
 
 
-def cell(name: str, speed_up: float, **changes: Any) -> Cell:
-    values: dict[str, Any] = dict(
-        name=name,
-        temperature=0.0,
-        batch_size=1,
-        num_levels=3,
-        num_nodes=6 if name.startswith("leaves") else 3,
-        round_s=0.004,
-        plain_round_s=0.003,
-        speed_up=speed_up,
-        least=speed_up - 0.1,
-        acceptance=Acceptance(num_drafts=10, num_accepted=12, per_position=(8, 4)),
-    )
-    return Cell(**(values | changes))
+def entry(name: str, speed_up: float, **changes: Any) -> dict[str, Any]:
+    """An entry of a result with one point."""
+    acceptance = {"acceptance_rate_per_position": [0.8, 0.4]}
+    speeds = {"median": speed_up, "least": speed_up - 0.1, "most": speed_up}
+    point: dict[str, Any] = {
+        "temperature": 0.0,
+        "batch_size": 1,
+        "tokens_per_round": 2.2,
+        "decode_speed_up": speeds,
+        "plain": {"round_s": {"median": 0.003}},
+        "speculative": {"round_s": {"median": 0.004}, "acceptance": acceptance},
+    }
+    return {
+        "form": name,
+        "num_levels": 3,
+        "num_nodes": 6 if name.startswith("leaves") else 3,
+        "memory_bytes": changes.pop("memory_bytes", None),
+        "points": [point | changes],
+    }
 
 
 @pytest.mark.parametrize(
-    ("cells", "message"),
+    ("entries", "message"),
     [
         (
-            [cell("chain", 1.5), cell("chain=5", 1.8), cell("leaves=1", 1.9)],
+            [entry("chain", 1.5), entry("chain=5", 1.8), entry("leaves=1", 1.9)],
             "leaves=1, 1.90 times as fast; the next is chain=5, 1.80.",
         ),
         (
-            [cell("chain", 1.8), cell("leaves=1", 1.81), cell("leaves=2", 1.7)],
+            [entry("chain", 1.8), entry("leaves=1", 1.81), entry("leaves=2", 1.7)],
             "chain, 1.80 times as fast; the next is leaves=1, 1.81.",
         ),
-        ([cell("chain", 0.9), cell("leaves", 1.0)], "no drafts; leaves would be 1.00"),
-        ([cell("ngram", 1.3)], "ngram, 1.30 times as fast."),
+        (
+            [entry("chain", 0.9), entry("leaves", 1.0)],
+            "no drafts; leaves would be 1.00",
+        ),
+        ([entry("ngram", 1.3)], "ngram, 1.30 times as fast."),
     ],
 )
-def test_answer_names_what_to_choose(cells, message):
-    first, last = answer(cells)
+def test_answer_names_what_to_choose(entries, message):
+    first, last = answer(entries)
     assert first.startswith(f"Temperature 0, batch 1: {message}")
     assert last.startswith("Side branches are chosen over the fastest chain for 1.02")
 
 
-def test_table_has_a_row_for_every_cell():
-    cells = [
-        cell("ngram", 1.1, memory_bytes=3 * 2**19),
-        cell("chain", 0.9, temperature=0.8, round_s=None, acceptance=Acceptance()),
-        cell("leaves", 1.9, batch_size=4),
+def test_table_has_a_row_for_every_point():
+    entries = [
+        entry("ngram", 1.1, memory_bytes=3 * 2**19),
+        # Nothing was drafted or decoded.
+        entry("chain", 0.9, temperature=0.8, speculative={}),
+        entry("leaves", 1.9, batch_size=4),
     ]
-    rows = [row.split()[2:] for row in cell_table(cells).splitlines()[2:]]
+    rows = [row.split()[2:] for row in entry_table(entries).splitlines()[2:]]
     drafted = ["0.80", "0.40", "2.20", "4.00", "3.00"]
     assert rows == [
         ["ngram", "3", "3", *drafted, "1.10", "1.00", "1.5"],
         ["leaves", "3", "6", *drafted, "1.90", "1.80", "-"],
-        ["chain", "3", "3", "-", "1.00", "-", "3.00", "0.90", "0.80", "-"],
+        ["chain", "3", "3", "-", "2.20", "-", "3.00", "0.90", "0.80", "-"],
     ]

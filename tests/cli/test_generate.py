@@ -190,10 +190,15 @@ def test_table_has_medians_and_spread_of_repeats():
     ]
 
 
-def test_table_says_that_no_drafts_were_made():
+def test_table_leaves_out_what_was_not_measured():
     runs = [decoded([4, 5], 0.5)]
     assert "No drafts were made" in comparison(runs, runs)
     assert "drafts" not in comparison(runs, None, has_drafts=False)
+    alone = rows(comparison(runs, None))
+    assert alone["tokens/s"] == ["2.0"]
+    assert not {"speed-up", "texts"} & alone.keys()
+    one_token = rows(comparison([decoded([4], 0.0)], [decoded([4], 0.0)]))
+    assert (one_token["tokens/s"], one_token["speed-up"]) == (["-", "-"], ["-"])
 
 
 def test_weights_of_nan_are_an_error(monkeypatch, capsys):
@@ -208,19 +213,6 @@ def test_weights_of_nan_are_an_error(monkeypatch, capsys):
     shown = capsys.readouterr()
     assert shown.out == "", "neither a text nor a table"
     assert "jaxspec generate: error: The model's numbers became NaN" in shown.err
-
-
-def test_the_table_of_one_token_has_no_speed():
-    found = rows(comparison([decoded([4], 0.0)], [decoded([4], 0.0)]))
-    assert found["tokens/s"] == ["-", "-"]
-    assert found["speed-up"] == ["-"]
-
-
-def test_the_table_without_comparison():
-    found = rows(comparison([decoded([4, 5], 0.5)], None))
-    assert found["tokens/s"] == ["2.0"]
-    assert "speed-up" not in found
-    assert "texts" not in found
 
 
 @pytest.mark.parametrize(

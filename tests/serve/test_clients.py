@@ -165,11 +165,11 @@ def test_curl(site: Site):
 @needs_clients
 def test_many_streams_of_a_load_generator():
     words: list[Any] = [CLIENTS / "locust", "-f", HERE / "locust_streams.py"]
-    words += ["--headless", "-u", NUM_STREAMS, "-r", NUM_STREAMS, "-t", "6s"]
+    words += ["--headless", "-u", NUM_STREAMS, "-r", NUM_STREAMS, "-t", "12s"]
     words += ["--stop-timeout", "20s", "--json", "--loglevel", "ERROR"]
     with site_of(ENGINE) as site:
         # Slow enough that streams wait for it, and not for this machine.
-        site.delay_s = 0.08
+        site.delay_s = 0.15
         environment = {"JAXSPEC_MODEL": "model"}
         (found,) = json.loads(run([*words, "-H", site.url[:-1]], environment))
         served = num_ended(site)
