@@ -135,9 +135,10 @@ BATTERIES = (
     Battery(
         name="lossless",
         files=(
-            "tests/e2e/test_gemma3.py",
             "tests/e2e/test_greedy_equality.py",
+            "tests/e2e/test_heads.py",
             "tests/e2e/test_lossless.py",
+            "tests/e2e/test_pard.py",
             "tests/e2e/test_told_bits.py",
         ),
         reads=ENGINE,
@@ -145,7 +146,7 @@ BATTERIES = (
     Battery(
         name="counts",
         files=(
-            "tests/e2e/test_distribution.py",
+            "tests/conformance/test_distribution.py",
             "tests/e2e/test_enumerated.py",
             "tests/program/test_walk_laws.py",
         ),

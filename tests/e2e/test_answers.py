@@ -7,8 +7,8 @@ import pytest
 
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.sampling_params import SamplingParams
+from tests.conformance.claims import CONTROLS
 from tests.e2e import pair
-from tests.e2e.test_seeded import CONTROLS
 from tests.engines import (
     OneProgramRunner,
     generate,

@@ -27,8 +27,8 @@ from jaxspec.text.tokenizer import Tokenizer
 from jaxspec_checkpoints import open_checkpoint
 from jaxspec_kernels import native
 from jaxspec_kernels.bits import ScaledPages
+from tests.conformance.proposers import TREE
 from tests.e2e import heads, pair
-from tests.e2e.lossless import TREE
 from tests.engines import (
     OneProgramRunner,
     OneShapeRunner,
@@ -125,7 +125,8 @@ def test_texts_with_drafts_are_those_of_plain_decoding(kind, way):
     assert all(pool.ndim == 3 for pool in pools if pool.dtype.itemsize == 4)
 
 
-@pytest.mark.parametrize("kind", ["int8", pytest.param("fp8", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
 def test_texts_are_the_same_without_operations_in_cpp(kind, monkeypatch):
     monkeypatch.setenv(native.VARIABLE, native.OFF)
     plainly = make(kind, has_draft=False)

@@ -113,15 +113,6 @@ def test_the_end_token_ends_unless_it_is_ignored(kind, prompts, texts):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_one_token(kind, prompts, texts):
-    outputs = generate(pair.engine(kind), prompts, greedy(max_tokens=1))
-    assert tokens_of(outputs) == [text[:1] for text in texts]
-    for text, output in zip(texts, outputs, strict=True):
-        is_end = text[0] == pair.EOS
-        assert output.outputs[0].finish_reason == ("stop" if is_end else "length")
-
-
-@pytest.mark.parametrize("kind", KINDS)
 def test_stop_strings_cut_as_on_the_host(kind, prompts, texts):
     decode = pair.plain_engine().tokenizer.decode
     stops = [
