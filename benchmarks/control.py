@@ -13,6 +13,9 @@ turn: their speeds are compared repeat by repeat. Parts:
 - `foreign`: texts by domain with the real rule, greedy and sampled without a seed.
 - `free`: an engine with drafts that makes none, against one that has none, and another
   like that one: in several sets of engines, since engines that are alike differ.
+- `short`: single requests of 96 tokens, from submission to the last token, on held-out
+  prompts: adaptive by plain, warm; and the first request of new engines whose
+  programs are in the cache.
 
 Every part is written as it ends, with the goals that it misses. Acceptance is forced
 but in `foreign`, so texts mean nothing there.
@@ -46,21 +49,22 @@ from benchmarks.control_rows import (
     of_sets,
     rates,
     settle,
+    short_line,
     speed_table,
     step_table,
 )
 from benchmarks.cpu_pair import DRAFT, TARGET, warn_unless_quiet
-from benchmarks.measure import decode
+from benchmarks.measure import decode, load_prompts
 from jaxspec.bench.data import BUNDLED, read_prompts
 from jaxspec.bench.measure import Batch, run_batch
-from jaxspec.bench.report import header, write_whole
+from jaxspec.bench.report import header, spread, write_whole
 from jaxspec.config.speculation import ADAPTIVE, FIXED
 from jaxspec.engine.arg_utils import EngineArgs
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.engine.scheduling.batch import Launch
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams
 
-PARTS = ("cells", "step", "ramp", "free", "foreign")
+PARTS = ("cells", "step", "ramp", "free", "foreign", "short")
 RESULT = Path(__file__).with_name("results") / "control-cpu.json"
 MOST_DRAFTS = 5
 CHANCES, BATCHES = (0.0, 0.3, 0.5, 0.7, 0.9), (1, 4, 8, 16)
@@ -72,6 +76,8 @@ PHASE_S, BIN_S = 5.0, 0.1
 # Of `free`: two plain engines of one process differ by up to 5 %, always in the same
 # direction, by where their arrays lie.
 FREE_SETS, FREE_REPEATS = 4, 4
+# Of `short`: prompts of each domain and of our own, new tokens, new engines.
+SHORT_PER_DOMAIN, SHORT_BUNDLED, SHORT_TOKENS, SHORT_SETS = 3, 5, 96, 5
 RAMP_S, RAMP_BIN_S, RAMP_CHANCE = 30.0, 0.5, 0.7
 # What --quick changes: enough to see that everything works, no more.
 QUICK = {"repeats": 1, "num_tokens": 64, "warm_up_s": 0.5, "phase_s": 1.0, "ramp_s": 4}
@@ -107,8 +113,8 @@ class Way(NamedTuple):
 class Engines:
     """The engines of all parts, each made when it is first asked for."""
 
-    def __init__(self, options: argparse.Namespace):
-        self._options = options
+    def __init__(self, options: argparse.Namespace, *, is_warm: bool = True):
+        self._options, self._is_warm = options, is_warm
         self.rounds: dict[LLMEngine, Rounds] = {}
 
     @cached_property
@@ -151,10 +157,11 @@ class Engines:
             **drafts,
         )
         engine = LLMEngine.from_engine_args(args)
-        told = f"{controller or PLAIN}{', forced' if rule else ''}"
-        with tqdm(total=1, desc=f"Programs of {told}") as bar:
-            engine.warm_up(LONGEST_PROMPT)
-            bar.update()
+        if self._is_warm:
+            told = f"{controller or PLAIN}{', forced' if rule else ''}"
+            with tqdm(total=1, desc=f"Programs of {told}") as bar:
+                engine.warm_up(LONGEST_PROMPT)
+                bar.update()
         self.rounds[engine] = Rounds(engine)
         return engine
 
@@ -262,7 +269,7 @@ def bundled_ids(engines: Engines, count: int) -> list[list[int]]:
 
 
 def cells(engines: Engines, options: argparse.Namespace) -> list[dict[str, Any]]:
-    ways = engines.ways(engines.forced, range(MOST_DRAFTS + 1))
+    ways = engines.ways(engines.forced, options.fixed)
     rows = []
     places = list(itertools.product(sizes_of(options, BATCHES), CHANCES))
     for size, chance in tqdm(places, desc="cells"):
@@ -424,6 +431,39 @@ def ramp(engines: Engines, options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def short(engines: Engines, options: argparse.Namespace) -> dict[str, Any]:
+    """Ratios of seconds of single requests: each prompt, and the first of engines."""
+
+    def seconds(way: Way, tokens: list[int]) -> float:
+        params = sampling(SHORT_TOKENS, way.num_drafts, 0.0)
+        return run_batch(way.engine, Batch(prompts=[tokens], params=[params])).elapsed_s
+
+    def by_plain(ways: Ways, tokens: list[int], *, is_reversed: bool) -> float:
+        names = (PLAIN, ADAPTIVE)[:: -1 if is_reversed else 1]
+        found = {name: seconds(ways[name], tokens) for name in names}
+        return found[PLAIN] / found[ADAPTIVE]
+
+    per_domain = 1 if options.quick else SHORT_PER_DOMAIN
+    texts = load_prompts(None, per_domain).by_domain
+    tokenizer = engines.plain.tokenizer
+    prompts = [tokenizer.encode(text) for text in itertools.chain(*texts.values())]
+    prompts += bundled_ids(engines, SHORT_BUNDLED)
+    ways, found = engines.ways(engines.judged, []), list[dict[str, float]]()
+    for number, tokens in enumerate(tqdm(prompts, desc="short")):
+        ratios = [
+            by_plain(ways, tokens, is_reversed=bool((number + repeat) % 2))
+            for repeat in range(options.repeats)
+        ]
+        found.append(spread(ratios))
+    firsts = []
+    for number in tqdm(range(1 if options.quick else SHORT_SETS), desc="first"):
+        own = Engines(options, is_warm=False)
+        new = own.ways(own.judged, [])
+        firsts.append(by_plain(new, prompts[number], is_reversed=bool(number % 2)))
+        own.close()
+    return {"by_plain": found, "first_by_plain": firsts}
+
+
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -437,6 +477,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--max-num-seqs", type=int, default=max(BATCHES), help="no larger batches")
     add("--prompts", type=Path, nargs="+", default=[BUNDLED], help="of `foreign`")
     add("--prompts-per-domain", type=int, default=2)
+    add("--fixed", type=int, nargs="+", default=list(range(MOST_DRAFTS + 1)))
     add("--dtype", default="auto")
     add("--quick", action="store_true", help="one short run of everything")
     parser.set_defaults(phase_s=PHASE_S, ramp_s=RAMP_S)
@@ -466,6 +507,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "ramp": ramp,
         "foreign": foreign,
         "free": free,
+        "short": short,
     }
     for name in options.parts:
         if name == "foreign":
@@ -483,6 +525,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 "ramp, adaptive by "
                 + ", ".join(f"{k} {v:.3f}" for k, v in told.items())
             )
+        elif name == "short":
+            print(short_line(result[name]))
         else:
             print(speed_table(name, result[name]))
     print("\n".join(f"Missed: {told}" for told in result["misses"]))

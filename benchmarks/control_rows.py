@@ -154,9 +154,23 @@ def misses(result: Mapping[str, Any]) -> list[str]:
                 # Who does not notice that nothing is accepted settles too, lower.
                 settled = phase["tokens_per_s"] / phase["plain_tokens_per_s"]
                 at_least(settled, NOT_SLOWER, f"{place}, settled by plain")
+    if "short" in result:
+        lowest = min(one["median"] for one in result["short"]["by_plain"])
+        at_least(lowest, BEST, "short, slowest prompt by plain")
+        at_least(min(result["short"]["first_by_plain"]), BEST, "short, first request")
     if "ramp" in result:
         at_least(result["ramp"]["adaptive_by_plain"], NOT_SLOWER, "ramp, by plain")
     return found
+
+
+def short_line(result: Mapping[str, Any]) -> str:
+    """Prompts' medians by plain, and first requests of new engines."""
+    medians = sorted(one["median"] for one in result["by_plain"])
+    firsts = ", ".join(f"{one:.2f}" for one in result["first_by_plain"])
+    return (
+        f"short, adaptive by plain: median {median(medians):.2f}, prompts "
+        f"{medians[0]:.2f} to {medians[-1]:.2f}; first requests {firsts}"
+    )
 
 
 def place_of(part: str, row: Mapping[str, Any]) -> str:
