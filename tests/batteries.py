@@ -31,7 +31,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from tests.programs import users_flags
+from tests.support.programs import users_flags
 
 ROOT = Path(__file__).parents[1]
 RECORD = ROOT / "benchmarks" / "results" / "batteries.json"

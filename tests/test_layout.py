@@ -66,7 +66,7 @@ TESTED_ELSEWHERE: dict[str, tuple[str, str]] = {
         "Flax modules are made of its variables",
     ),
     "jaxspec/models/network.py": (
-        "tests/oracles.py",
+        "tests/support/oracles.py",
         "models run through it",
     ),
     "jaxspec/models/params.py": (
@@ -134,7 +134,7 @@ TESTED_ELSEWHERE: dict[str, tuple[str, str]] = {
         "its drafts are held against a replay of whole texts",
     ),
     "jaxspec/program/propose/last_row.py": (
-        "tests/e2e/heads.py",
+        "tests/support/heads.py",
         "what it keeps is what the heads' drafts are made of",
     ),
     "jaxspec/program/propose/levels.py": (

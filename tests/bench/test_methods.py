@@ -11,7 +11,7 @@ from jaxspec.bench.forms import Cell
 from jaxspec.bench.methods import answer, method_table, methods_of
 from jaxspec.errors import ConfigError
 from tests.bench.workloads import flags, line_in, use_fake_engine
-from tests.engine.test_arg_utils import TINY, write_model
+from tests.support.model_configs import TINY, write_model
 
 SMALL = ("--output-len", 12, "--num-iters", 2, "--batch-sizes", 1, "--temperatures", 0)
 HEADS: dict[str, dict[str, Any]] = {

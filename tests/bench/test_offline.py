@@ -13,7 +13,7 @@ from jaxspec.errors import ConfigError, RequestError
 from jaxspec.sampling_params import RequestOutputKind
 from jaxspec.text.tokenizer import Tokenizer
 from tests.bench.workloads import flags, use_fake_engine
-from tests.engine.test_llm_engine import make_fake_engine
+from tests.support.fake_engines import make_fake_engine
 
 TARGET = ("--model", "jaxspec/tiny-gemma2")
 FORCED = json.dumps(

@@ -16,7 +16,7 @@ from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.models.matrices import Matrix
 from jaxspec.program.tree import Tree
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams
-from tests.engines import (
+from tests.support.engines import (
     OneProgramRunner,
     generate,
     make_draft_of,

@@ -14,7 +14,7 @@ from jaxspec.bench.figures import form
 from jaxspec.bench.figures.picture import picture
 from jaxspec.bench.report import BenchError
 from tests.bench.workloads import flags
-from tests.serving import PROMPT, Site, site_of
+from tests.support.serving import PROMPT, Site, site_of
 
 
 @pytest.fixture(scope="module")

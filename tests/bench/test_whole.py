@@ -8,7 +8,7 @@ import pytest
 from jaxspec.bench import whole
 from jaxspec.errors import ConfigError
 from tests.bench.workloads import flags, line_in, use_fake_engine
-from tests.engine.test_llm_engine import assert_idle
+from tests.support.fake_engines import assert_idle
 
 
 @pytest.mark.parametrize("drafts", [0, 3])

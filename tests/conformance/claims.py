@@ -25,8 +25,8 @@ from jaxspec.sampling_params import SamplingParams, StructuredOutputsParams
 from jaxspec.sharding import make_mesh
 from tests.conformance import distribution, proposers
 from tests.conformance.proposers import PROPOSERS
-from tests.e2e import heads, pair
-from tests.engines import (
+from tests.support import heads, pair
+from tests.support.engines import (
     OneProgramRunner,
     OneShapeRunner,
     generate,

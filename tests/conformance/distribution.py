@@ -15,8 +15,8 @@ import torch
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams
 from tests.conformance import proposers
-from tests.engines import MICRO, generate, tokens_of, with_settings
-from tests.laws import check_counts, filtered_law
+from tests.support.engines import MICRO, generate, tokens_of, with_settings
+from tests.support.laws import check_counts, filtered_law
 
 VOCAB = int(MICRO["vocab_size"])
 # Tokens of a text: as many as a prompt's launch and a whole round make.

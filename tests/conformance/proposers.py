@@ -15,8 +15,8 @@ from jaxspec.engine.program_cache import ProgramCache
 from jaxspec.engine.runner import Runner
 from jaxspec.sampling_params import SamplingParams
 from jaxspec.sharding import make_mesh
-from tests.e2e import heads, pair
-from tests.engines import (
+from tests.support import heads, pair
+from tests.support.engines import (
     MICRO,
     OneGreedyProgramRunner,
     OneProgramRunner,

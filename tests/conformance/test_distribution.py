@@ -9,7 +9,7 @@ import pytest
 
 from tests.conformance import distribution, proposers
 from tests.conformance.distribution import CONTROLS, RULES, acceptance_of
-from tests.engines import make_draft_of, with_draft
+from tests.support.engines import make_draft_of, with_draft
 
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 NAME = "draft model"

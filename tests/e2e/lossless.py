@@ -31,8 +31,8 @@ from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.engine.runner import Runner
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams
 from tests.conformance.proposers import LARGEST_TREE, LOOKUP, TREE
-from tests.e2e import pair
-from tests.engines import (
+from tests.support import pair
+from tests.support.engines import (
     OneGreedyProgramRunner,
     OneShapeRunner,
     generate,
@@ -115,6 +115,18 @@ class Cut:
     def count(self, batch: int) -> int:
         """Prompts played at a batch size."""
         return min(self.alone, self.num_prompts) if batch == 1 else self.num_prompts
+
+
+# What `make test` plays.
+SHORT = Cut(
+    num_prompts=24,
+    num_tokens=32,
+    proposers=("ngram+draft_model",),
+    drafts=(3,),
+    batches=(8,),
+    is_optimized=False,
+    has_one_program=True,
+)
 
 
 @dataclass(frozen=True, kw_only=True)

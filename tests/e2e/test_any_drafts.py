@@ -9,8 +9,8 @@ from jaxspec.config.speculation import ADAPTIVE
 from jaxspec.program.wire import CaughtUp
 from jaxspec.sampling_params import SamplingParams
 from tests.conformance.claims import with_random_policy
-from tests.e2e import pair
-from tests.engines import generate, tokens_of
+from tests.support import pair
+from tests.support.engines import generate, tokens_of
 
 LENGTH = 40
 

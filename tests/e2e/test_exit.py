@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.programs import quick_environment
+from tests.support.programs import quick_environment
 
 ROOT = Path(__file__).parents[2]
 # Runs of each script in `make test`, and of a slow test.

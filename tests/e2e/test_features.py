@@ -11,10 +11,10 @@ import pytest
 from jaxspec.engine.runner import Runner
 from jaxspec.program.plan import Features, TokenControls
 from jaxspec.program.wire import TokenLogprobs
-from tests.e2e import pair
-from tests.launches import Played, play, request
-from tests.laws import controlled
-from tests.oracles import hf_logits
+from tests.support import pair
+from tests.support.launches import Played, play, request
+from tests.support.laws import controlled
+from tests.support.oracles import hf_logits
 
 pytestmark = pytest.mark.slow  # four programs to compile
 

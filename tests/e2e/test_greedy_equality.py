@@ -9,8 +9,8 @@ import pytest
 
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.sampling_params import SamplingParams
-from tests.e2e import pair
-from tests.engines import generate, make_engine, tokens_of, with_settings
+from tests.support import pair
+from tests.support.engines import generate, make_engine, tokens_of, with_settings
 
 LENGTH = 64
 GREEDY = SamplingParams(temperature=0, max_tokens=LENGTH, ignore_eos=True)

@@ -16,9 +16,8 @@ from jaxspec.sampling_params import SamplingParams
 from jaxspec.sharding import TARGET_MESH_AXES, make_mesh
 from tests.conformance import claims, proposers
 from tests.conformance.claims import STEM
-from tests.e2e import heads, pair
-from tests.e2e.heads import KINDS, NUM_DRAFT
-from tests.engines import (
+from tests.support import heads, pair
+from tests.support.engines import (
     OneGreedyProgramRunner,
     generate,
     load_weights,
@@ -26,6 +25,7 @@ from tests.engines import (
     with_params,
     with_settings,
 )
+from tests.support.heads import KINDS, NUM_DRAFT
 
 LENGTH = 24
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)

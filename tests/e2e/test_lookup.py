@@ -12,8 +12,8 @@ from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.outputs import RequestOutput
 from jaxspec.sampling_params import SamplingParams
 from tests.conformance import claims, proposers
-from tests.e2e import pair
-from tests.engines import (
+from tests.support import pair
+from tests.support.engines import (
     OneProgramRunner,
     generate,
     make_engine,
@@ -21,7 +21,7 @@ from tests.engines import (
     with_draft,
     with_settings,
 )
-from tests.oracles import make_hf_model
+from tests.support.oracles import make_hf_model
 
 LENGTH = 64
 GREEDY = SamplingParams(temperature=0, max_tokens=LENGTH, ignore_eos=True)

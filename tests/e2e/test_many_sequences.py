@@ -15,7 +15,7 @@ from jaxspec.engine.scheduling.shapes import FIRST_CHUNK
 from jaxspec.program import forward, verify
 from jaxspec.program.plan import TILE
 from jaxspec.sampling_params import SamplingParams
-from tests.engines import (
+from tests.support.engines import (
     OneProgramRunner,
     generate,
     make_engine,

@@ -14,9 +14,9 @@ import pytest
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.outputs import CompletionOutput, RequestOutput
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams
-from tests.e2e import pair
-from tests.engines import StubTokenizer, make_engine, with_settings
-from tests.oracles import hf_logits
+from tests.support import pair
+from tests.support.engines import StubTokenizer, make_engine, with_settings
+from tests.support.oracles import hf_logits
 
 PROMPTS = pair.prompts(4, seed=5)
 MAX_TOKENS = 14

@@ -16,9 +16,14 @@ from jaxspec.sampling_params import SamplingParams
 from tests.conformance import claims, proposers
 from tests.conformance.claims import STEM
 from tests.conformance.proposers import MASK
-from tests.e2e import heads, pair
-from tests.engines import OneGreedyProgramRunner, generate, tokens_of, with_settings
-from tests.oracles import hf_logits
+from tests.support import heads, pair
+from tests.support.engines import (
+    OneGreedyProgramRunner,
+    generate,
+    tokens_of,
+    with_settings,
+)
+from tests.support.oracles import hf_logits
 
 NUM_DRAFT, LENGTH = pair.NUM_DRAFT, 32
 GEMMA3 = "draft model, Gemma 3"

@@ -13,7 +13,7 @@ from jaxspec import LLM
 from jaxspec.engine import loader
 from jaxspec.engine.model_folders import BUNDLED_DRAFT, BUNDLED_TARGET
 from jaxspec.sampling_params import SamplingParams
-from tests.engines import QuickRunner
+from tests.support.engines import QuickRunner
 
 PROMPTS = [
     "<start_of_turn>user\nTell me a story about a fox.<end_of_turn>\n",

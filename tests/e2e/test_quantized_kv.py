@@ -28,15 +28,15 @@ from jaxspec_checkpoints import open_checkpoint
 from jaxspec_kernels import native
 from jaxspec_kernels.bits import ScaledPages
 from tests.conformance.proposers import TREE
-from tests.e2e import heads, pair
-from tests.engines import (
+from tests.support import heads, pair
+from tests.support.engines import (
     OneProgramRunner,
     OneShapeRunner,
     generate,
     make_engine,
     tokens_of,
 )
-from tests.oracles import PagedModel
+from tests.support.oracles import PagedModel
 
 KINDS = ("int8", "fp8")
 PLACE = "In the city of Paris there are many museums, and people who like to walk."

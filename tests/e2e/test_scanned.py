@@ -21,9 +21,8 @@ from jaxspec_checkpoints import open_checkpoint
 from jaxspec_checkpoints.writing import write_checkpoint
 from jaxspec_kernels import native
 from tests.checkpoints.models import write_tiny
-from tests.e2e import pair
-from tests.e2e.test_several_rounds import at_most
-from tests.engines import (
+from tests.support import pair
+from tests.support.engines import (
     OneGreedyProgramRunner,
     OneProgramRunner,
     OneShapeRunner,
@@ -32,9 +31,10 @@ from tests.engines import (
     make_engine,
     tokens_of,
 )
-from tests.oracles import make_hf_model
-from tests.program.test_step import SHARDED, materialized, num_bytes, num_parameters
-from tests.programs import READERS_COMPILER
+from tests.support.oracles import make_hf_model
+from tests.support.programs import READERS_COMPILER
+from tests.support.rounds import at_most
+from tests.support.step_programs import SHARDED, materialized, num_bytes, num_parameters
 
 NUM_DRAFT = 3
 NUM_ROUNDS = 4  # of a launch

@@ -10,8 +10,8 @@ import pytest
 from jaxspec.sampling_params import SamplingParams
 from tests.conformance import proposers
 from tests.conformance.claims import CONTROLS
-from tests.e2e import pair
-from tests.engines import generate, make_engine, tokens_of, with_settings
+from tests.support import pair
+from tests.support.engines import generate, make_engine, tokens_of, with_settings
 
 
 def seeded(number: int, **changes: Any) -> SamplingParams:

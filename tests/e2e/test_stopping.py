@@ -12,9 +12,9 @@ import pytest
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.outputs import RequestOutput
 from jaxspec.sampling_params import SamplingParams
-from tests.e2e import pair
-from tests.engines import generate, tokens_of
-from tests.oracles import hf_logits
+from tests.support import pair
+from tests.support.engines import generate, tokens_of
+from tests.support.oracles import hf_logits
 
 LENGTH = 40
 KINDS = ("noisy", "same")

@@ -12,8 +12,14 @@ from jaxspec.config.token_tree import MAX_NODES, Hits, Place, count_ranks
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.sampling_params import SamplingParams, StructuredOutputsParams
 from tests.conformance import claims, proposers
-from tests.e2e import pair
-from tests.engines import generate, make_engine, tokens_of, with_draft, with_settings
+from tests.support import pair
+from tests.support.engines import (
+    generate,
+    make_engine,
+    tokens_of,
+    with_draft,
+    with_settings,
+)
 
 LENGTH = 48
 GREEDY = SamplingParams(temperature=0, max_tokens=LENGTH, ignore_eos=True)

@@ -14,9 +14,8 @@ from jaxspec.engine import loader
 from jaxspec.engine.model_folders import BUNDLED_DRAFT, BUNDLED_TARGET
 from jaxspec.sampling_params import SamplingParams, StructuredOutputsParams
 from tests.conformance import claims, distribution, proposers
-from tests.e2e import heads, pair
-from tests.e2e.pair import KEPT
-from tests.engines import (
+from tests.support import heads, pair
+from tests.support.engines import (
     FIRST_CHARACTER,
     OneProgramRunner,
     QuickGreedyRunner,
@@ -25,7 +24,8 @@ from tests.engines import (
     tokens_of,
     with_settings,
 )
-from tests.oracles import hf_logits
+from tests.support.oracles import hf_logits
+from tests.support.pair import KEPT
 
 
 def params_of(count: int, **changes: Any) -> list[SamplingParams]:

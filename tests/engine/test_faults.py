@@ -10,7 +10,7 @@ from jaxspec.errors import EngineDeadError
 from jaxspec.outputs import CompletionOutput, RequestOutput
 from jaxspec.program.plan import StepShape
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams
-from tests.engine.test_llm_engine import assert_idle, make_fake_engine, run_all, said
+from tests.support.fake_engines import assert_idle, make_fake_engine, run_all, said
 
 POISON = 15
 PROMPTS = [[2, 3, 4], [2, 3, 5], [2, 6, 4]]

@@ -13,8 +13,8 @@ from jaxspec.engine.scheduling.batch import Launch
 from jaxspec.engine.scheduling.pacing import MAX_LAUNCH_S
 from jaxspec.engine.scheduling.request import Request
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams
-from tests.engine.test_llm_engine import make_fake_engine, run_one
-from tests.loops import Loop, make_config, make_request, make_requests
+from tests.support.fake_engines import make_fake_engine, run_one
+from tests.support.loops import Loop, make_config, make_request, make_requests
 
 STEPS = 4
 CONFIGS: dict[str, dict[str, Any]] = {

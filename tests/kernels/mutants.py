@@ -18,7 +18,7 @@ from jaxspec_kernels.paged_attention.gpu_tiles import Tiles
 from tests.kernels.oracle import EXACT, SMALL, UNOPTIMISED, Call, build, error
 from tests.kernels.test_paged_attention import test_walk_visits_only_blocks_in_reach
 from tests.kernels.test_paged_attention_tpu import run_strictly, strict_case
-from tests.mutation import Mutant
+from tests.support.mutation import Mutant
 
 BUGS = (
     "mask off by one",

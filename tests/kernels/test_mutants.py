@@ -4,7 +4,7 @@ import pytest
 
 from tests.batteries import members
 from tests.kernels.mutants import BUGS, CHECKS, MUTANTS
-from tests.mutation import applied, is_killed
+from tests.support.mutation import applied, is_killed
 
 EXAMPLE = "tpu: missing rescale"
 

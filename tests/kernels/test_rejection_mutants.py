@@ -4,7 +4,7 @@ import pytest
 
 from tests.batteries import members
 from tests.kernels.rejection_mutants import CHECKS, MUTANTS, rounds
-from tests.mutation import applied, is_killed
+from tests.support.mutation import applied, is_killed
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 from jaxspec.bench.acceptance import Acceptance
 from jaxspec.bench.online.scrape import Scrape, read_scrape
 from jaxspec.engine.metrics import EngineMetrics
-from tests.engine.test_llm_engine import make_fake_engine, run_all
+from tests.support.fake_engines import make_fake_engine, run_all
 
 VLLM = """\
 # HELP vllm:spec_decode_num_drafts_total Number of spec decoding drafts.

@@ -27,9 +27,8 @@ from jaxspec.engine.speculation.policy import Choice, SpeculationPolicy
 from jaxspec.outputs import RequestStateStats
 from jaxspec.program.plan import MAX_CONTROLLED, TILE, Features, TokenControls
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams
-from tests.engine.scheduling.test_request import make_request as make_waiting
-from tests.fake_device import FakeDevice
-from tests.loops import (
+from tests.support.fake_device import FakeDevice
+from tests.support.loops import (
     MODEL,
     Loop,
     SomePrograms,
@@ -38,6 +37,7 @@ from tests.loops import (
     make_requests,
     run_traffic,
 )
+from tests.support.requests import make_request as make_waiting
 
 CONFIGS = {
     "base": {},

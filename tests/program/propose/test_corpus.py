@@ -14,7 +14,7 @@ from jaxspec.program.propose.corpus import AFTER, BEFORE, KEYS, Corpus
 from jaxspec.program.propose.matches import Matches
 from jaxspec.program.rows import Active
 from tests.kernels.oracle import UNOPTIMISED
-from tests.program.propose.test_ngram import in_pages
+from tests.support.lookups import in_pages
 
 NUM_NEW = 5
 PROMPT = 4

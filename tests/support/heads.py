@@ -35,9 +35,9 @@ from jaxspec.train.methods import (
     MedusaMethod,
 )
 from jaxspec.train.target import Target
-from tests.e2e import pair
-from tests.engines import make_engine
-from tests.programs import QUICK_COMPILER
+from tests.support import pair
+from tests.support.engines import make_engine
+from tests.support.programs import QUICK_COMPILER
 
 VOCAB, HIDDEN = int(pair.SIZES["vocab_size"]), int(pair.SIZES["hidden_size"])
 NUM_DRAFT = 3
