@@ -40,7 +40,6 @@ NO_CATCH_UP = "nothing to catch up with"
 IN_LOSSLESS = "the lossless battery runs it on every path"
 ELSEWHERE = "test_features.py, test_parameters.py and test_grammars.py"
 SEEDED = "test_seeded.py compares 256 mixes of filters"
-SPLIT_ELSEWHERE = "test_scanned.py, and by every proposer that runs a draft model"
 NO_ARRAYS = "has no arrays that devices could split"
 GREEDY_PROGRAM = "its shared program is for greedy requests alone"
 
@@ -61,7 +60,7 @@ class Row:
 
 
 def _devices(num_devices: int, num_draft_devices: int, quick: tuple[str, ...]) -> Row:
-    every = (*HEADS, "pard", "trimmed", GEMMA3)
+    every = ("draft model", "pard", "trimmed", *HEADS, GEMMA3)
     return Row(
         check=partial(
             claims.devices_equal_one,
@@ -71,9 +70,9 @@ def _devices(num_devices: int, num_draft_devices: int, quick: tuple[str, ...]) -
         quick=quick,
         slow=tuple(name for name in every if name not in quick),
         omitted={
-            SPLIT_ELSEWHERE: ("draft model", *QUANTIZED, "n-gram + draft model"),
             NO_ARRAYS: ("n-gram", "suffix"),
             SAME_PATH: (
+                *(*QUANTIZED, "n-gram + draft model"),
                 *PARD,
                 *TRIMMED,
                 *HEAD_BRANCHES,
@@ -213,6 +212,7 @@ TABLE: dict[str, Row] = {
             SAME_PATH: (*QUANTIZED, *TRIMMED[:2], TRIMMED[4], PARD[0]),
         },
     ),
+    "two devices with a draft on one equal one": _devices(2, 1, quick=()),
     "eight devices equal one": _devices(8, 8, quick=()),
     "eight devices with a draft on two equal one": _devices(8, 2, quick=(GEMMA3,)),
     **{f"positions follow the target, {rule}": _distribution(rule) for rule in RULES},

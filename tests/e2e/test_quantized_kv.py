@@ -66,6 +66,9 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
+QUICK = [("int8", "tree"), ("fp8", "chain")]
+
+
 def params() -> list[SamplingParams]:
     return [
         SamplingParams(
@@ -102,15 +105,12 @@ def plain(kind: str, way: str) -> list[list[int]]:
 @pytest.mark.parametrize(
     ("kind", "way"),
     [
-        ("int8", "chain"),
-        ("int8", "tree"),
-        ("fp8", "chain"),
-        *(
-            pytest.param(kind, way, marks=pytest.mark.slow)
-            for kind in KINDS
-            for way in WAYS
-            if way not in ("chain", "tree") or (kind, way) == ("fp8", "tree")
-        ),
+        pytest.param(
+            *(kind, way),
+            marks=() if (kind, way) in QUICK else pytest.mark.slow,
+        )
+        for kind in KINDS
+        for way in WAYS
     ],
 )
 def test_texts_with_drafts_are_those_of_plain_decoding(kind, way):

@@ -128,9 +128,8 @@ def test_texts_and_log_probabilities_are_equal(drafts):
     assert stats[1].acceptance_rate > 0.03
 
 
-@pytest.mark.parametrize(
-    "kind", ["greedy", pytest.param("seeded", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["greedy", "seeded"])
 def test_several_rounds_in_a_launch_say_what_single_ones_do(kind):
     """A loop over rounds, in each of them loops over layers and over drafts."""
     prompts = pair.prompts(2, longest=20)
@@ -163,7 +162,8 @@ def test_several_rounds_in_a_launch_say_what_single_ones_do(kind):
         assert pair.greedy_margin(*both, model=target()) > pair.MIN_MARGIN
 
 
-@pytest.mark.parametrize("draft_shards", [2, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("draft_shards", [2, 8])
 def test_eight_devices_say_what_huggingface_does(draft_shards):
     sizes = SHARDED | dict(num_hidden_layers=4)
     model = make_hf_model(seed=3, **sizes)

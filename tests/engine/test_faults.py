@@ -51,8 +51,8 @@ def fail(runner: Any, name: str, *, after: int, times: int = 1) -> None:
 
 
 @pytest.mark.parametrize("where", ["launch", "fetch"])
-@pytest.mark.parametrize("after", [0, 1, 2, 5])
-@pytest.mark.parametrize("num_seqs", [2, 4])
+@pytest.mark.parametrize("after", [0, 1, pytest.param(2, marks=pytest.mark.slow), 5])
+@pytest.mark.parametrize("num_seqs", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_failure_with_drafts_costs_the_drafts(where, after, num_seqs):
     engine, runner = make_fake_engine(num_draft_tokens=3, max_num_seqs=num_seqs)
     add(engine)

@@ -14,15 +14,10 @@ import pytest
 
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.program.plan import Features, StepShape
-from jaxspec.sampling_params import SamplingParams
 from jaxspec_kernels import write_kv_pages
 from tests.support import pair
 from tests.support.engines import (
-    OneGreedyProgramRunner,
-    generate,
     make_engine,
-    tokens_of,
-    with_draft,
 )
 from tests.support.oracles import make_hf_model
 from tests.support.programs import READERS_COMPILER, USERS_COMPILER
@@ -215,38 +210,25 @@ def test_without_drafts_the_draft_model_costs_nothing(num_seqs):
 
 @pytest.mark.parametrize(
     ("shards", "draft_shards"),
-    [
-        pytest.param(2, 1, marks=pytest.mark.slow),
-        (8, 2),
-        pytest.param(8, 8, marks=pytest.mark.slow),
-    ],
+    [(2, 1), (8, 2), (8, 8)],
 )
-def test_devices_that_share_a_model_say_what_one_says(shards, draft_shards):
+def test_models_and_pages_are_split_over_devices(shards, draft_shards):
+    """That texts stay the same is a claim of `tests/conformance`."""
     target, draft = make_hf_model(seed=3, **SHARDED), make_hf_model(seed=4, **SHARDED)
-    prompts = pair.prompts(4)
-    params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
     engine = make_engine(
         target,
         draft,
         num_draft_tokens=3,
         tensor_parallel_size=shards,
         draft_tensor_parallel_size=draft_shards,
-        runner=OneGreedyProgramRunner,
         **pair.settings(max_num_seqs=3),
     )
-    for made in (engine, own := with_draft(engine, target)):
-        target_params, (draft_params,) = made.runner.params
-        assert draft_params is not None
-        assert num_shards(target_params["embedding"].values) == shards
-        assert num_shards(draft_params["embedding"].values) == draft_shards
-        pages = made.runner.state.target_pages[0]
-        assert isinstance(pages, jax.Array) and num_shards(pages) == shards
-        for both in zip(
-            prompts, tokens_of(generate(made, prompts, params)), strict=True
-        ):
-            # HuggingFace says the same, on one device.
-            assert pair.greedy_margin(*both, model=target) > pair.MIN_MARGIN
-    assert own.stats.acceptance_rate == 1.0
+    target_params, (draft_params,) = engine.runner.params
+    assert draft_params is not None
+    assert num_shards(target_params["embedding"].values) == shards
+    assert num_shards(draft_params["embedding"].values) == draft_shards
+    pages = engine.runner.state.target_pages[0]
+    assert isinstance(pages, jax.Array) and num_shards(pages) == shards
 
 
 def num_shards(array: jax.Array) -> int:
