@@ -101,17 +101,6 @@ def plain_texts(
     return texts
 
 
-def check_equal(engine: LLMEngine, params: Any, texts: Any = None) -> None:
-    """Assert that an engine generates the texts of plain decoding."""
-    if texts is None:
-        plain = with_settings(pair.plain_engine())
-        texts = tokens_of(generate(plain, prompts(), params))
-    assert tokens_of(generate(engine, prompts(), params)) == texts
-    assert engine.stats.num_draft_tokens > 20
-    engine.scheduler.check_idle()
-    heads.heard()
-
-
 def check_side_branches(name: str, engine: LLMEngine) -> None:
     has_any = engine.stats.num_beside_tokens > 0
     assert has_any == PROPOSERS[name].has_side_branches
@@ -238,17 +227,28 @@ def preemption_caching_and_aborts_change_nothing(name: str) -> None:
 
 
 def drafting_stops_and_resumes(name: str) -> None:
-    """Above `disable_by_batch_size`; a draft model then catches up in tiles."""
-    proposer = PROPOSERS[name]
-    texts = plain_texts(is_greedy=proposer.is_greedy)
-    params = mixed_params(len(prompts()), is_greedy=proposer.is_greedy)
+    """While two rows run and others wait; a draft model then catches up in tiles."""
+    some, params = pair.prompts(5, seed=3), []
+    for index, length in enumerate((60, 14, 14, 14, 60)):
+        kind = dict(temperature=0) if index % 2 else dict(temperature=0.9, seed=index)
+        both: dict[str, Any] = dict(max_tokens=length, ignore_eos=True)
+        params.append(SamplingParams(**both | kind))
+    expected = tokens_of(generate(pair.plain_engine(), some, params))
+    has_model = PROPOSERS[name].draft is not None
     for index, engine in enumerate(engines_of(name, disable_by_batch_size=2)):
         with pair.recorded(engine) as rounds:
-            assert tokens_of(generate(engine, prompts(), params)) == texts
-        counts = {shape.num_draft_tokens for plan, shape, _ in rounds if plan.decode}
-        assert counts == {0, engine.config.num_draft_tokens}
-        has_caught_up = any(shape.is_catch_up for _, shape, _ in rounds)
-        assert has_caught_up == (proposer.draft is not None)
+            assert tokens_of(generate(engine, some, params)) == expected
+        plain, drafting, caught_up = [], [], []
+        for number, (plan, shape, _) in enumerate(rounds):
+            if shape.is_catch_up:
+                caught_up.append(number)
+            elif shape.num_draft_tokens:
+                assert shape.num_draft_tokens == engine.config.num_draft_tokens
+                drafting.append(number)
+            elif plan.decode:
+                plain.append(number)
+        assert len(plain) > 10 and len(drafting) > 10
+        assert has_model == any(plain[0] < one < drafting[-1] for one in caught_up)
         assert index == 0 or engine.stats.acceptance_rate == 1.0
         engine.scheduler.check_idle()
 

@@ -141,8 +141,8 @@ TABLE: dict[str, Row] = {
     ),
     "drafting stops in a crowd and resumes": Row(
         check=claims.drafting_stops_and_resumes,
-        quick=("n-gram + draft model",),
-        slow=("draft model", "pard", "n-gram", "suffix", "suffix + draft model"),
+        quick=("draft model", "n-gram + draft model"),
+        slow=("pard", "n-gram", "suffix", "suffix + draft model"),
         omitted={
             SAME_PATH: (*(*PARD, "trimmed", *TRIMMED, *QUANTIZED, *BRANCHES, GEMMA3),),
             NO_CATCH_UP: (*HEADS, *HEAD_BRANCHES),

@@ -3,8 +3,6 @@
 float32, and only prompts on which no two logits lie so close that rounding decides.
 """
 
-from typing import Any
-
 import pytest
 
 from jaxspec.engine.llm_engine import LLMEngine
@@ -41,7 +39,9 @@ def test_unrelated_draft_changes_nothing(prompts, texts):
 
 def test_drafts_of_several_lengths_share_a_batch(prompts, texts):
     wishes = [(None, 0, 1, 3)[index % 4] for index in range(len(prompts))]
-    params = [greedy(num_draft=wish) for wish in wishes]
+    params = [GREEDY.clone() for _ in wishes]
+    for own, wish in zip(params, wishes, strict=True):
+        own.extra_args = None if wish is None else {"num_speculative_tokens": wish}
     engine = pair.engine("same")
     outputs = generate(engine, prompts, params)
     assert tokens_of(outputs) == texts
@@ -55,45 +55,6 @@ def test_drafts_of_several_lengths_share_a_batch(prompts, texts):
             assert metrics.acceptance_rate == 1.0
             most = (3 if wish is None else wish) + 1
             assert metrics.mean_acceptance_length == pytest.approx(most, rel=0.05)
-
-
-def greedy(*, num_draft: int | None = None, **changes: Any) -> SamplingParams:
-    values: dict[str, Any] = dict(temperature=0, max_tokens=LENGTH, ignore_eos=True)
-    if num_draft is not None:
-        values["extra_args"] = {"num_speculative_tokens": num_draft}
-    return SamplingParams(**(values | changes))
-
-
-@pytest.mark.parametrize("kind", ["noisy", "same"])
-def test_drafting_stops_in_a_crowd_and_comes_back(kind, prompts, texts):
-    """Two rows run and others wait: no drafts. The draft then catches up by tiles."""
-    chosen = [0, 3, 6, 9, 12]
-    lengths = [60, 14, 14, 14, 60]
-    params = [greedy(max_tokens=length) for length in lengths]
-    engine = pair.engine(kind, disable_by_batch_size=2)
-    with pair.recorded(engine) as rounds:
-        outputs = generate(engine, [prompts[index] for index in chosen], params)
-    assert tokens_of(outputs) == [
-        texts[index][:length] for index, length in zip(chosen, lengths, strict=True)
-    ]
-    plain = [
-        index
-        for index, (plan, shape, _) in enumerate(rounds)
-        if plan.decode and not shape.num_draft_tokens
-    ]
-    drafting = [
-        index for index, (_, shape, _) in enumerate(rounds) if shape.num_draft_tokens
-    ]
-    caught_up = [
-        index for index, (_, shape, _) in enumerate(rounds) if shape.is_catch_up
-    ]
-    assert len(plain) > 10
-    assert len(drafting) > 10
-    assert any(plain[0] < index < drafting[-1] for index in caught_up)
-    if kind == "same":
-        assert engine.stats.acceptance_rate == 1.0
-    else:
-        assert engine.stats.acceptance_rate > 0.3
 
 
 def many_prompts(count: int) -> tuple[list[list[int]], list[list[int]]]:
