@@ -6,11 +6,11 @@ from jaxspec.engine.speculation.constants import CONSTANTS
 class LossBudget:
     """Device seconds that may be lost, at batches of about one size.
 
-    The budget earns a share of the device's time. An exploration is paid in full before
-    it begins, as if it brought nothing. Rounds with drafts that lose against plain
-    decoding add to a deficit, which rounds that win reduce. A deficit of more than
-    `loss_rounds` plain rounds closes the budget: it is subtracted, and nothing is
-    drafted until the budget is even again.
+    The budget earns a share of the device's time. Rounds with drafts that lose against
+    plain decoding add to a deficit, which rounds that win reduce. What is earned repays
+    the deficit first; the rest pays for explorations, each in full before it begins, as
+    if it brought nothing. A deficit of more than `loss_rounds` plain rounds closes the
+    budget: it is subtracted, and nothing is drafted until the budget is even again.
 
     Attributes:
         is_closed: Drafts have lost too much.
@@ -24,8 +24,9 @@ class LossBudget:
     def earn(self, seconds: float) -> None:
         """Add the share of some seconds of the device."""
         share_s = CONSTANTS.max_loss * seconds
-        self._balance_s += share_s
-        self._deficit_s = max(self._deficit_s - share_s, 0.0)
+        repaid_s = min(self._deficit_s, share_s)
+        self._deficit_s -= repaid_s
+        self._balance_s += share_s - repaid_s
         self.is_closed &= self._balance_s < 0
 
     def can_pay(self, price_s: float) -> bool:

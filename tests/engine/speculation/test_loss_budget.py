@@ -21,6 +21,15 @@ def test_payment_leaves_nothing_for_the_next():
     assert not budget.can_pay(1e-9)
 
 
+def test_deficit_is_repaid_before_an_exploration():
+    budget = LossBudget()
+    budget.add(-0.03, plain_s=0.01)
+    budget.earn(3.0)
+    assert not budget.can_pay(0.001)
+    budget.earn(1.0)
+    assert budget.can_pay(0.0099)
+
+
 def test_budget_closes_on_a_deficit_and_opens_when_it_is_repaid():
     budget, plain_s = LossBudget(), 0.01
     for _ in range(int(CONSTANTS.loss_rounds) - 1):
