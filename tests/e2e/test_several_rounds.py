@@ -12,7 +12,8 @@ from jaxspec.engine.scheduling import pacing
 from jaxspec.outputs import RequestOutput
 from jaxspec.program.plan import StepPlan, StepShape
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams
-from tests.e2e import lossless, pair
+from tests.e2e import lossless
+from tests.support import pair
 from tests.support.engines import generate, make_engine, tokens_of, with_settings
 from tests.support.rounds import STEPS, at_most
 
