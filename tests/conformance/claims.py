@@ -47,6 +47,7 @@ CONTROLS: list[dict[str, Any]] = [
 ]
 # Shared by prompts, so that whole pages are found in the prefix cache.
 STEM = [5, 9, 33, 12, 8, 40, 7, 22, 19, 3, 50, 31, 6, 17, 60, 25]
+BOTH_RULES = ("draft model", "tree", "n-gram + draft model")
 # Frequent in the target's texts.
 FREQUENT = [45, 41]
 
@@ -54,8 +55,8 @@ FREQUENT = [45, 41]
 @functools.cache
 def prompts() -> list[list[int]]:
     """Prompts of one token to three chunks; the last ones repeat themselves."""
-    repeating = [(one * 40)[:40] for one in pair.prompts(5, longest=15)]
-    return pair.prompts(10, longest=70) + repeating
+    repeating = [(one * 40)[:40] for one in pair.prompts(4, longest=15)]
+    return pair.prompts(8, longest=70) + repeating
 
 
 def mixed_params(
@@ -107,16 +108,20 @@ def check_side_branches(name: str, engine: LLMEngine) -> None:
 
 
 def texts_equal_plain_decoding(name: str) -> None:
-    """In batches and in chunks, by both rules, whatever number of drafts is wanted."""
+    """In batches and in chunks, whatever number of drafts is wanted.
+
+    The rule for other requests changes nothing here; some proposers run both.
+    """
     proposer = PROPOSERS[name]
     texts = plain_texts(proposer.family, is_greedy=proposer.is_greedy)
     params = mixed_params(len(prompts()), is_greedy=proposer.is_greedy)
-    for rule in ("standard", "block"):
+    for rule in ("standard", "block") if name in BOTH_RULES else ("block",):
         engine = proposers.engine(name, rejection_sample_method=rule)
         outputs = generate(engine, prompts(), params)
         assert tokens_of(outputs) == texts
         assert engine.stats.num_draft_tokens > 100
-        assert engine.stats.num_accepted_tokens > 0
+        if proposer.head is None:
+            assert engine.stats.num_accepted_tokens > 0
         assert engine.stats.acceptance_rate < proposer.at_most
         check_side_branches(name, engine)
         engine.scheduler.check_idle()
@@ -198,12 +203,11 @@ def texts_end_within_rounds(name: str) -> None:
                 found = [*map(_ended, generate(engine, given, params))]
             assert found == expected, kind
             engine.scheduler.check_idle()
-            if index == 1:
-                # Drafts past an end are none, also where the host has not read it.
-                assert kind == "stop strings" or engine.stats.acceptance_rate == 1.0
-                assert kind != "stop tokens" or any(
-                    is_end_in_run(*one) for one in rounds
-                )
+            if index == 1 and kind == "length":
+                # No draft is beyond an end, also before the host has read how near it is.
+                assert engine.stats.acceptance_rate == 1.0
+            if index == 1 and kind == "stop tokens":
+                assert any(is_end_in_run(*one) for one in rounds)
 
 
 def preemption_caching_and_aborts_change_nothing(name: str) -> None:

@@ -166,7 +166,7 @@ PROPOSERS: dict[str, Proposer] = {
     "tree": _model(tree=TREE, micro=dict(tree=MICRO_TREE)),
     "tree, scanned": _model(tree=TREE, scan_layers=True),
     "largest tree": _model(tree=LARGEST_TREE),
-    "n-gram, tree": _lookup(lookup=LOOKUP, tree=TREE, runner=OneShapeRunner),
+    "n-gram, tree": _lookup(lookup=LOOKUP, tree=TREE),
     "n-gram + draft model, leaves": _lookup(
         lookup=LOOKUP, draft="noisy", num_side_leaves=1, runner=OneShapeRunner
     ),

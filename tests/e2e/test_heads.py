@@ -52,7 +52,7 @@ def check_drafts(engine: LLMEngine, prompt: list[int], text: list[int]) -> int:
 
 def check_all_drafts(engine: LLMEngine) -> None:
     """After prompts of one token and of several chunks, and rounds of any end."""
-    for prompt in ([7], claims.prompts()[-6], list(range(3, 36)) * 3):
+    for prompt in ([7], pair.prompts(10, longest=70)[-1], list(range(3, 36)) * 3):
         heads.heard()
         fresh = with_settings(engine)
         (text,) = tokens_of(generate(fresh, [prompt], greedy(12)))

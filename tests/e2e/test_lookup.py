@@ -11,7 +11,7 @@ import pytest
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.outputs import RequestOutput
 from jaxspec.sampling_params import SamplingParams
-from tests.conformance import claims, proposers
+from tests.conformance import proposers
 from tests.support import pair
 from tests.support.engines import (
     OneProgramRunner,
@@ -36,6 +36,12 @@ KINDS = (
 REPEATING_PROMPTS = [[5, 6, 7], [9, 8, 3, 4] * 4, [11] * 9, [20, 21]]
 
 
+def prompts() -> list[list[int]]:
+    """Random ones, and ones that repeat themselves."""
+    random = pair.prompts(8)
+    return random + [(prompt * 40)[:40] for prompt in pair.prompts(8, longest=15)]
+
+
 @functools.cache
 def repeating(name: str) -> tuple[LLMEngine, LLMEngine]:
     """Plain decoding and lookups of a target that repeats itself."""
@@ -54,13 +60,13 @@ def played(name: str) -> tuple[LLMEngine, list[RequestOutput], list[Any]]:
     else:
         engine = proposers.engine(name)
     with pair.recorded(engine) as rounds:
-        outputs = generate(engine, claims.prompts(), GREEDY)
+        outputs = generate(engine, prompts(), GREEDY)
     return engine, outputs, rounds
 
 
 @functools.cache
 def texts() -> list[list[int]]:
-    return tokens_of(generate(pair.plain_engine(), claims.prompts(), GREEDY))
+    return tokens_of(generate(pair.plain_engine(), prompts(), GREEDY))
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -128,9 +134,9 @@ def test_texts_that_repeat_themselves_end_within_rounds(name):
         SamplingParams(temperature=0, max_tokens=8 + index, ignore_eos=True)
         for index in range(8)
     ]
-    prompts = REPEATING_PROMPTS * 2
-    expected = tokens_of(generate(plain, prompts, params))
-    assert tokens_of(generate(engine, prompts, params)) == expected
+    some = REPEATING_PROMPTS * 2
+    expected = tokens_of(generate(plain, some, params))
+    assert tokens_of(generate(engine, some, params)) == expected
     longest = pair.SETTINGS["max_model_len"]
     full = [(prompt * longest)[: longest - 20] for prompt in REPEATING_PROMPTS]
     until = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)

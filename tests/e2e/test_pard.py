@@ -68,7 +68,7 @@ def check_drafts(prompt: list[int], text: list[int], *, draft: Any = None) -> in
 def test_drafts_equal_huggingface_after_rounds_of_any_length():
     """After prompts of a token to several chunks, over windows and pages."""
     lengths = set()
-    for prompt in ([7], claims.prompts()[-6], list(range(3, 36)) * 2):
+    for prompt in ([7], pair.prompts(10, longest=70)[-1], list(range(3, 36)) * 2):
         engine = with_settings(forced_engine())
         with pair.recorded(engine) as rounds:
             (text,) = tokens_of(generate(engine, [prompt], greedy()))
@@ -116,7 +116,7 @@ def test_drafts_for_gemma_3_equal_huggingface():
     assert tokens_of(generate(engine, claims.prompts(), params)) == texts
     assert 0 < engine.stats.acceptance_rate < 1
     heads.heard()
-    for prompt in ([7], claims.prompts()[-6]):
+    for prompt in ([7], pair.prompts(10, longest=70)[-1]):
         (text,) = tokens_of(generate(with_settings(engine), [prompt], greedy()))
         draft = pair.draft("noisy", pair.GEMMA3)
         assert check_drafts(prompt, text, draft=draft) > 20
