@@ -204,7 +204,7 @@ def texts_end_within_rounds(name: str) -> None:
             assert found == expected, kind
             engine.scheduler.check_idle()
             if index == 1 and kind == "length":
-                # No draft is beyond an end, also before the host has read how near it is.
+                # No draft is past an end, also before the host has read how near it is.
                 assert engine.stats.acceptance_rate == 1.0
             if index == 1 and kind == "stop tokens":
                 assert any(is_end_in_run(*one) for one in rounds)

@@ -51,7 +51,7 @@ MORE_SHAPES += [
     StepShape(num_seqs=1, num_draft_tokens=drafts, chunk=0, max_rounds=4)
     for drafts in (0, 3)
 ]
-# Those of tests/e2e/test_features.py.
+# All that requests may need but grammars.
 FEATURES = Features(has_controls=True, num_logprobs=5, num_prompt_logprobs=3)
 MORE_SHAPES += [
     StepShape(num_seqs=2, num_draft_tokens=3, chunk=chunk, features=FEATURES)
