@@ -16,9 +16,9 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from benchmarks import drawing
+from benchmarks.panels import load_figure, spec_figures
 from benchmarks.readme_table import prompts_of
-from jaxspec.bench.figures import form
-from jaxspec.bench.figures.picture import picture, save, spec_pictures
 
 HERE = Path(__file__).parent
 RESULTS, FIGURES = HERE / "results", HERE / "figures"
@@ -42,11 +42,11 @@ def draw_all(results: Path) -> tuple[dict[str, Figure], list[str]]:
     figures: dict[str, Figure] = {}
     missing: list[str] = []
     if lines := _lines(results / SERVE):
-        figures["load"] = picture(lines)
+        figures["load"] = load_figure(lines)
     else:
         missing.append(f"{SERVE}: no figure of a server under load")
     if lines := _lines(results / SPEC):
-        for name, figure in spec_pictures(lines[-1]).items():
+        for name, figure in spec_figures(lines[-1]).items():
             figures[SPEC_NAMES[name]] = figure
     else:
         missing.append(f"{SPEC}: none of speed-up, acceptance and parts of a round")
@@ -93,17 +93,19 @@ def by_domain(result: Result) -> Figure:
         f"{count['num_prompts']} prompts, {repeats} runs. Acceptance: of all rounds. "
         "Speed-up: medians over prompts, whiskers from the lowest to the highest.\n"
     )
-    with form.style():
-        figure = form.new_figure(WIDTH, HEIGHT, note + form.provenance(result))
-        form.head(figure, "Acceptance and speed-up by the kind of text", result)
+    with drawing.style():
+        figure = drawing.new_figure(WIDTH, HEIGHT, note + drawing.provenance(result))
+        drawing.head(figure, "Acceptance and speed-up by the kind of text", result)
         grid = figure.subplots(1, 2)
         for number, (mode, told) in enumerate(modes.items()):
             rows = [told["rows"][domain] for domain in domains]
             xs = [place + 0.4 * number - 0.2 for place in range(len(domains))]
-            rates = [form.single(row["acceptance_rate"]) for row in rows]
-            mark = form.MARKS[number]
-            form.bars(grid[0], xs, rates, mark, width=0.4, label=_controls(mode, told))
-            form.bars(grid[1], xs, [_range(row) for row in rows], mark, width=0.4)
+            rates = [drawing.single(row["acceptance_rate"]) for row in rows]
+            mark = drawing.MARKS[number]
+            drawing.bars(
+                grid[0], xs, rates, mark, width=0.4, label=_controls(mode, told)
+            )
+            drawing.bars(grid[1], xs, [_range(row) for row in rows], mark, width=0.4)
         for axes, title in zip(
             grid, ("acceptance rate", "speed-up over plain decoding"), strict=True
         ):
@@ -123,7 +125,7 @@ def _controls(mode: str, told: Result) -> str:
     return f"temperature {controls['temperature']:g}, top-p {controls['top_p']:g}"
 
 
-def _range(row: Result) -> form.Spread:
+def _range(row: Result) -> drawing.Spread:
     least, most = row["speed_up_range"]
     return {"median": row["speed_up"], "least": least, "most": most}
 
@@ -131,10 +133,10 @@ def _range(row: Result) -> form.Spread:
 def by_method(results: list[Result]) -> Figure:
     """Speed-up of every way to propose drafts, at batch 1, a panel for each result."""
     note = "Speed-up: medians of runs in turn, whiskers from the least to the most.\n"
-    with form.style():
-        told = note + "\n".join(map(form.provenance, results))
-        figure = form.new_figure(WIDTH, HEIGHT + 0.6, told)
-        form.head(figure, "Ways to propose drafts, by plain decoding", {})
+    with drawing.style():
+        told = note + "\n".join(map(drawing.provenance, results))
+        figure = drawing.new_figure(WIDTH, HEIGHT + 0.6, told)
+        drawing.head(figure, "Ways to propose drafts, by plain decoding", {})
         grid = figure.subplots(1, len(results), squeeze=False)[0]
         for axes, result in zip(grid, results, strict=True):
             names = [one["name"].split()[0] for one in result["methods"]]
@@ -147,11 +149,11 @@ def by_method(results: list[Result]) -> Figure:
             width = 0.8 / len(temperatures)
             for number, temperature in enumerate(temperatures):
                 left = (number - (len(temperatures) - 1) / 2) * width
-                form.bars(
+                drawing.bars(
                     axes,
                     [place + left for place in range(len(names))],
                     [_speed_at(one, temperature) for one in result["methods"]],
-                    form.MARKS[number],
+                    drawing.MARKS[number],
                     width=width,
                     label=f"temperature {temperature:g}",
                 )
@@ -163,7 +165,7 @@ def by_method(results: list[Result]) -> Figure:
     return figure
 
 
-def _speed_at(method: Result, temperature: float) -> form.Spread:
+def _speed_at(method: Result, temperature: float) -> drawing.Spread:
     (found,) = (
         point["decode_speed_up"]
         for point in method["points"]
@@ -172,7 +174,7 @@ def _speed_at(method: Result, temperature: float) -> form.Spread:
     return found
 
 
-CONTROLLED = {"adaptive": form.SPECULATIVE, "fixed": form.MARKS[1]}
+CONTROLLED = {"adaptive": drawing.SPECULATIVE, "fixed": drawing.MARKS[1]}
 CONTROLLED_SIZES = (1, 8)
 
 
@@ -192,10 +194,10 @@ def _controlled(
     result: Result, title: str, note: str, panels: int
 ) -> Iterator[list[Axes]]:
     """Panels side by side under a title."""
-    with form.style():
-        told = f"{note}\n{form.provenance(result)}"
-        figure = form.new_figure(WIDTH, HEIGHT, told)
-        form.head(figure, title, {}, forced="acceptance forced as labelled")
+    with drawing.style():
+        told = f"{note}\n{drawing.provenance(result)}"
+        figure = drawing.new_figure(WIDTH, HEIGHT, told)
+        drawing.head(figure, title, {}, forced="acceptance forced as labelled")
         yield list(figure.subplots(1, panels, squeeze=False)[0])
 
 
@@ -215,12 +217,12 @@ def by_acceptance(result: Result) -> Figure:
             axes.axhline(1.0, color="0.35", linewidth=1.0)
             for kind, mark in CONTROLLED.items():
                 speeds = [row[f"{kind}_by_plain"] for row in rows]
-                form.line(axes, [row["acceptance"] for row in rows], speeds, mark)
+                drawing.line(axes, [row["acceptance"] for row in rows], speeds, mark)
                 told = kind if kind == "adaptive" else f"K = {most}"
-                form.label_end(axes, speeds[-1]["median"], told, mark.color)
+                drawing.label_end(axes, speeds[-1]["median"], told, mark.color)
             axes.set_title(f"batch {size}")
             axes.set_xlabel("chance of a draft to be accepted")
-            form.start_at_zero(axes)
+            drawing.start_at_zero(axes)
         grid[0].set_ylabel("speed-up")
     return _figure_of(grid)
 
@@ -236,11 +238,11 @@ def over_steps(result: Result) -> Figure:
                 if not phase["acceptance"]:
                     axes.axvspan(number * phase_s, (number + 1) * phase_s, color="0.9")
             width = len(row["phases"]) * phase_s / len(row["tokens_per_s"])
-            _series(axes, row["tokens_per_s"], width, form.SPECULATIVE)
-            _series(axes, row["plain_tokens_per_s"], width, form.PLAIN)
+            _series(axes, row["tokens_per_s"], width, drawing.SPECULATIVE)
+            _series(axes, row["plain_tokens_per_s"], width, drawing.PLAIN)
             axes.set_title(f"batch {row['batch']}")
             axes.set_xlabel("seconds")
-            form.start_at_zero(axes)
+            drawing.start_at_zero(axes)
         grid[0].set_ylabel("tokens/s")
     return _figure_of(grid)
 
@@ -253,17 +255,17 @@ def over_ramp(result: Result) -> Figure:
     width = result["arguments"]["ramp_s"] / len(told["num_seqs"])
     with _controlled(result, title, note, 2) as grid:
         labels = {"plain": "plain", str(most): f"K = {most}", "adaptive": "adaptive"}
-        marks = {"plain": form.PLAIN, str(most): CONTROLLED["fixed"]}
+        marks = {"plain": drawing.PLAIN, str(most): CONTROLLED["fixed"]}
         for name, label in labels.items():
-            mark = marks.get(name, form.SPECULATIVE)
+            mark = marks.get(name, drawing.SPECULATIVE)
             _series(grid[0], told["ways"][name]["tokens_per_s"], width, mark, label)
         drafts = told["ways"]["adaptive"]["num_drafts"]
-        _series(grid[1], drafts, width, form.SPECULATIVE, "mean K")
-        _series(grid[1], told["num_seqs"], width, form.PLAIN, "requests")
+        _series(grid[1], drafts, width, drawing.SPECULATIVE, "mean K")
+        _series(grid[1], told["num_seqs"], width, drawing.PLAIN, "requests")
         for axes, name in zip(grid, ("tokens/s", "K, requests"), strict=True):
             axes.set_title(name)
             axes.set_xlabel("seconds")
-            form.start_at_zero(axes)
+            drawing.start_at_zero(axes)
             axes.legend()
     return _figure_of(grid)
 
@@ -272,7 +274,7 @@ def _series(
     axes: Axes,
     values: list[float | None],
     width: float,
-    mark: form.Mark,
+    mark: drawing.Mark,
     label: str | None = None,
 ) -> None:
     """A line through the middles of bins, of those that have a value."""
@@ -328,18 +330,18 @@ def gpu_speed_up(result: Result) -> Figure | None:
         "Solid: measured, medians, whiskers from the least to the most. Dotted: the "
         "ceiling E / (1 + K c), with the measured cost c of a draft's step.\n"
     )
-    with form.style():
-        figure = form.new_figure(WIDTH, HEIGHT + 0.4, note + _gpu_provenance(result))
+    with drawing.style():
+        figure = drawing.new_figure(WIDTH, HEIGHT + 0.4, note + _gpu_provenance(result))
         title = "Rounds of K drafts by plain steps, full-size Gemma 2"
         told = "acceptance forced as labelled, random weights"
-        form.head(figure, title, {}, forced=told)
+        drawing.head(figure, title, {}, forced=told)
         grid = figure.subplots(1, len(pairs), sharey=True, squeeze=False)
         for axes, pair in zip(grid[0], pairs, strict=True):
             here = [row for row in rounds if row["pair"] == pair]
             _gpu_panel(axes, here)
             axes.set_title(f"{GPU_LABELS.get(pair, pair)}, batch {here[0]['batch']}")
             axes.set_xlabel("K, drafts a round")
-        form.start_at_zero(grid[0][0])  # and with it the others
+        drawing.start_at_zero(grid[0][0])  # and with it the others
         grid[0][0].set_ylabel("speed-up")
     return figure
 
@@ -351,19 +353,19 @@ def _gpu_panel(axes: Axes, rows: Iterable[Result]) -> None:
         by_chance.setdefault(row["forced_acceptance"], []).append(row)
     for number, (chance, found) in enumerate(sorted(by_chance.items())):
         found.sort(key=lambda row: row["num_drafts"])
-        mark = form.MARKS[number % len(form.MARKS)]
+        mark = drawing.MARKS[number % len(drawing.MARKS)]
         counts = [row["num_drafts"] for row in found]
         ceilings = [row["ceiling"] for row in found]
         axes.plot(counts, ceilings, color=mark.color, linestyle=":")
         speeds = [_speed_up(row) for row in found]
-        solid = form.Mark(color=mark.color, fill=mark.fill, marker=mark.marker)
-        form.line(axes, counts, speeds, solid)
+        solid = drawing.Mark(color=mark.color, fill=mark.fill, marker=mark.marker)
+        drawing.line(axes, counts, speeds, solid)
         height, told = speeds[-1]["median"], f"acceptance {chance:g}"
-        form.label_end(axes, height, told, mark.color)
+        drawing.label_end(axes, height, told, mark.color)
         axes.set_xticks(counts)
 
 
-def _speed_up(row: Result) -> form.Spread:
+def _speed_up(row: Result) -> drawing.Spread:
     """With the spread of the round's time; the plain step's is not in it."""
     round_us = row["round_us"]
     by_median = row["speed_up"] * round_us["median"]
@@ -390,17 +392,17 @@ def gpu_bandwidth(result: Result) -> Figure | None:
         "Bytes of weights, keys and values read once, by the time of a step and a "
         "copy's bytes/s; medians, whiskers from the least to the most.\n"
     )
-    with form.style():
-        figure = form.new_figure(WIDTH, HEIGHT, note + _gpu_provenance(result))
-        form.head(figure, "Plain decoding: share of the memory's bandwidth", {})
+    with drawing.style():
+        figure = drawing.new_figure(WIDTH, HEIGHT, note + _gpu_provenance(result))
+        drawing.head(figure, "Plain decoding: share of the memory's bandwidth", {})
         axes = figure.subplots()
         width = 0.8 / len(batches)
         for number, batch in enumerate(batches):
             have = [i for i, name in enumerate(models) if (name, batch) in by_place]
             rows = [by_place[models[i], batch] for i in have]
             xs = [i + (number - (len(batches) - 1) / 2) * width for i in have]
-            mark = form.MARKS[number % len(form.MARKS)]
-            form.bars(
+            mark = drawing.MARKS[number % len(drawing.MARKS)]
+            drawing.bars(
                 axes,
                 xs,
                 [_share(row) for row in rows],
@@ -409,7 +411,7 @@ def gpu_bandwidth(result: Result) -> Figure | None:
                 label=f"batch {batch}",
             )
         axes.axhline(goal, color="black", linewidth=1.0, linestyle="--")
-        form.label_end(axes, goal, "goal")
+        drawing.label_end(axes, goal, "goal")
         axes.set_xticks(range(len(models)), [name.upper() for name in models])
         axes.set_ylim(0, 1)
         axes.yaxis.set_major_formatter("{x:.0%}")
@@ -417,7 +419,7 @@ def gpu_bandwidth(result: Result) -> Figure | None:
     return figure
 
 
-def _share(row: Result) -> form.Spread:
+def _share(row: Result) -> drawing.Spread:
     step_us, share = row["step_us"], row["share_of_bandwidth"]
     by_median = share * step_us["median"]
     return {
@@ -447,7 +449,7 @@ def main(arguments: list[str] | None = None) -> None:
     figures, missing = draw_all(options.results)
     options.output.mkdir(exist_ok=True)
     for name, figure in figures.items():
-        save(figure, options.output / f"{name}.svg")
+        drawing.save(figure, options.output / f"{name}.svg")
         print(f"Drawn: {name}.svg")
     for told in missing:
         print(f"Not there: {told}")

@@ -31,7 +31,7 @@ import jax
 
 from benchmarks.kernels.clock import copy_bandwidth, profile
 from benchmarks.step_times import Models, Program, Setting, TargetPass, compile_all
-from jaxspec.bench.ceiling import speed_up_ceiling
+from jaxspec.bench.acceptance import speed_up_ceiling
 from jaxspec.bench.report import commit, machine, now, versions, write_whole
 from jaxspec.config.engine import ModelConfig
 from jaxspec.models.families import config_from_hf

@@ -36,8 +36,7 @@ from benchmarks.measure import (
     sampling,
     summarise,
 )
-from jaxspec.bench.acceptance import Acceptance
-from jaxspec.bench.ceiling import best_num_draft_tokens
+from jaxspec.bench.acceptance import Acceptance, best_num_draft_tokens
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.engine.model_folders import model_folder
 from jaxspec.sampling_params import SamplingParams

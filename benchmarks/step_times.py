@@ -25,13 +25,14 @@ from jaxspec.config.engine import ModelConfig
 from jaxspec.engine.runner import device_forms
 from jaxspec.models.params import Params
 from jaxspec.models.weights import abstract_params, random_params
-from jaxspec.program.call import Arrays
+from jaxspec.program.executable_args import Arrays
 from jaxspec.program.plan import PoolShape, StepPlan, StepShape
 from jaxspec.program.propose import DraftModel, Proposal
 from jaxspec.program.rows import Rows, rehearsal_rows
 from jaxspec.program.state import EngineState, init_token_pages, init_zeros
-from jaxspec.program.step import ProgramConfig, lower_step
-from jaxspec.program.tree import Tree
+from jaxspec.program.step import lower_step
+from jaxspec.program.step_context import ProgramConfig
+from jaxspec.program.tree.tree import Tree
 from jaxspec.program.wire import PlanLayout, StepResult
 from jaxspec.sharding import DRAFT_MESH_AXES, make_mesh, replicated
 

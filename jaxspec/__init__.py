@@ -16,14 +16,17 @@ Reading order, from a user's call down to the device:
 6. `jaxspec.engine.scheduling`: what the next step does.
 7. `jaxspec.engine.runner`: the door between the host and the device.
 8. `jaxspec.program.step`: the program; then `jaxspec.program.propose`,
-   `jaxspec.program.forward`, `jaxspec.program.verify` and `jaxspec.program.walk`.
+   `jaxspec.program.target_pass`, `jaxspec.program.verify` and
+   `jaxspec.program.tree.verify`.
 9. `jaxspec.models.gemma.network`: the network. `jaxspec.sharding`: how it lies on
    devices. `jaxspec.jax_settings`: what it is traced under.
 
-Beside them: what command lines share (`jaxspec.console`, `jaxspec.progress`), and
-vLLM's import paths: `jaxspec.entrypoints`, `jaxspec.envs`, `jaxspec.exceptions`,
-`jaxspec.logger`, `jaxspec.lora`, `jaxspec.sequence`, `jaxspec.tool_parsers`,
-`jaxspec.usage`, `jaxspec.utils`, `jaxspec.v1`, `jaxspec.version`.
+Besides: what all command lines share (`jaxspec.command_line`), how processes end
+while an engine is alive (`jaxspec.exit`), the bars that `LLM` and the server show
+(`jaxspec.progress`), and vLLM's import paths: `jaxspec.entrypoints`, `jaxspec.envs`,
+`jaxspec.exceptions`, `jaxspec.logger`, `jaxspec.lora`, `jaxspec.sequence`,
+`jaxspec.tool_parsers`, `jaxspec.usage`, `jaxspec.utils`, `jaxspec.v1`,
+`jaxspec.version`.
 """
 
 import importlib

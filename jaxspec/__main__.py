@@ -9,11 +9,11 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from jaxspec.config.speculation import DEFAULT_DRAFT_TOKENS
+from jaxspec.command_line import CommandParser, json_flag, run_command
+from jaxspec.config.methods import DEFAULT_DRAFT_TOKENS
 from jaxspec.config.token_tree import TREE_KEY
-from jaxspec.console.command import CommandParser, json_flag, run_command
-from jaxspec.console.ending import end, interrupts_end
 from jaxspec.engine.model_folders import BUNDLED_DRAFT, BUNDLED_TARGET
+from jaxspec.exit import end, interrupts_end
 from jaxspec.version import __version__
 
 _MODULES = {"generate": "jaxspec.cli.generate", "chat": "jaxspec.cli.chat"}

@@ -68,6 +68,9 @@ class RequestOutputKind(Enum):
     FINAL_ONLY = 2
 
 
+# Fields that shape the distribution and that command lines and model files set.
+SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p")
+
 _FIXED = (bool, int, float, str, type(None), RequestOutputKind)
 
 

@@ -110,16 +110,12 @@ BATTERIES = (
     ),
     Battery(
         name="rejection_mutants",
-        files=("tests/kernels/test_rejection_mutants.py",),
+        files=("tests/kernels/test_mutants.py",),
         reads=(*KERNELS, "jaxspec/program/randomness.py"),
     ),
     Battery(
         name="attention_calls",
-        files=(
-            "tests/kernels/test_paged_attention.py",
-            "tests/kernels/test_paged_attention_gpu.py",
-            "tests/kernels/test_paged_attention_tpu.py",
-        ),
+        files=("tests/kernels/test_paged_attention.py",),
         reads=KERNELS,
     ),
     Battery(
@@ -148,7 +144,7 @@ BATTERIES = (
         files=(
             "tests/conformance/test_distribution.py",
             "tests/e2e/test_enumerated.py",
-            "tests/program/test_walk_laws.py",
+            "tests/program/tree/test_verify_distribution.py",
         ),
         reads=ENGINE,
     ),
@@ -164,33 +160,33 @@ BATTERIES = (
     ),
     _aot(
         "attention_tpu",
-        "tests/kernels/test_paged_attention_tpu_aot.py",
+        "tests/kernels/test_kernels_aot.py",
         KERNELS,
         "benchmarks/results/aot_tpu.json",
     ),
     _aot(
         "attention_gpu",
-        "tests/kernels/test_paged_attention_gpu_aot.py",
+        "tests/kernels/test_kernels_aot.py",
         KERNELS,
         "benchmarks/results/aot_gpu.json",
     ),
-    _aot("page_writes", "tests/kernels/test_write_kv_pages_aot.py", KERNELS),
-    _aot("rejection", "tests/kernels/test_rejection_sampling_aot.py", KERNELS),
-    _aot("kernel_benchmark", "tests/kernels/test_bench_aot.py", KERNELS),
-    _aot("step", "tests/program/test_step_aot.py", PROGRAM),
+    _aot("page_writes", "tests/kernels/test_kernels_aot.py", KERNELS),
+    _aot("rejection", "tests/kernels/test_kernels_aot.py", KERNELS),
+    _aot("kernel_benchmark", "tests/kernels/test_kernels_aot.py", KERNELS),
+    _aot("step", "tests/program/test_aot.py", PROGRAM),
     _aot(
         "scanned",
-        "tests/program/test_scanned_aot.py",
+        "tests/program/test_aot.py",
         ENGINE,
     ),
     _aot(
         "invariant",
-        "tests/program/test_invariant_aot.py",
+        "tests/program/test_aot.py",
         ENGINE,
     ),
     _aot(
         "trees",
-        "tests/program/test_trees_aot.py",
+        "tests/program/test_aot.py",
         ENGINE,
         "benchmarks/results/aot_trees.json",
     ),
@@ -201,8 +197,8 @@ BATTERIES = (
     ),
     _aot(
         "hosts",
-        "tests/program/test_hosts_aot.py",
-        (*ENGINE, "tests/program/aot_hosts.py"),
+        "tests/program/test_aot.py",
+        ENGINE,
         "benchmarks/results/aot_hosts.json",
     ),
     _aot(
@@ -211,7 +207,7 @@ BATTERIES = (
         ("jaxspec/train/", "jaxspec/models/", "tests/train/", "tests/program/hlo.py"),
         "benchmarks/results/aot_train.json",
     ),
-    _aot("h200", "tests/program/test_h200_aot.py", (*PROGRAM, "benchmarks/gpu.py")),
+    _aot("h200", "tests/program/test_aot.py", (*PROGRAM, "benchmarks/gpu.py")),
 )
 
 

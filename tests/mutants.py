@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 
 from tests.models.test_trimmed import check_kept_logits
-from tests.program.propose.test_corpus import (
+from tests.program.propose.test_answer_cache import (
     check_every_place,
     check_other_salts,
     check_what_is_not_entered,
@@ -24,19 +24,19 @@ from tests.program.propose.test_draft_model import (
 from tests.program.propose.test_ngram import check_branches, check_chosen_texts
 from tests.program.propose.test_suffix import check_chosen_suffixes
 from tests.program.test_controls import check_adjust
-from tests.program.test_path import check_moves
-from tests.program.test_region import check_tree_region
 from tests.program.test_rounds import SEQS, play_round, test_joint_law_over_rounds
 from tests.program.test_rows import check_forgotten_controls
 from tests.program.test_rows_append import check_append, check_truncate
+from tests.program.test_token_batch import check_tree_region
 from tests.program.test_verify import BLOCK, COUPLED, STANDARD, check_mixed_batch
 from tests.program.test_verify_laws import check_law
-from tests.program.test_walk import (
+from tests.program.tree.test_compact_kv import check_moves
+from tests.program.tree.test_verify import (
     check_few_levels,
     check_last_slots,
     check_same_words,
 )
-from tests.program.test_walk_laws import check_exact_law
+from tests.program.tree.test_verify_distribution import check_exact_law
 from tests.support.mutation import Mutant, is_killed
 
 
@@ -91,14 +91,14 @@ MUTANTS = [
     ),
     mutant(
         "coupled_rows_are_rejected_from",
-        "verify.verify",
+        "verify.verify_group",
         "rule=active.rule",
         "rule=jnp.zeros_like(active.rule)",
         check=lambda: check_mixed_batch((STANDARD, COUPLED)),
     ),
     mutant(
         "early_stop_masked_at_the_first_row_only",
-        "verify.verify",
+        "verify.verify_group",
         "(active.num_tokens[:, None] + offset).reshape(-1)",
         "(active.num_tokens[:, None] + 10 * offset).reshape(-1)",
         check=lambda: check_mixed_batch((STANDARD, BLOCK)),
@@ -196,44 +196,44 @@ MUTANTS = [
     ),
     mutant(
         "lookup_takes_the_earliest_match",
-        "propose/matches.find_matches",
-        "length * size + position, 0)\n    best = _largest(rank, num_matches)",
+        "propose/ngram_match.find_matches",
+        "length * size + position, 0)\n    best = _top_ranks(rank, num_matches)",
         "length * size + size - 1 - position, 0)\n"
-        "    best = _largest(rank, num_matches)\n"
+        "    best = _top_ranks(rank, num_matches)\n"
         "    best = best // size * size + size - 1 - best % size",
         check=check_chosen_texts,
     ),
     mutant(
         "lookup_matches_the_last_token_with_itself",
-        "propose/matches.find_matches",
+        "propose/ngram_match.find_matches",
         "position < active.num_tokens[:, None] - 1",
         "position < active.num_tokens[:, None]",
         check=check_chosen_texts,
     ),
     mutant(
         "lookup_drafts_what_is_not_known",
-        "propose/matches.find_matches",
+        "propose/ngram_match.find_matches",
         "offset % num_known[:, :, None]",
         "offset",
         check=check_chosen_texts,
     ),
     mutant(
         "lookup_starts_one_late",
-        "propose/matches.find_matches",
+        "propose/ngram_match.find_matches",
         "place[:, :, None] + 1 +",
         "place[:, :, None] + 2 +",
         check=check_chosen_texts,
     ),
     mutant(
         "lookup_prefers_the_recent_to_the_long",
-        "propose/matches.find_matches",
+        "propose/ngram_match.find_matches",
         "length * size + position",
         "size + position",
         check=check_chosen_texts,
     ),
     mutant(
         "suffix_counts_one_match_twice",
-        "propose/matches._largest",
+        "propose/ngram_match._top_ranks",
         "rank == found[-1][:, None]",
         "rank > found[-1][:, None]",
         check=check_chosen_suffixes,
@@ -268,150 +268,150 @@ MUTANTS = [
     ),
     mutant(
         "corpus_ignores_salts",
-        "propose/corpus.find_in_corpus",
+        "propose/answer_cache.find_answers",
         "(salt == own)",
         "(salt == salt)",
         check=check_other_salts,
     ),
     mutant(
         "corpus_enters_prompts",
-        "propose/corpus.note",
+        "propose/answer_cache.store_answers",
         "place >= active.num_prompt[:, None] - 1",
         "place >= -1",
         check=check_what_is_not_entered,
     ),
     mutant(
         "corpus_loses_what_comes_fast",
-        "propose/corpus.note",
+        "propose/answer_cache.store_answers",
         "count = AFTER + num_new - 1",
         "count = AFTER",
         check=check_every_place,
     ),
     mutant(
         "corpus_finds_an_entry_twice",
-        "propose/corpus.find_in_corpus",
+        "propose/answer_cache.find_answers",
         "(length < more)",
         "(length <= BEFORE)",
         check=check_every_place,
     ),
     mutant(
         "tree_positions_are_those_of_slots",
-        "region.make_region",
+        "token_batch.make_token_batch",
         "jnp.array([tree.depths], jnp.int32)",
         "jnp.arange(count, dtype=jnp.int32)[None]",
         check=check_tree_region,
     ),
     mutant(
         "siblings_are_visible",
-        "region.make_region",
+        "token_batch.make_token_batch",
         "if not tree.is_chain:",
         "if False:",
         check=lambda: check_tree_drafts(SIDE_PATHS),
     ),
     mutant(
         "leaves_leave_their_keys_behind",
-        "path.keep_path",
+        "tree/compact_kv.compact_kv",
         "(path != level)",
         "(path == 0)",
         check=check_moves,
     ),
     mutant(
         "paths_are_moved_beyond_their_ends",
-        "path.keep_path",
+        "tree/compact_kv.compact_kv",
         "(level <= jnp.asarray(tree.depths)[row][:, None])",
         "(level > 0)",
         check=check_moves,
     ),
     mutant(
         "scanned_layers_share_the_first_ones_slots",
-        "path._in_turns",
+        "tree/compact_kv._layer_slots",
         "slots[None] + turn * size, turns * size)",
         "slots[None] + 0 * turn, turns * size)",
         check=lambda: check_moves(3),
     ),
     mutant(
         "what_follows_a_leaf_is_drawn_with_the_leafs_noise",
-        "walk._walk_on",
+        "tree/verify._follow_branches",
         "active.num_tokens + count",
         "active.num_tokens + count - 1",
         check=lambda: check_same_words("branched"),
     ),
     mutant(
         "what_follows_a_leaf_is_drawn_with_the_noise_of_the_rounds_start",
-        "walk._walk_on",
+        "tree/verify._follow_branches",
         "active.num_tokens + count",
         "active.num_tokens",
         check=lambda: check_same_words("leaves"),
     ),
     mutant(
         "what_follows_a_leaf_comes_from_the_row_before_it",
-        "walk._walk_on",
+        "tree/verify._follow_branches",
         "rows, row[:, None, None], axis=1",
         "rows, steps[2][:, None, None], axis=1",
         check=lambda: check_exact_law("leaves", "block"),
     ),
     mutant(
         "a_leaf_is_any_draft_of_its_token",
-        "walk._walk_on",
+        "tree/verify._follow_branches",
         "(parents == row[:, None])",
         "(parents >= row[:, None])",
         check=lambda: check_same_words("branched"),
     ),
     mutant(
         "leaves_are_taken_by_what_follows_them",
-        "walk._walk_on",
+        "tree/verify._follow_branches",
         'tokens = tokens.at[seq, place].set(token, mode="drop")',
-        "is_going &= token % 2 == 1\n"
-        "        place = jnp.where(is_going, count, width)\n"
-        "        row = jnp.where(is_going, row, steps[2])\n"
+        "is_matched &= token % 2 == 1\n"
+        "        place = jnp.where(is_matched, count, width)\n"
+        "        row = jnp.where(is_matched, row, steps[2])\n"
         '        tokens = tokens.at[seq, place].set(token, mode="drop")',
         check=lambda: check_exact_law("leaves", "standard"),
     ),
     mutant(
         "levels_that_nobody_wants_are_walked",
-        "walk._nodes_there",
+        "tree/verify._usable_nodes",
         "(depth <= num_draft[:, None])",
         "(depth > 0)",
         check=check_few_levels,
     ),
     mutant(
         "drafts_without_slots_are_walked",
-        "walk._nodes_there",
+        "tree/verify._usable_nodes",
         "(slot < max_model_len)",
         "(slot < max_model_len + 2)",
         check=check_last_slots,
     ),
     mutant(
         "what_stands_beside_is_ranked_without_noise",
-        "propose/levels._with_noise",
-        "active.is_coupled[:, None, None], raced, logits",
+        "propose/draft_sampling._add_noise",
+        "active.is_coupled[:, None, None], noisy, logits",
         "active.is_coupled[:, None, None], logits, logits",
         check=lambda: check_tree_drafts(LEAVES, rule=COUPLED),
     ),
     mutant(
         "what_is_drawn_stands_beside_itself",
-        "propose/levels._rank",
+        "propose/draft_sampling._top_tokens",
         "scores = jnp.where(ids == best[:, :, None], -jnp.inf, scores)",
         "scores = jnp.where(ids == vocab, -jnp.inf, scores)",
         check=lambda: check_tree_drafts(LEAVES),
     ),
     mutant(
         "accepted_drafts_of_a_side_path_keep_their_slots_in_the_draft_models_pages",
-        "path.keep_path",
+        "tree/compact_kv.compact_kv",
         "run_if(is_moved.any(), move, pages)",
         "pages",
         check=check_next_round,
     ),
     mutant(
         "matches_that_have_left_a_path_go_on_beside_it",
-        "propose/matches.branch",
+        "propose/ngram_match.fill_tree",
         "here = agrees[:, rows] & is_known[:, None]",
         "here = agrees[:, rows * 0] & is_known[:, None]",
         check=check_branches,
     ),
     mutant(
         "the_oldest_match_stands_beside",
-        "propose/matches.branch",
+        "propose/ngram_match.fill_tree",
         "votes * count - order",
         "votes * count + order",
         check=check_branches,

@@ -1,4 +1,4 @@
-"""One program of each kind compiles for TPU and GPU; the batteries have all of them.
+"""Programs of most kinds compile for TPU and GPU; the batteries have all of them.
 
 In a process of its own: see `JAXSPEC_AOT` in conftest.py.
 """
@@ -10,9 +10,7 @@ import pytest
 
 from tests.batteries import BATTERIES, ROOT, compilers_environment
 
-FILES = sorted(
-    file for battery in BATTERIES if battery.needs_compilers for file in battery.files
-)
+FILES = sorted({file for one in BATTERIES if one.needs_compilers for file in one.files})
 
 
 def test_examples_compile():

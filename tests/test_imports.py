@@ -29,10 +29,6 @@ MODULES = [
 # Modules that nothing imports at its top, but for those that need the same extra; and
 # the extra that brings what they need.
 NEED_AN_EXTRA = {
-    **{
-        f"jaxspec/bench/figures/{name}.py": "bench"
-        for name in "acceptance form load modes parts picture speed_up".split()
-    },
     "jaxspec/train/run.py": "train",
     "jaxspec/train/trainer.py": "train",
     "jaxspec_checkpoints/sources/hub.py": "hub",

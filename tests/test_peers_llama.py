@@ -100,7 +100,7 @@ def test_servers_of_two_batch_sizes(tmp_path):
             # Of 4 tokens the first is the prompt's and 2 are accepted.
             counts = {"drafted": 4 * size, "accepted": 2 * size, "rounds": size}
             assert found["counts"] == counts
-            time.sleep(0.4)  # others have their turn
+            time.sleep(0.3)  # others have their turn
     finally:
         child.close()
     one, three = (tmp_path / "llama-server.log").read_text().splitlines()

@@ -142,81 +142,28 @@ def test_the_newest_full_result_becomes_the_table(tmp_path):
     assert "at commit 0123456789ab on a CPU, 2 cores, load 0.1" in text
 
 
-def test_every_form_of_drafts_is_in_the_table(tmp_path):
-    def point(temperature: float, speed: float) -> dict[str, Any]:
-        return {
-            "temperature": temperature,
-            "batch_size": 1,
-            "tokens_per_round": 2.5,
-            "decode_speed_up": {"median": speed, "least": 1.5, "most": 3.0},
-            "plain": {"round_s": {"median": 0.004}},
-            "speculative": {"round_s": {"median": 0.0055}},
-        }
-
-    tree = "[(0,), (1,), (0, 0), (0, 1)]"
-    shared = {key: result()[key] for key in ("date", "commit", "has_changes")}
-    shared |= {key: result()[key] for key in ("machine", "versions")}
-    found = shared | {
-        "arguments": {"dataset_path": "folder/copy_prompts.jsonl"},
-        "forms": [
-            {"form": "chain", "num_nodes": 3, "points": [point(0, 2), point(0.8, 1.7)]},
-            {"form": tree, "num_nodes": 4, "points": [point(0, 1.9), point(0.8, 1.8)]},
-            {
-                "form": "best=8",
-                "num_nodes": 4,
-                "points": [point(0, 2.1)],
-                "speculative_token_tree": tree,
-            },
-        ],
-        "answer": ["Temperature 0, batch 1: chain.", "A form is chosen ..."],
-    }
-    (tmp_path / "forms-copy-cpu.json").write_text(json.dumps(found))
-    assert write_table(tmp_path, []).returncode == 0
-    text = (tmp_path / "README.md").read_text()
-    table = text.partition("forms: written")[2].splitlines()
-    assert table[3:8] == [
-        "| copy prompts, 0, 1 | chain | 3 | 2.50 | 5.5 | 4.0 | 2.00 | 1.50 |",
-        "| copy prompts, 0, 1 | tree | 4 | 2.50 | 5.5 | 4.0 | 1.90 | 1.50 |",
-        "| copy prompts, 0, 1 | best=8 | 4 | 2.50 | 5.5 | 4.0 | 2.10 | 1.50 |",
-        "| copy prompts, 0.8, 1 | chain | 3 | 2.50 | 5.5 | 4.0 | 1.70 | 1.50 |",
-        "| copy prompts, 0.8, 1 | tree | 4 | 2.50 | 5.5 | 4.0 | 1.80 | 1.50 |",
-    ]
-    assert f"- copy prompts, best=8: `{tree}`" in text
-    assert "- copy prompts: Temperature 0, batch 1: chain." in text
-    assert "A form is chosen" not in text
-    assert text.count("at commit 0123456789ab") == 1
-
-
-def test_every_way_to_propose_drafts_is_in_the_table(tmp_path):
-    def point(size: int, temperature: float) -> dict[str, Any]:
-        rates = {"acceptance_rate_per_position": [0.8, 0.625]}
-        return {
-            "temperature": temperature,
-            "batch_size": size,
-            "tokens_per_round": 2.5,
-            "decode_speed_up": {"median": 1.75, "least": 1.5, "most": 3.0},
-            "speculative": {"round_s": {"median": 0.0055}, "acceptance": rates},
-        }
-
-    shared = {key: result()[key] for key in ("date", "commit", "has_changes")}
-    shared |= {key: result()[key] for key in ("machine", "versions")}
-    points = [point(1, 0.8), point(1, 0.0)]
-    method = {"num_levels": 2, "memory_bytes": 3 * 2**20, "points": points}
-    found = shared | {
-        "arguments": {"dataset_path": None},
-        "methods": [method | {"name": name} for name in ("ngram", "eagle3 a-head")],
-    }
-    (tmp_path / "methods-cpu.json").write_text(json.dumps(found))
-    assert write_table(tmp_path, []).returncode == 0
-    text = (tmp_path / "README.md").read_text()
-    table = text.partition("methods: written")[2].splitlines()
-    assert table[3:7] == [
-        f"| bundled, {temperature}, 1 | {name} | 2 | 0.80 0.62 | 2.50 | 5.5 | 1.75 "
-        "| 1.50 | 3.0 |"
-        for temperature in ("0", "0.8")
-        for name in ("ngram", "eagle3")
-    ]
-    assert text.count("at commit 0123456789ab") == 1
+def test_forms_and_methods_have_a_row_for_every_point():
+    results = ROOT / "benchmarks" / "results"
+    page = (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8")
+    for kind, key in (("forms", "form"), ("methods", "name")):
+        rows = page.partition(f"<!-- {kind}: ")[2].partition("<!-- end")[0]
+        for path in results.glob(f"{kind}-*.json"):
+            result = json.loads(path.read_text())
+            for one in result[kind]:
+                for point in one["points"]:
+                    ratio = point["decode_speed_up"]
+                    speeds = f"| {ratio['median']:.2f} | {ratio['least']:.2f} |"
+                    name = one[key].split()[0]
+                    name = "tree" if name.startswith("[") else name
+                    place = f", {point['temperature']:g}, {point['batch_size']} "
+                    (row,) = (
+                        line
+                        for line in rows.splitlines()
+                        if f"{place}| {name} |" in line
+                        and ("copy" in line) == ("copy" in path.stem)
+                    )
+                    assert speeds in row
+                    assert f" {point['tokens_per_round']:.2f} " in row
 
 
 def test_links_lead_somewhere():

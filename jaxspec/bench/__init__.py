@@ -1,9 +1,8 @@
-"""`python -m jaxspec.bench`: how fast a pair is, and whether drafting pays.
+"""`python -m jaxspec.bench`: how fast a pair is, and whether speculation pays.
 
 Reading order: `__main__` and `flags` (the four subcommands), `data` (prompts),
-`measure` (runs of one engine, plain and speculative in turn), `acceptance`, `ceiling`,
-`bandwidth` and `parts` (what drafts bring, could bring and cost), `report`; then the
-subcommands: `whole` (latency and throughput) and `spec` with `forms` and `methods`,
-which load engines by `offline` and share `summary`, and `serve`, which asks a server by
-`online`. `plot` draws any result, with `figures`.
+`measure` (runs of one engine), `acceptance`, `parts` (time of a round), `summary` and
+`report`. The subcommands are `whole` (latency and throughput), `spec` with `compare`,
+which load engines by `offline`, and `serve`, with `client`, `traffic`, `scrape` and
+`serve_report`.
 """

@@ -10,8 +10,8 @@ import sys
 from collections.abc import Sequence
 
 from jaxspec.bench.flags import MODULES, make_parser
-from jaxspec.console.command import run_command
-from jaxspec.console.ending import end, interrupts_end
+from jaxspec.command_line import run_command
+from jaxspec.exit import end, interrupts_end
 from jaxspec.serve.flags import parse_flags
 
 PROG = "python -m jaxspec.bench"

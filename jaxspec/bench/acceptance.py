@@ -1,7 +1,15 @@
-"""Owns counts of drafts: proposed, accepted, by position; their rates and sums."""
+"""Counts of draft tokens, their rates, and the speed-up that rates and cost allow.
+
+A round of K draft tokens costs 1 + K c plain rounds, c being the cost of a draft pass
+by that of a target pass, and gives 1 + a_1 + a_1 a_2 + ... tokens, a_i being the chance
+that draft i is accepted if those before it are (Leviathan et al. 2023,
+arXiv:2211.17192, theorem 3.8, with one rate per position). The target's pass over K + 1
+positions is taken to cost as much as over one: an upper bound, too generous where
+arithmetic and not memory limits the speed.
+"""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
@@ -11,12 +19,12 @@ from jaxspec.engine.scheduling.stats import EngineStats
 
 @dataclass(frozen=True, kw_only=True)
 class Acceptance:
-    """What became of the drafts of some rounds.
+    """Counts of the draft tokens of some rounds.
 
     Attributes:
-        num_drafts: Rounds of one sequence that proposed anything.
-        per_position: Entry i counts those that kept draft i (from 0).
-        num_beside: Accepted drafts that are not among these: from beside the chain.
+        num_drafts: Rounds, per sequence, that proposed anything.
+        per_position: Entry i counts rounds that accepted draft i (from 0).
+        num_beside: Accepted draft tokens of side branches, which are not among these.
         tree_ends: As `EngineStats.tree_ends`.
     """
 
@@ -29,7 +37,7 @@ class Acceptance:
 
     @classmethod
     def of(cls, stats: EngineStats) -> "Acceptance":
-        """Copy an engine's counts of now."""
+        """Copy the current counts of an engine."""
         return cls(
             num_drafts=stats.num_draft_rounds,
             num_draft_tokens=stats.num_draft_tokens,
@@ -66,22 +74,22 @@ class Acceptance:
 
     @property
     def mean_length(self) -> float:
-        """Tokens per drafting round, the target's own included."""
+        """Tokens per drafting round with the target's own, without side branches."""
         return 1 + self.num_accepted / max(self.num_drafts, 1)
 
     @property
     def tokens_per_round(self) -> float:
-        """The same with drafts from beside the chain."""
+        """Tokens per drafting round, side branches included."""
         return self.mean_length + self.num_beside / max(self.num_drafts, 1)
 
     @property
     def per_position_rates(self) -> list[float]:
-        """Entry i: share of the drafting rounds that kept draft i."""
+        """Entry i: share of the drafting rounds that accepted draft i."""
         return [count / max(self.num_drafts, 1) for count in self.per_position]
 
     @property
     def conditional_rates(self) -> list[float]:
-        """Entry i: share of the rounds that had kept all before draft i and kept it."""
+        """Entry i: chance of draft i to be accepted if all before it are."""
         before = (self.num_drafts, *self.per_position)
         pairs = zip(self.per_position, before, strict=False)
         return [kept / max(reached, 1) for kept, reached in pairs]
@@ -96,3 +104,30 @@ class Acceptance:
             "mean_acceptance_length": self.mean_length,
             "acceptance_rate_per_position": self.per_position_rates,
         }
+
+
+def expected_length(conditional_rates: Sequence[float]) -> float:
+    """Tokens per round: 1 + a_1 + a_1 a_2 + ... + a_1 ... a_K."""
+    length = reached = 1.0
+    for rate in conditional_rates:
+        reached *= rate
+        length += reached
+    return length
+
+
+def speed_up_ceiling(conditional_rates: Sequence[float], cost_ratio: float) -> float:
+    """Upper bound of the speed-up with one draft token per rate."""
+    num_draft_tokens = len(conditional_rates)
+    return expected_length(conditional_rates) / (1 + num_draft_tokens * cost_ratio)
+
+
+def best_num_draft_tokens(
+    conditional_rates: Sequence[float], cost_ratio: float
+) -> tuple[int, float]:
+    """The K with the highest ceiling, and it; (0, 1.0) if drafts can only lose."""
+    ceilings = [
+        speed_up_ceiling(conditional_rates[:k], cost_ratio)
+        for k in range(len(conditional_rates) + 1)
+    ]
+    best = max(range(len(ceilings)), key=ceilings.__getitem__)
+    return best, ceilings[best]

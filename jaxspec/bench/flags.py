@@ -1,4 +1,4 @@
-"""Owns the command line of the benchmarks, with vLLM's names where it has them."""
+"""The command line of the benchmarks, with vLLM's names where it has them."""
 
 import argparse
 import json
@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxspec.bench.data import DATASETS, Dataset
-from jaxspec.bench.plot import SUFFIXES
-from jaxspec.console.command import CommandParser
+from jaxspec.command_line import CommandParser
 from jaxspec.engine.arg_utils import AsyncEngineArgs
 
 MODULES = {
@@ -17,10 +16,17 @@ MODULES = {
     "spec": "jaxspec.bench.spec",
 }
 BATCH_SIZES, TEMPERATURES = (1, 4, 8), (0.0, 0.8)
+# Flags that were removed, and what to do instead.
+REMOVED = {
+    "--plot": "save the result and draw it with `python -m benchmarks.figures` in a "
+    "checkout",
+    "--append-result": "name several loads in one run, or join the files",
+    "--metadata": "the result has all arguments, the machine and the versions",
+}
 
 
 def make_parser(prog: str) -> argparse.ArgumentParser:
-    """The parser of the whole command line; `module` is what runs."""
+    """The parser of the whole command line."""
     parser = CommandParser(
         prog=prog,
         description="Measure plain decoding and speculation, in turn and in one "
@@ -46,15 +52,23 @@ def make_parser(prog: str) -> argparse.ArgumentParser:
     return parser
 
 
+class _Removed(argparse.Action):
+    """A flag that was removed: an error that says what to do instead."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any, **__: Any) -> None:
+        flag = self.option_strings[0]
+        parser.error(f"{flag} was removed: {REMOVED[flag]}.")
+
+
 def _command(commands: Any, name: str, text: str) -> argparse.ArgumentParser:
-    return commands.add_parser(
-        name,
-        help=text,
-        description=f"{name}: {text}. Without a model: the bundled pair."
-        if name != "serve"
-        else f"{name}: {text}.",
-        allow_abbrev=False,
+    model = "" if name == "serve" else " Without a model: the bundled pair."
+    description = f"{name}: {text}.{model}"
+    parser = commands.add_parser(
+        name, help=text, description=description, allow_abbrev=False
     )
+    for flag in ("--plot",) if name != "serve" else REMOVED:
+        parser.add_argument(flag, action=_Removed, nargs="*", help=argparse.SUPPRESS)
+    return parser
 
 
 def _add_latency(parser: argparse.ArgumentParser) -> None:
@@ -153,7 +167,6 @@ def _add_repeats(group: argparse._ArgumentGroup, *, num_iters: int) -> None:
     )
     _add_json(group)
     add("--output-json", type=Path, metavar="FILE", help="writes the JSON to a file")
-    _add_plot(group)
 
 
 def _add_json(group: argparse._ArgumentGroup) -> None:
@@ -161,16 +174,6 @@ def _add_json(group: argparse._ArgumentGroup) -> None:
         "--json",
         action="store_true",
         help="prints all figures as a line of JSON; tables go to standard error",
-    )
-
-
-def _add_plot(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--plot",
-        type=Path,
-        metavar="FILE",
-        help=f"draws the result here, as its suffix says: {', '.join(SUFFIXES)}; needs "
-        "the extra bench",
     )
 
 
@@ -292,8 +295,8 @@ def _add_load(group: argparse._ArgumentGroup) -> None:
         "--burstiness",
         type=float,
         default=1.0,
-        help="shape of the gamma law of the times between requests; 1, the default, "
-        "is a Poisson process, less comes in bursts",
+        help="shape of the gamma distribution of the times between requests; 1, the "
+        "default, is a Poisson process, less is burstier",
     )
     add("--num-warmups", type=int, default=0, help="requests that do not count")
     add(
@@ -334,11 +337,8 @@ def _add_saving(group: argparse._ArgumentGroup) -> None:
     )
     add("--save-result", action="store_true")
     add("--save-detailed", action="store_true", help="with every request's own times")
-    add("--append-result", action="store_true")
     add("--result-dir", type=Path, default=Path())
     add("--result-filename", help="default: by time and load")
-    add("--metadata", nargs="*", metavar="KEY=VALUE", help="told in the result")
-    _add_plot(group)
 
 
 def _json(text: str) -> Any:

@@ -245,6 +245,14 @@ class Measured:
     runs: Mapping[str, list[Run]]
     num_discarded: int
 
+    @classmethod
+    def join(cls, each: "Sequence[Measured]") -> "Measured":
+        """Take the runs of several batches as repeats of one."""
+        runs = {
+            name: [r for one in each for r in one.runs[name]] for name in each[0].runs
+        }
+        return cls(runs=runs, num_discarded=sum(one.num_discarded for one in each))
+
 
 @dataclass(kw_only=True)
 class Bench:

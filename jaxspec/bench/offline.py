@@ -1,6 +1,6 @@
-"""Owns what `latency`, `throughput` and `spec` share: an engine, prompts, sampling.
+"""What `latency`, `throughput` and `spec` share: an engine, prompts, sampling.
 
-Everything that can be wrong is found before the weights are read.
+Wrong arguments are rejected before the weights are read.
 """
 
 import argparse
@@ -12,12 +12,15 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
-from jaxspec.bench.bandwidth import copy_bandwidth, ridge
 from jaxspec.bench.data import Prompt
 from jaxspec.bench.flags import dataset
 from jaxspec.bench.measure import Batch, Bench
-from jaxspec.bench.parts import Parts, cost_ratio, measure_parts
-from jaxspec.bench.plot import check_plot
+from jaxspec.bench.parts import (
+    Parts,
+    copy_bandwidth,
+    cost_ratio,
+    measure_parts,
+)
 from jaxspec.bench.report import check_writable, forced_line, header
 from jaxspec.config.engine import EngineConfig
 from jaxspec.engine.llm_engine import LLMEngine
@@ -30,7 +33,7 @@ from jaxspec.errors import (
     check_number,
     wrong_argument,
 )
-from jaxspec.sampling_params import RequestOutputKind, SamplingParams
+from jaxspec.sampling_params import SAMPLING_FIELDS, RequestOutputKind, SamplingParams
 from jaxspec.serve.flags import engine_args
 from jaxspec.text.tokenizer import Tokenizer
 
@@ -56,42 +59,35 @@ class Offline:
 
     @property
     def forced_acceptance(self) -> list[float] | None:
-        """Chance of every draft to stay if those before it do; None if judged."""
+        """Forced acceptance probability of each draft; None if drafts are verified."""
         speculative = self.engine.config.speculative
         chances = speculative.forced_acceptance if speculative else None
         return None if chances is None else list(chances)
 
     def new_result(self, benchmark: str) -> dict[str, Any]:
-        """What identifies a result, and whether its acceptance was given."""
-        told = {"forced_acceptance": self.forced_acceptance}
-        return header(benchmark, self.options) | told
+        """The header of a result, and whether its acceptance was forced."""
+        forced = {"forced_acceptance": self.forced_acceptance}
+        return header(benchmark, self.options) | forced
 
     def print_label(self) -> None:
-        """Say before any figure that acceptance was given, if it was."""
+        """Say before any figure that acceptance was forced, if it was."""
         if self.forced_acceptance is not None:
             print(forced_line(self.forced_acceptance))
 
     def must_agree(self, temperature: float) -> bool:
-        """Whether drafts may not change a text: greedy ones, if drafts are judged."""
+        """Whether drafts may not change a text: greedy ones, if drafts are verified."""
         return temperature == 0 and self.forced_acceptance is None
-
-    def modes(self) -> dict[str, int]:
-        """K of every way to run: plain, and with drafts where there are any."""
-        modes = {PLAIN: 0}
-        if self.num_draft_tokens:
-            modes[SPECULATIVE] = self.num_draft_tokens
-        return modes
 
     def batch(
         self,
         num_draft_tokens: int,
-        size: int | None = None,
+        chosen: slice = slice(None),
         *,
         is_streamed: bool = True,
         **changes: Any,
     ) -> Batch:
-        """The first `size` prompts, or all, with at most so many drafts a round."""
-        prompts = self.prompts[:size]
+        """Requests for the chosen prompts, with at most so many drafts a round."""
+        prompts = self.prompts[chosen]
         params = sampling(
             self.options, num_draft_tokens, is_streamed=is_streamed, **changes
         )
@@ -99,7 +95,7 @@ class Offline:
 
     @contextlib.contextmanager
     def bench(self, num_runs: int) -> Iterator[Bench]:
-        """What measures, with a bar of so many runs that count."""
+        """A `Bench` with a progress bar of so many runs."""
         with tqdm(total=num_runs, desc="Runs", dynamic_ncols=True) as bar:
             self.engine.announce_compiles(
                 lambda what: bar.set_description(what or "Runs")
@@ -115,32 +111,31 @@ class Offline:
                 self.engine.announce_compiles(None)
 
     def parts(self, size: int, ladder: Sequence[int]) -> list[Parts]:
-        """Where a round's time goes, with so many sequences and each of some K."""
+        """Parts of a round of so many sequences, for each K; none with --no-parts."""
         if not self.options.parts:
             return []
         return [
             found
             for k in tqdm(ladder, desc=f"Parts of a round, batch {size}")
-            for found in measure_parts(self.engine, self.batch(k, size), [k])
+            for found in measure_parts(self.engine, self.batch(k, slice(size)), [k])
         ]
 
     def device(self) -> dict[str, Any]:
-        """The devices, how fast they copy, and what a draft's pass costs in bytes."""
+        """The devices, their copy bandwidth, and the cost of a draft pass in bytes."""
         runner = self.engine.runner
-        devices, dtype = list(runner.mesh.devices.flat), str(runner.dtype)
+        devices = list(runner.mesh.devices.flat)
         return {
             "platform": devices[0].platform,
             "kind": devices[0].device_kind,
             "count": len(devices),
-            "dtype": dtype,
+            "dtype": str(runner.dtype),
             "copy_bytes_per_s": copy_bandwidth(devices[0]) * len(devices),
-            "ridge_flops_per_byte": ridge(devices[0].device_kind, dtype),
             "cost_ratio": cost_ratio(self.engine),
         }
 
 
 def sweep_of(options: argparse.Namespace) -> tuple[list[int], list[float]]:
-    """Batch sizes and temperatures of `spec`; the lowest is the options' own.
+    """Batch sizes and temperatures of `spec`; `options` gets the lowest temperature.
 
     Raises:
         ConfigError: One of them cannot be, or nothing would be decoded.
@@ -166,8 +161,8 @@ def open_offline(
     """Check a command line, then load what it names.
 
     Args:
-        num_seqs: Sequences that must run at once; None for as the flags say.
-        change: Of what the flags say.
+        num_seqs: Sequences that must run at once; None for what the flags say.
+        change: Changes the configuration that the flags name.
 
     Raises:
         ArgumentError: Something cannot work; nothing was run.
@@ -177,7 +172,6 @@ def open_offline(
         check_integer(ConfigError, flag, getattr(options, name), low=1)
     check_integer(ConfigError, "--num-iters-warmup", options.num_iters_warmup, low=0)
     check_writable(options.output_json, "--output-json")
-    check_plot(options.plot)
     sampling(options, 0)
     config = change(_config(options, num_seqs))
     if config.data_parallel_size > 1:
@@ -189,7 +183,7 @@ def open_offline(
         )
     tokenizer = read_tokenizer(config)
     chosen = dataset(options).prompts(num_prompts)
-    prompts = _fitting(chosen, tokenizer, config, options.output_len)
+    prompts = _token_ids(chosen, tokenizer, config, options.output_len)
     return Offline(
         options=options,
         engine=LLMEngine(config, tokenizer=tokenizer),
@@ -204,19 +198,16 @@ def sampling(
     is_streamed: bool = True,
     **changes: Any,
 ) -> SamplingParams:
-    """A request of the flags' length and controls.
+    """Sampling parameters as the flags say.
 
     Raises:
         RequestError: A value is not allowed.
     """
     values: dict[str, Any] = {
         "max_tokens": options.output_len,
-        "temperature": options.temperature,
-        "top_p": options.top_p,
-        "top_k": options.top_k,
-        "min_p": options.min_p,
         "ignore_eos": options.ignore_eos,
         "detokenize": not options.disable_detokenize,
+        **{name: getattr(options, name) for name in SAMPLING_FIELDS},
     }
     kind = RequestOutputKind.DELTA if is_streamed else RequestOutputKind.FINAL_ONLY
     return SamplingParams(
@@ -255,13 +246,13 @@ def _forced(config: EngineConfig, chance: float) -> EngineConfig:
     return dataclasses.replace(config, speculative=speculative)
 
 
-def _fitting(
+def _token_ids(
     prompts: Sequence[Prompt],
     tokenizer: Tokenizer,
     config: EngineConfig,
     output_len: int,
 ) -> list[list[int]]:
-    """Token ids of prompts that leave room for what is generated."""
+    """Token ids of prompts; raises if prompt and output are too long."""
     found = [prompt.token_ids(tokenizer) for prompt in prompts]
     room = config.max_model_len - output_len
     longest = max(map(len, found))

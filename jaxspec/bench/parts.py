@@ -1,16 +1,14 @@
-"""Owns what the parts of a round cost on the device: drafts, target pass, verdict.
+"""Time the parts of a round on the device: drafting, the target's pass, the verdict.
 
-A round is one program, which nobody can stop half way. So its parts are compiled by
-themselves and run over an engine's own state in the middle of decoding, with the same
-functions that the round calls. They move no length, hence disturb nothing: what they
-write lies behind the lengths, where the next round writes too. What a program costs
-that only hands the state back is taken off.
+A round is one program. Its parts are compiled alone and run over an engine's state in
+the middle of decoding, with the functions that the round calls. They change no length,
+so they disturb nothing: the next round overwrites what they write. The time of a
+program that only returns the state is subtracted.
 """
 
 import dataclasses
 import functools
 import itertools
-import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -28,20 +26,23 @@ from jaxspec.errors import UnsupportedError
 from jaxspec.jax_settings import own_settings
 from jaxspec.models.network import build_network
 from jaxspec.models.trimmed import EMBEDDING, HEAD, TOKEN_IDS
-from jaxspec.program.forward import logits_of
-from jaxspec.program.path import keep_path
 from jaxspec.program.propose.proposal import Context, Proposal
-from jaxspec.program.region import make_region
 from jaxspec.program.rows import Active, append, gather, truncate
 from jaxspec.program.state import EngineState
-from jaxspec.program.step import ProgramConfig
-from jaxspec.program.tree import Tree, template_of
-from jaxspec.program.walk import decide
+from jaxspec.program.step_context import ProgramConfig
+from jaxspec.program.target_pass import logits_of
+from jaxspec.program.token_batch import make_token_batch
+from jaxspec.program.tree.compact_kv import compact_kv
+from jaxspec.program.tree.tree import Tree, template_of
+from jaxspec.program.tree.verify import verify_tree
 from jaxspec.sharding import TARGET_MESH_AXES
 
 # Tokens that every sequence has beyond its prompt when parts are timed.
 FIRST_TOKENS = 4
 CALLS = 20
+# More than the caches of a CPU; a fraction of an accelerator's memory.
+COPIED_BYTES = 256 * 2**20
+COPY_REPEATS = 8
 
 Params = tuple[Any, Any]
 # From parameters, state, rows and what earlier parts made.
@@ -54,15 +55,12 @@ class Parts:
     """Seconds that the parts of one round take.
 
     Attributes:
-        num_draft_tokens: K, drafts one after the other; 0 is a plain round.
-        num_nodes: Drafts fed to the target; more than K where some stand beside others.
-        draft_s: The K passes of the draft model, and the lookup in the text.
-        verify_s: The target's pass over the newest token and drafts of every sequence,
-            to logits.
-        accept_s: The verdict, its tokens written into the state, and keys and values
-            moved where drafts from beside the chain have stayed.
+        num_draft_tokens: Depth of the drafts (K); 0 is a plain round.
+        num_nodes: Draft tokens of a sequence; more than K with side branches.
+        draft_s: The proposers' passes and lookups.
+        verify_s: The target's pass to logits.
+        accept_s: The verdict, and the state written by it.
         num_bytes: Weights, keys and values that these passes read.
-        num_flops: Operations of their products with weights.
     """
 
     num_seqs: int
@@ -72,16 +70,10 @@ class Parts:
     verify_s: float
     accept_s: float
     num_bytes: int
-    num_flops: int
 
     @property
     def device_s(self) -> float:
         return self.draft_s + self.verify_s + self.accept_s
-
-    @property
-    def flops_per_byte(self) -> float:
-        """Arithmetic intensity: below a device's ridge the memory sets the pace."""
-        return self.num_flops / self.num_bytes
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -92,7 +84,6 @@ class Parts:
             "verify_s": self.verify_s,
             "accept_s": self.accept_s,
             "num_bytes": self.num_bytes,
-            "num_flops": self.num_flops,
             "bytes_per_s": self.num_bytes / max(self.device_s, 1e-9),
         }
 
@@ -101,28 +92,25 @@ class Parts:
 def measure_parts(
     engine: LLMEngine, batch: Batch, ladder: Sequence[int], *, calls: int = CALLS
 ) -> list[Parts]:
-    """Time the parts of rounds with so many drafts, over all of a batch at once.
+    """Time the parts of rounds of each K in `ladder`, over a whole batch at once.
 
     Args:
-        engine: Is idle, and is so again afterwards.
-        batch: As many requests as can run at a time, at most.
-        ladder: Values of K; 0 is a plain round.
+        engine: Idle, before and after.
+        batch: At most as many requests as the engine runs at a time.
 
     Raises:
         UnsupportedError: Several hosts have the model.
     """
     if engine.runner.followers is not None:
         raise UnsupportedError(
-            "The parts of a round are programs beside the engine's, of which processes "
-            "on other hosts do not hear: with nnodes above 1 they cannot be timed.",
+            "Parts of a round cannot be timed with nnodes above 1: give --no-parts.",
             parameter="nnodes",
             value=len(engine.runner.followers) + 1,
         )
     ids = list(itertools.islice(_request_ids, len(batch.prompts)))
     try:
         for name, prompt, params in zip(ids, batch.prompts, batch.params, strict=True):
-            # No request may end before the last one has begun: it may wait for a
-            # program.
+            # No request may end before the last one has begun.
             endless = params.clone()
             endless.max_tokens, endless.ignore_eos = None, True
             engine.add_request(name, {"prompt_token_ids": prompt}, endless)
@@ -166,7 +154,6 @@ def _parts(
         verify_s=max(verify_s - empty_s, 0.0),
         accept_s=max(accept_s - empty_s, 0.0),
         num_bytes=round_bytes(engine, count, kv_len),
-        num_flops=round_flops(engine, tree, len(rows)),
     )
 
 
@@ -188,7 +175,7 @@ def round_bytes(engine: LLMEngine, num_draft_tokens: int, kv_len: int) -> int:
     passes: list[tuple[Any, Any, int]] = [(engine.config.model_config, target, 1)]
     draft = engine.config.draft_model_config or engine.config.head_config
     speculative = engine.config.speculative
-    has_one_pass = speculative is not None and speculative.has_one_pass
+    has_one_pass = speculative is not None and speculative.method_info.has_one_pass
     drafted = min(num_draft_tokens, 1) if has_one_pass else num_draft_tokens
     passes += [(draft, own, drafted) for own in proposers if own is not None]
     widths = kv_widths(engine.config.kv_cache_dtype, engine.runner.dtype.itemsize)
@@ -197,22 +184,6 @@ def round_bytes(engine: LLMEngine, num_draft_tokens: int, kv_len: int) -> int:
         weights = sum(matrix.nbytes for matrix in _matrices(params))
         total += count * (weights + kv_len * model.kv_bytes_per_token(*widths))
     return total
-
-
-def round_flops(engine: LLMEngine, tree: Tree, num_seqs: int) -> int:
-    """Operations of a round: two for every weight and token, without attention."""
-    target, proposers = engine.runner.params
-    drafted = tree.num_levels
-    if tree.has_side_paths and drafted:
-        # Each pass after the first takes the whole tree.
-        drafted = 1 + (drafted - 1) * tree.num_rows
-    passes = [(target, tree.num_rows * num_seqs)]
-    passes += [(own, drafted * num_seqs) for own in proposers if own is not None]
-    return sum(
-        2 * math.prod(matrix.shape) * tokens
-        for params, tokens in passes
-        for matrix in _matrices(params)
-    )
 
 
 def _matrices(params: Any) -> list[Any]:
@@ -298,7 +269,7 @@ def verify_part(
     tokens = active.last_tokens[:, 1:]
     if proposal is not None:
         tokens = jnp.concatenate([tokens, proposal.tokens], axis=1)
-    region = make_region(
+    region = make_token_batch(
         tokens,
         active.num_tokens + tokens.shape[1] - 1,
         active.page_table,
@@ -326,7 +297,7 @@ def accept_part(
     fed = active.last_tokens[:, 1:]
     if proposal is not None:
         fed = jnp.concatenate([fed, proposal.tokens], axis=1)
-    decision = decide(
+    decision = verify_tree(
         tree,
         proposal,
         fed,
@@ -338,19 +309,41 @@ def accept_part(
         forced_acceptance=state.forced_acceptance,
         max_model_len=config.pool.max_model_len,
     )
-    pages = keep_path(
+    pages = compact_kv(
         config.target,
         state.target_pages,
         tree,
-        decision.row,
+        decision.tree_row,
         active,
         config.pool,
         backend,
     )
-    num_kept = jnp.asarray(tree.depths)[decision.row]
+    num_kept = jnp.asarray(tree.depths)[decision.tree_row]
     emitted = truncate(decision.tokens, num_kept + 1, active)
     moved, token_pages = append(state.rows, state.token_pages, active, emitted)
     # The lengths that it would move to are told and forgotten.
     told = moved.num_tokens, moved.is_done, emitted
     state = dataclasses.replace(state, token_pages=token_pages, target_pages=pages)
     return state, told
+
+
+@own_settings()
+def copy_bandwidth(
+    device: Any,
+    *,
+    num_bytes: int = COPIED_BYTES,
+    repeats: int = COPY_REPEATS,
+    clock: Callable[[], float] = time.perf_counter,
+) -> float:
+    """Bytes/s of the fastest of several copies, read and written together."""
+    count = num_bytes // 4
+    array = jax.device_put(jnp.ones(count, jnp.float32), device)
+    # In place, or a CPU spends its time on new pages. `copy` may do nothing.
+    negate = jax.jit(jnp.negative, donate_argnums=0)
+    seconds = []
+    for _ in range(repeats + 1):
+        jax.block_until_ready(array)
+        start = clock()
+        array = jax.block_until_ready(negate(array))
+        seconds.append(clock() - start)
+    return 2 * 4 * count / min(seconds[1:])  # the first one is compiled

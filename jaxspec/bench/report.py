@@ -1,4 +1,4 @@
-"""Owns the form of a result: what identifies it, medians and spread, tables, files."""
+"""Results: their header, medians and spread, tables, files."""
 
 import argparse
 import datetime
@@ -14,18 +14,18 @@ from typing import Any
 import numpy as np
 
 import jaxspec
-from jaxspec.console.command import CommandError
+from jaxspec.command_line import CommandError
 from jaxspec.errors import ConfigError
 
 PACKAGES = ("jax", "jaxlib", "flax", "numpy", "torch", "transformers")
-# Of a processor: they decide how fast bfloat16 is.
+# Processor features that decide how fast bfloat16 is.
 WIDE_FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
 # Measurements write here: a run must not change the commit of the next one.
 WRITTEN = ("kernels/jaxspec_kernels/tuned", "benchmarks/results")
 PERCENTILES = (10, 25, 50, 75, 90, 99)
-# Nobody else's business, or of no meaning elsewhere.
-HIDDEN = ("hf_token", "api_key", "run", "command", "json", "output_json", "plot")
-HIDDEN += ("result_dir",)
+# Arguments that are secret, or mean nothing in a result.
+HIDDEN = ("hf_token", "api_key", "command", "json", "output_json", "result_dir")
+HIDDEN += ("plot", "append_result", "metadata")  # removed flags
 
 
 class BenchError(CommandError):
@@ -39,7 +39,7 @@ def header(benchmark: str, options: argparse.Namespace) -> dict[str, Any]:
         "date": now(),
         **commit(),
         "arguments": {
-            name: _told(value)
+            name: _as_json(value)
             for name, value in vars(options).items()
             if name not in HIDDEN
         },
@@ -48,27 +48,8 @@ def header(benchmark: str, options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def record(
-    found: dict[str, Any], path: Path, *, command: str, checkout: Path | None = None
-) -> dict[str, Any]:
-    """Write what was found, and how and on what; return all of it.
-
-    Args:
-        command: Finds it again.
-        checkout: What was measured; by default, this one.
-    """
-    result = found | {
-        "command": command,
-        "machine": machine(),
-        "versions": versions(),
-        **commit(checkout),
-    }
-    write_whole(json.dumps(result, indent=2) + "\n", path)
-    return result
-
-
 def write_whole(text: str, path: Path) -> None:
-    """Whoever stops this leaves the old text or the new, never a half."""
+    """Write a file at once: if stopped, the old text remains."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f"{path.name}.part")
     part.write_text(text, encoding="utf-8")
@@ -93,16 +74,16 @@ def percentiles(values: Sequence[float]) -> dict[str, float]:
 
 
 def forced_line(chances: Sequence[float]) -> str:
-    """What a reader must know first where acceptance was given, not found."""
-    told = ", ".join(f"{chance:g}" for chance in chances)
+    """The warning of every output if acceptance was forced."""
+    listed = ", ".join(f"{chance:g}" for chance in chances)
     return (
-        f"ACCEPTANCE IS FORCED (synthetic): draft i stays with chance i of {told} if "
+        f"ACCEPTANCE IS FORCED (synthetic): draft i stays with chance i of {listed} if "
         "those before it do. Texts mean nothing."
     )
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
-    """Columns as wide as they need to be: the first to the left, the others right."""
+    """Aligned columns: the first to the left, the others to the right."""
     columns = range(max(map(len, rows)))
     widths = [max(len(row[i]) for row in rows if i < len(row)) for i in columns]
     return "\n".join(
@@ -120,7 +101,7 @@ def milliseconds(seconds: float | None) -> str:
 
 
 def check_writable(path: Path | None, flag: str) -> None:
-    """Find out before an hour of measuring that nothing can be written.
+    """Check before measuring that a file can be written.
 
     Raises:
         ConfigError: The folder is not there, or may not be written to.
@@ -144,13 +125,13 @@ def write(result: dict[str, Any], path: Path | None) -> None:
         path.write_text(line + "\n", encoding="utf-8")
 
 
-def _told(value: Any) -> Any:
-    """An argument as a result has it: folders of this machine stay out."""
+def _as_json(value: Any) -> Any:
+    """An argument as a result has it, without folders of this machine."""
     is_folder = isinstance(value, str) and value[:1] == "/" and os.path.exists(value)
     if isinstance(value, Path) or is_folder:
         return Path(value).name
     if isinstance(value, (list, tuple)):
-        return [_told(one) for one in value]
+        return [_as_json(one) for one in value]
     if isinstance(value, float) and not np.isfinite(value):
         return str(value)
     return value
@@ -163,7 +144,7 @@ def now() -> str:
 
 
 def versions() -> dict[str, str]:
-    """Of Python and of every package that takes part and is there."""
+    """Versions of Python and of the packages in use."""
     found = {"python": platform.python_version()}
     for name in ("jaxspec-decoding", *PACKAGES):
         try:
@@ -181,7 +162,7 @@ def num_cores() -> int:
 
 
 def machine() -> dict[str, Any]:
-    """Processor, cores and load, which says whether the machine was quiet."""
+    """Processor, cores and load."""
     info, lines = Path("/proc/cpuinfo"), dict[str, str]()
     if info.is_file():
         for line in info.read_text(errors="replace").splitlines():
@@ -198,11 +179,7 @@ def machine() -> dict[str, Any]:
 
 
 def commit(checkout: Path | None = None) -> dict[str, Any]:
-    """The commit of a checkout, and whether it had changes; None outside of one.
-
-    Args:
-        checkout: By default, the one that this is in.
-    """
+    """The commit of a checkout (by default, this one) and whether it has changes."""
     root = Path(jaxspec.__file__).parents[1] if checkout is None else checkout
     git = ["git", "-C", str(root)]
     status = ["status", "--porcelain", "--untracked-files=no", "--", ":/"]

@@ -1,7 +1,6 @@
-"""Owns `serve`: requests to any server with OpenAI's API, at one load or over a sweep.
+"""`serve`: measure any server with OpenAI's API, at one load or over a sweep.
 
-Against a server of jaxspec every load is measured twice, the second time with requests
-that ask for no drafts.
+A server of jaxspec is measured twice at every load, the second time without drafts.
 """
 
 import argparse
@@ -14,24 +13,62 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from tqdm.auto import tqdm
 
-from jaxspec.bench.online import serve_report
-from jaxspec.bench.online.client import CHAT_ENDING, Answer, Client
-from jaxspec.bench.online.connection import Address, HttpError, fetch
-from jaxspec.bench.online.scrape import Scrape, read_scrape
-from jaxspec.bench.online.serve_report import Wanted
-from jaxspec.bench.online.serve_task import Task, read_task
-from jaxspec.bench.online.traffic import Load, send
-from jaxspec.bench.plot import plot
-from jaxspec.bench.report import BenchError, header, table
-from jaxspec.console.command import bearer
+from jaxspec.bench import serve_report
+from jaxspec.bench.client import (
+    CHAT_ENDING,
+    Answer,
+    Client,
+    HttpError,
+    fetch,
+    server_url,
+)
+from jaxspec.bench.data import Prompt
+from jaxspec.bench.flags import dataset
+from jaxspec.bench.report import BenchError, check_writable, header, table
+from jaxspec.bench.scrape import Scrape, read_scrape
+from jaxspec.bench.serve_report import TITLES, Wanted
+from jaxspec.bench.traffic import Load, send
+from jaxspec.command_line import bearer
+from jaxspec.errors import ConfigError, check_integer, check_number, wrong_argument
+from jaxspec.sampling_params import SAMPLING_FIELDS, SamplingParams
 
+ENDINGS = ("/completions", CHAT_ENDING)
 POLL_S = 1.0
-MOST_COMPILING_RUNS = 4
+MAX_COMPILING_RUNS = 4
 SERVED, PLAIN = "as served", "plain"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """A command line that has been checked.
+
+    Attributes:
+        url: Of the server.
+        loads: One, or the points of a sweep.
+    """
+
+    options: argparse.Namespace
+    url: str
+    wanted: Wanted
+    loads: list[Load]
+    prompts: list[Prompt]
+
+    def save(self, entry: dict[str, Any], load: Load) -> None:
+        """Write the result of one load, if requested.
+
+        A sweep into one named file is a line for every load.
+        """
+        path = _saved_to(self.options, load)
+        if path is None:
+            return
+        is_later = self.options.result_filename and load is not self.loads[0]
+        with path.open("a" if is_later else "w", encoding="utf-8") as file:
+            file.write(json.dumps(entry, allow_nan=False) + "\n")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +76,7 @@ class Site:
     """A server that answers.
 
     Attributes:
-        has_metrics: At /metrics it tells of drafts or compiles.
+        has_metrics: Its /metrics reports drafts or compiles.
         has_plain: Every load is measured without drafts as well.
     """
 
@@ -48,17 +85,17 @@ class Site:
     has_plain: bool
 
     async def scrape(self) -> Scrape:
-        """The server's counts so far."""
+        """The server's current counts."""
         if not self.has_metrics:
             return Scrape()
-        text = await fetch(self.client.address, "/metrics", self.client.headers)
+        text = await fetch(f"{self.client.url}/metrics", self.client.headers)
         return read_scrape(text)
 
     async def quiet(self) -> Scrape:
-        """The same, once the server compiles nothing any more."""
+        """The same, once the server compiles nothing."""
         found = await self.scrape()
         if found.num_warming:
-            print(f"The server makes {found.num_warming} programs", file=sys.stderr)
+            print(f"The server compiles {found.num_warming} programs", file=sys.stderr)
         while found.num_warming:
             await asyncio.sleep(POLL_S)
             found = await self.scrape()
@@ -79,6 +116,90 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
         raise BenchError(str(error)) from error
 
 
+def read_task(options: argparse.Namespace) -> Task:
+    """Check everything that can be wrong before anything is sent.
+
+    Raises:
+        ConfigError: Names the flag, its value and the allowed ones.
+    """
+    if not options.endpoint.startswith("/") or not options.endpoint.endswith(ENDINGS):
+        allowed = "a path that ends in /completions or /chat/completions"
+        raise wrong_argument(ConfigError, "--endpoint", allowed, options.endpoint)
+    check_integer(ConfigError, "--num-prompts", options.num_prompts, low=1)
+    check_integer(ConfigError, "--output-len", options.output_len, low=1)
+    check_integer(ConfigError, "--num-warmups", options.num_warmups, low=0)
+    check_number(ConfigError, "--burstiness", options.burstiness, low=0, open_low=True)
+    for rate in options.request_rate:
+        if not rate > 0:
+            allowed = "above 0, or inf"
+            raise wrong_argument(ConfigError, "--request-rate", allowed, rate)
+    for limit in options.max_concurrency or ():
+        check_integer(ConfigError, "--max-concurrency", limit, low=1)
+    loads = [
+        Load(
+            request_rate=rate,
+            max_concurrency=limit,
+            burstiness=options.burstiness,
+            seed=options.seed,
+        )
+        for rate in options.request_rate
+        for limit in options.max_concurrency or (None,)
+    ]
+    _saved_to(options, loads[0])
+    host = options.host
+    if ":" in host and not host.startswith("["):
+        host = f"[{host}]"
+    return Task(
+        options=options,
+        url=server_url(options.base_url or f"http://{host}:{options.port}"),
+        wanted=_wanted(options),
+        loads=loads,
+        prompts=dataset(options).prompts(options.num_prompts),
+    )
+
+
+def _wanted(options: argparse.Namespace) -> Wanted:
+    metrics = [name for name in options.percentile_metrics.split(",") if name]
+    for name in metrics:
+        if name not in TITLES:
+            allowed = f"some of {','.join(TITLES)}"
+            raise wrong_argument(ConfigError, "--percentile-metrics", allowed, name)
+    flag, text = "--metric-percentiles", options.metric_percentiles
+    try:
+        shares = [float(share) for share in text.split(",")]
+    except ValueError as error:
+        allowed = "numbers from 0 to 100, with commas between"
+        raise wrong_argument(ConfigError, flag, allowed, text) from error
+    for share in shares:
+        check_number(ConfigError, flag, share, low=0, high=100)
+    limits = {}
+    for entry in options.goodput or ():
+        name, _, limit = entry.partition(":")
+        allowed = "NAME:MILLISECONDS, of ttft, tpot and e2el"
+        try:
+            limits[name] = float(limit)
+        except ValueError as error:
+            raise wrong_argument(ConfigError, "--goodput", allowed, entry) from error
+        if name not in ("ttft", "tpot", "e2el"):
+            raise wrong_argument(ConfigError, "--goodput", allowed, entry)
+        check_number(ConfigError, "--goodput", limits[name], low=0)
+    return Wanted(metrics=metrics, percentiles=shares, goodput_ms=limits)
+
+
+def _saved_to(options: argparse.Namespace, load: Load) -> Path | None:
+    """The file for the result of a load; None for no file."""
+    if not (options.save_result or options.save_detailed):
+        return None
+    name = options.result_filename
+    if name is None:
+        limit = load.max_concurrency or "any"
+        now = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
+        name = f"serve-{load.request_rate:g}qps-concurrency{limit}-{now}.json"
+    path = options.result_dir / name
+    check_writable(path, "--result-dir")
+    return path
+
+
 async def _run(task: Task) -> list[dict[str, Any]]:
     site = await _open(task)
     for prompt in task.prompts[: task.options.num_warmups]:
@@ -88,11 +209,11 @@ async def _run(task: Task) -> list[dict[str, Any]]:
         modes[PLAIN] = {"num_speculative_tokens": 0}
     points, entries = [], []
     for number, load in enumerate(task.loads):
-        # In turn, so that a slow moment of the machine hits both.
+        # In turn, so that a slow moment of the machine affects both.
         names = list(modes)[:: -1 if number % 2 else 1]
         found = {name: await _point(task, site, modes[name], load) for name in names}
         for name in modes:
-            print(f"\n{_where(load)}, {name}:" if site.has_plain else "")
+            print(f"\n{_name_of(load)}, {name}:" if site.has_plain else "")
             print(serve_report.block(found[name], load, task.wanted))
         if site.has_plain and "spec_decode_num_drafts" not in found[SERVED]:
             print("No drafts were made at this load.")
@@ -102,27 +223,30 @@ async def _run(task: Task) -> list[dict[str, Any]]:
         points += [(load, name, found[name]) for name in modes]
     if len(points) > 1:
         print(f"\n{sweep_table(points, task.wanted)}")
-    plot(entries, task.options.plot)
     return entries
 
 
 async def _point(
     task: Task, site: Site, fields: Mapping[str, Any], load: Load
 ) -> dict[str, Any]:
-    """One load, one way to ask; again if the server compiled something meanwhile."""
-    for _ in range(MOST_COMPILING_RUNS):
+    """Metrics of one load; repeats a run in which the server compiled something."""
+    for _ in range(MAX_COMPILING_RUNS):
         before = await site.quiet()
-        answers, seconds = await _sent(task, site, fields, load)
+        answers, seconds = await _send(task, site, fields, load)
         after = await site.quiet()
         if after.num_compiles == before.num_compiles:
             break
         print("The server compiled programs: this run does not count", file=sys.stderr)
     else:
         raise BenchError(
-            f"The server compiled programs in {MOST_COMPILING_RUNS} runs in a row: "
+            f"The server compiled programs in {MAX_COMPILING_RUNS} runs in a row: "
             "start it with --warm-up all."
         )
-    _check_some(answers)
+    errors = [answer.error for answer in answers if answer.error]
+    if len(errors) == len(answers):
+        raise BenchError(
+            f"All {len(errors)} requests failed, the first with {errors[0]}"
+        )
     drafts = after.acceptance
     if drafts is not None and before.acceptance is not None:
         drafts -= before.acceptance
@@ -136,66 +260,59 @@ async def _point(
     return found
 
 
-async def _sent(
+async def _send(
     task: Task, site: Site, fields: Mapping[str, Any], load: Load
 ) -> tuple[list[Answer], float]:
     if site.has_plain:
-        # Or the second run would find the prompts of the first in the cache.
+        # Without it the second run finds the prompts of the first in the cache.
         fields = {**fields, "cache_salt": f"bench-{time.time_ns()}"}
     fields = {**site.client.fields, **fields}
     client = dataclasses.replace(site.client, fields=fields)
-    with tqdm(total=len(task.prompts), desc=_where(load), dynamic_ncols=True) as bar:
+    name = _name_of(load)
+    with tqdm(total=len(task.prompts), desc=name, dynamic_ncols=True) as bar:
         return await send(task.prompts, load, client.ask, bar.update)
-
-
-def _check_some(answers: list[Answer]) -> None:
-    errors = [answer.error for answer in answers if answer.error]
-    if len(errors) == len(answers):
-        raise BenchError(
-            f"All {len(errors)} requests failed, the first with {errors[0]}"
-        )
 
 
 async def _open(task: Task) -> Site:
     """Wait until a request is answered; find the model's name and the metrics."""
-    options, address = task.options, task.address
-    headers = bearer(options.api_key)
-    end = time.monotonic() + options.ready_check_timeout_sec
-    is_told = False
+    limit_s, headers = (
+        task.options.ready_check_timeout_sec,
+        bearer(task.options.api_key),
+    )
+    end, has_warned = time.monotonic() + limit_s, False
     while True:
-        client, reason, status = await _tried(task, headers)
+        client, reason, status = await _try(task, headers)
         if client is not None:
             break
-        # Busy, or not ready: that passes. A refusal does not.
+        # A busy or starting server is retried, a refusal is not.
         is_refused = status is not None and 400 <= status < 500 and status != 429
         if is_refused or time.monotonic() >= end:
             raise BenchError(f"The server answers no request: {reason}")
-        if not is_told:
-            limit_s = options.ready_check_timeout_sec
+        if not has_warned:
             print(
                 f"Waiting up to {limit_s:g} s for the server: {reason}", file=sys.stderr
             )
-            is_told = True
+            has_warned = True
         await asyncio.sleep(POLL_S)
-    found, has_plain = Scrape(), options.compare_plain
-    with contextlib.suppress(HttpError, ValueError):  # a peer may have none, or others
-        found = read_scrape(await fetch(address, "/metrics", headers))
+    found, has_plain = Scrape(), task.options.compare_plain
+    with contextlib.suppress(HttpError, ValueError):  # others may have no metrics
+        found = read_scrape(await fetch(f"{task.url}/metrics", headers))
     if has_plain is None:
         has_plain = found.acceptance is not None and found.num_compiles is not None
     return Site(client=client, has_metrics=found != Scrape(), has_plain=has_plain)
 
 
-async def _tried(
+async def _try(
     task: Task, headers: Mapping[str, str]
 ) -> tuple[Client | None, str, int | None]:
-    """A client, once one request is answered; or why not, and the status."""
+    """A client, if one request is answered; else the reason and the status."""
     options = task.options
     try:
-        model = options.model or await _first_model(task.address, headers)
+        model = options.model or await _first_model(task.url, headers)
     except HttpError as error:
         return None, str(error), error.status
     client = Client(
-        address=task.address,
+        url=task.url,
         endpoint=options.endpoint,
         fields=_fields(options, model),
         headers=headers,
@@ -204,8 +321,8 @@ async def _tried(
     return (None if answer.error else client), answer.error, answer.status
 
 
-async def _first_model(address: Address, headers: Mapping[str, str]) -> str:
-    text = await fetch(address, "/v1/models", headers)
+async def _first_model(url: str, headers: Mapping[str, str]) -> str:
+    text = await fetch(f"{url}/v1/models", headers)
     try:
         return json.loads(text)["data"][0]["id"]
     except (ValueError, KeyError, IndexError, TypeError) as error:
@@ -213,15 +330,15 @@ async def _first_model(address: Address, headers: Mapping[str, str]) -> str:
 
 
 def _fields(options: argparse.Namespace, model: str) -> dict[str, Any]:
-    """What every request asks for; controls that are off are left out, for peers."""
+    """Fields of every request, without neutral values: other servers may not know."""
     fields: dict[str, Any] = {
         "model": model,
         "max_tokens": options.output_len,
         "temperature": options.temperature,
     }
-    off = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "ignore_eos": False}
-    for name, value in off.items():
-        if getattr(options, name) != value:
+    neutral = SamplingParams()
+    for name in (*SAMPLING_FIELDS, "ignore_eos"):
+        if getattr(options, name) != getattr(neutral, name):
             fields[name] = getattr(options, name)
     return fields | options.extra_body
 
@@ -229,7 +346,7 @@ def _fields(options: argparse.Namespace, model: str) -> dict[str, Any]:
 def _entry(
     task: Task, site: Site, load: Load, found: Mapping[str, dict[str, Any]]
 ) -> dict[str, Any]:
-    """One point as a result has it: vLLM's keys, and the plain run inside."""
+    """The result of one load: vLLM's keys, and the plain run inside."""
     rate, options = load.request_rate, task.options
     is_chat = options.endpoint.endswith(CHAT_ENDING)
     entry = header("serve", options) | {
@@ -241,26 +358,22 @@ def _entry(
         "max_concurrency": load.max_concurrency,
         **found[SERVED],
     }
-    for told in options.metadata or ():
-        name, _, value = told.partition("=")
-        entry[name] = value
-    if PLAIN in found:
-        entry[PLAIN] = found[PLAIN]
-    return entry
+    return entry | ({PLAIN: found[PLAIN]} if PLAIN in found else {})
 
 
 def sweep_table(
     points: Sequence[tuple[Load, str, dict[str, Any]]], wanted: Wanted
 ) -> str:
-    """All loads, one a line: throughput and the medians of the times."""
+    """One row per load: throughput and median times."""
     times = [f"{metric.upper()} ms" for metric in wanted.metrics]
     rows = [["load", "mode", "tokens/s", *times]]
     for load, mode, found in points:
-        middle = [f"{found[f'median_{metric}_ms']:.2f}" for metric in wanted.metrics]
-        rows.append([_where(load), mode, f"{found['output_throughput']:.1f}", *middle])
+        medians = [f"{found[f'median_{metric}_ms']:.2f}" for metric in wanted.metrics]
+        speed = f"{found['output_throughput']:.1f}"
+        rows.append([_name_of(load), mode, speed, *medians])
     return table(rows)
 
 
-def _where(load: Load) -> str:
+def _name_of(load: Load) -> str:
     limit = "any" if load.max_concurrency is None else str(load.max_concurrency)
     return f"{load.request_rate:g} requests/s, concurrency {limit}"

@@ -1,9 +1,8 @@
-"""Owns `spec`: does speculation pay here, with which K, from which batch on not.
+"""`spec`: whether speculation pays, with which K, and up to which batch size.
 
-Plain decoding and every K run in turn for every batch size and temperature; what is
-compared is decoding with the whole batch running, prompts excluded. With `--forms`
-drafts in several forms are compared instead, with `--all-methods` all ways to propose
-some: see `forms` and `methods`.
+Plain decoding and every K run in turn for every batch size and temperature. Decoding
+with the whole batch running is compared, prompts excluded. `--forms` and
+`--all-methods` compare drafts of several engines instead: see `compare`.
 """
 
 import argparse
@@ -11,71 +10,61 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxspec.bench import forms, methods
+from jaxspec.bench import compare
 from jaxspec.bench.acceptance import Acceptance
 from jaxspec.bench.measure import Measured
 from jaxspec.bench.offline import PLAIN, Offline, open_offline, sweep_of
-from jaxspec.bench.plot import plot
 from jaxspec.bench.report import forced_line, table, write
 from jaxspec.bench.summary import (
-    Ranks,
     against_ceiling,
     ceiling_lines,
     cost_ratios,
     is_equal,
     parts_table,
-    rank_table,
-    ranks_json,
-    ranks_of,
     speed_ups,
     summarise,
 )
 from jaxspec.errors import ConfigError, wrong_argument
 
-# Below this a gain is not worth a second model in memory.
-WORTH = 1.02
-# Values of K that are measured where none are named, beside the engine's own. All run
-# in its programs, whose target pass has room for the most drafts.
+# A smaller gain is not worth a second model in memory.
+MIN_GAIN = 1.02
+# Values of K that are measured by default, beside the engine's own. All run in its
+# programs, whose target pass has room for the most drafts.
 SWEEP = (1, 2, 3, 5)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """One K at one batch size and temperature, against plain decoding beside it.
+    """One K at one batch size and temperature.
 
     Attributes:
-        least: The lowest speed-up of any repeat.
-        most: The highest.
+        speed_up: Against plain decoding: median, least and most of the repeats.
         num_runs: Repeats.
-        acceptance_rate: None where nothing was drafted.
+        acceptance_rate: None if nothing was drafted.
     """
 
     temperature: float
     batch_size: int
     num_draft_tokens: int
-    speed_up: float
-    least: float
-    most: float
+    speed_up: Mapping[str, float]
     num_runs: int
-    tokens_per_s: float
     acceptance_rate: float | None
 
     @property
     def pays(self) -> bool:
         """Whether every repeat was faster than plain, and the median worth it."""
-        return self.least > 1 and self.speed_up >= WORTH
+        return self.speed_up["least"] > 1 and self.speed_up["median"] >= MIN_GAIN
 
     @property
     def is_unclear(self) -> bool:
         """Whether some repeats were worth it and others were not."""
-        return not self.pays and self.most >= WORTH
+        return not self.pays and self.speed_up["most"] >= MIN_GAIN
 
-    @property
-    def told(self) -> str:
-        """The speed-up with its spread."""
+    def __str__(self) -> str:
+        one = self.speed_up
         return (
-            f"{self.speed_up:.2f} times plain, {self.least:.2f} to {self.most:.2f} in "
-            f"{self.num_runs} runs"
+            f"{one['median']:.2f} times plain, {one['least']:.2f} to {one['most']:.2f} "
+            f"in {self.num_runs} runs"
         )
 
 
@@ -86,54 +75,45 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
         ArgumentError: A flag cannot work; nothing was run.
         BenchError: Nothing that was measured means anything.
     """
-    if options.all_methods is not None:
-        return methods.run(options)
-    if options.forms:
-        return forms.run(options)
+    if options.forms or options.all_methods is not None:
+        return compare.run(options)
     sizes, temperatures = sweep_of(options)
     offline = open_offline(options, num_prompts=sizes[-1], num_seqs=sizes[-1])
     # Every K is measured, whether it pays or not.
     offline.engine.policy.is_adaptive = False
-    ladder = _ladder(offline, options.draft_tokens)
+    counts = _counts(offline, options.draft_tokens)
     result, device = offline.new_result("spec"), offline.device()
-    parts = {size: offline.parts(size, (0, *ladder)) for size in sizes}
-    cells, told, tables = [], [], []
-    num_runs = len(temperatures) * len(sizes) * (len(ladder) + 1) * options.num_iters
+    parts = {size: offline.parts(size, (0, *counts)) for size in sizes}
+    cells, entries = [], []
+    num_runs = len(temperatures) * len(sizes) * (len(counts) + 1) * options.num_iters
     with offline.bench(num_runs) as bench:
         for temperature in temperatures:
             for size in sizes:
                 modes = {
                     str(k) if k else PLAIN: offline.batch(
-                        k, size, temperature=temperature
+                        k, slice(size), temperature=temperature
                     )
-                    for k in (0, *ladder)
+                    for k in (0, *counts)
                 }
                 measured = bench.alternate(modes)
                 ratios = {
-                    k: cost_ratios(device["cost_ratio"], parts[size], k) for k in ladder
+                    k: cost_ratios(device["cost_ratio"], parts[size], k) for k in counts
                 }
                 found, entry = _point(measured, temperature, size, ratios)
-                ranks = _ranks(offline, measured, ladder[-1])
-                if ranks:
-                    entry["ranks"] = ranks_json(ranks)
-                    tables.append((temperature, size, rank_table(ranks)))
                 if offline.must_agree(temperature):
                     for k, one in entry["by_num_draft_tokens"].items():
                         one["is_equal"] = is_equal(measured, k)
                 cells += found
-                told.append(entry)
+                entries.append(entry)
     offline.engine.shutdown()
     offline.print_label()
     print(cell_table(cells))
-    for entry in told:
+    for entry in entries:
         print("\n".join(_ceilings(entry)))
-    for temperature, size, ranks in tables:
-        where = f"temperature {temperature:g}, batch {size}"
-        print(f"\n{where}: how often the target wanted a draft, by rank\n{ranks}")
     for size, found in parts.items():
         # Parts are timed with the first temperature's program.
         speeds = {
-            cell.num_draft_tokens: cell.speed_up
+            cell.num_draft_tokens: cell.speed_up["median"]
             for cell in cells
             if (cell.temperature, cell.batch_size) == (temperatures[0], size)
         }
@@ -145,28 +125,16 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
     print("\n" + "\n".join(verdict) + "\n")
     result |= {
         "device": device,
-        "points": told,
+        "points": entries,
         "parts": [one.as_json() for found in parts.values() for one in found],
         "answer": verdict,
     }
     write(result, options.output_json)
-    plot(result, options.plot)
     return [result]
 
 
-def _ranks(offline: Offline, measured: Measured, count: int) -> Ranks:
-    """What became of drafts by depth and rank; nothing of a chain, which has one."""
-    speculative = offline.engine.config.speculative
-    assert speculative is not None
-    if speculative.parents is None:
-        return {}
-    runs = measured.runs[str(count)]
-    acceptance = sum((run.acceptance for run in runs), Acceptance())
-    return ranks_of(speculative, acceptance)
-
-
-def _ladder(offline: Offline, wanted: Sequence[int] | None) -> list[int]:
-    """The values of K to measure: those asked for, or some up to the engine's."""
+def _counts(offline: Offline, wanted: Sequence[int] | None) -> list[int]:
+    """The values of K to measure: those of the flag, or some up to the engine's."""
     most = offline.engine.policy.compiled_drafts[-1]
     if not most:
         raise ConfigError(
@@ -187,10 +155,10 @@ def _point(
     size: int,
     ratios: Mapping[int, Mapping[str, float]],
 ) -> tuple[list[Cell], dict[str, Any]]:
-    """All K at one batch size and temperature: to judge by, and to tell.
+    """All K at one batch size and temperature: cells, and the point of a result.
 
     Args:
-        ratios: What drafts cost, by K.
+        ratios: Cost of drafts, by K.
     """
     cells, by_k = [], {}
     for k in ratios:
@@ -198,10 +166,7 @@ def _point(
         ratio, found = speed_ups(measured, str(k), is_decode=True), summarise(runs)
         found["decode_speed_up"] = ratio
         found["ceiling"] = against_ceiling(
-            runs,
-            num_draft_tokens=k,
-            ratios=ratios[k],
-            speed_up=ratio,
+            runs, num_draft_tokens=k, ratios=ratios[k], speed_up=ratio
         )
         by_k[str(k)] = found
         acceptance = sum((run.acceptance for run in runs), Acceptance())
@@ -210,11 +175,8 @@ def _point(
                 temperature=temperature,
                 batch_size=size,
                 num_draft_tokens=k,
-                speed_up=ratio["median"],
-                least=ratio["least"],
-                most=ratio["most"],
+                speed_up=ratio,
                 num_runs=len(runs),
-                tokens_per_s=_decode_speed(found),
                 acceptance_rate=acceptance.rate if acceptance.num_drafts else None,
             )
         )
@@ -226,11 +188,6 @@ def _point(
         "by_num_draft_tokens": by_k,
     }
     return cells, entry
-
-
-def _decode_speed(found: dict[str, Any]) -> float:
-    speeds = found.get("decode_tokens_per_s") or found["output_tokens_per_s"]
-    return speeds["median"]
 
 
 def _ceilings(entry: dict[str, Any]) -> list[str]:
@@ -247,18 +204,18 @@ def _ceilings(entry: dict[str, Any]) -> list[str]:
 
 def cell_table(cells: Sequence[Cell]) -> str:
     """Speed-ups by K, a row for every temperature and batch size."""
-    ladder = sorted({cell.num_draft_tokens for cell in cells})
-    rows = [["temperature, batch", *(f"K = {k}" for k in ladder), "acceptance"]]
+    counts = sorted({cell.num_draft_tokens for cell in cells})
+    rows = [["temperature, batch", *(f"K = {k}" for k in counts), "acceptance"]]
     by_place: dict[tuple[float, int], list[Cell]] = {}
     for cell in cells:
         by_place.setdefault((cell.temperature, cell.batch_size), []).append(cell)
     for (temperature, size), found in by_place.items():
-        speeds = {cell.num_draft_tokens: f"{cell.speed_up:.2f}" for cell in found}
+        speeds = {one.num_draft_tokens: one.speed_up["median"] for one in found}
         rate = found[-1].acceptance_rate
         rows.append(
             [
                 f"{temperature:g}, {size}",
-                *(speeds.get(k, "-") for k in ladder),
+                *(f"{speeds[k]:.2f}" if k in speeds else "-" for k in counts),
                 "-" if rate is None else f"{rate:.3f}",
             ]
         )
@@ -269,49 +226,47 @@ def cell_table(cells: Sequence[Cell]) -> str:
 
 
 def answer(cells: Sequence[Cell]) -> list[str]:
-    """Say in words whether drafts pay, with which K, and from which batch on not."""
+    """Say in words whether drafts pay, with which K, and up to which batch size."""
     lines = []
     for temperature in sorted({cell.temperature for cell in cells}):
-        here = [cell for cell in cells if cell.temperature == temperature]
-        sizes = sorted({cell.batch_size for cell in here})
-        best = {
-            size: max(
-                (cell for cell in here if cell.batch_size == size),
-                key=lambda cell: cell.speed_up,
-            )
-            for size in sizes
-        }
-        lines.append(f"Temperature {temperature:g}: {_at(best)}")
+        best: dict[int, Cell] = {}
+        for cell in sorted(cells, key=lambda cell: cell.speed_up["median"]):
+            if cell.temperature == temperature:
+                best[cell.batch_size] = cell
+        lines.append(f"Temperature {temperature:g}: {_answer_at(best)}")
     lines.append(
         f"A K pays here when every repeat beat plain decoding and the median is at "
-        f"least {WORTH:g} times as fast; it does not when no repeat was that fast."
+        f"least {MIN_GAIN:g} times as fast; it does not when no repeat was that fast."
     )
     return lines
 
 
-def _at(best: dict[int, Cell]) -> str:
+def _answer_at(best: dict[int, Cell]) -> str:
     """The answer at one temperature, from the best K of every batch size."""
+    best = dict(sorted(best.items()))
     paying = [size for size, cell in best.items() if cell.pays]
     unclear = [size for size, cell in best.items() if cell.is_unclear]
     losing = [size for size in best if size not in (*paying, *unclear)]
     if paying:
-        told = ", ".join(
-            f"K = {best[size].num_draft_tokens} at batch {size} ({best[size].told})"
+        found = ", ".join(
+            f"K = {best[size].num_draft_tokens} at batch {size} ({best[size]})"
             for size in paying
         )
-        text = f"speculation pays: {told}."
+        text = f"speculation pays: {found}."
     elif losing:
-        fastest = max((best[size] for size in losing), key=lambda cell: cell.speed_up)
+        fastest = max(
+            (best[size] for size in losing), key=lambda cell: cell.speed_up["median"]
+        )
         text = (
             f"speculation does not pay at batch {', '.join(map(str, losing))}; the "
-            f"best was {fastest.told}, with K = {fastest.num_draft_tokens} at batch "
+            f"best was {fastest}, with K = {fastest.num_draft_tokens} at batch "
             f"{fastest.batch_size}."
         )
     else:
         text = "these runs do not tell whether speculation pays."
     if unclear:
-        told = ", ".join(f"batch {size} ({best[size].told})" for size in unclear)
-        text += f" Unclear at {told}: give more --num-iters, on a quiet machine."
+        found = ", ".join(f"batch {size} ({best[size]})" for size in unclear)
+        text += f" Unclear at {found}: give more --num-iters, on a quiet machine."
     if not paying:
         return text
     highest = max(*paying, *unclear) if unclear else paying[-1]
@@ -321,7 +276,7 @@ def _at(best: dict[int, Cell]) -> str:
         text += f" It does not at batch {', '.join(map(str, below))}."
     if above:
         text += (
-            f" From batch {above[0]} on it does not ({best[above[0]].told}): "
+            f" From batch {above[0]} on it does not ({best[above[0]]}): "
             f"--speculative-disable-by-batch-size {highest} turns it off above "
             f"batch {highest}."
         )

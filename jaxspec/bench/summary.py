@@ -1,18 +1,17 @@
-"""Owns what several runs of one mode come to, and how modes and ceilings compare."""
+"""Summaries of repeated runs: medians, speed-ups, ceilings, parts of a round."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxspec.bench.acceptance import Acceptance
-from jaxspec.bench.ceiling import best_num_draft_tokens, speed_up_ceiling
+from jaxspec.bench.acceptance import (
+    Acceptance,
+    best_num_draft_tokens,
+    speed_up_ceiling,
+)
 from jaxspec.bench.measure import Measured, Run
-from jaxspec.bench.offline import PLAIN, SPECULATIVE
+from jaxspec.bench.offline import PLAIN
 from jaxspec.bench.parts import Parts
 from jaxspec.bench.report import milliseconds, percentiles, spread, table
-from jaxspec.config.speculation import SpeculativeConfig
-from jaxspec.config.token_tree import Hits, Place, count_ranks
-
-Ranks = dict[Place, Hits]
 
 
 def summarise(runs: Sequence[Run]) -> dict[str, Any]:
@@ -42,7 +41,7 @@ def summarise(runs: Sequence[Run]) -> dict[str, Any]:
 
 
 def speed_ups(measured: Measured, mode: str, *, is_decode: bool) -> dict[str, float]:
-    """A mode's speed by that of the plain run beside it, repeat by repeat.
+    """Speed of a mode by that of plain decoding, over pairs of runs.
 
     Args:
         is_decode: Compare decoding alone, where there is any; else the whole time.
@@ -58,19 +57,15 @@ def speed_ups(measured: Measured, mode: str, *, is_decode: bool) -> dict[str, fl
 
 
 def is_equal(measured: Measured, mode: str) -> bool:
-    """Whether every run of a mode gave the texts of the first plain run."""
-    texts = measured.runs[PLAIN][0].token_ids
-    return all(run.token_ids == texts for run in measured.runs[mode])
+    """Whether every run of a mode gave the texts of the plain run beside it."""
+    pairs = zip(measured.runs[mode], measured.runs[PLAIN], strict=True)
+    return all(ours.token_ids == plain.token_ids for ours, plain in pairs)
 
 
 def cost_ratios(
     bytes_ratio: float, parts: Sequence[Parts], num_draft_tokens: int
 ) -> dict[str, float]:
-    """What a draft pass costs of a plain round: in bytes, and as it was measured.
-
-    The first is what an engine could reach that only waits for the memory; the second,
-    where parts were timed, takes both models' passes as they are.
-    """
+    """Cost of a draft pass by that of a plain round: bytes and, if timed, seconds."""
     found, by_count = {"bytes": bytes_ratio}, {p.num_draft_tokens: p for p in parts}
     plain, drafted = by_count.get(0), by_count.get(num_draft_tokens)
     if num_draft_tokens and plain and drafted and plain.device_s:
@@ -85,17 +80,19 @@ def against_ceiling(
     ratios: Mapping[str, float],
     speed_up: Mapping[str, float],
 ) -> dict[str, Any] | None:
-    """What the measured acceptance allows, and the share reached; None undrafted.
+    """The ceiling at the measured acceptance, and the share reached; None undrafted.
 
     Args:
-        ratios: Of `cost_ratios`; there is a ceiling for each.
-        speed_up: Its median, least and most over the repeats.
+        ratios: As from `cost_ratios`; there is a ceiling for each.
+        speed_up: Median, least and most over the repeats.
     """
     acceptance = sum((run.acceptance for run in runs), Acceptance())
     if not acceptance.num_drafts:
         return None
     rates = acceptance.conditional_rates[:num_draft_tokens]
-    rates += [0.0] * (num_draft_tokens - len(rates))  # nothing was kept so deep
+    rates += [0.0] * (
+        num_draft_tokens - len(rates)
+    )  # deeper positions accepted nothing
     found: dict[str, Any] = {"conditional_rates": rates}
     for name, ratio in ratios.items():
         ceiling = speed_up_ceiling(rates, ratio)
@@ -113,72 +110,18 @@ def against_ceiling(
     return found
 
 
-def mode_table(summaries: Mapping[str, dict[str, Any]]) -> str:
-    """The modes side by side: speeds, times in ms, acceptance."""
-
-    def medians(name: str) -> list[str]:
-        return [
-            f"{one[name]['median']:.1f}" if name in one else "-"
-            for one in summaries.values()
-        ]
-
-    def times(name: str, which: str) -> list[str]:
-        return [milliseconds(one[name].get(which)) for one in summaries.values()]
-
-    def accepted(name: str) -> list[str]:
-        found = [one.get("acceptance") for one in summaries.values()]
-        return ["-" if one is None else f"{one[name]:.3f}" for one in found]
-
-    rows = [
-        ["", *summaries],
-        ["output tokens/s", *medians("output_tokens_per_s")],
-        ["decoding tokens/s", *medians("decode_tokens_per_s")],
-        *(
-            [f"{label}, ms (median, p99)", *_both(times(name, "50"), times(name, "99"))]
-            for name, label in (
-                ("ttft_s", "TTFT"),
-                ("tpot_s", "TPOT"),
-                ("itl_s", "ITL"),
-            )
-        ),
-        ["round, ms", *_in_ms(summaries, "round_s")],
-        ["host per round, ms", *_in_ms(summaries, "host_s")],
-        ["acceptance rate", *accepted("acceptance_rate")],
-        ["mean acceptance length", *accepted("mean_acceptance_length")],
-    ]
-    lines = [table(rows)]
-    for name, one in summaries.items():
-        if "acceptance" in one:
-            rates = one["acceptance"]["acceptance_rate_per_position"]
-            told = " ".join(f"{rate:.3f}" for rate in rates)
-            lines.append(f"acceptance by position, {name}: {told}")
-    return "\n".join(lines)
-
-
-def _both(first: list[str], second: list[str]) -> list[str]:
-    return [f"{a} {b}" for a, b in zip(first, second, strict=True)]
-
-
-def _in_ms(summaries: Mapping[str, dict[str, Any]], name: str) -> list[str]:
-    return [
-        milliseconds(one[name]["median"] if name in one else None)
-        for one in summaries.values()
-    ]
-
-
 def parts_table(
     parts: Sequence[Parts],
     device: Mapping[str, Any],
     speed_ups: Mapping[int, float] | None = None,
 ) -> str:
-    """Where rounds' time goes on the device, how fast they read, and what they compute.
+    """Time of the parts of rounds, and their bandwidth.
 
     Args:
-        device: As `Offline.device` describes it.
-        speed_ups: By K, as measured; the best is marked.
+        device: As from `Offline.device`.
+        speed_ups: Measured, by K; the best is marked.
     """
-    columns = ["K", "draft", "verify", "accept", "ms", "GB/s", "of copy", "FLOP/byte"]
-    rows, ridge = [[*columns, "of ridge"]], device["ridge_flops_per_byte"]
+    rows = [["K", "draft", "verify", "accept", "ms", "GB/s", "of copy"]]
     speed_ups = {0: 1.0} | dict(speed_ups or {})
     best = max(speed_ups.values())
     if len(speed_ups) > 1:
@@ -192,8 +135,6 @@ def parts_table(
                 milliseconds(one.device_s),
                 f"{speed / 1e9:.1f}",
                 f"{speed / device['copy_bytes_per_s']:.0%}",
-                f"{one.flops_per_byte:.1f}",
-                "-" if ridge is None else f"{one.flops_per_byte / ridge:.1%}",
             ]
         )
         if len(speed_ups) > 1 and k in speed_ups:
@@ -214,89 +155,3 @@ def ceiling_lines(found: Mapping[str, Any], num_draft_tokens: int) -> list[str]:
         for name, one in found.items()
         if name != "conditional_rates"
     ]
-
-
-def compared(
-    measured: Measured,
-    *,
-    num_draft_tokens: int,
-    ratios: Mapping[str, float],
-    must_agree: bool,
-) -> dict[str, Any]:
-    """Both modes, the speed-up and the ceiling, as a result has them.
-
-    Args:
-        must_agree: Drafts may not change a text: say whether they did.
-    """
-    found: dict[str, Any] = {name: summarise(r) for name, r in measured.runs.items()}
-    found["num_discarded_runs"] = measured.num_discarded
-    if SPECULATIVE not in measured.runs:
-        return found
-    found["speed_up"] = speed_ups(measured, SPECULATIVE, is_decode=False)
-    found["decode_speed_up"] = speed_ups(measured, SPECULATIVE, is_decode=True)
-    if must_agree:
-        found["is_equal"] = is_equal(measured, SPECULATIVE)
-    found["ceiling"] = against_ceiling(
-        measured.runs[SPECULATIVE],
-        num_draft_tokens=num_draft_tokens,
-        ratios=ratios,
-        speed_up=found["decode_speed_up"],
-    )
-    return found
-
-
-def comparison(found: Mapping[str, Any], num_draft_tokens: int) -> str:
-    """The table of `compared`, and what follows from it."""
-    modes = {name: found[name] for name in (PLAIN, SPECULATIVE) if name in found}
-    lines = [mode_table(modes)]
-    if SPECULATIVE in modes:
-        told = [
-            f"{label} {one['median']:.2f} ({one['least']:.2f} to {one['most']:.2f})"
-            for label, one in (
-                ("whole", found["speed_up"]),
-                ("decoding", found["decode_speed_up"]),
-            )
-        ]
-        lines.append(f"speed-up by speculation: {', '.join(told)}")
-        if "acceptance" not in modes[SPECULATIVE]:
-            lines.append("no drafts were made: the engine expected none to pay (K = 0)")
-    if "is_equal" in found:
-        lines.append(f"greedy texts: {'equal' if found['is_equal'] else 'different'}")
-    if found.get("ceiling"):
-        lines += ceiling_lines(found["ceiling"], num_draft_tokens)
-    return "\n".join(lines)
-
-
-def ranks_of(speculative: SpeculativeConfig, acceptance: Acceptance) -> Ranks:
-    """What became of drafts by where they stand; of a chain all are first choices."""
-    if speculative.parents is not None:
-        return count_ranks(speculative.parents, acceptance.tree_ends)
-    reached = (acceptance.num_drafts, *acceptance.per_position)
-    pairs = zip(reached, acceptance.per_position, strict=False)
-    return {
-        Place(False, depth, 0): Hits(compared, kept)
-        for depth, (compared, kept) in enumerate(pairs, start=1)
-    }
-
-
-def ranks_json(ranks: Ranks) -> list[dict[str, Any]]:
-    """The same as a result has it: counts with where they are of."""
-    return [place._asdict() | hits._asdict() for place, hits in ranks.items()]
-
-
-def rank_table(ranks: Ranks) -> str:
-    """How often the target wanted what stood at a depth and rank; how many such."""
-    most = max(place.rank for place in ranks)
-    rows = [["after, depth", *(f"rank {rank}" for rank in range(most + 1)), "of"]]
-    for place in ranks:
-        if place.rank:
-            continue
-        levels = [ranks.get(place._replace(rank=rank)) for rank in range(most + 1)]
-        rows.append(
-            [
-                f"{'side' if place.is_side else 'chain'}, {place.depth}",
-                *("-" if one is None else f"{one.rate:.3f}" for one in levels),
-                str(ranks[place].compared),
-            ]
-        )
-    return table(rows)

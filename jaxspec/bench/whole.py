@@ -1,18 +1,27 @@
-"""Owns `latency` and `throughput`: all of a set of prompts, plain and with drafts.
+"""`latency` and `throughput`: a set of prompts, plain and with drafts in turn.
 
-`latency` is one batch from the first request to the last token; for `throughput`, more
-prompts than run at a time all wait from the start.
+`latency` is one batch from the first request to the last token; `throughput` has more
+prompts than run at a time, all waiting from the start.
 """
 
 import argparse
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
+from jaxspec.bench.measure import Measured
 from jaxspec.bench.offline import PLAIN, SPECULATIVE, open_offline
-from jaxspec.bench.plot import plot
-from jaxspec.bench.report import PERCENTILES, write
-from jaxspec.bench.summary import compared, comparison, cost_ratios, parts_table
+from jaxspec.bench.report import PERCENTILES, milliseconds, table, write
+from jaxspec.bench.summary import (
+    against_ceiling,
+    ceiling_lines,
+    cost_ratios,
+    is_equal,
+    parts_table,
+    speed_ups,
+    summarise,
+)
 from jaxspec.errors import ConfigError, check_integer
 
 
@@ -36,11 +45,10 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
     result, device = offline.new_result(options.command), offline.device()
     count = offline.num_draft_tokens
     parts = offline.parts(size, sorted({0, count}))
-    # Where nobody reads along, prompts need not make way for streams; hence no ITL.
-    modes = {
-        name: offline.batch(k, is_streamed=is_latency)
-        for name, k in offline.modes().items()
-    }
+    # Throughput has no streams, for which prefill would wait; hence no ITL.
+    modes = {PLAIN: offline.batch(0, is_streamed=is_latency)}
+    if count:
+        modes[SPECULATIVE] = offline.batch(count, is_streamed=is_latency)
     with offline.bench(len(modes) * options.num_iters) as bench:
         measured = bench.alternate(modes)
     found = compared(
@@ -51,7 +59,7 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
     )
     offline.engine.shutdown()
     offline.print_label()
-    # As vLLM has it, of the engine as the flags say.
+    # vLLM's figures are of the engine as the flags say.
     ours = found[SPECULATIVE if count else PLAIN]
     lines, own = _latency(ours) if is_latency else _throughput(ours, number)
     blocks = [comparison(found, count)]
@@ -59,15 +67,14 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
         blocks.append(parts_table(parts, device))
     blocks.insert(0 if is_latency else len(blocks), "\n".join(lines))
     print("\n\n".join(blocks), end="\n\n" if parts or not is_latency else "\n")
-    parts_told = [one.as_json() for one in parts]
-    result |= {"device": device, **own, **found, "parts": parts_told}
+    result |= {"device": device, **own, **found}
+    result["parts"] = [one.as_json() for one in parts]
     write(result, options.output_json)
-    plot(result, options.plot)
     return [result]
 
 
 def _latency(ours: dict[str, Any]) -> tuple[list[str], dict[str, Any]]:
-    """Seconds of whole batches, in words and as a result has them."""
+    """Seconds of whole batches: lines to print, and vLLM's keys."""
     latencies = ours["elapsed_s"]
     shares = {str(p): float(np.percentile(latencies, p)) for p in PERCENTILES}
     average = float(np.mean(latencies))
@@ -81,7 +88,7 @@ def _latency(ours: dict[str, Any]) -> tuple[list[str], dict[str, Any]]:
 
 
 def _throughput(ours: dict[str, Any], number: int) -> tuple[list[str], dict[str, Any]]:
-    """Requests and tokens by the time of all."""
+    """Requests/s and tokens/s: lines to print, and vLLM's keys."""
     requests_per_s = ours["requests_per_s"]["median"]
     output_per_s = ours["output_tokens_per_s"]["median"]
     num_tokens = ours["num_prompt_tokens"] + ours["num_output_tokens"]
@@ -99,3 +106,87 @@ def _throughput(ours: dict[str, Any], number: int) -> tuple[list[str], dict[str,
         "requests_per_second": requests_per_s,
         "tokens_per_second": total_per_s,
     }
+
+
+def compared(
+    measured: Measured,
+    *,
+    num_draft_tokens: int,
+    ratios: Mapping[str, float],
+    must_agree: bool,
+) -> dict[str, Any]:
+    """Both modes, the speed-up and the ceiling, as a result has them.
+
+    Args:
+        must_agree: Drafts may not change a text: report whether they did.
+    """
+    found: dict[str, Any] = {name: summarise(r) for name, r in measured.runs.items()}
+    found["num_discarded_runs"] = measured.num_discarded
+    if SPECULATIVE not in measured.runs:
+        return found
+    found["speed_up"] = speed_ups(measured, SPECULATIVE, is_decode=False)
+    found["decode_speed_up"] = speed_ups(measured, SPECULATIVE, is_decode=True)
+    if must_agree:
+        found["is_equal"] = is_equal(measured, SPECULATIVE)
+    found["ceiling"] = against_ceiling(
+        measured.runs[SPECULATIVE],
+        num_draft_tokens=num_draft_tokens,
+        ratios=ratios,
+        speed_up=found["decode_speed_up"],
+    )
+    return found
+
+
+def comparison(found: Mapping[str, Any], num_draft_tokens: int) -> str:
+    """`compared` as text."""
+    modes = {name: found[name] for name in (PLAIN, SPECULATIVE) if name in found}
+    lines = [mode_table(modes)]
+    if SPECULATIVE in modes:
+        speeds = [
+            f"{label} {one['median']:.2f} ({one['least']:.2f} to {one['most']:.2f})"
+            for label, one in (
+                ("whole", found["speed_up"]),
+                ("decoding", found["decode_speed_up"]),
+            )
+        ]
+        lines.append(f"speed-up by speculation: {', '.join(speeds)}")
+        if "acceptance" not in modes[SPECULATIVE]:
+            lines.append("no drafts were made: the engine expected none to pay (K = 0)")
+    if "is_equal" in found:
+        lines.append(f"greedy texts: {'equal' if found['is_equal'] else 'different'}")
+    if found.get("ceiling"):
+        lines += ceiling_lines(found["ceiling"], num_draft_tokens)
+    return "\n".join(lines)
+
+
+def mode_table(summaries: Mapping[str, dict[str, Any]]) -> str:
+    """The modes side by side: speeds, times in ms, acceptance."""
+    modes = summaries.values()
+    rows = [["", *summaries]]
+    for label, name in (
+        ("output tokens/s", "output_tokens_per_s"),
+        ("decoding tokens/s", "decode_tokens_per_s"),
+    ):
+        speeds = [one[name]["median"] if name in one else None for one in modes]
+        rows.append([label, *("-" if v is None else f"{v:.1f}" for v in speeds)])
+    for label, name in (("TTFT", "ttft_s"), ("TPOT", "tpot_s"), ("ITL", "itl_s")):
+        times = [
+            " ".join(milliseconds(one[name].get(p)) for p in ("50", "99"))
+            for one in modes
+        ]
+        rows.append([f"{label}, ms (median, p99)", *times])
+    for label, name in (("round, ms", "round_s"), ("host per round, ms", "host_s")):
+        rows.append(
+            [label, *(milliseconds(one.get(name, {}).get("median")) for one in modes)]
+        )
+    for name in ("acceptance_rate", "mean_acceptance_length"):
+        found = [one.get("acceptance") for one in modes]
+        values = ["-" if one is None else f"{one[name]:.3f}" for one in found]
+        rows.append([name.replace("_", " "), *values])
+    lines = [table(rows)]
+    for name, one in summaries.items():
+        if "acceptance" in one:
+            rates = one["acceptance"]["acceptance_rate_per_position"]
+            shown = " ".join(f"{rate:.3f}" for rate in rates)
+            lines.append(f"acceptance by position, {name}: {shown}")
+    return "\n".join(lines)

@@ -16,10 +16,10 @@ from typing import Any, Protocol, runtime_checkable
 
 import httpx
 
-from jaxspec.bench.online.connection import data_of
-from jaxspec.cli.generate import WARM_UP_TOKENS, load_engine
+from jaxspec.bench.client import data_of
+from jaxspec.cli.generate import SAMPLING_OPTIONS, WARM_UP_TOKENS, load_engine
 from jaxspec.cli.terminal import Piece, Printer, pieces_of
-from jaxspec.console.command import FAILED, CommandError, bearer
+from jaxspec.command_line import FAILED, CommandError, bearer
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.errors import (
     ArgumentError,
@@ -43,8 +43,6 @@ HELP = """\
 /temperature T   0 takes the most likely token
 /k K             draft at most K tokens a round; 0 none
 /quit            end, as Ctrl-D does; Ctrl-C stops an answer"""
-_SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed")
-_SAMPLING += ("ignore_eos",)
 
 Message = dict[str, str]
 # For a server to say that it is there.
@@ -241,7 +239,7 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         ArgumentError: An option cannot work.
     """
-    chosen = {name: getattr(options, name) for name in _SAMPLING}
+    chosen = {name: getattr(options, name) for name in SAMPLING_OPTIONS}
     fields = {name: value for name, value in chosen.items() if value is not None}
     is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     backend = _make_backend(options, is_terminal=is_terminal)

@@ -13,8 +13,8 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
+from jaxspec.command_line import CommandParser, run_command
 from jaxspec.config.engine import EngineConfig
-from jaxspec.console.command import CommandParser, run_command
 from jaxspec.engine.arg_utils import AsyncEngineArgs
 from jaxspec.engine.scheduling.shapes import GREEDY, SAMPLED, Shapes
 from jaxspec.engine.speculation.policy import SpeculationPolicy

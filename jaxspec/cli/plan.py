@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from jaxspec.console.command import CommandParser, run_command
+from jaxspec.command_line import CommandParser, run_command
 from jaxspec.engine.arg_utils import AsyncEngineArgs
 from jaxspec.serve.flags import engine_args, parse_flags
 

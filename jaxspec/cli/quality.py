@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from jaxspec.console.command import CommandParser, run_command
+from jaxspec.command_line import CommandParser, run_command
 from jaxspec.engine.model_folders import model_folder
 from jaxspec.errors import ConfigError, check_choice, check_integer, wrong_argument
 from jaxspec.text.tokenizer import Tokenizer

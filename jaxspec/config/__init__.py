@@ -1,7 +1,8 @@
 """The configuration of an engine: frozen dataclasses, checked when they are made.
 
 `engine` holds all of it. Its parts: `model` (sizes of a network), `quantization` (forms
-of matrices), `speculation` (methods, draft lengths, acceptance rules), `lookups`
+of matrices), `methods` (how drafts are proposed: one row each), `speculation` (the
+speculative arguments), `lookups`
 (drafts from matching text), `token_tree` (shapes of drafts), `trimming` (vocabulary of
 a draft), `structured_outputs`, `kv_events`, `hosts` (several processes, one target).
 """

@@ -232,9 +232,9 @@ class EngineConfig:
 
     def _check_draft(self) -> None:
         speculative = self.speculative
-        has_model = speculative is not None and speculative.has_draft_model
+        has_model = speculative is not None and speculative.method_info.has_draft_model
         assert has_model == (self.draft_model_config is not None)
-        has_head = speculative is not None and speculative.has_head
+        has_head = speculative is not None and speculative.method_info.has_head
         assert has_head == (self.head_config is not None)
         draft, ids = self.draft_model_config, self.draft_token_ids
         assert (ids and len(ids)) == (draft and draft.draft_vocab_size)
@@ -257,7 +257,10 @@ class EngineConfig:
                 parameter="speculative_model",
                 value=speculative.model,
             )
-        if speculative.is_parallel and self.draft_model_config.mask_token_id is None:
+        if (
+            speculative.method_info.is_parallel
+            and self.draft_model_config.mask_token_id is None
+        ):
             raise ConfigError(
                 f"method {speculative.method!r} needs a draft model that was trained "
                 f"to propose several tokens in one pass: the config.json of "

@@ -7,6 +7,7 @@ what drafts would have brought (`jaxspec.engine.scheduling.lookup_estimator`).
 import math
 from dataclasses import dataclass
 
+from jaxspec.config.methods import NGRAM
 from jaxspec.config.speculation import SpeculativeConfig
 
 # Matches that are counted, at most: the latest. Older ones would outvote them: with 8,
@@ -37,8 +38,9 @@ class LookupRule:
     @classmethod
     def of(cls, speculative: SpeculativeConfig) -> "LookupRule":
         """What a configuration with a lookup asks for."""
-        assert speculative.has_lookup
-        if not speculative.has_suffix:
+        info = speculative.method_info
+        assert info.lookup is not None
+        if info.lookup == NGRAM:
             longest, shortest = (
                 speculative.prompt_lookup_max,
                 speculative.prompt_lookup_min,
@@ -59,7 +61,7 @@ class LookupRule:
         assert min_prob is not None
         return cls(
             limits=draft_limits(depth, factor, speculative.num_levels),
-            shortest=speculative.shortest_match,
+            shortest=info.shortest_match,
             # 0.3 of 12 is 3.6, whatever binary fractions make of it.
             min_share=math.ceil(round(min_prob * WHOLE, 6)),
             num_matches=NUM_MATCHES,

@@ -1,14 +1,24 @@
-"""Owns how drafts are proposed and judged: methods, their keys, the allowed values.
+"""How drafts are proposed and verified: the speculative arguments and their limits.
 
-Knows nothing of models or engines; `jaxspec.engine.speculative_args` turns the names
-of three generations of arguments into a `SpeculativeConfig`.
+`jaxspec.config.methods` has the methods; `jaxspec.engine.speculative_args` makes a
+`SpeculativeConfig` of the names that three generations of arguments use.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, no_type_check
+from typing import no_type_check
 
+from jaxspec.config.methods import (
+    DEFAULT_DRAFT_TOKENS,
+    DRAFT_MODEL,
+    LOOKUPS,
+    NGRAM,
+    SUFFIX,
+    Method,
+    method_of,
+    with_draft_model,
+)
 from jaxspec.config.quantization import check_quantization
 from jaxspec.config.token_tree import (
     MAX_NODES,
@@ -27,113 +37,81 @@ from jaxspec.errors import (
     wrong_argument,
 )
 
-# The step program is compiled for a ladder of draft lengths; these are its last rungs:
-# tokens that are looked up take no passes of a draft model.
-MAX_DRAFT_TOKENS = 16
-MAX_MODEL_DRAFT_TOKENS = 8
-DEFAULT_DRAFT_TOKENS = 5
 # The program compares this many tokens at every position of every sequence.
 MAX_PROMPT_LOOKUP = 32
-DEFAULT_PROMPT_LOOKUP = 5
-# Of suffix drafts one token fewer than this is compared; the defaults are vLLM's.
+# A suffix lookup compares one token fewer than this.
 MAX_TREE_DEPTH = 64
-# Fewest tokens of a match. In prose at temperature 1 a third of the rounds match one
-# token, and a tenth of their drafts stay. Four take the place of a draft model.
-SHORT_MATCH, LONG_MATCH = 2, 4
 # About 60 kB each are kept on the device.
 MAX_CACHED_REQUESTS = 4096
 
-NGRAM, NGRAM_AND_MODEL, DRAFT_MODEL = "ngram", "ngram+draft_model", "draft_model"
-SUFFIX, SUFFIX_AND_MODEL = "suffix", "suffix+draft_model"
-# A draft model that proposes all drafts in one pass, in the places of mask tokens.
-PARD = "pard"
-MODELS = (DRAFT_MODEL, PARD)
-# Heads: small networks on the target's hidden states.
-EAGLE, EAGLE3 = "eagle", "eagle3"
-MEDUSA = "medusa"
-HEADS = (EAGLE, EAGLE3, MEDUSA)
-METHODS = (
-    NGRAM,
-    NGRAM_AND_MODEL,
-    SUFFIX,
-    SUFFIX_AND_MODEL,
-    *HEADS,
-    PARD,
-    DRAFT_MODEL,
-)
-ALLOWED_METHODS = ", ".join(map(repr, METHODS[:-1])) + f" or {DRAFT_MODEL!r}"
-LOOKUP_KEYS = ("prompt_lookup_max", "prompt_lookup_min")
-SUFFIX_DEFAULTS: dict[str, Any] = {
-    "suffix_decoding_max_tree_depth": 24,
-    "suffix_decoding_max_spec_factor": 4.0,
-    "suffix_decoding_min_token_prob": 0.1,
-    "suffix_decoding_max_cached_requests": 0,
-}
-# Whose drafts may continue any other.
-ANY_TREE = (DRAFT_MODEL, MEDUSA, PARD)
-# What drafts come from, for errors.
-SOURCES_OF_DRAFTS = (
-    "Drafts come from a whole model of the target's family, from a head, which is a "
-    "small network on the hidden states of the target that it was trained for "
-    f"({', '.join(map(repr, HEADS))}), or from the text itself ('[ngram]', method "
-    "'suffix')."
-)
-# The rule that judges nothing: acceptance is given, and texts mean nothing.
+# The acceptance rule of benchmarks: acceptance is given, and texts mean nothing.
 SYNTHETIC = "synthetic"
 ADAPTIVE, FIXED = "adaptive", "fixed"
+_CHOICES = {
+    "rejection_sample_method": ("standard", "block", "coupled", SYNTHETIC),
+    "draft_sample_method": ("probabilistic", "greedy"),
+    "controller": (ADAPTIVE, FIXED),
+}
+# Lowest values of integers that may be None.
+_LOWEST = {
+    "disable_by_batch_size": 2,
+    "max_model_len": 1,
+    "draft_tensor_parallel_size": 1,
+}
 
 
 # No checks by jaxtyping in the tests: the class has its own, with better errors.
 @no_type_check
 @dataclass(frozen=True, kw_only=True)
 class SpeculativeConfig:
-    """How drafts are proposed and judged.
+    """How drafts are proposed and verified.
 
     Attributes:
-        method: "draft_model"; "pard" is one that was trained to make all drafts in one
-            pass (vLLM's `parallel_drafting`); "ngram" copies what followed the same
-            tokens earlier in the sequence, "suffix" as many of them as the match's
-            length and other matches promise; "ngram+draft_model" and
-            "suffix+draft_model" ask the model where nothing matches, the latter also
-            where only a few tokens match; "eagle", "eagle3" and "medusa" are heads on
+        method: A name in `jaxspec.config.methods.METHODS`. "draft_model" is a second
+            language model; "pard" is one that makes all drafts in one pass (vLLM's
+            `parallel_drafting`); "ngram" copies what followed the same tokens earlier
+            in the sequence; "suffix" copies as many tokens as the length of the match
+            and the agreement of other matches justify; "ngram+draft_model" and
+            "suffix+draft_model" ask the draft model where nothing matches, the latter
+            also where the match is short; "eagle", "eagle3" and "medusa" are heads on
             the target's hidden states.
         model: Folder of the draft model or head; None for "ngram" and "suffix".
-        quantization: How the draft model's matrices are kept, as the engine's argument
-            of that name says of the target; None: as its checkpoint has them.
-        draft_vocab_size: Tokens that a draft model may propose, the most frequent ones
-            (FR-Spec): its head is cut to those, which makes a pass cheaper, and no text
-            another. None: all, or all that `draft_token_map` names.
-        draft_token_map: JSON file of token ids, most frequent first, for a head that is
-            cut. Default: `draft_token_map.json` in the draft model's folder, which
+        quantization: Form of the draft model's matrices, as the engine's
+            `quantization` of the target's; None: as in the checkpoint.
+        draft_vocab_size: Number of tokens, the most frequent ones, that a draft model
+            may propose (FR-Spec). Its output matrix is cut to those: a pass is cheaper,
+            and texts are the same. None: all, or all in `draft_token_map`.
+        draft_token_map: JSON file of token ids, most frequent first, for a cut output
+            matrix. Default: `draft_token_map.json` in the draft model's folder, which
             `python -m jaxspec_checkpoints trim` writes.
         num_speculative_tokens: Most draft tokens per step; a request may ask for fewer.
-            With a tree, its drafts.
-        num_side_leaves: Beside each draft, the next best tokens at its place: where the
-            target wants one of them, it adds one token more.
-        speculative_token_tree: Which drafts are made, as vLLM writes them: a list of
-            tuples, or its string. None: each continues the one before it.
-        controller: "adaptive" makes as many as measured times and acceptance pay;
-            "fixed" makes the most at every step.
-        rejection_sample_method: Rule that decides which draft tokens stay, for requests
-            that sample without a seed; those with one are "coupled". "block" samples
-            from the same distribution as "standard" and keeps at least as many, on
-            average. "synthetic" is for benchmarks: as many stay as one of the next two
-            says.
-        synthetic_acceptance_rates: Entry i is how often all drafts up to the i-th stay.
-        synthetic_acceptance_length: Tokens per step on average, the target's own
-            included; as many whole drafts always stay, and the next one sometimes.
-        draft_sample_method: Draw drafts from the draft's distribution, or its argmax.
-        disable_by_batch_size: With more running requests, none is drafted for.
-        max_model_len: Sequences longer than this are not drafted for.
-        draft_tensor_parallel_size: Devices one copy of the draft is spread over.
-        prompt_lookup_max: Most tokens at a sequence's end that are looked for.
-        prompt_lookup_min: Fewest of them that must match.
+            With a tree, its number of drafts.
+        num_side_leaves: Alternatives at the place of each draft: its next best tokens.
+            If the target chooses one of them, the step yields one token more.
+        speculative_token_tree: Shape of the draft tree, as vLLM writes it: a list of
+            tuples, or its string. None: a chain.
+        controller: "adaptive" chooses K by measured times and acceptance; "fixed"
+            always uses the most.
+        rejection_sample_method: Acceptance rule for requests that sample without a
+            seed; requests with a seed use "coupled". "block" samples from the same
+            distribution as "standard" and accepts at least as many drafts on average.
+            "synthetic" is for benchmarks: the next two arguments give the acceptance.
+        synthetic_acceptance_rates: Entry i: share of rounds that accept drafts 0 to i.
+        synthetic_acceptance_length: Mean tokens per step, including the target's own.
+            Its whole part is always reached, the rest randomly.
+        draft_sample_method: Sample drafts from the draft's distribution, or take its
+            argmax.
+        disable_by_batch_size: With more running requests, no drafts are made.
+        max_model_len: Longest sequence that drafts are made for, in tokens.
+        draft_tensor_parallel_size: Devices that one copy of the draft is spread over.
+        prompt_lookup_max: Longest match of an n-gram lookup, in tokens.
+        prompt_lookup_min: Shortest match of an n-gram lookup, in tokens.
         suffix_decoding_max_tree_depth: Most tokens of a match and its drafts together.
-        suffix_decoding_max_spec_factor: Most drafts for every token that matches.
-        suffix_decoding_min_token_prob: Least share of the matches that must agree with
-            a draft and those before it.
-        suffix_decoding_max_cached_requests: Answers of so many past requests of the
-            same `cache_salt` are looked into as well. 0: of none.
+        suffix_decoding_max_spec_factor: Most drafts per token of the match.
+        suffix_decoding_min_token_prob: Smallest share of the matches that must agree
+            with a draft and those before it.
+        suffix_decoding_max_cached_requests: Number of past requests with the same
+            `cache_salt` whose answers are searched as well.
     """
 
     method: str = DRAFT_MODEL
@@ -160,19 +138,12 @@ class SpeculativeConfig:
     suffix_decoding_max_cached_requests: int | None = None
 
     def __post_init__(self):
-        if self.method not in METHODS:
-            hint = "No other kind of draft is supported yet."
-            raise wrong_argument(
-                UnsupportedError, "method", ALLOWED_METHODS, self.method, hint
-            )
-        self._check_model()
-        self._check_quantization()
-        self._check_trimmed()
-        self._check_lookup()
-        self._check_suffix()
-        most = self.max_levels
-        way_out = "name no draft model" if self.has_folder else "leave method out"
+        info = self.method_info
+        self._check_weights(info)
+        self._check_lookup(info)
+        most = info.max_draft_tokens
         if self.speculative_token_tree is None:
+            way_out = "name no draft model" if info.weights else "leave method out"
             check_integer(
                 ConfigError,
                 "num_speculative_tokens",
@@ -184,24 +155,19 @@ class SpeculativeConfig:
                 f"{way_out}.",
             )
         else:
-            self._check_tree(most)
+            self._check_tree(info)
         self._check_leaves()
-        choices = {
-            "rejection_sample_method": ("standard", "block", "coupled", SYNTHETIC),
-            "draft_sample_method": ("probabilistic", "greedy"),
-            "controller": (ADAPTIVE, FIXED),
-        }
-        for name, allowed in choices.items():
+        for name, allowed in _CHOICES.items():
             check_choice(ConfigError, name, getattr(self, name), allowed)
-        lowest = {
-            "disable_by_batch_size": 2,
-            "max_model_len": 1,
-            "draft_tensor_parallel_size": 1,
-        }
-        for name, low in lowest.items():
+        for name, low in _LOWEST.items():
             if getattr(self, name) is not None:
                 check_integer(ConfigError, name, getattr(self, name), low=low)
         self._check_synthetic()
+
+    @property
+    def method_info(self) -> Method:
+        """Row of the method."""
+        return method_of(self.method)
 
     @cached_property
     def parents(self) -> tuple[int, ...] | None:
@@ -277,80 +243,21 @@ class SpeculativeConfig:
         return self.draft_sample_method == "greedy"
 
     @property
-    def has_draft_model(self) -> bool:
-        """Whether a second network proposes, alone or where nothing matches."""
-        return not set(MODELS).isdisjoint(self.method.split("+"))
-
-    @property
     def is_trimmed(self) -> bool:
         """Whether a draft model's head is cut to some of the tokens."""
         return self.draft_vocab_size is not None or self.draft_token_map is not None
 
-    @property
-    def is_parallel(self) -> bool:
-        """Whether one pass of a draft model makes all drafts."""
-        return self.method == PARD
-
-    @property
-    def has_one_pass(self) -> bool:
-        """Whether weights of what proposes are read once, however many the drafts."""
-        return self.method in (PARD, MEDUSA)
-
-    @property
-    def max_levels(self) -> int:
-        """Most drafts in a row that there may be.
-
-        Where each takes a pass, fewer.
-        """
-        has_passes = self.has_folder and not self.is_parallel
-        return MAX_MODEL_DRAFT_TOKENS if has_passes else MAX_DRAFT_TOKENS
-
-    @property
-    def has_head(self) -> bool:
-        """Whether a small network proposes, on the target's hidden states."""
-        return self.method in HEADS
-
-    @property
-    def has_folder(self) -> bool:
-        """Whether what proposes has weights."""
-        return self.has_draft_model or self.has_head
-
-    @property
-    def has_lookup(self) -> bool:
-        """Whether drafts are looked up in the sequence itself."""
-        return self.method.split("+")[0] in (NGRAM, SUFFIX)
-
-    @property
-    def has_only_lookup(self) -> bool:
-        """Whether nothing else proposes."""
-        return self.method in (NGRAM, SUFFIX)
-
-    @property
-    def has_suffix(self) -> bool:
-        """Whether as many are made as their match promises."""
-        return self.method in (SUFFIX, SUFFIX_AND_MODEL)
-
-    @property
-    def shortest_match(self) -> int:
-        """Fewest tokens that a suffix must match."""
-        return LONG_MATCH if self.has_draft_model else SHORT_MATCH
-
-    def _check_tree(self, most: int) -> None:
-        """Refuse a tree that is none, or too deep, or not of as many drafts as said.
-
-        Args:
-            most: Drafts one after the other.
-        """
+    def _check_tree(self, info: Method) -> None:
+        """Reject malformed, too deep, or wrongly sized trees."""
         paths = read_paths(self.speculative_token_tree)
-        written = self.speculative_token_tree
+        written, most = self.speculative_token_tree, info.max_draft_tokens
         if self.num_levels > most:
             allowed = f"a tree of at most {most} levels for method {self.method!r}"
             raise wrong_argument(ConfigError, TREE_KEY, allowed, written)
-        are_leaves = self.has_head and self.method not in ANY_TREE
-        if are_leaves and has_side_paths(parents_of(paths)):
+        if not info.extends_side_branches and has_side_paths(parents_of(paths)):
             allowed = f"a chain with leaves beside it for method {self.method!r}"
             hint = (
-                f"Only the chain of first choices is continued; {MEDUSA!r} and draft "
+                "Only the chain of first choices is continued; 'medusa' and draft "
                 "models take any tree."
             )
             raise wrong_argument(UnsupportedError, TREE_KEY, allowed, written, hint)
@@ -381,32 +288,26 @@ class SpeculativeConfig:
             hint = "Forced acceptance is of drafts one after the other."
             raise wrong_argument(ConfigError, name, allowed, getattr(self, name), hint)
 
-    def _check_model(self) -> None:
-        if self.has_folder and self.model is None:
+    def _check_weights(self, info: Method) -> None:
+        """Reject a folder, and keys of its weights, that the method does not take."""
+        left_out = f"left out for method {self.method!r}"
+        if info.weights and self.model is None:
             allowed = f"a folder for method {self.method!r}"
             raise wrong_argument(ConfigError, "model", allowed, None)
-        if not self.has_folder and self.model is not None:
-            both = SUFFIX_AND_MODEL if self.has_suffix else NGRAM_AND_MODEL
+        if not info.weights and self.model is not None:
+            both = with_draft_model(self.method)
             hint = f"For both kinds of draft, set method to {both!r}."
-            allowed = f"left out for method {self.method!r}"
-            raise wrong_argument(ConfigError, "model", allowed, self.model, hint)
-
-    def _check_quantization(self) -> None:
+            raise wrong_argument(ConfigError, "model", left_out, self.model, hint)
         name, kind = "speculative_model_quantization", self.quantization
         check_quantization(name, kind)
-        if kind is not None and not self.has_folder:
-            allowed = f"left out for method {self.method!r}, which has no weights"
+        if kind is not None and not info.weights:
+            allowed = f"{left_out}, which has no weights"
             raise wrong_argument(ConfigError, name, allowed, kind)
-
-    def _check_trimmed(self) -> None:
-        for name in ("draft_vocab_size", "draft_token_map"):
-            value = getattr(self, name)
-            if value is not None and not self.has_draft_model:
-                allowed = f"left out for method {self.method!r}"
-                hint = "It cuts the head of a draft model."
-                if self.has_head:
-                    hint = "A head's own files say which tokens it can propose."
-                raise wrong_argument(ConfigError, name, allowed, value, hint)
+        if not info.has_draft_model:
+            hint = "It cuts the head of a draft model."
+            if info.has_head:
+                hint = "A head's own files say which tokens it can propose."
+            self._check_left_out(("draft_vocab_size", "draft_token_map"), hint)
         if self.draft_vocab_size is not None:
             name = "draft_vocab_size"
             check_integer(ConfigError, name, self.draft_vocab_size, low=1)
@@ -438,33 +339,36 @@ class SpeculativeConfig:
             name = f"{names[0]}[{place}]"
             check_number(ConfigError, name, rate, low=0, high=most)
 
-    def _check_lookup(self) -> None:
-        if not self.has_lookup or self.has_suffix:
-            self._check_left_out(LOOKUP_KEYS, f"n-gram drafts: method {NGRAM!r}")
-            return
+    def _check_lookup(self, info: Method) -> None:
+        for lookup, (title, keys) in LOOKUPS.items():
+            if lookup != info.lookup:
+                hint = f"It belongs to {title} drafts: method {lookup!r}."
+                self._check_left_out(keys, hint)
+        if info.lookup == NGRAM:
+            self._check_ngram()
+        elif info.lookup == SUFFIX:
+            self._check_suffix(info.shortest_match)
+
+    def _check_ngram(self) -> None:
         most, fewest = (
             check_integer(
                 ConfigError, name, getattr(self, name), low=1, high=MAX_PROMPT_LOOKUP
             )
-            for name in LOOKUP_KEYS
+            for name in LOOKUPS[NGRAM][1]
         )
         if fewest > most:
             allowed = f"at most prompt_lookup_max={most}"
             raise wrong_argument(ConfigError, "prompt_lookup_min", allowed, fewest)
 
-    def _check_suffix(self) -> None:
-        if not self.has_suffix:
-            owner = f"suffix drafts: method {SUFFIX!r}"
-            self._check_left_out(tuple(SUFFIX_DEFAULTS), owner)
-            return
+    def _check_suffix(self, shortest: int) -> None:
         depth = check_integer(
             ConfigError,
             "suffix_decoding_max_tree_depth",
             self.suffix_decoding_max_tree_depth,
-            low=self.shortest_match + 1,
+            low=shortest + 1,
             high=MAX_TREE_DEPTH,
             hint="It is the most tokens of a match and its drafts together, and "
-            f"{self.shortest_match} must match for method {self.method!r}.",
+            f"{shortest} must match for method {self.method!r}.",
         )
         name = "suffix_decoding_max_spec_factor"
         hint = "It is the number of drafts for every token that matches."
@@ -496,10 +400,9 @@ class SpeculativeConfig:
                 "the answers of other requests.",
             )
 
-    def _check_left_out(self, names: Sequence[str], owner: str) -> None:
+    def _check_left_out(self, names: Iterable[str], hint: str) -> None:
         for name in names:
-            if getattr(self, name) is not None:
+            value = getattr(self, name)
+            if value is not None:
                 allowed = f"left out for method {self.method!r}"
-                hint = f"It belongs to {owner}."
-                value = getattr(self, name)
                 raise wrong_argument(ConfigError, name, allowed, value, hint)

@@ -1,7 +1,7 @@
 """Trees of drafts as users write them: paths from the newest token, as in vLLM.
 
 `(0,)` is the most probable next token, `(1,)` the second; `(1, 0)` is the most probable
-one after that. The device's view of the same is `jaxspec.program.tree`.
+one after that. The device's view of the same is `jaxspec.program.tree.tree`.
 
 Which tree is worth its rows follows from how often drafts of a depth and rank have been
 what the target wanted, and from what rounds cost.

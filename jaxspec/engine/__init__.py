@@ -6,8 +6,8 @@ then the way of a request: `input_processor` (and `structured_output`, which fol
 grammar with a `grammar_matcher`), `scheduling`, which says what a launch does, and
 `speculation`, which chooses K, `runner`, `output_processor` and `detokenizer`.
 `compiler` and `program_cache` make a launch's program; `metrics` counts, and
-`kv_events` tells gateways which prefixes have pages. `hosts` brings what is launched to
-processes on other hosts, which `follow`.
+`kv_events` tells gateways which prefixes have pages. `multihost` has the processes of
+other hosts run the same launches.
 
 Before the engine exists: `arg_utils`, `speculative_args` and `model_folders` read what
 was asked for; `memory` divides the devices, by facts that `device_memory` and

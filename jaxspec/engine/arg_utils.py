@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Self, no_type_check
 
 from jaxspec import envs
+from jaxspec.command_line import documented, flag_type
 from jaxspec.config.engine import (
     KV_CACHE_NAMES,
     MAX_DTYPE_BYTES,
@@ -27,18 +28,11 @@ from jaxspec.config.engine import (
 )
 from jaxspec.config.hosts import HostsConfig
 from jaxspec.config.kv_events import KvEventsConfig
+from jaxspec.config.methods import DRAFT_MODEL, SOURCES_OF_DRAFTS, method_of
 from jaxspec.config.quantization import check_quantization, quantize_model
-from jaxspec.config.speculation import (
-    DEFAULT_DRAFT_TOKENS,
-    HEADS,
-    MAX_DRAFT_TOKENS,
-    SOURCES_OF_DRAFTS,
-    SUFFIX,
-    SpeculativeConfig,
-)
+from jaxspec.config.speculation import SpeculativeConfig
 from jaxspec.config.structured_outputs import StructuredOutputsConfig
 from jaxspec.config.trimming import kept_tokens
-from jaxspec.console.command import documented, flag_type
 from jaxspec.engine.memory.memory_plan import CPU_SIZES, default_cpu_pages
 from jaxspec.engine.model_folders import (
     BUNDLED_DRAFT,
@@ -541,8 +535,7 @@ def _speculative(
     if "model" in merged:
         draft, head = _read_draft(args, merged)
     if "num_speculative_tokens" not in merged:
-        is_suffix = merged.get("method") == SUFFIX
-        count = MAX_DRAFT_TOKENS if is_suffix else DEFAULT_DRAFT_TOKENS
+        count = method_of(merged.get("method", DRAFT_MODEL)).default_draft_tokens
         if head is not None:
             count = min(count, head.max_drafts or count)
         merged["num_speculative_tokens"] = count
@@ -579,18 +572,19 @@ def _read_draft(
         ConfigError: There is no such folder, or it holds something else.
     """
     name, method = merged["model"], merged.get("method")
+    is_head = method is not None and method_of(method).has_head
     argument = "speculative_model"
     revision = (args.speculative_config or {}).get("revision")
     try:
         folder = _fetched(args, name, argument, revision=revision)
     except ConfigError as error:
-        if method not in HEADS:
+        if not is_head:
             raise
         message = f"{str(error).rstrip('.')}. {SOURCES_OF_DRAFTS}"
         raise ConfigError(message, parameter=argument, value=name) from error
     merged["model"] = str(folder)
     try:
-        if method not in HEADS and not (method is None and _is_head(folder)):
+        if not (is_head or (method is None and _is_head(folder))):
             return config_from_folder(folder), None
         has_files = args.load_format != "dummy" or any(folder.glob("*.safetensors"))
         head = read_head(folder)[0] if has_files else read_dummy(folder)

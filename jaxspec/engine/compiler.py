@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from jaxspec.console.ending import COMPILER_THREAD, finish_at_exit
+from jaxspec.exit import COMPILER_THREAD, finish_at_exit
 from jaxspec.program.plan import StepShape
 
 _log = logging.getLogger(__name__)

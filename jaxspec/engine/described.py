@@ -35,7 +35,7 @@ from jaxspec.models.heads.weights import abstract_head
 from jaxspec.models.weights import abstract_params
 from jaxspec.program.rows import init_rows
 from jaxspec.program.state import EngineState, init_token_pages
-from jaxspec.program.step import ProgramConfig
+from jaxspec.program.step_context import ProgramConfig
 from jaxspec.sharding import DRAFT_MESH_AXES, make_mesh, replicated
 
 _TARGETS = Path(__file__).parent / "targets"

@@ -376,7 +376,7 @@ def _device_shape(leaf: Any) -> tuple[int, ...]:
 def _program_facts(config: EngineConfig, mesh: Mesh) -> ProgramFacts:
     model, platform = config.model_config, mesh.devices.flat[0].platform
     speculative, draft_vocab = config.speculative, 0
-    if speculative is not None and speculative.has_folder:
+    if speculative is not None and speculative.method_info.weights:
         # A draft that is the argmax has no law.
         if not speculative.is_greedy:
             # A pass makes laws of the draft's columns, twice; of those that are kept, a
@@ -413,7 +413,7 @@ def _programs_without(
     config: EngineConfig, mesh: Mesh, programs: ProgramFacts
 ) -> ProgramFacts:
     """What programs would be without the draft model or head."""
-    if config.speculative is not None and config.speculative.has_lookup:
+    if config.speculative is not None and config.speculative.method_info.lookup:
         # There are drafts all the same, with no law.
         return dataclasses.replace(programs, draft_vocab_size=0)
     none: dict[str, Any] = dict.fromkeys(

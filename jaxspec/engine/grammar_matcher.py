@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 import llguidance
 import numpy as np
 
-from jaxspec.console.ending import call_native
 from jaxspec.errors import NativePanicError
+from jaxspec.exit import call_native
 from jaxspec.text.tokenizer import Tokenizer
 
 T = TypeVar("T")

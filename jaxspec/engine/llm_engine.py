@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable
 from typing import Any, no_type_check
 
 from jaxspec.config.engine import EngineConfig, ServedModel
-from jaxspec.console.ending import finish_at_exit
 from jaxspec.engine.arg_utils import EngineArgs
 from jaxspec.engine.engine_lock import EngineLock, exclusive
 from jaxspec.engine.input_processor import InputProcessor, Prepared
@@ -35,6 +34,7 @@ from jaxspec.errors import (
     refuse,
     wrong_argument,
 )
+from jaxspec.exit import finish_at_exit
 from jaxspec.metrics import Metric
 from jaxspec.outputs import RequestOutput
 from jaxspec.program.plan import TILE, Features, StepShape

@@ -484,8 +484,9 @@ class EngineMetrics:
         self._looked_at = None
         speculative, k = self._config.speculative, choice.num_drafts
         causes = _LOOKUP_CAUSES
-        if speculative is not None and speculative.has_folder:
-            causes = _HEAD_CAUSES if speculative.has_head else _CAUSES
+        if speculative is not None and speculative.method_info.weights:
+            has_head = speculative.method_info.has_head
+            causes = _HEAD_CAUSES if has_head else _CAUSES
         _log.warning(
             "%sLow acceptance: the target agreed with %.0f%% of the last %d draft "
             "tokens. K is %d now%s. Look for %s.",

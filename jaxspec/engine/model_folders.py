@@ -13,6 +13,7 @@ from typing import Any
 
 from jaxspec.config.engine import read_generation_config
 from jaxspec.errors import ConfigError, one_of, wrong_argument
+from jaxspec.sampling_params import SAMPLING_FIELDS
 from jaxspec_checkpoints import CheckpointError
 from jaxspec_checkpoints.bundled import (
     BUNDLED_DRAFT,
@@ -44,14 +45,9 @@ _ALLOWED = (
     "files owner/name:Q4_K_M), a Kaggle handle owner/model/framework/variation, or "
     f"{one_of(_BUNDLED)}"
 )
-_OUR_NAMES = {
-    "temperature": "temperature",
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "repetition_penalty": "repetition_penalty",
-    "max_new_tokens": "max_tokens",
-}
+# Names in generation_config.json, and ours.
+_OUR_NAMES = {name: name for name in (*SAMPLING_FIELDS, "repetition_penalty")}
+_OUR_NAMES["max_new_tokens"] = "max_tokens"
 
 
 def model_folder(name: object, argument: str, **options: Any) -> Path:

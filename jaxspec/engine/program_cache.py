@@ -39,9 +39,10 @@ from jax.sharding import Mesh
 from jaxspec.jax_settings import OWN_SETTINGS, own_settings
 from jaxspec.models import cpu
 from jaxspec.program import grammar
-from jaxspec.program.call import Arguments, flat, taken
+from jaxspec.program.executable_args import Arguments, flatten, used_arguments
 from jaxspec.program.plan import StepShape
-from jaxspec.program.step import ProgramConfig, lower_step
+from jaxspec.program.step import lower_step
+from jaxspec.program.step_context import ProgramConfig
 from jaxspec_kernels import native
 
 _log = logging.getLogger(__name__)
@@ -113,7 +114,7 @@ class ProgramCache:
             name = f"{program_name(shape)}_unkept"
             return _compile(program, shape, arguments, options, name)
         start = time.monotonic()
-        given = flat(taken(program.proposers, shape, arguments))
+        given = flatten(used_arguments(program.proposers, shape, arguments))
         loaded = _load(path, program.mesh, given)
         if loaded is not None:
             return Built(

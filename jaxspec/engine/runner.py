@@ -20,12 +20,12 @@ from jax.sharding import Mesh
 from jaxspec.config.engine import EngineConfig
 from jaxspec.config.hosts import HostsConfig
 from jaxspec.engine.compiler import Compiler
-from jaxspec.engine.hosts import HEARTBEAT_S, Followers, shape_values
 from jaxspec.engine.memory.memory_plan import (
     DEFAULT_UTILIZATION,
     MemoryPlan,
     shown_bytes,
 )
+from jaxspec.engine.multihost.channel import HEARTBEAT_S, Followers, shape_values
 from jaxspec.engine.program_cache import ProgramCache
 from jaxspec.engine.scheduling.shapes import EveryProgram, Programs
 from jaxspec.engine.speculation.step_times import Round
@@ -34,7 +34,7 @@ from jaxspec.errors import ConfigError
 from jaxspec.jax_settings import find_devices, own_settings
 from jaxspec.models import cpu
 from jaxspec.models.params import Params
-from jaxspec.program.call import Arrays
+from jaxspec.program.executable_args import Arrays
 from jaxspec.program.grammar import MaskSource, has_native_masks, native_masks
 from jaxspec.program.plan import (
     TILE,
@@ -47,7 +47,7 @@ from jaxspec.program.plan import (
 from jaxspec.program.propose import proposers_of
 from jaxspec.program.rows import init_rows, rehearsal_rows
 from jaxspec.program.state import EngineState, init_token_pages, init_zeros, page_forms
-from jaxspec.program.step import ProgramConfig
+from jaxspec.program.step_context import ProgramConfig
 from jaxspec.program.wire import CaughtUp, PlanLayout, StepResult
 from jaxspec.sharding import (
     TARGET_MESH_AXES,

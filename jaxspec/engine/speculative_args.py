@@ -11,21 +11,18 @@ from dataclasses import fields
 from typing import Any
 
 from jaxspec.config.engine import KV_CACHE_NAMES
-from jaxspec.config.speculation import (
-    ALLOWED_METHODS,
-    DEFAULT_PROMPT_LOOKUP,
+from jaxspec.config.methods import (
     DRAFT_MODEL,
-    LOOKUP_KEYS,
-    METHODS,
+    LOOKUPS,
     NGRAM,
-    NGRAM_AND_MODEL,
     PARD,
     SOURCES_OF_DRAFTS,
     SUFFIX,
-    SUFFIX_AND_MODEL,
     SUFFIX_DEFAULTS,
-    SpeculativeConfig,
+    method_of,
+    with_draft_model,
 )
+from jaxspec.config.speculation import SpeculativeConfig
 from jaxspec.config.token_tree import TREE_KEY, read_paths
 from jaxspec.errors import (
     ConfigError,
@@ -57,8 +54,8 @@ _OLD_RULES = {"rejection_sampler": "standard"}
 # vLLM's spellings of n-gram drafts, as a model and as a method.
 _NGRAM_MODELS = ("ngram", "[ngram]")
 _NGRAM_METHODS = ("ngram", "[ngram]", "ngram_gpu")
-# Methods without a model, and the same drafts beside those of one.
-_WITH_MODEL = {NGRAM: NGRAM_AND_MODEL, SUFFIX: SUFFIX_AND_MODEL}
+# vLLM's default, in tokens.
+_DEFAULT_PROMPT_LOOKUP = 5
 # vLLM's older way to name a kind of draft in place of a model.
 _KIND = re.compile(r"\[.*\]")
 _SPECULATIVE_KEYS = tuple(item.name for item in fields(SpeculativeConfig))
@@ -141,8 +138,9 @@ def merge_speculative_arguments(
     if given:
         _settle_method(merged)
     _settle_kv_cache_dtype(merged, arguments.get(_KV_CACHE_DTYPE, "auto"))
-    method = merged.get("method")
-    if given and method not in (NGRAM, SUFFIX) and "model" not in given:
+    method = merged.get("method", DRAFT_MODEL)
+    info = method_of(method)
+    if given and info.weights and "model" not in given:
         source, value = next(iter(given.values()))
         raise ConfigError(
             f"{source}={value!r} was given without a draft model: add "
@@ -151,10 +149,10 @@ def merge_speculative_arguments(
             parameter=source,
             value=value,
         )
-    if method in (NGRAM, NGRAM_AND_MODEL):
+    if info.lookup == NGRAM:
         is_first = method == NGRAM and arguments.get("speculative_model") is not None
         _settle_lookup(merged, is_first_generation=is_first)
-    if method in (SUFFIX, SUFFIX_AND_MODEL):
+    if info.lookup == SUFFIX:
         merged = SUFFIX_DEFAULTS | merged
         if merged["suffix_decoding_max_cached_requests"]:
             # Texts may not depend on others' answers: see `SpeculativeConfig`.
@@ -260,22 +258,20 @@ def _settle_method(merged: dict[str, Any]) -> None:
             parameter="speculative_model",
             value=model,
         )
-    elif method in (NGRAM, SUFFIX) and model is not None:
-        raise ConfigError(
-            f"method={method!r} takes no draft model, got {model!r}; leave one of them "
-            f"out, or set method to {_WITH_MODEL[method]!r} for both kinds of draft.",
-            parameter="model",
-            value=model,
-        )
     if method == MLP_SPECULATOR:
         raise UnsupportedError(
             f"method={method!r} is not supported. {MLP_SPECULATOR_REMOVED}",
             parameter="method",
             value=method,
         )
-    if method not in (None, *METHODS):
-        raise wrong_argument(
-            UnsupportedError, "method", ALLOWED_METHODS, method, SOURCES_OF_DRAFTS
+    info = method_of(DRAFT_MODEL if method is None else method)
+    if not info.weights and merged.get("model") is not None:
+        raise ConfigError(
+            f"method={method!r} takes no draft model, got {model!r}; leave one of them "
+            f"out, or set method to {with_draft_model(method)!r} for both kinds of "
+            "draft.",
+            parameter="model",
+            value=model,
         )
     _refuse_keys_of_others(merged, method or DRAFT_MODEL)
     if method is not None:
@@ -301,16 +297,13 @@ def _settle_parallel(method: Any, is_parallel: Any) -> Any:
 
 
 def _refuse_keys_of_others(merged: Mapping[str, Any], method: str) -> None:
-    """Refuse keys of another kind of drafts that are looked up."""
-    kinds = [
-        ("n-gram", NGRAM, LOOKUP_KEYS, " (or speculative_model to '[ngram]')"),
-        ("suffix", SUFFIX, tuple(SUFFIX_DEFAULTS), ""),
-    ]
-    for kind, owner, keys, other_way in kinds:
+    """Refuse keys of a lookup that the method does not use."""
+    for owner, (title, keys) in LOOKUPS.items():
+        other_way = " (or speculative_model to '[ngram]')" if owner == NGRAM else ""
         for key in keys:
-            if key in merged and owner not in method.split("+"):
+            if key in merged and owner != method_of(method).lookup:
                 raise ConfigError(
-                    f"{key}={merged[key]!r} belongs to {kind} drafts; method "
+                    f"{key}={merged[key]!r} belongs to {title} drafts; method "
                     f"{method!r} takes no such key. Set method to {owner!r}"
                     f"{other_way}, or leave it out.",
                     parameter=key,
@@ -322,18 +315,18 @@ def _settle_lookup(merged: dict[str, Any], *, is_first_generation: bool) -> None
     """Fill in how many tokens are looked up, by the rules of the arguments' age.
 
     `speculative_model="[ngram]"` must name the most, and the fewest is 1; the dict's
-    method "ngram" takes 5 for both, or the one that is given.
+    method NGRAM takes 5 for both, or the one that is given.
     """
-    most, fewest = (merged.get(key) for key in LOOKUP_KEYS)
+    most, fewest = (merged.get(key) for key in LOOKUPS[NGRAM][1])
     if is_first_generation and most is None:
         raise ConfigError(
             "speculative_model='[ngram]' requires ngram_prompt_lookup_max, the most "
-            f"tokens that are looked for; {DEFAULT_PROMPT_LOOKUP} is a good number.",
+            f"tokens that are looked for; {_DEFAULT_PROMPT_LOOKUP} is a good number.",
             parameter="ngram_prompt_lookup_max",
         )
     if is_first_generation and fewest is None:
         fewest = 1
     if most is None:
-        most = DEFAULT_PROMPT_LOOKUP if fewest is None else fewest
+        most = _DEFAULT_PROMPT_LOOKUP if fewest is None else fewest
     merged["prompt_lookup_max"] = most
     merged["prompt_lookup_min"] = most if fewest is None else fewest

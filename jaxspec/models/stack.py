@@ -105,7 +105,7 @@ class _StackEntry:
     Without the barrier XLA moves a reshape of the products (to heads, or to blocks)
     into the product, reshapes the matrix for it, and on a TPU copies the matrix out of
     the stack to do so: 411 MB in every pair of the 9B's layers for `gate_up_proj` alone
-    (`tests/program/test_scanned_aot.py`).
+    (`tests/program/test_aot.py`).
     """
 
     matrix: Matrix

@@ -1,11 +1,10 @@
 """The device side: pure functions, one jit.
 
-Reading order: `plan` (what the host asks for), `wire` (how it travels, and the result
-back), `tree` (the drafts of a sequence), `rows` and `state` (what the
-device keeps), `step` (the program) and `call` (what it is given), `propose` (who
-drafts, and how), `forward` (the target's pass), `region` (its tokens), `history` (a
-sequence's own tokens, in pages), `verify` (the verdict), `walk` and `path` (drafts of a
-tree beside the first choices), `sampling` (a draft's token), `randomness`. What a
-request may ask for beyond that: `controls` (penalties, bias, masks), `grammar`
-(structured outputs), `logprobs`.
+Reading order: `plan` (what the host requests), `wire` (the plan's vector, and the
+result's), `tree` (the drafts of a sequence, and their verdict), `rows` and `state`
+(arrays kept on the device), `step_context` (one launch), `step` (the program) and
+`executable_args` (its arguments), `propose` (draft tokens), `target_pass`,
+`token_batch` (tokens of a pass), `history` (known tokens, in pages), `verify` (the
+verdict on a chain), `sampling` (draft sampling), `randomness`. Optional parts:
+`controls` (penalties, bias, masks), `grammar` (structured outputs), `logprobs`.
 """

@@ -1,8 +1,8 @@
-"""What requests ask of single tokens, done to logits: penalties, bias, masks.
+"""Apply penalties, logit bias and token masks to logits.
 
-The order is penalties, bias, masks; temperature and filters come later. Penalties and
-bad words depend on the tokens before a position, and drafts before it count as tokens:
-row i of a round sees the known tokens and drafts 1 to i, as plain decoding would.
+The order is penalties, bias, masks; temperature and filters follow. Penalties and bad
+words depend on the tokens before a position, and drafts before it count as tokens: row
+i of a round uses the known tokens and drafts 1 to i, as plain decoding would.
 """
 
 import dataclasses
@@ -24,12 +24,12 @@ from jaxspec.program.rows import Active, ControlRows
 # (logits [seq, width, vocab], drafts [seq, draft]) -> logits; see `adjust`.
 Adjust = Callable[..., Float[Array, "seq width vocab"]]
 
-# Tokens that decide whether a bad word's last one may come.
+# Tokens that decide whether a bad word's last token is allowed.
 _TAIL = MAX_BAD_WORD_LEN - 1
 
 
 class Spread(NamedTuple):
-    """What applies to each token of the vocabulary; split as the logits are."""
+    """Values for each token of the vocabulary; split as the logits are."""
 
     counts: Int[Array, "seq vocab"]  # occurrences in the output
     is_seen: Bool[Array, "seq vocab"]  # in prompt or output
@@ -40,9 +40,9 @@ class Spread(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Effects:
-    """What a launch's sequences do to their logits, drafts apart.
+    """The controls of a launch's sequences, apart from their drafts.
 
-    Sequences without controls have the values that change nothing.
+    Sequences without controls have neutral values.
     """
 
     spread: Spread
@@ -56,7 +56,7 @@ class Effects:
 def unpack_bits(
     words: UInt32[Array, "*batch word"], first: Int[Array, ""] | int, size: int
 ) -> Bool[Array, "*batch vocab"]:
-    """Bits `first` to `first + size`, of 32 a word, from the lowest on."""
+    """Unpack bits `first` to `first + size`; each word holds 32, the lowest first."""
     shift = jnp.arange(32, dtype=jnp.uint32).reshape((1,) * words.ndim + (32,))
     bits = (words[..., None] >> shift) & 1
     bits = bits.reshape(*words.shape[:-1], -1)
@@ -129,7 +129,7 @@ def _slice_of(
 
 
 def _columns(tokens: Int[Array, "*batch"], part: tuple) -> Int[Array, "*batch"]:
-    """Where tokens lie in a part of the vocabulary; past its end for all others."""
+    """Index of tokens in a part of the vocabulary; past its end for all others."""
     first, size = part
     # Not just the difference: a negative index would count from the end.
     return jnp.where(tokens >= first, tokens - first, size)
@@ -232,10 +232,10 @@ def _forbid_bad_words(
     before: Int[Array, " width"],
     part: tuple,
 ) -> Float[Array, "seq width vocab"]:
-    """Mask a word's last token where the tokens before are the word's others.
+    """Mask a word's last token if the tokens before it match the rest of the word.
 
-    Where that leaves no token of those that are allowed, or only stop ids that come too
-    early, words are not forbidden: what followed would be one that is not allowed.
+    If no allowed token would remain, or only stop ids before `min_tokens`, bad words
+    are not masked: the sampler would otherwise pick a token that is not allowed.
     """
     first, size, axes = part
     seqs, width, _ = logits.shape
@@ -248,7 +248,7 @@ def _forbid_bad_words(
     seq = jnp.arange(seqs, dtype=jnp.int32)[:, None, None]
     row = jnp.arange(width, dtype=jnp.int32)[None, :, None]
     kept = logits.at[seq, row, column].set(-jnp.inf, mode="drop")
-    # `forbid_early_stop` comes later, and takes its share of what is left.
+    # `forbid_early_stop` follows, and masks some of the remaining tokens.
     is_early = (before[None] < effects.num_early[:, None])[:, :, None]
     ends = jnp.where(is_early, effects.stop_ids[:, None], NO_TOKEN)
     ends = _columns(ends, (first, size))

@@ -1,11 +1,12 @@
-"""Token masks that the host makes while a round runs.
+"""Grammar masks, which the host computes while a round runs.
 
-Which tokens a grammar lets come next depends on the drafts before them, and those are
-known on the device only, in the middle of the program. So the program asks: known
-tokens and drafts go out, masks come back, as bits. What a grammar is, the host knows.
+The tokens that a grammar allows next depend on the drafts before them, which exist only
+on the device, in the middle of the program. So the program calls the host: it sends
+known tokens and drafts and receives masks, as bits. Only the host knows the grammars.
 
-The draft model asks before each of its tokens: without, it would propose what cannot
-be accepted. The target asks once, for all rows of a round.
+The draft model requests a mask for each of its tokens: without it, it would propose
+tokens that cannot be accepted. The target requests those of all rows of a round at
+once.
 """
 
 from collections.abc import Callable
@@ -16,18 +17,18 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int, UInt32
 
-from jaxspec.config.speculation import MAX_DRAFT_TOKENS
+from jaxspec.config.methods import MAX_DRAFT_TOKENS
 from jaxspec.models.backend import Backend
 from jaxspec.program import history
 from jaxspec.program.controls import Adjust, unpack_bits
 from jaxspec.program.rows import Active
-from jaxspec.program.tree import Tree
+from jaxspec.program.tree.tree import Tree
 from jaxspec_kernels import native
 
 # Bits of one word of a mask.
 WORD = 32
-# The newest known tokens that go out with a question. Between two questions about a
-# sequence lies one round, or two where the answer to one was never used.
+# Number of newest known tokens sent with a request for masks. One round lies between
+# two requests for a sequence, or two if the masks of one were never used.
 WINDOW = 2 * Tree.chain(MAX_DRAFT_TOKENS).max_emitted
 
 # (grammar id, known tokens, the newest of them, drafts, drafts before each row)
@@ -36,15 +37,15 @@ MaskSource = Callable[[Any, Any, Any, Any, Any], Any]
 
 
 def native_masks(*_: Any) -> NoReturn:
-    """Stand for the process's own function as a `MaskSource`: it is called in C++.
+    """Placeholder `MaskSource` for the process's own function, which C++ calls by name.
 
-    Programs that ask so name no object of a process, and can be kept on disk.
+    Such a program refers to no Python object of a process and can be cached on disk.
     """
-    raise AssertionError("this function is called by name")
+    raise AssertionError("a placeholder: C++ calls the function by name")
 
 
 def has_native_masks(mesh: Mesh) -> bool:
-    """Whether programs for these devices can ask by name."""
+    """Whether programs for these devices can call the host by name."""
     is_cpu = mesh.devices.flat[0].platform == "cpu"
     return is_cpu and mesh.size == 1 and native.is_available()
 
@@ -58,14 +59,14 @@ def adjuster(
     inner: Adjust | None,
     backend: Backend,
 ) -> Adjust:
-    """A `controls.Adjust` that forbids what the grammars of sequences leave out.
+    """Return a `controls.Adjust` that masks tokens that the grammars do not allow.
 
-    A grammar outranks the other controls: where those leave none of its tokens, they
-    keep their raw logits.
+    A grammar takes precedence over the other controls: if those leave none of its
+    tokens, these keep their raw logits.
 
     Args:
         grammar_id: By row of the state; 0 for none, which allows everything.
-        inner: The other controls, which come first.
+        inner: The other controls, applied first.
     """
     ids = grammar_id.at[active.row].get(mode="clip")
     ids = jnp.where(active.is_active, ids, 0)
@@ -84,11 +85,11 @@ def adjuster(
         before = num_before + jnp.arange(raw.shape[1], dtype=jnp.int32)
         words = -(-raw.shape[2] // WORD)
         form = jax.ShapeDtypeStruct((*raw.shape[:2], words), jnp.uint32)
-        asked = ids, active.num_tokens, newest, drafts, before
+        request = ids, active.num_tokens, newest, drafts, before
         if source is native_masks:
-            masks = native.masks.ask(form, *asked)
+            masks = native.masks.ask(form, *request)
         else:
-            masks = jax.pure_callback(source, form, *asked)
+            masks = jax.pure_callback(source, form, *request)
         return restrict(logits, raw, masks, backend=backend)
 
     return adjust
@@ -101,7 +102,7 @@ def restrict(
     *,
     backend: Backend,
 ) -> Float[Array, "seq width vocab"]:
-    """Forbid what the masks leave out; of nothing that is left, keep the raw logits."""
+    """Mask tokens; keep the raw logits of allowed tokens if none would be left."""
     axes = backend.vocab_axes(logits.shape[2])
     rows, whole = PartitionSpec(None, None, axes), PartitionSpec()
 

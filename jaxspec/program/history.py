@@ -1,7 +1,7 @@
 """Known tokens of every sequence, in the same pages as its keys and values.
 
-A page that two sequences share holds their common tokens once: a request that is given
-a cached page has its tokens on the device already, and they are not sent again.
+A page that two sequences share holds their common tokens once: a cached page's tokens
+are already on the device and are not sent again.
 """
 
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ def slots(
     num_pages: int,
     page_size: int,
 ) -> Int[Array, "seq query"]:
-    """Where positions lie among all slots of the pool; pads lie past the last one.
+    """Slots of positions in the pool; pads get the index past the last slot.
 
     Args:
         is_kept: Positions that count. One without a page (its table entry is the pad
@@ -39,12 +39,12 @@ def write(
     tokens: Int[Array, "seq query"],
     is_kept: Bool[Array, "seq query"],
 ) -> TokenPages:
-    """Note tokens at positions of sequences."""
+    """Store tokens at positions of sequences."""
     num_pages, page_size = token_pages.shape
     slot = slots(
         page_table, position, is_kept, num_pages=num_pages, page_size=page_size
     )
-    # Not in a flat view: on TPU a page's few tokens are padded to a row of 128 then.
+    # Not through a flat view, for which a TPU pads a page's few tokens to 128.
     return token_pages.at[slot // page_size, slot % page_size].set(tokens, mode="drop")
 
 
@@ -53,7 +53,7 @@ def read(
     page_table: Int[Array, "seq table"],
     position: Int[Array, "seq query"],
 ) -> Int[Array, "seq query"]:
-    """Tokens at positions; what a position outside or without a page gives is junk."""
+    """Tokens at positions; junk for a position outside or without a page."""
     page_size = token_pages.shape[1]
     index = jnp.clip(position // page_size, 0, page_table.shape[1] - 1)
     pages = jnp.take_along_axis(page_table, index, axis=1)
@@ -63,6 +63,6 @@ def read(
 def whole(
     token_pages: TokenPages, page_table: Int[Array, "seq table"]
 ) -> Int[Array, "seq position"]:
-    """All tokens of sequences; past a sequence's length it is junk."""
+    """All tokens of sequences; junk past a sequence's length."""
     tokens = token_pages.at[page_table].get(mode="clip")
     return tokens.reshape(page_table.shape[0], -1)

@@ -1,7 +1,7 @@
 """Log-probabilities of tokens under the model itself, before every control.
 
-With the vocabulary split over devices each looks at its own part; a few numbers per row
-go between them, never a vocabulary.
+If the vocabulary is split over devices, each reads its own part. They exchange a few
+numbers per row, never a whole vocabulary.
 """
 
 from typing import Any
@@ -19,7 +19,7 @@ from jaxspec.program.wire import TokenLogprobs, num_columns
 from jaxspec_kernels.sums import row_sums
 
 
-def tell(
+def token_logprobs(
     logits: Float[Array, "row vocab"],
     tokens: Int[Array, " row"],
     *,
@@ -27,13 +27,13 @@ def tell(
     backend: Backend,
     chosen: Int[Array, "row id"] | None = None,
 ) -> Int[Array, "row column"]:
-    """A row per token, as `TokenLogprobs.read` reads it.
+    """Return a row per token in the layout of `TokenLogprobs.read`.
 
     Args:
-        tokens: What each row of `logits` is asked about; what is told of one outside
-            the vocabulary is junk.
-        num_top: Most probable tokens to tell; past the vocabulary's size come pads.
-        chosen: Tokens to tell of besides; junk for those outside the vocabulary.
+        tokens: The token of each row of `logits`; values for an id outside the
+            vocabulary are junk.
+        num_top: Number of most probable tokens; pads past the vocabulary's size.
+        chosen: Further token ids; values for ids outside the vocabulary are junk.
     """
     vocab_size = logits.shape[1]
     axes = backend.vocab_axes(vocab_size)
@@ -41,14 +41,14 @@ def tell(
         chosen = jnp.zeros((len(tokens), 0), jnp.int32)
 
     def run(logits: Array, tokens: Array, chosen: Array) -> Array:
-        return _tell(logits, tokens, chosen, num_top, axes)
+        return _local_logprobs(logits, tokens, chosen, num_top, axes)
 
     columns, whole = PartitionSpec(None, axes), PartitionSpec()
-    told = backend.split(run, (columns, whole, whole), whole)
-    return told(logits, tokens, chosen)
+    split = backend.split(run, (columns, whole, whole), whole)
+    return split(logits, tokens, chosen)
 
 
-def _tell(
+def _local_logprobs(
     logits: Float[Array, "row vocab"],
     tokens: Int[Array, " row"],
     chosen: Int[Array, "row id"],
@@ -74,8 +74,8 @@ def _tell(
 
     column = tokens - first
     is_here = (column >= 0) & (column < size)
-    # As the largest of one: of a single row's logits, XLA:CPU would rather compute the
-    # one that is gathered again, with other instructions and in other bits.
+    # A maximum over one element, not a gather: from a single row of logits XLA:CPU
+    # would recompute the gathered one, with other instructions and other bits.
     is_own = jnp.arange(size)[None] == column[:, None]
     found = jnp.where(is_own, logits, -jnp.inf).max(axis=1)
     own = total(jnp.where(is_here, found, 0.0))
@@ -89,7 +89,7 @@ def _tell(
     top, ids = jax.lax.top_k(logits, min(num_top, size))
     ids = ids + first
     if axes is not None and num_top:
-        # In order of the parts, so that of equal values the lowest id stays first.
+        # In order of the parts: among equal values the lowest id comes first.
         top = jax.lax.all_gather(top, axes, axis=1, tiled=True)
         ids = jax.lax.all_gather(ids, axes, axis=1, tiled=True)
         top, place = jax.lax.top_k(top, min(num_top, top.shape[1]))
@@ -101,7 +101,7 @@ def _tell(
     return jnp.concatenate(TokenLogprobs(*made).parts(), axis=1)
 
 
-def tell_some(
+def maybe_logprobs(
     logits: Float[Array, "token vocab"],
     tokens: Int[Array, "seq width"],
     chosen: Int[Array, "seq id"] | None,
@@ -109,10 +109,10 @@ def tell_some(
     shape: StepShape,
     backend: Backend,
 ) -> Int[Array, "seq width column"] | None:
-    """`tell`, where the shape asks for it.
+    """Return `token_logprobs` if the shape has logprobs, else None.
 
     Args:
-        logits: Row i of a sequence says what its i-th token is drawn from.
+        logits: Row i of a sequence is what its i-th token was sampled from.
         chosen: `chosen_ids` of the sequences.
     """
     num_top = shape.features.num_logprobs
@@ -120,28 +120,28 @@ def tell_some(
         return None
     if chosen is not None:
         chosen = jnp.repeat(chosen, tokens.shape[1], axis=0)
-    told = tell(
+    found = token_logprobs(
         logits, tokens.reshape(-1), num_top=num_top, backend=backend, chosen=chosen
     )
-    return told.reshape(*tokens.shape, -1)
+    return found.reshape(*tokens.shape, -1)
 
 
 def chosen_ids(
     controls: ControlRows, active: Active, *, shape: StepShape
 ) -> Int[Array, "seq id"] | None:
-    """The tokens that each sequence's request has chosen to be told of.
+    """Token ids whose logprobs each sequence's request asks for.
 
-    Junk where it has chosen none; None where the shape tells of none.
+    Junk for a request without such ids; None if the shape has none.
     """
     if not shape.features.num_told_ids:
         return None
     return controls.told_ids.at[active.row].get(mode="clip")
 
 
-def blank(
+def empty_logprobs(
     tokens: Int[Array, "seq width"], *, shape: StepShape
 ) -> Int[Array, "seq width column"] | None:
-    """What `tell_some` returns, before anything is known."""
+    """Zeros of the shape that `maybe_logprobs` returns."""
     num_top = shape.features.num_logprobs
     if num_top is None:
         return None
@@ -149,7 +149,7 @@ def blank(
     return jnp.zeros((*tokens.shape, numbers), jnp.int32)
 
 
-def tell_prompt(
+def prompt_logprobs(
     model: Network,
     hidden: Float[Array, "token model"],
     tokens: Int[Array, " token"],
@@ -158,7 +158,7 @@ def tell_prompt(
     shape: StepShape,
     backend: Backend,
 ) -> Int[Array, "tile token column"]:
-    """The same for prompt tiles: what every token of theirs says about the next.
+    """Return the logprobs of the token after each token of the prompt tiles.
 
     Tile by tile: the logits of a whole chunk would be the launch's largest array.
 
@@ -170,9 +170,9 @@ def tell_prompt(
     following = tokens.reshape(-1, TILE)[:, 1:]
     following = jnp.concatenate([following, after[:, None]], axis=1)
 
-    def tell_tile(tile: tuple[Array, Array]) -> Array:
+    def of_tile(tile: tuple[Array, Array]) -> Array:
         logits = model.logits(tile[0])
-        return tell(logits, tile[1], num_top=num_top, backend=backend)
+        return token_logprobs(logits, tile[1], num_top=num_top, backend=backend)
 
     tiles = hidden.reshape(*following.shape, -1), following
-    return jax.lax.map(tell_tile, tiles)
+    return jax.lax.map(of_tile, tiles)

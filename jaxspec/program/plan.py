@@ -1,8 +1,8 @@
-"""What the host asks of one launch: static sizes, and a plan of who takes part.
+"""The request for one launch: static sizes, and a plan of the sequences in it.
 
-A value that the device keeps for a request is declared here, as a column of a record,
-and nowhere else: the plan's layout, the rows of the state and what a launch gathers of
-them iterate over the declaration. Plain numpy: the engine imports this without jax.
+A value that the device stores for a request is declared here, as a column of a record,
+and nowhere else: the plan's layout, the rows of the state and the arrays that a launch
+gathers iterate over the declaration. Plain numpy: the engine imports this without jax.
 """
 
 import dataclasses
@@ -12,19 +12,19 @@ from typing import Any
 
 import numpy as np
 
-from jaxspec.program.tree import Tree
+from jaxspec.program.tree.tree import Tree
 
 NO_TOKEN = -1  # pads lists of ids; never a legal token
-# Prompt tokens are fed in tiles of one sequence each, right-aligned.
+# Prompts are split into tiles of one sequence each, right-aligned.
 TILE = 32
-# Filters and laws take several times the memory of the logits that they are made of. Of
-# hundreds of sequences that is gigabytes: groups whose logits take so many bytes are
-# decided one by one; that is enough to keep a device busy.
+# Filters and distributions take several times the memory of their logits: gigabytes for
+# hundreds of sequences. Groups whose logits take this number of bytes are verified one
+# after another; that is enough to keep a device busy.
 MAX_GROUP_BYTES = 2**28
 # End-of-text ids plus a request's own stop_token_ids.
 MAX_STOP_IDS = 40
 
-# Admissions with controls in one launch, and the most that one of them may ask for.
+# Admissions with controls in one launch, and the limits of each.
 MAX_CONTROLLED = 4
 MAX_BIAS = 1024
 MAX_BAD_WORDS = 64
@@ -42,16 +42,14 @@ RULES = {"standard": STANDARD, "block": BLOCK, "coupled": COUPLED}
 
 @dataclass(frozen=True, kw_only=True)
 class Features:
-    """What requests may need beyond temperature, top-k, top-p and min-p.
-
-    Each is a part of the program that the common one does without.
+    """Optional parts of a program, beyond temperature, top-k, top-p and min-p.
 
     Attributes:
         is_greedy: Every request takes the argmax: the program has no sampling in it.
         has_controls: Penalties, logit bias, allowed ids, bad words.
         has_grammar: Token masks that the host makes from the drafts.
-        num_logprobs: Most probable tokens told per generated token; None tells nothing,
-            0 the generated token's own log-probability alone.
+        num_logprobs: Most probable tokens returned per generated token; None returns no
+            logprobs, 0 the generated token's own alone.
         num_prompt_logprobs: The same for the tokens of prompts.
     """
 
@@ -62,7 +60,7 @@ class Features:
     num_prompt_logprobs: int | None = None
 
     def __or__(self, other: "Features") -> "Features":
-        """What two requests in one launch need."""
+        """The features of a launch with requests of both."""
         return Features(
             is_greedy=self.is_greedy and other.is_greedy,
             has_controls=self.has_controls or other.has_controls,
@@ -75,12 +73,12 @@ class Features:
 
     @property
     def needs_one_path(self) -> bool:
-        """Whether more is made for each token than the choice of the next."""
+        """Whether requests need the drafts to be a chain."""
         return self.has_controls or self.has_grammar or self.num_logprobs is not None
 
     @property
     def name(self) -> str:
-        """What logs call a program of these features."""
+        """Name in logs."""
         extras = {
             "controls": self.has_controls,
             "grammar": self.has_grammar,
@@ -92,7 +90,7 @@ class Features:
 
     @property
     def num_told_ids(self) -> int:
-        """Log-probabilities per generated token of ids that a request has chosen."""
+        """Number of logprobs per generated token for ids that a request chose."""
         is_told = self.has_controls and self.num_logprobs is not None
         return MAX_TOLD_IDS if is_told else 0
 
@@ -109,13 +107,13 @@ class StepShape:
         num_seqs: Rows of the decode region.
         num_draft_tokens: K, the most drafts of a sequence, which may want fewer; 0
             leaves the draft model out of the program.
-        chunk: Prompt tokens fed, a multiple of `TILE` (or 0).
-        features: What the requests of the launch need.
-        is_catch_up: Nobody decodes. The draft model alone is fed what the target has
-            read and made without it: prompts, and tokens, which it compares with its
-            own choice.
-        max_rounds: Rounds that a launch may run one after the other; how many it does
-            is data. One has no loop around the round.
+        chunk: Prompt tokens, a multiple of `TILE` (or 0).
+        features: Optional parts that the requests of the launch need.
+        is_catch_up: Draft-prefill launch: no sequence decodes. The draft model reads
+            prompts and tokens that only the target has read, and compares the tokens
+            with its own.
+        max_rounds: Most rounds of a launch; their number is data. With 1 there is no
+            loop.
         template: The engine's tree of drafts, of K levels; None: a chain.
     """
 
@@ -127,7 +125,7 @@ class StepShape:
     max_rounds: int = 1
     template: Tree | None = None
 
-    # Every round looks programs and times up by it a dozen times.
+    # A key of several dictionaries that every round reads.
     def __hash__(self) -> int:
         return self._hash
 
@@ -137,15 +135,15 @@ class StepShape:
 
     @classmethod
     def catch_up(cls, chunk: int) -> "StepShape":
-        """The program that brings draft models up to date."""
+        """The program of a draft prefill."""
         return cls(num_seqs=0, num_draft_tokens=0, chunk=chunk, is_catch_up=True)
 
     @property
     def name(self) -> str:
-        """What logs call it: `8x5+512_sampled`, sequences x drafts + prompt tokens.
+        """Name in logs: `8x5+512_sampled`, sequences x drafts + prompt tokens.
 
-        Or `8x5x4_sampled`, where a launch may run four such rounds, and `8x5t10`, where
-        ten drafts are a tree of five levels.
+        `8x5x4_sampled` may run four such rounds; in `8x5t10` ten drafts form a tree of
+        five levels.
         """
         if self.is_catch_up:
             return f"catch-up+{self.chunk}"
@@ -160,8 +158,8 @@ class StepShape:
     def tree(self) -> Tree:
         """The drafts of a sequence.
 
-        A chain for requests that ask something of single tokens: what they ask depends
-        on the tokens before, and is made for one path.
+        A chain for requests with controls, grammars or logprobs, which depend on the
+        tokens before and are computed for one path only.
         """
         k = self.num_draft_tokens
         if self.template is None or not k or self.features.needs_one_path:
@@ -171,7 +169,7 @@ class StepShape:
 
     @property
     def num_slots(self) -> int:
-        """Slots from the newest token's on that sequences have reserved, at most."""
+        """Most slots that a sequence reserves, from the newest token's on."""
         return (self.template or self.tree).num_rows
 
     @property
@@ -181,7 +179,7 @@ class StepShape:
 
     @property
     def max_controlled(self) -> int:
-        """Admissions with controls; one comes with at least one tile."""
+        """Most admissions with controls; each has at least one tile."""
         return min(MAX_CONTROLLED, self.num_tiles) if self.features.has_controls else 0
 
 
@@ -194,8 +192,8 @@ class PoolShape:
         num_pages: Pages of the pool; page `num_pages` is the pad.
         page_size: Tokens per page.
         max_model_len: Tokens per sequence.
-        vocab_size: Of the target, and so of its draft.
-        kv_cache_dtype: What pages of keys and values hold: a name of
+        vocab_size: Of the target and its draft.
+        kv_cache_dtype: Type of keys and values in pages: a name of
             `jaxspec.config.KV_CACHE_DTYPES`.
     """
 
@@ -218,8 +216,8 @@ class Column:
 
     Attributes:
         shape: Of one entry, or of the whole in a vector's layout.
-        pad: What an entry holds that nobody has set.
-        is_right_aligned: Entries that are shorter end where the column ends.
+        pad: Value of unset entries.
+        is_right_aligned: Shorter entries are aligned to the end.
     """
 
     dtype: Any = np.int32
@@ -234,7 +232,7 @@ class Column:
         return dataclasses.replace(self, shape=(count, *shape))
 
     def empty(self) -> np.ndarray:
-        """The array in which nobody has set anything."""
+        """Array filled with the pad value."""
         return np.full(self.shape, self.pad, self.dtype)
 
 
@@ -245,7 +243,7 @@ def column(
     is_right_aligned: bool = False,
     default: Any = dataclasses.MISSING,
 ) -> Any:
-    """A field of a record that travels to the device."""
+    """A field of a record that is sent to the device."""
     made = Column(dtype, shape, pad, is_right_aligned)
     return field(default=default, metadata={"column": made})
 
@@ -261,7 +259,7 @@ def columns(record: Any) -> dict[str, Column]:
 
 @dataclass(frozen=True, kw_only=True)
 class RequestValues:
-    """What the device keeps of a request: each value is declared here and only here.
+    """Values that the device stores for a request, declared here and only here.
 
     A plan's admission has one value in each field; the rows of the state and the
     sequences of a launch, which add fields of their own, have arrays with one entry per
@@ -277,19 +275,19 @@ class RequestValues:
     min_p: Any = column(np.float32)
     seed: Any = column(np.uint32, 2)
     rule: Any = column(np.int32)  # an index of `RULES`
-    salt: Any = column(np.uint32, 2, default=(0, 0))  # whose answers it may look into
+    salt: Any = column(np.uint32, 2, default=(0, 0))  # of the answer cache
     stop_ids: Any = column(np.int32, MAX_STOP_IDS, pad=NO_TOKEN)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ControlValues:
-    """The same for what a request asks of single tokens: see `TokenControls`."""
+    """Values of a request's `TokenControls` on the device."""
 
     penalties: Any = column(np.float32, 3)  # presence, frequency, repetition
     bias_ids: Any = column(np.int32, MAX_BIAS, pad=NO_TOKEN)
     bias_values: Any = column(np.float32, MAX_BIAS)
     allowed: Any = column(np.uint32, VOCAB_WORDS)  # a bit per token of the vocabulary
-    # The last column is what a match forbids.
+    # A match of the other columns forbids the last one.
     bad_words: Any = column(np.int32, MAX_BAD_WORDS, MAX_BAD_WORD_LEN, pad=NO_TOKEN)
     told_ids: Any = column(np.int32, MAX_TOLD_IDS, pad=NO_TOKEN)
 
@@ -304,11 +302,11 @@ class TokenControls:
         repetition_penalty: Divides the positive logits, and multiplies the negative
             ones, of every token of prompt and output so far.
         bias: (token, value added to its logit), at most `MAX_BIAS`.
-        allowed: The tokens that may come; None for all.
+        allowed: The tokens that may be generated; None for all.
         bad_words: At most `MAX_BAD_WORDS` sequences of at most `MAX_BAD_WORD_LEN`
             tokens that the output may not contain.
-        told: At most `MAX_TOLD_IDS` tokens whose log-probabilities are told with every
-            generated one, where any are told.
+        told: At most `MAX_TOLD_IDS` tokens whose logprobs are returned with those of
+            every generated token.
     """
 
     presence_penalty: float = 0.0
@@ -320,7 +318,7 @@ class TokenControls:
     told: tuple[int, ...] = ()
 
     def values(self, vocab_size: int) -> ControlValues:
-        """What travels to the device."""
+        """The values that are sent to the device."""
         assert len(self.bias) <= MAX_BIAS, f"{len(self.bias)} biased tokens"
         assert len(self.bad_words) <= MAX_BAD_WORDS, "too many bad words"
         assert len(self.told) <= MAX_TOLD_IDS, f"{len(self.told)} tokens to tell of"
@@ -348,7 +346,7 @@ class TokenControls:
 
 @dataclass(frozen=True, kw_only=True)
 class Admission(RequestValues):
-    """A request that is given a row.
+    """A request that gets a row.
 
     Attributes:
         controls: None for none; at most `StepShape.max_controlled` in a launch.
@@ -365,8 +363,8 @@ class Tile:
     Attributes:
         start: Position of the first token.
         is_last: The prompt ends here: sample the next token.
-        next_token: The known token after these, if there is one: of which a prompt's
-            log-probabilities, heads and catching up are.
+        next_token: The known token after these, if there is one; used by prompt
+            logprobs, heads and draft prefill.
     """
 
     row: int
@@ -378,13 +376,13 @@ class Tile:
 
 @dataclass(frozen=True, kw_only=True)
 class StepPlan:
-    """One launch: who decodes with how many drafts, what is fed, which pages are new.
+    """One launch: decoding sequences and their drafts, prompt tiles, new pages.
 
     Attributes:
         decode: (row, draft tokens) of every decoding sequence.
         pages: (row, index in the row's page table, page id).
-        num_rounds: Of the same sequences, at most; fewer run where one of them ends.
-        grammars: Who answers for the text of a row, by its number `grammar_id`.
+        num_rounds: Most rounds of these sequences; fewer run if one of them ends.
+        grammars: By row, the object whose `grammar_id` names the grammar's state.
     """
 
     decode: list[tuple[int, int]] = field(default_factory=list)

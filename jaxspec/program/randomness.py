@@ -1,11 +1,11 @@
-"""Random numbers that depend on a request's seed, positions and a role, only.
+"""Random numbers that depend only on a request's seed, positions and a role.
 
-Not on the step, the row or the batch: the same request draws the same numbers beside
-any others. Uniforms come from threefry, by the position where a round starts, so they
-follow how many tokens the rounds before it kept. The noise of the coupled rule is keyed
-by the position of its own token: it is the same with any K. It has one number per
-vocabulary entry, too many for threefry on CPU: `jaxspec_kernels` makes it with a
-counter hash that two of these words key.
+They do not depend on the step, the row or the batch: a request draws the same numbers
+in any batch. Uniforms come from threefry, keyed by the position where a round starts,
+so they depend on the number of tokens that earlier rounds added. The noise of the
+coupled rule is keyed by the position of its own token: it is the same for any K. It has
+one number per vocabulary entry, too many for threefry on CPU: `jaxspec_kernels`
+computes it with a counter hash keyed by two of these words.
 """
 
 import jax
@@ -44,9 +44,9 @@ def uniform(
     """Float32 uniforms in [0, 1).
 
     Args:
-        position: Where the round starts, not where the token goes: block verification
-            looks at drafts past the end of what it accepts, so the next round must
-            not meet the same numbers again.
+        position: Where the round starts, not the token's: block verification uses the
+            numbers of drafts past those it accepts, so the next round must not use
+            them again.
         index: Which token of the round; None is the first.
     """
     index = jnp.zeros_like(position) if index is None else index

@@ -1,7 +1,8 @@
-"""Rows of requests on the device: admitted by a plan, gathered and moved on by rounds.
+"""Rows of requests on the device: admitted by a plan, updated by rounds.
 
-Owns all that is kept of a request between launches but its keys and values. What the
-host sends is declared in `plan.RequestValues` and `plan.ControlValues`.
+They hold everything of a request between launches except its keys and values. The
+values that the host sends are declared in `plan.RequestValues` and
+`plan.ControlValues`.
 """
 
 import dataclasses
@@ -29,10 +30,7 @@ from jaxspec.program.plan import (
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class ControlRows(ControlValues):
-    """What each request asked of single tokens.
-
-    Only the entries of rows that are controlled mean anything.
-    """
+    """Controls of each request; only entries of controlled rows are valid."""
 
     is_controlled: Bool[Array, " row"]
 
@@ -43,7 +41,7 @@ class ControlRows(ControlValues):
 class Rows(RequestValues):
     """One entry per admitted request."""
 
-    num_tokens: Int[Array, " row"]  # 0 until the prompt's last tile is in
+    num_tokens: Int[Array, " row"]  # 0 until the prompt's last tile has been read
     is_done: Bool[Array, " row"]
     page_table: Int[Array, "row table"]  # pads hold the number of pages
     controls: ControlRows
@@ -70,7 +68,7 @@ class Active(RequestValues):
 
     @property
     def is_coupled(self) -> Bool[Array, " seq"]:
-        """Sampled sequences whose noise draft and target share."""
+        """Sampled sequences with the same noise for draft and target."""
         return self.is_sampled & (self.rule == COUPLED)
 
     def repeat(self, times: int) -> "Active":
@@ -79,9 +77,9 @@ class Active(RequestValues):
 
 
 def init_rows(pool: PoolShape) -> Rows:
-    """Rows without requests, on the host, where nothing is compiled for them.
+    """Rows without requests, as numpy arrays, which need no compilation.
 
-    Every leaf is an array of its own: donation wants it.
+    Every leaf is an array of its own, as donation requires.
     """
     rows = pool.num_rows
 
@@ -89,7 +87,7 @@ def init_rows(pool: PoolShape) -> Rows:
         found = columns(record).items()
         return {name: one.of(rows, pool.vocab_size).empty() for name, one in found}
 
-    controls: Any = ControlRows  # of arrays that no device has yet, as the rows are
+    controls: Any = ControlRows  # of numpy arrays, as the rows are
     form: Any = Rows
     return form(
         num_tokens=np.zeros((rows,), np.int32),
@@ -106,11 +104,10 @@ def rehearsal_rows(
     context: int,
     temperature: float,
 ) -> Rows:
-    """Rows in the middle of their texts, to time programs with: on the host.
+    """Rows in the middle of their texts, to time programs with, as numpy arrays.
 
     Args:
-        pages: Those that all rows share, or [row, page]; what they hold means nothing
-            afterwards.
+        pages: Those that all rows share, or [row, page]; their contents are lost.
         context: Tokens of each text.
     """
     rows = init_rows(pool)
@@ -145,7 +142,7 @@ class Tiles(NamedTuple):
 
     @property
     def is_token(self) -> Array:
-        """Which entries of `tokens` are no pads: `[tile, token]`."""
+        """Which entries of `tokens` are not pads: `[tile, token]`."""
         return self.position >= self.start[:, None]
 
 
@@ -194,7 +191,7 @@ def apply_plan(
 
 
 def _admit_controls(controls: ControlRows, fields: dict[str, Array]) -> ControlRows:
-    """Forget the controls of each admitted row's last request, then note the new."""
+    """Clear the controls of each admitted row's last request, then store the new."""
     row = fields["admit_row"]
     cleared = controls.is_controlled.at[row].set(jnp.zeros_like(row, bool), mode="drop")
     controls = dataclasses.replace(controls, is_controlled=cleared)
@@ -222,8 +219,8 @@ def gather(
     """Entries of the given rows; a row index past the end gives an inactive pad.
 
     Args:
-        num_tokens: Replaces the rows' own count (a prompt that has just come in).
-        is_greedy: No sequence samples, whatever the rows say.
+        num_tokens: Replaces the rows' own count (a prompt that was just read).
+        is_greedy: Every sequence takes the argmax, whatever its temperature.
     """
 
     def take(leaf: Array) -> Array:
@@ -266,7 +263,7 @@ def truncate(
     is_stop &= position >= active.min_total[:, None]
     is_end = is_stop | (position + 1 >= active.max_total[:, None])
     is_end &= offset < count[:, None]
-    # in [0,0,1,0,1] -> first end at 2 -> 3 tokens stay
+    # in [0,0,1,0,1] -> first end at 2 -> 3 tokens remain
     first_end = jnp.where(is_end.any(axis=1), jnp.argmax(is_end, axis=1) + 1, count)
     count = jnp.where(active.is_active, jnp.minimum(count, first_end), 0)
     is_done = is_end.any(axis=1) | ~active.is_active

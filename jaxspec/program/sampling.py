@@ -1,7 +1,7 @@
-"""What a draft draws, and what both models' draws share: stop ids, values, numbers.
+"""Draft sampling, and the parts that it shares with verification.
 
-The filters and the draw itself are `jaxspec_kernels.rejection_sampling`, which verifies
-drafts too: one sampler for plain decoding, drafting and verification.
+The filters and the draw itself are in `jaxspec_kernels.rejection_sampling`, which also
+verifies drafts: one sampler for plain decoding, drafting and verification.
 """
 
 from typing import NamedTuple
@@ -25,7 +25,7 @@ class Numbers(NamedTuple):
 
 
 def controls_of(active: Active) -> Controls | None:
-    """Sampling values of one token per sequence; None where no sequence samples."""
+    """Sampling parameters of each sequence; None in a program without sampling."""
     if active.is_greedy:
         return None
     temperature = jnp.where(active.is_sampled, active.temperature, 0.0)
@@ -39,14 +39,14 @@ def draw_numbers(
     *,
     width: int,
 ) -> Numbers:
-    """Numbers for the sequences that need some; a greedy batch pays for none.
+    """Draw the random numbers of sampled sequences; a greedy batch skips it.
 
-    All words come from one call, since each call is as much to compile.
+    All words come from one call, since each call adds to the compile time.
 
     Args:
         purposes: Of the uniforms, which are keyed by where the round starts.
-        first: Distance from there to the first of the positions, which key the noise.
-        width: How many positions.
+        first: Distance from there to the first position of the noise.
+        width: Number of positions.
     """
     if active.is_greedy:
         return Numbers()
@@ -99,17 +99,17 @@ def sample_draft(
     *,
     is_greedy: bool = False,
 ) -> tuple[Int[Array, " seq"], Float[Array, "seq vocab"] | None]:
-    """Draw draft `index` of each sequence from the draft model's logits.
+    """Sample draft `index` of each sequence from the draft model's logits.
 
     A coupled sequence uses the noise that the target will use at this position.
 
     Args:
         backend: Of the draft model, whose devices split the vocabulary.
-        is_greedy: Take the argmax, also where the request samples.
+        is_greedy: Take the argmax, even if the request samples.
 
     Returns:
-        The tokens, and the probabilities they were drawn from: zeros in a batch
-        without sampled sequences, None where the argmax was taken for certain.
+        The tokens, and their distributions: zeros in a batch without sampled
+        sequences, None with `is_greedy`.
     """
     vocab_size = logits.shape[1]
     axes = backend.vocab_axes(vocab_size)

@@ -1,4 +1,4 @@
-"""What lives on the device between launches, and the only way to make it."""
+"""The engine's state on the device between launches."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from jaxspec_kernels.bits import FP8, KvPools, scaled_form
 
 Kept = TypeVar("Kept")
 
-# Of GPUs whose instructions convert fp8: Ada and Hopper.
+# GPUs with instructions that convert fp8: Ada and Hopper.
 MIN_FP8_CAPABILITY = 8.9
 
 
@@ -28,17 +28,18 @@ MIN_FP8_CAPABILITY = 8.9
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class EngineState:
-    """Rows, the target's pages and what proposers keep; donated to launches.
+    """Rows, the target's pages and the proposers' states; donated to launches.
 
-    What a program is not given, by `call.taken`, is None in its state.
+    Parts that a program does not take (`executable_args.used_arguments`) are None.
     """
 
     rows: Rows
     token_pages: Int[Array, "page page_size"]  # known tokens, prompt and output
     target_pages: KvPools
-    proposers: tuple[Any, ...]  # what each keeps between launches
-    # Chance of each draft to stay if those before it do; None: the rules decide.
-    forced_acceptance: Float[Array, " chance"] | None = None
+    proposers: tuple[Any, ...]
+    # Probability of each draft to be accepted if those before it are; None: the rules
+    # decide.
+    forced_acceptance: Float[Array, " probability"] | None = None
 
 
 def page_forms(
@@ -85,11 +86,11 @@ def layer_pages(
     """Shape and placement of the pages of one layer, or of layers that share them.
 
     Args:
-        num_pages: Those of the pool, for each layer.
+        num_pages: Number of pages, all layers that share them together.
         dtype: The type of the weights.
 
     Returns:
-        Of an array, or `ScaledPages` of two.
+        One array, or `ScaledPages` of two.
     """
     heads = num_kv_heads
     heads *= kv_copies(num_q_heads, num_kv_heads, num_parts(mesh, mesh_axes))
@@ -110,14 +111,14 @@ def layer_pages(
 
 
 def check_kept(kept: str, device: Any, form: jax.ShapeDtypeStruct) -> None:
-    """Refuse what kernels of a device do not read, or not where it lies.
+    """Reject a page type that the device's kernels cannot read in this placement.
 
     Args:
         kept: A name of `KV_CACHE_DTYPES`.
-        form: Of the pages, as they are placed.
+        form: Shape and placement of the pages.
 
     Raises:
-        UnsupportedError: It is one of those.
+        UnsupportedError: The kernels cannot read it.
     """
     assert form.sharding is not None
     heads = form.sharding.shard_shape(form.shape)[2] // 2
@@ -140,32 +141,32 @@ def check_kept(kept: str, device: Any, form: jax.ShapeDtypeStruct) -> None:
 def run_if(
     is_wanted: Bool[Array, ""], function: Callable[[Kept], Kept], value: Kept
 ) -> Kept:
-    """`function(value)` where that is wanted, else `value`: a loop of one turn or none.
+    """Return `function(value)` if wanted, else `value`: a loop that runs once or never.
 
-    Not `cond`: for a GPU XLA copies what both of its branches write to in place
-    (`tests/program/test_trees_aot.py`). What is computed from nothing of `value` may be
-    taken out of the loop, and done in any case.
+    Not `cond`: on a GPU XLA copies arrays that both of its branches update in place
+    (`tests/program/test_aot.py`). XLA may hoist computations that do not depend
+    on `value` out of the loop, and always run them.
     """
 
-    def turn(carry: tuple[Array, Kept]) -> tuple[Array, Kept]:
+    def run(carry: tuple[Array, Kept]) -> tuple[Array, Kept]:
         return jnp.zeros_like(is_wanted), function(carry[1])
 
-    return jax.lax.while_loop(lambda carry: carry[0], turn, (is_wanted, value))[1]
+    return jax.lax.while_loop(lambda carry: carry[0], run, (is_wanted, value))[1]
 
 
 def init_zeros(forms: Any) -> Any:
-    """Zeroed arrays, each made where it stays."""
+    """Make zeroed arrays, each in its final placement."""
     return jax.tree.map(_zeros, forms)
 
 
 def _zeros(form: jax.ShapeDtypeStruct) -> Array:
     assert form.sharding is not None
     if all(device.platform == "cpu" for device in form.sharding.device_set):
-        # Nothing travels, and nothing is compiled for it.
+        # Needs no transfer and no compilation.
         return put(np.zeros(form.shape, form.dtype), form.sharding)
     return jnp.zeros(form.shape, form.dtype, device=form.sharding)
 
 
 def init_token_pages(pool: PoolShape) -> Int[np.ndarray, "page page_size"]:
-    """Pages of tokens, none of which is known yet."""
+    """Pages without known tokens."""
     return np.zeros((pool.num_pages, pool.page_size), np.int32)

@@ -1,4 +1,4 @@
-"""THE program: propose, target forward, verify and commit, as one executable.
+"""The step program: propose, target pass, verify and commit, as one executable.
 
 The only `jax.jit` that requests run in. Static: the shapes and model configs. Donated:
 the engine's state. The host passes one plan vector and reads one result vector.
@@ -7,204 +7,113 @@ the engine's state. The host passes one plan vector and reads one result vector.
 import dataclasses
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
-from jaxspec.config.engine import ModelConfig
 from jaxspec.jax_settings import own_settings
-from jaxspec.models.backend import Backend
-from jaxspec.models.batch import TokenBatch
-from jaxspec.models.network import FREE_ROWS, build_network
 from jaxspec.models.params import Params
-from jaxspec.program import controls, grammar, logprobs
-from jaxspec.program.call import Arguments, flat, taken
-from jaxspec.program.forward import Verified, forward
-from jaxspec.program.plan import NO_TOKEN, TILE, PoolShape, StepShape
-from jaxspec.program.propose.proposal import (
-    Context,
-    Observer,
-    Proposal,
-    Proposer,
-    Seen,
-)
-from jaxspec.program.region import make_region
-from jaxspec.program.rows import (
-    Active,
-    Emitted,
-    Rows,
-    Tiles,
-    append,
-    apply_plan,
-    gather,
-    read_tiles,
-    truncate,
-)
+from jaxspec.program import logprobs
+from jaxspec.program.executable_args import Arguments, flatten, used_arguments
+from jaxspec.program.plan import NO_TOKEN, TILE, StepShape
+from jaxspec.program.propose.proposal import Observer, Proposal, Seen
+from jaxspec.program.rows import Emitted, append, gather, truncate
 from jaxspec.program.state import EngineState
-from jaxspec.program.tree import Tree
+from jaxspec.program.step_context import ProgramConfig, StepContext
+from jaxspec.program.target_pass import TargetPass, Verified, narrow_widths
+from jaxspec.program.tree.tree import Tree
 from jaxspec.program.verify import force_one, verify
 from jaxspec.program.wire import PlanLayout, result_layout
-from jaxspec.sharding import TARGET_MESH_AXES, replicated
-from jaxspec_kernels.bits import KvPools
-from jaxspec_kernels.dispatch import implementation_for
+from jaxspec.sharding import replicated
 
-# State, results by round, rounds run, whether no more may follow.
-_Turn = tuple[EngineState, Array, Array, Array]
-
-# Drafts of a narrow round: with the newest token, as many rows as take no longer than
-# the one row of a plain round.
-FEW = FREE_ROWS - 1
-
-
-@dataclass(frozen=True, kw_only=True)
-class ProgramConfig:
-    """What all executables of an engine share.
-
-    Attributes:
-        proposers: Make the drafts, each given what those before it proposed. Empty is
-            plain decoding.
-        mesh: The devices, whose platform chooses the kernels.
-        mask_source: Host callback that returns grammar masks; None without grammars.
-    """
-
-    target: ModelConfig
-    proposers: tuple[Proposer, ...] = ()
-    pool: PoolShape
-    mesh: Mesh
-    mask_source: grammar.MaskSource | None = None
-
-    def backend(self, mesh_axes: tuple[str, ...]) -> Backend:
-        """Where a model runs whose heads are split over these axes."""
-        platform = self.mesh.devices.flat[0].platform
-        return Backend(
-            implementation=implementation_for(platform),
-            mesh=self.mesh,
-            mesh_axes=mesh_axes,
-        )
+ProposerParams = tuple[Params | None, ...]
+# State, results by round, rounds run, whether the launch has ended.
+_Loop = tuple[EngineState, Array, Array, Array]
 
 
 def speculative_step(
     target_params: Params,
-    proposer_params: tuple[Params | None, ...],
+    proposer_params: ProposerParams,
     state: EngineState,
     plan: Int[Array, " plan"],
     *,
     config: ProgramConfig,
     shape: StepShape,
 ) -> tuple[EngineState, Int[Array, " result"]]:
-    """Run one round, or several of the same sequences.
+    """Run one round, or several rounds of the same sequences.
 
     Decoding sequences get K drafts, one target pass over K + 1 positions, a verdict
-    and up to K + 1 tokens; prompt tiles ride in the target's pass and, where a prompt
-    ends, sample its first token. A catch-up launch feeds the draft models alone, with
-    prompts and whatever else the target has seen without them. Rejected keys and values
-    stay in their slots and are overwritten: only lengths say what is visible.
+    and up to K + 1 tokens. Prompt tiles share the target's pass; where a prompt ends,
+    its first token is sampled. A draft-prefill launch runs the draft models alone, over
+    prompts and other tokens that only the target has read. Rejected keys and values
+    remain in their slots and are overwritten: only lengths say what is visible.
 
     Args:
-        proposer_params: A draft model's for each proposer that has some, else None; and
-            for those that rest (`call.taken`), whose state is None as well.
+        proposer_params: Those of each proposer; None for one without, and in programs
+            that do not use them (`used_arguments`), where its state is None as well.
         plan: `PlanLayout.pack` of this shape.
 
     Returns:
-        The new state, and what `StepResult.unpack` reads.
+        The new state, and the vector that `StepResult.unpack` reads.
     """
-    launch = _read_plan(state, plan, config.pool, shape)
+    context = StepContext.read(config, shape, state, plan)
     if shape.is_catch_up:
-        return _catch_up(proposer_params, state, launch, config=config, shape=shape)
-    state = dataclasses.replace(state, rows=launch.rows, token_pages=launch.token_pages)
-    run = functools.partial(
-        _run_round, target_params, proposer_params, config=config, shape=shape
+        return _draft_prefill(context, proposer_params, state)
+    state = dataclasses.replace(
+        state, rows=context.rows, token_pages=context.token_pages
     )
+    run = functools.partial(_run_round, target_params, proposer_params)
     if shape.max_rounds > 1:
-        return _run_rounds(run, state, launch, shape)
-    state, result = run(state, launch)
+        return _run_rounds(run, state, context)
+    state, result = run(state, context)
     return state, jnp.concatenate(result_layout(shape).flatten(result))
-
-
-class _Launch(NamedTuple):
-    """The state once the plan has been applied, and who takes part."""
-
-    fields: dict[str, Array]
-    tiles: Tiles
-    rows: Rows
-    token_pages: Int[Array, "page page_size"]
-    active: Active
-
-    def batch(self, pool: PoolShape) -> TokenBatch:
-        """The prompt tiles, for a model."""
-        tiles = self.tiles
-        page_table = self.rows.page_table.at[tiles.row].get(mode="clip")
-        is_row = tiles.row < pool.num_rows
-        is_written = tiles.is_token & is_row[:, None]
-        kv_len = jnp.where(is_row, tiles.start + tiles.length, 0)
-        return make_region(tiles.tokens, kv_len, page_table, is_written, pool)
 
 
 def _run_round(
     target_params: Params,
-    proposer_params: tuple[Params | None, ...],
+    proposer_params: ProposerParams,
     state: EngineState,
-    launch: _Launch,
-    *,
-    config: ProgramConfig,
-    shape: StepShape,
+    context: StepContext,
 ) -> tuple[EngineState, dict[str, Array]]:
-    """One round; the state after it, and the parts of its result."""
-    active = launch.active
+    """Run one round; the state after it, and the parts of its result."""
+    active, shape = context.active, context.shape
     proposal, num_draft, proposers = _propose(
-        target_params,
-        proposer_params,
-        state.proposers,
-        launch,
-        config=config,
-        shape=shape,
+        context, target_params, proposer_params, state.proposers
     )
-    verified = _verify(
-        target_params,
-        state.target_pages,
-        launch,
-        proposal,
-        num_draft,
-        forced_acceptance=state.forced_acceptance,
-        config=config,
-        shape=shape,
-    )
+    target = TargetPass.of(context, target_params, state, num_draft)
+    tokens = active.last_tokens[:, 1:]
+    if proposal is not None:
+        tokens = jnp.concatenate([tokens, proposal.tokens], axis=1)
+    widths = narrow_widths(context.config.proposers, shape)
+    if proposal is not None and widths:
+        verified = target.run_narrowest(widths, proposal, tokens, state.target_pages)
+    else:
+        verified = target.run(proposal, tokens, state.target_pages)
+
     tokens = verified.tokens
-    if verified.row is not None:
+    if verified.tree_row is not None:
         tokens = tokens[:, : shape.tree.max_emitted]
     emitted = truncate(tokens, verified.num_kept + 1, active)
-    rows, token_pages = append(launch.rows, launch.token_pages, active, emitted)
+    rows, token_pages = append(context.rows, context.token_pages, active, emitted)
+    # From here on with the new pages: reading the old ones makes XLA copy the pool.
+    context = dataclasses.replace(context, rows=rows, token_pages=token_pages)
     result = _result(emitted, verified, proposal, num_draft)
     if shape.chunk:
-        rows, token_pages, first = _finish_prompts(
-            rows,
-            token_pages,
-            launch.tiles,
-            verified,
-            launch.fields,
-            config=config,
-            shape=shape,
-        )
+        context, first = _finish_prompts(context, verified)
         result |= first
     proposers = _observe(
+        context,
         target_params,
         proposer_params,
         proposers,
-        # Tokens of before lie where they lay. Whoever read them where nothing has been
-        # added would make XLA keep a copy of all pages.
-        launch._replace(token_pages=token_pages),
         verified,
         result.get("tile_token"),
-        config=config,
-        shape=shape,
     )
     state = EngineState(
-        rows=rows,
-        token_pages=token_pages,
+        rows=context.rows,
+        token_pages=context.token_pages,
         target_pages=verified.pages,
         proposers=proposers,
         forced_acceptance=state.forced_acceptance,
@@ -213,40 +122,33 @@ def _run_round(
 
 
 def _run_rounds(
-    run: Callable[[EngineState, _Launch], tuple[EngineState, dict[str, Array]]],
+    run: Callable[[EngineState, StepContext], tuple[EngineState, dict[str, Array]]],
     state: EngineState,
-    launch: _Launch,
-    shape: StepShape,
+    context: StepContext,
 ) -> tuple[EngineState, Int[Array, " result"]]:
-    """As many rounds as the plan says, or up to the first in which a sequence ends.
+    """Run as many rounds as the plan says, or up to the first that ends a sequence.
 
-    Each is what a launch of its own would be. The host has to hear of an end, and of
-    broken numbers, before it can say who takes part in the next.
+    Each round is the same as a launch of its own. The host must read the end of a
+    sequence, or a NaN, before it can plan the next round.
     """
-    assert not shape.chunk, "prompts come in once"
-    layout, fields = result_layout(shape), launch.fields
+    shape, num_rounds = context.shape, context.fields["num_rounds"]
+    assert not shape.chunk, "prompts need launches of one round"
+    layout = result_layout(shape)
 
-    def turn(carry: _Turn) -> _Turn:
+    def run_next(carry: _Loop) -> _Loop:
         state, results, index, _ = carry
-        active = gather(
-            state.rows,
-            state.token_pages,
-            fields["decode_row"],
-            is_greedy=shape.features.is_greedy,
-        )
-        now = launch._replace(
-            rows=state.rows, token_pages=state.token_pages, active=active
-        )
+        now = context.next_round(state)
         state, result = run(state, now)
         part = jnp.concatenate(layout.flatten(result))
         results = jax.lax.dynamic_update_index_in_dim(results, part, index, 0)
         has_news = result["is_done"] | result["is_broken"] | result["is_draft_broken"]
-        is_over = (has_news & active.is_active).any() | ~active.is_active.any()
+        is_active = now.active.is_active
+        is_over = (has_news & is_active).any() | ~is_active.any()
         return state, results, index + 1, is_over
 
-    state, results, num_rounds, _ = jax.lax.while_loop(
-        lambda carry: (carry[2] < fields["num_rounds"]) & ~carry[3],
-        turn,
+    state, results, num_run, _ = jax.lax.while_loop(
+        lambda carry: (carry[2] < num_rounds) & ~carry[3],
+        run_next,
         (
             state,
             jnp.zeros((shape.max_rounds, layout.size), jnp.int32),
@@ -254,202 +156,100 @@ def _run_rounds(
             jnp.zeros((), bool),
         ),
     )
-    return state, jnp.concatenate([num_rounds[None], results.reshape(-1)])
-
-
-def _read_plan(
-    state: EngineState, plan: Int[Array, " plan"], pool: PoolShape, shape: StepShape
-) -> _Launch:
-    fields = PlanLayout(shape, pool).read(plan)
-    tiles = read_tiles(fields)
-    rows, token_pages = apply_plan(state.rows, state.token_pages, fields, tiles, pool)
-    active = gather(
-        rows,
-        token_pages,
-        fields["decode_row"],
-        is_greedy=shape.features.is_greedy,
-    )
-    return _Launch(fields, tiles, rows, token_pages, active)
+    return state, jnp.concatenate([num_run[None], results.reshape(-1)])
 
 
 def _propose(
+    context: StepContext,
     target: Params,
-    params: tuple[Params | None, ...],
+    params: ProposerParams,
     states: tuple[Any, ...],
-    launch: _Launch,
-    *,
-    config: ProgramConfig,
-    shape: StepShape,
 ) -> tuple[Proposal | None, Int[Array, " seq"], tuple[Any, ...]]:
-    """Drafts, how many of each sequence count, and the state of every proposer."""
-    active, tree = launch.active, shape.tree
-    context = _context(launch, target, config=config, shape=shape)
-    proposal, kept = None, []
-    for proposer, own, state in zip(config.proposers, params, states, strict=True):
-        if tree.num_nodes:
-            proposal, state = proposer.propose(own, state, context, proposal)
-        kept.append(state)
-    # The host may not have read how near the end is; a draft beyond it is none.
+    """Return the drafts, the number that counts per sequence, and proposers' states."""
+    active, given = context.active, context.for_proposers(target)
+    proposal, after = None, []
+    for proposer, own, state in zip(
+        context.config.proposers, params, states, strict=True
+    ):
+        if context.shape.tree.num_nodes:
+            proposal, state = proposer.propose(own, state, given, proposal)
+        after.append(state)
+    # The host may not have read yet how close the end is; drafts past it do not count.
     room = jnp.maximum(active.max_total - active.num_tokens - 1, 0)
-    num_draft = jnp.minimum(launch.fields["decode_draft"], room)
+    num_draft = jnp.minimum(context.fields["decode_draft"], room)
     if proposal is not None:
         num_draft = jnp.minimum(num_draft, proposal.num_drafts)
-    return proposal, num_draft, tuple(kept)
+    return proposal, num_draft, tuple(after)
 
 
-def _context(
-    launch: _Launch, target: Params | None, *, config: ProgramConfig, shape: StepShape
-) -> Context:
-    """What proposers see of a launch."""
-    return Context(
-        active=launch.active,
-        token_pages=launch.token_pages,
-        tree=shape.tree,
-        wanted=launch.fields["decode_draft"],
-        pool=config.pool,
-        prompts=launch.batch(config.pool) if shape.chunk else None,
-        backend=config.backend,
-        adjuster=lambda axes: _adjuster(
-            launch.rows,
-            launch.token_pages,
-            launch.active,
-            launch.fields,
-            axes,
-            config=config,
-            shape=shape,
-        ),
-        target=target,
-    )
-
-
-def _catch_up(
-    params: tuple[Params | None, ...],
-    state: EngineState,
-    launch: _Launch,
-    *,
-    config: ProgramConfig,
-    shape: StepShape,
+def _draft_prefill(
+    context: StepContext, params: ProposerParams, state: EngineState
 ) -> tuple[EngineState, Int[Array, " result"]]:
-    """Feed the draft models alone, and ask how likely their drafts would have stayed.
+    """Prefill the draft models, and estimate the acceptance probability of drafts.
 
-    The first proposer with a model says; the others only take the tokens in.
+    The first proposer with a model gives the estimate; the others only prefill.
     """
-    context = _context(launch, None, config=config, shape=shape)
-    tiles, rows = launch.tiles, launch.rows
+    given = context.for_proposers(None)
+    tiles, rows, num_rows = context.tiles, context.rows, context.pool.num_rows
     following = jnp.concatenate(
-        [tiles.tokens[:, 1:], launch.fields["tile_next_token"][:, None]], axis=1
+        [tiles.tokens[:, 1:], context.fields["tile_next_token"][:, None]], axis=1
     )
     is_known = tiles.is_token & (following != NO_TOKEN)
-    is_known &= (tiles.row < config.pool.num_rows)[:, None]
-    # What follows a token of the prompt is the user's choice, but for the last one.
+    is_known &= (tiles.row < num_rows)[:, None]
+    # The user chose the tokens of the prompt: only the one after its last counts.
     num_prompt = rows.num_prompt.at[tiles.row].get(mode="clip")
     is_known &= tiles.position + 1 >= num_prompt[:, None]
-    active = gather(rows, launch.token_pages, tiles.row).repeat(TILE)
+    active = gather(rows, context.token_pages, tiles.row).repeat(TILE)
     is_known &= active.is_active.reshape(is_known.shape)
     active = dataclasses.replace(active, num_tokens=tiles.position.reshape(-1) + 1)
     following = jnp.where(is_known, following, NO_TOKEN).reshape(-1)
-    likeness, kept = None, []
+    acceptance, after = None, []
     for proposer, own, before in zip(
-        config.proposers, params, state.proposers, strict=True
+        context.config.proposers, params, state.proposers, strict=True
     ):
-        after, found = proposer.catch_up(own, before, context, active, following)
-        likeness = found if likeness is None else likeness
-        kept.append(after)
-    assert likeness is not None, "nobody has a model to catch up"
+        kept, found = proposer.catch_up(own, before, given, active, following)
+        acceptance = found if acceptance is None else acceptance
+        after.append(kept)
+    assert acceptance is not None, "no proposer has a draft model"
     if state.forced_acceptance is not None:
-        likeness = (force_one(state.forced_acceptance, active)).astype(jnp.float32)
-    likeness = jnp.where(is_known.reshape(-1), likeness, -1.0).reshape(is_known.shape)
+        acceptance = force_one(state.forced_acceptance, active).astype(jnp.float32)
+    acceptance = jnp.where(is_known.reshape(-1), acceptance, -1.0)
     state = dataclasses.replace(
-        state, rows=rows, token_pages=launch.token_pages, proposers=tuple(kept)
+        state,
+        rows=rows,
+        token_pages=context.token_pages,
+        proposers=tuple(after),
     )
-    result = result_layout(shape).flatten({"likeness": likeness})
-    return state, jnp.concatenate(result)
-
-
-def _verify(
-    params: Params,
-    pages: KvPools,
-    launch: _Launch,
-    proposal: Proposal | None,
-    num_draft: Int[Array, " seq"],
-    *,
-    forced_acceptance: Float[Array, " chance"] | None,
-    config: ProgramConfig,
-    shape: StepShape,
-) -> Verified:
-    backend, pool = config.backend(TARGET_MESH_AXES), config.pool
-    return forward(
-        build_network(config.target, params, backend),
-        pages,
-        launch.active,
-        proposal,
-        num_draft,
-        narrower=_narrower(config.proposers, shape.tree),
-        target_layers=frozenset().union(
-            *(
-                one.target_layers
-                for one in config.proposers
-                if isinstance(one, Observer)
-            )
-        ),
-        prompts=launch.batch(pool) if shape.chunk else None,
-        after_prompts=(
-            None
-            if shape.features.num_prompt_logprobs is None
-            else launch.fields["tile_next_token"]
-        ),
-        adjust=_adjuster(
-            launch.rows,
-            launch.token_pages,
-            launch.active,
-            launch.fields,
-            TARGET_MESH_AXES,
-            config=config,
-            shape=shape,
-        ),
-        backend=backend,
-        pool=pool,
-        shape=shape,
-        chosen=logprobs.chosen_ids(launch.rows.controls, launch.active, shape=shape),
-        forced_acceptance=forced_acceptance,
-    )
-
-
-def _narrower(proposers: tuple[Proposer, ...], tree: Tree) -> tuple[int, ...]:
-    """Numbers of drafts, fewer than the tree's, for which the round has narrower forms.
-
-    A form is as much of a program as the whole: there are as few as are worth it.
-    """
-    if not all(one.may_find_none for one in proposers):
-        return ()
-    has_few = any(one.may_find_few for one in proposers) and tree.num_nodes > 2 * FEW
-    # The first nodes of a tree are a chain, which lacks what the tree is for.
-    return (0, FEW) if has_few and tree.is_chain else (0,)
+    result = {"likeness": acceptance.reshape(is_known.shape)}
+    return state, jnp.concatenate(result_layout(context.shape).flatten(result))
 
 
 def _observe(
+    context: StepContext,
     target: Params,
-    params: tuple[Params | None, ...],
+    params: ProposerParams,
     states: tuple[Any, ...],
-    launch: _Launch,
     verified: Verified,
     first_tokens: Int[Array, " tile"] | None,
-    *,
-    config: ProgramConfig,
-    shape: StepShape,
 ) -> tuple[Any, ...]:
-    """Show proposers that look into the target what it has made; what all keep.
+    """Pass the target's hidden states to the proposers that read them.
 
     Args:
         first_tokens: Sampled after each tile, where it ends its prompt.
+
+    Returns:
+        The states of all proposers.
     """
-    context, kept = _context(launch, target, config=config, shape=shape), []
-    tiles, next_tile_tokens, first_row = launch.tiles, None, None
+    given, shape, after = context.for_proposers(target), context.shape, []
+    tiles, next_tile_tokens, first_row = context.tiles, None, None
     if first_tokens is not None:
-        after = jnp.where(tiles.is_last, first_tokens, launch.fields["tile_next_token"])
-        next_tile_tokens = jnp.concatenate([tiles.tokens[:, 1:], after[:, None]], 1)
-        first_row = jnp.where(tiles.is_last, tiles.row, config.pool.num_rows)
-    for proposer, own, state in zip(config.proposers, params, states, strict=True):
+        following = context.fields["tile_next_token"]
+        following = jnp.where(tiles.is_last, first_tokens, following)
+        next_tile_tokens = jnp.concatenate([tiles.tokens[:, 1:], following[:, None]], 1)
+        first_row = jnp.where(tiles.is_last, tiles.row, context.pool.num_rows)
+    for proposer, own, state in zip(
+        context.config.proposers, params, states, strict=True
+    ):
         if isinstance(proposer, Observer):
             layers = proposer.target_layers
             seen = Seen(
@@ -459,14 +259,14 @@ def _observe(
                 else None,
                 shape.tree,
                 verified.num_kept,
-                verified.row,
+                verified.tree_row,
                 verified.tokens,
                 next_tile_tokens,
                 first_row,
             )
-            state = proposer.observe(own, state, context, seen)
-        kept.append(state)
-    return tuple(kept)
+            state = proposer.observe(own, state, given, seen)
+        after.append(state)
+    return tuple(after)
 
 
 def _result(
@@ -488,9 +288,8 @@ def _result(
         "is_broken": verified.is_broken,
         "is_draft_broken": is_draft_broken,
     }
-    if verified.row is not None:
-        result["num_kept"] = verified.num_kept
-        result["tree_row"] = verified.row
+    if verified.tree_row is not None:
+        result |= {"num_kept": verified.num_kept, "tree_row": verified.tree_row}
     if verified.logprobs is not None:
         result["logprobs"] = verified.logprobs
     if verified.prompt_logprobs is not None:
@@ -499,40 +298,25 @@ def _result(
 
 
 def _finish_prompts(
-    rows: Rows,
-    token_pages: Int[Array, "page page_size"],
-    tiles: Tiles,
-    verified: Verified,
-    fields: dict[str, Array],
-    *,
-    config: ProgramConfig,
-    shape: StepShape,
-) -> tuple[Rows, Int[Array, "page page_size"], dict[str, Array]]:
-    """Sample the first token of every prompt whose last tile has come in.
+    context: StepContext, verified: Verified
+) -> tuple[StepContext, dict[str, Array]]:
+    """Sample the first token of every prompt whose last tile has been read.
 
     Returns:
-        Rows and tokens with them, and their parts of the result.
+        The launch with these tokens, and their parts of the result.
     """
-    num_rows = rows.num_tokens.shape[0]
-    row = jnp.where(tiles.is_last, tiles.row, num_rows)
+    tiles, rows, token_pages = context.tiles, context.rows, context.token_pages
+    row = jnp.where(tiles.is_last, tiles.row, rows.num_tokens.shape[0])
     active = gather(
         rows,
         token_pages,
         row,
         num_tokens=tiles.start + tiles.length,
-        is_greedy=shape.features.is_greedy,
+        is_greedy=context.shape.features.is_greedy,
     )
-    adjust = _adjuster(
-        rows,
-        token_pages,
-        active,
-        fields,
-        TARGET_MESH_AXES,
-        config=config,
-        shape=shape,
-    )
+    ending = dataclasses.replace(context, active=active)
+    adjust, backend = ending.adjuster(), context.backend
     logits = verified.tile_logits
-    backend = config.backend(TARGET_MESH_AXES)
     none = jnp.zeros_like(row)
     plain = Tree.chain(0)
     token = verify(
@@ -544,43 +328,15 @@ def _finish_prompts(
         "tile_is_done": emitted.is_done,
         "tile_is_broken": verified.is_tile_broken,
     }
-    chosen = logprobs.chosen_ids(rows.controls, active, shape=shape)
-    told = logprobs.tell_some(
-        logits, token[:, None], chosen, shape=shape, backend=backend
+    chosen = ending.logprob_ids()
+    found = logprobs.maybe_logprobs(
+        logits, token[:, None], chosen, shape=context.shape, backend=backend
     )
-    if told is not None:
-        result["tile_logprobs"] = told[:, 0]
-    return *append(rows, token_pages, active, emitted), result
-
-
-def _adjuster(
-    rows: Rows,
-    token_pages: Int[Array, "page page_size"],
-    active: Active,
-    fields: dict[str, Array],
-    mesh_axes: tuple[str, ...],
-    *,
-    config: ProgramConfig,
-    shape: StepShape,
-) -> controls.Adjust | None:
-    """What the launch's requests ask of single tokens: controls, then grammars."""
-    vocab_size, backend = config.pool.vocab_size, config.backend(mesh_axes)
-    adjust = None
-    if shape.features.has_controls:
-        adjust = controls.adjuster(
-            rows.controls, token_pages, active, vocab_size=vocab_size, backend=backend
-        )
-    if shape.features.has_grammar:
-        assert config.mask_source is not None, "nobody knows the grammars"
-        adjust = grammar.adjuster(
-            config.mask_source,
-            fields["grammar_id"],
-            token_pages,
-            active,
-            inner=adjust,
-            backend=backend,
-        )
-    return adjust
+    if found is not None:
+        result["tile_logprobs"] = found[:, 0]
+    rows, token_pages = append(rows, token_pages, active, emitted)
+    context = dataclasses.replace(context, rows=rows, token_pages=token_pages)
+    return context, result
 
 
 @own_settings()
@@ -593,14 +349,13 @@ def lower_step(
 ) -> jax.stages.Lowered:
     """Trace one program ahead of time; `compile` makes an executable of it.
 
-    The executable is called with a plan behind the two lists that `call.flat` makes of
-    what the program takes. It gives back the new state, in the order of the second
-    list, and the result.
+    The executable takes the two lists that `flatten` makes of its arguments, then the
+    plan. It returns the new state, in the order of the second list, and the result.
 
     Args:
         arguments: The parameters and the state (or their abstract forms), whose
             placement the executable keeps.
-        name: What profiles call it. To jax's cache, programs of two names are two.
+        name: Shown in profiles, and part of the key of jax's cache.
     """
     size = PlanLayout(shape, config.pool).size
     whole = replicated(config.mesh)
@@ -610,7 +365,7 @@ def lower_step(
         lambda leaf: jax.ShapeDtypeStruct(
             leaf.shape, leaf.dtype, sharding=leaf.sharding
         ),
-        taken(config.proposers, shape, arguments),
+        used_arguments(config.proposers, shape, arguments),
     )
     of_params, of_state = map(jax.tree.structure, (abstract[:2], abstract[2]))
 
@@ -621,11 +376,11 @@ def lower_step(
             target_params, proposer_params, state, plan, config=config, shape=shape
         )
         leaves, structure = jax.tree.flatten(state)
-        assert structure == of_state, "the state has another form"
+        assert structure == of_state, "the structure of the state changed"
         return leaves, result
 
     run.__name__ = name
-    params, state = flat(abstract)
+    params, state = flatten(abstract)
     placement = [leaf.sharding for leaf in state]
     step = jax.jit(run, donate_argnums=(1,), out_shardings=(placement, whole))
     return step.lower(params, state, plan)

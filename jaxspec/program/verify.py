@@ -1,10 +1,15 @@
-"""What the target's logits decide: which drafts stay, and which token follows.
+"""The verdict on a chain of drafts: which are accepted, and which token follows.
 
 Plain decoding is the verification of zero drafts.
 """
 
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
@@ -14,9 +19,26 @@ from jaxspec.program.controls import Adjust
 from jaxspec.program.plan import MAX_GROUP_BYTES
 from jaxspec.program.propose.proposal import Proposal
 from jaxspec.program.rows import Active
-from jaxspec.program.sampling import controls_of, draw_numbers, forbid_early_stop
-from jaxspec.program.tree import Tree
-from jaxspec_kernels.rejection_sampling import Verdict, rejection_sampling
+from jaxspec.program.sampling import (
+    Numbers,
+    controls_of,
+    draw_numbers,
+    forbid_early_stop,
+)
+from jaxspec.program.tree.tree import Tree
+from jaxspec.sharding import num_parts
+from jaxspec_kernels.rejection_sampling import Controls, Verdict, rejection_sampling
+
+
+class _Inputs(NamedTuple):
+    """What a verdict takes of each sequence, besides logits and probabilities."""
+
+    tokens: Int[Array, "seq draft"]
+    num_draft: Int[Array, " seq"]
+    active: Active
+    controls: Controls | None
+    numbers: Numbers
+    num_forced: Int[Array, " seq"] | None
 
 
 def verify(
@@ -28,31 +50,33 @@ def verify(
     *,
     tree: Tree,
     adjust: Adjust | None,
-    forced_acceptance: Float[Array, " chance"] | None = None,
+    forced_acceptance: Float[Array, " probability"] | None = None,
 ) -> Verdict:
-    """Decide a round; greedy, coupled, standard and block sequences side by side.
+    """Decide which drafts of a chain are accepted, and sample the token after them.
+
+    Greedy, coupled, standard and block sequences may share a batch.
 
     Args:
         proposal: None for no drafts.
         logits: The model's own, sequence-major: row i of a sequence follows its i-th
             draft.
         num_draft: Drafts of each sequence that count.
-        tree: What drafts are to each other.
-        adjust: What requests ask of single tokens; None where none asks anything.
+        tree: A chain with a node for each draft.
+        adjust: Applies the requests' controls to logits; None without controls.
         forced_acceptance: As for `force`, at least one per draft; None forces nothing.
     """
     vocab_size, seqs = logits.shape[1], num_draft.shape[0]
-    axes = backend.vocab_axes(vocab_size)
     tokens, probs = jnp.zeros((seqs, 0), jnp.int32), None
     if proposal is not None:
         tokens, probs = proposal.tokens, proposal.probs
-    assert tree.is_chain, "the rules judge a chain"
+    assert tree.is_chain, "the rules verify a chain"
     draft, width = tree.num_nodes, tree.num_rows
     assert tokens.shape == (seqs, draft), (tokens.shape, tree)
     rows = logits.reshape(seqs, width, vocab_size)
     if adjust is not None:
         rows = adjust(rows, tokens)
-    # At the round's start one uniform for each draft, and one for what follows them.
+    # One uniform for each draft and one for the token after them, keyed by the position
+    # where the round starts.
     purposes = jnp.arange(width, dtype=jnp.int32)[None] * randomness.NUM_ROLES
     purposes = (purposes + randomness.ACCEPT).at[:, -1].set(randomness.SAMPLE)
     numbers = draw_numbers(active, purposes, 0, width=width)
@@ -60,73 +84,108 @@ def verify(
     if forced_acceptance is not None and draft:
         num_forced = force(forced_acceptance[:draft], num_draft, active)
 
-    def decide_all(logits: Array, probs: Array | None, whole: tuple) -> Verdict:
-        tokens, num_draft, active, controls, numbers, num_forced = whole
-        offset = jnp.array([tree.depths], jnp.int32)
-        position = (active.num_tokens[:, None] + offset).reshape(-1)
-        count = len(num_draft)
-        logits = forbid_early_stop(
-            logits.reshape(count * width, -1), position, active.repeat(width), axes
-        )
-        logits = logits.reshape(count, width, -1)
-        is_sampled = controls is not None
-        return rejection_sampling(
-            tokens,
-            probs,
-            logits,
-            num_draft,
-            controls,
-            rule=active.rule,
-            accept_uniform=numbers.uniform[:, :-1] if is_sampled else None,
-            sample_uniform=numbers.uniform[:, -1] if is_sampled else None,
-            noise_words=numbers.noise_words,
-            num_forced=num_forced,
-            vocab_size=vocab_size,
-            axis_name=axes,
-            implementation=backend.implementation,
-            device_kind=backend.device_kind,
-        )
-
-    def decide(logits: Array, probs: Array | None, whole: tuple) -> Verdict:
-        size = _group_size(logits.shape)
-        if size == seqs:
-            return decide_all(logits, probs, whole)
-        groups = jax.tree.map(
-            lambda part: part.reshape(seqs // size, size, *part.shape[1:]),
-            (logits, whole),
-        )
-        # Rows as they were made, by draft: all of them in another order are a copy.
-        laws = None
-        if probs is not None:
-            laws = probs.swapaxes(0, 1).reshape(-1, probs.shape[2])
-
-        def decide_group(item: tuple[Array, tuple[Array, tuple]]) -> Verdict:
-            start, (logits, whole) = item
-            own = None
-            if laws is not None:
-                starts = (start + index * seqs for index in range(draft))
-                own = jnp.stack(
-                    [jax.lax.dynamic_slice_in_dim(laws, one, size) for one in starts],
-                    axis=1,
-                )
-            return decide_all(logits, own, whole)
-
-        starts = jnp.arange(0, seqs, size, dtype=jnp.int32)
-        verdicts = jax.lax.map(decide_group, (starts, groups))
-        return jax.tree.map(lambda part: part.reshape(seqs, *part.shape[2:]), verdicts)
-
+    axes, local_vocab = backend.vocab_axes(vocab_size), vocab_size
+    if axes is not None:
+        assert backend.mesh is not None
+        local_vocab //= num_parts(backend.mesh, axes)
+    run = functools.partial(verify_group, vocab_size=vocab_size, backend=backend)
+    size = _group_size((seqs, width, local_vocab))
+    if size < seqs:
+        run = functools.partial(verify_groups, run, size)
     whole, columns = PartitionSpec(), PartitionSpec(None, None, axes)
-    return backend.split(decide, (columns, columns, whole), whole)(
+    return backend.split(run, (columns, columns, whole), whole)(
         rows,
         probs,
-        (tokens, num_draft, active, controls_of(active), numbers, num_forced),
+        _Inputs(tokens, num_draft, active, controls_of(active), numbers, num_forced),
     )
 
 
-def _group_size(shape: tuple[int, ...]) -> int:
-    """How many sequences are decided at a time, of logits [seq, width, vocab].
+def verify_group(
+    logits: Float[Array, "seq width vocab"],
+    probs: Float[Array, "seq draft vocab"] | None,
+    inputs: _Inputs,
+    *,
+    vocab_size: int,
+    backend: Backend,
+) -> Verdict:
+    """Decide some sequences at once, on each device's part of the vocabulary.
 
-    A power of two, as their number is, or all of them.
+    Args:
+        probs: Distributions of the drafts; None where each was certain.
+        vocab_size: Of the whole vocabulary.
+    """
+    count, width, _ = logits.shape
+    active, numbers = inputs.active, inputs.numbers
+    axes = backend.vocab_axes(vocab_size)
+    offset = np.arange(width, dtype=np.int32)[None]
+    position = (active.num_tokens[:, None] + offset).reshape(-1)
+    logits = forbid_early_stop(
+        logits.reshape(count * width, -1), position, active.repeat(width), axes
+    )
+    logits = logits.reshape(count, width, -1)
+    is_sampled = inputs.controls is not None
+    return rejection_sampling(
+        inputs.tokens,
+        probs,
+        logits,
+        inputs.num_draft,
+        inputs.controls,
+        rule=active.rule,
+        accept_uniform=numbers.uniform[:, :-1] if is_sampled else None,
+        sample_uniform=numbers.uniform[:, -1] if is_sampled else None,
+        noise_words=numbers.noise_words,
+        num_forced=inputs.num_forced,
+        vocab_size=vocab_size,
+        axis_name=axes,
+        implementation=backend.implementation,
+        device_kind=backend.device_kind,
+    )
+
+
+def verify_groups(
+    verify_one: Callable[..., Verdict],
+    size: int,
+    logits: Float[Array, "seq width vocab"],
+    probs: Float[Array, "seq draft vocab"] | None,
+    inputs: _Inputs,
+) -> Verdict:
+    """Decide the sequences of a batch group by group, which bounds the memory.
+
+    Args:
+        verify_one: `verify_group` of this batch.
+        size: Sequences of a group; divides their number.
+    """
+    seqs = logits.shape[0]
+    groups = jax.tree.map(
+        lambda part: part.reshape(seqs // size, size, *part.shape[1:]),
+        (logits, inputs),
+    )
+    # Draft-major, as they were made: reordering all of them would be a copy.
+    num_draft, rows = 0, None
+    if probs is not None:
+        num_draft = probs.shape[1]
+        rows = probs.swapaxes(0, 1).reshape(-1, probs.shape[2])
+
+    def verify_slice(item: tuple[Array, tuple[Array, _Inputs]]) -> Verdict:
+        start, (logits, inputs) = item
+        own = None
+        if rows is not None:
+            starts = (start + index * seqs for index in range(num_draft))
+            own = jnp.stack(
+                [jax.lax.dynamic_slice_in_dim(rows, one, size) for one in starts],
+                axis=1,
+            )
+        return verify_one(logits, own, inputs)
+
+    starts = jnp.arange(0, seqs, size, dtype=jnp.int32)
+    verdicts = jax.lax.map(verify_slice, (starts, groups))
+    return jax.tree.map(lambda part: part.reshape(seqs, *part.shape[2:]), verdicts)
+
+
+def _group_size(shape: tuple[int, ...]) -> int:
+    """Sequences of a group, for logits [seq, width, vocab] on one device.
+
+    All of them, or their number halved until the logits fit `MAX_GROUP_BYTES`.
     """
     seqs, width, vocab = shape
     size = seqs
@@ -136,26 +195,28 @@ def _group_size(shape: tuple[int, ...]) -> int:
 
 
 def force(
-    chances: Float[Array, " draft"], num_draft: Int[Array, " seq"], active: Active
+    probabilities: Float[Array, " draft"], num_draft: Int[Array, " seq"], active: Active
 ) -> Int[Array, " seq"]:
-    """How many drafts of each sequence stay, whatever the models say.
+    """Number of drafts to accept in each sequence, whatever the models compute.
 
-    Draft i does with chance i, if those before it do. The numbers are those that the
-    rules would compare with, by the request's seed and where the round starts.
+    Draft i is accepted with probability i if the drafts before it are. The uniforms are
+    those of the rules, keyed by the request's seed and where the round starts.
     """
-    shape = num_draft.shape[0], chances.shape[0]
+    shape = num_draft.shape[0], probabilities.shape[0]
     index = jnp.broadcast_to(jnp.arange(shape[1], dtype=jnp.int32)[None], shape)
     seed = jnp.broadcast_to(active.seed[:, None], (*shape, 2))
     start = jnp.broadcast_to(active.num_tokens[:, None], shape)
     uniform = randomness.uniform(seed, start, randomness.ACCEPT, index)
-    is_kept = (uniform < chances[None]) & (index < num_draft[:, None])
-    return jnp.cumprod(is_kept.astype(jnp.int32), axis=1).sum(axis=1)
+    is_accepted = (uniform < probabilities[None]) & (index < num_draft[:, None])
+    return jnp.cumprod(is_accepted.astype(jnp.int32), axis=1).sum(axis=1)
 
 
-def force_one(chances: Float[Array, " draft"], active: Active) -> Bool[Array, " seq"]:
-    """Whether a first draft of each sequence would stay, as `force` decides."""
+def force_one(
+    probabilities: Float[Array, " draft"], active: Active
+) -> Bool[Array, " seq"]:
+    """Whether `force` would accept a first draft of each sequence."""
     start = active.num_tokens
-    return randomness.uniform(active.seed, start, randomness.ACCEPT) < chances[0]
+    return randomness.uniform(active.seed, start, randomness.ACCEPT) < probabilities[0]
 
 
 def place_next(

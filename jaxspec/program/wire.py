@@ -1,8 +1,7 @@
-"""How a plan travels to the device and a result comes back: one int32 vector each.
+"""The formats of a plan and of a result: one int32 vector each.
 
-Both halves of both formats: what the host writes and the device reads, and the other
-way round. Arrays of numpy and of jax have the few methods that this takes, so that the
-engine imports it without importing jax.
+Both halves of both formats, writing and reading, for host and device. It uses methods
+that numpy and jax arrays share, so that the engine imports it without jax.
 """
 
 import dataclasses
@@ -29,7 +28,7 @@ from jaxspec.program.plan import (
 
 
 class Layout:
-    """Where arrays lie in a vector of int32, one after the other."""
+    """Offsets of arrays in a vector of int32, one after the other."""
 
     def __init__(self, fields: dict[str, Column]):
         self.fields = fields
@@ -37,8 +36,8 @@ class Layout:
         ends = itertools.accumulate(sizes, initial=0)
         self.offsets = dict(zip(fields, ends, strict=False))
         self.size = sum(sizes)
-        # What `view` does, which runs in every round: where to cut; a shape, where it
-        # is not flat; a type, where it is another.
+        # For `view`, which runs in every round: a slice; a shape, unless it is flat; a
+        # type, unless it is int32 or bool.
         self._parts = {
             name: (
                 slice(start, start + size),
@@ -52,7 +51,7 @@ class Layout:
         self._flags = {name for name, one in fields.items() if one.dtype is bool}
 
     def view(self, vector: Any, name: str) -> Any:
-        """One array in a vector, of numpy its own memory; flags are 0 or 1."""
+        """Return one array of a vector, for numpy a view; flags are 0 or 1."""
         place, shape, dtype = self._parts[name]
         part = vector[place]
         if shape is not None:
@@ -65,7 +64,7 @@ class Layout:
         return {name: x != 0 if name in self._flags else x for name, x in found.items()}
 
     def flatten(self, values: Mapping[str, Any]) -> list[Any]:
-        """The parts of a vector, to be concatenated: what `read` gives back.
+        """Return the parts of a vector, to be concatenated; the inverse of `read`.
 
         Args:
             values: Every array; those without entries may be missing.
@@ -84,7 +83,7 @@ class Layout:
 
 
 class PlanLayout(Layout):
-    """Where each part of a plan lies in its vector, for one pair of shapes."""
+    """Offsets of a plan's parts in its vector, for one pair of shapes."""
 
     def __init__(self, shape: StepShape, pool: PoolShape):
         self.shape, self.pool = shape, pool
@@ -121,17 +120,17 @@ class PlanLayout(Layout):
         """New pages one launch can need: every sequence's lookahead, and the chunk's.
 
         Two launches may be planned before the first is read, so a sequence's bound
-        can move by twice the lookahead. A prompt that begins as an earlier one did
-        takes over pages at once, at most as many as a sequence has; the launch of
-        several such prompts has room for them all, or some come with the next.
+        can move by twice the lookahead. A prompt that shares a prefix with an earlier
+        one reuses its pages at once, at most those of one sequence; if several such
+        prompts do not fit, some wait for the next launch.
         """
         size = self.pool.page_size
         lookahead = 2 * self.shape.max_rounds * self.shape.num_slots
         per_seq = -(-lookahead // size) + 1
         tiles = self.shape.num_tiles
-        fed = tiles * (-(-TILE // size) + 1 + per_seq)
+        prompts = tiles * (-(-TILE // size) + 1 + per_seq)
         shared = self.pool.table_len if tiles else 0
-        return self.shape.num_seqs * per_seq + fed + shared
+        return self.shape.num_seqs * per_seq + prompts + shared
 
     def pack(self, plan: StepPlan) -> np.ndarray:
         """Write a plan into a fresh vector; absent entries are pads."""
@@ -169,7 +168,7 @@ class PlanLayout(Layout):
     def _write(
         self, vector: np.ndarray, prefix: str, rows: list[int], records: list[Any]
     ) -> None:
-        """Records of one kind, side by side; entries that are short leave pads."""
+        """Write records of one kind; entries that are short leave pads."""
         if not records:
             return
         self.view(vector, f"{prefix}_row")[: len(rows)] = rows
@@ -187,13 +186,13 @@ class PlanLayout(Layout):
 
 
 class TokenLogprobs(NamedTuple):
-    """The model's own log-probabilities at places of tokens, before every control.
+    """The model's own logprobs at the positions of tokens, before every control.
 
-    The leading axes are those of the tokens. `own` is the token's, `rank` one more
-    than the number of tokens that are more probable; `top_ids` and `top` are the most
-    probable tokens, the best first, the lowest id first among equals. `chosen` are of
-    the ids that the request has chosen, in their order; junk follows. The device makes
-    them as arrays of its own.
+    The leading axes are those of the tokens. `own` is the token's logprob, `rank` one
+    more than the number of more probable tokens; `top_ids` and `top` are the most
+    probable tokens, the best first, ties by id. `chosen` are the logprobs of the ids
+    that the request chose, in their order, then junk. The device fills the fields with
+    jax arrays.
     """
 
     own: np.ndarray  # float32 [...]
@@ -203,14 +202,14 @@ class TokenLogprobs(NamedTuple):
     chosen: np.ndarray  # float32 [..., C]
 
     def parts(self) -> list[Any]:
-        """Of a table that `read` reads, to be concatenated: `num_columns` a token."""
+        """Return the parts of a table, to be concatenated: `num_columns` per token."""
         own, rank, top_ids, top, chosen = self
         single = own.view(np.int32)[..., None], rank[..., None]
         return [*single, top_ids, top.view(np.int32), chosen.view(np.int32)]
 
     @classmethod
     def read(cls, table: np.ndarray, num_chosen: int = 0) -> "TokenLogprobs":
-        """What `parts` are of: `num_columns` numbers per token."""
+        """Read a table of `num_columns` numbers per token; the inverse of `parts`."""
         num_top = (table.shape[-1] - num_chosen) // 2 - 1
         end = 2 + 2 * num_top
         return cls(
@@ -223,17 +222,17 @@ class TokenLogprobs(NamedTuple):
 
 
 def num_columns(num_top: int, num_chosen: int = 0) -> int:
-    """Numbers that the log-probabilities of one token take."""
+    """Number of columns for the logprobs of one token."""
     return 2 + 2 * num_top + num_chosen
 
 
 def _part(sizes: str, dtype: Any = np.int32, default: Any = dataclasses.MISSING) -> Any:
-    """A field of a record that travels back; its sizes are words of `_sizes`."""
+    """A field of a result; its sizes are words of `_sizes`."""
     return dataclasses.field(default=default, metadata={"part": (sizes, dtype)})
 
 
 def _sizes(shape: StepShape) -> dict[str, int]:
-    """What a declaration's words are; a part with one that is missing is left out."""
+    """Values of the size words; a part with a missing word is left out."""
     features, seqs = shape.features, shape.num_seqs
     sizes = dict(seq=seqs, emitted=shape.tree.max_emitted, tile=shape.num_tiles)
     sizes["token"] = TILE
@@ -248,28 +247,28 @@ def _sizes(shape: StepShape) -> dict[str, int]:
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """What one round did: the declaration of what travels back of it.
+    """The result of one round, declared here for device and host.
 
     The device fills it in by name (`step._result`); the vector's layout follows.
 
     Attributes:
         tokens: `[seq, K + 1]`, the first `num_emitted[s]` of row s count.
-        num_draft: Draft tokens that were proposed: a lookup may find fewer than asked.
-        num_accepted: Draft tokens among `tokens`, the first ones: of the spine.
-        num_kept: Drafts that stayed, of the spine and beside it, wherever the text may
-            have ended before them; None in a chain.
-        tree_row: The tree's, of the last of them; None in a chain.
+        num_draft: Draft tokens that were proposed: a lookup may find fewer than wanted.
+        num_accepted: Draft tokens among `tokens`, the first ones, on the main chain.
+        num_kept: Accepted drafts, side branches included, even past the end of the
+            text; None in a chain.
+        tree_row: Row in the tree of the last accepted draft; None in a chain.
         is_done: The sequence ended on the device.
-        is_broken: The tokens mean nothing: the target's numbers were NaN or infinite.
-        is_draft_broken: The draft model's were; the tokens are the target's.
+        is_broken: The tokens are junk: the target computed NaN or infinity.
+        is_draft_broken: The draft model computed NaN or infinity; the tokens are the
+            target's.
         tile_token: `[tile]`, sampled where the tile was the prompt's last.
         tile_is_done, tile_is_broken: As for sequences.
-        logprobs: `[seq, K + 1]`, of `tokens`, where the shape tells any.
+        logprobs: `[seq, K + 1]`, of `tokens`; None without logprobs.
         tile_logprobs: `[tile]`, of `tile_token`.
-        prompt_logprobs: `[tile, TILE]`, where the shape tells any: entry t is about the
-            token after the tile's t-th. Right-aligned, as the tokens are: the last
-            entries count. Junk where no next token is known.
-        later: What the same launch did in the rounds after this one.
+        prompt_logprobs: `[tile, TILE]`; entry t is for the token after the tile's t-th.
+            Right-aligned, as the tokens are. Junk if the next token is not known.
+        later: Results of the launch's later rounds.
     """
 
     tokens: np.ndarray = _part("seq emitted")
@@ -291,7 +290,7 @@ class StepResult:
 
     @property
     def rounds(self) -> tuple["StepResult", ...]:
-        """Of all rounds of the launch, in order."""
+        """Results of all rounds of the launch, in order."""
         return (self, *self.later)
 
     @classmethod
@@ -318,19 +317,19 @@ class StepResult:
 
 @dataclass(frozen=True, kw_only=True)
 class CaughtUp:
-    """What a launch found that brought draft models up to date.
+    """The result of a draft-prefill launch.
 
     Attributes:
-        likeness: float32 `[tile, TILE]`, of each fed token's successor: how likely a
-            draft in its place would have been accepted. Negative where that is not
-            known: prompts, pads, and drafts that are drawn without a seed.
+        likeness: float32 `[tile, TILE]`: the probability that a draft in place of each
+            token's successor would have been accepted. Negative if unknown: prompts,
+            pads, and drafts that are sampled without a seed.
     """
 
     likeness: np.ndarray = _part("tile token", np.float32)
 
     @property
     def rounds(self) -> tuple["CaughtUp"]:
-        """Itself: there is one of it in a launch."""
+        """Itself: a launch has one."""
         return (self,)
 
     @classmethod
@@ -340,10 +339,10 @@ class CaughtUp:
 
 
 class ResultLayout(Layout):
-    """Where each part of a result lies in its vector.
+    """Offsets of a result's parts in its vector.
 
-    The vector of a launch that may run several rounds begins with how many it has run;
-    as many such parts follow as it may run.
+    The vector of a launch that may run several rounds starts with the number of rounds
+    run, then holds a part for each round that it may run.
     """
 
     def __init__(self, shape: StepShape):
@@ -357,7 +356,7 @@ class ResultLayout(Layout):
         super().__init__(parts)
 
 
-# A layout costs more than a result to make.
+# Building a layout takes longer than reading a result.
 result_layout = functools.lru_cache(maxsize=256)(ResultLayout)
 
 

@@ -7,8 +7,8 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-from jaxspec.console.command import run_command
-from jaxspec.console.ending import end, interrupts_end
+from jaxspec.command_line import run_command
+from jaxspec.exit import end, interrupts_end
 from jaxspec.serve.flags import read_flags
 
 PROG = "python -m jaxspec.serve"

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import yaml
 
 from jaxspec import envs
-from jaxspec.console.command import CommandParser, documented, flag_type
+from jaxspec.command_line import CommandParser, documented, flag_type
 from jaxspec.engine.arg_utils import AsyncEngineArgs, bundled_pair
 from jaxspec.errors import ConfigError, wrong_argument
 from jaxspec.serve.settings import DEFAULT_READ_HEADERS_S, SPEC_METRICS, ServerSettings

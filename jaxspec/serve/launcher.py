@@ -25,12 +25,12 @@ import uvicorn
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from jaxspec.config.structured_outputs import StructuredOutputsParams
-from jaxspec.console.ending import interrupts_end
 from jaxspec.engine.async_llm_engine import AsyncLLMEngine
 from jaxspec.engine.engine_group import make_engines
-from jaxspec.engine.follow import Follower
 from jaxspec.engine.llm_engine import LLMEngine
+from jaxspec.engine.multihost.follower import Follower
 from jaxspec.errors import ConfigError, escaped
+from jaxspec.exit import interrupts_end
 from jaxspec.progress import watch_compiles
 from jaxspec.sampling_params import SamplingParams
 from jaxspec.serve.app import make_app

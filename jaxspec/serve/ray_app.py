@@ -27,7 +27,7 @@ from starlette.types import Receive, Scope, Send
 from jaxspec.engine.arg_utils import AsyncEngineArgs
 from jaxspec.engine.async_llm_engine import AsyncLLMEngine
 from jaxspec.engine.engine_group import make_engines
-from jaxspec.engine.follow import Follower
+from jaxspec.engine.multihost.follower import Follower
 from jaxspec.errors import (
     ConfigError,
     check_choice,

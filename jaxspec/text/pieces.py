@@ -13,8 +13,8 @@ from typing import Protocol, runtime_checkable
 import sentencepiece
 import tokenizers
 
-from jaxspec.console.ending import call_native
 from jaxspec.errors import ConfigError, NativePanicError, wrong_argument
+from jaxspec.exit import call_native
 from jaxspec_checkpoints import CheckpointError, model_files
 from jaxspec_checkpoints.gguf.file import read_gguf
 from jaxspec_checkpoints.gguf.tokenizer import tokenizer_model

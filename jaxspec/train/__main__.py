@@ -10,18 +10,11 @@ import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 
-from jaxspec.console.command import CommandParser, run_command
-from jaxspec.console.ending import end
+from jaxspec.command_line import CommandParser, run_command
 from jaxspec.errors import ConfigError
+from jaxspec.exit import end
 
 PROG = "python -m jaxspec.train"
-METHODS = {
-    "eagle": "an EAGLE head: one layer over the target's last hidden state",
-    "eagle3": "an EAGLE-3 head: one layer over three of the target's hidden states",
-    "medusa": "Medusa heads: a residual network for each place ahead",
-    "pard": "a draft model that makes all drafts in one pass, in the places of masks",
-    "draft": "a draft model of the target's family, distilled from it",
-}
 
 
 def make_parser(prog: str = PROG) -> CommandParser:
@@ -33,11 +26,10 @@ def make_parser(prog: str = PROG) -> CommandParser:
         "Ended and started again with the same arguments, it goes on where it was.",
     )
     methods = parser.add_subparsers(title="methods", metavar="METHOD", dest="method")
-    for name, help_text in METHODS.items():
+    for name, (help_text, add_own) in METHODS.items():
         method = methods.add_parser(name, help=help_text, description=help_text)
         _add_common(method)
-        own = method.add_argument_group(name)
-        _OWN[name](own)
+        add_own(method.add_argument_group(name))
     return parser
 
 
@@ -196,12 +188,27 @@ def _add_pard(group: argparse._ArgumentGroup) -> None:
     _add_draft(group)
 
 
-_OWN = {
-    "eagle": _add_eagle,
-    "eagle3": _add_eagle3,
-    "medusa": _add_medusa,
-    "pard": _add_pard,
-    "draft": _add_draft,
+METHODS = {
+    "eagle": (
+        "an EAGLE head: one layer over the target's last hidden state",
+        _add_eagle,
+    ),
+    "eagle3": (
+        "an EAGLE-3 head: one layer over three of the target's hidden states",
+        _add_eagle3,
+    ),
+    "medusa": (
+        "Medusa heads: a residual network for each place ahead",
+        _add_medusa,
+    ),
+    "pard": (
+        "a draft model that makes all drafts in one pass, in the places of masks",
+        _add_pard,
+    ),
+    "draft": (
+        "a draft model of the target's family, distilled from it",
+        _add_draft,
+    ),
 }
 
 

@@ -1,8 +1,16 @@
-"""Counts of drafts, against rounds written out one by one."""
+"""Counts of drafts against rounds written out, and the ceilings that they allow."""
+
+import random
 
 import numpy as np
+import pytest
 
-from jaxspec.bench.acceptance import Acceptance
+from jaxspec.bench.acceptance import (
+    Acceptance,
+    best_num_draft_tokens,
+    expected_length,
+    speed_up_ceiling,
+)
 from jaxspec.engine.scheduling.stats import EngineStats
 
 
@@ -24,11 +32,7 @@ def test_rates_are_those_of_the_rounds():
     assert found.per_position_rates == [3 / 4, 1 / 4, 1 / 4]
     assert found.conditional_rates == [3 / 4, 1 / 3, 1 / 1]
     assert found.as_json()["acceptance_rate_per_position"] == [0.75, 0.25, 0.25]
-
-
-def test_the_mean_length_is_one_plus_the_rates_by_position():
-    found = Acceptance.of(stats_of([(5, 5), (5, 2), (5, 0)]))
-    assert abs(found.mean_length - 1 - sum(found.per_position_rates)) < 1e-12
+    assert found.mean_length == pytest.approx(1 + sum(found.per_position_rates))
 
 
 def test_differences_and_sums_undo_each_other():
@@ -46,3 +50,53 @@ def test_without_drafts_nothing_is_divided_by_zero():
     none = Acceptance()
     assert (none.rate, none.mean_length) == (0, 1)
     assert none.conditional_rates == none.per_position_rates == []
+
+
+def test_side_branches_count_beside_the_main_chain():
+    one = Acceptance(num_drafts=4, num_accepted=6, num_beside=2, tree_ends={(3, 1): 4})
+    other = Acceptance(num_drafts=1, tree_ends={(3, 1): 1, (3, 0): 2})
+    both = one + other
+    assert both.tokens_per_round == 1 + (6 + 2) / 5
+    assert both.tree_ends == {(3, 1): 5, (3, 0): 2}
+    assert (both - other).tree_ends == one.tree_ends
+    assert one.mean_length == 2.5
+
+
+@pytest.mark.parametrize("rate", [0.3, 0.95])
+@pytest.mark.parametrize("count", [0, 1, 5])
+def test_ceiling_of_equal_rates_is_the_closed_form(rate, count):
+    closed = (1 - rate ** (count + 1)) / (1 - rate)
+    assert expected_length([rate] * count) == pytest.approx(closed)
+    assert speed_up_ceiling([rate] * count, 0.1) == pytest.approx(
+        closed / (1 + 0.1 * count)
+    )
+
+
+def test_expected_length_is_that_of_simulated_rounds():
+    rates, draw = [0.9, 0.5, 0.7], random.Random(0)
+    total, rounds = 0, 50_000
+    for _ in range(rounds):
+        total += 1
+        for rate in rates:
+            if draw.random() >= rate:
+                break
+            total += 1
+    # One round's length has a deviation of about 1.2.
+    assert expected_length(rates) == pytest.approx(total / rounds, abs=0.03)
+    assert expected_length([0.5, 0.0, 1.0]) == 1.5
+
+
+@pytest.mark.parametrize(
+    ("rates", "cost", "best", "ceiling"),
+    [
+        # 27B with a 2B draft, and 9B with it, at acceptance 0.8.
+        ([0.8] * 10, 0.097, 6, 2.5),
+        ([0.8] * 10, 0.285, 3, 1.59),
+        # A draft as expensive as its target only loses.
+        ([0.99] * 3, 1.0, 0, 1.0),
+        ([], 0.1, 0, 1.0),
+    ],
+)
+def test_best_number_of_drafts(rates, cost, best, ceiling):
+    found = best_num_draft_tokens(rates, cost)
+    assert (found[0], round(found[1], 2)) == (best, ceiling)

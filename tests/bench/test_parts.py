@@ -1,7 +1,6 @@
 """Parts over a whole engine: they make what a round makes, and move nothing."""
 
 import dataclasses
-import math
 from typing import Any
 
 import jax
@@ -11,10 +10,13 @@ import pytest
 
 from jaxspec.bench import parts as module
 from jaxspec.bench.measure import Batch
-from jaxspec.bench.parts import cost_ratio, measure_parts, round_bytes, round_flops
+from jaxspec.bench.parts import (
+    copy_bandwidth,
+    cost_ratio,
+    measure_parts,
+    round_bytes,
+)
 from jaxspec.engine.llm_engine import LLMEngine
-from jaxspec.models.matrices import Matrix
-from jaxspec.program.tree import Tree
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams
 from tests.support.engines import (
     OneProgramRunner,
@@ -80,29 +82,6 @@ def test_of_a_trimmed_draft_the_embedding_is_not_read(engine):
     _, (own,) = trimmed.runner.params
     assert draft is not None and own is not None
     assert whole - found == draft["embedding"].nbytes - own["head"].nbytes
-    chain, cut = Tree.chain(1), 16 - len(kept)
-    assert (
-        round_flops(engine, chain, 1) - round_flops(trimmed, chain, 1) == 2 * cut * 16
-    )
-
-
-def test_operations_are_those_of_every_weight_and_token(engine):
-    models, (own,) = engine.runner.params
-    target, draft = num_values(models), num_values(own)
-    assert round_flops(engine, Tree.chain(0), 1) == 2 * target
-    chain = 2 * 2 * (4 * target + 3 * draft)
-    assert round_flops(engine, Tree.chain(3), 2) == chain
-    # Leaves are fed to the target alone, side paths with all that is known of the tree.
-    leaves, sides = Tree((-1, 0, 1, -1, 0, 1)), Tree((-1, 0, 1, -1, 3, 4))
-    assert round_flops(engine, leaves, 2) == chain + 2 * 2 * 3 * target
-    drafted = 1 + 2 * 7
-    assert round_flops(engine, sides, 2) == 2 * 2 * (7 * target + drafted * draft)
-
-
-def num_values(params: Any) -> int:
-    """Of all parameters, without what a form adds."""
-    leaves = jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, Matrix))
-    return sum(math.prod(leaf.shape) for leaf in leaves)
 
 
 @pytest.mark.slow
@@ -185,3 +164,12 @@ def test_the_verdict_is_forced_where_the_rounds_is(
     measure_parts(engine, Batch(prompts=PROMPTS, params=[params_of()] * 2), [2])
     _, _, last = emitted[-1]
     assert last.num_emitted.tolist() == [expected] * 2
+
+
+def test_copy_bandwidth_is_of_the_fastest_copy():
+    # Two readings a copy; the first compiles and does not count.
+    times = iter([0, 0.001, 10, 10.5, 20, 20.25, 30, 31])
+    found = copy_bandwidth(
+        jax.devices()[0], num_bytes=4096, repeats=3, clock=lambda: next(times)
+    )
+    assert found == pytest.approx(2 * 4096 / 0.25)

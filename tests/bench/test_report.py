@@ -15,12 +15,6 @@ from jaxspec.bench import report
 from jaxspec.errors import ConfigError
 
 
-def test_forced_acceptance_is_told_by_draft():
-    line = report.forced_line([0.8, 0.625])
-    assert line.startswith("ACCEPTANCE IS FORCED (synthetic)")
-    assert "chance i of 0.8, 0.625 if" in line
-
-
 def test_a_header_tells_everything_but_secrets(tmp_path):
     (tmp_path / "gemma").mkdir()
     options = argparse.Namespace(
@@ -64,16 +58,6 @@ def test_spread_and_percentiles():
     assert report.percentiles([]) == {}
 
 
-def test_a_table_is_aligned():
-    text = report.table([["name", "a", "long"], ["x", "1.5"], ["long name", "20", "3"]])
-    assert text.splitlines() == [
-        "name         a  long",
-        "x          1.5",
-        "long name   20     3",
-    ]
-    assert (report.milliseconds(0.0123), report.milliseconds(None)) == ("12.30", "-")
-
-
 def test_a_file_that_cannot_be_written_is_found_early(tmp_path):
     report.check_writable(tmp_path / "new.json", "--output-json")
     report.check_writable(None, "--output-json")
@@ -107,18 +91,6 @@ def test_measurements_do_not_change_the_commit(tmp_path):
     assert report.commit(tmp_path) == clean
     (tmp_path / source).write_text("after")
     assert report.commit(tmp_path) == clean | {"has_changes": True}
-
-
-def test_a_result_is_recorded_with_what_it_was_measured_on(tmp_path):
-    path = tmp_path / "new" / "result.json"
-    result = report.record({"found": 3}, path, command="python -m this")
-    assert json.loads(path.read_text()) == result
-    assert list(result)[:2] == ["found", "command"]
-    assert result["command"] == "python -m this"
-    assert result["machine"]["cores"] >= 1
-    assert {"python", "jax"} <= result["versions"].keys()
-    assert result.keys() >= {"commit", "has_changes"}
-    assert [file.name for file in path.parent.iterdir()] == ["result.json"]
 
 
 def test_a_result_is_written_at_once(monkeypatch, tmp_path):

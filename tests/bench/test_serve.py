@@ -1,4 +1,4 @@
-"""A server over a fake device and one of a peer's kind, asked as `serve` asks."""
+"""`serve`: our server and another one, metrics, scrapes and arrival times."""
 
 import asyncio
 import json
@@ -7,13 +7,20 @@ from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+import numpy as np
 import pytest
 
 from jaxspec.bench import serve
-from jaxspec.bench.figures import form
-from jaxspec.bench.figures.picture import picture
+from jaxspec.bench.acceptance import Acceptance
+from jaxspec.bench.client import Answer
+from jaxspec.bench.data import Prompt
 from jaxspec.bench.report import BenchError
+from jaxspec.bench.scrape import Scrape, read_scrape
+from jaxspec.bench.serve import Task, read_task
+from jaxspec.bench.serve_report import Wanted, block, details, figures
+from jaxspec.bench.traffic import Load, send
 from tests.bench.workloads import flags
+from tests.support.fake_engines import make_fake_engine
 from tests.support.serving import PROMPT, Site, site_of
 
 
@@ -37,13 +44,13 @@ def test_our_server_is_measured_with_drafts_and_without(
     endpoint, site, asked_for, tmp_path, capsys
 ):
     saved = ("--save-result", "--save-detailed", "--result-dir", tmp_path)
-    named = ("--result-filename", "out.json", "--metadata", "gpu=none")
+    named = ("--result-filename", "out.json")
     (entry,) = serve.run(asked_for(site.url, "--endpoint", endpoint, *saved, *named))
     printed = capsys.readouterr().out
     assert '{"benchmark"' not in printed
     assert "No drafts were made" not in printed
     assert json.loads((tmp_path / "out.json").read_text()) == entry
-    assert (entry["model_id"], entry["gpu"]) == ("model", "none")
+    assert entry["model_id"] == "model"
     assert (entry["completed"], entry["failed"]) == (6, 0)
     assert (entry["request_rate"], entry["max_concurrency"]) == ("inf", None)
     assert entry["total_output_tokens"] == 6 * 9
@@ -64,10 +71,9 @@ def test_our_server_is_measured_with_drafts_and_without(
     assert printed.count("Speculative Decoding") == 1
 
 
-def test_a_sweep_ends_with_a_table_and_a_picture(site, asked_for, tmp_path, capsys):
+def test_a_sweep_ends_with_a_table(site, asked_for, capsys):
     points = ("--max-concurrency", 1, 3, "--no-compare-plain", "--num-warmups", 1)
-    drawn = tmp_path / "out.svg"
-    first, second = serve.run(asked_for(site.url, *points, "--plot", drawn))
+    first, second = serve.run(asked_for(site.url, *points))
     printed = capsys.readouterr().out
     assert (first["max_concurrency"], second["max_concurrency"]) == (1, 3)
     assert first["max_concurrent_requests"] >= 1
@@ -75,8 +81,6 @@ def test_a_sweep_ends_with_a_table_and_a_picture(site, asked_for, tmp_path, caps
     table = printed.splitlines()[-3:]
     assert table[0].split()[:3] == ["load", "mode", "tokens/s"]
     assert table[2].startswith("inf requests/s, concurrency 3")
-    told = form.described(picture([first, second]))
-    assert told in drawn.read_text(encoding="utf-8")
     assert first["median_e2el_ms"] > 0
 
 
@@ -139,7 +143,7 @@ class Peer(BaseHTTPRequestHandler):
 def peer() -> Iterator[str]:
     Peer.asked = []
     server = ThreadingHTTPServer(("127.0.0.1", 0), Peer)
-    thread = threading.Thread(target=server.serve_forever)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
     thread.start()
     yield f"http://127.0.0.1:{server.server_address[1]}"
     server.shutdown()
@@ -181,11 +185,13 @@ def test_a_server_that_never_comes_is_an_error(asked_for, monkeypatch, capsys):
 
     monkeypatch.setattr(asyncio, "sleep", nap)
     options = asked_for("http://127.0.0.1:1", "--ready-check-timeout-sec", 0.2)
-    with pytest.raises(BenchError, match="answers no request: 127.0.0.1:1/v1/models"):
+    with pytest.raises(
+        BenchError, match="answers no request: http://127.0.0.1:1/v1/models"
+    ):
         serve.run(options)
     assert serve.POLL_S in naps
     (told,) = capsys.readouterr().err.splitlines()
-    assert told.startswith("Waiting up to 0.2 s for the server: 127.0.0.1:1/v1/models")
+    assert told.startswith("Waiting up to 0.2 s for the server: http://127.0.0.1")
 
 
 def test_a_server_that_fails_every_request_has_no_result(peer, asked_for, monkeypatch):
@@ -193,3 +199,264 @@ def test_a_server_that_fails_every_request_has_no_result(peer, asked_for, monkey
     options = asked_for(peer, "--ready-check-timeout-sec", 0)
     with pytest.raises(BenchError, match="answers no request: status 503"):
         serve.run(options)
+
+
+def task_of(*arguments: Any) -> Task:
+    return read_task(flags("serve", *arguments))
+
+
+def test_sweep_has_all_pairs_of_loads():
+    task = task_of("--request-rate", 1, "inf", "--max-concurrency", 2, 4)
+    pairs = [(load.request_rate, load.max_concurrency) for load in task.loads]
+    assert pairs == [(1, 2), (1, 4), (float("inf"), 2), (float("inf"), 4)]
+    alone = task_of()
+    assert [load.max_concurrency for load in alone.loads] == [None]
+    assert len(alone.prompts) == 100
+
+
+@pytest.mark.parametrize(
+    ("arguments", "url"),
+    [
+        ((), "http://127.0.0.1:8000"),
+        (("--host", "::1", "--port", 9), "http://[::1]:9"),
+        (("--base-url", "https://h/v/", "--port", 9), "https://h/v"),
+    ],
+)
+def test_address_is_a_url_or_host_and_port(arguments, url):
+    assert task_of(*arguments).url == url
+
+
+def test_metrics_to_print_are_those_of_the_flags():
+    wanted = task_of(
+        *("--percentile-metrics", "ttft,e2el", "--metric-percentiles", "50,99.9"),
+        *("--goodput", "ttft:200", "tpot:50.5"),
+    ).wanted
+    assert list(wanted.metrics) == ["ttft", "e2el"]
+    assert list(wanted.percentiles) == [50, 99.9]
+    assert wanted.goodput_ms == {"ttft": 200, "tpot": 50.5}
+
+
+def test_sweep_into_one_file_is_a_line_a_load(tmp_path):
+    saved = ("--result-dir", tmp_path, "--result-filename", "x.json")
+    task = task_of("--max-concurrency", 1, 2, "--save-result", *saved)
+    for _ in range(2):  # the second sweep replaces the first
+        for number, load in enumerate(task.loads):
+            task.save({"number": number}, load)
+    lines = (tmp_path / "x.json").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == [{"number": 0}, {"number": 1}]
+
+
+def test_results_are_saved_only_on_request(tmp_path):
+    task = task_of("--result-dir", tmp_path)
+    task.save({}, task.loads[0])
+    assert not list(tmp_path.iterdir())
+    task = task_of("--result-dir", tmp_path, "--save-detailed")
+    task.save({}, task.loads[0])
+    (path,) = tmp_path.iterdir()
+    assert path.name.startswith("serve-infqps-concurrencyany-")
+
+
+DRAFTS = Acceptance(
+    num_drafts=10, num_draft_tokens=30, num_accepted=15, per_position=(9, 5, 1)
+)
+ANSWERS = [
+    # 4 tokens in 2 pieces, at 0.1 and 0.4 s; 1 token at 1.2 s, from 1 s on.
+    Answer(
+        start_s=50.0,
+        ttft_s=0.1,
+        inter_token_s=[0.3],
+        latency_s=0.4,
+        num_prompt_tokens=10,
+        num_output_tokens=4,
+        text="abcd",
+    ),
+    Answer(
+        start_s=51.0,
+        ttft_s=0.2,
+        latency_s=0.2,
+        num_prompt_tokens=20,
+        num_output_tokens=1,
+        text="e",
+    ),
+    Answer(start_s=50.5, error="boom"),
+]
+ALL = Wanted(metrics=("ttft", "tpot", "itl", "e2el"), percentiles=(50.0, 99.9))
+
+
+def test_figures_are_those_of_the_answers_that_came():
+    found = figures(ANSWERS, 2.0, ALL, DRAFTS)
+    assert (found["completed"], found["failed"]) == (2, 1)
+    assert (found["total_input_tokens"], found["total_output_tokens"]) == (30, 5)
+    assert found["request_throughput"] == 1
+    assert found["output_throughput"] == 2.5
+    assert found["total_token_throughput"] == 17.5
+    assert found["mean_ttft_ms"] == pytest.approx(150)
+    assert found["std_ttft_ms"] == pytest.approx(50)
+    assert found["p99.9_ttft_ms"] == pytest.approx(199.9)
+    # Of one token there is no TPOT: 300 ms for the three after the first.
+    assert found["median_tpot_ms"] == found["p50_tpot_ms"] == pytest.approx(100)
+    assert found["mean_itl_ms"] == pytest.approx(300)
+    assert found["mean_e2el_ms"] == pytest.approx(300)
+    assert found["max_output_tokens_per_s"] == 4
+    assert found["max_concurrent_requests"] == 1
+    assert found["spec_decode_acceptance_rate"] == 50
+    assert found["spec_decode_acceptance_length"] == 2.5
+    assert found["spec_decode_per_position_acceptance_rates"] == [0.9, 0.5, 0.1]
+    assert "request_goodput" not in found
+    requests = details(ANSWERS)
+    assert requests["output_lens"] == [4, 1, 0]
+    assert requests["itls"] == [[0.3], [], []]
+    assert requests["errors"] == ["", "", "boom"]
+
+
+def test_requests_at_one_time_are_counted_together():
+    twice = [ANSWERS[0], ANSWERS[0], ANSWERS[1]]
+    found = figures(twice, 2.0, ALL, None)
+    assert found["max_output_tokens_per_s"] == 8
+    assert found["max_concurrent_requests"] == 2
+    assert not any(name.startswith("spec_decode") for name in found)
+
+
+@pytest.mark.parametrize(
+    ("limits", "count"),
+    [
+        ({"ttft": 200.1}, 2),
+        ({"ttft": 150.0}, 1),
+        ({"tpot": 99.0}, 1),
+        ({"ttft": 150.0, "tpot": 99.0}, 0),
+        ({"e2el": 300.5}, 1),
+    ],
+)
+def test_goodput_counts_requests_within_all_limits(limits, count):
+    wanted = Wanted(goodput_ms=limits)
+    assert figures(ANSWERS, 2.0, wanted, None)["request_goodput"] == count / 2
+
+
+BLOCK = """\
+============ Serving Benchmark Result ============
+Successful requests:                     2
+Failed requests:                         1
+Maximum request concurrency:             4
+Request rate configured (RPS):           2.50
+Benchmark duration (s):                  2.00
+Total input tokens:                      30
+Total generated tokens:                  5
+Request throughput (req/s):              1.00
+Output token throughput (tok/s):         2.50
+Peak output token throughput (tok/s):    4.00
+Peak concurrent requests:                1
+Total token throughput (tok/s):          17.50
+---------------Time to First Token----------------
+Mean TTFT (ms):                          150.00
+Median TTFT (ms):                        150.00
+P99 TTFT (ms):                           199.00
+---------------Speculative Decoding---------------
+Acceptance rate (%):                     50.00
+Acceptance length:                       2.50
+Drafts:                                  10
+Draft tokens:                            30
+Accepted tokens:                         15
+Per-position acceptance (%):
+  Position 0:                            90.00
+  Position 1:                            50.00
+  Position 2:                            10.00
+=================================================="""
+
+
+def test_the_block_is_vllms():
+    wanted = Wanted(metrics=("ttft",))
+    found = figures(ANSWERS, 2.0, wanted, DRAFTS)
+    load = Load(request_rate=2.5, max_concurrency=4)
+    told = block(found, load, wanted)
+    assert [line.rstrip() for line in told.splitlines()] == BLOCK.splitlines()
+    bare = block(figures(ANSWERS, 2.0, wanted, None), Load(), wanted)
+    assert "Speculative" not in bare
+    assert "Maximum" not in bare
+    assert "configured" not in bare
+    forced = block(found | {"forced_acceptance": [0.8, 0.5]}, load, wanted)
+    assert "ACCEPTANCE IS FORCED (synthetic)" in forced
+
+
+@pytest.mark.parametrize("burstiness", [0.25, 1.0])
+def test_times_between_requests_follow_the_law(burstiness):
+    assert Load().starts(3) == [0, 0, 0]
+    load = Load(request_rate=20.0, burstiness=burstiness, seed=3)
+    starts = load.starts(20_000)
+    assert starts == load.starts(20_000)
+    gaps = np.diff(starts)
+    assert starts[-1] == pytest.approx(1000)
+    # A gamma law of this shape has the deviation mean / sqrt(shape).
+    assert gaps.std() * 20 == pytest.approx(burstiness**-0.5, rel=0.05)
+    assert Load(request_rate=20.0, seed=4).starts(9) != starts[:9]
+
+
+@pytest.mark.parametrize("limit", [None, 1, 3])
+def test_no_more_at_a_time_than_allowed(limit):
+    now = most = 0
+
+    async def ask(prompt: Prompt) -> Answer:
+        nonlocal now, most
+        now += 1
+        most = max(most, now)
+        await asyncio.sleep(0.001)
+        now -= 1
+        return Answer(text=prompt.text)
+
+    prompts = [Prompt(text=str(i)) for i in range(8)]
+    done: list[int] = []
+    answers, seconds = asyncio.run(
+        send(prompts, Load(max_concurrency=limit), ask, lambda: done.append(1))
+    )
+    assert [answer.text for answer in answers] == [str(i) for i in range(8)]
+    assert most == (limit or 8)
+    assert seconds >= 0.001 * 8 / most
+    assert len(done) == 8
+
+
+VLLM = """\
+# HELP vllm:spec_decode_num_drafts_total Number of spec decoding drafts.
+# TYPE vllm:spec_decode_num_drafts_total counter
+vllm:spec_decode_num_drafts_total{engine="0",model_name="m"} 10.0
+vllm:spec_decode_num_drafts_total{engine="1",model_name="m"} 5.0
+# TYPE vllm:spec_decode_num_drafts_created gauge
+vllm:spec_decode_num_drafts_created{engine="0",model_name="m"} 1.7e+09
+# TYPE vllm:spec_decode_num_draft_tokens_total counter
+vllm:spec_decode_num_draft_tokens_total{engine="0",model_name="m"} 30.0
+# TYPE vllm:spec_decode_num_accepted_tokens_total counter
+vllm:spec_decode_num_accepted_tokens_total{engine="0",model_name="m"} 12.0
+# TYPE vllm:spec_decode_num_accepted_tokens_per_pos_total counter
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",position="1"} 4.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",position="0"} 6.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="1",position="0"} 2.0
+"""
+
+
+def test_scrape_adds_up_engines():
+    found = read_scrape(VLLM)
+    assert found.acceptance == Acceptance(
+        num_drafts=15, num_draft_tokens=30, num_accepted=12, per_position=(8, 4)
+    )
+    assert (found.num_compiles, found.num_warming) == (None, 0)
+    other = "# TYPE http_requests_total counter\nhttp_requests_total 3.0\n"
+    assert read_scrape(other) == read_scrape("") == Scrape()
+    text = '# TYPE jaxspec:warming gauge\njaxspec:warming{engine="0"} 3.0\n'
+    assert read_scrape(text).num_warming == 3
+
+
+def test_names_are_those_that_our_engine_tells():
+    engine, _ = make_fake_engine(num_draft_tokens=3)
+    names = {metric.name for metric in engine.get_metrics()}
+    told = {line.split()[2] for line in VLLM.splitlines() if line.startswith("# TYPE")}
+    told = {name.removesuffix("_total") for name in told if "created" not in name}
+    assert told <= names
+    assert {"jaxspec:num_compiles", "jaxspec:warming"} <= names
+    assert "jaxspec:synthetic_acceptance_info" not in names
+
+
+def test_acceptance_that_is_forced_is_read_from_our_engines_words():
+    engine, _ = make_fake_engine(num_draft_tokens=3, forced_acceptance=0.8)
+    (info,) = [one for one in engine.get_metrics() if "synthetic" in one.name]
+    labels = ",".join(f'{name}="{value}"' for name, value in info.labels.items())
+    text = f"# TYPE {info.name} gauge\n{info.name}{{{labels}}} 1.0\n"
+    assert read_scrape(text).forced_acceptance == (0.8, 0.8, 0.8)
+    assert read_scrape(VLLM).forced_acceptance is None

@@ -22,7 +22,6 @@ DEVICE = {
     "count": 1,
     "dtype": "float32",
     "copy_bytes_per_s": 2e9,
-    "ridge_flops_per_byte": 100.0,
     "cost_ratio": 0.25,
 }
 
@@ -42,7 +41,6 @@ def made_parts(engine: LLMEngine, batch: Batch, ladder: list[int]) -> list[Parts
             verify_s=0.004,
             accept_s=0.001,
             num_bytes=5_000_000,
-            num_flops=10_000_000,
         )
         for k in ladder
     ]
@@ -69,7 +67,7 @@ def use_fake_engine(patch: pytest.MonkeyPatch, **changes: Any) -> list[LLMEngine
         opened.append(engine)
         return Offline(options=options, engine=engine, prompts=[PROMPT] * num_prompts)
 
-    for module_name in ("whole", "spec", "forms", "methods"):
+    for module_name in ("whole", "spec", "compare"):
         patch.setattr(f"jaxspec.bench.{module_name}.open_offline", open_fake)
     patch.setattr(Offline, "device", lambda self: DEVICE)
     patch.setattr(module, "measure_parts", made_parts)

@@ -1,4 +1,4 @@
-"""A tiny model behind a stand-in of the Hugging Face Hub, and nothing else to reach."""
+"""A tiny model behind stand-ins of the Hugging Face Hub and Kaggle, and no network."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,9 +8,12 @@ import pytest
 from tests.checkpoints.models import write_tiny
 from tests.checkpoints.stand_ins import (
     HubStandIn,
+    KaggleStandIn,
     files_of,
     hub_alone,
+    kaggle_alone,
     point_hub_to,
+    point_kaggle_to,
     serve,
 )
 
@@ -36,3 +39,22 @@ def hub(
         point_hub_to(monkeypatch, f"http://127.0.0.1:{stand_in.port}")
         yield stand_in
     assert refused == []
+
+
+@pytest.fixture
+def refused_by_kaggle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[list[str]]:
+    with kaggle_alone(monkeypatch, tmp_path) as refused:
+        yield refused
+
+
+@pytest.fixture
+def kaggle(
+    origin: Path, refused_by_kaggle: list[str], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[KaggleStandIn]:
+    stand_in = KaggleStandIn(files=files_of(origin))
+    with serve(stand_in):
+        point_kaggle_to(monkeypatch, f"http://127.0.0.1:{stand_in.port}")
+        yield stand_in
+    assert refused_by_kaggle == []

@@ -5,12 +5,15 @@ machine: `only_here` refuses every other address and keeps a record of the attem
 """
 
 import base64
+import gc
 import hashlib
 import json
+import os
 import socket
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,8 +23,13 @@ from typing import Any, ClassVar
 from urllib.parse import parse_qs, unquote, urlsplit
 
 import huggingface_hub
+import kagglehub.clients
 import pytest
 from huggingface_hub import constants
+from kagglesdk import kaggle_env
+
+from jaxspec_checkpoints import CheckpointError
+from jaxspec_checkpoints.sources import fetch
 
 COMMIT = "5a" * 20
 TOKEN = "hf_right"
@@ -350,3 +358,37 @@ def point_hub_to(monkeypatch: pytest.MonkeyPatch, endpoint: str) -> None:
     template = endpoint + "/{repo_id}/resolve/{revision}/{filename}"
     monkeypatch.setattr(constants, "ENDPOINT", endpoint)
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+
+
+@contextmanager
+def kaggle_alone(monkeypatch: pytest.MonkeyPatch, home: Path) -> Iterator[list[str]]:
+    """Keep kagglehub away from the user's cache and logins, and `only_here`."""
+    for variable in os.environ:
+        if variable.upper().startswith("KAGGLE") or "PROXY" in variable.upper():
+            monkeypatch.delenv(variable)
+    monkeypatch.setenv("HOME", str(home / "home"))
+    monkeypatch.setenv("KAGGLEHUB_CACHE", str(home / "cache"))
+    monkeypatch.setenv("KAGGLE_CONFIG_DIR", str(home / "home"))
+    # The library looks for its callers in the stack, among all modules of the process.
+    monkeypatch.setattr(kagglehub.clients, "get_user_agent", lambda: "kagglehub")
+    with only_here(monkeypatch) as refused:
+        yield refused
+    # The library leaves the connection of a failed download to the garbage collector.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
+        gc.collect()
+
+
+def point_kaggle_to(monkeypatch: pytest.MonkeyPatch, endpoint: str) -> None:
+    """Set the address that the library asks."""
+    endpoints = kaggle_env._env_to_endpoint
+    monkeypatch.setitem(endpoints, kaggle_env.KaggleEnv.PROD, endpoint)
+
+
+def fetch_message(name: str, **arguments: Any) -> str:
+    """Return the error of a download, which names what was wanted."""
+    with pytest.raises(CheckpointError) as caught:
+        fetch(name, **arguments)
+    message = str(caught.value)
+    assert repr(name) in message or name in message
+    return message

@@ -1,7 +1,10 @@
 """Folders of safetensors, whole and in shards; one that cannot be read says why."""
 
 import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +16,7 @@ from jaxspec_checkpoints.huggingface import open_huggingface, read_tensors
 from jaxspec_checkpoints.reading import LAYOUTS
 from tests.checkpoints.models import tiny_gemma3, tiny_tensors, write_tiny
 
+INDEX = "model.safetensors.index.json"
 TENSORS = {
     "first": np.arange(6, dtype=np.float32).reshape(2, 3),
     "second": np.arange(4, dtype=np.float32).astype(jnp.bfloat16),
@@ -27,7 +31,7 @@ SHARDS = {
 
 def write_index(folder: Path, weight_map: dict[str, str]) -> None:
     index = {"metadata": {}, "weight_map": weight_map}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (folder / INDEX).write_text(json.dumps(index))
 
 
 @pytest.fixture
@@ -78,72 +82,6 @@ def test_rows_are_read_when_asked_for(sharded):
     assert first.source.endswith(f"{SHARDS['first']}:first")
 
 
-@pytest.mark.parametrize("kept", [0, 4, 60, -1])
-@pytest.mark.parametrize("name", ["model.safetensors", *sorted(set(SHARDS.values()))])
-def test_truncated_file_is_named(sharded, name, kept):
-    if name == "model.safetensors":
-        save_file(TENSORS, sharded / name)
-    content = (sharded / name).read_bytes()
-    (sharded / name).write_bytes(content[:kept])
-    with pytest.raises(CheckpointError, match=f"{name} is no readable safetensors"):
-        read_tensors(sharded)
-
-
-def test_missing_shard_is_named(sharded):
-    (sharded / SHARDS["second"]).unlink()
-    expected = f"names {SHARDS['second']}, which is not in the folder"
-    with pytest.raises(CheckpointError, match=expected):
-        read_tensors(sharded)
-
-
-@pytest.mark.parametrize("shard", ["../outside.safetensors", "sub/x.safetensors"])
-def test_index_may_not_leave_the_folder(sharded, shard):
-    (sharded / "sub").mkdir()
-    for place in (sharded / "sub" / "x.safetensors", sharded.parent / "outside"):
-        save_file(TENSORS, place.with_suffix(".safetensors"))
-    write_index(sharded, SHARDS | {"first": shard})
-    with pytest.raises(CheckpointError, match=f"points outside its folder: '{shard}'"):
-        read_tensors(sharded)
-
-
-def test_absolute_path_in_an_index_is_refused(sharded, tmp_path):
-    target = tmp_path / "elsewhere.safetensors"
-    save_file(TENSORS, target)
-    write_index(sharded, {"first": str(target)})
-    with pytest.raises(CheckpointError, match="points outside"):
-        read_tensors(sharded)
-
-
-@pytest.mark.parametrize("content", ["{}", '{"weight_map": []}', '{"weight_map": 1}'])
-def test_index_that_is_no_index_is_named(tmp_path, content):
-    index = tmp_path / "model.safetensors.index.json"
-    index.write_text(content)
-    with pytest.raises(CheckpointError, match=f"{index.name} is no index"):
-        read_tensors(tmp_path)
-
-
-@pytest.mark.parametrize("content", ["", "{", "[]"])
-def test_index_that_is_no_json_object_is_named(tmp_path, content):
-    index = tmp_path / "model.safetensors.index.json"
-    index.write_text(content)
-    with pytest.raises(CheckpointError, match=f"{index.name} must (be|hold)"):
-        read_tensors(tmp_path)
-
-
-def test_tensor_that_the_index_does_not_list_is_named(sharded):
-    write_index(sharded, {name: SHARDS[name] for name in ("first", "second")})
-    with pytest.raises(
-        CheckpointError, match="holds tensor 'third', which .* not list"
-    ):
-        read_tensors(sharded)
-
-
-def test_tensor_that_its_shard_does_not_hold_is_named(sharded):
-    write_index(sharded, SHARDS | {"third": SHARDS["second"]})
-    with pytest.raises(CheckpointError, match="00002.* holds tensor 'third'; it does"):
-        read_tensors(sharded)
-
-
 def test_of_two_copies_the_index_chooses(sharded):
     other = TENSORS["first"] + 1
     held = {"first": other, "second": TENSORS["second"]}
@@ -151,23 +89,94 @@ def test_of_two_copies_the_index_chooses(sharded):
     check(sharded)
 
 
-def test_type_that_is_no_weight_is_named(tmp_path):
-    save_file({"first": np.zeros(2, np.int8)}, tmp_path / "model.safetensors")
-    with pytest.raises(CheckpointError, match="'first' has type I8, expected one of"):
-        read_tensors(tmp_path)
+def cut_off(name: str, kept: int) -> Callable[[Path], Any]:
+    def change(folder: Path) -> None:
+        if name == "model.safetensors":
+            save_file(TENSORS, folder / name)
+        (folder / name).write_bytes((folder / name).read_bytes()[:kept])
+
+    return change
 
 
-def test_folder_without_weights_says_what_is_there(tmp_path):
-    (tmp_path / "pytorch_model.bin").touch()
-    (tmp_path / "config.json").touch()
-    expected = "neither model.safetensors nor .*found: config.json, pytorch_model.bin"
+def indexed(**changes: str) -> Callable[[Path], Any]:
+    """Point the index elsewhere, where there are weights too."""
+
+    def change(folder: Path) -> None:
+        (folder / "sub").mkdir()
+        for place in (folder / "sub" / "x", folder.parent / "outside"):
+            save_file(TENSORS, place.with_suffix(".safetensors"))
+        write_index(folder, SHARDS | changes)
+
+    return change
+
+
+def index_text(text: str) -> Callable[[Path], Any]:
+    return lambda folder: (folder / INDEX).write_text(text)
+
+
+def only(*names: str, **tensors: Any) -> Callable[[Path], Any]:
+    """Leave nothing but these files, or one file with these tensors."""
+
+    def change(folder: Path) -> None:
+        for path in folder.iterdir():
+            path.unlink()
+        for name in names:
+            (folder / name).touch()
+        if tensors:
+            save_file(tensors, folder / "model.safetensors")
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        *(
+            (cut_off(name, kept), f"{name} is no readable safetensors")
+            for name in ("model.safetensors", *sorted(set(SHARDS.values())))
+            for kept in (0, 4, 60, -1)
+        ),
+        (
+            lambda folder: (folder / SHARDS["second"]).unlink(),
+            f"names {SHARDS['second']}, which is not in the folder",
+        ),
+        *(
+            (indexed(first=shard), f"points outside its folder: '{shard}'")
+            for shard in ("../outside.safetensors", "sub/x.safetensors")
+        ),
+        (
+            lambda folder: write_index(
+                folder, SHARDS | {"first": str(folder / SHARDS["first"])}
+            ),
+            "points outside",
+        ),
+        *(
+            (index_text(text), f"{INDEX} is no index")
+            for text in ("{}", '{"weight_map": []}', '{"weight_map": 1}')
+        ),
+        *((index_text(text), f"{INDEX} must (be|hold)") for text in ("", "{", "[]")),
+        (
+            lambda folder: write_index(
+                folder, {name: SHARDS[name] for name in ("first", "second")}
+            ),
+            "holds tensor 'third', which .* not list",
+        ),
+        (indexed(third=SHARDS["second"]), "00002.* holds tensor 'third'; it does"),
+        (
+            only(first=np.zeros(2, np.int8)),
+            "'first' has type I8, expected one of",
+        ),
+        (
+            only("pytorch_model.bin", "config.json"),
+            "neither model.safetensors nor .*found: config.json, pytorch_model.bin",
+        ),
+        (lambda folder: shutil.rmtree(folder), "found: no such folder"),
+    ],
+)
+def test_folder_that_cannot_be_read_says_why(sharded, change, expected):
+    change(sharded)
     with pytest.raises(CheckpointError, match=expected):
-        read_tensors(tmp_path)
-
-
-def test_missing_folder_has_nothing(tmp_path):
-    with pytest.raises(CheckpointError, match="found: no such folder"):
-        read_tensors(tmp_path / "nowhere")
+        read_tensors(sharded)
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
@@ -199,53 +208,28 @@ def test_snapshot_of_the_hub_cache_is_fine(tmp_path):
     assert open_huggingface(snapshot, LAYOUTS).num_parameters > 0
 
 
-def test_config_of_another_model_names_the_tensor(tmp_path):
-    folder = make_folder(tmp_path / "model")
-    config = json.loads((folder / "config.json").read_text())
-    config["intermediate_size"] += 1
-    (folder / "config.json").write_text(json.dumps(config))
-    expected = r"mlp.down_proj.weight' has shape \(72, 288\), .* asks for \(72, 289\)"
-    with pytest.raises(CheckpointError, match=expected):
-        open_huggingface(folder, LAYOUTS)
-
-
-@pytest.mark.parametrize("size", [None, 0, "72", True, 7.5])
-def test_config_without_a_size_is_refused(tmp_path, size):
-    folder = make_folder(tmp_path / "model")
-    config = json.loads((folder / "config.json").read_text()) | {"hidden_size": size}
-    (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(CheckpointError, match="hidden_size must be an integer of at"):
-        open_huggingface(folder, LAYOUTS)
-
-
-def test_more_layers_than_there_can_be_are_refused_at_once(tmp_path):
-    """Their names alone would fill the memory."""
-    folder = tmp_path / "model"
-    write_tiny(folder, family="2b", num_hidden_layers=1)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(
-        json.dumps(config | {"num_hidden_layers": 10**30})
-    )
-    with pytest.raises(CheckpointError, match="num_hidden_layers=1000.* only 13 tens"):
-        open_huggingface(folder, LAYOUTS)
-
-
-def test_another_architecture_is_named(tmp_path):
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        (
+            {"intermediate_size": 289},
+            r"mlp.down_proj.weight' has shape \(72, 288\), .* asks for \(72, 289\)",
+        ),
+        *(
+            ({"hidden_size": size}, "hidden_size must be an integer of at")
+            for size in (None, 0, "72", True, 7.5)
+        ),
+        # Their names alone would fill the memory.
+        ({"num_hidden_layers": 10**30}, "num_hidden_layers=1000.* only 13 tens"),
+        ({"model_type": "gemma4"}, "must be 'gemma2' or .*, got 'gemma4'"),
+    ],
+)
+def test_config_that_does_not_fit_is_refused(tmp_path, changes, expected):
     write_tiny(tmp_path, family="2b", num_hidden_layers=1)
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "gemma4"}))
-    with pytest.raises(CheckpointError, match="must be 'gemma2' or .*, got 'gemma4'"):
+    config = json.loads((tmp_path / "config.json").read_text()) | changes
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=expected):
         open_huggingface(tmp_path, LAYOUTS)
-
-
-def test_pickles_are_no_checkpoint(tmp_path):
-    """Reading one runs code, so it is not even looked at."""
-    folder = make_folder(tmp_path / "model")
-    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    with pytest.raises(
-        CheckpointError, match="found: config.json, .*pytorch_model.bin"
-    ):
-        open_checkpoint(folder)
 
 
 NESTED = "text_config"

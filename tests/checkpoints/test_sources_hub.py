@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -19,6 +18,7 @@ from tests.checkpoints.stand_ins import (
     COMMIT,
     TOKEN,
     HubStandIn,
+    fetch_message,
     files_of,
 )
 
@@ -32,14 +32,6 @@ def check_same(folder: Path, origin: Path) -> None:
     assert sorted(found.tensors) == sorted(expected.tensors)
     for name, tensor in found.tensors.items():
         np.testing.assert_array_equal(tensor.whole(), expected.tensors[name].whole())
-
-
-def message_of(name: str = NAME, **arguments: Any) -> str:
-    with pytest.raises(CheckpointError) as caught:
-        fetch(name, **arguments)
-    message = str(caught.value)
-    assert repr(name) in message or name in message
-    return message
 
 
 def test_a_model_arrives_and_opens(hub: HubStandIn, origin: Path, tmp_path: Path):
@@ -204,7 +196,7 @@ def test_the_token_goes_to_the_hub_only(hub: HubStandIn, origin: Path):
 
 def test_a_gated_model(hub: HubStandIn):
     hub.gated = True
-    message = message_of()
+    message = fetch_message(NAME)
     assert "(401)" in message
     assert f"Accept it on {constants.ENDPOINT}/{NAME}" in message
     assert "hf_token" in message
@@ -215,7 +207,9 @@ def test_offline_with_a_copy_and_without(
     hub: HubStandIn, origin: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    assert "HF_HUB_OFFLINE is set and the cache has no whole copy" in message_of()
+    assert "HF_HUB_OFFLINE is set and the cache has no whole copy" in fetch_message(
+        NAME
+    )
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     folder = fetch(NAME)
     hub.asked.clear()
@@ -238,13 +232,13 @@ def test_an_interrupted_download(
 ):
     shard = "model-00002-of-00003.safetensors"
     hub.faults[shard] = fault
-    message = message_of()
+    message = fetch_message(NAME)
     assert expected in message
     assert "try again" in message.lower()
 
     # The half folder is in the cache, and nobody takes it for a model.
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    message = message_of()
+    message = fetch_message(NAME)
     assert "an earlier download of it is unfinished" in message
     assert "HF_HUB_OFFLINE" in message
 

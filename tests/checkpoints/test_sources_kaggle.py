@@ -1,23 +1,13 @@
 """What Kaggle serves arrives whole and opens; a failure is said with its way out."""
 
-import errno
-import gc
 import io
-import os
 import shutil
-import socket
 import tarfile
-import warnings
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import kagglehub.clients
-import kagglehub.exceptions
 import pytest
-from kagglesdk import kaggle_env
 
-from jaxspec_checkpoints import CheckpointError, open_checkpoint
+from jaxspec_checkpoints import open_checkpoint
 from jaxspec_checkpoints.sources import fetch
 from tests.checkpoints.models import write_tiny
 from tests.checkpoints.stand_ins import (
@@ -25,8 +15,8 @@ from tests.checkpoints.stand_ins import (
     Answer,
     Asked,
     KaggleStandIn,
+    fetch_message,
     files_of,
-    only_here,
     serve,
 )
 
@@ -36,44 +26,9 @@ MAX_FILES = 25
 
 
 @pytest.fixture
-def refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Keep the library away from the user's cache, logins and the network."""
-    for variable in os.environ:
-        if variable.upper().startswith("KAGGLE") or "PROXY" in variable.upper():
-            monkeypatch.delenv(variable)
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    monkeypatch.setenv("KAGGLEHUB_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv("KAGGLE_CONFIG_DIR", str(tmp_path / "home"))
-    # The library looks for its callers in the stack, among all modules of the process.
-    monkeypatch.setattr(kagglehub.clients, "get_user_agent", lambda: "kagglehub")
-    with only_here(monkeypatch) as refused:
-        yield refused
-    # The library leaves the connection of a failed download to the garbage collector.
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ResourceWarning)
-        gc.collect()
-
-
-def point_to(monkeypatch: pytest.MonkeyPatch, endpoint: str) -> None:
-    endpoints = kaggle_env._env_to_endpoint
-    monkeypatch.setitem(endpoints, kaggle_env.KaggleEnv.PROD, endpoint)
-
-
-@pytest.fixture
 def origin(tmp_path: Path) -> Path:
     write_tiny(tmp_path / "origin", family="2b")
     return tmp_path / "origin"
-
-
-@pytest.fixture
-def kaggle(
-    origin: Path, refused: list[str], monkeypatch: pytest.MonkeyPatch
-) -> Iterator[KaggleStandIn]:
-    stand_in = KaggleStandIn(files=files_of(origin))
-    with serve(stand_in):
-        point_to(monkeypatch, f"http://127.0.0.1:{stand_in.port}")
-        yield stand_in
-    assert refused == []
 
 
 def check_same(folder: Path, origin: Path) -> None:
@@ -81,13 +36,6 @@ def check_same(folder: Path, origin: Path) -> None:
     found = {name: data for name, data in found.items() if ".complete" not in name}
     assert found == files_of(origin)
     assert open_checkpoint(folder).config == open_checkpoint(origin).config
-
-
-def message_of(name: str = HANDLE, **arguments: Any) -> str:
-    with pytest.raises(CheckpointError) as caught:
-        fetch(name, **arguments)
-    assert repr(name) in str(caught.value)
-    return str(caught.value)
 
 
 def calls_of(kaggle: KaggleStandIn) -> list[str]:
@@ -134,8 +82,8 @@ def test_a_damaged_archive(many: KaggleStandIn):
     # Half of it, and a checksum that agrees: it was damaged before it was sent.
     archive = many.files["archive.tar.gz"]
     many.files["archive.tar.gz"] = archive[: len(archive) // 2]
-    assert "what arrived is damaged" in message_of()
-    assert "what arrived is damaged" in message_of()
+    assert "what arrived is damaged" in fetch_message(HANDLE)
+    assert "what arrived is damaged" in fetch_message(HANDLE)
 
 
 def test_a_place_of_the_callers_choice(
@@ -157,7 +105,7 @@ def test_a_login_is_used_and_stays_with_kaggle(
     kaggle: KaggleStandIn, origin: Path, monkeypatch: pytest.MonkeyPatch
 ):
     kaggle.needs_consent = True
-    message = message_of()
+    message = fetch_message(HANDLE)
     assert "not logged in, or have not accepted its licence (401)" in message
     assert "kaggle.com/models/google/tiny" in message
     assert "KAGGLE_API_TOKEN" in message
@@ -176,7 +124,7 @@ def test_a_licence_that_was_not_accepted(
 ):
     kaggle.needs_consent, kaggle.accepted = True, False
     monkeypatch.setenv("KAGGLE_API_TOKEN", KAGGLE_TOKEN)
-    message = message_of()
+    message = fetch_message(HANDLE)
     assert "have not accepted its licence (403)" in message
     assert "Accept it on" in message
 
@@ -192,42 +140,8 @@ def test_a_licence_that_was_not_accepted(
     ],
 )
 def test_wrong_names(kaggle: KaggleStandIn, name: str, expected: str):
-    assert expected in message_of(name)
+    assert expected in fetch_message(name)
     assert kaggle.fetched == set()
-
-
-@pytest.mark.parametrize("status", [429, 500, 503])
-@pytest.mark.parametrize("call", ["GetModelInstance", "DownloadModelInstanceVersion"])
-def test_a_service_that_is_out_of_order(kaggle: KaggleStandIn, status: int, call: str):
-    kaggle.faults[call] = status
-    assert f"Kaggle is busy or out of order ({status})" in message_of()
-
-
-def test_an_answer_that_nobody_expects_is_shown_as_it_is(kaggle: KaggleStandIn):
-    kaggle.faults["GetModelInstance"] = 418
-    with pytest.raises(kagglehub.exceptions.KaggleApiHTTPError, match="out of order"):
-        fetch(HANDLE)
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        socket.gaierror(socket.EAI_NONAME, "Name or service not known"),
-        ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused"),
-        TimeoutError("timed out"),
-    ],
-    ids=lambda error: type(error).__name__,
-)
-def test_without_network(
-    refused: list[str], monkeypatch: pytest.MonkeyPatch, error: OSError
-):
-    point_to(monkeypatch, "http://kaggle.invalid")
-    with only_here(monkeypatch, error) as tried:
-        message = message_of()
-    assert set(tried) == {"kaggle.invalid"}
-    assert "Kaggle cannot be reached" in message
-    assert f"{HANDLE}/2" in message
-    assert "pass a model's folder" in message
 
 
 @pytest.mark.parametrize(
@@ -246,7 +160,7 @@ def test_an_interrupted_download(
 ):
     cache_dir = None if place is None else tmp_path / place
     kaggle.faults["model.safetensors"] = fault
-    message = message_of(f"{HANDLE}/2", cache_dir=cache_dir)
+    message = fetch_message(f"{HANDLE}/2", cache_dir=cache_dir)
     assert expected in message
     assert "ry again" in message
     if cache_dir is not None:
@@ -255,7 +169,7 @@ def test_an_interrupted_download(
     # Nobody takes the half folder for a model: the service is asked again.
     kaggle.faults.clear()
     kaggle.faults["ListModelInstanceVersionFiles"] = 503
-    assert "(503)" in message_of(f"{HANDLE}/2", cache_dir=cache_dir)
+    assert "(503)" in fetch_message(f"{HANDLE}/2", cache_dir=cache_dir)
     kaggle.faults.clear()
     kaggle.asked.clear()
     check_same(fetch(f"{HANDLE}/2", cache_dir=cache_dir), origin)
@@ -266,55 +180,10 @@ def test_the_rest_of_a_killed_download(kaggle: KaggleStandIn, tmp_path: Path):
     folder = fetch(f"{HANDLE}/2", cache_dir=tmp_path)
     shutil.rmtree(folder / ".complete")
     kept = files_of(folder)
-    message = message_of(f"{HANDLE}/2", cache_dir=tmp_path)
+    message = fetch_message(f"{HANDLE}/2", cache_dir=tmp_path)
     assert str(folder) in message
     assert "delete the folder" in message
     assert files_of(folder) == kept
-
-
-@pytest.mark.parametrize(
-    ("error", "expected"),
-    [
-        (OSError(errno.ENOSPC, "No space left on device"), "the disk is full"),
-        (OSError(errno.EDQUOT, "Disk quota exceeded"), "the disk is full"),
-        (PermissionError(errno.EACCES, "Permission denied"), "cannot be written"),
-        (OSError(errno.EROFS, "Read-only file system"), "cannot be written"),
-    ],
-)
-def test_the_disk(
-    kaggle: KaggleStandIn,
-    monkeypatch: pytest.MonkeyPatch,
-    error: BaseException,
-    expected: str,
-):
-    def fail(*args: object, **kwargs: object) -> None:
-        raise error
-
-    monkeypatch.setattr(kagglehub.clients, "_download_file", fail)
-    message = message_of()
-    assert expected in message
-    assert "download_dir" in message
-
-
-def test_a_cache_that_is_a_file(kaggle: KaggleStandIn, tmp_path: Path):
-    (tmp_path / "file").write_text("")
-    message = message_of(cache_dir=tmp_path / "file")
-    assert "cannot be written" in message
-    assert str(tmp_path / "file") in message
-
-
-def test_other_errors_are_left_alone(
-    kaggle: KaggleStandIn, monkeypatch: pytest.MonkeyPatch
-):
-    error = OSError(errno.EIO, "Input/output error")
-
-    def fail(*args: object, **kwargs: object) -> None:
-        raise error
-
-    monkeypatch.setattr(kagglehub.clients, "_download_file", fail)
-    with pytest.raises(OSError, match="Input/output error") as caught:
-        fetch(HANDLE)
-    assert caught.value is error
 
 
 class NotebookStandIn(KaggleStandIn):
@@ -326,16 +195,16 @@ class NotebookStandIn(KaggleStandIn):
 
 
 def test_a_notebook_that_cannot_attach_the_model(
-    refused: list[str], monkeypatch: pytest.MonkeyPatch
+    refused_by_kaggle: list[str], monkeypatch: pytest.MonkeyPatch
 ):
     stand_in = NotebookStandIn(files={})
     with serve(stand_in):
         monkeypatch.setenv("KAGGLE_KERNEL_RUN_TYPE", "Interactive")
         monkeypatch.setenv("KAGGLE_DATA_PROXY_URL", f"http://127.0.0.1:{stand_in.port}")
-        assert "the notebook cannot attach it" in message_of()
+        assert "the notebook cannot attach it" in fetch_message(HANDLE)
         monkeypatch.setenv("KAGGLE_USER_SECRETS_TOKEN", "secret")
         monkeypatch.setenv("KAGGLE_DATA_PROXY_TOKEN", "data")
-        message = message_of()
+        message = fetch_message(HANDLE)
     assert "POST failed" in message
     assert "/kaggle/input" in message
-    assert refused == []
+    assert refused_by_kaggle == []

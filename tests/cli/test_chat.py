@@ -20,8 +20,9 @@ import pytest
 
 from jaxspec.cli import chat
 from jaxspec.cli.chat import ChatSession, Fields, Message, Part, Parts, closing_line
+from jaxspec.cli.generate import SAMPLING_OPTIONS
 from jaxspec.cli.terminal import Piece, Printer
-from jaxspec.console.command import run_command
+from jaxspec.command_line import run_command
 from jaxspec.errors import ArgumentError, RequestError
 from tests.cli.test_terminal import GREEN, Terminal
 from tests.serve.test_launcher import served
@@ -197,7 +198,7 @@ def test_the_closing_line():
 
 
 def options(**changes: Any) -> argparse.Namespace:
-    chosen = dict.fromkeys(chat._SAMPLING) | FIELDS | SERVER_OPTIONS
+    chosen = dict.fromkeys(SAMPLING_OPTIONS) | FIELDS | SERVER_OPTIONS
     return argparse.Namespace(**(chosen | {"speculative_model": None} | changes))
 
 

@@ -9,7 +9,7 @@ from jaxspec.config.lookups import (
     LookupRule,
     draft_limits,
 )
-from jaxspec.config.speculation import LONG_MATCH, SHORT_MATCH, SUFFIX_DEFAULTS
+from jaxspec.config.methods import LONG_MATCH, SHORT_MATCH, SUFFIX_DEFAULTS
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,8 @@ from typing import Any
 import pytest
 
 from jaxspec.config.lookups import LookupRule
-from jaxspec.config.speculation import (
-    SUFFIX_DEFAULTS,
-    SpeculativeConfig,
-)
+from jaxspec.config.methods import SUFFIX_DEFAULTS
+from jaxspec.config.speculation import SpeculativeConfig
 from jaxspec.errors import ConfigError
 
 LOOKUP = {"prompt_lookup_max": 4, "prompt_lookup_min": 2}
@@ -31,11 +29,11 @@ DEPTH, FACTOR, PROB, CACHED = SUFFIX_DEFAULTS
     ],
 )
 def test_methods(method: str, keys: dict, *, has_lookup: bool, has_draft_model: bool):
-    config = SpeculativeConfig(method=method, **keys)
-    assert config.has_lookup is has_lookup
-    assert config.has_draft_model is has_draft_model
-    assert config.has_head is (keys == {"model": "head"})
-    assert config.has_folder is ("model" in keys)
+    info = SpeculativeConfig(method=method, **keys).method_info
+    assert bool(info.lookup) is has_lookup
+    assert info.has_draft_model is has_draft_model
+    assert info.has_head is (keys == {"model": "head"})
+    assert bool(info.weights) is ("model" in keys)
 
 
 @pytest.mark.parametrize("method", ["eagle2", "hydra", "ngram,draft_model", None])

@@ -21,7 +21,7 @@ from jaxspec.config.token_tree import (
     read_paths,
 )
 from jaxspec.errors import ConfigError
-from jaxspec.program.tree import Tree
+from jaxspec.program.tree.tree import Tree
 from tests.support.trees import every_tree
 
 
@@ -81,6 +81,14 @@ def test_leaves_stand_beside_every_draft(levels: int, leaves: int):
     chain = [-1, *range(levels - 1)]
     beside = [parent for parent in chain for _ in range(leaves)]
     assert parents_of(paths) == (*chain, *beside)
+
+
+def paths_below(ranks: int, levels: int) -> list[Path]:
+    """Every path of so many ranks and levels."""
+    found: list[Path] = []
+    for length in range(1, levels + 1):
+        found += itertools.product(range(ranks), repeat=length)
+    return found
 
 
 def brings(tree: Iterable[Path], rates: dict[Place, float]) -> float:

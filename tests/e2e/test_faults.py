@@ -11,7 +11,7 @@ import pytest
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.engine.program_cache import ProgramCache
 from jaxspec.program.propose import DraftModel
-from jaxspec.program.step import ProgramConfig
+from jaxspec.program.step_context import ProgramConfig
 from jaxspec.sampling_params import SamplingParams
 from tests.support import pair
 from tests.support.engines import PROGRAMS, generate, make_engine, tokens_of

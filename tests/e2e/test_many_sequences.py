@@ -12,7 +12,7 @@ from jaxspec.engine.program_cache import ProgramCache
 from jaxspec.engine.scheduling.batch import Launch
 from jaxspec.engine.scheduling.scheduler import Scheduler
 from jaxspec.engine.scheduling.shapes import FIRST_CHUNK
-from jaxspec.program import forward, verify
+from jaxspec.program import target_pass, verify
 from jaxspec.program.plan import TILE
 from jaxspec.sampling_params import SamplingParams
 from tests.support.engines import (
@@ -56,7 +56,7 @@ def test_hundreds_of_sequences_with_every_k(count, is_grouped, monkeypatch):
     few = make_engine(target, max_num_seqs=8, runner=OneProgramRunner)
     expected = tokens_of(generate(few, *requests(count)))
     if is_grouped:
-        for module in (forward, verify):
+        for module in (target_pass, verify):
             monkeypatch.setattr(module, "MAX_GROUP_BYTES", 2**14)
     engine = make_engine(
         target,

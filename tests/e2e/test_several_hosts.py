@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 import pytest
 
-from jaxspec.engine.hosts import HEARTBEAT_S, HOST_LOST
+from jaxspec.engine.multihost.channel import HEARTBEAT_S, HOST_LOST
 from tests.checkpoints.models import write_tiny
 from tests.support.processes import environment, free_port
 

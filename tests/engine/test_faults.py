@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from jaxspec.engine.hosts import Followers
 from jaxspec.engine.llm_engine import LLMEngine
+from jaxspec.engine.multihost.channel import Followers
 from jaxspec.errors import EngineDeadError
 from jaxspec.outputs import CompletionOutput, RequestOutput
 from jaxspec.program.plan import StepShape

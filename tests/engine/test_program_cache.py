@@ -16,7 +16,7 @@ from jaxspec.engine import program_cache
 from jaxspec.engine.program_cache import Built, ProgramCache, program_name
 from jaxspec.engine.structured_output import TokenMasks
 from jaxspec.models import cpu
-from jaxspec.program.call import flat
+from jaxspec.program.executable_args import flatten
 from jaxspec.program.grammar import native_masks
 from jaxspec.program.plan import Features, StepShape
 from jaxspec.program.propose import NGram
@@ -48,7 +48,7 @@ def run(built: Built, arguments: Any) -> None:
     """An executable on its arguments; the sums are right."""
     mesh = arguments[0]["w"].sharding.mesh
     plan = jax.device_put(PLAN, NamedSharding(mesh, PartitionSpec()))
-    (rows,), result = built.executable(*flat(arguments), plan)
+    (rows,), result = built.executable(*flatten(arguments), plan)
     np.testing.assert_array_equal(rows, np.full(4, 29.0))
     np.testing.assert_array_equal(result, PLAN + 1)
 

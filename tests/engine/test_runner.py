@@ -16,8 +16,8 @@ import pytest
 from jaxspec.config.hosts import HostsConfig
 from jaxspec.engine import program_cache, runner
 from jaxspec.engine.compiler import Compiler
-from jaxspec.engine.hosts import Followers, shape_values
 from jaxspec.engine.llm_engine import LLMEngine
+from jaxspec.engine.multihost.channel import Followers, shape_values
 from jaxspec.engine.program_cache import ProgramCache
 from jaxspec.engine.runner import build_mesh, choose_dtype
 from jaxspec.engine.speculation.step_times import Round

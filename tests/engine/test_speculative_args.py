@@ -2,7 +2,7 @@ from typing import Any
 
 import pytest
 
-from jaxspec.config.speculation import SUFFIX_DEFAULTS
+from jaxspec.config.methods import SUFFIX_DEFAULTS
 from jaxspec.engine.speculative_args import merge_speculative_arguments as merge
 from jaxspec.errors import ConfigError, UnsupportedError
 

@@ -161,9 +161,18 @@ def uncached() -> Iterator[None]:
 
 
 def compile_for_h200(
-    function: Callable[..., Any], shapes: Sequence[jax.ShapeDtypeStruct], mesh: Mesh
-) -> Compiled:
-    """Compile a program that is nothing but kernels; `shapes` have shardings.
+    function: Callable[..., Any],
+    shapes: Sequence[Any],
+    mesh: Mesh,
+    *,
+    prefix: str = "",
+) -> tuple[Any, tuple[Kernel, ...], int]:
+    """Compile a program; return it, its kernels, and its number of launches.
+
+    Args:
+        shapes: Of its arguments, with shardings.
+        prefix: Of the kernels that are wanted, each once; without one, the program must
+            be nothing but kernels, and they are in order of launch.
 
     Raises:
         jax.errors.JaxRuntimeError: the chip cannot hold it.
@@ -180,38 +189,39 @@ def compile_for_h200(
         warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated")
         lowered = jax.jit(function).lower(*shapes)
         compiled = lowered.compile(compiler_options={"xla_dump_to": folder, **wanted})
-        kernels = _read_dump(Path(folder))
-    memory = compiled.memory_analysis()
-    assert memory is not None
-    return Compiled(tuple(kernels), memory.temp_size_in_bytes)
+        kernels, launches = _read_dump(Path(folder), prefix)
+    return compiled, kernels, launches
 
 
-def _read_dump(folder: Path) -> list[Kernel]:
+def _read_dump(folder: Path, prefix: str) -> tuple[tuple[Kernel, ...], int]:
     needs = {}
     for source in folder.glob("*.ptx"):
-        if source.stat().st_size:
+        text = source.read_text()
+        if text and prefix in text:
             needs |= _assemble(source)
-    [launches] = folder.glob("*.thunk_sequence.txt")
-    kernels = []
-    for line in launches.read_text().splitlines():
-        found = re.search(
-            r"(\S+) grid: \[(.*?)\] threads: \[(\d+), 1, 1\]"
-            r"\s+shared_memory: (\d+) bytes",
-            line,
+    [listed] = folder.glob("*.thunk_sequence.txt")
+    text = listed.read_text()
+    found = re.findall(
+        rf"({prefix}\S+) grid: \[(.*?)\] threads: \[(\d+), 1, 1\]"
+        r"\s+shared_memory: (\d+) bytes",
+        text,
+    )
+    # A copy, a collective, a library's call: not what these programs are made of.
+    assert prefix or len(found) == len(text.splitlines()), f"not only kernels: {text}"
+    kernels = [
+        Kernel(
+            name=name,
+            grid=tuple(int(size) for size in grid.split(",")),
+            threads=int(threads),
+            shared_bytes=int(shared),
+            **needs[name],
         )
-        # A copy, a collective, a library's call: not what these programs are made of.
-        assert found is not None, f"not a kernel: {line}"
-        name, grid, threads, shared = found.groups()
-        kernels.append(
-            Kernel(
-                name=name,
-                grid=tuple(int(size) for size in grid.split(",")),
-                threads=int(threads),
-                shared_bytes=int(shared),
-                **needs[name],
-            )
-        )
-    return kernels
+        for name, grid, threads, shared in found
+    ]
+    if prefix:
+        kernels = {kernel.name: kernel for kernel in kernels}.values()
+    launches = re.findall(r": k(?:CustomKernel|Copy|Kernel)\b", text)
+    return tuple(kernels), len(launches)
 
 
 def _assemble(source: Path) -> dict[str, dict[str, int]]:
@@ -283,7 +293,8 @@ def compile_program(program: Program) -> Compiled:
     if program.kept == "int8":
         scales = shapes[1].update(shape=pages[:3], dtype=jnp.dtype(jnp.float32))
         shapes[1] = ScaledPages(shapes[1], scales)
-    return compile_for_h200(attend, shapes, mesh(chips))
+    compiled, kernels, _ = compile_for_h200(attend, shapes, mesh(chips))
+    return Compiled(kernels, compiled.memory_analysis().temp_size_in_bytes)
 
 
 def versions() -> dict[str, str]:

@@ -13,11 +13,15 @@ from functools import partial
 import jax
 import pytest
 
-from jaxspec_kernels.paged_attention import gpu, reference, tpu
 from jaxspec_kernels.paged_attention.gpu_tiles import Tiles
-from tests.kernels.oracle import EXACT, SMALL, UNOPTIMISED, Call, build, error
-from tests.kernels.test_paged_attention import test_walk_visits_only_blocks_in_reach
-from tests.kernels.test_paged_attention_tpu import run_strictly, strict_case
+from tests.kernels.attention_base import (
+    compiled,
+    count_reads,
+    run,
+    run_strictly,
+    strict_case,
+)
+from tests.kernels.oracle import EXACT, SMALL, build, error
 from tests.support.mutation import Mutant
 
 BUGS = (
@@ -38,49 +42,31 @@ LATE = build(replace(SMALL, window=35), kv_len=[90, 79, 85, 88])
 TILES = Tiles(rows=16, keys=16, splits=2)
 
 
-def run(attend: Callable[..., jax.Array], call: Call, **settings) -> jax.Array:
+def check_backend(backend: str) -> None:
     """In a jit of its own, which has not traced the code without the bug."""
-    attend = partial(attend, ancestor_mask=None, **call.settings, **settings)
-    return jax.jit(attend, compiler_options=UNOPTIMISED)(*call.arrays)
-
-
-def check_reference() -> None:
-    result = run(reference.paged_attention, LATE, block_tokens=16)
-    assert error(LATE, result) <= EXACT
-
-
-def check_tpu() -> None:
-    result = run(tpu.paged_attention, CALL, block_tokens=16, interpret=True)
-    assert error(CALL, result) <= EXACT
-
-
-def check_gpu() -> None:
-    result = run(gpu.paged_attention, CALL, tiles=TILES, interpret=True)
-    assert error(CALL, result) <= EXACT
+    call = LATE if backend == "reference" else CALL
+    own = dict(tiles=TILES) if backend == "gpu" else {}
+    assert error(call, run(backend, call, function=compiled(backend), **own)) <= EXACT
 
 
 def check_walk() -> None:
     with pytest.MonkeyPatch.context() as patch:
-        test_walk_visits_only_blocks_in_reach(patch, None, [16, 1, 0, 0], 1)
+        call = build(SMALL, kv_len=[16, 1, 0, 0])
+        assert len(count_reads(patch, "reference", call)) == 1
 
 
 def check_copies() -> None:
     call, printed = strict_case(7), io.StringIO()
-    attend = jax.jit(
-        partial(tpu.paged_attention),
-        static_argnames=("scale", "soft_cap", "window", "block_tokens", "interpret"),
-        compiler_options=UNOPTIMISED,
-    )
     try:
         with contextlib.redirect_stdout(printed):
-            result = run_strictly(call, attend)
+            result = run_strictly(call, function=compiled("tpu"))
     except jax.errors.JaxRuntimeError as raised:
         raise AssertionError("a read out of bounds") from raised
     assert "RACE DETECTED" not in printed.getvalue()
     assert error(call, result) <= EXACT
 
 
-CHECKS = {"reference": check_reference, "tpu": check_tpu, "gpu": check_gpu}
+CHECKS = {name: partial(check_backend, name) for name in ("reference", "tpu", "gpu")}
 
 
 def mutant(

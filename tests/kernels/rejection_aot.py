@@ -7,8 +7,6 @@ Nothing runs: no figure here is a time.
 import json
 import re
 import sys
-import tempfile
-import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import cache, partial
@@ -214,46 +212,11 @@ def for_gpu(kind: str, case: Case = GOAL, dtype: str = "float32") -> Compiled:
     given = shapes(
         case, lambda _: NamedSharding(chips, PartitionSpec()), case.columns, dtype
     )
-    # From jax 0.11 on, assembly has to be asked for.
-    wanted = {"xla_dump_emitter_re": "ptx"} if jax.__version_info__ >= (0, 11) else {}
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        aot_gpu.uncached(),
-        warnings.catch_warnings(),
-        jax.sharding.use_abstract_mesh(chips.abstract_mesh),
-    ):
-        warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated")
-        lowered = jax.jit(operation(gpu.rejection_sampling, case, kind)).lower(*given)
-        program = lowered.compile(compiler_options={"xla_dump_to": folder, **wanted})
-        launches, kernels = _launches(Path(folder))
+    run = operation(gpu.rejection_sampling, case, kind)
+    program, kernels, launches = aot_gpu.compile_for_h200(
+        run, given, chips, prefix="rejection_sampling_"
+    )
     return _compiled(program, case, case.columns, launches=launches, kernels=kernels)
-
-
-def _launches(folder: Path) -> tuple[int, tuple[aot_gpu.Kernel, ...]]:
-    [listed] = folder.glob("*.thunk_sequence.txt")
-    text = listed.read_text()
-    needs: dict[str, Any] = {}
-    for source in folder.glob("*.ptx"):
-        if "rejection_sampling_" in source.read_text():
-            needs |= aot_gpu._assemble(source)
-    found = re.findall(
-        r"(rejection_sampling_\w+) grid: \[(.*?)\] threads: \[(\d+), 1, 1\]"
-        r"\s+shared_memory: (\d+) bytes",
-        text,
-    )
-    kernels = {
-        name: aot_gpu.Kernel(
-            name=name,
-            grid=tuple(int(size) for size in grid.split(",")),
-            threads=int(threads),
-            shared_bytes=int(shared),
-            **needs[name],
-        )
-        for name, grid, threads, shared in found
-    }
-    return len(re.findall(r": k(?:CustomKernel|Copy|Kernel)\b", text)), tuple(
-        kernels.values()
-    )
 
 
 def main() -> None:

@@ -11,8 +11,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
-from jax.sharding import PartitionSpec as P
 
 from jaxspec_kernels.rejection_sampling import (
     BLOCK,
@@ -30,10 +28,11 @@ from tests.kernels.rejection_rounds import (
     Round,
     by_whole_rows,
     make_round,
+    plain_controls,
+    sliced,
     uncached,
     with_kind,
 )
-from tests.kernels.test_rejection_sampling import plain_controls
 from tests.support.mutation import Mutant
 
 PACKAGE = "jaxspec_kernels.rejection_sampling"
@@ -88,16 +87,7 @@ def check_rounds(implementation: str) -> None:
 
 def check_slices() -> None:
     """Two devices that hold a half each find the verdicts of whole rows."""
-    split = P(None, None, "model")
-    decide = by_reference(tile=64, vocab_size=VOCAB, axis_name="model")
-    run = jax.jit(
-        jax.shard_map(
-            lambda *arrays: decide(*arrays[:-1], **arrays[-1]),
-            mesh=Mesh(np.array(jax.devices()[:2]), ("model",)),
-            in_specs=(P(), split, split, P(), P(), P()),
-            out_specs=P(),
-        )
-    )
+    run = sliced(by_reference(tile=64), vocab_size=VOCAB)
     arrays, numbers, verdict = rounds()[1]
     with uncached():
         found = run(*arrays, numbers)

@@ -1,19 +1,27 @@
 """Rounds of rejection sampling, and what the rules make of whole rows."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 from jaxspec.program import randomness
 from jaxspec.program.propose import Proposal
 from jaxspec.program.randomness import ACCEPT, SAMPLE
-from jaxspec_kernels.rejection_sampling import BLOCK, COUPLED, STANDARD, Controls
+from jaxspec_kernels.rejection_sampling import (
+    BLOCK,
+    COUPLED,
+    STANDARD,
+    Controls,
+    reference,
+)
 from tests.kernels import dense, whole_rows
 from tests.kernels.oracle import UNOPTIMISED
 from tests.support.laws import filtered_law
@@ -22,6 +30,9 @@ from tests.support.rows import make_active
 START = 20  # known tokens of every sequence
 GREEDY = -1
 KINDS = GREEDY, STANDARD, BLOCK, COUPLED
+COLUMNS = 50
+TILE = 16  # four tiles, of which the last overlaps the third
+RULES = {"standard": STANDARD, "block": BLOCK, "coupled": COUPLED, "greedy": GREEDY}
 
 
 @contextlib.contextmanager
@@ -32,6 +43,38 @@ def uncached() -> Iterator[None]:
     jax.config.update(name, 1e9)
     yield
     jax.config.update(name, before)
+
+
+def sliced(
+    run: Callable[..., Any],
+    shape: tuple[int, ...] = (2,),
+    *,
+    vocab_size: int = 2**30,
+    has_probs: bool = True,
+    check_vma: bool = True,
+) -> Any:
+    """Split the vocabulary of an implementation over all axes of a mesh.
+
+    Args:
+        check_vma: That the verdict is the same on every device.
+
+    Returns:
+        A jit of the arrays and, last, of the numbers of a round.
+    """
+    names = ("replica", "model")[-len(shape) :]
+    devices = np.array(jax.devices()[: np.prod(shape)]).reshape(shape)
+    split = P(None, None, names)
+    decide = partial(run, vocab_size=vocab_size, axis_name=names)
+    return jax.jit(
+        jax.shard_map(
+            lambda *arrays: decide(*arrays[:-1], **arrays[-1]),
+            mesh=Mesh(devices, names),
+            in_specs=(P(), split if has_probs else P(), split, P(), P(), P()),
+            out_specs=P(),
+            check_vma=check_vma,
+        ),
+        compiler_options=UNOPTIMISED,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,3 +246,34 @@ def with_kind(one: Round, kind: int) -> Round:
     """The same round with one rule for all sequences."""
     temperature = np.maximum(one.temperature, np.float32(0.7)) * (kind != GREEDY)
     return replace(one, kind=np.full_like(one.kind, kind), temperature=temperature)
+
+
+@cache
+def tiled(tile: int = TILE, vocab_size: int = COLUMNS) -> Any:
+    """Return the reference, with tiles of so many columns."""
+    return jax.jit(
+        partial(
+            reference.rejection_sampling,
+            vocab_size=vocab_size,
+            axis_name=None,
+            tile=tile,
+        ),
+        compiler_options=UNOPTIMISED,
+    )
+
+
+def run(one: Round, tile: int = TILE, **changes) -> tuple[np.ndarray, np.ndarray]:
+    """Return the verdict of the reference: accepted drafts and next tokens."""
+    verdict = tiled(tile)(*one.arrays, **one.numbers | changes)
+    return np.asarray(verdict.num_accepted), np.asarray(verdict.next_token)
+
+
+def plain_controls(seqs: int, **values) -> Controls:
+    """Return the same sampling values for all sequences."""
+    given = dict(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) | values
+    return Controls(
+        jnp.full(seqs, given["temperature"], jnp.float32),
+        jnp.full(seqs, given["top_k"], jnp.int32),
+        jnp.full(seqs, given["top_p"], jnp.float32),
+        jnp.full(seqs, given["min_p"], jnp.float32),
+    )

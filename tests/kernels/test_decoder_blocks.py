@@ -23,6 +23,7 @@ from jaxspec_kernels.decoder_blocks import (
     feed_forward_block,
 )
 from jaxspec_kernels.panel_matmul import QuantizedPanels, quantized_panels, to_panels
+from tests.kernels.oracle import UNOPTIMISED
 
 pytestmark = pytest.mark.usefixtures("has_native")
 PAGE_SIZE, MODEL = 4, 24
@@ -68,9 +69,15 @@ class Layer:
     ) -> tuple[Any, Any]:
         """Call the operation with `changes` of its settings."""
         settings = self.settings(batch)._replace(**changes)
-        return attention_block(
-            batch.stream, self.held(batch), settings, implementation=implementation
-        )
+
+        def run(stream: jax.Array, pages: Any) -> Any:
+            return attention_block(
+                stream, pages, settings, implementation=implementation
+            )
+
+        if implementation == "reference":  # compiling its operations one by one: 1 s
+            run = jax.jit(run, compiler_options=UNOPTIMISED)
+        return run(batch.stream, self.held(batch))
 
     def held(self, batch: "Batch") -> Any:
         """Pages with random keys and values."""
@@ -188,6 +195,21 @@ GEMMA_3_LAYERS = [
 ]
 
 
+def check_attention(layer: Layer, batch: Batch, least: float = 0.0, **changes) -> Any:
+    """Compare with the reference; return the rows."""
+    found, pages = layer.attend(batch, "cpu", **changes)
+    expected, expected_pages = layer.attend(batch, "reference", **changes)
+    # bfloat16 rounds what differs in the last bit of float32 up or down.
+    most = 2e-2 if layer.dtype == "bfloat16" else 2e-5
+    np.testing.assert_allclose(found, expected, atol=most)
+    np.testing.assert_allclose(
+        from_storage(pages),
+        from_storage(expected_pages),
+        atol=max(PAGE_STEPS.get(layer.pages, 0.02), least),
+    )
+    return found
+
+
 @pytest.mark.parametrize("layer", LAYERS)
 @pytest.mark.parametrize("is_tree", [False, True])
 def test_attention_equals_the_reference(layer, is_tree):
@@ -195,16 +217,14 @@ def test_attention_equals_the_reference(layer, is_tree):
     if is_tree:  # both drafts follow the newest token
         mask = np.array([[1, 0, 0], [1, 1, 0], [1, 0, 1]], bool)
         masks = jnp.asarray(np.stack([mask, mask]))
-    batch = make_batch(masks)
-    found, pages = layer.attend(batch, implementation="cpu")
-    expected, expected_pages = layer.attend(batch, implementation="reference")
-    # bfloat16 rounds what differs in the last bit of float32 up or down.
-    most = 2e-2 if layer.dtype == "bfloat16" else 2e-5
-    np.testing.assert_allclose(found, expected, atol=most)
-    least = PAGE_STEPS.get(layer.pages, 0.02)
-    np.testing.assert_allclose(
-        from_storage(pages), from_storage(expected_pages), atol=least
-    )
+    check_attention(layer, make_batch(masks))
+
+
+@pytest.mark.parametrize("name", ["q_norm", "k_norm"])
+def test_norm_of_queries_or_keys_alone_equals_the_reference(name):
+    layer = Layer()
+    norm: Any = {name: layer.norm(6, layer.head_dim)}
+    check_attention(layer, make_batch(), **norm)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -252,14 +272,7 @@ def check_feed_forward(layer: Layer, activation: str, hidden: int, block: int) -
 def test_attention_of_gemma_3_equals_the_reference(layer):
     # Beyond the window, before it, and more rows than one thread takes.
     batch = make_batch(None, layer.model, ends=(521, 30, 40), counts=(5, 5, 40))
-    found, pages = layer.attend(batch, implementation="cpu")
-    expected, expected_pages = layer.attend(batch, implementation="reference")
-    most = 2e-2 if layer.dtype == "bfloat16" else 2e-5
-    np.testing.assert_allclose(found, expected, atol=most)
-    least = max(PAGE_STEPS.get(layer.pages, 0.02), 1e-5)  # sums of 640 products
-    np.testing.assert_allclose(
-        from_storage(pages), from_storage(expected_pages), atol=least
-    )
+    found = check_attention(layer, batch, 1e-5)  # sums of 640 products
     alone = replace(
         batch,
         positions=batch.positions[:10],
@@ -279,16 +292,6 @@ def test_the_window_of_gemma_3_ends_where_the_reference_says():
     for window in (511, 513):
         other, _ = layer.attend(batch, implementation="reference", window=window)
         assert np.abs(found - other).max() > 1e-3
-
-
-@pytest.mark.parametrize("name", ["q_norm", "k_norm"])
-def test_norm_of_queries_or_keys_alone_equals_the_reference(name):
-    layer, batch = Layer(), make_batch()
-    norm: Any = {name: layer.norm(6, layer.head_dim)}
-    found, pages = layer.attend(batch, "cpu", **norm)
-    expected, expected_pages = layer.attend(batch, "reference", **norm)
-    np.testing.assert_allclose(found, expected, atol=2e-5)
-    np.testing.assert_allclose(pages, expected_pages, atol=1e-6)
 
 
 @pytest.mark.parametrize("has_head_norms", [False, True])
@@ -330,16 +333,17 @@ def test_donated_pages_are_written_where_they_lie(is_scaled):
     assert addresses(made) == before
 
 
-def test_what_does_not_fit_is_refused():
+def test_arguments_that_do_not_fit_are_errors():
     layer, batch = Layer(), make_batch()
-    with pytest.raises(ValueError, match="3 query heads for 2 KV heads"):
-        layer.attend(batch, num_q_heads=3)
+    for changes, message in (
+        (dict(num_q_heads=3), "3 query heads for 2 KV heads"),
+        (dict(q_norm=layer.norm(6)), r"weights \(24,\): one .* of the 10 elem"),
+        (dict(k_norm=layer.norm(6)), r"weights \(24,\): one .* of the 10 elem"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            layer.attend(batch, **changes)
     with pytest.raises(Exception, match="matrices do not fit"):
         layer.attend(batch, q_proj=layer.matrix(3, 40, 26), implementation="cpu")
-    with pytest.raises(ValueError, match=r"weights \(24,\): one .* of the 10 elem"):
-        layer.attend(batch, q_norm=layer.norm(6))
-    with pytest.raises(ValueError, match=r"weights \(24,\): one .* of the 10 elem"):
-        layer.attend(batch, k_norm=layer.norm(6))
     network = FeedForward(
         before=layer.norm(1),
         after=None,

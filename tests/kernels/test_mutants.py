@@ -1,37 +1,69 @@
-"""Every known bug of an attention kernel is seen, in every implementation."""
+"""Every known bug of a kernel is found, in every implementation that can have it."""
 
 import pytest
 
 from tests.batteries import members
-from tests.kernels.mutants import BUGS, CHECKS, MUTANTS
+from tests.kernels import mutants, rejection_mutants
 from tests.support.mutation import applied, is_killed
 
-EXAMPLE = "tpu: missing rescale"
+
+@pytest.fixture
+def truth():
+    """Make the verdicts of whole rows before a mutant is applied."""
+    rejection_mutants.rounds()
 
 
 @pytest.mark.parametrize(
     "one",
-    members("attention_mutants", MUTANTS, is_example=lambda one: one.name == EXAMPLE),
+    members(
+        "attention_mutants",
+        mutants.MUTANTS,
+        is_example=lambda one: one.name == "tpu: missing rescale",
+    ),
     ids=lambda one: one.name,
 )
-def test_mutant_is_killed(one):
+def test_mutant_of_attention_is_killed(one):
     assert is_killed(one), f"{one.name} survived: {one.old} -> {one.new}"
 
 
-@pytest.mark.battery(name="attention_mutants")
-def test_checks_pass_without_a_mutant():
-    for check in dict.fromkeys(one.check for one in MUTANTS):
+@pytest.mark.usefixtures("truth")
+@pytest.mark.parametrize(
+    "one",
+    members(
+        "rejection_mutants",
+        rejection_mutants.MUTANTS,
+        is_example=lambda one: one == rejection_mutants.MUTANTS[0],
+    ),
+    ids=lambda one: one.name,
+)
+def test_mutant_of_rejection_sampling_is_killed(one):
+    assert is_killed(one), f"{one.name} survived: {one.old} -> {one.new}"
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        pytest.param(mutants, marks=pytest.mark.battery(name="attention_mutants")),
+        pytest.param(
+            rejection_mutants, marks=pytest.mark.battery(name="rejection_mutants")
+        ),
+    ],
+    ids=lambda module: module.__name__.rpartition(".")[2],
+)
+def test_checks_pass_without_a_mutant(module):
+    checks = [*module.CHECKS.values(), *(one.check for one in module.MUTANTS)]
+    for check in dict.fromkeys(checks):
         check()
 
 
-def test_every_implementation_has_every_bug():
-    names = {one.name for one in MUTANTS}
-    for implementation in CHECKS:
-        assert {f"{implementation}: {bug}" for bug in BUGS} <= names
+def test_every_implementation_of_attention_has_every_bug():
+    names = {one.name for one in mutants.MUTANTS}
+    for implementation in mutants.CHECKS:
+        assert {f"{implementation}: {bug}" for bug in mutants.BUGS} <= names
 
 
 def test_mutants_can_be_made():
     """The code they rewrite is still there."""
-    for one in MUTANTS:
+    for one in (*mutants.MUTANTS, *rejection_mutants.MUTANTS):
         with applied(one):
             pass

@@ -1,88 +1,17 @@
-"""Operations in C++: exact, a row's bits its own, and built or refused plainly."""
+"""The library of C++ operations is built, kept and loaded, or refused plainly."""
 
 import os
 import platform
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
 
-from jaxspec_kernels import native, paged_attention
-from jaxspec_kernels.paged_attention.cases import CASES as CALLS
-from tests.kernels.oracle import EXACT, SMALL, build, error, excess, random_forest
+from jaxspec_kernels import native
 
 pytestmark = pytest.mark.usefixtures("has_native")
-SIXTEEN = replace(SMALL, head_dim=16)
-
-
-def attend(call, **changes):
-    given: Any = call.settings | dict(ancestor_mask=call.ancestor_mask) | changes
-    return np.asarray(paged_attention(*call.arrays, **given, implementation="cpu"))
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "uint16"])
-@pytest.mark.parametrize("name", CALLS)
-def test_attention_equals_float64(name, dtype):
-    call = build(CALLS[name], dtype="bfloat16" if dtype == "uint16" else dtype)
-    if dtype == "uint16":
-        query, pages, *rest = call.arrays
-        bits = jax.lax.bitcast_convert_type(pages, jnp.uint16)
-        given: Any = call.settings | dict(implementation="cpu")
-        found = paged_attention(query, bits, *rest, **given)
-    else:
-        found = attend(call)
-    assert excess(call, found) <= EXACT
-
-
-@pytest.mark.parametrize(
-    ("window", "soft_cap"), [(None, 2.0), (1, 2.0), (7, 2.0), (16, 2.0), (7, None)]
-)
-def test_ragged_batches_and_trees_equal_float64(window, soft_cap):
-    case = replace(SIXTEEN, window=window, soft_cap=soft_cap)
-    for seed in range(6):
-        call = build(case, seed)
-        assert error(call, attend(call)) <= EXACT
-    tree = replace(case, queries=7)
-    for seed in range(6):
-        kv_len = [7, *np.random.default_rng(seed).integers(7, 91, 3).tolist()]
-        call = build(tree, seed, kv_len=kv_len, mask=random_forest(4, 7, seed))
-        assert error(call, attend(call)) <= EXACT
-
-
-def test_attention_of_pads_and_empty_sequences_is_zero():
-    call = build(SIXTEEN, kv_len=[0, 2, 5, 90])
-    found = attend(call)
-    assert not found[0].any() and not found[1, :3].any()
-    assert found[1, 3:].any(axis=(1, 2)).all()
-
-
-def test_attention_of_a_token_does_not_depend_on_the_tokens_beside_it():
-    call = build(replace(SIXTEEN, queries=6), kv_len=[90, 41, 16, 6])
-    query, pages, table, kv_len = call.arrays
-    whole = attend(call)
-    settings: Any = call.settings
-    for count in range(1, 6):
-        found = paged_attention(
-            query[:, 6 - count :],
-            pages,
-            table,
-            kv_len,
-            **settings,
-            implementation="cpu",
-        )
-        np.testing.assert_array_equal(found, whole[:, 6 - count :])
-
-
-def test_other_heads_take_the_reference():
-    call = build(SMALL)  # head_dim 8
-    assert error(call, attend(call)) <= EXACT
 
 
 def run_in_new_process(code, **environment):

@@ -23,7 +23,7 @@ from tests.kernels import (
     test_native_fuzz,
     test_paged_attention,
     test_panel_matmul,
-    test_rejection_sampling_cpu,
+    test_rejection_sampling_backends,
 )
 
 HERE = Path(__file__).parent
@@ -33,7 +33,7 @@ MODULES = (
     test_native_fuzz,
     test_paged_attention,
     test_panel_matmul,
-    test_rejection_sampling_cpu,
+    test_rejection_sampling_backends,
 )
 SANITIZED = "-O1 -g -fsanitize=address,undefined -fno-sanitize-recover=undefined"
 # Objects are kept: of a library with a mistake one is another. Compilers are not to be
@@ -116,7 +116,11 @@ def assert_all_pass(done: subprocess.CompletedProcess[str]) -> None:
     assert "passed" in done.stdout and "skipped" not in done.stdout
 
 
-ALL = tuple(str(HERE / f"{one.__name__.rpartition('.')[2]}.py") for one in MODULES)
+# The other backends of the same tables run no C++.
+ALL = (
+    *(str(HERE / f"{one.__name__.rpartition('.')[2]}.py") for one in MODULES),
+    *("-k", "not gpu and not tpu"),
+)
 
 
 @pytest.fixture(scope="module")

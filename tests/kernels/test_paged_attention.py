@@ -1,9 +1,9 @@
-"""Every call equals a float64 loop over the visible keys; nothing else is read.
+"""Every backend of paged attention equals float64 and reads no slot out of reach.
 
-Slots that no query sees hold NaN in every pool made here.
+Slots that no query sees hold NaN in every pool made here. What a chip cannot do or hold
+is found by the tests that compile for it, `test_kernels_aot.py`.
 """
 
-import itertools
 import re
 from dataclasses import replace
 from functools import partial
@@ -13,13 +13,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import PartitionSpec
 from jaxtyping import config
 
 from jaxspec_kernels import paged_attention
 from jaxspec_kernels.bits import to_storage
-from jaxspec_kernels.paged_attention import gpu, reference, tpu
-from jaxspec_kernels.paged_attention.cases import CASES
+from jaxspec_kernels.paged_attention import reference, tpu
+from jaxspec_kernels.paged_attention.cases import CASES, REAL_CASES
+from jaxspec_kernels.paged_attention.gpu_tiles import NUM_SMS, Tiles
+from tests.kernels.attention_base import (
+    BLOCK_TOKENS,
+    FUNCTIONS,
+    STRICT,
+    TILES,
+    count_reads,
+    run,
+    run_strictly,
+    strict_case,
+    tiles_of,
+)
 from tests.kernels.oracle import (
     EXACT,
     IN_LANES,
@@ -27,138 +39,277 @@ from tests.kernels.oracle import (
     SCALED_CASES,
     SMALL,
     Call,
+    attend,
     build,
     build_quantized,
     error,
     excess,
+    pages_in_reach,
     random_forest,
 )
 
-SMALL_BLOCK = 16  # tokens walked at once in the tests of SMALL: six blocks
+# Smaller heads are the reference's, see cpu.py.
+SIXTEEN = replace(SMALL, head_dim=16)
+SMALL_OF = {"reference": SMALL, "cpu": SIXTEEN, "gpu": SMALL, "tpu": SMALL}
+FAST_ON_TPU = ("tiny/verify", "2b/tp8/decode-two")
+needs_native = pytest.mark.usefixtures("has_native")
+in_battery = pytest.mark.battery(name="attention_calls")
 
 
-@partial(jax.jit, static_argnames=("scale", "soft_cap", "window"))
-def attend(query, kv_pages, page_table, kv_len, mask=None, **settings):
-    return paged_attention(
-        query, kv_pages, page_table, kv_len, ancestor_mask=mask, **settings
-    )
+def row(backend: str, *values: Any, slow: bool = False) -> Any:
+    """One row of a table; slow ones are run by the battery."""
+    return pytest.param(backend, *values, marks=[in_battery] * slow)
 
 
-@partial(jax.jit, static_argnames=("scale", "soft_cap", "window", "block_tokens"))
-def attend_blocks(
-    query,
-    kv_pages,
-    page_table,
-    kv_len,
-    mask=None,
-    *,
-    block_tokens=SMALL_BLOCK,
-    **settings,
-):
-    return reference.paged_attention(
-        query,
-        kv_pages,
-        page_table,
-        kv_len,
-        ancestor_mask=mask,
-        block_tokens=block_tokens,
-        **settings,
-    )
+slow = partial(row, slow=True)
 
 
-def run(call: Call, block_tokens: int = SMALL_BLOCK) -> np.ndarray:
-    return np.asarray(
-        attend_blocks(
-            *call.arrays, call.ancestor_mask, block_tokens=block_tokens, **call.settings
-        )
-    )
+@pytest.fixture(autouse=True)
+def _skip_without_library(request: pytest.FixtureRequest):
+    if getattr(request.node, "callspec", None) is not None:
+        if request.node.callspec.params.get("backend") == "cpu":
+            request.getfixturevalue("has_native")
 
 
+def check(backend: str, call: Call, **own: Any) -> np.ndarray:
+    result = run(backend, call, **own)
+    assert error(call, result) <= EXACT
+    return result
+
+
+def public(call: Call, arrays: Any = None, **settings: Any) -> jax.Array:
+    given: Any = call.settings | dict(ancestor_mask=call.ancestor_mask) | settings
+    return paged_attention(*(arrays or call.arrays), **given)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "uint16"])
 @pytest.mark.parametrize("name", CASES)
-def test_case_equals_float64(name):
-    call = build(CASES[name])
-    assert error(call, attend(*call.arrays, **call.settings)) <= EXACT
+def test_public_call_equals_float64(name, dtype):
+    """With the backend that the platform has."""
+    call = build(CASES[name], dtype="bfloat16" if dtype == "uint16" else dtype)
+    query, pages, *rest = call.arrays
+    if dtype == "uint16":
+        pages = jax.lax.bitcast_convert_type(pages, jnp.uint16)
+    assert excess(call, public(call, (query, pages, *rest))) <= EXACT
 
 
-@pytest.mark.battery(name="attention_calls")
-@pytest.mark.parametrize(("name", "dtype"), SCALED_CALLS)
-def test_real_heads_and_queries_equal_float64(name, dtype):
+def _scaled_rows() -> list[Any]:
+    """Heads and queries of real models; the ones that run fast are always run."""
+    return [
+        (row if is_fast else slow)(backend, name, dtype)
+        for name, dtype in SCALED_CALLS
+        for backend, is_fast in (
+            ("cpu", False),
+            ("gpu", name.startswith("tiny") and dtype == "float32"),
+            ("tpu", name in FAST_ON_TPU),
+        )
+    ]
+
+
+@pytest.mark.parametrize(("backend", "name", "dtype"), _scaled_rows())
+def test_real_heads_and_queries_equal_float64(backend, name, dtype):
     call = build(SCALED_CASES[name], dtype=dtype)
-    assert excess(call, attend(*call.arrays, **call.settings)) <= EXACT
+    if backend == "cpu":
+        assert excess(call, run(backend, call)) <= EXACT
+    elif backend == "tpu":
+        assert excess(call, run(backend, call, block_tokens=32)) <= EXACT
+    else:
+        tiles = tiles_of(call.case, itemsize=call.arrays[0].dtype.itemsize)
+        if dtype == "bfloat16":
+            tiles = replace(tiles, splits=3)
+        limit = {"float32": EXACT, "bfloat16": 2e-2}[dtype]
+        assert error(call, run(backend, call, tiles=tiles)) <= limit
 
 
 @pytest.mark.parametrize(
-    ("window", "soft_cap"), [(None, 2.0), (1, 2.0), (7, 2.0), (16, 2.0), (7, None)]
+    ("backend", "window", "soft_cap", "page_size"),
+    [
+        *(
+            row(backend, window, soft_cap, 4)
+            for backend in ("reference", "cpu")
+            for window, soft_cap in [(None, 2.0), (1, 2.0), (7, 2.0), (16, 2.0)]
+        ),
+        row("reference", 7, None, 4),
+        row("cpu", 7, None, 4),
+        row("tpu", None, 2.0, 4),
+        slow("tpu", 1, 2.0, 4),
+        row("tpu", 7, 2.0, 4),
+        slow("tpu", 16, 2.0, 4),
+        slow("tpu", 7, None, 4),
+        row("gpu", None, 2.0, 4),
+        row("gpu", 7, None, 16),
+        slow("gpu", None, None, 1),
+        slow("gpu", 1, 2.0, 6),
+        slow("gpu", 7, 2.0, 4),
+        slow("gpu", 16, 2.0, 32),
+    ],
 )
-def test_ragged_batches_equal_float64(window, soft_cap):
-    case = replace(SMALL, window=window, soft_cap=soft_cap)
+def test_ragged_batches_equal_float64(backend, window, soft_cap, page_size):
+    changes = dict(window=window, soft_cap=soft_cap, page_size=page_size)
     for seed in range(6):
-        call = build(case, seed)
-        assert error(call, run(call)) <= EXACT
+        check(backend, build(replace(SMALL_OF[backend], **changes), seed))
 
 
-@pytest.mark.parametrize(("q_heads", "kv_heads"), [(6, 1), (6, 3), (6, 6)])
-def test_query_heads_share_kv_heads(q_heads, kv_heads):
+@pytest.mark.parametrize(
+    ("backend", "window", "end"),
+    [row("tpu", 7, 36), slow("tpu", None, 36), row("gpu", 8, 84), row("gpu", None, 84)],
+)
+def test_every_length_equals_float64(backend, window, end):
+    """Pages, blocks, shares and windows end at every place."""
+    for first in range(0, end, 4):
+        kv_len = [*range(first, first + 4)]
+        check(backend, build(replace(SMALL, window=window), first, kv_len=kv_len))
+
+
+@pytest.mark.parametrize(
+    ("backend", "q_heads", "kv_heads", "own"),
+    [
+        *(row("reference", 6, kv_heads, {}) for kv_heads in (1, 3, 6)),
+        *(
+            (row if kv_heads == 3 and group in (1, 8) else slow)(
+                "tpu", group * kv_heads, kv_heads, {}
+            )
+            for group in range(1, 9)
+            for kv_heads in (1, 3)
+        ),
+        slow("gpu", 2, 2, {}),
+        # A token's heads are in two tiles.
+        row("gpu", 6, 2, dict(tiles=replace(TILES, rows=4))),
+        row("gpu", 16, 2, dict(tiles=replace(TILES, rows=64))),
+        *(
+            slow("gpu", 2 * group, 2, dict(tiles=replace(TILES, rows=64)))
+            for group in (2, 4, 5, 6, 7)
+        ),
+    ],
+)
+def test_query_heads_share_kv_heads(backend, q_heads, kv_heads, own):
     case = replace(SMALL, q_heads=q_heads, kv_heads=kv_heads)
-    call = build(case, seed=3)
-    assert error(call, run(call)) <= EXACT
+    check(backend, build(case, seed=3), **own)
 
 
-def test_pads_and_empty_sequences_are_zeros():
-    call = build(SMALL, kv_len=[0, 2, 5, 90])
-    result = run(call)
-    assert error(call, result) <= EXACT
-    assert not result[0].any() and not result[1, :3].any()
-    assert result[1, 3:].any(axis=(1, 2)).all()
+@pytest.mark.parametrize(
+    ("backend", "own"),
+    [
+        *(row(backend, {}) for backend in FUNCTIONS),
+        row("gpu", dict(tiles=replace(TILES, splits=1))),
+    ],
+)
+def test_padding_and_empty_sequences_are_zeros(backend, own):
+    """TPU: buffers pass from one sequence to the next that has something to read."""
+    for kv_len in (
+        [0, 2, 5, 90], [0, 0, 0, 0], [0, 90, 0, 0], [90, 0, 0, 41], [1, 2, 0, 5],
+    ):  # fmt: skip
+        call = build(SMALL_OF[backend], kv_len=kv_len)
+        result = check(backend, call, **own)
+        is_used = call.seen.any(axis=2)
+        assert not result[~is_used].any()
+        assert result[is_used].any(axis=(1, 2)).all()
 
 
-@pytest.mark.parametrize("window", [None, 7])
-def test_batch_without_tokens_is_zeros(window):
-    call = build(replace(SMALL, window=window), kv_len=[0, 0, 0, 0])
-    assert not run(call).any()
-
-
-@pytest.mark.parametrize("window", [None, 2, 7])
-def test_trees_equal_float64(window):
-    case = replace(SMALL, queries=7, window=window)
+@pytest.mark.parametrize(
+    ("backend", "window"),
+    [
+        *(row("reference", window) for window in (None, 2, 7)),
+        *(row("cpu", window) for window in (None, 2, 7)),
+        *(slow("tpu", window) for window in (None, 2)),
+        row("tpu", 7),
+        *(row("gpu", window) for window in (None, 2)),
+        slow("gpu", 7),
+    ],
+)
+def test_trees_equal_float64(backend, window):
+    case = replace(SMALL_OF[backend], queries=7, window=window)
     for seed in range(6):
         # The root's own position is in the pages: at least `queries` tokens.
-        rng = np.random.default_rng(seed)
-        kv_len = [7, *rng.integers(7, 91, 3).tolist()]
-        call = build(case, seed, kv_len=kv_len, mask=random_forest(4, 7, seed))
-        assert error(call, run(call)) <= EXACT
+        kv_len = [7, *np.random.default_rng(seed).integers(7, 91, 3).tolist()]
+        check(backend, build(case, seed, kv_len=kv_len, mask=random_forest(4, 7, seed)))
+
+
+@pytest.mark.parametrize(
+    ("backend", "window", "own"),
+    [
+        row("tpu", 3, {}),
+        slow("tpu", None, {}),
+        row("gpu", 3, dict(tiles=replace(TILES, rows=64))),
+        slow("gpu", None, dict(tiles=replace(TILES, rows=64))),
+    ],
+)
+def test_trees_of_more_nodes_than_a_word_has_bits(backend, window, own):
+    case = replace(SMALL, queries=67, window=window)
+    mask = random_forest(4, 67, seed=1)
+    check(backend, build(case, kv_len=[67, 68, 80, 90], mask=mask), **own)
+
+
+@needs_native
+def test_heads_of_another_size_take_the_reference_on_a_cpu():
+    check("cpu", build(SMALL))  # head_dim 8
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_batch_without_tokens_in_a_window_is_zeros(backend):
+    case = replace(SMALL_OF[backend], window=7)
+    assert not check(backend, build(case, kv_len=[0, 0, 0, 0])).any()
 
 
 def test_tree_of_one_node_is_the_newest_token():
     mask = np.ones((4, 1, 1), bool)
-    call = build(replace(SMALL, queries=1), kv_len=[90, 16, 1, 41], mask=mask)
-    assert error(call, run(call)) <= EXACT
-
-
-@pytest.mark.parametrize("window", [None, 7])
-def test_chain_as_a_tree_is_the_chain(window):
-    case = replace(SMALL, window=window)
-    chain = np.broadcast_to(np.tri(5, dtype=bool), (4, 5, 5)).copy()
-    for kv_len in ([90, 40, 3, 0], [17, 16, 15, 1]):
-        call = build(case, kv_len=kv_len)
-        # Two programs, which XLA fuses differently.
-        assert np.abs(run(replace(call, mask=chain)) - run(call)).max() <= EXACT
+    case = replace(SMALL, queries=1)
+    check("reference", build(case, kv_len=[90, 16, 1, 41], mask=mask))
 
 
 @pytest.mark.parametrize(
-    ("window", "block_tokens"), [(7, 1), (7, 20), (7, 64), (None, 8), (None, 512)]
+    ("backend", "window"),
+    [row("reference", None), row("reference", 7), row("gpu", 7), slow("gpu", None)],
 )
-def test_block_size_does_not_matter(window, block_tokens):
-    call = build(replace(SMALL, window=window), seed=2)
-    assert error(call, run(call, block_tokens)) <= EXACT
+def test_chain_as_a_tree_is_the_chain(backend, window):
+    chain = np.broadcast_to(np.tri(5, dtype=bool), (4, 5, 5)).copy()
+    for kv_len in ([90, 40, 3, 0], [17, 16, 15, 1]):
+        call = build(replace(SMALL, window=window), kv_len=kv_len)
+        # Two programs, which XLA fuses differently.
+        found = run(backend, replace(call, mask=chain)) - run(backend, call)
+        assert np.abs(found).max() <= EXACT
 
 
-@pytest.mark.parametrize("window", [None, 16])
-def test_row_does_not_depend_on_the_other_rows(window):
+@pytest.mark.parametrize(
+    ("backend", "window", "own"),
+    [
+        *(row("reference", 7, dict(block_tokens=size)) for size in (1, 20, 64)),
+        *(row("reference", None, dict(block_tokens=size)) for size in (8, 512)),
+        row("tpu", 7, dict(block_tokens=12)),
+        *(slow("tpu", 7, dict(block_tokens=size)) for size in (1, 64, None)),
+        *(
+            (slow if window is None or (tiles.splits, tiles.rows) in ((1, 16), (2, 1))
+             else row)("gpu", window, dict(tiles=tiles))
+            for window in (40, None)
+            for tiles in (
+                Tiles(rows=16, keys=16, splits=1),
+                Tiles(rows=16, keys=128, splits=2),  # one block: an empty first share
+                Tiles(rows=16, keys=16, splits=20),
+                Tiles(rows=4, keys=16, splits=3),  # two queries in a tile
+                Tiles(rows=1, keys=32, splits=2),
+            )
+        ),
+    ],
+)  # fmt: skip
+def test_block_size_does_not_matter(backend, window, own):
+    for seed in range(3):
+        check(backend, build(replace(SMALL, window=window), seed), **own)
+
+
+@pytest.mark.parametrize(
+    ("backend", "window"),
+    [
+        *(row(backend, 16) for backend in ("reference", "cpu", "gpu")),
+        *(row(backend, None) for backend in ("reference", "cpu", "gpu")),
+        row("tpu", 7),
+        slow("tpu", None),
+    ],
+)
+def test_row_does_not_depend_on_the_other_rows(backend, window):
     """Bitwise: otherwise the text of a request would depend on its neighbours."""
-    case = replace(SMALL, window=window)
+    case = replace(SMALL_OF[backend], window=window)
     base = build(case, kv_len=[60, 60, 60, 60])
-    expected = run(base)[0]
+    expected = run(backend, base)[0]
     # Shorter and longer walks, starts before and after the row's own window.
     for others in ([0, 0, 0], [1, 7, 90], [90, 90, 90], [33, 80, 5]):
         other = build(case, seed=5, kv_len=[60, *others])
@@ -166,7 +317,18 @@ def test_row_does_not_depend_on_the_other_rows(window):
         pages[table[0, :15]] = base.kv_pages[base.page_table[0, :15]]
         query = np.concatenate([base.query[:1], other.query[1:]])
         other = replace(other, kv_pages=pages, query=query)
-        np.testing.assert_array_equal(run(other)[0], expected)
+        np.testing.assert_array_equal(run(backend, other)[0], expected)
+
+
+@needs_native
+def test_token_does_not_depend_on_the_number_of_queries():
+    """Bitwise, on a CPU: K changes from round to round."""
+    call = build(replace(SIXTEEN, queries=6), kv_len=[90, 41, 16, 6])
+    query, *rest = call.arrays
+    whole = run("cpu", call)
+    for count in range(1, 6):
+        found = run("cpu", call, arrays=(query[:, 6 - count :], *rest))
+        np.testing.assert_array_equal(found, whole[:, 6 - count :])
 
 
 @pytest.mark.parametrize(
@@ -184,110 +346,210 @@ def test_row_does_not_depend_on_the_other_rows(window):
         (7, [90, 90, 90, 90], 2),
     ],
 )
-def test_walk_visits_only_blocks_in_reach(monkeypatch, window, kv_len, num_blocks):
-    visited = []
-    read = reference.from_storage
-
-    def counted(rows):
-        jax.debug.callback(lambda: visited.append(None))
-        return read(rows)
-
-    monkeypatch.setattr(reference, "from_storage", counted)
+def test_reference_reads_only_blocks_in_reach(monkeypatch, window, kv_len, num_blocks):
     call = build(replace(SMALL, window=window), kv_len=kv_len)
-    # A jit of its own: `attend_blocks` may have traced the uncounted form.
-    attend_counted = jax.jit(
-        partial(
-            reference.paged_attention,
-            ancestor_mask=None,
-            block_tokens=SMALL_BLOCK,
-            **call.settings,
-        )
-    )
-    result = attend_counted(*call.arrays)
-    jax.effects_barrier()
-    assert len(visited) == num_blocks
-    assert error(call, result) <= EXACT
+    assert len(count_reads(monkeypatch, "reference", call)) == num_blocks
 
 
-def test_bfloat16_pages_as_such_and_as_bits():
-    call = build(SMALL, seed=4, dtype="bfloat16", query_dtype="float32")
-    query, pages, table, kv_len = call.arrays
-    bits = to_storage(pages.astype(jnp.float32), jnp.zeros(0, jnp.uint16))
-    for pool in (pages, bits):
-        result = attend_blocks(query, pool, table, kv_len, **call.settings)
-        assert result.dtype == jnp.float32
-        assert error(call, result) <= EXACT
-
-
-@pytest.mark.usefixtures("has_native")
 @pytest.mark.parametrize(
-    ("kind", "implementation"),
+    ("backend", "window", "kv_len", "num_pages"),
     [
-        *itertools.product(["uint8", "float8_e4m3fn", "int8"], ["reference", "cpu"]),
-        (IN_LANES, "reference"),
+        # Page 22 is the last of 90 tokens.
+        slow("tpu", None, [90, 3, 17, 0], 23 + 1 + 5 + 0),
+        # The first query is at 85 and sees 78..85: pages 19 to 22.
+        slow("tpu", 8, [90, 90, 0, 90], 12),
+        # 85 - 5 = 80 is the first slot of page 20; one more token reaches page 19.
+        row("tpu", 6, [90, 0, 0, 0], 3),
+        row("tpu", 7, [90, 0, 0, 0], 4),
+        slow("tpu", 1, [16, 17, 4, 1], 2 + 2 + 1 + 1),
+        row("gpu", None, [90, 3, 17, 0], 29),
+        row("gpu", 8, [90, 90, 90, 90], 16),
+        slow("gpu", 8, [90, 0, 5, 16], 10),
+        slow("gpu", 1, [88, 89, 90, 1], 6),
     ],
 )
-@pytest.mark.parametrize("window", [None, 7])
-def test_keys_of_eight_bits_equal_float64(kind, implementation, window):
-    case = replace(SMALL, window=window)
-    settings: dict[str, Any] = dict(implementation=implementation)
-    for seed in range(3):
-        call, arrays = build_quantized(case, kind, seed)
-        found = paged_attention(*arrays, **call.settings, **settings)
-        assert error(call, found) <= EXACT
-    mask = random_forest(4, 5, seed=3)
-    call, arrays = build_quantized(case, kind, 4, kv_len=[5, 17, 60, 90], mask=mask)
-    settings["ancestor_mask"] = call.ancestor_mask
-    found = paged_attention(*arrays, **call.settings, **settings)
-    assert error(call, found) <= EXACT
+def test_kernels_read_only_pages_in_reach(
+    monkeypatch, backend, window, kv_len, num_pages
+):
+    """TPU: each of them once. GPU: nothing else."""
+    case, kept = replace(SMALL, window=window), {}
+    if backend == "gpu":
+        case = replace(case, q_heads=2, kv_heads=1)
+        kept = dict(dtype="bfloat16", query_dtype="float32")
+    call = build(case, kv_len=kv_len, **kept)
+    assert pages_in_reach(call) == num_pages
+    reads = count_reads(monkeypatch, backend, call)
+    assert len(set(reads) if backend == "gpu" else reads) == num_pages
 
 
-@pytest.mark.usefixtures("has_native")
-@pytest.mark.parametrize("implementation", ["cpu", "gpu"])
-def test_scales_in_lanes_are_of_a_tpu_alone(implementation):
-    call, arrays = build_quantized(SMALL, IN_LANES)
-    with pytest.raises(NotImplementedError, match="that are in lanes, and this impl"):
-        paged_attention(*arrays, **call.settings, implementation=implementation)
+@pytest.mark.parametrize(
+    ("backend", "dtype", "query_dtype", "limit"),
+    [
+        row("reference", "bfloat16", "float32", EXACT),
+        row("gpu", "bfloat16", "float32", EXACT),
+        # Weights have 16 bits over bfloat16 values; a bfloat16 result is rounded.
+        row("tpu", "bfloat16", "float32", 3e-5),
+        slow("tpu", "float32", "bfloat16", 2**-7),
+    ],
+)
+def test_types_of_query_and_pages_may_differ(backend, dtype, query_dtype, limit):
+    call = build(SMALL, seed=4, dtype=dtype, query_dtype=query_dtype)
+    assert error(call, run(backend, call)) <= limit
 
 
-def test_result_has_the_type_of_the_query():
+def test_reference_reads_bits_and_rounds_its_result_to_the_type_of_the_query():
+    call = build(SMALL, seed=4, dtype="bfloat16", query_dtype="float32")
+    query, pages, *rest = call.arrays
+    bits = to_storage(pages.astype(jnp.float32), jnp.zeros(0, jnp.uint16))
+    check("reference", call, arrays=(query, bits, *rest))
     call = build(SMALL, seed=4)
     query, *rest = call.arrays
     query = query.astype(jnp.bfloat16)
-    result = attend_blocks(query, *rest, **call.settings)
-    wide = attend_blocks(query.astype(jnp.float32), *rest, **call.settings)
-    assert result.dtype == jnp.bfloat16
-    np.testing.assert_array_equal(result, wide.astype(jnp.bfloat16))
+    wide = run("reference", call, arrays=(query.astype(jnp.float32), *rest))
+    small = replace(call, query_dtype="bfloat16")
+    found = run("reference", small, arrays=(query, *rest))
+    np.testing.assert_array_equal(found, wide.astype(jnp.bfloat16).astype("f4"))
 
 
-def test_heads_that_cannot_be_shared_are_an_error():
-    call = build(replace(SMALL, q_heads=3, kv_heads=3))
-    query, *rest = call.arrays
-    with pytest.raises(ValueError, match="2 query heads cannot share 3 KV heads"):
-        paged_attention(query[:, :, :2], *rest, scale=1.0)
+@pytest.mark.parametrize(
+    ("backend", "kind", "window"),
+    [
+        *(
+            row(backend, kind, window)
+            for backend in ("reference", "cpu")
+            for kind in ("uint8", "float8_e4m3fn", "int8")
+            for window in (None, 7)
+        ),
+        *(row("reference", IN_LANES, window) for window in (None, 7)),
+        *(
+            row("gpu", kind, window)
+            for kind in ("float8_e4m3fn", "int8")
+            for window in (None, 7)
+        ),
+        *(row("tpu", kind, 7) for kind in ("float8_e4m3fn", IN_LANES)),
+        *(slow("tpu", kind, None) for kind in ("float8_e4m3fn", IN_LANES)),
+    ],
+)
+def test_pages_of_eight_bits_equal_float64(backend, kind, window):
+    case = replace(SMALL_OF[backend], window=window)
+    mask = random_forest(4, 5, seed=3)
+    calls = [build_quantized(case, kind, seed) for seed in range(3)]
+    calls.append(build_quantized(case, kind, 4, kv_len=[5, 17, 60, 90], mask=mask))
+    for call, arrays in calls:
+        check(backend, call, arrays=arrays)
+    call, arrays = build_quantized(case, kind, 5, query_dtype="bfloat16")
+    # GPU: products are bfloat16's, which has all digits of the pages.
+    limit = 2e-2 if backend == "gpu" else EXACT
+    measure = error if backend == "gpu" else excess
+    assert measure(call, run(backend, call, arrays=arrays)) <= limit
 
 
-def test_unknown_implementation_is_an_error():
-    call = build(SMALL)
-    with pytest.raises(ValueError, match="paged_attention: choose one of"):
-        paged_attention(*call.arrays, scale=1.0, implementation="fast")
+@pytest.mark.parametrize(
+    ("case", "block_tokens"),
+    [
+        *(
+            pytest.param(
+                SCALED_CASES[name],
+                32,
+                marks=()
+                if name in ("tiny/verify", "2b/tp8/decode-two")
+                else in_battery,
+                id=name,
+            )
+            for name in SCALED_CASES
+        ),
+        # Rows of lanes hold many heads of a page, or a page's head has several rows.
+        *(
+            pytest.param(
+                replace(SMALL, page_size=size, q_heads=6, kv_heads=3),
+                128,
+                marks=() if size in (2, 16, 128) else in_battery,
+                id=f"pages of {size}",
+            )
+            for size in (1, 2, 8, 16, 64, 128, 256)
+        ),
+        # 8 heads' rows share one of lanes, or do not fill it.
+        *(
+            pytest.param(
+                replace(SMALL, page_size=16, q_heads=heads, kv_heads=heads),
+                48,
+                marks=() if heads == 1 else in_battery,
+                id=f"{heads} heads",
+            )
+            for heads in (1, 5, 12)
+        ),
+    ],
+)
+def test_int8_in_lanes_equals_float64(case, block_tokens):
+    kept = dict(query_dtype="bfloat16") if case.head_dim > 8 else {}
+    call, arrays = build_quantized(case, IN_LANES, **kept)
+    found = run("tpu", call, arrays=arrays, block_tokens=block_tokens)
+    assert excess(call, found) <= EXACT
 
 
-IMPLEMENTATIONS = {
-    "reference": reference.paged_attention,
-    "tpu": partial(
+def test_a_scale_that_is_nan_affects_its_token_alone():
+    """Tokens beside it in its page and its row of lanes keep theirs."""
+    call, (query, pages, table, kv_len) = build_quantized(SMALL, IN_LANES, 2)
+    slot = 40
+    page, offset = table[0, slot // SMALL.page_size], slot % SMALL.page_size
+    lane = 2 * SMALL.page_size + offset  # the second head's key
+    pages = replace(pages, scales=pages.scales.at[page, 0, lane].set(jnp.nan))
+    found = run("tpu", call, arrays=(query, pages, table, kv_len))
+    is_broken = np.isnan(found).any(axis=3)
+    group = SMALL.q_heads // SMALL.kv_heads
+    assert is_broken[0, :, group:].all() and is_broken.sum() == 5 * group
+    whole = attend(call)
+    np.testing.assert_allclose(found[0, :, :group], whole[0, :, :group], atol=EXACT)
+
+
+@pytest.mark.parametrize("window", [pytest.param(None, marks=in_battery), 7])
+def test_heads_and_sequences_split_over_a_mesh(window):
+    """As the step program calls it: every device has its heads of all pages."""
+    case = replace(SMALL, q_heads=8, kv_heads=4, window=window)
+    call = build(case, kv_len=[90, 0, 33, 4])
+    mesh = jax.make_mesh(
+        (2, 1, 4),
+        ("data", "replica", "model"),
+        axis_types=(jax.sharding.AxisType.Auto,) * 3,
+    )
+    heads = PartitionSpec("data", None, "model", None)
+    specs = (
+        heads,
+        PartitionSpec(None, None, "model", None),
+        PartitionSpec("data", None),
+        PartitionSpec("data"),
+    )
+    one_device = partial(
         tpu.paged_attention,
-        interpret=pltpu.InterpretParams(uninitialized_memory="nan"),
-        block_tokens=128,
-    ),
-    "gpu": partial(gpu.paged_attention, interpret=True),
-}
+        ancestor_mask=None,
+        block_tokens=BLOCK_TOKENS,
+        interpret=True,
+        **call.settings,
+    )
+    split = jax.shard_map(
+        one_device, mesh=mesh, in_specs=specs, out_specs=heads, check_vma=False
+    )
+    assert error(call, jax.jit(split)(*call.arrays)) <= EXACT
+
+
+@pytest.mark.parametrize(
+    ("window", "is_scaled"),
+    [pytest.param(None, False, marks=in_battery), (7, False), (7, True)],
+)
+def test_no_race_and_nothing_out_of_bounds(window, is_scaled, capfd):
+    call, changes = strict_case(window), {}
+    if is_scaled:
+        case = replace(SMALL, seqs=3, context=41, window=window)
+        call, arrays = build_quantized(case, IN_LANES, kv_len=[0, 41, 19])
+        changes["arrays"] = arrays
+    assert error(call, run_strictly(call, **changes)) <= EXACT
+    assert "RACE DETECTED" not in capfd.readouterr().out
 
 
 @pytest.mark.parametrize("window", [None, 40])
-@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+@pytest.mark.parametrize("name", ["reference", "tpu", "gpu"])
 def test_positions_past_the_page_table_hold_nothing(name, window):
-    """A last round reaches past what was reserved, with queries that nobody reads."""
+    """The last round of a request reaches past its pages with unused queries."""
     page_size, table = 16, jnp.arange(1, 10, dtype=jnp.int32)[None]
     query, pages = (
         jax.random.normal(key, shape)
@@ -297,25 +559,60 @@ def test_positions_past_the_page_table_hold_nothing(name, window):
             strict=True,
         )
     )
-    pages = pages.at[0].set(jnp.nan)  # somebody else's
+    pages = pages.at[0].set(jnp.nan)  # another sequence's
     length = table.size * page_size + 3
+    own: dict[str, Any] = {
+        "reference": {},
+        "tpu": dict(interpret=replace(STRICT, detect_races=False), block_tokens=128),
+        "gpu": dict(interpret=True),
+    }
     settings: Any = dict(scale=0.1, soft_cap=None, window=window, ancestor_mask=None)
-    found = IMPLEMENTATIONS[name](query, pages, table, jnp.array([length]), **settings)[
-        0, :2
-    ]
-    # The two queries that are inside, asked alone.
-    inside = jnp.array([length - 3])
+    found = FUNCTIONS[name](
+        query, pages, table, jnp.array([length]), **settings, **own[name]
+    )
+    # The two queries that are inside, alone.
     expected = reference.paged_attention(
-        query[:, :2], pages, table, inside, **settings
-    )[0]
-    np.testing.assert_allclose(found, expected, atol=1e-5)
+        query[:, :2], pages, table, jnp.array([length - 3]), **settings
+    )
+    np.testing.assert_allclose(found[0, :2], expected[0], atol=1e-5)
 
 
-def test_keys_without_values_are_an_error():
-    query, table = jnp.zeros((1, 1, 2, 8)), jnp.zeros((1, 4), jnp.int32)
-    pages = jnp.zeros((4, 4, 3, 8))
-    with pytest.raises(ValueError, match="must hold keys and values in turn"):
-        paged_attention(query, pages, table, jnp.array([3]), scale=1.0)
+@pytest.mark.parametrize(
+    ("backend", "kind", "page_size", "message"),
+    [
+        row("tpu", "uint16", 4, "uint16 pages hold bits"),
+        row("tpu", "int8 alone", 4, "kv_pages of type int8"),
+        row("tpu", "int8", 4, "not in lanes, and this"),
+        row("tpu", IN_LANES, 6, "page_size 6: .* power of two"),
+        row("cpu", IN_LANES, 4, "that are in lanes, and this impl"),
+        row("gpu", IN_LANES, 4, "that are in lanes, and this impl"),
+        row("gpu", "uint16", 4, "`ScaledPages`, not uint16"),
+        row("gpu", "uint8 alone", 4, "`ScaledPages`, not uint8"),
+        row("gpu", "int8 alone", 4, "`ScaledPages`, not int8"),
+    ],
+)
+def test_unsupported_pages_are_errors(backend, kind, page_size, message):
+    case = replace(SMALL, page_size=page_size)
+    if kind in ("int8", IN_LANES):
+        call, (query, pages, *rest) = build_quantized(case, kind)
+    else:
+        call = build(case)
+        query, pages, *rest = call.arrays
+        pages = jnp.zeros(pages.shape, kind.removesuffix(" alone"))
+    attend_one = partial(FUNCTIONS[backend], ancestor_mask=None, **call.settings)
+    with pytest.raises(NotImplementedError, match=message):
+        attend_one(query, pages, *rest)
+    if kind == IN_LANES and page_size == 4:
+        with pytest.raises(NotImplementedError, match=message):
+            public(call, (query, pages, *rest), implementation=backend)
+
+
+def test_unsupported_queries_are_errors():
+    call = build(SMALL)
+    query, *rest = call.arrays
+    attend_tpu = partial(tpu.paged_attention, ancestor_mask=None, **call.settings)
+    with pytest.raises(NotImplementedError, match="query of type float16"):
+        attend_tpu(query.astype(jnp.float16), *rest)
 
 
 @pytest.mark.parametrize(
@@ -329,10 +626,18 @@ def test_keys_without_values_are_an_error():
         ({"kv_len": (2, 1)}, "and kv_len (2, 1)"),
         ({"ancestor_mask": (1, 5, 5)}, "ancestor_mask (1, 5, 5)"),
         ({"ancestor_mask": (2, 5, 6)}, "(2, 5, 5) is needed"),
+        ({"kv_pages": (4, 4, 3, 8)}, "must hold keys and values in turn"),
+        (
+            {"query": (2, 5, 2, 8), "kv_pages": (4, 4, 6, 8)},
+            "2 query heads cannot share 3 KV heads",
+        ),
+        ({"window": 0}, "window=0: "),
+        ({"window": -1}, "at least 1"),
+        ({"implementation": "fast"}, "paged_attention: choose one of"),
     ],
 )
-def test_shapes_that_do_not_fit_are_an_error(change, message, monkeypatch):
-    """Where nothing checks the annotations, as with a user."""
+def test_bad_arguments_are_errors(change, message, monkeypatch):
+    """Without checks of annotations, as a user calls it."""
     monkeypatch.setattr(config, "jaxtyping_disable", True)
     shapes = {
         "query": (2, 5, 4, 8),
@@ -342,16 +647,30 @@ def test_shapes_that_do_not_fit_are_an_error(change, message, monkeypatch):
         "ancestor_mask": (2, 5, 5),
     } | change
     kinds = {"page_table": jnp.int32, "kv_len": jnp.int32, "ancestor_mask": bool}
-    arrays: dict[str, Any] = {
-        name: jnp.zeros(shape, kinds.get(name, jnp.float32))
-        for name, shape in shapes.items()
+    given: dict[str, Any] = {
+        name: jnp.zeros(value, kinds.get(name, jnp.float32))
+        if isinstance(value, tuple)
+        else value
+        for name, value in shapes.items()
     }
     with pytest.raises(ValueError, match=re.escape(message)):
-        paged_attention(**arrays, scale=1.0)
+        paged_attention(**given, scale=1.0)
 
 
-@pytest.mark.parametrize("window", [0, -1])
-def test_window_without_the_query_itself_is_an_error(window):
-    call = build(SMALL)
-    with pytest.raises(ValueError, match=f"window={window}: .* at least 1"):
-        paged_attention(*call.arrays, scale=1.0, window=window)
+def test_one_long_sequence_fills_a_gpu():
+    case = replace(REAL_CASES["9b/tp1/verify"], seqs=1)
+    assert case.kv_heads * tiles_of(case).splits >= 132
+    # Not with shares too small to be worth their sum.
+    assert tiles_of(replace(case, context=512)).splits == 4
+    assert tiles_of(replace(case, window=251)).splits == 2
+
+
+@pytest.mark.parametrize("name", REAL_CASES)
+def test_splits_run_at_once_on_a_gpu(name):
+    """Programs that wait for a place would take as long as all before them."""
+    case = REAL_CASES[name]
+    tiles = tiles_of(case)
+    rows = case.queries * case.q_heads // case.kv_heads
+    programs = case.seqs * case.kv_heads * -(-rows // tiles.rows)
+    assert tiles.splits == 1 or programs * tiles.splits <= 3 * NUM_SMS
+    assert 2 * tiles.keys * case.head_dim * 2 == 32 * 1024

@@ -2,7 +2,6 @@
 
 import re
 from dataclasses import replace
-from functools import cache, partial
 from typing import Any
 
 import jax
@@ -13,7 +12,7 @@ from jaxtyping import config
 
 from jaxspec.models.backend import Backend
 from jaxspec.program import plan
-from jaxspec.program.tree import Tree
+from jaxspec.program.tree.tree import Tree
 from jaxspec.program.verify import verify
 from jaxspec_kernels.rejection_sampling import (
     BLOCK,
@@ -26,12 +25,14 @@ from jaxspec_kernels.rejection_sampling import (
 from tests.kernels.oracle import UNOPTIMISED
 from tests.kernels.rejection_rounds import (
     GREEDY,
+    RULES,
     START,
     Round,
-    by_force,
     by_whole_rows,
-    forced_counts,
     make_round,
+    plain_controls,
+    run,
+    tiled,
     with_kind,
 )
 from tests.support import enumeration
@@ -39,54 +40,10 @@ from tests.support.enumeration import VOCAB, block_oracle, make_cases, standard_
 from tests.support.laws import check_counts, filtered_law
 from tests.support.rows import make_active
 
-COLUMNS = 50
-TILE = 16  # four tiles, of which the last overlaps the third
-RULES = {"standard": STANDARD, "block": BLOCK, "coupled": COUPLED, "greedy": GREEDY}
 ORACLES = {STANDARD: standard_oracle, BLOCK: block_oracle}
 
 
-@cache
-def tiled(tile: int = TILE, vocab_size: int = COLUMNS):
-    return jax.jit(
-        partial(
-            reference.rejection_sampling,
-            vocab_size=vocab_size,
-            axis_name=None,
-            tile=tile,
-        ),
-        compiler_options=UNOPTIMISED,
-    )
-
-
 by_public_name = jax.jit(rejection_sampling, compiler_options=UNOPTIMISED)
-
-
-def run(one: Round, tile: int = TILE, **changes) -> tuple[np.ndarray, np.ndarray]:
-    verdict = tiled(tile)(*one.arrays, **one.numbers | changes)
-    return np.asarray(verdict.num_accepted), np.asarray(verdict.next_token)
-
-
-def check_rules(seeds: int = 6) -> None:
-    """All rules, all filters, all counts of drafts side by side."""
-    for seed in range(seeds):
-        one = make_round(seed=seed)
-        np.testing.assert_array_equal(run(one), by_whole_rows(one))
-
-
-def test_verdicts_are_those_of_whole_rows():
-    check_rules()
-
-
-def test_forced_drafts_stay_and_the_target_goes_on():
-    """Whatever they are, in every rule; the token never comes from a residual."""
-    found = []
-    for seed in range(6):
-        one = make_round(seed=seed)
-        counts = forced_counts(one, seed)
-        verdict = run(one, num_forced=jnp.asarray(counts))
-        np.testing.assert_array_equal(verdict, by_force(one, counts))
-        found.append(counts != run(one)[0])
-    assert np.mean(found) > 0.3, "the rules would have decided so anyway"
 
 
 @pytest.mark.parametrize("tile", [pytest.param(50, marks=pytest.mark.slow), 2048, 7])
@@ -140,16 +97,6 @@ def test_emitted_tokens_follow_the_target_exactly(rule, monkeypatch):
     # The logarithm of a probability of 2**-12 is off by 2**-21 of it in float32.
     monkeypatch.setattr(enumeration, "MARGIN", 2.0**-18)
     check_law(rule)
-
-
-def plain_controls(seqs: int, **values) -> Controls:
-    given = dict(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) | values
-    return Controls(
-        jnp.full(seqs, given["temperature"], jnp.float32),
-        jnp.full(seqs, given["top_k"], jnp.int32),
-        jnp.full(seqs, given["top_p"], jnp.float32),
-        jnp.full(seqs, given["min_p"], jnp.float32),
-    )
 
 
 @pytest.mark.parametrize("is_certain", [False, True])

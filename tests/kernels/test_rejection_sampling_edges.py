@@ -19,8 +19,14 @@ from jaxspec_kernels.rejection_sampling import (
 from jaxspec_kernels.rejection_sampling.passes import Law, Slice
 from jaxspec_kernels.rejection_sampling.reference import Kernels
 from tests.kernels.oracle import UNOPTIMISED
-from tests.kernels.rejection_rounds import GREEDY, make_round
-from tests.kernels.test_rejection_sampling import RULES, plain_controls, run, tiled
+from tests.kernels.rejection_rounds import (
+    GREEDY,
+    RULES,
+    make_round,
+    plain_controls,
+    run,
+    tiled,
+)
 from tests.support.enumeration import LARGEST_UNIFORM
 from tests.support.programs import READERS_COMPILER
 

@@ -1,31 +1,24 @@
 """Devices that hold slices of the vocabulary agree on the verdict, in a few numbers."""
 
-import re
-from functools import cache
+from functools import cache, partial
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh
-from jax.sharding import PartitionSpec as P
 
 from jaxspec_kernels.rejection_sampling import reference
 from jaxspec_kernels.rejection_sampling.reference import Kernels
-from tests.kernels.oracle import UNOPTIMISED
+from tests.kernels.rejection_aot import collectives
 from tests.kernels.rejection_rounds import (
     Round,
     by_force,
     by_whole_rows,
     forced_counts,
     make_round,
+    sliced,
     uncached,
 )
 
-COLLECTIVE = re.compile(
-    r"= (?P<types>.*?) (all-reduce|all-gather|all-to-all|reduce-scatter|"
-    r"collective-permute|collective-broadcast)(-start)?\("
-)
 # Seven columns per device; the last device holds one token and six pads.
 VOCAB, COLUMNS = 50, 56
 
@@ -43,31 +36,9 @@ def _no_cache():
 
 @cache
 def on_mesh(shape: tuple[int, ...], *, has_probs: bool = True, tile: int = 3):
-    """The operation on a mesh that splits the vocabulary over all of its axes."""
-    names = ("replica", "model")[: len(shape)]
-    size = int(np.prod(shape))
-    mesh = Mesh(np.array(jax.devices()[:size]).reshape(shape), names)
-    split = P(None, None, names)
-
-    def call(*arrays):
-        *arrays, numbers = arrays
-        return reference.rejection_sampling(
-            *arrays,
-            **numbers,
-            vocab_size=VOCAB,
-            axis_name=names,
-            tile=tile,
-        )
-
-    return jax.jit(
-        jax.shard_map(
-            call,
-            mesh=mesh,
-            in_specs=(P(), split if has_probs else P(), split, P(), P(), P()),
-            out_specs=P(),  # checked: the verdict is the same on every device
-        ),
-        compiler_options=UNOPTIMISED,
-    )
+    """The reference on a mesh that splits the vocabulary over all of its axes."""
+    run = partial(reference.rejection_sampling, tile=tile)
+    return sliced(run, shape, vocab_size=VOCAB, has_probs=has_probs)
 
 
 @cache
@@ -121,31 +92,13 @@ def test_rows_of_nothing_give_token_zero(bad):
     assert not np.asarray(accepted)[np.asarray(one.temperature) > 0].any()
 
 
-def sizes(hlo: str) -> list[int]:
-    """Elements of every array that a collective makes."""
-    found = []
-    for line in hlo.splitlines():
-        match = COLLECTIVE.search(line)
-        if match:
-            for dims in re.findall(r"\w+\[([\d,]*)\]", match["types"]):
-                found.append(int(np.prod([int(n) for n in dims.split(",") if n])))
-    return found
-
-
 def test_collectives_carry_a_few_numbers_per_row():
     seqs, drafts = make_round().tokens.shape
     hlo = compiled().as_text()
     assert hlo is not None
-    found = sizes(hlo)
+    found = collectives(hlo)
     assert found, "no collective: the pattern does not fit this HLO"
     assert max(found) == seqs * (drafts + 1) * (Kernels().fan - 1)
     # Beside the borders of a search: single numbers per row, per draft, per device.
     few = max(seqs * (drafts + 1), seqs * 8)
     assert sum(size > few for size in found) == 2
-
-
-def test_sizes_are_read_from_hlo():
-    line = "  %a = (f32[4,16]{1,0}, s32[]) all-reduce(%b, %c), replica_groups={}"
-    assert sizes(line) == [64, 1]
-    assert sizes("  %a = f32[4,16]{1,0} add(%b, %c)") == []
-    assert sizes("  ROOT %g = f32[8,4]{1,0} all-gather(%b)") == [32]

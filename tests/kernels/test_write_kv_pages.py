@@ -112,36 +112,31 @@ def check_same(found: Any, by_slot: ScaledPages) -> None:
     np.testing.assert_array_equal(found.scales[..., :used], expected[..., :used])
 
 
-def interpreted(name: str, interpret: Any = True) -> Any:
-    function = getattr(tpu, name)
-    return jax.jit(partial(function, interpret=interpret))
+def run_by(backend: str, name: str, interpret: Any = True) -> Any:
+    """An operation of the reference, or of the interpreted TPU kernel."""
+    if backend == "tpu":
+        return jax.jit(partial(getattr(tpu, name), interpret=interpret))
+    return jax.jit(getattr(reference, name))
 
 
-@pytest.mark.parametrize("case", LANE_CASES, ids=str)
-@pytest.mark.parametrize("implementation", ["reference", "tpu"])
-def test_scales_in_lanes_are_written_as_those_by_slot(case, implementation):
+@pytest.mark.parametrize(
+    ("case", "is_twice"),
+    [*((case, False) for case in LANE_CASES), (LANE_CASES[1], True)],
+    ids=str,
+)
+@pytest.mark.parametrize("backend", ["reference", "tpu"])
+def test_scales_in_lanes_are_written_as_those_by_slot(case, is_twice, backend):
+    """Equal slots with equal rows are one."""
     pages, given = lane_pools(case)
-    run: Any = jax.jit(reference.write_kv_pages)
-    expected = run(pages, **given)
-    if implementation == "tpu":
-        run = interpreted("write_kv_pages")
-    check_same(run(in_lanes(pages), **given), expected)
-
-
-@pytest.mark.parametrize("implementation", ["reference", "tpu"])
-def test_equal_slots_with_equal_rows_are_one(implementation):
-    pages, given = lane_pools(LANE_CASES[1])
-    run: Any = jax.jit(reference.write_kv_pages)
-    expected = run(pages, **given)
-    if implementation == "tpu":
-        run = interpreted("write_kv_pages")
-    twice = {name: jnp.concatenate([rows, rows]) for name, rows in given.items()}
-    check_same(run(in_lanes(pages), **twice), expected)
+    expected = run_by("reference", "write_kv_pages")(pages, **given)
+    if is_twice:
+        given = {name: jnp.concatenate([rows, rows]) for name, rows in given.items()}
+    check_same(run_by(backend, "write_kv_pages")(in_lanes(pages), **given), expected)
 
 
 @pytest.mark.parametrize("case", LANE_CASES, ids=str)
-@pytest.mark.parametrize("implementation", ["by slot", "reference", "tpu"])
-def test_rows_are_copied_slot_by_slot(case, implementation):
+@pytest.mark.parametrize("backend", ["by slot", "reference", "tpu"])
+def test_rows_are_copied_slot_by_slot(case, backend):
     """All is read before anything is written: a slot is a source and a target."""
     pages, given = lane_pools(case)
     num_slots = case.pages * case.page_size
@@ -157,15 +152,12 @@ def test_rows_are_copied_slot_by_slot(case, implementation):
                 slots[to] = rows[of]
     moves = [jnp.asarray(one, jnp.int32) for one in (source, target)]
     by_slot = ScaledPages(jnp.asarray(expected[0]), jnp.asarray(expected[1]))
-    if implementation == "by slot":
-        found = jax.jit(reference.copy_kv_rows)(pages, *moves)
+    if backend == "by slot":
+        found = run_by("reference", "copy_kv_rows")(pages, *moves)
         for one, other in zip(kept_as(found), kept_as(by_slot), strict=True):
             np.testing.assert_array_equal(one, other)
-        return
-    run: Any = jax.jit(reference.copy_kv_rows)
-    if implementation == "tpu":
-        run = interpreted("copy_kv_rows")
-    check_same(run(in_lanes(pages), *moves), by_slot)
+    else:
+        check_same(run_by(backend, "copy_kv_rows")(in_lanes(pages), *moves), by_slot)
 
 
 def test_pages_whose_lanes_no_kernel_finds_are_refused():
@@ -182,13 +174,13 @@ def test_pages_whose_lanes_no_kernel_finds_are_refused():
 def test_kernels_of_scales_have_no_race_and_stay_in_bounds(capfd):
     pages, given = lane_pools(LANE_CASES[0])
     slots = given["slot_mapping"]
-    expected = jax.jit(reference.write_kv_pages)(pages, **given)
+    expected = run_by("reference", "write_kv_pages")(pages, **given)
     source = jnp.arange(LANE_CASES[0].tokens, dtype=jnp.int32)
-    moved = jax.jit(reference.copy_kv_rows)(expected, source, slots)
+    moved = run_by("reference", "copy_kv_rows")(expected, source, slots)
     try:
-        found = interpreted("write_kv_pages", STRICT)(in_lanes(pages), **given)
+        found = run_by("tpu", "write_kv_pages", STRICT)(in_lanes(pages), **given)
         check_same(jax.block_until_ready(found), expected)
-        found = interpreted("copy_kv_rows", STRICT)(found, source, slots)
+        found = run_by("tpu", "copy_kv_rows", STRICT)(found, source, slots)
         check_same(jax.block_until_ready(found), moved)
     finally:
         pltpu.reset_tpu_interpret_mode_state()
@@ -219,32 +211,32 @@ def run(given: dict[str, np.ndarray], storage: str) -> np.ndarray:
     return np.asarray(written)
 
 
-@pytest.mark.parametrize("storage", STORAGE)
-@pytest.mark.parametrize("name", CASES)
-def test_case_equals_assignments(name, storage):
-    given = build(CASES[name])
-    np.testing.assert_array_equal(run(given, storage), oracle(given, storage))
+ONE_ROW = Case(tokens=1, pages=40, page_size=16, kv_heads=2, head_dim=8)
 
 
 @pytest.mark.parametrize("storage", STORAGE)
-def test_pads_are_dropped(storage):
-    given = build(CASES["tiny/verify"])
-    num_slots = CASES["tiny/verify"].pages * CASES["tiny/verify"].page_size
-    given["slot_mapping"][[0, 3, 5]] = [num_slots, num_slots + 1, 2**31 - 1]
-    given["key"][[0, 3, 5]] = np.nan
+@pytest.mark.parametrize(
+    ("case", "slots"),
+    [
+        *((case, {}) for case in CASES.values()),
+        # Pads are dropped, whatever they hold.
+        (CASES["tiny/verify"], {0: 640, 3: 641, 5: 2**31 - 1}),
+        # A single row has a path of its own; 639 is the last slot, 640 a pad.
+        *((ONE_ROW, {0: slot}) for slot in (0, 17, 639, 640)),
+    ],
+    ids=str,
+)
+def test_writes_equal_assignments(case, slots, storage):
+    given = build(case)
+    for token, slot in slots.items():
+        given["slot_mapping"][token] = slot
+        if slot >= case.pages * case.page_size:
+            given["key"][token] = np.nan
     result = run(given, storage)
     np.testing.assert_array_equal(result, oracle(given, storage))
-    before = stored(given["kv_pages"], storage)
-    assert (result != before).any(axis=(2, 3)).sum() == 3
-
-
-@pytest.mark.parametrize("storage", STORAGE)
-@pytest.mark.parametrize("slot", [0, 17, 639, 640])
-def test_one_row(slot, storage):
-    """A single row has a path of its own; 639 is the last slot, 640 a pad."""
-    case = Case(tokens=1, pages=40, page_size=16, kv_heads=2, head_dim=8)
-    given = build(case) | dict(slot_mapping=np.array([slot], np.int32))
-    np.testing.assert_array_equal(run(given, storage), oracle(given, storage))
+    changed = (result != stored(given["kv_pages"], storage)).any(axis=(2, 3))
+    num_pads = sum(slot >= 640 for slot in slots.values())
+    assert changed.sum() == case.tokens - num_pads
 
 
 @pytest.mark.parametrize("tokens", [1, 6])
@@ -275,14 +267,6 @@ def test_every_backend_has_it(implementation):
     np.testing.assert_array_equal(written, oracle(given, "float32"))
 
 
-def test_unknown_implementation_is_an_error():
-    arrays = {
-        name: jnp.asarray(value) for name, value in build(CASES["tiny/verify"]).items()
-    }
-    with pytest.raises(ValueError, match="'cuda' of write_kv_pages: choose one of"):
-        write_kv_pages(**arrays, implementation="cuda")
-
-
 @pytest.mark.parametrize(
     ("name", "shape"),
     [
@@ -297,11 +281,13 @@ def test_unknown_implementation_is_an_error():
     ],
 )
 def test_shapes_that_do_not_fit_are_an_error(name, shape, monkeypatch):
-    """Where nothing checks the annotations, as with a user."""
+    """Without checks of annotations, as a user calls it."""
     monkeypatch.setattr(config, "jaxtyping_disable", True)
     arrays: dict[str, Any] = {
         name: jnp.asarray(value) for name, value in build(CASES["tiny/verify"]).items()
     }
+    with pytest.raises(ValueError, match="'cuda' of write_kv_pages: choose one of"):
+        write_kv_pages(**arrays, implementation="cuda")
     arrays[name] = jnp.zeros(shape, arrays[name].dtype)
     with pytest.raises(ValueError, match=re.escape(str(shape))):
         write_kv_pages(**arrays)

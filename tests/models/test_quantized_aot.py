@@ -10,14 +10,12 @@ compiled for a TPU.
 import dataclasses
 import itertools
 import math
-from typing import Any
 
 import pytest
 
 from jaxspec.config.engine import EngineConfig
-from jaxspec.engine.described import describe, describe_mesh, named_devices
+from jaxspec.engine.described import describe_mesh, named_devices
 from jaxspec.program.plan import Features, StepShape
-from jaxspec.program.step import lower_step
 from jaxspec_checkpoints import Sizes, tensor_shapes
 from jaxspec_checkpoints.gemma.published import published_config
 from jaxspec_checkpoints.layout import EMBEDDING
@@ -28,9 +26,12 @@ from jaxspec_checkpoints.quantization import (
     Scheme,
 )
 from tests.batteries import members
-from tests.kernels import aot_gpu, aot_tpu
 from tests.program import hlo
-from tests.program.aot_record import engine_config
+from tests.program.aot_record import (
+    compile_step,
+    engine_config,
+    skip_without_compiler,
+)
 
 # One kind of layer and the other.
 NUM_LAYERS = 2
@@ -117,9 +118,7 @@ def expected_bytes(size: str, kind: str) -> float:
     ),
 )
 def test_no_matrix_is_widened_in_memory(devices, size, kind):
-    reason = aot_gpu.missing() if devices == "h200" else aot_tpu.MISSING
-    if reason is not None:
-        pytest.skip(reason)
+    skip_without_compiler(devices)
     num_chips = len(named_devices(devices))
     config = engine_config(
         size,
@@ -132,20 +131,17 @@ def test_no_matrix_is_widened_in_memory(devices, size, kind):
     )
     if kind not in NAMED:
         config = with_gguf_types(config, kind, sizes_of(size))
-    program, forms = describe(config, describe_mesh(devices, config))
     shape = StepShape(
         num_seqs=8, num_draft_tokens=0, chunk=0, features=Features(is_greedy=True)
     )
-    with aot_tpu.no_compilation_cache():
-        compiled: Any = lower_step(program, shape, forms).compile()
-    memory, text = compiled.memory_analysis(), compiled.as_text()
-    print(devices, size, kind, memory)
-    target: Any = forms[0]
+    step = compile_step(config, describe_mesh(devices, config), shape)
+    facts, target = step.facts, step.forms[0]
+    print(devices, size, kind, facts)
     # Nor in on-chip memory, S(1): there a chip's eighth of a matrix of 27B has room.
-    assert hlo.dequantized(text.replace("S(1)", ""), target["layers"]) == []
-    assert memory.temp_size_in_bytes < TEMP_BYTES[devices]
+    assert hlo.dequantized(step.text.replace("S(1)", ""), target["layers"]) == []
+    assert facts["temp_bytes"] < TEMP_BYTES[devices]
     # What is read: values of 8 or 4 bits, and scales. Chips share matrices; vectors,
     # and the rows of a round, all of them have.
-    read = memory.argument_size_in_bytes - hlo.local_bytes(forms[2])
+    read = facts["argument_bytes"] - facts["state_bytes"]
     expected = expected_bytes(size, kind) / num_chips
     assert expected <= read < 1.01 * expected

@@ -5,15 +5,11 @@
 chips they are, what is copied. Nothing runs: no figure is a speed.
 """
 
-import json
 import math
 import os
 import re
-import tempfile
-import time
 from collections import Counter
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -21,15 +17,9 @@ from jax.experimental import topologies
 from jax.sharding import Mesh
 
 from jaxspec.config.engine import EngineConfig
-from jaxspec.engine.arg_utils import EngineArgs
-from jaxspec.engine.described import describe
 from jaxspec.program.plan import Features, StepShape
-from jaxspec.program.step import lower_step
 from jaxspec.sharding import make_mesh
-from jaxspec_checkpoints.gemma.published import published_config
-from tests.kernels import aot_tpu
-from tests.program import hlo
-from tests.program.aot_record import Record, markdown
+from tests.program.aot_record import Record, compile_step, engine_config, markdown
 
 TOPOLOGY, CHIPS_OF_A_HOST, NUM_HOSTS = "v5e:4x4", (2, 2, 1), 4
 NUM_CHIPS = 16
@@ -74,28 +64,18 @@ class Cell:
 
     def config(self) -> EngineConfig:
         """That of the engine whose program is compiled."""
-        with tempfile.TemporaryDirectory() as root:
-            folders = {}
-            for size, layers in zip(("27b", "2b"), self.layers, strict=True):
-                config = published_config(size)
-                if layers is not None:
-                    config |= {"num_hidden_layers": layers}
-                folder = Path(root) / size
-                folder.mkdir()
-                (folder / "config.json").write_text(json.dumps(config))
-                folders[size] = str(folder)
-            return EngineArgs(
-                model=folders["27b"],
-                speculative_model=folders["2b"],
-                num_speculative_tokens=NUM_DRAFT_TOKENS,
-                speculative_draft_tensor_parallel_size=self.draft_devices,
-                tensor_parallel_size=NUM_CHIPS,
-                max_num_seqs=256,
-                max_num_batched_tokens=512,
-                num_gpu_blocks_override=NUM_PAGES,
-                load_format="dummy",
-                dtype="bfloat16",
-            ).create_engine_config()
+        return engine_config(
+            "27b",
+            "2b",
+            num_layers=self.layers,
+            num_speculative_tokens=NUM_DRAFT_TOKENS,
+            speculative_draft_tensor_parallel_size=self.draft_devices,
+            tensor_parallel_size=NUM_CHIPS,
+            max_num_seqs=256,
+            max_num_batched_tokens=512,
+            num_gpu_blocks_override=NUM_PAGES,
+            dtype="bfloat16",
+        )
 
 
 # The first is compiled by a test, with a layer of each kind.
@@ -146,38 +126,27 @@ def groups(text: str) -> dict[str, int]:
 
 
 def measure(name: str) -> dict[str, Any]:
-    """Compile a program; what the compiler says of it, for one chip."""
+    """Compile a program; what the compiler reports, for one chip."""
     cell = CELLS[name]
-    config, mesh = cell.config(), describe_hosts(cell.draft_devices)
-    processes = [device.process_index for device in mesh.devices.flat]
-    program, forms = describe(config, mesh)
-    start = time.monotonic()
-    lowered = lower_step(program, cell.shape, forms)
-    with aot_tpu.no_compilation_cache():
-        compiled: Any = lowered.compile()
-    elapsed, text = time.monotonic() - start, compiled.as_text()
-    memory = compiled.memory_analysis()
-    target, proposers, state = forms
-    used = memory.argument_size_in_bytes + memory.temp_size_in_bytes
-    used += memory.output_size_in_bytes - memory.alias_size_in_bytes
-    return dict(
-        name=name,
-        topology=TOPOLOGY,
-        processes=processes,
-        executables=len(re.findall(r"^HloModule ", text, re.MULTILINE)),
-        target_bytes=hlo.local_bytes(target),
-        draft_bytes=hlo.local_bytes(proposers),
-        state_bytes=hlo.local_bytes(state),
-        argument_bytes=memory.argument_size_in_bytes,
-        temp_bytes=memory.temp_size_in_bytes,
-        peak_bytes=memory.peak_memory_in_bytes - memory.argument_size_in_bytes,
-        hbm_bytes=used + memory.generated_code_size_in_bytes,
-        donated_bytes=memory.alias_size_in_bytes,
-        groups=groups(text),
-        collectives=hlo.collectives(text),
-        largest_moves=hlo.largest(hlo.moves(text)),
-        copied=hlo.copied(text, (target, proposers, state.target_pages)),
-        compile_s=round(elapsed, 1),
+    mesh = describe_hosts(cell.draft_devices)
+    step = compile_step(cell.config(), mesh, cell.shape)
+    row = step.row(
+        *("executables", "target_bytes", "draft_bytes", "state_bytes"),
+        *("argument_bytes", "temp_bytes", "peak_bytes", "hbm_bytes", "donated_bytes"),
+    )
+    return (
+        dict(
+            name=name,
+            topology=TOPOLOGY,
+            processes=[device.process_index for device in mesh.devices.flat],
+        )
+        | row
+        | dict(
+            groups=groups(step.text),
+            collectives=step.facts["collectives"],
+            largest_moves=step.facts["moves"],
+        )
+        | step.row("copied", "compile_s")
     )
 
 

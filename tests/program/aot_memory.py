@@ -13,17 +13,12 @@ runs.
 """
 
 import dataclasses
-import json
-import tempfile
-import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from jaxspec.config.engine import EngineConfig, GivenSizes
 from jaxspec.engine.arg_utils import EngineArgs
 from jaxspec.engine.described import (
-    describe,
     describe_mesh,
     named_devices,
     named_mesh,
@@ -37,15 +32,12 @@ from jaxspec.engine.memory.memory_plan import (
     MemoryFacts,
     Sizes,
 )
-from jaxspec.engine.runner import options_of
 from jaxspec.engine.scheduling.shapes import GREEDY, Shapes
 from jaxspec.engine.speculation.policy import SpeculationPolicy
 from jaxspec.program.plan import Features
-from jaxspec.program.step import lower_step
 from jaxspec_checkpoints.gemma.published import published_config
-from tests.kernels import aot_tpu
 from tests.program import hlo
-from tests.program.aot_record import Record, markdown
+from tests.program.aot_record import Record, compile_step, engine_config, markdown
 
 NUM_DRAFT_TOKENS = 5
 NUM_PAGES = 4096
@@ -101,41 +93,36 @@ class Cell:
             parts.append(f"layers {target}, {draft}")
         return "/".join(parts)
 
-    def args(self, **changes: Any) -> EngineArgs:
-        """Those of an engine with whole models."""
+    def _sizes(self) -> dict[str, Any]:
         drafts: dict[str, Any] = {}
         if self.draft is not None:
             drafts = dict(
-                speculative_model=f"google/gemma-2-{self.draft}",
                 num_speculative_tokens=NUM_DRAFT_TOKENS,
                 speculative_draft_tensor_parallel_size=self.draft_devices,
             )
-        sizes: dict[str, Any] = dict(
-            model=f"google/gemma-2-{self.target}",
+        return drafts | dict(
             tensor_parallel_size=len(named_devices(self.device)),
             max_num_seqs=self.num_seqs,
             max_num_batched_tokens=self.num_tokens or None,
-            load_format="dummy",
         )
-        return EngineArgs(**(drafts | sizes | changes))
+
+    def args(self, **changes: Any) -> EngineArgs:
+        """Those of an engine with whole models."""
+        models: dict[str, Any] = dict(model=f"google/gemma-2-{self.target}")
+        if self.draft is not None:
+            models["speculative_model"] = f"google/gemma-2-{self.draft}"
+        given = models | self._sizes() | dict(load_format="dummy")
+        return EngineArgs(**(given | changes))
 
     def config(self) -> EngineConfig:
         """That of the engine whose program is compiled."""
-        with tempfile.TemporaryDirectory() as root:
-            changes: dict[str, Any] = dict(num_gpu_blocks_override=NUM_PAGES)
-            names = ("model", "speculative_model")
-            sizes = (self.target, self.draft)
-            for name, size, layers in zip(names, sizes, self.layers, strict=True):
-                if size is None:
-                    continue
-                config = published_config(size)
-                if layers is not None:
-                    config |= {"num_hidden_layers": layers}
-                folder = Path(root) / name
-                folder.mkdir()
-                (folder / "config.json").write_text(json.dumps(config))
-                changes[name] = str(folder)
-            return self.args(**changes).create_engine_config()
+        return engine_config(
+            self.target,
+            self.draft,
+            num_layers=self.layers,
+            num_gpu_blocks_override=NUM_PAGES,
+            **self._sizes(),
+        )
 
     def facts(self, place: str) -> MemoryFacts:
         """What is known of such devices with whole models, without a compiler."""
@@ -191,55 +178,33 @@ read = RECORD.read
 def measure(cell: Cell) -> dict[str, Any]:
     """Compile one, and count what whole models take."""
     config, facts = cell.config(), cell.facts(cell.device)
-    mesh = describe_mesh(cell.device, config)
-    program, forms = describe(config, mesh)
     shapes = Shapes(config, SpeculationPolicy(config.speculative))
     sizes = cell.num_seqs, config.num_draft_tokens, cell.num_tokens
     shape = shapes.find(*sizes, FEATURES[cell.form])
     assert shape is not None
-    start = time.process_time()
-    with aot_tpu.no_compilation_cache(), tempfile.TemporaryDirectory() as folder:
-        lowered = lower_step(program, shape, forms)
-        wanted: dict[str, Any] = dict(options_of(config, mesh) or {})
-        if cell.device in UNREADABLE:
-            wanted |= {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
-        compiled: Any = lowered.compile(wanted or None)
-        elapsed = time.process_time() - start
-        text, is_dumped = hlo.text_of(compiled), False
-        if text is None:
-            text, is_dumped = dumped(Path(folder)), True
-    told = compiled.memory_analysis()
-    *params, state = forms
+    step = compile_step(
+        config,
+        describe_mesh(cell.device, config),
+        shape,
+        has_options=True,
+        is_dumped=cell.device in UNREADABLE,
+    )
     draft = config.draft_model_config
+    layers = config.model_config.num_layers, 0 if draft is None else draft.num_layers
+    found = step.row(
+        *("argument_bytes", "output_bytes", "temp_bytes", "peak_bytes", "code_bytes"),
+        *("donated_bytes", "state_bytes", "moves", "copied", "collectives"),
+        *("is_text_dumped", "compile_cpu_s"),
+    )
     return {
         "name": cell.name,
         "program": shape.name,
-        "layers": [
-            config.model_config.num_layers,
-            0 if draft is None else draft.num_layers,
-        ],
+        "layers": list(layers),
         "weight_bytes": facts.weight_bytes,
         "page_bytes": facts.page_bytes,
-        "argument_bytes": told.argument_size_in_bytes,
-        "output_bytes": told.output_size_in_bytes,
-        "temp_bytes": told.temp_size_in_bytes,
-        "peak_bytes": told.peak_memory_in_bytes - told.argument_size_in_bytes,
-        "code_bytes": told.generated_code_size_in_bytes,
-        "donated_bytes": told.alias_size_in_bytes,
-        "state_bytes": hlo.local_bytes(state),
-        "moves": hlo.largest(hlo.moves(text), 4),
-        "copied": hlo.copied(text, (params, state.target_pages, state.proposers)),
-        "collectives": hlo.collectives(text),
-        "is_text_dumped": is_dumped,
-        "compile_cpu_s": round(elapsed, 1),
+        **found,
+        "moves": hlo.largest(found["moves"], 4),
     }
-
-
-def dumped(folder: Path) -> str:
-    """The text of the program that a compiler has dumped, as it is run."""
-    files = [one for one in folder.iterdir() if one.name.endswith(".txt")]
-    [found] = [one for one in files if one.name.endswith("after_optimizations.txt")]
-    return found.read_text(encoding="utf-8")
 
 
 def _gib(num_bytes: float) -> str:

@@ -1,43 +1,64 @@
-"""Records of what compilers report: one row per program, and the command for it."""
+"""Compiles step programs for devices that are not here, and records the reports."""
 
 import argparse
 import json
 import tempfile
+import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
+import pytest
+from jax.sharding import Mesh
 from tqdm.auto import tqdm
 
 from jaxspec.bench.report import write_whole
 from jaxspec.config.engine import EngineConfig
 from jaxspec.engine.arg_utils import EngineArgs
+from jaxspec.engine.described import describe
+from jaxspec.engine.runner import options_of
+from jaxspec.program.plan import StepShape
+from jaxspec.program.step import lower_step
 from jaxspec_checkpoints.gemma.published import published_config
 from tests.kernels import aot_gpu, aot_tpu
+from tests.program import hlo
 
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "results"
 
 NUM_DRAFT_TOKENS = 5
 
 
+def missing(device: str) -> str | None:
+    """Return why nothing can be compiled for a device here, or None."""
+    return aot_gpu.missing() if device.startswith("h") else aot_tpu.MISSING
+
+
+def skip_without_compiler(device: str) -> None:
+    """Skip a test that cannot compile."""
+    reason = missing(device)
+    if reason is not None:
+        pytest.skip(reason)
+
+
 def engine_config(
     target: str,
     draft: str | None = None,
     *,
-    num_layers: int | None = None,
+    num_layers: int | None | tuple[int | None, int | None] = None,
     **given: Any,
 ) -> EngineConfig:
     """Configure an engine with models of published sizes.
 
     Args:
-        num_layers: Of both models; all if None.
+        num_layers: Of both models, or of each; all if None.
         given: Engine arguments.
     """
+    layers = num_layers if isinstance(num_layers, tuple) else (num_layers, num_layers)
     with tempfile.TemporaryDirectory() as root:
 
-        def folder(name: str, size: str) -> str:
+        def folder(name: str, size: str, num_layers: int | None) -> str:
             path = Path(root) / name
             path.mkdir()
             config = published_config(size)
@@ -46,11 +67,75 @@ def engine_config(
             (path / "config.json").write_text(json.dumps(config), encoding="utf-8")
             return str(path)
 
-        given["model"] = folder("target", target)
+        given["model"] = folder("target", target, layers[0])
         if draft is not None:
-            given["speculative_model"] = folder("draft", draft)
+            given["speculative_model"] = folder("draft", draft, layers[1])
             given.setdefault("num_speculative_tokens", NUM_DRAFT_TOKENS)
         return EngineArgs(load_format="dummy", **given).create_engine_config()
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step program that is compiled.
+
+    Attributes:
+        facts: See `hlo.facts`; also `compile_s` and `compile_cpu_s`.
+        lowered: The program that the compiler was given.
+        forms: Of the weights of target and drafts, and of the state.
+    """
+
+    text: str
+    facts: dict[str, Any]
+    lowered: jax.stages.Lowered
+    forms: tuple[Any, Any, Any]
+
+    def row(self, *names: str) -> dict[str, Any]:
+        """Some of the facts, in this order."""
+        return {name: self.facts[name] for name in names}
+
+
+def compile_step(
+    config: EngineConfig,
+    mesh: Mesh,
+    shape: StepShape,
+    *,
+    has_options: bool = False,
+    is_dumped: bool = False,
+) -> Step:
+    """Compile a step program.
+
+    Args:
+        has_options: As the engine compiles it, with its options for the compiler.
+        is_dumped: Read the compiler's own dump where jax cannot read the text.
+    """
+    program, forms = describe(config, mesh)
+    given: Any = forms
+    *params, state = given
+    options: dict[str, Any] = {}
+    if has_options:
+        options |= options_of(config, mesh) or {}
+    start, cpu_start = time.monotonic(), time.process_time()
+    with aot_tpu.no_compilation_cache(), tempfile.TemporaryDirectory() as folder:
+        lowered = lower_step(program, shape, forms)
+        if is_dumped:
+            options |= {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
+        compiled: Any = lowered.compile(options or None)
+        elapsed, cpu = time.monotonic() - start, time.process_time() - cpu_start
+        text, has_dump = hlo.text_of(compiled), False
+        if text is None:
+            [path] = Path(folder).glob("*after_optimizations.txt")
+            text, has_dump = path.read_text(encoding="utf-8"), True
+    kept = params, state.target_pages, state.proposers
+    facts = hlo.facts(compiled, state=state, kept=kept, text=text)
+    facts |= dict(
+        target_bytes=hlo.local_bytes(params[0]),
+        draft_bytes=hlo.local_bytes(params[1]),
+        lowered_ops=hlo.num_operations(lowered.as_text()),
+        is_text_dumped=has_dump,
+        compile_s=round(elapsed, 1),
+        compile_cpu_s=round(cpu, 1),
+    )
+    return Step(text, facts, lowered, given)
 
 
 @dataclass(frozen=True)

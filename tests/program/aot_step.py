@@ -7,23 +7,17 @@ again. Nothing runs: no figure is a speed.
 jax looks for its compilers when it starts, so the path must be there before.
 """
 
-import json
-import logging
 import os
-import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import topologies
 from jax.sharding import Mesh
-from tqdm.auto import tqdm
 
-from jaxspec.bench.report import write_whole
 from jaxspec.config.engine import ModelConfig
 from jaxspec.models.families import config_from_hf, published_config
 from jaxspec.models.weights import abstract_params
@@ -31,7 +25,8 @@ from jaxspec.program.plan import PoolShape, StepShape
 from jaxspec.program.propose.draft_model import DraftModel
 from jaxspec.program.rows import init_rows
 from jaxspec.program.state import EngineState, init_token_pages, page_forms
-from jaxspec.program.step import ProgramConfig, lower_step
+from jaxspec.program.step import lower_step
+from jaxspec.program.step_context import ProgramConfig
 from jaxspec.sharding import (
     DRAFT_MESH_AXES,
     TARGET_MESH_AXES,
@@ -40,10 +35,8 @@ from jaxspec.sharding import (
 )
 from tests.kernels import aot_gpu, aot_tpu
 from tests.program import hlo
+from tests.program.aot_record import Record, markdown
 
-_log = logging.getLogger(__name__)
-
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "aot_step.json"
 GIB = 2**30
 PAGE_SIZE = 16
 SHAPE = StepShape(num_seqs=8, num_draft_tokens=4, chunk=0)
@@ -109,23 +102,7 @@ PLACES = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True, kw_only=True)
-class Report:
-    """What the compiler says about one executable, for one chip."""
-
-    place: str
-    layers: tuple[int, int]
-    argument_bytes: int
-    temp_bytes: int
-    peak_bytes: int  # in use at the worst moment, beside arguments
-    hbm_bytes: int  # all of it: arguments, results that are not donated, temporaries
-    donated_bytes: int
-    state_bytes: int
-    kernels: int
-    all_reduces: dict[str, int]  # by shape, as often as the program's text has it
-    moves: dict[str, int]  # the largest ones in HBM, with their bytes
-    copied: list[str]  # those of a weight or of a layer's pages
-    compile_s: float
+RECORD = Record("aot_step", PLACES)
 
 
 def describe(place: Place) -> Mesh:
@@ -142,11 +119,6 @@ def describe(place: Place) -> Mesh:
             options["chips_per_host_bounds"] = (1, 1, 1)
     topology = topologies.get_topology_desc(platform=place.platform, **options)
     return make_mesh(place.devices, place.draft_devices, topology.devices)
-
-
-def missing(place: Place) -> str | None:
-    """Why nothing can be compiled for it here, or None."""
-    return aot_gpu.missing() if place.platform == "cuda" else aot_tpu.MISSING
 
 
 def models(
@@ -215,51 +187,39 @@ def compile_pair(
     shape: StepShape = SHAPE,
     *,
     layers: tuple[int | None, int | None] = (None, None),
-) -> tuple[Report, str]:
-    """Compile a place's pair, K = 4, 8 sequences; the report and the program."""
+) -> tuple[dict[str, Any], str]:
+    """Compile a place's pair, K = 4, 8 sequences; what is recorded, and the program."""
     start = time.monotonic()
     lowered, params, state = lower_pair(name, shape, layers=layers)
     with aot_tpu.no_compilation_cache():
         compiled: Any = lowered.compile()
     elapsed = time.monotonic() - start
-    text = compiled.as_text()
     kept = params, state.target_pages, state.proposers
-    memory = compiled.memory_analysis()
-    used = memory.argument_size_in_bytes + memory.temp_size_in_bytes
-    used += memory.output_size_in_bytes - memory.alias_size_in_bytes
-    target, draft = models(PLACES[name], layers)
-    report = Report(
-        place=name,
-        layers=(target.num_layers, draft.num_layers),
-        argument_bytes=memory.argument_size_in_bytes,
-        temp_bytes=memory.temp_size_in_bytes,
-        peak_bytes=memory.peak_memory_in_bytes - memory.argument_size_in_bytes,
-        hbm_bytes=used + memory.generated_code_size_in_bytes,
-        donated_bytes=memory.alias_size_in_bytes,
-        state_bytes=hlo.local_bytes(state),
-        kernels=hlo.num_kernels(text),
-        all_reduces=hlo.all_reduces(text),
-        moves=hlo.largest(hlo.moves(text)),
-        copied=hlo.copied(text, kept),
-        compile_s=round(elapsed, 1),
+    facts = hlo.facts(compiled, state=state, kept=kept)
+    names = (
+        *("argument_bytes", "temp_bytes", "peak_bytes", "hbm_bytes", "donated_bytes"),
+        *("state_bytes", "kernels", "all_reduces", "moves", "copied"),
     )
-    _log.info("%s", json.dumps(asdict(report)))
-    return report, text
+    row = {
+        "name": name,
+        "place": name,
+        "layers": [one.num_layers for one in models(PLACES[name], layers)],
+        **{one: facts[one] for one in names},
+        "compile_s": round(elapsed, 1),
+    }
+    return row, compiled.as_text()
 
 
-def main(names: list[str]) -> None:
-    """Compile the places that are named, or those not recorded; record each."""
-    versions = aot_tpu.versions()
-    recorded = json.loads(RESULTS.read_text())
-    assert recorded["versions"] == versions, f"other versions: {recorded['versions']}"
-    rows = {row["place"]: row for row in recorded["rows"]}
-    for name in tqdm(names or [one for one in PLACES if one not in rows], unit="place"):
-        report, _ = compile_pair(name)
-        rows[name] = asdict(report)
-        listed = [rows[one] for one in PLACES if one in rows]
-        result = {"versions": versions, "rows": listed}
-        write_whole(json.dumps(result, indent=2) + "\n", RESULTS)
+def tell(rows: dict[str, dict[str, Any]]) -> str:
+    """A table of all rows."""
+    head = "place", "layers", "of a chip, GiB", "temporaries, MiB", "kernels"
+    lines = [
+        [name, " + ".join(map(str, row["layers"])), f"{row['hbm_bytes'] / GIB:.2f}"]
+        + [f"{row['temp_bytes'] / 2**20:.0f}", str(row["kernels"])]
+        for name, row in rows.items()
+    ]
+    return markdown(head, *lines)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    RECORD.main(lambda name: compile_pair(name)[0], tell, str(__doc__))

@@ -11,7 +11,6 @@ Both models have two layers of their full width. Nothing runs: no figure is a sp
 """
 
 import math
-import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,17 +20,15 @@ import jax.numpy as jnp
 from jaxspec.config.engine import EngineConfig
 from jaxspec.config.token_tree import TREE_KEY, read_paths
 from jaxspec.engine.described import describe, describe_mesh, named_devices
-from jaxspec.engine.runner import options_of
 from jaxspec.engine.scheduling.shapes import GREEDY, Shapes
 from jaxspec.engine.speculation.policy import SpeculationPolicy
-from jaxspec.program.path import keep_path
 from jaxspec.program.rows import gather
-from jaxspec.program.step import lower_step
-from jaxspec.program.tree import Tree
+from jaxspec.program.tree.compact_kv import compact_kv
+from jaxspec.program.tree.tree import Tree
 from jaxspec.sharding import TARGET_MESH_AXES, replicated
 from tests.kernels import aot_tpu
 from tests.program import hlo
-from tests.program.aot_record import Record, engine_config, markdown
+from tests.program.aot_record import Record, compile_step, engine_config, markdown
 
 DEVICES = ("h200", "v6e-1", "v5e-8")
 # Each with the target of its rounds.
@@ -50,7 +47,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "leaves": dict(num_side_leaves=1),
     "tree": {TREE_KEY: TREE},
 }
-WORD_BITS = 32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,85 +88,43 @@ CASES = {
 RECORD = Record("aot_trees", CASES)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Report:
-    """What the compiler says about one program, for one device.
+def measure(case: Case, **changes: Any) -> dict[str, Any]:
+    """Compile one; what the compiler reports, for one device.
 
-    Attributes:
-        rows: That the target is fed for each sequence.
-        state_bytes: Of pages and rows, which are updated in place.
-        copied: Moves of a weight or of a layer's pages.
-        who_sees_whom: What attention is given for that, by type and dimensions, with
-            the bytes: of all launches of the kernel in the program's text.
-        squares: Arrays in memory with a number for each pair of the tree's rows.
-    """
-
-    name: str
-    program: str
-    nodes: int
-    rows: int
-    lowered_ops: int
-    compiled_ops: int
-    argument_bytes: int
-    output_bytes: int
-    temp_bytes: int
-    peak_bytes: int
-    code_bytes: int
-    donated_bytes: int
-    state_bytes: int
-    kernels: int
-    moves: dict[str, int]
-    copied: list[str]
-    who_sees_whom: dict[str, int]
-    squares: dict[str, int]
-    compile_cpu_s: float
-
-
-def measure(case: Case, **changes: Any) -> Report:
-    """Compile one.
+    `rows` are fed to the target for each sequence. `who_sees_whom` is what attention
+    is given for that, by type and dimensions, with the bytes. `squares` are arrays in
+    memory with a number for each pair of the tree's rows.
 
     Args:
         changes: Of engine arguments.
     """
     config = case.config(**changes)
-    mesh = describe_mesh(case.device, config)
-    program, forms = describe(config, mesh)
     shapes = Shapes(config, SpeculationPolicy(config.speculative))
     shape = shapes.find(NUM_SEQS, config.num_draft_tokens, 0, GREEDY)
     assert shape is not None
-    start = time.process_time()
-    with aot_tpu.no_compilation_cache():
-        lowered = lower_step(program, shape, forms)
-        compiled: Any = lowered.compile(options_of(config, mesh))
-    elapsed = time.process_time() - start
-    told, text = compiled.memory_analysis(), compiled.as_text()
-    *params, state = forms
-    rows = shape.tree.num_rows
-    return Report(
-        name=case.name,
-        program=shape.name,
-        nodes=shape.tree.num_nodes,
-        rows=rows,
-        lowered_ops=hlo.num_operations(lowered.as_text()),
-        compiled_ops=hlo.num_operations(text),
-        argument_bytes=told.argument_size_in_bytes,
-        output_bytes=told.output_size_in_bytes,
-        temp_bytes=told.temp_size_in_bytes,
-        peak_bytes=told.peak_memory_in_bytes - told.argument_size_in_bytes,
-        code_bytes=told.generated_code_size_in_bytes,
-        donated_bytes=told.alias_size_in_bytes,
-        state_bytes=hlo.local_bytes(state),
-        kernels=hlo.num_kernels(text),
-        moves=hlo.largest(hlo.moves(text), 4),
-        copied=hlo.copied(text, (params, state.target_pages, state.proposers)),
-        who_sees_whom=who_sees_whom(
-            text,
+    mesh = describe_mesh(case.device, config)
+    step = compile_step(config, mesh, shape, has_options=True)
+    state, rows = step.forms[2], shape.tree.num_rows
+    found = step.row(
+        *("lowered_ops", "compiled_ops", "argument_bytes", "output_bytes"),
+        *("temp_bytes", "peak_bytes", "code_bytes", "donated_bytes", "state_bytes"),
+        *("kernels", "moves", "copied"),
+    )
+    return {
+        "name": case.name,
+        "program": shape.name,
+        "nodes": shape.tree.num_nodes,
+        "rows": rows,
+        **found,
+        "moves": hlo.largest(found["moves"], 4),
+        "who_sees_whom": who_sees_whom(
+            step.text,
             math.ceil(8192 / config.page_size),
             (state.target_pages, state.proposers),
         ),
-        squares=hlo.squares(text, rows),
-        compile_cpu_s=round(elapsed, 1),
-    )
+        "squares": hlo.squares(step.text, rows),
+        **step.row("compile_cpu_s"),
+    }
 
 
 def who_sees_whom(text: str, table_len: int, pages: Any) -> dict[str, int]:
@@ -210,7 +164,7 @@ def moved_in_place(device: str, kept: str) -> tuple[list[str], int, int]:
     def move(pages: Any, rows: Any, token_pages: Any, decode: Any, row: Any) -> Any:
         active = gather(rows, token_pages, decode, is_greedy=True)
         backend = program.backend(TARGET_MESH_AXES)
-        return keep_path(
+        return compact_kv(
             config.model_config, pages, tree, row, active, program.pool, backend
         )
 
@@ -221,22 +175,6 @@ def moved_in_place(device: str, kept: str) -> tuple[list[str], int, int]:
     copied = hlo.copied(compiled.as_text(), forms.target_pages)
     in_place = compiled.memory_analysis().alias_size_in_bytes
     return copied, in_place, hlo.local_bytes(forms.target_pages)
-
-
-def check_report(report: Report) -> None:
-    """Raise unless it copies nothing large, works in place and keeps masks as bits."""
-    # To the last byte but padding: keys and values of what stayed are moved in place.
-    assert report.donated_bytes >= report.state_bytes, report
-    assert report.copied == [], report
-    # A row's depth, and a bit for each row of the tree that it may see.
-    words = 1 + math.ceil(report.rows / WORD_BITS)
-    most = max(report.who_sees_whom.values(), default=0)
-    if report.name.endswith("/chain"):
-        assert report.rows == report.nodes + 1 == NUM_LEVELS + 1, report
-        return
-    assert 0 < most <= 4 * words * report.rows * NUM_SEQS, report
-    # One for all sequences may be there as well, in bytes: it is a constant.
-    assert sum(report.squares.values()) <= 4 * report.rows**2, report
 
 
 def table(rows: dict[str, dict[str, Any]]) -> str:
@@ -266,7 +204,7 @@ def table(rows: dict[str, dict[str, Any]]) -> str:
 
 if __name__ == "__main__":
     RECORD.main(
-        lambda name: vars(measure(CASES[name])),
+        lambda name: measure(CASES[name]),
         table,
         "Programs of drafts beside drafts.",
     )

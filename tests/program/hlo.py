@@ -51,6 +51,42 @@ def text_of(compiled: Any) -> str | None:
         return None
 
 
+def facts(
+    compiled: Any, *, state: Any = (), kept: Any = (), text: str | None = None
+) -> dict[str, Any]:
+    """Return what a compiler reports about one program, for one chip.
+
+    Args:
+        state: What is updated in place.
+        kept: Arrays, such as weights and pages, of which no copy may be made.
+        text: Of the program, where `compiled` cannot give it.
+    """
+    memory, text = compiled.memory_analysis(), text or compiled.as_text()
+    assert text is not None
+    used = memory.argument_size_in_bytes + memory.temp_size_in_bytes
+    used += memory.output_size_in_bytes - memory.alias_size_in_bytes
+    code = memory.generated_code_size_in_bytes
+    return dict(
+        executables=len(re.findall(r"^HloModule ", text, re.MULTILINE)),
+        compiled_ops=num_operations(text),
+        argument_bytes=memory.argument_size_in_bytes,
+        output_bytes=memory.output_size_in_bytes,
+        temp_bytes=memory.temp_size_in_bytes,
+        # In use at the worst moment, beside arguments.
+        peak_bytes=memory.peak_memory_in_bytes - memory.argument_size_in_bytes,
+        code_bytes=code,
+        # All of it: arguments, results that are not donated, temporaries, code.
+        hbm_bytes=used + code,
+        donated_bytes=memory.alias_size_in_bytes,
+        state_bytes=local_bytes(state),
+        kernels=num_kernels(text),
+        all_reduces=all_reduces(text),
+        collectives=collectives(text),
+        moves=largest(moves(text)),
+        copied=copied(text, kept),
+    )
+
+
 def local_bytes(tree: Any) -> int:
     """What the arrays of these shapes take on one chip."""
     return sum(_local_bytes(leaf) for leaf in jax.tree.leaves(tree))

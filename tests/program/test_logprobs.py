@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxspec.models.backend import Backend
-from jaxspec.program.logprobs import tell
+from jaxspec.program.logprobs import token_logprobs
 from jaxspec.program.plan import NO_TOKEN
 from jaxspec.program.wire import TokenLogprobs, num_columns
 from jaxspec.sharding import TARGET_MESH_AXES, make_mesh
@@ -36,7 +36,9 @@ def told(
     chosen = np.zeros((ROWS, 0)) if chosen is None else chosen
 
     def run(logits: jax.Array, tokens: jax.Array, chosen: jax.Array) -> jax.Array:
-        return tell(logits, tokens, num_top=num_top, backend=backend, chosen=chosen)
+        return token_logprobs(
+            logits, tokens, num_top=num_top, backend=backend, chosen=chosen
+        )
 
     found = jax.jit(run)(
         jnp.asarray(logits),

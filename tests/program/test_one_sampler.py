@@ -16,7 +16,7 @@ import pytest
 from jaxspec.models.backend import Backend
 from jaxspec.program.plan import COUPLED
 from jaxspec.program.propose import Proposal
-from jaxspec.program.tree import Tree
+from jaxspec.program.tree.tree import Tree
 from jaxspec.program.verify import verify
 from tests.support.programs import USERS_COMPILER
 from tests.support.rows import make_active

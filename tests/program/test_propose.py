@@ -19,7 +19,7 @@ from jaxspec.program.propose import (
     Seen,
     proposers_of,
 )
-from jaxspec.program.region import make_region
+from jaxspec.program.token_batch import make_token_batch
 from jaxspec.sampling_params import SamplingParams
 from tests.support.engines import (
     MICRO,
@@ -114,7 +114,7 @@ class Listener(Parrot):
         active, (seqs, width) = context.active, seen.nodes[0].shape[:2]
         node = jnp.arange(width)[None]
         is_kept = active.is_active[:, None] & (node <= seen.num_accepted[:, None])
-        region = make_region(
+        region = make_token_batch(
             jnp.zeros((seqs, width), jnp.int32),
             active.num_tokens + width - 1,
             active.page_table,

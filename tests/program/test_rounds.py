@@ -19,7 +19,7 @@ from jaxspec.program.plan import RULES
 from jaxspec.program.propose import Proposal
 from jaxspec.program.rows import Active
 from jaxspec.program.sampling import sample_draft
-from jaxspec.program.tree import Tree
+from jaxspec.program.tree.tree import Tree
 from jaxspec.program.verify import verify
 from tests.support.round_models import DRAFT, DRAFTS, LENGTH, TARGET, VOCAB
 from tests.support.rows import make_active

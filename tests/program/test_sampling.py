@@ -12,7 +12,7 @@ from jaxspec.models.backend import Backend
 from jaxspec.program import randomness
 from jaxspec.program.plan import BLOCK, COUPLED, STANDARD
 from jaxspec.program.sampling import forbid_early_stop, sample_draft
-from jaxspec.program.tree import Tree
+from jaxspec.program.tree.tree import Tree
 from jaxspec.program.verify import verify
 from jaxspec_kernels.rejection_sampling import Controls, sample
 from tests.kernels import dense

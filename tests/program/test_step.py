@@ -142,15 +142,15 @@ def test_past_answers_are_entered_in_place():
     )
     engine.runner.compiler_options = READERS_COMPILER
     runner: Any = engine.runner
-    [corpus] = jax.tree.leaves(runner.state.proposers)
-    kept = {corpus.shape, runner.state.token_pages.shape}
+    [cache] = jax.tree.leaves(runner.state.proposers)
+    kept = {cache.shape, runner.state.token_pages.shape}
     shapes = {shape.name: shape for shape in engine.scheduler.shapes.all()}
     executable = runner.executable(shapes["2x4_greedy"])
     memory = executable.memory_analysis()
     assert memory.alias_size_in_bytes == num_bytes(runner.state)
     program = executable.as_text()
     written = {one.shape for one in instructions(program) if one.opcode == "scatter"}
-    assert kept <= written, "the check sees no corpus"
+    assert kept <= written, "the check sees no cache of answers"
     assert materialized(program, kept) == []
 
 
@@ -208,10 +208,7 @@ def test_without_drafts_the_draft_model_costs_nothing(num_seqs):
     assert costs[0]["flops"] == costs[1]["flops"] > 0
 
 
-@pytest.mark.parametrize(
-    ("shards", "draft_shards"),
-    [(2, 1), (8, 2), (8, 8)],
-)
+@pytest.mark.parametrize(("shards", "draft_shards"), [(2, 1), (8, 2), (8, 8)])
 def test_models_and_pages_are_split_over_devices(shards, draft_shards):
     """That texts stay the same is a claim of `tests/conformance`."""
     target, draft = make_hf_model(seed=3, **SHARDED), make_hf_model(seed=4, **SHARDED)

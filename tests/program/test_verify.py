@@ -12,7 +12,7 @@ from jaxspec.models.backend import Backend
 from jaxspec.program import randomness
 from jaxspec.program.plan import BLOCK, COUPLED, STANDARD
 from jaxspec.program.propose import Proposal
-from jaxspec.program.tree import Tree
+from jaxspec.program.tree.tree import Tree
 from jaxspec.program.verify import _group_size, force, verify
 from tests.kernels import dense
 from tests.kernels.oracle import UNOPTIMISED

@@ -15,7 +15,7 @@ from jaxspec.program.plan import RULES, TokenControls
 from jaxspec.program.propose import Proposal
 from jaxspec.program.rows import Active, ControlRows
 from jaxspec.program.sampling import sample_draft
-from jaxspec.program.tree import Tree
+from jaxspec.program.tree.tree import Tree
 from jaxspec.program.verify import place_next, verify
 from tests.kernels.oracle import UNOPTIMISED
 from tests.support.laws import check_counts, controlled, filtered_law

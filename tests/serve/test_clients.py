@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,12 @@ needs_clients = pytest.mark.skipif(
 )
 
 
+@pytest.fixture(scope="module")
+def site() -> Iterator[Site]:
+    with site_of(ENGINE, api_keys=KEYS) as made:
+        yield made
+
+
 def client_of(site: Site, **options: Any) -> openai.OpenAI:
     options = {"api_key": "secret", "max_retries": 0} | options
     return openai.OpenAI(base_url=f"{site.url}v1", **options)
@@ -64,10 +71,10 @@ def run(words: list[Any], environment: dict[str, str], limit_s: float = 120) -> 
     return done.stdout
 
 
-def test_openai():
+def test_openai(site: Site):
     asked: Any = {"model": "model", "max_tokens": 9}
     messages: Any = MESSAGES
-    with site_of(api_keys=KEYS) as site, client_of(site) as client:
+    with client_of(site) as client:
         assert [model.id for model in client.models.list()] == ["model"]
         text = client.completions.create(prompt=PROMPT, n=2, logprobs=1, **asked)
         assert [choice.text for choice in text.choices] == [letters(said(9))] * 2
@@ -83,8 +90,8 @@ def test_openai():
         assert "".join(deltas) == letters(said(9))
 
 
-def test_openai_with_many_at_once():
-    async def ask(site: Site) -> list[Any]:
+def test_openai_with_many_at_once(site: Site):
+    async def ask() -> list[Any]:
         async with openai.AsyncOpenAI(
             base_url=f"{site.url}v1", api_key=KEYS[0], max_retries=0
         ) as client:
@@ -92,9 +99,8 @@ def test_openai_with_many_at_once():
             asked: Any = {"model": "model", "messages": MESSAGES, "max_tokens": 9}
             return await asyncio.gather(*(create(**asked) for _ in range(30)))
 
-    with site_of(api_keys=KEYS) as site:
-        for chat in asyncio.run(ask(site)):
-            assert chat.choices[0].message.content == letters(said(9))
+    for chat in asyncio.run(ask()):
+        assert chat.choices[0].message.content == letters(said(9))
 
 
 @pytest.mark.parametrize(
@@ -107,9 +113,12 @@ def test_openai_with_many_at_once():
     ],
 )
 def test_openais_errors(
-    changes: dict[str, Any], options: dict[str, Any], error: type[openai.APIError]
+    site: Site,
+    changes: dict[str, Any],
+    options: dict[str, Any],
+    error: type[openai.APIError],
 ):
-    with site_of(api_keys=KEYS) as site, client_of(site, **options) as client:
+    with client_of(site, **options) as client:
         create: Any = client.completions.create
         with pytest.raises(error) as refused:
             create(**({"model": "model", "prompt": PROMPT} | changes))
@@ -119,9 +128,9 @@ def test_openais_errors(
         assert found == "Unauthorized" if is_stranger else found["message"]
 
 
-def test_a_client_that_waits_no_longer():
-    with site_of(api_keys=KEYS) as site, client_of(site, timeout=0.3) as client:
-        site.delay_s = 0.1
+def test_a_client_that_waits_no_longer(site: Site):
+    site.delay_s = 0.1
+    with client_of(site, timeout=0.3) as client:
         create: Any = client.completions.create
         with pytest.raises(openai.APITimeoutError):
             create(model="model", prompt=PROMPT, max_tokens=80)
@@ -129,15 +138,15 @@ def test_a_client_that_waits_no_longer():
         while site.app.state.serving.admission.num_requests:
             assert time.monotonic() < deadline, "the request goes on"
             time.sleep(0.01)
+    site.delay_s = 0.0
 
 
 @needs_clients
-def test_litellm():
+def test_litellm(site: Site):
     # It would ask for a list of prices over the network.
     environment = {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}
-    with site_of(api_keys=KEYS) as site:
-        words = [CLIENTS / "python", HERE / "litellm_calls.py", site.url[:-1], "model"]
-        found = json.loads(run(words, environment).splitlines()[-1])
+    words = [CLIENTS / "python", HERE / "litellm_calls.py", site.url[:-1], "model"]
+    found = json.loads(run(words, environment).splitlines()[-1])
     text = letters(said(9))
     same = ("whole", "streamed", "asynchronous", "completion")
     assert [found[name] for name in same] == [text] * 4
@@ -147,28 +156,27 @@ def test_litellm():
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="no curl here")
-def test_curl():
+def test_curl(site: Site):
     body = json.dumps({"prompt": PROMPT, "max_tokens": 9, "stream": True})
     words = ["curl", "-sSN", "--max-time", "60", "-H", "authorization: Bearer secret"]
-    with site_of(api_keys=KEYS) as site:
-        url = site.url[:-1] + COMPLETIONS
-        json_head = ["-H", "content-type: application/json"]
-        events = events_of(run([*words, url, *json_head, "-d", body], {}))
-        assert "".join(e["choices"][0]["text"] for e in events) == letters(said(9))
-        head = run([*words, "-i", url, *json_head, "-d", "{]"], {})
-        assert head.startswith("HTTP/1.1 400")
-        stranger = run([*words[:4], "-w", "%{http_code}", url, "-d", body], {})
-        assert stranger.endswith("401")
+    url = site.url[:-1] + COMPLETIONS
+    json_head = ["-H", "content-type: application/json"]
+    events = events_of(run([*words, url, *json_head, "-d", body], {}))
+    assert "".join(e["choices"][0]["text"] for e in events) == letters(said(9))
+    head = run([*words, "-i", url, *json_head, "-d", "{]"], {})
+    assert head.startswith("HTTP/1.1 400")
+    stranger = run([*words[:4], "-w", "%{http_code}", url, "-d", body], {})
+    assert stranger.endswith("401")
 
 
 @needs_clients
 def test_many_streams_of_a_load_generator():
     words: list[Any] = [CLIENTS / "locust", "-f", HERE / "locust_streams.py"]
-    words += ["--headless", "-u", NUM_STREAMS, "-r", NUM_STREAMS, "-t", "12s"]
+    words += ["--headless", "-u", NUM_STREAMS, "-r", NUM_STREAMS, "-t", "6s"]
     words += ["--stop-timeout", "20s", "--json", "--loglevel", "ERROR"]
     with site_of(ENGINE) as site:
         # Slow enough that streams wait for it, and not for this machine.
-        site.delay_s = 0.15
+        site.delay_s = 0.08
         environment = {"JAXSPEC_MODEL": "model"}
         (found,) = json.loads(run([*words, "-H", site.url[:-1]], environment))
         served = num_ended(site)

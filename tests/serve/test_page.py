@@ -123,13 +123,6 @@ def test_tokens_are_marked_as_the_answer_tells(watched: Watched):
     assert watched.complaints == []
 
 
-def test_kinds_of_tokens_differ_by_more_than_their_colour(watched: Watched):
-    style = "one => getComputedStyle(one).textDecorationStyle"
-    samples = watched.page.locator("#legend .token").all()
-    lines = [one.evaluate(style) for one in samples[:4]]
-    assert sorted(lines) == ["dashed", "dotted", "double", "solid"]
-
-
 def test_settings_are_what_is_asked_for(watched: Watched):
     page = watched.page
     page.fill("#temperature", "0.7")
@@ -263,17 +256,23 @@ def test_k_is_told_and_why_once_this_page_has_asked(watched: Watched):
         (2, -0.03, True, "K now 2: −3 %"),
         (0, 0.41, True, "K now 0: plain decoding is faster"),
         (0, 0.41, False, "K now 0: drafts are switched off"),
+        (0, 0.0, None, ""),  # a model without drafts
     ]
     for k, gain, may_draft, told in cases:
-        answer = found | {"num_drafts": k, "gain": gain, "may_draft": may_draft}
+        answer = found | {"num_drafts": k, "gain": gain, "may_draft": bool(may_draft)}
+        if may_draft is None:
+            answer["max_draft_tokens"] = 0
         page.unroute_all()
         page.route("**/page/server.json", answer_of_json(answer))
         page.reload()
         expect(page.locator("#model")).to_have_text("model")
         expect(line).to_be_hidden()
         watched.ask()
-        expect(line).to_have_text(told)
         watched.wait()
+        if told:
+            expect(line).to_have_text(told)
+        else:
+            expect(line).to_be_hidden()
     assert watched.complaints == []
 
 
@@ -299,20 +298,6 @@ def test_the_memory_plan_is_shown(watched: Watched):
     finally:
         engine.memory = None
     assert watched.complaints == []
-
-
-def test_without_drafts_there_is_no_k(browser: Browser):
-    with site_of() as site:
-        page = {"max_draft_tokens": 0, "model": "model", "max_model_len": 96}
-        page |= {"needs_key": False, "is_ready": True, "num_warming": 0}
-        page |= {"num_drafts": 0, "gain": 0.0, "may_draft": False}
-        context = browser.new_context()
-        shown = context.new_page()
-        shown.route("**/page/server.json", lambda route: route.fulfill(json=page))
-        shown.goto(site.url)
-        expect(shown.locator("#model")).to_have_text("model")
-        expect(shown.locator("#choice")).to_be_hidden()
-        context.close()
 
 
 def test_a_new_conversation_forgets(watched: Watched):
@@ -451,9 +436,9 @@ def is_bounded(schema: dict[str, Any]) -> bool:
     return is_closed and all(map(is_bounded, schema["properties"].values()))
 
 
-@pytest.mark.parametrize("width", [1280, 390])
-def test_calls_and_json_can_be_read(browser: Browser, site: Site, width: int):
-    watched = Watched(browser, site, viewport={"width": width, "height": 800})
+def test_calls_and_json_can_be_read(browser: Browser, site: Site):
+    # A phone, on which nothing may be wider than the screen.
+    watched = Watched(browser, site, viewport={"width": 390, "height": 800})
     page, shown = watched.page, watched.page.locator(".form figure")
     given = {"city": "Oslo" * 30, "days": list(range(12))}
     text = json.dumps(given)
@@ -559,33 +544,3 @@ def test_a_restart_of_the_server_is_survived(watched: Watched):
 
 def fits(page: Page) -> bool:
     return page.evaluate("document.documentElement.scrollWidth <= innerWidth")
-
-
-def test_on_a_phone(browser: Browser, site: Site):
-    watched = Watched(browser, site, viewport={"width": 360, "height": 640})
-    page = watched.page
-    assert fits(page)
-    page.check("#race")
-    watched.ask()
-    watched.wait()
-    assert fits(page)
-    for name in ("#prompt", "#send", "#k", "#temperature", "#race"):
-        expect(page.locator(name)).to_be_in_viewport()
-    page.set_viewport_size({"width": 1280, "height": 800})
-    assert fits(page)
-    watched.context.close()
-
-
-def test_in_the_dark(browser: Browser, site: Site):
-    shade = "getComputedStyle(document.body).backgroundColor"
-    token = "getComputedStyle(document.querySelector('.token')).backgroundColor"
-    seen = []
-    for scheme in ("light", "dark"):
-        watched = Watched(browser, site, color_scheme=scheme)
-        seen.append([watched.page.evaluate(one) for one in (shade, token)])
-        watched.context.close()
-    light, dark = seen
-    assert light[0] != dark[0]
-    assert light[1] != dark[1]
-    brightness = [sum(map(int, re.findall(r"\d+", one[0]))) for one in seen]
-    assert brightness[0] > 600 > 150 > brightness[1]

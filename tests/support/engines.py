@@ -12,7 +12,8 @@ import torch
 from jax.sharding import Mesh
 
 from jaxspec.config.engine import EngineConfig, SpeculativeConfig
-from jaxspec.config.speculation import FIXED, SUFFIX_DEFAULTS
+from jaxspec.config.methods import SUFFIX_DEFAULTS
+from jaxspec.config.speculation import FIXED
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.engine.program_cache import ProgramCache
 from jaxspec.engine.runner import Runner, build_mesh

@@ -113,11 +113,11 @@ def told_drafts() -> Iterator[None]:
     """Programs that are made meanwhile tell `heard` what they draft."""
     propose = step._propose
 
-    def tell(target: Any, params: Any, states: Any, launch: Any, **options: Any) -> Any:
-        found = propose(target, params, states, launch, **options)
+    def tell(context: Any, *others: Any) -> Any:
+        found = propose(context, *others)
         if found[0] is not None:
             proposal: Any = found[0]
-            active = launch.active
+            active = context.active
             who = active.is_active, active.row, active.num_tokens
             jax.debug.callback(_hear, *who, proposal.tokens, proposal.num_drafts)
         return found

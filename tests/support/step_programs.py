@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+from jaxspec.program.call import taken
 
 from jaxspec.engine.llm_engine import LLMEngine
-from jaxspec.program.call import taken
 from jaxspec.program.plan import StepShape
 from tests.support import pair
 

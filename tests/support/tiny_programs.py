@@ -8,10 +8,10 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxspec.models.families import config_from_hf
-from jaxspec.program.call import flat
+from jaxspec.program.executable_args import flatten
 from jaxspec.program.plan import PoolShape, StepShape
 from jaxspec.program.state import EngineState
-from jaxspec.program.step import ProgramConfig
+from jaxspec.program.step_context import ProgramConfig
 from jaxspec.sharding import make_mesh
 from jaxspec_checkpoints.gemma.published import published_config
 
@@ -38,7 +38,7 @@ def lower_sums(program, shape, arguments, *, name):
         lambda leaf: jax.ShapeDtypeStruct(
             leaf.shape, leaf.dtype, sharding=leaf.sharding
         ),
-        flat(arguments),
+        flatten(arguments),
     )
     plan = jax.ShapeDtypeStruct(PLAN.shape, jnp.int32, sharding=whole)
     return jax.jit(run).lower(*forms, plan)
@@ -54,7 +54,7 @@ def lower_round(program, shape, arguments, *, name):
         return [rows + found.sum()], plan
 
     run.__name__ = name
-    return jax.jit(run).lower(*flat(arguments), PLAN)
+    return jax.jit(run).lower(*flatten(arguments), PLAN)
 
 
 def make_program(num_devices: int = 1) -> ProgramConfig:

@@ -7,7 +7,6 @@ speed.
 """
 
 import argparse
-import re
 import time
 from dataclasses import dataclass
 from functools import partial
@@ -196,19 +195,10 @@ def compile_one(function: Any, given: tuple[Any, ...]) -> dict[str, Any]:
     lowered = function.lower(*given)
     with aot_tpu.no_compilation_cache():
         compiled = lowered.compile()
-    elapsed, text = time.process_time() - start, compiled.as_text()
-    memory = compiled.memory_analysis()
-    used = memory.argument_size_in_bytes + memory.temp_size_in_bytes
-    used += memory.output_size_in_bytes - memory.alias_size_in_bytes
-    return dict(
-        executables=len(re.findall(r"^HloModule ", text, re.MULTILINE)),
-        argument_bytes=memory.argument_size_in_bytes,
-        temp_bytes=memory.temp_size_in_bytes,
-        donated_bytes=memory.alias_size_in_bytes,
-        hbm_bytes=used + memory.generated_code_size_in_bytes,
-        collectives=hlo.collectives(text),
-        compile_cpu_s=round(elapsed, 1),
-    )
+    elapsed, facts = time.process_time() - start, hlo.facts(compiled)
+    names = "executables", "argument_bytes", "temp_bytes", "donated_bytes", "hbm_bytes"
+    row = {name: facts[name] for name in (*names, "collectives")}
+    return row | dict(compile_cpu_s=round(elapsed, 1))
 
 
 def tell(rows: dict[str, dict[str, Any]]) -> str:

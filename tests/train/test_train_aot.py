@@ -60,17 +60,10 @@ def test_what_does_not_fit_is_refused(change: dict[str, Any], message: str):
 
 
 @pytest.mark.aot
-def test_an_example_compiles():
-    _compile(EXAMPLE)
-
-
-@pytest.mark.aot
 @pytest.mark.battery(name="train")
-def test_a_head_of_several_passes_compiles():
-    _compile(SHORT)
-
-
-def _compile(name: str) -> None:
+@pytest.mark.parametrize("name", [EXAMPLE, SHORT])
+def test_training_compiles(name: str):
+    """One of few layers and heads; and a head of several passes."""
     if aot_tpu.MISSING is not None:
         pytest.skip(aot_tpu.MISSING)
     check(aot_train.measure(name))

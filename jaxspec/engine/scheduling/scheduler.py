@@ -99,7 +99,7 @@ class Scheduler:
         speculative = config.speculative
         longest_drafted = speculative.max_model_len if speculative else None
         longest_drafted = longest_drafted or config.max_model_len
-        is_parallel = speculative is not None and speculative.is_parallel
+        is_parallel = speculative is not None and speculative.method_info.is_parallel
         self.rows = RowTable(
             config.max_num_seqs,
             longest_drafted,

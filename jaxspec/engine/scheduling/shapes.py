@@ -13,7 +13,7 @@ from typing import Protocol, runtime_checkable
 from jaxspec.config.engine import EngineConfig
 from jaxspec.engine.speculation.policy import SpeculationPolicy
 from jaxspec.program.plan import TILE, Features, StepShape
-from jaxspec.program.tree import Tree, template_of
+from jaxspec.program.tree.tree import Tree, template_of
 
 # Prompt tokens of the largest programs that an engine begins with. Where launches may
 # have more, programs for them are compiled once so many wait.
@@ -168,7 +168,7 @@ class Shapes:
         template, is_free = self._template, self._policy.is_adaptive
         if template is None or not is_free or self._config.batch_invariant:
             return False
-        return template.spine.num_levels == template.num_levels
+        return template.main_chain.num_levels == template.num_levels
 
     def _is_chain(self, shape: StepShape) -> bool:
         """Whether a program leaves out what the engine's tree has beside the chain."""

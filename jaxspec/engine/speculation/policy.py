@@ -204,7 +204,7 @@ class SpeculationPolicy:
         if not self.is_adaptive or self.speculative is None:
             return False
         is_verified = self.speculative.rejection_sample_method != SYNTHETIC
-        return self.speculative.has_only_lookup and is_verified
+        return not self.speculative.method_info.weights and is_verified
 
     @property
     def is_constant(self) -> bool:

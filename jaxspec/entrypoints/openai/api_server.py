@@ -1,6 +1,6 @@
 """Alias of `jaxspec.serve`, where vLLM has its server."""
 
-from jaxspec.console.ending import end
+from jaxspec.exit import end
 from jaxspec.serve.__main__ import main
 
 if __name__ == "__main__":

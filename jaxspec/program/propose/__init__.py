@@ -1,4 +1,4 @@
-"""Proposers: each makes drafts inside the step program, and one line here names it."""
+"""Proposers make drafts inside the step program; `PROPOSERS` lists them."""
 
 from collections.abc import Callable
 
@@ -35,7 +35,7 @@ __all__ = [
     "proposers_of",
 ]
 
-# By the names of which a method is made: "ngram+draft_model" asks both, in this order.
+# By name; the method "ngram+draft_model" runs both, in this order.
 PROPOSERS: dict[str, Callable[[EngineConfig], Proposer]] = {
     "draft_model": DraftModel.of,
     "pard": Pard.of,

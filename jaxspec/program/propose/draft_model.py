@@ -1,8 +1,8 @@
-"""The draft model proposes level by level: a first pass of two tokens, then the next.
+"""The draft model proposes level by level: a pass over two tokens, then one per level.
 
-A chain, or a tree: what stands beside a draft are the next best tokens at its place.
-Where only drafts of the spine are continued, passes take one token each, as of a chain;
-else each takes the whole tree, as far as it is drawn.
+A chain, or a tree, whose side branches are the next best tokens. If only the main chain
+has children, each later pass takes one token, as for a chain; otherwise each takes the
+whole tree, as far as it is sampled.
 """
 
 from dataclasses import dataclass
@@ -17,15 +17,15 @@ from jaxspec.config.engine import EngineConfig, ModelConfig
 from jaxspec.models.batch import TokenBatch
 from jaxspec.models.network import Hidden, Network, build_network
 from jaxspec.models.params import Params
-from jaxspec.program.path import keep_path
 from jaxspec.program.plan import NO_TOKEN, TILE, PoolShape
-from jaxspec.program.propose.levels import Levels, finite_rows
+from jaxspec.program.propose.draft_sampling import DraftSampler, zero_broken_rows
 from jaxspec.program.propose.proposal import Context, Model, Proposal, Seen
-from jaxspec.program.region import make_region
 from jaxspec.program.rows import Active
 from jaxspec.program.sampling import sample_draft
 from jaxspec.program.state import page_forms
-from jaxspec.program.tree import Tree, template_of
+from jaxspec.program.token_batch import make_token_batch
+from jaxspec.program.tree.compact_kv import compact_kv
+from jaxspec.program.tree.tree import Tree, template_of
 from jaxspec.sharding import DRAFT_MESH_AXES
 from jaxspec_kernels.bits import KvPools
 
@@ -34,7 +34,7 @@ Pages = KvPools
 
 @dataclass(frozen=True, kw_only=True)
 class DraftModel(Model):
-    """A small model with pages of its own, at the target's page ids."""
+    """A small model with pages of its own, addressed by the target's page ids."""
 
     config: ModelConfig
 
@@ -42,7 +42,7 @@ class DraftModel(Model):
 
     @classmethod
     def of(cls, config: EngineConfig) -> "DraftModel":
-        """What an engine's configuration asks for."""
+        """Build it from an engine's configuration."""
         assert config.speculative is not None
         assert config.draft_model_config is not None
         template = template_of(config.speculative)
@@ -63,14 +63,14 @@ class DraftModel(Model):
         active: Active,
         following: Int[Array, " token"],
     ) -> tuple[Pages, Float[Array, " token"]]:
-        """Take in prompts, and tokens that the target made without drafts.
+        """Prefill prompts and tokens that the target generated without drafts.
 
-        A certain draft, or one that shares its noise with the target, would have stayed
-        where it is the same token: a mean of these is the chance of a draft to stay. Of
-        any other the chance is the mean of min(1, q / p) over the target's tokens, and
-        p of a token that was drawn long ago is not kept: of those nothing is said.
+        A certain draft, or one that shares its noise with the target, is accepted if it
+        equals the target's token: the mean of these is the acceptance probability. For
+        other drafts it would be the mean of min(1, q / p) over the target's tokens, and
+        p of tokens sampled earlier is not stored: no estimate for those.
         """
-        assert context.prompts is not None, "there is nothing to take in"
+        assert context.prompts is not None, "no tokens to prefill"
         model, backend = self._model(params, context), context.backend(DRAFT_MESH_AXES)
         hidden, pages = model.hidden(context.prompts, state)
 
@@ -80,26 +80,26 @@ class DraftModel(Model):
             token, probs = sample_draft(
                 logits, 0, active, backend, is_greedy=self.is_greedy
             )
-            likeness = (token == following).astype(jnp.float32)
+            acceptance = (token == following).astype(jnp.float32)
             if probs is not None:
                 is_drawn = active.is_sampled & ~active.is_coupled
-                likeness = jnp.where(is_drawn, -1.0, likeness)
-            return jnp.where(following != NO_TOKEN, likeness, -1.0)
+                acceptance = jnp.where(is_drawn, -1.0, acceptance)
+            return jnp.where(following != NO_TOKEN, acceptance, -1.0)
 
         def skip(tile: tuple[Hidden, Active, Array]) -> Array:
             return jnp.full(tile[2].shape, -1.0)
 
-        # Of most launches nothing is asked: they are prompts. And the logits of a whole
-        # chunk would be the largest array of all.
+        # Most launches are prompts, which need no estimate. And the logits of a whole
+        # chunk would be the largest array.
         tiles = jax.tree.map(
             lambda part: part.reshape(-1, TILE, *part.shape[1:]),
             (hidden, active, following),
         )
-        likeness = jax.lax.map(
+        acceptance = jax.lax.map(
             lambda tile: jax.lax.cond((tile[2] != NO_TOKEN).any(), compare, skip, tile),
             tiles,
         )
-        return pages, likeness.reshape(-1)
+        return pages, acceptance.reshape(-1)
 
     def propose(
         self,
@@ -108,14 +108,14 @@ class DraftModel(Model):
         context: Context,
         before: Proposal | None,
     ) -> tuple[Proposal, Pages]:
-        """Draw a chain of tokens per sequence, and what a tree has beside it.
+        """Sample a main chain per sequence, and the side branches of a tree.
 
-        The first pass takes the two newest tokens. The others are a loop of as many
-        turns as the launch wants drafts.
+        The first pass takes the two newest tokens. The others run in a loop with one
+        iteration per level that the launch wants.
 
         Args:
-            before: Drafts that the model is fed in place of its own, as far as they
-                count: those of the spine.
+            before: Drafts of the main chain that replace the model's own, as far as
+                they count.
         """
         tree, active, pool = context.tree, context.active, context.pool
         model = self._model(params, context)
@@ -133,67 +133,71 @@ class DraftModel(Model):
                 return *_finite_logits(model, hidden), pages
             hidden, pages = model.hidden(_whole(tree, drafts, active, pool), pages)
             logits, is_broken = _finite_logits(model, _level(tree, level, hidden, seqs))
-            # Of a level several rows may be continued, the spine's first.
+            # Several rows of a level may have children, the main chain's first.
             return logits, is_broken[:: tree.width], pages
 
-        levels = Levels(context, is_greedy=self.is_greedy, before=before)
-        return levels.propose(first, following, state)
+        sampler = DraftSampler(context, is_greedy=self.is_greedy, before=before)
+        return sampler.propose(first, following, state)
 
     def _model(self, params: Params | None, context: Context) -> Network:
-        assert params is not None, "a draft model came without parameters"
+        assert params is not None, "a draft model without parameters"
         return build_network(self.config, params, context.backend(DRAFT_MESH_AXES))
 
 
 @dataclass(frozen=True, kw_only=True)
 class TreeModel(DraftModel):
-    """The same where drafts beside the spine are continued as well.
+    """A draft model for trees whose side branches have children.
 
-    The passes leave keys and values of the whole tree behind, each in its row's slot.
-    Once it is known which drafts have stayed, theirs are moved to their positions.
+    The passes write keys and values of the whole tree, each to its row's slot. After
+    the verdict, those of accepted drafts are moved to their positions.
     """
 
     @property
     def target_layers(self) -> tuple[int, ...]:
-        """None: it is shown rounds for the path that they took."""
+        """None: it observes rounds for the accepted path alone."""
         return ()
 
     def observe(
         self, params: Params | None, state: Pages, context: Context, seen: Seen
     ) -> Pages:
-        """Move what belongs to drafts that stayed."""
-        if seen.row is None:
+        """Move keys and values of accepted drafts."""
+        if seen.tree_row is None:
             return state
         active, pool = context.active, context.pool
         backend = context.backend(DRAFT_MESH_AXES)
-        return keep_path(self.config, state, seen.tree, seen.row, active, pool, backend)
+        return compact_kv(
+            self.config, state, seen.tree, seen.tree_row, active, pool, backend
+        )
 
 
 def _finite_logits(model: Network, hidden: Hidden) -> tuple[Array, Array]:
-    """Logits, and the rows that are NaN or infinite: theirs are those of zeros."""
-    rows = finite_rows(hidden.rows, hidden.is_finite)
+    """Logits, and which rows hold NaN or infinity, computed as zeros instead."""
+    rows = zero_broken_rows(hidden.rows, hidden.is_finite)
     return model.logits(rows), ~hidden.is_finite
 
 
 def _next(
     token: Array, step: Array | int, active: Active, pool: PoolShape
 ) -> TokenBatch:
-    """The draft before the one that is drawn in a step."""
+    """A batch of the draft before the one that is sampled next."""
     kv_len, is_written = active.num_tokens + step, active.is_active[:, None]
-    return make_region(token[:, None], kv_len, active.page_table, is_written, pool)
+    return make_token_batch(token[:, None], kv_len, active.page_table, is_written, pool)
 
 
 def _whole(
     tree: Tree, drafts: Int[Array, "seq draft"], active: Active, pool: PoolShape
 ) -> TokenBatch:
-    """The newest token and all drafts; no row attends to those not drawn yet."""
+    """The newest token and all drafts; no row attends to drafts not sampled yet."""
     tokens = jnp.concatenate([active.last_tokens[:, 1:], drafts], axis=1)
     is_written = jnp.broadcast_to(active.is_active[:, None], tokens.shape)
     kv_len = active.num_tokens + tree.num_nodes
-    return make_region(tokens, kv_len, active.page_table, is_written, pool, tree=tree)
+    return make_token_batch(
+        tokens, kv_len, active.page_table, is_written, pool, tree=tree
+    )
 
 
 def _level(tree: Tree, step: Array | int, hidden: Hidden, seqs: int) -> Hidden:
-    """Of a pass over the tree: the rows that drafts of a level continue."""
+    """Take the rows with children at a level from a pass over the tree."""
     rows = jnp.asarray(tree.branching)[step]
 
     def take(part: Array) -> Array:
@@ -204,11 +208,13 @@ def _level(tree: Tree, step: Array | int, hidden: Hidden, seqs: int) -> Hidden:
 
 
 def _newest(active: Active, pool: PoolShape) -> TokenBatch:
-    """The two newest tokens of every sequence.
+    """A batch of the two newest tokens of every sequence.
 
-    Two: after a fully accepted round the draft has no keys and values for the last
-    draft token. Where it has them, the same values are written again.
+    Two, since after a fully accepted round the draft model has no keys and values for
+    the last draft token. Otherwise the same values are written again.
     """
     tokens = active.last_tokens
     is_written = jnp.broadcast_to(active.is_active[:, None], tokens.shape)
-    return make_region(tokens, active.num_tokens, active.page_table, is_written, pool)
+    return make_token_batch(
+        tokens, active.num_tokens, active.page_table, is_written, pool
+    )

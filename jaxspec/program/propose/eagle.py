@@ -1,6 +1,6 @@
-"""The EAGLE head proposes: fed as EAGLE-3's is, and its logits are the target's.
+"""The EAGLE head: run as EAGLE-3's, with the target's output matrix.
 
-It is shown the target's last hidden states, normalised: what logits are made of.
+It reads the target's last hidden states after the final norm.
 """
 
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ class Eagle(Eagle3):
 
     @classmethod
     def of(cls, config: EngineConfig) -> "Eagle":
-        """What an engine's configuration asks for."""
+        """Build it from an engine's configuration."""
         assert config.speculative is not None
         return cls(
             config=config.head_config,
@@ -36,8 +36,8 @@ class Eagle(Eagle3):
     def _logits(
         self, params: Params, hidden: Float[Array, "row model"], context: Context
     ) -> Float[Array, "row vocab"]:
-        """By the target's matrix."""
-        assert context.target is not None, "nobody has the matrix of logits"
+        """Logits by the target's output matrix."""
+        assert context.target is not None, "the target's output matrix is missing"
         target = head_of(context.target)
         return cpu.with_pads(
             lambda rows: eagle.logits(self.config, params, rows, target), hidden

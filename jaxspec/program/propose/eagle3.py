@@ -1,10 +1,10 @@
-"""The EAGLE-3 head proposes: fed all that the target is fed, and then its own drafts.
+"""The EAGLE-3 head: runs over all tokens of the target, then over its own drafts.
 
-A row is about a position: the target's hidden states there, and the token after it. Its
-keys and values lie at that position's slot, in pages at the target's ids, so that the
-last slot of a page depends on one token more than the page has: pages are found by that
-token, too (`jaxspec.engine.scheduling.kv_cache`). As every pass of the target is
-followed by one of the head, it never lags behind: there is nothing to catch up with.
+A row belongs to a position: its inputs are the target's hidden states there and the
+token after it. Its keys and values use that position's slot, in pages with the target's
+ids. So the last slot of a page depends on one token more than the page holds: prefix
+caching keys pages by that token, too (`jaxspec.engine.scheduling.kv_cache`). A pass of
+the head follows every pass of the target, so there is no draft lag.
 """
 
 import dataclasses
@@ -25,20 +25,20 @@ from jaxspec.models.heads.weights import functions_of_head
 from jaxspec.models.params import Params
 from jaxspec.models.trimmed import to_target_vocab
 from jaxspec.program.plan import PoolShape
-from jaxspec.program.propose.last_row import (
-    last_forms,
-    last_rows,
-    note_last,
-    without_broken,
+from jaxspec.program.propose.draft_sampling import DraftSampler, zero_broken_rows
+from jaxspec.program.propose.hidden_cache import (
+    hidden_cache_forms,
+    read_hidden,
+    store_hidden,
+    zero_broken,
 )
-from jaxspec.program.propose.levels import Levels, finite_rows
 from jaxspec.program.propose.proposal import Context, Head, Proposal, Seen
-from jaxspec.program.region import join, make_region
 from jaxspec.program.state import layer_pages
+from jaxspec.program.token_batch import join_batches, make_token_batch
 from jaxspec.sharding import DRAFT_MESH_AXES
 from jaxspec_kernels.bits import KvPages
 
-# Pages of keys and values; what the layer made last of each row.
+# Pages of keys and values; the layer's newest output for each row.
 _State = tuple[KvPages, Array]
 
 
@@ -47,7 +47,7 @@ class Eagle3(Head):
     """One layer over the target's hidden states, with pages of its own.
 
     Attributes:
-        target_layers: After how many of the target's layers they are taken.
+        target_layers: Numbers of target layers after which they are read.
     """
 
     config: LayerConfig
@@ -55,7 +55,7 @@ class Eagle3(Head):
 
     @classmethod
     def of(cls, config: EngineConfig) -> "Eagle3":
-        """What an engine's configuration asks for."""
+        """Build it from an engine's configuration."""
         head = config.head_config
         assert config.speculative is not None
         assert isinstance(head, Eagle3Config)
@@ -66,7 +66,7 @@ class Eagle3(Head):
         )
 
     def state_forms(self, dtype: jnp.dtype, pool: PoolShape, mesh: Mesh) -> Any:
-        """Pages of keys and values; of every row the layer's newest output."""
+        """Pages of keys and values; the layer's newest output for every row."""
         config = self.config
         pages = layer_pages(
             num_q_heads=config.num_q_heads,
@@ -78,7 +78,7 @@ class Eagle3(Head):
             mesh=mesh,
             mesh_axes=DRAFT_MESH_AXES,
         )
-        return pages, last_forms(config.hidden_size, pool, mesh)
+        return pages, hidden_cache_forms(config.hidden_size, pool, mesh)
 
     def propose(
         self,
@@ -87,28 +87,28 @@ class Eagle3(Head):
         context: Context,
         before: Proposal | None,
     ) -> tuple[Proposal, _State]:
-        """Draw a chain of tokens per sequence, and the next best beside each.
+        """Sample a main chain per sequence, and the next best tokens at each level.
 
-        The first from what the layer made of the newest token when the target's round
-        ended. Each of the others takes a pass, over the draft before it and the layer's
-        own output in place of the target's hidden states. `observe` writes what those
-        passes leave in the pages once more, from the target's.
+        The first draft uses the layer's output for the newest token, from the end of
+        the last round. Each later one takes a pass over the draft before it, with the
+        layer's own output in place of the target's hidden states. `observe` overwrites
+        the keys and values of these passes with those from the target's states.
         """
-        assert params is not None, "a head came without parameters"
-        assert not context.tree.has_side_paths, "only the spine is continued"
+        assert params is not None, "a head without parameters"
+        assert not context.tree.has_side_paths, "only the main chain may have children"
         own, active = params, context.active
         pages, last = state
 
         def read(hidden: Array) -> tuple[Array, Array]:
             is_finite = jnp.isfinite(hidden).all(axis=1)
-            rows = finite_rows(hidden, is_finite)
+            rows = zero_broken_rows(hidden, is_finite)
             return self._logits(own, rows, context), ~is_finite
 
         def first(level: Array | int, drafts: Array, kept: _State) -> tuple:
             return *read(kept[1]), kept
 
         def following(level: Array | int, drafts: Array, kept: _State) -> tuple:
-            batch = make_region(
+            batch = make_token_batch(
                 drafts[:, level - 1][:, None],
                 active.num_tokens + level - 1,
                 active.page_table,
@@ -118,22 +118,22 @@ class Eagle3(Head):
             hidden, pages = self._run(own, batch, kept[1], kept[0], context)
             return *read(hidden), (pages, hidden)
 
-        levels = Levels(context, is_greedy=self.is_greedy, before=before)
-        proposal, (pages, _) = levels.propose(
-            first, following, (pages, last_rows(last, active))
+        sampler = DraftSampler(context, is_greedy=self.is_greedy, before=before)
+        proposal, (pages, _) = sampler.propose(
+            first, following, (pages, read_hidden(last, active))
         )
         return proposal, (pages, last)
 
     def observe(
         self, params: Params | None, state: _State, context: Context, seen: Seen
     ) -> _State:
-        """Feed the layer what the target was fed, as far as it has stayed."""
-        assert params is not None, "a head came without parameters"
+        """Run the head over the accepted tokens and the prompts."""
+        assert params is not None, "a head without parameters"
         active, pool, width = context.active, context.pool, context.tree.max_emitted
         pages, last = state
         node = jnp.arange(width, dtype=jnp.int32)[None]
         is_kept = active.is_active[:, None] & (node <= seen.num_accepted[:, None])
-        batch = make_region(
+        batch = make_token_batch(
             seen.next_tokens[:, :width],
             active.num_tokens - 1 + width,
             active.page_table,
@@ -145,7 +145,7 @@ class Eagle3(Head):
             assert context.prompts is not None and seen.next_tile_tokens is not None
             tokens = seen.next_tile_tokens.reshape(-1)
             prompts = dataclasses.replace(context.prompts, tokens=tokens)
-            batch = join([batch, prompts])
+            batch = join_batches([batch, prompts])
             streams = [
                 jnp.concatenate([one, _flat(tiles)])
                 for one, tiles in zip(streams, seen.tiles, strict=True)
@@ -154,12 +154,12 @@ class Eagle3(Head):
         hidden, pages = self._run(params, batch, hidden, pages, context)
         count = is_kept.size
         nodes = hidden[:count].reshape(*is_kept.shape, -1)
-        nodes = without_broken(nodes, seen.nodes[-1][:, :width])
+        nodes = zero_broken(nodes, seen.nodes[-1][:, :width])
         tiles = None
         if seen.tiles is not None:
             tiles = hidden[count:].reshape(*seen.tiles[0].shape[:2], -1)
-            tiles = without_broken(tiles, seen.tiles[-1])
-        return pages, note_last(last, nodes, tiles, active, seen)
+            tiles = zero_broken(tiles, seen.tiles[-1])
+        return pages, store_hidden(last, nodes, tiles, active, seen)
 
     def _fuse(
         self, params: Params, streams: Sequence[Float[Array, "row target_model"]]
@@ -180,7 +180,7 @@ class Eagle3(Head):
         pages: KvPages,
         context: Context,
     ) -> tuple[Float[Array, "row model"], KvPages]:
-        """One pass of the layer; its output, and the pages."""
+        """Run one pass of the layer; return its output and the pages."""
         count = batch.tokens.shape[0]
         padded = cpu.pad_batch(batch, pages.shape[0] * pages.shape[1])
         missing = padded.tokens.shape[0] - count
@@ -205,7 +205,7 @@ class Eagle3(Head):
     def _logits(
         self, params: Params, hidden: Float[Array, "row model"], context: Context
     ) -> Float[Array, "row vocab"]:
-        """Over the target's vocabulary."""
+        """Logits over the target's vocabulary."""
         assert isinstance(self.config, Eagle3Config)
         config, vocab_size = self.config, context.pool.vocab_size
         found = cpu.with_pads(lambda rows: eagle3.logits(config, params, rows), hidden)

@@ -1,7 +1,7 @@
-"""Medusa proposes: every head one level, from the same hidden state.
+"""Medusa: each head proposes one level, from the same hidden state.
 
-What a level's drafts continue does not matter to its head, so that trees of any shape
-cost no more passes than a chain.
+A head does not depend on the drafts of earlier levels, so a tree of any shape costs no
+more passes than a chain.
 """
 
 import functools
@@ -21,13 +21,17 @@ from jaxspec.models.heads.config import MedusaConfig
 from jaxspec.models.params import Params
 from jaxspec.models.trimmed import head_of, to_target_vocab
 from jaxspec.program.plan import PoolShape
-from jaxspec.program.propose.last_row import (
-    last_forms,
-    last_rows,
-    note_last,
-    without_broken,
+from jaxspec.program.propose.draft_sampling import (
+    DraftSampler,
+    at_level,
+    logits_by_level,
 )
-from jaxspec.program.propose.levels import Levels, entry_of, logits_by_level
+from jaxspec.program.propose.hidden_cache import (
+    hidden_cache_forms,
+    read_hidden,
+    store_hidden,
+    zero_broken,
+)
 from jaxspec.program.propose.proposal import (
     NORMALISED,
     Context,
@@ -39,7 +43,7 @@ from jaxspec.program.propose.proposal import (
 
 @dataclass(frozen=True, kw_only=True)
 class Medusa(Head):
-    """As many heads as there may be drafts in a row."""
+    """One head for each level of drafts."""
 
     config: MedusaConfig
 
@@ -52,12 +56,12 @@ class Medusa(Head):
 
     @property
     def target_layers(self) -> tuple[int, ...]:
-        """The last hidden state, normalised, of which logits are made."""
+        """The last hidden state after the final norm."""
         return (NORMALISED,)
 
     def state_forms(self, dtype: jnp.dtype, pool: PoolShape, mesh: Mesh) -> Any:
         """One hidden state per row."""
-        return last_forms(self.config.target_hidden_size, pool, mesh)
+        return hidden_cache_forms(self.config.target_hidden_size, pool, mesh)
 
     def propose(
         self,
@@ -66,12 +70,12 @@ class Medusa(Head):
         context: Context,
         before: Proposal | None,
     ) -> tuple[Proposal, Array]:
-        """Draw a token for every level, and the next best beside each.
+        """Sample a token for every level, and the next best tokens at each.
 
-        The logits of all heads are made at once.
+        The logits of all heads are computed at once.
         """
-        assert params is not None, "a head came without parameters"
-        rows = cpu.pad_rows(last_rows(state, context.active))
+        assert params is not None, "a head without parameters"
+        rows = cpu.pad_rows(read_hidden(state, context.active))
         tree, seqs = context.tree, context.active.row.shape[0]
         found = jnp.stack(medusa.forward(self.config, params, rows)[: tree.num_levels])
         is_finite = jnp.isfinite(found).all(axis=(0, 2))
@@ -82,29 +86,29 @@ class Medusa(Head):
             return logits_of(level)[:seqs], ~is_finite[:seqs], kept
 
         def following(level: Array | int, drafts: Array, kept: None) -> tuple:
-            # Whatever is continued, it is by the same tokens.
+            # All rows of a level have the same children.
             every = jnp.repeat(logits_of(level)[:seqs], tree.width, axis=0)
             return every, ~is_finite[:seqs], kept
 
-        levels = Levels(context, is_greedy=self.is_greedy, before=before)
-        return levels.propose(first, following, None)[0], state
+        sampler = DraftSampler(context, is_greedy=self.is_greedy, before=before)
+        return sampler.propose(first, following, None)[0], state
 
     def observe(
         self, params: Params | None, state: Array, context: Context, seen: Seen
     ) -> Array:
-        """Keep the hidden state at the last token that the target was fed and kept."""
+        """Store the hidden state at the last accepted token."""
         nodes, tiles = seen.nodes[0], None if seen.tiles is None else seen.tiles[0]
-        tiles = None if tiles is None else without_broken(tiles, tiles)
-        return note_last(
-            state, without_broken(nodes, nodes), tiles, context.active, seen
+        tiles = None if tiles is None else zero_broken(tiles, tiles)
+        return store_hidden(
+            state, zero_broken(nodes, nodes), tiles, context.active, seen
         )
 
     def _logits(
         self, params: Params, found: Float[Array, "level row model"], context: Context
     ) -> Callable[[Array | int], Float[Array, "row vocab"]]:
-        """Logits of a level, over the target's vocabulary."""
+        """Return a function of the level: logits over the target's vocabulary."""
         config, vocab = self.config, context.pool.vocab_size
-        assert context.target is not None, "nobody has the matrix of logits"
+        assert context.target is not None, "the target's output matrix is missing"
         shared = head_of(context.target)
 
         def widen(logits: Array) -> Array:
@@ -116,4 +120,4 @@ class Medusa(Head):
         if config.lm_heads < 2:
             return logits_by_level(functools.partial(one_head, 0), found, vocab)
         heads = [functools.partial(one_head, head) for head in range(len(found))]
-        return lambda level: jax.lax.switch(level, heads, entry_of(found, level))
+        return lambda level: jax.lax.switch(level, heads, at_level(found, level))

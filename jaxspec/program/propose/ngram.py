@@ -1,6 +1,6 @@
-"""Drafts copied from the sequence itself: what followed the same tokens before.
+"""Propose the tokens that followed the sequence's newest tokens before.
 
-The simplest use of matches: the best one, however short, is followed as far as it goes.
+The simplest use of matches: copy the continuation of the best one, however short.
 
 References: Saxena 2023, https://github.com/apoorvumang/prompt-lookup-decoding.
 """
@@ -14,15 +14,15 @@ from jaxtyping import Array, Int
 from jaxspec.config.engine import EngineConfig
 from jaxspec.config.lookups import LookupRule
 from jaxspec.models.params import Params
-from jaxspec.program.propose.matches import NUM_BRANCHES, branch, find_matches
+from jaxspec.program.propose.ngram_match import NUM_BRANCHES, fill_tree, find_matches
 from jaxspec.program.propose.proposal import Context, Lookup, Proposal
 from jaxspec.program.rows import Active
-from jaxspec.program.tree import Tree
+from jaxspec.program.tree.tree import Tree
 
 
 @dataclass(frozen=True)
 class NGram(Lookup):
-    """How many tokens at a sequence's end must have come before, most and fewest."""
+    """Largest and smallest number of a sequence's last tokens to match."""
 
     longest: int
     shortest: int
@@ -31,7 +31,7 @@ class NGram(Lookup):
 
     @classmethod
     def of(cls, config: EngineConfig) -> "NGram":
-        """What an engine's configuration asks for."""
+        """Build it from an engine's configuration."""
         speculative = config.speculative
         assert speculative is not None
         rule = LookupRule.of(speculative)
@@ -44,7 +44,7 @@ class NGram(Lookup):
         context: Context,
         before: Proposal | None,
     ) -> tuple[Proposal, Any]:
-        """Copy what followed the newest tokens when they last came."""
+        """Copy the continuation of the newest tokens' latest occurrence."""
         assert before is None, "a lookup comes first"
         found = look_up(
             context.active,
@@ -64,9 +64,9 @@ def look_up(
     shortest: int,
     tree: Tree,
 ) -> Proposal:
-    """Copy what followed the longest match, of equally long ones the most recent.
+    """Copy the continuation of the longest match; ties go to the most recent.
 
-    Beside it in a tree stands what followed the others.
+    The side branches of a tree are the continuations of the other matches.
     """
     matches = find_matches(
         active,
@@ -79,5 +79,5 @@ def look_up(
     num_drafts = jnp.where(matches.length[:, 0] > 0, tree.num_levels, 0)
     drafts = matches.following[:, 0]
     if not tree.is_chain:
-        drafts = branch(matches, drafts, tree)
+        drafts = fill_tree(matches, drafts, tree)
     return Proposal(drafts, num_drafts)

@@ -1,13 +1,13 @@
-"""A draft model proposes all drafts in one pass, in the places of mask tokens (PARD).
+"""A draft model proposes all drafts in one pass over mask tokens (PARD).
 
-The pass takes the newest tokens, as many as a round may have added, and behind them one
-mask fewer than there are drafts: the row of the newest token says the first draft, each
-mask's the next. What stands in the pages for masks is written over by the next pass,
-which is fed the tokens that came in their places: nothing else is ever read there.
+The pass takes the newest tokens, as many as a round may add, then one mask fewer than
+there are drafts: the row of the newest token predicts the first draft, each mask's row
+the next one. The next pass overwrites the masks' keys and values with those of the
+actual tokens, before any row reads them.
 
-No draft has seen those before it, so that what a level's drafts continue does not
-matter, and trees of any shape cost no more than a chain. The law that a draft was drawn
-from is known all the same: by the text before the round, it is independent of others.
+No draft depends on the drafts before it, so a tree of any shape costs no more than a
+chain. The distribution of a draft is still known: given the text before the round, it
+is independent of the other drafts.
 
 References: An et al. 2025, arXiv:2504.18583.
 """
@@ -22,18 +22,22 @@ from jaxspec.models.batch import TokenBatch
 from jaxspec.models.params import Params
 from jaxspec.program import history
 from jaxspec.program.propose.draft_model import DraftModel, Pages
-from jaxspec.program.propose.levels import Levels, finite_rows, logits_by_level
+from jaxspec.program.propose.draft_sampling import (
+    DraftSampler,
+    logits_by_level,
+    zero_broken_rows,
+)
 from jaxspec.program.propose.proposal import Context, Proposal
-from jaxspec.program.region import make_region
+from jaxspec.program.token_batch import make_token_batch
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pard(DraftModel):
-    """A draft model that was trained to fill in masks."""
+    """A draft model trained to fill in masks."""
 
     @classmethod
     def of(cls, config: EngineConfig) -> "Pard":
-        """What an engine's configuration asks for."""
+        """Build it from an engine's configuration."""
         assert config.speculative is not None
         assert config.draft_model_config is not None
         return cls(
@@ -47,13 +51,13 @@ class Pard(DraftModel):
         context: Context,
         before: Proposal | None,
     ) -> tuple[Proposal, Pages]:
-        """Draw all levels from the rows of one pass.
+        """Sample all levels from the rows of one pass.
 
-        A sequence that wants no drafts is not fed: the model may lack earlier tokens
-        of it, and what it made of the newest then would be wrong.
+        A sequence that wants no drafts is left out: the model may lack keys and values
+        of earlier tokens, and those it would write for the newest would be wrong.
 
         Args:
-            before: Drafts that take the place of the model's own, as far as they count.
+            before: Drafts that replace the model's own, as far as they count.
         """
         tree, active = context.tree, context.active
         seqs, num_levels = active.row.shape[0], tree.num_levels
@@ -64,9 +68,9 @@ class Pard(DraftModel):
             rows = part.reshape(seqs, -1, *part.shape[1:])
             return rows[:, -num_levels:].swapaxes(0, 1)
 
-        # Rows of sequences that are not fed are nobody's.
+        # Rows of sequences that are left out are junk.
         is_finite = by_level(hidden.is_finite).all(axis=0) | (context.wanted == 0)
-        rows = finite_rows(hidden.rows, hidden.is_finite)
+        rows = zero_broken_rows(hidden.rows, hidden.is_finite)
         logits_of = logits_by_level(
             model.logits, by_level(rows), context.pool.vocab_size
         )
@@ -77,15 +81,15 @@ class Pard(DraftModel):
         def following(level: Array | int, drafts: Array, kept: Pages) -> tuple:
             return jnp.repeat(logits_of(level), tree.width, axis=0), ~is_finite, kept
 
-        levels = Levels(context, is_greedy=self.is_greedy, before=before)
-        proposal, _ = levels.propose(first, following, ())
+        sampler = DraftSampler(context, is_greedy=self.is_greedy, before=before)
+        proposal, _ = sampler.propose(first, following, ())
         return proposal, pages
 
     def _masked(self, context: Context) -> TokenBatch:
-        """The newest tokens of every sequence, and masks behind them.
+        """A batch of the newest tokens of every sequence, then masks.
 
-        Those that the model has keys and values for are fed once more: how many a round
-        has added is data, and how wide the pass is is not.
+        Tokens whose keys and values exist are computed again: the number of new tokens
+        is data, while the width of the pass is static.
         """
         active, tree, mask = context.active, context.tree, self.config.mask_token_id
         assert mask is not None, "the model has no mask token"
@@ -97,12 +101,12 @@ class Pard(DraftModel):
             jnp.maximum(active.num_tokens[:, None] + back, 0),
         )
         masks = jnp.full((seqs, tree.num_levels - 1), mask, jnp.int32)
-        is_fed = active.is_active & (context.wanted > 0)
+        is_written = active.is_active & (context.wanted > 0)
         tokens = jnp.concatenate([newest, masks], axis=1)
-        return make_region(
+        return make_token_batch(
             tokens,
             active.num_tokens + tree.num_levels - 1,
             active.page_table,
-            jnp.broadcast_to(is_fed[:, None], tokens.shape),
+            jnp.broadcast_to(is_written[:, None], tokens.shape),
             context.pool,
         )

@@ -1,4 +1,4 @@
-"""What a proposer is given of a launch and hands to verification, and its protocol."""
+"""The proposer protocol: its view of a launch, and the proposal it returns."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from jaxspec.models.params import Params
 from jaxspec.program.controls import Adjust
 from jaxspec.program.plan import PoolShape
 from jaxspec.program.rows import Active
-from jaxspec.program.tree import Tree
+from jaxspec.program.tree.tree import Tree
 
 # In place of a number of layers: after all of them, and the last norm.
 NORMALISED = -1
@@ -26,12 +26,12 @@ class Proposal(NamedTuple):
     """Draft tokens of one round, by node of a tree.
 
     Attributes:
-        num_drafts: Of each sequence, how many tokens count: the first ones; of a tree
-            how many levels.
-        probs: What the tokens were drawn from, after all sampling controls; None where
-            each was certain: a point mass. Of a tree: one per level, for its spine.
-        is_broken: Sequences of which a draft model made NaN or infinity, whose tokens
-            do not count; None where there is no model.
+        num_drafts: Number of tokens of each sequence that count, the first ones; in a
+            tree, number of levels.
+        probs: Distributions of the tokens after all sampling controls; None if each is
+            a point mass. In a tree: one per level, for the main chain.
+        is_broken: Sequences for which a draft model computed NaN or infinity, whose
+            tokens do not count; None without a model.
     """
 
     tokens: Int[Array, "seq draft"]
@@ -40,7 +40,7 @@ class Proposal(NamedTuple):
     is_broken: Bool[Array, " seq"] | None = None
 
     def first(self, count: int) -> "Proposal | None":
-        """The first drafts of every sequence, a chain; of none, no proposal."""
+        """Return the first drafts of every sequence, a chain; None for `count` 0."""
         if not count:
             return None
         probs = None if self.probs is None else self.probs[:, :count]
@@ -52,14 +52,14 @@ class Context:
     """The part of a launch that proposers see.
 
     Attributes:
-        tree: Room for drafts.
-        wanted: Drafts, one after the other, that each sequence wants; 0 also where the
-            model that makes them lacks tokens.
-        prompts: Tokens of the launch that are no sequence's newest: of prompts, for
-            whoever looks into the target, or what a draft model has to catch up with.
-            None in a launch without.
-        backend: Where models run, by the axes of the mesh that split them.
-        adjuster: What requests ask of single tokens, for a model that the axes split.
+        tree: Shape of the drafts.
+        wanted: Levels of drafts that each sequence wants; 0 also for a sequence with
+            draft lag.
+        prompts: Tokens of the launch other than each sequence's newest: prompts, for
+            observers of the target, or the tokens of a draft prefill. None in a launch
+            without.
+        backend: Where models run, by the mesh axes that split them.
+        adjuster: Applies the requests' controls, by the mesh axes of the model.
         target: The target's parameters, whose matrices a head may share.
     """
 
@@ -75,7 +75,7 @@ class Context:
 
     @property
     def num_wanted(self) -> Int[Array, ""]:
-        """The most that any sequence wants."""
+        """Largest number of levels that a sequence wants."""
         return self.wanted.max(initial=0)
 
 
@@ -83,24 +83,22 @@ class Seen(NamedTuple):
     """The target's residual stream at a round's tokens.
 
     Attributes:
-        nodes: By layer: of each sequence's newest token, then of its drafts.
-        tiles: By layer: of prompt tokens; None in a launch without prompts.
-        tree: The drafts, as the target was fed them.
-        num_accepted: Drafts of each sequence that stayed; what comes after them is of
-            tokens that did not.
-        row: The tree's, of the last of them; None in a chain.
-        next_tokens: After each of `nodes`, the token that came: those of a round, its
-            last one included.
+        nodes: By layer: at each sequence's newest token, then at its drafts.
+        tiles: By layer: at prompt tokens; None in a launch without prompts.
+        tree: Shape of the drafts.
+        num_accepted: Accepted drafts of each sequence; later nodes are rejected.
+        tree_row: Row in the tree of the last accepted draft; None in a chain.
+        next_tokens: The token after each of `nodes`, the round's last one included.
         next_tile_tokens: The same for `tiles`.
-        first_row: Of each tile the row whose prompt it ends, which has its first token
-            now; past the last row for others.
+        first_row: For each tile that ends a prompt, the row of its request; past the
+            last row for others.
     """
 
     nodes: tuple[Float[Array, "seq node model"], ...]
     tiles: tuple[Float[Array, "tile token model"], ...] | None
     tree: Tree
     num_accepted: Int[Array, " seq"]
-    row: Int[Array, " seq"] | None
+    tree_row: Int[Array, " seq"] | None
     next_tokens: Int[Array, "seq node"]
     next_tile_tokens: Int[Array, "tile token"] | None
     first_row: Int[Array, " tile"] | None
@@ -110,26 +108,26 @@ class Seen(NamedTuple):
 class Proposer(Protocol):
     """Proposes drafts inside the step program: static, hashable, without arrays.
 
-    The step folds over a tuple of proposers: each is given what those before it have
-    proposed, and returns the proposal with its own drafts in place of those that do not
-    count. What it keeps between launches is a pytree of its own.
+    The step folds over a tuple of proposers: each receives the proposal of those before
+    it and fills in the drafts that do not count. Its state between launches is a
+    pytree.
     """
 
-    # Whether it has a draft model's parameters; None stands for them otherwise.
+    # Whether it has parameters; its entry among them is None otherwise.
     has_params: ClassVar[bool]
-    # Whether a round may turn out to have no drafts, for any sequence; or few of those
-    # that are wanted. The program has a narrower form of the round for each.
+    # Whether it may find no drafts for all sequences, or fewer than wanted: the program
+    # then holds a narrower target pass for that case.
     may_find_none: ClassVar[bool]
     may_find_few: ClassVar[bool]
     # Whether rounds without drafts neither read nor change its parameters and state:
-    # their programs are not given them.
+    # their programs do not take them.
     rests_without_drafts: ClassVar[bool]
 
     def state_forms(self, dtype: jnp.dtype, pool: PoolShape, mesh: Mesh) -> Any:
-        """Shapes and placement of its state, which begins as zeros.
+        """Shapes and placement of its state, which starts as zeros.
 
         Args:
-            dtype: Of the models' weights.
+            dtype: Type of the models' weights.
         """
         ...
 
@@ -141,17 +139,17 @@ class Proposer(Protocol):
         active: Active,
         following: Int[Array, " token"],
     ) -> tuple[Any, Float[Array, " token"] | None]:
-        """Take in `context.prompts`: what the target was fed or made without drafts.
+        """Prefill `context.prompts`: tokens that only the target has read.
 
         Args:
-            active: The sequence of each of the launch's tokens, as it was when the
-                token after it was to be drafted.
-            following: What came instead; `NO_TOKEN` where that is nothing a draft could
-                have been compared with: inside prompts, and pads.
+            active: The sequence of each of the launch's tokens, at the position where
+                the token after it would have been drafted.
+            following: The token after it; `NO_TOKEN` inside prompts and for pads, where
+                no draft could be compared.
 
         Returns:
-            The state, and how likely a draft in that place would have been accepted,
-            negative where that cannot be said; None from a proposer without a model.
+            The state, and the probability that a draft in that place would have been
+            accepted, negative if unknown; None from a proposer without a model.
         """
         ...
 
@@ -162,34 +160,34 @@ class Proposer(Protocol):
         context: Context,
         before: Proposal | None,
     ) -> tuple[Proposal, Any]:
-        """Drafts for every node of the tree, and the state."""
+        """Return drafts for every node of the tree, and the state."""
         ...
 
 
 @runtime_checkable
 class Observer(Proposer, Protocol):
-    """A proposer that looks into the target: a head on its hidden states."""
+    """A proposer that reads the target's hidden states or tokens after a round."""
 
     @property
     def target_layers(self) -> tuple[int, ...]:
-        """After how many layers the residual stream is wanted; 0: the embedding.
+        """Numbers of layers after which it reads the stream; 0: the embedding.
 
-        `NORMALISED` is what logits are made of.
+        `NORMALISED` is the input of the logits.
         """
         ...
 
     def observe(
         self, params: Params | None, state: Any, context: Context, seen: Seen
     ) -> Any:
-        """Take in what the target made of a round, at those layers; the state.
+        """Process the target's results of a round; return the state.
 
-        After every pass of the target: with drafts, without, and of prompts alone.
+        Called after every target pass: with drafts, without, and of prompts alone.
         """
         ...
 
 
 class UpToDate:
-    """What never has to catch up: it keeps nothing, or sees whatever is fed."""
+    """A proposer without draft lag: stateless, or it observes every pass."""
 
     def catch_up(
         self,
@@ -205,10 +203,10 @@ class UpToDate:
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """What proposers share that draw drafts of logits: parameters, and always a draft.
+    """Base of proposers that sample drafts from logits: parameters, and always a draft.
 
     Attributes:
-        is_greedy: Propose the argmax, a point mass, also where the request samples.
+        is_greedy: Propose the argmax, a point mass, even if the request samples.
     """
 
     config: ModelConfig | HeadConfig
@@ -222,21 +220,18 @@ class Model:
 
 @dataclass(frozen=True, kw_only=True)
 class Head(UpToDate, Model):
-    """One that is shown the target's hidden states: `observe` has seen it all."""
+    """A head on the target's hidden states, updated by `observe`."""
 
     config: HeadConfig
 
 
 class Lookup(UpToDate):
-    """What proposers share that look drafts up: no model, and nothing of their own.
-
-    The known tokens that they look into are the rows'.
-    """
+    """Base of proposers that look drafts up in the known tokens, without a model."""
 
     has_params: ClassVar[bool] = False
     may_find_none: ClassVar[bool] = True
     rests_without_drafts: ClassVar[bool] = False
 
     def state_forms(self, dtype: jnp.dtype, pool: PoolShape, mesh: Mesh) -> Any:
-        """Nothing is kept."""
+        """No state."""
         return ()

@@ -1,11 +1,11 @@
-"""Drafts copied from the sequence, or past answers: what most often came next there.
+"""Propose the most frequent continuation in the sequence, or in past answers.
 
-The longer a match, the more drafts it is trusted with; where equally long ones go on
-differently, the drafts are those of which most are expected to stay.
+The longer a match, the more drafts it may give. Among equally long matches, the drafts
+are the continuation with the largest expected number of accepted tokens.
 
 References: Oliaro et al. 2024, SuffixDecoding, arXiv:2411.04975. There a suffix tree on
-the host counts all that followed, for matches of every length. Here the counts are of a
-few of the longest matches, which are found on the device at every round.
+the host counts the continuations of matches of every length. Here a few of the longest
+matches are counted, which the device finds in every round.
 """
 
 from dataclasses import dataclass
@@ -16,15 +16,19 @@ from jax.sharding import Mesh
 
 from jaxspec.config.engine import EngineConfig
 from jaxspec.config.lookups import NUM_MATCHES, WHOLE, LookupRule
-from jaxspec.config.speculation import MAX_DRAFT_TOKENS
+from jaxspec.config.methods import MAX_DRAFT_TOKENS
 from jaxspec.models.params import Params
 from jaxspec.program.plan import PoolShape
-from jaxspec.program.propose.corpus import corpus_forms, find_in_corpus, note
-from jaxspec.program.propose.matches import (
+from jaxspec.program.propose.answer_cache import (
+    answer_cache_forms,
+    find_answers,
+    store_answers,
+)
+from jaxspec.program.propose.ngram_match import (
     Matches,
-    best_of,
-    branch,
+    fill_tree,
     find_matches,
+    merge_matches,
 )
 from jaxspec.program.propose.proposal import Context, Lookup, Proposal, Seen
 from jaxspec.sharding import replicated
@@ -32,13 +36,13 @@ from jaxspec.sharding import replicated
 
 @dataclass(frozen=True)
 class Suffix(Lookup):
-    """How far matches are trusted.
+    """Number of drafts that a match may give.
 
     Attributes:
         limits: Most drafts after a match of 0, 1, ... tokens; no more are compared.
-        shortest: Fewest tokens of a match.
-        min_share: Of the matches that are counted, at least so many must agree with a
-            draft and those before it, in parts of `WHOLE`.
+        shortest: Smallest number of tokens of a match.
+        min_share: Smallest share of the counted matches, in parts of `WHOLE`, that must
+            agree with a draft and those before it.
     """
 
     limits: tuple[int, ...]
@@ -49,7 +53,7 @@ class Suffix(Lookup):
 
     @classmethod
     def of(cls, config: EngineConfig) -> "Suffix":
-        """What an engine's configuration asks for."""
+        """Build it from an engine's configuration."""
         speculative = config.speculative
         assert speculative is not None
         rule = LookupRule.of(speculative)
@@ -57,7 +61,7 @@ class Suffix(Lookup):
         num_requests = speculative.suffix_decoding_max_cached_requests
         if not num_requests:
             return made
-        return CorpusSuffix(**vars(made), num_requests=num_requests)
+        return CachedSuffix(**vars(made), num_requests=num_requests)
 
     def propose(
         self,
@@ -66,17 +70,17 @@ class Suffix(Lookup):
         context: Context,
         before: Proposal | None,
     ) -> tuple[Proposal, Any]:
-        """Copy what followed the newest tokens before, as far as that is trusted."""
+        """Copy the most frequent continuation of the newest tokens."""
         assert before is None, "a lookup comes first"
         tree, matches = context.tree, self._matches(state, context)
         proposal = choose(matches, limits=self.limits, min_share=self.min_share)
         if not tree.is_chain:
-            drafts = branch(matches, proposal.tokens, tree)
+            drafts = fill_tree(matches, proposal.tokens, tree)
             proposal = proposal._replace(tokens=drafts)
         return proposal, state
 
     def _matches(self, state: Any, context: Context) -> Matches:
-        """What is looked up."""
+        """Matches in the sequence itself."""
         return find_matches(
             context.active,
             context.token_pages,
@@ -88,36 +92,36 @@ class Suffix(Lookup):
 
 
 @dataclass(frozen=True)
-class CorpusSuffix(Suffix):
-    """The same beside answers of past requests, which every round adds to.
+class CachedSuffix(Suffix):
+    """The same with answers of past requests, which every round adds to.
 
     Attributes:
-        num_requests: How many of usual length there is room for.
+        num_requests: Capacity, in requests of usual length.
     """
 
     num_requests: int
 
     @property
     def target_layers(self) -> tuple[int, ...]:
-        """None: it is shown rounds for their tokens."""
+        """None: it observes rounds for their tokens alone."""
         return ()
 
     def state_forms(self, dtype: jnp.dtype, pool: PoolShape, mesh: Mesh) -> Any:
-        """The corpus, whole on every device."""
-        return corpus_forms(self.num_requests, replicated(mesh))
+        """The cache of answers, replicated on every device."""
+        return answer_cache_forms(self.num_requests, replicated(mesh))
 
     def observe(
         self, params: Params | None, state: Any, context: Context, seen: Seen
     ) -> Any:
-        """Enter the answers as they were before the round."""
-        return note(
+        """Store the answers up to the start of the round."""
+        return store_answers(
             state, context.active, context.token_pages, num_new=MAX_DRAFT_TOKENS + 1
         )
 
     def _matches(self, state: Any, context: Context) -> Matches:
-        """The longest, of equally long ones those of the sequence itself."""
+        """The longest; ties go to the sequence itself."""
         own = super()._matches(state, context)
-        others = find_in_corpus(
+        others = find_answers(
             state,
             context.active,
             context.token_pages,
@@ -125,19 +129,19 @@ class CorpusSuffix(Suffix):
             shortest=self.shortest,
             num_draft_tokens=context.tree.num_levels,
         )
-        return best_of((own, others), NUM_MATCHES)
+        return merge_matches((own, others), NUM_MATCHES)
 
 
 def choose(matches: Matches, *, limits: tuple[int, ...], min_share: int) -> Proposal:
-    """The drafts of which most are expected to stay.
+    """Choose the continuation with the largest expected number of accepted drafts.
 
-    Of the longest matches, which are counted, the share that agrees with what followed
-    one of them, up to the i-th token, is taken for the chance that so many stay. The
-    sum of the chances, as far as so long a match is trusted and a chance is not too
-    small, is what is expected; of equals, the latest wins.
+    Among the longest matches, the share that agrees with one continuation up to its
+    i-th token estimates the probability that i tokens are accepted. Their sum, over
+    tokens within the match's limit and shares of at least `min_share`, is the expected
+    number; ties go to the latest match.
 
     Args:
-        matches: The longest first, of equally long ones the latest.
+        matches: The longest first, ties the latest first.
         limits, min_share: Of `Suffix`.
     """
     length, following, num_following = matches
@@ -145,7 +149,7 @@ def choose(matches: Matches, *, limits: tuple[int, ...], min_share: int) -> Prop
     offset = jnp.arange(draft, dtype=jnp.int32)[None, None]
     is_counted = (length == length[:, :1]) & (length > 0)
     num_counted = jnp.maximum(is_counted.sum(axis=1), 1)
-    # How many drafts are the same after two matches.
+    # Length of the common prefix of two continuations.
     differs = following[:, :, None] != following[:, None]
     common = jnp.where(differs, offset[None], draft).min(axis=3)  # [seq, match, match]
     agrees = (common[..., None] > offset[None]) & is_counted[:, None, :, None]

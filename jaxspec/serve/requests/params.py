@@ -7,6 +7,7 @@ defaults.
 import json
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 from jaxspec.config.structured_outputs import StructuredOutputsParams
@@ -29,15 +30,13 @@ _log = logging.getLogger(__name__)
 DEFAULT_COMPLETION_TOKENS = 16
 # Ten times as many take half a minute to compile.
 MAX_GRAMMAR_CHARACTERS = 2**16
-# Fields that are the same there.
-_SAME = (
-    *("n", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "logit_bias"),
-    *("presence_penalty", "frequency_penalty", "repetition_penalty"),
-    *("stop_token_ids", "include_stop_str_in_output", "ignore_eos", "min_tokens"),
-    *("skip_special_tokens", "spaces_between_special_tokens", "allowed_token_ids"),
-    *("bad_words", "prompt_logprobs", "logprob_token_ids"),
-    # The engine says why it refuses these.
-    *("stream_interval", "thinking_token_budget", "repetition_detection"),
+# Fields of a request that `SamplingParams` takes as they are; `make_params` converts
+# the two others.
+_SAME = tuple(
+    item.name
+    for item in fields(SamplingParams)
+    if item.name in GenerationBody.model_fields
+    and item.name not in ("max_tokens", "structured_outputs")
 )
 # What shapes texts, and does nothing without drawing tokens; with its neutral value.
 _NOT_OF_BEAMS: dict[str, Any] = {

@@ -1,6 +1,6 @@
 """Page writes as one scatter of rows, in place on a donated array on every backend.
 
-Compiled for v5e, v6e and H200 (`tests/kernels/test_write_kv_pages_aot.py`), alone and
+Compiled for v5e, v6e and H200 (`tests/kernels/test_kernels_aot.py`), alone and
 before the attention kernel in one program, the scatter is one fusion whose output is
 the argument's memory, without temporaries: so no backend has a kernel of its own, but a
 TPU one for the scales of int8.

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from jaxspec.config.engine import SpeculativeConfig
 from jaxspec.config.lookups import LookupRule
-from jaxspec.config.speculation import ADAPTIVE, SUFFIX_DEFAULTS
+from jaxspec.config.methods import SUFFIX_DEFAULTS
+from jaxspec.config.speculation import ADAPTIVE
 from jaxspec.engine.scheduling import lookup_estimator
 from jaxspec.engine.scheduling.lookup_estimator import (
     ANSWER_MATCH,

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxspec.config.engine import SpeculativeConfig
-from jaxspec.config.speculation import ADAPTIVE, FIXED, SUFFIX_DEFAULTS
+from jaxspec.config.methods import SUFFIX_DEFAULTS
+from jaxspec.config.speculation import ADAPTIVE, FIXED
 from jaxspec.engine.speculation.acceptance import AcceptanceRates
 from jaxspec.engine.speculation.constants import CONSTANTS
 from jaxspec.engine.speculation.policy import (

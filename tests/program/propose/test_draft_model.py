@@ -15,10 +15,16 @@ from jaxspec.config.token_tree import leaf_paths, parents_of
 from jaxspec.models.backend import Backend
 from jaxspec.program import randomness
 from jaxspec.program.plan import COUPLED, NO_TOKEN, STANDARD, TILE, PoolShape
-from jaxspec.program.propose import Context, Proposal, Seen, draft_model, levels
-from jaxspec.program.region import make_region
+from jaxspec.program.propose import (
+    Context,
+    Proposal,
+    Seen,
+    draft_model,
+    draft_sampling,
+)
 from jaxspec.program.rows import Active
-from jaxspec.program.tree import Tree
+from jaxspec.program.token_batch import make_token_batch
+from jaxspec.program.tree.tree import Tree
 from tests.kernels import dense
 from tests.kernels.oracle import UNOPTIMISED
 from tests.support.engines import make_micro
@@ -187,7 +193,7 @@ def check_next_round(length: int = 13) -> None:
             tiles=None,
             tree=SIDE_PATHS,
             num_accepted=jnp.array([depth]),
-            row=jnp.array([row]),
+            tree_row=jnp.array([row]),
             next_tokens=active.last_tokens,
             next_tile_tokens=None,
             first_row=None,
@@ -260,7 +266,9 @@ def test_tokens_that_were_made_without_drafts_are_compared(monkeypatch):
             tree=Tree.chain(0),
             wanted=jnp.zeros(1, jnp.int32),
             pool=pool,
-            prompts=make_region(tiles, ends, table, jnp.ones(tiles.shape, bool), pool),
+            prompts=make_token_batch(
+                tiles, ends, table, jnp.ones(tiles.shape, bool), pool
+            ),
             backend=lambda axes: Backend(),
             adjuster=lambda axes: None,
         )
@@ -286,11 +294,11 @@ def test_what_others_propose_comes_before_what_is_drawn():
     before = Proposal(jnp.array([[4, 5], [6, 7], [1, 2]]), jnp.array([2, 1, 0]))
     drawn = jnp.array([0, 3, 3], jnp.int32)
     probs = jnp.full((3, 8), 0.125)
-    token, law = levels._keep(before, jnp.int32(1), drawn, probs)
+    token, law = draft_sampling._override(before, jnp.int32(1), drawn, probs)
     np.testing.assert_array_equal(token, [5, 3, 3])
     assert law is not None
     np.testing.assert_array_equal(law[0], np.arange(8) == 5)
     np.testing.assert_array_equal(law[1:], probs[1:])
-    token, law = levels._keep(before, jnp.int32(1), drawn, None)
+    token, law = draft_sampling._override(before, jnp.int32(1), drawn, None)
     np.testing.assert_array_equal(token, [5, 3, 3])
     assert law is None

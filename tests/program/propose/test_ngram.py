@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from jaxspec.config.token_tree import leaf_paths, parents_of
-from jaxspec.program.propose import matches, ngram
-from jaxspec.program.tree import Tree
+from jaxspec.program.propose import ngram, ngram_match
+from jaxspec.program.tree.tree import Tree
 from tests.kernels.oracle import UNOPTIMISED
 from tests.support.lookups import JUNK, PAGE_SIZE, TABLE_LEN, in_pages, search_ngram
 
@@ -126,12 +126,12 @@ def branches(tokens: list[int], lookup: ngram.NGram, tree: Tree) -> list[int] | 
             length += 1
         if length >= lookup.shortest:
             found.append((length, end))
-    found = sorted(found, reverse=True)[: matches.NUM_BRANCHES]
+    found = sorted(found, reverse=True)[: ngram_match.NUM_BRANCHES]
     depth = tree.num_levels
     texts = [(tokens[end + 1 :] * depth)[:depth] for _, end in found]
     if not texts:
         return None
-    drafts = texts[0][: tree.spine.num_nodes]
+    drafts = texts[0][: tree.main_chain.num_nodes]
     for node in range(len(drafts), tree.num_nodes):
         parent = tree.parents[node]
         way = [drafts[row - 1] for row in tree.paths[parent + 1] if row]

@@ -12,7 +12,7 @@ from jaxspec.models.backend import Backend
 from jaxspec.program import history
 from jaxspec.program.plan import PoolShape
 from jaxspec.program.propose import Context, Pard
-from jaxspec.program.tree import Tree
+from jaxspec.program.tree.tree import Tree
 from tests.kernels.oracle import UNOPTIMISED
 from tests.support.engines import make_micro
 from tests.support.laws import filtered_law

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxspec.config.lookups import NUM_MATCHES, WHOLE, draft_limits
-from jaxspec.program.propose import matches, suffix
+from jaxspec.program.propose import ngram_match, suffix
 from tests.kernels.oracle import UNOPTIMISED
 from tests.support.lookups import (
     PAGE_SIZE,
@@ -43,7 +43,7 @@ def found_in(
 
     # Of its own, and by their modules: a jit of the same would not see a mutant.
     def propose(active, pages):
-        found = matches.find_matches(
+        found = ngram_match.find_matches(
             active,
             pages,
             longest=len(most) - 1,

@@ -1,0 +1,561 @@
+"""`spec --forms` and `spec --all-methods`: compare ways to propose drafts.
+
+Drafts belong to an engine, so each way has an engine of its own, one after the other,
+on the same prompts. In each, plain decoding runs in turn with the drafts, and speeds
+are compared with it: a slow moment of the machine affects both.
+"""
+
+import argparse
+import copy
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from jaxspec.bench.acceptance import Acceptance
+from jaxspec.bench.measure import Measured
+from jaxspec.bench.offline import PLAIN, SPECULATIVE, Offline, open_offline, sweep_of
+from jaxspec.bench.parts import Parts
+from jaxspec.bench.report import forced_line, milliseconds, table, write
+from jaxspec.bench.summary import is_equal, parts_table, speed_ups, summarise
+from jaxspec.config.engine import EngineConfig
+from jaxspec.config.methods import (
+    DEFAULT_DRAFT_TOKENS,
+    DRAFT_MODEL,
+    METHODS,
+    PARD,
+    method_of,
+    with_draft_model,
+)
+from jaxspec.config.speculation import SpeculativeConfig
+from jaxspec.config.token_tree import (
+    MAX_NODES,
+    Hits,
+    Place,
+    RoundCost,
+    best_tree,
+    count_ranks,
+    read_paths,
+)
+from jaxspec.engine.model_folders import BUNDLED_HEADS, BUNDLED_TARGET, model_folder
+from jaxspec.engine.speculative_args import (
+    SPECULATIVE_NAMES,
+    merge_speculative_arguments,
+)
+from jaxspec.errors import ConfigError, check_integer, wrong_argument
+from jaxspec.models.families import config_from_folder
+from jaxspec.models.heads.config import read_dummy
+from jaxspec.program.tree import template_of
+from jaxspec.serve.flags import engine_args
+from jaxspec_checkpoints import read_config
+from jaxspec_checkpoints.heads import KINDS, kind_of_head
+
+CHAIN, LEAVES, BEST, TREE = "chain", "leaves", "best", "tree"
+# The number of a form that is named without one; of a chain, the K of the flags.
+DEFAULTS = {CHAIN: 0, LEAVES: 1, BEST: 16}
+ALLOWED_FORMS = (
+    "chain, chain=K, leaves=W (W drafts beside each of a chain's), best=N (the tree "
+    "of at most N drafts that should be the fastest, by what the forms before it have "
+    "shown) or a tree such as '[(0,), (1,), (0, 0)]'"
+)
+# A smaller gain over the fastest chain is not worth another form.
+MIN_GAIN = 1.02
+# Places of a tree with fewer comparisons have no known acceptance.
+MIN_COMPARED = 50
+# Flags of a draft model, which go from the command line to every method that has one.
+_OF_MODEL = ("model", "draft_tensor_parallel_size")
+Ranks = dict[Place, Hits]
+
+
+@dataclass(frozen=True)
+class Form:
+    """A form of drafts: a chain, a chain with leaves, or a tree.
+
+    Attributes:
+        name: As on the command line.
+        number: K of a chain, leaves beside each of its drafts, or all drafts of a tree.
+    """
+
+    name: str
+    kind: str
+    number: int = 0
+
+    @classmethod
+    def read(cls, name: str) -> "Form":
+        """Parse a form.
+
+        Raises:
+            ConfigError: It is no form, or no tree.
+        """
+        kind, has_number, number = name.partition("=")
+        if name.startswith(("[", "(")):
+            read_paths(name)
+            return cls(name, TREE)
+        if kind not in DEFAULTS or (has_number and not number.isdecimal()):
+            raise wrong_argument(ConfigError, "--forms", ALLOWED_FORMS, name)
+        count = int(number) if has_number else DEFAULTS[kind]
+        if has_number and not count or (kind == BEST and count > MAX_NODES):
+            raise wrong_argument(ConfigError, "--forms", ALLOWED_FORMS, name)
+        return cls(name, kind, count)
+
+    def of(self, given: SpeculativeConfig, best: str | None) -> SpeculativeConfig:
+        """The same drafts in this form.
+
+        Args:
+            best: The chosen tree, if this is `best`.
+        """
+        levels = given.num_levels
+        leaves, tree = 0, None
+        if self.kind == CHAIN:
+            levels = self.number or levels
+        elif self.kind == LEAVES:
+            leaves = self.number
+        else:
+            tree = self.name if self.kind == TREE else best
+            levels = len(read_paths(tree))
+        return replace(
+            given,
+            num_speculative_tokens=levels,
+            num_side_leaves=leaves,
+            speculative_token_tree=tree,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """A way to propose drafts.
+
+    Attributes:
+        name: The method's, with the folder's if it is one of `--all-methods`.
+        config: The `speculative_config` of its engine.
+    """
+
+    name: str
+    config: dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One form or method at one batch size and temperature, against plain decoding.
+
+    Attributes:
+        num_levels: Depth of the drafts.
+        num_nodes: Draft tokens of a sequence.
+        round_s: Of rounds with drafts; None if requests never decoded.
+        least: The lowest speed-up of any repeat.
+        acceptance: Of all repeats.
+        memory_bytes: Of the proposer and its pages; None if unknown.
+    """
+
+    name: str
+    temperature: float
+    batch_size: int
+    num_levels: int
+    num_nodes: int
+    round_s: float | None
+    plain_round_s: float | None
+    speed_up: float
+    least: float
+    acceptance: Acceptance
+    memory_bytes: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """Measurements of one engine.
+
+    Attributes:
+        points: By temperature and batch size, as `cells`.
+        parts: Of its rounds, by batch size, the plain one first.
+    """
+
+    speculative: SpeculativeConfig
+    cells: list[Cell]
+    points: list[dict[str, Any]]
+    parts: dict[int, list[Parts]]
+
+    @property
+    def has_side_paths(self) -> bool:
+        """Whether side branches are continued, by passes over the whole tree."""
+        tree = template_of(self.speculative)
+        return tree is not None and tree.has_side_paths
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "num_levels": self.cells[0].num_levels,
+            "num_nodes": self.cells[0].num_nodes,
+            "num_side_leaves": self.speculative.num_side_leaves,
+            "speculative_token_tree": self.speculative.speculative_token_tree,
+            "memory_bytes": self.cells[0].memory_bytes,
+            "points": self.points,
+            "parts": [one.as_json() for parts in self.parts.values() for one in parts],
+        }
+
+
+def run(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Compare forms or methods; returns what `--json` prints.
+
+    Raises:
+        ArgumentError: A flag cannot work; nothing was run.
+        BenchError: Nothing that was measured means anything.
+    """
+    flag = "--forms" if options.all_methods is None else "--all-methods"
+    if options.draft_tokens is not None:
+        allowed = f"left out with {flag}"
+        raise wrong_argument(
+            ConfigError, "--draft-tokens", allowed, options.draft_tokens
+        )
+    if options.forms and options.all_methods is not None:
+        allowed = "left out with --all-methods"
+        raise wrong_argument(ConfigError, "--forms", allowed, options.forms)
+    sweep_of(options)
+    engines = _forms if flag == "--forms" else _methods
+    result: dict[str, Any] = {}
+    done: list[Found] = []
+    entries = []
+    for offline, identity in engines(options, done):
+        if not done:
+            result = offline.new_result("spec")
+            # Without a model the flags mean the bundled target.
+            result["arguments"] |= {"model": engine_args(dict(vars(options))).model}
+            result["device"] = offline.device()
+            offline.print_label()
+        done.append(measure(offline, next(iter(identity.values()))))
+        offline.engine.shutdown()
+        entries.append(identity | done[-1].as_json())
+        for parts in done[-1].parts.values():
+            if parts and flag == "--forms":
+                print(parts_table(parts, result["device"]), flush=True)
+        print(f"{done[-1].cells[0].name}: done", flush=True)
+    cells = [cell for found in done for cell in found.cells]
+    verdict = answer(cells)
+    if result["forced_acceptance"] is not None:
+        verdict.append(forced_line(result["forced_acceptance"]))
+    print(f"\n{cell_table(cells)}\n\n" + "\n".join(verdict) + "\n")
+    result |= {flag.rpartition("-")[2]: entries, "answer": verdict}
+    write(result, options.output_json)
+    return [result]
+
+
+def _forms(
+    options: argparse.Namespace, done: Sequence[Found]
+) -> Iterator[tuple[Offline, dict[str, Any]]]:
+    """An engine for every form, with its name; the last `done` is the one before."""
+    forms = [Form.read(name) for name in options.forms]
+    for number, form in enumerate(forms):
+        if form.kind == BEST and not {CHAIN, LEAVES} & {f.kind for f in forms[:number]}:
+            allowed = f"{CHAIN} or {LEAVES} before {form.name}, to choose a tree by"
+            raise wrong_argument(ConfigError, "--forms", allowed, options.forms)
+    if any(form.kind == BEST for form in forms) and not options.parts:
+        hint = "It needs the cost of rounds, part by part."
+        raise wrong_argument(ConfigError, "--parts", f"on with {BEST}", False, hint)
+    for form in forms:
+        best = _choose(form, done) if form.kind == BEST else None
+        if form.kind == BEST and best is None:
+            continue
+
+        def change(
+            config: EngineConfig, form: Form = form, best: str | None = best
+        ) -> EngineConfig:
+            if config.speculative is None:
+                raise ConfigError(
+                    "--forms compares drafts, and these flags name none: give "
+                    "--speculative-model or --speculative-config.",
+                    parameter="speculative_model",
+                )
+            return replace(config, speculative=form.of(config.speculative, best))
+
+        yield _open(options, options, change), {"form": form.name}
+
+
+def _methods(
+    options: argparse.Namespace, done: Sequence[Found]
+) -> Iterator[tuple[Offline, dict[str, Any]]]:
+    """An engine for every method, with its name."""
+    for method in methods_of(options):
+        changed = copy.copy(options)
+        for name in SPECULATIVE_NAMES:
+            setattr(changed, name, None)
+        changed.speculative_config = method.config
+        # Without a model the flags mean the bundled pair, whose draft they name.
+        changed.model = engine_args(dict(vars(options))).model
+        changed.model_tag = None
+        identity = {"name": method.name, "speculative_config": method.config}
+        yield _open(options, changed), identity
+
+
+def _open(
+    options: argparse.Namespace,
+    changed: argparse.Namespace,
+    change: Callable[[EngineConfig], EngineConfig] = lambda config: config,
+) -> Offline:
+    sizes, _ = sweep_of(changed)
+    number = options.num_prompts or sizes[-1]
+    check_integer(ConfigError, "--num-prompts", number, low=sizes[-1])
+    offline = open_offline(
+        changed, num_prompts=number, num_seqs=sizes[-1], change=change
+    )
+    offline.options = options  # as they were given
+    return offline
+
+
+def methods_of(options: argparse.Namespace) -> list[Method]:
+    """All methods there are for the target of a command line.
+
+    Raises:
+        ConfigError: A folder holds neither a head nor a draft model.
+    """
+    args = vars(engine_args(dict(vars(options))))
+    given = merge_speculative_arguments(args) or {}
+    count = given.get("num_speculative_tokens", DEFAULT_DRAFT_TOKENS)
+    own = {name: given[name] for name in _OF_MODEL if name in given}
+    method = method_of(given.get("method", DRAFT_MODEL))
+    is_model = method.has_draft_model and not method.has_one_pass
+    lookups = [name for name, row in METHODS.items() if not row.weights]
+    names = dict.fromkeys(lookups, {})
+    if is_model and own:
+        names |= dict.fromkeys((DRAFT_MODEL, *map(with_draft_model, lookups)), own)
+    found = [
+        Method(
+            name=name,
+            config={"num_speculative_tokens": count, **more, "method": name},
+        )
+        for name, more in names.items()
+    ]
+    folders = list(options.all_methods)
+    if not folders and args["model"] == BUNDLED_TARGET:
+        folders = list(BUNDLED_HEADS)
+    if not is_model and "model" in given:
+        folders.insert(0, given["model"])
+    return found + [_of_folder(name, count) for name in folders]
+
+
+def _of_folder(name: str, count: int) -> Method:
+    """The method of a folder: a head, or a draft model of either kind."""
+    folder = model_folder(name, "--all-methods")
+    kind = kind_of_head(read_config(folder)[0])
+    if kind in KINDS:
+        most = read_dummy(folder).max_drafts
+        count = count if most is None else min(count, most)
+    else:
+        has_mask = config_from_folder(folder).mask_token_id is not None
+        kind = PARD if has_mask else DRAFT_MODEL
+    return Method(
+        name=f"{kind} {Path(name).name}",
+        config={
+            "method": kind,
+            "model": name if name in BUNDLED_HEADS else str(folder),
+            "num_speculative_tokens": count,
+        },
+    )
+
+
+def measure(offline: Offline, name: str) -> Found:
+    """All batch sizes and temperatures on one engine, over all full batches."""
+    sizes, temperatures = sweep_of(offline.options)
+    # Drafts are measured whether they pay or not.
+    offline.engine.policy.is_adaptive = False
+    speculative = offline.engine.config.speculative
+    assert speculative is not None
+    levels = speculative.num_levels
+    parts = {size: offline.parts(size, (0, levels)) for size in sizes}
+    cells, points = [], []
+    num_batches = sum(len(offline.prompts) // size for size in sizes)
+    num_runs = 2 * num_batches * len(temperatures) * offline.options.num_iters
+    memory = offline.engine.memory
+    with offline.bench(num_runs) as bench:
+        for temperature in temperatures:
+            for size in sizes:
+                starts = range(0, len(offline.prompts) - size + 1, size)
+                chosen = [slice(start, start + size) for start in starts]
+                each = [
+                    bench.alternate(
+                        {
+                            PLAIN: offline.batch(0, one, temperature=temperature),
+                            SPECULATIVE: offline.batch(
+                                levels, one, temperature=temperature
+                            ),
+                        }
+                    )
+                    for one in chosen
+                ]
+                measured = Measured.join(each)
+                runs = measured.runs[SPECULATIVE]
+                acceptance = sum((run.acceptance for run in runs), Acceptance())
+                ratio = speed_ups(measured, SPECULATIVE, is_decode=True)
+                cell = Cell(
+                    name=name,
+                    temperature=temperature,
+                    batch_size=size,
+                    num_levels=levels,
+                    num_nodes=speculative.num_nodes,
+                    round_s=_round_s(measured, SPECULATIVE),
+                    plain_round_s=_round_s(measured, PLAIN),
+                    speed_up=ratio["median"],
+                    least=ratio["least"],
+                    acceptance=acceptance,
+                    memory_bytes=None if memory is None else memory.draft_bytes,
+                )
+                point = {
+                    "temperature": temperature,
+                    "batch_size": size,
+                    "num_discarded_runs": measured.num_discarded,
+                    PLAIN: summarise(measured.runs[PLAIN]),
+                    SPECULATIVE: summarise(runs),
+                    "decode_speed_up": ratio,
+                    "tokens_per_round": acceptance.tokens_per_round,
+                }
+                if offline.must_agree(temperature):
+                    point["is_equal"] = is_equal(measured, SPECULATIVE)
+                cells.append(cell)
+                points.append(point)
+    return Found(speculative=speculative, cells=cells, points=points, parts=parts)
+
+
+def _round_s(measured: Measured, mode: str) -> float | None:
+    spans = [run.decode for run in measured.runs[mode]]
+    times = [span.round_s for span in spans if span is not None]
+    return median(times) if times else None
+
+
+def ranks_of(speculative: SpeculativeConfig, acceptance: Acceptance) -> Ranks:
+    """Comparisons and hits of drafts by place; all of a chain are first choices."""
+    if speculative.parents is not None:
+        return count_ranks(speculative.parents, acceptance.tree_ends)
+    reached = (acceptance.num_drafts, *acceptance.per_position)
+    pairs = zip(reached, acceptance.per_position, strict=False)
+    return {
+        Place(False, depth, 0): Hits(compared, kept)
+        for depth, (compared, kept) in enumerate(pairs, start=1)
+    }
+
+
+def round_cost(timed: Iterable[tuple[Parts, bool]]) -> RoundCost:
+    """Seconds of rounds of any tree, from those whose parts were timed.
+
+    The target's pass depends on the rows, the proposer's on its passes: interpolated
+    between timed sizes, extrapolated from the last two.
+
+    Args:
+        timed: Parts, and whether the draft model's passes took whole trees. If none
+            did, the cost of such passes is taken to grow as the target's.
+    """
+    rows: dict[int, list[float]] = {}
+    passes: dict[bool, list[float]] = {False: [], True: []}
+    for one, has_side_paths in timed:
+        rows.setdefault(one.num_nodes, []).append(one.verify_s + one.accept_s)
+        if one.num_draft_tokens:
+            passes[has_side_paths].append(one.draft_s / one.num_draft_tokens)
+    counts = sorted(rows)
+    assert len(counts) > 1 and passes[False], "neither a chain nor leaves were timed"
+    # Only noise makes a larger tree cheaper than a smaller one.
+    times = np.maximum.accumulate([median(rows[count]) for count in counts])
+    slope = (times[-1] - times[-2]) / (counts[-1] - counts[-2])
+
+    def verify_s(count: int) -> float:
+        beyond = max(count - counts[-1], 0)
+        return float(np.interp(count, counts, times) + slope * beyond)
+
+    def seconds(num_levels: int, num_nodes: int, has_side_paths: bool) -> float:
+        draft_s = median(passes[has_side_paths] or passes[False])
+        if has_side_paths and not passes[True]:
+            draft_s *= verify_s(num_nodes) / verify_s(0)
+        return num_levels * draft_s + verify_s(num_nodes)
+
+    return seconds
+
+
+def _choose(form: Form, done: Sequence[Found]) -> str | None:
+    """The tree that should be fastest at the first temperature and batch size.
+
+    Returns:
+        None if plain decoding should be.
+    """
+    ranks: Ranks = {}
+    for found in done:
+        acceptance = found.cells[0].acceptance
+        for place, hits in ranks_of(found.speculative, acceptance).items():
+            known = ranks.get(place, Hits(0, 0))
+            ranks[place] = Hits(known.compared + hits.compared, known.kept + hits.kept)
+    rates = {
+        place: hits.rate
+        for place, hits in ranks.items()
+        if hits.compared >= MIN_COMPARED
+    }
+    size = done[0].cells[0].batch_size
+    seconds = round_cost(
+        (one, found.has_side_paths) for found in done for one in found.parts[size]
+    )
+    levels = done[0].speculative.method_info.max_draft_tokens
+    best = best_tree(rates, seconds, num_nodes=form.number, num_levels=levels)
+    if not best.paths:
+        print(f"{form.name}: no drafts, by what was measured before it.\n")
+        return None
+    written = str(list(best.paths))
+    print(
+        f"{form.name}: {len(best.paths)} drafts, {best.tokens:.2f} tokens in "
+        f"{milliseconds(best.seconds)} ms on the device should be the best:\n"
+        f"speculative_token_tree = {written!r}\n"
+    )
+    return written
+
+
+def cell_table(cells: Sequence[Cell]) -> str:
+    """All forms or methods at every temperature and batch size."""
+    columns = ["temperature, batch, drafts", "K", "nodes", "acceptance by position"]
+    columns += ["tokens/round", "round, ms", "plain, ms", "speed-up", "least", "MiB"]
+    rows = [columns]
+    for cell in sorted(cells, key=lambda cell: (cell.temperature, cell.batch_size)):
+        name = cell.name if len(cell.name) <= 32 else f"{cell.name[:20]} ..."
+        rates = cell.acceptance.per_position_rates
+        memory = cell.memory_bytes
+        rows.append(
+            [
+                f"{cell.temperature:g}, {cell.batch_size}, {name}",
+                str(cell.num_levels),
+                str(cell.num_nodes),
+                " ".join(f"{rate:.2f}" for rate in rates) or "-",
+                f"{cell.acceptance.tokens_per_round:.2f}",
+                milliseconds(cell.round_s),
+                milliseconds(cell.plain_round_s),
+                f"{cell.speed_up:.2f}",
+                f"{cell.least:.2f}",
+                "-" if memory is None else f"{memory / 2**20:.1f}",
+            ]
+        )
+    return (
+        "Drafts by plain decoding in the same engine (medians); MiB: the proposer and "
+        f"its pages:\n{table(rows)}"
+    )
+
+
+def answer(cells: Sequence[Cell]) -> list[str]:
+    """Say in words what to choose, at each temperature and batch size."""
+    lines = []
+    for place in sorted({(cell.temperature, cell.batch_size) for cell in cells}):
+        here = [c for c in cells if (c.temperature, c.batch_size) == place]
+        lines.append(f"Temperature {place[0]:g}, batch {place[1]}: {_chosen(here)}")
+    lines.append(
+        f"Side branches are chosen over the fastest chain for {MIN_GAIN:g} times its "
+        "speed; speeds are by plain decoding."
+    )
+    return lines
+
+
+def _chosen(cells: Sequence[Cell]) -> str:
+    """The answer at one temperature and batch size."""
+    ordered = sorted(cells, key=lambda cell: -cell.speed_up)
+    best = ordered[0]
+    if best.speed_up < MIN_GAIN:
+        return f"no drafts; {best.name} would be {best.speed_up:.2f} times as fast."
+    chains = [cell for cell in ordered if cell.num_nodes == cell.num_levels]
+    if chains and best.speed_up < MIN_GAIN * chains[0].speed_up:
+        best = chains[0]
+    others = [cell for cell in ordered if cell is not best]
+    text = f"{best.name}, {best.speed_up:.2f} times as fast"
+    if others:
+        text += f"; the next is {others[0].name}, {others[0].speed_up:.2f}"
+    return f"{text}."

@@ -1,0 +1,126 @@
+"""The speculative methods: one row each.
+
+A new method is a row of `METHODS` and a proposer. The parts of its name, split at "+",
+are the proposers (`jaxspec.program.propose`) that are asked, in this order.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from jaxspec.errors import UnsupportedError, wrong_argument
+
+# Compiled draft lengths end here. Looked-up drafts take no passes of a draft model.
+MAX_DRAFT_TOKENS = 16
+MAX_MODEL_DRAFT_TOKENS = 8
+DEFAULT_DRAFT_TOKENS = 5
+# Fewest tokens of a match. In prose at temperature 1 a third of the rounds match one
+# token, and a tenth of their drafts are accepted. A match of four replaces the drafts
+# of a draft model.
+SHORT_MATCH, LONG_MATCH = 2, 4
+
+NGRAM, SUFFIX = "ngram", "suffix"
+DRAFT_MODEL, HEAD = "draft_model", "head"
+PARD = "pard"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """What one method proposes with.
+
+    Attributes:
+        lookup: Lookup in the text, "ngram" or "suffix", whose keys the method takes.
+        weights: What its folder holds, "draft_model" or "head"; None: it has none.
+        has_one_pass: One pass over the weights makes all draft tokens of a round.
+        extends_side_branches: Drafts off the main chain can be continued.
+        max_draft_tokens: Most draft tokens in a row.
+        default_draft_tokens: Draft tokens in a row if the user gives no number.
+    """
+
+    lookup: str | None = None
+    weights: str | None = None
+    has_one_pass: bool = False
+    extends_side_branches: bool = True
+    max_draft_tokens: int = MAX_MODEL_DRAFT_TOKENS
+    default_draft_tokens: int = DEFAULT_DRAFT_TOKENS
+
+    @property
+    def has_draft_model(self) -> bool:
+        """Whether a second language model proposes, at least where no text matches."""
+        return self.weights == DRAFT_MODEL
+
+    @property
+    def has_head(self) -> bool:
+        """Whether a small network on the target's hidden states proposes."""
+        return self.weights == HEAD
+
+    @property
+    def is_parallel(self) -> bool:
+        """Whether one pass of a draft model makes all draft tokens."""
+        return self.has_draft_model and self.has_one_pass
+
+    @property
+    def shortest_match(self) -> int:
+        """Fewest tokens that a suffix lookup must match."""
+        return LONG_MATCH if self.has_draft_model else SHORT_MATCH
+
+
+# A lookup that needs no weights has a second row that adds a draft model:
+# see `with_draft_model`.
+METHODS = {
+    "ngram": Method(lookup=NGRAM, max_draft_tokens=MAX_DRAFT_TOKENS),
+    "ngram+draft_model": Method(lookup=NGRAM, weights=DRAFT_MODEL),
+    "suffix": Method(
+        lookup=SUFFIX,
+        max_draft_tokens=MAX_DRAFT_TOKENS,
+        default_draft_tokens=MAX_DRAFT_TOKENS,
+    ),
+    "suffix+draft_model": Method(lookup=SUFFIX, weights=DRAFT_MODEL),
+    "eagle": Method(weights=HEAD, extends_side_branches=False),
+    "eagle3": Method(weights=HEAD, extends_side_branches=False),
+    "medusa": Method(weights=HEAD, has_one_pass=True),
+    # Trained to make all drafts in one pass, in the places of mask tokens (PARD).
+    "pard": Method(
+        weights=DRAFT_MODEL, has_one_pass=True, max_draft_tokens=MAX_DRAFT_TOKENS
+    ),
+    "draft_model": Method(weights=DRAFT_MODEL),
+}
+# The defaults are vLLM's.
+SUFFIX_DEFAULTS: dict[str, Any] = {
+    "suffix_decoding_max_tree_depth": 24,
+    "suffix_decoding_max_spec_factor": 4.0,
+    "suffix_decoding_min_token_prob": 0.1,
+    "suffix_decoding_max_cached_requests": 0,
+}
+# Keys of `SpeculativeConfig` that belong to one lookup, and its name in errors.
+LOOKUPS = {
+    NGRAM: ("n-gram", ("prompt_lookup_max", "prompt_lookup_min")),
+    SUFFIX: ("suffix", tuple(SUFFIX_DEFAULTS)),
+}
+# For errors.
+SOURCES_OF_DRAFTS = (
+    "Drafts come from a whole model of the target's family, from a head, which is a "
+    "small network on the hidden states of the target that it was trained for "
+    f"({', '.join(repr(name) for name, row in METHODS.items() if row.has_head)}), or "
+    "from the text itself ('[ngram]', method 'suffix')."
+)
+
+
+def method_of(name: Any) -> Method:
+    """Row of a method.
+
+    Raises:
+        UnsupportedError: There is no such method.
+    """
+    row = METHODS.get(name) if isinstance(name, str) else None
+    if row is None:
+        *names, last = map(repr, METHODS)
+        allowed = f"{', '.join(names)} or {last}"
+        raise wrong_argument(
+            UnsupportedError, "method", allowed, name, SOURCES_OF_DRAFTS
+        )
+    return row
+
+
+def with_draft_model(method: str) -> str:
+    """Name of the method that asks a draft model where `method` finds no drafts."""
+    return f"{method}+{DRAFT_MODEL}"

@@ -1,0 +1,164 @@
+"""How processes end while engines are alive.
+
+XLA cannot cancel a compilation, which takes seconds to minutes. The commands of this
+package end at once by `os._exit`, which frees nothing that XLA still uses.
+
+User scripts end as Python does: it ends a daemon thread when that thread returns from
+native code, and C++ code on its stack then aborts the process. Engines therefore finish
+their native work before that (`finish_at_exit`), and exit waits for native calls that
+daemon threads make without an engine's lock (`call_native`).
+"""
+
+import atexit
+import contextlib
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn, Protocol, TypeVar, runtime_checkable
+
+from jaxspec.errors import NativePanicError, is_panic
+
+T = TypeVar("T")
+
+# The shell's status for an interrupt.
+INTERRUPTED = 128 + signal.SIGINT
+# The name of an engine's thread that compiles.
+COMPILER_THREAD = "jaxspec-compiler"
+
+_log = logging.getLogger(__name__)
+
+
+@runtime_checkable
+class Finishing(Protocol):
+    """An object with native code in threads that Python does not wait for."""
+
+    def begin_exit(self) -> None:
+        """Begin nothing more; called for all objects before the first `finish_exit`."""
+        ...
+
+    def finish_exit(self) -> None:
+        """Wait for native code that has begun."""
+        ...
+
+
+_unfinished: weakref.WeakSet[Finishing] = weakref.WeakSet()
+# Ids of the threads that are in `call_native`.
+_in_native: set[int] = set()
+_has_exited = threading.Event()
+# At exit Python runs all finalizers in the turn of the first one made. jax makes some
+# while it traces: run before `_finish`, they would break a trace that it waits for.
+weakref.finalize(_unfinished, lambda: None)
+# A forked process has none of the threads, and locks may be held for ever.
+os.register_at_fork(after_in_child=_unfinished.clear)
+os.register_at_fork(after_in_child=_in_native.clear)
+
+
+def call_native(function: Callable[..., T], *arguments: Any, **named: Any) -> T:
+    """Call into a native library that may release the interpreter's lock.
+
+    Once the interpreter exits, a call from another thread than the main one never
+    returns.
+
+    Raises:
+        NativePanicError: A library in Rust panicked. Other errors pass unchanged.
+    """
+    thread = threading.get_ident()
+    is_nested = thread in _in_native
+    try:
+        if not is_nested:
+            _in_native.add(thread)
+            _stay_if_exiting(thread)
+        return function(*arguments, **named)
+    except BaseException as error:
+        if is_panic(error):
+            raise NativePanicError(f"a native library panicked: {error}") from error
+        raise
+    finally:
+        if not is_nested:
+            _in_native.discard(thread)
+
+
+def _stay_if_exiting(thread: int) -> None:
+    """Block a daemon thread for ever while the interpreter exits."""
+    if _has_exited.is_set() and threading.current_thread().daemon:
+        _in_native.discard(thread)
+        threading.Event().wait()
+
+
+def finish_at_exit(one: Finishing) -> None:
+    """Have an object finish when the interpreter exits, if it is still alive.
+
+    Called after `jax` is imported, so that jax is cleaned up later. Threads that are
+    not daemons, and may use the object, have ended by then.
+    """
+    atexit.unregister(_finish)
+    atexit.register(_finish)
+    _unfinished.add(one)
+
+
+def _finish() -> None:
+    found = list(_unfinished)
+    _has_exited.set()
+    for one in found:
+        one.begin_exit()
+    while _in_native - {threading.get_ident()}:
+        time.sleep(0.001)
+    for one in found:
+        try:
+            one.finish_exit()
+        except Exception:  # noqa: BLE001 - the others must finish too
+            _log.exception("An engine did not finish in order when the process ended")
+
+
+def end(status: int) -> NoReturn:
+    """End the process with what a program has returned: all that it had to do is done.
+
+    While nothing is compiled this is `sys.exit`.
+    """
+    if not is_compiling():
+        sys.exit(status)
+    logging.shutdown()
+    for file in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
+            file.flush()
+    os._exit(status)
+
+
+def is_compiling() -> bool:
+    """Whether a thread of this process is at a program."""
+    return any(thread.name == COMPILER_THREAD for thread in threading.enumerate())
+
+
+@contextmanager
+def interrupts_end(release: Callable[[], object] = lambda: None) -> Iterator[None]:
+    """Have Ctrl-C end the process, for as long as there is nothing to end in order.
+
+    As an exception it would come out of whatever goes on at a start: a library that is
+    being imported makes another error of it, a callback loses it.
+
+    Args:
+        release: Called before; gives back what would stay, such as a socket's file.
+    """
+
+    def end_now(*_: object) -> None:
+        release()
+        # Not by `print`, which the interrupt may have come in the middle of.
+        os.write(2, b"\nInterrupted.\n")
+        os._exit(INTERRUPTED)
+
+    before = signal.getsignal(signal.SIGINT)
+    is_main = threading.current_thread() is threading.main_thread()
+    if before == signal.SIG_IGN or not is_main:
+        yield
+        return
+    signal.signal(signal.SIGINT, end_now)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

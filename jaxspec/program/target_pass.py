@@ -1,0 +1,288 @@
+"""The target's part of a round: one pass over drafts and prompts, and the verdict.
+
+A program whose drafts are looked up may hold the pass in several widths. A round runs
+the narrowest that has room for the drafts found: a plain pass if there are none.
+"""
+
+import functools
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxspec.models.batch import TokenBatch
+from jaxspec.models.network import FREE_ROWS, Network, build_network
+from jaxspec.models.params import Params
+from jaxspec.program import logprobs
+from jaxspec.program.controls import Adjust
+from jaxspec.program.plan import MAX_GROUP_BYTES, TILE, StepShape
+from jaxspec.program.propose.proposal import NORMALISED, Proposal, Proposer
+from jaxspec.program.state import EngineState, run_if
+from jaxspec.program.step_context import StepContext
+from jaxspec.program.token_batch import join_batches, make_token_batch
+from jaxspec.program.tree.compact_kv import compact_kv
+from jaxspec.program.tree.tree import Tree
+from jaxspec.program.tree.verify import verify_tree
+from jaxspec_kernels.bits import KvPools
+
+# Drafts of a narrow pass: with the newest token, as many rows as cost no more time
+# than the one row of a plain round.
+FEW = FREE_ROWS - 1
+
+
+class Verified(NamedTuple):
+    """Results of a target pass, always padded to the width of the program's tree."""
+
+    tokens: Int[Array, "seq width"]  # accepted drafts, then the target's own
+    num_accepted: Int[Array, " seq"]  # on the main chain
+    tree_row: Int[Array, " seq"] | None  # of the last accepted draft; None in a chain
+    num_kept: Int[Array, " seq"]  # accepted drafts, side branches included
+    is_broken: Bool[Array, " seq"]  # NaN or infinity where a token was decided
+    tile_logits: Float[Array, "tile vocab"]
+    is_tile_broken: Bool[Array, " tile"]  # the same in the tile's last row
+    logprobs: Int[Array, "seq width column"] | None
+    prompt_logprobs: Int[Array, "tile token column"] | None
+    # The residual stream after the layers that proposers read, by layer.
+    streams: dict[int, Float[Array, "seq width model"]]
+    tile_streams: dict[int, Float[Array, "tile token model"]]
+    pages: KvPools
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetPass:
+    """One pass of the target over the newest tokens, their drafts and prompts.
+
+    Attributes:
+        num_draft: Drafts of each sequence that count.
+        prompts: Tiles that share the pass.
+        adjust: Applies the requests' controls to logits; None without controls.
+        logprob_ids: Token ids whose logprobs are always returned.
+        forced_acceptance: Probability that each draft is accepted; None leaves the
+            decision to the rules.
+    """
+
+    context: StepContext
+    target: Network
+    num_draft: Int[Array, " seq"]
+    prompts: TokenBatch | None
+    adjust: Adjust | None
+    logprob_ids: Int[Array, "seq id"] | None
+    forced_acceptance: Float[Array, " probability"] | None
+
+    @classmethod
+    def of(
+        cls,
+        context: StepContext,
+        params: Params,
+        state: EngineState,
+        num_draft: Int[Array, " seq"],
+    ) -> "TargetPass":
+        """Prepare what passes of every width share."""
+        return cls(
+            context=context,
+            target=build_network(context.config.target, params, context.backend),
+            num_draft=num_draft,
+            prompts=context.prompts(),
+            adjust=context.adjuster(),
+            logprob_ids=context.logprob_ids(),
+            forced_acceptance=state.forced_acceptance,
+        )
+
+    def run(
+        self,
+        proposal: Proposal | None,
+        tokens: Int[Array, "seq width"],
+        pages: KvPools,
+    ) -> Verified:
+        """Run the target, and decide which drafts are accepted.
+
+        Args:
+            tokens: The newest token of each sequence, then its drafts.
+        """
+        context, target, prompts = self.context, self.target, self.prompts
+        active, pool, shape = context.active, context.pool, context.shape
+        seqs, width = tokens.shape
+        tree = shape.tree
+        if width < tree.num_rows:
+            tree = Tree.chain(width - 1)
+        is_written = jnp.broadcast_to(active.is_active[:, None], (seqs, width))
+        kv_len = active.num_tokens + width - 1
+        page_table = active.page_table
+        batches = [
+            make_token_batch(tokens, kv_len, page_table, is_written, pool, tree=tree)
+        ]
+        if prompts is not None:
+            batches.append(prompts)
+        hidden, pages = target.hidden(join_batches(batches), pages)
+        logits, tile_logits = logits_of(target, hidden.rows, seqs * width)
+        tokens, num_accepted, row = verify_tree(
+            tree,
+            proposal,
+            tokens,
+            logits,
+            self.num_draft,
+            active,
+            context.backend,
+            adjust=self.adjust,
+            forced_acceptance=self.forced_acceptance,
+            max_model_len=pool.max_model_len,
+        )
+        pages = compact_kv(
+            target.config, pages, tree, row, active, pool, context.backend
+        )
+        found = logprobs.maybe_logprobs(
+            logits, tokens, self.logprob_ids, shape=shape, backend=context.backend
+        )
+        num_rows = shape.tree.num_rows
+        tokens = _widen(tokens, num_rows)
+        found = None if found is None else _widen(found, num_rows)
+        prompt_logprobs = None
+        if prompts is not None and shape.features.num_prompt_logprobs is not None:
+            prompt_logprobs = logprobs.prompt_logprobs(
+                target,
+                hidden.rows[seqs * width :],
+                prompts.tokens,
+                context.fields["tile_next_token"],
+                shape=shape,
+                backend=context.backend,
+            )
+        is_broken, is_tile_broken = _broken(hidden.is_finite, tree, row)
+        streams, tile_streams = {}, {}
+        for layer in sorted(context.config.target_layers):
+            stream = hidden.rows if layer == NORMALISED else hidden.streams[layer]
+            nodes, rest = jnp.split(stream, [seqs * width])
+            nodes = _accepted_nodes(tree, row, nodes.reshape(seqs, width, -1))
+            streams[layer] = _widen(nodes, num_rows)
+            tile_streams[layer] = rest.reshape(-1, TILE, nodes.shape[2])
+        return Verified(
+            tokens=tokens,
+            num_accepted=num_accepted,
+            tree_row=None if shape.tree.is_chain else row,
+            num_kept=num_accepted if tree.is_chain else jnp.asarray(tree.depths)[row],
+            is_broken=is_broken,
+            tile_logits=tile_logits,
+            is_tile_broken=is_tile_broken,
+            logprobs=found,
+            prompt_logprobs=prompt_logprobs,
+            streams=streams,
+            tile_streams=tile_streams,
+            pages=pages,
+        )
+
+    def run_narrowest(
+        self,
+        widths: tuple[int, ...],
+        proposal: Proposal,
+        tokens: Int[Array, "seq width"],
+        pages: KvPools,
+    ) -> Verified:
+        """`run` at the smallest width that has room for every sequence's drafts.
+
+        Args:
+            widths: `narrow_widths` of the proposers.
+        """
+        shape = self.context.shape
+        verified = self._no_result(tokens, pages)
+        num_wanted, before = self.num_draft.max(initial=0), -1
+        for width in (*widths, shape.tree.num_nodes):
+            is_wanted = (num_wanted > before) & (num_wanted <= width)
+            run = functools.partial(self._run_width, proposal, width)
+            verified = run_if(is_wanted, run, verified)
+            before = width
+        return verified
+
+    def _run_width(self, proposal: Proposal, width: int, before: Verified) -> Verified:
+        """Run the first drafts only.
+
+        The tokens come from the state of the loop in `run_if`, so that XLA cannot hoist
+        the computations on them and run them in every round.
+        """
+        return self.run(
+            proposal.first(width), before.tokens[:, : width + 1], before.pages
+        )
+
+    def _no_result(self, tokens: Int[Array, "seq width"], pages: KvPools) -> Verified:
+        """Placeholders of the right shapes, replaced by the one pass that runs."""
+        shape, model = self.context.shape, self.target.config
+        layers = self.context.config.target_layers
+        return Verified(
+            tokens=tokens,
+            num_accepted=jnp.zeros_like(self.num_draft),
+            tree_row=None if shape.tree.is_chain else jnp.zeros_like(self.num_draft),
+            num_kept=jnp.zeros_like(self.num_draft),
+            is_broken=jnp.zeros_like(self.context.active.is_active),
+            is_tile_broken=jnp.zeros(0, bool),
+            tile_logits=jnp.zeros((0, model.vocab_size), jnp.float32),
+            logprobs=logprobs.empty_logprobs(tokens, shape=shape),
+            prompt_logprobs=None,
+            streams={
+                layer: jnp.zeros((*tokens.shape, model.hidden_size)) for layer in layers
+            },
+            tile_streams={
+                layer: jnp.zeros((0, TILE, model.hidden_size)) for layer in layers
+            },
+            pages=pages,
+        )
+
+
+def narrow_widths(proposers: tuple[Proposer, ...], shape: StepShape) -> tuple[int, ...]:
+    """Numbers of drafts, fewer than the tree's, that the program has passes for.
+
+    Each pass is as much code as the widest, so there are few. None ride with prompts.
+    """
+    tree = shape.tree
+    if shape.chunk or not all(one.may_find_none for one in proposers):
+        return ()
+    has_few = any(one.may_find_few for one in proposers) and tree.num_nodes > 2 * FEW
+    # The first nodes of a tree are a chain, which has no side branches.
+    return (0, FEW) if has_few and tree.is_chain else (0,)
+
+
+def logits_of(
+    model: Network, hidden: Float[Array, "token model"], num_decode: int
+) -> tuple[Float[Array, "decode vocab"], Float[Array, "tile vocab"]]:
+    """Logits of all decode rows and of the last row of every tile.
+
+    One product reads the matrix once. With hundreds of sequences the logits are the
+    larger array: splitting it would copy it, so there are two products.
+    """
+    last = hidden[num_decode:].reshape(-1, TILE, hidden.shape[1])[:, -1]
+    if last.shape[0] and 4 * num_decode * model.config.vocab_size > MAX_GROUP_BYTES:
+        return model.logits(hidden[:num_decode]), model.logits(last)
+    logits = model.logits(jnp.concatenate([hidden[:num_decode], last]))
+    return logits[:num_decode], logits[num_decode:]
+
+
+def _is_used(tree: Tree, row: Int[Array, " seq"]) -> Bool[Array, "seq width"]:
+    """Rows whose logits decided tokens: up to the last accepted draft."""
+    if tree.is_chain:
+        return jnp.arange(tree.num_rows)[None] <= row[:, None]
+    return jnp.asarray(tree.ancestor_mask)[row]
+
+
+def _accepted_nodes(
+    tree: Tree, row: Int[Array, " seq"], nodes: Float[Array, "seq width model"]
+) -> Float[Array, "seq _ model"]:
+    """Rows of the accepted drafts, in order; in a chain, all rows."""
+    if tree.is_chain:
+        return nodes
+    path = jnp.asarray(tree.paths)[row]
+    return jnp.take_along_axis(nodes, path[:, :, None], axis=1)
+
+
+def _broken(
+    is_finite: Bool[Array, " token"], tree: Tree, row: Int[Array, " seq"]
+) -> tuple[Bool[Array, " seq"], Bool[Array, " tile"]]:
+    """Sequences and tiles whose tokens were decided by NaN or infinity."""
+    is_broken, seqs, width = ~is_finite, row.shape[0], tree.num_rows
+    decode = is_broken[: seqs * width].reshape(seqs, width)
+    is_used = _is_used(tree, row)
+    tiles = is_broken[seqs * width :].reshape(-1, TILE)
+    return (decode & is_used).any(axis=1), tiles[:, -1]
+
+
+def _widen(part: Array, width: int) -> Array:
+    """Pad the second dimension with zeros."""
+    pads = [(0, 0), (0, width - part.shape[1])] + [(0, 0)] * (part.ndim - 2)
+    return jnp.pad(part, pads)

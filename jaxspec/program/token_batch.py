@@ -1,0 +1,67 @@
+"""Build flat token batches for a model from rows of the state."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
+
+from jaxspec.models.batch import Region, TokenBatch
+from jaxspec.program import history
+from jaxspec.program.plan import PoolShape
+from jaxspec.program.tree.tree import Tree
+
+
+def make_token_batch(
+    tokens: Int[Array, "seq query"],
+    kv_len: Int[Array, " seq"],
+    page_table: Int[Array, "seq table"],
+    is_written: Bool[Array, "seq query"],
+    pool: PoolShape,
+    *,
+    tree: Tree | None = None,
+) -> TokenBatch:
+    """Make a batch of one region; the queries' slots are right-aligned at `kv_len`.
+
+    Args:
+        is_written: Tokens whose keys and values are stored; a sequence with none
+            attends to nothing. A position without a reserved page (its table entry is
+            the pad page) is not written either.
+        tree: Which query continues which; None is a chain of them all.
+    """
+    count = tokens.shape[1]
+    tree = Tree.chain(count - 1) if tree is None else tree
+    assert tree.num_rows == count, (tree, count)
+    start = kv_len[:, None] - count
+    positions = start + jnp.array([tree.depths], jnp.int32)
+    place = start + jnp.arange(count, dtype=jnp.int32)[None]
+    slots = history.slots(
+        page_table,
+        place,
+        is_written & (place < pool.max_model_len),
+        num_pages=pool.num_pages,
+        page_size=pool.page_size,
+    )
+    # Inactive rows get kv_len 0; their pages may already be freed.
+    seen = jnp.where(is_written.any(axis=1), kv_len, 0)
+    mask = None
+    if not tree.is_chain:
+        mask = jnp.broadcast_to(tree.ancestor_mask, (tokens.shape[0], count, count))
+    region = Region(
+        page_table=page_table, kv_len=seen, num_queries=count, ancestor_mask=mask
+    )
+    return TokenBatch(
+        tokens=tokens.reshape(-1),
+        positions=positions.reshape(-1),
+        slot_mapping=slots.reshape(-1),
+        regions=(region,),
+    )
+
+
+def join_batches(batches: list[TokenBatch]) -> TokenBatch:
+    """Concatenate batches, in order."""
+    if len(batches) == 1:
+        return batches[0]
+    return TokenBatch(
+        tokens=jnp.concatenate([batch.tokens for batch in batches]),
+        positions=jnp.concatenate([batch.positions for batch in batches]),
+        slot_mapping=jnp.concatenate([batch.slot_mapping for batch in batches]),
+        regions=tuple(region for batch in batches for region in batch.regions),
+    )

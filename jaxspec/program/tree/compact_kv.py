@@ -1,0 +1,75 @@
+"""Move keys and values of accepted drafts to the slots that a chain would use.
+
+Rows of a tree have slots in the tree's order. The next round reads consecutive
+positions after the known tokens.
+"""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from jaxspec.config.engine import ModelConfig
+from jaxspec.models.backend import Backend
+from jaxspec.program import history
+from jaxspec.program.plan import PoolShape
+from jaxspec.program.rows import Active
+from jaxspec.program.state import run_if
+from jaxspec.program.tree.tree import Tree
+from jaxspec_kernels.bits import KvPools
+
+
+def compact_kv(
+    config: ModelConfig,
+    pages: KvPools,
+    tree: Tree,
+    row: Int[Array, " seq"],
+    active: Active,
+    pool: PoolShape,
+    backend: Backend,
+) -> KvPools:
+    """Move keys and values of the drafts up to `row` to the slots of their positions.
+
+    Nothing is read or written if every sequence accepted drafts of the main chain only.
+    """
+    if tree.is_chain:
+        return pages
+    level = jnp.arange(1, tree.max_emitted, dtype=jnp.int32)[None]
+    path = jnp.asarray(tree.paths)[row][:, 1:]
+    is_moved = (level <= jnp.asarray(tree.depths)[row][:, None]) & (path != level)
+    is_moved &= active.is_active[:, None]
+    newest = active.num_tokens[:, None] - 1
+
+    def slots(place: Array) -> Array:
+        return history.slots(
+            active.page_table,
+            newest + place,
+            is_moved,
+            num_pages=pool.num_pages,
+            page_size=pool.page_size,
+        ).reshape(-1)
+
+    source, target = slots(path), slots(level)
+    places = {
+        turns: (_layer_slots(source, turns, pool), _layer_slots(target, turns, pool))
+        for turns in dict.fromkeys(config.layers_of_pools)
+    }
+
+    def move(pages: KvPools) -> KvPools:
+        return tuple(
+            backend.copy(one, *places[turns], config.num_q_heads)
+            for one, turns in zip(pages, config.layers_of_pools, strict=True)
+        )
+
+    return run_if(is_moved.any(), move, pages)
+
+
+def _layer_slots(
+    slots: Int[Array, " slot"], turns: int, pool: PoolShape
+) -> Int[Array, " moved"]:
+    """Slots in a pool that `turns` layers share, one layer after another; pads last.
+
+    One extra pad: for a single row XLA would update a slice, and copy the pool for it.
+    """
+    size = pool.num_pages * pool.page_size
+    turn = jnp.arange(turns, dtype=jnp.int32)[:, None]
+    found = jnp.where(slots[None] < size, slots[None] + turn * size, turns * size)
+    return jnp.pad(found.reshape(-1), (0, 1), constant_values=turns * size)

@@ -1,0 +1,161 @@
+"""Tree verification: continue along side branches where the main chain is rejected.
+
+The rule of a sequence verifies the main chain and samples one more token. Where a side
+branch continues with that token, the target has already computed its row: the next
+token is sampled from it, as plain decoding would, and so on from draft to draft. Greedy
+and coupled sequences follow plain decoding token by token from the root. For the other
+rules the distribution remains the target's, since every token is sampled with numbers
+that are used nowhere else, whatever the drafts were.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxspec.models.backend import Backend
+from jaxspec.program.controls import Adjust
+from jaxspec.program.propose.proposal import Proposal
+from jaxspec.program.rows import Active
+from jaxspec.program.tree.tree import Tree
+from jaxspec.program.verify import place_next, verify
+from jaxspec_kernels.rejection_sampling import Verdict
+
+# Tokens, number of tokens that count, row of the last, row to continue from (0: none).
+_Branch = tuple[Array, Array, Array, Array]
+
+
+class Decision(NamedTuple):
+    """Tokens accepted in a round."""
+
+    tokens: Int[Array, "seq width"]  # accepted drafts, then the target's own
+    num_accepted: Int[Array, " seq"]  # on the main chain, by the sequence's rule
+    tree_row: Int[Array, " seq"]  # of the last accepted draft
+
+
+def verify_tree(
+    tree: Tree,
+    proposal: Proposal | None,
+    inputs: Int[Array, "seq width"],
+    logits: Float[Array, "token vocab"],
+    num_draft: Int[Array, " seq"],
+    active: Active,
+    backend: Backend,
+    *,
+    adjust: Adjust | None,
+    forced_acceptance: Float[Array, " probability"] | None,
+    max_model_len: int,
+) -> Decision:
+    """Verify the main chain by each sequence's rule, then its side branches.
+
+    Args:
+        inputs: Tokens that the target read: the newest one, then the drafts by node.
+        logits: Sequence-major, of all rows of the tree.
+        num_draft: Drafts of each sequence that count: levels of the tree.
+        adjust, forced_acceptance: As for `verify`; only for chains.
+        max_model_len: Nodes whose slots would lie past it are ignored.
+    """
+    if tree.is_chain:
+        verdict = verify(
+            proposal,
+            logits,
+            num_draft,
+            active,
+            backend,
+            tree=tree,
+            adjust=adjust,
+            forced_acceptance=forced_acceptance,
+        )
+        accepted = verdict.num_accepted
+        return Decision(place_next(inputs[:, 1:], verdict), accepted, accepted)
+    assert proposal is not None, "a tree without drafts"
+    assert adjust is None, "controls are computed for one path only"
+    assert forced_acceptance is None, "forced acceptance needs a chain"
+    chain = tree.main_chain
+    rows = logits.reshape(len(num_draft), tree.num_rows, -1)
+    verdict = verify(
+        proposal.first(chain.num_nodes),
+        rows[:, : chain.num_rows].reshape(-1, rows.shape[2]),
+        jnp.minimum(num_draft, chain.num_nodes),
+        active,
+        backend,
+        tree=chain,
+        adjust=None,
+    )
+    is_usable = _usable_nodes(tree, num_draft, active, max_model_len)
+    drafts = inputs[:, 1:]
+    tokens, row = _follow_branches(
+        tree, drafts, rows, verdict, is_usable, active, backend
+    )
+    return Decision(tokens, verdict.num_accepted, row)
+
+
+def _follow_branches(
+    tree: Tree,
+    drafts: Int[Array, "seq draft"],
+    rows: Float[Array, "seq width vocab"],
+    verdict: Verdict,
+    is_usable: Bool[Array, "seq draft"],
+    active: Active,
+    backend: Backend,
+) -> tuple[Int[Array, "seq _"], Int[Array, " seq"]]:
+    """Continue from the verdict on the main chain while a draft matches the next token.
+
+    Args:
+        rows: Logits of all rows of the tree.
+        is_usable: Drafts that count.
+
+    Returns:
+        The round's tokens, and the row of the last accepted draft.
+    """
+    seqs, width = drafts.shape[0], tree.max_emitted
+    seq = jnp.arange(seqs, dtype=jnp.int32)
+    parents = jnp.array([tree.parents], jnp.int32) + 1
+
+    def child_of(row: Array, token: Array) -> Array:
+        """Row of the draft that continues `row` with `token`; 0 if there is none."""
+        is_child = is_usable & (parents == row[:, None]) & (drafts == token[:, None])
+        child = jnp.argmax(is_child, axis=1).astype(jnp.int32) + 1
+        return jnp.where(is_child.any(axis=1), child, 0)
+
+    def step(steps: _Branch) -> _Branch:
+        tokens, count, row, child = steps
+        is_matched = child > 0
+        row = jnp.where(is_matched, child, row)
+        later = dataclasses.replace(active, num_tokens=active.num_tokens + count)
+        token = verify(
+            None,
+            jnp.take_along_axis(rows, row[:, None, None], axis=1)[:, 0],
+            jnp.zeros_like(row),
+            later,
+            backend,
+            tree=Tree.chain(0),
+            adjust=None,
+        ).next_token
+        place = jnp.where(is_matched, count, width)
+        tokens = tokens.at[seq, place].set(token, mode="drop")
+        child = jnp.where(is_matched, child_of(row, token), 0)
+        return tokens, count + is_matched.astype(jnp.int32), row, child
+
+    length = tree.main_chain.num_nodes
+    tokens = place_next(drafts[:, :length], verdict)
+    tokens = jnp.pad(tokens, ((0, 0), (0, width - tokens.shape[1])))
+    row = verdict.num_accepted  # the main chain's rows come first
+    start = tokens, row + 1, row, child_of(row, verdict.next_token)
+    tokens, _, row, _ = jax.lax.while_loop(
+        lambda steps: (steps[-1] > 0).any(), step, start
+    )
+    return tokens, row
+
+
+def _usable_nodes(
+    tree: Tree, num_draft: Int[Array, " seq"], active: Active, max_model_len: int
+) -> Bool[Array, "seq draft"]:
+    """Drafts of levels that count whose keys and values have slots."""
+    depth = jnp.array([tree.depths[1:]], jnp.int32)
+    slot = jnp.arange(tree.num_nodes, dtype=jnp.int32)[None]
+    slot = active.num_tokens[:, None] + slot
+    is_usable = (depth <= num_draft[:, None]) & (slot < max_model_len)
+    return is_usable & active.is_active[:, None]

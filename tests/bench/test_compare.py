@@ -1,0 +1,303 @@
+"""Forms of drafts and methods over a fake device: measured, chosen, reported."""
+
+import dataclasses
+import json
+from typing import Any
+
+import pytest
+
+from jaxspec.bench import compare, spec
+from jaxspec.bench.acceptance import Acceptance
+from jaxspec.bench.compare import (
+    Cell,
+    Form,
+    answer,
+    cell_table,
+    methods_of,
+    ranks_of,
+    round_cost,
+)
+from jaxspec.bench.parts import Parts
+from jaxspec.config.speculation import SpeculativeConfig
+from jaxspec.config.token_tree import Place, leaf_paths, read_paths
+from jaxspec.errors import ConfigError
+from tests.bench.workloads import flags, line_in, use_fake_engine
+from tests.support.model_configs import TINY, write_model
+
+TREE = "[(0,), (1,), (0, 0), (1, 0)]"
+GIVEN = SpeculativeConfig(model="draft", num_speculative_tokens=3)
+SMALL = ("--output-len", 24, "--num-iters", 1, "--batch-sizes", 1)
+GREEDY = ("--temperatures", 0)
+HEADS: dict[str, dict[str, Any]] = {
+    "medusa": dict(
+        model_type="medusa",
+        hidden_size=TINY["hidden_size"],
+        vocab_size=TINY["vocab_size"],
+        num_heads=2,
+    ),
+    "eagle": dict(
+        model_type="llama",
+        num_hidden_layers=1,
+        hidden_size=TINY["hidden_size"],
+        intermediate_size=64,
+        num_attention_heads=4,
+        vocab_size=TINY["vocab_size"],
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "drafts", "levels", "leaves"),
+    [
+        ("chain", 3, 3, 0),
+        ("chain=2", 2, 2, 0),
+        ("leaves", 6, 3, 1),
+        ("leaves=2", 9, 3, 2),
+        (TREE, 4, 2, 0),
+        ("best=4", 4, 2, 0),
+    ],
+)
+def test_form_keeps_the_drafts(name, drafts, levels, leaves):
+    for given in (GIVEN, dataclasses.replace(GIVEN, num_side_leaves=3)):
+        found = Form.read(name).of(given, TREE)
+        assert found.model == "draft"
+        assert (found.num_levels, found.num_side_leaves) == (levels, leaves)
+        assert found.num_nodes == drafts
+
+
+def test_every_form_is_measured_and_a_tree_is_chosen(monkeypatch, tmp_path, capsys):
+    opened = use_fake_engine(monkeypatch)
+    monkeypatch.setattr(compare, "MIN_COMPARED", 1)
+    path = tmp_path / "out.json"
+    named = ("chain", "leaves=2", TREE, "best=5")
+    arguments = (*SMALL, "--temperatures", 0, 1, "--output-json", path)
+    arguments += ("--num-prompts", 2)  # one after the other
+    spec.run(flags("spec", *arguments, "--forms", *named))
+    printed = capsys.readouterr().out
+    found = json.loads(line_in(path, printed))
+    assert len(opened) == len(named)
+    assert [one["form"] for one in found["forms"]] == list(named)
+    assert [one["num_nodes"] for one in found["forms"][:3]] == [3, 9, 4]
+    for one in found["forms"]:
+        assert [point["temperature"] for point in one["points"]] == [0, 1]
+        for point in one["points"]:
+            assert len(point["speculative"]["elapsed_s"]) == 2
+            # The fake device accepts no side branch.
+            drafted = point["speculative"]["acceptance"]
+            assert point["tokens_per_round"] == drafted["mean_acceptance_length"]
+            assert point.get("is_equal") == (
+                True if point["temperature"] == 0 else None
+            )
+        nodes = [part["num_nodes"] for part in one["parts"]]
+        assert nodes == [0, one["num_nodes"]]
+    # The tree has nothing that was never accepted.
+    best = read_paths(found["forms"][3]["speculative_token_tree"])
+    assert best in {leaf_paths(levels, 0) for levels in range(1, 4)}
+    assert found["forms"][3]["speculative_token_tree"] in printed
+    assert "\n".join(found["answer"]) in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "changes", "field"),
+    [
+        (("--forms", "chain", "best", "--no-parts"), {}, "--parts"),
+        (("--forms", "chain"), {"num_draft_tokens": 0}, "speculative_model"),
+        (("--forms", "best"), {}, "--forms"),
+        (("--forms", TREE, "best"), {}, "--forms"),
+        (("--forms", "best=65"), {}, "--forms"),
+    ],
+)
+def test_rejects_forms_that_cannot_be_compared(arguments, changes, field, monkeypatch):
+    use_fake_engine(monkeypatch, **changes)
+    with pytest.raises(ConfigError) as caught:
+        spec.run(flags("spec", *SMALL, *GREEDY, *arguments))
+    assert caught.value.parameter == field
+
+
+def test_no_tree_is_chosen_from_few_comparisons(monkeypatch, capsys):
+    use_fake_engine(monkeypatch)
+    monkeypatch.setattr(compare, "MIN_COMPARED", 10**9)
+    (found,) = spec.run(flags("spec", *SMALL, *GREEDY, "--forms", "chain", "best"))
+    printed = capsys.readouterr().out
+    assert "best: no drafts, by what was measured before it." in printed
+    assert [one["form"] for one in found["forms"]] == ["chain"]
+
+
+def parts(num_levels: int, num_nodes: int, draft_ms: float, verify_ms: float) -> Parts:
+    return Parts(
+        num_seqs=1,
+        num_draft_tokens=num_levels,
+        num_nodes=num_nodes,
+        draft_s=draft_ms / 1e3,
+        verify_s=verify_ms / 1e3,
+        accept_s=0.0,
+        num_bytes=1,
+    )
+
+
+def test_cost_of_rounds_is_interpolated_between_timed_ones():
+    timed = [
+        (parts(0, 0, 0, 4.0), False),
+        (parts(4, 4, 8, 5.0), False),
+        (parts(4, 12, 8, 9.0), False),
+        # A smaller tree that took longer: noise.
+        (parts(2, 8, 12, 10.0), True),
+    ]
+    seconds = round_cost(timed)
+    assert seconds(0, 0, False) == pytest.approx(4e-3)
+    assert seconds(4, 4, False) == pytest.approx(8e-3 + 5e-3)
+    assert seconds(2, 2, False) == pytest.approx(4e-3 + 4.5e-3)
+    assert seconds(3, 8, True) == pytest.approx(18e-3 + 10e-3)
+    assert seconds(4, 12, False) == pytest.approx(8e-3 + 10e-3)
+    sizes = [seconds(4, count, False) for count in range(4, 65)]
+    assert sizes == sorted(sizes)
+    # Without a tree with side paths, its passes grow as the target's do.
+    assert round_cost(timed[:3])(2, 12, True) == pytest.approx(4e-3 * 9 / 4 + 9e-3)
+    # Beyond the largest timed size the slope stays.
+    assert round_cost(timed[:3])(4, 20, False) == pytest.approx(8e-3 + 13e-3)
+
+
+def test_ranks_of_a_chain_are_its_positions():
+    accepted = Acceptance(num_drafts=10, num_accepted=12, per_position=(8, 3, 1))
+    assert ranks_of(GIVEN, accepted) == {
+        Place(False, 1, 0): (10, 8),
+        Place(False, 2, 0): (8, 3),
+        Place(False, 3, 0): (3, 1),
+    }
+
+
+@pytest.fixture(name="folders")
+def _folders(tmp_path):
+    """Heads, and draft models of both kinds."""
+    found = {
+        "plain": write_model(tmp_path / "plain"),
+        "parallel": write_model(tmp_path / "parallel", pard_token=3),
+    }
+    for name, content in HEADS.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(content))
+        found[name] = str(tmp_path / name)
+    return found
+
+
+def found_methods(*arguments: Any) -> dict[str, tuple[str, int]]:
+    """Names, with method and K."""
+    found = methods_of(flags("spec", *SMALL, *arguments))
+    names = [one.name for one in found]
+    assert len(set(names)) == len(names)
+    return {
+        one.name: (one.config["method"], one.config["num_speculative_tokens"])
+        for one in found
+    }
+
+
+def test_all_methods_of_a_target_are_found(folders):
+    own = ["ngram", "suffix", "draft_model", "ngram+draft_model", "suffix+draft_model"]
+    heads = {
+        "eagle3 tiny-gemma2-eagle3": ("eagle3", 5),
+        "medusa tiny-gemma2-medusa": ("medusa", 4),
+    }
+    assert found_methods("--all-methods") == {name: (name, 5) for name in own} | heads
+    *_, head, _ = methods_of(flags("spec", *SMALL, "--all-methods"))
+    assert head.config["model"] == "jaxspec/tiny-gemma2-eagle3", "no path in a result"
+    assert found_methods("--all-methods", *folders.values()) == {
+        name: (name, 5) for name in own
+    } | {
+        "draft_model plain": ("draft_model", 5),
+        "pard parallel": ("pard", 5),
+        "medusa medusa": ("medusa", 2),
+        "eagle eagle": ("eagle", 5),
+    }
+    alone = ("--model", folders["plain"], "--all-methods")
+    assert list(found_methods(*alone)) == own[:2]
+    config = json.dumps({"method": "medusa", "model": folders["medusa"]})
+    found = found_methods(*alone, "--speculative-config", config)
+    assert found["medusa medusa"] == ("medusa", 2)
+    count = ("--num-speculative-tokens", 3, "--speculative-model", folders["plain"])
+    found = found_methods(*alone, *count)
+    assert found["suffix+draft_model"] == ("suffix+draft_model", 3)
+
+
+def test_rejects_a_folder_of_neither_head_nor_model(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    with pytest.raises(ConfigError, match="model_type must be one of 'gemma2'"):
+        found_methods("--all-methods", tmp_path)
+
+
+def test_every_method_is_measured_with_its_own_drafts(monkeypatch, tmp_path, capsys):
+    opened = use_fake_engine(monkeypatch)
+    open_fake, configs = compare.open_offline, []
+
+    def note(options: Any, **sizes: Any) -> Any:
+        configs.append((options.speculative_config, options.speculative_model))
+        return open_fake(options, **sizes)
+
+    monkeypatch.setattr(compare, "open_offline", note)
+    path = tmp_path / "out.json"
+    options = (*SMALL, *GREEDY, "--num-iters", 2, "--output-json", path)
+    spec.run(flags("spec", *options, "--all-methods"))
+    printed = capsys.readouterr().out
+    found = json.loads(line_in(path, printed))
+    assert found["arguments"]["model"] == "jaxspec/tiny-gemma2"
+    assert len(opened) == len(found["methods"]) == 7
+    for one, config in zip(found["methods"], configs, strict=True):
+        assert config == (one["speculative_config"], None)
+        (point,) = one["points"]
+        assert point["is_equal"] is True
+        assert len(point["speculative"]["acceptance"]["acceptance_rate_per_position"])
+        assert point["decode_speed_up"]["least"] > 0
+        assert one["speculative_config"]["method"] == one["name"].split()[0]
+        assert f"0, 1, {one['name']}" in printed
+    assert "\n".join(found["answer"]) in printed
+
+
+def cell(name: str, speed_up: float, **changes: Any) -> Cell:
+    values: dict[str, Any] = dict(
+        name=name,
+        temperature=0.0,
+        batch_size=1,
+        num_levels=3,
+        num_nodes=6 if name.startswith("leaves") else 3,
+        round_s=0.004,
+        plain_round_s=0.003,
+        speed_up=speed_up,
+        least=speed_up - 0.1,
+        acceptance=Acceptance(num_drafts=10, num_accepted=12, per_position=(8, 4)),
+    )
+    return Cell(**(values | changes))
+
+
+@pytest.mark.parametrize(
+    ("cells", "message"),
+    [
+        (
+            [cell("chain", 1.5), cell("chain=5", 1.8), cell("leaves=1", 1.9)],
+            "leaves=1, 1.90 times as fast; the next is chain=5, 1.80.",
+        ),
+        (
+            [cell("chain", 1.8), cell("leaves=1", 1.81), cell("leaves=2", 1.7)],
+            "chain, 1.80 times as fast; the next is leaves=1, 1.81.",
+        ),
+        ([cell("chain", 0.9), cell("leaves", 1.0)], "no drafts; leaves would be 1.00"),
+        ([cell("ngram", 1.3)], "ngram, 1.30 times as fast."),
+    ],
+)
+def test_answer_names_what_to_choose(cells, message):
+    first, last = answer(cells)
+    assert first.startswith(f"Temperature 0, batch 1: {message}")
+    assert last.startswith("Side branches are chosen over the fastest chain for 1.02")
+
+
+def test_table_has_a_row_for_every_cell():
+    cells = [
+        cell("ngram", 1.1, memory_bytes=3 * 2**19),
+        cell("chain", 0.9, temperature=0.8, round_s=None, acceptance=Acceptance()),
+        cell("leaves", 1.9, batch_size=4),
+    ]
+    rows = [row.split()[2:] for row in cell_table(cells).splitlines()[2:]]
+    drafted = ["0.80", "0.40", "2.20", "4.00", "3.00"]
+    assert rows == [
+        ["ngram", "3", "3", *drafted, "1.10", "1.00", "1.5"],
+        ["leaves", "3", "6", *drafted, "1.90", "1.80", "-"],
+        ["chain", "3", "3", "-", "1.00", "-", "3.00", "0.90", "0.80", "-"],
+    ]

@@ -1,0 +1,658 @@
+"""Who takes part in a target over several hosts, and what they hear: without jax."""
+
+import contextlib
+import json
+import re
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxspec.config.hosts import HostsConfig
+from jaxspec.engine.multihost import channel
+from jaxspec.engine.multihost.channel import (
+    Connection,
+    Followers,
+    HostsError,
+    Leader,
+    shape_of,
+    shape_values,
+)
+from jaxspec.errors import ConfigError, EngineDeadError
+from jaxspec.program.plan import Features, StepShape
+from jaxspec.program.tree.tree import Tree
+from tests.support.processes import free_port
+
+FACTS = {"max_model_len": "128", "sources": "aa"}
+
+
+@pytest.fixture
+def hosts(tmp_path: Path) -> Callable[..., HostsConfig]:
+    path = tmp_path / "secret"
+    path.write_text("a secret of all processes")
+    port = free_port()
+
+    def make(rank: int, **changes: Any) -> HostsConfig:
+        given: dict[str, Any] = dict(
+            nnodes=3,
+            node_rank=rank,
+            master_addr="127.0.0.1",
+            master_port=port,
+            headless=rank > 0,
+            secret_file=str(path),
+            timeout_s=20,
+        )
+        return HostsConfig(**(given | changes))
+
+    return make
+
+
+def together(*functions: Callable[[], Any]) -> list[Any]:
+    """Call functions at the same time; what each returns or raises."""
+    results: list[Any] = [None] * len(functions)
+
+    def call(index: int) -> None:
+        try:
+            results[index] = functions[index]()
+        except Exception as error:  # noqa: BLE001 - the test looks at it
+            results[index] = error
+
+    threads = [
+        threading.Thread(target=call, args=(index,)) for index in range(len(functions))
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive()
+    return results
+
+
+class Losses(list[str]):
+    """What a side was told of the end of another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.has_one = threading.Event()
+
+    def __call__(self, reason: str) -> None:
+        self.append(reason)
+        self.has_one.set()
+
+
+@contextlib.contextmanager
+def three(
+    make: Callable[..., HostsConfig],
+) -> Iterator[tuple[Followers, list[Leader], Losses]]:
+    """A leader and two that follow; what the leader hears of their end."""
+    losses = Losses()
+    followers, *leaders = together(
+        lambda: Followers.gather(make(0), FACTS, losses),
+        lambda: Leader.find(make(1), FACTS, Losses()),
+        lambda: Leader.find(make(2), FACTS, Losses()),
+    )
+    for one in (followers, *leaders):
+        if isinstance(one, Exception):
+            raise one
+    try:
+        yield followers, leaders, losses
+    finally:
+        followers.break_off("the test is over")
+        for leader in leaders:
+            leader.close()
+
+
+Ends = Callable[..., tuple[Connection, Connection, socket.socket]]
+
+
+@pytest.fixture
+def ends() -> Iterator[Ends]:
+    """Makes both ends of a connection; gives the leader's socket as well."""
+    with contextlib.ExitStack() as stack:
+
+        def make(secret: bytes, other: bytes | None = None) -> Any:
+            left, right = socket.socketpair()
+            for one in (left, right):
+                stack.enter_context(one).settimeout(10)
+            return *together(
+                lambda: Connection(left, secret, is_leader=True),
+                lambda: Connection(right, other or secret, is_leader=False),
+            ), left
+
+        yield make
+
+
+class Kept:
+    """In place of a socket: what would be sent."""
+
+    def __init__(self, sent: list[bytes]):
+        self._sent = sent
+
+    def sendall(self, data: bytes) -> None:
+        self._sent.append(data)
+
+
+def test_messages_come_in_order_with_their_vectors(ends: Ends):
+    leader, follower, _ = ends(b"s" * 16)
+    vector = np.array([0, -1, 2**31 - 1, -(2**31)], np.int32)
+    leader.send({"a": 1}, vector.astype("<i4").tobytes())
+    leader.send({"a": 2})
+    message, received = follower.receive()
+    assert message == {"a": 1} and received is not None
+    assert received.dtype == np.int32 and received.tolist() == vector.tolist()
+    assert follower.receive() == ({"a": 2}, None)
+    follower.send({"b": []})
+    assert leader.receive() == ({"b": []}, None)
+    leader.close()
+    with pytest.raises(EOFError):
+        follower.receive()
+
+
+def test_another_secret_is_noticed_on_both_sides(ends: Ends):
+    leader, follower, _ = ends(b"s" * 16, b"t" * 16)
+    leader.send({})
+    follower.send({})
+    for one in (leader, follower):
+        with pytest.raises(HostsError, match="not signed with the same secret"):
+            one.receive()
+
+
+@pytest.mark.parametrize("place", [0, 7, 12, -1])
+def test_a_changed_byte_is_noticed(ends: Ends, place: int):
+    leader, follower, stream = ends(b"s" * 16)
+    sent: list[bytes] = []
+    kept: Any = leader
+    kept._stream = Kept(sent)
+    leader.send({"launch": 1})
+    changed = bytearray(sent[0])
+    changed[place] ^= 1
+    if place == 12:
+        assert changed != sent[0]
+    follower.set_timeout(0.2)
+    stream.sendall(bytes(changed))
+    with pytest.raises((HostsError, TimeoutError)):
+        follower.receive()
+
+
+def test_a_message_cannot_be_sent_again_nor_left_out(ends: Ends):
+    leader, follower, stream = ends(b"s" * 16)
+    sent: list[bytes] = []
+    kept: Any = leader
+    kept._stream = Kept(sent)
+    for number in range(3):
+        leader.send({"n": number})
+    stream.sendall(sent[0])
+    assert follower.receive() == ({"n": 0}, None)
+    stream.sendall(sent[2])
+    with pytest.raises(HostsError, match="message 2 came for 1"):
+        follower.receive()
+    again, other, stream = ends(b"s" * 16)
+    # The keys of another connection are others.
+    stream.sendall(sent[0])
+    with pytest.raises(HostsError, match="not signed"):
+        other.receive()
+    again.close()
+
+
+def test_a_stranger_cannot_have_memory_reserved(ends: Ends):
+    _, follower, stream = ends(b"s" * 16)
+    follower.set_timeout(1)
+    stream.sendall(channel._HEADER.pack(0, channel.MAX_FIRST_BYTES, 1))
+    with pytest.raises(HostsError, match="too long"):
+        follower.receive()
+    # Once a message was signed, the others may be long.
+    leader, follower, stream = ends(b"s" * 16)
+    leader.send({})
+    assert follower.receive() == ({}, None)
+    stream.sendall(channel._HEADER.pack(1, channel.MAX_FIRST_BYTES, 1))
+    follower.set_timeout(0.1)
+    with pytest.raises(TimeoutError):
+        follower.receive()
+
+
+def test_one_who_sends_slowly_is_not_waited_for(ends: Ends):
+    _, follower, stream = ends(b"s" * 16)
+    over = threading.Event()
+
+    def drip() -> None:
+        while not over.wait(0.05):
+            stream.send(b"\0")
+
+    def receive() -> None:
+        follower.set_timeout(0.3)
+        try:
+            follower.receive()
+        finally:
+            took_s.append(time.monotonic() - start)
+            over.set()
+
+    took_s, start = list[float](), time.monotonic()
+    _, result = together(drip, receive)
+    assert isinstance(result, TimeoutError) and took_s[0] < 2
+
+
+def test_what_a_leader_sends_is_no_answer(ends: Ends):
+    leader, follower, _ = ends(b"s" * 16)
+    assert leader._sends != leader._receives
+    assert (leader._sends, leader._receives) == (follower._receives, follower._sends)
+
+
+def test_commands_reach_all_and_answers_come_by_rank(hosts: Any):
+    with three(hosts) as (followers, leaders, losses):
+        vector = np.arange(5, dtype=np.int32)
+        number = followers.send("launch", {"x": 1}, vector)
+        for index, leader in enumerate(leaders):
+            command = leader.receive()
+            assert command[:3] == (number, "launch", {"x": 1})
+            assert command.vector is not None and command.vector.tolist() == [*range(5)]
+            leader.answer(command, {"rank": index + 1})
+        assert followers.wait(number) == [{"rank": 1}, {"rank": 2}]
+        followers.end()
+        assert [leader.receive().name for leader in leaders] == ["end", "end"]
+        with pytest.raises(EngineDeadError, match="has ended"):
+            followers.send("launch", {})
+        time.sleep(0.2)  # for the threads that would see the connection closed
+        assert not losses
+        assert [leader._on_loss for leader in leaders] == [[], []]
+
+
+def test_whoever_sends_all_hear_the_same_order(
+    hosts: Any, monkeypatch: pytest.MonkeyPatch
+):
+    send_one = Connection.send
+
+    def slow(connection: Connection, *parts: Any) -> None:
+        time.sleep(0.001)  # the other threads may come in between
+        send_one(connection, *parts)
+
+    with three(hosts) as (followers, leaders, _):
+        monkeypatch.setattr(Connection, "send", slow)
+
+        def send() -> list[int]:
+            return [followers.send("launch", {}) for _ in range(20)]
+
+        def receive(leader: Leader) -> list[int]:
+            return [leader.receive().number for _ in range(60)]
+
+        *sent, first, second = together(
+            *[send] * 3, *[lambda one=one: receive(one) for one in leaders]
+        )
+        assert sorted(sum(sent, [])) == [*range(1, 61)]
+        assert first == second == [*range(1, 61)]
+
+
+def test_the_end_of_one_is_told_and_ends_what_waits(hosts: Any):
+    with three(hosts) as (followers, leaders, losses):
+        number = followers.send("compile", {})
+        leaders[1].close()
+        with pytest.raises(EngineDeadError, match=r"node_rank=2 \(127.0.0.1:\d+\) has"):
+            followers.wait(number)
+        assert losses.has_one.wait(10)
+        with pytest.raises(EngineDeadError, match="node_rank=2"):
+            followers.send("launch", {})
+
+
+def test_a_late_answer_does_not_lose_the_last_command():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        near = socket.create_connection(server.getsockname(), timeout=10)
+        far, _ = server.accept()
+    losses = Losses()
+    with near, far:
+        ours, theirs = together(
+            lambda: Connection(far, b"s" * 16, is_leader=True),
+            lambda: Connection(near, b"s" * 16, is_leader=False),
+        )
+        followers = Followers({1: (ours, "near")}, losses)
+        number = followers.send("compile", {})
+        followers.end()
+        # Two: the first would be answered by a reset, which the second one meets.
+        for _ in range(2):
+            theirs.send({"number": number, "values": {}})
+            time.sleep(0.1)
+        names = [theirs.receive()[0]["name"] for _ in range(2)]
+        assert names == ["compile", "end"]
+        with pytest.raises(EOFError):
+            theirs.receive()
+        theirs.close()
+        for listener in followers._listeners:
+            listener.join(10)
+            assert not listener.is_alive()
+    assert not losses
+
+
+def test_one_that_never_closes_is_left(ends: Ends, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(channel, "END_S", 0.1)
+    ours, _, stream = ends(b"s" * 16)
+    ours.set_timeout(None)
+    followers = Followers({1: (ours, "near")}, losses := Losses())
+    followers.end()
+    (listener,) = followers._listeners
+    listener.join(10)
+    assert not listener.is_alive() and not losses
+
+
+def test_a_silent_host_is_noticed_by_both_sides(hosts: Any):
+    with three(hosts) as (followers, leaders, _):
+        connections = [one for one, _ in followers._connections.values()]
+        for one in [*connections, *(leader._connection for leader in leaders)]:
+            stream = one._stream
+            assert stream.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+            idle, interval, count = (
+                stream.getsockopt(socket.IPPROTO_TCP, getattr(socket, name))
+                for name in ("TCP_KEEPIDLE", "TCP_KEEPINTVL", "TCP_KEEPCNT")
+            )
+            assert idle + interval * count == 3 * channel.HEARTBEAT_S
+
+
+def test_a_process_can_say_why_it_ends(hosts: Any):
+    with three(hosts) as (followers, leaders, losses):
+        leaders[0].fail("no memory is left")
+        assert losses.has_one.wait(10)
+        assert "node_rank=1" in losses[0] and "no memory is left" in losses[0]
+
+
+def test_a_failure_is_told_as_the_end_of_the_process_it_comes_from(
+    hosts: Any, monkeypatch: pytest.MonkeyPatch
+):
+    """A collective fails first, and a moment later its connection here is closed."""
+    with three(hosts) as (followers, leaders, losses):
+        monkeypatch.setattr("jaxspec.engine.multihost.channel.NOTICE_S", 10)
+        breaking = threading.Thread(
+            target=followers.break_off,
+            args=["gloo failed"],
+            kwargs={"may_be_loss": True},
+        )
+        breaking.start()
+        time.sleep(0.1)
+        # It has failed there as well: that is nobody's end.
+        leaders[0].fail("gloo failed")
+        time.sleep(0.1)
+        assert not losses
+        leaders[1].close()
+        breaking.join(5)
+        assert not breaking.is_alive()
+        assert losses.has_one.wait(10)
+        assert len(losses) == 1 and "node_rank=2" in losses[0]
+
+
+def test_a_failure_of_its_own_ends_no_process(hosts: Any):
+    with three(hosts) as (followers, leaders, losses):
+        followers.break_off("no memory is left", may_be_loss=True)
+        for leader in leaders:
+            with pytest.raises(EOFError):
+                leader.receive()
+        with pytest.raises(EngineDeadError, match="no memory is left"):
+            followers.send("launch", {})
+        assert not losses
+
+
+def test_an_interrupt_lets_all_go(hosts: Any, monkeypatch: pytest.MonkeyPatch):
+    with three(hosts) as (followers, leaders, losses):
+
+        def interrupt(*arguments: Any) -> None:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(followers._changed, "wait_for", interrupt)
+            followers.break_off("a launch failed", may_be_loss=True)
+        for leader in leaders:
+            with pytest.raises(EOFError):
+                leader.receive()
+        assert not losses
+
+
+def test_the_end_of_the_leader_is_told(hosts: Any):
+    with three(hosts) as (followers, leaders, _):
+        told, left = (one._on_loss for one in leaders)
+        assert isinstance(told, Losses) and isinstance(left, Losses)
+        leaders[1].close()
+        with pytest.raises(EOFError):
+            leaders[1].receive()
+        followers.break_off("it is out of step")
+        with pytest.raises(EOFError):
+            leaders[0].receive()
+        assert told.has_one.wait(10)
+        assert told == ["The leader has ended: the connection was closed."]
+        assert not left, "it has gone by itself"
+
+
+def test_a_stranger_is_left_outside(hosts: Any, tmp_path: Path):
+    other = tmp_path / "other"
+    other.write_text("another secret of somebody")
+
+    def knock() -> str:
+        for config in (hosts(1, secret_file=str(other)), hosts(2)):
+            with socket.create_connection(("127.0.0.1", config.plans_port)) as plain:
+                plain.sendall(b"GET / HTTP/1.1\r\nHost: leader\r\n\r\n" + b" " * 64)
+                plain.recv(1)
+        with pytest.raises(ConfigError) as caught:
+            Leader.find(hosts(1, secret_file=str(other)), FACTS)
+        return str(caught.value)
+
+    def arrive() -> list[Leader]:
+        ready.wait(10)
+        told.append(knock())
+        return together(
+            lambda: Leader.find(hosts(1), FACTS), lambda: Leader.find(hosts(2), FACTS)
+        )
+
+    ready, told = threading.Event(), list[str]()
+    listening = channel._listening
+
+    def listen(config: HostsConfig) -> socket.socket:
+        made = listening(config)
+        ready.set()
+        return made
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(channel, "_listening", listen)
+        followers, leaders = together(
+            lambda: Followers.gather(hosts(0), FACTS, Losses()), arrive
+        )
+    assert isinstance(followers, Followers)
+    assert "hosts_secret_file must have the same content" in told[0]
+    followers.end()
+    for leader in leaders:
+        leader.close()
+
+
+def test_silent_strangers_stop_nobody(hosts: Any, monkeypatch: pytest.MonkeyPatch):
+    listening, strangers = channel._listening, list[socket.socket]()
+
+    def listen(config: HostsConfig) -> socket.socket:
+        made = listening(config)
+        for _ in range(3):  # before all others
+            strangers.append(socket.create_connection(made.getsockname()))
+        return made
+
+    monkeypatch.setattr(channel, "_listening", listen)
+    monkeypatch.setattr(channel, "HELLO_S", 5)
+    start = time.monotonic()
+    with three(hosts):
+        assert time.monotonic() - start < 4
+    for stranger in strangers:
+        stranger.settimeout(5)
+        with stranger, contextlib.suppress(ConnectionResetError):
+            while stranger.recv(64):  # until it is sent away
+                pass
+
+
+def test_a_leader_that_says_nothing_is_not_another_secret(
+    hosts: Any, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(channel, "HELLO_S", 0.1)
+    config = hosts(1, timeout_s=1)
+    with socket.create_server(("127.0.0.1", config.plans_port)):
+        start = time.monotonic()
+        with pytest.raises(ConfigError, match="has not answered.*node_rank=0"):
+            Leader.find(config, FACTS)
+        # As long as a leader may need for others.
+        assert time.monotonic() - start > 0.9
+
+
+def test_a_difference_is_named_to_all(hosts: Any, monkeypatch: pytest.MonkeyPatch):
+    accept, has_one = channel._accept, threading.Event()
+
+    def accepted(*arguments: Any) -> None:
+        accept(*arguments)
+        has_one.set()
+
+    def find_last() -> Leader:
+        assert has_one.wait(10)
+        return Leader.find(hosts(2), FACTS | {"max_model_len": "64"})
+
+    monkeypatch.setattr(channel, "_accept", accepted)
+    results = together(
+        lambda: Followers.gather(hosts(0), FACTS),
+        lambda: Leader.find(hosts(1), FACTS),
+        find_last,
+    )
+    for result in results:
+        assert isinstance(result, ConfigError), result
+        assert "node_rank=2" in str(result)
+        assert "max_model_len: 64 there, and 128 at the leader" in str(result)
+
+
+def test_a_rank_that_is_there_twice(hosts: Any):
+    results = together(
+        lambda: Followers.gather(hosts(0), FACTS),
+        lambda: Leader.find(hosts(1), FACTS),
+        lambda: Leader.find(hosts(1), FACTS),
+    )
+    for result in results:
+        assert isinstance(result, ConfigError), result
+        assert "Two processes have node_rank=1: 127.0.0.1:" in str(result)
+
+
+@pytest.mark.parametrize("is_complete", [False, True])
+def test_a_process_that_starts_again_takes_its_own_place(
+    hosts: Any, monkeypatch: pytest.MonkeyPatch, is_complete: bool
+):
+    accept, num_accepted = channel._accept, threading.Semaphore(0)
+
+    def accepted(*arguments: Any) -> None:
+        accept(*arguments)
+        num_accepted.release()
+
+    def arrive() -> list[Leader]:
+        config = hosts(1)
+        secret = config.read_secret()
+        with channel._reach(config, "", time.monotonic() + 10) as stream:
+            first = Connection(stream, secret, is_leader=False)
+            first.send({"node_rank": 1, "facts": FACTS})
+            assert num_accepted.acquire(timeout=10)
+
+        def find(rank: int, *, waits: bool) -> Leader:
+            if waits:
+                assert num_accepted.acquire(timeout=10)
+            return Leader.find(hosts(rank), FACTS, Losses())
+
+        # The other comes before, or after, the first one is there again.
+        return together(
+            lambda: find(1, waits=is_complete), lambda: find(2, waits=not is_complete)
+        )
+
+    monkeypatch.setattr(channel, "_accept", accepted)
+    followers, leaders = together(
+        lambda: Followers.gather(hosts(0), FACTS, Losses()), arrive
+    )
+    assert isinstance(followers, Followers), followers
+    followers.send("launch", {})
+    for leader in leaders:
+        assert leader.receive().name == "launch"
+    followers.break_off("the test is over")
+    for leader in leaders:
+        leader.close()
+
+
+def test_one_that_ends_as_it_is_taken_in_is_named(
+    hosts: Any, monkeypatch: pytest.MonkeyPatch
+):
+    send = Connection.send
+
+    def fail_last(connection: Connection, content: Any, vector: bytes = b"") -> None:
+        if content == {"accepted": True}:
+            told.append(connection)
+            if len(told) == 2:
+                raise ConnectionResetError("reset by peer")
+        send(connection, content, vector)
+
+    told: list[Connection] = []
+    monkeypatch.setattr(Connection, "send", fail_last)
+    result, *others = together(
+        lambda: Followers.gather(hosts(0), FACTS, Losses()),
+        lambda: Leader.find(hosts(1), FACTS, Losses()),
+        lambda: Leader.find(hosts(2), FACTS, Losses()),
+    )
+    # One takes part already, and is told as well.
+    (leader,) = [one for one in others if isinstance(one, Leader)]
+    with pytest.raises(EOFError) as ended:
+        leader.receive()
+    leader.close()
+    failed = [one for one in others if one is not leader]
+    for one in (result, *failed):
+        assert isinstance(one, ConfigError), one
+    for one in (result, *failed, ended.value):
+        assert "has ended before all were there: reset by peer" in str(one)
+    assert isinstance(leader._on_loss, Losses) and len(leader._on_loss) == 1
+    assert re.search(r"node_rank=[12] \(127\.0\.0\.1:\d+\)", str(result))
+
+
+def test_who_is_missing_is_said_with_the_address(hosts: Any):
+    config = hosts(0, timeout_s=1)
+    where = f"127.0.0.1:{config.plans_port}"
+    leader, follower = together(
+        lambda: Followers.gather(config, FACTS), lambda: Leader.find(hosts(2), FACTS)
+    )
+    for result in (leader, follower):
+        message = f"After 1 s nobody has come to {where} with node_rank 1:"
+        assert isinstance(result, ConfigError) and message in str(result)
+    with pytest.raises(
+        ConfigError, match=f"After 1 s nobody listens on {where}: .*ref"
+    ):
+        Leader.find(hosts(1, timeout_s=1), FACTS)
+
+
+def test_an_address_that_is_not_the_leaders(hosts: Any):
+    with pytest.raises(
+        ConfigError, match=r"cannot listen on 192\.0\.2\.1:.*master_addr"
+    ):
+        Followers.gather(hosts(0, master_addr="192.0.2.1"), FACTS)
+
+
+def test_a_name_that_is_not_known_yet(hosts: Any, monkeypatch: pytest.MonkeyPatch):
+    look_up, calls = socket.getaddrinfo, list[int]()
+
+    def slow(host: Any, port: Any, **options: Any) -> Any:
+        calls.append(port)
+        if len(calls) < 3:
+            raise socket.gaierror("unknown")
+        return look_up("127.0.0.1", port, **options)
+
+    monkeypatch.setattr(channel.socket, "getaddrinfo", slow)
+    with channel._listening(hosts(0, master_addr="leader.group")) as listener:
+        assert listener.getsockname()[1] == hosts(0).plans_port
+    assert len(calls) == 3
+    calls[:] = []
+    monkeypatch.setattr(channel, "RETRY_S", 2)
+    with pytest.raises(ConfigError, match="cannot listen on leader.group:.*unknown"):
+        channel._listening(hosts(0, master_addr="leader.group", timeout_s=1))
+
+
+@pytest.mark.parametrize("template", [None, Tree((-1, 0, -1))])
+def test_shapes_come_through(template: Any):
+    shape = StepShape(
+        num_seqs=8,
+        num_draft_tokens=2,
+        chunk=64,
+        features=Features(is_greedy=True, num_logprobs=3),
+        max_rounds=4,
+        template=template,
+    )
+    again = shape_of(json.loads(json.dumps(shape_values(shape))))
+    assert again == shape and hash(again) == hash(shape)

@@ -1,0 +1,169 @@
+"""What a process that follows does with the commands of a leader: without devices."""
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxspec.engine.multihost import follower as follow
+from jaxspec.engine.multihost.channel import END, Command, Leader, shape_values
+from jaxspec.engine.multihost.follower import MAX_IN_FLIGHT, Follower
+from jaxspec.engine.runner import Runner
+from jaxspec.engine.speculation.step_times import Round
+from jaxspec.program.plan import StepShape
+from tests.support.loops import make_config
+
+SHAPE = StepShape(num_seqs=2, num_draft_tokens=3, chunk=0)
+
+
+class Result:
+    """Of a launch: who waits for it is written down."""
+
+    def __init__(self, events: list[Any], number: int):
+        self._events, self._number = events, number
+
+    def block_until_ready(self) -> None:
+        self._events.append(("waited", self._number))
+
+
+class Written(Runner):
+    """A runner that writes down what it is asked."""
+
+    def __init__(self) -> None:
+        self.config = make_config()
+        self.events: list[Any] = []
+        self.num_launches = 0
+        self.is_broken = False
+        self.followers = None
+
+    def launch_vector(self, vector: np.ndarray, shape: StepShape) -> Any:
+        self.num_launches += 1
+        self.events.append(("launch", vector.tolist(), shape))
+        return Result(self.events, self.num_launches)
+
+    def executable(self, shape: StepShape) -> Any:
+        if self.is_broken:
+            raise ValueError("no room for it")
+        self.events.append(("compile", shape))
+
+    def rehearse(
+        self, round_: Round, pages: Sequence[int], context: int, num_runs: int = 3
+    ) -> float:
+        self.events.append(("rehearse", round_, pages, context, num_runs))
+        return 0.0
+
+    def drop_pages(self) -> None:
+        self.events.append("drop_pages")
+
+    def restore_pages(self) -> None:
+        self.events.append("restore_pages")
+
+    def drop_weights(self, *, keep: bool) -> None:
+        self.events.append(("drop_weights", keep))
+
+    def restore_weights(self, loaded: Any) -> None:
+        self.events.append(("restore_weights", loaded))
+
+
+class Script(Leader):
+    """In place of a leader: commands, and what is answered to them."""
+
+    def __init__(self, *commands: tuple[str, dict[str, Any], Any]):
+        self._script = iter(enumerate(commands, 1))
+        self.answers: list[int] = []
+        self.failures: list[str] = []
+        self.has_answer = threading.Event()
+
+    def receive(self) -> Command:
+        number, (name, values, vector) = next(self._script)
+        return Command(number, name, values, vector)
+
+    def answer(self, command: Command, values: Mapping[str, Any]) -> None:
+        self.answers.append(command.number)
+        self.has_answer.set()
+
+    def fail(self, reason: str) -> None:
+        self.failures.append(reason)
+
+    def close(self) -> None:
+        self.answers.append(-1)
+
+
+@pytest.fixture(autouse=True)
+def left(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """What was said where the process would have left or ended."""
+    found: list[str] = []
+    monkeypatch.setattr(follow, "leave", lambda: found.append("left"))
+    monkeypatch.setattr(follow, "end_process", found.append)
+    yield found
+
+
+def launch(number: int) -> tuple[str, dict[str, Any], Any]:
+    return "launch", shape_values(SHAPE), np.array([number], np.int32)
+
+
+def run(*commands: tuple[str, dict[str, Any], Any]) -> tuple[Written, Any]:
+    runner, leader = Written(), Script(*commands, (END, {}, None))
+    Follower(runner, leader).run()
+    return runner, leader
+
+
+def test_launches_are_done_in_order_and_few_at_once(left: list[str]):
+    runner, leader = run(*[launch(number) for number in range(4)])
+    launched = [("launch", [number], SHAPE) for number in range(4)]
+    waited = [("waited", number) for number in range(1, 5)]
+    first = launched[: MAX_IN_FLIGHT + 1]
+    assert runner.events == [*first, waited[0], launched[3], *waited[1:]]
+    assert leader.answers == [-1] and left == ["left"]
+    assert runner.num_launches == 4
+
+
+def test_a_sleep_waits_for_launches_and_is_ended_part_by_part():
+    runner, _ = run(
+        launch(0),
+        ("sleep", {"level": 1}, None),
+        ("wake_up", {"tags": ["weights"]}, None),
+        ("wake_up", {"tags": ["weights", "kv_cache"]}, None),
+    )
+    assert runner.events[1:] == [
+        ("waited", 1),
+        "drop_pages",
+        ("drop_weights", True),
+        ("restore_weights", None),
+        "restore_pages",
+    ]
+
+
+def test_a_rehearsal_is_the_leaders():
+    values = dict(
+        shape=shape_values(SHAPE), num_drafts=2, pages=[3, 4], context=64, num_runs=3
+    )
+    runner, _ = run(("rehearse", values, None))
+    ((name, round_, *others),) = runner.events
+    assert (name, round_.shape, round_.num_drafts) == ("rehearse", SHAPE, 2)
+    assert others == [[3, 4], 64, 3]
+
+
+def test_a_program_is_made_beside_and_answered():
+    runner, leader = Written(), Script(("compile", shape_values(SHAPE), None))
+    with pytest.raises(StopIteration):
+        Follower(runner, leader).run()
+    assert leader.has_answer.wait(10)
+    assert runner.events == [("compile", SHAPE)] and leader.answers == [1]
+
+
+def test_a_program_that_cannot_be_made_ends_the_process(left: list[str]):
+    runner, leader = Written(), Script(("compile", shape_values(SHAPE), None))
+    runner.is_broken = True
+    Follower(runner, leader)._compile(leader.receive())
+    assert left == ["A program could not be made: ValueError('no room for it')."]
+    assert leader.failures == ["ValueError('no room for it')"]
+
+
+def test_what_fails_is_told_to_the_leader():
+    runner, leader = Written(), Script(("paint", {}, None))
+    with pytest.raises(AssertionError, match="unknown command 'paint'"):
+        Follower(runner, leader).run()
+    assert leader.failures == ["AssertionError(\"an unknown command 'paint'\")"]

@@ -1,0 +1,604 @@
+"""Kernels compile for real chips, within their memory, and copy no pool of pages.
+
+Nothing runs: compilers for TPUs and an H200 report memory, collectives and moves.
+`aot_tpu`, `aot_gpu` and `rejection_aot` compile, and write the records.
+"""
+
+import functools
+import itertools
+import json
+import math
+import re
+import warnings
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.layout import Format, Layout
+from jax.sharding import NamedSharding, PartitionSpec
+
+from benchmarks.kernels import work as bench_work
+from benchmarks.kernels.clock import loop_of
+from jaxspec_kernels.bits import scaled_form
+from jaxspec_kernels.paged_attention import gpu, tpu
+from jaxspec_kernels.paged_attention.cases import REAL_CASES
+from jaxspec_kernels.paged_attention.gpu_tiles import Tiles
+from jaxspec_kernels.rejection_sampling.cases import CASES as SAMPLING_CASES
+from jaxspec_kernels.rejection_sampling.cases import Case as SamplingCase
+from jaxspec_kernels.write_kv_pages import cases as writes
+from jaxspec_kernels.write_kv_pages import reference
+from jaxspec_kernels.write_kv_pages import tpu as tpu_writes
+from tests.batteries import members
+from tests.kernels import aot_gpu, aot_tpu
+from tests.kernels import rejection_aot as rejection
+from tests.kernels.aot_tpu import CHIPS, SCOPED_VMEM_BYTES, Compiled
+from tests.kernels.attention_base import tiles_of
+
+for_tpu = pytest.mark.skipif(aot_tpu.MISSING is not None, reason=str(aot_tpu.MISSING))
+for_gpu = pytest.mark.skipif(
+    aot_gpu.missing() is not None, reason=str(aot_gpu.missing())
+)
+
+# Attention on a TPU.
+
+ON_TPU = json.loads(aot_tpu.RESULTS.read_text())["paged_attention"]
+# Long pools of heads of 64 in the layout that XLA prefers: see the docstring of tpu.py.
+COPIED = ("8-to-1/64", "tiny/verify/long")
+
+
+def check_fits(result: Compiled, chip: str) -> None:
+    # The other half is for longer blocks, found by tuning.
+    assert result.vmem_bytes <= SCOPED_VMEM_BYTES[chip] // 2
+
+
+@pytest.mark.aot
+@for_tpu
+@pytest.mark.parametrize(
+    ("name", "chip"),
+    members(
+        "attention_tpu",
+        itertools.product(aot_tpu.PROGRAMS, CHIPS),
+        is_example=lambda both: both == ("2b/tp8/verify-window", "v5e"),
+    ),
+)
+def test_attention_fits_a_tpu(name, chip):
+    result = aot_tpu.compile_attention(aot_tpu.PROGRAMS[name], chip)
+    check_fits(result, chip)
+    assert not result.collectives
+    assert bool(result.whole_copies) == (name in COPIED)
+
+
+def test_every_program_for_a_tpu_is_recorded_and_fits():
+    assert list(ON_TPU) == list(aot_tpu.PROGRAMS)
+    for name, chips in ON_TPU.items():
+        assert list(chips) == list(CHIPS)
+        for chip, row in chips.items():
+            check_fits(Compiled(**row), chip)
+            assert bool(row["whole_copies"]) == (name in COPIED)
+
+
+@pytest.mark.aot
+@for_tpu
+@pytest.mark.parametrize(
+    ("name", "chip"),
+    members(
+        "attention_tpu",
+        itertools.product(
+            ("9b/tp1/verify", "27b/tp1/prefill", "27b/tp8/decode", "2b/tp8/decode"),
+            CHIPS,
+        ),
+        is_example=lambda both: both[0] != "27b/tp1/prefill" and both[1] == "v5e",
+    ),
+)
+@pytest.mark.parametrize("kept", ["float8_e4m3fn", "int8"])
+def test_attention_on_a_tpu_reads_eight_bits_in_place(name, chip, kept):
+    """With their scales, but those of a single KV head, which an engine refuses."""
+    case = REAL_CASES[name]
+    result = aot_tpu.compile_attention(aot_tpu.Program(case=case, kept=kept), chip)
+    check_fits(result, chip)
+    assert bool(result.whole_copies) == (case.kv_heads == 1)
+
+
+@pytest.mark.aot
+@for_tpu
+@pytest.mark.parametrize(
+    ("name", "topology", "shape", "of_one_chip"),
+    members(
+        "attention_tpu",
+        [
+            ("9b/tp1/verify-window", "v5e:2x4", (1, 1, 8), "9b/tp8/verify-window"),
+            # A draft whose heads are fewer than the chips: two copies of each.
+            ("2b/tp1/decode-two", "v5e:2x4", (1, 2, 4), "2b/tp4/decode-two"),
+        ],
+        is_example=lambda one: one[2] == (1, 2, 4),
+    ),
+)
+def test_chips_of_a_mesh_run_the_kernel_of_their_part(
+    name, topology, shape, of_one_chip
+):
+    """Under `shard_map`, with the KV heads split: no chip needs another's."""
+    split = aot_tpu.compile_split(REAL_CASES[name], topology, shape)
+    program = aot_tpu.PROGRAMS[of_one_chip]
+    assert split == aot_tpu.compile_attention(program, "v5e")
+    assert not split.collectives and not split.whole_copies
+
+
+@pytest.mark.aot
+@for_tpu
+@pytest.mark.battery(name="attention_tpu")
+@pytest.mark.parametrize(("chip", "block_tokens"), [("v5e", 1024), ("v6e", 1536)])
+def test_block_that_does_not_fit_is_refused(chip, block_tokens):
+    """And names the limit that the other tests go by."""
+    program = replace(aot_tpu.PROGRAMS["9b/tp1/decode"], block_tokens=block_tokens)
+    limit = SCOPED_VMEM_BYTES[chip] // 2**20
+    with pytest.raises(jax.errors.JaxRuntimeError, match=f"limit {limit}.00M exceeded"):
+        aot_tpu.compile_attention(program, chip)
+
+
+# Attention on a GPU.
+
+ON_GPU = json.loads(aot_gpu.RESULTS.read_text())
+# Equal programs once, by the first of their names.
+UNEQUAL = {program: name for name, program in reversed(aot_gpu.PROGRAMS.items())}
+
+
+def test_every_program_for_a_gpu_is_recorded():
+    assert list(ON_GPU["programs"]) == list(aot_gpu.PROGRAMS)
+
+
+@pytest.mark.aot
+@for_gpu
+@pytest.mark.parametrize(
+    "name",
+    members(
+        "attention_gpu",
+        UNEQUAL.values(),
+        is_example=lambda name: name == "9b/tp1/verify",
+    ),
+)
+def test_attention_fits_an_h200(name):
+    """Nothing spills, all shares run at once, pages come in wide copies."""
+    program = aot_gpu.PROGRAMS[name]
+    case, compiled = program.case, aot_gpu.compile_program(program)
+    own = [kernel for kernel in compiled.kernels if "paged" in kernel.name]
+    assert not any(kernel.spilled_bytes for kernel in own)
+    assert own[0].wide_copies and not own[0].narrow_loads
+    assert own[0].shared_bytes <= aot_gpu.SHARED_BYTES // 2
+    splits = tiles_of(case, itemsize=jnp.dtype(program.dtype).itemsize).splits
+    if program.chips == 1:
+        names = ["paged_attention", "paged_attention_combine"]
+        assert [kernel.name for kernel in own] == names[: 1 if splits == 1 else 2]
+    if splits > 1:
+        assert np.prod(own[0].grid) <= 132 * own[0].resident
+    if program.chips == 1 and not program.is_tree:
+        assert len(own) == len(compiled.kernels)
+        # The shares and their statistics, in float32: no copy of a page.
+        rows = splits * case.seqs * case.queries * case.q_heads
+        assert compiled.temp_bytes <= rows * (case.head_dim + 1) * 4 + 4096
+    if aot_gpu.versions() == ON_GPU["versions"]:  # else: ON_GPU["command"]
+        assert compiled.row() == ON_GPU["programs"][name]
+
+
+@pytest.mark.aot
+@for_gpu
+@pytest.mark.parametrize("kept", ["float8_e4m3fn", "int8"])
+@pytest.mark.parametrize(
+    "name",
+    members(
+        "attention_gpu",
+        ["9b/tp1/verify", "9b/tp1/prefill", "27b/tp8/decode", "2b/tp8/decode"],
+        is_example=lambda name: name == "9b/tp1/verify",
+    ),
+)
+def test_attention_on_a_gpu_reads_eight_bits_in_place(name, kept):
+    program = aot_gpu.Program(case=REAL_CASES[name], kept=kept)
+    compiled = aot_gpu.compile_program(program)
+    wide = aot_gpu.compile_program(aot_gpu.PROGRAMS[name])
+    assert compiled.temp_bytes == wide.temp_bytes
+    own, other = compiled.kernels[0], wide.kernels[0]
+    assert own.wide_copies and not own.narrow_loads and not own.spilled_bytes
+    assert own.shared_bytes < 0.7 * other.shared_bytes
+
+
+@pytest.mark.aot
+@for_gpu
+@pytest.mark.battery(name="attention_gpu")
+def test_gpus_that_divide_the_heads_exchange_nothing():
+    """The program of eight chips is that of one with an eighth of the heads."""
+    divided = aot_gpu.compile_program(aot_gpu.PROGRAMS["9b/tp1/verify on 8 chips"])
+    assert divided == aot_gpu.compile_program(aot_gpu.PROGRAMS["9b/tp8/verify"])
+
+
+@pytest.mark.aot
+@for_gpu
+@pytest.mark.battery(name="attention_gpu")
+def test_tiles_beyond_shared_memory_do_not_compile(monkeypatch):
+    monkeypatch.setenv("LLVM_DISABLE_SYMBOLIZATION", "1")  # of the error: minutes
+    tiles = Tiles(rows=64, keys=128, splits=1, num_stages=5)
+    case = REAL_CASES["9b/tp1/prefill"]
+    with pytest.raises(jax.errors.JaxRuntimeError, match="Shared memory size limit"):
+        aot_gpu.compile_program(aot_gpu.Program(case=case, tiles=tiles))
+
+
+# Page writes, on both.
+
+CHIP_MARKS = {"v5e": for_tpu, "v6e": for_tpu, "h200": for_gpu}
+PAGES = 4096  # of every pool here; no other array is nearly as large
+WRITES = writes.CASES | writes.REAL_CASES
+# One case for every shape, by its first name: a chip of the 2B at TP 2 is one of the
+# 9B at TP 4.
+NAMES = {
+    (case.tokens, case.kv_heads, case.head_dim): name
+    for name, case in reversed(WRITES.items())
+}
+LARGE_ROWS = sorted(name for shape, name in NAMES.items() if shape[2] % 128 == 0)
+SMALL_ROWS = sorted(name for shape, name in NAMES.items() if shape[2] % 128)
+
+
+def chips(*names: str, in_battery: tuple[str, ...] = ("v6e",)) -> list[Any]:
+    """Parameters; both TPUs get one kernel: all of the second are in the battery."""
+    battery = [pytest.mark.battery(name="page_writes")]
+    return [
+        pytest.param(
+            name,
+            marks=[pytest.mark.aot, CHIP_MARKS[name], *battery * (name in in_battery)],
+        )
+        for name in names
+    ]
+
+
+ALL_CHIPS, BOTH_TPUS = ("v5e", "v6e", "h200"), ("v5e", "v6e")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Written:
+    """What the compiler reports about one program that writes pages."""
+
+    pool_bytes: int  # with the padding of tiles
+    alias_bytes: int
+    temp_bytes: int
+    # Operations that make an array as large as the pool, and as large as its scales.
+    whole_pools: list[list[str]]
+    num_fusions: int
+
+    @property
+    def is_in_place(self) -> bool:
+        """The memory of each array is written by one fusion, and by nothing else."""
+        # A bitcast is another name for the same memory.
+        made = [[one for one in ones if one != "bitcast"] for ones in self.whole_pools]
+        # Of a TPU's scales it is a kernel's call.
+        is_once = all(ones in (["fusion"], ["custom-call"]) for ones in made)
+        return is_once and self.alias_bytes == self.pool_bytes
+
+
+def write_only(pool, key, value, slots):
+    return reference.write_kv_pages(pool, key, value, slots)
+
+
+def write_and_attend(chip: str, pool, key, value, slots, *rest):
+    kernel = gpu if chip == "h200" else tpu
+    pool = (reference if chip == "h200" else tpu_writes).write_kv_pages(
+        pool, key, value, slots
+    )
+    query, page_table, kv_len = rest
+    settings: Any = dict(scale=1 / 16, soft_cap=50.0, window=4096, ancestor_mask=None)
+    return pool, kernel.paged_attention(query, pool, page_table, kv_len, **settings)
+
+
+@cache
+def compile_write(
+    chip: str,
+    name: str,
+    *,
+    attends: bool = False,
+    is_row_major: bool = False,
+    write: Any = write_only,
+    kept: str = "bfloat16",
+) -> Written:
+    case = WRITES[name]
+    is_gpu = chip == "h200"
+    one: Any = aot_tpu.sharding(chip) if not is_gpu else None
+    if is_gpu:
+        one = NamedSharding(aot_gpu.mesh(), PartitionSpec())
+    whole = Format(Layout((0, 1, 2, 3)), one) if is_row_major else one
+    shape = partial(jax.ShapeDtypeStruct, sharding=one)
+    pool = (PAGES, case.page_size, 2 * case.kv_heads, case.head_dim)
+    rows = shape((case.tokens, case.kv_heads, case.head_dim), jnp.bfloat16)
+    pages: Any = jax.ShapeDtypeStruct(pool, jnp.dtype(kept), sharding=whole)
+    if kept == "int8":
+        pages = scaled_form(pages, "gpu" if is_gpu else "tpu")
+    given = [pages, rows, rows, shape((case.tokens,), jnp.int32)]
+    results: Any = whole
+    if attends:
+        write, results = partial(write_and_attend, chip), (whole, one)
+        queries = next(size for size in (6, 32, 1) if case.tokens % size == 0)
+        seqs = case.tokens // queries
+        heads = (seqs, queries, 2 * case.kv_heads, case.head_dim)
+        given += [shape(heads, jnp.bfloat16)]
+        given += [shape((seqs, 512), jnp.int32), shape((seqs,), jnp.int32)]
+    with (
+        aot_tpu.no_compilation_cache(),
+        warnings.catch_warnings(),
+        jax.sharding.use_abstract_mesh(one.mesh.abstract_mesh)
+        if is_gpu
+        else warnings.catch_warnings(),
+    ):
+        warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated")
+        jitted = jax.jit(write, donate_argnums=0, out_shardings=results)
+        compiled = jitted.lower(*given).compile()
+        return describe(compiled, jax.tree.leaves(pages), rows)
+
+
+def describe(compiled: Any, arrays: list[Any], rows: Any) -> Written:
+    memory, text = compiled.memory_analysis(), compiled.as_text()
+    entry = text[text.index("\nENTRY") :]
+    row_bytes = rows.size * rows.dtype.itemsize
+    # Tiles round up the small arguments by a few kB; whole layouts double the pool.
+    plain = sum(math.prod(one.shape) * one.dtype.itemsize for one in arrays)
+    factor = round((memory.argument_size_in_bytes - 2 * row_bytes) / plain)
+    return Written(
+        pool_bytes=factor * plain,
+        alias_bytes=memory.alias_size_in_bytes,
+        temp_bytes=memory.temp_size_in_bytes,
+        whole_pools=[_made(entry, one.shape) for one in arrays],
+        num_fusions=len(re.findall(r" fusion\(", entry)),
+    )
+
+
+def _made(entry: str, shape: tuple[int, ...]) -> list[str]:
+    """Operations whose result is a whole array: as pages, as slots, as rows of 128."""
+    pages, page_size, *rest = shape
+    shapes = [shape, (pages * page_size, *rest), (pages, *rest)]
+    shapes += [(math.prod(shape) // 128, 128), (math.prod(shape),)]
+    sizes = "|".join(",".join(map(str, shape)) for shape in shapes)
+    made = re.findall(rf"= \(?\w+\[(?:{sizes})\]\S* ([\w-]+)\(", entry)
+    return [name for name in made if name != "parameter"]
+
+
+@pytest.mark.battery(name="page_writes")
+@pytest.mark.parametrize("chip", chips(*ALL_CHIPS, in_battery=()))
+@pytest.mark.parametrize("name", LARGE_ROWS)
+def test_write_is_in_place(name, chip):
+    program = compile_write(chip, name)
+    assert program.is_in_place, program
+    # On TPU the joined rows are in VMEM, which does not count.
+    assert program.temp_bytes == 0
+    # GPU: the write itself. TPU: also the slots that are in range, and the joined rows.
+    assert program.num_fusions <= (1 if chip == "h200" else 4), program
+
+
+@pytest.mark.parametrize("chip", chips(*ALL_CHIPS))
+@pytest.mark.parametrize(
+    "name",
+    members(
+        "page_writes",
+        ["9b/tp8/verify", "27b/tp1/decode"],
+        is_example=lambda name: name == "9b/tp8/verify",
+    ),
+)
+def test_the_kernel_reads_the_pool_where_it_was_written(name, chip):
+    """Another layout for the kernel would be a copy of the pool."""
+    program = compile_write(chip, name, attends=True)
+    assert program.is_in_place, program
+    assert program.temp_bytes < program.pool_bytes / 10
+
+
+@pytest.mark.aot
+@for_gpu
+@pytest.mark.parametrize(
+    "name",
+    members("page_writes", SMALL_ROWS, is_example=lambda name: name == "tiny/verify"),
+)
+def test_small_rows_on_gpu(name):
+    program = compile_write("h200", name, attends=True)
+    assert program.is_in_place, program
+
+
+@pytest.mark.battery(name="page_writes")
+@pytest.mark.parametrize("chip", chips(*BOTH_TPUS, in_battery=()))
+@pytest.mark.parametrize("name", SMALL_ROWS)
+def test_small_rows_on_tpu_need_the_row_major_layout(name, chip):
+    case, given = (
+        WRITES[name],
+        compile_write(chip, name, attends=True, is_row_major=True),
+    )
+    assert given.is_in_place, given
+    assert given.temp_bytes == 0
+    # Half of every tile is padding.
+    assert given.pool_bytes == 2 * PAGES * case.page_size * case.kv_heads * 2 * 64 * 2
+
+
+@pytest.mark.parametrize("chip", chips(*BOTH_TPUS))
+def test_small_rows_on_tpu_are_copied_otherwise(chip):
+    """Why the layout is requested; when this fails, it is no longer needed."""
+    program = compile_write(chip, "tiny/verify")
+    assert not program.is_in_place
+    assert program.whole_pools[0].count("copy") == 3
+
+
+@pytest.mark.parametrize("chip", chips(*ALL_CHIPS))
+def test_fp8_is_written_in_place(chip):
+    program = compile_write(chip, "9b/tp1/verify", kept="float8_e4m3fn")
+    assert program.is_in_place, program
+
+
+@pytest.mark.parametrize("chip", chips(*BOTH_TPUS))
+@pytest.mark.parametrize(
+    "name",
+    members(
+        "page_writes",
+        [name for name in LARGE_ROWS if WRITES[name].kv_heads > 1],
+        is_example=lambda name: name in ("9b/tp1/prefill", "2b/tp2/verify"),
+    ),
+)
+def test_int8_and_its_scales_are_written_in_place_and_read_there(name, chip):
+    """But with a single KV head, which an engine refuses.
+
+    All scales of these pools would fit in VMEM: XLA does not bring them there.
+    """
+    program = compile_write(chip, name, attends=True, kept="int8")
+    assert len(program.whole_pools) == 2
+    assert program.is_in_place, program
+    assert program.temp_bytes < program.pool_bytes / 10
+
+
+@pytest.mark.aot
+@for_tpu
+def test_as_many_rows_of_int8_as_a_tree_may_keep_are_moved_in_place():
+    """Twelve levels of 256 sequences, in 23 pairs of layers that share their pages.
+
+    Scales of all these rows' pages together do not fit in VMEM. For a v6e it compiles
+    too, and the text cannot be read: jax knows no such asynchronous gather.
+    """
+    one = aot_tpu.sharding("v5e")
+    values = jax.ShapeDtypeStruct((23 * 256, 16, 32, 128), jnp.int8, sharding=one)
+    pages: Any = scaled_form(values, "tpu")
+    slots = jax.ShapeDtypeStruct((23 * 256 * 12,), jnp.int32, sharding=one)
+    with aot_tpu.no_compilation_cache():
+        moved = jax.jit(tpu_writes.copy_kv_rows, donate_argnums=0)
+        compiled = moved.lower(pages, slots, slots).compile()
+    program = describe(compiled, jax.tree.leaves(pages), slots)
+    assert program.is_in_place, program
+
+
+@pytest.mark.parametrize("chip", chips(*ALL_CHIPS))
+def test_a_write_that_is_not_in_place_is_seen(chip):
+    """The checks above can fail."""
+
+    def rewrite(pool, key, value, slots):
+        written: Any = reference.write_kv_pages(pool, key, value, slots)
+        return jnp.flip(written, axis=0)
+
+    program = compile_write(chip, "9b/tp8/verify", write=rewrite)
+    assert not program.is_in_place, program
+
+
+# Rejection sampling, on both.
+
+# What brings an argument into VMEM ahead of its use; the call joins slices in place.
+PREFETCHES = {"copy-done", "slice-done", "custom-call"}
+
+
+@pytest.mark.aot
+@for_tpu
+@pytest.mark.parametrize(
+    ("name", "chip"),
+    members(
+        "rejection",
+        itertools.product(SAMPLING_CASES, CHIPS),
+        is_example=lambda both: both == ("9b/tp1", "v5e"),
+    ),
+)
+def test_first_pass_of_sampling_fits_a_tpu(name, chip):
+    found = rejection.tpu_kernel(SAMPLING_CASES[name], chip)
+    assert found.vmem_bytes < SCOPED_VMEM_BYTES[chip]
+    assert not found.whole_copies and not found.collectives
+
+
+@pytest.mark.aot
+@pytest.mark.battery(name="rejection")
+@for_tpu
+@pytest.mark.parametrize(
+    ("name", "chip"),
+    [("9b/tp1", "v5e"), ("9b/tp1", "v5p"), ("9b/tp1", "v6e"), ("27b/tp1", "v5e")],
+)
+def test_sampling_on_a_tpu_writes_tiles_only(name, chip):
+    found = rejection.for_tpu(SAMPLING_CASES[name], chip)
+    assert {one.split()[0] for one in found.made} <= PREFETCHES
+    assert found.temp_bytes < found.logits_bytes / 3
+
+
+@pytest.mark.aot
+@pytest.mark.battery(name="rejection")
+@for_tpu
+@pytest.mark.parametrize("name", ["27b/tp2", "9b/tp4", "9b/tp8"])
+def test_sampling_on_eight_tpus_exchanges_few_numbers(name):
+    case = SAMPLING_CASES[name]
+    found, sizes = rejection.split_for_tpu(case)
+    rows = case.seqs * (case.drafts + 1)
+    assert {one.split()[0] for one in found.made} <= PREFETCHES
+    assert sizes and max(sizes) == 15 * rows
+    # Two searches; else single numbers per row, per draft, per device.
+    few = max(rows, case.seqs * case.shards)
+    assert sum(size > few for size in sizes) == 2
+
+
+@pytest.mark.aot
+@for_gpu
+@pytest.mark.parametrize(
+    "kind",
+    members("rejection", rejection.KINDS, is_example=lambda kind: kind == "greedy"),
+)
+def test_sampling_on_a_gpu_writes_one_row_per_sequence(kind):
+    found = rejection.for_gpu(kind)
+    case = rejection.GOAL
+    row = case.seqs * case.columns
+    assert set(found.made) <= {f"fusion f32[{case.seqs},{case.columns}]"}
+    # The probabilities of the row that is drawn from, and its residual.
+    assert found.temp_bytes < (2.1 * row * 4 if kind != "greedy" else 10_000)
+    assert kind != "greedy" or found.launches <= 7
+    assert found.kernels
+    for kernel in found.kernels:
+        assert kernel.spilled_bytes == 0
+        assert kernel.resident >= 2
+    # All programs of a pass are on the chip at once.
+    first = found.kernels[0]
+    assert first.grid[0] * first.grid[1] <= 132 * first.resident
+
+
+def test_arrays_and_collectives_are_found_in_hlo():
+    text = """%fused_add (p: f32[4,99]) -> f32[4,99] {
+  ROOT %a = f32[4,99]{1,0} add(%p, %p)
+}
+
+ENTRY %main (p: f32[4,99]) -> f32[4,99] {
+  %p = f32[4,99]{1,0} parameter(0)
+  %f = f32[4,99]{1,0} fusion(%p), kind=kLoop, calls=%fused_add
+  ROOT %g = f32[990]{0} negate(%f)
+}"""
+    assert rejection.arrays(text, 99) == ("fusion f32[4,99]",)
+    line = "  %a = (f32[4,16]{1,0}, s32[]) all-reduce(%b, %c), replica_groups={}"
+    assert rejection.collectives(line) == [64, 1]
+    assert rejection.collectives("  %a = f32[4,16]{1,0} add(%b, %c)") == []
+    line = "  ROOT %g = f32[8,4]{1,0} all-gather(%b)"
+    assert rejection.collectives(line) == [32]
+
+
+@pytest.mark.aot
+@for_gpu
+@pytest.mark.parametrize(
+    "controls",
+    members(
+        "kernel_benchmark",
+        bench_work.CONTROLS,
+        is_example=lambda name: name == "greedy",
+    ),
+)
+def test_benchmark_reads_logits_in_every_call_on_a_gpu(controls):
+    """A read that depends on no result could be made once for all calls."""
+    case = SamplingCase(seqs=1, drafts=5, vocab_size=32_768, columns=32_768)
+    one = NamedSharding(aot_gpu.mesh(), PartitionSpec())
+    work = bench_work.sampling(case, controls, "float32", logit_bytes=2 * 6 * 4 * 32768)
+    assert len(work.turns) == 2
+    shapes = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=one),
+        (work.carry, *work.turns),
+    )
+    run = functools.partial(work.run, implementation="reference")
+    loop = loop_of(work.step(run), 2)
+    with (
+        aot_tpu.no_compilation_cache(),
+        jax.sharding.use_abstract_mesh(one.mesh.abstract_mesh),
+    ):
+        text = jax.jit(loop, donate_argnums=0).lower(*shapes).compile().as_text()
+    assert text is not None
+    entry = text[text.index("\nENTRY") :].splitlines()[2:]
+    names = "parameter|tuple|get-tuple-element|bitcast|while"
+    made = [line for line in entry if not re.search(rf" ({names})\(", line)]
+    assert any(" while(" in line for line in entry)
+    reads = [line for line in made if re.search(r"\[[0-9,]*32768\]", line)]
+    assert not reads

@@ -1,0 +1,367 @@
+"""Every backend's passes equal float64, and its verdicts are those of whole rows.
+
+The kernels are interpreted; the CPU's are C++. What the rules mean is the subject of
+`test_rejection_sampling.py`, with the reference.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+
+from jaxspec_kernels.rejection_sampling import cpu, gpu, passes, reference, tpu
+from jaxspec_kernels.rejection_sampling.noise import exponential
+from jaxspec_kernels.rejection_sampling.passes import Draft, Law, Slice
+from tests.kernels.oracle import UNOPTIMISED
+from tests.kernels.rejection_rounds import (
+    by_force,
+    by_whole_rows,
+    forced_counts,
+    make_round,
+    sliced,
+    uncached,
+)
+
+# Three tiles, of which the last is cut and has padding.
+COLUMNS, VOCAB_SIZE, TILE = 300, 290, 128
+ROWS = 12
+INFINITY = float("inf")
+STRICT = pltpu.InterpretParams(
+    detect_races=True, out_of_bounds_reads="raise", uninitialized_memory="nan"
+)
+LAUNCH: dict[str, Any] = dict(tile=TILE, interpret=True)
+# What a backend's functions are given further, and how far its sums may be off.
+PASSES: dict[str, tuple[Any, dict[str, Any], float]] = {
+    "reference": (passes, {}, 1e-5),
+    "cpu": (cpu, {}, 2e-6),
+    "gpu": (gpu, LAUNCH, 1e-5),
+}
+VERDICTS: dict[str, Callable] = {
+    "reference": partial(reference.rejection_sampling, tile=16),
+    "cpu": cpu.rejection_sampling,
+    "gpu": partial(gpu.rejection_sampling, **LAUNCH),
+    "tpu": partial(tpu.rejection_sampling, **LAUNCH),
+}
+
+
+@pytest.fixture(autouse=True)
+def _skip_without_library(request: pytest.FixtureRequest):
+    if "cpu" in request.node.name:
+        request.getfixturevalue("has_native")
+
+
+def part_of(backend: str) -> Slice:
+    """C++ has the whole of a row at once; the others walk in tiles."""
+    tile = COLUMNS if backend in ("cpu", "gpu") else TILE
+    return Slice(columns=COLUMNS, tile=tile, vocab_size=VOCAB_SIZE, axis_name=None)
+
+
+def make_logits(rows: int) -> np.ndarray:
+    random = np.random.default_rng(rows)
+    logits = random.normal(size=(rows, COLUMNS)).astype(np.float32) * 4
+    logits[0] = np.round(logits[0])  # equal logits in several tiles
+    logits[1, ::3] = -np.inf
+    logits[2, ::2] = np.nan
+    logits[3, :128] = -np.inf  # a first tile without any weight
+    logits[4] = np.nan
+    logits[5, 200] = np.inf
+    logits[6] *= 100  # most weights underflow
+    logits[:, VOCAB_SIZE:] = np.array([np.nan, np.inf, 900])[np.arange(10) % 3]
+    return logits
+
+
+@cache
+def exact_rows(
+    dtype: Any = jnp.float32, rows: int = ROWS
+) -> tuple[jax.Array, np.ndarray, np.ndarray]:
+    """Logits, their values where they are tokens, and temperatures."""
+    logits = jnp.asarray(make_logits(rows), dtype)
+    exact = np.asarray(logits.astype(jnp.float32), np.float64)
+    exact[:, VOCAB_SIZE:] = -np.inf
+    exact = np.where(np.isnan(exact), -np.inf, exact)
+    exact = np.minimum(exact, float(np.finfo(np.float32).max))
+    heat = np.random.default_rng(1).choice([0.5, 1.0, 1.7], rows).astype(np.float32)
+    return logits, exact, heat
+
+
+def weights_of(exact: np.ndarray, heat: np.ndarray) -> np.ndarray:
+    maximum = exact.max(axis=1)
+    peak = np.where(np.isfinite(maximum), maximum, 0)[:, None]
+    return np.exp((exact - peak) / heat[:, None])
+
+
+@cache
+def exact_law() -> tuple[jax.Array, np.ndarray, Law, np.ndarray]:
+    """Rows, a law that leaves half of each, and the weights by it."""
+    logits, exact, heat = exact_rows()
+    threshold = np.median(exact[:, :VOCAB_SIZE], axis=1).astype(np.float32)
+    weights = weights_of(exact, heat)
+    weights = np.where(exact >= threshold[:, None], weights, 0.0)
+    arrays = heat, exact.max(axis=1), threshold, weights.sum(axis=1)
+    law = Law(*(jnp.asarray(array, jnp.float32) for array in arrays))
+    return logits, exact, law, weights
+
+
+def probabilities_by(weights: np.ndarray) -> np.ndarray:
+    total = weights.sum(axis=1, keepdims=True)
+    return weights / np.where(total > 0, total, 1)
+
+
+@pytest.mark.parametrize(
+    ("backend", "dtype", "rows"),
+    [
+        ("reference", "float32", ROWS),
+        ("cpu", "float32", ROWS),
+        *(("gpu", dtype, ROWS) for dtype in ("float32", "bfloat16")),
+        # 40: the second block of rows is cut.
+        *(
+            ("tpu", dtype, rows)
+            for dtype in ("float32", "bfloat16")
+            for rows in (8, 40)
+        ),
+    ],
+)
+def test_statistics_equal_float64(backend, dtype, rows):
+    logits, exact, heat = exact_rows(dtype, rows)
+    tokens = np.random.default_rng(2).integers(0, VOCAB_SIZE, rows).astype(np.int32)
+    tokens[-3:] = -1, VOCAB_SIZE, 2**30
+    module, own, limit = PASSES.get(backend, (tpu, dict(interpret=STRICT), 1e-5))
+    given = part_of(backend), logits, jnp.asarray(heat), jnp.asarray(tokens)
+    found = module.statistics(*given, jnp.arange(rows) == 1, **own)
+    is_token = (tokens >= 0) & (tokens < VOCAB_SIZE)
+    drafted = exact[np.arange(rows), np.where(is_token, tokens, 0)]
+    drafted = np.where(is_token, drafted, -np.inf)
+    total = weights_of(exact, heat).sum(axis=1)
+    np.testing.assert_array_equal(found.maximum, exact.max(axis=1).astype("f4"))
+    np.testing.assert_array_equal(found.best, exact.argmax(axis=1))
+    np.testing.assert_allclose(found.total, total, rtol=limit)
+    np.testing.assert_array_equal(found.drafted, drafted.astype("f4"))
+    if backend in ("reference", "cpu"):
+        assert not np.asarray(module.statistics(*given, None).total).any()
+
+
+@pytest.mark.parametrize("counts", [True, False])
+@pytest.mark.parametrize("backend", PASSES)
+def test_amounts_equal_float64(backend, counts):
+    logits, exact, law, weights = exact_law()
+    module, own, limit = PASSES[backend]
+    limits = np.sort(exact[:, [3, 50, 200]], axis=1).clip(-1e30).astype(np.float32)
+    given = part_of(backend), logits, law, jnp.asarray(limits)
+    found = module.amounts(*given, counts=counts, **own)
+    is_in = exact[:, None] >= limits[:, :, None]
+    unit = np.ones_like(weights) if counts else weights
+    expected = np.where(is_in, unit[:, None], 0.0).sum(axis=2)
+    np.testing.assert_allclose(found, expected, rtol=limit)
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_probabilities_equal_float64(backend):
+    logits, _, law, weights = exact_law()
+    found = PASSES[backend][0].probabilities(part_of(backend), logits, law)
+    # Of exponents as low as -87, in 24 bits.
+    expected = probabilities_by(weights)
+    np.testing.assert_allclose(found, expected, rtol=6e-6, atol=1e-37)
+    assert not np.asarray(found)[:, VOCAB_SIZE:].any()
+
+
+@pytest.mark.parametrize("backend", PASSES)
+def test_race_is_won_as_in_float64(backend):
+    logits, _, law, weights = exact_law()
+    module, own, limit = PASSES[backend]
+    for seed in range(20 if backend == "cpu" else 1):
+        words = np.random.default_rng(seed).integers(0, 2**32, (ROWS, 2), np.uint32)
+        words = jnp.asarray(words)
+        ids = jnp.arange(COLUMNS, dtype=jnp.int32)[None]
+        noise = exponential(words[:, :1], words[:, 1:], ids)
+        scores = weights / np.asarray(noise, np.float64)
+        score, best = module.race(part_of(backend), logits, law, words, **own)
+        has_weight = scores.max(axis=1) > 0
+        best = np.where(has_weight, best, 0)
+        np.testing.assert_array_equal(best, scores.argmax(axis=1))
+        np.testing.assert_allclose(score, scores.max(axis=1), rtol=limit)
+
+
+@pytest.mark.parametrize("is_certain", [False, True])
+@pytest.mark.parametrize("backend", PASSES)
+def test_excess_equals_float64(backend, is_certain):
+    seqs, inner = 3, 2
+    logits, _, law, weights = exact_law()
+    module, own, _ = PASSES[backend]
+    random = np.random.default_rng(4)
+    tokens = random.integers(0, VOCAB_SIZE, (seqs, inner + 1)).astype(np.int32)
+    probs = random.dirichlet(np.full(COLUMNS, 0.1), tokens.shape)
+    if is_certain:
+        probs = np.eye(COLUMNS)[tokens]
+    joint = random.uniform(0.3, 1, (seqs, inner)).astype(np.float32)
+    draft = Draft(
+        jnp.asarray(tokens), None if is_certain else jnp.asarray(probs, jnp.float32)
+    )
+    # A pad has no draft probability.
+    given = part_of(backend), logits, law, draft, jnp.asarray(joint)
+    found = module.excess(*given, **own)
+    target = probabilities_by(weights).reshape(seqs, inner + 2, COLUMNS)[:, 1:-1]
+    above = np.maximum(joint[:, :, None] * target - probs[:, 1:], 0)
+    np.testing.assert_allclose(found, above.sum(axis=2), rtol=1e-5, atol=1e-7)
+
+
+@cache
+def decide(backend: str, vocab: int) -> Callable:
+    run = partial(VERDICTS[backend], vocab_size=vocab, axis_name=None)
+    return jax.jit(run, compiler_options=UNOPTIMISED)
+
+
+@pytest.mark.parametrize(
+    ("backend", "seqs", "vocab", "seeds"),
+    [
+        ("reference", 64, 50, 6),
+        ("cpu", 64, 50, 6),
+        ("gpu", 16, 290, 1),
+        ("tpu", 16, 290, 1),
+    ],
+)
+def test_verdicts_are_those_of_whole_rows(backend, seqs, vocab, seeds):
+    """All rules, all filters, all counts of drafts side by side."""
+    run = decide(backend, vocab)
+    for seed in range(seeds):
+        one = make_round(seqs, vocab=vocab, seed=seed)
+        found = run(*one.arrays, **one.numbers)
+        np.testing.assert_array_equal(found, by_whole_rows(one))
+
+
+@pytest.mark.parametrize(
+    ("backend", "seqs", "vocab", "seeds"),
+    [("reference", 64, 50, 6), ("cpu", 64, 50, 2), ("tpu", 16, 290, 1)],
+)
+def test_forced_drafts_stay_and_the_target_goes_on(backend, seqs, vocab, seeds):
+    """Whatever they are, in every rule; the token never comes from a residual."""
+    run, is_other = decide(backend, vocab), []
+    for seed in range(seeds):
+        one = make_round(seqs, vocab=vocab, seed=seed)
+        counts = forced_counts(one, seed)
+        found = run(*one.arrays, **one.numbers, num_forced=jnp.asarray(counts))
+        np.testing.assert_array_equal(found, by_force(one, counts))
+        is_other.append(counts != run(*one.arrays, **one.numbers).num_accepted)
+    assert np.mean(is_other) > 0.3, "the rules would have decided so anyway"
+
+
+@pytest.mark.parametrize("backend", ["cpu", "gpu", "tpu"])
+def test_slices_of_the_vocabulary_agree_on_the_verdict(backend):
+    """The reference's are in `test_rejection_sampling_sharded.py`, over 8 devices."""
+    one = make_round(16, vocab=290, seed=1)
+    run = sliced(VERDICTS[backend], check_vma=False)
+    with uncached():
+        found = run(*one.arrays, one.numbers)
+    np.testing.assert_array_equal(found, by_whole_rows(one))
+
+
+def law_of(logits: np.ndarray) -> tuple[Law, np.ndarray]:
+    """The law of unfiltered rows, and their weights."""
+    maximum = logits.max(axis=1)
+    weights = np.exp(logits.astype(np.float64) - maximum[:, None])
+    arrays = np.ones(len(logits)), maximum, np.full(len(logits), -INFINITY)
+    arrays = *arrays, weights.sum(axis=1)
+    return Law(*(jnp.asarray(array, jnp.float32) for array in arrays)), weights
+
+
+@pytest.mark.parametrize("counts", [True, False])
+def test_borders_of_cpu_are_those_that_sorting_finds(counts):
+    """Sharp and flat rows, equal logits, sorted ones, and one that is not searched."""
+    random = np.random.default_rng(0)
+    part = Slice(columns=700, tile=700, vocab_size=697, axis_name=None)
+    for spread in (0.01, 3, 60):
+        logits = (random.normal(size=(8, 700)) * spread).astype(np.float32)
+        logits[1::2] = np.round(logits[1::2])
+        logits[2], logits[4] = np.sort(logits[2]), -np.sort(logits[4])
+        logits[6] = 1.0
+        logits[:, 697:] = -INFINITY
+        law, weights = law_of(logits)
+        unit = (weights > 1e-37) * 1.0 if counts else weights
+        wanted = random.uniform(0.05, 0.95, 8) * unit.sum(axis=1)
+        wanted = np.ceil(wanted) if counts else wanted
+        is_searched = np.arange(8) != 5
+        found, amount = cpu.search(
+            part,
+            jnp.asarray(logits),
+            law,
+            jnp.asarray(wanted, jnp.float32),
+            is_searched=jnp.asarray(is_searched),
+            counts=counts,
+        )
+        for row in range(8):
+            order = np.argsort(-logits[row], kind="stable")
+            reached = np.cumsum(unit[row][order]) >= wanted[row]
+            expected = logits[row][order][np.argmax(reached)]
+            assert found[row] == (expected if is_searched[row] else -INFINITY)
+            kept = logits[row] >= float(found[row])
+            share = unit[row][kept].sum() if is_searched[row] else law.total[row]
+            np.testing.assert_allclose(amount[row], share, rtol=1e-6)
+
+
+@pytest.mark.parametrize("is_certain", [False, True])
+def test_cpu_draws_where_the_sum_of_probabilities_passes_the_uniform(is_certain):
+    """Of the target after all drafts or none, of the residual after a rejection."""
+    random = np.random.default_rng(0)
+    seqs, columns, size = 400, 600, 597
+    part = Slice(columns=columns, tile=columns, vocab_size=size, axis_name=None)
+    logits = (random.normal(size=(seqs, columns)) * 3).astype(np.float32)
+    logits[:, size:] = 90.0
+    law, weights = law_of(np.where(np.arange(columns) < size, logits, -INFINITY))
+    target = probabilities_by(weights)
+    probs = random.dirichlet(np.full(columns, 0.05), (seqs, 2)).astype(np.float32)
+    index, joint = random.integers(0, 2, seqs), random.uniform(0.3, 1, seqs)
+    is_rejected, uniform = random.random(seqs) < 0.7, random.random(seqs)
+    tokens = random.integers(0, size, (seqs, 2))
+    each = np.arange(seqs)
+    own = np.eye(columns)[tokens[each, index]] if is_certain else probs[each, index]
+    residual = np.maximum(joint[:, None] * target - own, 0)
+    weights = np.where(is_rejected[:, None], residual, target)
+    sums = np.cumsum(weights, axis=1)
+    goal = uniform * sums[:, -1]
+    at = np.asarray(
+        cpu.draw(
+            part,
+            jnp.asarray(logits),
+            law,
+            Draft(jnp.asarray(tokens), None if is_certain else jnp.asarray(probs)),
+            row=jnp.arange(seqs),
+            index=jnp.asarray(index),
+            is_rejected=jnp.asarray(is_rejected),
+            joint=jnp.asarray(joint, jnp.float32),
+            uniform=jnp.asarray(uniform, jnp.float32),
+        )
+    )
+    here, own = sums[each, at], weights[each, at]
+    assert (own > 0).all()
+    np.testing.assert_array_less(goal, here + 1e-6)
+    np.testing.assert_array_less(here - own, goal + 1e-6)
+
+
+def test_row_on_cpu_does_not_depend_on_the_other_rows():
+    one = make_round(16, vocab=2100, seed=7)
+    run = decide("cpu", 2100)
+    together = np.asarray(run(*one.arrays, **one.numbers))
+    for seq in range(16):
+        rows = jax.tree.map(lambda part, at=seq: part[at : at + 1], one.arrays)
+        numbers = jax.tree.map(lambda part, at=seq: part[at : at + 1], one.numbers)
+        alone = np.asarray(run(*rows, **numbers))[:, 0]
+        np.testing.assert_array_equal(alone, together[:, seq])
+
+
+def test_nan_is_no_token_on_cpu():
+    one = make_round(16, vocab=50, seed=2, is_filtered=False)
+    logits = one.logits.copy()
+    logits[:, :, 7], logits[:, :, 9] = np.nan, -np.inf
+    logits[0] = np.nan
+    one = replace(one, logits=logits)
+    accepted, token = map(np.asarray, decide("cpu", 50)(*one.arrays, **one.numbers))
+    assert (accepted[0], token[0]) == (0, 0)
+    assert not np.isin(token[1:], (7, 9)).any()
+    np.testing.assert_array_equal(
+        (accepted[1:], token[1:]), np.asarray(by_whole_rows(one))[:, 1:]
+    )

@@ -1,0 +1,439 @@
+"""Step programs for TPUs and GPUs fit, work in place and copy nothing large.
+
+Compilers report memory, kernels, collectives and moves of programs for devices that are
+not here; nothing runs. `RECORDS` has what they reported of whole programs, and what
+must hold of each; a few are compiled again by `make test`, the others by batteries.
+"""
+
+import dataclasses
+import json
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from jaxspec.engine.described import describe_mesh
+from jaxspec.engine.scheduling.shapes import SAMPLED, Shapes
+from jaxspec.engine.speculation.policy import SpeculationPolicy
+from jaxspec.program.plan import Features, StepShape
+from jaxspec.sharding import make_mesh
+from tests.batteries import members
+from tests.program import aot_h200, aot_hosts, aot_step, aot_trees, hlo
+from tests.program.aot_hosts import NUM_CHIPS, NUM_HOSTS
+from tests.program.aot_record import (
+    FOLDER,
+    compile_step,
+    engine_config,
+    skip_without_compiler,
+)
+from tests.program.aot_step import PLACES
+
+Row = dict[str, Any]
+README = FOLDER.parent / "README.md"
+GREEDY = Features(is_greedy=True)
+
+# Of a chip, beside arguments. Rounds need logits, hidden rows and what the compiler
+# fetches ahead. Not `temp_bytes`: on TPU that counts the record of each such copy (XLA
+# slices a weight into four) twice, and doubles where more weights are fetched ahead.
+PEAK_BYTES = {"v5e-8": 3 * 2**25, "v5e-8/draft-2": 5 * 2**25}
+# Where few weights are fetched ahead in slices, that is bounded as well.
+TEMP_BYTES = {"v6e-1": 2**29, "h200": 2**29, "h100/gemma-3": 2**29}
+# A round's logits, 8 x 5 x 256,000 floats on one chip, and nothing larger.
+LOGITS = 8 * 5 * 256_000 * 4
+LARGEST_MOVE = {
+    "v5e-8": 2**21, "v5e-8/draft-2": 2**23, "v6e-1": LOGITS, "h200": LOGITS,
+    "v5e-1/gemma-3": 2**21, "v6e-1/gemma-3": LOGITS, "v5e-8/gemma-3": 2**23,
+    "h100/gemma-3": 8 * 5 * 262_144 * 4,
+}  # fmt: skip
+# Of numbers: a few per row and candidate. A vocabulary is 256,000 per row.
+LARGEST_COLLECTIVE = 2**13
+
+
+def check_in_place(row: Row) -> None:
+    """The state is updated in place to the last byte but padding, nothing is copied."""
+    assert row["donated_bytes"] >= row["state_bytes"], "the state is not in place"
+    assert row["copied"] == [], "a weight or a layer's pages are copied"
+
+
+def check_step(row: Row) -> None:
+    check_in_place(row)
+    name = row["place"]
+    assert row["hbm_bytes"] < PLACES[name].hbm, "it does not fit"
+    assert row["peak_bytes"] < PEAK_BYTES.get(name, 2**27), "a high peak"
+    assert row["temp_bytes"] < TEMP_BYTES.get(name, math.inf), "large temporaries"
+    assert max(row["moves"].values()) <= LARGEST_MOVE[name], "a large move"
+
+
+def check_hosts(row: Row) -> None:
+    """One executable for all hosts; the draft's sums stay within a host."""
+    check_in_place(row)
+    cell, chips = aot_hosts.CELLS[row["name"]], NUM_CHIPS // NUM_HOSTS
+    by_host = [host for host in range(NUM_HOSTS) for _ in range(chips)]
+    assert row["processes"] == by_host, "a host's chips are not side by side"
+    assert row["executables"] == 1, "more than one executable"
+    assert row["hbm_bytes"] < int(15.75 * 2**30), "it does not fit"
+    # Logits of a sixteenth of the vocabulary, and what is fetched ahead.
+    assert row["peak_bytes"] < 2**29
+    target, draft = (
+        layers or whole for layers, whole in zip(cell.layers, (46, 26), strict=True)
+    )
+    # After attention and after the feed-forward part of each layer; the embedding, and
+    # two to choose among a divided vocabulary.
+    of_target = 2 * target + 3
+    # Twice in the text: the draft's first pass, and the loop of the others.
+    of_draft = 2 * (2 * draft + 3)
+    whole = f"all-reduce over {NUM_CHIPS}"
+    expected = {whole: of_target, f"all-reduce over {chips}": of_draft}
+    if cell.draft_devices != chips:
+        # 2B has four KV heads and eight query heads: its attention is whole on each of
+        # sixteen chips, and sums are after the feed-forward part alone.
+        expected = {whole: of_target + of_draft - 2 * draft}
+    assert row["groups"] == expected, "other sums than within a host"
+
+
+def check_tree(row: Row) -> None:
+    """Masks are a bit for each row of the tree that a row may see, and a depth."""
+    check_in_place(row)
+    if row["name"].endswith("/chain"):
+        assert row["rows"] == row["nodes"] + 1 == aot_trees.NUM_LEVELS + 1
+        return
+    words = 1 + math.ceil(row["rows"] / 32)
+    most = max(row["who_sees_whom"].values(), default=0)
+    limit = 4 * words * row["rows"] * aot_trees.NUM_SEQS
+    assert 0 < most <= limit, "masks are no bits"
+    # One for all sequences may be there as well, in bytes: it is a constant.
+    assert sum(row["squares"].values()) <= 4 * row["rows"] ** 2, "squares in memory"
+
+
+def check_h200(row: Row) -> None:
+    """It fits beside both models' weights, on an H100 too, and makes logits at most."""
+    check_in_place(row)
+    fits = aot_h200.fits(row["pair_bytes"])
+    assert all(fits.values()), "the pair does not fit"
+    assert row["fits"] == fits
+    # Logits, up to four times, and the rows of a layer: at batch 1, where logits are
+    # small, that is less than the pages of one layer.
+    logits = row["logits_bytes"]
+    assert max(row["moves"].values(), default=0) <= logits, "a large move"
+    assert row["peak_bytes"] <= 4 * logits + 2**21, "large temporaries"
+
+
+STEPS, HOSTS, TREES = (
+    record.read() for record in (aot_step.RECORD, aot_hosts.RECORD, aot_trees.RECORD)
+)
+H200_FILE = json.loads(aot_h200.RESULTS.read_text())
+H200 = {row["name"]: row for row in H200_FILE["rows"]}
+RECORDS: dict[str, tuple[dict[str, Row], Callable[[Row], None]]] = {
+    "step": (STEPS, check_step),
+    "hosts": (HOSTS, check_hosts),
+    "trees": (TREES, check_tree),
+    "h200": (H200, check_h200),
+}
+
+
+@pytest.mark.parametrize("record", RECORDS)
+def test_recorded_programs_hold_the_limits(record):
+    rows, check = RECORDS[record]
+    for row in rows.values():
+        check(row)
+
+
+def test_all_programs_are_recorded():
+    assert list(STEPS) == list(PLACES)
+    for name, row in STEPS.items():
+        whole = aot_step.models(PLACES[name])
+        assert row["layers"] == [model.num_layers for model in whole]
+    assert list(HOSTS) == list(aot_hosts.CELLS)
+    assert list(TREES) == list(aot_trees.CASES)
+    nodes = {"chain": 5, "leaves": 10, "tree": 16}
+    for name, row in TREES.items():
+        assert row["nodes"] == nodes[aot_trees.CASES[name].kind]
+    wanted = aot_h200.programs(mesh=make_mesh(1))
+    assert list(H200) == list(wanted)
+    for name, row in H200.items():
+        assert row["layers"] == list(wanted[name].layers)
+    assert H200_FILE["memory_fraction"] == aot_h200.full_size.MEMORY_FRACTION
+
+
+def test_tables_are_those_of_the_records():
+    text = README.read_text(encoding="utf-8")
+    assert aot_hosts.tell(HOSTS) in text
+    assert aot_trees.table(TREES) in text
+
+
+COPIED = {"copied": ["copy bf16[4096,16,16,256]"]}
+
+
+@pytest.mark.parametrize(
+    ("record", "name", "change", "message"),
+    [
+        ("step", "v6e-1", {"donated_bytes": 0}, "in place"),
+        ("step", "v6e-1", COPIED, "are copied"),
+        ("step", "v6e-1", {"moves": {"copy f32[8,6,256000]": 1 << 40}}, "large move"),
+        ("step", "v6e-1", {"hbm_bytes": 1 << 40}, "not fit"),
+        ("step", "v6e-1", {"peak_bytes": 1 << 40}, "high peak"),
+        ("step", "v6e-1", {"temp_bytes": 1 << 40}, "large temporaries"),
+        ("hosts", aot_hosts.EXAMPLE, {"executables": 2}, "more than one"),
+        ("hosts", aot_hosts.EXAMPLE, COPIED, "are copied"),
+        ("hosts", aot_hosts.EXAMPLE, {"processes": [0, 1] * 8}, "side by side"),
+        (
+            "hosts",
+            aot_hosts.EXAMPLE,
+            {"groups": {"all-reduce over 16": 21}},
+            "within a host",
+        ),
+        ("trees", "v6e-1/9b/tree", {"donated_bytes": 0}, "in place"),
+        ("trees", "v6e-1/9b/tree", COPIED, "are copied"),
+        # A byte, or a number of an MXU's, for each pair of rows.
+        (
+            "trees",
+            "v6e-1/9b/tree",
+            {"who_sees_whom": {"s32[8,17,17]": 4 * 8 * 17 * 17}},
+            "no bits",
+        ),
+        (
+            "trees",
+            "v6e-1/9b/tree",
+            {"squares": {"bf16[8,34,17]": 2 * 8 * 34 * 17}},
+            "squares",
+        ),
+        ("h200", "plain/9b/batch 1", {"pair_bytes": 126 * 2**30}, "not fit"),
+        ("h200", "plain/9b/batch 1", {"donated_bytes": 0}, "in place"),
+        ("h200", "plain/9b/batch 1", COPIED, "are copied"),
+        (
+            "h200",
+            "plain/9b/batch 1",
+            {"moves": {"copy f32[8,6,256000]": 1 << 40}},
+            "large move",
+        ),
+        ("h200", "plain/9b/batch 1", {"peak_bytes": 1 << 40}, "temporaries"),
+    ],
+)
+def test_a_program_beyond_its_limits_is_refused(record, name, change, message):
+    rows, check = RECORDS[record]
+    check(rows[name])
+    with pytest.raises(AssertionError, match=message):
+        check(rows[name] | change)
+
+
+def num_attentions(text: str) -> int:
+    return len(re.findall(r'op_name="[^"]*/paged_attention[/"]', text))
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize(
+    "name", members("step", PLACES, is_example=lambda name: name == "v5e-8/draft-2")
+)
+def test_a_pair_compiles_for(name):
+    place, layers, shape = PLACES[name], (None, None), aot_step.SHAPE
+    skip_without_compiler(name)
+    # The parts of a program repeat by layer, so the place that is always compiled for
+    # sees one of each model, and nothing that draws: a third of the time is left. The
+    # record has the whole of every place.
+    if name == "v5e-8/draft-2":
+        layers, shape = (1, 1), dataclasses.replace(shape, features=GREEDY)
+    row, text = aot_step.compile_pair(name, shape, layers=layers)
+    print(row)
+    check_step(row)
+    target_layers, draft_layers = row["layers"]
+    # One attention per layer: the target's, and the draft's first and looped pass.
+    assert num_attentions(text) >= target_layers + 2 * draft_layers
+    if place.devices > 1:
+        # One after attention and one after the feed-forward part, in every layer.
+        target, draft = (model.hidden_size for model in aot_step.models(place))
+        sums = row["all_reduces"]
+        assert of_width(sums, "f32", target, draft) == {
+            f"f32[40,{target}]": 2 * target_layers,
+            f"f32[16,{draft}]": 2 * draft_layers,
+            f"f32[8,{draft}]": 2 * draft_layers,
+        }
+        assert of_width(sums, "bf16", target, draft) == {
+            f"bf16[40,{target}]": 1, f"bf16[16,{draft}]": 1, f"bf16[8,{draft}]": 1
+        }  # fmt: skip
+        largest = hlo.largest_collective(text, but=(target, draft))
+        assert largest <= LARGEST_COLLECTIVE
+
+
+def of_width(sums: dict[str, int], kind: str, *widths: int) -> dict[str, int]:
+    """Return the sums over chips of hidden rows of a type, by shape."""
+    pattern = rf"^{kind}\[\d+,({'|'.join(map(str, widths))})\]"
+    return {shape: count for shape, count in sums.items() if re.search(pattern, shape)}
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize(
+    "name",
+    members(
+        "hosts", aot_hosts.CELLS, is_example=lambda name: name == aot_hosts.EXAMPLE
+    ),
+)
+def test_a_program_for_several_hosts_compiles(name):
+    skip_without_compiler("v5e")
+    check_hosts(aot_hosts.measure(name))
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize(
+    ("device", "kept"),
+    [
+        *((device, "auto") for device in aot_trees.DEVICES),
+        ("h200", "int8"),
+        ("v6e-1", "int8"),
+    ],
+)
+def test_accepted_kv_rows_are_moved_in_place(device, kept):
+    skip_without_compiler(device)
+    copied, in_place, page_bytes = aot_trees.moved_in_place(device, kept)
+    assert copied == []
+    assert in_place >= page_bytes
+
+
+@pytest.mark.aot
+@pytest.mark.battery(name="trees")
+@pytest.mark.parametrize(
+    "name", [one for one in aot_trees.CASES if not one.endswith("/chain")]
+)
+def test_a_round_of_a_tree_compiles(name):
+    skip_without_compiler(aot_trees.CASES[name].device)
+    row = aot_trees.measure(aot_trees.CASES[name])
+    print(json.dumps(row))
+    check_tree(row)
+
+
+@pytest.mark.aot
+@pytest.mark.battery(name="trees")
+@pytest.mark.parametrize(
+    ("kind", "kept"), [("chain", "int8"), ("leaves", "int8"), ("chain", "fp8")]
+)
+def test_a_whole_round_keeps_eight_bits_in_place(kind, kept):
+    """Pages of both models, and scales, are written and read where they lie.
+
+    Where a layer's pages fit into on-chip memory, XLA may bring them there and back:
+    that is no copy in HBM, and `hlo.copied` leaves out what goes there. These do not
+    fit: the draft's take 134 MB, a v6e has 128.
+    """
+    name = f"v6e-1/9b/{kind}"
+    case = aot_trees.CASES[name]
+    skip_without_compiler(case.device)
+    row = aot_trees.measure(case, kv_cache_dtype=kept)
+    print(json.dumps(row))
+    check_tree(row)
+    # In place are as many numbers as in bfloat16, in half the bytes; int8 has scales.
+    wide = TREES[name]["state_bytes"]
+    assert 0.5 * wide < row["state_bytes"] < 0.51 * wide
+    # A second layer's pages of either model would not go unnoticed as another shape.
+    smallest = aot_trees.NUM_PAGES * case.config().page_size * 8 * 256
+    assert max(row["moves"].values()) < smallest
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize(
+    "name",
+    # One of every kind: a minute on a core. The parts of a program repeat by layer.
+    members(
+        "h200",
+        ("plain/27b/batch 8", "pass/9b/batch 1/K 0", "round/9b-2b/K 8"),
+        is_example=lambda name: name.startswith("pass"),
+    ),
+)
+def test_a_program_of_the_gpu_benchmark_compiles(name):
+    skip_without_compiler("h200")
+    program = aot_h200.programs(mesh=aot_h200.gpu(), layers=(1, 1))[name]
+    row, text = aot_h200.compile_program(name, program)
+    print(row)
+    check_h200(row)
+    # One attention per layer: the target's, and the draft's first and looped pass.
+    num_passes = sum(program.layers) + sum(program.layers[1:])
+    assert num_attentions(text) >= num_passes
+    # The vocabulary is computed, also where nobody reads the token.
+    assert re.search(r"= \w+\[(?:\d+,)*256000\]", text)
+
+
+# Devices, draft, and rounds that a launch may run.
+SCANNED = [
+    ("v6e-1", None, 1), ("v6e-1", "2b", 1), ("v5e-8", "2b", 1), ("h200", "2b", 1),
+    ("v6e-1", "2b", 8),
+]  # fmt: skip
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize(
+    ("devices", "draft", "max_rounds"),
+    members("scanned", SCANNED, is_example=lambda case: case == SCANNED[0]),
+)
+def test_scanned_layers_read_weights_and_pages_where_they_lie(
+    devices, draft, max_rounds
+):
+    """On a TPU.
+
+    XLA:GPU copies every layer's weights out of their stacks, whatever is made of the
+    products, and with its fusions of dynamic slices asked for as well.
+    """
+    skip_without_compiler(devices)
+    num_layers = 4  # of both models: two turns, as of one there is no loop
+    config = engine_config(
+        "9b",
+        draft,
+        num_layers=num_layers,
+        scan_layers=True,
+        dtype="bfloat16",
+        tensor_parallel_size=8 if devices == "v5e-8" else 1,
+        max_num_seqs=8,
+        num_gpu_blocks_override=768,
+    )
+    k = 4 if draft else 0
+    shape = StepShape(
+        num_seqs=8, num_draft_tokens=k, chunk=0, features=GREEDY, max_rounds=max_rounds
+    )
+    step = compile_step(config, describe_mesh(devices, config), shape)
+    target, drafts, state = step.forms
+    stacks = [model["layers"] for model in (target, *drafts)]
+    is_gpu = devices == "h200"
+    assert bool(hlo.taken_out(step.text, stacks)) == is_gpu
+    assert hlo.copied(step.text, (stacks, state.target_pages, state.proposers)) == []
+    # Logits of 40 rows are 41 MB; one layer's `gate_up_proj` of the 9B is 205 MB.
+    assert step.facts["temp_bytes"] < 2**27 * (2 if is_gpu else 1)
+    assert step.facts["donated_bytes"] >= step.facts["state_bytes"]
+    # A kernel for each layer of a pair: the target's pass, the draft's first and the
+    # one in its loop.
+    kernels = 2 * (3 if draft else 1)
+    if not is_gpu:
+        assert kernels <= step.facts["kernels"] < kernels + 2 * num_layers
+
+
+@pytest.mark.aot
+@pytest.mark.battery(name="invariant")  # each takes half a minute
+@pytest.mark.parametrize(
+    ("draft", "is_invariant"), [(None, True), ("2b", True), ("2b", False)]
+)
+def test_products_are_the_same_for_every_k_and_batch(draft, is_invariant):
+    """With `batch_invariant`, one program serves all launches of a form on a GPU.
+
+    No product is parted into several sums, which XLA would choose by the number of
+    rows: into 4 or 16.
+    """
+    skip_without_compiler("h200")
+    config = engine_config(
+        "2b",
+        draft,
+        num_layers=1,
+        dtype="bfloat16",
+        max_num_seqs=8,
+        max_num_batched_tokens=128,
+        num_gpu_blocks_override=768,
+        batch_invariant=is_invariant,
+    )
+    shapes = Shapes(config, SpeculationPolicy(config.speculative))
+    found = {
+        shapes.find(num_seqs, k, 0, SAMPLED)
+        for num_seqs in range(1, 9)
+        for k in range(config.num_draft_tokens + 1)
+    }
+    assert (len(found) == 1) == is_invariant
+    [shape] = found if is_invariant else [shapes.find(1, 0, 0, SAMPLED)]
+    assert shape is not None
+    mesh = describe_mesh("h200", config)
+    text = compile_step(config, mesh, shape, has_options=True).text
+    assert all(len(sizes) == 2 for sizes in hlo.dots(text)) == is_invariant

@@ -1,0 +1,131 @@
+"""A round in which drafts may be missing: two forms in one program, nothing copied."""
+
+import functools
+import re
+
+import pytest
+
+from jaxspec.program.plan import Features, StepShape
+from jaxspec.program.target_pass import FEW
+from jaxspec.sampling_params import SamplingParams
+from tests.support import pair
+from tests.support.engines import (
+    OneProgramRunner,
+    generate,
+    make_engine,
+    tokens_of,
+)
+from tests.support.programs import READERS_COMPILER
+from tests.support.step_programs import check_program
+
+LOOKUP = (5, 5)
+GREEDY = Features(is_greedy=True)
+
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)
+
+
+def make_lookup_engine(**changes):
+    drafts = dict(num_draft_tokens=pair.NUM_DRAFT, lookup=LOOKUP) | changes
+    engine = make_engine(
+        pair.target(),
+        **pair.settings(**drafts),
+    )
+    engine.runner.compiler_options = READERS_COMPILER
+    return engine
+
+
+@pytest.fixture(scope="module")
+def engine():
+    return make_lookup_engine()
+
+
+@pytest.mark.parametrize(
+    ("num_seqs", "features"), [(1, GREEDY), slow(1, Features()), slow(2, Features())]
+)
+def test_both_forms_write_pages_in_place(engine, num_seqs, features):
+    shape = StepShape(
+        num_seqs=num_seqs,
+        num_draft_tokens=pair.NUM_DRAFT,
+        chunk=0,
+        features=features,
+    )
+    program = check_program(engine, shape)
+    assert " conditional(" not in entry_of(program)
+    bodies = set(re.findall(r" while\(.*body=%([\w.-]+)", entry_of(program)))
+    assert len(bodies) == 2
+
+
+@pytest.mark.parametrize(
+    ("chunk", "features"), [(0, GREEDY), slow(0, Features()), (32, Features())]
+)
+def test_nothing_is_computed_before_it_is_known_who_needs_it(engine, chunk, features):
+    """Matrix products stand in the two forms, none before them."""
+    shape = StepShape(
+        num_seqs=1, num_draft_tokens=pair.NUM_DRAFT, chunk=chunk, features=features
+    )
+    program = engine.runner.executable(shape).as_text()
+    assert " dot(" in program and '"jaxspec_multiply"' in program
+    assert has_products(program, entry_of(program)) == (chunk > 0)
+
+
+@pytest.mark.parametrize("features", [GREEDY, slow(Features())])
+def test_many_drafts_have_a_narrow_form_too(features):
+    """Suffix drafts may be few, of which the device alone knows."""
+    count = 2 * FEW + 1
+    engine = make_lookup_engine(num_draft_tokens=count, lookup=None, suffix={})
+    shape = StepShape(num_seqs=1, num_draft_tokens=count, chunk=0, features=features)
+    program = check_program(engine, shape)
+    entry = entry_of(program)
+    assert " conditional(" not in entry
+    assert len(set(re.findall(r" while\(.*body=%([\w.-]+)", entry))) == 3
+    assert not has_products(program, entry)
+
+
+@pytest.mark.slow
+def test_both_forms_write_pages_in_place_in_bfloat16():
+    engine = make_lookup_engine(dtype="bfloat16")
+    shape = StepShape(num_seqs=2, num_draft_tokens=pair.NUM_DRAFT, chunk=0)
+    check_program(engine, shape)
+
+
+@pytest.mark.slow
+def test_both_forms_write_pages_in_place_and_tell_logprobs(engine):
+    shape = StepShape(
+        num_seqs=2,
+        num_draft_tokens=pair.NUM_DRAFT,
+        chunk=0,
+        features=Features(num_logprobs=5, has_controls=True),
+    )
+    check_program(engine, shape)
+
+
+def test_a_text_without_repeats_runs_plain_rounds_only():
+    """As many tokens as rounds, none of them drafted."""
+    engine = make_engine(
+        pair.target(),
+        num_draft_tokens=pair.NUM_DRAFT,
+        lookup=LOOKUP,
+        runner=OneProgramRunner,
+        **pair.SETTINGS,
+    )
+    prompt = pair.prompts(1, longest=9, seed=4)[0]
+    # Drawn: the greedy text says one token over and over.
+    params = SamplingParams(seed=1, temperature=1.0, max_tokens=12, ignore_eos=True)
+    (text,) = tokens_of(generate(pair.plain_engine(), [prompt], params))
+    with pair.recorded(engine) as rounds:
+        assert tokens_of(generate(engine, [prompt], params)) == [text]
+    assert all(not result.num_draft.any() for _, _, result in rounds)
+    assert any(shape.num_draft_tokens for _, shape, _ in rounds)
+
+
+def entry_of(program: str) -> str:
+    """The outermost computation of a compiled program."""
+    return program[program.index("\nENTRY") :]
+
+
+def has_products(program: str, computation: str) -> bool:
+    """Whether it multiplies matrices itself, outside of its loops' bodies."""
+    called = re.findall(r"(?:calls|to_apply)=%([\w.-]+)", computation)
+    inner = (re.search(rf"^%{name} .*?^}}", program, re.M | re.S) for name in called)
+    is_here = " dot(" in computation or '"jaxspec_multiply"' in computation
+    return is_here or any(has_products(program, found[0]) for found in inner if found)

@@ -1,0 +1,118 @@
+"""How command lines are read, their exit codes, and what they say of an error."""
+
+import io
+import sys
+import warnings
+
+import pytest
+
+from jaxspec.command_line import CommandError, CommandParser, bearer, run_command
+from jaxspec.errors import ArgumentError, ConfigError, EngineGenerateError
+from jaxspec_checkpoints import CheckpointError
+
+WRONG = ConfigError("K must be positive, got 0.", parameter="k", value=0)
+
+
+def fail(error: BaseException) -> None:
+    raise error
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "said"),
+    [
+        (WRONG, 2, "program: error: K must be positive, got 0.\n"),
+        (CheckpointError("no such model"), 2, "program: error: no such model\n"),
+        (CommandError("boom"), 1, "program: error: boom\n"),
+        (EngineGenerateError("NaN"), 1, "program: error: NaN\n"),
+        (KeyboardInterrupt(), 130, "\nInterrupted.\n"),
+    ],
+)
+def test_an_error_is_said_in_a_line(error, status, said, capsys):
+    assert run_command("program", lambda: fail(error)) == status
+    assert capsys.readouterr().err == said
+
+
+def test_warnings_are_a_line(capsys):
+    before = warnings.formatwarning
+
+    def warn() -> None:
+        told = warnings.formatwarning("K is 5.", UserWarning, "file.py", 7, "x = 5")
+        print(told, end="")
+
+    assert run_command("program", warn) == 0
+    assert capsys.readouterr().out == "program: warning: K is 5.\n"
+    assert warnings.formatwarning is before
+
+
+def test_a_fault_of_the_program_is_not_hidden():
+    with pytest.raises(ZeroDivisionError):
+        run_command("program", lambda: fail(ZeroDivisionError()))
+
+
+@pytest.mark.parametrize(("returned", "status"), [(None, 0), (0, 0), (3, 3)])
+def test_the_status_is_the_commands(returned, status, capsys):
+    assert run_command("program", lambda: returned) == status
+    assert capsys.readouterr() == ("", "")
+
+
+def test_characters_that_a_terminal_lacks_are_replaced(monkeypatch):
+    screen = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", screen)
+    assert run_command("program", lambda: print("Crème")) == 0
+    screen.seek(0)
+    assert screen.read() == "Cr?me\n"
+
+
+def parser() -> CommandParser:
+    made = CommandParser(prog="program", allow_abbrev=False)
+    made.add_argument("--port", type=int)
+    made.add_argument("--max-num-seqs")
+    made.add_argument("--dtype")
+    inner = made.add_subparsers(dest="command").add_parser("bench", allow_abbrev=False)
+    inner.add_argument("--batch-size")
+    return made
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("--max-num-seq=3", "error: unrecognized|mean --max-num-seqs?"),
+        ("--typo", "error: unrecognized arguments: --typo|See program --help."),
+        ("--prot=3", "program: error: unrecognized arguments: --prot|mean --port?"),
+        ("--zzz", "unrecognized arguments: --zzz|See program --help."),
+        ("--port x", "argument --port: invalid int value: 'x'|See program --help."),
+        ("bench --batch_size 3", "program bench: error: unrec|mean --batch-size?"),
+        ("bench --port 3", "program bench: error: |See program bench --help."),
+        ("--prot=3 bench", "program: error: unrecognized|mean --port?"),
+    ],
+)
+def test_a_wrong_command_line_is_told_in_two_lines(line, said, capsys):
+    with pytest.raises(SystemExit) as end:
+        parser().parse_args(line.split())
+    assert end.value.code == 2
+    shown = capsys.readouterr().err.splitlines()
+    assert len(shown) == 2
+    for part, words in zip(shown, said.split("|"), strict=True):
+        assert words in part
+
+
+def test_a_right_command_line_is_read():
+    options = parser().parse_args(["--port", "3", "bench", "--batch-size", "4"])
+    assert (options.port, options.command, options.batch_size) == (3, "bench", "4")
+
+
+def test_unknown_flags_are_told_without_values(capsys):
+    made = CommandParser(prog="program", allow_abbrev=False)
+    made.add_argument("model", nargs="?")
+    with pytest.raises(SystemExit):
+        made.parse_args(["--api-kye", "hush", "hush", "--api-kye=hush"])
+    shown = capsys.readouterr().err
+    assert "unrecognized arguments: --api-kye --api-kye\n" in shown
+    assert "hush" not in shown
+
+
+def test_a_key_that_no_header_can_hold_is_not_quoted():
+    assert bearer("k") == {"Authorization": "Bearer k"}
+    with pytest.raises(ArgumentError, match="printable ASCII") as refused:
+        bearer("hush\nX-Other: 1")
+    assert "hush" not in str(refused.value)

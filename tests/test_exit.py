@@ -1,0 +1,133 @@
+"""How programs end: with their status, whatever is compiled, at Ctrl-C at once."""
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from jaxspec.exit import INTERRUPTED, interrupts_end
+
+ROOT = Path(__file__).parents[1]
+COMPILES = """
+import logging, threading, time
+from jaxspec.exit import COMPILER_THREAD, end, is_compiling
+threading.Thread(target=time.sleep, args=({seconds},), name=COMPILER_THREAD).start()
+logging.basicConfig()
+"""
+TELLS = """
+logging.getLogger().warning("logged")
+print("told", end="")
+assert is_compiling() == {is_compiling}
+end(3)
+"""
+STARTS = """
+import signal, time
+from jaxspec.exit import interrupts_end
+# Whoever runs the tests may ignore it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+class Loses:
+    def __del__(self):
+        time.sleep(100)
+with interrupts_end(lambda: print("released", flush=True)):
+    print("begun", flush=True)
+    try:
+        Loses()
+    except BaseException:
+        print("caught")
+"""
+
+FINISHES = """
+import atexit, os, threading, weakref
+from jaxspec.exit import finish_at_exit
+atexit.register(print, "jax is cleaned up")
+class Engine:
+    def __init__(self, name):
+        self.name = name
+        finish_at_exit(self)
+    def begin_exit(self):
+        print("begin")
+    def finish_exit(self):
+        if self.name == "bad":
+            raise RuntimeError("out of order")
+        print("finish")
+engines = [Engine("good"), Engine("bad"), Engine("good")]
+weakref.finalize(engines[0], print, "a trace's arrays are gone")
+del engines[2]
+threading.Timer(0.3, print, ["the thread has ended"]).start()
+print("ends", flush=True)
+if not os.fork():
+    raise SystemExit(0)  # says nothing but what other handlers say
+os.wait()
+raise SystemExit(7)
+"""
+
+
+@pytest.mark.parametrize("is_compiling", [False, True])
+def test_an_end_with_a_status_and_all_that_was_told(is_compiling: bool):
+    seconds = 100 if is_compiling else 0
+    code = COMPILES.format(seconds=seconds)
+    code += "" if is_compiling else "time.sleep(0.2)"
+    code += TELLS.format(is_compiling=is_compiling)
+    start = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT
+    )
+    assert time.monotonic() - start < 60
+    assert (done.returncode, done.stdout) == (3, "told"), done.stderr
+    assert done.stderr == "WARNING:root:logged\n"
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no fork")
+def test_engines_finish_at_the_exit_in_order():
+    done = subprocess.run(
+        [sys.executable, "-c", FINISHES], capture_output=True, text=True, cwd=ROOT
+    )
+    assert done.returncode == 7
+    assert done.stdout.splitlines() == [
+        "ends",
+        "jax is cleaned up",  # the child's
+        "a trace's arrays are gone",  # the child's
+        "the thread has ended",
+        "begin",
+        "begin",
+        "finish",
+        "jax is cleaned up",
+        "a trace's arrays are gone",
+    ]
+    assert "RuntimeError: out of order" in done.stderr
+
+
+def test_an_interrupt_of_a_start_is_not_lost():
+    """Raised as an exception it would be, in a `__del__` for one."""
+    with subprocess.Popen(
+        [sys.executable, "-c", STARTS],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "begun\n"
+        process.send_signal(signal.SIGINT)
+        out, error = process.communicate(timeout=60)
+    assert (process.returncode, out) == (INTERRUPTED, "released\n")
+    assert error == "\nInterrupted.\n"
+
+
+def test_interrupts_are_handled_as_before_afterwards():
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        # In a shell's background job they are ignored from the start.
+        handler = signal.default_int_handler
+        signal.signal(signal.SIGINT, handler)
+        with interrupts_end():
+            assert signal.getsignal(signal.SIGINT) is not handler
+        assert signal.getsignal(signal.SIGINT) is handler
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        with interrupts_end():
+            assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
