@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jaxspec.program.call import taken
 
 from jaxspec.engine.llm_engine import LLMEngine
+from jaxspec.program.executable_args import used_arguments
 from jaxspec.program.plan import StepShape
 from tests.support import pair
 
@@ -99,7 +99,7 @@ def check_program(engine: LLMEngine, shape: StepShape) -> str:
     # Every leaf of the state is updated in place, pages and rows alike.
     memory = executable.memory_analysis()
     arguments = (*runner.params, runner.state)
-    *_, state = taken(runner.program.proposers, shape, arguments)
+    *_, state = used_arguments(runner.program.proposers, shape, arguments)
     assert memory.alias_size_in_bytes == num_bytes(state)
     program = executable.as_text()
     pages = (*runner.state.target_pages, *jax.tree.leaves(runner.state.proposers))
