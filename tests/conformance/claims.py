@@ -219,7 +219,7 @@ def preemption_caching_and_aborts_change_nothing(name: str) -> None:
     plain = with_settings(pair.plain_engine())
     expected = tokens_of(generate(plain, family, params))
     crowd = proposer.options.get("max_num_seqs", 2)
-    engine = proposers.with_config(proposers.engine(name), num_pages=5 * crowd + 20)
+    engine = proposers.with_config(proposers.engine(name), num_pages=3 * crowd + 18)
     engine.add_request("gone", STEM, GREEDY)
     for _ in range(3):
         engine.step()
