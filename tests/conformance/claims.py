@@ -126,7 +126,7 @@ def texts_equal_plain_decoding(name: str) -> None:
         assert engine.stats.acceptance_rate < proposer.at_most
         check_side_branches(name, engine)
         engine.scheduler.check_idle()
-        heads.heard()
+        heads.recorded_drafts()
         for output, own in zip(outputs, params, strict=True):
             wish = (own.extra_args or {}).get("num_speculative_tokens")
             metrics = output.outputs[0].spec_decode_metrics
@@ -228,7 +228,7 @@ def preemption_caching_and_aborts_change_nothing(name: str) -> None:
     assert engine.stats.num_preemptions > 0
     assert engine.stats.num_prefix_hits > 0
     engine.scheduler.check_idle()
-    heads.heard()
+    heads.recorded_drafts()
 
 
 def drafting_stops_and_resumes(name: str) -> None:
@@ -272,7 +272,7 @@ def correct_drafts_are_all_accepted(name: str) -> None:
     assert engine.stats.num_draft_tokens > 100
     assert engine.stats.acceptance_rate == 1.0
     assert engine.stats.num_beside_tokens == 0
-    heads.heard()
+    heads.recorded_drafts()
 
 
 class RandomPolicy(SpeculationPolicy):
@@ -314,7 +314,7 @@ def any_choice_of_k_changes_nothing(name: str) -> None:
     with pair.recorded(engine) as rounds:
         assert tokens_of(generate(engine, some, params)) == expected
     engine.scheduler.check_idle()
-    heads.heard()
+    heads.recorded_drafts()
     made = {max((k for _, k in plan.decode), default=0) for plan, _, _ in rounds}
     assert made >= {0, 1, 2, 3}
     if side:
@@ -426,5 +426,5 @@ def positions_follow_target(name: str, rule: str) -> None:
     for own, tokens in zip(distribution.CONTROLS, counted, strict=True):
         if kept := PROPOSERS[name].micro.get("kept"):
             assert not np.isin(tokens[:, 0], kept).all()
-        laws = distribution.laws_of(logits, own)
-        distribution.check_law(tokens, laws, (name, rule, own))
+        laws = distribution.distributions_of(logits, own)
+        distribution.check_distribution(tokens, laws, (name, rule, own))

@@ -19,7 +19,7 @@ from tests.support.engines import MICRO, generate, tokens_of, with_settings
 from tests.support.laws import check_counts, filtered_law
 
 VOCAB = int(MICRO["vocab_size"])
-# Tokens of a text: as many as a prompt's launch and a whole round make.
+# Tokens of a text: those of the prompt's launch and of one whole round.
 LENGTH = 5
 # Repeats itself, so that a lookup finds the next token at once.
 PROMPT = [2, 7, 3, 11, 5, 7, 3, 11, 9, 7, 3]
@@ -58,17 +58,19 @@ def next_logits(length: int) -> list[np.ndarray]:
     return levels
 
 
-def laws_of(levels: list[np.ndarray], controls: dict[str, Any]) -> list[np.ndarray]:
+def distributions_of(
+    levels: list[np.ndarray], controls: dict[str, Any]
+) -> list[np.ndarray]:
     """Probabilities of the first l + 1 tokens for every l, `[vocab^(l+1)]`."""
-    laws, law = [], np.ones(1)
+    found, joint = [], np.ones(1)
     exact: dict[str, Any] = {
         name: value if name == "top_k" else np.float32(value)
         for name, value in controls.items()
     }
     for level in levels:
-        law = (law[:, None] * filtered_law(level, **exact)).reshape(-1)
-        laws.append(law)
-    return laws
+        joint = (joint[:, None] * filtered_law(level, **exact)).reshape(-1)
+        found.append(joint)
+    return found
 
 
 def sample(
@@ -101,14 +103,16 @@ def sample(
     return [tokens[index :: len(CONTROLS)] for index in range(len(CONTROLS))]
 
 
-def check_law(tokens: np.ndarray, laws: list[np.ndarray], what: object) -> None:
+def check_distribution(
+    tokens: np.ndarray, joint: list[np.ndarray], what: object
+) -> None:
     """Every position alone, and every pair of neighbours together."""
-    for position in range(len(laws)):
-        law = laws[position].reshape(-1, VOCAB).sum(axis=0)
+    for position in range(len(joint)):
+        probs = joint[position].reshape(-1, VOCAB).sum(axis=0)
         counts = np.bincount(tokens[:, position], minlength=VOCAB)
-        check_counts(counts, law, (what, position))
-    for position in range(1, len(laws)):
-        pair = laws[position].reshape(-1, VOCAB**2).sum(axis=0)
+        check_counts(counts, probs, (what, position))
+    for position in range(1, len(joint)):
+        pair = joint[position].reshape(-1, VOCAB**2).sum(axis=0)
         cell = tokens[:, position - 1] * VOCAB + tokens[:, position]
         counts = np.bincount(cell, minlength=VOCAB**2)
         check_counts(counts, pair, (what, position, "pair"))

@@ -63,10 +63,10 @@ class Proposer:
         head: Kind of the head.
         options: Further arguments of `make_engine`.
         micro: Arguments that differ for the micro target.
-        runner: How programs are shared. A draft model beside a lookup must catch up
-            after programs that do not run it, so these have several programs.
+        runner: How programs are shared. A lookup with a draft model has several: the draft
+            model must catch up after programs that do not run it.
         family: Of target and draft model.
-        at_most: Acceptance rate that wrong drafts stay below.
+        at_most: Upper bound of the acceptance rate, below 1 for random heads.
     """
 
     draft: str | None = None
@@ -197,8 +197,7 @@ def make(name: str, **changes: Any) -> LLMEngine:
 def first_engine(name: str) -> LLMEngine:
     """The engine whose executables all claims share.
 
-    Those of heads, PARD and trimmed drafts record their drafts, so their programs are
-    not kept on disk.
+    Programs that record drafts are not kept on disk.
     """
     if name == "draft model":
         return pair.engine()
@@ -207,12 +206,12 @@ def first_engine(name: str) -> LLMEngine:
 
 
 def record_drafts(engine: LLMEngine) -> LLMEngine:
-    """Compile an engine's program such that `heads.heard` returns its drafts."""
+    """Compile an engine's program such that its drafts are recorded."""
     engine.runner.cache = ProgramCache(None)
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
-    with heads.told_drafts():
+    with heads.recording_drafts():
         generate(engine, [[5, 6, 7]], params)
-    heads.heard()
+    heads.recorded_drafts()
     return with_settings(engine)
 
 

@@ -22,8 +22,8 @@ def test_positions_follow_the_target_closely(rule):
     counted = distribution.sample(engine, rule, 10_000)
     levels = distribution.next_logits(distribution.LENGTH)
     for controls, tokens in zip(CONTROLS, counted, strict=True):
-        laws = distribution.laws_of(levels, controls)
-        distribution.check_law(tokens, laws, (rule, controls))
+        laws = distribution.distributions_of(levels, controls)
+        distribution.check_distribution(tokens, laws, (rule, controls))
 
 
 @pytest.mark.parametrize("rule", [slow("standard"), "block", slow("seeded")])
@@ -36,8 +36,8 @@ def test_adverse_draft_changes_the_speed_only(rule):
     counted = distribution.sample(adverse, rule, 500, length=length)
     levels = distribution.next_logits(length)
     for controls, tokens in zip(CONTROLS, counted, strict=True):
-        laws = distribution.laws_of(levels, controls)
-        distribution.check_law(tokens, laws, ("adverse", rule, controls))
+        laws = distribution.distributions_of(levels, controls)
+        distribution.check_distribution(tokens, laws, ("adverse", rule, controls))
 
 
 @pytest.mark.parametrize(

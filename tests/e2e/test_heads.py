@@ -38,7 +38,7 @@ def greedy(count: int = LENGTH) -> SamplingParams:
 def check_drafts(engine: LLMEngine, prompt: list[int], text: list[int]) -> int:
     """Compare every draft of one request with the replay; returns their number."""
     whole, rounds = prompt + text, []
-    for _, count, drafts in heads.heard():
+    for _, count, drafts in heads.recorded_drafts():
         if count <= len(whole):
             rounds.append((whole[:count], drafts))
     assert rounds
@@ -53,7 +53,7 @@ def check_drafts(engine: LLMEngine, prompt: list[int], text: list[int]) -> int:
 def check_all_drafts(engine: LLMEngine) -> None:
     """After prompts of one token and of several chunks, and rounds of any end."""
     for prompt in ([7], pair.prompts(10, longest=70)[-1], list(range(3, 36)) * 3):
-        heads.heard()
+        heads.recorded_drafts()
         fresh = with_settings(engine)
         (text,) = tokens_of(generate(fresh, [prompt], greedy(12)))
         assert check_drafts(fresh, prompt, text) > 20
@@ -99,7 +99,7 @@ def check_all_accepted(engine: LLMEngine, num_drafts: int) -> None:
         assert text == wanted
     assert engine.stats.num_draft_tokens > 50
     assert engine.stats.acceptance_rate == 1.0
-    heads.heard()
+    heads.recorded_drafts()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -125,7 +125,7 @@ def test_cached_page_is_found_only_with_the_token_after_it(kind):
     # All pages but the last; where the next token is the same, that too.
     pages = [0, 4, 4] if kind == "medusa" else [0, 3, 4]
     for tail, count in zip(tails, pages, strict=True):
-        heads.heard()
+        heads.recorded_drafts()
         prompt = STEM + tail
         (output,) = generate(engine, [prompt], greedy(10))
         assert output.num_cached_tokens == count * size
@@ -138,11 +138,11 @@ def test_drafts_are_the_same_after_sleep(kind):
     engine = proposers.engine(kind)
     prompt, params = STEM, greedy(8)
     (text,) = tokens_of(generate(engine, [prompt], params))
-    drafts = heads.heard()
+    drafts = heads.recorded_drafts()
     engine.sleep(level=1)
     engine.wake_up()
     assert tokens_of(generate(engine, [prompt], params)) == [text]
-    assert heads.heard() == drafts
+    assert heads.recorded_drafts() == drafts
 
 
 def test_correct_side_branch_of_medusa_is_accepted_whole():

@@ -54,7 +54,7 @@ def check_drafts(prompt: list[int], text: list[int], *, draft: Any = None) -> in
     """
     whole, count = prompt + text, 0
     draft = draft or pair.draft("noisy")
-    for _, known, drafts in heads.heard():
+    for _, known, drafts in heads.recorded_drafts():
         if known > len(whole):
             continue
         tokens = np.array(whole[:known] + [MASK] * (NUM_DRAFT - 1))
@@ -100,7 +100,7 @@ def test_request_without_drafts_leaves_no_draft_keys():
     params = [wanting(0), wanting(NUM_DRAFT)]
     # So short that its tokens would have been computed for drafts.
     first, _ = generate(engine, [STEM[:2], claims.prompts()[3]], params)
-    heads.heard()
+    heads.recorded_drafts()
     prompt = STEM[:2] + list(first.outputs[0].token_ids) + [9]
     (output,) = generate(engine, [prompt], greedy(max_tokens=12))
     assert (output.num_cached_tokens or 0) > len(STEM)
@@ -115,7 +115,7 @@ def test_drafts_for_gemma_3_equal_huggingface():
     texts = claims.plain_texts(pair.GEMMA3, is_greedy=True)
     assert tokens_of(generate(engine, claims.prompts(), params)) == texts
     assert 0 < engine.stats.acceptance_rate < 1
-    heads.heard()
+    heads.recorded_drafts()
     for prompt in ([7], pair.prompts(10, longest=70)[-1]):
         (text,) = tokens_of(generate(with_settings(engine), [prompt], greedy()))
         draft = pair.draft("noisy", pair.GEMMA3)

@@ -46,15 +46,15 @@ def test_drafts_are_the_best_of_the_kept_tokens():
     prompt = claims.prompts()[0]
     said = {token for text in claims.plain_texts() for token in text}
     assert said - set(KEPT), "the texts need no token that was left out"
-    heads.heard()
+    heads.recorded_drafts()
     params = params_of(len(claims.prompts()))
     generate(engine, claims.prompts(), params)
-    drafted = {token for _, _, drafts in heads.heard() for token in drafts}
+    drafted = {token for _, _, drafts in heads.recorded_drafts() for token in drafts}
     assert drafted <= set(KEPT) and len(drafted) > len(KEPT) // 2
     (text,) = tokens_of(generate(with_settings(engine), [prompt], params_of(1)))
     whole, cut = prompt + text, np.setdiff1d(np.arange(64), KEPT)
     count = 0
-    for _, known, drafts in heads.heard():
+    for _, known, drafts in heads.recorded_drafts():
         if known > len(whole) or not drafts:
             continue
         tokens = np.array(whole[:known] + drafts[:-1])
@@ -90,7 +90,7 @@ def test_target_as_its_own_draft_is_accepted_where_all_tokens_were_kept():
     assert tokens_of(generate(engine, some, claims.GREEDY)) == texts
     assert engine.stats.num_draft_tokens > 40
     assert engine.stats.acceptance_rate == 1.0
-    heads.heard()
+    heads.recorded_drafts()
 
 
 def characters(ids: list[int]) -> str:
