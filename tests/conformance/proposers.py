@@ -63,8 +63,8 @@ class Proposer:
         head: Kind of the head.
         options: Further arguments of `make_engine`.
         micro: Arguments that differ for the micro target.
-        runner: How programs are shared. A lookup with a draft model has several: the draft
-            model must catch up after programs that do not run it.
+        runner: How programs are shared. A lookup with a draft model has several: the
+            draft model must catch up after programs that do not run it.
         family: Of target and draft model.
         at_most: Upper bound of the acceptance rate, below 1 for random heads.
     """
