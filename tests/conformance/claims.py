@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxspec.config import speculation
+from jaxspec.config import methods
 from jaxspec.config.speculation import ADAPTIVE
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.engine.speculation.policy import (
@@ -214,12 +214,12 @@ def texts_end_within_rounds(name: str) -> None:
 def preemption_caching_and_aborts_change_nothing(name: str) -> None:
     """In a pool too small for two requests whose prompts begin alike."""
     proposer = PROPOSERS[name]
-    family = [STEM * 2 + prompt[:12] for prompt in prompts()]
+    family = [STEM * 3 + prompt[:12] for prompt in prompts()]
     params = mixed_params(len(family), is_greedy=proposer.is_greedy)
     plain = with_settings(pair.plain_engine())
     expected = tokens_of(generate(plain, family, params))
     crowd = proposer.options.get("max_num_seqs", 2)
-    engine = proposers.with_config(proposers.engine(name), num_pages=3 * crowd + 18)
+    engine = proposers.with_config(proposers.engine(name), num_pages=24 + 2 * crowd)
     engine.add_request("gone", STEM, GREEDY)
     for _ in range(3):
         engine.step()
@@ -419,7 +419,7 @@ def positions_follow_target(name: str, rule: str) -> None:
     is_brief = name in ("draft model", "trimmed", "int8 draft", "int4 draft")
     length = distribution.LENGTH - is_brief
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(speculation, "LONG_MATCH", 1)
+        patch.setattr(methods, "LONG_MATCH", 1)
         engine = proposers.micro_engine(name)
         counted = distribution.sample(engine, rule, 500, length=length)
     logits = distribution.next_logits(length)

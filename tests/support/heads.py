@@ -2,8 +2,8 @@
 
 The target whose next token follows from the newest alone is what a head can be right
 about: its attention adds nothing. `replay` says what a head should have proposed, from
-whole texts and plain attention, without pages, launches, rounds or what `last_row`
-keeps between them.
+whole texts and plain attention, without pages, launches, rounds or what
+`hidden_cache` keeps between them.
 """
 
 import functools
