@@ -48,7 +48,7 @@ from jaxspec.engine.speculative_args import (
 from jaxspec.errors import ConfigError, check_integer, wrong_argument
 from jaxspec.models.families import config_from_folder
 from jaxspec.models.heads.config import read_dummy
-from jaxspec.program.tree import template_of
+from jaxspec.program.tree.tree import template_of
 from jaxspec.serve.flags import engine_args
 from jaxspec_checkpoints import read_config
 from jaxspec_checkpoints.heads import KINDS, kind_of_head

@@ -273,12 +273,14 @@ class InputProcessor:
     ) -> GrammarState | None:
         if params.structured_outputs is None:
             return None
-        return GrammarState(
+        state = GrammarState(
             matcher=self._grammars.matcher(params.structured_outputs),
             num_prompt=num_prompt,
             min_tokens=params.min_tokens,
             stop_ids=stop_ids,
         )
+        state.compute([])  # here no launch waits for it
+        return state
 
     def _seed_and_rule(self, params: SamplingParams) -> tuple[tuple[int, int], int]:
         with self._lock:

@@ -4,6 +4,10 @@ Owns the grammar state of every running request. The device asks for masks in th
 of its program, from a thread of its own, and may be rounds ahead of what the engine has
 read: a question brings the newest known tokens along, so nothing else is needed.
 
+A program waits a short time for its masks. For a row whose masks take longer, it goes
+on with masks that allow the end token only; the scheduler drops the row's tokens,
+preempts the request, and admits it again when the mask has been computed.
+
 Where the library fails, the mask allows the end token only. The engine drops the token
 that comes of it, and ends the request with an error (`GrammarState.failure_in`).
 """
@@ -11,6 +15,7 @@ that comes of it, and ends the request with an error (`GrammarState.failure_in`)
 import itertools
 import json
 import logging
+import queue
 import threading
 import time
 import weakref
@@ -48,6 +53,14 @@ EVERYTHING = np.uint32(0xFFFFFFFF)
 # CPU time of a mask above which the next one is computed between launches. Masks of
 # 8,192 tokens take 0.01 to 2 ms as a rule.
 SLOW_MASK_S = 0.02
+# Wall time that a program waits for the masks of one row, and for those of all rows. A
+# round with 5 drafts asks 6 times: other rows wait 0.9 s at most.
+MAX_ROW_WAIT_S, MAX_WAIT_S = 0.05, 0.15
+# Masks of a text that are computed between launches after a late one, for each time
+# that one was late.
+NUM_SLOW_MASKS = 16
+# Threads that still compute masks for which a program has stopped waiting.
+MAX_LATE_THREADS = 4
 # CPU time for all masks of one text: 10,000 tokens at 1 ms.
 MAX_TEXT_S = 10.0
 # Threads that compute masks between launches.
@@ -92,8 +105,8 @@ class GrammarState:
             library has failed.
         lock: Held while masks are computed, by whichever thread does it.
         spent_s: CPU time spent on the text so far.
-        is_slow: The newest mask took more than `SLOW_MASK_S`. Then the text has no
-            drafts, and its next mask is computed between launches: see `is_ready`.
+        late_length: Tokens before the mask that a launch did not wait for, until the
+            text is ready again. Tokens after them mean nothing.
     """
 
     matcher: Matcher
@@ -107,8 +120,37 @@ class GrammarState:
     known_masks: dict[tuple[int, ...], np.ndarray] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
     spent_s: float = 0.0
-    is_slow: bool = False
+    late_length: int | None = None
+    _num_late: int = 0
+    _num_slow: int = 0
     _computing: Future[None] | None = None
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether the next mask is computed between launches: see `is_ready`.
+
+        The newest one took more than `SLOW_MASK_S`, or one was late. Then the text has
+        no drafts.
+        """
+        return self._num_slow > 0
+
+    def has_mask(self, num_tokens: int, newest: Sequence[int]) -> bool:
+        """Whether the mask after the known tokens is there; see `sync`."""
+        length = num_tokens - self.num_prompt
+        if length != len(self.tokens) or () not in self.known_masks:
+            return False
+        count = min(length, len(newest))
+        return self.tokens[length - count :] == newest[len(newest) - count :]
+
+    def set_late(self, num_tokens: int) -> None:
+        """Note that a launch does not wait for the masks after the known tokens.
+
+        Args:
+            num_tokens: See `sync`.
+        """
+        self._num_late += 1
+        self._num_slow = self._num_late * NUM_SLOW_MASKS
+        self.late_length = num_tokens - self.num_prompt
 
     def is_ready(self, text: list[int], threads: Executor) -> bool:
         """Return whether the mask after a text is known; start computing it if not.
@@ -121,8 +163,9 @@ class GrammarState:
             self._computing.result()
             self._computing = None
         if self.tokens == text and () in self.known_masks:
+            self.late_length = None
             return True
-        self._computing = threads.submit(self._compute, list(text))
+        self._computing = threads.submit(self.compute, list(text))
         return False
 
     @property
@@ -130,7 +173,8 @@ class GrammarState:
         """What `is_ready` has started last."""
         return self._computing
 
-    def _compute(self, text: list[int]) -> None:
+    def compute(self, text: list[int]) -> None:
+        """Compute the mask after a text."""
         with self.lock:
             self.sync(self.num_prompt + len(text), text)
             self._mask_after(())
@@ -224,7 +268,7 @@ class GrammarState:
         for row in range(len(masks)):
             mask = self._mask_after(drafts[: first + row])
             masks[row] = mask[: masks.shape[1]]
-            if row + 1 == len(masks):
+            if row + 1 == len(masks) or self.late_length is not None:
                 break
             draft = drafts[first + row]
             if not _allows(mask, draft):
@@ -252,7 +296,10 @@ class GrammarState:
             return self.matcher.end_mask
         took_s = time.thread_time() - start
         self.spent_s += took_s
-        self.is_slow = took_s > SLOW_MASK_S
+        if took_s > SLOW_MASK_S:
+            self._num_slow = max(self._num_slow, 1)
+        elif self._num_slow:
+            self._num_slow -= 1
         if len(self.tokens) >= self.min_tokens:
             return mask
         longer = mask.copy()
@@ -265,11 +312,114 @@ def _allows(mask: np.ndarray, token: int) -> bool:
     return bool(mask[token // WORD] >> (token % WORD) & 1)
 
 
+class _Question(NamedTuple):
+    """What the device asks about one row.
+
+    Attributes:
+        num_tokens: See `GrammarState.sync`, as for `newest`.
+        first: Drafts before the first mask.
+        masks: Where the answer goes.
+    """
+
+    row: int
+    state: GrammarState
+    num_tokens: int
+    newest: list[int]
+    drafts: list[int]
+    first: int
+    masks: np.ndarray
+
+    def answer(self) -> None:
+        with self.state.lock:
+            self.state.sync(self.num_tokens, self.newest)
+            self.state.masks(self.drafts, self.first, self.masks)
+
+    @property
+    def has_answer(self) -> bool:
+        """Whether the mask has been computed between launches; nothing follows it."""
+        is_slow, known = self.state.is_slow, (self.num_tokens, self.newest)
+        return is_slow and self.state.has_mask(*known)
+
+
+class _Job:
+    """Answers questions in a thread, for as long as somebody waits."""
+
+    def __init__(self, questions: list[_Question]):
+        self._questions = questions
+        self._num_done = 0
+        self._error: BaseException | None = None
+        self._is_awaited = True
+        self._running = threading.Lock()
+        self._running.acquire()
+
+    def run(self) -> None:
+        """Answer all questions, one after the other."""
+        try:
+            for question in self._questions:
+                if not self._is_awaited:
+                    break
+                question.answer()
+                self._num_done += 1
+        except BaseException as error:  # noqa: BLE001 - raised by `wait`
+            self._error = error
+        finally:
+            self._running.release()
+
+    def wait(self, until: float) -> int:
+        """Wait while answers come; return the number of answers.
+
+        Args:
+            until: Latest return, by `time.monotonic`.
+        """
+        num_before = 0
+        while True:
+            left_s = max(until - time.monotonic(), 0)
+            if self._running.acquire(timeout=min(left_s, MAX_ROW_WAIT_S)):
+                if self._error is not None:
+                    raise self._error
+                return len(self._questions)
+            num_done = self._num_done
+            if num_done == num_before or time.monotonic() >= until:
+                self._is_awaited = False
+                return num_done
+            num_before = num_done
+
+
+class _Worker:
+    """A thread that runs jobs. It ends after `stop`."""
+
+    def __init__(self) -> None:
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(
+            target=_run_jobs, args=(self._jobs,), name="jaxspec-launch-masks"
+        )
+        # Nothing waits for it at exit, but for its calls into the library.
+        self._thread.daemon = True
+        self._thread.start()
+        weakref.finalize(self, self._jobs.put, None).atexit = False
+
+    def start(self, job: _Job) -> None:
+        self._jobs.put(job)
+
+    def stop(self) -> threading.Thread:
+        """Have the thread end with its job."""
+        self._jobs.put(None)
+        return self._thread
+
+
+def _run_jobs(jobs: "queue.SimpleQueue[_Job | None]") -> None:
+    while (job := jobs.get()) is not None:
+        job.run()
+        del job  # it holds grammar states
+
+
 class TokenMasks:
     """Host callback that computes grammar masks for each draft position.
 
     Knows the grammar state of every running request by id. Requests and launches hold
     the states: they are freed with them.
+
+    Called by one launch at a time.
 
     Attributes:
         num_questions: Calls by the device.
@@ -281,6 +431,8 @@ class TokenMasks:
             weakref.WeakValueDictionary()
         )
         self._lock = threading.Lock()
+        self._worker: _Worker | None = None
+        self._late_threads: list[threading.Thread] = []
         self.num_questions = 0
         _all_masks.add(self)
 
@@ -308,19 +460,68 @@ class TokenMasks:
         # The target asks for a row more than there are drafts.
         is_of_draft = len(before) <= drafts.shape[1]
         self.num_questions += 1
+        questions: list[_Question] = []
         for row in np.flatnonzero(ids).tolist():
             with self._lock:
                 state = self._states.get(int(ids[row]))
             if state is None:
                 continue
-            with state.lock:
-                if is_of_draft and state.is_slow:
-                    # Its drafts are rejected, or not used: no masks after them.
-                    masks[row] = state.matcher.end_mask[: self._words]
-                    continue
-                state.sync(int(num_tokens[row]), newest[row].tolist())
-                state.masks(drafts[row].tolist(), int(before[0]), masks[row])
+            if state.late_length is not None or (is_of_draft and state.is_slow):
+                # Its drafts are rejected, or not used: no masks after them.
+                masks[row] = state.matcher.end_mask[: self._words]
+                continue
+            question = _Question(
+                row,
+                state,
+                int(num_tokens[row]),
+                newest[row].tolist(),
+                drafts[row].tolist(),
+                int(before[0]),
+                masks[row],
+            )
+            if question.has_answer:
+                question.answer()
+            else:
+                questions.append(question)
+        late = self._answer(questions)
+        if late:
+            masks = masks.copy()  # a thread may still write to the other
+        for one in late:
+            masks[one.row] = one.state.matcher.end_mask[: self._words]
         return masks
+
+    def _answer(self, questions: list[_Question]) -> list[_Question]:
+        """Answer questions; return those whose answers take too long."""
+        late: list[_Question] = []
+        until = time.monotonic() + MAX_WAIT_S
+        while questions:
+            job = _Job(questions)
+            worker = self._free_worker()
+            num_done = 0
+            if worker is not None:
+                worker.start(job)
+                num_done = job.wait(until)
+            left = questions[num_done:]
+            if not left:
+                break
+            if worker is not None:
+                self._late_threads.append(worker.stop())
+                self._worker = None
+            # The first one is slow, and the others may not be: use another thread.
+            has_time = worker is not None and time.monotonic() < until
+            for one in left[:1] if has_time else left:
+                one.state.set_late(one.num_tokens)
+                late.append(one)
+            questions = left[1:] if has_time else []
+        return late
+
+    def _free_worker(self) -> _Worker | None:
+        """Return a thread without a job; None if too many compute late masks."""
+        if self._worker is None:
+            self._late_threads = [one for one in self._late_threads if one.is_alive()]
+            if len(self._late_threads) < MAX_LATE_THREADS:
+                self._worker = _Worker()
+        return self._worker
 
 
 # No two states of a process have one id: a program does not say which engine asks.

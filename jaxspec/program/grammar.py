@@ -45,7 +45,17 @@ def native_masks(*_: Any) -> NoReturn:
 
 
 def has_native_masks(mesh: Mesh) -> bool:
-    """Whether programs for these devices can call the host by name."""
+    """Whether programs for these devices can ask by name.
+
+    One device of a CPU can. Elsewhere programs ask by `jax.pure_callback`, through an
+    object of their process, so that no other process can load them; jax's own cache
+    leaves such programs out as well.
+
+    On several devices the operation would run once on each, and masks may differ from
+    call to call: one that takes too long allows the end token only. Devices would then
+    sample different tokens. `jax.pure_callback` asks on the first device alone. On
+    GPUs and TPUs a named operation is code of the device, which cannot call Python.
+    """
     is_cpu = mesh.devices.flat[0].platform == "cpu"
     return is_cpu and mesh.size == 1 and native.is_available()
 

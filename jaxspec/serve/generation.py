@@ -39,18 +39,20 @@ from jaxspec.serve.requests.response_input import (
 )
 from jaxspec.serve.requests.tool_choice import check_form, read_choice
 from jaxspec.serve.requests.tool_parsers import ToolParserManager
-from jaxspec.serve.response_store import BEAT_S, UNFINISHED
+from jaxspec.serve.response_store import BEAT_S, UNFINISHED, Stored
 from jaxspec.serve.responses.chat_completions import ChatWriter
 from jaxspec.serve.responses.completions import CompletionWriter
 from jaxspec.serve.responses.response_writers import Numbered, Writer
 from jaxspec.serve.responses.responses import ResponseWriter, is_kept
 from jaxspec.serve.serving import Serving, new_id
 from jaxspec.serve.streaming import (
+    SHORT_ANSWER,
     ClientGoneError,
     EventLog,
     EventStream,
     encoded,
     event,
+    is_large,
     while_connected,
 )
 
@@ -61,8 +63,8 @@ Answer = Callable[[Serving, AnyBody, Request], Coroutine[Any, Any, Response]]
 
 # What proxies write down for a client that left.
 CLIENT_GONE = 499
-# Entries, as `Writer.check_size` counts them, that take milliseconds to write.
-SHORT_ANSWER = 4096
+# Bytes of a kept response that are read in a millisecond.
+SHORT_BYTES = 2**17
 # Between two looks for what another server has done.
 POLL_S = 0.1
 
@@ -95,17 +97,17 @@ def generation_routes(serving: Serving) -> APIRouter:
     ) -> Response:
         """Return a response that is kept, as it is now, or its events as they come."""
         owner = _owner(request)
-        response = serving.responses.get(response_id, owner).response
+        response = (await _kept(serving, owner, response_id)).response
         if stream:
-            log = _log_of(serving, owner, response)
-            return EventStream(_followed(log, starting_after))
+            log = await _log_of(serving, owner, response)
+            return EventStream(_followed(serving, log, starting_after))
         if starting_after is not None:
             raise RequestError(
                 "starting_after numbers an event of a stream: ask with stream=true.",
                 parameter="starting_after",
                 value=starting_after,
             )
-        return JSONResponse(response)
+        return await _json(serving, response)
 
     @router.post("/v1/responses/{response_id}/cancel")
     async def cancel_response(request: Request, response_id: str) -> Response:
@@ -122,7 +124,7 @@ def generation_routes(serving: Serving) -> APIRouter:
             await serving.background.cancel((owner, response_id))
         else:
             await _cancel_elsewhere(serving, owner, response_id)
-        return JSONResponse(serving.responses.get(response_id, owner).response)
+        return await _json(serving, (await _kept(serving, owner, response_id)).response)
 
     @router.delete("/v1/responses/{response_id}")
     async def delete_response(request: Request, response_id: str) -> Response:
@@ -135,6 +137,20 @@ def generation_routes(serving: Serving) -> APIRouter:
         return JSONResponse(told)
 
     return router
+
+
+async def _kept(serving: Serving, owner: str, response_id: str) -> Stored:
+    """Read a response that is kept; see `ResponseStore.get`."""
+    size = serving.responses.num_bytes(response_id, owner)
+    read = partial(serving.responses.get, response_id, owner)
+    return await serving.write(read, is_large=size > SHORT_BYTES)
+
+
+async def _json(serving: Serving, content: dict[str, Any]) -> Response:
+    if not is_large(content):
+        return JSONResponse(content)
+    text = await serving.write(partial(encoded, content), is_large=True)
+    return Response(text, media_type="application/json")
 
 
 def _owner(request: Request) -> str:
@@ -257,7 +273,7 @@ async def _answer(serving: Serving, body: ResponseBody, request: Request) -> Res
     serving.check_body(body)
     _check_background(serving, body)
     owner = _owner(request)
-    earlier = _earlier(serving, owner, body.previous_response_id)
+    earlier = await _earlier(serving, owner, body.previous_response_id)
     messages = messages_of(body, earlier)
     chat = as_chat(body, messages)
     with naming_tools_flat():
@@ -269,14 +285,16 @@ async def _answer(serving: Serving, body: ResponseBody, request: Request) -> Res
     serving.writers[owner, writer.id] = writer
     if not body.background:
         return await _generate(serving, body, [prompt], params, writer)
-    _check_size(serving, writer, [prompt])
+    size = _check_size(serving, writer, [prompt])
     outputs = serving.outputs(writer.id, [prompt], params, body.priority or 0)
     response = writer.tell("queued")
     log = EventLog() if body.stream else None
-    work = _make(serving, writer, outputs, log)
+    work = _make(serving, writer, outputs, log, may_be_large=size > SHORT_ANSWER)
     await serving.background.start((owner, writer.id), work, log)
+    if log is None:
+        return JSONResponse(response)
     # Who follows it may leave, and come back: it goes on.
-    return JSONResponse(response) if log is None else EventStream(_followed(log))
+    return EventStream(_followed(serving, log))
 
 
 def _response_id(serving: Serving, body: ResponseBody, request: Request) -> str:
@@ -323,7 +341,7 @@ def _check_background(serving: Serving, body: ResponseBody) -> None:
         )
 
 
-def _earlier(
+async def _earlier(
     serving: Serving, owner: str, response_id: str | None
 ) -> list[dict[str, Any]]:
     """The conversation up to an earlier response.
@@ -334,7 +352,7 @@ def _earlier(
     """
     if response_id is None:
         return []
-    response, messages = serving.responses.get(response_id, owner)
+    response, messages = await _kept(serving, owner, response_id)
     if response["status"] in UNFINISHED:
         allowed = "the id of a response that has been made"
         name = "previous_response_id"
@@ -343,19 +361,27 @@ def _earlier(
 
 
 async def _make(
-    serving: Serving, writer: ResponseWriter, outputs: Numbered, log: EventLog | None
+    serving: Serving,
+    writer: ResponseWriter,
+    outputs: Numbered,
+    log: EventLog | None,
+    *,
+    may_be_large: bool,
 ) -> None:
     """Make a response for which nobody waits, and keep it.
 
     Args:
         log: Notes its events, which are kept with it; None where they are not wanted.
+        may_be_large: It may take long to write.
     """
     end = None
     try:
         writer.tell("in_progress")
         async with contextlib.aclosing(outputs):
             if log is None:
-                await writer.answer(outputs)
+                finished = [one async for one in outputs]
+                whole = partial(writer.whole, finished)
+                await serving.write(whole, is_large=may_be_large)
             else:
                 async for chunk in writer.chunks(outputs):
                     log.add(chunk)
@@ -374,10 +400,11 @@ async def _make(
             if end is not None:
                 log.add(writer.last_event(end))
             log.end()
-            writer.keep_events(log.events)
+            keep = partial(writer.keep_events, log.events)
+            await serving.write(keep, is_large=is_large(log.events))
 
 
-def _log_of(serving: Serving, owner: str, response: dict[str, Any]) -> EventLog:
+async def _log_of(serving: Serving, owner: str, response: dict[str, Any]) -> EventLog:
     """The events of a response, which may be still being made.
 
     Raises:
@@ -387,7 +414,9 @@ def _log_of(serving: Serving, owner: str, response: dict[str, Any]) -> EventLog:
     log = serving.background.log((owner, response["id"]))
     if log is not None:
         return log
-    events = serving.responses.events(response["id"], owner)
+    size = serving.responses.num_bytes(response["id"], owner)
+    read = partial(serving.responses.events, response["id"], owner)
+    events = await serving.write(read, is_large=size > SHORT_BYTES)
     if events:
         return EventLog(events, is_over=True)
     reason = (
@@ -402,13 +431,19 @@ def _log_of(serving: Serving, owner: str, response: dict[str, Any]) -> EventLog:
 
 @no_type_check  # asynchronous generators are not checked
 async def _followed(
-    log: EventLog, after: int | None = None
+    serving: Serving, log: EventLog, after: int | None = None
 ) -> AsyncGenerator[str, None]:
     """Write a log's events, those behind number `after` or all."""
     start = 0 if after is None else after + 1
     async with contextlib.aclosing(log.follow(start)) as followed:
         async for content in followed:
-            yield event(content)
+            yield await _event(serving, content)
+
+
+async def _event(serving: Serving, content: dict[str, Any]) -> str:
+    """Write an event: the last ones of a response hold all of it."""
+    large = is_large(content)
+    return await serving.write(partial(event, content, in_parts=large), is_large=large)
 
 
 def _id(body: GenerationBody, request: Request) -> str:
@@ -433,16 +468,11 @@ async def _generate(
             if size <= SHORT_ANSWER:
                 return JSONResponse(await writer.answer(outputs))
             finished = [one async for one in outputs]
-        if isinstance(writer, ResponseWriter):
-            # It is kept, and the store belongs to the event loop.
-            whole = partial(dict[str, Any], writer.whole(finished))
-        else:
-            whole = partial(writer.whole, finished)
-        content = await serving.engine.run_in_thread(
-            lambda: encoded(whole()), is_long=True
+        content = await serving.write(
+            lambda: encoded(writer.whole(finished)), is_large=True
         )
         return Response(content, media_type="application/json")
-    chunks = _events(writer, outputs)
+    chunks = _events(serving, writer, outputs)
     try:
         # What fails before the first word has a status of its own.
         first = await anext(chunks)
@@ -463,12 +493,14 @@ def _check_size(serving: Serving, writer: Writer, prompts: list[TokensPrompt]) -
 
 
 @no_type_check  # asynchronous generators are not checked
-async def _events(writer: Writer, outputs: Numbered) -> AsyncGenerator[str, None]:
+async def _events(
+    serving: Serving, writer: Writer, outputs: Numbered
+) -> AsyncGenerator[str, None]:
     has_begun = False
     try:
         async with contextlib.aclosing(outputs):
             async for chunk in writer.chunks(outputs):
-                yield event(chunk)
+                yield await _event(serving, chunk)
                 has_begun = True
     except BaseException as error:
         if not has_begun or not (isinstance(error, Exception) or is_panic(error)):

@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import sqlite3
+import threading
 import time
 import uuid
 import weakref
@@ -16,11 +17,13 @@ from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, NamedTuple
 
 from jaxspec.errors import ConfigError, wrong_argument
-from jaxspec.serve.streaming import EventLog
+from jaxspec.serve.streaming import EventLog, write_in_parts
 
 _log = logging.getLogger(__name__)
 
 IN_MEMORY = ":memory:"
+# In ASCII: a text of SQLite's has no surrogates.
+_encode = json.JSONEncoder(separators=(",", ":")).encode
 # Statuses of a response that is not finished.
 UNFINISHED = ("queued", "in_progress")
 # Between two signs that a server still makes its unfinished responses.
@@ -85,7 +88,8 @@ class ResponseStore:
     them nor replace them. Several servers may use one file. A server changes only the
     responses that it has added itself.
 
-    All calls come from the server's event loop: one takes some tens of microseconds.
+    A call takes some tens of microseconds, and longer for a large response: those come
+    from other threads than the event loop's.
     """
 
     def __init__(self, path: str | None, max_bytes: int):
@@ -97,6 +101,7 @@ class ResponseStore:
         self._connection = connect(path)
         weakref.finalize(self, self._connection.close)
         self._max_bytes = max_bytes
+        self._lock = threading.RLock()  # of the connection
         self._server = uuid.uuid4().hex
 
     @property
@@ -136,7 +141,7 @@ class ResponseStore:
         change = "update responses set events = ? "
         change += "where owner = ? and id = ? and server = ?"
         key = owner, _as_bytes(response_id), self._server
-        self._write(change, json.dumps(events), *key)
+        self._write(change, write_in_parts(events, _encode), *key)
 
     def events(self, response_id: str, owner: str = "") -> list[Any]:
         """Find what was streamed of a response; nothing of one that was not.
@@ -163,6 +168,16 @@ class ResponseStore:
             error = {"code": "server_error", "message": message}
             response |= {"status": "failed", "error": error}
         return Stored(response, messages)
+
+    def num_bytes(self, response_id: str, owner: str = "") -> int:
+        """Return the size of all that is kept of a response.
+
+        Raises:
+            ResponseNotFoundError: It was never kept, or is gone.
+        """
+        size = _SIZE.format(row="responses")
+        (num_bytes,) = self._find(size, response_id, owner)
+        return num_bytes
 
     def has(self, response_id: str, owner: str = "") -> bool:
         """Return whether an owner has a response of that id."""
@@ -210,12 +225,13 @@ class ResponseStore:
     @staticmethod
     def _values(stored: Stored) -> tuple[object, ...]:
         is_unfinished = stored.response["status"] in UNFINISHED
-        return is_unfinished, time.time(), *map(json.dumps, stored)
+        texts = (write_in_parts(one, _encode) for one in stored)
+        return is_unfinished, time.time(), *texts
 
     def _write(self, change: str, *values: object) -> list[Any] | None:
         """Change a row, and make room; return its rows, None if that failed."""
         try:
-            with self._connection:  # commits, or rolls back
+            with self._lock, self._connection:  # commits, or rolls back
                 self._execute("begin immediate")
                 found = self._execute(change, *values)
                 self._make_room()
@@ -245,7 +261,8 @@ class ResponseStore:
         return found[0]
 
     def _execute(self, statement: str, *values: object) -> list[Any]:
-        return self._connection.execute(statement, values).fetchall()
+        with self._lock:
+            return self._connection.execute(statement, values).fetchall()
 
 
 def _as_bytes(response_id: str) -> bytes:

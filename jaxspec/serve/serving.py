@@ -4,9 +4,10 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import re
 import uuid
 import weakref
-from collections.abc import AsyncGenerator, Coroutine, Iterable
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable
 from typing import Any, TypeVar, no_type_check
 
 from jaxspec.beam_search import BeamSearch, step_params
@@ -18,7 +19,7 @@ from jaxspec.sampling_params import BeamSearchParams, SamplingParams
 from jaxspec.serve.admission import Admission
 from jaxspec.serve.errors import ModelNotFoundError, TimeLimitError
 from jaxspec.serve.prompts import Prompts
-from jaxspec.serve.requests.protocol import Body
+from jaxspec.serve.requests.protocol import Body, ConversationBody, unknown_fields
 from jaxspec.serve.response_store import Background, Key, ResponseStore
 from jaxspec.serve.settings import ServerSettings
 from jaxspec.serve.streaming import merge
@@ -54,7 +55,9 @@ class Serving:
     def check_body(self, body: Body) -> None:
         """Check that a request is for the model there is, and its fields are known.
 
-        A field that is not known is ignored and logged once, as in vLLM.
+        A field that is not known, also of an object in the request, is ignored and
+        logged once, as in vLLM. Chat templates other than a model's own may read any
+        field of a message.
 
         Raises:
             ModelNotFoundError: It is for another model.
@@ -63,16 +66,43 @@ class Serving:
         name = body.model
         if name is not None and name not in self.settings.served_model_names:
             raise ModelNotFoundError(f"The model `{name}` does not exist.")
-        for field in sorted(body.model_extra or ()):
-            hint = nearest(field, type(body).model_fields, "it has no such field")
-            if self.settings.reject_unknown_fields:
+        is_strict = self.settings.reject_unknown_fields
+        has_template = self.config.chat_template is not None
+        if isinstance(body, ConversationBody):
+            has_template |= body.chat_template is not None
+        for place, name, known in unknown_fields(body):
+            if has_template and place.startswith("messages["):
+                continue
+            # One line for all entries of a list.
+            logged = re.sub(r"\[[0-9]+\]", "[]", place) + name
+            is_known = logged in self._ignored or len(self._ignored) >= MAX_TOLD_FIELDS
+            if is_known and not is_strict:
+                continue
+            hint = nearest(name, known, "it has no such field")
+            if is_strict:
+                field = place + name
                 raise RequestError(
                     f"There is no field {shown(field)} here; {hint}", parameter=field
                 )
-            if field not in self._ignored and len(self._ignored) < MAX_TOLD_FIELDS:
-                self._ignored.add(field)
-                told = "The field %s of a request is ignored: %s"
-                _log.warning(told, shown(field), hint)
+            self._ignored.add(logged)
+            _log.warning(
+                "The field %s of a request is ignored: %s", shown(logged), hint
+            )
+
+    async def write(self, write: Callable[[], T], *, is_large: bool) -> T:
+        """Write or read an answer: a large one in a thread.
+
+        A cancelled caller waits for the thread: else the thread could store the answer
+        after the caller has stored that it was cancelled.
+        """
+        if not is_large:
+            return write()
+        work = asyncio.ensure_future(self.engine.run_in_thread(write, is_long=True))
+        try:
+            return await asyncio.shield(work)
+        except asyncio.CancelledError:
+            await asyncio.wait([work])
+            raise
 
     def check_alive(self) -> None:
         """Check that the engine has not ended.

@@ -76,8 +76,9 @@ class ServerSettings:
             On, unlike in vLLM.
         return_tokens_as_token_ids: Log-probabilities are told of "token_id:7", where
             requests do not say otherwise.
-        reject_unknown_fields: Refuse requests with a field that the endpoint does not
-            have. By default such fields are ignored, and each is logged once.
+        reject_unknown_fields: Refuse requests with a field that the endpoint, or an
+            object in the request, does not have. By default such fields are ignored,
+            and each is logged once.
         max_body_bytes: Larger requests are refused.
         timeout_read_body: Seconds for the body of a request to arrive.
         max_num_queued_reqs: Texts that may wait for a place in the batch; more are

@@ -6,7 +6,7 @@ A stream to a client ends when the client has gone.
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncGenerator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from typing import Any, TypeVar, no_type_check
 
 from starlette.responses import StreamingResponse
@@ -25,30 +25,63 @@ _LINE_ENDS = {ord(one): f"\\u{ord(one):04x}" for one in "\x85\u2028\u2029"}
 _write_whole = json.JSONEncoder(
     ensure_ascii=False, allow_nan=False, separators=(",", ":")
 ).encode
+# Levels of an answer above the log-probabilities of one token: the deepest are those of
+# an event, its response, output, item, content and part.
+_LEVELS = 8
+# Values of an answer that take milliseconds to write.
+SHORT_ANSWER = 4096
+
+
+def is_large(content: Any) -> bool:
+    """Whether a JSON value takes so long to write that it belongs into a thread."""
+    level, count = [content], 0
+    while level and count <= SHORT_ANSWER:
+        inner: list[Any] = []
+        for value in level:
+            if isinstance(value, dict):
+                inner += value.values()
+            elif isinstance(value, list):
+                inner += value
+        level, count = inner, count + len(inner)
+    return count > SHORT_ANSWER
 
 
 def encoded(content: dict[str, Any]) -> bytes:
-    """Write a large answer, for a thread beside the event loop.
+    """Write a large answer; see `write_in_parts`."""
+    return write_in_parts(content).encode()
 
-    The encoder lets no other thread run: each choice is written by itself.
+
+def write_in_parts(
+    value: Any, write: Callable[[Any], str] = _write_whole, levels: int = _LEVELS
+) -> str:
+    """Write a large JSON value, for a thread other than the event loop's.
+
+    The encoder lets no other thread run: small parts are written one by one.
     """
-    fields: list[str] = []
-    for name, value in content.items():
-        text = _write_whole(value) if not isinstance(value, list) else ""
-        if isinstance(value, list):
-            text = f"[{','.join(map(_write_whole, value))}]"
-        fields.append(f"{_write_whole(name)}:{text}")
-    return f"{{{','.join(fields)}}}".encode()
+    if levels and isinstance(value, dict):
+        fields = (
+            f"{write(str(name))}:{write_in_parts(one, write, levels - 1)}"
+            for name, one in value.items()
+        )
+        return f"{{{','.join(fields)}}}"
+    if levels and isinstance(value, list):
+        entries = (write_in_parts(one, write, levels - 1) for one in value)
+        return f"[{','.join(entries)}]"
+    return write(value)
 
 
 class ClientGoneError(Exception):
     """Nobody waits for the answer any more."""
 
 
-def event(content: Any) -> str:
-    """Write one event of a stream; one with a type is named by it."""
+def event(content: Any, *, in_parts: bool = False) -> str:
+    """Write one event of a stream; one with a type is named by it.
+
+    Args:
+        in_parts: See `write_in_parts`.
+    """
     name = f"event: {content['type']}\n" if "type" in content else ""
-    text = _encode(content)
+    text = write_in_parts(content, _encode) if in_parts else _encode(content)
     if not text.isascii():
         text = text.translate(_LINE_ENDS)
     return f"{name}data: {text}\n\n"

@@ -18,6 +18,7 @@ import torch
 from jaxspec.engine import grammar_matcher, structured_output
 from jaxspec.engine.grammar_matcher import Matcher, grammar_of_regex
 from jaxspec.engine.llm_engine import LLMEngine
+from jaxspec.engine.structured_output import TokenMasks
 from jaxspec.metrics import Counter
 from jaxspec.outputs import RequestOutput
 from jaxspec.program.plan import Features, StepPlan, StepShape
@@ -439,6 +440,41 @@ def test_slow_masks_are_computed_between_launches(
     assert sum(one.startswith("jaxspec-masks") for one in threads) >= 8
     assert sum(waiting) >= 4
     assert_nothing_is_held(engine)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("num_drafts", [0, 3])
+def test_late_masks_change_nothing(
+    engine, prompts, monkeypatch, num_drafts, temperature
+):
+    """Of every question, some rows are answered too late, the first ones too."""
+    params = params_of(len(prompts), temperature=temperature)
+    for index, one in enumerate(params):
+        one.seed = index if temperature else None
+        one.extra_args = {"num_speculative_tokens": num_drafts}
+    expected = ends_of(generate(with_settings(engine), prompts, params))
+    random, answer, asked = np.random.default_rng(0), TokenMasks._answer, set[int]()
+
+    def late_now_and_then(masks: TokenMasks, questions: list[Any]) -> list[Any]:
+        late, rest = list[Any](), list[Any]()
+        for one in questions:
+            is_first = one.state.grammar_id not in asked
+            asked.add(one.state.grammar_id)
+            is_late = random.random() < (0.5 if is_first else 0.2)
+            (late if is_late else rest).append(one)
+        for one in late:
+            one.state.set_late(one.num_tokens)
+        return late + answer(masks, rest)
+
+    monkeypatch.setattr(TokenMasks, "_answer", late_now_and_then)
+    monkeypatch.setattr(structured_output, "NUM_SLOW_MASKS", 2)
+    disturbed = with_settings(engine)
+    assert ends_of(generate(disturbed, prompts, params)) == expected
+    assert disturbed.stats.num_preemptions > len(prompts)
+    num_tokens = sum(len(tokens) for tokens, _, _ in expected)
+    assert disturbed.stats.num_generated_tokens == num_tokens
+    disturbed.scheduler.check_idle()
+    assert_nothing_is_held(disturbed)
 
 
 def test_a_text_whose_masks_take_too_long_ends_with_an_error(

@@ -229,6 +229,66 @@ def test_what_the_draft_was_told_is_not_worked_out_again():
     )
 
 
+def slow_states(monkeypatch: pytest.MonkeyPatch, count: int) -> Any:
+    """States whose masks are computed once an event is set, and that event."""
+    gate, compute = threading.Event(), Matcher.mask
+    states = [make_state() for _ in range(count)]
+    slow = [state.matcher for state in states]
+
+    def mask(matcher: Matcher) -> np.ndarray:
+        if any(matcher is one for one in slow):
+            assert gate.wait(60)
+        return compute(matcher)
+
+    monkeypatch.setattr(Matcher, "mask", mask)
+    return states, gate
+
+
+def test_slow_mask_is_late_and_does_not_hold_a_launch(monkeypatch):
+    (slow,), gate = slow_states(monkeypatch, 1)
+    masks, other = TokenMasks(VOCAB), make_state()
+    for state in (slow, other):
+        masks.add(state)
+    rows = (slow, [4], [5, 12, 4]), (other, [4, 5], [12, 4, 5])
+    answer = ask(masks, *rows)
+    assert [ids_of(row) for row in answer[0]] == [[EOS]] * 4
+    np.testing.assert_array_equal(answer[1], fresh_masks([4, 5], [12, 4, 5]))
+    assert (slow.late_length, slow.is_slow) == (1, True)
+    assert (other.late_length, other.is_slow) == (None, False)
+    # A launch that is under way asks about tokens that are dropped.
+    assert [ids_of(row) for row in ask(masks, (slow, [4, EOS], [4, 4, 4]))[0]] == (
+        [[EOS]] * 4
+    )
+    with ThreadPoolExecutor(1) as threads:
+        assert not slow.is_ready([4], threads) and slow.computing is not None
+        gate.set()
+        slow.computing.result(60)
+        assert slow.is_ready([4], threads)
+    assert slow.late_length is None and slow.is_slow
+    drafts = [39] * DRAFTS  # the row has none
+    np.testing.assert_array_equal(
+        ask(masks, (slow, [4], drafts))[0], fresh_masks([4], drafts)
+    )
+    assert slow.late_length is None
+
+
+def test_many_slow_masks_do_not_add_up(monkeypatch):
+    states, gate = slow_states(monkeypatch, 12)
+    masks = TokenMasks(VOCAB)
+    for state in states:
+        masks.add(state)
+    start = time.monotonic()
+    for group in (states[:6], states[6:]):
+        ask(masks, *((state, [4], [5, 12, 4]) for state in group))
+    assert time.monotonic() - start < 12 * structured_output.MAX_ROW_WAIT_S
+    assert all(state.late_length == 1 for state in states)
+    assert 0 < len(masks._late_threads) <= structured_output.MAX_LATE_THREADS
+    gate.set()
+    for one in masks._late_threads:
+        one.join(60)
+        assert not one.is_alive()
+
+
 def test_no_end_before_min_tokens_unless_the_text_is_complete():
     form = StructuredOutputsParams(regex="%&(%)?")
     masks = TokenMasks(VOCAB)

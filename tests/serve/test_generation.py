@@ -220,12 +220,22 @@ def test_unknown_fields_are_logged_once(caplog):
         for _ in range(2):
             await post(client, COMPLETIONS, prompt=PROMPT, temprature=0, **{"a\nb": 1})
         await post(client, "/tokenize", prompt=PROMPT, temprature=0)
+        messages = [{**MESSAGES[0], "rle": 1, "x": 2}, {**MESSAGES[0], "rle": 1}]
+        options = {"include_usge": True}
+        for _ in range(2):
+            await post(
+                client, CHAT, messages=messages, stream=True, stream_options=options
+            )
 
     serve_http(ask)
     told = [one for one in caplog.messages if "is ignored" in one]
     assert told == [
         "The field 'a\\nb' of a request is ignored: it has no such field",
         "The field 'temprature' of a request is ignored: did you mean temperature?",
+        "The field 'stream_options.include_usge' of a request is ignored: did you mean "
+        "include_usage?",
+        "The field 'messages[].rle' of a request is ignored: did you mean role?",
+        "The field 'messages[].x' of a request is ignored: it has no such field",
     ]
 
 
@@ -237,6 +247,9 @@ def test_unknown_fields_can_be_refused():
         )
         assert error["param"] == "temprature"
         assert error["message"].endswith("did you mean temperature?")
+        given = {"messages": [*MESSAGES, {**MESSAGES[0], "rle": 1}]}
+        error = error_of(await client.post(CHAT, json=given), 400, "BadRequestError")
+        assert error["param"] == f"messages[{len(MESSAGES)}].rle"
         await post(client, COMPLETIONS, prompt=PROMPT, temperature=0)
 
     serve_http(ask, settings={"reject_unknown_fields": True})

@@ -145,10 +145,12 @@ class Advance:
     Attributes:
         parts: To those whose tokens somebody looks at, and to those that end.
         quiet: The others that have new tokens.
+        late: Those whose masks were late: their new tokens are dropped.
     """
 
     parts: list[Progress] = field(default_factory=list)
     quiet: list[Request] = field(default_factory=list)
+    late: list[Request] = field(default_factory=list)
 
 
 class PrefillBatch:
@@ -382,22 +384,26 @@ def commit(
         zip(launch.plan.tiles, launch.tiled, strict=True)
     ):
         found = _prompt_logprobs(result, index, tile, request)
-        if tile.is_last:
-            part = _commit_first(result, index, request, rows)
-            if part is None:
-                continue
+        part = _commit_first(result, index, request, rows) if tile.is_last else None
+        if part is not None:
             stats.num_generated_tokens += len(part.token_ids)
             if request.is_quiet and not part.is_done:
                 advance.quiet.append(request)
                 continue
             part.prompt_logprobs = found
             advance.parts.append(part)
-        elif found is not None and request.status is not Status.FINISHED:
-            advance.parts.append(
-                Progress(
-                    request=request, token_ids=[], is_done=False, prompt_logprobs=found
+        elif request.status is not Status.FINISHED:
+            if tile.is_last:
+                advance.late.append(request)
+            if found is not None:
+                advance.parts.append(
+                    Progress(
+                        request=request,
+                        token_ids=[],
+                        is_done=False,
+                        prompt_logprobs=found,
+                    )
                 )
-            )
     return advance
 
 
@@ -410,8 +416,13 @@ def _commit_rounds(
 ) -> Advance:
     count = len(launch.rows)
     is_broken, emitted = result.is_broken[:count], result.num_emitted[:count]
-    if is_broken.any():
-        emitted = np.where(is_broken, 0, emitted)
+    is_void = is_broken
+    if launch.shape.features.has_grammar:
+        is_void = is_broken | np.array(
+            [request.is_late for request in launch.decoding], bool
+        )
+    if is_void.any():
+        emitted = np.where(is_void, 0, emitted)
     is_there = rows.owner[launch.rows] == launch.owners
     there, planned, new = launch.rows, launch.drafts, emitted
     if not is_there.all():
@@ -421,6 +432,7 @@ def _commit_rounds(
     if launch.round.num_drafts or result.num_kept is not None:
         # A lookup in the sequence may have found fewer than were planned.
         drafts = np.minimum(result.num_draft[:count], launch.drafts)
+        drafts = np.where(is_void & ~is_broken, 0, drafts)
         accepted = np.minimum(result.num_accepted[:count], drafts)
         # A sequence that had ended before this round says nothing about its drafts, and
         # one that ends in it nothing about those after the end.
@@ -432,7 +444,7 @@ def _commit_rounds(
         acceptance.record(launch.rows[is_counted], judged, accepted[is_counted], wanted)
         if result.num_kept is not None:
             kept = np.minimum(result.num_kept[:count], emitted)
-            beside = np.where(is_broken, 0, kept - accepted)
+            beside = np.where(is_void, 0, kept - accepted)
             acceptance.record_side_branches(accepted[is_counted], beside[is_counted])
         if result.tree_row is not None:
             goes_on = is_counted & ~result.is_done[:count] & (drafts > 0)
@@ -447,18 +459,22 @@ def _commit_rounds(
         beside.tolist(),
         result.is_done[:count].tolist(),
         is_broken.tolist(),
+        is_void.tolist(),
         strict=True,
     )
     advance = Advance()
     has_ended = []
     logprobs = result.logprobs
     for index, column in enumerate(columns):
-        request, has_row, tokens, new, asked, kept, more, done, broken = column
+        request, has_row, tokens, new, asked, kept, more, done, broken, void = column
         if not has_row:
             if request.status is Status.FINISHED:
                 has_ended.append(index)
                 continue
             request.num_unread -= 1
+        if void and not broken:
+            advance.late.append(request)
+            continue
         del tokens[new:]
         request.output_token_ids += tokens
         if not new:
@@ -493,7 +509,7 @@ def _commit_rounds(
 def _commit_first(
     result: StepResult, index: int, request: Request, rows: RowTable
 ) -> Progress | None:
-    """Add the first generated token; None if the request has ended."""
+    """Add the first generated token; None if the request has ended or is late."""
     if request.status is Status.FINISHED:
         return None
     token, is_broken = int(result.tile_token[index]), bool(result.tile_is_broken[index])
@@ -501,10 +517,12 @@ def _commit_first(
         request.num_unread -= 1
     else:
         one = np.array([request.row])
-        new = np.array([0 if is_broken else 1])
+        new = np.array([0 if is_broken or request.is_late else 1])
         rows.read(one, np.zeros(1, np.int64), new)
     if is_broken:
         return Progress(request=request, token_ids=[], is_done=True, is_broken=True)
+    if request.is_late:
+        return None
     request.output_token_ids.append(token)
     failure = request.grammar_failure
     part = Progress(

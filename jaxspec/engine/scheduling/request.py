@@ -104,6 +104,13 @@ class Request:
         return self.grammar.failure_in(self.output_token_ids)
 
     @property
+    def is_late(self) -> bool:
+        """Whether the next tokens of launches mean nothing: their mask was late."""
+        if self.grammar is None or self.grammar.late_length is None:
+            return False
+        return len(self.output_token_ids) >= self.grammar.late_length
+
+    @property
     def num_tokens(self) -> int:
         """Tokens whose values the host knows."""
         return len(self.prompt_token_ids) + len(self.output_token_ids)

@@ -107,7 +107,7 @@ class Scheduler:
         )
         self._lookups = make_lookups(config, policy)
         self.shapes = Shapes(config, policy, programs)
-        # Masks of held rows that are being computed, and the threads that do it.
+        # Masks for which requests wait, and the threads that compute them.
         self._masks: list[futures.Future[None]] = []
         self._mask_threads = futures.ThreadPoolExecutor(
             NUM_MASK_THREADS, "jaxspec-masks"
@@ -237,10 +237,10 @@ class Scheduler:
         Inside a launch, all other rows would wait for it.
         """
         rows = self.rows
+        self._masks.clear()
         if not np.count_nonzero(rows.has_grammar):
             return  # most rounds
         rows.is_slow[:] = rows.is_held[:] = False
-        self._masks.clear()
         for row in np.flatnonzero(rows.has_grammar & rows.is_decoding).tolist():
             (request,) = rows.owners_of([row])
             grammar = request.grammar
@@ -250,14 +250,23 @@ class Scheduler:
             rows.is_slow[row] = rows.is_held[row] = True
             if rows.num_unread[row] > 0:
                 continue
-            rows.is_held[row] = not grammar.is_ready(
-                request.output_token_ids, self._mask_threads
-            )
-            if rows.is_held[row] and grammar.computing is not None:
-                self._masks.append(grammar.computing)
+            rows.is_held[row] = not self._has_mask(request)
+
+    def _has_mask(self, request: Request) -> bool:
+        """Whether the next mask of a request is there, if it takes long.
+
+        If not, a thread computes it. No launch of the request may be unread.
+        """
+        grammar = request.grammar
+        if grammar is None or not grammar.is_slow:
+            return True
+        is_ready = grammar.is_ready(request.output_token_ids, self._mask_threads)
+        if not is_ready and grammar.computing is not None:
+            self._masks.append(grammar.computing)
+        return is_ready
 
     def wait_for_masks(self, timeout_s: float) -> bool:
-        """Wait until a mask of a held row is there; False if none is computed."""
+        """Wait until a mask of a request is there; False if none is computed."""
         if not self._masks:
             return False
         futures.wait(self._masks, timeout_s, futures.FIRST_COMPLETED)
@@ -613,11 +622,11 @@ class Scheduler:
     def _admit(self, work: PrefillBatch) -> bool:
         """Admit the first waiting request, if there is a row and room for its prompt.
 
-        Requests whose program is still compiled are skipped.
+        Requests whose program or next mask is not there yet are skipped.
         """
         if not self.rows.free:
             return False
-        request = next((one for one in self.waiting if self._has_program(one)), None)
+        request = next((one for one in self.waiting if self._can_begin(one)), None)
         if request is None or request.num_unread:
             return False
         if request.controls is not None and work.num_controlled == MAX_CONTROLLED:
@@ -662,6 +671,10 @@ class Scheduler:
         # that is admitted.
         distinct = {one.features for one in self.running}
         return functools.reduce(operator.or_, distinct, request.features)
+
+    def _can_begin(self, request: Request) -> bool:
+        is_unread = request.num_unread > 0
+        return self._has_program(request) and (is_unread or self._has_mask(request))
 
     def _has_program(self, request: Request) -> bool:
         """Whether a compiled program serves a request beside the running ones.
@@ -746,6 +759,9 @@ class Scheduler:
             return Advance()
         self._record_round(launch, result)
         advance = commit(launch, result, self.rows, self.stats, self.acceptance)
+        for request in advance.late:
+            if request.status is not Status.WAITING:
+                self._preempt(request)  # admitted again with its mask
         self._watch(launch, result)
         for part in advance.parts:
             if part.is_broken:

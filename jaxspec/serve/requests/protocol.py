@@ -1,11 +1,13 @@
 """Owns what a request's JSON may hold: OpenAI's fields and vLLM's.
 
 Values are checked where `SamplingParams` and the engine check them; here only their
-types are. A field that is not known is ignored, as in vLLM.
+types are. A field that is not known is ignored, as in vLLM, and reported
+(`unknown_fields`).
 """
 
 import logging
-from typing import Annotated, Any, Literal, TypeVar
+from collections.abc import Iterator
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field, model_validator
 
@@ -52,10 +54,56 @@ class FirstFault(FailFast):
 Entries = Annotated[list[T], FirstFault()]
 
 
-class Body(BaseModel):
-    """What every request may hold."""
+class Part(BaseModel):
+    """An object in a request. It keeps fields that it does not know, to report them.
+
+    Attributes:
+        entry_fields: Known fields of the objects in a list, by the list's name, where
+            these are plain dicts.
+    """
 
     model_config = ConfigDict(extra="allow")
+
+    entry_fields: ClassVar[dict[str, frozenset[str]]] = {}
+
+
+class UnknownField(NamedTuple):
+    """A field that is not known, and the names of those that are.
+
+    Attributes:
+        place: Where it stands, such as "stream_options." or "messages[2].".
+    """
+
+    place: str
+    name: str
+    known: frozenset[str]
+
+
+def unknown_fields(part: Part, place: str = "") -> Iterator[UnknownField]:
+    """Find the fields of a request, and of the objects in it, that are not known."""
+    fields = type(part).model_fields
+    if part.model_extra:
+        known = frozenset(field.alias or name for name, field in fields.items())
+        for name in sorted(part.model_extra):
+            yield UnknownField(place, name, known)
+    for name, value in part.__dict__.items():
+        if isinstance(value, Part):
+            yield from unknown_fields(value, f"{place}{fields[name].alias or name}.")
+        elif isinstance(value, list):
+            known = part.entry_fields.get(name)
+            for at, entry in enumerate(value):
+                where = f"{place}{name}[{at}]."
+                if isinstance(entry, Part):
+                    yield from unknown_fields(entry, where)
+                elif known is None or not isinstance(entry, dict):
+                    break  # one kind of entries, such as token ids
+                else:
+                    for one in sorted(entry.keys() - known):
+                        yield UnknownField(where, one, known)
+
+
+class Body(Part):
+    """What every request may hold."""
 
     model: str | None = None
 
@@ -111,23 +159,24 @@ def _is_utf8(text: str) -> bool:
     return True
 
 
-class StreamOptions(BaseModel):
+class StreamOptions(Part):
     """Of token counts in a stream."""
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
 
 
-class JsonSchemaFormat(BaseModel):
+class JsonSchemaFormat(Part):
     """OpenAI's wrapping of a JSON schema."""
 
     # The field must be called "schema", which pydantic's own class has a use for.
     json_schema: dict[str, Any] | None = Field(default=None, alias="schema")
     name: str | None = None
+    description: str | None = None
     strict: bool | None = None
 
 
-class ResponseFormat(BaseModel):
+class ResponseFormat(Part):
     """OpenAI's `response_format`."""
 
     type: str
@@ -234,20 +283,17 @@ class CompletionBody(GenerationBody):
     add_special_tokens: bool = True
 
 
-class FunctionDefinition(BaseModel):
+class FunctionDefinition(Part):
     """A function that the model may call, its parameters as a JSON schema."""
-
-    model_config = ConfigDict(extra="allow")
 
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
+    strict: bool | None = None
 
 
-class ChatTool(BaseModel):
+class ChatTool(Part):
     """OpenAI's wrapping of a function."""
-
-    model_config = ConfigDict(extra="allow")
 
     type: Literal["function"] = "function"
     function: FunctionDefinition
@@ -266,8 +312,21 @@ def is_function(tool: object) -> bool:
     return False
 
 
+# Those that OpenAI has or had, and vLLM's: clients send back what they received.
+_MESSAGE_FIELDS = """
+    role content name refusal audio annotations function_call tool_calls tool_call_id
+    reasoning reasoning_content tools
+"""
+_ITEM_FIELDS = """
+    type id status role content phase name arguments call_id output summary
+    encrypted_content
+"""
+
+
 class ConversationBody(Body):
     """How a conversation is written; see `jaxspec.conversations`."""
+
+    entry_fields = {"messages": frozenset(_MESSAGE_FIELDS.split())}
 
     add_generation_prompt: bool = True
     continue_final_message: bool = False
@@ -305,16 +364,17 @@ class ChatBody(GenerationBody, ConversationBody):
     return_prompt_text: bool | None = False
 
 
-class TextFormat(BaseModel):
+class TextFormat(Part):
     """The form of a response's text: OpenAI's `text.format`."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: dict[str, Any] | None = Field(default=None, alias="schema")
     name: str | None = None
+    description: str | None = None
     strict: bool | None = None
 
 
-class TextOptions(BaseModel):
+class TextOptions(Part):
     """OpenAI's `text`."""
 
     format: TextFormat | None = None
@@ -336,6 +396,11 @@ Includable = Literal[
 
 class ResponseBody(GenerationBody):
     """Of POST /v1/responses; see `jaxspec.serve.requests.response_input`."""
+
+    entry_fields = {
+        "input": frozenset(_ITEM_FIELDS.split()),
+        "tools": frozenset({"type", *FunctionDefinition.model_fields}),
+    }
 
     input: str | Entries[dict[str, Any]]
     instructions: str | None = None

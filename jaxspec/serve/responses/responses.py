@@ -9,7 +9,7 @@ from typing import Any, no_type_check
 from jaxspec.errors import escaped
 from jaxspec.outputs import CompletionOutput, RequestOutput
 from jaxspec.sampling_params import SamplingParams
-from jaxspec.serve.requests.protocol import ChatBody, ResponseBody
+from jaxspec.serve.requests.protocol import ChatBody, ResponseBody, TextFormat
 from jaxspec.serve.requests.response_input import answered, call_of
 from jaxspec.serve.requests.tool_choice import make_parser, read_choice
 from jaxspec.serve.requests.tool_parsers import ToolStream, make_call_id, shown_calls
@@ -23,6 +23,7 @@ from jaxspec.serve.responses.response_items import (
 )
 from jaxspec.serve.responses.response_writers import Numbered, Writer
 from jaxspec.serve.serving import Serving
+from jaxspec.serve.streaming import SHORT_ANSWER
 
 _log = logging.getLogger(__name__)
 
@@ -67,7 +68,8 @@ class ResponseWriter(Writer):
             owner: Who may find the response later.
         """
         super().__init__(serving, body, params, f"resp_{request_id}")
-        self._body, self._chat, self._messages = body, chat, messages
+        self._serving, self._chat, self._messages = serving, chat, messages
+        self._body = body
         self._store = serving.responses if is_kept(serving, body) else None
         self._request_id, self._owner = request_id, owner
         self._is_added = False
@@ -141,7 +143,16 @@ class ResponseWriter(Writer):
             has_begun = True
             for event in self._deltas(output.outputs[0]):
                 yield event
-        for event in self._closing(output):
+        num_logprobs = self.params.num_logprobs
+        if num_logprobs is None:
+            num_logprobs = 0
+        elif num_logprobs < 0:
+            num_logprobs = SHORT_ANSWER
+        closing = await self._serving.write(
+            lambda: list(self._closing(output)),
+            is_large=len(self._tokens) * (1 + num_logprobs) > SHORT_ANSWER,
+        )
+        for event in closing:
             yield event
 
     def _opening(self) -> Iterator[Event]:
@@ -298,7 +309,10 @@ class ResponseWriter(Writer):
         body, params = self._body, self.params
         text: dict[str, Any] = {"format": {"type": "text"}}
         if body.text is not None:
-            text |= body.text.model_dump(by_alias=True, exclude_unset=True)
+            known = {"format": set(TextFormat.model_fields)}
+            text |= body.text.model_dump(
+                by_alias=True, exclude_unset=True, include=known
+            )
         return {
             "id": self.id,
             "object": "response",

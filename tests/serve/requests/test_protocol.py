@@ -15,6 +15,8 @@ from jaxspec.serve.requests.protocol import (
     MAX_STOPS,
     ChatBody,
     CompletionBody,
+    ResponseBody,
+    unknown_fields,
 )
 
 
@@ -102,6 +104,53 @@ def test_of_many_wrong_entries_the_first_is_told():
 
 def test_unknown_fields_are_ignored():
     assert CompletionBody.model_validate({"prompt": "x", "store": True}).prompt == "x"
+
+
+def unknown_of(body: Any) -> list[str]:
+    return [f"{one.place}{one.name}" for one in unknown_fields(body)]
+
+
+def test_unknown_fields_are_found_in_every_object():
+    function = {"name": "f", "description": "", "strict": True, "cached": 1}
+    schema = {"name": "s", "description": "", "schema": {"any": 1}, "strikt": True}
+    body = {
+        "messages": [
+            {"role": "user", "content": "a", "name": "b"},
+            {"role": "assistant", "content": None, "reasoning": "c", "wait": 1},
+        ],
+        "tools": [
+            {"type": "function", "function": {"name": "e"}},
+            {"type": "function", "function": function, "cache_control": {}},
+        ],
+        "response_format": {"type": "json_schema", "json_schema": schema, "x": 1},
+        "stream_options": {"include_usage": True, "include_usge": True},
+        "logit_bias": {"7": 1},
+        "vllm_xargs": {"any": 1},
+        "temprature": 0,
+    }
+    assert sorted(unknown_of(ChatBody.model_validate(body))) == [
+        "messages[1].wait",
+        "response_format.json_schema.strikt",
+        "response_format.x",
+        "stream_options.include_usge",
+        "temprature",
+        "tools[1].cache_control",
+        "tools[1].function.cached",
+    ]
+    item = {"type": "message", "role": "user", "content": "a", "id": "b", "wait": 1}
+    form = {"type": "json_schema", "schema": {"any": 1}, "strikt": True}
+    response = {
+        "input": [item],
+        "tools": [{"type": "function", **function}],
+        "text": {"format": form, "verbosity": "low"},
+        "metadata": {"any": "b"},
+    }
+    assert sorted(unknown_of(ResponseBody.model_validate(response))) == [
+        "input[0].wait",
+        "text.format.strikt",
+        "text.verbosity",
+        "tools[0].cached",
+    ]
 
 
 def test_bounds():

@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import json
+import threading
 from typing import Any
 
 import httpx
@@ -12,9 +13,11 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from jaxspec.sampling_params import SamplingParams
+from jaxspec.serve import generation, streaming
 from jaxspec.serve.requests.protocol import ResponseBody
 from jaxspec.serve.requests.response_input import as_chat, messages_of
-from jaxspec.serve.response_store import UNFINISHED
+from jaxspec.serve.response_store import UNFINISHED, ResponseStore
+from jaxspec.serve.responses import responses
 from jaxspec.serve.responses.responses import ResponseWriter
 from tests.serve.responses.test_completions import output
 from tests.serve.responses.test_usage import StubServing
@@ -378,6 +381,51 @@ def test_a_response_in_the_background_is_followed():
         assert found.model_dump() == told[-1]["response"]
 
     serve_http(ask, delay_s=0.005)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [{}, {"stream": True}, {"background": True}, {"background": True, "stream": True}],
+)
+def test_a_large_response_is_written_outside_the_event_loop(how, monkeypatch):
+    """Its log-probabilities are in the store, the answer and the last events."""
+    threads: dict[str, set[str]] = {}
+
+    def watch(owner: Any, name: str) -> None:
+        function = getattr(owner, name)
+
+        def watched(*arguments: Any, **named: Any) -> Any:
+            if "'status': 'incomplete'" in str(arguments):  # all is there
+                thread = threading.current_thread().name.rpartition("_")[0]
+                threads.setdefault(name, set()).add(thread)
+            return function(*arguments, **named)
+
+        monkeypatch.setattr(owner, name, watched)
+
+    for module in (generation, responses, streaming):
+        monkeypatch.setattr(module, "SHORT_ANSWER", 32)
+    monkeypatch.setattr(generation, "SHORT_BYTES", 32)
+    watch(ResponseStore, "add")
+    watch(ResponseStore, "update")
+    watch(generation, "event")
+    watch(generation, "encoded")
+    body = {"input": PROMPT, "max_output_tokens": 20, "top_logprobs": 2}
+    body |= {"include": ["message.output_text.logprobs"], "request_id": "x"} | how
+
+    async def ask(http: httpx.AsyncClient) -> None:
+        (await http.post(RESPONSES, json=body)).raise_for_status()
+        found: dict[str, Any] = {"status": "queued"}
+        while found["status"] in UNFINISHED:
+            found = (await http.get(f"{RESPONSES}/resp_x")).json()
+        (part,) = found["output"][0]["content"]
+        assert len(part["logprobs"]) == 20
+        assert found["store"] is True
+
+    serve_http(ask)
+    # Only one in the background is there before it is finished.
+    kept = "update" if how.get("background") else "add"
+    names = {kept, "encoded"} | ({"event"} if how.get("stream") else set())
+    assert threads == dict.fromkeys(names, {"jaxspec-long-work"})
 
 
 @pytest.mark.parametrize("is_cancelled", [False, True])
