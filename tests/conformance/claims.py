@@ -235,9 +235,10 @@ def drafting_stops_and_resumes(name: str) -> None:
     """While two rows run and others wait; a draft model then catches up in tiles."""
     some, params = pair.prompts(5, seed=3), []
     for index, length in enumerate((60, 14, 14, 14, 60)):
-        kind = dict(temperature=0) if index % 2 else dict(temperature=0.9, seed=index)
-        both: dict[str, Any] = dict(max_tokens=length, ignore_eos=True)
-        params.append(SamplingParams(**both | kind))
+        own: dict[str, Any] = dict(max_tokens=length, ignore_eos=True, temperature=0)
+        if index % 2 == 0:
+            own |= dict(temperature=0.9, seed=index)
+        params.append(SamplingParams(**own))
     expected = tokens_of(generate(pair.plain_engine(), some, params))
     has_model = PROPOSERS[name].draft is not None
     for index, engine in enumerate(engines_of(name, disable_by_batch_size=2)):
@@ -358,8 +359,8 @@ def controls_hold(name: str) -> None:
     plain = with_settings(pair.plain_engine())
     found, expected = (generate(one, prompts(), params) for one in (engine, plain))
     assert [*map(_ended, found)] == [*map(_ended, expected)]
-    for output, own in zip(found, params, strict=True):
-        assert (output.outputs[0].logprobs is None) == (own.logprobs is None)
+    for output, asked in zip(found, params, strict=True):
+        assert (output.outputs[0].logprobs is None) == (asked.logprobs is None)
     assert engine.stats.num_draft_tokens > 20
     engine.scheduler.check_idle()
 

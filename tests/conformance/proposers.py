@@ -183,7 +183,7 @@ def make(name: str, **changes: Any) -> LLMEngine:
     """
     proposer = PROPOSERS[name]
     options: dict[str, Any] = dict(pair.SETTINGS, runner=proposer.runner)
-    options |= dict(num_draft_tokens=proposer.num_draft_tokens) | proposer.options
+    options |= {"num_draft_tokens": proposer.num_draft_tokens, **proposer.options}
     options |= changes
     if proposer.head is not None:
         return heads.make_head_engine(proposer.head, **options)

@@ -215,7 +215,7 @@ TABLE: dict[str, Row] = {
 }
 
 
-def pairs() -> list[tuple[str, str]]:
+def pairs() -> list[Any]:
     """Claims and proposers to test, proposer by proposer."""
     return [
         pytest.param(
