@@ -61,7 +61,7 @@ from jaxspec.bench.report import header, spread, write_whole
 from jaxspec.config.speculation import ADAPTIVE, FIXED
 from jaxspec.engine.arg_utils import EngineArgs
 from jaxspec.engine.llm_engine import LLMEngine
-from jaxspec.engine.scheduling.batch import Launch
+from jaxspec.engine.scheduling.launch import Launch
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams
 
 PARTS = ("cells", "step", "ramp", "free", "foreign", "short")

@@ -2,7 +2,7 @@
 
 A battery is the tests marked `@pytest.mark.battery(name=...)`: mutants, compiles for
 devices that are not here, long counts. `make test` leaves them out and runs one example
-of each; `make batteries`, and `make test-all` after all other tests, run those whose
+of most; `make batteries`, and `make test-all` after all other tests, run those whose
 digest is not the one recorded when they last passed, and record it. `--all` runs all.
 
 The digest is of what the tests import, without comments and docstrings, of recorded

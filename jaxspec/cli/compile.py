@@ -16,7 +16,7 @@ from tqdm.auto import tqdm
 from jaxspec.command_line import CommandParser, run_command
 from jaxspec.config.engine import EngineConfig
 from jaxspec.engine.arg_utils import AsyncEngineArgs
-from jaxspec.engine.scheduling.shapes import GREEDY, SAMPLED, Shapes
+from jaxspec.engine.scheduling.programs import GREEDY, SAMPLED, Shapes
 from jaxspec.engine.speculation.policy import SpeculationPolicy
 from jaxspec.errors import ConfigError
 from jaxspec.program.plan import Features, StepShape
@@ -71,9 +71,9 @@ def run(options: argparse.Namespace) -> None:
     Raises:
         ArgumentError: An option cannot work; nothing has been compiled.
     """
-    described = importlib.import_module("jaxspec.engine.described")
+    devices = importlib.import_module("jaxspec.engine.memory.device_descriptions")
     if options.device is not None:
-        described.check_device(options.device)
+        devices.check_device(options.device)
         # Whatever else is installed, nothing runs on it: this process is the command's.
         importlib.import_module("jax").config.update("jax_platforms", "cpu")
     args = engine_args(vars(options))
@@ -90,13 +90,13 @@ def run(options: argparse.Namespace) -> None:
 
 def _fill(options: argparse.Namespace, config: EngineConfig, folder: Path) -> None:
     """Compile the programs of one engine, and print what that took."""
-    described = importlib.import_module("jaxspec.engine.described")
-    mesh = described.describe_mesh(options.device, config)
-    memory = importlib.import_module("jaxspec.engine.device_memory")
+    devices = importlib.import_module("jaxspec.engine.memory.device_descriptions")
+    mesh = devices.describe_mesh(options.device, config)
+    memory = importlib.import_module("jaxspec.engine.memory.probe")
     config, mesh, _ = memory.spread_draft(config, mesh, device=options.device)
     # Programs are for a number of pages and rows: those that the engine will have.
     config, _ = memory.fit(config, mesh, device=options.device)
-    program, forms = described.describe(config, mesh)
+    program, forms = devices.describe(config, mesh)
     xla = importlib.import_module("jaxspec.engine.runner").options_of(config, mesh)
     cache = importlib.import_module("jaxspec.engine.program_cache")
     programs = cache.ProgramCache(folder)

@@ -74,8 +74,8 @@ def run(options: argparse.Namespace) -> None:
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     count = 1
     if options.device is not None:
-        described = importlib.import_module("jaxspec.engine.described")
-        count = len(described.named_devices(options.device))
+        devices = importlib.import_module("jaxspec.engine.memory.device_descriptions")
+        count = len(devices.named_devices(options.device))
         # Whatever is installed, nothing runs on it: this process is the command's.
         importlib.import_module("jax").config.update("jax_platforms", "cpu")
     if options.tensor_parallel_size is None:
@@ -83,7 +83,7 @@ def run(options: argparse.Namespace) -> None:
             count // max(options.data_parallel_size, 1), 1
         )
     args = engine_args(vars(options))
-    memory = importlib.import_module("jaxspec.engine.device_memory")
+    memory = importlib.import_module("jaxspec.engine.memory.probe")
     plan = memory.plan_for(args, options.device, has_compiler=options.compile)
     print(json.dumps(plan.told(), indent=2) if options.json else plan.table())
 

@@ -102,7 +102,7 @@ class EngineConfig:
         data_parallel_rank: Which of `data_parallel_size` engines this one is, from 0.
         num_pages: Pages of the pool that target and draft share.
         given: Which of the sizes are the user's: the others are those of a CPU until
-            `jaxspec.engine.device_memory` has seen the devices. None: all of them.
+            `jaxspec.engine.memory.probe` has seen the devices. None: all of them.
         head_config: Of a head in place of a draft model: a `HeadConfig` of
             `jaxspec.models.heads.config`.
         draft_token_ids: What a draft model may propose whose vocabulary is trimmed,

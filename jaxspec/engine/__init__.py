@@ -5,11 +5,11 @@ Read `llm_engine` first (the loop; `async_llm_engine` runs it in an `engine_thre
 then the way of a request: `input_processor` (and `structured_output`, which follows a
 grammar with a `grammar_matcher`), `scheduling`, which says what a launch does, and
 `speculation`, which chooses K, `runner`, `output_processor` and `detokenizer`.
-`compiler` and `program_cache` make a launch's program; `metrics` counts, and
+`compiler` and `program_cache` make a launch's program, `calibration` times it;
+`metrics` counts, and
 `kv_events` tells gateways which prefixes have pages. `multihost` has the processes of
 other hosts run the same launches.
 
 Before the engine exists: `arg_utils`, `speculative_args` and `model_folders` read what
-was asked for; `memory` divides the devices, by facts that `device_memory` and
-`described` (devices that are not here) find; `loader` reads the weights.
+was asked for; `memory` divides the devices' memory; `loader` reads the weights.
 """

@@ -1,7 +1,7 @@
 """Owns `EngineArgs`: what users pass, in vLLM's names, turned into one `EngineConfig`.
 
 Knows nothing about devices: sizes that depend on them are those of a CPU here, and
-`jaxspec.engine.device_memory` replaces what the user has not given.
+`jaxspec.engine.memory.probe` replaces what the user has not given.
 """
 
 import argparse
@@ -33,7 +33,7 @@ from jaxspec.config.quantization import check_quantization, quantize_model
 from jaxspec.config.speculation import SpeculativeConfig
 from jaxspec.config.structured_outputs import StructuredOutputsConfig
 from jaxspec.config.trimming import kept_tokens
-from jaxspec.engine.memory.memory_plan import CPU_SIZES, default_cpu_pages
+from jaxspec.engine.memory.plan import CPU_SIZES, default_cpu_pages
 from jaxspec.engine.model_folders import (
     BUNDLED_DRAFT,
     BUNDLED_TARGET,

@@ -10,21 +10,23 @@ from typing import Any, no_type_check
 
 from jaxspec.config.engine import EngineConfig, ServedModel
 from jaxspec.engine.arg_utils import EngineArgs
+from jaxspec.engine.calibration import Calibrator
 from jaxspec.engine.engine_lock import EngineLock, exclusive
 from jaxspec.engine.input_processor import InputProcessor, Prepared
 from jaxspec.engine.kv_events import KvEventPublisher
 from jaxspec.engine.loader import Sleep, check_level, make_runner, read_tokenizer
-from jaxspec.engine.memory.memory_plan import MemoryPlan
+from jaxspec.engine.memory.plan import MemoryPlan
 from jaxspec.engine.metrics import EngineMetrics, Load
 from jaxspec.engine.output_processor import OutputProcessor
 from jaxspec.engine.runner import Runner
-from jaxspec.engine.scheduling.batch import Launch, LaunchError, OnDevice
+from jaxspec.engine.scheduling.launch import Launch, LaunchError, OnDevice
 from jaxspec.engine.scheduling.page_events import PageEvents
 from jaxspec.engine.scheduling.request import Request
-from jaxspec.engine.scheduling.scheduler import Scheduler, make_acceptance
+from jaxspec.engine.scheduling.round_estimates import make_acceptance
+from jaxspec.engine.scheduling.scheduler import Scheduler
 from jaxspec.engine.scheduling.stats import EngineStats
 from jaxspec.engine.speculation.policy import Choice, SpeculationPolicy
-from jaxspec.engine.speculation.step_times import Round, StepTimes
+from jaxspec.engine.speculation.step_times import StepTimes
 from jaxspec.errors import (
     ConfigError,
     EngineDeadError,
@@ -37,7 +39,7 @@ from jaxspec.errors import (
 from jaxspec.exit import finish_at_exit
 from jaxspec.metrics import Metric
 from jaxspec.outputs import RequestOutput
-from jaxspec.program.plan import TILE, Features, StepShape
+from jaxspec.program.plan import Features, StepShape
 from jaxspec.program.wire import CaughtUp, StepResult
 from jaxspec.sampling_params import SamplingParams
 from jaxspec.text.tokenizer import Tokenizer, first_difference
@@ -46,8 +48,6 @@ _log = logging.getLogger(__name__)
 LOG_INTERVAL_S = 10.0
 # Longest wait for a program before calls of other threads are served.
 MAX_WAIT_S = 0.05
-# Tokens of the sequences that programs are timed with.
-REHEARSAL_CONTEXT = 256
 
 
 class LLMEngine:
@@ -65,6 +65,7 @@ class LLMEngine:
         policy: Chooses K.
         step_times: Measured seconds of rounds.
         acceptance: Measured acceptance rates.
+        calibrator: Times new programs.
         input_processor: Checks requests; any thread may call its `prepare`.
     """
 
@@ -110,8 +111,9 @@ class LLMEngine:
         self._sleep = Sleep(config, self.runner)
         # Must be compiled before requests are served; None for nothing.
         self._first_program: StepShape | None = None
-        self._rehearsed: set[Round] = set()
-        self._rehearsed_version = -1
+        self.calibrator = Calibrator(
+            config, runner, self.policy, self.step_times, self._sleep
+        )
         finish_at_exit(self)
 
     @property
@@ -327,7 +329,9 @@ class LLMEngine:
 
     def _step(self) -> list[RequestOutput]:
         self._stop_if_no_program_drafts()
-        is_held_up = self._rehearse_next()
+        is_held_up = self.calibrator.run_next(
+            self.scheduler, is_busy=bool(self._launched)
+        )
         start, outputs, waited = time.monotonic(), list[RequestOutput](), 0.0
         launch = None if is_held_up else self.scheduler.plan()
         if launch is not None:
@@ -352,63 +356,10 @@ class LLMEngine:
         if not any(shape.num_draft_tokens for shape in compiler.made):
             self.policy.stop("no program with drafts could be compiled")
 
-    def _rehearse_next(self) -> bool:
-        """Time one program that is new; most calls do nothing.
-
-        Not beside a compile, which would make it slower than the others, nor while a
-        launch is under way, which would seem to take as long as the rehearsal does.
-
-        Returns:
-            Whether a launch is to be read first, and none started meanwhile.
-        """
-        compiler = self.runner.compiler
-        version = compiler.version
-        if version == self._rehearsed_version or compiler.num_wanted:
-            return False
-        left = self._unrehearsed()
-        if left and self._launched:
-            return True
-        if left:
-            self._rehearse(left[0])
-        else:
-            self._rehearsed_version = version
-        return False
-
-    def _unrehearsed(self) -> list[Round]:
-        """Rounds whose times the choice of K needs."""
-        if not self.policy.is_adaptive or self.is_sleeping():
-            return []
-        most = self.config.num_draft_tokens
-        rounds = []
-        for shape in self.runner.compiler.made:
-            if shape.is_catch_up or not (shape.chunk or shape.features.has_grammar):
-                # None: while all rows wait for the draft model.
-                drafts = sorted({min(k, shape.num_draft_tokens) for k in (0, 1, most)})
-                rounds += [Round(shape, k) for k in drafts]
-        return [one for one in rounds if one not in self._rehearsed]
-
-    def _rehearse(self, round_: Round) -> None:
-        """Time a round over sequences that are made up for it."""
-        self._rehearsed.add(round_)
-        pages, size = self.scheduler.pages, self.config.page_size
-        tree = self.scheduler.shapes.tree(self.config.num_draft_tokens)
-        lookahead = 8 * tree.max_emitted + tree.num_rows - tree.max_emitted
-        context = min(REHEARSAL_CONTEXT, self.config.max_model_len - lookahead)
-        count = -(-(context + lookahead) // size)
-        if context < TILE or count > pages.num_free:
-            return
-        taken = pages.take(count)
-        try:
-            with OnDevice():
-                seconds = self.runner.rehearse(round_, taken, context)
-        finally:
-            pages.release(taken)
-        self.step_times.seed(round_, seconds)
-
     def _wait_for_masks_or_program(self) -> float:
         """Wait a while for what all requests wait for; return the seconds."""
         before = time.monotonic()
-        if self.scheduler.wait_for_masks(MAX_WAIT_S):
+        if self.scheduler.masks.wait(MAX_WAIT_S):
             return time.monotonic() - before
         with OnDevice():
             shapes = self.scheduler.shapes
@@ -607,8 +558,7 @@ class LLMEngine:
         with self.lock:
             # Steps time the programs themselves while requests of other threads run.
             if not self._launched:
-                for round_ in self._unrehearsed():
-                    self._rehearse(round_)
+                self.calibrator.run_all(self.scheduler)
 
     def start_warm_up(self, sampling_params: Iterable[SamplingParams] = ()) -> None:
         """Have the same programs made beside requests, which the first of them serves.

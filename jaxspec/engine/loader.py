@@ -12,7 +12,7 @@ from typing import Any, no_type_check
 
 from jaxspec.config.engine import EngineConfig, draft_hint
 from jaxspec.config.trimming import check_special_tokens
-from jaxspec.engine.device_memory import fit, own_memory, spread_draft
+from jaxspec.engine.memory.probe import fit, own_memory, spread_draft
 from jaxspec.engine.multihost.channel import Followers, Leader
 from jaxspec.engine.multihost.facts import facts_of
 from jaxspec.engine.program_cache import ProgramCache, facts

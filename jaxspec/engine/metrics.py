@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from jaxspec.config.engine import EngineConfig
 from jaxspec.config.token_tree import count_ranks
 from jaxspec.engine.grammar_matcher import FAILURE_KINDS
-from jaxspec.engine.memory.memory_plan import MemoryPlan
-from jaxspec.engine.scheduling.batch import Launch
+from jaxspec.engine.memory.plan import MemoryPlan
+from jaxspec.engine.scheduling.launch import Launch
 from jaxspec.engine.scheduling.request import Request
 from jaxspec.engine.scheduling.stats import EngineStats
 from jaxspec.engine.speculation.acceptance import AcceptanceRates

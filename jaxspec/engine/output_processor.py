@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from jaxspec.config.engine import EngineConfig
 from jaxspec.engine.detokenizer import Logprobs, LogprobStream, TextStream
 from jaxspec.engine.metrics import EngineMetrics
-from jaxspec.engine.scheduling.batch import Advance, Progress
+from jaxspec.engine.scheduling.launch import Advance, Progress
 from jaxspec.engine.scheduling.request import Request
 from jaxspec.engine.scheduling.stats import EngineStats
 from jaxspec.errors import escaped

@@ -7,6 +7,7 @@ import dataclasses
 import logging
 import os
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -20,17 +21,17 @@ from jax.sharding import Mesh
 from jaxspec.config.engine import EngineConfig
 from jaxspec.config.hosts import HostsConfig
 from jaxspec.engine.compiler import Compiler
-from jaxspec.engine.memory.memory_plan import (
+from jaxspec.engine.memory.plan import (
     DEFAULT_UTILIZATION,
     MemoryPlan,
     shown_bytes,
 )
 from jaxspec.engine.multihost.channel import HEARTBEAT_S, Followers, shape_values
 from jaxspec.engine.program_cache import ProgramCache
-from jaxspec.engine.scheduling.shapes import EveryProgram, Programs
+from jaxspec.engine.scheduling.programs import EveryProgram, Programs
 from jaxspec.engine.speculation.step_times import Round
 from jaxspec.engine.structured_output import TokenMasks, answer_masks
-from jaxspec.errors import ConfigError
+from jaxspec.errors import ConfigError, EngineDeadError
 from jaxspec.jax_settings import find_devices, own_settings
 from jaxspec.models import cpu
 from jaxspec.models.params import Params
@@ -101,7 +102,7 @@ class Runner:
         self.program = program_of(config, mesh, mask_source)
         params = target_params, proposer_params(self.program, draft_params)
         self._arrays = Arrays(self.program.proposers, params, self._init_state())
-        self.compiler = Compiler(self._make)
+        self.compiler = _make_compiler(self)
         self.compiles_beside = True
         self.num_launches = 0
         self.compiler_options = options_of(config, mesh)
@@ -390,6 +391,30 @@ class Runner:
     def stop_profile(self) -> None:
         """Write what was recorded."""
         jax.profiler.stop_trace()
+
+
+def _make_compiler(runner: Runner) -> Compiler:
+    """Make the compiler of a runner, which it does not keep alive.
+
+    A reference back would be a cycle: an engine that is dropped without `shutdown`
+    would keep its weights, pages and programs until Python's next full collection.
+    """
+    owner = weakref.ref(runner)
+
+    def make(shape: StepShape) -> Any:
+        runner = owner()
+        if runner is None:
+            raise EngineDeadError(f"{shape.name} is not compiled: its engine is gone")
+        return runner._make(shape)
+
+    compiler = Compiler(make)
+    weakref.finalize(runner, _end_compiler, compiler).atexit = False
+    return compiler
+
+
+def _end_compiler(compiler: Compiler) -> None:
+    compiler.stop()
+    compiler.clear()
 
 
 def _to_host(array: jax.Array) -> "_HostParts":

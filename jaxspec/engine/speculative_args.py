@@ -264,16 +264,16 @@ def _settle_method(merged: dict[str, Any]) -> None:
             parameter="method",
             value=method,
         )
-    info = method_of(DRAFT_MODEL if method is None else method)
-    if not info.weights and merged.get("model") is not None:
+    chosen = DRAFT_MODEL if method is None else method
+    if not method_of(chosen).weights and merged.get("model") is not None:
         raise ConfigError(
             f"method={method!r} takes no draft model, got {model!r}; leave one of them "
-            f"out, or set method to {with_draft_model(method)!r} for both kinds of "
+            f"out, or set method to {with_draft_model(chosen)!r} for both kinds of "
             "draft.",
             parameter="model",
             value=model,
         )
-    _refuse_keys_of_others(merged, method or DRAFT_MODEL)
+    _refuse_keys_of_others(merged, chosen)
     if method is not None:
         merged["method"] = method
 

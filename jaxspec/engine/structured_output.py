@@ -107,6 +107,8 @@ class GrammarState:
         spent_s: CPU time spent on the text so far.
         late_length: Tokens before the mask that a launch did not wait for, until the
             text is ready again. Tokens after them mean nothing.
+        ready: Tokens of a slow text, and the mask after them: the next launch of it
+            has no drafts.
     """
 
     matcher: Matcher
@@ -121,6 +123,7 @@ class GrammarState:
     lock: threading.Lock = field(default_factory=threading.Lock)
     spent_s: float = 0.0
     late_length: int | None = None
+    ready: tuple[int, np.ndarray] | None = None
     _num_late: int = 0
     _num_slow: int = 0
     _computing: Future[None] | None = None
@@ -134,13 +137,16 @@ class GrammarState:
         """
         return self._num_slow > 0
 
-    def has_mask(self, num_tokens: int, newest: Sequence[int]) -> bool:
-        """Whether the mask after the known tokens is there; see `sync`."""
-        length = num_tokens - self.num_prompt
-        if length != len(self.tokens) or () not in self.known_masks:
-            return False
-        count = min(length, len(newest))
-        return self.tokens[length - count :] == newest[len(newest) - count :]
+    def ready_mask(self, num_tokens: int) -> np.ndarray | None:
+        """Return the mask of a text that `is_ready`; None for any other.
+
+        Args:
+            num_tokens: See `sync`.
+        """
+        if self.ready is None or not self.is_slow:
+            return None
+        length, mask = self.ready
+        return mask if num_tokens - self.num_prompt == length else None
 
     def set_late(self, num_tokens: int) -> None:
         """Note that a launch does not wait for the masks after the known tokens.
@@ -162,9 +168,14 @@ class GrammarState:
         if self._computing is not None:
             self._computing.result()
             self._computing = None
-        if self.tokens == text and () in self.known_masks:
-            self.late_length = None
-            return True
+        if self.lock.acquire(blocking=False):
+            try:
+                if self.tokens == text and () in self.known_masks:
+                    self.late_length = None
+                    self.ready = len(text), self.known_masks[()]
+                    return True
+            finally:
+                self.lock.release()
         self._computing = threads.submit(self.compute, list(text))
         return False
 
@@ -334,12 +345,6 @@ class _Question(NamedTuple):
             self.state.sync(self.num_tokens, self.newest)
             self.state.masks(self.drafts, self.first, self.masks)
 
-    @property
-    def has_answer(self) -> bool:
-        """Whether the mask has been computed between launches; nothing follows it."""
-        is_slow, known = self.state.is_slow, (self.num_tokens, self.newest)
-        return is_slow and self.state.has_mask(*known)
-
 
 class _Job:
     """Answers questions in a thread, for as long as somebody waits."""
@@ -466,23 +471,25 @@ class TokenMasks:
                 state = self._states.get(int(ids[row]))
             if state is None:
                 continue
-            if state.late_length is not None or (is_of_draft and state.is_slow):
+            ready = state.ready_mask(int(num_tokens[row]))
+            is_late = state.late_length is not None
+            if is_late or ready is not None or (is_of_draft and state.is_slow):
                 # Its drafts are rejected, or not used: no masks after them.
                 masks[row] = state.matcher.end_mask[: self._words]
+                if ready is not None and not (is_late or is_of_draft):
+                    masks[row, 0] = ready[: self._words]
                 continue
-            question = _Question(
-                row,
-                state,
-                int(num_tokens[row]),
-                newest[row].tolist(),
-                drafts[row].tolist(),
-                int(before[0]),
-                masks[row],
+            questions.append(
+                _Question(
+                    row,
+                    state,
+                    int(num_tokens[row]),
+                    newest[row].tolist(),
+                    drafts[row].tolist(),
+                    int(before[0]),
+                    masks[row],
+                )
             )
-            if question.has_answer:
-                question.answer()
-            else:
-                questions.append(question)
         late = self._answer(questions)
         if late:
             masks = masks.copy()  # a thread may still write to the other

@@ -1,5 +1,8 @@
 """The engine's state on the device between launches."""
 
+import ctypes
+import mmap
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar, no_type_check
@@ -155,7 +158,10 @@ def run_if(
 
 
 def init_zeros(forms: Any) -> Any:
-    """Make zeroed arrays, each in its final placement."""
+    """Make zeroed arrays, each in its final placement.
+
+    On a CPU, under Linux, they take memory only as they are written to.
+    """
     return jax.tree.map(_zeros, forms)
 
 
@@ -163,8 +169,28 @@ def _zeros(form: jax.ShapeDtypeStruct) -> Array:
     assert form.sharding is not None
     if all(device.platform == "cpu" for device in form.sharding.device_set):
         # Needs no transfer and no compilation.
-        return put(np.zeros(form.shape, form.dtype), form.sharding)
+        array = put(np.zeros(form.shape, form.dtype), form.sharding)
+        _release_zeros(array)
+        return array
     return jnp.zeros(form.shape, form.dtype, device=form.sharding)
+
+
+def _release_zeros(array: Array) -> None:
+    """Give the memory of a zeroed array back to Linux, which maps zeros at a write.
+
+    `jax.device_put` copies, and the copy is resident: 224 MB of pages of the bundled
+    pair, few of which a server with few requests writes to.
+    """
+    if sys.platform != "linux":
+        return
+    madvise, unit = ctypes.CDLL(None).madvise, mmap.PAGESIZE
+    for shard in array.addressable_shards:
+        data = shard.data.block_until_ready()
+        start = data.unsafe_buffer_pointer()
+        first, end = -(-start // unit) * unit, (start + data.nbytes) // unit * unit
+        if end > first:
+            advice = ctypes.c_int(mmap.MADV_DONTNEED)
+            madvise(ctypes.c_void_p(first), ctypes.c_size_t(end - first), advice)
 
 
 def init_token_pages(pool: PoolShape) -> Int[np.ndarray, "page page_size"]:

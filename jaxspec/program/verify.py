@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
@@ -115,15 +114,14 @@ def verify_group(
         vocab_size: Of the whole vocabulary.
     """
     count, width, _ = logits.shape
-    active, numbers = inputs.active, inputs.numbers
+    active, uniform = inputs.active, inputs.numbers.uniform
     axes = backend.vocab_axes(vocab_size)
-    offset = np.arange(width, dtype=np.int32)[None]
+    offset = jnp.array([tuple(range(width))], jnp.int32)
     position = (active.num_tokens[:, None] + offset).reshape(-1)
     logits = forbid_early_stop(
         logits.reshape(count * width, -1), position, active.repeat(width), axes
     )
     logits = logits.reshape(count, width, -1)
-    is_sampled = inputs.controls is not None
     return rejection_sampling(
         inputs.tokens,
         probs,
@@ -131,9 +129,9 @@ def verify_group(
         inputs.num_draft,
         inputs.controls,
         rule=active.rule,
-        accept_uniform=numbers.uniform[:, :-1] if is_sampled else None,
-        sample_uniform=numbers.uniform[:, -1] if is_sampled else None,
-        noise_words=numbers.noise_words,
+        accept_uniform=None if uniform is None else uniform[:, :-1],
+        sample_uniform=None if uniform is None else uniform[:, -1],
+        noise_words=inputs.numbers.noise_words,
         num_forced=inputs.num_forced,
         vocab_size=vocab_size,
         axis_name=axes,

@@ -164,10 +164,7 @@ def plain_ids(**params: Any) -> list[list[int]]:
     "speculative",
     [
         dict(method="ngram", num_speculative_tokens=3, prompt_lookup_max=3),
-        # An engine with its programs takes most of a minute.
-        pytest.param(
-            dict(method="suffix", num_speculative_tokens=3), marks=pytest.mark.slow
-        ),
+        dict(method="suffix", num_speculative_tokens=3),
     ],
     ids=lambda one: one["method"],
 )
@@ -178,7 +175,6 @@ def test_drafts_change_no_text(speculative):
     assert model.llm_engine.stats.num_accepted_tokens > 0
 
 
-@pytest.mark.slow
 def test_bfloat16_has_the_same_first_token():
     model = llm("bfloat16", max_num_seqs=1)
     for name in ("france", "code", "story", "multilingual"):
@@ -193,7 +189,6 @@ def test_the_file_is_the_recorded_one():
     assert checkpoint.format == "gguf"
 
 
-@pytest.mark.slow
 def test_command_line_generates_without_a_draft(capsys):
     prompt = PROMPTS["france"]
     flags = ["--model", PACKAGED_GEMMA3, "--max-tokens", "4", "--dtype", "float32"]

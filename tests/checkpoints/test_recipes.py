@@ -242,6 +242,7 @@ def test_what_ends_a_repeated_phrase() -> None:
     assert np.flatnonzero(everything[0]).tolist() == [7, 13, 14, 15, 16, 17]
 
 
+@pytest.mark.slow
 def test_a_step_unlearns_what_greedy_text_repeats(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -10,7 +10,7 @@ from jaxspec import __main__ as command_line
 from jaxspec.cli import compile as ahead
 from jaxspec.engine import program_cache
 from jaxspec.engine.arg_utils import EngineArgs
-from jaxspec.engine.described import DEVICES
+from jaxspec.engine.memory.device_descriptions import DEVICES
 
 MODELS = {
     "model": "jaxspec/tiny-gemma2",

@@ -10,7 +10,7 @@ import pytest
 
 from jaxspec import __main__ as command_line
 from jaxspec.cli import plan
-from jaxspec.engine.described import (
+from jaxspec.engine.memory.device_descriptions import (
     MEMORY_BYTES,
     NAMED_DEVICES,
     named_devices,
@@ -203,9 +203,9 @@ def test_the_compiler_may_be_asked(capsys, monkeypatch):
         asked.append((config, mesh))
         return 3 * 2**30
 
-    monkeypatch.setattr("jaxspec.engine.device_memory.compiled_temporaries", found)
+    monkeypatch.setattr("jaxspec.engine.memory.probe.compiled_temporaries", found)
     monkeypatch.setattr(
-        "jaxspec.engine.device_memory.describe_mesh", lambda name, _: name
+        "jaxspec.engine.memory.probe.describe_mesh", lambda name, _: name
     )
     arguments = (*PAIR, *DRAFTS, "--device", "h200")
     assert command_line.main(["plan", *arguments, "--compile"]) == 0

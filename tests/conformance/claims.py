@@ -301,7 +301,7 @@ class RandomPolicy(SpeculationPolicy):
 def with_random_policy(engine: LLMEngine, seed: int) -> LLMEngine:
     """Let an engine of controller "adaptive" choose by chance."""
     engine.policy = RandomPolicy(engine.config.speculative, seed=seed)
-    engine.scheduler.policy = engine.policy
+    engine.scheduler = engine._make_scheduler()
     return engine
 
 

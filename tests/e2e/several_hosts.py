@@ -57,7 +57,7 @@ def main() -> None:
         result["num_questions"] = engine.runner.token_masks.num_questions
         result["num_drafts"] = engine.stats.num_draft_tokens
         result["num_accepted"] = engine.stats.num_accepted_tokens
-        result["num_rehearsed"] = len(engine._rehearsed)
+        result["num_timed"] = len(engine.calibrator.timed)
         result["ks"] = sorted(
             {one.num_draft_tokens for one in engine.runner.compiler.made}
         )

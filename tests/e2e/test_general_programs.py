@@ -7,7 +7,7 @@ import pytest
 
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.engine.runner import Runner
-from jaxspec.engine.scheduling.shapes import EveryProgram, Shapes
+from jaxspec.engine.scheduling.programs import EveryProgram, Shapes
 from jaxspec.program.plan import Features, StepShape
 from jaxspec.sampling_params import SamplingParams
 from tests.support import pair

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from jaxspec.engine.program_cache import ProgramCache
-from jaxspec.engine.scheduling.batch import Launch
+from jaxspec.engine.scheduling.launch import Launch
+from jaxspec.engine.scheduling.programs import FIRST_CHUNK
 from jaxspec.engine.scheduling.scheduler import Scheduler
-from jaxspec.engine.scheduling.shapes import FIRST_CHUNK
 from jaxspec.program import target_pass, verify
 from jaxspec.program.plan import TILE
 from jaxspec.sampling_params import SamplingParams

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from jaxspec import LLM, EngineArgs
-from jaxspec.engine.device_memory import plan_for
 from jaxspec.engine.engine_group import EngineGroup
 from jaxspec.engine.llm_engine import LLMEngine
+from jaxspec.engine.memory.probe import plan_for
 from jaxspec.engine.model_folders import BUNDLED_DRAFT, BUNDLED_TARGET, model_folder
 from jaxspec.errors import ConfigError
 from jaxspec.models.families import config_from_folder

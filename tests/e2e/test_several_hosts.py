@@ -165,7 +165,7 @@ def test_two_processes_say_what_one_says(hosts: Hosts, model: Path, controller: 
     end = f"The leader has ended in order after {found['num_launches']} launches"
     assert end in hosts.log("follower")
     if controller == "adaptive":
-        assert found["num_rehearsed"] > 0 and len(found["ks"]) > 1
+        assert found["num_timed"] > 0 and len(found["ks"]) > 1
 
 
 @contextlib.contextmanager

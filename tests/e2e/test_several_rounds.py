@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxspec.engine.llm_engine import LLMEngine
-from jaxspec.engine.scheduling import pacing
+from jaxspec.engine.scheduling import prefill_budget
 from jaxspec.outputs import RequestOutput
 from jaxspec.program.plan import StepPlan, StepShape
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams
@@ -220,7 +220,7 @@ def test_every_path_says_what_plain_decoding_says(monkeypatch):
         return LLMEngine(config, runner=engine.runner, tokenizer=engine.tokenizer)
 
     monkeypatch.setattr(lossless, "engine_for", with_loops)
-    monkeypatch.setattr(pacing, "MAX_LAUNCH_S", 60.0)
+    monkeypatch.setattr(prefill_budget, "MAX_LAUNCH_S", 60.0)
     for one in lossless.play(cut):
         assert max(planned) > 1, one
         assert one.num_equal == one.num_prompts, one

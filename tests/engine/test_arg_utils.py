@@ -12,7 +12,7 @@ from jaxspec.engine.arg_utils import (
     AsyncEngineArgs,
     EngineArgs,
 )
-from jaxspec.engine.memory.memory_plan import MAX_CPU_KV_BYTES
+from jaxspec.engine.memory.plan import MAX_CPU_KV_BYTES
 from jaxspec.engine.model_folders import BUNDLED_DRAFT, BUNDLED_TARGET
 from jaxspec.errors import ConfigError
 from jaxspec.models.families import published_config

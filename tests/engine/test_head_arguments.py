@@ -12,10 +12,10 @@ from huggingface_hub import constants
 from jaxspec.config.engine import EngineConfig, GivenSizes
 from jaxspec.engine import loader
 from jaxspec.engine.arg_utils import EngineArgs
-from jaxspec.engine.described import describe
-from jaxspec.engine.device_memory import bytes_of, find_facts, fit
+from jaxspec.engine.memory.device_descriptions import describe
+from jaxspec.engine.memory.probe import bytes_of, find_facts, fit
 from jaxspec.engine.runner import build_mesh
-from jaxspec.engine.scheduling.shapes import Shapes
+from jaxspec.engine.scheduling.programs import Shapes
 from jaxspec.engine.speculation.policy import SpeculationPolicy
 from jaxspec.errors import ConfigError, UnsupportedError
 from jaxspec.models.heads.config import (

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from jaxspec.config.speculation import ADAPTIVE
-from jaxspec.engine.scheduling.shapes import GREEDY
+from jaxspec.engine.scheduling.programs import GREEDY
 from jaxspec.engine.speculation.step_times import Round
 from jaxspec.errors import ConfigError, RequestError
 from jaxspec.outputs import RequestOutput
@@ -34,7 +34,7 @@ from tests.support.fake_engines import (
 
 
 def test_a_program_is_timed_while_no_launch_is_under_way(monkeypatch):
-    """The launch would seem to take as long as the program that is timed beside it."""
+    """Else calibration would delay the launch, and time the two together."""
     engine, runner = make_fake_engine(
         num_draft_tokens=3, controller=ADAPTIVE, num_pages=200, max_model_len=512
     )
@@ -58,6 +58,7 @@ def test_a_program_is_timed_while_no_launch_is_under_way(monkeypatch):
         if len(said) in (2, 12):
             runner.compiler.get(shapes[len(said) > 2])
     assert timed == [Round(shape, k) for shape in shapes for k in (0, 1, 3)]
+    assert engine.calibrator.timed == set(timed)
     assert said[-1] == 60
     assert_idle(engine)
 

@@ -5,9 +5,9 @@ import dataclasses
 import numpy as np
 import pytest
 
+from jaxspec.engine.scheduling.programs import EveryProgram
 from jaxspec.engine.scheduling.request import Request, Status
 from jaxspec.engine.scheduling.scheduler import Scheduler
-from jaxspec.engine.scheduling.shapes import EveryProgram
 from jaxspec.engine.speculation.policy import SpeculationPolicy
 from jaxspec.program.plan import Features, StepShape
 from tests.support.loops import Loop, make_config, make_request, make_requests

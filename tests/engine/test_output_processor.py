@@ -13,7 +13,7 @@ from jaxspec.engine.detokenizer import TextStream
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.engine.metrics import EngineMetrics, Load
 from jaxspec.engine.output_processor import OriginStream, OutputProcessor
-from jaxspec.engine.scheduling.batch import Advance, Progress
+from jaxspec.engine.scheduling.launch import Advance, Progress
 from jaxspec.engine.scheduling.request import Request
 from jaxspec.engine.scheduling.stats import EngineStats
 from jaxspec.errors import RequestError

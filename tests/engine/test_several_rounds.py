@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from jaxspec.config.speculation import ADAPTIVE
-from jaxspec.engine.scheduling import pacing
-from jaxspec.engine.scheduling.batch import Launch
-from jaxspec.engine.scheduling.pacing import MAX_LAUNCH_S
+from jaxspec.engine.scheduling import prefill_budget
+from jaxspec.engine.scheduling.launch import Launch
+from jaxspec.engine.scheduling.prefill_budget import MAX_LAUNCH_S
 from jaxspec.engine.scheduling.request import Request
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams
 from tests.support.fake_engines import make_fake_engine, run_one
@@ -243,7 +243,9 @@ def test_rounds_are_counted_and_timed_one_by_one():
 
 
 def test_metrics_count_rounds_and_not_launches(monkeypatch):
-    monkeypatch.setattr(pacing, "MAX_LAUNCH_S", 60.0)  # however slow this machine is
+    monkeypatch.setattr(
+        prefill_budget, "MAX_LAUNCH_S", 60.0
+    )  # however slow this machine is
     found, launches = [], []
     for steps in (1, STEPS):
         engine, runner = make_fake_engine(num_draft_tokens=3, num_scheduler_steps=steps)

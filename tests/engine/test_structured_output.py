@@ -265,11 +265,15 @@ def test_slow_mask_is_late_and_does_not_hold_a_launch(monkeypatch):
         slow.computing.result(60)
         assert slow.is_ready([4], threads)
     assert slow.late_length is None and slow.is_slow
-    drafts = [39] * DRAFTS  # the row has none
-    np.testing.assert_array_equal(
-        ask(masks, (slow, [4], drafts))[0], fresh_masks([4], drafts)
-    )
+    gate.clear()
+    # The launch has no drafts of this row: no mask after them is computed.
+    answer = ask(masks, (slow, [4], [5, 12, 4]))[0]
+    np.testing.assert_array_equal(answer[0], fresh_masks([4], [])[0])
     assert slow.late_length is None
+    gate.set()
+    np.testing.assert_array_equal(
+        ask(masks, (slow, [4, 5], [12, 4, 5]))[0], fresh_masks([4, 5], [12, 4, 5])
+    )
 
 
 def test_many_slow_masks_do_not_add_up(monkeypatch):

@@ -21,6 +21,7 @@ from hypothesis.stateful import (
 
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.engine.scheduling.request import Request, Status
+from jaxspec.engine.scheduling.scheduler import Scheduler
 from jaxspec.engine.speculation.policy import SpeculationPolicy
 from jaxspec.program.plan import StepPlan, StepShape
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams
@@ -70,7 +71,7 @@ class Traffic(RuleBasedStateMachine):
         self.random = np.random.default_rng(seed)
         self.loop = Loop(self.config, seed, rest["depth"])
         self.policy = MovingPolicy(self.config.speculative)
-        self.loop.scheduler.policy = self.policy
+        self.loop.scheduler = Scheduler(self.config, self.policy)
         self.numbers = itertools.count()
         self.alive: list[Request] = []
 

@@ -34,7 +34,7 @@ from jaxspec_kernels.paged_attention.cases import CASES, REAL_CASES, Case
 from jaxspec_kernels.paged_attention.gpu_tiles import Tiles
 
 ROOT = Path(__file__).parents[2]
-TARGET = ROOT / "jaxspec" / "engine" / "targets" / "h200.txtpb"
+TARGET = ROOT / "jaxspec" / "engine" / "memory" / "targets" / "h200.txtpb"
 RESULTS = ROOT / "benchmarks" / "results" / "aot_gpu.json"
 # Of one multiprocessor; a program also takes 1 kB of shared memory for the driver.
 REGISTERS, SHARED_BYTES, RESERVED_BYTES = 65536, 233472, 1024

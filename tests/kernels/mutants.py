@@ -9,6 +9,7 @@ import io
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import jax
 import pytest
@@ -45,7 +46,7 @@ TILES = Tiles(rows=16, keys=16, splits=2)
 def check_backend(backend: str) -> None:
     """In a jit of its own, which has not traced the code without the bug."""
     call = LATE if backend == "reference" else CALL
-    own = dict(tiles=TILES) if backend == "gpu" else {}
+    own: dict[str, Any] = dict(tiles=TILES) if backend == "gpu" else {}
     assert error(call, run(backend, call, function=compiled(backend), **own)) <= EXACT
 
 

@@ -335,11 +335,12 @@ def test_donated_pages_are_written_where_they_lie(is_scaled):
 
 def test_arguments_that_do_not_fit_are_errors():
     layer, batch = Layer(), make_batch()
-    for changes, message in (
+    wrong: list[tuple[dict[str, Any], str]] = [
         (dict(num_q_heads=3), "3 query heads for 2 KV heads"),
         (dict(q_norm=layer.norm(6)), r"weights \(24,\): one .* of the 10 elem"),
         (dict(k_norm=layer.norm(6)), r"weights \(24,\): one .* of the 10 elem"),
-    ):
+    ]
+    for changes, message in wrong:
         with pytest.raises(ValueError, match=message):
             layer.attend(batch, **changes)
     with pytest.raises(Exception, match="matrices do not fit"):

@@ -372,7 +372,8 @@ def test_kernels_read_only_pages_in_reach(
     monkeypatch, backend, window, kv_len, num_pages
 ):
     """TPU: each of them once. GPU: nothing else."""
-    case, kept = replace(SMALL, window=window), {}
+    case = replace(SMALL, window=window)
+    kept: dict[str, Any] = {}
     if backend == "gpu":
         case = replace(case, q_heads=2, kv_heads=1)
         kept = dict(dtype="bfloat16", query_dtype="float32")
@@ -481,7 +482,7 @@ def test_pages_of_eight_bits_equal_float64(backend, kind, window):
     ],
 )
 def test_int8_in_lanes_equals_float64(case, block_tokens):
-    kept = dict(query_dtype="bfloat16") if case.head_dim > 8 else {}
+    kept: dict[str, Any] = {"query_dtype": "bfloat16"} if case.head_dim > 8 else {}
     call, arrays = build_quantized(case, IN_LANES, **kept)
     found = run("tpu", call, arrays=arrays, block_tokens=block_tokens)
     assert excess(call, found) <= EXACT
@@ -495,7 +496,7 @@ def test_a_scale_that_is_nan_affects_its_token_alone():
     lane = 2 * SMALL.page_size + offset  # the second head's key
     pages = replace(pages, scales=pages.scales.at[page, 0, lane].set(jnp.nan))
     found = run("tpu", call, arrays=(query, pages, table, kv_len))
-    is_broken = np.isnan(found).any(axis=3)
+    is_broken = np.asarray(np.isnan(found).any(axis=3))
     group = SMALL.q_heads // SMALL.kv_heads
     assert is_broken[0, :, group:].all() and is_broken.sum() == 5 * group
     whole = attend(call)

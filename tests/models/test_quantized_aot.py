@@ -14,7 +14,7 @@ import math
 import pytest
 
 from jaxspec.config.engine import EngineConfig
-from jaxspec.engine.described import describe_mesh, named_devices
+from jaxspec.engine.memory.device_descriptions import describe_mesh, named_devices
 from jaxspec.program.plan import Features, StepShape
 from jaxspec_checkpoints import Sizes, tensor_shapes
 from jaxspec_checkpoints.gemma.published import published_config

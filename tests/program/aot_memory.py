@@ -18,21 +18,21 @@ from typing import Any
 
 from jaxspec.config.engine import EngineConfig, GivenSizes
 from jaxspec.engine.arg_utils import EngineArgs
-from jaxspec.engine.described import (
+from jaxspec.engine.memory.device_descriptions import (
     describe_mesh,
     named_devices,
     named_mesh,
 )
-from jaxspec.engine.device_memory import find_facts, plan_for
 from jaxspec.engine.memory.draft_sharding import DraftSharding
-from jaxspec.engine.memory.memory_plan import (
+from jaxspec.engine.memory.plan import (
     DEFAULT_UTILIZATION,
     GIB,
     MIB,
     MemoryFacts,
     Sizes,
 )
-from jaxspec.engine.scheduling.shapes import GREEDY, Shapes
+from jaxspec.engine.memory.probe import find_facts, plan_for
+from jaxspec.engine.scheduling.programs import GREEDY, Shapes
 from jaxspec.engine.speculation.policy import SpeculationPolicy
 from jaxspec.program.plan import Features
 from jaxspec_checkpoints.gemma.published import published_config
@@ -111,7 +111,7 @@ class Cell:
         models: dict[str, Any] = dict(model=f"google/gemma-2-{self.target}")
         if self.draft is not None:
             models["speculative_model"] = f"google/gemma-2-{self.draft}"
-        given = models | self._sizes() | dict(load_format="dummy")
+        given: dict[str, Any] = models | self._sizes() | {"load_format": "dummy"}
         return EngineArgs(**(given | changes))
 
     def config(self) -> EngineConfig:

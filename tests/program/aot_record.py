@@ -17,7 +17,7 @@ from tqdm.auto import tqdm
 from jaxspec.bench.report import write_whole
 from jaxspec.config.engine import EngineConfig
 from jaxspec.engine.arg_utils import EngineArgs
-from jaxspec.engine.described import describe
+from jaxspec.engine.memory.device_descriptions import describe
 from jaxspec.engine.runner import options_of
 from jaxspec.program.plan import StepShape
 from jaxspec.program.step import lower_step

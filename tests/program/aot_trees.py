@@ -19,8 +19,12 @@ import jax.numpy as jnp
 
 from jaxspec.config.engine import EngineConfig
 from jaxspec.config.token_tree import TREE_KEY, read_paths
-from jaxspec.engine.described import describe, describe_mesh, named_devices
-from jaxspec.engine.scheduling.shapes import GREEDY, Shapes
+from jaxspec.engine.memory.device_descriptions import (
+    describe,
+    describe_mesh,
+    named_devices,
+)
+from jaxspec.engine.scheduling.programs import GREEDY, Shapes
 from jaxspec.engine.speculation.policy import SpeculationPolicy
 from jaxspec.program.rows import gather
 from jaxspec.program.tree.compact_kv import compact_kv

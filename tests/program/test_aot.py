@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from jaxspec.engine.described import describe_mesh
-from jaxspec.engine.scheduling.shapes import SAMPLED, Shapes
+from jaxspec.engine.memory.device_descriptions import describe_mesh
+from jaxspec.engine.scheduling.programs import SAMPLED, Shapes
 from jaxspec.engine.speculation.policy import SpeculationPolicy
 from jaxspec.program.plan import Features, StepShape
 from jaxspec.sharding import make_mesh
@@ -263,12 +263,8 @@ def of_width(sums: dict[str, int], kind: str, *widths: int) -> dict[str, int]:
 
 
 @pytest.mark.aot
-@pytest.mark.parametrize(
-    "name",
-    members(
-        "hosts", aot_hosts.CELLS, is_example=lambda name: name == aot_hosts.EXAMPLE
-    ),
-)
+@pytest.mark.battery(name="hosts")
+@pytest.mark.parametrize("name", aot_hosts.CELLS)
 def test_a_program_for_several_hosts_compiles(name):
     skip_without_compiler("v5e")
     check_hosts(aot_hosts.measure(name))

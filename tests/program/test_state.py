@@ -1,6 +1,9 @@
 """Rows start empty, and every leaf is an array of its own."""
 
 import dataclasses
+import resource
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,8 +13,8 @@ import numpy as np
 import pytest
 
 from jaxspec.engine.arg_utils import EngineArgs
-from jaxspec.engine.described import named_devices
-from jaxspec.engine.device_memory import plan_for
+from jaxspec.engine.memory.device_descriptions import named_devices
+from jaxspec.engine.memory.probe import plan_for
 from jaxspec.errors import UnsupportedError
 from jaxspec.models.families import config_from_hf
 from jaxspec.program.plan import NO_TOKEN, PoolShape
@@ -20,9 +23,10 @@ from jaxspec.program.state import (
     EngineState,
     check_kept,
     init_token_pages,
+    init_zeros,
     page_forms,
 )
-from jaxspec.sharding import TARGET_MESH_AXES, make_mesh
+from jaxspec.sharding import TARGET_MESH_AXES, make_mesh, replicated
 from jaxspec_checkpoints.gemma.published import published_config
 
 DTYPE: Any = jnp.dtype(jnp.bfloat16)
@@ -135,3 +139,21 @@ def test_the_state_can_be_donated_and_used_again():
     kept = donating(state)
     assert {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(kept)} == buffers
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="madvise is Linux's")
+def test_zeroed_arrays_take_memory_when_written():
+    def resident_pages() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1])
+
+    mesh = make_mesh(1, None, jax.devices("cpu"))
+    form = jax.ShapeDtypeStruct((2**16, 2**8), jnp.float32, sharding=replicated(mesh))
+    before = resident_pages()
+    array = init_zeros(form).block_until_ready()
+    assert (resident_pages() - before) * resource.getpagesize() < array.nbytes / 2
+    assert not np.asarray(array).any()
+    # Still a buffer that a program can write to in place.
+    start = array.unsafe_buffer_pointer()
+    array = jax.jit(lambda one: one.at[5, 3].set(1), donate_argnums=0)(array)
+    assert array.unsafe_buffer_pointer() == start
+    assert np.argwhere(np.asarray(array)).tolist() == [[5, 3]]

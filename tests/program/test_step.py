@@ -1,6 +1,6 @@
 """What the compiled program may not do: copy pages or weights, run what is not asked.
 
-Its results are tested in `tests/e2e`.
+Programs are traced whole, `step_context` included. Results are tested in `tests/e2e`.
 """
 
 import dataclasses

@@ -8,10 +8,11 @@ import numpy as np
 
 from jaxspec.config.engine import EngineConfig, SpeculativeConfig
 from jaxspec.config.speculation import FIXED
-from jaxspec.engine.scheduling.batch import Launch
+from jaxspec.engine.scheduling.launch import Launch
+from jaxspec.engine.scheduling.page_events import PageEvents
+from jaxspec.engine.scheduling.programs import EveryProgram
 from jaxspec.engine.scheduling.request import Request
 from jaxspec.engine.scheduling.scheduler import Scheduler
-from jaxspec.engine.scheduling.shapes import EveryProgram
 from jaxspec.engine.speculation.policy import SpeculationPolicy
 from jaxspec.outputs import RequestStateStats
 from jaxspec.program.plan import TILE, PoolShape, StepShape
@@ -126,10 +127,13 @@ class Loop:
         seed: int,
         depth: int = 1,
         programs: EveryProgram | None = None,
+        page_events: PageEvents | None = None,
     ):
         self.config, self.depth = config, depth
         policy = SpeculationPolicy(config.speculative)
-        self.scheduler = Scheduler(config, policy, programs=programs)
+        self.scheduler = Scheduler(
+            config, policy, programs=programs, page_events=page_events
+        )
         self.pool = PoolShape(
             num_rows=config.max_num_seqs,
             num_pages=config.num_pages,

@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any
 
 from jaxspec.config.engine import GivenSizes
-from jaxspec.engine.memory.memory_plan import (
+from jaxspec.engine.memory.plan import (
     MemoryFacts,
     MemoryPlan,
     ModelBytes,

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from jaxspec.engine.llm_engine import LLMEngine
-from jaxspec.engine.scheduling import pacing
-from jaxspec.engine.scheduling.rows import RowTable
+from jaxspec.engine.scheduling import prefill_budget
+from jaxspec.engine.scheduling.row_table import RowTable
 from jaxspec.program.plan import StepPlan, StepShape
 from jaxspec.program.wire import CaughtUp, StepResult
 
@@ -40,6 +40,6 @@ def at_most(engine: LLMEngine, num_rounds: int) -> Iterator[list[tuple[int, int]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runner, "launch", note_launch)
         patch.setattr(runner, "fetch", note_fetch)
-        patch.setattr(pacing.Pacer, "num_rounds", count)
+        patch.setattr(prefill_budget.Pacer, "num_rounds", count)
         patch.setattr(RowTable, "rounds_left", lambda *_: STEPS)
         yield ran

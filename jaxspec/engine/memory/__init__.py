@@ -1,6 +1,6 @@
-"""How devices are divided: plain numbers, of devices that are here or not.
+"""How the memory of devices is divided, and how many pages there are.
 
-`memory_plan` says what weights, programs and pages take; `draft_sharding` over how many
-devices a draft model is spread, by `device_speeds`. What they are told of devices finds
-`jaxspec.engine.device_memory`.
+`plan` is the arithmetic, on plain numbers; `draft_sharding` chooses over how many
+devices a draft model is spread. `probe` finds the numbers for a configuration, from
+devices that are present or, by `device_descriptions`, from their names.
 """

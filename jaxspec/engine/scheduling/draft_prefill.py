@@ -1,24 +1,78 @@
 """Draft prefill: launches that give the draft model the keys and values it lacks.
 
 The draft model reads prompts after the target has, so that first tokens do not wait for
-it, and tokens decoded without drafts. Decides when such a launch runs.
+it, and tokens decoded without drafts. Decides when such a launch runs, and of which
+rows; writes only in `begin_turn`, `commit_plan`, `commit` and `restart`.
 """
 
 import math
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from jaxspec.engine.scheduling.batch import Launch, plan_draft_prefill
 from jaxspec.engine.scheduling.kv_cache import PageTables
-from jaxspec.engine.scheduling.rows import RowTable
-from jaxspec.engine.scheduling.shapes import Shapes
+from jaxspec.engine.scheduling.launch import Launch
+from jaxspec.engine.scheduling.programs import Shapes
+from jaxspec.engine.scheduling.request import Request
+from jaxspec.engine.scheduling.row_table import RowTable
 from jaxspec.engine.speculation.acceptance import AcceptanceRates
 from jaxspec.engine.speculation.policy import SpeculationPolicy
 from jaxspec.engine.speculation.step_times import Round, StepTimes
-from jaxspec.program.plan import TILE
+from jaxspec.program.plan import NO_TOKEN, TILE, StepPlan, StepShape, Tile
+from jaxspec.program.wire import CaughtUp
 
 # Launches of draft prefill in a row, at most, before the next round.
 MAX_IN_A_ROW = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """Whether draft prefill runs before anything else, and how turns stand then.
+
+    Attributes:
+        num_in_a_row: Launches of draft prefill since the last round.
+        has_yielded: It has let waiting requests go first.
+        num_admitted_then: Requests admitted when most rows lagged last.
+    """
+
+    is_first: bool = False
+    num_in_a_row: int = 0
+    has_yielded: bool = False
+    num_admitted_then: int = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Feed:
+    """Tokens that the draft model reads of one request.
+
+    Attributes:
+        tiles: None of those that another request's tiles bring.
+        num_closed: By how many tokens the request's lag shrinks.
+        end: Leading tokens that the draft model has then.
+    """
+
+    request: Request
+    tiles: tuple[Tile, ...]
+    num_closed: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DraftPrefillPlan:
+    """A launch of draft prefill before it is committed.
+
+    Attributes:
+        shape: Its program; None: none is compiled.
+        missing: A better program, to be requested.
+        is_probe: It only measures what drafts would bring; K is 0.
+        num_admitted_then: Of the turn after it.
+    """
+
+    shape: StepShape | None
+    missing: StepShape | None
+    feeds: tuple[Feed, ...]
+    is_probe: bool
+    num_admitted_then: int
 
 
 class DraftPrefill:
@@ -36,10 +90,7 @@ class DraftPrefill:
         self._rows, self._tables, self._shapes = rows, tables, shapes
         self._policy, self._step_times = policy, step_times
         self._acceptance = acceptance
-        # It takes turns with other launches.
-        self._num_in_a_row, self._has_yielded = 0, False
-        # Requests admitted when most of them lagged last.
-        self._num_admitted_then = 0
+        self._turn = Turn()
         self._is_probing = False
 
     def is_allowed(self, limit: int) -> bool:
@@ -60,8 +111,8 @@ class DraftPrefill:
         """Whether it would run only to learn what drafts would bring."""
         return self._policy.is_adaptive and not self._policy.num_drafts
 
-    def take_turn(self, limit: int, *, has_newcomers: bool) -> bool:
-        """Return whether it runs before anything else, and count the turn.
+    def next_turn(self, limit: int, *, has_newcomers: bool) -> Turn:
+        """Return whether draft prefill runs before anything else.
 
         It takes turns with rounds while most sequences have drafts. Otherwise it runs
         several times in a row: after rounds without drafts, rows that have caught up
@@ -70,19 +121,22 @@ class DraftPrefill:
         Args:
             has_newcomers: Waiting requests could be admitted: they go first, once.
         """
-        rows = self._rows
-        is_due = self.is_allowed(limit) and rows.awaits_draft(rows.decoding).any()
-        if not is_due:
-            self._num_in_a_row = 0  # most rounds
-            return False
-        most = MAX_IN_A_ROW if self._do_most_lag() else 1
-        if self._num_in_a_row >= most or not len(rows.lagging()):
-            self._num_in_a_row = 0
-            return False
-        self._has_yielded = has_newcomers and not self._has_yielded
-        return not self._has_yielded
+        rows, turn = self._rows, self._turn
+        has_yielded, admitted = turn.has_yielded, turn.num_admitted_then
+        if not (self.is_allowed(limit) and rows.awaits_draft(rows.decoding).any()):
+            return Turn(False, 0, has_yielded, admitted)  # most rounds
+        do_most_lag, admitted = self._do_most_lag()
+        most = MAX_IN_A_ROW if do_most_lag else 1
+        if turn.num_in_a_row >= most or not len(rows.lagging()):
+            return Turn(False, 0, has_yielded, admitted)
+        has_yielded = has_newcomers and not has_yielded
+        return Turn(not has_yielded, turn.num_in_a_row, has_yielded, admitted)
 
-    def plan(self, limit: int, stream_s: float | None) -> Launch | None:
+    def begin_turn(self, turn: Turn) -> None:
+        """Apply a turn."""
+        self._turn = turn
+
+    def plan(self, limit: int, stream_s: float | None) -> DraftPrefillPlan | None:
         """Plan a launch for the rows that may have drafts; None where none lag.
 
         While nothing is drafted, one row is enough to learn what drafts would bring.
@@ -101,22 +155,77 @@ class DraftPrefill:
             return None
         # In the order of admission: later requests do not overtake earlier ones.
         lagging = lagging[self._rows.owner[lagging].argsort()]
-        tiles = self._num_tiles(lagging)
-        if stream_s is not None and not self._do_most_lag():
-            tiles = min(tiles, self._tiles_within(stream_s))
-        shape = self._shapes.catch_up(tiles)
-        if shape is None:
+        num_tiles, admitted = self._num_tiles(lagging), self._turn.num_admitted_then
+        if stream_s is not None:
+            do_most_lag, admitted = self._do_most_lag()
+            if not do_most_lag:
+                num_tiles = min(num_tiles, self._tiles_within(stream_s))
+        shape, missing = self._shapes.select_catch_up(num_tiles)
+        feeds = self._feeds(lagging, shape.num_tiles) if shape is not None else ()
+        return DraftPrefillPlan(shape, missing, feeds, is_probe, admitted)
+
+    def _feeds(self, lagging: np.ndarray, num_tiles: int) -> tuple[Feed, ...]:
+        """Return what the draft model reads in one launch.
+
+        Of pages that requests share, the first to be served feeds them for all.
+
+        Args:
+            lagging: Rows of which all unread launches are plain, in order.
+        """
+        rows, tables, completed = self._rows, self._tables, set[int]()
+        feeds = list[Feed]()
+        for request in rows.owners_of(lagging.tolist()):
+            row = request.row
+            gap, unread = int(rows.num_draft_uncached[row]), int(rows.num_unread[row])
+            # The newest token stays out: it is the next round's input.
+            before = request.num_tokens + unread - gap
+            end = min(request.num_tokens, request.num_tokens + unread - 1)
+            start = max(before, min(tables.num_drafted(request, completed), end))
+            end = min(end, start + num_tiles * TILE)
+            tiles = tuple(
+                _draft_tile(request, first, min(first + TILE, end))
+                for first in range(start, end, TILE)
+            )
+            num_tiles -= len(tiles)
+            feeds.append(Feed(request, tiles, max(end - before, 0), max(end, start)))
+            completed.update(request.pages[: feeds[-1].end // tables.page_size])
+        return tuple(feeds)
+
+    def commit_plan(self, plan: DraftPrefillPlan) -> Launch | None:
+        """Apply a plan; return its launch, None where no program is compiled."""
+        self._shapes.request_compile(plan.missing)
+        num_in_a_row = self._turn.num_in_a_row + (plan.shape is not None)
+        self._turn = replace(
+            self._turn,
+            num_in_a_row=num_in_a_row,
+            num_admitted_then=plan.num_admitted_then,
+        )
+        if plan.shape is None:
             return None
-        self._num_in_a_row += 1
-        if is_probe:
+        for feed in plan.feeds:
+            self._rows.num_draft_uncached[feed.request.row] -= feed.num_closed
+            self._tables.complete(feed.request, feed.end)
+        if plan.is_probe:
             self._is_probing = True
             self._policy.begin_probe()
-        return plan_draft_prefill(
-            self._rows, self._tables, lagging, shape, is_probe=is_probe
+        return Launch(
+            plan=StepPlan(tiles=[tile for feed in plan.feeds for tile in feed.tiles]),
+            shape=plan.shape,
+            rows=np.zeros(0, np.int64),
+            owners=np.zeros(0, np.int64),
+            drafts=np.zeros(0, np.int64),
+            decoding=[],
+            tiled=[feed.request for feed in plan.feeds for _ in feed.tiles],
+            registered=[],
+            is_probe=plan.is_probe,
         )
 
-    def commit(self, launch: Launch) -> None:
-        """Record a launch that has been read."""
+    def commit(self, launch: Launch, result: CaughtUp) -> None:
+        """Record the acceptance probabilities of a launch that has been read."""
+        for request, probabilities in zip(launch.tiled, result.likeness, strict=False):
+            if request.row >= 0:
+                known = probabilities[probabilities >= 0]
+                self._acceptance.record_probabilities(request.row, known)
         self._is_probing &= not launch.is_probe
         self._policy.record_draft_prefill(launch.seconds, is_probe=launch.is_probe)
 
@@ -124,13 +233,20 @@ class DraftPrefill:
         """Forget launches in flight: they are lost."""
         self._is_probing = False
 
+    def missing(self, rows: np.ndarray) -> StepShape | None:
+        """Return the program to request before all rows can have drafts."""
+        rows = rows[self._rows.lags(rows)]
+        if not len(rows):
+            return None
+        return self._shapes.select_catch_up(self._num_tiles(rows)).missing
+
     def seconds_per_round(self, rows: np.ndarray) -> float:
         """Return what it takes before all rows can have drafts, per round left."""
         rows = rows[self._rows.lags(rows)]
         if not len(rows):
             return 0.0
         tiles = self._num_tiles(rows)
-        shape = self._shapes.catch_up(tiles)
+        shape = self._shapes.select_catch_up(tiles).shape
         if shape is None:
             return 0.0
         seconds = self._step_times.seconds.get(Round(shape), 0.0)
@@ -142,13 +258,17 @@ class DraftPrefill:
         """Return the tiles that the draft model lacks of some rows."""
         return int((-(-(self._rows.num_draft_uncached[rows] - 1) // TILE)).sum())
 
-    def _do_most_lag(self) -> bool:
-        """Return whether rows lag that were there when more than half of all did."""
-        rows = self._rows.decoding
+    def _do_most_lag(self) -> tuple[bool, int]:
+        """Return whether rows lag that were there when more than half of all did.
+
+        Returns:
+            And how many requests had been admitted then.
+        """
+        rows, admitted = self._rows.decoding, self._turn.num_admitted_then
         late = rows[self._rows.awaits_draft(rows)]
         if 2 * len(late) > len(rows):
-            self._num_admitted_then = self._rows.num_admitted
-        return bool((self._rows.owner[late] < self._num_admitted_then).any())
+            admitted = self._rows.num_admitted
+        return bool((self._rows.owner[late] < admitted).any()), admitted
 
     def _tiles_within(self, seconds: float) -> int:
         """Return the tiles of the largest program that takes no longer."""
@@ -160,3 +280,16 @@ class DraftPrefill:
             if one <= seconds
         ]
         return max(allowed, default=shapes[0].num_tiles)
+
+
+def _draft_tile(request: Request, first: int, last: int) -> Tile:
+    """Return the tile of some known tokens of a request, `last` excluded."""
+    known = request.tokens(first, min(last + 1, request.num_tokens))
+    has_next = len(known) > last - first
+    return Tile(
+        row=request.row,
+        start=first,
+        tokens=np.array(known[: last - first], np.int32),
+        is_last=False,
+        next_token=known[-1] if has_next else NO_TOKEN,
+    )

@@ -9,8 +9,8 @@ Knows nothing of devices.
 
 import hashlib
 import itertools
-from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Sequence, Set
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from jaxspec.engine.scheduling.request import Request
 from jaxspec.engine.scheduling.stats import EngineStats
 
 KEY_BYTES = 16
+NO_PAGES: Set[int] = frozenset()
 
 
 def root_key(kind: str, salt: str) -> bytes:
@@ -137,12 +138,27 @@ class PagePool:
         """Note that the draft model has filled pages, too."""
         self._undrafted.difference_update(pages)
 
-    def num_drafted(self, pages: Iterable[int]) -> int:
-        """How many of the first of some findable pages the draft model has filled."""
+    def num_drafted(self, pages: Iterable[int], completed: Set[int] = NO_PAGES) -> int:
+        """How many of the first of some findable pages the draft model has filled.
+
+        Args:
+            completed: Pages that a launch which is being planned fills.
+        """
+        undrafted = self._undrafted
         is_drafted = (
-            page in self._key_of and page not in self._undrafted for page in pages
+            page in self._key_of and (page not in undrafted or page in completed)
+            for page in pages
         )
         return sum(1 for _ in itertools.takewhile(bool, is_drafted))
+
+    def num_freed(self, pages: Iterable[int], released: Counter[int]) -> int:
+        """How many pages have no holder left once each of these loses one.
+
+        Args:
+            released: Holders that pages have lost before in the same plan; updated.
+        """
+        released.update(pages := list(pages))
+        return sum(self._holders[page] == released[page] for page in pages)
 
     def _drop_key(self, page: int) -> None:
         key = self._key_of.pop(page)
@@ -226,16 +242,26 @@ class PageTables:
         """Pages that a request lacks for its first tokens."""
         return max(self.count(num_tokens) - len(request.pages), 0)
 
-    def find(self, request: Request) -> list[int]:
-        """Cached pages of a waiting request; at least one token is left to prefill."""
+    def reusable_keys(self, request: Request) -> list[bytes]:
+        """Keys of the pages that a waiting request may find in the prefix cache.
+
+        At least one token is left to prefill.
+        """
         if not request.can_read_prefix_cache:
             return []
-        count = (len(request.tokens_to_prefill) - 1) // self.page_size
+        return self.keys(request, (request.num_tokens - 1) // self.page_size)
+
+    def keys(self, request: Request, count: int) -> list[bytes]:
+        """Keys of a request's first `count` pages; none if it shares no pages."""
         self._extend_keys(request, count)
-        return self.pool.find(request.page_keys[:count])
+        return request.page_keys[:count]
+
+    def num_full(self, request: Request, num_complete: int) -> int:
+        """Pages that can be registered once so many leading positions are written."""
+        return min(num_complete, request.num_tokens - self._num_ahead) // self.page_size
 
     def begin(self, request: Request, found: list[int]) -> None:
-        """Give a request the pages that `find` found for it."""
+        """Give a request the pages that were found for it."""
         assert not request.pages
         self.pool.share(found)
         request.pages = list(found)
@@ -268,8 +294,7 @@ class PageTables:
         Returns:
             The pages that were not findable before.
         """
-        known = min(num_complete, request.num_tokens - self._num_ahead)
-        first, count = request.num_registered, known // self.page_size
+        first, count = request.num_registered, self.num_full(request, num_complete)
         if count <= first or self._root(request) is None:
             return []
         self._extend_keys(request, count)
@@ -300,9 +325,13 @@ class PageTables:
         """Note how many leading positions the draft model has caught up with."""
         self.pool.complete(request.pages[: num_drafted // self.page_size])
 
-    def num_drafted(self, request: Request) -> int:
-        """How many leading positions the draft model has filled, for anybody."""
-        return self.pool.num_drafted(request.pages) * self.page_size
+    def num_drafted(self, request: Request, completed: Set[int] = NO_PAGES) -> int:
+        """How many leading positions the draft model has filled, for anybody.
+
+        Args:
+            completed: As for `PagePool.num_drafted`.
+        """
+        return self.pool.num_drafted(request.pages, completed) * self.page_size
 
     def release(self, request: Request) -> None:
         """Release a request's pages; its last ones are the first to be used again."""
@@ -331,3 +360,72 @@ class PageTables:
         ahead = self._num_ahead
         tokens = request.tokens(len(known) * size, count * size + ahead)
         known += page_keys(parent, tokens, size, ahead)
+
+
+class PlannedPages:
+    """The pool as it will be once a plan is committed; writes nothing to it.
+
+    Pages are taken as `PagePool.take` does: blank ones, then the least recently used
+    findable ones, whose keys are lost. Keys of pages that the plan fills can be found.
+    """
+
+    def __init__(self, tables: PageTables):
+        self._tables, self._pool = tables, tables.pool
+        self._num_taken = 0
+        self._revived, self._evicted = set[int](), set[int]()
+        self._oldest = iter(self._pool._kept)
+        self._new_keys = set[bytes]()
+
+    @property
+    def num_free(self) -> int:
+        """Pages without holders."""
+        return self._pool.num_free - self._num_taken - len(self._revived)
+
+    def grow(self, request: Request, num_tokens: int, num_found: int = 0) -> None:
+        """Take the pages that a request lacks for its first tokens."""
+        have = max(len(request.pages), num_found)
+        self._num_taken += max(self._tables.count(num_tokens) - have, 0)
+        num_evicted = self._num_taken - len(self._pool._blank)
+        while len(self._evicted) < num_evicted:
+            page = next(self._oldest)
+            if page not in self._revived:
+                self._evicted.add(page)
+
+    def register(self, request: Request, first: int, num_complete: int) -> None:
+        """Make full pages findable, from index `first` on."""
+        count = self._tables.num_full(request, num_complete)
+        for key in self._tables.keys(request, count)[first:]:
+            if self._find(key) is None:
+                self._new_keys.add(key)
+
+    def find(self, request: Request) -> list[int | None]:
+        """Pages that a waiting request begins with; None for those the plan fills."""
+        found = list[int | None]()
+        for key in self._tables.reusable_keys(request):
+            page = self._find(key)
+            if page is None and key not in self._new_keys:
+                break
+            found.append(page)
+        return found
+
+    def _find(self, key: bytes) -> int | None:
+        page = self._pool._page_of.get(key)
+        return None if page in self._evicted else page
+
+    def num_revived(self, found: Iterable[int | None]) -> int:
+        """How many found pages have no holder yet."""
+        return len(self._free_of(found))
+
+    def _free_of(self, found: Iterable[int | None]) -> set[int]:
+        is_free = self._pool.is_free
+        return {
+            page
+            for page in found
+            if page is not None and page not in self._revived and is_free(page)
+        }
+
+    def begin(self, request: Request, found: list[int | None], end: int) -> None:
+        """Admit a request whose prompt is prefilled up to a position."""
+        self._revived |= self._free_of(found)
+        self.grow(request, end + 1, len(found))
+        self.register(request, len(found), end)

@@ -115,6 +115,13 @@ class Request:
         """Tokens whose values the host knows."""
         return len(self.prompt_token_ids) + len(self.output_token_ids)
 
+    @property
+    def num_left_to_prefill(self) -> int:
+        """Tokens that are not prefilled and in no launch; all of a waiting request."""
+        if self.status is Status.WAITING:
+            return self.num_tokens
+        return len(self.tokens_to_prefill) - self.num_prefilled
+
     def tokens(self, start: int, end: int) -> list[int]:
         """Known tokens at positions from `start` to before `end`."""
         prompt = self.prompt_token_ids

@@ -22,7 +22,7 @@ from jaxspec.engine.scheduling.lookup_estimator import (
     TextIndex,
 )
 from jaxspec.engine.scheduling.request import Request
-from jaxspec.engine.scheduling.scheduler import kind_of
+from jaxspec.engine.scheduling.round_estimates import kind_of
 from jaxspec.engine.speculation.step_times import Round
 from jaxspec.program.plan import Features
 from jaxspec.program.propose.ngram import NGram

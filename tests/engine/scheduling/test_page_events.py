@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxspec.engine.scheduling.kv_cache import PageTables, page_keys, root_key
+from jaxspec.engine.scheduling.kv_cache import page_keys, root_key
 from jaxspec.engine.scheduling.page_events import (
     PageEvent,
     PageEvents,
@@ -59,9 +59,8 @@ def run(loop: Loop, events: PageEvents, listener: Listener, requests: Any) -> in
 def test_who_hears_all_knows_all(num_draft: int):
     # Fewer pages than the texts have, so that some are used again.
     config = make_config(num_draft_tokens=num_draft, num_pages=32, max_num_seqs=1)
-    loop, events = Loop(config, 0), PageEvents()
-    loop.scheduler.tables = PageTables(config, loop.scheduler.stats, events)
-    loop.scheduler.pages = loop.scheduler.tables.pool
+    events = PageEvents()
+    loop = Loop(config, 0, page_events=events)
     listener = Listener(config.page_size)
     requests = make_requests(config, 4)
     random = np.random.default_rng(0)
@@ -79,9 +78,8 @@ def test_who_hears_all_knows_all(num_draft: int):
 
 def test_pages_of_some_requests_alone_are_not_told():
     config = make_config(num_pages=200, max_num_seqs=1)
-    loop, events = Loop(config, 0), PageEvents()
-    loop.scheduler.tables = PageTables(config, loop.scheduler.stats, events)
-    loop.scheduler.pages = loop.scheduler.tables.pool
+    events = PageEvents()
+    loop = Loop(config, 0, page_events=events)
     (request,) = make_requests(config, 1, cache_salt="mine")
     loop.scheduler.add(request)
     while loop.step():

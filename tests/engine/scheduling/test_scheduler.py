@@ -12,16 +12,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from jaxspec.config.engine import EngineConfig
 from jaxspec.config.speculation import ADAPTIVE
-from jaxspec.engine.scheduling import shapes
-from jaxspec.engine.scheduling.draft_prefill import MAX_IN_A_ROW
+from jaxspec.engine.scheduling.draft_prefill import MAX_IN_A_ROW, DraftPrefillPlan
+from jaxspec.engine.scheduling.programs import EveryProgram
 from jaxspec.engine.scheduling.request import Request, Status
-from jaxspec.engine.scheduling.scheduler import Scheduler, WaitingQueue
-from jaxspec.engine.scheduling.shapes import EveryProgram
+from jaxspec.engine.scheduling.scheduler import Scheduler
+from jaxspec.engine.scheduling.stages import LaunchPlan
 from jaxspec.engine.speculation.constants import CONSTANTS
 from jaxspec.engine.speculation.policy import Choice, SpeculationPolicy
 from jaxspec.outputs import RequestStateStats
@@ -37,7 +35,6 @@ from tests.support.loops import (
     make_requests,
     run_traffic,
 )
-from tests.support.requests import make_request as make_waiting
 
 CONFIGS = {
     "base": {},
@@ -114,6 +111,79 @@ def test_requests_can_be_dropped_at_any_time(name):
         loop.assert_idle()
 
 
+def freeze(value: Any) -> Any:
+    """A copy that compares by value; requests by name."""
+    match value:
+        case np.ndarray():
+            return value.tolist()
+        case Request():
+            return value.request_id
+        case dict():
+            return [(freeze(key), freeze(one)) for key, one in value.items()]
+        case list() | tuple() | set():
+            return [freeze(one) for one in value]
+    return repr(value)
+
+
+def state_of(loop: Loop, programs: SomePrograms) -> list[Any]:
+    """All that a plan decides on, but for the hashes that identify pages."""
+    scheduler = loop.scheduler
+    requests = [*scheduler.running, *scheduler.waiting]
+    known = [vars(one) | {"page_keys": None} for one in requests]
+    parts = (scheduler.rows, scheduler.pages, scheduler.policy, scheduler.acceptance)
+    known += [vars(one) for one in (*parts, scheduler.step_times, scheduler.stats)]
+    known.append(vars(scheduler.pacer) | {"step_times": None})
+    turn = scheduler._draft_prefill._turn
+    return freeze([*known, requests, programs.asked, turn])
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        CONFIGS["many_rows_few_pages"],
+        CONFIGS["priorities"],
+        dict(controller=ADAPTIVE, max_num_seqs=4, num_pages=60),
+    ],
+)
+def test_stages_write_nothing(changes, monkeypatch):
+    """Neither with a draft prefill; programs that are missing are not requested."""
+    config, random = make_config(**changes), np.random.default_rng(0)
+    serving = SomePrograms()
+    loop = Loop(config, seed=0, programs=serving)
+    first = loop.scheduler.shapes.all()[0]
+    serving.there |= {first, *loop.scheduler.shapes.catch_ups}
+    plans = list[Any]()
+
+    def check(owner: Any, name: str) -> None:
+        plan = getattr(owner, name)
+
+        def planned(*values: Any, **options: Any) -> Any:
+            before = state_of(loop, serving)
+            plans.append(plan(*values, **options))
+            assert state_of(loop, serving) == before
+            return plans[-1]
+
+        monkeypatch.setattr(owner, name, planned)
+
+    check(loop.scheduler, "_plan_round")
+    check(loop.scheduler._draft_prefill, "plan")
+    check(loop.scheduler._draft_prefill, "next_turn")
+    for number in range(10):
+        request = make_request(number, random, config)
+        request.params.output_kind = RequestOutputKind.DELTA
+        loop.scheduler.add(request)
+    while loop.step():
+        pass
+    rounds = [one for one in plans if isinstance(one, LaunchPlan)]
+    assert any(one.admissions.admitted for one in rounds)
+    assert any(one.budget.account for one in rounds)
+    assert any(isinstance(one, DraftPrefillPlan) for one in plans)
+    assert serving.asked, "nothing was missing"
+    is_tight = any(one.claims.num_preempted for one in rounds)
+    assert is_tight == (loop.scheduler.stats.num_preemptions > 0)
+    loop.assert_idle()
+
+
 def run_together(config: EngineConfig, count: int, **changes) -> Loop:
     """`count` equal requests of 4 prompt tokens and 12 generated ones."""
     loop = Loop(config, seed=0)
@@ -177,7 +247,7 @@ def test_a_chunk_holds_no_more_than_the_budget():
 
 
 def test_a_crowd_of_prompts_asks_for_a_larger_program_and_fills_it(monkeypatch):
-    monkeypatch.setattr(shapes, "FIRST_CHUNK", 2 * TILE)
+    monkeypatch.setattr("jaxspec.engine.scheduling.programs.FIRST_CHUNK", 2 * TILE)
     config = make_config(
         num_draft_tokens=0,
         max_num_seqs=8,
@@ -693,33 +763,6 @@ def test_few_admissions_of_a_launch_have_controls():
     plans = [launch.plan for launch in loop.launches if launch.plan.admissions]
     admitted = [len(plan.admissions) for plan in plans]
     assert admitted[:3] == [MAX_CONTROLLED, MAX_CONTROLLED, 2]
-
-
-def fill(policy: str, priorities: list[int]) -> tuple[WaitingQueue, list[Request]]:
-    line = WaitingQueue(policy)
-    requests = [make_waiting(priority=priority) for priority in priorities]
-    for request in requests:
-        line.add(request)
-    return line, requests
-
-
-@given(st.lists(st.integers(-2, 2), max_size=8), st.data())
-def test_the_order_is_that_of_a_sorted_list(priorities, data):
-    for policy in ("fcfs", "priority"):
-        line, requests = fill(policy, priorities)
-        expected = list(requests)
-        if policy == "priority":
-            expected.sort(key=lambda request: request.priority)
-        assert list(line) == expected
-        assert len(line) == len(expected)
-        assert next(iter(line), None) is (expected[0] if expected else None)
-        gone = [r for r in expected if data.draw(st.booleans())]
-        for request in gone:
-            line.remove(request)
-        assert list(line) == [r for r in expected if r not in gone]
-        for request in reversed(gone):
-            line.add(request)
-        assert list(line) == expected
 
 
 def test_draft_model_is_probed_once_at_a_time(monkeypatch):

@@ -3,9 +3,10 @@
 import numpy as np
 import pytest
 
-from jaxspec.engine.scheduling.batch import Advance, Launch, commit
+from jaxspec.engine.scheduling.commit import commit
+from jaxspec.engine.scheduling.launch import Advance, Launch
 from jaxspec.engine.scheduling.request import Request, Status
-from jaxspec.engine.scheduling.rows import RowTable
+from jaxspec.engine.scheduling.row_table import RowTable
 from jaxspec.engine.scheduling.stats import EngineStats
 from jaxspec.engine.speculation.acceptance import AcceptanceRates
 from jaxspec.program.plan import TILE, Features, StepPlan, StepShape, Tile

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxspec.engine.scheduling.request import Request
-from jaxspec.engine.scheduling.rows import RowTable
+from jaxspec.engine.scheduling.row_table import RowTable
 from jaxspec.program.plan import Features
 from tests.support.requests import make_request
 

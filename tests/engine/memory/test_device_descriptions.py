@@ -1,4 +1,4 @@
-"""What is described is what an engine has; which devices can be described."""
+"""Described parameters and state equal an engine's; which devices can be described."""
 
 from importlib import util
 from pathlib import Path
@@ -9,9 +9,10 @@ import jax
 import pytest
 
 from jaxspec.config.speculation import SYNTHETIC
-from jaxspec.engine import described, program_cache, runner
+from jaxspec.engine import program_cache, runner
 from jaxspec.engine.arg_utils import EngineArgs
 from jaxspec.engine.loader import make_runner
+from jaxspec.engine.memory import device_descriptions
 from jaxspec.engine.program_cache import ProgramCache
 from jaxspec.errors import ConfigError
 from jaxspec.program.plan import StepShape
@@ -64,8 +65,8 @@ def check_described(
         load_format="dummy",
         **options,
     ).create_engine_config()
-    mesh = described.describe_mesh(None, config)
-    program, forms = described.describe(config, mesh)
+    mesh = device_descriptions.describe_mesh(None, config)
+    program, forms = device_descriptions.describe(config, mesh)
     runner = make_runner(config)
     shape = StepShape(num_seqs=1, num_draft_tokens=0, chunk=0)
     cache = ProgramCache(tmp_path)
@@ -76,31 +77,31 @@ def check_described(
 def test_devices_that_are_not_known_are_refused():
     for name in ("v9", "h200-9", "v5e", ""):
         with pytest.raises(ConfigError, match="--device must be one of v5e-1, .* got"):
-            described.check_device(name)
+            device_descriptions.check_device(name)
 
 
 @pytest.mark.parametrize(
     ("name", "told"), [("v6e-4", "libtpu"), ("h200-2", "CUDA plugin")]
 )
 def test_a_compiler_that_is_missing_is_named(name, told, monkeypatch):
-    for module in (described, runner):
+    for module in (device_descriptions, runner):
         monkeypatch.setattr(module, "find_spec", lambda _: None)
     with pytest.raises(ConfigError, match=f"{told}.*pip install"):
-        described.check_device(name)
-    for module in (described, runner):
+        device_descriptions.check_device(name)
+    for module in (device_descriptions, runner):
         monkeypatch.setattr(module, "find_spec", util.find_spec)
 
 
 def test_named_devices_are_all_that_can_be_described_and_more():
-    for name in described.DEVICES:
+    for name in device_descriptions.DEVICES:
         if " to " not in name:
-            assert described.named_devices(name)
-    assert len(described.named_devices("v6e-4")) == 4
-    assert [one.id for one in described.named_devices("h100-2")] == [0, 1]
-    assert described.named_devices("h100")[0].platform == "gpu"
+            assert device_descriptions.named_devices(name)
+    assert len(device_descriptions.named_devices("v6e-4")) == 4
+    assert [one.id for one in device_descriptions.named_devices("h100-2")] == [0, 1]
+    assert device_descriptions.named_devices("h100")[0].platform == "gpu"
     for name in ("v5e", "v5e-2", "h200-9", "h300", "H100", ""):
         with pytest.raises(ConfigError, match="--device must be one of .* h100-2"):
-            described.named_devices(name)
+            device_descriptions.named_devices(name)
 
 
 def test_described_devices_are_called_like_real_ones():
@@ -122,5 +123,7 @@ def test_described_devices_are_called_like_real_ones():
 
 
 def test_every_gpu_has_its_description():
-    assert (described._TARGETS / "h200.txtpb").read_text().count("NVIDIA H200")
+    assert (
+        (device_descriptions._TARGETS / "h200.txtpb").read_text().count("NVIDIA H200")
+    )
     assert jax.devices()[0].platform in ("cpu", "gpu", "tpu")

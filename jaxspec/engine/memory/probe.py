@@ -1,8 +1,8 @@
-"""Finds what a memory plan is made of, and gives an engine the sizes that come of it.
+"""Find the facts of a memory plan, and give an engine the planned sizes.
 
-Owns the way from models and devices to `MemoryFacts`: nothing is loaded, run or
-profiled. Weights and pages are counted in the forms in which the devices would hold
-them; what a device may hold, it tells itself, or its name does.
+Owns `MemoryFacts` of models and devices. Nothing is loaded, run or profiled: weights
+and pages are counted from shapes and placements; how much a device may hold comes from
+the device itself or, where it is only named, from `device_descriptions`.
 """
 
 import dataclasses
@@ -19,15 +19,19 @@ from jax.sharding import Mesh
 
 from jaxspec.config.engine import EngineConfig, GivenSizes, ModelConfig
 from jaxspec.engine.arg_utils import EngineArgs
-from jaxspec.engine.described import (
+from jaxspec.engine.memory.device_descriptions import (
     describe,
     describe_mesh,
     named_limit,
     named_mesh,
 )
-from jaxspec.engine.memory.device_speeds import speeds_of
-from jaxspec.engine.memory.draft_sharding import DraftSharding, choose, estimate
-from jaxspec.engine.memory.memory_plan import (
+from jaxspec.engine.memory.draft_sharding import (
+    DraftSharding,
+    choose,
+    estimate,
+    speeds_of,
+)
+from jaxspec.engine.memory.plan import (
     ACCELERATOR_SIZES,
     DEFAULT_UTILIZATION,
     MIB,
@@ -46,7 +50,7 @@ from jaxspec.engine.runner import (
     pool_share,
     resolve_dtype,
 )
-from jaxspec.engine.scheduling.shapes import Shapes
+from jaxspec.engine.scheduling.programs import Shapes
 from jaxspec.engine.speculation.policy import SpeculationPolicy
 from jaxspec.errors import ConfigError, UnsupportedError
 from jaxspec.models.families import published_config

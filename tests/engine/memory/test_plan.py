@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from jaxspec.config.engine import GivenSizes
-from jaxspec.engine.memory.memory_plan import (
+from jaxspec.engine.memory.plan import (
     ACCELERATOR_SIZES,
     CPU_SIZES,
     GIB,

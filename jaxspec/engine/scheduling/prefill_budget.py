@@ -11,12 +11,19 @@ nothing of requests.
 """
 
 import math
+from collections.abc import Sequence
 
+from jaxspec.engine.scheduling.programs import Shapes
+from jaxspec.engine.scheduling.request import Request
+from jaxspec.engine.scheduling.stages import Decode, PacedChunk, PrefillBudget
 from jaxspec.engine.speculation.step_times import Round, StepTimes
+from jaxspec.program.plan import TILE, Features, StepShape
 
 MAX_SLOWDOWN = 1.5
 # What was saved for a chunk is enough for it, whatever the last bits say.
 ROUNDING = 1 + 1e-9
+# Nothing to prefill: the next prefill starts with an even account.
+REST = PrefillBudget(account=PacedChunk())
 # Prompts wait no longer than this, whatever the account says.
 MAX_WAIT_ROUNDS = 64
 # Several rounds in one launch take no longer: whoever comes meanwhile waits for them.
@@ -62,9 +69,9 @@ class Pacer:
         if not round_.shape.chunk:
             self.spare_s = (MAX_SLOWDOWN - 1) * seconds
 
-    def rest(self) -> None:
-        """There is nothing to prefill: the next prefill starts with an even account."""
-        self.saved_s, self._num_waited = 0.0, 0
+    def begin(self, chunk: PacedChunk) -> None:
+        """Apply the account of a chunk that `chunk` has returned."""
+        self.saved_s, self._num_waited = chunk.saved_s, chunk.num_waited
 
     def num_rounds(self, round_: Round, most: int) -> int:
         """How many such rounds may run in one launch, `most` at most."""
@@ -98,28 +105,28 @@ class Pacer:
             programs.append((chunk, share * seconds))
         return _soonest(num_tokens, programs)[-1]
 
-    def chunk(self, plain: Round, mixed: list[Round]) -> tuple[int, float | None]:
-        """The prompt tokens that the next round may take along, and what it pays out.
+    def chunk(self, plain: Round, mixed: list[Round]) -> PacedChunk:
+        """Return the prompt tokens that the next round may take along.
 
         Args:
             plain: The round without any.
             mixed: The same round with some, from the smallest chunk.
         """
         base = self.step_times.seconds.get(plain)
-        if base is None:
-            return 0, None  # first see what a round takes
+        if base is None:  # first see what a round takes
+            return PacedChunk(0, None, self.saved_s, self._num_waited)
         allowance = MAX_SLOWDOWN * base
         costs, chunks = self._costs_of(base, mixed), [one.shape.chunk for one in mixed]
         chosen, cost = 0, base
         for size, seconds in zip(chunks, costs, strict=True):
             if seconds <= (allowance + self.saved_s) * ROUNDING:
                 chosen, cost = size, seconds
-        self._num_waited = 0 if chosen else self._num_waited + 1
-        if self._num_waited > MAX_WAIT_ROUNDS:
-            chosen, cost, self._num_waited = chunks[0], costs[0], 0
+        num_waited = 0 if chosen else self._num_waited + 1
+        if num_waited > MAX_WAIT_ROUNDS:
+            chosen, cost, num_waited = chunks[0], costs[0], 0
         most = max(costs[0] - allowance, 0.0)
-        self.saved_s = min(self.saved_s + allowance, most + cost) - cost
-        return chosen, cost
+        saved_s = min(self.saved_s + allowance, most + cost) - cost
+        return PacedChunk(chosen, cost, saved_s, num_waited)
 
     def _costs_of(self, base: float, mixed: list[Round]) -> list[float]:
         """Measured times; what is not known is taken as in proportion to the last.
@@ -137,6 +144,82 @@ class Pacer:
                 known = base + more * chunks[index] / chunks[index - 1]
             costs.append(known)
         return costs
+
+
+class PrefillPlanner:
+    """Decides which programs with prompts a launch may use, and how much of them."""
+
+    def __init__(self, shapes: Shapes, pacer: Pacer):
+        self._shapes, self._pacer = shapes, pacer
+
+    def budget(
+        self,
+        decode: Decode,
+        features: Features,
+        prefilling: Sequence[Request],
+        newcomers: Sequence[Request],
+        *,
+        is_streaming: bool,
+        is_brief: bool,
+    ) -> PrefillBudget:
+        """Return the prompt tokens that the next launch may take along.
+
+        Args:
+            features: That the decoding rows need.
+            prefilling: Running requests whose prompt is not in yet.
+            newcomers: Waiting requests for which there is a row.
+            is_streaming: A request streams its text: prefill may not hold it up.
+            is_brief: As for `Shapes.select`.
+        """
+        num_seqs, num_draft, tokens = len(decode.rows), decode.num_draft_tokens, 0
+        for request in prefilling:
+            features |= request.features
+            tokens += _tiles_left(request) * TILE
+        compiled = self._shapes.with_prompts(num_seqs, num_draft, features)
+        if compiled and compiled[-1].num_tiles < self._shapes.max_tiles:
+            # A larger program can be had, and is worth it where as many tokens wait.
+            tokens += sum(_tiles_left(one) for one in newcomers) * TILE
+        missing = None
+        if tokens:
+            missing = self._shapes.select(
+                num_seqs, num_draft, tokens, features, is_brief=is_brief
+            ).missing
+        shapes = self._fast(compiled, decode, [*prefilling, *newcomers])
+        num_tiles, account = shapes[-1].num_tiles if shapes else 0, None
+        if is_streaming:
+            num_tiles = 0  # where nothing can decode, prompts wait for the read
+            if decode.shape is not None and shapes:
+                mixed = [Round(shape, num_draft) for shape in shapes]
+                account = self._pacer.chunk(Round(decode.shape, num_draft), mixed)
+                num_tiles = account.num_tokens // TILE
+        return PrefillBudget(tuple(shapes), num_tiles, account, missing)
+
+    def _fast(
+        self, shapes: list[StepShape], decode: Decode, requests: Sequence[Request]
+    ) -> list[StepShape]:
+        """Those up to the largest that reads all prompts in the least time."""
+        if len(shapes) < 2:
+            return shapes
+        num_tiles, num_seqs = 0, len(decode.rows)
+        for request in requests:
+            num_tiles, num_seqs = num_tiles + _tiles_left(request), num_seqs + 1
+            if num_tiles >= shapes[-1].num_tiles:
+                break
+        # A program for few sequences is of no use once those of the launch decode.
+        usable = [
+            shape
+            for shape in shapes
+            if shape.num_seqs >= num_seqs - 1 or shape.num_tiles >= num_tiles
+        ]
+        usable = usable or shapes
+        rounds = [Round(shape, decode.num_draft_tokens) for shape in usable]
+        best = usable[self._pacer.fastest(num_tiles * TILE, rounds)]
+        return shapes[: shapes.index(best) + 1]
+
+
+def _tiles_left(request: Request) -> int:
+    """Return the tiles that the rest of a prompt takes; no other shares them."""
+    return -(-request.num_left_to_prefill // TILE)
 
 
 def _soonest(

@@ -1,8 +1,9 @@
-"""What an engine would run, before there are weights, and where there are no devices.
+"""Devices by name, for `plan` and `compile` where the devices are not present.
 
-Owns the devices that can be described to a compiler, or only named, and the forms of
-parameters and state: shapes, types and placement. What is compiled for these is what an
-engine finds that starts on such devices with the same arguments.
+Owns which devices can be described to a compiler, or only named, and the abstract
+parameters and state of an engine on them: shapes, types and placement. A program that
+is compiled for these is the one that an engine loads which starts on such devices with
+the same arguments.
 """
 
 import os
@@ -18,6 +19,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh
 
 from jaxspec.config.engine import EngineConfig
+from jaxspec.engine.memory.plan import GIB
 from jaxspec.engine.program_cache import Arguments
 from jaxspec.engine.runner import (
     build_mesh,
@@ -59,7 +61,6 @@ TPUS = {
 _GPU = re.compile(r"(h200)(?:-([1-8]))?")
 DEVICES = (*TPUS, "h200", "h200-2 to h200-8")
 
-GIB = 2**30
 # The memory of one of them that jax finds, in bytes. Of a GPU it does not take all:
 # one GiB less than CUDA reports.
 MEMORY_BYTES = {

@@ -12,20 +12,17 @@ import pytest
 from safetensors.numpy import save_file
 
 from jaxspec.config.engine import GivenSizes
-from jaxspec.engine import device_memory, model_folders, runner
+from jaxspec.engine import model_folders, runner
 from jaxspec.engine.arg_utils import EngineArgs
-from jaxspec.engine.described import NAMED_DEVICES, named_devices, named_mesh
-from jaxspec.engine.device_memory import (
-    bytes_of,
-    find_facts,
-    fit,
-    plan_for,
-    ram_bytes,
-    spread_draft,
-)
 from jaxspec.engine.loader import make_runner
+from jaxspec.engine.memory import probe
+from jaxspec.engine.memory.device_descriptions import (
+    NAMED_DEVICES,
+    named_devices,
+    named_mesh,
+)
 from jaxspec.engine.memory.draft_sharding import OTHER_SUMS
-from jaxspec.engine.memory.memory_plan import (
+from jaxspec.engine.memory.plan import (
     DEFAULT_UTILIZATION,
     GIB,
     MIB,
@@ -33,6 +30,14 @@ from jaxspec.engine.memory.memory_plan import (
     ModelBytes,
     ProgramFacts,
     Sizes,
+)
+from jaxspec.engine.memory.probe import (
+    bytes_of,
+    find_facts,
+    fit,
+    plan_for,
+    ram_bytes,
+    spread_draft,
 )
 from jaxspec.engine.metrics import EngineMetrics, Load
 from jaxspec.engine.model_folders import PACKAGED_GEMMA3, model_folder
@@ -44,7 +49,7 @@ from tests.checkpoints.models import write_tiny
 from tests.program import aot_memory, hlo
 from tests.program.aot_step import PLACES
 
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
 # As the index files on the Hugging Face Hub add them up (27B: from shapes), and of one
 # token, in bfloat16.
 WEIGHT_BYTES = {"2b": 5_228_683_776, "9b": 18_483_411_968, "27b": 54_454_256_640}
@@ -567,7 +572,7 @@ def test_code_is_counted_as_compilers_found_it():
             found.setdefault(key, []).append(num_bytes)
     assert len(found) == 4
     for (chips, has_prompts), each in found.items():
-        most = device_memory.CODE_BYTES[chips][has_prompts]
+        most = probe.CODE_BYTES[chips][has_prompts]
         assert 0.9 * most < max(each) <= most, (chips, has_prompts)
 
 
@@ -623,7 +628,7 @@ def test_a_cpus_memory_is_planned_where_the_user_says_so(monkeypatch):
     page = find_facts(config_of(), mesh, GivenSizes()).page_bytes
     config, plan = fit(config_of(kv_cache_memory_bytes=100 * page + 1), mesh)
     assert (config.num_pages, plan.utilization) == (100, None)
-    monkeypatch.setattr(device_memory, "ram_bytes", lambda: 2 * GIB)
+    monkeypatch.setattr(probe, "ram_bytes", lambda: 2 * GIB)
     config, plan = fit(config_of(gpu_memory_utilization=0.5), mesh)
     assert plan.facts.limit_bytes == 2 * GIB
     taken = plan.facts.weight_bytes + plan.workspace_bytes + plan.kv_bytes
@@ -667,7 +672,7 @@ def limit_of(*stats: dict[str, int] | None, given: GivenSizes | None = None) -> 
     mesh: Any = SimpleNamespace(
         devices=SimpleNamespace(flat=[first]), local_devices=devices
     )
-    return device_memory._limit_and_use(mesh, given or GivenSizes(), None)
+    return probe._limit_and_use(mesh, given or GivenSizes(), None)
 
 
 def test_the_fullest_device_counts():
@@ -725,10 +730,10 @@ def test_a_compiled_program_tells_its_temporaries(monkeypatch):
         shapes.append(shape)
         return SimpleNamespace(compile=lambda options: Executable(12_345, 0))
 
-    monkeypatch.setattr(device_memory, "lower_step", lower)
+    monkeypatch.setattr(probe, "lower_step", lower)
     config = config_of()
     mesh = runner.build_mesh(config)
-    found = device_memory.compiled_temporaries(config, mesh)
+    found = probe.compiled_temporaries(config, mesh)
     assert found == 12_345
     # The largest of those that any plain request can need.
     assert [one.name for one in shapes] == ["2x2+512_sampled"]
@@ -738,7 +743,7 @@ def test_a_compiled_program_tells_its_temporaries(monkeypatch):
     assert "compiled" in plan.table()
     # Also of those that an engine begins without.
     many = dict(max_num_batched_tokens=4096, max_num_seqs=16, max_model_len=512)
-    device_memory.compiled_temporaries(config_of(**many), mesh)
+    probe.compiled_temporaries(config_of(**many), mesh)
     assert shapes[-1].name == "16x2+4096_sampled"
 
 

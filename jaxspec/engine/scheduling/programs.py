@@ -8,7 +8,7 @@ is not compiled yet runs in a larger one that is.
 
 import dataclasses
 from collections.abc import Iterable
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from jaxspec.config.engine import EngineConfig
 from jaxspec.engine.speculation.policy import SpeculationPolicy
@@ -62,8 +62,23 @@ class EveryProgram:
         """Do nothing: its launch compiles it."""
 
 
+class Selection(NamedTuple):
+    """Programs for launches of one kind.
+
+    Attributes:
+        shape: The best compiled one; None if there is none.
+        missing: A better one, to be requested; None if there is none.
+    """
+
+    shape: StepShape | None
+    missing: StepShape | None
+
+
 class Shapes:
-    """The sizes of an engine's launches.
+    """The sizes of an engine's launches, and the compiled program for each.
+
+    Looking a program up requests nothing: callers pass what is missing to
+    `request_compile`.
 
     Attributes:
         max_tiles: Of prompts, in one launch.
@@ -88,7 +103,8 @@ class Shapes:
         )
         self._chunk = min(self._largest_chunk, FIRST_CHUNK)
         self.max_tiles = self._largest_chunk // TILE
-        self._found: dict[tuple, StepShape | None] = {}
+        self._found: dict[tuple, Selection] = {}
+        self._requested: set[StepShape] = set()
         self._with_prompts: dict[tuple, list[StepShape]] = {}
         self._found_version = -1
         self._forms = self._all_forms()
@@ -261,14 +277,11 @@ class Shapes:
         """Whether a program that feeds the draft model is compiled."""
         return any(shape in self._programs for shape in self.catch_ups)
 
-    def catch_up(self, num_tiles: int) -> StepShape | None:
-        """The best compiled program that feeds the draft model; None if there is none.
+    def select_catch_up(self, num_tiles: int) -> Selection:
+        """Return the programs that feed the draft model so many tiles.
 
-        One that has room for all tiles, else the largest. If the best one of all is
-        missing, it is requested.
+        The best has room for all tiles, else it is the largest.
         """
-        if not self.catch_ups:
-            return None
         fits = [shape for shape in self.catch_ups if shape.num_tiles >= num_tiles]
         smaller = [shape for shape in self.catch_ups if shape not in fits]
         ordered = [
@@ -276,9 +289,56 @@ class Shapes:
             for shape in fits + smaller[::-1]
             if not self._programs.has_failed(shape)
         ]
-        if ordered and ordered[0] not in self._programs:
-            self._programs.request(ordered[0])
-        return next((shape for shape in ordered if shape in self._programs), None)
+        compiled = next((shape for shape in ordered if shape in self._programs), None)
+        is_best = not ordered or compiled == ordered[0]
+        return Selection(compiled, None if is_best else ordered[0])
+
+    def select(
+        self,
+        num_seqs: int,
+        num_draft_tokens: int,
+        num_prompt_tokens: int = 0,
+        features: Features = SAMPLED,
+        *,
+        is_brief: bool = False,
+        has_side_branches: bool = True,
+    ) -> Selection:
+        """Return the programs that serve a launch.
+
+        Args:
+            num_prompt_tokens: Rounded up to tiles, and down to `max_tiles`.
+            is_brief: There will be few such launches: for them nothing is compiled that
+                other launches do not need.
+            has_side_branches: Drafts have the side branches that the engine has.
+                Without, a program that makes them serves where no other is compiled.
+        """
+        self._refresh()
+        need = num_seqs, num_draft_tokens, num_prompt_tokens, features
+        key = *need, is_brief, has_side_branches
+        if key not in self._found:
+            self._found[key] = self._select(*need, is_brief, has_side_branches)
+        return self._found[key]
+
+    def _select(
+        self,
+        num_seqs: int,
+        num_draft_tokens: int,
+        num_prompt_tokens: int,
+        features: Features,
+        is_brief: bool,
+        has_side_branches: bool,
+    ) -> Selection:
+        tokens = min(-(-num_prompt_tokens // TILE), self.max_tiles) * TILE
+        able = self._able(
+            num_seqs, num_draft_tokens, tokens, features, has_side_branches
+        )
+        compiled = next((shape for shape in able if shape in self._programs), None)
+        best = next(
+            (shape for shape in able if not (is_brief and shape in self._late)),
+            able[0],
+        )
+        is_better = compiled is None or able.index(best) < able.index(compiled)
+        return Selection(compiled, best if is_better else None)
 
     def find(
         self,
@@ -287,37 +347,36 @@ class Shapes:
         num_prompt_tokens: int = 0,
         features: Features = SAMPLED,
         *,
-        is_brief: bool = False,
-        has_beside: bool = True,
+        has_side_branches: bool = True,
     ) -> StepShape | None:
-        """The best compiled program that serves a launch; None if there is none.
+        """Return the best compiled program for a launch; None if there is none."""
+        return self.select(
+            num_seqs,
+            num_draft_tokens,
+            num_prompt_tokens,
+            features,
+            has_side_branches=has_side_branches,
+        ).shape
 
-        If the best one of all is missing, it is requested.
+    def request_compile(self, *shapes: StepShape | None) -> None:
+        """Have programs compiled next, the last one first; each is requested once.
 
         Args:
-            is_brief: There will be few such launches: for them nothing is compiled that
-                other launches do not need.
-            has_beside: Drafts have those beside them that the engine has. Without, a
-                program that makes them serves where no other is compiled.
+            shapes: None where nothing is missing.
         """
-        self._refresh()
-        need = num_seqs, num_draft_tokens, num_prompt_tokens, features, has_beside
-        if (need, is_brief) not in self._found:
-            able = self._able(*need)
-            there = next((shape for shape in able if shape in self._programs), None)
-            best = next(
-                (shape for shape in able if not (is_brief and shape in self._late)),
-                able[0],
-            )
-            if there is None or able.index(best) < able.index(there):
-                self._programs.request(best)
-            self._found[need, is_brief] = there
-        return self._found[need, is_brief]
+        for shape in shapes:
+            if shape is None:
+                continue  # most rounds
+            self._refresh()
+            if shape not in self._requested:
+                self._requested.add(shape)
+                self._programs.request(shape)
 
     def _refresh(self) -> None:
         if self._found_version != self._programs.version:
             self._found_version = self._programs.version
             self._found.clear()
+            self._requested.clear()
             self._with_prompts.clear()
 
     def _able(
@@ -326,7 +385,7 @@ class Shapes:
         num_draft_tokens: int,
         tokens: int,
         features: Features,
-        has_beside: bool = True,
+        has_side_branches: bool,
     ) -> list[StepShape]:
         """Programs that serve a launch, the best first."""
         compiled = self._policy.compiled_for(num_draft_tokens)
@@ -340,7 +399,7 @@ class Shapes:
             if shape.num_seqs >= num_seqs
             and shape.num_draft_tokens >= compiled
             and shape.chunk >= tokens
-            and not (has_beside and self._is_chain(shape))
+            and not (has_side_branches and self._is_chain(shape))
         ]
         assert able, f"no program for {num_seqs} sequences and {tokens} prompt tokens"
         # Of equal sizes, forms keep their order.
@@ -354,24 +413,6 @@ class Shapes:
             ),
         )
 
-    def request(
-        self,
-        num_seqs: int,
-        num_draft_tokens: int,
-        tokens: int,
-        features: Features,
-        *,
-        is_brief: bool = False,
-    ) -> None:
-        """Request the best program for a launch with prompts, if it is missing.
-
-        Args:
-            is_brief: As for `find`.
-        """
-        tiles = min(-(-tokens // TILE), self.max_tiles)
-        tokens = tiles * TILE
-        self.find(num_seqs, num_draft_tokens, tokens, features, is_brief=is_brief)
-
     def with_prompts(
         self, num_seqs: int, num_draft_tokens: int, features: Features
     ) -> list[StepShape]:
@@ -379,7 +420,7 @@ class Shapes:
         self._refresh()
         need = num_seqs, num_draft_tokens, features
         if need not in self._with_prompts:
-            able = self._able(num_seqs, num_draft_tokens, TILE, features)
+            able = self._able(num_seqs, num_draft_tokens, TILE, features, True)
             there = [shape for shape in able if shape in self._programs]
             # Of equal chunks the best; a larger one only if it has more room.
             chunks = {shape.chunk: shape for shape in reversed(there)}

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from jaxspec.config.speculation import ADAPTIVE
-from jaxspec.engine.scheduling.shapes import (
+from jaxspec.engine.scheduling.programs import (
     FIRST_CHUNK,
     GREEDY,
     SAMPLED,
@@ -33,6 +33,19 @@ def make_shapes(programs: EveryProgram | None = None, **changes: Any) -> Shapes:
     num_pages = max(48, changes.get("max_num_seqs", 1))
     config = make_config(**(dict(num_pages=num_pages) | changes))
     return Shapes(config, SpeculationPolicy(config.speculative), programs)
+
+
+def find(shapes: Shapes, *need: Any, **options: Any) -> StepShape | None:
+    """Look a program up, and request the better one that is missing."""
+    found = shapes.select(*need, **options)
+    shapes.request_compile(found.missing)
+    return found.shape
+
+
+def catch_up(shapes: Shapes, num_tiles: int) -> StepShape | None:
+    found = shapes.select_catch_up(num_tiles)
+    shapes.request_compile(found.missing)
+    return found.shape
 
 
 def is_able(shape: StepShape, seqs: int, drafts: int, tokens: int, need: Features):
@@ -154,13 +167,13 @@ def test_a_few_launches_without_drafts_are_no_reason_to_compile():
     programs = SomePrograms(largest)
     shapes = make_shapes(programs, **DEFAULT)
     for _ in range(2):
-        assert shapes.find(8, 0, 64, is_brief=True) == largest
+        assert find(shapes, 8, 0, 64, is_brief=True) == largest
         assert [shape.name for shape in programs.asked] == ["8x5+64_sampled"]
-    assert shapes.find(8, 0, 64) == largest
+    assert find(shapes, 8, 0, 64) == largest
     assert programs.asked[-1].name == "8x0+64_sampled"
     # Where it is there, it is used.
     programs.add(programs.asked[-1])
-    assert shapes.find(8, 0, 64, is_brief=True) == programs.asked[-1]
+    assert find(shapes, 8, 0, 64, is_brief=True) == programs.asked[-1]
 
 
 def test_the_draft_model_catches_up_in_the_smallest_program_with_room():
@@ -168,18 +181,18 @@ def test_the_draft_model_catches_up_in_the_smallest_program_with_room():
     shapes = make_shapes(programs, **DEFAULT)
     small, large = shapes.catch_ups
     assert (small.num_tiles, large.num_tiles) == (2, 16)
-    assert shapes.catch_up(3) is None
+    assert catch_up(shapes, 3) is None
     assert programs.asked == [large]
     programs.add(small)
-    assert shapes.catch_up(3) == small, "what there is, as often as it takes"
+    assert catch_up(shapes, 3) == small, "what there is, as often as it takes"
     programs.add(large)
     programs.asked.clear()
-    found = [shapes.catch_up(tiles) for tiles in (1, 2, 3, 16, 99)]
+    found = [catch_up(shapes, tiles) for tiles in (1, 2, 3, 16, 99)]
     assert found == [small, small, large, large, large]
     programs.there.remove(small)
-    assert shapes.catch_up(1) == large
+    assert catch_up(shapes, 1) == large
     assert programs.asked == [small]
-    assert make_shapes(**PLAIN).catch_up(1) is None
+    assert catch_up(make_shapes(**PLAIN), 1) is None
 
 
 def test_mixes_of_requests_have_a_program():
@@ -213,20 +226,20 @@ def test_a_launch_whose_program_is_missing_runs_in_a_larger_one_and_asks():
     programs = SomePrograms()
     shapes = make_shapes(programs, **DEFAULT)
     best = StepShape(num_seqs=1, num_draft_tokens=5, chunk=0, features=GREEDY)
-    assert shapes.find(1, 3, 0, GREEDY) is None
+    assert find(shapes, 1, 3, 0, GREEDY) is None
     assert programs.asked == [best]
     universal = shapes.all()[0]
     programs.add(universal)
-    assert shapes.find(1, 3, 0, GREEDY) == universal  # more of everything
+    assert find(shapes, 1, 3, 0, GREEDY) == universal  # more of everything
     sampled = StepShape(num_seqs=1, num_draft_tokens=5, chunk=0)
     programs.add(sampled)
-    assert shapes.find(1, 3, 0, GREEDY) == sampled
-    assert shapes.find(2, 3, 0, GREEDY) == universal
+    assert find(shapes, 1, 3, 0, GREEDY) == sampled
+    assert find(shapes, 2, 3, 0, GREEDY) == universal
     programs.add(best)
     programs.asked.clear()
-    assert shapes.find(1, 3, 0, GREEDY) == best
+    assert find(shapes, 1, 3, 0, GREEDY) == best
     assert not programs.asked
-    assert shapes.find(1, 5, 0, LOGPROBS) is None
+    assert find(shapes, 1, 5, 0, LOGPROBS) is None
 
 
 # With room for more prompt tokens than the programs that an engine begins with.
@@ -262,10 +275,10 @@ def test_a_program_for_more_prompt_tokens_is_asked_for_by_them():
     shapes = make_shapes(programs, **LARGE)
     programs.add(shapes.all()[0])
     for is_brief in (False, True):
-        shapes.request(1, 0, FIRST_CHUNK, SAMPLED, is_brief=is_brief)
+        find(shapes, 1, 0, FIRST_CHUNK, SAMPLED, is_brief=is_brief)
         assert not programs.asked
         for tokens in (FIRST_CHUNK + 1, 10**6):
-            shapes.request(1, 0, tokens, SAMPLED, is_brief=is_brief)
+            find(shapes, 1, 0, tokens, SAMPLED, is_brief=is_brief)
             assert programs.asked == [dataclasses.replace(shapes.all()[0], chunk=8192)]
             programs.asked.clear()
             programs.version += 1  # else it is asked for once
@@ -286,7 +299,7 @@ def test_programs_with_prompts_are_told_from_the_smallest():
     shapes = make_shapes(programs, **DEFAULT)
     assert shapes.with_prompts(1, 0, SAMPLED) == []
     assert not programs.asked
-    shapes.request(1, 0, 5 * TILE - 1, SAMPLED)
+    find(shapes, 1, 0, 5 * TILE - 1, SAMPLED)
     assert [one.name for one in programs.asked] == ["8x5+512_sampled"]
 
 
@@ -381,7 +394,7 @@ def test_rounds_may_leave_out_what_stands_beside_the_chain(keys, has_chains):
     assert {dataclasses.replace(one, template=None) for one in whole} == set(chains)
     assert len(whole) == len(chains) and not set(chains) & set(soon)
     for features in (GREEDY, SAMPLED):
-        found = shapes.find(4, levels, 0, features, has_beside=False)
+        found = shapes.find(4, levels, 0, features, has_side_branches=False)
         assert found is not None and found in chains
         assert found.features == features
         other = shapes.find(4, levels, 0, features)
@@ -394,9 +407,24 @@ def test_where_the_chain_is_not_compiled_its_drafts_have_others_beside_them():
     every = make_shapes(**changes).all(with_late=True)
     programs = SomePrograms(*[one for one in every if not one.tree.is_chain])
     shapes = make_shapes(programs, **changes)
-    found = shapes.find(4, 5, 0, GREEDY, has_beside=False)
+    found = find(shapes, 4, 5, 0, GREEDY, has_side_branches=False)
     assert found is not None and not found.tree.is_chain
     (wanted,) = programs.asked
     assert wanted.tree.is_chain and wanted.num_draft_tokens == 5
     programs.add(wanted)
-    assert shapes.find(4, 5, 0, GREEDY, has_beside=False) == wanted
+    assert find(shapes, 4, 5, 0, GREEDY, has_side_branches=False) == wanted
+
+
+def test_looking_a_program_up_requests_nothing():
+    programs = SomePrograms()
+    shapes = make_shapes(programs, **DEFAULT)
+    found = shapes.select(4, 5, 64, GREEDY)
+    assert found.shape is None and found.missing is not None
+    assert shapes.find(4, 5, 64, GREEDY) is None
+    assert shapes.select_catch_up(1).missing is not None
+    assert not programs.asked
+    for _ in range(2):
+        shapes.request_compile(found.missing, None)
+        assert programs.asked == [found.missing], "once while programs stay as they are"
+    programs.add(found.missing)
+    assert shapes.select(4, 5, 64, GREEDY) == (found.missing, None)

@@ -1,8 +1,7 @@
 """How a device's memory is divided: weights, programs, and pages with what is left.
 
-Arithmetic over facts of one device; where there are several, each holds as much. Knows
-nothing of jax, models or where the facts come from: `jaxspec.engine.device_memory`
-finds them.
+Arithmetic over facts of one device; where there are several, each holds as much.
+Imports neither jax nor models: `jaxspec.engine.memory.probe` finds the facts.
 """
 
 import math
@@ -11,7 +10,7 @@ from typing import Any, NamedTuple
 
 from jaxspec.config.engine import GivenSizes
 from jaxspec.engine.memory.draft_sharding import DraftSharding
-from jaxspec.engine.scheduling.shapes import FIRST_CHUNK, largest_chunk
+from jaxspec.engine.scheduling.programs import FIRST_CHUNK, largest_chunk
 from jaxspec.errors import ConfigError, check_integer, wrong_argument
 from jaxspec.program.plan import MAX_GROUP_BYTES, TILE
 

@@ -6,10 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxspec.engine.scheduling.pacing import (
+from jaxspec.engine.scheduling.prefill_budget import (
     MAX_LAUNCH_S,
     MAX_SLOWDOWN,
     MAX_WAIT_ROUNDS,
+    REST,
     Pacer,
 )
 from jaxspec.engine.scheduling.request import Status
@@ -33,11 +34,19 @@ def make_pacer() -> Pacer:
     return Pacer(StepTimes())
 
 
+def begin_chunk(pacer: Pacer, mixed: list[Round]) -> tuple[int, float | None]:
+    before = pacer.saved_s
+    chunk = pacer.chunk(PLAIN, mixed)
+    assert pacer.saved_s == before and pacer.chunk(PLAIN, mixed) == chunk
+    pacer.begin(chunk)
+    return chunk.num_tokens, chunk.charged_s
+
+
 def run(costs: dict[int, float], rounds: int) -> list[int]:
     """Chunks of the rounds, each measured before the next is planned."""
     pacer, chosen = make_pacer(), []
     for _ in range(rounds):
-        chunk, charged = pacer.chunk(PLAIN, FED)
+        chunk, charged = begin_chunk(pacer, FED)
         chosen.append(chunk)
         pacer.record(round_of(chunk), costs[chunk], charged)
     return chosen
@@ -74,7 +83,8 @@ def test_cheap_chunks_grow_to_the_largest_and_dear_ones_take_turns():
 def test_an_account_does_not_outlast_its_prefill():
     pacer = make_pacer()
     pacer.saved_s = 5.0
-    pacer.rest()
+    assert REST.account is not None
+    pacer.begin(REST.account)
     assert pacer.saved_s == 0.0
 
 
@@ -84,7 +94,7 @@ def test_a_stall_does_not_keep_prompts_out(stalled):
     costs = {0: 0.010, 32: 0.012}
     pacer, chosen = make_pacer(), []
     for number in range(200):
-        chunk, charged = pacer.chunk(PLAIN, FED[:1])
+        chunk, charged = begin_chunk(pacer, FED[:1])
         chosen.append(chunk)
         seconds = costs[chunk]
         if chunk == stalled and number > 20 and stalled is not None:
@@ -103,7 +113,7 @@ def test_prompts_wait_for_a_while_at_most():
         pacer.record(PLAIN, costs[0])
     pacer.step_times.seconds[round_of(32)] = 1000.0
     for _ in range(4000):
-        chunk, charged = pacer.chunk(PLAIN, FED[:1])
+        chunk, charged = begin_chunk(pacer, FED[:1])
         chosen.append(chunk)
         pacer.record(round_of(chunk), costs[chunk], charged)
     first = chosen.index(32)

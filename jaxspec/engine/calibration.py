@@ -1,0 +1,95 @@
+"""Times new programs on made-up sequences, so that K is chosen by measured times."""
+
+from jaxspec.config.engine import EngineConfig
+from jaxspec.engine.loader import Sleep
+from jaxspec.engine.runner import Runner
+from jaxspec.engine.scheduling.launch import OnDevice
+from jaxspec.engine.scheduling.scheduler import Scheduler
+from jaxspec.engine.speculation.policy import SpeculationPolicy
+from jaxspec.engine.speculation.step_times import Round, StepTimes
+from jaxspec.program.plan import TILE
+
+# Tokens of the sequences that programs are timed with.
+CONTEXT = 256
+
+
+class Calibrator:
+    """Times each program once, while no launch is under way.
+
+    Attributes:
+        timed: Rounds that were timed, or could not be.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        runner: Runner,
+        policy: SpeculationPolicy,
+        step_times: StepTimes,
+        sleep: Sleep,
+    ):
+        self._config, self._runner, self._policy = config, runner, policy
+        self._step_times, self._sleep = step_times, sleep
+        self.timed: set[Round] = set()
+        self._version = -1
+
+    def run_next(self, scheduler: Scheduler, *, is_busy: bool) -> bool:
+        """Time one new program; most calls do nothing.
+
+        Not while a program is compiled, which would make it slower than the others, nor
+        while a launch is under way, which would seem to take as long as the timing.
+
+        Args:
+            is_busy: A launch is under way.
+
+        Returns:
+            Whether that launch is to be read first, and none started meanwhile.
+        """
+        compiler = self._runner.compiler
+        version = compiler.version
+        if version == self._version or compiler.num_wanted:
+            return False
+        left = self._left()
+        if left and is_busy:
+            return True
+        if left:
+            self._run(scheduler, left[0])
+        else:
+            self._version = version
+        return False
+
+    def run_all(self, scheduler: Scheduler) -> None:
+        """Time all new programs."""
+        for round_ in self._left():
+            self._run(scheduler, round_)
+
+    def _left(self) -> list[Round]:
+        """Rounds that are still to be timed, of those that the choice of K compares."""
+        if not self._policy.is_adaptive or self._sleep.level > 0:
+            return []
+        most = self._config.num_draft_tokens
+        rounds = []
+        for shape in self._runner.compiler.made:
+            if shape.is_catch_up or not (shape.chunk or shape.features.has_grammar):
+                # 0 drafts: while all rows wait for the draft model.
+                drafts = sorted({min(k, shape.num_draft_tokens) for k in (0, 1, most)})
+                rounds += [Round(shape, k) for k in drafts]
+        return [one for one in rounds if one not in self.timed]
+
+    def _run(self, scheduler: Scheduler, round_: Round) -> None:
+        """Time a round over sequences that are made up for it."""
+        self.timed.add(round_)
+        pages, size = scheduler.pages, self._config.page_size
+        tree = scheduler.shapes.tree(self._config.num_draft_tokens)
+        lookahead = 8 * tree.max_emitted + tree.num_rows - tree.max_emitted
+        context = min(CONTEXT, self._config.max_model_len - lookahead)
+        count = -(-(context + lookahead) // size)
+        if context < TILE or count > pages.num_free:
+            return
+        taken = pages.take(count)
+        try:
+            with OnDevice():
+                seconds = self._runner.rehearse(round_, taken, context)
+        finally:
+            pages.release(taken)
+        self._step_times.seed(round_, seconds)

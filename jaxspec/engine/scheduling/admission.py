@@ -1,0 +1,171 @@
+"""Admits waiting requests: each needs a row, a program, and room for its prompt."""
+
+import functools
+import operator
+from collections.abc import Sequence
+
+from jaxspec.config.engine import EngineConfig
+from jaxspec.engine.scheduling.kv_cache import PageTables, PlannedPages
+from jaxspec.engine.scheduling.programs import FIRST_CHUNK, Shapes
+from jaxspec.engine.scheduling.request import Request, Status
+from jaxspec.engine.scheduling.row_table import RowTable
+from jaxspec.engine.scheduling.slow_masks import SlowMasks
+from jaxspec.engine.scheduling.stages import (
+    Admissions,
+    Admitted,
+    Chunk,
+    PageClaims,
+    PrefillBudget,
+)
+from jaxspec.engine.scheduling.waiting_queue import WaitingQueue
+from jaxspec.program.plan import MAX_CONTROLLED, TILE, Features, StepShape
+
+NO_ADMISSIONS = Admissions()
+
+
+def features_with(request: Request, running: Sequence[Request]) -> Features:
+    """Return the features of launches once a request runs beside others."""
+    # Of hundreds of requests most want the same, and looking at all comes with each
+    # that is admitted.
+    distinct = {one.features for one in running}
+    return functools.reduce(operator.or_, distinct, request.features)
+
+
+def padded(num_tokens: int) -> int:
+    """Return the room that a prompt takes: whole tiles."""
+    return -(-num_tokens // TILE) * TILE
+
+
+class Admitter:
+    """Decides which waiting requests begin to run; writes nothing."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        shapes: Shapes,
+        tables: PageTables,
+        rows: RowTable,
+        waiting: WaitingQueue,
+        masks: SlowMasks,
+    ):
+        self._config, self._shapes, self._tables = config, shapes, tables
+        self._rows, self._waiting, self._masks = rows, waiting, masks
+
+    def has_program(self, request: Request, running: Sequence[Request]) -> bool:
+        """Return whether a compiled program serves a request beside others."""
+        num_seqs = min(len(running) + 1, self._config.max_num_seqs)
+        features = features_with(request, running)
+        return bool(self._shapes.with_prompts(num_seqs, 0, features))
+
+    def admit(
+        self, running: Sequence[Request], budget: PrefillBudget, claims: PageClaims
+    ) -> Admissions:
+        """Admit from the front of the queue while there are rows, pages and room.
+
+        Requests whose program or next mask is not there yet are skipped.
+        """
+        room = budget.num_tiles - sum(chunk.num_tiles for chunk in claims.chunks)
+        # Without any program for prompts, the first request names the missing one.
+        is_open = not claims.is_tight and (room > 0 or not budget.shapes)
+        if not (is_open and self._waiting and self._rows.free):
+            return NO_ADMISSIONS
+        running, admitted = list(running), list[Admitted]()
+        missing, num_controlled = list[StepShape | None](), 0
+        num_tiles = budget.num_tiles - room
+        pages = promised = None
+        while len(admitted) < len(self._rows.free) and (room > 0 or not budget.shapes):
+            request = self._next(running, admitted, missing)
+            if request is None or request.num_unread:
+                break
+            num_controlled += request.controls is not None
+            if num_controlled > MAX_CONTROLLED:
+                break
+            # The program may have less room for prompts than that of those before.
+            features = features_with(request, running)
+            shapes = self._shapes.with_prompts(len(running) + 1, 0, features)
+            room = min(room, shapes[-1].num_tiles - num_tiles)
+            if room <= 0:
+                break
+            if pages is None or promised is None:
+                pages = PlannedPages(self._tables)
+                promised = self._promise(running, claims, pages)
+            found = pages.find(request)
+            # `PlanLayout` has room for the pages of one whole sequence.
+            num_found = sum(one.num_found for one in admitted) + len(found)
+            if num_found > self._config.pages_per_seq:
+                break
+            # Beside what running requests need next: without that, the new request
+            # would be the next to be preempted.
+            all_pages = self._tables.count(request.num_tokens + 1)
+            needed = all_pages - len(found) + pages.num_revived(found)
+            if needed + promised > pages.num_free:
+                break
+            start = len(found) * self._config.page_size
+            end = min(start + room * TILE, request.num_tokens)
+            chunk = Chunk(request, start, end)
+            pages.begin(request, found, end)
+            is_whole = end == request.num_tokens
+            promised += 1 if is_whole else all_pages - self._tables.count(end + 1)
+            room, num_tiles = room - chunk.num_tiles, num_tiles + chunk.num_tiles
+            admitted.append(Admitted(len(found), chunk))
+            running.append(request)
+        return Admissions(tuple(admitted), tuple(missing))
+
+    def _next(
+        self,
+        running: Sequence[Request],
+        admitted: Sequence[Admitted],
+        missing: list[StepShape | None],
+    ) -> Request | None:
+        """Return the first request that a program serves; add what others lack."""
+        taken = {id(one.chunk.request) for one in admitted}
+        for request in self._waiting:
+            if id(request) in taken:
+                continue
+            if self.has_program(request, running):
+                if self._masks.is_held(request):
+                    continue
+                return request
+            missing.append(self._missing_program(request, running, taken))
+        return None
+
+    def _missing_program(
+        self, request: Request, running: Sequence[Request], taken: set[int]
+    ) -> StepShape | None:
+        """Return the program that a request lacks, with room for all that wait now."""
+        features, most = features_with(request, running), self._config.max_num_seqs
+        waiting = [
+            one
+            for one in self._waiting
+            if id(one) not in taken and features.covers(one.features)
+        ]
+        num_seqs = min(len(running) + len(waiting), most)
+        tokens = sum(padded(one.num_tokens) for one in waiting[:most])
+        # Until there are others it serves all launches, also those with few tokens.
+        tokens = min(tokens, FIRST_CHUNK)
+        return self._shapes.select(num_seqs, 0, tokens, features, is_brief=True).missing
+
+    def _promise(
+        self, running: Sequence[Request], claims: PageClaims, pages: PlannedPages
+    ) -> int:
+        """Plan what running requests are granted; return the pages they need next.
+
+        That is the rest of every prompt, and one page per decoding request.
+        """
+        granted = {one.request.row: one.num_tokens for one in claims.grants}
+        ends = {chunk.request.row: chunk.end for chunk in claims.chunks}
+        for grant in claims.grants:
+            pages.grow(grant.request, grant.num_tokens)
+        for chunk in claims.chunks:
+            pages.register(chunk.request, chunk.request.num_registered, chunk.end)
+        promised = 0
+        for request in running:
+            length = len(request.tokens_to_prefill)
+            is_prefilling = request.status is Status.PREFILL
+            if is_prefilling and ends.get(request.row) != length:
+                have = self._tables.count(granted.get(request.row, 0))
+                all_pages = self._tables.count(length + 1)
+                promised += max(all_pages - max(have, len(request.pages)), 0)
+            else:
+                promised += 1
+        return promised

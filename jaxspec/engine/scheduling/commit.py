@@ -1,0 +1,221 @@
+"""Commits what a launch has brought: tokens of requests, rows, totals, acceptance.
+
+The requests that a launch was about may have ended since, or lost their row.
+"""
+
+import numpy as np
+
+from jaxspec.engine.scheduling.launch import Advance, Launch, Progress
+from jaxspec.engine.scheduling.request import Request, Status
+from jaxspec.engine.scheduling.row_table import RowTable
+from jaxspec.engine.scheduling.stats import EngineStats
+from jaxspec.engine.speculation.acceptance import AcceptanceRates
+from jaxspec.program.plan import TILE, Tile
+from jaxspec.program.wire import StepResult, TokenLogprobs
+
+
+def settle(
+    launch: Launch, num_run: int, rows: RowTable, *, has_draft_model: bool
+) -> None:
+    """Take back the rounds that a launch did not run, before those it ran are read."""
+    if launch.num_rounds == 1:
+        return
+    missing = launch.num_rounds - num_run
+    is_there = rows.owner[launch.rows] == launch.owners
+    rows.settle(
+        launch.rows[is_there],
+        launch.drafts[is_there],
+        launch.num_rounds,
+        missing,
+        is_lag=has_draft_model and not launch.shape.num_draft_tokens,
+    )
+    for request, has_row in zip(launch.decoding, is_there.tolist(), strict=True):
+        if not has_row and request.status is not Status.FINISHED:
+            request.num_unread -= missing
+
+
+def commit(
+    launch: Launch,
+    result: StepResult,
+    rows: RowTable,
+    stats: EngineStats,
+    acceptance: AcceptanceRates,
+) -> Advance:
+    """Add a round's tokens to requests and bring rows and totals up to date."""
+    advance = _commit_rounds(launch, result, rows, stats, acceptance)
+    for index, (tile, request) in enumerate(
+        zip(launch.plan.tiles, launch.tiled, strict=True)
+    ):
+        found = _prompt_logprobs(result, index, tile, request)
+        part = _commit_first(result, index, request, rows) if tile.is_last else None
+        if part is not None:
+            stats.num_generated_tokens += len(part.token_ids)
+            if request.is_quiet and not part.is_done:
+                advance.quiet.append(request)
+                continue
+            part.prompt_logprobs = found
+            advance.parts.append(part)
+        elif request.status is not Status.FINISHED:
+            if tile.is_last:
+                advance.late.append(request)
+            if found is not None:
+                advance.parts.append(
+                    Progress(
+                        request=request,
+                        token_ids=[],
+                        is_done=False,
+                        prompt_logprobs=found,
+                    )
+                )
+    return advance
+
+
+def _commit_rounds(
+    launch: Launch,
+    result: StepResult,
+    rows: RowTable,
+    stats: EngineStats,
+    acceptance: AcceptanceRates,
+) -> Advance:
+    count = len(launch.rows)
+    is_broken, emitted = result.is_broken[:count], result.num_emitted[:count]
+    is_void = is_broken
+    if launch.shape.features.has_grammar:
+        is_void = is_broken | np.array(
+            [request.is_late for request in launch.decoding], bool
+        )
+    if is_void.any():
+        emitted = np.where(is_void, 0, emitted)
+    is_there = rows.owner[launch.rows] == launch.owners
+    there, planned, new = launch.rows, launch.drafts, emitted
+    if not is_there.all():
+        there, planned, new = there[is_there], planned[is_there], new[is_there]
+    rows.read(there, planned, new)
+    drafts = accepted = beside = np.zeros(count, np.int64)
+    if launch.round.num_drafts or result.num_kept is not None:
+        # A lookup in the sequence may have found fewer than were planned.
+        drafts = np.minimum(result.num_draft[:count], launch.drafts)
+        drafts = np.where(is_void & ~is_broken, 0, drafts)
+        accepted = np.minimum(result.num_accepted[:count], drafts)
+        # A sequence that had ended before this round says nothing about its drafts, and
+        # one that ends in it nothing about those after the end.
+        is_counted = is_there & (emitted > 0)
+        judged, wanted = (
+            np.where(result.is_done[:count], accepted, some)[is_counted]
+            for some in (drafts, launch.drafts)
+        )
+        acceptance.record(launch.rows[is_counted], judged, accepted[is_counted], wanted)
+        if result.num_kept is not None:
+            kept = np.minimum(result.num_kept[:count], emitted)
+            beside = np.where(is_void, 0, kept - accepted)
+            acceptance.record_side_branches(accepted[is_counted], beside[is_counted])
+        if result.tree_row is not None:
+            goes_on = is_counted & ~result.is_done[:count] & (drafts > 0)
+            stats.record_ends(drafts[goes_on], result.tree_row[:count][goes_on])
+    columns = zip(
+        launch.decoding,
+        is_there.tolist(),
+        result.tokens[:count].tolist(),
+        emitted.tolist(),
+        drafts.tolist(),
+        accepted.tolist(),
+        beside.tolist(),
+        result.is_done[:count].tolist(),
+        is_broken.tolist(),
+        is_void.tolist(),
+        strict=True,
+    )
+    advance = Advance()
+    has_ended = []
+    logprobs = result.logprobs
+    for index, column in enumerate(columns):
+        request, has_row, tokens, new, asked, kept, more, done, broken, void = column
+        if not has_row:
+            if request.status is Status.FINISHED:
+                has_ended.append(index)
+                continue
+            request.num_unread -= 1
+        if void and not broken:
+            advance.late.append(request)
+            continue
+        del tokens[new:]
+        request.output_token_ids += tokens
+        if not new:
+            asked = 0
+        elif asked and request.spec_metrics is not None:
+            request.spec_metrics.record_step(asked, kept)
+        failure = request.grammar_failure
+        if request.is_quiet and not (done or broken or failure):
+            if new:
+                advance.quiet.append(request)
+            continue
+        part = Progress(
+            request=request,
+            token_ids=tokens,
+            is_done=done or broken or failure is not None,
+            is_broken=broken,
+            failure=failure,
+            num_draft_tokens=asked,
+            num_accepted=kept,
+            num_beside=more,
+        )
+        if logprobs is not None and request.features.num_logprobs is not None:
+            part.logprobs = _pick(logprobs, (index, slice(0, new)))
+        advance.parts.append(part)
+    if has_ended:
+        emitted = emitted.copy()
+        emitted[has_ended] = 0  # tokens after the end are dropped
+    stats.record_round(drafts, accepted, emitted, beside)
+    return advance
+
+
+def _commit_first(
+    result: StepResult, index: int, request: Request, rows: RowTable
+) -> Progress | None:
+    """Add the first generated token; None if the request has ended or is late."""
+    if request.status is Status.FINISHED:
+        return None
+    token, is_broken = int(result.tile_token[index]), bool(result.tile_is_broken[index])
+    if request.row < 0:
+        request.num_unread -= 1
+    else:
+        one = np.array([request.row])
+        new = np.array([0 if is_broken or request.is_late else 1])
+        rows.read(one, np.zeros(1, np.int64), new)
+    if is_broken:
+        return Progress(request=request, token_ids=[], is_done=True, is_broken=True)
+    if request.is_late:
+        return None
+    request.output_token_ids.append(token)
+    failure = request.grammar_failure
+    part = Progress(
+        request=request,
+        token_ids=[token],
+        is_done=bool(result.tile_is_done[index]) or failure is not None,
+        failure=failure,
+    )
+    if request.features.num_logprobs is not None and result.tile_logprobs is not None:
+        part.logprobs = _pick(result.tile_logprobs, slice(index, index + 1))
+    return part
+
+
+def _prompt_logprobs(
+    result: StepResult, index: int, tile: Tile, request: Request
+) -> TokenLogprobs | None:
+    """Log-probabilities that a tile has for prompt tokens without any yet."""
+    found = result.prompt_logprobs
+    if found is None or request.features.num_prompt_logprobs is None:
+        return None
+    # The entry of position t is about token t + 1; the last is about generated ones.
+    end = tile.start + len(tile.tokens)
+    first = max(tile.start, request.num_prompt_logprobs)
+    last = min(end, request.num_prompt_tokens - 1)
+    if first >= last:
+        return None
+    request.num_prompt_logprobs = last
+    # Tokens are right-aligned in their tile.
+    return _pick(found, (index, slice(TILE - end + first, TILE - end + last)))
+
+
+def _pick(found: TokenLogprobs, where: slice | tuple[int, slice]) -> TokenLogprobs:
+    return TokenLogprobs(*(values[where] for values in found))

@@ -1,0 +1,291 @@
+"""One launch on the host: its plan, the requests it is about, what it adds to them.
+
+`LaunchBuilder` makes it while a plan is committed.
+"""
+
+import hashlib
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from jaxspec.engine.scheduling.kv_cache import PageTables
+from jaxspec.engine.scheduling.request import Request, Status
+from jaxspec.engine.scheduling.row_table import RowTable
+from jaxspec.engine.scheduling.stages import Admitted, Chunk
+from jaxspec.engine.speculation.step_times import Round
+from jaxspec.engine.structured_output import Failure, GrammarState
+from jaxspec.program.plan import (
+    NO_TOKEN,
+    TILE,
+    Admission,
+    PageUpdate,
+    StepPlan,
+    StepShape,
+    Tile,
+)
+from jaxspec.program.wire import TokenLogprobs
+
+
+class LaunchError(Exception):
+    """A launch or its read failed.
+
+    Attributes:
+        reason: What was raised.
+    """
+
+    def __init__(self, reason: Exception):
+        super().__init__(str(reason))
+        self.reason = reason
+
+
+class OnDevice:
+    """Turn any exception of device work into a `LaunchError`.
+
+    Entered twice a round, in a fifth of the time that `contextlib` takes.
+    """
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: object, error: BaseException | None, trace: object
+    ) -> None:
+        if isinstance(error, Exception):
+            raise LaunchError(error) from error
+
+
+@dataclass(kw_only=True)
+class Launch:
+    """A plan, and the requests that its entries are about.
+
+    Attributes:
+        rows: Decoding rows, in the order of the plan.
+        owners: `RowTable.owner` of each when the launch was planned.
+        drafts: Draft tokens of each.
+        tiled: The request of each of the plan's tiles.
+        registered: Pages registered in the prefix cache that this launch fills.
+        is_probe: It asks the draft model what drafts would bring, where none are made.
+        charged_s: Seconds that `Pacer` has charged for it.
+        expected_s: That a round was expected to take; None where nothing was known.
+        seconds: That each round kept the device busy, once it has been read.
+        is_measure: They say what such rounds take: the launch before was like it. Else
+            the host's work for another one may be in them, and the device may have had
+            to wait.
+        round: What decides how long a round of it takes.
+    """
+
+    plan: StepPlan
+    shape: StepShape
+    rows: np.ndarray
+    owners: np.ndarray
+    drafts: np.ndarray
+    decoding: list[Request]
+    tiled: list[Request]
+    registered: list[int]
+    is_probe: bool = False
+    charged_s: float | None = None
+    expected_s: float | None = None
+    seconds: float = 0.0
+    is_measure: bool = True
+    round: Round = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.round = Round(self.shape, int(self.drafts.max(initial=0)))
+
+    @property
+    def num_rounds(self) -> int:
+        """Rounds that it may run."""
+        return self.plan.num_rounds
+
+    @property
+    def num_prefilled(self) -> int:
+        """Tokens of prompts."""
+        if self.shape.is_catch_up:
+            return 0
+        return sum(len(tile.tokens) for tile in self.plan.tiles)
+
+
+@dataclass(kw_only=True, slots=True)
+class Progress:
+    """What a launch added to one request.
+
+    Attributes:
+        is_broken: The target's logits are NaN or infinite: the request ends.
+        failure: Where the grammar failed: tokens from there on mean nothing, and the
+            request ends.
+        num_accepted: Draft tokens among `token_ids`, the first ones: of the spine.
+        num_beside: Those after them, from beside the spine.
+        logprobs: Of `token_ids`, one entry per token, where the request wants any.
+        prompt_logprobs: The same for the next prompt tokens that have none yet, in
+            order, from the prompt's second token on.
+    """
+
+    request: Request
+    token_ids: list[int]
+    is_done: bool
+    is_broken: bool = False
+    failure: Failure | None = None
+    num_draft_tokens: int = 0
+    num_accepted: int = 0
+    num_beside: int = 0
+    logprobs: TokenLogprobs | None = None
+    prompt_logprobs: TokenLogprobs | None = None
+
+
+@dataclass(kw_only=True, slots=True)
+class Advance:
+    """What a launch added to all requests.
+
+    Attributes:
+        parts: To those whose tokens somebody looks at, and to those that end.
+        quiet: The others that have new tokens.
+        late: Those whose masks were late: their new tokens are dropped.
+    """
+
+    parts: list[Progress] = field(default_factory=list)
+    quiet: list[Request] = field(default_factory=list)
+    late: list[Request] = field(default_factory=list)
+
+
+class LaunchBuilder:
+    """Collects a launch's tiles, admissions and new pages while a plan is committed.
+
+    Attributes:
+        updates: Pages that requests get.
+        tiled: The request of each tile.
+        registered: Pages registered in the prefix cache.
+    """
+
+    def __init__(self, rows: RowTable, tables: PageTables, *, has_draft_model: bool):
+        """Begin without tiles.
+
+        Args:
+            has_draft_model: It lags behind the prompts until a draft prefill.
+        """
+        self._rows, self._tables = rows, tables
+        self._has_draft_model = has_draft_model
+        self.updates: list[PageUpdate] = []
+        self.tiles: list[Tile] = []
+        self.tiled: list[Request] = []
+        self.admissions: list[Admission] = []
+        self.registered: list[int] = []
+
+    def begin(self, admitted: Admitted, longest: int) -> None:
+        """Admit a request with its pages of the prefix cache, and prefill it.
+
+        Args:
+            longest: Positions that may ever be written.
+        """
+        chunk, request = admitted.chunk, admitted.chunk.request
+        request.tokens_to_prefill = request.tokens(0, request.num_tokens)
+        keys = self._tables.reusable_keys(request)[: admitted.num_found]
+        found = self._tables.pool.find(keys)
+        assert len(found) == admitted.num_found, "a page was planned and is gone"
+        self._rows.admit(request, longest)
+        self._tables.begin(request, found)
+        request.status = Status.PREFILL
+        self.admissions.append(_admission(request))
+        self.updates += [(request.row, i, page) for i, page in enumerate(found)]
+        self.updates += self._tables.grow(request, chunk.end + 1)
+        self.prefill(chunk)
+
+    def prefill(self, chunk: Chunk) -> None:
+        """Add the tiles of a part of a prompt; it has its pages."""
+        request, tiles = chunk.request, _prompt_tiles(chunk)
+        request.num_prefilled = chunk.end
+        if not self._has_draft_model:
+            request.num_drafted = request.num_prefilled
+        self.tiles += tiles
+        self.tiled += [request] * len(tiles)
+        self.registered += self._tables.register(
+            request, request.num_prefilled, request.num_drafted
+        )
+        if tiles[-1].is_last:
+            request.status = Status.DECODE
+            row = np.array([request.row])
+            lacking = request.num_prefilled - request.num_drafted
+            self._rows.num_draft_uncached[row] = lacking + 1
+            self._rows.is_decoding[row] = True
+            self._rows.launch(row, np.zeros(1, np.int64))
+
+    def launch(
+        self,
+        shape: StepShape,
+        rows: np.ndarray,
+        drafts: np.ndarray,
+        num_rounds: int,
+        charged_s: float | None,
+    ) -> Launch:
+        """Return the launch in which some rows decode beside the prompts."""
+        listed = rows.tolist()
+        decoding = self._rows.owners_of(listed)
+        grammars = dict[int, GrammarState]()
+        if shape.features.has_grammar:
+            grammars = {
+                one.row: one.grammar
+                for one in (*decoding, *self.tiled)
+                if one.grammar is not None
+            }
+        plan = StepPlan(
+            decode=list(zip(listed, drafts.tolist(), strict=True)),
+            tiles=self.tiles,
+            admissions=self.admissions,
+            pages=self.updates,
+            num_rounds=num_rounds,
+            grammars=grammars,
+        )
+        return Launch(
+            plan=plan,
+            shape=shape,
+            rows=rows,
+            owners=self._rows.owner[rows],
+            drafts=drafts,
+            decoding=decoding,
+            tiled=self.tiled,
+            registered=self.registered,
+            charged_s=charged_s,
+        )
+
+
+def _prompt_tiles(chunk: Chunk) -> list[Tile]:
+    request, known, tiles = chunk.request, chunk.request.tokens_to_prefill, []
+    for start in range(chunk.start, chunk.end, TILE):
+        end = min(start + TILE, chunk.end)
+        is_last = end == len(known)
+        tiles.append(
+            Tile(
+                row=request.row,
+                start=start,
+                tokens=np.array(known[start:end], np.int32),
+                is_last=is_last,
+                next_token=NO_TOKEN if is_last else known[end],
+            )
+        )
+    return tiles
+
+
+def _admission(request: Request) -> Admission:
+    params = request.params
+    return Admission(
+        row=request.row,
+        num_prompt=request.num_prompt_tokens,
+        min_total=request.min_total,
+        max_total=request.max_total,
+        temperature=params.temperature,
+        top_k=max(params.top_k, 0),
+        top_p=params.top_p,
+        min_p=params.min_p,
+        seed=request.seed,
+        rule=request.rule,
+        salt=salt_words(request.cache_salt),
+        stop_ids=request.stop_ids,
+        controls=request.controls,
+    )
+
+
+def salt_words(cache_salt: str | None) -> tuple[int, int]:
+    """Two words of 32 bits that stand for a salt on the device; zeros for none."""
+    if cache_salt is None:
+        return 0, 0
+    digest = hashlib.blake2b(cache_salt.encode(), digest_size=8).digest()
+    return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")

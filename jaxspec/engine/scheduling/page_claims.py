@@ -1,0 +1,159 @@
+"""Divides free pages among running requests, and preempts the last in rank.
+
+Counts only: pages are taken from the pool when the plan is committed.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+
+from jaxspec.engine.scheduling.kv_cache import PageTables
+from jaxspec.engine.scheduling.prefill_budget import Pacer
+from jaxspec.engine.scheduling.programs import Shapes
+from jaxspec.engine.scheduling.request import Request
+from jaxspec.engine.scheduling.row_table import RowTable
+from jaxspec.engine.scheduling.stages import (
+    Chunk,
+    Decode,
+    Grant,
+    PageClaims,
+    PrefillBudget,
+)
+from jaxspec.engine.scheduling.waiting_queue import WaitingQueue
+from jaxspec.engine.speculation.step_times import Round
+from jaxspec.program.plan import TILE
+
+
+class PageClaimer:
+    """Decides which running requests get pages, and for how many rounds."""
+
+    def __init__(
+        self,
+        rows: RowTable,
+        tables: PageTables,
+        shapes: Shapes,
+        pacer: Pacer,
+        waiting: WaitingQueue,
+    ):
+        self._rows, self._tables, self._shapes = rows, tables, shapes
+        self._pacer, self._waiting = pacer, waiting
+
+    def claim(
+        self,
+        decode: Decode,
+        budget: PrefillBudget,
+        running: Sequence[Request],
+        prefilling: Sequence[Request],
+        *,
+        has_draft_model: bool,
+    ) -> PageClaims:
+        """Claim pages for all that the launch may write of running requests."""
+        rows, drafts = decode.rows, decode.drafts
+        chunks = chunks_of(prefilling, budget.num_tiles)
+        num_rounds = self._num_rounds(decode, running, has_draft_model=has_draft_model)
+        claims = self._growing(decode, num_rounds)
+        claims += [Grant(chunk.request, chunk.end + 1) for chunk in chunks]
+        if has_pages(self._tables, claims):
+            return PageClaims(tuple(claims), rows, drafts, chunks, num_rounds)
+        grants = grant_by_rank(self._tables, claims, running, self._waiting.rank)
+        unserved = [one.request.row for one in grants if not one.is_granted]
+        unserved += [one.row for grant in grants for one in grant.preempted]
+        is_served = ~np.isin(rows, unserved)
+        return PageClaims(
+            grants,
+            rows[is_served],
+            drafts[is_served],
+            tuple(chunk for chunk in chunks if chunk.request.row not in unserved),
+            num_rounds,
+            is_tight=True,
+        )
+
+    def _num_rounds(
+        self, decode: Decode, running: Sequence[Request], *, has_draft_model: bool
+    ) -> int:
+        """How many rounds of the same sequences the launch may run.
+
+        Several only where the launches after it would be like it, and where nothing
+        waits for what the first round brings: a place, a prompt's turn, a token to
+        show, a draft model that is up to date. And never at the price of a page that
+        another request has.
+        """
+        table, rows, shape = self._rows, decode.rows, decode.shape
+        if shape is None or shape.max_rounds == 1 or self._waiting:
+            return 1
+        # Others prefill, await the draft model, or may have ended.
+        is_alone = len(rows) == len(running) and not decode.is_exception
+        if not is_alone or not table.is_quiet[rows].all() or table.is_slow[rows].any():
+            return 1
+        if has_draft_model and shape.num_draft_tokens and table.lags(rows).any():
+            return 1
+        round_ = Round(shape, decode.num_draft_tokens)
+        count = self._pacer.num_rounds(round_, shape.max_rounds)
+        count = min(count, table.rounds_left(rows, decode.drafts))
+        while count > 1 and not has_pages(self._tables, self._growing(decode, count)):
+            count -= 1
+        return count
+
+    def _growing(self, decode: Decode, num_rounds: int) -> list[Grant]:
+        """Decoding requests that need more pages, and for how many tokens."""
+        table, rows = self._rows, decode.rows
+        # The draft model writes this many positions whatever the request wants. One
+        # more for the target's token, which has a slot but no keys and values yet.
+        tree = self._shapes.tree(decode.num_draft_tokens)
+        lengths = table.most_tokens(rows) + tree.num_rows
+        lengths += (num_rounds - 1) * (decode.drafts + 1)
+        lengths = np.minimum(lengths, table.longest[rows])
+        requests, size = table.owners_of(rows.tolist()), self._tables.page_size
+        return [
+            Grant(request, length)
+            for request, length in zip(requests, lengths.tolist(), strict=True)
+            if length > len(request.pages) * size
+        ]
+
+
+def chunks_of(prefilling: Iterable[Request], num_tiles: int) -> tuple[Chunk, ...]:
+    """Return the next parts of prompts that are being prefilled, in so many tiles."""
+    chunks = []
+    for request in prefilling:
+        if num_tiles > 0:
+            start = request.num_prefilled
+            end = min(start + num_tiles * TILE, len(request.tokens_to_prefill))
+            chunks.append(Chunk(request, start, end))
+            num_tiles -= chunks[-1].num_tiles
+    return tuple(chunks)
+
+
+def has_pages(tables: PageTables, claims: Iterable[Grant]) -> bool:
+    """Return whether the pool has enough pages for all claims."""
+    needed = sum(tables.missing(one.request, one.num_tokens) for one in claims)
+    return needed <= tables.pool.num_free
+
+
+def grant_by_rank(
+    tables: PageTables,
+    claims: Iterable[Grant],
+    running: Sequence[Request],
+    rank: Callable[[Request], tuple[int, int]],
+) -> tuple[Grant, ...]:
+    """Divide too few pages: requests are served in order of rank.
+
+    The last in rank are preempted. A request that none is behind sits the launch out
+    and keeps its pages.
+    """
+    left, preempted = sorted(running, key=rank), set[int]()
+    num_free, released = tables.pool.num_free, Counter[int]()
+    grants = list[Grant]()
+    for claim in sorted(claims, key=lambda one: rank(one.request)):
+        request, victims = claim.request, list[Request]()
+        if request.row in preempted:
+            continue
+        missing = tables.missing(request, claim.num_tokens)
+        while missing > num_free and rank(left[-1]) > rank(request):
+            victims.append(left.pop())
+            preempted.add(victims[-1].row)
+            num_free += tables.pool.num_freed(victims[-1].pages, released)
+        is_granted = missing <= num_free
+        num_free -= missing if is_granted else 0
+        grants.append(Grant(request, claim.num_tokens, tuple(victims), is_granted))
+    return tuple(grants)

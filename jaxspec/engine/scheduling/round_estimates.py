@@ -1,0 +1,187 @@
+"""Estimates for the choice of K: fills `RoundEstimates` in, and records what came."""
+
+import numpy as np
+
+from jaxspec.config.engine import EngineConfig
+from jaxspec.config.lookups import LookupRule
+from jaxspec.engine.scheduling.draft_prefill import DraftPrefill
+from jaxspec.engine.scheduling.launch import Launch
+from jaxspec.engine.scheduling.lookup_estimator import TELLING_RUNS, LookupEstimator
+from jaxspec.engine.scheduling.programs import Shapes
+from jaxspec.engine.scheduling.request import Request
+from jaxspec.engine.scheduling.row_table import RowTable
+from jaxspec.engine.speculation.acceptance import AcceptanceRates, Kind
+from jaxspec.engine.speculation.constants import CONSTANTS
+from jaxspec.engine.speculation.policy import RoundEstimates, SpeculationPolicy
+from jaxspec.engine.speculation.step_times import Round, StepTimes
+from jaxspec.program.plan import COUPLED, Features, StepShape
+from jaxspec.program.wire import StepResult
+
+
+def make_acceptance(config: EngineConfig, policy: SpeculationPolicy) -> AcceptanceRates:
+    """Return rates before anything is measured."""
+    prior = CONSTANTS.prior_acceptance
+    if policy.can_follow_lookups:
+        prior = CONSTANTS.prior_lookup_acceptance
+    return AcceptanceRates(config.max_num_seqs, config.num_draft_tokens, prior)
+
+
+def make_lookups(
+    config: EngineConfig, policy: SpeculationPolicy
+) -> LookupEstimator | None:
+    """Return the lookup estimator; None where the text does not show acceptance."""
+    speculative = config.speculative
+    if speculative is None or not policy.can_follow_lookups:
+        return None
+    num_requests = speculative.suffix_decoding_max_cached_requests or 0
+    rule, most = LookupRule.of(speculative), config.num_draft_tokens
+    return LookupEstimator(rule, config.max_num_seqs, most, num_requests)
+
+
+def kind_of(request: Request) -> Kind:
+    """Return how a request samples."""
+    if not request.params.temperature:
+        return Kind.GREEDY
+    return Kind.SEEDED if request.rule == COUPLED else Kind.SAMPLED
+
+
+class RoundEstimator:
+    """What is known about rounds: times, acceptance, draft lag.
+
+    Attributes:
+        acceptance: Rates by request and position.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        policy: SpeculationPolicy,
+        rows: RowTable,
+        shapes: Shapes,
+        draft_prefill: DraftPrefill,
+        step_times: StepTimes,
+        acceptance: AcceptanceRates,
+    ):
+        self._policy, self._rows, self._shapes = policy, rows, shapes
+        self._draft_prefill, self._step_times = draft_prefill, step_times
+        self.acceptance = acceptance
+        self._has_draft_model = config.draft_model_config is not None
+        speculative = config.speculative
+        self._is_whole_tree = speculative is not None and speculative.is_one_tree
+        self._lookups = make_lookups(config, policy)
+
+    def admit(self, request: Request) -> None:
+        """Start the rates of a request that has got a row."""
+        is_typical = request.grammar is None and request.controls is None
+        self.acceptance.admit(request.row, kind_of(request), is_typical=is_typical)
+
+    def finish(self, request: Request) -> None:
+        """Let lookups find the answer of a request that ends."""
+        if self._lookups is not None:
+            self._lookups.finish(request)
+
+    def count_lookups(self) -> None:
+        """Add what lookups would have brought since the last call to the rates."""
+        found = self._lookups and self._lookups.take()
+        if found:
+            self.acceptance.record_predicted(*found)
+
+    def missing(
+        self, rows: np.ndarray, max_drafts: np.ndarray, features: Features
+    ) -> list[StepShape | None]:
+        """Return the programs to request, so that all choices can be compared."""
+        draft_lengths = sorted({0, int(max_drafts.max())})
+        found = list[StepShape | None]()
+        for has_side_branches in (False, True):
+            if has_side_branches or self._shapes.has_chains:
+                found += [
+                    self._shapes.select(
+                        len(rows), k, 0, features, has_side_branches=has_side_branches
+                    ).missing
+                    for k in draft_lengths
+                ]
+            if not has_side_branches and self._has_draft_model:
+                found.append(self._draft_prefill.missing(rows))
+        return found
+
+    def estimate(
+        self, rows: np.ndarray, max_drafts: np.ndarray, features: Features
+    ) -> RoundEstimates:
+        """Return what is known about the next round of some rows."""
+        most, chain_seconds = int(max_drafts.max()), None
+        if self._shapes.has_chains:
+            chain_seconds = self._seconds(
+                len(rows), most, features, has_side_branches=False
+            )
+        draft_prefill_s, is_observable = 0.0, self._lookups is not None
+        if self._has_draft_model:
+            draft_prefill_s = self._draft_prefill.seconds_per_round(rows)
+            is_observable |= not self.acceptance.is_unseeded(rows).any()
+        return RoundEstimates(
+            max_drafts=max_drafts,
+            acceptance=self.acceptance.of_rows(rows),
+            seconds=self._seconds(len(rows), most, features, has_side_branches=True),
+            chain_seconds=chain_seconds,
+            side_tokens=self.acceptance.side_tokens,
+            draft_prefill_s=draft_prefill_s,
+            is_whole_tree=self._is_whole_tree,
+            is_observable=is_observable,
+        )
+
+    def _seconds(
+        self, num_seqs: int, most: int, features: Features, *, has_side_branches: bool
+    ) -> list[float | None]:
+        """Return the time of a round by K, None where unknown."""
+        found: list[float | None] = []
+        for k in range(most + 1):
+            shape = self._shapes.find(
+                num_seqs, k, 0, features, has_side_branches=has_side_branches
+            )
+            if shape is None or (k and not has_side_branches and shape.template):
+                found.append(None)
+            else:
+                found.append(self._step_times.expected(Round(shape, k)))
+        return found
+
+    def record_runs(self, launch: Launch, result: StepResult) -> None:
+        """Record how many of the newest tokens in a row a lookup predicted."""
+        lookups, count = self._lookups, len(launch.rows)
+        if lookups is None or not count:
+            return
+        emitted = np.where(result.is_broken[:count], 0, result.num_emitted[:count])
+        is_there = (self._rows.owner[launch.rows] == launch.owners) & (emitted > 0)
+        if launch.drafts.any():
+            drafts = np.minimum(result.num_draft[:count], launch.drafts)
+            accepted = result.num_accepted[:count]
+            is_whole = (drafts > 0) & (accepted >= drafts)
+            runs = np.where(is_whole, accepted, 0)[is_there]
+            self.acceptance.set_match_runs(launch.rows[is_there], runs)
+        elif not self._policy.num_drafts:
+            there = np.flatnonzero(is_there & (self._rows.num_draft[launch.rows] > 0))
+            runs = [
+                lookups.follow(launch.decoding[index], new)
+                for index, new in zip(
+                    there.tolist(), emitted[there].tolist(), strict=True
+                )
+            ]
+            self.acceptance.set_match_runs(launch.rows[there], np.array(runs, np.int64))
+            if not set(TELLING_RUNS).isdisjoint(runs):
+                self._policy.reconsider()
+
+    def record_round(self, launch: Launch, result: StepResult) -> None:
+        """Have the policy count what a round without prompts has brought."""
+        count = len(launch.rows)
+        if launch.shape.chunk:
+            self._policy.end_exploration()
+        if launch.shape.chunk or not count:
+            return
+        num_drafts, num_emitted, plain_s = launch.round.num_drafts, count, None
+        if num_drafts:  # otherwise nothing is compared
+            num_emitted = int(result.num_emitted[:count].sum())
+            plain = self._shapes.select(count, 0, 0, launch.shape.features)
+            self._shapes.request_compile(plain.missing)
+            if plain.shape is not None:
+                plain_s = self._step_times.expected(Round(plain.shape))
+        self._policy.record_round(
+            count, num_drafts, num_emitted, launch.seconds, plain_s
+        )

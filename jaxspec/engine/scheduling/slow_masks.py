@@ -1,0 +1,77 @@
+"""Grammar masks that take long: threads compute them while their requests are held."""
+
+from collections.abc import Iterable
+from concurrent import futures
+
+import numpy as np
+
+from jaxspec.engine.scheduling.request import Request
+from jaxspec.engine.scheduling.row_table import RowTable
+from jaxspec.engine.structured_output import NUM_MASK_THREADS
+
+
+class SlowMasks:
+    """Holds requests whose next mask takes long, until a thread has computed it.
+
+    Inside a launch, all other rows would wait for it.
+    """
+
+    def __init__(self, rows: RowTable):
+        self._rows = rows
+        self._computing: list[futures.Future[None]] = []
+        self._held: set[Request] = set()
+        self._threads = futures.ThreadPoolExecutor(NUM_MASK_THREADS, "jaxspec-masks")
+
+    def update(self, waiting: Iterable[Request]) -> None:
+        """Hold and free requests, and start to compute missing masks.
+
+        Args:
+            waiting: Requests without a row; those with unread launches are left alone.
+        """
+        rows = self._rows
+        self._computing.clear()
+        self._held.clear()
+        for request in waiting if rows.free else ():
+            if not (request.num_unread or self._is_ready(request)):
+                self._held.add(request)
+        if not np.count_nonzero(rows.has_grammar):
+            return  # most rounds
+        rows.is_slow[:] = rows.is_held[:] = False
+        for row in np.flatnonzero(rows.has_grammar & rows.is_decoding).tolist():
+            (request,) = rows.owners_of([row])
+            grammar = request.grammar
+            assert grammar is not None
+            if not grammar.is_slow:
+                grammar.ready = None  # it may have drafts
+                continue
+            rows.is_slow[row] = rows.is_held[row] = True
+            if rows.num_unread[row] > 0:
+                continue
+            rows.is_held[row] = not self._is_ready(request)
+
+    def _is_ready(self, request: Request) -> bool:
+        """Return whether a mask is there or does not take long; start a missing one.
+
+        No launch of the request may be unread.
+        """
+        grammar = request.grammar
+        if grammar is None:
+            return True
+        if not grammar.is_slow:
+            grammar.ready = None  # it may have drafts
+            return True
+        is_ready = grammar.is_ready(request.output_token_ids, self._threads)
+        if not is_ready and grammar.computing is not None:
+            self._computing.append(grammar.computing)
+        return is_ready
+
+    def is_held(self, request: Request) -> bool:
+        """Return whether a waiting request has to wait for its next mask."""
+        return request in self._held
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until a mask of a request is there; False if none is computed."""
+        if not self._computing:
+            return False
+        futures.wait(self._computing, timeout_s, futures.FIRST_COMPLETED)
+        return True

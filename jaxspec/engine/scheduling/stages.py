@@ -1,0 +1,187 @@
+"""What the stages of planning a launch return: values, applied by a commit.
+
+In order: `Candidates` -> `Decode` -> `PrefillBudget` -> `PageClaims` -> `Admissions` ->
+`LaunchPlan`. A `missing` program serves better than the compiled one: it is requested
+when the plan is committed.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxspec.engine.scheduling.request import Request
+from jaxspec.program.plan import TILE, StepShape
+
+Missing = tuple[StepShape | None, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Candidates:
+    """Rows that can decode next.
+
+    Attributes:
+        rows: In order.
+        max_drafts: Most draft tokens of each row.
+        num_draft_tokens: The most of them.
+    """
+
+    rows: np.ndarray
+    max_drafts: np.ndarray
+    num_draft_tokens: int
+    missing: StepShape | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Decode:
+    """The decode part of the launch, before it has pages.
+
+    Attributes:
+        rows: Empty while no program for them is compiled.
+        drafts: Draft tokens of each row.
+        num_draft_tokens: The most of them.
+        shape: The program for them, without prompts.
+        is_exception: There are no drafts, although as a rule there would be.
+    """
+
+    rows: np.ndarray
+    drafts: np.ndarray
+    num_draft_tokens: int
+    shape: StepShape | None
+    is_exception: bool
+    missing: Missing = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Chunk:
+    """The part of a request's prompt that the launch prefills, `end` excluded."""
+
+    request: Request
+    start: int
+    end: int
+
+    @property
+    def num_tiles(self) -> int:
+        """Tiles that it takes."""
+        return -(-(self.end - self.start) // TILE)
+
+
+@dataclass(frozen=True, slots=True)
+class PacedChunk:
+    """Prompt tokens of a round, and the account once the round is launched.
+
+    Attributes:
+        num_tokens: 0 where prompts wait.
+        charged_s: Seconds paid for the round; None where its time is not known.
+        saved_s: The balance afterwards.
+        num_waited: Rounds in a row without prompt tokens, afterwards.
+    """
+
+    num_tokens: int = 0
+    charged_s: float | None = None
+    saved_s: float = 0.0
+    num_waited: int = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PrefillBudget:
+    """The prompt tokens that the launch may take along.
+
+    Attributes:
+        shapes: Compiled programs for a launch with prompts, from the smallest.
+        num_tiles: Tiles of prompts.
+        account: The pacer's account after the launch; None: it does not change.
+    """
+
+    shapes: tuple[StepShape, ...] = ()
+    num_tiles: int = 0
+    account: PacedChunk | None = None
+    missing: StepShape | None = None
+
+    @property
+    def max_tiles(self) -> int:
+        """Tiles that the largest program has room for."""
+        return self.shapes[-1].num_tiles if self.shapes else 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Grant:
+    """Pages for the first tokens of a request.
+
+    Attributes:
+        preempted: Requests that give up their pages for it.
+        is_granted: Else there are too few: the request sits the launch out.
+    """
+
+    request: Request
+    num_tokens: int
+    preempted: tuple[Request, ...] = ()
+    is_granted: bool = True
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PageClaims:
+    """Pages for all that the launch may write of running requests.
+
+    Attributes:
+        grants: In the order in which they are applied.
+        rows: Decoding rows that have their pages.
+        drafts: Draft tokens of each.
+        chunks: Of running requests whose prefill goes on.
+        num_rounds: Rounds that the launch may run.
+        is_tight: The pool had too few for all.
+    """
+
+    grants: tuple[Grant, ...]
+    rows: np.ndarray
+    drafts: np.ndarray
+    chunks: tuple[Chunk, ...]
+    num_rounds: int
+    is_tight: bool = False
+
+    @property
+    def num_preempted(self) -> int:
+        """Requests that are preempted."""
+        return sum(len(grant.preempted) for grant in self.grants)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Admitted:
+    """A waiting request that begins to run.
+
+    Attributes:
+        num_found: Pages of the prefix cache that it begins with.
+        chunk: The part of its prompt that the launch prefills.
+    """
+
+    num_found: int
+    chunk: Chunk
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Admissions:
+    """Waiting requests that begin to run, in order."""
+
+    admitted: tuple[Admitted, ...] = ()
+    missing: Missing = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LaunchPlan:
+    """A launch before it is committed.
+
+    Attributes:
+        shape: Its program; None: there is nothing to launch.
+    """
+
+    decode: Decode
+    budget: PrefillBudget
+    claims: PageClaims
+    admissions: Admissions
+    shape: StepShape | None = None
+    missing: StepShape | None = None
+
+    @property
+    def is_deferred(self) -> bool:
+        """Whether rows would decode, nothing is launched, and prompts had no room."""
+        has_rows = len(self.decode.rows) > 0
+        return self.shape is None and has_rows and not self.budget.num_tiles

@@ -1,0 +1,94 @@
+"""Resident memory of whole processes, with every program compiled in them."""
+
+import os
+import platform
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.support.programs import ROOT
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        platform.libc_ver()[0] != "glibc", reason="reads /proc and needs malloc_trim"
+    ),
+]
+
+MAX_SERVER_MB = 650
+# An engine that replaces another may leave this share of a process's memory behind.
+MAX_GROWTH = 1.1
+
+# Prints the resident MB with each engine, when its programs are there.
+ENGINES = """
+import resource, sys, time
+from pathlib import Path
+from jaxspec import LLM, SamplingParams
+
+page_mb = resource.getpagesize() / 2**20
+for num_draft_tokens in [1, 2, 3, 4, 5, 6, 7, 8, 1, 2, 3, 4]:
+    draft = {
+        "model": "jaxspec/tiny-gemma2-draft",
+        "num_speculative_tokens": num_draft_tokens,
+    }
+    llm = LLM("jaxspec/tiny-gemma2", speculative_config=draft)
+    llm.generate(["The fox"], SamplingParams(max_tokens=8, temperature=0))
+    llm.llm_engine.wait_for_programs()
+    time.sleep(0.5)  # the compiler's thread trims after the last program
+    print(int(Path("/proc/self/statm").read_text().split()[1]) * page_mb)
+    if sys.argv[1] == "shutdown":
+        llm.llm_engine.shutdown()
+    del llm
+"""
+
+
+def environment(cache: Path) -> dict[str, str]:
+    """A user's: one device, the compiler's own flags, nothing compiled before."""
+    kept = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    return kept | {"XDG_CACHE_HOME": str(cache)}
+
+
+def test_server_memory_after_warm_up(tmp_path: Path):
+    log = tmp_path / "log"
+    with log.open("w") as stderr:
+        server = subprocess.Popen(
+            [sys.executable, "-m", "jaxspec.serve", "--port", "0"],
+            stderr=stderr,
+            cwd=ROOT,
+            env=environment(tmp_path),
+        )
+    try:
+        deadline = time.monotonic() + 600
+        while "All programs are there" not in log.read_text():
+            assert server.poll() is None, log.read_text()
+            assert time.monotonic() < deadline, log.read_text()
+            time.sleep(0.5)
+        time.sleep(2)  # the compiler's thread trims after the last program
+        status = Path(f"/proc/{server.pid}/status").read_text()
+    finally:
+        server.kill()
+        server.wait()
+    found = re.search(r"VmRSS:\s+(\d+) kB", status)
+    assert found is not None
+    assert int(found[1]) / 1024 <= MAX_SERVER_MB
+
+
+@pytest.mark.parametrize("end", ["shutdown", "drop"])
+def test_memory_flat_over_engines(tmp_path: Path, end: str):
+    done = subprocess.run(
+        [sys.executable, "-c", ENGINES, end],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=environment(tmp_path),
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    first, second, *later = map(float, done.stdout.split())
+    assert len(later) == 10
+    # The first process-wide tables are filled by then.
+    assert max(later) <= MAX_GROWTH * second, (first, second, *later)
