@@ -31,7 +31,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from tests.programs import users_flags
+from tests.support.programs import users_flags
 
 ROOT = Path(__file__).parents[1]
 RECORD = ROOT / "benchmarks" / "results" / "batteries.json"
@@ -131,9 +131,10 @@ BATTERIES = (
     Battery(
         name="lossless",
         files=(
-            "tests/e2e/test_gemma3.py",
             "tests/e2e/test_greedy_equality.py",
+            "tests/e2e/test_heads.py",
             "tests/e2e/test_lossless.py",
+            "tests/e2e/test_pard.py",
             "tests/e2e/test_told_bits.py",
         ),
         reads=ENGINE,
@@ -141,7 +142,7 @@ BATTERIES = (
     Battery(
         name="counts",
         files=(
-            "tests/e2e/test_distribution.py",
+            "tests/conformance/test_distribution.py",
             "tests/e2e/test_enumerated.py",
             "tests/program/tree/test_verify_distribution.py",
         ),

@@ -15,7 +15,7 @@ from pathlib import Path
 import jaxtyping
 import pytest
 
-from tests.programs import quick_flags
+from tests.support.programs import quick_flags
 
 # Bytecode is kept for the processes that tests start, and for the next run.
 sys.dont_write_bytecode = False

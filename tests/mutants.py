@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable
 
 from tests.models.test_trimmed import check_kept_logits
-from tests.mutation import Mutant, is_killed
 from tests.program.propose.test_answer_cache import (
     check_every_place,
     check_other_salts,
@@ -38,6 +37,7 @@ from tests.program.tree.test_verify import (
     check_same_words,
 )
 from tests.program.tree.test_verify_distribution import check_exact_law
+from tests.support.mutation import Mutant, is_killed
 
 
 def check_rounds(rule: str) -> None:

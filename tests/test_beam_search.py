@@ -21,7 +21,7 @@ from jaxspec.inputs import ParsedPrompt
 from jaxspec.logprobs import Logprob, LogprobsOnePosition
 from jaxspec.outputs import CompletionOutput, RequestOutput
 from jaxspec.sampling_params import BeamSearchParams, SamplingParams
-from tests.engines import StubTokenizer
+from tests.support.engines import StubTokenizer
 
 VOCAB, END = 4, 1
 PROMPT = [2, 3]

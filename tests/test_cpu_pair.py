@@ -7,7 +7,7 @@ import pytest
 from benchmarks.measure import PromptRuns, run_prompts, summarise
 from jaxspec.bench.acceptance import Acceptance
 from jaxspec.bench.measure import Run, Span
-from tests.engine.test_llm_engine import make_fake_engine
+from tests.support.fake_engines import make_fake_engine
 
 
 def run(seconds: float, num_rounds: int, *, token: int = 7, kept: int = 0) -> Run:

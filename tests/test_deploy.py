@@ -26,7 +26,7 @@ from jaxspec.serve.app import make_app
 from jaxspec.serve.flags import make_parser
 from jaxspec.serve.launcher import LAST_WORDS_S
 from jaxspec.serve.settings import ServerSettings
-from tests.engine.test_async_llm_engine import serve
+from tests.support.fake_engines import serve
 
 ROOT = Path(__file__).parents[1]
 DEPLOY = ROOT / "deploy"

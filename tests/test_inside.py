@@ -10,15 +10,15 @@ import pytest
 
 from jaxspec.program.plan import COUPLED
 from jaxspec.sampling_params import SamplingParams
-from tests.e2e import pair
-from tests.engines import (
+from tests.support import pair
+from tests.support.engines import (
     OneProgramRunner,
     generate,
     make_draft_of,
     make_engine,
     make_micro,
 )
-from tests.oracles import hf_logits
+from tests.support.oracles import hf_logits
 
 PAGE = Path(__file__).parents[1] / "docs" / "inside.md"
 NUM_DRAFT, LENGTH = 3, 14

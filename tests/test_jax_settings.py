@@ -13,8 +13,8 @@ from jaxspec.jax_settings import OWN_SETTINGS, find_devices, own_settings
 from jaxspec.program.plan import StepShape
 from jaxspec.program.step import lower_step
 from jaxspec.sampling_params import SamplingParams
-from tests.e2e import pair
-from tests.engines import generate, tokens_of
+from tests.support import pair
+from tests.support.engines import generate, tokens_of
 
 OTHER_SETTINGS: dict[str, Any] = {
     "enable_x64": True,

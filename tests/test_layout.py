@@ -119,7 +119,7 @@ TESTED_ELSEWHERE: dict[str, tuple[str, str]] = {
         "Flax modules are made of its variables",
     ),
     "jaxspec/models/network.py": (
-        "tests/oracles.py",
+        "tests/support/oracles.py",
         "models run through it",
     ),
     "jaxspec/models/params.py": (
@@ -167,7 +167,7 @@ TESTED_ELSEWHERE: dict[str, tuple[str, str]] = {
         "its drafts are held against a replay of whole texts",
     ),
     "jaxspec/program/propose/hidden_cache.py": (
-        "tests/e2e/heads.py",
+        "tests/support/heads.py",
         "what it keeps is what the heads' drafts are made of",
     ),
     "jaxspec/program/propose/draft_sampling.py": (

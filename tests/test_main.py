@@ -13,7 +13,7 @@ import jaxspec as jaxspec_package
 from jaxspec import __main__ as command_line
 from jaxspec.cli import chat, generate
 from jaxspec.engine.model_folders import model_folder
-from tests.programs import quick_environment
+from tests.support.programs import quick_environment
 
 ROOT = Path(__file__).parents[1]
 

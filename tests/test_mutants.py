@@ -6,7 +6,7 @@ import pytest
 
 from tests.batteries import members
 from tests.mutants import MUTANTS
-from tests.mutation import Mutant, applied, is_killed
+from tests.support.mutation import Mutant, applied, is_killed
 
 # The first is of accepting, over several rounds; the other of where a run ends.
 EXAMPLES = "shared_uniform_accept_and_sample", "stop_inside_run_ignored"

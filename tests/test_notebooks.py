@@ -25,7 +25,7 @@ from jaxspec import LLM, SamplingParams
 from jaxspec.engine.arg_utils import EngineArgs
 from jaxspec_checkpoints import bundled_draft, bundled_target, open_checkpoint
 from jaxspec_checkpoints.writing import write_checkpoint
-from tests.notebooks import (
+from tests.support.notebooks import (
     FOLDER,
     ROOT,
     code_cells,

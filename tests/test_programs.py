@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 
-from tests.programs import QUICK_COMPILER, USERS_COMPILER, flags_of, users_flags
+from tests.support.programs import QUICK_COMPILER, USERS_COMPILER, flags_of, users_flags
 
 # Flags are read once in a process.
 CODE = """

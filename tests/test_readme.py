@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.programs import quick_environment
+from tests.support.programs import quick_environment
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

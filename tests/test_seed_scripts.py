@@ -10,7 +10,7 @@ import pytest
 
 from jaxspec.serve import launcher
 from jaxspec.serve.flags import Options
-from tests.programs import quick_environment
+from tests.support.programs import quick_environment
 
 ROOT = Path(__file__).parents[1]
 

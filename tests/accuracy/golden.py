@@ -19,7 +19,7 @@ import numpy as np
 from jaxspec import LLM, SamplingParams
 from jaxspec.text.tokenizer import Tokenizer
 from jaxspec_checkpoints import open_checkpoint
-from tests.oracles import PagedModel
+from tests.support.oracles import PagedModel
 
 FOLDER = Path(__file__).parent / "golden"
 VARIABLE = "JAXSPEC_GEMMA2_DIR"

@@ -14,7 +14,7 @@ from jaxspec_checkpoints import bundled_target, open_checkpoint
 from jaxspec_checkpoints.writing import write_checkpoint
 from tests.accuracy import gemma_library
 from tests.checkpoints.models import FAMILIES
-from tests.oracles import make_hf_model
+from tests.support.oracles import make_hf_model
 
 SIZES = tuple(FAMILIES)
 # Local, global, local; caps and a window that make a difference everywhere.

@@ -22,7 +22,7 @@ from jaxspec.bench.data import read_prompts
 from jaxspec.engine.model_folders import PACKAGED_GEMMA3
 from jaxspec_checkpoints import CheckpointError, open_checkpoint, packaged_gemma3
 from tests.accuracy.golden import FOLDER
-from tests.oracles import PagedModel
+from tests.support.oracles import PagedModel
 
 GOLDEN = json.loads((FOLDER / "gemma3_270m.json").read_text(encoding="utf-8"))
 PROMPTS = {one["name"]: one for one in GOLDEN["prompts"]}

@@ -27,10 +27,10 @@ from jaxspec_checkpoints.gemma.published import (
     published_config,
 )
 from tests.accuracy import gemma_library, references
-from tests.e2e.pair import greedy_margin
-from tests.engines import StubTokenizer
-from tests.oracles import PagedModel, hf_logits, load_ours, model_config
-from tests.programs import QUICK_COMPILER
+from tests.support.engines import StubTokenizer
+from tests.support.oracles import PagedModel, hf_logits, load_ours, model_config
+from tests.support.pair import greedy_margin
+from tests.support.programs import QUICK_COMPILER
 
 TOLERANCE = 1e-4
 # The window is 8: most queries of a local layer do not see the beginning.

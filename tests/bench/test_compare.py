@@ -21,7 +21,7 @@ from jaxspec.config.speculation import SpeculativeConfig
 from jaxspec.config.token_tree import Place, leaf_paths, read_paths
 from jaxspec.errors import ConfigError
 from tests.bench.workloads import flags, line_in, use_fake_engine
-from tests.engine.test_arg_utils import TINY, write_model
+from tests.support.model_configs import TINY, write_model
 
 TREE = "[(0,), (1,), (0, 0), (1, 0)]"
 GIVEN = SpeculativeConfig(model="draft", num_speculative_tokens=3)

@@ -6,7 +6,7 @@ import pytest
 
 from jaxspec.bench.data import BUNDLED, WORDS, Dataset, Prompt, read_prompts
 from jaxspec.errors import ConfigError
-from tests.serving import TurnsTokenizer
+from tests.support.serving import TurnsTokenizer
 
 NUMBERS = {word: number for number, word in enumerate(WORDS)}
 

@@ -20,7 +20,7 @@ from jaxspec.engine.model_folders import BUNDLED_TARGET
 from jaxspec.sampling_params import RequestOutputKind
 from jaxspec.serve.flags import engine_args
 from tests.bench.workloads import flags, use_fake_engine
-from tests.engine.test_llm_engine import make_fake_engine
+from tests.support.fake_engines import make_fake_engine
 
 ROOT = Path(__file__).parents[2]
 FORCED = json.dumps(

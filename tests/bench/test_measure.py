@@ -8,12 +8,7 @@ from jaxspec.bench.measure import Batch, Bench, run_batch
 from jaxspec.bench.report import BenchError
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams
-from tests.engine.test_llm_engine import (
-    PROMPT,
-    assert_idle,
-    make_fake_engine,
-    said,
-)
+from tests.support.fake_engines import PROMPT, assert_idle, make_fake_engine, said
 
 
 def batch_of(

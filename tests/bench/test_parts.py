@@ -18,7 +18,7 @@ from jaxspec.bench.parts import (
 )
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams
-from tests.engines import (
+from tests.support.engines import (
     OneProgramRunner,
     generate,
     make_draft_of,

@@ -20,8 +20,8 @@ from jaxspec.bench.serve import Task, read_task
 from jaxspec.bench.serve_report import Wanted, block, details, figures
 from jaxspec.bench.traffic import Load, send
 from tests.bench.workloads import flags
-from tests.engine.test_llm_engine import make_fake_engine
-from tests.serving import PROMPT, Site, site_of
+from tests.support.fake_engines import make_fake_engine
+from tests.support.serving import PROMPT, Site, site_of
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ from jaxspec.bench.summary import (
 from jaxspec.bench.whole import compared, comparison
 from jaxspec.errors import ConfigError
 from tests.bench.workloads import flags, line_in, use_fake_engine
-from tests.engine.test_llm_engine import assert_idle
+from tests.support.fake_engines import assert_idle
 
 SMALL = ("--output-len", 12, "--num-iters", 2)
 DRAFTS = Acceptance(

@@ -14,7 +14,7 @@ from jaxspec.bench.offline import Offline
 from jaxspec.bench.parts import Parts, tree_of
 from jaxspec.config.engine import EngineConfig
 from jaxspec.engine.llm_engine import LLMEngine
-from tests.engine.test_llm_engine import PROMPT, TEXT, make_fake_engine
+from tests.support.fake_engines import PROMPT, TEXT, make_fake_engine
 
 DEVICE = {
     "platform": "fake",

@@ -16,7 +16,7 @@ from jaxspec_checkpoints.gguf.file import GgufFile, read_gguf
 from jaxspec_checkpoints.gguf.tokenizer import chat_template, tokenizer_model
 from jaxspec_checkpoints.writing import write_checkpoint
 from tests.checkpoints.gguf_files import real_gguf, write_gguf
-from tests.texts import SPECIAL, texts
+from tests.support.texts import SPECIAL, texts
 
 BUNDLED = bundled_target()
 # What Gemma 3 itself has, shortened.

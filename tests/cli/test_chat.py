@@ -25,9 +25,9 @@ from jaxspec.cli.terminal import Piece, Printer
 from jaxspec.command_line import run_command
 from jaxspec.errors import ArgumentError, RequestError
 from tests.cli.test_terminal import GREEN, Terminal
-from tests.engine.test_llm_engine import letters, make_fake_engine, said
 from tests.serve.test_launcher import served
-from tests.serving import PROMPT, TurnsTokenizer
+from tests.support.fake_engines import letters, make_fake_engine, said
+from tests.support.serving import PROMPT, TurnsTokenizer
 
 ROOT = Path(__file__).parents[2]
 FIELDS = {"max_tokens": 20, "temperature": 0.0}

@@ -9,14 +9,9 @@ import pytest
 
 from jaxspec.cli.chat import BackendError, EngineBackend, Part, ServerBackend, _parts_in
 from jaxspec.errors import ArgumentError, RequestError
-from tests.engine.test_llm_engine import (
-    assert_idle,
-    letters,
-    make_fake_engine,
-    said,
-)
 from tests.serve.test_launcher import served
-from tests.serving import PROMPT, TurnsTokenizer, site_of
+from tests.support.fake_engines import assert_idle, letters, make_fake_engine, said
+from tests.support.serving import PROMPT, TurnsTokenizer, site_of
 
 MESSAGES = [{"role": "user", "content": PROMPT}]
 FIELDS = {"max_tokens": 20, "temperature": 0.0}
@@ -114,7 +109,7 @@ def test_a_failing_server(monkeypatch: pytest.MonkeyPatch):
     def broken(*_: Any) -> Any:
         raise RuntimeError("boom")
 
-    monkeypatch.setattr("tests.fake_device.FakeRunner.launch", broken)
+    monkeypatch.setattr("tests.support.fake_device.FakeRunner.launch", broken)
     assert served(ask, timeout_s=30, delay_s=0) == 0
 
 

@@ -23,9 +23,9 @@ from jaxspec.sampling_params import RequestOutputKind, SamplingParams
 from jaxspec.text.tokenizer import Tokenizer
 from jaxspec_checkpoints import bundled_target
 from tests.cli.test_terminal import GREEN, Terminal
-from tests.engine.test_llm_engine import make_fake_engine
-from tests.engines import StubTokenizer, make_engine, make_micro
-from tests.oracles import hf_logits
+from tests.support.engines import StubTokenizer, make_engine, make_micro
+from tests.support.fake_engines import make_fake_engine
+from tests.support.oracles import hf_logits
 
 PROMPT = [5, 9, 4, 11]
 NUM_TOKENS = 24

@@ -12,7 +12,7 @@ from jaxspec.config.engine import (
 from jaxspec.errors import ConfigError
 from jaxspec.models.families import config_from_folder, config_from_hf
 from jaxspec.models.gemma.config import Gemma2Config
-from tests.defaults import DEFAULTS
+from tests.support.defaults import DEFAULTS
 
 # google/gemma-2-2b-it, as published.
 GEMMA_2_2B_IT: dict[str, Any] = {

@@ -8,7 +8,7 @@ from jaxspec.config.quantization import check_quantization, quantize_model
 from jaxspec.errors import ConfigError, UnsupportedError
 from jaxspec.models.families import config_from_hf
 from jaxspec_checkpoints.quantization import named_scheme
-from tests.oracles import TINY
+from tests.support.oracles import TINY
 
 MODEL = config_from_hf(TINY | dict(model_type="gemma2", hidden_size=128, head_dim=128))
 

@@ -22,6 +22,7 @@ from jaxspec.config.token_tree import (
 )
 from jaxspec.errors import ConfigError
 from jaxspec.program.tree.tree import Tree
+from tests.support.trees import every_tree
 
 
 @pytest.mark.parametrize(
@@ -88,23 +89,6 @@ def paths_below(ranks: int, levels: int) -> list[Path]:
     for length in range(1, levels + 1):
         found += itertools.product(range(ranks), repeat=length)
     return found
-
-
-def every_tree(ranks: int, levels: int, most: int) -> list[frozenset[Path]]:
-    """Every tree of at most so many drafts, grown draft by draft; also none."""
-    known = {frozenset[Path]()}
-    newest = set(known)
-    for _ in range(most):
-        newest = {
-            tree | {path}
-            for tree in newest
-            for path in paths_below(ranks, levels)
-            if path not in tree
-            and (len(path) == 1 or path[:-1] in tree)
-            and (path[-1] == 0 or (*path[:-1], path[-1] - 1) in tree)
-        }
-        known |= newest
-    return sorted(known, key=sorted)
 
 
 def brings(tree: Iterable[Path], rates: dict[Place, float]) -> float:

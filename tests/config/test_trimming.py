@@ -12,7 +12,7 @@ from jaxspec.config.trimming import check_special_tokens, kept_tokens
 from jaxspec.errors import ConfigError
 from jaxspec.models.families import config_from_hf
 from jaxspec_checkpoints.checkpoint import TOKEN_MAP
-from tests.oracles import TINY
+from tests.support.oracles import TINY
 
 MODEL = config_from_hf(TINY | dict(model_type="gemma2"))
 # Of 96: the special ones first, pad, end and begin.

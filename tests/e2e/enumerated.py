@@ -24,7 +24,7 @@ from tqdm.auto import tqdm
 
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams
-from tests.engines import (
+from tests.support.engines import (
     generate,
     make_draft_of,
     make_engine,
@@ -32,7 +32,7 @@ from tests.engines import (
     tokens_of,
     with_settings,
 )
-from tests.laws import check_counts, filtered_law
+from tests.support.laws import check_counts, filtered_law
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "enumerated.json"
 VOCAB, LENGTH, DRAFTS = 16, 4, 3

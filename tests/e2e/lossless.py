@@ -30,8 +30,9 @@ from jaxspec.config.token_tree import read_paths
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.engine.runner import Runner
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams
-from tests.e2e import pair
-from tests.engines import (
+from tests.conformance.proposers import LARGEST_TREE, LOOKUP, TREE
+from tests.support import pair
+from tests.support.engines import (
     OneGreedyProgramRunner,
     OneShapeRunner,
     generate,
@@ -41,7 +42,6 @@ from tests.engines import (
 )
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "lossless.json"
-LOOKUP = (3, 1)
 PROPOSERS: dict[str, dict[str, Any]] = {
     "draft_model": dict(has_draft=True),
     "ngram": dict(has_draft=False, lookup=LOOKUP),
@@ -49,19 +49,6 @@ PROPOSERS: dict[str, dict[str, Any]] = {
     "suffix": dict(has_draft=False, suffix={}),
     "suffix+draft_model": dict(has_draft=True, suffix={}),
 }
-# Three levels; a window of the models, and a page, end anywhere in them.
-TREE = "[(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 1), (1, 0, 0)]"
-# As large as a tree may be, eight levels deep.
-LARGEST = str(
-    [(0,) * count for count in range(1, 9)]
-    + [
-        (*(0,) * level, rank, *(0,) * more)
-        for level in range(4)
-        for rank in range(1, 4)
-        for more in range(4)
-    ]
-    + [(1, 1), (1, 2), (2, 1), (3, 1), (0, 1, 1), (0, 1, 2), (0, 2, 1), (0, 3, 1)]
-)
 SHAPED: dict[str, dict[str, Any]] = {
     "draft_model, leaves": dict(has_draft=True, num_side_leaves=2),
     "draft_model, tree": dict(has_draft=True, tree=TREE),
@@ -77,7 +64,7 @@ SHAPED: dict[str, dict[str, Any]] = {
     "suffix, leaves": dict(has_draft=False, suffix={}, num_side_leaves=1),
 }
 LARGE: dict[str, dict[str, Any]] = {
-    "draft_model, largest tree": dict(has_draft=True, tree=LARGEST),
+    "draft_model, largest tree": dict(has_draft=True, tree=LARGEST_TREE),
 }
 ALL = PROPOSERS | SHAPED | LARGE
 DRAFTS = (1, 2, 3, 5, 8)
@@ -128,6 +115,18 @@ class Cut:
     def count(self, batch: int) -> int:
         """Prompts played at a batch size."""
         return min(self.alone, self.num_prompts) if batch == 1 else self.num_prompts
+
+
+# What `make test` plays.
+SHORT = Cut(
+    num_prompts=24,
+    num_tokens=32,
+    proposers=("ngram+draft_model",),
+    drafts=(3,),
+    batches=(8,),
+    is_optimized=False,
+    has_one_program=True,
+)
 
 
 @dataclass(frozen=True, kw_only=True)

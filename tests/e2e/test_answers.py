@@ -7,9 +7,9 @@ import pytest
 
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.sampling_params import SamplingParams
-from tests.e2e import pair
-from tests.e2e.test_seeded import CONTROLS
-from tests.engines import (
+from tests.conformance.claims import CONTROLS
+from tests.support import pair
+from tests.support.engines import (
     OneProgramRunner,
     generate,
     make_engine,

@@ -1,4 +1,4 @@
-"""Whatever K every round has, texts are the target's: no choice of K changes them."""
+"""Probes of a draft model agree with rounds, and no choice of K changes a text."""
 
 from typing import Any
 
@@ -6,46 +6,13 @@ import numpy as np
 import pytest
 
 from jaxspec.config.speculation import ADAPTIVE
-from jaxspec.engine.llm_engine import LLMEngine
-from jaxspec.engine.speculation.policy import (
-    Choice,
-    RoundEstimates,
-    SpeculationPolicy,
-)
 from jaxspec.program.wire import CaughtUp
 from jaxspec.sampling_params import SamplingParams
-from tests.e2e import pair, test_trees
-from tests.engines import generate, tokens_of
+from tests.conformance.claims import with_random_policy
+from tests.support import pair
+from tests.support.engines import generate, tokens_of
 
 LENGTH = 40
-
-
-class RandomPolicy(SpeculationPolicy):
-    """Any K in any round, and probes of the draft model at any time."""
-
-    def __init__(self, *arguments, seed: int):
-        super().__init__(*arguments)
-        self.random = np.random.default_rng(seed)
-
-    def is_due(self, num_seqs: int, most: int) -> bool:
-        # Each for some rounds, or draft prefill would never end.
-        return most > 0 and self.random.random() < 0.15
-
-    def choose(self, estimates: RoundEstimates) -> None:
-        most = len(estimates.seconds) - 1
-        self.choice = Choice(
-            num_drafts=int(self.random.integers(0, most + 1)),
-            has_side_branches=bool(self.random.integers(2)),
-        )
-
-    def can_probe(self) -> bool:
-        return self.random.random() < 0.1
-
-
-def with_any_drafts(engine: LLMEngine, seed: int) -> LLMEngine:
-    engine.policy = RandomPolicy(engine.config.speculative, seed=seed)
-    engine.scheduler = engine._make_scheduler()
-    return engine
 
 
 def params_of(kind: str, count: int) -> list[SamplingParams]:
@@ -72,10 +39,10 @@ def prompts() -> list[list[int]]:
         pytest.param("same", "seeded", marks=pytest.mark.slow),
     ],
 )
-def test_texts_are_those_of_plain_decoding(draft, kind, prompts):
+def test_probes_agree_with_rounds(draft, kind, prompts):
     params = params_of(kind, len(prompts))
     expected = tokens_of(generate(pair.plain_engine(), prompts, params))
-    engine = with_any_drafts(pair.engine(draft, controller=ADAPTIVE), seed=7)
+    engine = with_random_policy(pair.engine(draft, controller=ADAPTIVE), seed=7)
     with pair.recorded(engine) as rounds:
         assert tokens_of(generate(engine, prompts, params)) == expected
     engine.scheduler.check_idle()
@@ -97,37 +64,12 @@ def test_texts_are_those_of_plain_decoding(draft, kind, prompts):
         assert likeness.mean() == pytest.approx(rate, abs=0.15)
 
 
-@pytest.mark.parametrize(
-    ("draft", "kind"),
-    [
-        ("tree", "seeded"),
-        ("leaves", "greedy"),
-        pytest.param("tree", "greedy", marks=pytest.mark.slow),
-        pytest.param("both leaves", "seeded", marks=pytest.mark.slow),
-        pytest.param("scanned tree", "greedy", marks=pytest.mark.slow),
-    ],
-)
-def test_drafts_beside_others_come_and_go(draft, kind, prompts):
-    prompts = prompts[:12]
-    params = params_of(kind, len(prompts))
-    expected = tokens_of(generate(pair.plain_engine(), prompts, params))
-    engine = test_trees.engine_of(draft, controller=ADAPTIVE)
-    with_any_drafts(engine, seed=9)
-    with pair.recorded(engine) as rounds:
-        assert tokens_of(generate(engine, prompts, params)) == expected
-    engine.scheduler.check_idle()
-    drafting = [shape for plan, shape, _ in rounds if any(k for _, k in plan.decode)]
-    chains = [shape.tree.is_chain for shape in drafting]
-    assert 5 < sum(chains) < len(chains) - 5
-    assert engine.stats.num_beside_tokens > 0
-
-
-def test_nothing_is_said_of_drafts_that_would_have_been_drawn_without_a_seed(prompts):
+def test_probes_of_requests_without_a_seed_tell_nothing(prompts):
     params = [
         SamplingParams(max_tokens=LENGTH, ignore_eos=True, temperature=0.9)
         for _ in prompts
     ]
-    engine = with_any_drafts(pair.engine("same", controller=ADAPTIVE), seed=8)
+    engine = with_random_policy(pair.engine("same", controller=ADAPTIVE), seed=8)
     with pair.recorded(engine) as rounds:
         generate(engine, prompts, params)
     asked = [result for *_, result in rounds if isinstance(result, CaughtUp)]
@@ -136,7 +78,7 @@ def test_nothing_is_said_of_drafts_that_would_have_been_drawn_without_a_seed(pro
     assert engine.stats.acceptance_rate > 0.95
 
 
-def test_an_engine_that_chooses_says_the_same(prompts):
+def test_texts_equal_plain_decoding_under_the_controller(prompts):
     """With the real controller, whatever this machine's clock makes of it."""
     engine, prompts = pair.engine("noisy", controller=ADAPTIVE), prompts[:10]
     for kind in ("greedy", "seeded"):

@@ -8,7 +8,13 @@ import pytest
 
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.sampling_params import SamplingParams
-from tests.engines import generate, make_draft_of, make_engine, make_micro, tokens_of
+from tests.support.engines import (
+    generate,
+    make_draft_of,
+    make_engine,
+    make_micro,
+    tokens_of,
+)
 
 pytestmark = pytest.mark.slow
 ROUNDS = 4

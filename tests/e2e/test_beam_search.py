@@ -12,8 +12,8 @@ import jaxspec.llm
 from jaxspec.errors import RequestError
 from jaxspec.llm import LLM
 from jaxspec.sampling_params import BeamSearchParams, SamplingParams
-from tests.engines import MICRO, StubTokenizer, make_engine
-from tests.oracles import hf_logits, make_hf_model
+from tests.support.engines import MICRO, StubTokenizer, make_engine
+from tests.support.oracles import hf_logits, make_hf_model
 
 VOCAB, END = 16, 1
 PROMPTS = [[2, 3, 4, 5, 6, 7, 8], [2, 9]]

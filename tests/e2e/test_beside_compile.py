@@ -22,7 +22,7 @@ from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.engine.program_cache import ProgramCache
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams
 from jaxspec.serve.launcher import freeze_heap
-from tests.engines import users_programs
+from tests.support.engines import users_programs
 
 PROMPT = {"prompt_token_ids": [2, *range(400, 430)]}
 STREAM, SPECIAL = "stream", "special"

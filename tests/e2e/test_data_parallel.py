@@ -11,8 +11,8 @@ from jaxspec.engine.engine_group import EngineGroup
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.errors import ConfigError, UnsupportedError
 from jaxspec.sampling_params import SamplingParams
-from tests.e2e import pair
-from tests.engines import generate, make_engine, tokens_of
+from tests.support import pair
+from tests.support.engines import generate, make_engine, tokens_of
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 SEEDED = SamplingParams(temperature=0.9, seed=7, max_tokens=24, ignore_eos=True)

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.e2e.enumerated import RULES, count, law_of_texts, make
-from tests.engines import make_micro
+from tests.support.engines import make_micro
 
 
 @pytest.mark.battery(name="counts")

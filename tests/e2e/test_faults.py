@@ -13,8 +13,8 @@ from jaxspec.engine.program_cache import ProgramCache
 from jaxspec.program.propose import DraftModel
 from jaxspec.program.step_context import ProgramConfig
 from jaxspec.sampling_params import SamplingParams
-from tests.e2e import pair
-from tests.engines import PROGRAMS, generate, make_engine, tokens_of
+from tests.support import pair
+from tests.support.engines import PROGRAMS, generate, make_engine, tokens_of
 
 BAD_TOKEN = 40
 PROMPTS = [[2, 5, 7, 9], [2, 9, 4, 11], [2, 8, 8, 30]]

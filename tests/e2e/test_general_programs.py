@@ -10,8 +10,8 @@ from jaxspec.engine.runner import Runner
 from jaxspec.engine.scheduling.programs import EveryProgram, Shapes
 from jaxspec.program.plan import Features, StepShape
 from jaxspec.sampling_params import SamplingParams
-from tests.e2e import pair
-from tests.engines import generate, make_engine, tokens_of
+from tests.support import pair
+from tests.support.engines import generate, make_engine, tokens_of
 
 PROMPTS = pair.prompts(6, seed=11)
 PARAMS = [

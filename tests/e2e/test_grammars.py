@@ -23,8 +23,8 @@ from jaxspec.metrics import Counter
 from jaxspec.outputs import RequestOutput
 from jaxspec.program.plan import Features, StepPlan, StepShape
 from jaxspec.sampling_params import SamplingParams, StructuredOutputsParams
-from tests.e2e import pair
-from tests.engines import (
+from tests.support import pair
+from tests.support.engines import (
     OneProgramRunner,
     generate,
     make_engine,
@@ -32,7 +32,7 @@ from tests.engines import (
     with_draft,
     with_settings,
 )
-from tests.laws import check_counts, filtered_law
+from tests.support.laws import check_counts, filtered_law
 
 slow = partial(pytest.param, marks=pytest.mark.slow)
 

@@ -3,14 +3,12 @@
 float32, and only prompts on which no two logits lie so close that rounding decides.
 """
 
-from typing import Any
-
 import pytest
 
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.sampling_params import SamplingParams
-from tests.e2e import pair
-from tests.engines import generate, make_engine, tokens_of, with_settings
+from tests.support import pair
+from tests.support.engines import generate, make_engine, tokens_of, with_settings
 
 LENGTH = 64
 GREEDY = SamplingParams(temperature=0, max_tokens=LENGTH, ignore_eos=True)
@@ -33,19 +31,17 @@ def texts(prompts) -> list[list[int]]:
     return said
 
 
-@pytest.mark.parametrize(
-    ("kind", "least", "most"),
-    [("noisy", 0.3, 0.9), ("unrelated", 0.001, 0.1), ("same", 1.0, 1.0)],
-)
-def test_drafts_change_nothing(kind, least, most, prompts, texts):
-    engine = pair.engine(kind)
+def test_unrelated_draft_changes_nothing(prompts, texts):
+    engine = pair.engine("unrelated")
     assert tokens_of(generate(engine, prompts, GREEDY)) == texts
-    assert least <= engine.stats.acceptance_rate <= most
+    assert 0.001 <= engine.stats.acceptance_rate <= 0.1
 
 
 def test_drafts_of_several_lengths_share_a_batch(prompts, texts):
     wishes = [(None, 0, 1, 3)[index % 4] for index in range(len(prompts))]
-    params = [greedy(num_draft=wish) for wish in wishes]
+    params = [GREEDY.clone() for _ in wishes]
+    for own, wish in zip(params, wishes, strict=True):
+        own.extra_args = None if wish is None else {"num_speculative_tokens": wish}
     engine = pair.engine("same")
     outputs = generate(engine, prompts, params)
     assert tokens_of(outputs) == texts
@@ -59,92 +55,6 @@ def test_drafts_of_several_lengths_share_a_batch(prompts, texts):
             assert metrics.acceptance_rate == 1.0
             most = (3 if wish is None else wish) + 1
             assert metrics.mean_acceptance_length == pytest.approx(most, rel=0.05)
-
-
-def greedy(*, num_draft: int | None = None, **changes: Any) -> SamplingParams:
-    values: dict[str, Any] = dict(temperature=0, max_tokens=LENGTH, ignore_eos=True)
-    if num_draft is not None:
-        values["extra_args"] = {"num_speculative_tokens": num_draft}
-    return SamplingParams(**(values | changes))
-
-
-@pytest.mark.parametrize("kind", ["noisy", "same"])
-def test_an_end_inside_an_accepted_run(kind, prompts, texts):
-    """45 is the most frequent token: texts end early and within runs of drafts."""
-    cut = [text[: text.index(45) + 1] if 45 in text else text for text in texts]
-    assert sum(len(text) < LENGTH for text in cut) > len(texts) // 2
-    engine = pair.engine(kind)
-    with pair.recorded(engine) as rounds:
-        outputs = generate(engine, prompts, greedy(stop_token_ids=[45]))
-    assert tokens_of(outputs) == cut
-    assert any(is_end_in_run(*each) for each in rounds)
-
-
-def is_end_in_run(plan: Any, shape: Any, result: Any) -> bool:
-    """Whether a sequence ended on a draft, before the target's own token."""
-    del shape
-    return any(
-        result.is_done[index]
-        and 0 < result.num_emitted[index] == result.num_accepted[index]
-        and result.num_emitted[index] <= drafts
-        for index, (_, drafts) in enumerate(plan.decode)
-    )
-
-
-def test_the_length_ends_a_text_at_every_offset_of_a_run(prompts, texts):
-    engine = pair.engine("same")
-    params = [greedy(max_tokens=1 + index) for index in range(len(prompts))]
-    outputs = generate(engine, prompts, params)
-    for count, output, text in zip(range(1, 25), outputs, texts, strict=True):
-        assert list(output.outputs[0].token_ids) == text[:count]
-        assert output.outputs[0].finish_reason == "length"
-    # Drafts past an end are none, also where the host had not read how near it is.
-    assert engine.stats.acceptance_rate == 1.0
-
-
-def test_the_context_ends_a_text():
-    longest = pair.SETTINGS["max_model_len"]
-    prompts = [pair.prompts(1, longest=1, seed=i)[0] * 20 for i in range(10)]
-    prompts = [
-        (prompt * 6)[: longest - 1 - index] for index, prompt in enumerate(prompts)
-    ]
-    params = greedy(max_tokens=None)
-    expected = tokens_of(generate(pair.plain_engine(), prompts, params))
-    assert [len(tokens) for tokens in expected] == list(range(1, 11))
-    assert tokens_of(generate(pair.engine("noisy"), prompts, params)) == expected
-    assert tokens_of(generate(pair.engine("same"), prompts, params)) == expected
-
-
-@pytest.mark.parametrize("kind", ["noisy", "same"])
-def test_drafting_stops_in_a_crowd_and_comes_back(kind, prompts, texts):
-    """Two rows run and others wait: no drafts. The draft then catches up by tiles."""
-    chosen = [0, 3, 6, 9, 12]
-    lengths = [60, 14, 14, 14, 60]
-    params = [greedy(max_tokens=length) for length in lengths]
-    engine = pair.engine(kind, disable_by_batch_size=2)
-    with pair.recorded(engine) as rounds:
-        outputs = generate(engine, [prompts[index] for index in chosen], params)
-    assert tokens_of(outputs) == [
-        texts[index][:length] for index, length in zip(chosen, lengths, strict=True)
-    ]
-    plain = [
-        index
-        for index, (plan, shape, _) in enumerate(rounds)
-        if plan.decode and not shape.num_draft_tokens
-    ]
-    drafting = [
-        index for index, (_, shape, _) in enumerate(rounds) if shape.num_draft_tokens
-    ]
-    caught_up = [
-        index for index, (_, shape, _) in enumerate(rounds) if shape.is_catch_up
-    ]
-    assert len(plain) > 10
-    assert len(drafting) > 10
-    assert any(plain[0] < index < drafting[-1] for index in caught_up)
-    if kind == "same":
-        assert engine.stats.acceptance_rate == 1.0
-    else:
-        assert engine.stats.acceptance_rate > 0.3
 
 
 def many_prompts(count: int) -> tuple[list[list[int]], list[list[int]]]:

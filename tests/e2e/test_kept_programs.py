@@ -14,7 +14,7 @@ START = """
 import sys
 from pathlib import Path
 from jaxspec.engine import program_cache
-from tests import tiny_programs as tests
+from tests.support import tiny_programs as tests
 
 program_cache.lower_step = tests.lower_round
 program = tests.make_program()

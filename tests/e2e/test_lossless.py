@@ -8,31 +8,23 @@ from pathlib import Path
 import pytest
 
 from jaxspec_kernels import native
-from tests.e2e import pair
 from tests.e2e.lossless import (
     LARGE,
     PATHS,
     PROPOSERS,
     RESULTS,
     SHAPED,
+    SHORT,
     Cut,
     Play,
     play,
     resumed,
     table,
 )
+from tests.support import pair
 
 README = Path(__file__).parents[2] / "benchmarks" / "README.md"
 
-SHORT = Cut(
-    num_prompts=24,
-    num_tokens=32,
-    proposers=("ngram+draft_model",),
-    drafts=(3,),
-    batches=(8,),
-    is_optimized=False,
-    has_one_program=True,
-)
 # Forms of a round for no drafts, few and many, and all that may happen to a request.
 SUFFIX = replace(SHORT, num_prompts=32, proposers=("suffix",), drafts=(16,))
 LEAVES = replace(SHORT, proposers=("draft_model, leaves",))

@@ -1,7 +1,6 @@
 """Parameters of requests through the whole engine, with drafts and without.
 
-The programs themselves are tested in `test_features.py`; here it is the way from
-`SamplingParams` to them and back to `RequestOutput`.
+From `SamplingParams` to the programs and back to `RequestOutput`.
 """
 
 import functools
@@ -14,9 +13,16 @@ import pytest
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.outputs import CompletionOutput, RequestOutput
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams
-from tests.e2e import pair
-from tests.engines import StubTokenizer, make_engine, with_settings
-from tests.oracles import hf_logits
+from tests.support import pair
+from tests.support.engines import (
+    StubTokenizer,
+    generate,
+    make_engine,
+    tokens_of,
+    with_settings,
+)
+from tests.support.laws import controlled
+from tests.support.oracles import hf_logits
 
 PROMPTS = pair.prompts(4, seed=5)
 MAX_TOKENS = 14
@@ -80,33 +86,90 @@ def check_told(told: Any, tokens: list[int], rows: np.ndarray, count: int) -> No
 CONTROLS: dict[str, dict[str, Any]] = {
     "presence": {"presence_penalty": 1.5},
     "frequency": {"frequency_penalty": 1.5},
+    "negative": {"presence_penalty": -0.5, "frequency_penalty": -0.2},
     "repetition": {"repetition_penalty": 1.8},
     "bias": {"logit_bias": {token: 6.0 for token in range(10, 30, 3)}},
     "allowed": {"allowed_token_ids": list(range(7, 40, 4))},
     "bad words": {"bad_words": [chr(code) for code in range(40, 70)]},
     "together": {
+        "presence_penalty": 0.5,
         "frequency_penalty": 0.7,
+        "repetition_penalty": 1.2,
         "logit_bias": {9: -100.0, 12: 2.0},
         "allowed_token_ids": list(range(5, 60, 2)),
-        "bad_words": ["+", "GH"],
+        "bad_words": [
+            "+",
+            "GH",
+            *(chr(code) + chr(code + 2) for code in range(72, 90)),
+        ],
+        "stop_token_ids": [17],
         "min_tokens": 5,
     },
 }
 
 
+def texts(prompts: list[list[int]], listed: list[SamplingParams]) -> list[list[int]]:
+    return [list(one[-1].outputs[0].token_ids) for one in run(prompts, listed)]
+
+
+def margin(prompt: list[int], tokens: list[int], params: SamplingParams) -> float:
+    """How clearly each token is the argmax of HuggingFace's controlled logits."""
+    prepared = general_engine().input_processor.prepare("0", prompt, params)
+    (request,) = prepared.requests
+    known, start, least = prompt + tokens, len(prompt), np.inf
+    logits = hf_logits(pair.target(), np.array(known))
+    for place in range(start, len(known)):
+        row = np.array(logits[place - 1], np.float64)
+        if request.controls is not None:
+            row = controlled(row, known[:place], start, request.controls)
+        if place < start + params.min_tokens:
+            row[list(request.stop_ids)] = -np.inf
+        best = row[known[place]]
+        row[known[place]] = -np.inf
+        least = min(least, best - row.max())
+    return float(least)
+
+
 @pytest.mark.parametrize("name", CONTROLS)
 @pytest.mark.parametrize("how", ["greedy", "seeded"])
 def test_drafts_change_nothing_under_a_control(name: str, how: str):
+    """And greedy text is the argmax of controlled logits."""
     sampling: dict[str, Any] = {"temperature": 0}
     if how == "seeded":
         sampling = {"seed": 11, "top_p": 0.9}
-    fields = sampling | CONTROLS[name]
-    drafted, plain = ask(**fields), ask(extra_args=PLAIN, **fields)
-    assert drafted.token_ids == plain.token_ids
-    assert drafted.spec_decode_metrics is not None
-    assert drafted.spec_decode_metrics.num_draft_tokens > 0
-    assert plain.spec_decode_metrics is None
-    assert drafted.token_ids != ask(**sampling).token_ids, "the control did nothing"
+    sampling |= {"max_tokens": 24, "ignore_eos": True}
+    free, drafted = (SamplingParams(**sampling | one) for one in ({}, CONTROLS[name]))
+    plain = drafted.clone()
+    plain.extra_args = PLAIN
+    prompts = PROMPTS[:2]
+    found = texts(prompts, [drafted] * 2)
+    assert found == texts(prompts, [plain] * 2)
+    assert found != texts(prompts, [free] * 2), "the control did nothing"
+    if how == "greedy":
+        for prompt, tokens in zip(prompts, found, strict=True):
+            assert margin(prompt, tokens, drafted) > pair.MIN_MARGIN
+
+
+def test_rows_forget_the_controls_of_their_last_requests():
+    free = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)
+    listed = []
+    for name in ("together", "bias"):
+        listed.append(SamplingParams(temperature=0, max_tokens=9, **CONTROLS[name]))
+    texts(PROMPTS[:2], listed)
+    found = texts(PROMPTS[2:], [free] * 2)
+    assert found == tokens_of(generate(pair.plain_engine(), PROMPTS[2:], free))
+
+
+@pytest.mark.slow
+def test_programs_without_controls_forget_those_of_the_last_requests():
+    free = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)
+    listed = []
+    for name in ("together", "bias"):
+        listed.append(SamplingParams(temperature=0, max_tokens=9, **CONTROLS[name]))
+    engine = pair.engine()
+    generate(engine, PROMPTS[:2], listed)
+    found = tokens_of(generate(engine, PROMPTS[2:], free))
+    assert found == tokens_of(generate(pair.plain_engine(), PROMPTS[2:], free))
 
 
 def test_what_is_forbidden_does_not_come():

@@ -27,16 +27,16 @@ from jaxspec.text.tokenizer import Tokenizer
 from jaxspec_checkpoints import open_checkpoint
 from jaxspec_kernels import native
 from jaxspec_kernels.bits import ScaledPages
-from tests.e2e import heads, pair
-from tests.e2e.lossless import TREE
-from tests.engines import (
+from tests.conformance.proposers import TREE
+from tests.support import heads, pair
+from tests.support.engines import (
     OneProgramRunner,
     OneShapeRunner,
     generate,
     make_engine,
     tokens_of,
 )
-from tests.oracles import PagedModel
+from tests.support.oracles import PagedModel
 
 KINDS = ("int8", "fp8")
 PLACE = "In the city of Paris there are many museums, and people who like to walk."
@@ -64,6 +64,9 @@ WAYS: dict[str, dict[str, Any]] = {
         draft_tensor_parallel_size=1,
     ),
 }
+
+
+QUICK = [("int8", "tree"), ("fp8", "chain")]
 
 
 def params() -> list[SamplingParams]:
@@ -102,15 +105,12 @@ def plain(kind: str, way: str) -> list[list[int]]:
 @pytest.mark.parametrize(
     ("kind", "way"),
     [
-        ("int8", "chain"),
-        ("int8", "tree"),
-        ("fp8", "chain"),
-        *(
-            pytest.param(kind, way, marks=pytest.mark.slow)
-            for kind in KINDS
-            for way in WAYS
-            if way not in ("chain", "tree") or (kind, way) == ("fp8", "tree")
-        ),
+        pytest.param(
+            *(kind, way),
+            marks=() if (kind, way) in QUICK else pytest.mark.slow,
+        )
+        for kind in KINDS
+        for way in WAYS
     ],
 )
 def test_texts_with_drafts_are_those_of_plain_decoding(kind, way):
@@ -125,7 +125,8 @@ def test_texts_with_drafts_are_those_of_plain_decoding(kind, way):
     assert all(pool.ndim == 3 for pool in pools if pool.dtype.itemsize == 4)
 
 
-@pytest.mark.parametrize("kind", ["int8", pytest.param("fp8", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
 def test_texts_are_the_same_without_operations_in_cpp(kind, monkeypatch):
     monkeypatch.setenv(native.VARIABLE, native.OFF)
     plainly = make(kind, has_draft=False)

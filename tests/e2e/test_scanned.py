@@ -21,9 +21,8 @@ from jaxspec_checkpoints import open_checkpoint
 from jaxspec_checkpoints.writing import write_checkpoint
 from jaxspec_kernels import native
 from tests.checkpoints.models import write_tiny
-from tests.e2e import pair
-from tests.e2e.test_several_rounds import at_most
-from tests.engines import (
+from tests.support import pair
+from tests.support.engines import (
     OneGreedyProgramRunner,
     OneProgramRunner,
     OneShapeRunner,
@@ -32,9 +31,10 @@ from tests.engines import (
     make_engine,
     tokens_of,
 )
-from tests.oracles import make_hf_model
-from tests.program.test_step import SHARDED, materialized, num_bytes, num_parameters
-from tests.programs import READERS_COMPILER
+from tests.support.oracles import make_hf_model
+from tests.support.programs import READERS_COMPILER
+from tests.support.rounds import at_most
+from tests.support.step_programs import SHARDED, materialized, num_bytes, num_parameters
 
 NUM_DRAFT = 3
 NUM_ROUNDS = 4  # of a launch
@@ -128,9 +128,8 @@ def test_texts_and_log_probabilities_are_equal(drafts):
     assert stats[1].acceptance_rate > 0.03
 
 
-@pytest.mark.parametrize(
-    "kind", ["greedy", pytest.param("seeded", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["greedy", "seeded"])
 def test_several_rounds_in_a_launch_say_what_single_ones_do(kind):
     """A loop over rounds, in each of them loops over layers and over drafts."""
     prompts = pair.prompts(2, longest=20)
@@ -163,7 +162,8 @@ def test_several_rounds_in_a_launch_say_what_single_ones_do(kind):
         assert pair.greedy_margin(*both, model=target()) > pair.MIN_MARGIN
 
 
-@pytest.mark.parametrize("draft_shards", [2, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("draft_shards", [2, 8])
 def test_eight_devices_say_what_huggingface_does(draft_shards):
     sizes = SHARDED | dict(num_hidden_layers=4)
     model = make_hf_model(seed=3, **sizes)

@@ -1,19 +1,17 @@
-"""A seeded request says one text, whatever else happens to the engine."""
+"""The text of a seeded request depends on nothing else that happens to the engine.
+
+That no proposer and no number of drafts changes it is a claim of `tests/conformance`.
+"""
 
 from typing import Any
 
 import pytest
 
 from jaxspec.sampling_params import SamplingParams
-from tests.e2e import pair
-from tests.engines import generate, make_engine, tokens_of, with_settings
-
-CONTROLS: list[dict[str, Any]] = [
-    dict(temperature=0.9),
-    dict(temperature=1.3, top_k=20),
-    dict(temperature=0.7, top_p=0.9),
-    dict(temperature=1.0, min_p=0.05),
-]
+from tests.conformance import proposers
+from tests.conformance.claims import CONTROLS
+from tests.support import pair
+from tests.support.engines import generate, make_engine, tokens_of, with_settings
 
 
 def seeded(number: int, **changes: Any) -> SamplingParams:
@@ -39,21 +37,23 @@ def params_of(prompts: list[list[int]], **changes: Any) -> list[SamplingParams]:
     return [seeded(number, **changes) for number in range(len(prompts))]
 
 
-@pytest.mark.parametrize(
-    ("kind", "least"), [("noisy", 0.5), ("unrelated", 0.0), ("same", 1.0)]
-)
-@pytest.mark.parametrize("rule", ["standard", "block"])
-def test_drafts_and_rules_change_nothing(kind, least, rule, prompts, texts):
-    engine = pair.engine(kind, rejection_sample_method=rule)
-    assert tokens_of(generate(engine, prompts, params_of(prompts))) == texts
-    # Shared noise: a draft equal to the target is right every time.
-    assert engine.stats.acceptance_rate >= least
-    assert engine.stats.num_draft_tokens > 100
-
-
 def test_batches_change_nothing(prompts, texts):
     plain = pair.plain_engine()
     assert tokens_of(generate(plain, prompts, params_of(prompts))) == texts
+
+
+def test_preemption_changes_nothing_without_drafts(prompts):
+    """Two rows, and pages for little more than one of them."""
+    longer = [(prompt * 40)[:50] for prompt in prompts]
+    params = params_of(prompts)
+    alone = [
+        tokens_of(generate(pair.plain_engine(), [prompt], own))[0]
+        for prompt, own in zip(longer, params, strict=True)
+    ]
+    engine = proposers.with_config(pair.plain_engine(), num_pages=28)
+    assert tokens_of(generate(engine, longer, params)) == alone
+    assert engine.stats.num_preemptions > 0
+    engine.scheduler.check_idle()
 
 
 def test_order_and_neighbours_change_nothing(prompts, texts):
@@ -71,24 +71,6 @@ def test_order_and_neighbours_change_nothing(prompts, texts):
         params += [seeded(number), others[number % len(others)]]
     said = tokens_of(generate(pair.engine(seed=9), mixed, params))
     assert said[::2] == texts[::-1]
-
-
-def test_a_requests_own_number_of_drafts_changes_nothing(prompts, texts):
-    params = [
-        seeded(number, extra_args={"num_speculative_tokens": (3, 0, 1)[number % 3]})
-        for number in range(len(prompts))
-    ]
-    assert tokens_of(generate(pair.engine(), prompts, params)) == texts
-
-
-def test_switching_drafts_off_and_on_changes_nothing(prompts, texts):
-    engine = pair.engine("same", disable_by_batch_size=2)
-    with pair.recorded(engine) as rounds:
-        said = tokens_of(generate(engine, prompts, params_of(prompts)))
-    assert said == texts
-    drafts = {shape.num_draft_tokens for plan, shape, _ in rounds if plan.decode}
-    assert drafts == {0, 3}
-    assert engine.stats.acceptance_rate == 1.0
 
 
 def test_different_seeds_say_different_things(prompts, texts):

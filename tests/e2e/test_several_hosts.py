@@ -20,8 +20,7 @@ import pytest
 
 from jaxspec.engine.multihost.channel import HEARTBEAT_S, HOST_LOST
 from tests.checkpoints.models import write_tiny
-from tests.engine.multihost.test_channel import free_port
-from tests.programs import quick_environment
+from tests.support.processes import environment, free_port
 
 ROOT = Path(__file__).parents[2]
 DEVICES_EACH = 2
@@ -29,16 +28,6 @@ DEVICES_EACH = 2
 PATIENCE_S = 540
 DRAFTS = 3
 JAX_ENDS = "Terminating process because the JAX distributed service detected fatal err"
-
-
-def environment(num_devices: int) -> dict[str, str]:
-    found = quick_environment()
-    flag = f"--xla_force_host_platform_device_count={num_devices}"
-    kept = [
-        one for one in found["XLA_FLAGS"].split() if "platform_device_count" not in one
-    ]
-    path = os.pathsep.join(str(ROOT / name) for name in ("", "kernels", "checkpoints"))
-    return found | {"XLA_FLAGS": " ".join([*kept, flag]), "PYTHONPATH": path}
 
 
 @pytest.fixture(scope="module")

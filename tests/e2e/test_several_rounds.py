@@ -1,10 +1,7 @@
 """Several rounds in one launch say, and count, what as many launches do."""
 
-import contextlib
 import dataclasses
 import functools
-from collections import deque
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -12,16 +9,14 @@ import pytest
 
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.engine.scheduling import prefill_budget
-from jaxspec.engine.scheduling.row_table import RowTable
 from jaxspec.outputs import RequestOutput
 from jaxspec.program.plan import StepPlan, StepShape
-from jaxspec.program.wire import CaughtUp, StepResult
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams
-from tests.e2e import lossless, pair
-from tests.e2e.test_lossless import SHORT
-from tests.engines import generate, make_engine, tokens_of, with_settings
+from tests.e2e import lossless
+from tests.support import pair
+from tests.support.engines import generate, make_engine, tokens_of, with_settings
+from tests.support.rounds import STEPS, at_most
 
-STEPS = 8
 FINAL = RequestOutputKind.FINAL_ONLY
 # Frequent in the target's texts.
 FREQUENT = [45, 41]
@@ -49,35 +44,6 @@ def single() -> LLMEngine:
         has_one_shape=True,
         **pair.SETTINGS,
     )
-
-
-@contextlib.contextmanager
-def at_most(engine: LLMEngine, num_rounds: int) -> Iterator[list[tuple[int, int]]]:
-    """However long they take, and however near the end is: the device finds it.
-
-    Yields rounds planned and run, of every launch that is read.
-    """
-    runner, planned, ran = engine.runner, deque[int](), list[tuple[int, int]]()
-    launch, fetch = runner.launch, runner.fetch
-
-    def note_launch(plan: StepPlan, shape: StepShape) -> Any:
-        planned.append(plan.num_rounds)
-        return launch(plan, shape)
-
-    def note_fetch(result: Any, shape: StepShape) -> StepResult | CaughtUp:
-        fetched = fetch(result, shape)
-        ran.append((planned.popleft(), len(fetched.rounds)))
-        return fetched
-
-    def count(self: object, round_: object, most: int) -> int:
-        return min(num_rounds, most)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runner, "launch", note_launch)
-        patch.setattr(runner, "fetch", note_fetch)
-        patch.setattr(prefill_budget.Pacer, "num_rounds", count)
-        patch.setattr(RowTable, "rounds_left", lambda *_: STEPS)
-        yield ran
 
 
 def counts_of(engine: LLMEngine) -> dict[str, Any]:
@@ -233,7 +199,11 @@ def test_every_path_says_what_plain_decoding_says(monkeypatch):
     """Prompts in chunks, preempted requests, prefixes found: as `test_lossless`."""
     # Programs with room for prompts have no loop.
     cut = dataclasses.replace(
-        SHORT, num_prompts=16, num_tokens=64, batches=(16,), has_one_program=False
+        lossless.SHORT,
+        num_prompts=16,
+        num_tokens=64,
+        batches=(16,),
+        has_one_program=False,
     )
     engine_for, planned = lossless.engine_for, list[int]()
 

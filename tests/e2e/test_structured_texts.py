@@ -10,7 +10,7 @@ import jaxspec.engine.loader
 from jaxspec.llm import LLM
 from jaxspec.outputs import RequestOutput
 from jaxspec.sampling_params import SamplingParams, StructuredOutputsParams
-from tests.engines import QuickRunner
+from tests.support.engines import QuickRunner
 
 SCHEMA = {
     "type": "object",

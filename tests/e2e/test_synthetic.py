@@ -14,7 +14,7 @@ from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.outputs import RequestOutput
 from jaxspec.program.wire import StepResult
 from jaxspec.sampling_params import SamplingParams, StructuredOutputsParams
-from tests.engines import (
+from tests.support.engines import (
     OneProgramRunner,
     generate,
     make_draft_of,
@@ -23,7 +23,7 @@ from tests.engines import (
     tokens_of,
     with_settings,
 )
-from tests.laws import check_counts
+from tests.support.laws import check_counts
 
 RATES = (0.8, 0.5, 0.45)
 LAW = np.array([0.2, 0.3, 0.05, 0.45])

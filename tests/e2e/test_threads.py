@@ -16,16 +16,16 @@ from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.errors import EngineGenerateError
 from jaxspec.llm import LLM
 from jaxspec.sampling_params import BeamSearchParams, SamplingParams
-from tests.e2e import pair
-from tests.engine.test_engine_group import make_engines
-from tests.engine.test_llm_engine import (
+from tests.support import pair
+from tests.support.engines import make_engine, tokens_of
+from tests.support.fake_engines import (
     PROMPT,
     assert_idle,
     letters,
+    make_engines,
     make_fake_engine,
     said,
 )
-from tests.engines import make_engine, tokens_of
 
 NUM_THREADS = 8
 

@@ -12,7 +12,7 @@ import pytest
 from jaxspec import LLM, SamplingParams
 from jaxspec.bench.data import read_prompts
 from jaxspec_checkpoints import bundled_draft, bundled_target
-from tests.engines import users_programs
+from tests.support.engines import users_programs
 
 PROMPTS = Path(__file__).parents[2] / "benchmarks" / "prompts.jsonl"
 NUM_PROMPTS, NUM_TOKENS = 8, 48

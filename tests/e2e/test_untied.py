@@ -21,8 +21,8 @@ from jaxspec.program.propose.medusa import Medusa
 from jaxspec_checkpoints import open_checkpoint
 from jaxspec_checkpoints.layout import HEAD, TIE
 from jaxspec_checkpoints.writing import write_checkpoint
-from tests.engines import QuickGreedyRunner
-from tests.oracles import hf_logits, make_hf_model
+from tests.support.engines import QuickGreedyRunner
+from tests.support.oracles import hf_logits, make_hf_model
 from tests.train.tiny import HIDDEN, LAYER, VOCAB
 
 pytestmark = pytest.mark.usefixtures("quick")

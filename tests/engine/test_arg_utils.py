@@ -1,6 +1,5 @@
 import dataclasses
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,31 +18,7 @@ from jaxspec.errors import ConfigError
 from jaxspec.models.families import published_config
 from jaxspec_checkpoints import bundled_target
 from jaxspec_checkpoints.quantization import Scheme
-
-TINY: dict[str, Any] = {
-    "model_type": "gemma2",
-    "vocab_size": 512,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 1024,
-    "eos_token_id": 1,
-    "torch_dtype": "bfloat16",
-}
-
-
-def write_model(folder: Path, **changes: Any) -> str:
-    return write_config(folder, TINY | changes)
-
-
-def write_config(folder: Path, content: Mapping[str, Any]) -> str:
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(content))
-    return str(folder)
-
+from tests.support.model_configs import TINY, configure, write_config, write_model
 
 # Replaced by the folder of a draft.
 SMALL_DRAFT: dict[str, Any] = {"speculative_model": "", "num_speculative_tokens": 5}
@@ -57,10 +32,6 @@ def target(tmp_path: Path) -> str:
 @pytest.fixture
 def draft(tmp_path: Path) -> str:
     return write_model(tmp_path / "draft", num_hidden_layers=2)
-
-
-def configure(model: str, **arguments: Any) -> EngineConfig:
-    return EngineArgs(model=model, **arguments).create_engine_config()
 
 
 def test_defaults(target: str):

@@ -1,8 +1,6 @@
 """Streams over a device of plain Python: order, slow readers, aborts, failures."""
 
 import asyncio
-import time
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
@@ -12,40 +10,9 @@ from jaxspec.engine.engine_thread import MAX_FAILURES
 from jaxspec.errors import EngineDeadError, EngineGenerateError, RequestError
 from jaxspec.outputs import RequestOutput
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams
-from tests.engine.test_llm_engine import PROMPT, assert_idle, letters, said
-from tests.engine.test_llm_engine import make_fake_engine as make_engine
+from tests.support.fake_engines import PROMPT, letters, said, serve
 
 DELTA, FINAL = RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY
-Use = Callable[[AsyncLLMEngine], Awaitable[Any]]
-
-
-def serve(use: Use, *, delay_s: float = 0.0, **changes: Any) -> AsyncLLMEngine:
-    """Run `use` with an engine whose launches take a time; it must end idle."""
-    engine, runner = make_engine(num_draft_tokens=3, **changes)
-    launch = runner.launch
-
-    def delayed(*arguments: Any) -> Any:
-        time.sleep(delay_s)
-        return launch(*arguments)
-
-    patched: Any = runner
-    patched.launch = delayed
-    serving = AsyncLLMEngine(engine)
-
-    async def run() -> None:
-        await use(serving)
-        deadline = time.monotonic() + 10
-        while await serving.get_num_unfinished_requests():
-            assert time.monotonic() < deadline, "requests are left"
-            await asyncio.sleep(0.005)
-
-    try:
-        asyncio.run(asyncio.wait_for(run(), 60))
-    finally:
-        serving.shutdown(10)
-    assert_idle(engine)
-    assert not any(one.collectors for one in serving._drivers)
-    return serving
 
 
 async def outputs_of(

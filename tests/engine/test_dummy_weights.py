@@ -19,7 +19,7 @@ from jaxspec.sampling_params import StructuredOutputsParams
 from jaxspec.text.tokenizer import NoTokenizer
 from jaxspec_checkpoints import bundled_target
 from tests.checkpoints.models import tiny_config, write_tiny
-from tests.engines import QuickRunner
+from tests.support.engines import QuickRunner
 
 SIZES: dict[str, Any] = dict(max_model_len=64, max_num_seqs=2, dtype="float32")
 

@@ -19,8 +19,8 @@ from jaxspec.errors import ConfigError, RequestError
 from jaxspec.metrics import Counter, Gauge
 from jaxspec.program.plan import TokenControls
 from jaxspec.sampling_params import SamplingParams
-from tests.engine.test_llm_engine import PROMPT, make_fake_engine, run_all, run_one
-from tests.tiny_programs import as_state
+from tests.support.fake_engines import PROMPT, make_fake_engine, run_all, run_one
+from tests.support.tiny_programs import as_state
 
 
 def metrics_of(engine: Any) -> dict[str, float]:

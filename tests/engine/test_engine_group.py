@@ -2,7 +2,6 @@
 
 import asyncio
 import threading
-import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -17,36 +16,16 @@ from jaxspec.errors import EngineDeadError, EngineGenerateError, RequestError
 from jaxspec.sampling_params import SamplingParams
 from jaxspec.serve.app import make_app
 from jaxspec.serve.settings import ServerSettings
-from tests.engine.test_llm_engine import (
+from tests.support.fake_engines import (
+    COUNT,
     PROMPT,
+    _before_launches,
     assert_idle,
     letters,
-    make_fake_engine,
+    make_engines,
     said,
 )
-from tests.serving import COMPLETIONS, TurnsTokenizer
-
-COUNT = 3
-
-
-def make_engines(delay_s: float = 0.0, **changes: Any) -> list[LLMEngine]:
-    engines = []
-    for rank in range(COUNT):
-        sizes = {"data_parallel_size": COUNT, "data_parallel_rank": rank}
-        engine, runner = make_fake_engine(num_draft_tokens=3, **sizes, **changes)
-        _before_launches(runner, lambda: time.sleep(delay_s))
-        engines.append(engine)
-    return engines
-
-
-def _before_launches(runner: Any, call: Callable[[], Any]) -> None:
-    launch = runner.launch
-
-    def later(*arguments: Any) -> Any:
-        call()
-        return launch(*arguments)
-
-    runner.launch = later
+from tests.support.serving import COMPLETIONS, TurnsTokenizer
 
 
 def unfinished(engines: list[LLMEngine]) -> list[int]:

@@ -10,7 +10,7 @@ from jaxspec.errors import EngineDeadError
 from jaxspec.outputs import CompletionOutput, RequestOutput
 from jaxspec.program.plan import StepShape
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams
-from tests.engine.test_llm_engine import assert_idle, make_fake_engine, run_all, said
+from tests.support.fake_engines import assert_idle, make_fake_engine, run_all, said
 
 POISON = 15
 PROMPTS = [[2, 3, 4], [2, 3, 5], [2, 6, 4]]
@@ -51,8 +51,8 @@ def fail(runner: Any, name: str, *, after: int, times: int = 1) -> None:
 
 
 @pytest.mark.parametrize("where", ["launch", "fetch"])
-@pytest.mark.parametrize("after", [0, 1, 2, 5])
-@pytest.mark.parametrize("num_seqs", [2, 4])
+@pytest.mark.parametrize("after", [0, 1, pytest.param(2, marks=pytest.mark.slow), 5])
+@pytest.mark.parametrize("num_seqs", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_failure_with_drafts_costs_the_drafts(where, after, num_seqs):
     engine, runner = make_fake_engine(num_draft_tokens=3, max_num_seqs=num_seqs)
     add(engine)

@@ -25,8 +25,8 @@ from jaxspec.models.heads.config import (
 )
 from jaxspec.models.heads.weights import save_head
 from jaxspec.sharding import make_mesh
-from tests.e2e import heads
-from tests.engine.test_arg_utils import TINY, write_model
+from tests.support import heads
+from tests.support.model_configs import TINY, write_model
 
 VOCAB, HIDDEN = TINY["vocab_size"], TINY["hidden_size"]
 SIZES: dict[str, Any] = dict(

@@ -30,18 +30,12 @@ from jaxspec.sampling_params import (
     StructuredOutputsParams,
 )
 from jaxspec.text.tokenizer import Tokenizer
-from tests.engines import StubTokenizer
-from tests.loops import make_config
+from tests.support.engines import StubTokenizer
+from tests.support.loops import make_config
+from tests.support.requests import make
 
 EOS = 1
 TOKENIZER = Tokenizer.from_folder(jaxspec_checkpoints.bundled_target())
-
-
-def make(prompt: Any = (2, 3, 4), *, config: dict[str, Any] | None = None, **fields):
-    """A request, its parameters given by name."""
-    made = make_config(**(config or {}))
-    intake = InputProcessor(made, StubTokenizer(made.model_config.vocab_size))
-    return intake.prepare("0", list(prompt), SamplingParams(**fields)).requests[0]
 
 
 def test_what_is_asked_arrives():

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from jaxspec.sampling_params import SamplingParams
-from tests.e2e import pair
-from tests.engines import generate, make_engine
+from tests.support import pair
+from tests.support.engines import generate, make_engine
 
 PROMPTS = [[2, 5, 7], [2, 9, 4, 11]]
 

@@ -23,7 +23,7 @@ from jaxspec.engine.scheduling.page_events import (
 )
 from jaxspec.errors import ConfigError
 from jaxspec.sampling_params import SamplingParams
-from tests.engine.test_llm_engine import PROMPT, make_fake_engine, run_all
+from tests.support.fake_engines import PROMPT, make_fake_engine, run_all
 
 LIMIT_MS = 10_000
 TOPIC = "kv@pod@gemma"

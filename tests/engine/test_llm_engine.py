@@ -5,14 +5,11 @@ What the device itself decides (stop ids, lengths) is tested on the real program
 """
 
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from jaxspec.config.engine import EngineConfig
 from jaxspec.config.speculation import ADAPTIVE
-from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.engine.scheduling.programs import GREEDY
 from jaxspec.engine.speculation.step_times import Round
 from jaxspec.errors import ConfigError, RequestError
@@ -21,36 +18,19 @@ from jaxspec.program.plan import BLOCK, COUPLED, StepShape
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams
 from jaxspec.text.tokenizer import Tokenizer
 from jaxspec_checkpoints import bundled_target
-from tests.engines import StubTokenizer
-from tests.fake_device import FakeRunner, repeat_truth
-from tests.loops import make_config
-
-EOS = 1
-PROMPT = [2, 3, 4]
-# After a prompt of three the text is 3, 4, 5, ... by absolute position.
-TEXT = list(range(2, 14))
-
-
-def make_fake_engine(
-    text: list[int] = TEXT,
-    *,
-    seed: int = 0,
-    engine_seed: int = 0,
-    change: Callable[[EngineConfig], EngineConfig] = lambda config: config,
-    **changes: Any,
-) -> tuple[LLMEngine, FakeRunner]:
-    config = change(make_config(seed=engine_seed, **changes))
-    runner = FakeRunner(config, repeat_truth(text), seed=seed)
-    tokenizer = StubTokenizer(config.model_config.vocab_size)
-    return LLMEngine(config, runner=runner, tokenizer=tokenizer), runner
-
-
-def run_all(engine: LLMEngine) -> dict[str, list[RequestOutput]]:
-    outputs: dict[str, list[RequestOutput]] = {}
-    while engine.has_unfinished_requests():
-        for output in engine.step():
-            outputs.setdefault(output.request_id, []).append(output)
-    return outputs
+from tests.support.engines import StubTokenizer
+from tests.support.fake_engines import (
+    EOS,
+    PROMPT,
+    TEXT,
+    admissions,
+    assert_idle,
+    letters,
+    make_fake_engine,
+    run_all,
+    run_one,
+    said,
+)
 
 
 def test_a_program_is_timed_while_no_launch_is_under_way(monkeypatch):
@@ -95,30 +75,6 @@ def test_loss_budget_earns_while_the_device_works(monkeypatch):
     run_one(engine, SamplingParams(temperature=0, max_tokens=40))
     assert 0 < sum(earned) < time.monotonic() - begin
     assert sum(earned) == pytest.approx(engine.stats.busy_s)
-
-
-def run_one(engine: LLMEngine, params: SamplingParams, prompt: Any = PROMPT) -> Any:
-    """The completion of one request, alone."""
-    engine.add_request("only", prompt, params)
-    (outputs,) = run_all(engine).values()
-    assert [output.finished for output in outputs][-1]
-    assert not any(output.finished for output in outputs[:-1])
-    assert_idle(engine)
-    return outputs[-1].outputs[0]
-
-
-def assert_idle(engine: LLMEngine) -> None:
-    engine.scheduler.check_idle()
-    assert not engine.output_processor.streams
-    assert not engine.output_processor.parents
-
-
-def letters(tokens: list[int]) -> str:
-    return StubTokenizer(16).decode(tokens)
-
-
-def said(count: int, text: list[int] = TEXT) -> list[int]:
-    return [text[position % len(text)] for position in range(3, 3 + count)]
 
 
 def expect(completion: Any, tokens: list[int], text: str, why: tuple) -> None:
@@ -364,10 +320,6 @@ def test_a_wrong_request_is_refused_before_anything_runs(arguments, message):
         engine.add_request(*arguments)
     assert not engine.has_unfinished_requests()
     assert runner.num_launches == 0
-
-
-def admissions(runner: FakeRunner) -> list[Any]:
-    return [entry for plan, _ in runner.plans for entry in plan.admissions]
 
 
 def test_a_seed_is_kept_whole_and_couples_the_request():

@@ -30,9 +30,9 @@ from jaxspec_checkpoints.layout import EMBEDDING, HEAD
 from jaxspec_checkpoints.writing import write_checkpoint
 from tests.checkpoints.gguf_files import write_gguf
 from tests.checkpoints.models import tiny_config, write_tiny
-from tests.e2e import pair
-from tests.engines import generate, tokens_of
-from tests.loops import make_config
+from tests.support import pair
+from tests.support.engines import generate, tokens_of
+from tests.support.loops import make_config
 
 SIZES: dict[str, Any] = dict(max_model_len=64, max_num_seqs=2, dtype="float32")
 VOCABULARY: dict[str, Any] = dict(vocab_size=8192)  # of the bundled tokenizer

@@ -15,10 +15,10 @@ from jaxspec.engine.speculation.acceptance import AcceptanceRates
 from jaxspec.engine.speculation.policy import Choice
 from jaxspec.metrics import Counter, Gauge, Histogram, Metric, Vector
 from jaxspec.sampling_params import SamplingParams
-from tests.engine.memory.test_plan import make_plan
-from tests.engine.test_input_processor import make
-from tests.engine.test_llm_engine import PROMPT, make_fake_engine, run_all
-from tests.loops import make_config
+from tests.support.fake_engines import PROMPT, make_fake_engine, run_all
+from tests.support.loops import make_config
+from tests.support.memory_plans import make_plan
+from tests.support.requests import make
 
 # vLLM's names, written down from the reference.
 COUNTERS = """

@@ -10,7 +10,7 @@ from jaxspec.engine.scheduling.request import Request, Status
 from jaxspec.engine.scheduling.scheduler import Scheduler
 from jaxspec.engine.speculation.policy import SpeculationPolicy
 from jaxspec.program.plan import Features, StepShape
-from tests.loops import Loop, make_config, make_request, make_requests
+from tests.support.loops import Loop, make_config, make_request, make_requests
 
 LOGPROBS = Features(num_logprobs=3)
 GRAMMAR = Features(has_grammar=True)

@@ -31,8 +31,8 @@ from tests.checkpoints.stand_ins import (
     point_hub_to,
     serve,
 )
-from tests.engine.test_arg_utils import configure as engine_config
-from tests.engine.test_arg_utils import write_model
+from tests.support.model_configs import configure as engine_config
+from tests.support.model_configs import write_model
 
 NAME = HubStandIn.repository
 STORED = {

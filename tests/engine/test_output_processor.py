@@ -21,10 +21,9 @@ from jaxspec.metrics import Histogram
 from jaxspec.outputs import CompletionOutput, RequestOutput
 from jaxspec.program.plan import TILE
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams
-from tests.e2e import pair
-from tests.engine.test_detokenizer import EXAMPLES, IDS, TOKENIZER, byte_tokens, split
-from tests.engine.test_input_processor import make
-from tests.engine.test_llm_engine import (
+from tests.support import pair
+from tests.support.engines import generate
+from tests.support.fake_engines import (
     EOS,
     PROMPT,
     TEXT,
@@ -36,8 +35,9 @@ from tests.engine.test_llm_engine import (
     run_one,
     said,
 )
-from tests.engines import generate
-from tests.loops import make_config
+from tests.support.loops import make_config
+from tests.support.requests import make
+from tests.support.token_pieces import EXAMPLES, IDS, TOKENIZER, byte_tokens, split
 
 KINDS = list(RequestOutputKind)
 WANTED = {"return_token_origins": True}

@@ -21,7 +21,7 @@ from jaxspec.program.grammar import native_masks
 from jaxspec.program.plan import Features, StepShape
 from jaxspec.program.propose import NGram
 from jaxspec_checkpoints.quantization import Scheme
-from tests.tiny_programs import (
+from tests.support.tiny_programs import (
     PLAN,
     SHAPE,
     as_state,

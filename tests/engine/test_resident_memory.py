@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.programs import ROOT
+from tests.support.programs import ROOT
 
 pytestmark = [
     pytest.mark.slow,

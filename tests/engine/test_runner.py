@@ -27,8 +27,8 @@ from jaxspec.program.grammar import native_masks
 from jaxspec.program.plan import Features, StepPlan, StepShape
 from jaxspec.program.wire import StepResult
 from jaxspec.sampling_params import SamplingParams, StructuredOutputsParams
-from tests.e2e import pair
-from tests.engines import (
+from tests.support import pair
+from tests.support.engines import (
     OneProgramRunner,
     generate,
     make_draft_of,
@@ -36,8 +36,8 @@ from tests.engines import (
     make_micro,
     tokens_of,
 )
-from tests.loops import make_config
-from tests.oracles import model_config
+from tests.support.loops import make_config
+from tests.support.oracles import model_config
 
 TRAFFIC = [
     SamplingParams(temperature=0, max_tokens=12, ignore_eos=True),

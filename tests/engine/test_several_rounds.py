@@ -13,8 +13,8 @@ from jaxspec.engine.scheduling.launch import Launch
 from jaxspec.engine.scheduling.prefill_budget import MAX_LAUNCH_S
 from jaxspec.engine.scheduling.request import Request
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams
-from tests.engine.test_llm_engine import make_fake_engine, run_one
-from tests.loops import Loop, make_config, make_request, make_requests
+from tests.support.fake_engines import make_fake_engine, run_one
+from tests.support.loops import Loop, make_config, make_request, make_requests
 
 STEPS = 4
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -30,6 +30,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "priorities": dict(scheduling_policy="priority", max_num_seqs=8, num_pages=30),
     "adaptive": dict(controller=ADAPTIVE),
 }
+QUICK = [(name, 1) for name in ("base", "many_rows_few_pages", "switching", "adaptive")]
 
 
 def make_loop(changes: dict[str, Any], seed: int = 0, depth: int = 1) -> Loop:
@@ -59,8 +60,9 @@ def check_newest(loop: Loop, count: int) -> None:
 @pytest.mark.parametrize(
     ("name", "depth"),
     [
-        # Engines launch ahead of what they have read, so that depth is 1.
-        pytest.param(*one, marks=() if one[1] or one[0] == "base" else pytest.mark.slow)
+        # Engines launch ahead of what they have read, so that depth is 1. The other
+        # configurations differ in what `test_scheduler.py` runs in single rounds.
+        pytest.param(*one, marks=() if one in QUICK else pytest.mark.slow)
         for one in itertools.product(CONFIGS, (0, 1))
     ],
 )

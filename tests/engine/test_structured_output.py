@@ -29,7 +29,7 @@ from jaxspec.engine.structured_output import (
 )
 from jaxspec.errors import ConfigError, RequestError
 from jaxspec.text.tokenizer import Tokenizer
-from tests.engines import StubTokenizer
+from tests.support.engines import StubTokenizer
 
 VOCAB, EOS, NUM_PROMPT, WINDOW, DRAFTS = 40, 1, 5, 18, 3
 WORDS = 2

@@ -26,9 +26,9 @@ from jaxspec.engine.speculation.policy import SpeculationPolicy
 from jaxspec.program.plan import StepPlan, StepShape
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams
 from tests.batteries import members
-from tests.engines import StubTokenizer
-from tests.fake_device import FakeRunner, random_truth
-from tests.loops import Loop, make_config, make_request
+from tests.support.engines import StubTokenizer
+from tests.support.fake_device import FakeRunner, random_truth
+from tests.support.loops import Loop, make_config, make_request
 
 # Steps within which everything must end once nobody arrives any more.
 PATIENCE = 3000

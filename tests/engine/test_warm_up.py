@@ -7,7 +7,7 @@ import pytest
 from jaxspec.errors import RequestError
 from jaxspec.program.plan import Features
 from jaxspec.sampling_params import SamplingParams
-from tests.engine.test_llm_engine import make_fake_engine, run_all
+from tests.support.fake_engines import make_fake_engine, run_all
 
 
 def test_warm_up_asks_for_every_shape_that_traffic_needs():

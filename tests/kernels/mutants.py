@@ -23,7 +23,7 @@ from tests.kernels.attention_base import (
     strict_case,
 )
 from tests.kernels.oracle import EXACT, SMALL, build, error
-from tests.mutation import Mutant
+from tests.support.mutation import Mutant
 
 BUGS = (
     "mask off by one",

@@ -1,6 +1,6 @@
 """Known bugs of rejection sampling, put into the code one at a time.
 
-See `tests/mutation.py`. "Shared noise" is among them.
+See `tests/support/mutation.py`. "Shared noise" is among them.
 """
 
 from collections.abc import Callable
@@ -33,7 +33,7 @@ from tests.kernels.rejection_rounds import (
     uncached,
     with_kind,
 )
-from tests.mutation import Mutant
+from tests.support.mutation import Mutant
 
 PACKAGE = "jaxspec_kernels.rejection_sampling"
 VOCAB, COLUMNS = 290, 296  # pads are worth more than any token

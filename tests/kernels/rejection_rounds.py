@@ -24,8 +24,8 @@ from jaxspec_kernels.rejection_sampling import (
 )
 from tests.kernels import dense, whole_rows
 from tests.kernels.oracle import UNOPTIMISED
-from tests.laws import filtered_law
-from tests.rows import make_active
+from tests.support.laws import filtered_law
+from tests.support.rows import make_active
 
 START = 20  # known tokens of every sequence
 GREEDY = -1

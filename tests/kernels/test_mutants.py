@@ -4,7 +4,7 @@ import pytest
 
 from tests.batteries import members
 from tests.kernels import mutants, rejection_mutants
-from tests.mutation import applied, is_killed
+from tests.support.mutation import applied, is_killed
 
 
 @pytest.fixture

@@ -14,8 +14,9 @@ from jaxspec_kernels.rejection_sampling import (
     Verdict,
     reference,
 )
-from tests import enumeration
-from tests.enumeration import (
+from tests.kernels.oracle import UNOPTIMISED
+from tests.support import enumeration
+from tests.support.enumeration import (
     DRAFTS,
     VOCAB,
     block_oracle,
@@ -26,7 +27,6 @@ from tests.enumeration import (
     outcomes,
     standard_oracle,
 )
-from tests.kernels.oracle import UNOPTIMISED
 
 ORACLES = {STANDARD: standard_oracle, BLOCK: block_oracle}
 

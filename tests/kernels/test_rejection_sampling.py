@@ -22,8 +22,6 @@ from jaxspec_kernels.rejection_sampling import (
     reference,
     rejection_sampling,
 )
-from tests import enumeration
-from tests.enumeration import VOCAB, block_oracle, make_cases, standard_oracle
 from tests.kernels.oracle import UNOPTIMISED
 from tests.kernels.rejection_rounds import (
     GREEDY,
@@ -37,8 +35,10 @@ from tests.kernels.rejection_rounds import (
     tiled,
     with_kind,
 )
-from tests.laws import check_counts, filtered_law
-from tests.rows import make_active
+from tests.support import enumeration
+from tests.support.enumeration import VOCAB, block_oracle, make_cases, standard_oracle
+from tests.support.laws import check_counts, filtered_law
+from tests.support.rows import make_active
 
 ORACLES = {STANDARD: standard_oracle, BLOCK: block_oracle}
 

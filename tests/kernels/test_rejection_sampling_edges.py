@@ -18,7 +18,6 @@ from jaxspec_kernels.rejection_sampling import (
 )
 from jaxspec_kernels.rejection_sampling.passes import Law, Slice
 from jaxspec_kernels.rejection_sampling.reference import Kernels
-from tests.enumeration import LARGEST_UNIFORM
 from tests.kernels.oracle import UNOPTIMISED
 from tests.kernels.rejection_rounds import (
     GREEDY,
@@ -28,7 +27,8 @@ from tests.kernels.rejection_rounds import (
     run,
     tiled,
 )
-from tests.programs import READERS_COMPILER
+from tests.support.enumeration import LARGEST_UNIFORM
+from tests.support.programs import READERS_COMPILER
 
 INF = np.inf
 decide = jax.jit(

@@ -10,7 +10,7 @@ import pytest
 
 from jaxspec.models.cpu import compiler_options
 from jaxspec_kernels.sums import row_sums
-from tests.programs import USERS_COMPILER
+from tests.support.programs import USERS_COMPILER
 
 
 def weights(rows: jax.Array) -> jax.Array:

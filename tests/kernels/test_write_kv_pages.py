@@ -16,7 +16,7 @@ from jaxspec_kernels.bits import ScaledPages, to_storage
 from jaxspec_kernels.write_kv_pages import reference, tpu
 from jaxspec_kernels.write_kv_pages.cases import CASES, Case
 from tests.kernels.oracle import in_lanes
-from tests.programs import READERS_COMPILER
+from tests.support.programs import READERS_COMPILER
 
 STORAGE = {"float32": np.float32, "bfloat16": jnp.bfloat16, "uint16": np.uint16}
 

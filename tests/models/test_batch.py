@@ -6,7 +6,7 @@ import numpy as np
 
 from jaxspec.models.batch import Region, TokenBatch
 from jaxspec.models.network import build_network
-from tests.oracles import (
+from tests.support.oracles import (
     hf_logits,
     init_kv_pages,
     load_ours,

@@ -1,7 +1,7 @@
 """What XLA:CPU needs: each workaround gives the same bits, where it pays only.
 
 For processors without a compiler, or other platforms: the forms that XLA reads. Those
-of the operations in C++ are in every engine of the tests (`tests.engines`).
+of the operations in C++ are in every engine of the tests (`tests.support.engines`).
 """
 
 import functools
@@ -31,8 +31,8 @@ from jaxspec.models.weights import choose_forms, random_params
 from jaxspec.sharding import make_mesh, replicated
 from jaxspec_kernels import native
 from jaxspec_kernels.rejection_sampling.passes import lowest
-from tests.oracles import TINY, PagedModel
-from tests.programs import READERS_COMPILER, USERS_COMPILER
+from tests.support.oracles import TINY, PagedModel
+from tests.support.programs import READERS_COMPILER, USERS_COMPILER
 
 MATRIX = jax.random.normal(jax.random.key(1), (192, 40))
 CONFIG = config_from_hf(

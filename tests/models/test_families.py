@@ -21,9 +21,9 @@ from jaxspec.models.families import (
 from jaxspec.models.network import functions_of
 from jaxspec_checkpoints import Sizes
 from jaxspec_checkpoints.reading import LAYOUTS
-from tests.engines import QuickGreedyRunner
 from tests.models import llama
-from tests.oracles import make_gemma3
+from tests.support.engines import QuickGreedyRunner
+from tests.support.oracles import make_gemma3
 
 SIZES: dict[str, Any] = dict(
     vocab_size=96,

@@ -28,7 +28,7 @@ from jaxspec.sharding import TARGET_MESH_AXES, make_mesh, replicated
 from jaxspec_kernels import native
 from jaxspec_kernels.bits import storage_dtype, to_storage
 from jaxspec_kernels.decoder_blocks import Norm
-from tests.programs import READERS_COMPILER, USERS_COMPILER
+from tests.support.programs import READERS_COMPILER, USERS_COMPILER
 
 MODEL, HEADS, HEAD_DIM = 48, 4, 16
 NUM_TOKENS, PAGE_SIZE, WINDOW = 27, 4, 6

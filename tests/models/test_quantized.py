@@ -36,7 +36,7 @@ from jaxspec_checkpoints.quantization import (
     quantized,
 )
 from tests.models.test_weights import make_config, make_tensors
-from tests.oracles import PagedModel
+from tests.support.oracles import PagedModel
 
 FLOAT32 = jnp.dtype(jnp.float32)
 # The tests' model has too few features for groups of 128.

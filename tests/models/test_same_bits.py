@@ -28,8 +28,8 @@ from jaxspec.program.token_batch import join_batches, make_token_batch
 from jaxspec_checkpoints import bundled_target
 from jaxspec_kernels.bits import storage_dtype
 from tests.batteries import members
-from tests.oracles import init_kv_pages
-from tests.programs import USERS_COMPILER
+from tests.support.oracles import init_kv_pages
+from tests.support.programs import USERS_COMPILER
 
 NUM_LAYERS = 2
 # Longer than a block of keys and than the window, and no multiple of anything.

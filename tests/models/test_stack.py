@@ -16,7 +16,7 @@ from jaxspec.models.network import build_network
 from jaxspec.models.stack import put
 from jaxspec.models.weights import abstract_params, load_params, random_params
 from jaxspec.sharding import make_mesh
-from tests.oracles import (
+from tests.support.oracles import (
     PagedModel,
     hf_logits,
     hf_tensors,
@@ -26,7 +26,7 @@ from tests.oracles import (
     make_hf_model,
     model_config,
 )
-from tests.programs import QUICK_COMPILER
+from tests.support.programs import QUICK_COMPILER
 
 PROMPT = np.random.default_rng(1).integers(0, 96, 50)
 # Two pairs of layers, the last of which is no copy of the first. Sizes that divide into

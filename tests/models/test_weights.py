@@ -19,8 +19,8 @@ from jaxspec.models.network import build_network
 from jaxspec.models.weights import abstract_params, load_params, random_params
 from jaxspec.sharding import DRAFT_MESH_AXES, make_mesh
 from jaxspec_checkpoints import CheckpointError, in_memory
-from tests.oracles import TINY
-from tests.programs import READERS_COMPILER
+from tests.support.oracles import TINY
+from tests.support.programs import READERS_COMPILER
 
 FLOAT32, BFLOAT16 = jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16)
 

@@ -14,8 +14,8 @@ from jaxspec.program.executable_args import Arrays, flatten, used_arguments
 from jaxspec.program.plan import Features, StepShape
 from jaxspec.program.step import speculative_step
 from jaxspec.program.wire import PlanLayout
-from tests.e2e import pair
-from tests.engines import make_engine
+from tests.support import pair
+from tests.support.engines import make_engine
 
 PLAIN = StepShape(num_seqs=2, num_draft_tokens=0, chunk=0)
 DRAFTING = dataclasses.replace(PLAIN, num_draft_tokens=3)

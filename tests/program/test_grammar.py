@@ -15,7 +15,7 @@ from jaxspec.program.plan import Features, PoolShape, StepPlan, StepShape
 from jaxspec.program.wire import PlanLayout
 from jaxspec.sharding import TARGET_MESH_AXES, make_mesh
 from jaxspec_kernels import native
-from tests.rows import make_active
+from tests.support.rows import make_active
 
 ROWS = 6
 

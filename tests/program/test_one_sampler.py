@@ -18,8 +18,8 @@ from jaxspec.program.plan import COUPLED
 from jaxspec.program.propose import Proposal
 from jaxspec.program.tree.tree import Tree
 from jaxspec.program.verify import verify
-from tests.programs import USERS_COMPILER
-from tests.rows import make_active
+from tests.support.programs import USERS_COMPILER
+from tests.support.rows import make_active
 
 DRAFTS = 3
 TEMPERATURES = (0.0, 0.01, 0.3, 0.8, 1.0, 1.7)

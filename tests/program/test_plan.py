@@ -19,7 +19,7 @@ from jaxspec.program.plan import (
     TokenControls,
 )
 from jaxspec.program.wire import PlanLayout
-from tests.program.test_wire import ADMISSION, POOL, with_controls
+from tests.support.plans import ADMISSION, POOL, with_controls
 
 SHAPE = StepShape(
     num_seqs=4,

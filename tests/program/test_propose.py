@@ -21,7 +21,7 @@ from jaxspec.program.propose import (
 )
 from jaxspec.program.token_batch import make_token_batch
 from jaxspec.sampling_params import SamplingParams
-from tests.engines import (
+from tests.support.engines import (
     MICRO,
     OneGreedyProgramRunner,
     generate,

@@ -9,7 +9,7 @@ from scipy import stats
 from jaxspec.program import randomness
 from jaxspec.program.randomness import ACCEPT, DRAFT, SAMPLE
 from tests.kernels import dense
-from tests.laws import LEVEL, check_counts
+from tests.support.laws import LEVEL, check_counts
 
 COUNT = 40_000
 # Correlation of independent columns: five standard deviations.

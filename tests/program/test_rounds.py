@@ -21,15 +21,11 @@ from jaxspec.program.rows import Active
 from jaxspec.program.sampling import sample_draft
 from jaxspec.program.tree.tree import Tree
 from jaxspec.program.verify import verify
-from tests.rows import make_active
+from tests.support.round_models import DRAFT, DRAFTS, LENGTH, TARGET, VOCAB
+from tests.support.rows import make_active
 
-VOCAB, DRAFTS, LENGTH = 4, 3, 4
 # What `make test` counts, and what is counted where a bug may be smaller.
 FEWER, SEQS = 50_000, 150_000
-_random = np.random.default_rng(0)
-# Next-token laws by last token; the draft prefers what the target avoids.
-TARGET = _random.dirichlet([0.7] * VOCAB, VOCAB)
-DRAFT = 0.5 * _random.dirichlet([0.7] * VOCAB, VOCAB) + 0.5 * TARGET
 
 
 def start(rule: str, seqs: int) -> Active:

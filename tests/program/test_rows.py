@@ -26,8 +26,8 @@ from jaxspec.program.rows import Rows, apply_plan, gather, init_rows, read_tiles
 from jaxspec.program.state import init_token_pages
 from jaxspec.program.wire import PlanLayout
 from tests.kernels.oracle import UNOPTIMISED
-from tests.program.test_wire import ADMISSION, with_controls
-from tests.rows import make_control_rows
+from tests.support.plans import ADMISSION, with_controls
+from tests.support.rows import make_control_rows
 
 POOL = PoolShape(num_rows=4, num_pages=60, page_size=4, max_model_len=50, vocab_size=70)
 SHAPE = StepShape(num_seqs=4, num_draft_tokens=1, chunk=2 * TILE)

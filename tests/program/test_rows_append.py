@@ -8,7 +8,7 @@ import numpy as np
 from jaxspec.program import rows as program_rows
 from jaxspec.program.plan import PoolShape
 from jaxspec.program.rows import Emitted, init_rows
-from tests.rows import make_active
+from tests.support.rows import make_active
 
 COUNT, WIDTH, VOCAB = 400, 4, 6
 

@@ -15,11 +15,11 @@ from jaxspec.program.sampling import forbid_early_stop, sample_draft
 from jaxspec.program.tree.tree import Tree
 from jaxspec.program.verify import verify
 from jaxspec_kernels.rejection_sampling import Controls, sample
-from tests.enumeration import LARGEST_UNIFORM
 from tests.kernels import dense
 from tests.kernels.oracle import UNOPTIMISED
-from tests.laws import check_counts, filtered_law
-from tests.rows import make_active
+from tests.support.enumeration import LARGEST_UNIFORM
+from tests.support.laws import check_counts, filtered_law
+from tests.support.rows import make_active
 
 SIZES = (16, 96, 300, 1000)
 VOCAB = 16

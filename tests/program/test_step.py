@@ -5,9 +5,7 @@ Programs are traced whole, `step_context` included. Results are tested in `tests
 
 import dataclasses
 import functools
-import itertools
 import re
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -15,25 +13,24 @@ import jax.numpy as jnp
 import pytest
 
 from jaxspec.engine.llm_engine import LLMEngine
-from jaxspec.program.executable_args import used_arguments
 from jaxspec.program.plan import Features, StepShape
-from jaxspec.sampling_params import SamplingParams
 from jaxspec_kernels import write_kv_pages
-from tests.e2e import pair
-from tests.engines import (
-    OneGreedyProgramRunner,
-    generate,
+from tests.support import pair
+from tests.support.engines import (
     make_engine,
-    tokens_of,
-    with_draft,
 )
-from tests.oracles import make_hf_model
-from tests.programs import READERS_COMPILER, USERS_COMPILER
+from tests.support.oracles import make_hf_model
+from tests.support.programs import READERS_COMPILER, USERS_COMPILER
+from tests.support.step_programs import (
+    PAGE_SHAPES,
+    SHARDED,
+    check_program,
+    instructions,
+    materialized,
+    num_bytes,
+    num_parameters,
+)
 
-PAGE_SHAPES = {
-    (pair.SETTINGS["num_pages"], pair.SETTINGS["page_size"], 2, 8),
-    (pair.SETTINGS["num_pages"] * pair.SETTINGS["page_size"], 2, 8),
-}
 LOOPED = StepShape(
     num_seqs=2,
     num_draft_tokens=3,
@@ -54,106 +51,12 @@ MORE_SHAPES += [
     StepShape(num_seqs=1, num_draft_tokens=drafts, chunk=0, max_rounds=4)
     for drafts in (0, 3)
 ]
-# Those of tests/e2e/test_features.py.
+# All that requests may need but grammars.
 FEATURES = Features(has_controls=True, num_logprobs=5, num_prompt_logprobs=3)
 MORE_SHAPES += [
     StepShape(num_seqs=2, num_draft_tokens=3, chunk=chunk, features=FEATURES)
     for chunk in (0, 32)
 ]
-# They name values and make none.
-FREE = {"parameter", "get-tuple-element", "bitcast", "tuple", "while", "conditional"}
-
-
-@dataclass(frozen=True)
-class Instruction:
-    """One line of a compiled program."""
-
-    computation: str
-    shape: tuple[int, ...]
-    opcode: str
-    text: str
-
-
-def instructions(program: str) -> list[Instruction]:
-    """All instructions of a program's text whose result is one array."""
-    found, computation = [], ""
-    for line in program.splitlines():
-        header = re.match(r"(?:ENTRY )?%?([\w.-]+) .*\{$", line)
-        if header:
-            computation = header[1]
-        value = re.match(r"\s+(?:ROOT )?%\S+ = \w+\[([\d,]*)\]\S* ([\w-]+)\(", line)
-        if value:
-            shape = tuple(int(size) for size in value[1].split(",") if size)
-            found.append(Instruction(computation, shape, value[2], line.strip()))
-    return found
-
-
-def materialized(program: str, shapes: set[tuple[int, ...]]) -> list[Instruction]:
-    """Instructions that write a whole array of one of the shapes to memory.
-
-    What is inside a fusion is computed as it is used; a scatter, or a fusion around
-    one, writes rows into its operand.
-    """
-    every = instructions(program)
-    fused = set(re.findall(r" fusion\(.*calls=%([\w.-]+)", program))
-    scatters = {one.computation for one in every if one.opcode == "scatter"}
-
-    def is_scatter(one: Instruction) -> bool:
-        called = re.search(r"calls=%([\w.-]+)", one.text)
-        is_around = one.opcode == "fusion" and called and called[1] in scatters
-        return bool(one.opcode == "scatter" or is_around)
-
-    return [
-        one
-        for one in every
-        if one.shape in shapes
-        and one.computation not in fused
-        and one.opcode not in FREE
-        and not is_scatter(one)
-    ]
-
-
-def num_parameters(program: str) -> int:
-    entry = program[program.index("\nENTRY") :]
-    return len(re.findall(r" parameter\(\d+\)", entry))
-
-
-def weight_shapes(params: Any) -> set[tuple[int, ...]]:
-    shapes = {leaf.shape for leaf in jax.tree.leaves(params) if leaf.ndim >= 2}
-    return {form for shape in shapes for form in itertools.permutations(shape)}
-
-
-def num_bytes(tree: Any) -> int:
-    return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
-
-
-def written_in_c(program: str) -> set[tuple[int, ...]]:
-    """Shapes of what operations in C++ give, next to the residual stream."""
-    calls = re.findall(r"= \((.*?)\) custom-call\(.*jaxspec_attention_block", program)
-    sizes = {one for call in calls for one in re.findall(r"\w+\[([\d,]+)\]", call)}
-    return {tuple(map(int, one.split(","))) for one in sizes}
-
-
-def check_program(engine: LLMEngine, shape: StepShape) -> str:
-    """Look for copies in a compiled program; returns its text."""
-    runner: Any = engine.runner
-    executable = runner.executable(shape)
-    # Every leaf of the state is updated in place, pages and rows alike.
-    memory = executable.memory_analysis()
-    arguments = (*runner.params, runner.state)
-    *_, state = used_arguments(runner.program.proposers, shape, arguments)
-    assert memory.alias_size_in_bytes == num_bytes(state)
-    program = executable.as_text()
-    pages = (*runner.state.target_pages, *jax.tree.leaves(runner.state.proposers))
-    assert {leaf.shape for leaf in pages} < PAGE_SHAPES
-    scatters = [one for one in instructions(program) if one.opcode == "scatter"]
-    written = {one.shape for one in scatters} | written_in_c(program)
-    assert written & PAGE_SHAPES, "the check sees no pages"
-    assert materialized(program, PAGE_SHAPES) == []
-    weights = weight_shapes(runner.params)
-    assert {3, 4} & set(map(len, weights)), "the check sees no panels"
-    assert materialized(program, weights) == []
-    return str(program)
 
 
 @functools.cache
@@ -305,54 +208,24 @@ def test_without_drafts_the_draft_model_costs_nothing(num_seqs):
     assert costs[0]["flops"] == costs[1]["flops"] > 0
 
 
-SHARDED: dict[str, Any] = dict(
-    vocab_size=64,
-    hidden_size=16,
-    num_hidden_layers=2,
-    num_attention_heads=8,
-    num_key_value_heads=8,
-    head_dim=4,
-    query_pre_attn_scalar=8,
-    sliding_window=8,
-    # Blocks of 128 of gate and up stay together, so eight shards need eight.
-    intermediate_size=1024,
-)
-
-
-@pytest.mark.parametrize(
-    ("shards", "draft_shards"),
-    [
-        pytest.param(2, 1, marks=pytest.mark.slow),
-        (8, 2),
-        pytest.param(8, 8, marks=pytest.mark.slow),
-    ],
-)
-def test_devices_that_share_a_model_say_what_one_says(shards, draft_shards):
+@pytest.mark.parametrize(("shards", "draft_shards"), [(2, 1), (8, 2), (8, 8)])
+def test_models_and_pages_are_split_over_devices(shards, draft_shards):
+    """That texts stay the same is a claim of `tests/conformance`."""
     target, draft = make_hf_model(seed=3, **SHARDED), make_hf_model(seed=4, **SHARDED)
-    prompts = pair.prompts(4)
-    params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
     engine = make_engine(
         target,
         draft,
         num_draft_tokens=3,
         tensor_parallel_size=shards,
         draft_tensor_parallel_size=draft_shards,
-        runner=OneGreedyProgramRunner,
         **pair.settings(max_num_seqs=3),
     )
-    for made in (engine, own := with_draft(engine, target)):
-        target_params, (draft_params,) = made.runner.params
-        assert draft_params is not None
-        assert num_shards(target_params["embedding"].values) == shards
-        assert num_shards(draft_params["embedding"].values) == draft_shards
-        pages = made.runner.state.target_pages[0]
-        assert isinstance(pages, jax.Array) and num_shards(pages) == shards
-        for both in zip(
-            prompts, tokens_of(generate(made, prompts, params)), strict=True
-        ):
-            # HuggingFace says the same, on one device.
-            assert pair.greedy_margin(*both, model=target) > pair.MIN_MARGIN
-    assert own.stats.acceptance_rate == 1.0
+    target_params, (draft_params,) = engine.runner.params
+    assert draft_params is not None
+    assert num_shards(target_params["embedding"].values) == shards
+    assert num_shards(draft_params["embedding"].values) == draft_shards
+    pages = engine.runner.state.target_pages[0]
+    assert isinstance(pages, jax.Array) and num_shards(pages) == shards
 
 
 def num_shards(array: jax.Array) -> int:

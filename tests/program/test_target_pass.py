@@ -8,15 +8,15 @@ import pytest
 from jaxspec.program.plan import Features, StepShape
 from jaxspec.program.target_pass import FEW
 from jaxspec.sampling_params import SamplingParams
-from tests.e2e import pair
-from tests.engines import (
+from tests.support import pair
+from tests.support.engines import (
     OneProgramRunner,
     generate,
     make_engine,
     tokens_of,
 )
-from tests.program.test_step import check_program
-from tests.programs import READERS_COMPILER
+from tests.support.programs import READERS_COMPILER
+from tests.support.step_programs import check_program
 
 LOOKUP = (5, 5)
 GREEDY = Features(is_greedy=True)

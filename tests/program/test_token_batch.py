@@ -11,8 +11,8 @@ from jaxspec.models.batch import TokenBatch
 from jaxspec.program.plan import PoolShape
 from jaxspec.program.token_batch import join_batches, make_token_batch
 from jaxspec.program.tree.tree import Tree
-from tests.engines import make_micro
-from tests.oracles import PagedModel, hf_logits, load_ours, model_config
+from tests.support.engines import make_micro
+from tests.support.oracles import PagedModel, hf_logits, load_ours, model_config
 
 POOL = PoolShape(num_rows=2, num_pages=10, page_size=4, max_model_len=14, vocab_size=16)
 PADS = POOL.num_pages * POOL.page_size

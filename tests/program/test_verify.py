@@ -16,8 +16,8 @@ from jaxspec.program.tree.tree import Tree
 from jaxspec.program.verify import _group_size, force, verify
 from tests.kernels import dense
 from tests.kernels.oracle import UNOPTIMISED
-from tests.laws import check_counts, filtered_law
-from tests.rows import make_active
+from tests.support.laws import check_counts, filtered_law
+from tests.support.rows import make_active
 
 SEQS, DRAFTS, VOCAB, START = 240, 3, 16, 20
 STOP = 2

@@ -18,9 +18,9 @@ from jaxspec.program.sampling import sample_draft
 from jaxspec.program.tree.tree import Tree
 from jaxspec.program.verify import place_next, verify
 from tests.kernels.oracle import UNOPTIMISED
-from tests.laws import check_counts, controlled, filtered_law
-from tests.program.test_rounds import DRAFT, TARGET
-from tests.rows import make_active, make_control_rows
+from tests.support.laws import check_counts, controlled, filtered_law
+from tests.support.round_models import DRAFT, TARGET
+from tests.support.rows import make_active, make_control_rows
 
 VOCAB, DRAFTS, LENGTH, SEQS = len(TARGET), 3, 4, 15_000
 PROMPT = (0, 3)

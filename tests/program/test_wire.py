@@ -11,34 +11,19 @@ from jaxspec.program.plan import (
     MAX_TOLD_IDS,
     NO_TOKEN,
     TILE,
-    Admission,
     Features,
     PoolShape,
     StepPlan,
     StepShape,
     Tile,
-    TokenControls,
 )
 from jaxspec.program.wire import PlanLayout, ResultLayout, StepResult
+from tests.support.plans import ADMISSION, POOL
 
-POOL = PoolShape(num_rows=5, num_pages=40, page_size=4, max_model_len=50, vocab_size=70)
 SHAPE = StepShape(num_seqs=4, num_draft_tokens=3, chunk=2 * TILE)
 LAYOUT = PlanLayout(SHAPE, POOL)
 PAD_ROW = POOL.num_rows
 
-ADMISSION = Admission(
-    row=3,
-    num_prompt=6,
-    min_total=9,
-    max_total=20,
-    temperature=0.7,
-    top_k=5,
-    top_p=0.9,
-    min_p=0.05,
-    seed=(2**32 - 1, 7),
-    rule=2,
-    stop_ids=(1, 15),
-)
 PLAN = StepPlan(
     decode=[(4, 3), (0, 1)],
     tiles=[
@@ -53,10 +38,6 @@ PLAN = StepPlan(
     admissions=[ADMISSION],
     pages=[(4, 2, 17), (3, 0, 39)],
 )
-
-
-def with_controls(row: int, controls: TokenControls) -> Admission:
-    return dataclasses.replace(ADMISSION, row=row, controls=controls)
 
 
 def fields_of(plan: StepPlan) -> dict[str, np.ndarray]:

@@ -16,8 +16,8 @@ from typing import Any
 from jaxspec.engine.async_llm_engine import AsyncLLMEngine
 from jaxspec.serve import launcher
 from jaxspec.serve.flags import read_flags
-from tests.engine.test_llm_engine import make_fake_engine
-from tests.serving import TurnsTokenizer
+from tests.support.fake_engines import make_fake_engine
+from tests.support.serving import TurnsTokenizer
 
 
 def main(delay_s: float, num_files: int, flags: list[str]) -> int:

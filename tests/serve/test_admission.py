@@ -9,7 +9,7 @@ import pytest
 from jaxspec.serve.admission import MAX_RETRY_S, Admission
 from jaxspec.serve.errors import OverloadedError
 from jaxspec.serve.settings import ServerSettings
-from tests.serving import COMPLETIONS, PROMPT, error_of, serve_http
+from tests.support.serving import COMPLETIONS, PROMPT, error_of, serve_http
 
 
 def admission(**limits: Any) -> Admission:

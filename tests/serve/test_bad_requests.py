@@ -17,8 +17,16 @@ import httpx
 from jaxspec.serve.middleware import MAX_MARKS
 from jaxspec.serve.requests.protocol import MAX_ENTRIES, MAX_FIELDS
 from jaxspec.serve.settings import DEFAULT_MAX_BODY_BYTES
-from tests.engine.test_llm_engine import letters, said
-from tests.serving import CHAT, COMPLETIONS, MESSAGES, PROMPT, Site, events_of, site_of
+from tests.support.fake_engines import letters, said
+from tests.support.serving import (
+    CHAT,
+    COMPLETIONS,
+    MESSAGES,
+    PROMPT,
+    Site,
+    events_of,
+    site_of,
+)
 
 # Of computing: by the clock, a busy machine would be what is measured.
 LIMIT_S = 0.1

@@ -17,8 +17,8 @@ from jaxspec.logprobs import Logprob
 from jaxspec.outputs import CompletionOutput, RequestOutput
 from jaxspec.sampling_params import BeamSearchParams
 from jaxspec.serve.serving import _together
-from tests.engine.test_llm_engine import EOS, TEXT, letters
-from tests.serving import (
+from tests.support.fake_engines import EOS, TEXT, letters
+from tests.support.serving import (
     CHAT,
     COMPLETIONS,
     MESSAGES,

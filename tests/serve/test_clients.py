@@ -16,8 +16,15 @@ import httpx
 import openai
 import pytest
 
-from tests.engine.test_llm_engine import letters, said
-from tests.serving import COMPLETIONS, MESSAGES, PROMPT, Site, events_of, site_of
+from tests.support.fake_engines import letters, said
+from tests.support.serving import (
+    COMPLETIONS,
+    MESSAGES,
+    PROMPT,
+    Site,
+    events_of,
+    site_of,
+)
 
 HERE = Path(__file__).parent
 CLIENTS = Path(sys.prefix) / "clients" / "bin"

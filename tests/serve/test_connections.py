@@ -22,8 +22,8 @@ import requests
 
 from jaxspec.errors import ConfigError
 from jaxspec.serve.connections import find_max_connections
-from tests.engine.test_llm_engine import letters, said
-from tests.serving import CHAT, COMPLETIONS, PROMPT, error_of, events_of
+from tests.support.fake_engines import letters, said
+from tests.support.serving import CHAT, COMPLETIONS, PROMPT, error_of, events_of
 
 ROOT = Path(__file__).parents[2]
 HEADERS_S, BODY_S, KEEP_ALIVE_S = 0.6, 0.9, 0.5

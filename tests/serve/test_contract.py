@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import httpx
 import pytest
 
-from tests.engine.test_llm_engine import letters, said
-from tests.serving import (
+from tests.support.fake_engines import letters, said
+from tests.support.serving import (
     CHAT,
     COMPLETIONS,
     MESSAGES,

@@ -5,8 +5,8 @@ import re
 
 import httpx
 
-from tests.engine.test_llm_engine import letters, said
-from tests.serving import COMPLETIONS, PROMPT, error_of, serve_http
+from tests.support.fake_engines import letters, said
+from tests.support.serving import COMPLETIONS, PROMPT, error_of, serve_http
 
 
 def test_it_sleeps_for_developers_alone():

@@ -10,8 +10,16 @@ from typing import Any
 
 import pytest
 
-from tests.engine.test_llm_engine import letters, said
-from tests.serving import CHAT, COMPLETIONS, MESSAGES, PROMPT, Site, events_of, site_of
+from tests.support.fake_engines import letters, said
+from tests.support.serving import (
+    CHAT,
+    COMPLETIONS,
+    MESSAGES,
+    PROMPT,
+    Site,
+    events_of,
+    site_of,
+)
 
 # Less than what all need: some wait, some are preempted.
 ENGINE = {"max_num_seqs": 6, "num_pages": 60, "max_num_batched_tokens": 64}

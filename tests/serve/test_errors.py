@@ -13,7 +13,7 @@ from jaxspec.serve.errors import (
     OverloadedError,
     refusal_of,
 )
-from tests.serving import CHAT, COMPLETIONS, PROMPT, error_of, post, serve_http
+from tests.support.serving import CHAT, COMPLETIONS, PROMPT, error_of, post, serve_http
 
 
 @pytest.mark.parametrize(

@@ -19,9 +19,8 @@ from jaxspec.serve.responses import response_writers
 from jaxspec.serve.responses.completions import CompletionWriter
 from jaxspec.serve.responses.logprobs import LogprobWriter
 from jaxspec.serve.settings import ServerSettings
-from tests.engine.test_async_llm_engine import serve
-from tests.engine.test_llm_engine import letters, said
-from tests.serving import (
+from tests.support.fake_engines import letters, said, serve
+from tests.support.serving import (
     CHAT,
     COMPLETIONS,
     MESSAGES,

@@ -18,7 +18,7 @@ import httpx
 import pytest
 
 from jaxspec.exit import INTERRUPTED
-from tests.programs import users_flags
+from tests.support.programs import users_flags
 
 ROOT = Path(__file__).parents[2]
 # Some seconds on two cores, and as others may use them too.

@@ -26,9 +26,9 @@ from jaxspec.serve import launcher
 from jaxspec.serve.flags import read_flags
 from jaxspec.serve.response_store import ResponseStore
 from jaxspec.text.tokenizer import NoTokenizer
-from tests.engine.test_llm_engine import letters, make_fake_engine, said
-from tests.programs import quick_environment
-from tests.serving import COMPLETIONS, PROMPT, Gate, TurnsTokenizer, events_of
+from tests.support.fake_engines import letters, make_fake_engine, said
+from tests.support.programs import quick_environment
+from tests.support.serving import COMPLETIONS, PROMPT, Gate, TurnsTokenizer, events_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -178,7 +178,7 @@ def test_the_server_ends_with_its_engine():
         raise RuntimeError("boom")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tests.fake_device.FakeRunner.launch", broken)
+        patch.setattr("tests.support.fake_device.FakeRunner.launch", broken)
         assert served(ask, timeout_s=30, delay_s=0) == launcher.ENGINE_DEAD
 
 

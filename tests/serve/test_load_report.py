@@ -7,7 +7,7 @@ import pytest
 
 from jaxspec.engine.metrics import Load
 from jaxspec.serve.load_report import load_header
-from tests.serving import CHAT, COMPLETIONS, MESSAGES, PROMPT, serve_http
+from tests.support.serving import CHAT, COMPLETIONS, MESSAGES, PROMPT, serve_http
 
 TOLD = "endpoint-load-metrics"
 VALUES = {"kv_cache_usage_perc": 0.25, "num_requests_waiting": 3.0}

@@ -9,8 +9,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from jaxspec.metrics import Counter, Gauge, Histogram, Vector
-from tests.engine.test_llm_engine import make_fake_engine
-from tests.serving import COMPLETIONS, PROMPT, post, serve_http
+from tests.support.fake_engines import make_fake_engine
+from tests.support.serving import COMPLETIONS, PROMPT, post, serve_http
 
 LABELS = {"model_name": "target", "engine": "0"}
 

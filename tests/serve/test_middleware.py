@@ -8,7 +8,14 @@ import httpx
 import pytest
 
 from jaxspec.serve.middleware import MAX_MARKS
-from tests.serving import COMPLETIONS, PROMPT, error_of, post, serve_http, site_of
+from tests.support.serving import (
+    COMPLETIONS,
+    PROMPT,
+    error_of,
+    post,
+    serve_http,
+    site_of,
+)
 
 BODY = {"prompt": PROMPT, "max_tokens": 2}
 

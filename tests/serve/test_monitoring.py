@@ -13,7 +13,7 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
-from tests.serving import COMPLETIONS, PROMPT, post, serve_http
+from tests.support.serving import COMPLETIONS, PROMPT, post, serve_http
 
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "monitoring"
 GRAFANA = FOLDER / "grafana"

@@ -14,8 +14,8 @@ from schemathesis import GenerationMode
 
 from jaxspec.text.tokenizer import Tokenizer
 from jaxspec_checkpoints import bundled_target
-from tests.loops import MODEL
-from tests.serving import CHAT, COMPLETIONS, site_of
+from tests.support.loops import MODEL
+from tests.support.serving import CHAT, COMPLETIONS, site_of
 
 # The same in every run: the time for more is limited.
 GIVEN: dict[str, Any] = dict(

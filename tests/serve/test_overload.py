@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import httpx
 import pytest
 
-from tests.serving import PROMPT, site_of
+from tests.support.serving import PROMPT, site_of
 
 PLACES = 4
 ENGINE = {"max_num_seqs": PLACES, "num_pages": 96}

@@ -13,9 +13,9 @@ import httpx
 import pytest
 from playwright.sync_api import Browser, Page, Request, Route, expect, sync_playwright
 
-from tests.engine.memory.test_plan import make_plan
-from tests.engine.test_llm_engine import letters, said
-from tests.serving import PROMPT, Gate, Site, events_of, site_of
+from tests.support.fake_engines import letters, said
+from tests.support.memory_plans import make_plan
+from tests.support.serving import PROMPT, Gate, Site, events_of, site_of
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "google-chrome"))), None)
 INSTALL = "apt-get install -y --no-install-recommends chromium fonts-dejavu-core"

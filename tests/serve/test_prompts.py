@@ -10,7 +10,7 @@ from jaxspec.serve.requests.protocol import MAX_TEXTS, ChatBody, CompletionBody
 from jaxspec.serve.settings import ServerSettings
 from jaxspec.text.tokenizer import Tokenizer
 from jaxspec_checkpoints import bundled_target
-from tests.loops import make_config
+from tests.support.loops import make_config
 
 TOKENIZER = Tokenizer.from_folder(bundled_target())
 LONGEST = 96

@@ -21,10 +21,10 @@ from jaxspec.errors import ConfigError, EngineDeadError
 from jaxspec.serve import ray_app
 from jaxspec.serve.flags import listening_flags
 from jaxspec.serve.ray_app import Placement, Replica, build, read_arguments
-from tests.e2e.test_several_hosts import environment
-from tests.engine.test_llm_engine import letters, make_fake_engine, said
-from tests.programs import ROOT
-from tests.serving import COMPLETIONS, PROMPT, TurnsTokenizer, post
+from tests.support.fake_engines import letters, make_fake_engine, said
+from tests.support.processes import environment
+from tests.support.programs import ROOT
+from tests.support.serving import COMPLETIONS, PROMPT, TurnsTokenizer, post
 
 
 def test_alone_it_is_the_bundled_pair_once():

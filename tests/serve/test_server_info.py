@@ -17,10 +17,9 @@ from jaxspec.serve.server_info import what_is_made_up
 from jaxspec.serve.settings import ServerSettings
 from jaxspec.text.tokenizer import NoTokenizer, Tokenizer
 from jaxspec_checkpoints import bundled_target
-from tests.engine.test_async_llm_engine import serve
-from tests.engine.test_llm_engine import letters, said
-from tests.loops import make_config
-from tests.serving import (
+from tests.support.fake_engines import letters, said, serve
+from tests.support.loops import make_config
+from tests.support.serving import (
     CHAT,
     COMPLETIONS,
     MESSAGES,

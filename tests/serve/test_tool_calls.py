@@ -21,11 +21,11 @@ from jaxspec.serve.requests.tool_parsers import ToolParserManager
 from jaxspec.serve.settings import ServerSettings
 from jaxspec.text.tokenizer import Tokenizer
 from jaxspec_checkpoints import bundled_target
-from tests.engine.test_llm_engine import assert_idle
-from tests.fake_device import FakeRunner, extend
-from tests.loops import MODEL, make_config
 from tests.serve.requests.test_tool_parsers import PLUGIN
 from tests.serve.responses.test_responses import checked, client_of
+from tests.support.fake_device import FakeRunner, extend
+from tests.support.fake_engines import assert_idle
+from tests.support.loops import MODEL, make_config
 
 TOKENIZER = Tokenizer.from_folder(bundled_target())
 MESSAGES = [{"role": "user", "content": "Is it warm in Rom?"}]

@@ -19,7 +19,7 @@ from jaxspec.models.families import DEFAULT_TURNS
 from jaxspec.sampling_params import SamplingParams
 from jaxspec.text.pieces import _without_turns, read_pieces
 from jaxspec.text.tokenizer import Tokenizer
-from tests.texts import SPECIAL, is_alike, texts
+from tests.support.texts import SPECIAL, is_alike, texts
 
 BUNDLED = jaxspec_checkpoints.bundled_target()
 MARKERS = DEFAULT_TURNS.markers

@@ -21,7 +21,13 @@ from jaxspec.train.methods import DraftMethod
 from jaxspec.train.target import States, Target
 from jaxspec_checkpoints import bundled_target, open_checkpoint
 from tests.checkpoints.gguf_files import write_gguf
-from tests.oracles import TINY, hf_logits, hf_tensors, make_hf_model, model_config
+from tests.support.oracles import (
+    TINY,
+    hf_logits,
+    hf_tensors,
+    make_hf_model,
+    model_config,
+)
 from tests.train import tiny
 
 

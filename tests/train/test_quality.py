@@ -10,7 +10,7 @@ from scipy.special import log_softmax
 
 from jaxspec.sharding import make_mesh
 from jaxspec.train.quality import Reader, chosen, compare, cut
-from tests.oracles import hf_logits, make_hf_model
+from tests.support.oracles import hf_logits, make_hf_model
 
 PIECES = np.random.default_rng(0).integers(0, 60, (4, 9)).astype(np.int32)
 

@@ -12,7 +12,7 @@ from jaxspec.errors import ConfigError
 from jaxspec.train.methods import DraftMethod, Eagle3Method
 from jaxspec.train.target import logits_of
 from jaxspec.train.trainer import Schedule, Trainer
-from tests.oracles import hf_tensors
+from tests.support.oracles import hf_tensors
 from tests.train import tiny
 
 pytestmark = pytest.mark.usefixtures("relaxed_promotion")

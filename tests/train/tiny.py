@@ -23,7 +23,7 @@ from jaxspec.train.methods import (
 )
 from jaxspec.train.target import Target
 from jaxspec.train.text import Text, pack
-from tests.oracles import TINY, hf_tensors, make_hf_model, model_config
+from tests.support.oracles import TINY, hf_tensors, make_hf_model, model_config
 
 VOCAB, HIDDEN = int(TINY["vocab_size"]), int(TINY["hidden_size"])
 DRAFT_VOCAB, LENGTH = 40, 12

@@ -18,8 +18,15 @@ from jaxspec.errors import ConfigError
 from jaxspec.program.plan import StepShape
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("num_devices", [1, 2])
+@pytest.mark.parametrize(
+    ("dtype", "num_devices"),
+    [
+        ("float32", 1),
+        ("bfloat16", 2),
+        pytest.param("bfloat16", 1, marks=pytest.mark.slow),
+        pytest.param("float32", 2, marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize(
     "drafts",
     [

@@ -12,8 +12,6 @@ from jaxspec.engine.memory.plan import (
     CPU_SIZES,
     GIB,
     MAX_LAYER_VALUES,
-    MemoryFacts,
-    MemoryPlan,
     ModelBytes,
     ProgramFacts,
     Sizes,
@@ -23,44 +21,14 @@ from jaxspec.engine.memory.plan import (
     shown_bytes,
 )
 from jaxspec.errors import ConfigError
-
-# Gemma 2 in bfloat16: bytes of weights, and of 16 tokens' keys and values.
-TARGET_9B = ModelBytes(weight_bytes=18_483_411_968, page_bytes=16 * 344_064)
-DRAFT_2B = ModelBytes(weight_bytes=5_228_683_776, page_bytes=16 * 106_496)
-PROGRAMS = ProgramFacts(
-    num_draft_tokens=5,
-    vocab_size=256_000,
-    draft_vocab_size=256_000,
-    max_model_len=8192,
-    # 10 bytes of a feed-forward width of 14,336 and 16 of a model's width of 3,584.
-    token_bytes=200_704,
-    fixed_bytes=256 * 2**20,
+from tests.support.memory_plans import (
+    DRAFT_2B,
+    PROGRAMS,
+    TARGET_9B,
+    WITHOUT,
+    facts,
+    make_plan,
 )
-
-# Without drafts: one row of a sequence, and no laws.
-WITHOUT = dataclasses.replace(PROGRAMS, num_draft_tokens=0, draft_vocab_size=0)
-
-
-def facts(**changes: Any) -> MemoryFacts:
-    """9B with the 2B as its draft on a device of 80 GB."""
-    values: dict[str, Any] = dict(
-        device="GPU",
-        platform="gpu",
-        limit_bytes=80 * 10**9,
-        target=TARGET_9B,
-        draft=DRAFT_2B,
-        programs=PROGRAMS,
-        programs_without=WITHOUT,
-        kv_dtype="bfloat16",
-        page_size=16,
-        max_model_len=8192,
-    )
-    return MemoryFacts(**(values | changes))
-
-
-def make_plan(given: dict[str, Any] | None = None, **changes: Any) -> MemoryPlan:
-    return plan_memory(facts(**changes), GivenSizes(**(given or {})))
-
 
 SIXTY_FOUR = dict(max_num_seqs=64, max_num_batched_tokens=2048)
 

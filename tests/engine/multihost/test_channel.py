@@ -26,19 +26,9 @@ from jaxspec.engine.multihost.channel import (
 from jaxspec.errors import ConfigError, EngineDeadError
 from jaxspec.program.plan import Features, StepShape
 from jaxspec.program.tree.tree import Tree
+from tests.support.processes import free_port
 
 FACTS = {"max_model_len": "128", "sources": "aa"}
-
-
-def free_port() -> int:
-    """The first of two ports that nobody has."""
-    while True:
-        with socket.socket() as first, socket.socket() as second:
-            first.bind(("127.0.0.1", 0))
-            port = first.getsockname()[1]
-            with contextlib.suppress(OSError):
-                second.bind(("127.0.0.1", port + 1))
-                return port
 
 
 @pytest.fixture

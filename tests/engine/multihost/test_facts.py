@@ -11,7 +11,7 @@ from jaxspec.engine.multihost.facts import (
     difference,
     facts_of,
 )
-from tests.loops import make_config
+from tests.support.loops import make_config
 
 FACTS = {"max_model_len": "128", "sources": "aa"}
 

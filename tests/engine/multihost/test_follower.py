@@ -13,7 +13,7 @@ from jaxspec.engine.multihost.follower import MAX_IN_FLIGHT, Follower
 from jaxspec.engine.runner import Runner
 from jaxspec.engine.speculation.step_times import Round
 from jaxspec.program.plan import StepShape
-from tests.loops import make_config
+from tests.support.loops import make_config
 
 SHAPE = StepShape(num_seqs=2, num_draft_tokens=3, chunk=0)
 

@@ -11,7 +11,7 @@ from jaxspec.engine.scheduling.stats import EngineStats
 from jaxspec.engine.speculation.acceptance import AcceptanceRates
 from jaxspec.program.plan import TILE, Features, StepPlan, StepShape, Tile
 from jaxspec.program.wire import StepResult, TokenLogprobs
-from tests.engine.scheduling.test_request import make_request
+from tests.support.requests import make_request
 
 TELLING = Features(num_logprobs=2, num_prompt_logprobs=2)
 

@@ -12,7 +12,7 @@ from hypothesis.stateful import (
 )
 
 from jaxspec.engine.scheduling.kv_cache import PagePool, page_keys, root_key
-from tests.loops import make_config, make_requests, run_traffic
+from tests.support.loops import make_config, make_requests, run_traffic
 
 NUM_PAGES = 8
 

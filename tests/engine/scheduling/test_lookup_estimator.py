@@ -26,10 +26,16 @@ from jaxspec.engine.scheduling.round_estimates import kind_of
 from jaxspec.engine.speculation.step_times import Round
 from jaxspec.program.plan import Features
 from jaxspec.program.propose.ngram import NGram
-from tests.fake_device import FakeDevice, Row, Truth, extend, random_truth, repeat_truth
-from tests.loops import Loop, make_config, make_requests
-from tests.program.propose.test_ngram import search as search_ngram
-from tests.program.propose.test_suffix import search as search_suffix
+from tests.support.fake_device import (
+    FakeDevice,
+    Row,
+    Truth,
+    extend,
+    random_truth,
+    repeat_truth,
+)
+from tests.support.lookups import search_ngram, search_suffix
+from tests.support.loops import Loop, make_config, make_requests
 
 MOST = 6
 SUFFIX = SpeculativeConfig(

@@ -10,8 +10,8 @@ from jaxspec.engine.scheduling.request import Request
 from jaxspec.engine.scheduling.stages import Grant
 from jaxspec.engine.scheduling.stats import EngineStats
 from jaxspec.program.plan import TILE
-from tests.engine.scheduling.test_request import make_request
-from tests.loops import make_config
+from tests.support.loops import make_config
+from tests.support.requests import make_request
 
 SIZE = 4
 

@@ -13,7 +13,7 @@ from jaxspec.engine.scheduling.page_events import (
     PagesRemoved,
     PagesStored,
 )
-from tests.loops import Loop, make_config, make_requests
+from tests.support.loops import Loop, make_config, make_requests
 
 
 class Listener:

@@ -17,7 +17,7 @@ from jaxspec.engine.scheduling.request import Status
 from jaxspec.engine.speculation.step_times import Round, StepTimes
 from jaxspec.program.plan import StepShape
 from jaxspec.sampling_params import RequestOutputKind
-from tests.loops import MODEL, Loop, make_config, make_requests
+from tests.support.loops import MODEL, Loop, make_config, make_requests
 
 CHUNKS = (32, 128, 512, 2048)
 

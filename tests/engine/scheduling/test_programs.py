@@ -16,7 +16,7 @@ from jaxspec.engine.scheduling.programs import (
 )
 from jaxspec.engine.speculation.policy import SpeculationPolicy
 from jaxspec.program.plan import TILE, Features, StepShape
-from tests.loops import SomePrograms, make_config
+from tests.support.loops import SomePrograms, make_config
 
 LOGPROBS = Features(num_logprobs=3)
 CONTROLS = Features(has_controls=True, is_greedy=True)

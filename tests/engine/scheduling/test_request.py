@@ -1,29 +1,9 @@
 """A request's bounds: what the device may know before the host has read it."""
 
-from typing import Any
-
 import pytest
 
-from jaxspec.engine.scheduling.request import Request, Status
-from jaxspec.outputs import RequestStateStats
-from jaxspec.sampling_params import SamplingParams
-
-
-def make_request(**changes) -> Request:
-    values: dict[str, Any] = dict(
-        request_id="a",
-        prompt=None,
-        prompt_token_ids=[5, 6, 7],
-        params=SamplingParams(),
-        max_total=10,
-        num_draft_tokens=3,
-        seed=(0, 0),
-        rule=0,
-        stop_ids=(),
-        stats=RequestStateStats(),
-        spec_metrics=None,
-    )
-    return Request(**(values | changes))
+from jaxspec.engine.scheduling.request import Status
+from tests.support.requests import make_request
 
 
 def test_a_new_request_waits_and_knows_its_prompt():

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from jaxspec.engine.scheduling.request import Request
 from jaxspec.engine.scheduling.row_table import RowTable
 from jaxspec.program.plan import Features
-from tests.engine.scheduling.test_request import make_request
+from tests.support.requests import make_request
 
 
 def one_row(request: Request) -> tuple[RowTable, np.ndarray]:

@@ -25,8 +25,8 @@ from jaxspec.engine.speculation.policy import Choice, SpeculationPolicy
 from jaxspec.outputs import RequestStateStats
 from jaxspec.program.plan import MAX_CONTROLLED, TILE, Features, TokenControls
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams
-from tests.fake_device import FakeDevice
-from tests.loops import (
+from tests.support.fake_device import FakeDevice
+from tests.support.loops import (
     MODEL,
     Loop,
     SomePrograms,

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from jaxspec.engine.scheduling.request import Request
 from jaxspec.engine.scheduling.waiting_queue import WaitingQueue
-from tests.engine.scheduling.test_request import make_request
+from tests.support.requests import make_request
 
 
 def fill(policy: str, priorities: list[int]) -> tuple[WaitingQueue, list[Request]]:

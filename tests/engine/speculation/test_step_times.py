@@ -15,7 +15,7 @@ from jaxspec.engine.speculation.step_times import (
     StepTimes,
 )
 from jaxspec.program.plan import StepShape
-from tests.loops import Loop, make_config, make_requests
+from tests.support.loops import Loop, make_config, make_requests
 
 SHAPE = StepShape(num_seqs=4, num_draft_tokens=8, chunk=0)
 ROUND_OF_3 = Round(SHAPE, 3)

@@ -11,7 +11,7 @@ import jaxspec.models.gemma
 from jaxspec.models import Gemma
 from jaxspec.models.batch import Region, TokenBatch
 from jaxspec.models.gemma.network import param_specs
-from tests.oracles import (
+from tests.support.oracles import (
     hf_logits,
     init_kv_pages,
     load_ours,

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from jaxspec.models.layers import rope_tables
-from tests.oracles import (
+from tests.support.oracles import (
     PagedModel,
     hf_logits,
     load_ours,

@@ -14,7 +14,7 @@ from jaxspec.program.propose.answer_cache import AFTER, BEFORE, KEYS, AnswerCach
 from jaxspec.program.propose.ngram_match import Matches
 from jaxspec.program.rows import Active
 from tests.kernels.oracle import UNOPTIMISED
-from tests.program.propose.test_ngram import in_pages
+from tests.support.lookups import in_pages
 
 NUM_NEW = 5
 PROMPT = 4

@@ -25,12 +25,12 @@ from jaxspec.program.propose import (
 from jaxspec.program.rows import Active
 from jaxspec.program.token_batch import make_token_batch
 from jaxspec.program.tree.tree import Tree
-from tests.engines import make_micro
 from tests.kernels import dense
 from tests.kernels.oracle import UNOPTIMISED
-from tests.laws import filtered_law
-from tests.oracles import PagedModel, hf_logits, load_ours, model_config
-from tests.rows import make_active
+from tests.support.engines import make_micro
+from tests.support.laws import filtered_law
+from tests.support.oracles import PagedModel, hf_logits, load_ours, model_config
+from tests.support.rows import make_active
 
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 

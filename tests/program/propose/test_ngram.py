@@ -11,40 +11,9 @@ from jaxspec.config.token_tree import leaf_paths, parents_of
 from jaxspec.program.propose import ngram, ngram_match
 from jaxspec.program.tree.tree import Tree
 from tests.kernels.oracle import UNOPTIMISED
-from tests.rows import make_active
+from tests.support.lookups import JUNK, PAGE_SIZE, TABLE_LEN, in_pages, search_ngram
 
 DRAFTS = 4
-PAGE_SIZE = 4
-TABLE_LEN = 16
-JUNK = 9
-
-
-def search(tokens: list[int], lookup: ngram.NGram, num_draft: int) -> list[int]:
-    """The specification: longest first, most recent first, known tokens only.
-
-    What followed begins again where the known tokens end.
-    """
-    for length in range(lookup.longest, lookup.shortest - 1, -1):
-        for start in range(len(tokens) - length - 1, -1, -1):
-            if tokens[start : start + length] == tokens[len(tokens) - length :]:
-                return (tokens[start + length :] * num_draft)[:num_draft]
-    return []
-
-
-def in_pages(texts: list[list[int]], random: np.random.Generator):
-    """Sequences of one launch with their tokens in shuffled pages, junk around them."""
-    count = len(texts)
-    order = random.permutation(count * TABLE_LEN)
-    pages = np.full((len(order), PAGE_SIZE), JUNK, np.int32)
-    # What lies past the end continues every match, if it is taken for known.
-    tables = np.full((count, TABLE_LEN), len(order), np.int32)
-    for row, text in enumerate(texts):
-        used = -(-len(text) // PAGE_SIZE)
-        tables[row, :used] = order[row * TABLE_LEN :][:used]
-        padded = text + [text[-1]] * (used * PAGE_SIZE - len(text))
-        pages[tables[row, :used]] = np.reshape(padded, (used, PAGE_SIZE))
-    active = make_active(count, num_tokens=np.array([len(text) for text in texts]))
-    return dataclasses.replace(active, page_table=jnp.asarray(tables)), pages
 
 
 def found_in(
@@ -123,7 +92,7 @@ def test_random_texts(lookup: tuple[int, int], num_draft: int):
     ]
     texts += [[0], [0, 1]]
     one = ngram.NGram(*lookup)
-    expected = [search(text, one, num_draft) for text in texts]
+    expected = [search_ngram(text, one, num_draft) for text in texts]
     assert found_in(texts, one, num_draft=num_draft) == expected
     counts = {len(drafts) for drafts in expected}
     assert 0 in counts

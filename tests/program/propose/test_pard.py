@@ -13,11 +13,11 @@ from jaxspec.program import history
 from jaxspec.program.plan import PoolShape
 from jaxspec.program.propose import Context, Pard
 from jaxspec.program.tree.tree import Tree
-from tests.engines import make_micro
 from tests.kernels.oracle import UNOPTIMISED
-from tests.laws import filtered_law
-from tests.oracles import PagedModel, hf_logits, load_ours, model_config
-from tests.rows import make_active
+from tests.support.engines import make_micro
+from tests.support.laws import filtered_law
+from tests.support.oracles import PagedModel, hf_logits, load_ours, model_config
+from tests.support.rows import make_active
 
 MASK, DRAFTS = 15, 3
 

@@ -13,50 +13,16 @@ import pytest
 from jaxspec.config.lookups import NUM_MATCHES, WHOLE, draft_limits
 from jaxspec.program.propose import ngram_match, suffix
 from tests.kernels.oracle import UNOPTIMISED
-from tests.program.propose.test_ngram import PAGE_SIZE, TABLE_LEN, in_pages
+from tests.support.lookups import (
+    PAGE_SIZE,
+    TABLE_LEN,
+    TRUSTING,
+    Limits,
+    in_pages,
+    search_suffix,
+)
 
 DRAFTS = 4
-Limits = tuple[int, float]  # depth, and drafts for a token that matches
-TRUSTING: Limits = (24, 1.0)
-
-
-def search(
-    tokens: list[int],
-    limits: Limits = TRUSTING,
-    min_prob: Fraction = Fraction(0),
-    *,
-    shortest: int = 1,
-    num_draft: int = DRAFTS,
-) -> list[int]:
-    """The specification: all matches by brute force, the longest of them counted."""
-    depth, factor = limits
-    found = []
-    for end in range(len(tokens) - 1):
-        length = 0
-        while length < min(depth - 1, end + 1) and (
-            tokens[end - length] == tokens[len(tokens) - 1 - length]
-        ):
-            length += 1
-        if length >= shortest:
-            found.append((length, end))
-    found = sorted(found, reverse=True)[:NUM_MATCHES]
-    texts = [
-        (tokens[end + 1 :] * num_draft)[:num_draft]
-        for length, end in found
-        if length == found[0][0]
-    ]
-    best, drafts = Fraction(0), []
-    for text in texts:
-        longest = found[0][0]
-        limit = max(min(int(factor * m), depth - m) for m in range(1, longest + 1))
-        chances = []
-        for stop in range(1, min(limit, num_draft) + 1):
-            agree = sum(other[:stop] == text[:stop] for other in texts)
-            chances.append(Fraction(agree, len(texts)))
-        kept = [chance for chance in chances if chance >= min_prob]
-        if sum(kept) > best:
-            best, drafts = sum(kept, Fraction(0)), text[: len(kept)]
-    return drafts
 
 
 def found_in(
@@ -132,7 +98,7 @@ def check_chosen_suffixes() -> None:
 def test_chosen_suffixes():
     check_chosen_suffixes()
     texts = [[4, 5, 1, 6, 1, 2, 1, 2, 4, 5, 1], FORKED]
-    assert [search(text) for text in texts] == [[6, 1, 2], [3, 6]]
+    assert [search_suffix(text) for text in texts] == [[6, 1, 2], [3, 6]]
 
 
 @pytest.mark.parametrize(
@@ -159,7 +125,7 @@ def test_random_texts(limits: Limits, min_prob: Fraction, shortest: int, num_dra
         text[:] = (text[:9] * 9)[: len(text)]
         text[int(random.integers(len(text)))] = 1
     one: dict[str, Any] = dict(shortest=shortest, num_draft=num_draft)
-    expected = [search(text, limits, min_prob, **one) for text in texts]
+    expected = [search_suffix(text, limits, min_prob, **one) for text in texts]
     assert found_in(texts, limits, min_prob, **one) == expected
     counts = {len(drafts) for drafts in expected}
     assert 0 in counts

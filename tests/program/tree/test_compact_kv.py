@@ -15,9 +15,9 @@ from jaxspec.models.backend import Backend
 from jaxspec.program.plan import PoolShape
 from jaxspec.program.tree.compact_kv import compact_kv
 from jaxspec.program.tree.tree import Tree
-from tests.engines import MICRO
-from tests.oracles import TINY, model_config
-from tests.rows import make_active
+from tests.support.engines import MICRO
+from tests.support.oracles import TINY, model_config
+from tests.support.rows import make_active
 
 POOL = PoolShape(num_rows=4, num_pages=24, page_size=4, max_model_len=24, vocab_size=8)
 TREE = Tree(

@@ -23,9 +23,9 @@ from jaxspec.program.sampling import sample_draft
 from jaxspec.program.tree.tree import Tree
 from jaxspec.program.tree.verify import verify_tree
 from tests.kernels.oracle import UNOPTIMISED
-from tests.laws import check_counts
-from tests.program.test_rounds import DRAFT, TARGET
-from tests.rows import make_active
+from tests.support.laws import check_counts
+from tests.support.round_models import DRAFT, TARGET
+from tests.support.rows import make_active
 
 VOCAB, LENGTH, SEQS = len(TARGET), 4, 16_000
 FAR = 1000  # no slot lies behind it

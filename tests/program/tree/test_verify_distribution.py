@@ -1,8 +1,9 @@
 """The exact law of a round over a tree, by running it on every outcome.
 
-The rule meets the spine with the uniforms of `tests.enumeration`. What is drawn on the
-way beside it meets evenly spaced ones, as many as the target's probabilities are
-multiples of: each is as likely as any other, so that weights only have to be summed.
+The rule meets the spine with the uniforms of `tests.support.enumeration`. What is
+drawn on the way beside it meets evenly spaced ones, as many as the target's
+probabilities are multiples of: each is as likely as any other, so that weights only
+have to be summed.
 What stands beside the spine is anything, siblings that are equal included.
 
 Coupled and greedy sequences have no law to count: token by token they are what plain
@@ -28,9 +29,9 @@ from jaxspec.program.rows import Active
 from jaxspec.program.sampling import Numbers
 from jaxspec.program.tree.tree import Tree
 from jaxspec.program.tree.verify import verify_tree
-from tests import enumeration
-from tests.config.test_token_tree import every_tree
-from tests.enumeration import (
+from tests.kernels.oracle import UNOPTIMISED
+from tests.support import enumeration
+from tests.support.enumeration import (
     DRAFTS,
     VOCAB,
     Case,
@@ -39,8 +40,8 @@ from tests.enumeration import (
     outcomes,
     standard_oracle,
 )
-from tests.kernels.oracle import UNOPTIMISED
-from tests.rows import make_active
+from tests.support.rows import make_active
+from tests.support.trees import every_tree
 
 # Probabilities are multiples of one fourth, zeros among them.
 PARTS = 4

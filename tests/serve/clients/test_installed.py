@@ -18,7 +18,7 @@ import pytest
 
 from jaxspec_checkpoints import bundled_target
 from tests.serve.test_tool_calls import Stage
-from tests.serving import Site
+from tests.support.serving import Site
 
 HERE = Path(__file__).parent
 ENVIRONMENTS = Path(__file__).parents[3] / ".pytest_cache" / "clients"

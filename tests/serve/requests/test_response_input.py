@@ -19,7 +19,7 @@ from jaxspec.serve.requests.tool_choice import form_of, read_choice
 from jaxspec.serve.settings import ServerSettings
 from jaxspec.text.tokenizer import Tokenizer
 from jaxspec_checkpoints import bundled_target
-from tests.loops import make_config
+from tests.support.loops import make_config
 
 PROMPTS = Prompts(
     make_config(), Tokenizer.from_folder(bundled_target()), ServerSettings()

@@ -8,10 +8,10 @@ import pytest
 from jaxspec.sampling_params import SamplingParams
 from jaxspec.serve.requests.protocol import ChatBody
 from jaxspec.serve.responses.chat_completions import ChatWriter
-from tests.engine.test_llm_engine import letters, said
 from tests.serve.responses.test_completions import output
 from tests.serve.responses.test_usage import StubServing
-from tests.serving import CHAT, MESSAGES, PROMPT, error_of, post, serve_http
+from tests.support.fake_engines import letters, said
+from tests.support.serving import CHAT, MESSAGES, PROMPT, error_of, post, serve_http
 
 
 @pytest.mark.parametrize("is_stream", [False, True])

@@ -16,9 +16,9 @@ from jaxspec.serve.requests.protocol import CompletionBody
 from jaxspec.serve.responses.completions import CompletionWriter
 from jaxspec.text.tokenizer import Tokenizer
 from jaxspec_checkpoints import bundled_target
-from tests.engine.test_llm_engine import letters, said
 from tests.serve.responses.test_usage import StubServing
-from tests.serving import COMPLETIONS, PROMPT, post, serve_http
+from tests.support.fake_engines import letters, said
+from tests.support.serving import COMPLETIONS, PROMPT, post, serve_http
 
 
 @pytest.mark.parametrize("is_stream", [False, True])

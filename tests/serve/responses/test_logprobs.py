@@ -6,7 +6,7 @@ from jaxspec.logprobs import Logprob
 from jaxspec.serve.responses.logprobs import LEAST, LogprobWriter, prompt_offsets
 from jaxspec.text.tokenizer import Tokenizer
 from jaxspec_checkpoints import bundled_target
-from tests.engines import StubTokenizer
+from tests.support.engines import StubTokenizer
 
 # The token that came is the third most likely; another cannot come at all.
 POSITION = {

@@ -19,10 +19,10 @@ from jaxspec.serve.requests.response_input import as_chat, messages_of
 from jaxspec.serve.response_store import UNFINISHED, ResponseStore
 from jaxspec.serve.responses import responses
 from jaxspec.serve.responses.responses import ResponseWriter
-from tests.engine.test_llm_engine import letters, said
 from tests.serve.responses.test_completions import output
 from tests.serve.responses.test_usage import StubServing
-from tests.serving import PROMPT, error_of, serve_http, site_of
+from tests.support.fake_engines import letters, said
+from tests.support.serving import PROMPT, error_of, serve_http, site_of
 
 RESPONSES = "/v1/responses"
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)

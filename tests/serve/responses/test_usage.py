@@ -15,8 +15,8 @@ from jaxspec.serve.response_store import ResponseStore
 from jaxspec.serve.responses.usage import request_metrics
 from jaxspec.serve.serving import Serving
 from jaxspec.serve.settings import ServerSettings
-from tests.engines import StubTokenizer
-from tests.serving import CHAT, COMPLETIONS, MESSAGES, PROMPT, post, serve_http
+from tests.support.engines import StubTokenizer
+from tests.support.serving import CHAT, COMPLETIONS, MESSAGES, PROMPT, post, serve_http
 
 TIMES = {
     "time_to_first_token_ms",

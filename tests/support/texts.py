@@ -6,7 +6,7 @@ import re
 import sysconfig
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 SPECIAL = ["<bos>", "<eos>", "<pad>", "<unk>", "<start_of_turn>", "<end_of_turn>"]
 # What a generated text is put together from; a space stands between some of them.
 ATOMS = [

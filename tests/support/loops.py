@@ -17,10 +17,10 @@ from jaxspec.engine.speculation.policy import SpeculationPolicy
 from jaxspec.outputs import RequestStateStats
 from jaxspec.program.plan import TILE, PoolShape, StepShape
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams
-from tests.defaults import DEFAULTS
-from tests.engines import MICRO
-from tests.fake_device import FakeDevice, random_truth, reference_tokens
-from tests.oracles import TINY, model_config
+from tests.support.defaults import DEFAULTS
+from tests.support.engines import MICRO
+from tests.support.fake_device import FakeDevice, random_truth, reference_tokens
+from tests.support.oracles import TINY, model_config
 
 VOCAB = 16
 MODEL = model_config(

@@ -9,7 +9,7 @@ import nbformat
 from IPython.core.inputtransformer2 import TransformerManager
 from nbclient import NotebookClient
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "notebooks"
 
 Book = Any  # nbformat gives a dict whose keys are attributes as well

@@ -20,8 +20,8 @@ from jaxspec.program.plan import Features, StepPlan, StepShape
 from jaxspec.program.wire import CaughtUp, StepResult
 from jaxspec.sharding import DRAFT_MESH_AXES
 from jaxspec_checkpoints.quantization import Scheme
-from tests.engines import load_weights, make_engine, with_settings
-from tests.oracles import hf_logits, make_gemma3, make_hf_model
+from tests.support.engines import load_weights, make_engine, with_settings
+from tests.support.oracles import hf_logits, make_gemma3, make_hf_model
 
 # Sizes are apart from one another, so that an array's shape says what it is.
 SIZES = dict(

@@ -8,7 +8,7 @@ or instruction for instruction, ask for `USERS_COMPILER`.
 import os
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 # For `jax.jit(..., compiler_options=...)` and runners.
 QUICK_COMPILER: dict[str, str | bool] = {

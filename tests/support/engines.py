@@ -27,9 +27,9 @@ from jaxspec.sampling_params import SamplingParams
 from jaxspec.sharding import DRAFT_MESH_AXES, TARGET_MESH_AXES
 from jaxspec.text.tokenizer import PlainTexts, Tokenizer
 from jaxspec_checkpoints.quantization import Scheme
-from tests.defaults import DEFAULTS
-from tests.oracles import hf_tensors, make_hf_model, model_config
-from tests.programs import QUICK_COMPILER, USERS_COMPILER
+from tests.support.defaults import DEFAULTS
+from tests.support.oracles import hf_tensors, make_hf_model, model_config
+from tests.support.programs import QUICK_COMPILER, USERS_COMPILER
 
 MICRO = dict(
     vocab_size=16,
@@ -47,7 +47,7 @@ MICRO = dict(
 DIMMED = 0.1
 
 # Of all tests, here and in the next run: what one has compiled, the others read.
-PROGRAMS = Path(__file__).parents[1] / ".pytest_cache" / "programs"
+PROGRAMS = Path(__file__).parents[2] / ".pytest_cache" / "programs"
 
 SETTINGS: dict[str, Any] = dict(
     dtype="float32",

@@ -17,9 +17,8 @@ from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.serve.app import make_app
 from jaxspec.serve.settings import ServerSettings
 from jaxspec.text.tokenizer import Tokenizer
-from tests.engine.test_async_llm_engine import serve
-from tests.engine.test_llm_engine import assert_idle, letters, make_fake_engine
-from tests.engines import StubTokenizer
+from tests.support.engines import StubTokenizer
+from tests.support.fake_engines import assert_idle, letters, make_fake_engine, serve
 
 # What the model says after a prompt of three tokens is `letters(said(count))`.
 PROMPT = letters([2, 3, 4])

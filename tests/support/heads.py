@@ -2,8 +2,8 @@
 
 The target whose next token follows from the newest alone is what a head can be right
 about: its attention adds nothing. `replay` says what a head should have proposed, from
-whole texts and plain attention, without pages, launches, rounds or what `hidden_cache`
-keeps between them.
+whole texts and plain attention, without pages, launches, rounds or what
+`hidden_cache` keeps between them.
 """
 
 import functools
@@ -35,9 +35,9 @@ from jaxspec.train.methods import (
     MedusaMethod,
 )
 from jaxspec.train.target import Target
-from tests.e2e import pair
-from tests.engines import make_engine
-from tests.programs import QUICK_COMPILER
+from tests.support import pair
+from tests.support.engines import make_engine
+from tests.support.programs import QUICK_COMPILER
 
 VOCAB, HIDDEN = int(pair.SIZES["vocab_size"]), int(pair.SIZES["hidden_size"])
 NUM_DRAFT = 3
@@ -98,40 +98,40 @@ def random_params(
     return params
 
 
-# The drafts that programs made, while somebody listens: (row, tokens known, drafts).
-_HEARD: list[tuple[int, int, list[int]]] = []
+# Drafts of programs that record them: (row, tokens known, drafts).
+_RECORDED: list[tuple[int, int, list[int]]] = []
 
 
-def _hear(*told: Any) -> None:
-    for is_active, row, known, drafts, count in zip(*told, strict=True):
+def _record(*values: Any) -> None:
+    for is_active, row, known, drafts, count in zip(*values, strict=True):
         if is_active:
-            _HEARD.append((int(row), int(known), drafts[:count].tolist()))
+            _RECORDED.append((int(row), int(known), drafts[:count].tolist()))
 
 
 @contextmanager
-def told_drafts() -> Iterator[None]:
-    """Programs that are made meanwhile tell `heard` what they draft."""
+def recording_drafts() -> Iterator[None]:
+    """Programs that are compiled meanwhile record their drafts."""
     propose = step._propose
 
-    def tell(context: Any, *others: Any) -> Any:
+    def record(context: Any, *others: Any) -> Any:
         found = propose(context, *others)
         if found[0] is not None:
             proposal: Any = found[0]
             active = context.active
             who = active.is_active, active.row, active.num_tokens
-            jax.debug.callback(_hear, *who, proposal.tokens, proposal.num_drafts)
+            jax.debug.callback(_record, *who, proposal.tokens, proposal.num_drafts)
         return found
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(step, "_propose", tell)
+        patch.setattr(step, "_propose", record)
         yield
 
 
-def heard() -> list[tuple[int, int, list[int]]]:
-    """What was drafted since the last call: row, tokens known, drafts."""
+def recorded_drafts() -> list[tuple[int, int, list[int]]]:
+    """Return the drafts since the last call: row, tokens known, drafts."""
     jax.effects_barrier()
-    found = _HEARD.copy()
-    _HEARD.clear()
+    found = _RECORDED.copy()
+    _RECORDED.clear()
     return found
 
 

@@ -1,0 +1,140 @@
+"""Counts of an engine's texts against probabilities from HuggingFace's float32 model.
+
+Thousands of requests have one prompt, longer than the window, and go through paging,
+batching and several rounds each.
+"""
+
+import copy
+import functools
+import inspect
+from typing import Any
+
+import numpy as np
+import torch
+
+from jaxspec.engine.llm_engine import LLMEngine
+from jaxspec.sampling_params import RequestOutputKind, SamplingParams
+from tests.conformance import proposers
+from tests.support.engines import MICRO, generate, tokens_of, with_settings
+from tests.support.laws import check_counts, filtered_law
+
+VOCAB = int(MICRO["vocab_size"])
+# Tokens of a text: those of the prompt's launch and of one whole round.
+LENGTH = 5
+# Repeats itself, so that a lookup finds the next token at once.
+PROMPT = [2, 7, 3, 11, 5, 7, 3, 11, 9, 7, 3]
+CONTROLS: list[dict[str, Any]] = [
+    dict(temperature=0.7),
+    dict(temperature=1.0, top_k=9, top_p=0.85, min_p=0.02),
+    dict(temperature=1.0),
+]
+RULES = ("standard", "block", "seeded")
+# HuggingFace's name for keys and values, which is another since transformers 5.24.
+OLD_CACHE, NEW_CACHE = "past_key_values", "cache"
+
+
+@functools.cache
+def next_logits(length: int) -> list[np.ndarray]:
+    """Level l: logits after every continuation of l tokens, `[vocab^l, vocab]`."""
+    target = proposers.micro_target()
+    known = inspect.signature(target.forward).parameters
+    cache_name = NEW_CACHE if NEW_CACHE in known else OLD_CACHE
+    levels = []
+    with torch.no_grad():
+        # All but the prompt's last token is run once.
+        first = target(torch.tensor([PROMPT[:-1]]), use_cache=True)
+        start = getattr(first, cache_name)
+        for level in range(length):
+            every = np.indices((VOCAB,) * level).reshape(level, VOCAB**level).T
+            lasts = np.full((len(every), 1), PROMPT[-1])
+            tokens = torch.tensor(np.concatenate([lasts, every], axis=1)).long()
+            parts = []
+            for part in tokens.split(8192):
+                cache = copy.deepcopy(start)
+                cache.batch_repeat_interleave(len(part))
+                after = target(part, **{cache_name: cache}, logits_to_keep=1)
+                parts.append(after.logits[:, -1].numpy())
+            levels.append(np.concatenate(parts))
+    return levels
+
+
+def distributions_of(
+    levels: list[np.ndarray], controls: dict[str, Any]
+) -> list[np.ndarray]:
+    """Probabilities of the first l + 1 tokens for every l, `[vocab^(l+1)]`."""
+    found, joint = [], np.ones(1)
+    exact: dict[str, Any] = {
+        name: value if name == "top_k" else np.float32(value)
+        for name, value in controls.items()
+    }
+    for level in levels:
+        joint = (joint[:, None] * filtered_law(level, **exact)).reshape(-1)
+        found.append(joint)
+    return found
+
+
+def sample(
+    engine: LLMEngine,
+    rule: str,
+    count: int,
+    *,
+    length: int = LENGTH,
+) -> list[np.ndarray]:
+    """`count` texts for each of the controls, all in the same batches."""
+    if rule == "seeded":
+        engine = with_settings(engine)
+    else:
+        engine = with_settings(engine, seed=11, rejection_sample_method=rule)
+    params = [
+        SamplingParams(
+            **own,
+            max_tokens=length,
+            ignore_eos=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            seed=number if rule == "seeded" else None,
+        )
+        for number in range(count)
+        for own in CONTROLS
+    ]
+    tokens = np.array(tokens_of(generate(engine, [PROMPT] * len(params), params)))
+    assert tokens.shape[1] == length
+    assert engine.stats.num_accepted_tokens
+    return [tokens[index :: len(CONTROLS)] for index in range(len(CONTROLS))]
+
+
+def check_distribution(
+    tokens: np.ndarray, joint: list[np.ndarray], what: object
+) -> None:
+    """Every position alone, and every pair of neighbours together."""
+    for position in range(len(joint)):
+        probs = joint[position].reshape(-1, VOCAB).sum(axis=0)
+        counts = np.bincount(tokens[:, position], minlength=VOCAB)
+        check_counts(counts, probs, (what, position))
+    for position in range(1, len(joint)):
+        pair = joint[position].reshape(-1, VOCAB**2).sum(axis=0)
+        cell = tokens[:, position - 1] * VOCAB + tokens[:, position]
+        counts = np.bincount(cell, minlength=VOCAB**2)
+        check_counts(counts, pair, (what, position, "pair"))
+
+
+def acceptance_of(engine: LLMEngine, rule: str, temperature: float = 1.0) -> float:
+    """Acceptance rate over 128 requests of different prompts."""
+    if rule in ("standard", "block"):
+        engine = with_settings(engine, rejection_sample_method=rule)
+    else:
+        engine = with_settings(engine)
+    random = np.random.default_rng(0)
+    prompts = [random.integers(3, VOCAB, 4 + i % 9).tolist() for i in range(128)]
+    params = [
+        SamplingParams(
+            temperature=0.0 if rule == "greedy" else temperature,
+            seed=number if rule == "seeded" else None,
+            max_tokens=17,
+            ignore_eos=True,
+        )
+        for number in range(len(prompts))
+    ]
+    generate(engine, prompts, params)
+    assert engine.stats.num_draft_tokens > 1000
+    return engine.stats.acceptance_rate

@@ -1,0 +1,344 @@
+"""Every proposer of drafts as engines over one small pair, each made once per process.
+
+Compiling is the cost of these tests. Claims share the executable of a proposer: they
+change only settings that no executable depends on.
+"""
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from jaxspec.config.token_tree import read_paths
+from jaxspec.engine.llm_engine import LLMEngine
+from jaxspec.engine.program_cache import ProgramCache
+from jaxspec.engine.runner import Runner
+from jaxspec.sampling_params import SamplingParams
+from jaxspec.sharding import make_mesh
+from tests.support import heads, pair
+from tests.support.engines import (
+    MICRO,
+    OneGreedyProgramRunner,
+    OneProgramRunner,
+    OneShapeRunner,
+    generate,
+    make_draft_of,
+    make_engine,
+    make_micro,
+    with_settings,
+)
+
+# Three levels; a window of the models, and a page, end anywhere in them.
+TREE = "[(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 1), (1, 0, 0)]"
+# The same size of tree for the 16 tokens of the micro target.
+MICRO_TREE = "[(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (1, 0, 0)]"
+# As large as a tree may be, eight levels deep.
+LARGEST_TREE = str(
+    [(0,) * count for count in range(1, 9)]
+    + [
+        (*(0,) * level, rank, *(0,) * more)
+        for level in range(4)
+        for rank in range(1, 4)
+        for more in range(4)
+    ]
+    + [(1, 1), (1, 2), (2, 1), (3, 1), (0, 1, 1), (0, 1, 2), (0, 2, 1), (0, 3, 1)]
+)
+LOOKUP = (3, 1)
+# Rounds of suffix drafts have three forms: no drafts, few, and this many.
+NUM_SUFFIX = 16
+SUFFIX = {"max_tree_depth": 2 * NUM_SUFFIX}
+MASK, MICRO_MASK = 0, MICRO["vocab_size"] - 1
+# Half of the micro target's vocabulary.
+MICRO_KEPT = (1, 3, 4, 5, 8, 9, 11, 14)
+# Sizes that eight devices divide.
+MICRO_SPLIT: dict[str, Any] = dict(num_attention_heads=8, num_key_value_heads=4)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Proposer:
+    """One way to propose drafts.
+
+    Attributes:
+        draft: Draft model of `pair.draft`; None for heads and lookups.
+        head: Kind of the head.
+        options: Further arguments of `make_engine`.
+        micro: Arguments that differ for the micro target.
+        runner: How programs are shared. A lookup with a draft model has several: the
+            draft model must catch up after programs that do not run it.
+        family: Of target and draft model.
+        at_most: Upper bound of the acceptance rate, below 1 for random heads.
+    """
+
+    draft: str | None = None
+    head: str | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    micro: Mapping[str, Any] = field(default_factory=dict)
+    runner: type[Runner] = OneProgramRunner
+    family: str = pair.GEMMA2
+    at_most: float = 1.0
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the shared program is for greedy requests alone."""
+        return issubclass(self.runner, OneGreedyProgramRunner)
+
+    @property
+    def has_side_branches(self) -> bool:
+        return bool(self.options.get("tree") or self.options.get("num_side_leaves"))
+
+    @property
+    def can_be_correct(self) -> bool:
+        """Whether a draft model equal to the target has every draft accepted."""
+        names = {"mask_token_id", "kept", "draft_scheme", "lookup", "suffix"}
+        return self.draft is not None and not names & self.options.keys()
+
+    @property
+    def num_draft_tokens(self) -> int:
+        return _num_draft_tokens(self.options)
+
+
+def _num_draft_tokens(options: Mapping[str, Any]) -> int:
+    if tree := options.get("tree"):
+        return len(read_paths(tree))
+    return options.get("num_draft_tokens", pair.NUM_DRAFT)
+
+
+def _model(**options: Any) -> Proposer:
+    changes = {name: options.pop(name) for name in ("micro",) if name in options}
+    runner = options.pop("runner", OneShapeRunner)
+    return Proposer(draft="noisy", options=options, runner=runner, **changes)
+
+
+def _lookup(**options: Any) -> Proposer:
+    micro = dict(lookup=(2, 1)) if "lookup" in options else {}
+    if "suffix" in options:
+        micro = dict(suffix={"max_spec_factor": 2.0}, num_draft_tokens=3)
+    if "tree" in options:
+        micro |= dict(tree=MICRO_TREE)
+    draft, runner = options.pop("draft", None), options.pop("runner", OneProgramRunner)
+    return Proposer(draft=draft, options=options, micro=micro, runner=runner)
+
+
+def _head(kind: str, **options: Any) -> Proposer:
+    # A program for greedy requests compiles in a third of the time.
+    runner = OneProgramRunner if kind == "eagle3" else OneGreedyProgramRunner
+    settings = dict(max_num_seqs=8, num_pages=160, max_num_batched_tokens=64)
+    micro = dict(tree=MICRO_TREE) if "tree" in options else {}
+    return Proposer(
+        head=kind, options=settings | options, micro=micro, runner=runner, at_most=0.5
+    )
+
+
+_PARD = dict(mask_token_id=MASK, micro=dict(mask_token_id=MICRO_MASK))
+_TRIMMED = dict(kept=pair.KEPT, micro=dict(kept=MICRO_KEPT), runner=OneProgramRunner)
+_GEMMA3: dict[str, Any] = dict(family=pair.GEMMA3, runner=OneGreedyProgramRunner)
+
+# By name; a proposer's name says what it is made of.
+PROPOSERS: dict[str, Proposer] = {
+    "draft model": _model(),
+    "pard": _model(runner=OneProgramRunner, **_PARD),
+    "pard, 16 drafts": _model(num_draft_tokens=16, **_PARD),
+    "pard, leaves": _model(num_side_leaves=2, **_PARD),
+    "pard, tree": _model(tree=TREE, mask_token_id=MASK),
+    "int8 draft": _model(draft_scheme=pair.INT8),
+    "int4 draft": _model(draft_scheme=pair.INT4),
+    "trimmed": _model(**_TRIMMED),
+    "trimmed, scanned": _model(scan_layers=True, **_TRIMMED),
+    "trimmed, n-gram": _model(lookup=LOOKUP, **_TRIMMED),
+    "trimmed, tree": _model(tree=TREE, **_TRIMMED),
+    "trimmed, leaves": _model(num_side_leaves=2, **_TRIMMED),
+    "trimmed, pard": _model(mask_token_id=MASK, **_TRIMMED),
+    "n-gram": _lookup(lookup=LOOKUP),
+    "n-gram + draft model": _lookup(
+        lookup=LOOKUP, draft="noisy", runner=OneShapeRunner
+    ),
+    "suffix": _lookup(suffix=SUFFIX, num_draft_tokens=NUM_SUFFIX),
+    "suffix + draft model": _lookup(
+        suffix=SUFFIX, draft="noisy", runner=OneShapeRunner
+    ),
+    "eagle": _head("eagle"),
+    "eagle3": _head("eagle3"),
+    "medusa": _head("medusa"),
+    "eagle, leaves": _head("eagle", num_side_leaves=2),
+    "eagle3, leaves": _head("eagle3", num_side_leaves=2),
+    "medusa, tree": _head("medusa", tree=TREE),
+    "leaves": _model(num_side_leaves=2, runner=OneProgramRunner),
+    "tree": _model(tree=TREE, micro=dict(tree=MICRO_TREE), runner=OneProgramRunner),
+    "tree, scanned": _model(tree=TREE, scan_layers=True),
+    "largest tree": _model(tree=LARGEST_TREE),
+    "n-gram, tree": _lookup(lookup=LOOKUP, tree=TREE),
+    "n-gram + draft model, leaves": _lookup(
+        lookup=LOOKUP, draft="noisy", num_side_leaves=1, runner=OneShapeRunner
+    ),
+    "suffix, leaves": _lookup(suffix={}, num_side_leaves=1, runner=OneShapeRunner),
+    "draft model, Gemma 3": Proposer(draft="noisy", **_GEMMA3),
+}
+
+
+def make(name: str, **changes: Any) -> LLMEngine:
+    """Make a new engine of a proposer.
+
+    Args:
+        changes: Arguments of `make_engine` that differ.
+    """
+    proposer = PROPOSERS[name]
+    options: dict[str, Any] = dict(pair.SETTINGS, runner=proposer.runner)
+    options |= {"num_draft_tokens": proposer.num_draft_tokens, **proposer.options}
+    options |= changes
+    if proposer.head is not None:
+        return heads.make_head_engine(proposer.head, **options)
+    target, draft = pair.target(proposer.family), None
+    if proposer.draft is not None:
+        draft = pair.draft(proposer.draft, proposer.family)
+    return make_engine(target, draft, **options)
+
+
+@functools.cache
+def first_engine(name: str) -> LLMEngine:
+    """The engine whose executables all claims share.
+
+    Programs that record drafts are not kept on disk.
+    """
+    if name == "draft model":
+        return pair.engine()
+    engine = make(name)
+    return record_drafts(engine) if name in RECORDED else engine
+
+
+def record_drafts(engine: LLMEngine) -> LLMEngine:
+    """Compile an engine's program such that its drafts are recorded."""
+    engine.runner.cache = ProgramCache(None)
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    with heads.recording_drafts():
+        generate(engine, [[5, 6, 7]], params)
+    heads.recorded_drafts()
+    return with_settings(engine)
+
+
+# Proposers whose tests compare drafts with an oracle.
+RECORDED = ("eagle", "eagle3", "medusa", "pard", "trimmed")
+
+
+def engine(name: str, *, seed: int = 0, **speculative: Any) -> LLMEngine:
+    """Return a fresh engine over the shared executables of a proposer.
+
+    Args:
+        speculative: Changed fields of `SpeculativeConfig`.
+    """
+    return with_settings(first_engine(name), seed=seed, **speculative)
+
+
+def with_config(engine: LLMEngine, **changes: Any) -> LLMEngine:
+    """Return a fresh engine whose host has other settings, over the same device."""
+    config = replace(engine.config, **changes)
+    return LLMEngine(config, runner=engine.runner, tokenizer=engine.tokenizer)
+
+
+@functools.cache
+def plain_engine(family: str = pair.GEMMA2, dtype: str = "float32") -> LLMEngine:
+    """Return the engine without drafts that texts are compared with."""
+    if (family, dtype) == (pair.GEMMA2, "float32"):
+        return pair.plain_engine()
+    runner = OneProgramRunner if family == pair.GEMMA2 else OneGreedyProgramRunner
+    return make_engine(pair.target(family), dtype=dtype, runner=runner, **pair.SETTINGS)
+
+
+def micro_head(kind: str, *, is_split: bool = False) -> tuple[Any, Any]:
+    """Config and parameters of a head for the micro target.
+
+    EAGLE-3's can propose 11 of 16 tokens and has the target's embedding.
+    """
+    hidden = MICRO["hidden_size"]
+    sizes: dict[str, Any] = dict(
+        target_hidden_size=hidden,
+        vocab_size=MICRO["vocab_size"],
+        draft_vocab_size=MICRO["vocab_size"],
+    )
+    if kind == "eagle":
+        sizes |= dict(hidden_size=hidden, has_embedding=False)
+    if kind == "eagle3":
+        sizes |= dict(
+            hidden_size=hidden,
+            draft_vocab_size=11,
+            has_embedding=False,
+            norm_before_residual=False,
+        )
+    if kind == "medusa":
+        sizes |= dict(lm_heads=0)
+    config = heads.config_of(kind, **sizes)
+    if is_split and kind != "medusa":
+        config = replace(config, num_q_heads=8, num_kv_heads=2)
+    return config, heads.random_params(config, seed=2)
+
+
+@functools.cache
+def micro_target() -> Any:
+    return make_micro(seed=3)
+
+
+@functools.cache
+def micro_engine(name: str, *, is_optimized: bool = False) -> LLMEngine:
+    """Return an engine over the micro target that takes thousands of short requests."""
+    proposer, target = PROPOSERS[name], micro_target()
+    options = {**proposer.options, **proposer.micro}
+    for setting in pair.SETTINGS:
+        options.pop(setting, None)
+    options.setdefault("num_draft_tokens", _num_draft_tokens(options))
+    if proposer.head is not None:
+        options["head"] = micro_head(proposer.head)
+    draft = None if proposer.draft is None else make_draft_of(target, num_layers=2)
+    # Nearly every round has prompts, and lookups mostly have rounds without drafts.
+    is_shaped = is_optimized or "lookup" in options or "suffix" in options
+    return make_engine(
+        target,
+        draft,
+        max_num_seqs=64,
+        max_num_batched_tokens=512,  # a third of the rows ends in a round
+        num_pages=1024,
+        max_model_len=32,
+        runner=OneShapeRunner if is_shaped else OneProgramRunner,
+        is_optimized=is_optimized,
+        **options,
+    )
+
+
+def split_engine(name: str, num_devices: int, num_draft_devices: int) -> LLMEngine:
+    """Return an engine of a micro target on several devices.
+
+    Args:
+        num_draft_devices: That share one copy of the draft model or head.
+    """
+    proposer = PROPOSERS[name]
+    target = split_target(proposer.family)
+    options: dict[str, Any] = {**proposer.options, **proposer.micro}
+    options = {key: one for key, one in options.items() if key not in pair.SETTINGS}
+    options |= dict(
+        num_draft_tokens=proposer.num_draft_tokens,
+        tensor_parallel_size=num_devices,
+        draft_tensor_parallel_size=num_draft_devices,
+        runner=proposer.runner,
+    )
+    draft = None
+    if proposer.head is not None:
+        config, _ = micro_head(proposer.head, is_split=True)
+        mesh = make_mesh(num_devices, num_draft_devices)
+        options["head"] = config, heads.random_params(config, mesh=mesh)
+    elif proposer.family == pair.GEMMA3:
+        options |= pair.SETTINGS
+        draft = pair.add_noise(_split_gemma3())
+    else:
+        draft = make_micro(seed=3, **MICRO_SPLIT)
+    return make_engine(target, draft, **options)
+
+
+@functools.cache
+def split_target(family: str) -> Any:
+    if family == pair.GEMMA3:
+        return _split_gemma3()
+    return make_micro(seed=3, **MICRO_SPLIT)
+
+
+def _split_gemma3() -> Any:
+    """The one KV head is copied to each device."""
+    sizes = dict(num_attention_heads=8, hidden_size=24, intermediate_size=32)
+    return pair.make_model(2, family=pair.GEMMA3, **sizes)

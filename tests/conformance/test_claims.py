@@ -1,0 +1,241 @@
+"""Every claim of `claims.py` about every proposer of `proposers.py`.
+
+`TABLE` says which pairs run in `make test`, which in `make test-all`, and why the
+others are left out. Tests come proposer by proposer: a process compiles each once.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import pytest
+
+from tests.conformance import claims
+from tests.conformance.distribution import RULES
+from tests.conformance.proposers import PROPOSERS
+
+HEADS = ("eagle", "eagle3", "medusa")
+HEAD_BRANCHES = ("eagle, leaves", "eagle3, leaves", "medusa, tree")
+LOOKUPS = ("n-gram", "n-gram + draft model", "suffix", "suffix + draft model")
+BRANCHES = (
+    *("leaves", "tree", "tree, scanned", "largest tree", "n-gram, tree"),
+    *("n-gram + draft model, leaves", "suffix, leaves"),
+)
+TRIMMED = (
+    *("trimmed, scanned", "trimmed, n-gram", "trimmed, tree", "trimmed, leaves"),
+    "trimmed, pard",
+)
+PARD = ("pard, 16 drafts", "pard, leaves", "pard, tree")
+QUANTIZED = ("int8 draft", "int4 draft")
+GEMMA3 = "draft model, Gemma 3"
+
+# Reasons to leave a pair out.
+SAME_PATH = "the scheduler does the same for the proposer that this one is a form of"
+NO_MODEL = "no draft model that could equal the target"
+OTHER_MODEL = "its draft model proposes otherwise than a target decodes: own tests"
+BOTH = "lookups are wrong where the draft model is right"
+SUMMED = "branches are summed in another order: test_trees.py compares but near ties"
+MAIN_CHAIN = "these requests have the main chain alone: test_trees.py"
+NO_CATCH_UP = "nothing to catch up with"
+IN_LOSSLESS = "the lossless battery runs it on every path"
+ELSEWHERE = "test_parameters.py and test_grammars.py"
+SEEDED = "test_seeded.py compares 256 mixes of filters"
+NO_ARRAYS = "has no arrays that devices could split"
+GREEDY_PROGRAM = "its shared program is for greedy requests alone"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """A claim, and the proposers that it is tested of.
+
+    Attributes:
+        quick: Tested in `make test`; `slow` in `make test-all`.
+        omitted: Proposers left out, by reason.
+    """
+
+    check: Callable[[str], None]
+    quick: tuple[str, ...] = ()
+    slow: tuple[str, ...] = ()
+    omitted: dict[str, tuple[str, ...]] = field(default_factory=dict)
+
+
+SPLIT = ("draft model", "pard", "trimmed", *HEADS, GEMMA3)
+
+
+def _devices(num_devices: int, num_draft_devices: int, **names: Any) -> Row:
+    tested = {name for some in names.values() for name in some}
+    same = [name for name in PROPOSERS if name not in (*tested, "n-gram", "suffix")]
+    return Row(
+        check=partial(
+            claims.devices_equal_one,
+            num_devices=num_devices,
+            num_draft_devices=num_draft_devices,
+        ),
+        omitted={NO_ARRAYS: ("n-gram", "suffix"), SAME_PATH: tuple(same)},
+        **names,
+    )
+
+
+def _distribution(rule: str) -> Row:
+    return Row(
+        check=partial(claims.positions_follow_target, rule=rule),
+        quick=("draft model",),
+        slow=(
+            *("pard", "pard, leaves", *QUANTIZED, "trimmed", *HEADS, *HEAD_BRANCHES),
+            *(*LOOKUPS, "leaves", "tree", "n-gram, tree"),
+        ),
+        omitted={
+            SAME_PATH: (
+                *("pard, 16 drafts", "pard, tree", *TRIMMED, "tree, scanned"),
+                *("largest tree", "n-gram + draft model, leaves", "suffix, leaves"),
+            ),
+            "HuggingFace's probabilities here are of a Gemma 2": (GEMMA3,),
+        },
+    )
+
+
+TABLE: dict[str, Row] = {
+    "texts equal plain decoding": Row(
+        check=claims.texts_equal_plain_decoding,
+        quick=(
+            *("draft model", GEMMA3, "pard", "trimmed", "trimmed, tree", *HEADS),
+            *("medusa, tree", "n-gram", "n-gram + draft model", "suffix", "tree"),
+            "n-gram, tree",
+        ),
+        slow=(
+            *(*PARD, "trimmed, scanned", "trimmed, n-gram", "trimmed, leaves"),
+            *("trimmed, pard", *QUANTIZED, "suffix + draft model", "eagle, leaves"),
+            *("eagle3, leaves", "leaves", "tree, scanned", "largest tree"),
+            *("n-gram + draft model, leaves", "suffix, leaves"),
+        ),
+    ),
+    "texts end within rounds": Row(
+        check=claims.texts_end_within_rounds,
+        quick=("draft model", "n-gram", "tree"),
+        slow=("pard", "trimmed", *HEADS, *LOOKUPS[1:], "leaves", "n-gram, tree")
+        + ("tree, scanned", "largest tree", "n-gram + draft model, leaves")
+        + ("suffix, leaves",),
+        omitted={
+            SAME_PATH: (*PARD, *TRIMMED, *QUANTIZED, *HEAD_BRANCHES),
+            GREEDY_PROGRAM: (GEMMA3,),
+        },
+    ),
+    "preemption, caching and aborts change nothing": Row(
+        check=claims.preemption_caching_and_aborts_change_nothing,
+        quick=("draft model", "eagle3"),
+        slow=("pard", "trimmed", "eagle", "medusa", "n-gram", "suffix", "tree"),
+        omitted={
+            IN_LOSSLESS: (
+                *(GEMMA3, *QUANTIZED, "n-gram + draft model", "suffix + draft model"),
+                *(*BRANCHES[:1], *BRANCHES[2:]),
+            ),
+            SAME_PATH: (*PARD, *TRIMMED, *HEAD_BRANCHES),
+        },
+    ),
+    "drafting stops in a crowd and resumes": Row(
+        check=claims.drafting_stops_and_resumes,
+        quick=("draft model", "n-gram + draft model"),
+        slow=("pard", "n-gram", "suffix", "suffix + draft model"),
+        omitted={
+            SAME_PATH: (*(*PARD, "trimmed", *TRIMMED, *QUANTIZED, *BRANCHES, GEMMA3),),
+            NO_CATCH_UP: (*HEADS, *HEAD_BRANCHES),
+        },
+    ),
+    "correct drafts are all accepted": Row(
+        check=claims.correct_drafts_are_all_accepted,
+        quick=("draft model", GEMMA3, "tree"),
+        slow=("leaves", "tree, scanned", "largest tree"),
+        omitted={
+            NO_MODEL: (
+                *(*HEADS, *HEAD_BRANCHES, "n-gram", "suffix", "n-gram, tree"),
+                "suffix, leaves",
+            ),
+            OTHER_MODEL: ("pard", *PARD, "trimmed", *TRIMMED, *QUANTIZED),
+            BOTH: (
+                *("n-gram + draft model", "suffix + draft model"),
+                "n-gram + draft model, leaves",
+            ),
+        },
+    ),
+    "any choice of K changes nothing": Row(
+        check=claims.any_choice_of_k_changes_nothing,
+        quick=("tree",),
+        slow=("draft model", "pard", "leaves", "tree, scanned")
+        + ("n-gram + draft model, leaves",),
+        omitted={
+            SAME_PATH: (
+                *(*PARD, "trimmed", *TRIMMED, *QUANTIZED, "largest tree"),
+                *(*HEADS, *HEAD_BRANCHES, *LOOKUPS, "n-gram, tree", "suffix, leaves"),
+            ),
+            GREEDY_PROGRAM: (GEMMA3,),
+        },
+    ),
+    "controls hold": Row(
+        check=claims.controls_hold,
+        slow=(*HEADS, "pard", "trimmed", "n-gram", "suffix"),
+        omitted={
+            ELSEWHERE: ("draft model", GEMMA3, *QUANTIZED, *LOOKUPS[1::2]),
+            MAIN_CHAIN: (
+                *(*BRANCHES, *HEAD_BRANCHES, "pard, leaves", "pard, tree"),
+                *("trimmed, tree", "trimmed, leaves"),
+            ),
+            SAME_PATH: (
+                *("pard, 16 drafts", "trimmed, scanned", "trimmed, n-gram"),
+                "trimmed, pard",
+            ),
+        },
+    ),
+    "forms of rounds change nothing": Row(
+        check=claims.forms_of_rounds_change_nothing,
+        slow=(*HEADS, "pard", "trimmed", "leaves", "tree"),
+        omitted={
+            "test_several_rounds.py and the lossless suite": ("draft model", *LOOKUPS),
+            SAME_PATH: (
+                *(*PARD, *TRIMMED, *QUANTIZED, *HEAD_BRANCHES, *BRANCHES[2:], GEMMA3),
+            ),
+        },
+    ),
+    "bfloat16 texts equal plain decoding": Row(
+        check=claims.bfloat16_equals_plain_decoding,
+        slow=(*HEADS, "pard", "trimmed"),
+        omitted={
+            SEEDED: ("draft model",),
+            IN_LOSSLESS: (*LOOKUPS, GEMMA3),
+            SUMMED: (*BRANCHES, *HEAD_BRANCHES, *PARD[1:], *TRIMMED[2:4]),
+            SAME_PATH: (*QUANTIZED, *TRIMMED[:2], TRIMMED[4], PARD[0]),
+        },
+    ),
+    "two devices with a draft on one equal one": _devices(2, 1, slow=("draft model",)),
+    "eight devices equal one": _devices(8, 8, slow=SPLIT),
+    "eight devices with a draft on two equal one": _devices(
+        8, 2, quick=(GEMMA3,), slow=SPLIT[:-1]
+    ),
+    **{f"positions follow the target, {rule}": _distribution(rule) for rule in RULES},
+}
+
+
+def pairs() -> list[Any]:
+    """Claims and proposers to test, proposer by proposer."""
+    return [
+        pytest.param(
+            *(claim, name),
+            marks=() if name in row.quick else pytest.mark.slow,
+            id=f"{name}: {claim}",
+        )
+        for name in PROPOSERS
+        for claim, row in TABLE.items()
+        if name in (*row.quick, *row.slow)
+    ]
+
+
+@pytest.mark.parametrize(("claim", "name"), pairs())
+def test_proposer(claim, name):
+    TABLE[claim].check(name)
+
+
+@pytest.mark.parametrize("claim", TABLE)
+def test_table_has_every_proposer_once(claim):
+    row = TABLE[claim]
+    omitted = [name for names in row.omitted.values() for name in names]
+    assert sorted((*row.quick, *row.slow, *omitted)) == sorted(PROPOSERS)

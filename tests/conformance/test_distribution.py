@@ -1,0 +1,58 @@
+"""Long counts of a draft model's texts, and drafts that are wrong or always right.
+
+Shorter counts of every proposer are a claim of `test_claims.py`.
+"""
+
+import functools
+
+import pytest
+
+from tests.conformance import distribution, proposers
+from tests.conformance.distribution import CONTROLS, RULES, acceptance_of
+from tests.support.engines import make_draft_of, with_draft
+
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)
+NAME = "draft model"
+
+
+@pytest.mark.battery(name="counts")
+@pytest.mark.parametrize("rule", RULES)
+def test_positions_follow_the_target_closely(rule):
+    engine = proposers.micro_engine(NAME, is_optimized=True)
+    counted = distribution.sample(engine, rule, 10_000)
+    levels = distribution.next_logits(distribution.LENGTH)
+    for controls, tokens in zip(CONTROLS, counted, strict=True):
+        laws = distribution.distributions_of(levels, controls)
+        distribution.check_distribution(tokens, laws, (rule, controls))
+
+
+@pytest.mark.parametrize("rule", [slow("standard"), "block", slow("seeded")])
+def test_adverse_draft_changes_the_speed_only(rule):
+    """A draft that prefers what the target avoids."""
+    engine, target = proposers.micro_engine(NAME), proposers.micro_target()
+    adverse = with_draft(engine, make_draft_of(target, num_layers=2, sign=-1.0))
+    assert acceptance_of(adverse, rule) < 0.5 * acceptance_of(engine, rule)
+    length = distribution.LENGTH - 1
+    counted = distribution.sample(adverse, rule, 500, length=length)
+    levels = distribution.next_logits(length)
+    for controls, tokens in zip(CONTROLS, counted, strict=True):
+        laws = distribution.distributions_of(levels, controls)
+        distribution.check_distribution(tokens, laws, ("adverse", rule, controls))
+
+
+@pytest.mark.parametrize(
+    "rule",
+    # Programs for greedy requests alone are those of the claims about texts.
+    [*RULES, slow("greedy")],
+)
+def test_target_as_its_own_draft_has_every_draft_accepted(rule):
+    engine = with_draft(proposers.micro_engine(NAME), proposers.micro_target())
+    assert acceptance_of(engine, rule) == 1.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["int8 draft", "int4 draft"])
+def test_quantized_draft_is_another_draft(name):
+    engines = proposers.micro_engine(name), proposers.micro_engine(NAME)
+    rate, whole = (acceptance_of(one, "greedy") for one in engines)
+    assert 0.1 < rate < 0.9 and rate != whole

@@ -1,0 +1,129 @@
+"""Engines over a device of plain Python, and what they generate."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from jaxspec.config.engine import EngineConfig
+from jaxspec.engine.async_llm_engine import AsyncLLMEngine
+from jaxspec.engine.llm_engine import LLMEngine
+from jaxspec.outputs import RequestOutput
+from jaxspec.sampling_params import SamplingParams
+from tests.support.engines import StubTokenizer
+from tests.support.fake_device import FakeRunner, repeat_truth
+from tests.support.loops import make_config
+
+EOS = 1
+
+
+PROMPT = [2, 3, 4]
+
+
+# After a prompt of three the text is 3, 4, 5, ... by absolute position.
+TEXT = list(range(2, 14))
+
+
+def make_fake_engine(
+    text: list[int] = TEXT,
+    *,
+    seed: int = 0,
+    engine_seed: int = 0,
+    change: Callable[[EngineConfig], EngineConfig] = lambda config: config,
+    **changes: Any,
+) -> tuple[LLMEngine, FakeRunner]:
+    config = change(make_config(seed=engine_seed, **changes))
+    runner = FakeRunner(config, repeat_truth(text), seed=seed)
+    tokenizer = StubTokenizer(config.model_config.vocab_size)
+    return LLMEngine(config, runner=runner, tokenizer=tokenizer), runner
+
+
+def run_all(engine: LLMEngine) -> dict[str, list[RequestOutput]]:
+    outputs: dict[str, list[RequestOutput]] = {}
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            outputs.setdefault(output.request_id, []).append(output)
+    return outputs
+
+
+def run_one(engine: LLMEngine, params: SamplingParams, prompt: Any = PROMPT) -> Any:
+    """The completion of one request, alone."""
+    engine.add_request("only", prompt, params)
+    (outputs,) = run_all(engine).values()
+    assert [output.finished for output in outputs][-1]
+    assert not any(output.finished for output in outputs[:-1])
+    assert_idle(engine)
+    return outputs[-1].outputs[0]
+
+
+def assert_idle(engine: LLMEngine) -> None:
+    engine.scheduler.check_idle()
+    assert not engine.output_processor.streams
+    assert not engine.output_processor.parents
+
+
+def letters(tokens: list[int]) -> str:
+    return StubTokenizer(16).decode(tokens)
+
+
+def said(count: int, text: list[int] = TEXT) -> list[int]:
+    return [text[position % len(text)] for position in range(3, 3 + count)]
+
+
+def admissions(runner: FakeRunner) -> list[Any]:
+    return [entry for plan, _ in runner.plans for entry in plan.admissions]
+
+
+Use = Callable[[AsyncLLMEngine], Awaitable[Any]]
+
+
+def serve(use: Use, *, delay_s: float = 0.0, **changes: Any) -> AsyncLLMEngine:
+    """Run `use` with an engine whose launches take a time; it must end idle."""
+    engine, runner = make_fake_engine(num_draft_tokens=3, **changes)
+    launch = runner.launch
+
+    def delayed(*arguments: Any) -> Any:
+        time.sleep(delay_s)
+        return launch(*arguments)
+
+    patched: Any = runner
+    patched.launch = delayed
+    serving = AsyncLLMEngine(engine)
+
+    async def run() -> None:
+        await use(serving)
+        deadline = time.monotonic() + 10
+        while await serving.get_num_unfinished_requests():
+            assert time.monotonic() < deadline, "requests are left"
+            await asyncio.sleep(0.005)
+
+    try:
+        asyncio.run(asyncio.wait_for(run(), 60))
+    finally:
+        serving.shutdown(10)
+    assert_idle(engine)
+    assert not any(one.collectors for one in serving._drivers)
+    return serving
+
+
+COUNT = 3
+
+
+def make_engines(delay_s: float = 0.0, **changes: Any) -> list[LLMEngine]:
+    engines = []
+    for rank in range(COUNT):
+        sizes = {"data_parallel_size": COUNT, "data_parallel_rank": rank}
+        engine, runner = make_fake_engine(num_draft_tokens=3, **sizes, **changes)
+        _before_launches(runner, lambda: time.sleep(delay_s))
+        engines.append(engine)
+    return engines
+
+
+def _before_launches(runner: Any, call: Callable[[], Any]) -> None:
+    launch = runner.launch
+
+    def later(*arguments: Any) -> Any:
+        call()
+        return launch(*arguments)
+
+    runner.launch = later

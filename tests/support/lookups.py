@@ -1,0 +1,85 @@
+"""Lookups written out in Python, and texts in pages to search."""
+
+import dataclasses
+from fractions import Fraction
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxspec.config.lookups import NUM_MATCHES
+from jaxspec.program.propose import ngram
+from tests.support.rows import make_active
+
+DRAFTS = 4
+PAGE_SIZE = 4
+TABLE_LEN = 16
+JUNK = 9
+Limits = tuple[int, float]  # depth, and drafts for a token that matches
+TRUSTING: Limits = (24, 1.0)
+
+
+def search_ngram(tokens: list[int], lookup: ngram.NGram, num_draft: int) -> list[int]:
+    """The specification: longest first, most recent first, known tokens only.
+
+    What followed begins again where the known tokens end.
+    """
+    for length in range(lookup.longest, lookup.shortest - 1, -1):
+        for start in range(len(tokens) - length - 1, -1, -1):
+            if tokens[start : start + length] == tokens[len(tokens) - length :]:
+                return (tokens[start + length :] * num_draft)[:num_draft]
+    return []
+
+
+def search_suffix(
+    tokens: list[int],
+    limits: Limits = TRUSTING,
+    min_prob: Fraction = Fraction(0),
+    *,
+    shortest: int = 1,
+    num_draft: int = DRAFTS,
+) -> list[int]:
+    """The specification: all matches by brute force, the longest of them counted."""
+    depth, factor = limits
+    found = []
+    for end in range(len(tokens) - 1):
+        length = 0
+        while length < min(depth - 1, end + 1) and (
+            tokens[end - length] == tokens[len(tokens) - 1 - length]
+        ):
+            length += 1
+        if length >= shortest:
+            found.append((length, end))
+    found = sorted(found, reverse=True)[:NUM_MATCHES]
+    texts = [
+        (tokens[end + 1 :] * num_draft)[:num_draft]
+        for length, end in found
+        if length == found[0][0]
+    ]
+    best, drafts = Fraction(0), []
+    for text in texts:
+        longest = found[0][0]
+        limit = max(min(int(factor * m), depth - m) for m in range(1, longest + 1))
+        chances = []
+        for stop in range(1, min(limit, num_draft) + 1):
+            agree = sum(other[:stop] == text[:stop] for other in texts)
+            chances.append(Fraction(agree, len(texts)))
+        kept = [chance for chance in chances if chance >= min_prob]
+        if sum(kept) > best:
+            best, drafts = sum(kept, Fraction(0)), text[: len(kept)]
+    return drafts
+
+
+def in_pages(texts: list[list[int]], random: np.random.Generator):
+    """Sequences of one launch with their tokens in shuffled pages, junk around them."""
+    count = len(texts)
+    order = random.permutation(count * TABLE_LEN)
+    pages = np.full((len(order), PAGE_SIZE), JUNK, np.int32)
+    # What lies past the end continues every match, if it is taken for known.
+    tables = np.full((count, TABLE_LEN), len(order), np.int32)
+    for row, text in enumerate(texts):
+        used = -(-len(text) // PAGE_SIZE)
+        tables[row, :used] = order[row * TABLE_LEN :][:used]
+        padded = text + [text[-1]] * (used * PAGE_SIZE - len(text))
+        pages[tables[row, :used]] = np.reshape(padded, (used, PAGE_SIZE))
+    active = make_active(count, num_tokens=np.array([len(text) for text in texts]))
+    return dataclasses.replace(active, page_table=jnp.asarray(tables)), pages

@@ -1,0 +1,55 @@
+"""Plans of a device's memory, from given sizes."""
+
+import dataclasses
+from typing import Any
+
+from jaxspec.config.engine import GivenSizes
+from jaxspec.engine.memory.plan import (
+    MemoryFacts,
+    MemoryPlan,
+    ModelBytes,
+    ProgramFacts,
+    plan_memory,
+)
+
+# Gemma 2 in bfloat16: bytes of weights, and of 16 tokens' keys and values.
+TARGET_9B = ModelBytes(weight_bytes=18_483_411_968, page_bytes=16 * 344_064)
+
+
+DRAFT_2B = ModelBytes(weight_bytes=5_228_683_776, page_bytes=16 * 106_496)
+
+
+PROGRAMS = ProgramFacts(
+    num_draft_tokens=5,
+    vocab_size=256_000,
+    draft_vocab_size=256_000,
+    max_model_len=8192,
+    # 10 bytes of a feed-forward width of 14,336 and 16 of a model's width of 3,584.
+    token_bytes=200_704,
+    fixed_bytes=256 * 2**20,
+)
+
+
+# Without drafts: one row of a sequence, and no laws.
+WITHOUT = dataclasses.replace(PROGRAMS, num_draft_tokens=0, draft_vocab_size=0)
+
+
+def facts(**changes: Any) -> MemoryFacts:
+    """9B with the 2B as its draft on a device of 80 GB."""
+    values: dict[str, Any] = dict(
+        device="GPU",
+        platform="gpu",
+        limit_bytes=80 * 10**9,
+        target=TARGET_9B,
+        draft=DRAFT_2B,
+        programs=PROGRAMS,
+        programs_without=WITHOUT,
+        kv_dtype="bfloat16",
+        page_size=16,
+        max_model_len=8192,
+    )
+    return MemoryFacts(**(values | changes))
+
+
+def make_plan(given: dict[str, Any] | None = None, **changes: Any) -> MemoryPlan:
+    return plan_memory(facts(**changes), GivenSizes(**(given or {})))

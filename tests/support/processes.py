@@ -1,0 +1,28 @@
+"""Processes that tests start: their devices and their ports."""
+
+import contextlib
+import os
+import socket
+
+from tests.support.programs import ROOT, quick_environment
+
+
+def environment(num_devices: int) -> dict[str, str]:
+    found = quick_environment()
+    flag = f"--xla_force_host_platform_device_count={num_devices}"
+    kept = [
+        one for one in found["XLA_FLAGS"].split() if "platform_device_count" not in one
+    ]
+    path = os.pathsep.join(str(ROOT / name) for name in ("", "kernels", "checkpoints"))
+    return found | {"XLA_FLAGS": " ".join([*kept, flag]), "PYTHONPATH": path}
+
+
+def free_port() -> int:
+    """The first of two ports that nobody has."""
+    while True:
+        with socket.socket() as first, socket.socket() as second:
+            first.bind(("127.0.0.1", 0))
+            port = first.getsockname()[1]
+            with contextlib.suppress(OSError):
+                second.bind(("127.0.0.1", port + 1))
+                return port

@@ -1,0 +1,15 @@
+"""Target and draft distributions that rounds are played with."""
+
+import numpy as np
+
+VOCAB, DRAFTS, LENGTH = 4, 3, 4
+
+
+_random = np.random.default_rng(0)
+
+
+# Next-token laws by last token; the draft prefers what the target avoids.
+TARGET = _random.dirichlet([0.7] * VOCAB, VOCAB)
+
+
+DRAFT = 0.5 * _random.dirichlet([0.7] * VOCAB, VOCAB) + 0.5 * TARGET

@@ -1,0 +1,32 @@
+"""All draft trees of a size."""
+
+import itertools
+
+from jaxspec.config.token_tree import (
+    Path,
+)
+
+
+def paths_below(ranks: int, levels: int) -> list[Path]:
+    """Every path of so many ranks and levels."""
+    found: list[Path] = []
+    for length in range(1, levels + 1):
+        found += itertools.product(range(ranks), repeat=length)
+    return found
+
+
+def every_tree(ranks: int, levels: int, most: int) -> list[frozenset[Path]]:
+    """Every tree of at most so many drafts, grown draft by draft; also none."""
+    known = {frozenset[Path]()}
+    newest = set(known)
+    for _ in range(most):
+        newest = {
+            tree | {path}
+            for tree in newest
+            for path in paths_below(ranks, levels)
+            if path not in tree
+            and (len(path) == 1 or path[:-1] in tree)
+            and (path[-1] == 0 or (*path[:-1], path[-1] - 1) in tree)
+        }
+        known |= newest
+    return sorted(known, key=sorted)
