@@ -318,8 +318,8 @@ def accept_part(
         config.pool,
         backend,
     )
-    num_kept = jnp.asarray(tree.depths)[decision.tree_row]
-    emitted = truncate(decision.tokens, num_kept + 1, active)
+    num_accepted_nodes = jnp.asarray(tree.depths)[decision.tree_row]
+    emitted = truncate(decision.tokens, num_accepted_nodes + 1, active)
     moved, token_pages = append(state.rows, state.token_pages, active, emitted)
     # The lengths that it would move to are told and forgotten.
     told = moved.num_tokens, moved.is_done, emitted

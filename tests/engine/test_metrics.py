@@ -480,7 +480,7 @@ def test_an_engine_tells_of_low_acceptance(
     while engine.has_unfinished_requests():
         engine.step()
     (told,) = warnings_of(caplog)
-    assert "K is 3 now. Look for a chat template" in told
+    assert "K is 3 now. Possible causes: a chat template" in told
 
 
 def test_launches_are_counted_by_their_drafts():

@@ -66,7 +66,7 @@ class ProgramFacts:
 
     Attributes:
         num_draft_tokens: K.
-        num_beside: Drafts of a tree that are more than K.
+        num_side_nodes: Drafts of a tree that are more than K.
         vocab_size: Columns of the target's logits.
         draft_vocab_size: Columns of the laws that drafts were drawn from; 0 where they
             were drawn from none.
@@ -80,7 +80,7 @@ class ProgramFacts:
     """
 
     num_draft_tokens: int = 0
-    num_beside: int = 0
+    num_side_nodes: int = 0
     vocab_size: int
     draft_vocab_size: int = 0
     max_model_len: int
@@ -114,7 +114,7 @@ class ProgramFacts:
             has_controls: Count the programs of requests with such wishes.
         """
         seqs = 1 << (sizes.num_seqs - 1).bit_length()
-        width = self.num_draft_tokens + self.num_beside + 1
+        width = self.num_draft_tokens + self.num_side_nodes + 1
         rows = seqs * width
         tiles = self.num_prompt_tokens(sizes) // TILE
         once, groups = 4 * self.vocab_size * rows, 2 * MAX_GROUP_BYTES

@@ -343,7 +343,9 @@ def compiled_temporaries(config: EngineConfig, mesh: Mesh) -> int:
     Takes as long as the program does: a minute or two at full size.
     """
     program, forms = describe(config, mesh)
-    shapes = Shapes(config, SpeculationPolicy(config.speculative)).all(with_late=True)
+    shapes = Shapes(config, SpeculationPolicy(config.speculative)).all(
+        with_on_demand=True
+    )
     shape = max(shapes, key=lambda one: (not one.is_catch_up, one.chunk, one.num_seqs))
     lowered = lower_step(program, shape, forms)
     compiled: Any = lowered.compile(options_of(config, mesh))
@@ -396,12 +398,12 @@ def _program_facts(config: EngineConfig, mesh: Mesh) -> ProgramFacts:
     if platform == "tpu":
         feed_forward_bytes += TPU_COPY_BYTES
         plain, with_prompts = CODE_BYTES[min(mesh.size, 2)]
-        shapes = Shapes(config, SpeculationPolicy(speculative)).all(with_late=True)
+        shapes = Shapes(config, SpeculationPolicy(speculative)).all(with_on_demand=True)
         code = sum(with_prompts if shape.chunk else plain for shape in shapes)
     num_nodes = speculative.num_nodes if speculative else 0
     return ProgramFacts(
         num_draft_tokens=config.num_draft_tokens,
-        num_beside=num_nodes - config.num_draft_tokens,
+        num_side_nodes=num_nodes - config.num_draft_tokens,
         vocab_size=_part(model.vocab_size, mesh, TARGET_MESH_AXES),
         draft_vocab_size=draft_vocab,
         max_model_len=config.max_model_len,
