@@ -89,7 +89,7 @@ class Acceptance:
 
     @property
     def conditional_rates(self) -> list[float]:
-        """Entry i: chance of draft i to be accepted if all before it are."""
+        """Entry i: probability that draft i is accepted if all before it are."""
         before = (self.num_drafts, *self.per_position)
         pairs = zip(self.per_position, before, strict=False)
         return [kept / max(reached, 1) for kept, reached in pairs]

@@ -310,8 +310,8 @@ class StepResult:
             if name in values:
                 values[name] = TokenLogprobs.read(values[name], num_chosen)
         if "prompt_logprobs" in values:
-            told = TokenLogprobs.read(values["prompt_logprobs"])
-            values["prompt_logprobs"] = told
+            read = TokenLogprobs.read(values["prompt_logprobs"])
+            values["prompt_logprobs"] = read
         return cls(**values)
 
 
