@@ -187,7 +187,7 @@ def cell(
         ([cell(1, 2, 1.5), cell(4, 2, 1.2)], ["No batch was found", "up to 4."]),
         ([cell(1, 2, 0.9), cell(4, 2, 0.8)], ["does not pay at batch 1, 4; the best"]),
         # Some repeats were slower than plain, or the gain is too small.
-        ([cell(1, 2, 1.5, least=0.99)], ["do not tell", "Unclear at batch 1 (1.50"]),
+        ([cell(1, 2, 1.5, least=0.99)], ["do not show", "Unclear at batch 1 (1.50"]),
         ([cell(1, 1, 1.01, 1.005, 1.015)], ["does not pay at batch 1;"]),
         ([cell(1, 1, 1.02, least=1.01)], ["speculation pays: K = 1"]),
         (

@@ -683,7 +683,9 @@ def test_the_fullest_device_counts():
 
 def test_a_device_that_tells_nothing_wants_bytes():
     for silent in (None, {}):
-        with pytest.raises(ConfigError, match="GPU does not tell .* set kv_cache_mem"):
+        with pytest.raises(
+            ConfigError, match="GPU does not report its memory.* set kv_cache_mem"
+        ):
             limit_of(silent)
         assert limit_of(silent, given=GivenSizes(num_pages=5)) == (None, 0)
 
