@@ -120,7 +120,9 @@ class DraftPrefill:
         """
         rows, turn = self._rows, self._turn
         has_yielded, admitted = turn.has_yielded, turn.num_admitted_then
-        if not (self.is_allowed(limit) and rows.awaits_draft(rows.decoding).any()):
+        if not self.is_allowed(limit):
+            return Turn(False, 0, has_yielded, admitted)
+        if not np.count_nonzero(rows.awaits_draft(rows.decoding)):
             return Turn(False, 0, has_yielded, admitted)  # most rounds
         do_most_lag, admitted = self._do_most_lag()
         most = MAX_IN_A_ROW if do_most_lag else 1

@@ -181,9 +181,10 @@ class RowTable:
 
     def awaits_draft(self, rows: np.ndarray) -> np.ndarray:
         """Whether a row lags, and drafts are still of use to it."""
-        late = self.lags(rows) & (self.num_draft[rows] > 0)
+        late = self.lags(rows)
         if not np.count_nonzero(late):
             return late  # most rounds
+        late &= self.num_draft[rows] > 0
         late &= self.num_tokens[rows] < self._longest_drafted
         return late & (self.max_total[rows] - self.fewest_tokens(rows) > 1)
 

@@ -257,8 +257,10 @@ class Scheduler:
         )
         missing = candidates.missing, better
         if most and self._has_draft_model:
-            drafts = np.where(self.rows.lags(rows), 0, drafts)
-            most = int(drafts.max())
+            lags = self.rows.lags(rows)
+            if np.count_nonzero(lags):
+                drafts = np.where(lags, 0, drafts)
+                most = int(drafts.max())
             if shape is not None and not most:
                 # All rows wait for the draft model, for a round or two. Where the
                 # program with drafts is still compiled the rows wait for it: a short
