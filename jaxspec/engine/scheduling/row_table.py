@@ -11,11 +11,8 @@ import operator
 import numpy as np
 
 from jaxspec.engine.scheduling.request import Request
-from jaxspec.program.plan import Features
+from jaxspec.program.plan import NO_FEATURES, Features
 from jaxspec.sampling_params import RequestOutputKind
-
-# Features of a launch without requests: the neutral element of `|`.
-NO_FEATURES = Features(is_greedy=True)
 
 
 class RowTable:

@@ -10,8 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxspec.engine.scheduling.request import Request
-from jaxspec.engine.scheduling.row_table import NO_FEATURES
-from jaxspec.program.plan import TILE, Features, StepShape
+from jaxspec.program.plan import NO_FEATURES, TILE, Features, StepShape
 
 Missing = tuple[StepShape | None, ...]
 
