@@ -6,7 +6,7 @@ rows; writes only in `begin_turn`, `commit_plan`, `commit` and `restart`.
 """
 
 import math
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -25,8 +25,7 @@ from jaxspec.program.wire import CaughtUp
 MAX_IN_A_ROW = 4
 
 
-@dataclass(frozen=True, slots=True)
-class Turn:
+class Turn(NamedTuple):
     """Whether draft prefill runs before anything else, and how turns stand then.
 
     Attributes:
@@ -41,8 +40,7 @@ class Turn:
     num_admitted_then: int = 0
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Feed:
+class Feed(NamedTuple):
     """Tokens that the draft model reads of one request.
 
     Attributes:
@@ -57,8 +55,7 @@ class Feed:
     end: int
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class DraftPrefillPlan:
+class DraftPrefillPlan(NamedTuple):
     """A launch of draft prefill before it is committed.
 
     Attributes:
@@ -123,7 +120,9 @@ class DraftPrefill:
         """
         rows, turn = self._rows, self._turn
         has_yielded, admitted = turn.has_yielded, turn.num_admitted_then
-        if not (self.is_allowed(limit) and rows.awaits_draft(rows.decoding).any()):
+        if not self.is_allowed(limit):
+            return Turn(False, 0, has_yielded, admitted)
+        if not np.count_nonzero(rows.awaits_draft(rows.decoding)):
             return Turn(False, 0, has_yielded, admitted)  # most rounds
         do_most_lag, admitted = self._do_most_lag()
         most = MAX_IN_A_ROW if do_most_lag else 1
@@ -195,10 +194,8 @@ class DraftPrefill:
         """Apply a plan; return its launch, None where no program is compiled."""
         self._shapes.request_compile(plan.missing)
         num_in_a_row = self._turn.num_in_a_row + (plan.shape is not None)
-        self._turn = replace(
-            self._turn,
-            num_in_a_row=num_in_a_row,
-            num_admitted_then=plan.num_admitted_then,
+        self._turn = self._turn._replace(
+            num_in_a_row=num_in_a_row, num_admitted_then=plan.num_admitted_then
         )
         if plan.shape is None:
             return None
