@@ -28,7 +28,7 @@ from jaxspec.models.weights import abstract_params, random_params
 from jaxspec.program.executable_args import Arrays
 from jaxspec.program.plan import PoolShape, StepPlan, StepShape
 from jaxspec.program.propose import DraftModel, Proposal
-from jaxspec.program.rows import Rows, rehearsal_rows
+from jaxspec.program.rows import Rows, dummy_rows
 from jaxspec.program.state import EngineState, init_token_pages, init_zeros
 from jaxspec.program.step import lower_step
 from jaxspec.program.step_context import ProgramConfig
@@ -294,7 +294,7 @@ def begun_rows(pool: PoolShape, context: int, temperature: float = 0.0) -> Rows:
     count = pool.num_rows
     table = np.arange(count * pool.table_len).reshape(count, pool.table_len)
     seed = np.arange(2 * count, dtype=np.uint32).reshape(count, 2) + 17
-    rows = rehearsal_rows(pool, table, context, temperature)
+    rows = dummy_rows(pool, table, context, temperature)
     return dataclasses.replace(rows, seed=seed)
 
 

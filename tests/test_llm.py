@@ -239,7 +239,11 @@ def test_a_conversation_or_several(llm: LLM):
 def test_a_chat_template_of_the_engine(monkeypatch: pytest.MonkeyPatch):
     def make_runner(config: EngineConfig) -> Runner:
         runner = object.__new__(Runner)
-        runner.compiles_beside, runner.config, runner.memory = False, config, None
+        runner.compiles_in_background, runner.config, runner.memory = (
+            False,
+            config,
+            None,
+        )
         return runner
 
     monkeypatch.setattr(jaxspec.engine.llm_engine, "make_runner", make_runner)

@@ -24,7 +24,7 @@ class Acceptance:
     Attributes:
         num_drafts: Rounds, per sequence, that proposed anything.
         per_position: Entry i counts rounds that accepted draft i (from 0).
-        num_beside: Accepted draft tokens of side branches, which are not among these.
+        num_side_tokens: Accepted draft tokens of side branches, not counted in these.
         tree_ends: As `EngineStats.tree_ends`.
     """
 
@@ -32,7 +32,7 @@ class Acceptance:
     num_draft_tokens: int = 0
     num_accepted: int = 0
     per_position: tuple[int, ...] = ()
-    num_beside: int = 0
+    num_side_tokens: int = 0
     tree_ends: Mapping[tuple[int, int], int] = field(default_factory=Counter)
 
     @classmethod
@@ -43,7 +43,7 @@ class Acceptance:
             num_draft_tokens=stats.num_draft_tokens,
             num_accepted=stats.num_accepted_tokens,
             per_position=tuple(stats.accepted_per_position),
-            num_beside=stats.num_beside_tokens,
+            num_side_tokens=stats.num_side_tokens,
             tree_ends=stats.tree_ends.copy(),
         )
 
@@ -63,7 +63,7 @@ class Acceptance:
             num_draft_tokens=self.num_draft_tokens + sign * other.num_draft_tokens,
             num_accepted=self.num_accepted + sign * other.num_accepted,
             per_position=tuple(mine + sign * theirs for mine, theirs in pairs),
-            num_beside=self.num_beside + sign * other.num_beside,
+            num_side_tokens=self.num_side_tokens + sign * other.num_side_tokens,
             tree_ends={end: count for end, count in ends.items() if count},
         )
 
@@ -80,7 +80,7 @@ class Acceptance:
     @property
     def tokens_per_round(self) -> float:
         """Tokens per drafting round, side branches included."""
-        return self.mean_length + self.num_beside / max(self.num_drafts, 1)
+        return self.mean_length + self.num_side_tokens / max(self.num_drafts, 1)
 
     @property
     def per_position_rates(self) -> list[float]:
@@ -89,7 +89,7 @@ class Acceptance:
 
     @property
     def conditional_rates(self) -> list[float]:
-        """Entry i: chance of draft i to be accepted if all before it are."""
+        """Entry i: probability that draft i is accepted if all before it are."""
         before = (self.num_drafts, *self.per_position)
         pairs = zip(self.per_position, before, strict=False)
         return [kept / max(reached, 1) for kept, reached in pairs]

@@ -42,7 +42,7 @@ class Span:
 
     Attributes:
         num_seqs: Requests that decoded all the time; None where they came and went.
-        host_s: What `step` spent outside of waiting for the device.
+        host_s: Seconds of `step` without waiting for the device.
     """
 
     seconds: float
@@ -116,7 +116,7 @@ def run_batch(
         EngineGenerateError: A request ended with an error.
     """
     is_idle = engine.reset_prefix_cache()
-    assert is_idle, "requests of somebody else are running"
+    assert is_idle, "other requests are running"
     before = Acceptance.of(engine.stats)
     ids = list(itertools.islice(_request_ids, len(batch.prompts)))
     watch = _Watch(engine, ids)
@@ -209,7 +209,7 @@ class _Watch:
         )
 
     def decode(self) -> Span | None:
-        """The stretch to tell speeds by: as `Run.decode` says."""
+        """The span by which speeds are computed; see `Run.decode`."""
         together = [
             mark
             for mark in self.marks
@@ -312,7 +312,7 @@ class Bench:
         )
 
     def _run(self, batch: Batch) -> Run | None:
-        """One run; None if anything was compiled beside it, or asked for in it."""
+        """Return one run; None if a program was compiled or requested meanwhile."""
         self.engine.wait_for_programs()
         num_compiles = self.engine.runner.num_compiles
         run = run_batch(self.engine, batch)

@@ -187,7 +187,7 @@ def round_bytes(engine: LLMEngine, num_draft_tokens: int, kv_len: int) -> int:
 
 
 def _matrices(params: Any) -> list[Any]:
-    """What a pass multiplies by; of an embedding beside a head it reads single rows."""
+    """Return the weights that a pass reads in full: not a separate embedding."""
     if {EMBEDDING, HEAD} <= params.keys():
         unread = EMBEDDING, TOKEN_IDS
         params = {name: one for name, one in params.items() if name not in unread}
@@ -252,7 +252,7 @@ def _draft(
     ):
         proposal, after = one.propose(own, before, context, proposal)
         kept.append(after)
-    assert proposal is not None, "nobody proposes"
+    assert proposal is not None, "no proposer"
     return dataclasses.replace(state, proposers=tuple(kept)), proposal
 
 
@@ -318,13 +318,13 @@ def accept_part(
         config.pool,
         backend,
     )
-    num_kept = jnp.asarray(tree.depths)[decision.tree_row]
-    emitted = truncate(decision.tokens, num_kept + 1, active)
+    num_accepted_nodes = jnp.asarray(tree.depths)[decision.tree_row]
+    emitted = truncate(decision.tokens, num_accepted_nodes + 1, active)
     moved, token_pages = append(state.rows, state.token_pages, active, emitted)
-    # The lengths that it would move to are told and forgotten.
-    told = moved.num_tokens, moved.is_done, emitted
+    # Return the new lengths, so that XLA computes them; the caller drops them.
+    outputs = moved.num_tokens, moved.is_done, emitted
     state = dataclasses.replace(state, token_pages=token_pages, target_pages=pages)
-    return state, told
+    return state, outputs
 
 
 @own_settings()

@@ -29,7 +29,7 @@ HIDDEN += ("plot", "append_result", "metadata")  # removed flags
 
 
 class BenchError(CommandError):
-    """What was measured means nothing, or a server does not answer."""
+    """The measurement is invalid, or a server does not respond."""
 
 
 def header(benchmark: str, options: argparse.Namespace) -> dict[str, Any]:

@@ -263,7 +263,7 @@ def _answer_at(best: dict[int, Cell]) -> str:
             f"{fastest.batch_size}."
         )
     else:
-        text = "these runs do not tell whether speculation pays."
+        text = "these runs do not show whether speculation pays."
     if unclear:
         found = ", ".join(f"batch {size} ({best[size]})" for size in unclear)
         text += f" Unclear at {found}: give more --num-iters, on a quiet machine."

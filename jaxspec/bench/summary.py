@@ -57,7 +57,7 @@ def speed_ups(measured: Measured, mode: str, *, is_decode: bool) -> dict[str, fl
 
 
 def is_equal(measured: Measured, mode: str) -> bool:
-    """Whether every run of a mode gave the texts of the plain run beside it."""
+    """Whether every run of a mode returned the texts of its plain run."""
     pairs = zip(measured.runs[mode], measured.runs[PLAIN], strict=True)
     return all(ours.token_ids == plain.token_ids for ours, plain in pairs)
 

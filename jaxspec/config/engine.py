@@ -40,7 +40,7 @@ SCHEDULING_POLICIES = ("fcfs", "priority")
 # What "auto" becomes is known on the device only; float32 is the larger outcome.
 MAX_DTYPE_BYTES = {"auto": 4, "float32": 4, "bfloat16": 2}
 MAX_PAGE_SIZE = 256
-MAX_LOGPROBS = 1024  # told per token: every launch brings them to the host
+MAX_LOGPROBS = 1024  # per token: every launch copies them to the host
 MAX_SCHEDULER_STEPS = 64  # a result has room for all of them
 
 
@@ -110,8 +110,8 @@ class EngineConfig:
         generation_defaults: Sampling parameters that the model folder recommends.
         compilation_cache_dir: Where compiled programs are kept; None for nowhere.
         structured_outputs: What holds for forms of texts where requests say nothing.
-        kv_events: Who is told which pages can be found.
-        hosts: Of a target over several processes; None: this one is all.
+        kv_events: Where KV events are published.
+        hosts: Settings of a target over several processes; None for one process.
     """
 
     model: str
@@ -214,7 +214,7 @@ class EngineConfig:
         self._check_draft()
 
     def check_pages(self) -> None:
-        """Refuse more sequences than there are pages, when it is known how many.
+        """Reject more sequences than pages, once the number of pages is known.
 
         Raises:
             ConfigError: There are more.
@@ -307,12 +307,12 @@ class EngineConfig:
 
     @property
     def num_logprobs(self) -> int:
-        """Most likely tokens that a launch tells, where any request asks for them."""
+        """Most likely tokens that a launch returns, if any request needs them."""
         return min(self.max_logprobs, self.model_config.vocab_size)
 
     @property
     def is_synthetic(self) -> bool:
-        """Whether acceptance is given, for benchmarks, and texts mean nothing."""
+        """Whether drafts are accepted at random (benchmarks): texts are meaningless."""
         speculative = self.speculative
         if speculative is None:
             return False
@@ -345,7 +345,7 @@ def read_generation_config(folder: str | Path) -> Mapping[str, Any]:
 
 
 class ServedModel:
-    """What scripts for vLLM ask `llm.llm_engine.model_config`.
+    """The properties of `llm.llm_engine.model_config` that scripts for vLLM read.
 
     Attributes:
         model: Its folder.

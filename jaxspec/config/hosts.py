@@ -27,8 +27,8 @@ class HostsConfig:
         node_rank: Which one this is. 0, the leader, has the engine and the server.
         master_addr: The leader's address, as all of them reach it.
         master_port: Of jax.distributed there; the port after it is the plans'.
-        headless: Of those that follow, which serve nobody.
-        secret_file: Holds what all of them know, and nobody else.
+        headless: This process is a follower, and serves no requests.
+        secret_file: File with a secret that is the same for all processes.
         timeout_s: How long one waits for the others at the start.
     """
 
@@ -97,7 +97,7 @@ class HostsConfig:
         if nnodes == 1:
             for name, value in (("node_rank", node_rank), ("headless", headless)):
                 if value:
-                    hint = "Say with nnodes how many processes there are."
+                    hint = "Set nnodes to the number of processes."
                     allowed = f"{type(value)()!r} where nnodes is 1"
                     raise wrong_argument(ConfigError, name, allowed, value, hint)
             return None

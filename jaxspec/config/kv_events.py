@@ -24,15 +24,15 @@ _NAME = "kv_events_config"
 @no_type_check
 @dataclass(frozen=True, kw_only=True)
 class KvEventsConfig:
-    """Where an engine tells which pages its prefix cache has; vLLM's names.
+    """Where an engine publishes the pages of its prefix cache, with vLLM's names.
 
     Attributes:
         enable_kv_cache_events: Tell it at all.
-        publisher: "zmq", or "null" for nobody; None is "zmq" where they are enabled.
+        publisher: "zmq", or "null" for none; None is "zmq" if events are enabled.
         endpoint: Of a PUB socket, which is bound if it has a "*" or "::" in it, or is a
             file (ipc://), and connects otherwise. The port of engine N of several is N
             more.
-        replay_endpoint: Where the last batches can be asked for once more.
+        replay_endpoint: Address at which the last batches can be requested again.
         buffer_steps: How many those are.
         hwm: Batches that wait for a slow subscriber; it misses later ones.
         max_queue_size: Batches that wait to be sent; later ones are dropped.
@@ -70,7 +70,7 @@ class KvEventsConfig:
 
     @property
     def is_on(self) -> bool:
-        """Whether anybody is told."""
+        """Whether KV events are published."""
         return self.enable_kv_cache_events and self.publisher != "null"
 
     @classmethod

@@ -122,5 +122,5 @@ def method_of(name: Any) -> Method:
 
 
 def with_draft_model(method: str) -> str:
-    """Name of the method that asks a draft model where `method` finds no drafts."""
+    """Return the name of `method` combined with a draft model as its fallback."""
     return f"{method}+{DRAFT_MODEL}"

@@ -1,4 +1,4 @@
-"""Owns which quantization a user may ask for, and of which models.
+"""The quantization kinds that a user may select, and the models that support them.
 
 The arithmetic is in `jaxspec_checkpoints.quantization`.
 """
@@ -15,7 +15,7 @@ QUANTIZATIONS = (*VALUE_TYPES, *METHODS, GGUF)
 
 
 def check_quantization(name: str, value: Any) -> None:
-    """Refuse what is no quantization.
+    """Reject an unknown quantization kind.
 
     Raises:
         NotImplementedError: It is none of `QUANTIZATIONS`.

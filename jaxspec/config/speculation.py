@@ -44,7 +44,7 @@ MAX_TREE_DEPTH = 64
 # About 60 kB each are kept on the device.
 MAX_CACHED_REQUESTS = 4096
 
-# The acceptance rule of benchmarks: acceptance is given, and texts mean nothing.
+# The rule for benchmarks: drafts are accepted at random, and texts are meaningless.
 SYNTHETIC = "synthetic"
 ADAPTIVE, FIXED = "adaptive", "fixed"
 _CHOICES = {
@@ -171,7 +171,7 @@ class SpeculativeConfig:
 
     @cached_property
     def parents(self) -> tuple[int, ...] | None:
-        """Of each draft the one that it continues; None where that is the one before.
+        """Parent of each draft of the tree; None for a chain.
 
         In the order of `parents_of`.
         """
@@ -184,14 +184,14 @@ class SpeculativeConfig:
 
     @cached_property
     def num_levels(self) -> int:
-        """Most drafts that may stay in a step, one after the other: K."""
+        """Most drafts on one path that a round may accept: K."""
         if self.speculative_token_tree is None:
             return self.num_speculative_tokens
         return max(map(len, read_paths(self.speculative_token_tree)))
 
     @property
     def num_nodes(self) -> int:
-        """Drafts of a round, beside one another and one after the other."""
+        """Number of drafts of a round, side branches included."""
         return self.num_levels if self.parents is None else len(self.parents)
 
     @property
@@ -201,10 +201,10 @@ class SpeculativeConfig:
 
     @property
     def forced_acceptance(self) -> tuple[float, ...] | None:
-        """Chance of each draft to stay if those before it do; None for a real rule."""
+        """Forced acceptance probability of each draft after accepted ones, or None."""
         if self.rejection_sample_method != SYNTHETIC:
             return None
-        rates, chances, before = self.synthetic_acceptance_rates, [], 1.0
+        rates, conditional, before = self.synthetic_acceptance_rates, [], 1.0
         if rates is None:
             length = self.synthetic_acceptance_length
             assert length is not None
@@ -212,20 +212,20 @@ class SpeculativeConfig:
             places = range(self.num_speculative_tokens)
             rates = [min(max(length - 1 - place, 0.0), 1.0) for place in places]
         for rate in rates:
-            chances.append(rate / before if before else 0.0)
+            conditional.append(rate / before if before else 0.0)
             before = rate
-        return tuple(chances)
+        return tuple(conditional)
 
-    def with_forced_acceptance(self, chance: float) -> "SpeculativeConfig":
-        """The same drafts, each kept with this chance if those before it are.
+    def with_forced_acceptance(self, probability: float) -> "SpeculativeConfig":
+        """Return a copy that accepts each draft with this probability, in order.
 
         Raises:
-            ConfigError: It is none, or there are chances already.
+            ConfigError: It is no probability, or acceptance is forced already.
         """
-        check_number(ConfigError, "forced acceptance", chance, low=0, high=1)
+        check_number(ConfigError, "forced acceptance", probability, low=0, high=1)
         if self.rejection_sample_method == SYNTHETIC:
             raise ConfigError(
-                f"Acceptance is forced twice: to {chance}, and by "
+                f"Acceptance is forced twice: to {probability}, and by "
                 f"rejection_sample_method={SYNTHETIC!r}; give one of them.",
                 parameter="rejection_sample_method",
                 value=SYNTHETIC,
@@ -234,7 +234,7 @@ class SpeculativeConfig:
         return replace(
             self,
             rejection_sample_method=SYNTHETIC,
-            synthetic_acceptance_rates=[chance**place for place in places],
+            synthetic_acceptance_rates=[probability**place for place in places],
         )
 
     @property
@@ -273,7 +273,7 @@ class SpeculativeConfig:
         name = "num_side_leaves"
         check_integer(ConfigError, name, self.num_side_leaves, low=0)
         if self.num_side_leaves and self.speculative_token_tree is not None:
-            hint = "A tree says itself what stands beside its drafts."
+            hint = "A tree already defines its side branches."
             allowed = f"left out with {TREE_KEY}"
             raise wrong_argument(ConfigError, name, allowed, self.num_side_leaves, hint)
         most = MAX_NODES // self.num_speculative_tokens - 1

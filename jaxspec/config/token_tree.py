@@ -25,7 +25,7 @@ ROOT = -1
 
 
 def leaf_paths(num_levels: int, num_leaves: int) -> tuple[Path, ...]:
-    """A chain, and at every level the next best tokens beside its own."""
+    """Return a chain with the next best tokens of every level as leaves."""
     return tuple(
         (*(0,) * level, rank)
         for level in range(num_levels)
@@ -85,7 +85,7 @@ def _check_tree(paths: tuple[Path, ...], written: object) -> None:
 
 
 def has_side_paths(parents: tuple[int, ...]) -> bool:
-    """Whether drafts beside the chain of first choices are continued.
+    """Whether drafts of side branches have children.
 
     Args:
         parents: As `parents_of` gives them.
@@ -189,7 +189,7 @@ def count_ranks(
 def most_tokens(
     rates: Mapping[Place, float], num_nodes: int, num_levels: int
 ) -> tuple[tuple[Path, ...], float]:
-    """The tree of at most so many drafts and levels that brings the most tokens.
+    """Return the tree, limited in drafts and levels, with the most expected tokens.
 
     By dynamic programming over how the drafts below one are shared out among those that
     continue it: what a draft brings depends on its place alone.
@@ -199,7 +199,7 @@ def most_tokens(
             place that is missing has none.
 
     Returns:
-        Its paths, and the drafts that stay in a round, on average.
+        Its paths, and its mean number of accepted drafts per round.
 
     References: Chen et al. 2024 (Sequoia), arXiv:2402.12374, section 3.1.
     """
@@ -258,10 +258,10 @@ def best_tree(
         num_levels: Most of them one after the other.
     """
     best = BestTree((), 1.0, seconds(0, 0, False))
-    spine = {place: rate for place, rate in rates.items() if not place.is_side}
+    main_chain = {place: rate for place, rate in rates.items() if not place.is_side}
     for levels in range(1, num_levels + 1):
-        # Without what continues drafts beside the spine, there are leaves at most.
-        for known in (spine, rates):
+        # Without rates of side branches, drafts beyond the main chain are leaves.
+        for known in (main_chain, rates):
             share = _sharing(known, levels)
             for count in range(levels, num_nodes + 1):
                 paths, gain = share(count)

@@ -1,4 +1,4 @@
-"""The engine for event loops: many callers, each with outputs of its own."""
+"""The asynchronous engine: many callers, each with its own stream of outputs."""
 
 import asyncio
 import contextlib
@@ -33,11 +33,11 @@ __all__ = ["AsyncEngineArgs", "AsyncLLMEngine", "EngineDeadError"]
 
 T = TypeVar("T")
 
-# Between looks at whether requests are left that a sleep waits for.
+# Interval at which `sleep` checks whether requests are left.
 IDLE_POLL_S = 0.02
 # Texts that take more than some milliseconds to encode.
 LONG_CHARACTERS = 20_000
-# Threads for what takes long.
+# Threads for long work: new grammars, long texts.
 NUM_LONG_WORK = 2
 
 
@@ -47,11 +47,11 @@ class AsyncLLMEngine:
     A thread of its own steps the engine; callers may be in any number of event loops.
 
     Attributes:
-        engine: Belongs to the thread: not to be touched while requests run.
+        engine: The first engine. Its thread owns it: do not use it while requests run.
     """
 
     def __init__(self, engine: LLMEngine, *others: LLMEngine):
-        """Take an engine, or several: a request goes to the least loaded of them."""
+        """Serve one or several engines; a request goes to the least loaded of them."""
         self.engine = engine
         self._drivers = [EngineDriver(one) for one in (engine, *others)]
         self._lock = threading.Lock()
@@ -64,7 +64,7 @@ class AsyncLLMEngine:
         """Build an engine from vLLM's arguments.
 
         Args:
-            usage_context: What vLLM reports; nothing is reported here.
+            usage_context: Accepted for vLLM's signature; no usage is reported.
         """
         return cls(*make_engines(engine_args))
 
@@ -73,8 +73,8 @@ class AsyncLLMEngine:
         """Run a function in a thread, so that the event loop continues.
 
         Args:
-            is_long: It may take seconds, as new grammars and long texts do. Such work
-                has threads of its own, so that short work does not wait for it.
+            is_long: It may take seconds, like new grammars and long texts. Long work
+                has its own threads, so that short work does not wait for it.
         """
         loop = asyncio.get_running_loop()
         threads = self._long_work if is_long else None
@@ -92,33 +92,33 @@ class AsyncLLMEngine:
         trace_headers: dict[str, str] | None = None,
         priority: int = 0,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Continue a prompt; outputs come as they are made.
+        """Continue a prompt; yield outputs as they are made.
 
-        Nothing happens before the first output is asked for. Leaving the loop early, or
-        a cancelled task, aborts the request. A caller that is slower than the engine
-        gets several outputs as one: the newest, or deltas joined.
+        The request starts when the first output is awaited. Leaving the loop early, or
+        cancelling the task, aborts it. A caller that is slower than the engine gets
+        several outputs as one: the newest, or deltas joined.
 
         Args:
-            request_id: Of no other request that runs.
-            priority: Lower goes first, with `scheduling_policy="priority"`.
-            lora_request: Not supported, as the two after it.
+            request_id: Unique among unfinished requests.
+            priority: Lower values run first, with `scheduling_policy="priority"`.
+            lora_request: Not supported, like `tokenization_kwargs` and `trace_headers`.
 
         Raises:
             RequestError: The prompt or a sampling value is not acceptable, the id is in
                 use, or the engine sleeps.
             NotImplementedError: An argument or a sampling value that is not supported.
-            EngineGenerateError: A step that the request took part in failed.
-            EngineDeadError: The engine has ended.
+            EngineGenerateError: A step of this request failed.
+            EngineDeadError: The engine has stopped.
         """
         refuse("lora_request", lora_request)
         refuse("tokenization_kwargs", tokenization_kwargs or None)
         refuse("trace_headers", trace_headers or None)
         if self.errored:
             raise self.dead_error
-        # Parameters of another type are refused below.
+        # `prepare` rejects parameters of another type.
         is_long = getattr(sampling_params, "structured_outputs", None) is not None
         is_long |= isinstance(prompt, str) and len(prompt) > LONG_CHARACTERS
-        # The first engine reads for all.
+        # The first engine's input processor serves all engines.
         prepared = await self.run_in_thread(
             partial(
                 self.engine.input_processor.prepare,
@@ -151,7 +151,7 @@ class AsyncLLMEngine:
 
     @contextlib.contextmanager
     def _driver_for(self, prepared: Prepared) -> Iterator[EngineDriver]:
-        """Choose who gets a request: the least loaded of those that can begin."""
+        """Choose the engine for a request: the least loaded, ready ones first."""
         count = len(prepared.requests)
         with self._lock:
             driver = self._choose(prepared.request_id)
@@ -165,13 +165,13 @@ class AsyncLLMEngine:
     def _choose(self, request_id: str) -> EngineDriver:
         for driver in self._drivers:
             if driver.engine.is_unfinished(request_id):
-                return driver  # which refuses the id
+                return driver  # it rejects the duplicate id
         return least_loaded(
             self._drivers, lambda one: (not one.engine.is_ready, one.num_texts)
         )
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
-        """End requests; their callers get a last output, of reason "abort".
+        """Abort requests; callers get a last output with finish reason "abort".
 
         Unknown ids are ignored.
         """
@@ -182,10 +182,10 @@ class AsyncLLMEngine:
         return self.engine.tokenizer
 
     async def check_health(self) -> None:
-        """Return if the engine answers; each of several.
+        """Return once every engine has responded.
 
         Raises:
-            EngineDeadError: It has ended.
+            EngineDeadError: An engine has stopped.
         """
         await self._each(lambda engine: None)
 
@@ -200,12 +200,12 @@ class AsyncLLMEngine:
 
     @property
     def errored(self) -> bool:
-        """Whether the engine has ended because of errors; any of several."""
+        """Whether any engine has stopped because of errors."""
         return any(driver.thread.dead_error for driver in self._drivers)
 
     @property
     def dead_error(self) -> EngineDeadError:
-        """The error that requests get then."""
+        """The error that requests get if `errored`."""
         found = (driver.thread.dead_error for driver in self._drivers)
         return next(filter(None, found), EngineDeadError())
 
@@ -216,18 +216,18 @@ class AsyncLLMEngine:
 
     @property
     def num_warming(self) -> int:
-        """Programs that are still to be made."""
+        """Number of programs left to compile."""
         return sum(driver.engine.num_warming for driver in self._drivers)
 
     @property
     def compiling(self) -> str | None:
-        """The name of a program that is being made."""
+        """Name of a program being compiled, or None."""
         found = (driver.engine.compiling for driver in self._drivers)
         return next(filter(None, found), None)
 
     @property
     def choice(self) -> Choice:
-        """K as it is now, and what it should bring; of several, the first's."""
+        """The current choice of K, of the first engine."""
         return self.engine.choice
 
     async def get_num_unfinished_requests(self) -> int:
@@ -237,18 +237,18 @@ class AsyncLLMEngine:
     async def get_metrics(self) -> list[Metric]:
         """Return counts and distributions since the start; see `LLMEngine`.
 
-        Those of several engines are told apart by their label `engine`.
+        The label `engine` distinguishes several engines.
         """
         return [
             one for found in await self._each(LLMEngine.get_metrics) for one in found
         ]
 
     async def get_load(self) -> Load:
-        """Return what the engine holds at this moment."""
+        """Return the current load of all engines together."""
         return total_load(await self._each(LLMEngine.load))
 
     async def do_log_stats(self) -> None:
-        """Log what happened since the last time."""
+        """Log statistics since the last log."""
         await self._each(LLMEngine.do_log_stats)
 
     async def is_tracing_enabled(self) -> bool:
@@ -257,7 +257,7 @@ class AsyncLLMEngine:
     async def reset_prefix_cache(
         self, reset_running_requests: bool = False, reset_connector: bool = False
     ) -> bool:
-        """Forget the pages of ended requests; see `LLMEngine.reset_prefix_cache`."""
+        """Clear the prefix cache; see `LLMEngine.reset_prefix_cache`."""
         flags = reset_running_requests, reset_connector
         return all(await self._each(lambda engine: engine.reset_prefix_cache(*flags)))
 
@@ -266,14 +266,14 @@ class AsyncLLMEngine:
         """Free the devices' memory until `wake_up`; see `LLMEngine.sleep`.
 
         Args:
-            mode: "abort" ends requests with what there is of their texts; "wait" goes
-                on until none is left, those that come meanwhile included.
+            mode: "abort" ends requests with the text so far; "wait" waits until no
+                request is left, including those that arrive meanwhile.
 
         Raises:
             RequestError: There is no such level or mode.
         """
         check_level(level)
-        hint = "" if mode != "keep" else "No text outlives the pages that are dropped."
+        hint = "" if mode != "keep" else "Requests cannot outlive their dropped pages."
         check_choice(RequestError, "mode", mode, ("abort", "wait"), hint)
 
         def fall_asleep(driver: EngineDriver, engine: LLMEngine) -> bool:
@@ -292,7 +292,7 @@ class AsyncLLMEngine:
             await asyncio.sleep(IDLE_POLL_S)
 
     async def wake_up(self, tags: list[str] | None = None) -> None:
-        """Bring back what `sleep` freed: all, or "weights" or "kv_cache" alone."""
+        """Restore what `sleep` freed: all, or only "weights" or "kv_cache"."""
         await self._each(lambda engine: engine.wake_up(tags))
 
     async def is_sleeping(self) -> bool:
@@ -300,7 +300,7 @@ class AsyncLLMEngine:
         return any(await self._each(LLMEngine.is_sleeping))
 
     async def pause_generation(self) -> None:
-        """Take no steps until `resume_generation`; requests keep their places."""
+        """Take no steps until `resume_generation`; requests remain queued."""
         for driver in self._drivers:
             driver.thread.pause(is_paused=True)
 
@@ -310,12 +310,12 @@ class AsyncLLMEngine:
             driver.thread.pause(is_paused=False)
 
     async def start_profile(self, folder: str = "jaxspec_profile") -> None:
-        """Record what the devices do, for TensorBoard or Perfetto, into a folder."""
-        first = self._drivers[0].thread  # it is of the process
+        """Record a device profile for TensorBoard or Perfetto in a folder."""
+        first = self._drivers[0].thread  # the profiler is one per process
         await _done(first.call(lambda engine: engine.runner.start_profile(folder)))
 
     async def stop_profile(self) -> None:
-        """Write what was recorded."""
+        """Write the recorded profile."""
         first = self._drivers[0].thread
         await _done(first.call(lambda engine: engine.runner.stop_profile()))
 
@@ -326,10 +326,10 @@ class AsyncLLMEngine:
         )
 
     def shutdown(self, timeout: int | float | None = None) -> None:
-        """End all requests, and the thread; who waits gets `EngineDeadError`.
+        """End all requests and threads; waiting callers get `EngineDeadError`.
 
         Args:
-            timeout: Most seconds to wait for the step that is under way.
+            timeout: Most seconds to wait for the current step.
         """
         for driver in self._drivers:
             driver.thread.stop(0)  # all end at once, and not one after the other
@@ -357,16 +357,16 @@ async def _admit(
     try:
         await _done(driver.admit(prepared, collector))
     except asyncio.CancelledError:
-        # It may be too late to take it back: what was admitted is aborted.
+        # The request may be admitted already: abort it.
         driver.take_back(collector)
         raise
 
 
 def _check_sound(output: RequestOutput) -> None:
-    """Refuse a text that ended with an error.
+    """Raise if a text ended with an error.
 
     Raises:
-        EngineGenerateError: There is one; it says why.
+        EngineGenerateError: With the reason.
     """
     for one in output.outputs:
         if one.finish_reason == "error":

@@ -1,4 +1,4 @@
-"""Times new programs on made-up sequences, so that K is chosen by measured times."""
+"""Times new programs on dummy sequences, so that K is chosen by measured times."""
 
 from jaxspec.config.engine import EngineConfig
 from jaxspec.engine.loader import Sleep
@@ -14,10 +14,10 @@ CONTEXT = 256
 
 
 class Calibrator:
-    """Times each program once, while no launch is under way.
+    """Times each program once, while no launch is in flight.
 
     Attributes:
-        timed: Rounds that were timed, or could not be.
+        timed: Rounds that were timed, or skipped for lack of pages.
     """
 
     def __init__(
@@ -36,14 +36,14 @@ class Calibrator:
     def run_next(self, scheduler: Scheduler, *, is_busy: bool) -> bool:
         """Time one new program; most calls do nothing.
 
-        Not while a program is compiled, which would make it slower than the others, nor
-        while a launch is under way, which would seem to take as long as the timing.
+        Nothing is timed while a program is being compiled, which slows the machine, or
+        while a launch is in flight, whose time would include the calibration.
 
         Args:
-            is_busy: A launch is under way.
+            is_busy: A launch is in flight.
 
         Returns:
-            Whether that launch is to be read first, and none started meanwhile.
+            Whether that launch must be read before another one starts.
         """
         compiler = self._runner.compiler
         version = compiler.version
@@ -64,7 +64,7 @@ class Calibrator:
             self._run(scheduler, round_)
 
     def _left(self) -> list[Round]:
-        """Rounds that are still to be timed, of those that the choice of K compares."""
+        """Return the rounds left to time, of those that the choice of K compares."""
         if not self._policy.is_adaptive or self._sleep.level > 0:
             return []
         most = self._config.num_draft_tokens
@@ -77,7 +77,7 @@ class Calibrator:
         return [one for one in rounds if one not in self.timed]
 
     def _run(self, scheduler: Scheduler, round_: Round) -> None:
-        """Time a round over sequences that are made up for it."""
+        """Time a round over dummy sequences."""
         self.timed.add(round_)
         pages, size = scheduler.pages, self._config.page_size
         tree = scheduler.shapes.tree(self._config.num_draft_tokens)
@@ -89,7 +89,7 @@ class Calibrator:
         taken = pages.take(count)
         try:
             with OnDevice():
-                seconds = self._runner.rehearse(round_, taken, context)
+                seconds = self._runner.time_round(round_, taken, context)
         finally:
             pages.release(taken)
         self._step_times.seed(round_, seconds)

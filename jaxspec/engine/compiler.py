@@ -1,8 +1,8 @@
-"""Compiles programs in a thread beside the engine, so that requests need not wait.
+"""Compiles programs in a background thread, so that requests need not wait.
 
-Owns which programs are compiled, which are wanted and in what order. Knows nothing of
-how: it is given a function that makes one. XLA compiles without Python's
-lock, so the engine goes on meanwhile with the programs that it has.
+Owns the compiled programs and the queue of missing ones. A function passed in does the
+compiling. XLA releases Python's lock, so the engine meanwhile runs with the programs
+that it has.
 """
 
 import ctypes
@@ -19,31 +19,35 @@ from jaxspec.program.plan import StepShape
 
 _log = logging.getLogger(__name__)
 
-# Tracing and lowering hold Python's lock for seconds. A step of the engine asks for it
-# several times, and would wait up to 5 ms, Python's default, for each: a stream had 107
-# to 153 tokens/s beside a trace, and 141 to 175 with this.
+# Tracing and lowering hold Python's lock for seconds. A step of the engine acquires it
+# several times, each time after up to 5 ms with Python's default: during a trace, a
+# stream had 107 to 153 tokens/s with the default, and 141 to 175 with this.
 SWITCH_S = 0.0005
 
 
 class Compiler:
     """Programs by shape, and the thread that compiles the missing ones.
 
-    The thread ends when nothing is wanted. When the interpreter exits, it finishes the
-    program that it is at: a process that ended in the middle of one would crash.
+    The thread ends when the queue is empty. When the interpreter exits, it finishes the
+    current program: a process that exits during a compile would crash.
 
     Attributes:
         version: Changes whenever a program is added or removed.
         num_made: Programs made so far, loaded or compiled.
         made_s: Seconds that this took.
-        current: What is being made now, or None.
-        failures: Why programs could not be made. They are not tried again.
-        announce: Called with what is being compiled, and with "" afterwards; in any
-            thread.
-        is_exiting: Whether the interpreter exits: nothing queued is made.
+        current: The program being made, or None.
+        failures: Errors of programs that failed; these are not tried again.
+        announce: Called, in any thread, with the name of each program as its compile
+            starts, and with "" when it ends.
+        is_exiting: Whether the interpreter exits; the queue is then dropped.
     """
 
     def __init__(self, make: Callable[[StepShape], Any]):
-        """Take the function that makes a program; any thread calls it, for minutes."""
+        """Make an empty compiler.
+
+        Args:
+            make: Compiles a program. Called in any thread; may take minutes.
+        """
         self._make = make
         self._lock = threading.Condition()
         self._programs: dict[StepShape, Any] = {}
@@ -52,7 +56,7 @@ class Compiler:
         self._making: set[StepShape] = set()
         self._thread: threading.Thread | None = None
         self.is_exiting = self._has_finished = False
-        # Programs that were begun before `clear` are not wanted any more.
+        # Programs begun in an earlier generation, before `clear`, are dropped.
         self._generation, self._is_stopped = 0, False
         self.version = self.num_made = 0
         self.made_s = 0.0
@@ -65,22 +69,22 @@ class Compiler:
         return shape in self._programs
 
     def has_failed(self, shape: StepShape) -> bool:
-        """Whether it could not be made; it is not tried again."""
+        """Whether compiling a program failed; it is not tried again."""
         return shape in self.failures
 
     @property
     def made(self) -> list[StepShape]:
-        """The programs that are there."""
+        """The compiled programs."""
         return list(self._programs)
 
     @property
     def num_wanted(self) -> int:
-        """Programs that are still to be made, the current one included."""
+        """Number of programs left to make, the current one included."""
         with self._lock:
             return len({*self._urgent, *self._later, *self._making})
 
     def request(self, shape: StepShape) -> None:
-        """Compile a program next: the latest request goes first."""
+        """Compile a program next; the latest request goes first."""
         self._want([shape], self._urgent)
 
     def prepare(self, shapes: Iterable[StepShape]) -> None:
@@ -104,7 +108,7 @@ class Compiler:
                 self._thread.start()
 
     def get(self, shape: StepShape) -> Any:
-        """A program; made now, in this thread, where it is missing."""
+        """Return a program; compile it in this thread if it is missing."""
         found = self._programs.get(shape)
         if found is not None:
             return found
@@ -122,27 +126,27 @@ class Compiler:
             raise
 
     def wait(self, timeout_s: float) -> None:
-        """Return when something has been made, or has failed, or after a time."""
+        """Wait until a program is made or has failed, or until the timeout."""
         with self._lock:
             if self._making or self._urgent or self._later:
                 self._lock.wait(timeout_s)
 
     def wait_for_all(self) -> None:
-        """Return when nothing is wanted any more.
+        """Wait until the queue is empty.
 
         Raises:
-            Exception: What a program could not be made for.
+            Exception: The error of a failed program.
         """
         while self.num_wanted:
-            self.wait(1.0)  # in turns, so that Ctrl-C comes through
+            self.wait(1.0)  # short waits, so that Ctrl-C works
         for error in self.failures.values():
             raise error
 
     def check(self, is_needed: Callable[[StepShape], bool] = lambda _: True) -> None:
-        """Raise why a program could not be made, once.
+        """Raise the error of a failed program, once.
 
         Args:
-            is_needed: Others may fail: something else serves.
+            is_needed: Returns whether a program must exist; errors of others are kept.
         """
         with self._lock:
             for shape in self.failures:
@@ -150,7 +154,7 @@ class Compiler:
                     raise self.failures.pop(shape)
 
     def clear(self) -> None:
-        """Forget all programs: others are needed from now on."""
+        """Drop all programs, the queue and all errors."""
         with self._lock:
             self._generation += 1
             self._programs = {}
@@ -161,7 +165,7 @@ class Compiler:
         _trim_memory()
 
     def stop(self) -> None:
-        """Make no more than what has been begun, which may fail unnoticed from now."""
+        """Drop the queue; errors of the current program are ignored from now on."""
         with self._lock:
             self._is_stopped = True
             self._urgent.clear()
@@ -184,7 +188,7 @@ class Compiler:
             thread.join()
 
     def _may_begin(self) -> bool:
-        """Whether a program that this thread begins is not cut off by the exit."""
+        """Whether this thread may begin a program: the exit would not interrupt it."""
         is_main = threading.current_thread() is threading.main_thread()
         return is_main or not self._has_finished
 
@@ -216,7 +220,7 @@ class Compiler:
         return None
 
     def _made(self, shape: StepShape, generation: int) -> Any:
-        """Make one that this thread has put among those being made."""
+        """Make a program that this thread has added to `_making`."""
         start = time.monotonic()
         self.current = shape
         self._announce(f"Compiling {shape.name}")
@@ -235,10 +239,10 @@ class Compiler:
     def _leave(
         self, shape: StepShape, generation: int = 0, error: Exception | None = None
     ) -> None:
-        """Remove it from those being made, and record its error in the same step.
+        """Remove a program from `_making`, and record its error in the same step.
 
-        The error of a program begun before `stop` or `clear` is dropped: the program
-        is not wanted any more, and the arrays it is made for may be deleted.
+        The error of a program begun before `stop` or `clear` is dropped: the program is
+        not needed, and the arrays that it is compiled for may have been deleted.
         """
         with self._lock:
             self._making.discard(shape)
@@ -259,9 +263,9 @@ class Compiler:
 
 
 def _trim_memory() -> None:
-    """Give the system back what compiling has freed, where the C library can.
+    """Return memory freed by compiling to the system, if the C library supports it.
 
-    glibc keeps it otherwise: 208 of 987 MB in a server of the bundled pair.
+    Otherwise glibc retains it: 208 of 987 MB in a server of the bundled pair.
     """
     if sys.platform == "linux":
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc alone has it
@@ -271,12 +275,12 @@ def _trim_memory() -> None:
 
 @contextmanager
 def _yielding() -> Iterator[None]:
-    """Switch threads more often, in the whole process, while this one compiles."""
+    """Switch threads more often in the whole process, while this thread compiles."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(min(before, SWITCH_S))
     try:
         yield
     finally:
-        # Another engine's thread may have begun in between, or the user chosen one.
+        # Another engine's compiler, or the user, may have set another interval.
         if sys.getswitchinterval() == SWITCH_S:
             sys.setswitchinterval(before)

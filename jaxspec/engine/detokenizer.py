@@ -1,7 +1,4 @@
-"""From token ids to text as they come, and from arrays to vLLM's log-probabilities.
-
-Owns incremental decoding, stop strings and the log-probabilities of one text.
-"""
+"""Incremental detokenization, stop strings, and logprobs of one text."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,12 +9,12 @@ from jaxspec.sampling_params import SamplingParams
 from jaxspec.text.tokenizer import Tokenizer
 
 _BROKEN = "\ufffd"  # what decoding shows for a character whose bytes are incomplete
-# Tokens decoded again with the new ones. SentencePiece joins no further than the bytes
-# of one character, four at most.
+# Earlier tokens that are decoded again with the new ones. SentencePiece joins at most
+# the bytes of one character, four tokens.
 _CONTEXT = 6
-# Up to so many the text of those is kept; then it is made anew of the last ones.
+# Once the context has more tokens than this, it is cut to the last `_CONTEXT`.
 _MOST_CONTEXT = 18
-# By position; in either of vLLM's two forms.
+# Logprobs by position, in either of vLLM's two forms.
 Logprobs = list[Any] | FlatLogprobs
 
 
@@ -26,10 +23,10 @@ class TextStream:
 
     Text is held back while its last character is incomplete (several byte tokens make
     one character) and released with the token that completes it, or at the end.
-    Without stop strings, nothing is decoded before the text is read.
+    Without stop strings, tokens are decoded only when the text is read.
 
     Attributes:
-        ends: Length of the text after each token, if asked for.
+        ends: Length of the text after each token; None unless `has_ends`.
     """
 
     def __init__(
@@ -40,13 +37,13 @@ class TextStream:
         self._stops = list(params.stop or [])
         self.ends: list[int] | None = [] if has_ends else None
         self._joined = ""
-        # What follows it. Joined to it when somebody looks: a long text would be copied
-        # for each of its tokens.
+        # Text after `_joined`. Joined when it is read: otherwise a long text would be
+        # copied for each token.
         self._late: list[str] = []
         self._ids: list[int] = []
         self._read = 0  # ids whose text is in `_text`
-        self._start = 0  # the first of them that is decoded again
-        # Their text from there on; None where it was not needed for a while.
+        self._start = 0  # the first id of the context, which is decoded again
+        # Text of the context; None if it must be decoded anew.
         self._known: str | None = ""
 
     @property
@@ -63,16 +60,16 @@ class TextStream:
 
     @property
     def text(self) -> str:
-        """The text so far, without what is held back."""
+        """The text so far, without an incomplete last character."""
         self._advance(is_end=False)
         return self._text
 
     def push(self, token_ids: list[int]) -> tuple[str, int] | None:
-        """Add tokens; returns the stop string that matched and the ids it needed.
+        """Add tokens; return the stop string that matched, and the number of new ids.
 
-        Tokens are looked at one by one, so that the ids after a match are left out
-        even when a round brings several. As in vLLM, a stop string that is complete
-        within the first `min_tokens` tokens does not count.
+        Tokens are checked one by one, so that ids after a match are left out even if a
+        round has several. As in vLLM, a stop string that is complete within the first
+        `min_tokens` tokens does not count.
         """
         if not self._stops and self.ends is None:
             self._ids += token_ids
@@ -91,7 +88,7 @@ class TextStream:
         return None
 
     def follow(self, token_ids: list[int]) -> str:
-        """Add tokens where there are no stop strings; returns the new text."""
+        """Add tokens of a request without stop strings; return the new text."""
         self._ids += token_ids
         if self._params.detokenize and self._read and self._append_plain():
             return self._late[-1]
@@ -100,7 +97,7 @@ class TextStream:
         return self._text[before:]
 
     def finish(self) -> str | None:
-        """Release what was held back; returns a stop string that this completed."""
+        """Release held back text; return a stop string that it completes."""
         before = len(self._text)
         self._advance(is_end=True)
         if self.ends:
@@ -110,10 +107,9 @@ class TextStream:
         return self._match(before)
 
     def visible(self, *, is_finished: bool) -> str:
-        """The text without an end that a stop string may still cut off.
+        """Return the text without an end that may be the start of a stop string.
 
-        Otherwise the beginning of a stop string that arrives in pieces would have been
-        sent to a streaming client already.
+        A stop string may arrive in pieces, whose beginning must not be streamed.
         """
         text = self.text
         if not self._stops or is_finished or self._params.include_stop_str_in_output:
@@ -136,9 +132,9 @@ class TextStream:
         self._known, self._read = whole, len(self._ids)
 
     def _append_plain(self) -> bool:
-        """Join the new tokens' texts, if each has one of its own; most tokens do.
+        """Append the new tokens' texts, if none depends on context; most do not.
 
-        Bytes that wait for the rest of their character are among the new tokens.
+        Bytes of an incomplete character are still among the new tokens.
         """
         plain_texts = self._tokenizer.plain_texts
         new = ""
@@ -159,8 +155,8 @@ class TextStream:
         """Cut the text at the first stop string that the new part completes."""
         if not self._stops or len(self._text) == before:
             return None
-        # Not from the longest one's start for all: a shorter one that was complete
-        # before, within `min_tokens`, would be found again.
+        # The start depends on each stop string's length: otherwise a shorter one that
+        # was complete before, within `min_tokens`, would match again.
         found = [
             (position, stop)
             for stop in self._stops
@@ -175,10 +171,10 @@ class TextStream:
 
 
 def _start_of_stop(text: str, stop: str) -> int:
-    """Where the longest end of `text` begins that `stop` begins with.
+    """Return the start of the longest suffix of `text` that is a prefix of `stop`.
 
-    Looks only where the stop's first character is: a stop string may be as long as a
-    client likes, and this runs with every round.
+    Only positions of the stop's first character are compared: a stop string may be
+    very long, and this runs in every round.
     """
     start = text.find(stop[0], max(len(text) - len(stop) + 1, 0))
     while start >= 0:
@@ -189,14 +185,14 @@ def _start_of_stop(text: str, stop: str) -> int:
 
 
 class LogprobStream:
-    """Log-probabilities of one growing text and of its prompt.
+    """Logprobs of one growing text and of its prompt.
 
-    Launches return as many candidates as the engine's `max_logprobs`, and room for as
-    many ids as a request may choose; here they are cut to what it asked for.
+    Launches return `max_logprobs` candidates of the engine, and values for the most ids
+    that a request may name; here they are cut to what the request asked for.
 
     Attributes:
-        cumulative: Sum of the text's own log-probabilities; None if none were asked.
-        prompt: None until they are complete, or if they were not asked for.
+        cumulative: Sum of the logprobs of the text's tokens; None if not requested.
+        prompt: Prompt logprobs; None until they are complete, or if not requested.
     """
 
     def __init__(
@@ -217,7 +213,7 @@ class LogprobStream:
         return FlatLogprobs() if self._params.flat_logprobs else []
 
     def push(self, token_ids: list[int], values: TokenLogprobs | None) -> None:
-        """Add generated tokens; entry i of `values` is about token i."""
+        """Add generated tokens; entry i of `values` belongs to token i."""
         asked = self._params.num_logprobs
         if asked is None or self.cumulative is None or not token_ids:
             return
@@ -230,14 +226,14 @@ class LogprobStream:
             self.cumulative += own[index]
 
     def keep(self, count: int) -> None:
-        """Drop all after the text's first `count` tokens."""
+        """Drop the logprobs after the text's first `count` tokens."""
         if self.cumulative is not None and count < len(self._own):
             self._logprobs = self._logprobs[:count]
             del self._own[count:]
             self.cumulative = sum(self._own)
 
     def since(self, count: int) -> Logprobs | None:
-        """Those after the first `count` tokens; None if none were asked for."""
+        """Return logprobs after the first `count` tokens; None if not requested."""
         return None if self.cumulative is None else self._logprobs[count:]
 
     def push_prompt(self, values: TokenLogprobs) -> None:
@@ -251,7 +247,7 @@ class LogprobStream:
 
     @property
     def prompt(self) -> Logprobs | None:
-        """By position of the prompt, None for the first."""
+        """Logprobs by position of the prompt; None for the first."""
         is_whole = len(self._prompt) == len(self._prompt_ids)
         asked = self._params.prompt_logprobs is not None
         return self._prompt if asked and is_whole else None
@@ -271,10 +267,10 @@ class LogprobStream:
         count = values.top_ids.shape[-1] if asked == -1 or chosen else asked
         top_ids = values.top_ids[index, :count].tolist()
         if chosen:
-            # Of others than the most probable, nobody has counted the rank.
+            # The rank of a token is known only among the most probable ones.
             ranks = {candidate: rank for rank, candidate in enumerate(top_ids, 1)}
-            told = values.chosen[index, : len(chosen)].tolist()
-            for candidate, value in zip(chosen, told, strict=True):
+            own = values.chosen[index, : len(chosen)].tolist()
+            for candidate, value in zip(chosen, own, strict=True):
                 found.setdefault(candidate, (value, ranks.get(candidate)))
         else:
             top = values.top[index, :count].tolist()

@@ -1,8 +1,7 @@
-"""Several engines behind one's interface: `data_parallel_size` above 1.
+"""Data parallelism: several engines behind the interface of one.
 
-Owns who gets a request, and steps that are under way in several engines at once. Every
-engine has models, pages and programs of its own, on devices of its own: none knows of
-the others.
+Assigns requests to engines, and runs steps of several engines at once. Every engine has
+its own models, pages, programs and devices; engines do not communicate.
 """
 
 import dataclasses
@@ -27,10 +26,10 @@ T = TypeVar("T")
 
 
 def make_engines(engine_args: EngineArgs) -> list[LLMEngine]:
-    """Build as many engines as `data_parallel_size` says.
+    """Build `data_parallel_size` engines.
 
     Raises:
-        ConfigError: There are too few devices for all of them; nothing has been read.
+        ConfigError: There are too few devices; raised before weights are read.
     """
     config = engine_args.create_engine_config()
     engines = [LLMEngine(config)]
@@ -41,12 +40,12 @@ def make_engines(engine_args: EngineArgs) -> list[LLMEngine]:
 
 
 def least_loaded(engines: Sequence[T], load: Callable[[T], tuple[Any, ...]]) -> T:
-    """The engine that gets the next request; of equals the first."""
+    """Return the engine with the least load; among equals the first."""
     return min(engines, key=load)
 
 
 def total_load(loads: Sequence[Load]) -> Load:
-    """What several engines hold together: sums, and the mean share of pages."""
+    """Return the load of several engines: sums, and the mean KV cache usage."""
     first = loads[0]
     return dataclasses.replace(
         first,
@@ -61,9 +60,9 @@ def total_load(loads: Sequence[Load]) -> Load:
 class EngineGroup:
     """The interface of `LLMEngine`, with a thread for each engine.
 
-    Requests are read by the first engine's input processor: those that name no seed
-    draw as they would if it were the only one. Between two calls of `step` steps may
-    be under way; every other call waits for them.
+    The first engine's input processor prepares all requests, so that requests without a
+    seed sample as with a single engine. Steps may be running between two calls of
+    `step`; every other call waits for them.
     """
 
     def __init__(self, engines: Sequence[LLMEngine]):
@@ -71,7 +70,7 @@ class EngineGroup:
         self.engines = list(engines)
         self._pool = ThreadPoolExecutor(len(self.engines), "jaxspec-engine")
         self._steps: dict[Future[list[RequestOutput]], LLMEngine] = {}
-        # Of steps that have ended, for the next call of `step`.
+        # Outputs of finished steps, for the next call of `step`.
         self._outputs: list[RequestOutput] = []
         self._error: BaseException | None = None
 
@@ -81,7 +80,7 @@ class EngineGroup:
 
     @property
     def config(self) -> EngineConfig:
-        """The first engine's; the others' differ in nothing but their rank."""
+        """The first engine's; the others differ only in their rank."""
         return self._first.config
 
     @property
@@ -139,17 +138,17 @@ class EngineGroup:
     def _choose(self, prepared: Prepared) -> LLMEngine:
         for engine in self.engines:
             if engine.is_unfinished(prepared.request_id):
-                return engine  # which refuses the id
+                return engine  # it rejects the duplicate id
         return least_loaded(
             self.engines, lambda engine: (engine.get_num_unfinished_requests(),)
         )
 
     @exclusive
     def step(self) -> list[RequestOutput]:
-        """Have every engine with requests take a step; returns what is new.
+        """Step every engine that has requests; return the new outputs.
 
         Raises:
-            Exception: What a step of one of them raised; see `LLMEngine.step`.
+            Exception: The error of an engine's step; see `LLMEngine.step`.
         """
         busy = set(self._steps.values())
         for engine in self.engines:
@@ -166,7 +165,7 @@ class EngineGroup:
         return outputs
 
     def _collect(self) -> None:
-        """Take what the steps that have ended gave."""
+        """Collect the outputs and errors of finished steps."""
         for step in [one for one in self._steps if one.done()]:
             del self._steps[step]
             error = step.exception()
@@ -176,12 +175,12 @@ class EngineGroup:
                 self._error = self._error or error
 
     def _settle(self) -> None:
-        """Wait until no engine is in a step."""
+        """Wait until no engine runs a step."""
         wait(self._steps)
         self._collect()
 
     def _each(self, function: Callable[[LLMEngine], T]) -> list[T]:
-        """Call a function with each engine, when none is in a step."""
+        """Call a function with each engine, once none runs a step."""
         self._settle()
         return [function(engine) for engine in self.engines]
 
@@ -218,24 +217,24 @@ class EngineGroup:
 
     @exclusive
     def get_metrics(self) -> list[Metric]:
-        """Return every engine's, told apart by their label `engine`."""
+        """Return the metrics of all engines, distinguished by the label `engine`."""
         return [one for found in self._each(LLMEngine.get_metrics) for one in found]
 
     @exclusive
     def do_log_stats(self) -> None:
-        """Log what happened since the last time, a line for each engine."""
+        """Log statistics since the last log, a line for each engine."""
         self._each(LLMEngine.do_log_stats)
 
     @exclusive
     def load(self) -> Load:
-        """Return what all engines hold together at this moment."""
+        """Return the current load of all engines together."""
         return total_load(self._each(LLMEngine.load))
 
     @exclusive
     def reset_prefix_cache(
         self, reset_running_requests: bool = False, reset_connector: bool = False
     ) -> bool:
-        """Forget the pages of ended requests; see `LLMEngine.reset_prefix_cache`."""
+        """Clear the prefix caches; see `LLMEngine.reset_prefix_cache`."""
         flags = reset_running_requests, reset_connector
         return all(self._each(lambda engine: engine.reset_prefix_cache(*flags)))
 
@@ -256,7 +255,7 @@ class EngineGroup:
 
     @exclusive
     def wake_up(self, tags: list[str] | None = None) -> None:
-        """Bring back what `sleep` freed; see `LLMEngine.wake_up`."""
+        """Restore what `sleep` freed; see `LLMEngine.wake_up`."""
         self._each(lambda engine: engine.wake_up(tags))
 
     @exclusive
@@ -264,17 +263,17 @@ class EngineGroup:
         """Whether any part of any engine is off the devices."""
         return any(self._each(LLMEngine.is_sleeping))
 
-    def announce_compiles(self, tell: Callable[[str], None] | None) -> None:
-        """Have `tell` called with what is compiled; see `LLMEngine`."""
+    def announce_compiles(self, announce: Callable[[str], None] | None) -> None:
+        """Call `announce` with the name of each compile; see `LLMEngine`."""
         for engine in self.engines:
-            engine.announce_compiles(tell)
+            engine.announce_compiles(announce)
 
     def warm_up(
         self,
         prompt_tokens: int | None = None,
         sampling_params: Iterable[SamplingParams] = (),
     ) -> None:
-        """Compile every executable that requests can need, for all at once."""
+        """Compile every program that requests can need, in all engines at once."""
         params = list(sampling_params)
         made = [
             self._pool.submit(engine.warm_up, prompt_tokens, params)
@@ -284,12 +283,12 @@ class EngineGroup:
             one.result()
 
     def wait_for_programs(self) -> None:
-        """Return when no program is being made, or wanted, any more."""
+        """Wait until no program is being compiled or queued."""
         for engine in self.engines:
             engine.wait_for_programs()
 
     @exclusive
     def shutdown(self) -> None:
-        """End all requests, wait for the devices and free their memory."""
+        """Abort all requests, wait for the devices and free their memory."""
         self._each(LLMEngine.shutdown)
         self._pool.shutdown()

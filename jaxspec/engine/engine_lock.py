@@ -24,23 +24,23 @@ _RLock: Any = type(threading.RLock())
 
 
 class EngineLock(_RLock):
-    """A reentrant lock that threads get in turn, for `with` statements.
+    """A reentrant lock that is fair to waiting threads, for `with` statements.
 
     A thread that steps an engine in a loop releases the lock for some microseconds
-    between two steps. It would get a `threading.RLock` back before a waiting thread has
-    woken up.
+    between two steps. It would reacquire a `threading.RLock` before a waiting thread
+    wakes up.
     """
 
     def __init__(self):
-        # Held by the one thread that waits for the lock: it goes before a thread that
-        # has just released the lock and asks for it again.
+        # Held by the one thread that waits for the lock. It acquires the lock before a
+        # thread that has just released it.
         self._next = threading.Lock()
 
     @no_type_check  # a wrapper in Python could be interrupted after this has returned
     def __enter__(self):
-        """Wait for the lock; a thread that has it gets it again at once."""
-        # An interrupt may come just after the lock was acquired. One that is owned is
-        # acquired without waiting, so that no interrupt comes before.
+        """Acquire the lock; a thread that owns it acquires it again at once."""
+        # An interrupt may arrive just after the lock was acquired. A lock that is owned
+        # is acquired without waiting, so that no interrupt arrives before.
         is_nested = self._is_owned()
         try:
             if is_nested:

@@ -1,7 +1,7 @@
-"""The thread that steps an engine, and the ways of other threads to it and from it.
+"""The thread that steps an engine, and its communication with other threads.
 
-Calls go in through a queue that is served between two steps; outputs come back through
-a collector per request, in the event loop of whoever waits.
+Calls enter through a queue that is served between two steps. Outputs are returned
+through one collector per request, in the event loop of its caller.
 """
 
 import asyncio
@@ -22,17 +22,17 @@ from jaxspec.sampling_params import RequestOutputKind
 
 _log = logging.getLogger(__name__)
 
-# Steps that fail one after the other, and nothing came of any: it will not get better.
+# The engine stops after this many consecutive failed steps without an output.
 MAX_FAILURES = 3
 
 Command = tuple[Callable[[LLMEngine], Any], Future[Any]]
 
 
 class EngineThread:
-    """Owns an engine: only this thread uses it, and calls run between two steps.
+    """Owns an engine: only this thread uses it; calls run between two steps.
 
     Attributes:
-        dead_error: Why the thread has ended for good, or None.
+        dead_error: Why the thread has stopped for good, or None.
     """
 
     def __init__(
@@ -44,8 +44,9 @@ class EngineThread:
         """Make the thread; `start` starts it.
 
         Args:
-            deliver: Called in the thread with what a step gave.
-            fail: Called in the thread when a step has failed: its requests have ended.
+            deliver: Called in the thread with the outputs of a step.
+            fail: Called in the thread with the error of a failed step, whose requests
+                have ended.
         """
         self.dead_error: EngineDeadError | None = None
         self._engine, self._deliver, self._fail = engine, deliver, fail
@@ -57,19 +58,20 @@ class EngineThread:
         )
 
     def start(self) -> None:
-        """Begin to step."""
+        """Start the thread."""
         self._thread.start()
 
     @property
     def is_running(self) -> bool:
-        """Whether it steps, or would if there were requests."""
+        """Whether the thread runs and serves requests."""
         return self._thread.is_alive() and not self._is_stopped
 
     def call(self, function: Callable[[LLMEngine], Any]) -> Future[Any]:
-        """Have a function called with the engine, before the next step.
+        """Call a function with the engine, in the thread, before the next step.
 
         Returns:
-            What it returns or raises; `EngineDeadError` where no step will come.
+            A future of its result or error; of `EngineDeadError` if the thread has
+            stopped.
         """
         result: Future[Any] = Future()
         with self._lock:
@@ -80,12 +82,12 @@ class EngineThread:
         return result
 
     def pause(self, *, is_paused: bool) -> None:
-        """Take no steps, or take them again; calls are answered meanwhile."""
+        """Pause or resume steps; calls are still served."""
         self._is_paused = is_paused
         self._commands.put(None)
 
     def stop(self, timeout: int | float | None = None) -> bool:
-        """End the thread after the step it is in; whether that is over."""
+        """Stop the thread after its current step; return whether it has ended."""
         self._close(self.dead_error)
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(timeout)
@@ -96,18 +98,18 @@ class EngineThread:
         while not self._is_stopped:
             has_work = self._engine.has_unfinished_requests() and not self._is_paused
             if not has_work:
-                self._engine.log_if_due()  # what came since the last step's line
+                self._engine.log_if_due()  # no step will do it
             self._handle_calls(waits=not has_work)
             if not has_work or self._is_stopped:
                 continue
             try:
                 outputs = self._engine.step()
             except EngineDeadError as error:
-                _log.exception("The engine cannot go on")
+                _log.exception("The engine cannot continue")
                 self._end_all(error, is_last=True)
             except Exception as error:  # noqa: BLE001 - callers get it
                 failures += 1
-                _log.exception("A step failed: the requests it was for have ended")
+                _log.exception("A step failed; its requests have ended")
                 self._end_all(error, is_last=failures == MAX_FAILURES)
             except BaseException as error:
                 self._end_all(error, is_last=True)
@@ -136,7 +138,7 @@ class EngineThread:
         try:
             result.set_result(function(self._engine))
         except BaseException as error:
-            # The caller of a call that met a panic would wait for ever.
+            # Also for a panic: otherwise the caller would wait forever.
             result.set_exception(error)
             if not (isinstance(error, Exception) or is_panic(error)):
                 raise
@@ -150,7 +152,7 @@ class EngineThread:
         self._fail(error)
 
     def _close(self, error: EngineDeadError | None) -> None:
-        """Take no more calls; queued ones get the error."""
+        """Accept no more calls; queued ones get the error."""
         with self._lock:
             self.dead_error, self._is_stopped = error, True
         while True:
@@ -164,12 +166,12 @@ class EngineThread:
 
 
 class EngineDriver:
-    """One engine, the thread that steps it, and who waits for its outputs.
+    """One engine, the thread that steps it, and the collectors of its outputs.
 
     Attributes:
-        engine: Belongs to the thread: not to be touched while requests run.
-        collectors: By request; only the thread adds to them.
-        num_texts: Of requests that have been given to it and have not ended.
+        engine: Owned by the thread: do not use it while requests run.
+        collectors: By request id; only the thread adds to them.
+        num_texts: Number of texts of its unfinished requests.
     """
 
     def __init__(self, engine: LLMEngine):
@@ -182,7 +184,7 @@ class EngineDriver:
     def admit(
         self, prepared: Prepared, collector: "RequestOutputCollector"
     ) -> Future[Any]:
-        """Queue a request before the next step, so that no output comes before it."""
+        """Queue a request before the next step, with its collector registered first."""
 
         def admit(engine: LLMEngine) -> None:
             engine.admit(prepared)
@@ -191,9 +193,9 @@ class EngineDriver:
         return self.thread.call(admit)
 
     def take_back(self, collector: "RequestOutputCollector") -> None:
-        """Abort a request that nobody waits for.
+        """Abort a request whose caller has left.
 
-        Not by its id: that may be another request's by then.
+        The collector identifies it: its id may belong to another request by then.
         """
 
         def take_back(engine: LLMEngine) -> None:
@@ -204,12 +206,12 @@ class EngineDriver:
         self.thread.call(take_back)
 
     def forget(self, collector: "RequestOutputCollector") -> None:
-        """Pass no more outputs of a request."""
+        """Deliver no more outputs of a request."""
         if self.collectors.get(collector.request_id) is collector:
             del self.collectors[collector.request_id]
 
     def abort(self, engine: LLMEngine, ids: Iterable[str]) -> None:
-        """End requests, in the thread; who waits gets a last output."""
+        """Abort requests, in the thread; their callers get a last output."""
         ids = list(ids)
         engine.abort_request(ids)
         for one in ids:
@@ -218,7 +220,7 @@ class EngineDriver:
                 _call_soon(collector.loop, collector.abort)
 
     def shutdown(self, timeout: int | float | None) -> None:
-        """End the thread, and the engine if the thread ends in time."""
+        """Stop the thread, and shut the engine down if the thread ends in time."""
         has_stopped = self.thread.stop(timeout)
         self._fail(EngineDeadError("The engine was shut down."))
         if has_stopped and self.thread.dead_error is None:
@@ -233,13 +235,13 @@ class EngineDriver:
         for output in outputs:
             collector = self.collectors.get(output.request_id)
             if collector is not None:
-                output.freeze()  # whoever reads it does so while the engine goes on
+                output.freeze()  # the caller reads it while the engine continues
                 batches.setdefault(collector.loop, []).append((collector, output))
         for loop, batch in batches.items():
             _call_soon(loop, _put_all, batch)
 
     def _fail(self, error: BaseException) -> None:
-        """Pass an error to every request that it has ended, each its own exception."""
+        """Pass an error, as a new exception each, to the requests that it has ended."""
         for collector in list(self.collectors.values()):
             if isinstance(error, EngineDeadError):
                 passed: Exception = EngineDeadError(str(error))
@@ -247,8 +249,8 @@ class EngineDriver:
                 continue
             else:
                 passed = EngineGenerateError(
-                    f"A step failed that this request was part of: {error!r}. The "
-                    "engine goes on; send the request again."
+                    f"A step of this request failed: {error!r}. The engine continues; "
+                    "send the request again."
                 )
             passed.__cause__ = error
             _call_soon(collector.loop, collector.fail, passed)
@@ -258,7 +260,7 @@ class RequestOutputCollector:
     """Merges the outputs of one request that its caller has not fetched yet.
 
     Used in the event loop that it was made in. A caller that is slower than the engine
-    gets fewer and longer outputs, and never holds up the others.
+    gets fewer and longer outputs, and does not delay others.
     """
 
     def __init__(self, request_id: str, kind: RequestOutputKind, num_texts: int = 1):
@@ -267,7 +269,7 @@ class RequestOutputCollector:
         self._is_delta = kind is RequestOutputKind.DELTA
         self._waiting: RequestOutput | None = None
         self._latest: RequestOutput | None = None
-        # What was last put of each text: an output may be of some only.
+        # Newest output of each text: an output may contain only some of the texts.
         self._texts = {
             index: CompletionOutput(index=index, text="", token_ids=[])
             for index in range(num_texts)
@@ -276,7 +278,7 @@ class RequestOutputCollector:
         self._has_news = asyncio.Event()
 
     def put(self, output: RequestOutput) -> None:
-        """Take an output; nothing is added after the last one or an error."""
+        """Add an output; none may follow the last one or an error."""
         self._texts |= {one.index: one for one in output.outputs}
         if self._waiting is None:
             self._waiting = output
@@ -285,19 +287,19 @@ class RequestOutputCollector:
         self._has_news.set()
 
     def fail(self, error: BaseException) -> None:
-        """Make the next `get` raise; drop what was not fetched."""
+        """Make the next `get` raise; drop outputs that were not fetched."""
         self._waiting, self._error = None, error
         self._has_news.set()
 
     def abort(self) -> None:
-        """Finish with the text so far, for the reason "abort"."""
+        """Finish with the text so far and finish reason "abort"."""
         self.put(self._aborted())
 
     async def get(self) -> RequestOutput:
         """Wait for an output.
 
         Raises:
-            BaseException: What `fail` was given.
+            BaseException: The error passed to `fail`.
         """
         await self._has_news.wait()
         self._has_news.clear()
@@ -309,7 +311,7 @@ class RequestOutputCollector:
         return output
 
     def _aborted(self) -> RequestOutput:
-        """The last output: the texts so far, or (deltas) nothing new of who went on."""
+        """Return the last output: texts so far, or empty deltas of unfinished ones."""
         texts = list(self._texts.values())
         if self._is_delta:
             texts = [_emptied(one) for one in texts if not one.finished()]

@@ -1,8 +1,8 @@
-"""Turns what a caller asks for into checked requests, or refuses it.
+"""Validates callers' input and turns it into requests.
 
-Everything a caller can do wrong is found here, before the request exists and before any
-device work. Limits of penalties, biases and words are those of the step program, which
-holds every request's controls in arrays of fixed sizes.
+Every wrong input is rejected here, before the request exists and before any device
+work. Limits of penalties, biases and bad words are those of the step program, which
+stores every request's controls in arrays of fixed sizes.
 """
 
 import functools
@@ -38,24 +38,24 @@ from jaxspec.program.plan import (
 from jaxspec.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
 from jaxspec.text.tokenizer import NoTokenizer, Tokenizer
 
-# Of one request, as in vLLM: each is a request of its own.
+# Largest `n`, as in vLLM: each text is a request of its own.
 MAX_TEXTS = 16_384
-# Fields of vLLM that change what is generated or told, and why they do not here.
+# Fields of vLLM that are not supported: default value, reason.
 _REFUSED: dict[str, tuple[Any, str]] = {
     "watermarking": (None, "tokens follow the target's own distribution"),
-    "prompt_logprob_token_ids": (None, "prompt_logprobs tells the most likely ones"),
-    "prompt_logprob_start": (None, "prompt_logprobs are told for the whole prompt"),
-    "stream_interval": (None, "every step that has new tokens gives an output"),
+    "prompt_logprob_token_ids": (None, "prompt_logprobs returns the most likely ones"),
+    "prompt_logprob_start": (None, "prompt_logprobs are those of the whole prompt"),
+    "stream_interval": (None, "every step with new tokens returns an output"),
     "thinking_token_budget": (None, "Gemma marks no thinking"),
     "repetition_detection": (None, "use the penalties, or stop strings"),
     "routed_experts_prompt_start": (0, "Gemma has no experts"),
-    "trace_decode_token_ids": (None, "tokens are drawn, never given"),
+    "trace_decode_token_ids": (None, "tokens are always sampled"),
 }
 Word = tuple[int, ...]
 
 
 class Prepared(NamedTuple):
-    """What a caller asked for, checked, before any engine has it."""
+    """A checked request of a caller, before it is queued."""
 
     request_id: str
     requests: list[Request]  # one per text
@@ -63,20 +63,20 @@ class Prepared(NamedTuple):
 
 
 class InputProcessor:
-    """Makes requests of prompts and parameters, for one engine, in any thread."""
+    """Makes requests from prompts and parameters, in any thread."""
 
     def __init__(self, config: EngineConfig, tokenizer: Tokenizer):
         self._config = config
         self.set_tokenizer(tokenizer)
-        # Seeds of requests that name none; a seeded engine repeats itself.
+        # Draws seeds of requests without one; repeatable if the engine has a seed.
         self._random = np.random.default_rng(config.seed)
         self._lock = threading.Lock()
 
     def set_tokenizer(self, tokenizer: Tokenizer) -> None:
-        """Read requests to come with this tokenizer.
+        """Use a tokenizer for the following requests.
 
         Raises:
-            ConfigError: Too many tokens end texts.
+            ConfigError: It has too many end tokens.
         """
         self._tokenizer = tokenizer
         _check_ends(self.end_ids)
@@ -89,7 +89,7 @@ class InputProcessor:
 
     @property
     def end_ids(self) -> tuple[int, ...]:
-        """Tokens that end texts, where a request does not ignore them."""
+        """Tokens that end a text, unless the request ignores them."""
         ends = self._config.model_config.eos_token_ids
         return tuple(dict.fromkeys((*ends, *self._tokenizer.turn_end_ids)))
 
@@ -103,11 +103,11 @@ class InputProcessor:
         arrival_time: float | None = None,
         priority: int = 0,
     ) -> Prepared:
-        """Check what a caller asks for, and make a request of every text of it.
+        """Check a caller's input, and make a request for every text.
 
         Raises:
             RequestError: The prompt or a sampling value is not acceptable.
-            NotImplementedError: A sampling value asks for what the engine does not do.
+            NotImplementedError: A sampling value is not supported.
         """
         if not isinstance(request_id, str):
             raise RequestError(
@@ -144,11 +144,11 @@ class InputProcessor:
 
     @no_type_check
     def checked(self, params: SamplingParams) -> SamplingParams:
-        """Return a copy of what a request asks for, which may be several texts.
+        """Return a checked copy of sampling parameters.
 
         Raises:
             RequestError: A sampling value is not acceptable.
-            NotImplementedError: A sampling value asks for what the engine does not do.
+            NotImplementedError: A sampling value is not supported.
         """
         if not isinstance(params, SamplingParams):
             raise RequestError(
@@ -168,17 +168,17 @@ class InputProcessor:
         if params.n > MAX_TEXTS:
             allowed = f"at most {MAX_TEXTS}"
             raise wrong_argument(RequestError, "n", allowed, params.n)
-        # The device counts in 32 bits; beyond these, more changes nothing.
+        # The device counts in 32 bits; larger values would change nothing.
         params.top_k = min(params.top_k, config.model_config.vocab_size)
         params.min_tokens = min(params.min_tokens, config.max_model_len)
         return params
 
     def _check_text(self, params: SamplingParams) -> None:
-        """Refuse what needs text, or drafts that were judged, where there are none."""
+        """Reject parameters that need a tokenizer or real verification without one."""
         if params.structured_outputs is not None and self._config.is_synthetic:
             raise UnsupportedError(
-                "structured_outputs cannot hold with rejection_sample_method="
-                "'synthetic', which keeps drafts whatever they are.",
+                "structured_outputs cannot be used with rejection_sample_method="
+                "'synthetic', which accepts drafts whatever they are.",
                 parameter="structured_outputs",
                 value=params.structured_outputs,
             )
@@ -190,20 +190,20 @@ class InputProcessor:
         params.detokenize = False
 
     def check_form(self, form: StructuredOutputsParams) -> None:
-        """Check that texts can be given a form; the grammar is kept for them.
+        """Check that a grammar can be compiled; it is cached for requests.
 
         Raises:
-            RequestError: No grammar can be made of it.
+            RequestError: It cannot.
         """
         self._grammars.matcher(form)
 
     @no_type_check
     def features(self, params: SamplingParams) -> Features:
-        """Return what the program must have for requests of these parameters.
+        """Return the features that programs need for requests of these parameters.
 
         Raises:
             RequestError: A sampling value is not acceptable.
-            NotImplementedError: A sampling value asks for what the engine does not do.
+            NotImplementedError: A sampling value is not supported.
         """
         params = self.checked(params)
         controls = make_controls(params, self._tokenizer, self._stop_ids(params))
@@ -215,8 +215,8 @@ class InputProcessor:
             is_greedy=params.temperature == 0,
             has_controls=has_controls,
             has_grammar=params.structured_outputs is not None,
-            num_logprobs=_if_asked(params.num_logprobs, most),
-            num_prompt_logprobs=_if_asked(params.prompt_logprobs, most),
+            num_logprobs=_compiled_logprobs(params.num_logprobs, most),
+            num_prompt_logprobs=_compiled_logprobs(params.prompt_logprobs, most),
         )
 
     def _make(
@@ -305,16 +305,16 @@ def _check_ends(ends: tuple[int, ...]) -> None:
     most = MAX_STOP_IDS - MAX_STOP_TOKEN_IDS
     if len(set(ends)) > most:
         raise ConfigError(
-            f"The model ends texts with {len(set(ends))} token ids, and there is room "
-            f"for {most} beside {MAX_STOP_TOKEN_IDS} stop_token_ids: name fewer as "
-            "eos_token_id in generation_config.json.",
+            f"The model has {len(set(ends))} end token ids; at most {most} are "
+            f"supported, with {MAX_STOP_TOKEN_IDS} stop_token_ids besides: name fewer "
+            "as eos_token_id in generation_config.json.",
             parameter="eos_token_id",
             value=ends,
         )
 
 
 def check_supported(params: SamplingParams) -> None:
-    """Refuse what the engine does not do, instead of ignoring it.
+    """Reject unsupported fields, instead of ignoring them.
 
     Raises:
         NotImplementedError: Names the field, its value and the reason.
@@ -331,26 +331,26 @@ def check_supported(params: SamplingParams) -> None:
 
 
 def _may_read_cache(params: SamplingParams) -> bool:
-    """Whether cached pages serve: what is not computed has no log-probabilities."""
+    """Whether cached pages may be reused: they have no prompt logprobs."""
     return params.prompt_logprobs is None and not params.skip_reading_prefix_cache
 
 
-def _if_asked(asked: int | None, told: int) -> int | None:
-    """Launches tell all candidates or none: one executable whatever is asked."""
-    return None if asked is None else told
+def _compiled_logprobs(requested: int | None, num_logprobs: int) -> int | None:
+    """Return all candidates or none, so that one program serves any number."""
+    return None if requested is None else num_logprobs
 
 
 def make_controls(
     params: SamplingParams, tokenizer: Tokenizer, stop_ids: tuple[int, ...]
 ) -> TokenControls | None:
-    """Return what the step program is to do to single tokens; None for nothing.
+    """Return the token controls of a request; None if it has none.
 
     Args:
-        stop_ids: Not generated before `min_tokens`.
+        stop_ids: End tokens, which are masked before `min_tokens`.
 
     Raises:
-        RequestError: There is more than the program has room for, or no token is left
-            that could be generated.
+        RequestError: There are more entries than the program has room for, or no token
+            is left that could be generated.
     """
     bias = tuple(sorted((params.logit_bias or {}).items()))
     if len(bias) > MAX_BIAS:
@@ -391,7 +391,7 @@ def _bad_words(given: list[str], tokenizer: Tokenizer) -> tuple[Word, ...]:
                 )
             words.append(tuple(ids))
     unique = dict.fromkeys(words)
-    # What ends in a word that is forbidden is forbidden with it.
+    # A word that ends in another bad word is covered by it.
     kept = tuple(
         word
         for word in unique
@@ -411,7 +411,7 @@ def _check_some_left(
         raise wrong_argument(
             RequestError,
             "allowed_token_ids",
-            "some id that bad_words leaves, and that is no end of text where "
+            "some id that bad_words does not forbid, and that is no end of text if "
             "min_tokens is set",
             list(allowed),
         )

@@ -1,10 +1,10 @@
-"""Tells gateways over ZeroMQ which pages the prefix cache has, in vLLM's form.
+"""Publishes KV events over ZeroMQ: which pages the prefix cache has, in vLLM's format.
 
 A message is (topic, number, batch): the number has 8 bytes, big-endian, from 0 on; the
 batch is msgpack of [time, events, engine], an event an array that begins with its name:
 ["BlockStored", keys, parent, token ids, tokens of a page, None, "GPU"],
 ["BlockRemoved", keys, "GPU"] or ["AllBlocksCleared"]. That is what llm-d reads for
-precise prefix routing. ZeroMQ and msgpack are imported where events are on.
+precise prefix routing. ZeroMQ and msgpack are imported only if events are on.
 """
 
 import contextlib
@@ -27,31 +27,31 @@ from jaxspec.errors import ConfigError
 
 _log = logging.getLogger(__name__)
 
-# Of pages on a device, whatever device that is.
+# vLLM's name for pages in device memory, on any device.
 MEDIUM = "GPU"
 # The number of the last message of a replay, which has no batch.
 END = (-1).to_bytes(8, "big", signed=True)
-# Between two looks for a request to replay.
+# Interval at which replay requests are polled.
 POLL_S = 0.1
-# For the end: of the queue to have room, and of ZeroMQ to send what it has queued.
+# Longest waits of `close`: for room in the queue, and for ZeroMQ to send its queue.
 CLOSE_S = 2.0
 
 
 class KvEventPublisher:
-    """A thread with a PUB socket, and a ROUTER socket for what somebody missed.
+    """A thread with a PUB socket, and a ROUTER socket to replay missed messages.
 
-    A slow or missing subscriber never delays the engine: what does not fit is dropped,
-    and its number is missing; a replay has it.
+    A slow or missing subscriber never delays the engine: messages that do not fit the
+    queue are dropped. Subscribers see the gap in the numbers, and can request a replay.
     """
 
     def __init__(self, config: KvEventsConfig, page_size: int, rank: int = 0):
         """Open the sockets.
 
         Args:
-            rank: Which of several engines it is.
+            rank: Data parallel rank of the engine.
 
         Raises:
-            ConfigError: An address cannot be used, or ZeroMQ or msgpack is not there.
+            ConfigError: An address cannot be used, or ZeroMQ or msgpack is missing.
         """
         self._config, self._page_size, self._rank = config, page_size, rank
         self._zmq, self._msgpack = _imported("zmq"), _imported("msgpack")
@@ -61,7 +61,7 @@ class KvEventPublisher:
         self._has_dropped = False
         self._batches: queue.Queue[tuple[int, bytes] | None]
         self._batches = queue.Queue(config.max_queue_size)
-        # Of the engine's thread, which adds, and of the publisher's, which replays.
+        # Guards `_kept`: the engine's thread adds, the publisher's thread replays.
         self._lock = threading.Lock()
         self._kept: deque[tuple[int, bytes]] = deque(maxlen=config.buffer_steps)
         try:
@@ -80,7 +80,7 @@ class KvEventPublisher:
         self._thread.start()
 
     def publish(self, events: Iterable[PageEvent]) -> None:
-        """Send what happened, soon."""
+        """Queue events to be sent."""
         encoded = [self._encode(event) for event in events]
         payload = self._msgpack.packb([time.time(), encoded, self._rank])
         batch = (self._number, payload)
@@ -97,17 +97,17 @@ class KvEventPublisher:
             self._has_dropped = True
 
     def close(self) -> None:
-        """Wait until what was published is sent, and the sockets are closed.
+        """Wait until queued events are sent and the sockets are closed.
 
-        The thread closes them itself, as sockets are of one thread at a time; if it
-        takes too long, it goes on without being waited for.
+        The thread closes the sockets itself, because a socket may only be used by one
+        thread. After a timeout it is no longer waited for.
         """
         with contextlib.suppress(queue.Full):
             self._batches.put(None, timeout=CLOSE_S)
         self._thread.join(2 * CLOSE_S)
 
     def _encode(self, event: PageEvent) -> list[Any]:
-        """An event as an array of vLLM's form."""
+        """Return an event as an array in vLLM's format."""
         match event:
             case PagesStored(keys, parent, token_ids):
                 size = self._page_size
@@ -127,7 +127,7 @@ class KvEventPublisher:
             (socket.bind if is_bound else socket.connect)(address)
         except self._zmq.ZMQError as error:
             raise ConfigError(
-                f"KV events cannot be told at {address}: {error}. Choose another "
+                f"KV events cannot be published at {address}: {error}. Choose another "
                 f"{name} of kv_events_config.",
                 parameter="kv_events_config",
                 value=getattr(self._config, name),
@@ -135,7 +135,7 @@ class KvEventPublisher:
         return socket
 
     def _address(self, address: str) -> str:
-        """An engine's own, of several."""
+        """Return the address for this engine's data parallel rank."""
         if not self._rank:
             return address
         if address.startswith("ipc:"):
@@ -150,12 +150,12 @@ class KvEventPublisher:
                 if self._router is not None and self._router.poll(0):
                     self._replay(self._router)
         finally:
-            # PUB sends in a thread of ZeroMQ: without a linger that thread drops what
-            # is queued, and the last of it says that all pages are gone.
+            # PUB sends in a thread of ZeroMQ. Without a linger that thread drops its
+            # queue, whose last event says that all pages were removed.
             self._context.destroy(linger=int(CLOSE_S * 1000))
 
     def _send_next(self, timeout_s: float) -> bool:
-        """Send the next batch that waits; returns whether there was one."""
+        """Send the next queued batch; return whether there was one."""
         try:
             batch = self._batches.get(timeout=timeout_s)
         except queue.Empty:
@@ -169,9 +169,9 @@ class KvEventPublisher:
         return True
 
     def _replay(self, router: Any) -> None:
-        """Send kept batches from a number on, to who asks.
+        """Send the stored batches from a number on to the client that requests them.
 
-        That includes what the queue had no room for, and what is still in it.
+        They include batches that were dropped, or are still queued.
         """
         client, *_, asked = router.recv_multipart()
         start = int.from_bytes(asked, "big")
@@ -179,7 +179,7 @@ class KvEventPublisher:
             kept = list(self._kept)
         for number, payload in kept:
             if number >= start:
-                # Live events do not wait for thousands of old ones.
+                # Send live events first: there may be thousands of old ones.
                 while self._send_next(0.0):
                     pass
                 numbered = (number.to_bytes(8, "big"), payload)
@@ -192,7 +192,7 @@ def _imported(name: str) -> Any:
         return importlib.import_module(name)
     except ImportError as error:
         raise ConfigError(
-            f"KV events need {name}, which is not installed here: install the extra "
+            f"KV events need {name}, which is not installed: install the extra "
             "`kv-events` (from the checkout, pip install '.[kv-events]'), or leave "
             "out kv_events_config.",
             parameter="kv_events_config",

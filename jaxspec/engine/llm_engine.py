@@ -1,4 +1,4 @@
-"""The engine: requests in, outputs out, one launch ahead of what has been read."""
+"""The engine: takes requests, returns outputs, and keeps one launch in flight."""
 
 import dataclasses
 import itertools
@@ -46,7 +46,7 @@ from jaxspec.text.tokenizer import Tokenizer, first_difference
 
 _log = logging.getLogger(__name__)
 LOG_INTERVAL_S = 10.0
-# Longest wait for a program before calls of other threads are served.
+# Longest wait for a program or a mask before calls of other threads are served.
 MAX_WAIT_S = 0.05
 
 
@@ -54,13 +54,13 @@ class LLMEngine:
     """vLLM's engine interface: `add_request`, `step`, `abort_request`.
 
     Methods may be called in any thread. A step returns the outputs of all requests,
-    also of those that other threads have added.
+    including requests that other threads have added.
 
     Attributes:
-        lock: Held while a method works; hold it for several calls in a row.
-        config: With the devices' sizes, where they were asked.
-        memory: How the devices' memory is divided; None where a runner was given.
-        runner: The device side, with counts of launches and compiles.
+        lock: Held while a method runs; hold it for several calls in a row.
+        config: The configuration, with sizes that depend on the devices filled in.
+        memory: Memory plan of the devices; None if a runner was passed.
+        runner: Device state and programs, with counts of launches and compiles.
         stats: Totals over all requests.
         policy: Chooses K.
         step_times: Measured seconds of rounds.
@@ -82,7 +82,7 @@ class LLMEngine:
         self._page_events: PageEvents | None = None
         self._publisher: KvEventPublisher | None = None
         if config.kv_events.is_on:
-            # An address that cannot be used is told before the weights are read.
+            # Reject an unusable address before the weights are read.
             size, rank = config.page_size, config.data_parallel_rank
             self._publisher = KvEventPublisher(config.kv_events, size, rank)
             self._page_events = PageEvents()
@@ -105,11 +105,11 @@ class LLMEngine:
         )
         self.input_processor = InputProcessor(config, self.tokenizer)
         self._groups = itertools.count()
-        # With the time of each launch.
+        # Unread launches: launch, device result, time of the launch.
         self._launched: deque[tuple[Launch, Any, float]] = deque()
         self._last_read_ts = 0.0
         self._sleep = Sleep(config, self.runner)
-        # Must be compiled before requests are served; None for nothing.
+        # The program that must be compiled before `is_ready`; None without warm-up.
         self._first_program: StepShape | None = None
         self.calibrator = Calibrator(
             config, runner, self.policy, self.step_times, self._sleep
@@ -118,17 +118,17 @@ class LLMEngine:
 
     @property
     def model_config(self) -> ServedModel:
-        """What scripts for vLLM ask about the model."""
+        """The model properties that scripts for vLLM read."""
         return ServedModel(self.config)
 
     @exclusive
     @no_type_check  # it has its own check, with a better error
     def set_tokenizer(self, tokenizer: Tokenizer) -> None:
-        """Go on with another form of the same tokenizer: another chat template.
+        """Replace the tokenizer by one that differs e.g. in its chat template.
 
         Raises:
             RequestError: Requests run.
-            ConfigError: It is no tokenizer of this package's, or has other pieces.
+            ConfigError: It is no tokenizer of this package, or has other pieces.
         """
         if not isinstance(tokenizer, Tokenizer):
             hint = "Tokenizer.from_folder(folder, chat_template) makes one."
@@ -139,8 +139,8 @@ class LLMEngine:
         token = first_difference(self.tokenizer, tokenizer)
         if token is not None:
             raise ConfigError(
-                "The tokenizer must have the model's pieces, and differs from that of "
-                f"now in id {token}.",
+                "The tokenizer must have the model's pieces, and differs from the "
+                f"current one in id {token}.",
                 parameter="tokenizer",
                 value=tokenizer,
             )
@@ -166,10 +166,10 @@ class LLMEngine:
         """Build an engine from vLLM's arguments.
 
         Args:
-            usage_context: What vLLM reports; nothing is reported here.
+            usage_context: Accepted for vLLM's signature; no usage is reported.
 
         Raises:
-            UnsupportedError: They ask for several.
+            UnsupportedError: `data_parallel_size` is above 1.
         """
         config = engine_args.create_engine_config()
         if config.data_parallel_size > 1:
@@ -194,11 +194,11 @@ class LLMEngine:
         trace_headers: dict[str, str] | None = None,
         priority: int = 0,
     ) -> str:
-        """Validate and queue one request; nothing has run on the device yet.
+        """Validate and queue one request; no device work is done here.
 
         Args:
-            priority: Lower goes first, with `scheduling_policy="priority"`.
-            lora_request: Not supported, as the two after it.
+            priority: Lower values run first, with `scheduling_policy="priority"`.
+            lora_request: Not supported, like `tokenization_kwargs` and `trace_headers`.
 
         Raises:
             RequestError: The prompt or a sampling value is not acceptable, the id is in
@@ -230,7 +230,7 @@ class LLMEngine:
         if parent is not None:
             for child_id in parent.children:
                 self._check_open(child_id)
-        # The texts share the prompt's pages, also where nothing else is shared.
+        # The texts share the prompt's pages, even without prefix caching.
         group = None if parent is None else next(self._groups)
         for index, request in enumerate(prepared.requests):
             request.cache_group = group
@@ -240,12 +240,12 @@ class LLMEngine:
             self.scheduler.add(request)
 
     def _check_open(self, request_id: str) -> None:
-        """Whether the engine takes a request of that id now."""
+        """Raise if the engine cannot accept a request with this id now."""
         if self.runner.compiler.is_exiting:
             raise EngineDeadError("The interpreter exits: no request can run.")
         if self.is_sleeping():
             raise RequestError(
-                "The engine sleeps and takes no requests: call wake_up() first."
+                "The engine sleeps and accepts no requests: call wake_up() first."
             )
         if self.is_unfinished(request_id):
             raise RequestError(
@@ -256,14 +256,15 @@ class LLMEngine:
 
     @exclusive
     def step(self) -> list[RequestOutput]:
-        """Launch what comes next, read the launch before it, return what is new.
+        """Start the next launch, read the previous one, and return its outputs.
 
-        Returns an empty list when the launch could not be read yet or no request has
-        anything to show (`output_kind`).
+        Returns an empty list if there is no previous launch, or if no request has an
+        output (see `output_kind`).
 
-        A launch that fails with drafts ends them: requests go on without. One that
-        fails without ends the requests that run, and its error is raised. An interrupt
-        ends all requests: what the device did is unknown. The engine takes new ones.
+        If a launch fails while drafting is on, drafting stops and requests continue
+        without it. If one fails with drafting off, the running requests end and its
+        error is raised. An interrupt ends all requests, because the state of the device
+        is unknown. The engine accepts new requests afterwards.
         """
         try:
             outputs = self._step()
@@ -283,27 +284,26 @@ class LLMEngine:
             self._publisher = None
 
     def _publish_pages(self) -> None:
-        """Tell whoever wants to know which pages can be found by now."""
+        """Publish KV events for pages added to or removed from the prefix cache."""
         if self._publisher is None or self._page_events is None:
             return
         if events := self._page_events.take():
             self._publisher.publish(events)
 
     def _restart(self, error: Exception) -> list[RequestOutput]:
-        """Begin again after a launch that failed; its tokens are dropped."""
+        """Restart after a failed launch; drop its tokens."""
         self._launched.clear()
         if self.runner.followers is not None:
-            # The others do not know that a launch has failed here, nor can they go back
-            # to what was before.
+            # The other processes cannot undo the launch.
             reason = f"A launch failed: {error!r}"
             self.runner.followers.break_off(reason, may_be_loss=True)
             raise EngineDeadError(
-                f"A launch failed, and processes of several hosts cannot begin again "
-                f"by themselves: {error!r}. Start all of them again."
+                f"A launch failed: {error!r}. With several hosts, the processes cannot "
+                "recover from it. Restart all of them."
             ) from error
         has_drafts = self.policy.limit(1) > 0
         if has_drafts:
-            _log.error("A launch failed, maybe for what drafts need", exc_info=error)
+            _log.error("A launch failed: continue without drafts", exc_info=error)
             self.policy.stop("a launch failed")
             self.runner.leave_out_drafts()
             if self._first_program is not None:
@@ -318,7 +318,7 @@ class LLMEngine:
         return []
 
     def _at_work(self) -> list[Request]:
-        """Requests that a failure is about: those that run, or wait for a program."""
+        """Return the requests that a failure ends: running, else the first waiting."""
         scheduler = self.scheduler
         return scheduler.running or list(itertools.islice(scheduler.waiting, 1))
 
@@ -349,7 +349,7 @@ class LLMEngine:
         return outputs
 
     def _stop_if_no_program_drafts(self) -> None:
-        """Report that all programs with drafts failed, where others go on."""
+        """Stop drafting if all programs with drafts failed to compile."""
         compiler = self.runner.compiler
         if not any(shape.num_draft_tokens for shape in compiler.failures):
             return
@@ -357,18 +357,18 @@ class LLMEngine:
             self.policy.stop("no program with drafts could be compiled")
 
     def _wait_for_masks_or_program(self) -> float:
-        """Wait a while for what all requests wait for; return the seconds."""
+        """Wait a while for a mask or a program; return the seconds waited."""
         before = time.monotonic()
         if self.scheduler.masks.wait(MAX_WAIT_S):
             return time.monotonic() - before
         with OnDevice():
             shapes = self.scheduler.shapes
-            self.runner.compiler.check(lambda one: not shapes.is_late(one))
+            self.runner.compiler.check(lambda one: not shapes.is_on_demand(one))
         self.runner.compiler.wait(MAX_WAIT_S)
         return time.monotonic() - before
 
     def _read(self) -> tuple[list[RequestOutput], float]:
-        """Take in the oldest launch; its outputs, and the seconds waited for it."""
+        """Read the oldest launch; return its outputs, and the seconds waited for it."""
         launch, result, launched_ts = self._launched.popleft()
         before = time.monotonic()
         with OnDevice():
@@ -380,13 +380,13 @@ class LLMEngine:
         rounds, outputs = fetched.rounds, list[RequestOutput]()
         self.scheduler.settle(launch, len(rounds))
         for result in rounds:
-            outputs += self._take_in(launch, result, took_s / len(rounds))
+            outputs += self._process_result(launch, result, took_s / len(rounds))
         return outputs, now - before
 
-    def _take_in(
+    def _process_result(
         self, launch: Launch, result: StepResult | CaughtUp, took_s: float
     ) -> list[RequestOutput]:
-        """Take in one round of a launch; its outputs."""
+        """Commit one round of a launch; return its outputs."""
         self.scheduler.record_time(launch, took_s)
         num_before = self.stats.num_generated_tokens
         advance = self.scheduler.commit(launch, result)
@@ -413,7 +413,7 @@ class LLMEngine:
     def abort_request(self, request_id: str | Iterable[str]) -> None:
         """End requests at once, without an output; unknown ids are ignored.
 
-        Of a request for several texts all end, and none of them has an id of its own.
+        All texts of a request with n > 1 end; single texts cannot be aborted.
         """
         ids = [request_id] if isinstance(request_id, str) else list(request_id)
         self._end(ids, "abort")
@@ -441,19 +441,19 @@ class LLMEngine:
 
     @exclusive
     def do_log_stats(self) -> None:
-        """Log what happened since the last time; `step` does so every ten seconds."""
+        """Log statistics since the last log; `step` does so every ten seconds."""
         if self.config.disable_log_stats:
             return
         self.metrics.log(self.load())
 
     def log_if_due(self) -> None:
-        """Call `do_log_stats` if the last time was ten seconds ago."""
+        """Call `do_log_stats` if the last log is ten seconds old."""
         if self.metrics.seconds_since_log() > LOG_INTERVAL_S:
             self.do_log_stats()
 
     @exclusive
     def load(self) -> Load:
-        """Return what the engine holds at this moment."""
+        """Return the current load of the engine."""
         scheduler, pages = self.scheduler, self.scheduler.pages
         policy, acceptance = self.policy, self.acceptance
         return Load(
@@ -480,15 +480,15 @@ class LLMEngine:
     def reset_prefix_cache(
         self, reset_running_requests: bool = False, reset_connector: bool = False
     ) -> bool:
-        """Forget the pages of ended requests; False while pages are in use.
+        """Clear the prefix cache; do nothing and return False while pages are in use.
 
         Args:
-            reset_running_requests: Preempt the requests that run, which compute their
-                pages again later: then no page is in use.
-            reset_connector: vLLM's; there is no other cache to reset.
+            reset_running_requests: Preempt the running requests first, so that no page
+                is in use; they compute their pages again later.
+            reset_connector: Accepted for vLLM's signature; there is no KV connector.
         """
         if reset_running_requests and self.scheduler.running:
-            # Tokens that were not read are drawn again, from the same seeds.
+            # Unread tokens are sampled again, from the same seeds.
             self._drain()
             self.scheduler.restart()
         is_done = self.scheduler.reset_prefix_cache()
@@ -520,7 +520,7 @@ class LLMEngine:
     @exclusive
     @no_type_check  # `Sleep` checks, with better errors
     def wake_up(self, tags: list[str] | None = None) -> None:
-        """Bring back what `sleep` freed: outputs are then the same as before.
+        """Restore what `sleep` freed; outputs are the same as before.
 
         Args:
             tags: "weights", "kv_cache" or both (None).
@@ -531,9 +531,9 @@ class LLMEngine:
         """Whether any part is off the devices."""
         return self._sleep.level > 0
 
-    def announce_compiles(self, tell: Callable[[str], None] | None) -> None:
-        """Have `tell` called with what is compiled, and with "" when that is done."""
-        self.runner.compiler.announce = tell
+    def announce_compiles(self, announce: Callable[[str], None] | None) -> None:
+        """Call `announce` with the name of each compile, and with "" at its end."""
+        self.runner.compiler.announce = announce
 
     @no_type_check  # `InputProcessor` checks, with better errors
     def warm_up(
@@ -541,19 +541,19 @@ class LLMEngine:
         prompt_tokens: int | None = None,
         sampling_params: Iterable[SamplingParams] = (),
     ) -> None:
-        """Compile every executable that requests can need, of these parameters.
+        """Compile every program that requests can need.
 
         Args:
             prompt_tokens: Longest prompt to expect; None for the whole budget.
-            sampling_params: Requests with logprobs, penalties, bias, masks of tokens
-                or structured outputs need executables of their own: those of requests
-                like one of these are compiled as well, alone and among plain ones.
+            sampling_params: Examples of requests to expect. Logprobs, penalties,
+                biases, token masks and structured outputs need programs of their own,
+                which are compiled only if one of the examples uses them.
 
         Raises:
             RequestError: As for `add_request`.
             NotImplementedError: As for `add_request`.
         """
-        for shape in self._wanted(prompt_tokens, sampling_params, with_late=True):
+        for shape in self._wanted(prompt_tokens, sampling_params, with_on_demand=True):
             self.runner.executable(shape)
         with self.lock:
             # Steps time the programs themselves while requests of other threads run.
@@ -561,7 +561,9 @@ class LLMEngine:
                 self.calibrator.run_all(self.scheduler)
 
     def start_warm_up(self, sampling_params: Iterable[SamplingParams] = ()) -> None:
-        """Have the same programs made beside requests, which the first of them serves.
+        """Compile the same programs in the background, except on-demand ones.
+
+        Requests are served as soon as the first program is compiled.
 
         Raises:
             RequestError: As for `add_request`.
@@ -577,9 +579,9 @@ class LLMEngine:
         prompt_tokens: int | None,
         sampling_params: Iterable[SamplingParams],
         *,
-        with_late: bool = False,
+        with_on_demand: bool = False,
     ) -> list[StepShape]:
-        """The programs that requests can need, the first one serves plain requests."""
+        """Return the programs that requests need; the first serves plain requests."""
         if prompt_tokens is not None:
             check_integer(RequestError, "prompt_tokens", prompt_tokens, low=1)
         wanted = [Features(is_greedy=True), Features()]
@@ -588,44 +590,46 @@ class LLMEngine:
             self.runner.check_features(features)
             decoding = dataclasses.replace(features, num_prompt_logprobs=None)
             wanted += [features, decoding]
-        return self.scheduler.shapes.all(prompt_tokens, wanted, with_late=with_late)
+        return self.scheduler.shapes.all(
+            prompt_tokens, wanted, with_on_demand=with_on_demand
+        )
 
     def wait_for_programs(self) -> None:
-        """Return when no program is being made, or wanted, any more.
+        """Wait until no program is being compiled or queued.
 
         Raises:
-            Exception: Why one could not be made.
+            Exception: A compile failed.
         """
         self.runner.compiler.wait_for_all()
 
     @property
     def is_ready(self) -> bool:
-        """Whether a plain request would start at once; any thread may ask."""
+        """Whether a plain request would start at once; may be read in any thread."""
         first = self._first_program
         return first is None or first in self.runner.programs
 
     @property
     def num_warming(self) -> int:
-        """Programs that are still to be made; any thread may ask."""
+        """Number of programs left to compile; may be read in any thread."""
         return self.runner.compiler.num_wanted
 
     @property
     def choice(self) -> Choice:
-        """K as it is now, and what it should bring; any thread may ask."""
+        """The current choice of K; may be read in any thread."""
         return self.scheduler.choice
 
     @property
     def compiling(self) -> str | None:
-        """The name of the program that is being made; any thread may ask."""
+        """Name of the program being compiled, or None; may be read in any thread."""
         current = self.runner.compiler.current
         return None if current is None else current.name
 
     @exclusive
     def shutdown(self) -> None:
-        """End all requests, wait for the device, free its memory and all programs.
+        """Abort all requests, wait for the device, free its memory and all programs.
 
-        The engine sleeps then: `wake_up` reads the weights again, and programs are made
-        again when they are needed. Of several hosts the processes end.
+        The engine then sleeps: `wake_up` reads the weights again, and programs are
+        compiled again when needed. With several hosts, the follower processes end.
         """
         self.runner.compiler.stop()
         self.abort_request(self.output_processor.callers_of(self.output_processor))
@@ -637,7 +641,7 @@ class LLMEngine:
         self.runner.leave()
 
     def _drain(self) -> None:
-        """Wait for what was launched for requests that have all ended."""
+        """Wait for all launches, and drop their results."""
         while self._launched:
             launch, result, _ = self._launched.popleft()
             self.runner.fetch(result, launch.shape)
@@ -645,7 +649,7 @@ class LLMEngine:
     def begin_exit(self) -> None:
         """Take no more steps: the interpreter exits.
 
-        Keeps the lock, so that daemon threads which step the engine wait for ever.
+        Keeps the lock, so that daemon threads that step the engine block until the end.
         """
         self.lock.__enter__()
 

@@ -1,7 +1,4 @@
-"""Files to a tokenizer, weights and a runner; and devices' memory freed and restored.
-
-Owns what happens once, at the start, and what an idle engine does to sleep and wake up.
-"""
+"""Loads the tokenizer, the weights and the runner; implements sleep and wake-up."""
 
 import atexit
 import dataclasses
@@ -53,7 +50,7 @@ _LOAD_FORMATS = {
     "orbax": ("kaggle", "orbax"),
     "gguf": ("gguf",),
 }
-# What the leader decides for all hosts.
+# Fields that the leader decides for all hosts.
 _DECIDED = ("dtype", "max_num_seqs", "max_num_batched_tokens", "num_pages")
 _DRAFT_DEVICES = "draft_tensor_parallel_size"
 _PARTS: tuple[str, ...] = ("weights", "kv_cache")
@@ -63,8 +60,8 @@ def read_tokenizer(config: EngineConfig) -> Tokenizer:
     """Read the target's tokenizer, and check that the draft's is the same one.
 
     Returns:
-        A `NoTokenizer` where none is wanted, or where random weights need no text and
-        their folder has none.
+        A `NoTokenizer` with `skip_tokenizer_init`, or if weights are random and their
+        folder has no tokenizer.
 
     Raises:
         ConfigError: A tokenizer cannot be read, they differ, or a trimmed draft lacks
@@ -80,8 +77,8 @@ def read_tokenizer(config: EngineConfig) -> Tokenizer:
     turns = family_of(config.model_config).turns
     tokenizer = Tokenizer.from_folder(config.tokenizer, config.chat_template, turns)
     folder = config.speculative and config.speculative.model
-    # A draft without a tokenizer of its own was trained for the target's. Compared
-    # before rows are counted: a pair has those of the smaller vocabulary.
+    # A draft without its own tokenizer was trained for the target's. Compare them
+    # before the sizes: a pair has the smaller vocabulary of the two.
     if folder is not None and _has_tokenizer(folder):
         names = f"the target ({config.model})", f"the draft ({folder})"
         hint = draft_hint(config.model_config)
@@ -90,8 +87,8 @@ def read_tokenizer(config: EngineConfig) -> Tokenizer:
     if tokenizer.vocab_size > num_rows:
         raise ConfigError(
             f"The tokenizer of {config.tokenizer} has {tokenizer.vocab_size} pieces, "
-            f"and the network of {config.model} has vocab_size={num_rows}: they are "
-            "not of one model. Pass the model's own as tokenizer.",
+            f"but {config.model} has vocab_size={num_rows}: they do not belong to one "
+            "model. Pass the model's own tokenizer.",
             parameter="tokenizer",
             value=config.tokenizer,
         )
@@ -108,17 +105,17 @@ def _has_tokenizer(folder: str) -> bool:
 
 
 def make_runner(config: EngineConfig) -> Runner:
-    """Load both models onto the mesh that the configuration asks for.
+    """Load both models onto the mesh of the configuration.
 
-    Where the target is spread over hosts, the other processes are waited for, and hear
-    what is decided here.
+    With several hosts, wait for the other processes, and send them the sizes that are
+    decided here.
 
     Returns:
-        A runner whose `config` has the devices' sizes where the user has given none.
+        A runner whose `config` has planned sizes for those that the user left open.
 
     Raises:
-        ConfigError: They do not fit on the devices, which is found before anything is
-            read; a checkpoint is incomplete or damaged; or a process is missing, or
+        ConfigError: The models do not fit on the devices (raised before weights are
+            read); a checkpoint is incomplete or damaged; or a process is missing or
             differs.
     """
     hosts, followers = config.hosts, None
@@ -141,16 +138,16 @@ def make_runner(config: EngineConfig) -> Runner:
 
 
 def _make_leading(config: EngineConfig, followers: Followers | None) -> Runner:
-    """Decide the sizes, have all others hear of them, and load the models."""
-    _warn_of_what_is_made_up(config)
+    """Decide the sizes, send them to the followers, and load the models."""
+    _warn_of_dummies(config)
     mesh, others = build_mesh(config), []
     if followers is not None:
-        told = followers.wait(followers.send("tell_memory", {}))
-        others = [(one["limit_bytes"], one["used_bytes"]) for one in told]
+        answers = followers.wait(followers.send("report_memory", {}))
+        others = [(one["limit_bytes"], one["used_bytes"]) for one in answers]
     config, mesh, sharding = spread_draft(config, mesh, others=others)
     config, plan = fit(config, mesh, others=others)
     if followers is not None:
-        # What "auto" means is found on the host, and may be another on the next one.
+        # "auto" depends on the host's CPU, so the leader resolves it for all.
         dtype = str(resolve_dtype(config.dtype, mesh))
         config = dataclasses.replace(config, dtype=dtype)
         followers.send("load", _decided(config))
@@ -165,7 +162,7 @@ def _make_leading(config: EngineConfig, followers: Followers | None) -> Runner:
     runner = _load(config, mesh, followers)
     runner.memory = plan
     if followers is not None:
-        # For scripts that end without a word to their engine.
+        # For scripts that exit without `shutdown`.
         atexit.register(runner.leave)
     return runner
 
@@ -178,7 +175,7 @@ def _load(config: EngineConfig, mesh: Mesh, followers: Followers | None) -> Runn
 
 
 def _decided(config: EngineConfig) -> dict[str, Any]:
-    """What devices have a say in; `make_following_runner` takes it over."""
+    """Return fields that the leader decides; `make_following_runner` applies them."""
     values = {name: getattr(config, name) for name in _DECIDED}
     if config.speculative is not None:
         devices = config.speculative.draft_tensor_parallel_size
@@ -196,7 +193,7 @@ def make_following_runner(config: EngineConfig, leader: Leader) -> Runner:
     join(config.hosts)
     mesh = build_mesh(config)
     command = leader.receive()
-    assert command.name == "tell_memory", command
+    assert command.name == "report_memory", command
     limit, used = own_memory(config, mesh)
     leader.answer(command, {"limit_bytes": limit, "used_bytes": used})
     command = leader.receive()
@@ -211,13 +208,13 @@ def make_following_runner(config: EngineConfig, leader: Leader) -> Runner:
     return _load(config, build_mesh(config), None)
 
 
-def _warn_of_what_is_made_up(config: EngineConfig) -> None:
+def _warn_of_dummies(config: EngineConfig) -> None:
     if _is_dummy(config):
-        _log.warning("load_format='dummy': weights are random, texts mean nothing")
+        _log.warning("load_format='dummy': weights are random, texts are meaningless")
     if config.speculative is not None and config.is_synthetic:
         _log.warning(
-            "rejection_sample_method='synthetic': acceptance is given, not found, and "
-            "texts mean nothing. Draft i stays with chance %s if those before it do.",
+            "rejection_sample_method='synthetic': drafts are accepted at random, and "
+            "texts are meaningless. Acceptance probabilities by position: %s.",
             config.speculative.forced_acceptance,
         )
 
@@ -228,7 +225,7 @@ def _is_dummy(config: EngineConfig) -> bool:
 
 @own_settings()
 def load_weights(config: EngineConfig, mesh: Mesh) -> tuple[Params, Params | None]:
-    """Read the weights of target and draft; make random ones if they are dummies.
+    """Read the weights of target and draft, or make random ones (`load_format`).
 
     Raises:
         ConfigError: A checkpoint is incomplete or damaged.
@@ -245,7 +242,7 @@ def load_weights(config: EngineConfig, mesh: Mesh) -> tuple[Params, Params | Non
 def _read_weights(
     config: EngineConfig, mesh: Mesh, dtype: Any
 ) -> tuple[Params, Params | None]:
-    # Both are checked before either is read: a wrong draft must not cost minutes.
+    # Open both before reading either: an error in the draft must not cost minutes.
     tensors = _open(config, config.model, "model")
     draft_tensors = None
     folder = config.speculative and config.speculative.model
@@ -253,7 +250,7 @@ def _read_weights(
         draft_tensors = _open(config, folder, "speculative_model")
     draft = None
     if folder is not None and config.head_config is not None:
-        # Small, and checked while it is read: first of all.
+        # Heads are small, and checked while they are read, so they come first.
         _, draft = load_head(
             folder,
             config.model_config,
@@ -293,7 +290,7 @@ def _random_weights(
         return target, random_head(config.head_config, seed=config.seed, **options)
     if config.draft_model_config is None:
         return target, None
-    # Of its own: with the target's sizes it would be the target.
+    # Another seed: with the same sizes and seed, the draft would equal the target.
     options |= dict(seed=config.seed ^ 1, mesh_axes=DRAFT_MESH_AXES)
     options |= dict(token_ids=config.draft_token_ids)
     return target, random_params(config.draft_model_config, **options)
@@ -303,14 +300,14 @@ def _open(config: EngineConfig, folder: str, argument: str) -> Mapping[str, Tens
     try:
         checkpoint = open_checkpoint(folder, layouts()).resolved()
     except CheckpointError as error:
-        # Target and draft are read alike: say which of them this is.
+        # Name the argument: target and draft have the same errors.
         message = f"{argument}: {error}"
         raise ConfigError(message, parameter=argument, value=folder) from error
     load_format = config.load_format
     if checkpoint.format not in _LOAD_FORMATS[load_format]:
-        allowed = f"'auto' for {folder}, which holds format {checkpoint.format!r},"
+        allowed = f"'auto' for {folder}, which has format {checkpoint.format!r},"
         raise wrong_argument(ConfigError, "load_format", allowed, load_format)
-    # Rows of padding that the other model of the pair does not have are left out.
+    # Leave out padding rows that the other model of the pair does not have.
     num_rows = config.model_config.vocab_size
     tensors = dict(checkpoint.tensors)
     for name in {EMBEDDING, HEAD} & tensors.keys():
@@ -320,15 +317,15 @@ def _open(config: EngineConfig, folder: str, argument: str) -> Mapping[str, Tens
 
 
 def check_level(level: int) -> int:
-    """Return the level of a sleep, if it is one."""
+    """Return a sleep level; raise `RequestError` if it is not 1 or 2."""
     return check_integer(RequestError, "level", level, low=1, high=2)
 
 
 class Sleep:
-    """Which parts of a runner are off the devices.
+    """Sleep and wake-up of a runner: which parts are off the devices.
 
     Attributes:
-        level: 0 awake; 1 the weights are on the host; 2 they are nowhere.
+        level: 0 awake; 1 asleep, weights on the host; 2 asleep, weights dropped.
     """
 
     def __init__(self, config: EngineConfig, runner: Runner):
@@ -337,7 +334,7 @@ class Sleep:
         self.level = 0
 
     def begin(self, level: int) -> None:
-        """Free weights and pages; nothing happens to an engine that sleeps.
+        """Free weights and pages; do nothing if the engine sleeps already.
 
         Raises:
             RequestError: Another level than 1 or 2.
@@ -352,10 +349,10 @@ class Sleep:
 
     @no_type_check  # it has its own check, with a better error
     def end(self, tags: list[str] | None) -> None:
-        """Bring back the parts named in `tags`, or (None) all that are missing.
+        """Restore the parts named in `tags`, or (None) all missing parts.
 
         Raises:
-            RequestError: A tag is no part.
+            RequestError: An unknown tag.
         """
         wanted = _PARTS if tags is None else tags
         if not isinstance(wanted, (list, tuple)):
@@ -376,7 +373,7 @@ class Sleep:
     def _read_again(self) -> tuple[Params, Params | None]:
         config = self._config
         if not self._runner.program.proposers:
-            # No drafts, or they were left out after a launch that failed.
+            # No drafts, or drafting has stopped after a failed launch.
             config = dataclasses.replace(
                 config,
                 draft_model_config=None,

@@ -1,7 +1,7 @@
-"""Owns what an engine tells about itself: vLLM's metrics and log lines.
+"""Metrics and log lines of an engine, with vLLM's names.
 
-Counts what `EngineStats` does not: by finished request, and distributions of times and
-lengths. Knows nothing of who reads it.
+Adds to `EngineStats` counts of finished requests, and distributions of times and
+lengths.
 """
 
 import bisect
@@ -24,9 +24,9 @@ from jaxspec.metrics import Counter, Gauge, Histogram, Metric, Vector
 
 _log = logging.getLogger(__name__)
 
-# Dashboards look for vLLM's; a script whose imports were renamed looks for ours.
+# Dashboards use vLLM's prefix; scripts whose imports were renamed use ours.
 PREFIXES = ("vllm", "jaxspec")
-# Of what vLLM does not count.
+# Prefix of metrics that vLLM does not have.
 OWN = "jaxspec"
 
 _TO_FIRST_TOKEN_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75)
@@ -44,7 +44,7 @@ _HOST_S += (0.025, 0.05, 0.1, 0.25, 1.0)
 _ITERATION_TOKENS = (1, *(1 << power for power in range(3, 15)))
 _FINISH_REASONS = ("stop", "length", "abort", "error", "repetition")
 _SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")
-# Acceptance is looked at over this many draft tokens, and low below this share.
+# Acceptance is checked over this many draft tokens; below this rate it is low.
 _COMPARED, _LOW_ACCEPTANCE = 2000, 0.3
 _CAUSES = (
     "a chat template that is missing or not the model's own; a draft model of another "
@@ -54,25 +54,25 @@ _HEAD_CAUSES = (
     "a chat template that is missing or not the model's own; a head that was trained "
     "for another fine-tune of the target, or on other texts; a high temperature"
 )
-_LOOKUP_CAUSES = "texts that repeat little of themselves; a high temperature"
+_LOOKUP_CAUSES = "texts with little repetition; a high temperature"
 
 
 @dataclass(kw_only=True)
 class Load:
-    """What an engine holds at one moment.
+    """Load and state of an engine at one moment.
 
     Attributes:
-        num_deferred: Of those that wait, how many do so for a program, not for a place.
-        kv_usage: Share of the pages that running requests hold.
+        num_deferred: Waiting requests that wait for a program, not for capacity.
+        kv_usage: Share of the pages that running requests hold, 0 to 1.
         sleep_level: 0 is awake.
-        num_compiles: Since the start, as `compile_s`.
-        num_warming: Programs that are still to be made.
-        choice: Of K, as it is now.
-        saved_s, lost_s: Seconds won and lost against plain decoding since the start,
-            with `num_probes` and `num_stops` of `SpeculationPolicy`.
-        is_stopped: Whether drafting has failed, and requests go on without.
-        num_compared, num_agreed: Since the start, as in `Costs`.
-        program_bytes: What programs take of a device, as far as they are made.
+        num_compiles, compile_s: Programs made since the start, and their seconds.
+        num_warming: Programs left to compile.
+        choice: The current choice of K.
+        saved_s, lost_s, num_probes, num_stops: Since the start, as in
+            `SpeculationPolicy`.
+        is_stopped: Whether drafting has failed and stopped for good.
+        num_compared, num_agreed: Since the start, as in `AcceptanceRates`.
+        program_bytes: Memory of the compiled programs on one device.
     """
 
     num_running: int = 0
@@ -95,7 +95,7 @@ class Load:
 
 
 class Distribution:
-    """Counts of values between rising bounds."""
+    """A histogram with ascending bounds."""
 
     def __init__(self, bounds: tuple[float | int, ...]):
         self._bounds = bounds
@@ -103,16 +103,16 @@ class Distribution:
         self._sum = 0.0
 
     def add(self, value: float | int) -> None:
-        """Count one value; a bound itself belongs to what lies below it."""
+        """Count one value; a value equal to a bound is counted below it."""
         self.add_many(value, 1)
 
     def add_many(self, value: float | int, count: int) -> None:
-        """Count an observation that was made several times."""
+        """Count a value `count` times."""
         self._counts[bisect.bisect_left(self._bounds, value)] += count
         self._sum += value * count
 
     def read(self, name: str, labels: dict[str, str]) -> Histogram:
-        """Return the counts summed up from below, as Prometheus has them."""
+        """Return cumulative counts, as in Prometheus."""
         total, buckets = 0, {}
         for bound, count in zip((*self._bounds, None), self._counts, strict=True):
             total += count
@@ -123,7 +123,7 @@ class Distribution:
 
 
 class EngineMetrics:
-    """One engine's counts, and the log line that tells what is new since the last."""
+    """Counts of one engine, and its periodic log line."""
 
     def __init__(
         self,
@@ -134,12 +134,12 @@ class EngineMetrics:
         """Count for one engine.
 
         Args:
-            memory: How its devices' memory is divided, if somebody has planned it.
+            memory: Memory plan of its devices; None if there is none.
         """
         self._config, self._stats, self._memory = config, stats, memory
         rank, count = config.data_parallel_rank, config.data_parallel_size
         self._labels = {"model_name": config.served_model_name, "engine": str(rank)}
-        # Of log lines, where those of several engines stand beside each other.
+        # Prefix of log lines, if there are several engines.
         self._place = f"Engine {rank:03d}: " if count > 1 else ""
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
@@ -163,16 +163,17 @@ class EngineMetrics:
         self._seen = {name: Distribution(edges) for name, edges in bounds.items()}
         self._round_s, self._host_s = Distribution(_ROUND_S), Distribution(_HOST_S)
         self._expected_s, self._error_s = Distribution(_ROUND_S), 0.0
-        # Every K there can be, so that a rate sees the first launch of each.
+        # All K from the start, so that rates include the first launch of each.
         self._launches = dict.fromkeys(range(config.num_draft_tokens + 1), 0)
         self._last_log = (time.monotonic(), 0, copy.deepcopy(stats))
         self._was_busy = False
-        # Of `Costs`, when acceptance was last looked at; None once it was low.
+        # `num_compared` and `num_agreed` at the last check of acceptance; None after
+        # the warning.
         self._looked_at: tuple[int, float] | None = (0, 0.0)
 
     def add_tokens(self, requests: list[Request], now: float) -> None:
-        """Count what got new tokens, before the requests' own times are set."""
-        # Those of one round have the same time.
+        """Count requests with new tokens, before their own times are updated."""
+        # Number of requests by the time of their previous tokens.
         last: dict[float, int] = {}
         for request in requests:
             stats = request.stats
@@ -197,7 +198,7 @@ class EngineMetrics:
             self._launches[launch.round.num_drafts] += 1
 
     def add_step(self, host_s: float) -> None:
-        """Count a step by what it cost the host."""
+        """Count the host time of a step."""
         self._host_s.add(host_s)
 
     def add_finished(self, request: Request) -> None:
@@ -206,10 +207,10 @@ class EngineMetrics:
         assert reason is not None
         self._finished[reason] += 1
         params, generated = request.params, len(request.output_token_ids)
-        fed = request.num_prompt_tokens - (request.num_cached_tokens or 0)
+        computed = request.num_prompt_tokens - (request.num_cached_tokens or 0)
         values: dict[str, float] = {
             "request_prompt_tokens": request.num_prompt_tokens,
-            "request_prefill_kv_computed_tokens": fed,
+            "request_prefill_kv_computed_tokens": computed,
             "request_generation_tokens": generated,
             "request_num_preemptions": stats.num_preemptions,
         }
@@ -236,15 +237,18 @@ class EngineMetrics:
         self._grammar_failures[kind] += 1
 
     def add_answered(self, num_texts: int, most_tokens: int) -> None:
-        """Count a request that got its texts, of which the longest has so many tokens.
+        """Count a finished request of `num_texts` texts.
 
-        Every one of the texts is counted by `add_finished` as well.
+        `add_finished` counts each of the texts as well.
+
+        Args:
+            most_tokens: Length of the longest text.
         """
         self._seen["request_params_n"].add(num_texts)
         self._seen["request_max_num_generation_tokens"].add(most_tokens)
 
     def read(self, load: Load) -> list[Metric]:
-        """Return everything in vLLM's names, for each of `PREFIXES`; then the rest."""
+        """Return metrics with vLLM's names, for each of `PREFIXES`; then our own."""
         gauges = {
             "num_requests_running": load.num_running,
             "num_requests_waiting": load.num_waiting,
@@ -276,25 +280,25 @@ class EngineMetrics:
             *self._drafts(),
             *(seen.read(name, dict(self._labels)) for name, seen in self._seen.items()),
         ]
-        told = [(prefix, metric) for prefix in PREFIXES for metric in found]
-        told += [(OWN, metric) for metric in self._own(load)]
+        prefixed = [(prefix, metric) for prefix in PREFIXES for metric in found]
+        prefixed += [(OWN, metric) for metric in self._own(load)]
         return [
             dataclasses.replace(metric, name=f"{prefix}:{metric.name}")
-            for prefix, metric in told
+            for prefix, metric in prefixed
         ]
 
     def _own(self, load: Load) -> list[Metric]:
-        """What vLLM has no name for.
+        """Return the metrics that vLLM does not have.
 
-        K is a counter with a label, not a histogram, whose buckets would add up: a
-        dashboard stacks what it finds.
+        K is a counter with a label, not a histogram: dashboards can stack the counters,
+        while a histogram's buckets are cumulative.
         """
         labels = dict(self._labels)
         speculative, forced = self._config.speculative, list[Metric]()
-        chances = speculative and speculative.forced_acceptance
-        if chances:
-            told = ",".join(f"{one:g}" for one in chances)
-            forced = [self._gauge("synthetic_acceptance_info", 1, chances=told)]
+        rates = speculative and speculative.forced_acceptance
+        if rates:
+            listed = ",".join(f"{one:g}" for one in rates)
+            forced = [self._gauge("synthetic_acceptance_info", 1, chances=listed)]
         return [
             *forced,
             self._round_s.read("round_time_seconds", labels),
@@ -318,7 +322,7 @@ class EngineMetrics:
         ]
 
     def _planned(self, load: Load) -> list[Metric]:
-        """Of the memory plan, if there is one: bytes of one device."""
+        """Return the metrics of the memory plan, if any: bytes of one device."""
         plan = self._memory
         if plan is None:
             return []
@@ -343,15 +347,15 @@ class EngineMetrics:
         ]
 
     def _leaves(self, load: Load) -> list[Metric]:
-        """Of drafts beside others, where there are any.
+        """Return the metrics of side branches, if the engine has any.
 
-        They are not among vLLM's accepted tokens, whose positions are those of drafts
-        one after the other.
+        Their tokens are not counted in vLLM's accepted tokens, whose positions are
+        those of the main chain.
         """
         speculative = self._config.speculative
         if speculative is None or speculative.num_nodes == speculative.num_levels:
             return []
-        count = self._stats.num_beside_tokens
+        count = self._stats.num_side_tokens
         found: list[Metric] = [
             self._counter("spec_decode_num_accepted_leaves", count),
             self._gauge("speculation_has_leaves", load.choice.has_side_branches),
@@ -371,7 +375,7 @@ class EngineMetrics:
         return found
 
     def _choice(self, load: Load) -> list[Metric]:
-        """Of the choice of K, where there is any: what it is, and what it brought."""
+        """Return the metrics of the choice of K, if there are drafts."""
         if not self._config.num_draft_tokens:
             return []
         counters = {
@@ -400,17 +404,17 @@ class EngineMetrics:
         ]
 
     def _cache(self) -> dict[str, str]:
-        """What there is to say of the pages, in vLLM's words.
+        """Return the labels of `cache_config_info`, with vLLM's names.
 
-        vLLM tells its `CacheConfig` as it is: of state-space models, shared keys and
-        offloading, which it tells as well, there is nothing here.
+        vLLM's metric has all fields of its `CacheConfig`; those of features that do not
+        exist here (state-space models, shared keys, offloading) are left out.
         """
         config, given = self._config, self._config.given
         share = given and given.gpu_memory_utilization
         if share is None and self._memory is not None:
             share = self._memory.utilization
         num_tokens = config.num_pages * config.page_size
-        told = {
+        labels = {
             "block_size": config.page_size,
             "cache_dtype": config.dtype,
             "enable_prefix_caching": config.enable_prefix_caching,
@@ -424,18 +428,18 @@ class EngineMetrics:
             "num_gpu_blocks_override": given and given.num_pages,
             "sliding_window": getattr(config.model_config, "sliding_window", None),
         }
-        return {name: str(value) for name, value in told.items()}
+        return {name: str(value) for name, value in labels.items()}
 
     def _drafts(self) -> list[Metric]:
-        """Of speculation, where there is any; the gauges are derived, for dashboards.
+        """Return vLLM's metrics of speculation, and gauges derived from them.
 
-        Their `efficiency` is the share of the tokens that rounds could have given.
+        `efficiency` is emitted tokens / (K + 1 tokens per round).
         """
         width, stats = self._config.num_draft_tokens, self._stats
         if not width:
             return []
         rounds = stats.num_draft_rounds
-        emitted = stats.num_accepted_tokens + stats.num_beside_tokens + rounds
+        emitted = stats.num_accepted_tokens + stats.num_side_tokens + rounds
         kept = stats.accepted_per_position
         counters = {
             "num_drafts": rounds,
@@ -468,7 +472,7 @@ class EngineMetrics:
     def warn_of_low_acceptance(
         self, acceptance: AcceptanceRates, choice: Choice
     ) -> None:
-        """Say once what to look for, where few of many drafts agree with the target."""
+        """Warn once, with possible causes, if few drafts agree with the target."""
         if self._looked_at is None or self._config.is_synthetic:
             return
         compared, agreed = self._looked_at
@@ -489,12 +493,12 @@ class EngineMetrics:
             causes = _HEAD_CAUSES if has_head else _CAUSES
         _log.warning(
             "%sLow acceptance: the target agreed with %.0f%% of the last %d draft "
-            "tokens. K is %d now%s. Look for %s.",
+            "tokens. K is %d now%s. Possible causes: %s.",
             self._place,
             100 * agreed / compared,
             compared,
             k,
-            "" if k else ": decoding goes on without drafts",
+            "" if k else ": decoding continues without drafts",
             causes,
         )
 
@@ -503,17 +507,17 @@ class EngineMetrics:
         return time.monotonic() - self._last_log[0]
 
     def log(self, load: Load) -> None:
-        """Write a line on what happened since the last one, and one on drafts.
+        """Log statistics since the last log: one line, and one on drafts.
 
-        An idle engine is told of once, then at the level DEBUG.
+        An idle engine is logged once, then at level DEBUG.
         """
         now, stats = time.monotonic(), self._stats
         then, prompt_tokens, before = self._last_log
         seconds = max(now - then, 1e-9)
         self._last_log = (now, self.num_prompt_tokens, copy.deepcopy(stats))
         generated = stats.num_generated_tokens - before.num_generated_tokens
-        fed = self.num_prompt_tokens - prompt_tokens
-        is_busy = bool(fed or generated or load.num_running or load.num_waiting)
+        prompt = self.num_prompt_tokens - prompt_tokens
+        is_busy = bool(prompt or generated or load.num_running or load.num_waiting)
         level = logging.INFO if is_busy or self._was_busy else logging.DEBUG
         self._was_busy = is_busy
         hits = stats.num_prefix_hits / max(stats.num_prefix_queries, 1)
@@ -524,7 +528,7 @@ class EngineMetrics:
             "Waiting: %d reqs, KV cache usage: %.1f%%, "
             "Prefix cache hit rate: %.1f%%",
             self._place,
-            fed / seconds,
+            prompt / seconds,
             generated / seconds,
             load.num_running,
             load.num_waiting,

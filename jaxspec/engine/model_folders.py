@@ -1,7 +1,6 @@
-"""What a model's name stands for: a folder, and the sampling that its files recommend.
+"""Resolves model names to folders, and reads the sampling defaults of a folder.
 
-A name is a folder, a GGUF file, a bundled model, or one to fetch. Knows nothing of
-weights.
+A name is a folder, a GGUF file, a bundled model, or a model to download.
 """
 
 import contextlib
@@ -37,7 +36,7 @@ __all__ = [
 ]
 
 _BUNDLED = dict(NAMED_MODELS)
-# Names that begin so are no repository's.
+# Prefix of bundled models, which are never downloaded.
 _OWN_PREFIX = "jaxspec/"
 BUNDLED_NAMES = frozenset(_BUNDLED)
 _ALLOWED = (
@@ -51,14 +50,14 @@ _OUR_NAMES["max_new_tokens"] = "max_tokens"
 
 
 def model_folder(name: object, argument: str, **options: Any) -> Path:
-    """Find the folder or GGUF file of a model; fetch what is not on this machine.
+    """Return the folder or GGUF file of a model; download it if it is not local.
 
     Args:
-        options: Of `jaxspec_checkpoints.sources.fetch`.
+        argument: Name of the argument, for errors.
+        options: Options of `jaxspec_checkpoints.sources.fetch`.
 
     Raises:
-        ConfigError: There is none, or it cannot be fetched; names `argument`, what was
-            found instead, and what to do.
+        ConfigError: There is no such model, or it cannot be downloaded.
     """
     if isinstance(name, str) and name in _BUNDLED:
         with _as_config_error(argument, name):
@@ -82,12 +81,12 @@ def model_folder(name: object, argument: str, **options: Any) -> Path:
 
 
 def _similar(name: str, folder: Path) -> str:
-    """A question that names a similar model, or nothing."""
+    """Return the question "did you mean ...?" for a similar name, or ""."""
     found = difflib.get_close_matches(name, _BUNDLED, n=1)
     if not found:
         with contextlib.suppress(OSError):
-            beside = [path.name for path in folder.parent.iterdir() if path.is_dir()]
-            near = difflib.get_close_matches(folder.name, beside, n=1)
+            names = [path.name for path in folder.parent.iterdir() if path.is_dir()]
+            near = difflib.get_close_matches(folder.name, names, n=1)
             found = [str(folder.parent / one) for one in near]
     return f"; did you mean {found[0]!r}?" if found else ""
 

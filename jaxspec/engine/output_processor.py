@@ -1,7 +1,7 @@
-"""Turns the tokens of every round into outputs: texts, ends of requests, log-probs.
+"""Turns the tokens of every round into outputs: texts, finish reasons, logprobs.
 
-Owns what has been sent of each request, the requests for several texts, and who drew
-each token where a request wants to know.
+Owns the part of each request that was already returned, the parents of requests with
+n > 1, and the origin of each token (draft, target, ...) if a request wants it.
 """
 
 import itertools
@@ -23,7 +23,7 @@ from jaxspec.text.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
 
-# `stop_reason` of a text that the model's numbers ended.
+# `stop_reason` of a text that ended because of NaN or infinite logits.
 NOT_FINITE = (
     "The model's numbers became NaN or infinite for this request. If it happens again "
     "the weights are damaged, or the type is too small for them."
@@ -32,14 +32,14 @@ Finish = Callable[[Request, str, int | str | None], None]
 
 
 class ParentRequest:
-    """A request for `n` texts; it has one output for all of them.
+    """A request for `n` texts, which have one output together.
 
-    Every text is a request of its own with `n=1`. A seeded one gets the seed plus its
-    index, so that text i of a request is the text of a request with that seed.
+    Every text is a request of its own with `n=1`. With a seed, text i has the seed plus
+    i: it is the text of a request with that seed.
 
     Attributes:
-        children: Ids of the requests that make the texts, by index.
-        most_tokens: Of the texts that have ended, the length of the longest.
+        children: Ids of the texts' requests, by index.
+        most_tokens: Length of the longest finished text.
     """
 
     def __init__(self, request_id: str, params: SamplingParams):
@@ -51,7 +51,7 @@ class ParentRequest:
         self._new: dict[int, RequestOutput] = {}
 
     def child_params(self, index: int) -> SamplingParams:
-        """What text `index` is made with."""
+        """Return the parameters of text `index`."""
         params = self._params.clone()
         params.n = 1
         if params.seed is not None:
@@ -59,22 +59,22 @@ class ParentRequest:
         return params
 
     def is_last(self, num_tokens: int) -> bool:
-        """Note that a text has ended with this many tokens; whether it was the last."""
+        """Record that a text has ended; return whether it was the last."""
         self.most_tokens = max(self.most_tokens, num_tokens)
         self._num_open -= 1
         return not self._num_open
 
     def add(self, index: int, output: RequestOutput) -> None:
-        """Take an output of one text."""
+        """Add an output of one text."""
         output.outputs[0].index = index
         output.request_id = self.request_id
         self._latest[index] = self._new[index] = output
         self._num_running -= output.finished
 
     def make_output(self) -> RequestOutput | None:
-        """Make one output of the new ones, if this request's `output_kind` wants it.
+        """Merge the new outputs into one; None if `output_kind` returns none now.
 
-        The final output has all texts. Deltas have the texts with new tokens; other
+        The final output has all texts. Deltas have only texts with new tokens; other
         outputs repeat those without.
         """
         kind = self._params.output_kind
@@ -109,25 +109,25 @@ class OriginStream:
         num_tokens: int,
         num_draft_tokens: int,
         num_accepted: int,
-        num_beside: int = 0,
+        num_side_tokens: int = 0,
     ) -> None:
         """Add the tokens of one round: accepted drafts, then the target's token.
 
         A text that an accepted draft ended has no token of the target.
 
         Args:
-            num_beside: Of the drafts, those accepted in place of one of the spine: the
-                token after them is one more than there would have been.
+            num_side_tokens: Accepted draft tokens of side branches. The token after
+                them is a bonus token.
         """
         own = "target"
         if num_draft_tokens:
-            is_bonus = num_accepted == num_draft_tokens or num_beside
+            is_bonus = num_accepted == num_draft_tokens or num_side_tokens
             own = "bonus" if is_bonus else "recovered"
-        self._origins += ["draft"] * num_accepted + ["leaf"] * num_beside
-        self._origins += [own] * (num_tokens - num_accepted - num_beside)
+        self._origins += ["draft"] * num_accepted + ["leaf"] * num_side_tokens
+        self._origins += [own] * (num_tokens - num_accepted - num_side_tokens)
 
     def keep(self, count: int) -> None:
-        """Forget all but the first `count` tokens."""
+        """Drop all but the first `count` tokens."""
         del self._origins[count:]
 
     def of_part(
@@ -139,17 +139,17 @@ class OriginStream:
         start: int,
         text: str,
     ) -> list[TokenOrigin]:
-        """Cut a part of the text into what each of its tokens added.
+        """Split a part of the text into the pieces of its tokens.
 
         Text that was held back as the possible start of a stop string is released after
-        its own tokens were sent: it goes to the first token of this part.
+        its own tokens were sent: it belongs to the first token of this part.
 
         Args:
             token_ids: All tokens so far, from the first.
-            ends: How much text there was after each; a last token that ends the text
+            ends: Length of the text after each token; a last token that ends the text
                 without being part of it has no entry.
-            first: The token that the part begins with.
-            start: The character that it begins with.
+            first: Index of the first token of the part.
+            start: Index of the first character of the part.
             text: The part.
         """
         assert len(self._origins) == len(token_ids)
@@ -164,14 +164,14 @@ class OriginStream:
 
 @dataclass(kw_only=True, slots=True)
 class Stream:
-    """One request's outputs so far.
+    """State of one request's outputs.
 
     Attributes:
-        is_fast: Deltas carry only text and token ids.
-        origins: Of its tokens; None for a request that does not ask for them.
+        is_fast: Deltas have only text and token ids.
+        origins: Origins of its tokens; None if the request does not return them.
         num_characters: Length of the text that was sent as deltas.
         num_tokens: Number of tokens that were sent.
-        parent: The request for several texts that this is one of, and its index.
+        parent: The request with n > 1 that this text belongs to, and its index.
     """
 
     request: Request
@@ -185,11 +185,11 @@ class Stream:
 
     @property
     def parent_or_none(self) -> ParentRequest | None:
-        """The request for several texts that this is one of."""
+        """The request with n > 1 that this text belongs to, or None."""
         return None if self.parent is None else self.parent[0]
 
     def delta(self, token_ids: list[int]) -> RequestOutput | None:
-        """The next delta, where there is no stop string to look for."""
+        """Return the next delta of a request without stop strings."""
         if not token_ids:
             return None
         text = self.text.follow(token_ids)
@@ -207,7 +207,7 @@ class Stream:
         cumulative_logprob: float | None = None,
         token_origins: list[TokenOrigin] | None = None,
     ) -> RequestOutput:
-        """An output with some of the request's text and tokens."""
+        """Return an output with some of the request's text and tokens."""
         request = self.request
         completion = CompletionOutput(
             index=0,
@@ -236,9 +236,9 @@ class OutputProcessor:
     """Turns progress into outputs.
 
     Attributes:
-        streams: Of all requests that have not ended.
-        parents: Requests for several texts, by the ids that callers gave them.
-        tokenizer: Of requests to come.
+        streams: Streams of all unfinished requests, by id.
+        parents: Requests with n > 1, by the callers' ids.
+        tokenizer: Tokenizer of the following requests.
     """
 
     def __init__(
@@ -285,7 +285,7 @@ class OutputProcessor:
         )
 
     def callers_of(self, requests: Iterable[Request]) -> set[str]:
-        """The ids that callers chose for what these requests belong to."""
+        """Return the callers' ids of requests: with n > 1, those of the parents."""
         ids = [request.request_id for request in requests]
         parents = [self.streams[one].parent_or_none for one in ids]
         return {
@@ -294,11 +294,11 @@ class OutputProcessor:
         }
 
     def requests_of(self, caller_id: str) -> list[Request]:
-        """The unfinished requests of an id that a caller chose."""
+        """Return the unfinished requests of a caller's id."""
         parent = self.parents.pop(caller_id, None)
         names = [caller_id] if parent is None else parent.children
         streams = [self.streams[name] for name in names if name in self.streams]
-        # A child's id may have gone to somebody else when it had ended.
+        # The id of a finished child may have been reused by another request.
         return [one.request for one in streams if one.parent_or_none is parent]
 
     def reset(self) -> None:
@@ -325,7 +325,7 @@ class OutputProcessor:
         """Detokenize new tokens, finish requests at stops, and make outputs.
 
         Args:
-            finish: Ends a request in the scheduler: reason, stop string or token.
+            finish: Ends a request in the scheduler, with its finish and stop reason.
         """
         progress = advance.parts
         self._count(
@@ -337,8 +337,7 @@ class OutputProcessor:
             stream = self.streams[part.request.request_id]
             if part.is_done or not stream.is_fast:
                 self._read(stream, part, finish)
-                # Log-probabilities of the prompt come before its first token does: no
-                # output yet.
+                # Prompt logprobs alone are no output: the first token follows.
                 has_news = part.is_done or part.token_ids
                 output = self._make_output(stream) if has_news else None
             else:
@@ -359,7 +358,7 @@ class OutputProcessor:
         return outputs
 
     def _count(self, requests: list[Request]) -> None:
-        """Note that requests have new tokens, and when."""
+        """Record the time at which requests got new tokens."""
         now = time.monotonic()
         if not self._config.disable_log_stats:
             self._metrics.add_tokens(requests, now)
@@ -372,7 +371,7 @@ class OutputProcessor:
             stats.num_generation_tokens = len(request.output_token_ids)
 
     def _read(self, stream: Stream, part: Progress, finish: Finish) -> None:
-        """Detokenize new tokens and look for what ends the text."""
+        """Detokenize new tokens, and finish the request if the text ends."""
         request, logprobs = stream.request, stream.logprobs
         if part.prompt_logprobs is not None:
             logprobs.push_prompt(part.prompt_logprobs)
@@ -382,7 +381,7 @@ class OutputProcessor:
                 len(part.token_ids),
                 part.num_draft_tokens,
                 part.num_accepted,
-                part.num_beside,
+                part.num_side_tokens,
             )
         shown = request.output_token_ids if request.is_quiet else part.token_ids
         if part.is_broken:
@@ -433,7 +432,7 @@ class OutputProcessor:
             finish(request, "length", None)
 
     def _drop(self, stream: Stream, surplus: int) -> None:
-        """Forget the last tokens of a request."""
+        """Drop the last tokens of a request."""
         request = stream.request
         del request.output_token_ids[-surplus:]
         stream.logprobs.keep(len(request.output_token_ids))
@@ -443,7 +442,7 @@ class OutputProcessor:
         self._stats.num_generated_tokens -= surplus
 
     def _make_output(self, stream: Stream) -> RequestOutput | None:
-        """The output that the request's `output_kind` asks for now, if any."""
+        """Return the next output for the request's `output_kind`, if there is one."""
         request, logprobs = stream.request, stream.logprobs
         kind = request.params.output_kind
         is_finished = request.finish_reason is not None
@@ -475,7 +474,7 @@ class OutputProcessor:
 def _origins(
     stream: Stream, first: int, start: int, text: str
 ) -> list[TokenOrigin] | None:
-    """Origins of the tokens in one output, if the request asks for them."""
+    """Return the origins of the tokens in one output; None if not requested."""
     if stream.origins is None:
         return None
     tokens, ends = stream.request.output_token_ids, stream.text.ends

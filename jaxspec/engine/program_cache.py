@@ -1,14 +1,13 @@
 """Compiled programs on disk: a second start neither traces nor compiles them.
 
-Owns how one executable comes about: read from a folder, or lowered, compiled and kept
-there. jax's own cache is asked only after a program has been traced and lowered, which
-takes as long as reading it back does; here the name of a file is made of what the
-program is traced from, so that nothing is traced to find it: the packages' sources, the
-configuration, shapes and placement of the arguments, the devices, the versions, and
-jax's settings. None of these settings is changed.
+Builds executables: reads them from a folder, or lowers, compiles and saves them there.
+jax's own cache is keyed by the lowered program, and tracing and lowering take as long
+as reading an executable. Here the file name is a digest of the inputs of tracing: the
+packages' sources, the configuration, shapes and placement of the arguments, the
+devices, the versions, and jax's settings. None of these settings is changed.
 
-Programs may be built by several threads and by several processes at once. A folder
-holds code: who can write to it can run what they like where it is read.
+Several threads and processes may build programs at once. A folder contains code: anyone
+who can write to it can run arbitrary code in the processes that read it.
 """
 
 import contextlib
@@ -31,7 +30,7 @@ from typing import Any
 
 import jax
 
-# Private, and the only way to settings of one thread: those of `jax.config` are all's.
+# Private, but the only access to settings of one thread: `jax.config` is global.
 from jax._src import config as thread_settings
 from jax.experimental import serialize_executable
 from jax.sharding import Mesh
@@ -47,22 +46,22 @@ from jaxspec_kernels import native
 
 _log = logging.getLogger(__name__)
 
-# Of all programs in a folder; those that were not used for longest make way.
+# Limit for all programs in a folder; the least recently used ones are removed.
 MAX_BYTES = 4 * 2**30
 SUFFIX = ".program"
 
 Options = dict[str, str | bool]
 
 _PACKAGES = ("jaxspec", "jaxspec_kernels")
-# Of jax's settings those that say where things are kept, what is told of them, or which
-# devices there are: the ones of a program are in its name themselves.
+# jax settings that do not change programs: storage, logging and the choice of devices
+# (the devices of a program are part of its digest).
 _ASIDE = re.compile(
     "cache|log|profiler|traceback|dump|platform|backend|_devices|distributed|cross_host"
     "|timeout|transfer|client"
 )
-# The platform's name of a GPU ends with its memory where it is only described.
+# The device kind of a described GPU (AOT) ends with its memory.
 _MEMORY = re.compile(r" \d+GB.*")
-# Not every device's programs can be taken out of the process.
+# Raised if a device's executables cannot be serialized.
 _UNSUPPORTED = (ValueError, NotImplementedError, jax.errors.JaxRuntimeError)
 _UNREADABLE = (
     *(OSError, EOFError, zlib.error, pickle.PickleError),
@@ -73,12 +72,12 @@ _UNREADABLE = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Built:
-    """An executable, and what it took.
+    """An executable, and the cost of building it.
 
     Attributes:
-        lower_s: Seconds to trace and lower it; 0 where it was read.
-        compile_s: Seconds that XLA took; where it was read, seconds to read it.
-        num_bytes: What its file takes; 0 where there is none.
+        lower_s: Seconds to trace and lower it; 0 if it was read.
+        compile_s: Seconds to compile it, or to read it.
+        num_bytes: Size of the file written; 0 if none was.
     """
 
     executable: Callable[..., Any]
@@ -89,7 +88,7 @@ class Built:
 
 
 class ProgramCache:
-    """A folder of executables, or none: then everything is compiled."""
+    """A folder of executables; without a folder, every program is compiled."""
 
     def __init__(self, folder: Path | None):
         self._folder = folder
@@ -102,15 +101,15 @@ class ProgramCache:
         arguments: Arguments,
         options: Options | None = None,
     ) -> Built:
-        """Read an executable; where there is none, compile and keep it.
+        """Read an executable; if there is none, compile and save it.
 
         Args:
-            arguments: The parameters and the state, or their abstract forms.
-            options: Of XLA, by the names of its flags.
+            arguments: The parameters and the state, or their shapes.
+            options: XLA options, by the names of its flags.
         """
         path = self.path(program, shape, arguments, options)
         if path is None:
-            # Not by the name of those that are kept: jax's cache may take this one.
+            # Another name than that of saved programs: jax's cache may store this one.
             name = f"{program_name(shape)}_unkept"
             return _compile(program, shape, arguments, options, name)
         start = time.monotonic()
@@ -129,7 +128,7 @@ class ProgramCache:
             num_bytes = _save(path, built.executable)
         except (OSError, *_UNSUPPORTED) as error:
             if not self._has_warned:
-                _log.warning("Programs cannot be kept in %s: %r", self._folder, error)
+                _log.warning("Programs cannot be saved in %s: %r", self._folder, error)
             self._has_warned = True
             return built
         return dataclasses.replace(built, num_bytes=num_bytes)
@@ -141,17 +140,17 @@ class ProgramCache:
         arguments: Arguments,
         options: Options | None = None,
     ) -> Built | None:
-        """Compile and keep an executable for devices that may not be here.
+        """Compile and save an executable for devices that may not be present.
 
         Returns:
-            None where a whole one is there already; whether these devices can read it
-            is not known before they do.
+            None if an undamaged file exists already. Whether the devices can load it
+            is only known when they do.
 
         Raises:
             OSError: The folder cannot be written.
         """
         path = self.path(program, shape, arguments, options)
-        assert path is not None, "a program that is not kept"
+        assert path is not None, "a program that is not saved"
         if _is_whole(path):
             return None
         with _past_jax_cache():
@@ -165,9 +164,10 @@ class ProgramCache:
         arguments: Arguments,
         options: Options | None = None,
     ) -> Path | None:
-        """The file of an executable, there or not; None where none is kept.
+        """Return the file of an executable, which need not exist.
 
-        A program that asks an object of its process for masks is not kept.
+        None without a folder, and for a program that calls back into an object of this
+        process for grammar masks.
         """
         if self._folder is None:
             return None
@@ -179,7 +179,7 @@ class ProgramCache:
 
 
 def program_name(shape: StepShape) -> str:
-    """What profiles and files call a program."""
+    """Return the name of a program in profiles and files."""
     return "step_" + re.sub(r"\W", "_", shape.name)
 
 
@@ -205,10 +205,10 @@ def _compile(
 
 @contextlib.contextmanager
 def _past_jax_cache() -> Iterator[None]:
-    """In this thread, have jax's cache keep nothing, if the user has set one up.
+    """Keep jax's persistent cache from storing programs of this thread.
 
-    XLA:CPU writes an executable that came out of a cache without its functions: read
-    back, it fails when it runs. What jax's cache never gets it cannot give.
+    If XLA:CPU serializes an executable that it has loaded from a cache, the functions
+    are missing, and running it fails. Programs that are never stored are never loaded.
     """
     with thread_settings.persistent_cache_min_compile_time_secs(math.inf):
         yield
@@ -217,10 +217,10 @@ def _past_jax_cache() -> Iterator[None]:
 def _load(
     path: Path, mesh: Mesh, given: tuple[list[Any], list[Any]]
 ) -> Callable[..., Any] | None:
-    """Bring an executable back; None if there is none that can be read.
+    """Load an executable; None if there is no file or it cannot be loaded.
 
     Args:
-        given: Its parameters and its state, as in a call.
+        given: Its parameters and state, as in a call.
     """
     trees = (
         jax.tree.structure(((*given, "plan"), {})),
@@ -234,30 +234,30 @@ def _load(
     except (FileNotFoundError, NotADirectoryError):
         return None
     except _UNREADABLE as error:
-        _log.warning("%s cannot be used, and is compiled again: %r", path, error)
+        _log.warning("%s cannot be loaded and is compiled again: %r", path, error)
         return None
-    with contextlib.suppress(OSError):  # of others, or of an image
+    with contextlib.suppress(OSError):  # another user's file, or a read-only image
         os.utime(path)
     return loaded
 
 
 def _save(path: Path, executable: Any) -> int:
-    """Keep an executable for the next start; returns the bytes that it takes.
+    """Save an executable for the next start; return its size in bytes.
 
     Raises:
         OSError: The folder cannot be written.
-        ValueError, NotImplementedError, jax.errors.JaxRuntimeError: These devices'
-            executables cannot be taken out of the process.
+        ValueError, NotImplementedError, jax.errors.JaxRuntimeError: Executables of
+            these devices cannot be serialized.
     """
     payload, _, _ = serialize_executable.serialize(executable)
-    # Reading is not faster without: this takes a twentieth of it, for a fifth of the
-    # bytes, and damage is noticed.
+    # Decompressing takes a twentieth of the time to load, for a fifth of the bytes, and
+    # detects damage.
     content = zlib.compress(payload, level=1)
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Another process may be at the same one: whole files only.
+    # Another process may write the same file: rename complete files only.
     partial = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
     try:
-        # For all whom the user's umask lets read it: it may have been made for others.
+        # Readable as the user's umask allows: others may share the folder.
         with partial.open("xb") as file:
             file.write(content)
         partial.replace(path)
@@ -277,17 +277,17 @@ def _is_whole(path: Path) -> bool:
 
 
 def _make_room(folder: Path) -> None:
-    """Remove the programs that were not used for longest, beyond `MAX_BYTES`."""
-    # Another process may remove some meanwhile.
+    """Remove the least recently used programs beyond `MAX_BYTES`."""
+    # Another process may remove files at the same time.
     with contextlib.suppress(OSError):
         found = [(path.stat(), path) for path in folder.glob(f"step_*{SUFFIX}*")]
         found.sort(key=lambda pair: pair[0].st_mtime)
-        excess = sum(status.st_size for status, _ in found) - MAX_BYTES
+        surplus = sum(status.st_size for status, _ in found) - MAX_BYTES
         for status, path in found:
-            if excess <= 0:
+            if surplus <= 0:
                 break
             path.unlink()
-            excess -= status.st_size
+            surplus -= status.st_size
 
 
 def _digest(
@@ -296,7 +296,7 @@ def _digest(
     arguments: Arguments,
     options: Options | None,
 ) -> str:
-    """One name for all that an executable depends on."""
+    """Return a digest of everything that an executable depends on."""
     mesh = program.mesh
     leaves, structure = jax.tree.flatten(arguments)
     forms = [
@@ -318,16 +318,16 @@ def _digest(
 
 
 def _part_of(mesh: Mesh) -> tuple[int, int]:
-    """Which of the processes that a program runs in this one is, and of how many.
+    """Return this process's index among those of a mesh, and their number.
 
-    They may have one folder, and each has an executable for its own devices.
+    The processes may share a folder; each has an executable for its own devices.
     """
     count = len({device.process_index for device in mesh.devices.flat})
     return (jax.process_index() if count > 1 else 0), count
 
 
 def _parts(sharding: Any, shape: tuple[int, ...], mesh: Mesh) -> Any:
-    """What of an array each device has, however that was said."""
+    """Return the part of an array on each device, independent of its notation."""
     if sharding.is_fully_replicated:
         return None
     indices = sharding.devices_indices_map(shape)
@@ -335,9 +335,9 @@ def _parts(sharding: Any, shape: tuple[int, ...], mesh: Mesh) -> Any:
 
 
 def facts() -> dict[str, object]:
-    """What programs depend on beside their configuration, by name: of all processes.
+    """Return the facts besides configuration that must be equal in all processes.
 
-    Devices are left out, for which jax would look.
+    Devices are left out: listing them would initialize jax.
     """
     versions, settings, flags = _settings()
     assert isinstance(versions, tuple) and isinstance(settings, list)
@@ -348,7 +348,7 @@ def facts() -> dict[str, object]:
 
 
 def _settings() -> list[object]:
-    """What all programs of a process depend on."""
+    """Return versions, jax settings and XLA flags, which all programs depend on."""
     settings = [
         (name, value)
         for name, value in sorted(jax.config.values.items())
@@ -359,7 +359,10 @@ def _settings() -> list[object]:
 
 
 def _about(devices: Sequence[Any]) -> Iterator[object]:
-    """What makes devices others; described ones are like those that are here."""
+    """Yield the properties of devices that programs depend on.
+
+    They are equal for described (AOT) devices and present ones.
+    """
     platform = devices[0].platform
     for device in devices:
         place = list(device.coords) if platform == "tpu" else None
@@ -376,7 +379,7 @@ def _about(devices: Sequence[Any]) -> Iterator[object]:
 
 @cache
 def _plugin_versions() -> list[str]:
-    """Of the compilers for GPUs; a described one's client does not tell its own."""
+    """Return versions of GPU compilers, which a described GPU's client lacks."""
     return sorted(
         f"{found.name} {found.version}"
         for found in metadata.distributions()
@@ -386,7 +389,7 @@ def _plugin_versions() -> list[str]:
 
 @cache
 def _sources() -> bytes:
-    """A digest of everything that a step is traced from, wherever it is installed."""
+    """Return a digest of the packages' sources, independent of where they are."""
     digest = hashlib.sha256()
     for package in _PACKAGES:
         for name, path in sorted(_files(package)):

@@ -46,7 +46,7 @@ from jaxspec.program.plan import (
     Tile,
 )
 from jaxspec.program.propose import proposers_of
-from jaxspec.program.rows import init_rows, rehearsal_rows
+from jaxspec.program.rows import dummy_rows, init_rows
 from jaxspec.program.state import EngineState, init_token_pages, init_zeros, page_forms
 from jaxspec.program.step_context import ProgramConfig
 from jaxspec.program.wire import CaughtUp, PlanLayout, StepResult
@@ -61,25 +61,27 @@ from jaxspec_kernels import native
 
 _log = logging.getLogger(__name__)
 
-# Where jax is told how much of a GPU it takes: as it is called, and as it will be.
+# Variables with the share of GPU memory that jax reserves: the current name, and the
+# next one.
 POOL_VARIABLES = ("XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION")
 
 
 class Runner:
-    """One engine's device side.
+    """Device state and programs of one engine.
 
     Attributes:
-        compiler: Makes the programs, in a thread of its own.
-        compiles_beside: Whether launches go on in other programs while one is made.
-            Otherwise every launch has its own, and waits for it.
+        compiler: Compiles the programs, in its own thread.
+        compiles_in_background: Whether launches use other programs while one is being
+            compiled. If not, every launch waits for its best program.
         dtype: The type of both models' weights.
         num_launches: Programs launched so far.
         token_masks: Host callback that computes grammar masks for the programs.
-        cache: Where programs are read from, and kept.
-        followers: Processes of other hosts, which do all that this one does.
-        memory: How the devices' memory was planned, if it was.
-        temporary_bytes, code_bytes: Of the largest program, and of all, on one device:
-            as compilers tell; 0 where memory is not planned by a limit.
+        cache: Compiled programs on disk.
+        followers: Processes of other hosts, which run the same commands.
+        memory: Memory plan of the devices; None if there is none.
+        temporary_bytes: Temporaries of the largest program on one device, as compiled;
+            0 if the plan has no limit.
+        code_bytes: The same for the code of all programs.
     """
 
     def __init__(
@@ -103,7 +105,7 @@ class Runner:
         params = target_params, proposer_params(self.program, draft_params)
         self._arrays = Arrays(self.program.proposers, params, self._init_state())
         self.compiler = _make_compiler(self)
-        self.compiles_beside = True
+        self.compiles_in_background = True
         self.num_launches = 0
         self.compiler_options = options_of(config, mesh)
         self.cache = ProgramCache(None)
@@ -126,10 +128,10 @@ class Runner:
 
     def _forced_acceptance(self) -> jax.Array | None:
         speculative = self.config.speculative
-        chances = speculative and speculative.forced_acceptance
-        if not chances:
+        rates = speculative and speculative.forced_acceptance
+        if not rates:
             return None
-        return put(np.array(chances, np.float32), replicated(self.mesh))
+        return put(np.array(rates, np.float32), replicated(self.mesh))
 
     @property
     def params(self) -> tuple[Params, tuple[Params | None, ...]]:
@@ -142,7 +144,7 @@ class Runner:
 
     @property
     def state(self) -> EngineState:
-        """What lives on the devices between launches."""
+        """Device state between launches."""
         return self._arrays.state
 
     @state.setter
@@ -156,16 +158,16 @@ class Runner:
 
     @property
     def compile_s(self) -> float:
-        """Seconds that this took, of which the engine need not have waited for any."""
+        """Seconds spent compiling, mostly in the background."""
         return self.compiler.made_s
 
     @property
     def programs(self) -> Programs:
-        """What launches may choose from."""
-        return self.compiler if self.compiles_beside else EveryProgram()
+        """The programs that launches may use."""
+        return self.compiler if self.compiles_in_background else EveryProgram()
 
     def executable(self, shape: StepShape) -> Callable[..., Any]:
-        """The compiled program of a shape, built now where it is missing."""
+        """Return the compiled program of a shape; build it now if it is missing."""
         return self.compiler.get(shape)[0]
 
     def _make(self, shape: StepShape) -> tuple[Callable[..., Any], PlanLayout]:
@@ -176,19 +178,20 @@ class Runner:
         built = self.cache.build(self.program, shape, arguments, self.compiler_options)
         self._compare_with_plan(built.executable)
         if self.followers is not None:
-            self.followers.wait(number)  # launches would wait, and pass for slow ones
+            # Otherwise a launch would wait for a follower, and count as slow.
+            self.followers.wait(number)
         return built.executable, layout
 
     def _compare_with_plan(self, executable: Any) -> None:
-        """Add up what programs take, and say once if it is more than was planned."""
+        """Add up the memory of programs; warn once if it is more than planned."""
         plan = self.memory
         if plan is None or plan.left_bytes is None:
             return
-        told = executable.memory_analysis()
-        if told is None:
+        analysis = executable.memory_analysis()
+        if analysis is None:
             return
-        self.temporary_bytes = max(self.temporary_bytes, told.temp_size_in_bytes)
-        self.code_bytes += told.generated_code_size_in_bytes
+        self.temporary_bytes = max(self.temporary_bytes, analysis.temp_size_in_bytes)
+        self.code_bytes += analysis.generated_code_size_in_bytes
         found = self.temporary_bytes + self.code_bytes
         if found > plan.workspace_bytes and not self._has_warned:
             self._has_warned = True
@@ -202,11 +205,11 @@ class Runner:
             )
 
     def check_features(self, features: Features) -> None:
-        """Refuse what programs cannot have on these devices.
+        """Reject features that are not available on these devices.
 
         Raises:
-            ConfigError: jax's CPU backend is missing, through which a program asks the
-                host for the masks of structured outputs.
+            ConfigError: jax's CPU backend is missing, through which a program gets the
+                masks of structured outputs from the host.
         """
         if not features.has_grammar:
             return
@@ -215,14 +218,14 @@ class Runner:
         except RuntimeError as error:
             named = jax.config.values["jax_platforms"]
             raise ConfigError(
-                "structured_outputs need jax's CPU backend beside the accelerator's, "
-                f"and JAX_PLATFORMS={named!r} leaves it out: add ',cpu' to it.",
+                "structured_outputs need jax's CPU backend in addition to the "
+                f"accelerator's. JAX_PLATFORMS={named!r} leaves it out: add ',cpu'.",
                 parameter="structured_outputs",
                 value=named,
             ) from error
 
     def launch(self, plan: StepPlan, shape: StepShape) -> jax.Array:
-        """Start a program; returns its result vector, not yet computed."""
+        """Start a program; return its result vector, which is not yet computed."""
         _, layout = self.compiler.get(shape)
         for state in plan.grammars.values():
             self.token_masks.add(state)
@@ -233,7 +236,7 @@ class Runner:
             return self.launch_vector(vector, shape)
 
     def launch_vector(self, vector: np.ndarray, shape: StepShape) -> jax.Array:
-        """Start a program with a plan as it travels; see `launch`."""
+        """Start a program with a packed plan; see `launch`."""
         result = self._start(vector, shape)
         self.num_launches += 1
         return result
@@ -242,13 +245,13 @@ class Runner:
     def together(
         self, name: str, values: Mapping[str, Any], vector: np.ndarray | None = None
     ) -> Iterator[None]:
-        """Have the followers do what is done in this block, if there are any.
+        """Have the followers, if any, run the command of this block as well.
 
-        They hear of it before: a collective waits for all. What fails here they would
-        wait for without end, so that they are let go.
+        The command is sent before the block runs, because a collective waits for all
+        processes. If the block fails, the followers are ended: they would wait forever.
 
         Raises:
-            EngineDeadError: One of them has ended.
+            EngineDeadError: A follower has ended.
         """
         if self.followers is None:
             yield
@@ -264,7 +267,7 @@ class Runner:
             raise
 
     def leave(self) -> None:
-        """End what several hosts do together; the followers' processes end."""
+        """End the followers' processes and this process's part in the cluster."""
         if self.followers is not None:
             self.followers.end()
             leave()
@@ -272,18 +275,19 @@ class Runner:
     def _start(self, vector: np.ndarray, shape: StepShape) -> jax.Array:
         step, _ = self.compiler.get(shape)
         if self._arrays.are_given_away:
-            # An interrupt fell into a call, after the donation. The engine has ended
-            # all requests, so an empty state is the right one. A plain call leaves the
-            # draft model's pages, which would be there twice.
+            # An interrupt hit a call after its donation. The engine has ended all
+            # requests, so an empty state is correct. A plain call does not donate the
+            # draft model's pages: free them first, or they would exist twice.
             self.drop_pages()
             self.state = self._init_state()
         plan, placement = vector, self._plan_placement
         if not placement.is_fully_addressable:
             plan = put(vector, placement)
-        # The plan is the one copy to the devices. Where they are this process's the
-        # call makes it itself: `jax.device_put` takes a fifth of a small model's host
-        # time (0.13 of 0.64 ms, the bundled target on two cores).
-        # Those of `own_settings` that calls read: all of them take 20 us.
+        # The plan is the only copy to the devices. If they all belong to this process,
+        # the call copies it: `jax.device_put` would take a fifth of a small model's
+        # host time (0.13 of 0.64 ms, the bundled target on two cores).
+        # These are the settings of `own_settings` that calls read; setting all of them
+        # would take 20 us.
         with (
             jax.transfer_guard_host_to_device("allow"),
             jax.disable_jit(False),
@@ -292,17 +296,17 @@ class Runner:
         ):
             return self._arrays.call(step, shape, plan)
 
-    def rehearse(
+    def time_round(
         self, round_: Round, pages: Sequence[int], context: int, num_runs: int = 3
     ) -> float:
-        """Seconds of a round, run with nobody waiting for it.
+        """Return the seconds of a round, measured while the engine is idle.
 
-        As in an engine at work a round is begun before the one before it has ended:
-        what the host does for it costs nothing more then.
+        As in serving, each round starts before the previous one has ended, so that host
+        time is hidden.
 
         Args:
-            num_runs: Rounds in a row; the faster of two rows counts.
-            pages: May be written to, and have room for some tokens more than `context`.
+            pages: Pages to write to, with room for some tokens more than `context`.
+            num_runs: Consecutive rounds of one measurement; the faster of two counts.
         """
         values = dict(
             shape=shape_values(round_.shape),
@@ -311,17 +315,17 @@ class Runner:
             context=context,
             num_runs=num_runs,
         )
-        with self.together("rehearse", values):
-            return self._rehearse(round_, pages, context, num_runs)
+        with self.together("time_round", values):
+            return self._time_round(round_, pages, context, num_runs)
 
     @own_settings()
-    def _rehearse(
+    def _time_round(
         self, round_: Round, pages: Sequence[int], context: int, num_runs: int
     ) -> float:
         shape, pool = round_.shape, self.pool
         kept = self.state.rows
         temperature = 0.0 if shape.features.is_greedy else 1.0
-        made = rehearsal_rows(pool, pages, context, temperature)
+        made = dummy_rows(pool, pages, context, temperature)
         rows = put(made, replicated(self.mesh))
         self.state = dataclasses.replace(self.state, rows=rows)
         tile = Tile(row=0, start=0, tokens=np.zeros(TILE, np.int32), is_last=False)
@@ -332,7 +336,7 @@ class Runner:
         vector = self.compiler.get(shape)[1].pack(plan)
         seconds = []
         try:
-            # The first may wait for what was launched before.
+            # The first run may wait for earlier launches.
             for count in (1, num_runs, num_runs):
                 start = time.perf_counter()
                 results = [self._start(vector, shape) for _ in range(count)]
@@ -343,15 +347,15 @@ class Runner:
         return min(seconds[1:])
 
     def fetch(self, result: jax.Array, shape: StepShape) -> StepResult | CaughtUp:
-        """Wait for a launch and read what it did: the one copy to the host."""
-        # `jax.device_get` is the same, by way of a tree: 0.06 ms.
+        """Wait for a launch and read its result: the only copy to the host."""
+        # `jax.device_get` does the same through a tree, in 0.06 ms.
         with jax.transfer_guard_device_to_host("allow"):
             vector = np.asarray(result)
-        form = CaughtUp if shape.is_catch_up else StepResult
-        return form.unpack(vector, shape)
+        kind = CaughtUp if shape.is_catch_up else StepResult
+        return kind.unpack(vector, shape)
 
     def drop_pages(self) -> None:
-        """Free the memory of the pages; nothing that they hold is kept."""
+        """Free the memory of the pages, whose contents are lost."""
         jax.tree.map(lambda array: array.delete(), self.state)
 
     def restore_pages(self) -> None:
@@ -359,8 +363,8 @@ class Runner:
         self.state = self._init_state()
 
     def leave_out_drafts(self) -> None:
-        """Compile programs that propose nothing from now on, and free the pages."""
-        # A compile that has been begun holds on to the arrays themselves.
+        """Use only programs without drafts from now on; free the proposers' state."""
+        # A compile that has begun holds references to the arrays: delete their memory.
         jax.tree.map(lambda array: array.delete(), self.state.proposers)
         self.program = dataclasses.replace(self.program, proposers=())
         params, state = (self.params[0], ()), self.state
@@ -374,10 +378,10 @@ class Runner:
 
     @own_settings()
     def restore_weights(self, loaded: tuple[Params, Params | None] | None) -> None:
-        """Bring the weights back: those read again, or (None) those on the host."""
+        """Restore the weights: the ones passed, or (None) those on the host."""
         if loaded is None:
-            assert self._host_params is not None, "the weights were not kept"
-            # Arrays that were deleted still know where they lay.
+            assert self._host_params is not None, "no weights are on the host"
+            # Deleted arrays still have their sharding.
             self.params = jax.tree.map(_from_host, self.params, self._host_params)
         else:
             target, draft = loaded
@@ -385,19 +389,19 @@ class Runner:
         self._host_params = None
 
     def start_profile(self, folder: str) -> None:
-        """Record what the devices do, for TensorBoard or Perfetto, into a folder."""
+        """Record a device profile for TensorBoard or Perfetto in a folder."""
         jax.profiler.start_trace(folder)
 
     def stop_profile(self) -> None:
-        """Write what was recorded."""
+        """Write the recorded profile."""
         jax.profiler.stop_trace()
 
 
 def _make_compiler(runner: Runner) -> Compiler:
-    """Make the compiler of a runner, which it does not keep alive.
+    """Make the compiler of a runner, with a weak reference to the runner.
 
-    A reference back would be a cycle: an engine that is dropped without `shutdown`
-    would keep its weights, pages and programs until Python's next full collection.
+    A strong reference would be a cycle: an engine dropped without `shutdown` would keep
+    its weights, pages and programs until Python's next full garbage collection.
     """
     owner = weakref.ref(runner)
 
@@ -418,7 +422,7 @@ def _end_compiler(compiler: Compiler) -> None:
 
 
 def _to_host(array: jax.Array) -> "_HostParts":
-    """Copy what this process has of an array, each part once."""
+    """Copy this process's parts of an array, each part once."""
     parts = {}
     for shard in array.addressable_shards:
         place = _place(shard.index)
@@ -428,7 +432,7 @@ def _to_host(array: jax.Array) -> "_HostParts":
 
 
 def _from_host(array: jax.Array, kept: "_HostParts") -> jax.Array:
-    """Bring an array back to where it was deleted from."""
+    """Restore a deleted array with its placement."""
     return jax.make_array_from_callback(
         array.shape, array.sharding, lambda index: kept.parts[_place(index)]
     )
@@ -448,14 +452,14 @@ def _place(
 
 
 def options_of(config: EngineConfig, mesh: Mesh) -> dict[str, str | bool] | None:
-    """What XLA is asked for, beside its defaults."""
+    """Return XLA's compiler options; None for its defaults."""
     kind = mesh.devices.flat[0].platform
     if kind == "cpu":
         return cpu.compiler_options()
     if config.batch_invariant and kind == "gpu":
         return {
-            # 0, the default, leaves it to XLA how many sums a product is parted into,
-            # which goes by the number of rows.
+            # With 0, the default, XLA splits the sum of a product into a number of
+            # parts that depends on the number of rows.
             "xla_gpu_experimental_force_split_k": "1",
             "xla_gpu_exclude_nondeterministic_ops": True,
         }
@@ -463,7 +467,7 @@ def options_of(config: EngineConfig, mesh: Mesh) -> dict[str, str | bool] | None
 
 
 def pool_of(config: EngineConfig) -> PoolShape:
-    """The sizes of an engine's state."""
+    """Return the sizes of an engine's state."""
     return PoolShape(
         num_rows=config.max_num_seqs,
         num_pages=config.num_pages,
@@ -477,7 +481,7 @@ def pool_of(config: EngineConfig) -> PoolShape:
 def program_of(
     config: EngineConfig, mesh: Mesh, mask_source: MaskSource | None = None
 ) -> ProgramConfig:
-    """What all programs of an engine share."""
+    """Return the configuration that all programs of an engine share."""
     return ProgramConfig(
         target=config.model_config,
         proposers=proposers_of(config),
@@ -490,12 +494,12 @@ def program_of(
 def proposer_params(
     program: ProgramConfig, draft_params: Params | None
 ) -> tuple[Params | None, ...]:
-    """The draft model's parameters for each proposer that has some, else None."""
+    """Return parameters by proposer; None for proposers without."""
     return tuple(draft_params if one.has_params else None for one in program.proposers)
 
 
 def device_forms(program: ProgramConfig, dtype: jnp.dtype) -> dict[str, Any]:
-    """Shapes and placement of the target's pages and of what proposers keep."""
+    """Return shapes and placement of the target's pages and the proposers' state."""
     pool, mesh = program.pool, program.mesh
     return dict(
         target_pages=page_forms(program.target, dtype, pool, mesh, TARGET_MESH_AXES),
@@ -506,17 +510,17 @@ def device_forms(program: ProgramConfig, dtype: jnp.dtype) -> dict[str, Any]:
 
 
 def build_mesh(config: EngineConfig) -> Mesh:
-    """The mesh that an engine configuration asks for.
+    """Return the mesh of an engine configuration.
 
-    If jax has not looked for devices yet, it takes as much of a GPU as the
-    configuration says, and not the share that it has by default.
+    If jax is not initialized yet, it will reserve the share of a GPU's memory that the
+    configuration sets, instead of jax's default.
 
     Raises:
-        ConfigError: There are too few devices, or jax finds none, or, of several hosts,
-            not all are taken.
+        ConfigError: There are too few devices, jax finds none, or, with several hosts,
+            not all devices are used.
     """
-    is_said = any(os.environ.get(name) for name in POOL_VARIABLES)
-    if has_cuda_plugin() and not is_said:
+    is_set = any(os.environ.get(name) for name in POOL_VARIABLES)
+    if has_cuda_plugin() and not is_set:
         share = pool_share(config.given and config.given.gpu_memory_utilization)
         os.environ[POOL_VARIABLES[0]] = f"{share:g}"
     draft = config.speculative and config.speculative.draft_tensor_parallel_size
@@ -529,12 +533,12 @@ def build_mesh(config: EngineConfig) -> Mesh:
 
 
 def join(hosts: HostsConfig) -> None:
-    """Have jax see the devices of all hosts; nothing may have asked for devices yet.
+    """Initialize jax with the devices of all hosts; must run before any device use.
 
     Raises:
-        ConfigError: The leader's port is taken, or a process has not come.
+        ConfigError: The leader's port is in use, or a process did not connect.
     """
-    # Its handler of SIGTERM would take the place of the server's.
+    # Its handler of SIGTERM would replace the server's.
     jax.config.update("jax_enable_preemption_service", False)
     where = f"{hosts.master_addr}:{hosts.master_port}"
     try:
@@ -543,10 +547,10 @@ def join(hosts: HostsConfig) -> None:
             hosts.nnodes,
             hosts.node_rank,
             cluster_detection_method="deactivate",
-            # Not on all networks of the host, which is jax's default.
+            # jax's default is all networks of the host.
             coordinator_bind_address=where,
             initialization_timeout=hosts.timeout_s,
-            # Two are missed, and the third is too late.
+            # A process counts as lost after two missed heartbeats.
             heartbeat_timeout_seconds=2 * HEARTBEAT_S,
             shutdown_timeout_seconds=3 * HEARTBEAT_S,
         )
@@ -560,9 +564,9 @@ def join(hosts: HostsConfig) -> None:
 
 
 def leave() -> None:
-    """Take back `join`: each process waits for all others, and may end then.
+    """Undo `join`: every process waits for all others, and may then exit.
 
-    Without it, one that ends would be taken for lost by those that go on.
+    Without it, the remaining processes would report an exiting one as lost.
     """
     jax.distributed.shutdown()
 
@@ -570,14 +574,14 @@ def leave() -> None:
 def _hosts_devices(
     config: EngineConfig, hosts: HostsConfig, devices: Sequence[Any]
 ) -> list[Any]:
-    """All devices, those of a process side by side, the leader's first.
+    """Return all devices, sorted by process, the leader's first.
 
-    A grammar's program asks the first device's process for masks; and a draft model
-    over as many devices as a host has stays within hosts.
+    A grammar's program gets masks from the first device's process. A draft model spread
+    over as many devices as a host has then stays within hosts.
     """
     if jax.process_index() != hosts.node_rank:
         raise ConfigError(
-            f"node_rank={hosts.node_rank}, and these devices are those of process "
+            f"node_rank={hosts.node_rank}, but these devices are those of process "
             f"{jax.process_index()}: on TPUs, node_rank is the host's number in its "
             "slice (TPU_WORKER_ID).",
             parameter="node_rank",
@@ -595,10 +599,10 @@ def _hosts_devices(
 
 
 def devices_of(config: EngineConfig, devices: Sequence[Any]) -> Sequence[Any]:
-    """The devices that an engine may take of, of all that there are.
+    """Return the devices of an engine, by its data parallel rank.
 
     Raises:
-        ConfigError: They are too few for all engines beside it.
+        ConfigError: There are too few devices for all engines.
     """
     return own_devices(
         devices,
@@ -609,18 +613,18 @@ def devices_of(config: EngineConfig, devices: Sequence[Any]) -> Sequence[Any]:
 
 
 def has_cuda_plugin() -> bool:
-    """Whether jax could find NVIDIA's GPUs."""
+    """Whether jax's plugin for NVIDIA GPUs is installed."""
     if find_spec("jax_plugins") is None:
         return False
     return any(find_spec(f"jax_plugins.xla_cuda{major}") for major in (12, 13))
 
 
 def pool_share(utilization: float | None) -> float:
-    """The share of a GPU's memory that jax takes for all arrays, when it starts.
+    """Return the share of a GPU's memory that jax reserves for all arrays.
 
-    What the user has told jax goes first. Else somewhat more than the engine plans
-    with: compilers try out kernels in it, and arrays do not lie end to end. The rest is
-    for libraries, which have memory of their own.
+    A share that the user has set for jax has priority. Otherwise it is somewhat more
+    than the engine plans with: compilers try out kernels in it, and memory fragments.
+    The rest is for libraries with their own allocations.
     """
     for name in POOL_VARIABLES:
         if os.environ.get(name):
@@ -633,10 +637,10 @@ def _own_pool_share(utilization: float | None) -> float:
 
 
 def most_pool_share(utilization: float | None) -> float:
-    """The share that jax would take for an engine that plans with all of a GPU.
+    """Return the share that jax would reserve for an engine that uses all of a GPU.
 
-    What the user has told jax stays. `build_mesh` tells it in the same variable, so
-    that a share which follows from `utilization` is taken for the engine's own.
+    A share that the user has set for jax has priority. `build_mesh` sets the same
+    variable, so a value that equals our own default is not taken for the user's.
     """
     found = pool_share(utilization)
     is_own = f"{found:g}" == f"{_own_pool_share(utilization):g}"
@@ -644,7 +648,7 @@ def most_pool_share(utilization: float | None) -> float:
 
 
 def choose_dtype(name: str, mesh: Mesh) -> jnp.dtype:
-    """Resolve `dtype="auto"`, and log what it became."""
+    """Resolve `dtype="auto"`, and log the result."""
     chosen = resolve_dtype(name, mesh)
     if name == "auto":
         _log.info("dtype=auto: %s on %s", chosen, mesh.devices.flat[0].platform)
@@ -652,7 +656,7 @@ def choose_dtype(name: str, mesh: Mesh) -> jnp.dtype:
 
 
 def resolve_dtype(name: str, mesh: Mesh) -> jnp.dtype:
-    """The type of weights; "auto": bfloat16, if a CPU has instructions for it."""
+    """Return the type of weights; "auto" is bfloat16 if a CPU supports it."""
     if name != "auto":
         return jnp.dtype(name)
     is_slow = mesh.devices.flat[0].platform == "cpu" and not cpu.has_bfloat16()

@@ -129,7 +129,7 @@ def maybe_logprobs(
 def chosen_ids(
     controls: ControlRows, active: Active, *, shape: StepShape
 ) -> Int[Array, "seq id"] | None:
-    """Token ids whose logprobs each sequence's request asks for.
+    """Token ids whose logprobs each sequence's request returns.
 
     Junk for a request without such ids; None if the shape has none.
     """

@@ -98,7 +98,7 @@ def init_rows(pool: PoolShape) -> Rows:
     )
 
 
-def rehearsal_rows(
+def dummy_rows(
     pool: PoolShape,
     pages: Sequence[int] | np.ndarray,
     context: int,

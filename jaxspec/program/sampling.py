@@ -44,7 +44,7 @@ def draw_numbers(
     All words come from one call, since each call adds to the compile time.
 
     Args:
-        purposes: Of the uniforms, which are keyed by where the round starts.
+        purposes: Purposes of the uniforms, whose keys depend on the round's start.
         first: Distance from there to the first position of the noise.
         width: Number of positions.
     """

@@ -95,7 +95,7 @@ def _run_round(
     tokens = verified.tokens
     if verified.tree_row is not None:
         tokens = tokens[:, : shape.tree.max_emitted]
-    emitted = truncate(tokens, verified.num_kept + 1, active)
+    emitted = truncate(tokens, verified.num_accepted_nodes + 1, active)
     rows, token_pages = append(context.rows, context.token_pages, active, emitted)
     # From here on with the new pages: reading the old ones makes XLA copy the pool.
     context = dataclasses.replace(context, rows=rows, token_pages=token_pages)
@@ -220,7 +220,7 @@ def _draft_prefill(
         token_pages=context.token_pages,
         proposers=tuple(after),
     )
-    result = {"likeness": acceptance.reshape(is_known.shape)}
+    result = {"acceptance_probabilities": acceptance.reshape(is_known.shape)}
     return state, jnp.concatenate(result_layout(context.shape).flatten(result))
 
 
@@ -258,7 +258,7 @@ def _observe(
                 if shape.chunk
                 else None,
                 shape.tree,
-                verified.num_kept,
+                verified.num_accepted_nodes,
                 verified.tree_row,
                 verified.tokens,
                 next_tile_tokens,
@@ -289,7 +289,10 @@ def _result(
         "is_draft_broken": is_draft_broken,
     }
     if verified.tree_row is not None:
-        result |= {"num_kept": verified.num_kept, "tree_row": verified.tree_row}
+        result |= {
+            "num_accepted_nodes": verified.num_accepted_nodes,
+            "tree_row": verified.tree_row,
+        }
     if verified.logprobs is not None:
         result["logprobs"] = verified.logprobs
     if verified.prompt_logprobs is not None:

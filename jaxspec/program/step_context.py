@@ -137,7 +137,7 @@ class StepContext:
         return make_token_batch(tiles.tokens, kv_len, page_table, is_written, pool)
 
     def logprob_ids(self) -> Int[Array, "seq id"] | None:
-        """Token ids whose logprobs requests ask for; see `logprobs.chosen_ids`."""
+        """Token ids whose logprobs requests return; see `logprobs.chosen_ids`."""
         return logprobs.chosen_ids(self.rows.controls, self.active, shape=self.shape)
 
     def adjuster(

@@ -37,7 +37,7 @@ class Verified(NamedTuple):
     tokens: Int[Array, "seq width"]  # accepted drafts, then the target's own
     num_accepted: Int[Array, " seq"]  # on the main chain
     tree_row: Int[Array, " seq"] | None  # of the last accepted draft; None in a chain
-    num_kept: Int[Array, " seq"]  # accepted drafts, side branches included
+    num_accepted_nodes: Int[Array, " seq"]  # accepted drafts, side branches included
     is_broken: Bool[Array, " seq"]  # NaN or infinity where a token was decided
     tile_logits: Float[Array, "tile vocab"]
     is_tile_broken: Bool[Array, " tile"]  # the same in the tile's last row
@@ -159,7 +159,9 @@ class TargetPass:
             tokens=tokens,
             num_accepted=num_accepted,
             tree_row=None if shape.tree.is_chain else row,
-            num_kept=num_accepted if tree.is_chain else jnp.asarray(tree.depths)[row],
+            num_accepted_nodes=num_accepted
+            if tree.is_chain
+            else jnp.asarray(tree.depths)[row],
             is_broken=is_broken,
             tile_logits=tile_logits,
             is_tile_broken=is_tile_broken,
@@ -210,7 +212,7 @@ class TargetPass:
             tokens=tokens,
             num_accepted=jnp.zeros_like(self.num_draft),
             tree_row=None if shape.tree.is_chain else jnp.zeros_like(self.num_draft),
-            num_kept=jnp.zeros_like(self.num_draft),
+            num_accepted_nodes=jnp.zeros_like(self.num_draft),
             is_broken=jnp.zeros_like(self.context.active.is_active),
             is_tile_broken=jnp.zeros(0, bool),
             tile_logits=jnp.zeros((0, model.vocab_size), jnp.float32),

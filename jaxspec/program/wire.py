@@ -253,10 +253,10 @@ class StepResult:
 
     Attributes:
         tokens: `[seq, K + 1]`, the first `num_emitted[s]` of row s count.
-        num_draft: Draft tokens that were proposed: a lookup may find fewer than wanted.
+        num_draft: Draft tokens proposed: a lookup may find fewer than requested.
         num_accepted: Draft tokens among `tokens`, the first ones, on the main chain.
-        num_kept: Accepted drafts, side branches included, even past the end of the
-            text; None in a chain.
+        num_accepted_nodes: Accepted drafts, side branches included, even past the end
+            of the text; None in a chain.
         tree_row: Row in the tree of the last accepted draft; None in a chain.
         is_done: The sequence ended on the device.
         is_broken: The tokens are junk: the target computed NaN or infinity.
@@ -281,7 +281,7 @@ class StepResult:
     tile_token: np.ndarray = _part("tile")
     tile_is_done: np.ndarray = _part("tile", bool)
     tile_is_broken: np.ndarray = _part("tile", bool)
-    num_kept: np.ndarray | None = _part("seq_of_trees", default=None)
+    num_accepted_nodes: np.ndarray | None = _part("seq_of_trees", default=None)
     tree_row: np.ndarray | None = _part("seq_of_trees", default=None)
     logprobs: TokenLogprobs | None = _part("seq emitted told", default=None)
     tile_logprobs: TokenLogprobs | None = _part("tile told", default=None)
@@ -310,8 +310,8 @@ class StepResult:
             if name in values:
                 values[name] = TokenLogprobs.read(values[name], num_chosen)
         if "prompt_logprobs" in values:
-            told = TokenLogprobs.read(values["prompt_logprobs"])
-            values["prompt_logprobs"] = told
+            read = TokenLogprobs.read(values["prompt_logprobs"])
+            values["prompt_logprobs"] = read
         return cls(**values)
 
 
@@ -320,12 +320,12 @@ class CaughtUp:
     """The result of a draft-prefill launch.
 
     Attributes:
-        likeness: float32 `[tile, TILE]`: the probability that a draft in place of each
-            token's successor would have been accepted. Negative if unknown: prompts,
-            pads, and drafts that are sampled without a seed.
+        acceptance_probabilities: float32 `[tile, TILE]`: the probability that a draft
+            in place of each token's successor would have been accepted. Negative if
+            unknown: prompts, pads, and drafts that are sampled without a seed.
     """
 
-    likeness: np.ndarray = _part("tile token", np.float32)
+    acceptance_probabilities: np.ndarray = _part("tile token", np.float32)
 
     @property
     def rounds(self) -> tuple["CaughtUp"]:

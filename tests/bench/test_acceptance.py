@@ -53,7 +53,9 @@ def test_without_drafts_nothing_is_divided_by_zero():
 
 
 def test_side_branches_count_beside_the_main_chain():
-    one = Acceptance(num_drafts=4, num_accepted=6, num_beside=2, tree_ends={(3, 1): 4})
+    one = Acceptance(
+        num_drafts=4, num_accepted=6, num_side_tokens=2, tree_ends={(3, 1): 4}
+    )
     other = Acceptance(num_drafts=1, tree_ends={(3, 1): 1, (3, 0): 2})
     both = one + other
     assert both.tokens_per_round == 1 + (6 + 2) / 5

@@ -103,7 +103,7 @@ def plain_texts(
 
 
 def check_side_branches(name: str, engine: LLMEngine) -> None:
-    has_any = engine.stats.num_beside_tokens > 0
+    has_any = engine.stats.num_side_tokens > 0
     if name != "medusa, tree":  # random, so that few branches are right
         assert has_any == PROPOSERS[name].has_side_branches
 
@@ -272,7 +272,7 @@ def correct_drafts_are_all_accepted(name: str) -> None:
     assert tokens_of(generate(engine, prompts(), params)) == texts
     assert engine.stats.num_draft_tokens > 100
     assert engine.stats.acceptance_rate == 1.0
-    assert engine.stats.num_beside_tokens == 0
+    assert engine.stats.num_side_tokens == 0
     heads.recorded_drafts()
 
 
@@ -324,7 +324,7 @@ def any_choice_of_k_changes_nothing(name: str) -> None:
         ]
         chains = [shape.tree.is_chain for shape in drafting]
         assert 5 < sum(chains) < len(chains) - 5
-        assert engine.stats.num_beside_tokens > 0
+        assert engine.stats.num_side_tokens > 0
 
 
 CONTROLLED: list[dict[str, Any]] = [

@@ -49,19 +49,21 @@ def test_probes_agree_with_rounds(draft, kind, prompts):
     made = {max((k for _, k in plan.decode), default=0) for plan, _, _ in rounds}
     assert made == {0, 1, 2, 3}
     asked = [result for *_, result in rounds if isinstance(result, CaughtUp)]
-    likeness = np.concatenate([result.likeness.reshape(-1) for result in asked])
-    likeness = likeness[likeness >= 0]
-    assert len(likeness) > 30
-    assert set(likeness.tolist()) <= {0.0, 1.0}
+    acceptance_probabilities = np.concatenate(
+        [result.acceptance_probabilities.reshape(-1) for result in asked]
+    )
+    acceptance_probabilities = acceptance_probabilities[acceptance_probabilities >= 0]
+    assert len(acceptance_probabilities) > 30
+    assert set(acceptance_probabilities.tolist()) <= {0.0, 1.0}
     if draft == "same":
         # What is not up to date, or fed to the wrong place, would show here.
-        assert likeness.min() == 1.0
+        assert acceptance_probabilities.min() == 1.0
         assert engine.stats.acceptance_rate == 1.0
     else:
         # Of first drafts, and of those that follow one that stayed: all that is
         # compared. Some three dozen tokens are known by the other way.
         rate = engine.acceptance.num_agreed / engine.acceptance.num_compared
-        assert likeness.mean() == pytest.approx(rate, abs=0.15)
+        assert acceptance_probabilities.mean() == pytest.approx(rate, abs=0.15)
 
 
 def test_probes_of_requests_without_a_seed_tell_nothing(prompts):
@@ -74,7 +76,7 @@ def test_probes_of_requests_without_a_seed_tell_nothing(prompts):
         generate(engine, prompts, params)
     asked = [result for *_, result in rounds if isinstance(result, CaughtUp)]
     assert asked
-    assert all((result.likeness < 0).all() for result in asked)
+    assert all((result.acceptance_probabilities < 0).all() for result in asked)
     assert engine.stats.acceptance_rate > 0.95
 
 

@@ -154,7 +154,7 @@ def test_correct_side_branch_of_medusa_is_accepted_whole():
     assert text == [cycle()[(1 + place) % len(cycle())] for place in range(LENGTH)]
     assert right.stats.num_accepted_tokens == 0
     # The first token is the prompt's; the last round has room for fewer.
-    assert right.stats.num_beside_tokens == LENGTH - 1 - right.stats.num_draft_rounds
+    assert right.stats.num_side_tokens == LENGTH - 1 - right.stats.num_draft_rounds
     assert right.stats.num_draft_rounds == -(-(LENGTH - 1) // 4)
 
 

@@ -65,7 +65,7 @@ def check_ranks(engine: LLMEngine) -> None:
     others = sum(hits.kept for hits in ranks.values()) - sum(
         ranks.get(Place(False, depth, 0), Hits(0, 0)).kept for depth in range(1, 17)
     )
-    assert 0 <= stats.num_beside_tokens - others <= 3 * ended
+    assert 0 <= stats.num_side_tokens - others <= 3 * ended
     # One token at most is what the target wants.
     siblings = [hits for place, hits in ranks.items() if place[:2] == (False, 1)]
     assert sum(hits.kept for hits in siblings) <= siblings[0].compared
@@ -88,7 +88,7 @@ def test_counts_by_place_are_those_of_tokens(name, prompts, texts):
     engine = proposers.engine(name)
     assert tokens_of(generate(engine, prompts, GREEDY)) == texts
     stats = engine.stats
-    assert stats.num_beside_tokens > 5
+    assert stats.num_side_tokens > 5
     assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
     check_ranks(engine)
     engine.scheduler.check_idle()
@@ -119,7 +119,7 @@ def test_texts_of_a_hundred_prompts_equal_plain_decoding(name):
     for params in (GREEDY, seeded(len(prompts))):
         expected = tokens_of(generate(pair.plain_engine(), prompts, params))
         assert tokens_of(generate(engine, prompts, params)) == expected
-    assert engine.stats.num_beside_tokens > least
+    assert engine.stats.num_side_tokens > least
 
 
 @pytest.mark.slow
@@ -151,7 +151,7 @@ def test_bfloat16_texts_differ_at_near_ties_alone():
     found = tokens_of(generate(engine, prompts, params))
     num_parted += sum(a != b for a, b in zip(found, expected, strict=True))
     assert num_parted < 0.1 * 2 * len(prompts)
-    assert engine.stats.num_beside_tokens > 100
+    assert engine.stats.num_side_tokens > 100
 
 
 @pytest.mark.parametrize("name", QUICK)
@@ -194,12 +194,12 @@ def test_abort_after_a_side_branch_leaves_other_requests_alone(name, prompts, te
         engine.add_request(str(index), prompt, GREEDY)
     finished = {}
     while engine.has_unfinished_requests():
-        before = engine.stats.num_beside_tokens
+        before = engine.stats.num_side_tokens
         for output in engine.step():
             if output.finished:
                 finished[int(output.request_id)] = list(output.outputs[0].token_ids)
         running = [request.request_id for request in engine.scheduler.running]
-        if engine.stats.num_beside_tokens > before and running and len(gone) < 4:
+        if engine.stats.num_side_tokens > before and running and len(gone) < 4:
             gone.add(int(running[0]))
             engine.abort_request(running[0])
     engine.scheduler.check_idle()
@@ -238,4 +238,4 @@ def test_requests_with_controls_have_the_main_chain(name, control, prompts):
         if shape.num_draft_tokens
     }
     assert forms == {(True, True), (False, False)}
-    assert engine.stats.num_beside_tokens > 0
+    assert engine.stats.num_side_tokens > 0

@@ -158,9 +158,7 @@ def test_a_failure_ends_an_engine_over_several_hosts(where: str):
     followers = fake.followers = Gone()
     add(engine)
     fail(fake, where, after=2)
-    with pytest.raises(
-        EngineDeadError, match="cannot begin again .* Start all of them"
-    ):
+    with pytest.raises(EngineDeadError, match="cannot recover .* Restart all of them"):
         run_all(engine)
     assert followers.reasons == ["A launch failed: RuntimeError('the device is gone')"]
     assert fake.device.has_draft

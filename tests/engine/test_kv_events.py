@@ -264,7 +264,9 @@ def test_an_address_that_is_taken(subscriber: Subscriber):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
         config = subscriber.config | {"replay_endpoint": address}
-        with pytest.raises(ConfigError, match=f"told at {address}.*replay_endpoint"):
+        with pytest.raises(
+            ConfigError, match=f"published at {address}.*replay_endpoint"
+        ):
             KvEventPublisher(KvEventsConfig.read(config), 2)
 
 

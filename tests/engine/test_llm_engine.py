@@ -40,13 +40,13 @@ def test_a_program_is_timed_while_no_launch_is_under_way(monkeypatch):
     )
     timed: list[Round] = []
 
-    def rehearse(round_: Round, pages: Any, context: int) -> float:
+    def time_round(round_: Round, pages: Any, context: int) -> float:
         names = [name for name, _ in runner.events]
         assert names.count("launch") == names.count("fetch")
         timed.append(round_)
         return 0.01
 
-    monkeypatch.setattr(runner, "rehearse", rehearse)
+    monkeypatch.setattr(runner, "time_round", time_round)
     shapes = [
         StepShape(num_seqs=n, num_draft_tokens=3, chunk=0, features=GREEDY)
         for n in (1, 2)

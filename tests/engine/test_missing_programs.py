@@ -96,7 +96,7 @@ def test_a_request_of_a_new_kind_waits_alone():
     special.features = LOGPROBS
     programs = ComingPrograms(pause=10**9)
     loop = make_loop(config, programs)
-    for shape in loop.scheduler.shapes.all(with_late=True):
+    for shape in loop.scheduler.shapes.all(with_on_demand=True):
         programs.add(shape)
     loop.scheduler.add(first)
     while first.status is not Status.DECODE:

@@ -290,7 +290,7 @@ def test_a_folder_that_cannot_be_written_costs_one_warning(tmp_path, caplog, low
         shape = dataclasses.replace(SHAPE, num_seqs=count)
         assert not cache.build(program, shape, arguments).was_loaded
     assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert "cannot be kept" in caplog.text
+    assert "cannot be saved" in caplog.text
 
 
 def test_a_full_disk_leaves_no_half_file(tmp_path, caplog, lowered, monkeypatch):

@@ -142,7 +142,7 @@ def test_nothing_is_compiled_after_the_warm_up():
     )
     engine.warm_up()
     compiles = engine.runner.num_compiles
-    assert compiles == len(engine.scheduler.shapes.all(with_late=True))
+    assert compiles == len(engine.scheduler.shapes.all(with_on_demand=True))
     random = np.random.default_rng(0)
     prompts = [random.integers(3, 16, count).tolist() for count in range(1, 60, 4)]
     params = [
@@ -176,7 +176,7 @@ def test_a_program_is_timed_as_it_runs_in_an_engine(monkeypatch):
     rows = timed.state.rows
     shape = StepShape(num_seqs=1, num_draft_tokens=0, chunk=0)
     # The first run has waited for others, the first row was disturbed.
-    assert timed.rehearse(Round(shape, 0), [0, 1, 2, 3], 8) == 3.0
+    assert timed.time_round(Round(shape, 0), [0, 1, 2, 3], 8) == 3.0
     assert len(begun) == 7
     same = jax.tree.map(lambda one, other: one is other, timed.state.rows, rows)
     assert all(jax.tree.leaves(same))

@@ -218,7 +218,7 @@ def test_many_requests_leave_nothing_behind(total: int):
         engine.step()
     engine.scheduler.check_idle()
     # `warm_up` compiles those, so that none of the requests would have to wait for one.
-    assert runner.shapes <= set(engine.scheduler.shapes.all(with_late=True))
+    assert runner.shapes <= set(engine.scheduler.shapes.all(with_on_demand=True))
     if total >= 20_000:  # of fewer, what Python keeps for the next is a larger part
         assert resident_bytes() <= 1.01 * middle
     assert not engine.output_processor.streams

@@ -153,7 +153,7 @@ class QuickRunner(OneProgramRunner):
     def __init__(self, *arguments: Any):
         super().__init__(*arguments)
         self.compiler_options = QUICK_COMPILER
-        self.compiles_beside = False
+        self.compiles_in_background = False
 
 
 class QuickGreedyRunner(QuickRunner):
@@ -258,7 +258,7 @@ def make_engine(
     else:
         made.compiler_options = QUICK_COMPILER
     # Every launch in its own program: what a test sees does not depend on the clock.
-    made.compiles_beside = False
+    made.compiles_in_background = False
     made.cache = ProgramCache(PROGRAMS)
     return _over(config, made)
 
@@ -397,7 +397,10 @@ def with_params(engine: LLMEngine, params: Any, target_params: Any = None) -> LL
     runner = type(old)(config, old.mesh, target_params or old.params[0], params)
     # Executables take the parameters as arguments.
     runner.compiler_options, runner.cache = old.compiler_options, old.cache
-    runner.compiler, runner.compiles_beside = old.compiler, old.compiles_beside
+    runner.compiler, runner.compiles_in_background = (
+        old.compiler,
+        old.compiles_in_background,
+    )
     runner.token_masks = old.token_masks  # whom they ask
     return _over(config, runner)
 

@@ -166,7 +166,7 @@ class FakeDevice:
             num_draft=np.zeros(shape.num_seqs, np.int32),
             num_accepted=num_accepted,
             # Nothing but the spine is ever what the text says.
-            num_kept=None if shape.tree.is_chain else num_accepted,
+            num_accepted_nodes=None if shape.tree.is_chain else num_accepted,
             tree_row=None if shape.tree.is_chain else num_accepted,
             is_done=np.ones(shape.num_seqs, bool),
             is_broken=np.zeros(shape.num_seqs, bool),
@@ -286,7 +286,7 @@ class FakeDevice:
         """Feed the draft model alone; what is known is as likely as not."""
         assert self.has_draft
         assert not (plan.decode or plan.admissions or plan.pages)
-        likeness = np.full((shape.num_tiles, TILE), -1, np.float32)
+        acceptance_probabilities = np.full((shape.num_tiles, TILE), -1, np.float32)
         for tile in plan.tiles:
             row, end = self.rows[tile.row], tile.start + len(tile.tokens)
             assert 0 < end < row.num_tokens
@@ -298,8 +298,10 @@ class FakeDevice:
             count = len(tile.tokens) - (tile.next_token == NO_TOKEN)
             assert tile.next_token in (NO_TOKEN, row.tokens[end])
             first = TILE - len(tile.tokens)
-            likeness[index, first : first + count] = self._random.random(count)
-        return CaughtUp(likeness=likeness)
+            acceptance_probabilities[index, first : first + count] = (
+                self._random.random(count)
+            )
+        return CaughtUp(acceptance_probabilities=acceptance_probabilities)
 
     def _round(
         self, row: Row, drafts: int, lookahead: int, most: int
@@ -389,7 +391,7 @@ class FakeRunner(Runner):
         self.events: list[tuple[str, int]] = []
         self.plans: list[tuple[StepPlan, StepShape]] = []
         self.num_launches = 0
-        self.compiles_beside = False
+        self.compiles_in_background = False
         self.compiler = Compiler(lambda shape: None)
         self.temporary_bytes = self.code_bytes = 0
         self.followers: Any = None

@@ -164,7 +164,10 @@ def _runner(kind: str) -> Runner:
     params = load_weights(draft(kind), first.dtype, first.mesh, DRAFT_MESH_AXES)
     runner = type(first)(first.config, first.mesh, first.params[0], params)
     runner.compiler_options, runner.cache = first.compiler_options, first.cache
-    runner.compiler, runner.compiles_beside = first.compiler, first.compiles_beside
+    runner.compiler, runner.compiles_in_background = (
+        first.compiler,
+        first.compiles_in_background,
+    )
     _keep_arrays(runner)
     return runner
 

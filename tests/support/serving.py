@@ -79,7 +79,7 @@ class Gate:
         self._passes = threading.Semaphore(0)
         runner: Any = engine.runner
         runner.compiler = Compiler(lambda shape: self._passes.acquire())
-        runner.compiles_beside = True
+        runner.compiles_in_background = True
         engine.scheduler = engine._make_scheduler()
 
     def let(self, count: int = 1) -> None:

@@ -41,13 +41,13 @@ from jaxspec.program.step_context import ProgramConfig
 from jaxspec.sharding import DRAFT_MESH_AXES, make_mesh, replicated
 
 _TARGETS = Path(__file__).parent / "targets"
-# What jax adds to LIBTPU_INIT_ARGS where there is a TPU: programs' names have them.
+# jax adds this to LIBTPU_INIT_ARGS if there is a TPU, and it is in program digests.
 _TPU_ARGUMENT = "--xla_tpu_use_enhanced_launch_barrier=true"
 
 
 @dataclass(frozen=True)
 class Tpu:
-    """A slice of TPUs that one host has."""
+    """A TPU slice of one host."""
 
     topology: str
     host: tuple[int, int, int]
@@ -61,8 +61,7 @@ TPUS = {
 _GPU = re.compile(r"(h200)(?:-([1-8]))?")
 DEVICES = (*TPUS, "h200", "h200-2 to h200-8")
 
-# The memory of one of them that jax finds, in bytes. Of a GPU it does not take all:
-# one GiB less than CUDA reports.
+# Memory of one device as jax finds it, in bytes; of GPUs 1 GiB less than CUDA reports.
 MEMORY_BYTES = {
     "v5e": int(15.75 * GIB),
     "v6e": int(31.25 * GIB),
@@ -80,10 +79,10 @@ NAMED_DEVICES = (*TPUS, *_GPU_KINDS, *(f"{kind}-2 to {kind}-8" for kind in _GPU_
 
 
 def check_device(name: str) -> None:
-    """Refuse devices that nothing here can compile for.
+    """Reject devices for which no compiler is available.
 
     Raises:
-        ConfigError: They are not known, or their compiler is not installed.
+        ConfigError: They are unknown, or their compiler is not installed.
     """
     if name in TPUS:
         lacks, extra = find_spec("libtpu") is None, "tpu"
@@ -107,9 +106,9 @@ def check_device(name: str) -> None:
 
 @dataclass(frozen=True)
 class NamedDevice:
-    """A device of which no more is known than what it is called.
+    """A device that is only known by name.
 
-    Arrays can be placed on it, to see what it would hold; nothing can be compiled.
+    Array shardings can use it, to count bytes; nothing can be compiled for it.
     """
 
     id: int
@@ -118,10 +117,10 @@ class NamedDevice:
 
 
 def named_devices(name: str) -> list[NamedDevice]:
-    """The devices that a name means: a slice of TPUs, or a kind of GPU and how many.
+    """Return the devices of a name: a TPU slice, or a kind of GPU and their number.
 
     Raises:
-        ConfigError: It means none.
+        ConfigError: The name is unknown.
     """
     gpu = _NAMED_GPU.fullmatch(name)
     if name not in TPUS and gpu is None:
@@ -134,10 +133,10 @@ def named_devices(name: str) -> list[NamedDevice]:
 
 
 def named_limit(name: str, utilization: float | None) -> int:
-    """Bytes that jax may take of each of the devices that a name means.
+    """Return the bytes that jax may use of each device of a name.
 
     Args:
-        utilization: As for `pool_share`, where they are GPUs.
+        utilization: As for `pool_share`; for GPUs only.
     """
     first = named_devices(name)[0]
     share = pool_share(utilization) if first.platform == "gpu" else 1.0
@@ -145,7 +144,7 @@ def named_limit(name: str, utilization: float | None) -> int:
 
 
 def named_mesh(name: str, config: EngineConfig) -> Mesh:
-    """The mesh of a configuration on devices that need neither be here nor described.
+    """Return the mesh of a configuration on devices known by name only.
 
     Raises:
         ConfigError: They are unknown or too few.
@@ -156,13 +155,13 @@ def named_mesh(name: str, config: EngineConfig) -> Mesh:
 
 
 def describe_mesh(name: str | None, config: EngineConfig) -> Mesh:
-    """The mesh of a configuration on devices that are here (None) or described.
+    """Return the mesh of a configuration on present (None) or described (AOT) devices.
 
-    Describing sets variables of the environment that only compilers read; which of
-    jax's platforms run anything is the caller's to say.
+    Describing devices sets environment variables that only compilers read; the caller
+    chooses jax's platforms.
 
     Raises:
-        ConfigError: As `check_device`, or the devices are too few.
+        ConfigError: As in `check_device`, or there are too few devices.
     """
     if name is None:
         return build_mesh(config)
@@ -190,7 +189,7 @@ def describe_mesh(name: str | None, config: EngineConfig) -> Mesh:
 
 
 def describe(config: EngineConfig, mesh: Mesh) -> tuple[ProgramConfig, Arguments]:
-    """What all programs of an engine share, and the forms of what they are given."""
+    """Return the configuration of an engine's programs, and the shapes of arguments."""
     pool = pool_of(config)
     dtype = choose_dtype(config.dtype, mesh)
     options: dict[str, Any] = dict(dtype=dtype, mesh=mesh)
@@ -207,12 +206,12 @@ def describe(config: EngineConfig, mesh: Mesh) -> tuple[ProgramConfig, Arguments
     def form(leaf: np.ndarray) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=replicated(mesh))
 
-    chances = config.speculative and config.speculative.forced_acceptance
-    forms: Any = EngineState  # of arrays that are not there
+    rates = config.speculative and config.speculative.forced_acceptance
+    forms: Any = EngineState  # of shapes in place of arrays
     state = forms(
         rows=jax.tree.map(form, init_rows(pool)),
         token_pages=form(init_token_pages(pool)),
         **device_forms(program, dtype),
-        forced_acceptance=form(np.array(chances, np.float32)) if chances else None,
+        forced_acceptance=form(np.array(rates, np.float32)) if rates else None,
     )
     return program, (*params, state)

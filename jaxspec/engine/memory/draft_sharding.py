@@ -1,37 +1,37 @@
-"""Choose how many of the target's devices share a copy of the draft model.
+"""Chooses how many of the target's devices share a copy of the draft model.
 
-With many, each device reads less of the weights, and every layer ends in a sum over
-the devices; with few, the weights are read and kept several times. Owns the estimate,
-the published speeds of devices that it uses (none measured here), and the choice.
+With many, each device reads less of the weights, but every layer ends in an all-reduce.
+With few, several devices store and read the same weights. The estimate uses published
+speeds of devices; none was measured here.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-# Sequences of the pass that is estimated: of more, fewer drafts are made, or none.
+# Sequences of the estimated pass; larger batches have fewer drafts or none.
 TYPICAL_SEQS = 16
-# Sums over devices of one pass, as `benchmarks/results/aot_memory.json` has them: in
-# each layer after attention and after the feed-forward part; for the embedding, and
-# eleven of few numbers to draw a token of a divided vocabulary.
+# All-reduces of one pass, as in `benchmarks/results/aot_memory.json`: in each layer
+# after attention and after the feed-forward part; one for the embedding, and eleven of
+# few values to sample a token of a sharded vocabulary.
 LAYER_SUMS, OTHER_SUMS = 2, 12
 # Hidden rows are summed in float32.
 SUM_BYTES = 4
-# What fewer devices than the target's must win in time, and leave of its pages: the
-# estimate is rough, and pages hold requests.
+# Fewer devices than the target's must be this much faster, and leave this share of the
+# pages: the estimate is rough, and fewer pages mean fewer requests.
 MIN_GAIN, MIN_PAGES = 0.1, 0.9
 
 
 @dataclass(frozen=True, kw_only=True)
 class Speeds:
-    """Of one device.
+    """Published speeds of one device.
 
     Attributes:
-        operations: In bfloat16 without sparsity, per second.
-        memory: Bytes/s of its memory.
-        link: Bytes/s that it sends in a sum over devices.
-        start_s: Of a sum, however little is summed.
-        hop_s: What every step to a neighbour adds; 0 where a switch joins all devices.
+        operations: bfloat16 operations per second, without sparsity.
+        memory: Memory bandwidth in bytes/s.
+        link: Bytes/s that it sends in an all-reduce.
+        start_s: Latency of an all-reduce of any size, in seconds.
+        hop_s: Additional latency per hop; 0 if a switch connects all devices.
 
     References:
         TPUs: docs.cloud.google.com/tpu/docs/v5e and v6e; of four ports, a chip at the
@@ -49,11 +49,11 @@ class Speeds:
     hop_s: float = 0.0
 
     def all_reduce_s(self, num_bytes: int, num_devices: int) -> float:
-        """How long a sum of `num_bytes` over a group of devices takes.
+        """Return the seconds of an all-reduce of `num_bytes`.
 
-        Numbers go to every device and back: between the corners of a slice that is two
-        chips wide there are half as many hops as it has chips. Every device sends
-        2 (n - 1) / n of the bytes, as in a ring.
+        Values travel to every device and back: between the corners of a slice that is
+        two chips wide, n chips are n / 2 hops apart. Every device sends 2 (n - 1) / n
+        of the bytes, as in a ring.
         """
         if num_devices == 1:
             return 0.0
@@ -62,7 +62,7 @@ class Speeds:
         return self.start_s + hops * self.hop_s + sent / self.link
 
 
-# By jax's name of a device.
+# By jax's `device_kind`.
 SPEEDS = {
     "TPU v5 lite": Speeds(
         operations=197e12, memory=819e9, link=2 * 50e9, start_s=5e-6, hop_s=1e-6
@@ -75,7 +75,7 @@ SPEEDS = {
     ),
     "NVIDIA H200": Speeds(operations=989e12, memory=4.8e12, link=450e9, start_s=9e-6),
 }
-# What users call them.
+# Common names of devices, and jax's.
 _KINDS = {
     "v5e": "TPU v5 lite",
     "v6e": "TPU v6 lite",
@@ -85,18 +85,18 @@ _KINDS = {
 
 
 def speeds_of(kind: str) -> Speeds | None:
-    """Those of a device, by jax's name or the users'; None where they are unknown."""
+    """Return the speeds of a device, by jax's or its common name; None if unknown."""
     return SPEEDS.get(_KINDS.get(kind, kind))
 
 
 @dataclass(frozen=True, kw_only=True)
 class DraftSize:
-    """What it comes to if so many devices share a copy of the draft model.
+    """Estimates if `devices` devices share a copy of the draft model.
 
     Attributes:
-        read_s: Of a pass: to read the weights that a device has.
-        sum_s: Of a pass: sums over the devices.
-        num_pages: For which each device has memory; None where nothing fits.
+        read_s: Seconds per pass to read a device's weights.
+        sum_s: Seconds per pass of all-reduces.
+        num_pages: Pages that fit each device; None if the weights do not fit.
     """
 
     devices: int
@@ -106,7 +106,7 @@ class DraftSize:
 
     @property
     def pass_s(self) -> float:
-        """Of one pass, that is of one draft token for every sequence."""
+        """Seconds of one pass, which makes one draft token for every sequence."""
         return self.read_s + self.sum_s
 
 
@@ -120,11 +120,12 @@ def estimate(
     num_seqs: int,
     num_pages: int | None,
 ) -> DraftSize:
-    """Estimate a pass of a draft model that so many devices share.
+    """Estimate a pass of a draft model that `devices` devices share.
 
     Args:
-        read_bytes: Of its weights, by one device in every pass.
-        num_seqs: Of the largest batch.
+        read_bytes: Bytes of weights that one device reads in every pass.
+        num_seqs: Size of the largest batch.
+        num_pages: As in `DraftSize`.
     """
     rows = min(num_seqs, TYPICAL_SEQS)
     count = LAYER_SUMS * num_layers + OTHER_SUMS
@@ -139,10 +140,12 @@ def estimate(
 
 @dataclass(frozen=True, kw_only=True)
 class DraftSharding:
-    """What was compared, from the most devices, and what has been decided.
+    """The choice of the draft model's devices.
 
     Attributes:
-        is_given: The user said so.
+        sizes: The estimates that were compared, the most devices first.
+        devices: The choice.
+        is_given: The user has set it.
     """
 
     sizes: tuple[DraftSize, ...]
@@ -151,7 +154,7 @@ class DraftSharding:
 
     @property
     def reason(self) -> str:
-        """Why it is not another."""
+        """Reason for the choice, in words."""
         if self.is_given:
             return "as given"
         best = min(self.sizes, key=lambda one: one.pass_s)
@@ -162,7 +165,7 @@ class DraftSharding:
         return f"as {best.devices}, faster by estimate, would leave too few pages"
 
     def line(self) -> str:
-        """The decision, with the times and pages that it follows from."""
+        """Describe the choice, with the times and pages that were compared."""
         parts = []
         for one in self.sizes:
             units = ("", "") if parts else (" ms a pass", " pages")
@@ -197,11 +200,11 @@ def _has_pages(one: DraftSize, most: DraftSize) -> bool:
 
 
 def choose(sizes: Sequence[DraftSize]) -> DraftSharding:
-    """Choose the fastest size that takes few pages from requests.
+    """Choose the fastest size that leaves enough pages.
 
     Args:
-        sizes: That of as many devices as the target has comes first; it is taken
-            unless another one is clearly faster.
+        sizes: The first has all of the target's devices; it is chosen unless another
+            one is faster by `MIN_GAIN`.
     """
     most = sizes[0]
     enough = (1 - MIN_GAIN) * most.pass_s

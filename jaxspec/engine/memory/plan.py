@@ -1,7 +1,7 @@
-"""How a device's memory is divided: weights, programs, and pages with what is left.
+"""The memory plan of a device: weights, programs, and the rest for KV pages.
 
-Arithmetic over facts of one device; where there are several, each holds as much.
-Imports neither jax nor models: `jaxspec.engine.memory.probe` finds the facts.
+Arithmetic over facts of one device; with several, each has the same. Imports neither
+jax nor models: `jaxspec.engine.memory.probe` finds the facts.
 """
 
 import math
@@ -15,23 +15,24 @@ from jaxspec.errors import ConfigError, check_integer, wrong_argument
 from jaxspec.program.plan import MAX_GROUP_BYTES, TILE
 
 GIB, MIB = 2**30, 2**20
-# vLLM's. The rest is for what no plan sees: libraries' own memory, what lies badly.
+# vLLM's. The rest is for what is not planned: memory of libraries, fragmentation.
 DEFAULT_UTILIZATION = 0.92
 # The most that pages take of a CPU's memory by default.
 MAX_CPU_KV_BYTES = 512 * MIB
-# Of a target's bytes in bfloat16, at most, for 2B and more: the embedding stays as it
-# is, and scales come beside the matrices (docs/quantization.md).
+# Largest size of a quantized target of 2B or more, relative to bfloat16: the embedding
+# is not quantized, and matrices have scales (docs/quantization.md).
 QUANTIZED_SHARE = {"int8": 0.65, "int4": 0.45}
-# Tokens below which a shorter context is no advice.
+# Shortest context that an error suggests, in tokens.
 LEAST_CONTEXT = 512
-# Temporaries may take this share of what weights leave before defaults become smaller.
+# Default sizes are reduced if temporaries exceed this share of the memory without
+# weights.
 MAX_TEMPORARY_SHARE = 0.25
 # Kernels number the values in an array of pages with int32.
 MAX_LAYER_VALUES = 2**31 - 1
 
 
 class Sizes(NamedTuple):
-    """Requests that run at once, and prompt tokens that one launch feeds."""
+    """Requests that run at once, and prompt tokens of one launch."""
 
     num_seqs: int
     num_batched_tokens: int
@@ -44,14 +45,13 @@ ACCELERATOR_SIZES = Sizes(256, FIRST_CHUNK)
 
 @dataclass(frozen=True, kw_only=True)
 class ModelBytes:
-    """What one model takes of one device.
+    """Bytes of one model on one device.
 
     Attributes:
         page_bytes: Keys and values of one page, in all layers.
-        unread_bytes: Of its weights, what a pass looks rows up in and does not read:
-            the embedding, where the head is a matrix of its own.
-        form: How its matrices are kept, in words; "" where they are all there and not
-            quantized.
+        unread_bytes: Weights of which a pass reads only single rows: the embedding, if
+            the head is a separate matrix.
+        form: Description of quantized or trimmed matrices; "" if there are none.
     """
 
     weight_bytes: int = 0
@@ -62,25 +62,25 @@ class ModelBytes:
 
 @dataclass(frozen=True, kw_only=True)
 class ProgramFacts:
-    """What the memory of programs follows from, on one device.
+    """The sizes that determine the memory of programs on one device.
 
     Attributes:
         num_draft_tokens: K.
-        num_beside: Drafts of a tree that are more than K.
+        num_side_nodes: Drafts of a tree beyond K.
         vocab_size: Columns of the target's logits.
-        draft_vocab_size: Columns of the laws that drafts were drawn from; 0 where they
-            were drawn from none.
+        draft_vocab_size: Columns of the draft distributions; 0 if drafts are not
+            sampled.
         max_model_len: Tokens per sequence.
         is_invariant: With `batch_invariant`, whose launches are small.
-        token_bytes: What one token takes within a layer of the target, at most.
-        row_tile: Rows of a sequence are kept in multiples of these, where sequences are
-            told apart: 8 on a TPU.
+        token_bytes: Largest temporaries of one token within a layer of the target.
+        row_tile: Arrays with an axis of sequences pad the rows of each to a multiple of
+            this: 8 on a TPU.
         fixed_bytes: Temporaries that every program has.
-        code_bytes: Of all programs together, where they lie in the device's memory.
+        code_bytes: Code of all programs, if it is in device memory.
     """
 
     num_draft_tokens: int = 0
-    num_beside: int = 0
+    num_side_nodes: int = 0
     vocab_size: int
     draft_vocab_size: int = 0
     max_model_len: int
@@ -91,7 +91,7 @@ class ProgramFacts:
     code_bytes: int = 0
 
     def num_prompt_tokens(self, sizes: Sizes) -> int:
-        """Those that the largest program has room for."""
+        """Return the prompt tokens that the largest program has room for."""
         return largest_chunk(
             sizes.num_batched_tokens,
             num_seqs=sizes.num_seqs,
@@ -100,21 +100,21 @@ class ProgramFacts:
         )
 
     def temporary_bytes(self, sizes: Sizes, *, has_controls: bool = True) -> int:
-        """Temporaries of the largest program, as compilers' records have them.
+        """Estimate the temporaries of the largest program, from compilers' records.
 
-        The rows of a round are kept as logits, cut off from those of prompts, and as
-        the verdict filters them: 4 bytes each, three times. Of hundreds of sequences
-        they are there once, and filtered in groups of `MAX_GROUP_BYTES`; on a TPU once
-        more, for the groups, in whole tiles. Penalties and log-probabilities have them
-        two or three times more, on a TPU a row of each sequence beside them, and those
-        of prompts' tiles. What the layers compute before is gone by then. Drafts' laws
-        are there from the start.
+        The logits of a round exist three times, with 4 bytes per value: as computed,
+        separated from those of prompts, and filtered for the verdict. With hundreds of
+        sequences they exist once, and are filtered in groups of `MAX_GROUP_BYTES`; on a
+        TPU they exist once more, for the groups, in whole tiles. Penalties and logprobs
+        add two or three copies, on a TPU also one row per sequence, and the logits of
+        prompt tiles. Temporaries of the layers are free by then. The draft
+        distributions exist from the start.
 
         Args:
-            has_controls: Count the programs of requests with such wishes.
+            has_controls: Count the programs with penalties and logprobs.
         """
         seqs = 1 << (sizes.num_seqs - 1).bit_length()
-        width = self.num_draft_tokens + self.num_beside + 1
+        width = self.num_draft_tokens + self.num_side_nodes + 1
         rows = seqs * width
         tiles = self.num_prompt_tokens(sizes) // TILE
         once, groups = 4 * self.vocab_size * rows, 2 * MAX_GROUP_BYTES
@@ -128,33 +128,34 @@ class ProgramFacts:
         logits = min(whole, many * once + groups)
         logits += 4 * self.vocab_size * tile_times * tiles
         layers = self.token_bytes * (rows + tiles * TILE)
-        laws = 4 * self.draft_vocab_size * self.num_draft_tokens * seqs
-        return max(logits, layers) + laws + self.fixed_bytes
+        drafts = 4 * self.draft_vocab_size * self.num_draft_tokens * seqs
+        return max(logits, layers) + drafts + self.fixed_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryFacts:
-    """What is known of one device before anything is put on it.
+    """Facts about one device before the engine allocates memory on it.
 
     Attributes:
-        device: What people call it.
+        device: Name of the device, for messages.
         platform: "cpu", "gpu" or "tpu".
-        num_devices: Those that hold as much each.
-        limit_bytes: What jax may take of it; None where nobody plans by it, as on a
-            CPU.
-        limit_share: What share of the device's memory that is: not all of a GPU's.
-        most_share: What share it would be if the engine planned with all of it: jax
-            takes of a GPU what `gpu_memory_utilization` says, and little more.
-        used_bytes: Taken already, by others.
-        draft: Nothing without a draft model or a head.
-        draft_name: What it is.
-        programs_without: What programs would be without it; None: the same.
-        kv_dtype: What a number of a key or value is kept as.
+        num_devices: Number of such devices; all have the same contents.
+        limit_bytes: Bytes that jax may use of it; None if there is no limit to plan
+            with, as on a CPU.
+        limit_share: Share of the device's memory that `limit_bytes` is: below 1 on a
+            GPU.
+        most_share: The share if the engine planned with all of the memory: on a GPU jax
+            reserves little more than `gpu_memory_utilization`.
+        used_bytes: Bytes that other programs use already.
+        draft: Bytes of the draft model or head; zero without one.
+        draft_name: "draft model" or "head".
+        programs_without: `programs` without the draft; None if they are the same.
+        kv_dtype: Type of the KV cache.
         page_size: Tokens per page.
         max_model_len: Tokens per sequence.
-        layer_page_values: Numbers that one page has in one array, at most.
-        compiled_bytes: Temporaries of the largest program, from the compiler itself;
-            None: they are estimated.
+        layer_page_values: Most values of one page in one array.
+        compiled_bytes: Temporaries of the largest program, as compiled; None if they
+            are estimated.
     """
 
     device: str
@@ -177,12 +178,12 @@ class MemoryFacts:
 
     @property
     def weight_bytes(self) -> int:
-        """Of both models."""
+        """Weights of both models."""
         return self.target.weight_bytes + self.draft.weight_bytes
 
     @property
     def page_bytes(self) -> int:
-        """Of one page of both models."""
+        """Keys and values of one page, of both models."""
         return self.target.page_bytes + self.draft.page_bytes
 
     @property
@@ -192,30 +193,30 @@ class MemoryFacts:
 
     @property
     def max_pages(self) -> int:
-        """More than these cannot be numbered."""
+        """Largest pool whose values int32 can index."""
         return MAX_LAYER_VALUES // self.layer_page_values
 
     def budget_bytes(self, utilization: float) -> int:
-        """What a share of the device's memory comes to, as far as jax may take it."""
+        """Return the bytes of a share of the device's memory, at most jax's limit."""
         limit = self.limit_bytes or 0
         return int(limit * min(utilization / self.limit_share, 1))
 
     def with_most(self) -> "MemoryFacts":
-        """The same where jax takes as much of the device as it ever would."""
+        """Return the facts with the largest share that jax would reserve."""
         if self.limit_bytes is None:
             return self
         limit = int(self.limit_bytes * self.most_share / self.limit_share)
         return replace(self, limit_bytes=limit, limit_share=self.most_share)
 
     def without_draft(self) -> "MemoryFacts":
-        """The same engine without its draft model or head."""
+        """Return the facts of the same engine without its draft model or head."""
         if self.draft == ModelBytes():
             return self
         programs = self.programs_without or self.programs
         return replace(self, draft=ModelBytes(), programs=programs, compiled_bytes=None)
 
     def workspace_bytes(self, sizes: Sizes) -> int:
-        """What programs take beside weights and pages: temporaries and code."""
+        """Return the bytes of programs: temporaries and code."""
         temporary = self.compiled_bytes
         if temporary is None:
             temporary = self.programs.temporary_bytes(sizes)
@@ -227,9 +228,9 @@ class MemoryPlan:
     """How one device's memory is divided.
 
     Attributes:
-        utilization: Share of the limit that was planned with; None: pages were said, or
-            are a CPU's default.
-        draft_sharding: How the draft model's devices were chosen, where they were.
+        utilization: Share of the limit that was planned with; None if the number of
+            pages was given, or is a CPU's default.
+        draft_sharding: The choice of the draft model's devices; None without a choice.
     """
 
     facts: MemoryFacts
@@ -245,12 +246,12 @@ class MemoryPlan:
 
     @property
     def kv_bytes(self) -> int:
-        """Of the pages of both models."""
+        """Bytes of all pages, of both models."""
         return self.num_pages * self.facts.page_bytes
 
     @property
     def left_bytes(self) -> int | None:
-        """Bytes of the limit that nothing is planned for; None without a limit."""
+        """Unplanned bytes of the limit; None without a limit."""
         facts = self.facts
         if facts.limit_bytes is None:
             return None
@@ -258,21 +259,21 @@ class MemoryPlan:
         return facts.limit_bytes - taken - self.kv_bytes
 
     def concurrency(self, num_tokens: int) -> float:
-        """Sequences of `num_tokens` tokens that there are pages for."""
+        """Return how many sequences of `num_tokens` tokens fit the pages."""
         return self.num_pages / math.ceil(num_tokens / self.facts.page_size)
 
     @property
     def draft_bytes(self) -> int:
-        """What drafts cost: weights, a part of the pages, and of what programs take."""
+        """Memory of drafting: weights, draft KV pages, and its part of programs."""
         draft, alone = self.facts.draft, self.facts.without_draft()
         programs = max(self.workspace_bytes - alone.workspace_bytes(self.sizes), 0)
         return draft.weight_bytes + self.num_pages * draft.page_bytes + programs
 
     @property
     def sequences_lost(self) -> float:
-        """Sequences of the full length that would fit more without the draft model.
+        """Additional sequences of full length that would fit without the draft model.
 
-        As many run at once: only their pages are more.
+        `max_num_seqs` is the same: only the number of pages grows.
         """
         facts, alone = self.facts, self.facts.without_draft()
         if self.utilization is not None:  # pages are what weights and programs leave
@@ -283,7 +284,7 @@ class MemoryPlan:
         return max(num_pages - self.num_pages, 0) / facts.pages_per_seq
 
     def rows(self) -> list[tuple[str, int, str]]:
-        """Each part: its name, its bytes on a device, and what else there is to say."""
+        """Return each part: its name, its bytes on one device, and a remark."""
         facts, draft = self.facts, self.facts.draft
         size = facts.page_size
         has_draft = draft != ModelBytes()
@@ -313,7 +314,7 @@ class MemoryPlan:
         return rows
 
     def table(self) -> str:
-        """The parts one below the other, and how many sequences the pages hold."""
+        """Return a table of the parts, followed by `notes`."""
         facts = self.facts
         each = "" if facts.num_devices == 1 else f", each of {facts.num_devices}"
         lines = [f"Memory of {facts.device}{each}"]
@@ -323,14 +324,14 @@ class MemoryPlan:
         return "\n".join([*lines, *self.notes()])
 
     def notes(self) -> list[str]:
-        """How many sequences the pages hold, and what the draft model costs."""
+        """Return the lines on concurrency and on the cost of the draft model."""
         facts, length = self.facts, self.facts.max_model_len
         concurrency = self.concurrency(length)
         lines = [f"Maximum concurrency at {length:,} tokens: {concurrency:.2f}x"]
         if facts.draft != ModelBytes():
             lines.append(
                 f"The {facts.draft_name} takes {shown_bytes(self.draft_bytes)}: "
-                f"without it, {self.sequences_lost:.2f} more of such sequences"
+                f"without it, {self.sequences_lost:.2f} more such sequences fit"
             )
         if self.draft_sharding is not None:
             lines.append(self.draft_sharding.line())
@@ -361,16 +362,16 @@ class MemoryPlan:
 
 
 def default_cpu_pages(pages_per_seq: int, num_seqs: int, page_bytes: int) -> int:
-    """Fill the batch with full sequences, within the cap, one at the least."""
+    """Return the pages for a batch of full sequences, capped, but at least for one."""
     cap = MAX_CPU_KV_BYTES // page_bytes
     return max(pages_per_seq, min(num_seqs * pages_per_seq, cap))
 
 
 def default_sizes(facts: MemoryFacts, room_bytes: int, given: GivenSizes) -> Sizes:
-    """Sequences and prompt tokens where the user says nothing; what is given stays.
+    """Return the default sizes; those that the user has set are not changed.
 
     Args:
-        room_bytes: What programs' temporaries and pages share.
+        room_bytes: Bytes for temporaries of programs and for pages.
     """
     wanted = CPU_SIZES if facts.platform == "cpu" else ACCELERATOR_SIZES
     seqs = given.max_num_seqs or wanted.num_seqs
@@ -389,12 +390,13 @@ def default_sizes(facts: MemoryFacts, room_bytes: int, given: GivenSizes) -> Siz
 
 
 def plan_memory(facts: MemoryFacts, given: GivenSizes) -> MemoryPlan:
-    """Divide a device's memory: what weights and programs leave becomes pages.
+    """Plan a device's memory: what weights and programs leave becomes pages.
 
-    Where there is no limit, what is given says how many pages.
+    Without a limit, the user's settings determine the number of pages.
 
     Raises:
-        ConfigError: It does not fit, with all numbers and one setting that helps.
+        ConfigError: It does not fit. The error has all numbers, and a setting that
+            helps.
     """
     share = given.gpu_memory_utilization or DEFAULT_UTILIZATION
     limit = facts.limit_bytes
@@ -409,7 +411,7 @@ def plan_memory(facts: MemoryFacts, given: GivenSizes) -> MemoryPlan:
         num_pages = given.kv_cache_memory_bytes // facts.page_bytes
         _check_kv_bytes(facts, given.kv_cache_memory_bytes)
     else:
-        assert limit is not None, "nobody says how many pages"
+        assert limit is not None, "neither pages nor a limit are given"
         utilization = share
         num_pages = _pages_left(facts, sizes, budget)
     plan = MemoryPlan(
@@ -426,24 +428,24 @@ def plan_memory(facts: MemoryFacts, given: GivenSizes) -> MemoryPlan:
 
 
 def _room_bytes(facts: MemoryFacts, budget: int) -> int:
-    """Of a budget, what temporaries and pages share."""
+    """Return the bytes of a budget that remain for temporaries and pages."""
     taken = facts.used_bytes + facts.weight_bytes + facts.programs.code_bytes
     return budget - taken
 
 
 def _with_pages(sizes: Sizes, given: GivenSizes, num_pages: int) -> Sizes:
-    """No more sequences than there are pages, if the user has not said so many."""
+    """Limit the sequences to the number of pages, unless the user has set them."""
     if given.max_num_seqs is None:
         return sizes._replace(num_seqs=max(min(sizes.num_seqs, num_pages), 1))
     return sizes
 
 
 def _pages_left(facts: MemoryFacts, sizes: Sizes, budget: int) -> int:
-    """The pages that a budget of bytes leaves, as many as can be numbered.
+    """Return the pages that fit a budget of bytes, at most `max_pages`.
 
-    The number is round: a start finds some megabytes more or less in use than the one
-    before. Programs are compiled for a number of pages: seven leading bits let most
-    starts have the same.
+    The number is rounded down to seven leading bits. Programs are compiled for a number
+    of pages, and memory in use differs by some megabytes between starts: most starts
+    get the same number.
     """
     taken = facts.used_bytes + facts.weight_bytes + facts.workspace_bytes(sizes)
     found = min(max(budget - taken, 0) // facts.page_bytes, facts.max_pages)
@@ -460,13 +462,13 @@ def _check_kv_bytes(facts: MemoryFacts, given: int) -> None:
         given,
         low=one,
         hint=f"One sequence of max_model_len={facts.max_model_len} tokens takes {one:,}"
-        f" bytes ({shown_bytes(one)}) of keys and values; give as many, or a smaller "
-        "max_model_len.",
+        f" bytes ({shown_bytes(one)}) of keys and values; set at least that, or "
+        "a smaller max_model_len.",
     )
 
 
 def _no_room(plan: MemoryPlan, given: GivenSizes, budget: int) -> ConfigError:
-    """What weights and programs leave does not hold one sequence."""
+    """Return the error if the memory left does not fit one sequence."""
     facts, most = plan.facts, plan.facts.with_most().limit_bytes
     assert most is not None
     one = facts.pages_per_seq * facts.page_bytes
@@ -497,12 +499,12 @@ def _no_room(plan: MemoryPlan, given: GivenSizes, budget: int) -> ConfigError:
 def _remedy(
     plan: MemoryPlan, given: GivenSizes, budget: int, needed: int
 ) -> tuple[str, object]:
-    """The one setting that makes room, the one that costs least first."""
+    """Return a setting with which one sequence fits, the least costly one."""
     facts, most = plan.facts, plan.facts.with_most()
     num_tokens = _pages_left(facts, plan.sizes, budget) * facts.page_size
     if num_tokens >= facts.max_model_len // 4:
         return "max_model_len", num_tokens
-    # More memory can mean larger defaults, which need more of it: each share is tried.
+    # A larger share can raise the default sizes, which need more: try each share.
     for percent in range(1, int(98 * most.most_share) + 1):
         share = percent / 100
         if most.budget_bytes(share) >= needed and _has_room(most, given, share):
@@ -522,7 +524,7 @@ def _remedy(
 
 
 def _on_the_same(plan: MemoryPlan, budget: int, needed: int) -> list[str]:
-    """Settings that make room without more devices, at a price."""
+    """Return settings that need no more devices, but change texts or the context."""
     facts, found = plan.facts, []
     if not facts.target.form:  # not quantized yet
         for kind, share in QUANTIZED_SHARE.items():
@@ -543,7 +545,7 @@ def _has_room(facts: MemoryFacts, given: GivenSizes, share: float) -> bool:
 
 
 def _too_many_pages(plan: MemoryPlan, given: GivenSizes) -> ConfigError:
-    """The pages that the user asks for are more than the device has room for."""
+    """Return the error if the user's number of pages does not fit."""
     facts = plan.facts
     assert facts.limit_bytes is not None
     assert plan.left_bytes is not None
@@ -569,7 +571,7 @@ def _too_many_pages(plan: MemoryPlan, given: GivenSizes) -> ConfigError:
 
 
 def shown_bytes(num_bytes: int) -> str:
-    """A number of bytes for people."""
+    """Format a number of bytes in MiB or GiB."""
     if abs(num_bytes) >= GIB // 4:
         return f"{num_bytes / GIB:.2f} GiB"
     return f"{num_bytes / MIB:.2f} MiB"

@@ -1,8 +1,8 @@
-"""Find the facts of a memory plan, and give an engine the planned sizes.
+"""Finds the facts of a memory plan, and applies the planned sizes to a configuration.
 
-Owns `MemoryFacts` of models and devices. Nothing is loaded, run or profiled: weights
-and pages are counted from shapes and placements; how much a device may hold comes from
-the device itself or, where it is only named, from `device_descriptions`.
+Nothing is loaded, run or profiled: bytes of weights and pages follow from shapes and
+placements. The limit comes from the device or, for devices known by name only, from
+`device_descriptions`.
 """
 
 import dataclasses
@@ -69,42 +69,40 @@ from jaxspec.sharding import (
 )
 from jaxspec_checkpoints.quantization import stored_bytes
 
-# Of other processes, what `own_memory` says of each.
+# Results of `own_memory` in the other processes.
 Others = Sequence[tuple[int | None, int]]
 
-# What compilers fetch ahead, and small arrays: beside logits and laws, at most 202 MB
-# in `benchmarks/results/aot*.json`. XLA:CPU fetches nothing.
+# Prefetched weights and small arrays: in addition to logits and distributions, at most
+# 202 MB in `benchmarks/results/aot*.json`. XLA:CPU does not prefetch.
 FIXED_BYTES = {"cpu": 0}
 ACCELERATOR_FIXED_BYTES = 256 * MIB
-# Of one program in a TPU's memory: rounds alone, and with prompts; on one chip and on
-# several, the most of the same records: more sequences have more. A GPU's are in the
-# fixed part.
+# Code of one program in a TPU's memory, without and with prompts, by number of chips
+# (1, several): the largest in the same records. On GPUs it is in the fixed part.
 CODE_BYTES = {1: (28 * 10**6, 74 * 10**6), 2: (107 * 10**6, 238 * 10**6)}
-# What the layers of a model keep of a token where they keep most, in the feed-forward
-# part: gate and up as products are, in float32, and what they make in the type of the
-# matrix behind. Of the model's own width the stream and products, in float32. So it is
-# in XLA's buffer assignment of 27B for an H200, to the last buffer: 10 bytes of the
-# feed-forward width and 10 of the model's (here 16).
+# Largest temporaries of a layer per token, in its feed-forward part: gate and up
+# products in float32 and their result in the type of the next matrix, each times the
+# feed-forward width; the residual stream and products in float32, times the hidden
+# size. XLA's buffer assignment of 27B for an H200 has exactly these buffers: 10 bytes
+# times the feed-forward width and 10 times the hidden size (here 16).
 GATE_AND_UP_BYTES, MODEL_WIDTH_BYTES = 2 * 4, 4 * 4
-# XLA:CPU keeps the activation apart, and copies rows for its panels.
+# XLA:CPU stores the activation separately, and copies rows for its panels.
 CPU_FEED_FORWARD_BYTES = 5 * 4
-# On a TPU one of both products is copied into another layout: 14 bytes of the
-# feed-forward width and 14 of the model's are what each of 6,144 more tokens takes of a
-# v6e with 2B.
+# A TPU copies one of both products into another layout: each of 6,144 more tokens of 2B
+# on a v6e takes 14 bytes times the feed-forward width and 14 times the hidden size.
 TPU_COPY_BYTES = 4
 
 
 def plan_for(
     args: EngineArgs, device: str | None = None, *, has_compiler: bool = False
 ) -> MemoryPlan:
-    """What an engine with these arguments would take of each device.
+    """Return the memory plan of an engine with these arguments.
 
-    No weights are read, and nothing is fetched for published sizes.
+    No weights are read. Published models need no download.
 
     Args:
-        device: The name of devices, as "v5e-8"; None: those that are here.
-        has_compiler: Compile the largest program for the devices, and take its
-            temporaries from the compiler in place of an estimate.
+        device: Name of devices, e.g. "v5e-8"; None for the present ones.
+        has_compiler: Compile the largest program, and use its temporaries instead of an
+            estimate.
 
     Raises:
         ConfigError: An argument cannot work, or it does not fit.
@@ -122,7 +120,7 @@ def plan_for(
 
 
 def _with_published(args: EngineArgs, folder: Path) -> EngineArgs:
-    """The same for configs that are written into a folder, where names tell them."""
+    """Replace names of published models by folders with their config.json."""
 
     def local(name: Any) -> Any:
         content = published_config(name) if isinstance(name, str) else None
@@ -138,7 +136,7 @@ def _with_published(args: EngineArgs, folder: Path) -> EngineArgs:
     merged = args.speculative_config
     if merged is not None and "model" in merged:
         changes["speculative_config"] = merged | {"model": local(merged["model"])}
-    # Neither has a part in a plan, and both would be fetched.
+    # The plan does not depend on these, and they would be downloaded.
     changes |= dict(tokenizer=None, generation_config="vllm", load_format="dummy")
     return dataclasses.replace(args, **changes)
 
@@ -150,15 +148,15 @@ def spread_draft(
     device: str | None = None,
     others: Others = (),
 ) -> tuple[EngineConfig, Mesh, DraftSharding | None]:
-    """Choose how many devices share a copy of the draft model, if nobody has said it.
+    """Choose how many devices share a copy of the draft model, unless the user has.
 
     Args:
-        device: The name of devices that are not here.
-        others: What processes of other hosts have found; see `own_memory`.
+        device: Name of devices that are not present.
+        others: Results of `own_memory` in the other processes.
 
     Returns:
-        The configuration with that number, the same devices as a mesh for it, and what
-        was compared; None where there is no choice, or the devices' speeds are unknown.
+        The configuration with that number, a mesh of the same devices for it, and the
+        comparison; None if there is no choice, or the devices' speeds are unknown.
     """
     speculative, draft = config.speculative, config.draft_model_config
     speeds = speeds_of(mesh.devices.flat[0].device_kind)
@@ -188,7 +186,7 @@ def spread_draft(
         try:
             num_pages = _planned(one, facts).num_pages
         except ConfigError:
-            num_pages = None  # what does not fit in any way is refused by `fit`
+            num_pages = None  # if no size fits, `fit` raises
         sizes.append(
             estimate(
                 speeds,
@@ -218,12 +216,12 @@ def fit(
     compiled_bytes: int | None = None,
     others: Others = (),
 ) -> tuple[EngineConfig, MemoryPlan]:
-    """Plan the memory of a mesh's devices, and give an engine the sizes of the plan.
+    """Plan the memory of a mesh's devices, and apply the sizes to the configuration.
 
     Args:
-        device: The name of devices that are not here.
+        device: Name of devices that are not present.
         compiled_bytes: Temporaries of the largest program, if it has been compiled.
-        others: What processes of other hosts have found; see `own_memory`.
+        others: Results of `own_memory` in the other processes.
 
     Raises:
         ConfigError: It does not fit.
@@ -244,8 +242,8 @@ def fit(
 
 def _planned(config: EngineConfig, facts: MemoryFacts) -> MemoryPlan:
     given = config.given or GivenSizes()
-    has_no_say = facts.limit_bytes is None and given.kv_cache_memory_bytes is None
-    if config.given is None or has_no_say:
+    has_no_limit = facts.limit_bytes is None and given.kv_cache_memory_bytes is None
+    if config.given is None or has_no_limit:
         given = GivenSizes(
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
@@ -261,17 +259,17 @@ def find_facts(
     device: str | None = None,
     others: Others = (),
 ) -> MemoryFacts:
-    """Everything that a plan for these devices follows from.
+    """Return the facts for the memory plan of a mesh's devices.
 
     Raises:
-        ConfigError: Nobody knows how much the devices hold, or the name is unknown.
+        ConfigError: The devices' memory or their name is unknown.
     """
     first = mesh.devices.flat[0]
     found = [_limit_and_use(mesh, given, device), *others]
     limit = min((one for one, _ in found if one is not None), default=None)
     used = max(one for _, one in found)
     if limit is not None and device is None and first.platform == "cpu":
-        limit //= config.data_parallel_size  # engines have one memory there
+        limit //= config.data_parallel_size  # engines share the host's memory
     is_gpu = first.platform not in ("cpu", "tpu")
     dtype = resolve_dtype(config.dtype, mesh)
 
@@ -295,7 +293,7 @@ def find_facts(
     elif config.head_config is not None:
         draft_params = abstract_head(config.head_config, dtype=dtype, mesh=mesh)
     kv_dtype = config.kv_cache_dtype
-    # What proposers keep grows with the pages, or it is there once.
+    # Proposers' state has a part per page, and a fixed part.
     draft_page = bytes_of(proposer_state(2)) - bytes_of(proposer_state(1))
     kept = bytes_of(proposer_state(1)) - draft_page
     programs = _program_facts(config, mesh)
@@ -329,21 +327,23 @@ def find_facts(
 
 
 def own_memory(config: EngineConfig, mesh: Mesh) -> tuple[int | None, int]:
-    """What programs may take of this process's devices, and what is taken, in bytes.
+    """Return the limit and the used bytes of this process's devices.
 
     Raises:
-        ConfigError: Nobody knows how much the devices hold.
+        ConfigError: The devices' memory is unknown.
     """
     return _limit_and_use(mesh, config.given or GivenSizes(), None)
 
 
 def compiled_temporaries(config: EngineConfig, mesh: Mesh) -> int:
-    """Compile the largest plain program, and ask how many bytes of temporaries it has.
+    """Compile the largest plain program, and return its bytes of temporaries.
 
-    Takes as long as the program does: a minute or two at full size.
+    Takes a minute or two at full size.
     """
     program, forms = describe(config, mesh)
-    shapes = Shapes(config, SpeculationPolicy(config.speculative)).all(with_late=True)
+    shapes = Shapes(config, SpeculationPolicy(config.speculative)).all(
+        with_on_demand=True
+    )
     shape = max(shapes, key=lambda one: (not one.is_catch_up, one.chunk, one.num_seqs))
     lowered = lower_step(program, shape, forms)
     compiled: Any = lowered.compile(options_of(config, mesh))
@@ -353,21 +353,21 @@ def compiled_temporaries(config: EngineConfig, mesh: Mesh) -> int:
 def _described(model: ModelConfig | None) -> str:
     if model is None:
         return ""
-    said = [] if model.quantization is None else [model.quantization.describe()]
+    parts = [] if model.quantization is None else [model.quantization.describe()]
     if model.draft_vocab_size is not None:
         kept, whole = model.draft_vocab_size, model.vocab_size
-        said.append(f"a head of {kept:,} of {whole:,} tokens")
-    return ", ".join(said)
+        parts.append(f"a head of {kept:,} of {whole:,} tokens")
+    return ", ".join(parts)
 
 
 def _unread_bytes(params: Params | None) -> int:
-    """Of the embedding, where there is a head beside it that logits are made by."""
+    """Return the bytes of the embedding if a separate head computes the logits."""
     is_apart = params is not None and {EMBEDDING, HEAD} <= params.keys()
     return bytes_of(params[EMBEDDING]) if params and is_apart else 0
 
 
 def bytes_of(forms: Any) -> int:
-    """Bytes of one device that arrays of these shapes and placements take."""
+    """Return the bytes of arrays of these shapes and placements on one device."""
     return sum(
         stored_bytes(_device_shape(leaf), leaf.dtype) for leaf in jax.tree.leaves(forms)
     )
@@ -381,10 +381,10 @@ def _program_facts(config: EngineConfig, mesh: Mesh) -> ProgramFacts:
     model, platform = config.model_config, mesh.devices.flat[0].platform
     speculative, draft_vocab = config.speculative, 0
     if speculative is not None and speculative.method_info.weights:
-        # A draft that is the argmax has no law.
+        # Greedy drafts have no distributions.
         if not speculative.is_greedy:
-            # A pass makes laws of the draft's columns, twice; of those that are kept, a
-            # device has what it verifies.
+            # A pass makes distributions over the draft's columns, twice; a device
+            # stores the columns that it verifies.
             made = _part(model.vocab_size, mesh, DRAFT_MESH_AXES)
             kept = _part(model.vocab_size, mesh, TARGET_MESH_AXES)
             draft_vocab = min(made, kept + 2 * made // config.num_draft_tokens)
@@ -396,12 +396,12 @@ def _program_facts(config: EngineConfig, mesh: Mesh) -> ProgramFacts:
     if platform == "tpu":
         feed_forward_bytes += TPU_COPY_BYTES
         plain, with_prompts = CODE_BYTES[min(mesh.size, 2)]
-        shapes = Shapes(config, SpeculationPolicy(speculative)).all(with_late=True)
+        shapes = Shapes(config, SpeculationPolicy(speculative)).all(with_on_demand=True)
         code = sum(with_prompts if shape.chunk else plain for shape in shapes)
     num_nodes = speculative.num_nodes if speculative else 0
     return ProgramFacts(
         num_draft_tokens=config.num_draft_tokens,
-        num_beside=num_nodes - config.num_draft_tokens,
+        num_side_nodes=num_nodes - config.num_draft_tokens,
         vocab_size=_part(model.vocab_size, mesh, TARGET_MESH_AXES),
         draft_vocab_size=draft_vocab,
         max_model_len=config.max_model_len,
@@ -416,9 +416,9 @@ def _program_facts(config: EngineConfig, mesh: Mesh) -> ProgramFacts:
 def _programs_without(
     config: EngineConfig, mesh: Mesh, programs: ProgramFacts
 ) -> ProgramFacts:
-    """What programs would be without the draft model or head."""
+    """Return the facts of programs without the draft model or head."""
     if config.speculative is not None and config.speculative.method_info.lookup:
-        # There are drafts all the same, with no law.
+        # Lookups draft all the same, without distributions.
         return dataclasses.replace(programs, draft_vocab_size=0)
     none: dict[str, Any] = dict.fromkeys(
         ("speculative", "draft_model_config", "head_config", "draft_token_ids")
@@ -427,7 +427,7 @@ def _programs_without(
 
 
 def _part(size: int, mesh: Mesh, mesh_axes: tuple[str, ...]) -> int:
-    """Of an axis, what one device has; all of it where it does not divide."""
+    """Return one device's part of an axis; all of it if it does not divide evenly."""
     parts = num_parts(mesh, mesh_axes)
     return size if size % parts else size // parts
 
@@ -435,30 +435,30 @@ def _part(size: int, mesh: Mesh, mesh_axes: tuple[str, ...]) -> int:
 def _limit_and_use(
     mesh: Any, given: GivenSizes, device: str | None
 ) -> tuple[int | None, int]:
-    """What programs may take of a device, and what is taken; the fullest one counts."""
+    """Return the smallest limit and the largest use of this process's devices."""
     if device is not None:
         return named_limit(device, given.gpu_memory_utilization), 0
     if mesh.devices.flat[0].platform == "cpu":
         has_share = given.gpu_memory_utilization is not None
         return (ram_bytes() if has_share else None), 0
-    told = [one.memory_stats() or {} for one in mesh.local_devices]
-    limits = [one["bytes_limit"] for one in told if one.get("bytes_limit")]
+    stats = [one.memory_stats() or {} for one in mesh.local_devices]
+    limits = [one["bytes_limit"] for one in stats if one.get("bytes_limit")]
     if not limits:
         if given.num_pages is None and given.kv_cache_memory_bytes is None:
             kind = mesh.devices.flat[0].device_kind
             raise ConfigError(
-                f"{kind} does not tell how much memory it has, so that "
-                f"gpu_memory_utilization={DEFAULT_UTILIZATION:g} of it is unknown: set "
-                "kv_cache_memory_bytes.",
+                f"{kind} does not report its memory, so "
+                f"gpu_memory_utilization={DEFAULT_UTILIZATION:g} cannot be applied: "
+                "set kv_cache_memory_bytes.",
                 parameter="kv_cache_memory_bytes",
                 value=None,
             )
         return None, 0
-    return min(limits), max(one.get("bytes_in_use", 0) for one in told)
+    return min(limits), max(one.get("bytes_in_use", 0) for one in stats)
 
 
 def ram_bytes() -> int:
-    """What this machine has, or what this process may take of it."""
+    """Return the machine's memory, or the cgroup's limit if it is lower."""
     found = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     path = Path("/sys/fs/cgroup/memory.max")
     text = path.read_text().strip() if path.exists() else ""

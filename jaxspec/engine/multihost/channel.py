@@ -221,7 +221,7 @@ def _set_options(stream: socket.socket) -> None:
 
 
 def _retry(call: Callable[[], T], error: type[OSError], deadline: float) -> T:
-    """Call until there is no `error`; the one after which no time is left passes."""
+    """Call until no `error` is raised; raise it once the deadline has passed."""
     while True:
         try:
             return call()
@@ -314,7 +314,7 @@ class Followers:
                 for connection, _ in found.values():
                     connection.refuse(str(error))
                 raise
-        _log.info("All %d processes are there", hosts.nnodes)
+        _log.info("All %d processes have connected", hosts.nnodes)
         return cls(found, on_loss)
 
     def send(
@@ -532,9 +532,9 @@ def _accept_all(
             if time.monotonic() > deadline:
                 missing = [rank for rank in range(1, hosts.nnodes) if rank not in found]
                 raise ConfigError(
-                    f"After {hosts.timeout_s} s nobody has come to {hosts.master_addr}:"
-                    f"{hosts.plans_port} with node_rank "
-                    f"{', '.join(map(str, missing))}: see that those processes run, "
+                    f"After {hosts.timeout_s} s no process has connected to "
+                    f"{hosts.master_addr}:{hosts.plans_port} with node_rank "
+                    f"{', '.join(map(str, missing))}: check that those processes run "
                     "and reach that address, or raise distributed_timeout_seconds.",
                     parameter="nnodes",
                     value=hosts.nnodes,
@@ -563,7 +563,7 @@ def _accept(
     facts: Mapping[str, str],
     found: dict[int, tuple[Connection, str]],
 ) -> None:
-    """Add a process to `found`, unless it does not have the secret.
+    """Add a process to `found` if it has the secret.
 
     Raises:
         ConfigError: It has the secret, and cannot take part.
@@ -597,7 +597,7 @@ def _drop_gone(found: dict[int, tuple[Connection, str]]) -> None:
     gone = [rank for rank, (connection, _) in found.items() if connection.is_gone()]
     for rank in gone:
         connection, address = found.pop(rank)
-        _log.warning("node_rank=%d (%s) has gone again", rank, address)
+        _log.warning("node_rank=%d (%s) has disconnected", rank, address)
         connection.close()
 
 
@@ -665,8 +665,8 @@ class Leader:
         except TimeoutError as error:
             stream.close()
             raise ConfigError(
-                f"After {hosts.timeout_s} s what listens on {where} has not answered. "
-                "See that the process with node_rank=0 runs there, and its log.",
+                f"After {hosts.timeout_s} s the process that listens on {where} has "
+                "not responded. Check that it is that of node_rank=0, and see its log.",
                 parameter="master_addr",
                 value=hosts.master_addr,
             ) from error
@@ -745,7 +745,7 @@ def _reach(hosts: HostsConfig, where: str, deadline: float) -> socket.socket:
         return _retry(connect, OSError, deadline)
     except OSError as error:
         raise ConfigError(
-            f"After {hosts.timeout_s} s nobody listens on {where}: {error}. "
+            f"After {hosts.timeout_s} s no process listens on {where}: {error}. "
             "master_addr and master_port must be those of the process with "
             "node_rank=0, and it must run.",
             parameter="master_addr",

@@ -90,9 +90,9 @@ class Follower:
                     name=COMPILER_THREAD,
                     daemon=True,
                 ).start()
-            case "rehearse":
+            case "time_round":
                 round_ = Round(shape_of(values["shape"]), values["num_drafts"])
-                runner.rehearse(
+                runner.time_round(
                     round_, values["pages"], values["context"], values["num_runs"]
                 )
             case "sleep":
@@ -122,7 +122,7 @@ class Follower:
 
 @contextmanager
 def _reporting_failure(leader: Leader) -> Iterator[None]:
-    """Tell the leader why this process ends, if an error is raised."""
+    """Report an error to the leader as the reason why this process ends."""
     try:
         yield
     except BaseException as error:

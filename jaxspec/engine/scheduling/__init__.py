@@ -1,13 +1,13 @@
-"""What the next launch does: numpy and plain Python, nothing of jax.
+"""Plans the next launch: numpy and plain Python, no jax.
 
-Read `scheduler` first: it plans in stages, which return the values of `stages`. Rows
-that decode come from the `row_table` (those with `slow_masks` are held), their program
-from `programs`; `prefill_budget` says how much of prompts comes along, `page_claims`
-which requests get pages of the `kv_cache` (`page_events` notes which pages others can
-find), and `admission` which `request` of the `waiting_queue` begins to run. The plan
-becomes a `launch`; `commit` takes its result in, and `stats` counts.
+Read `scheduler` first. It plans in stages, whose results are declared in `stages`:
+`row_table` has the rows that decode (`slow_masks` holds some of them), `programs`
+selects their program, `prefill_budget` limits the prompt tokens, `page_claims` assigns
+pages of the `kv_cache` (`page_events` records which pages can be found), and
+`admission` admits each `request` from the `waiting_queue`. The plan becomes a `launch`;
+`commit` processes its result, and `stats` counts.
 
 Between rounds, `draft_prefill` gives the draft model the keys and values it lacks.
-`round_estimates` is what `jaxspec.engine.speculation` chooses K by; for lookups it asks
-a `lookup_estimator`, which follows texts while nothing is drafted.
+`round_estimates` collects the values by which `jaxspec.engine.speculation` chooses K;
+`lookup_estimator` estimates the acceptance of lookups while nothing is drafted.
 """

@@ -1,6 +1,6 @@
-"""Commits what a launch has brought: tokens of requests, rows, totals, acceptance.
+"""Commits the results of a launch: tokens of requests, rows, totals, acceptance.
 
-The requests that a launch was about may have ended since, or lost their row.
+Requests of a launch may have finished since, or lost their row.
 """
 
 import numpy as np
@@ -17,7 +17,7 @@ from jaxspec.program.wire import StepResult, TokenLogprobs
 def settle(
     launch: Launch, num_run: int, rows: RowTable, *, has_draft_model: bool
 ) -> None:
-    """Take back the rounds that a launch did not run, before those it ran are read."""
+    """Undo the planned rounds that a launch did not run, before reading the others."""
     if launch.num_rounds == 1:
         return
     missing = launch.num_rounds - num_run
@@ -41,7 +41,7 @@ def commit(
     stats: EngineStats,
     acceptance: AcceptanceRates,
 ) -> Advance:
-    """Add a round's tokens to requests and bring rows and totals up to date."""
+    """Add a round's tokens to requests; update rows and totals."""
     advance = _commit_rounds(launch, result, rows, stats, acceptance)
     for index, (tile, request) in enumerate(
         zip(launch.plan.tiles, launch.tiled, strict=True)
@@ -92,21 +92,21 @@ def _commit_rounds(
         there, planned, new = there[is_there], planned[is_there], new[is_there]
     rows.read(there, planned, new)
     drafts = accepted = beside = np.zeros(count, np.int64)
-    if launch.round.num_drafts or result.num_kept is not None:
+    if launch.round.num_drafts or result.num_accepted_nodes is not None:
         # A lookup in the sequence may have found fewer than were planned.
         drafts = np.minimum(result.num_draft[:count], launch.drafts)
         drafts = np.where(is_void & ~is_broken, 0, drafts)
         accepted = np.minimum(result.num_accepted[:count], drafts)
-        # A sequence that had ended before this round says nothing about its drafts, and
-        # one that ends in it nothing about those after the end.
+        # Of a sequence that had ended before, no drafts count; of one that ends in this
+        # round, those after the end do not.
         is_counted = is_there & (emitted > 0)
         judged, wanted = (
             np.where(result.is_done[:count], accepted, some)[is_counted]
             for some in (drafts, launch.drafts)
         )
         acceptance.record(launch.rows[is_counted], judged, accepted[is_counted], wanted)
-        if result.num_kept is not None:
-            kept = np.minimum(result.num_kept[:count], emitted)
+        if result.num_accepted_nodes is not None:
+            kept = np.minimum(result.num_accepted_nodes[:count], emitted)
             beside = np.where(is_void, 0, kept - accepted)
             acceptance.record_side_branches(accepted[is_counted], beside[is_counted])
         if result.tree_row is not None:
@@ -157,7 +157,7 @@ def _commit_rounds(
             failure=failure,
             num_draft_tokens=asked,
             num_accepted=kept,
-            num_beside=more,
+            num_side_tokens=more,
         )
         if logprobs is not None and request.features.num_logprobs is not None:
             part.logprobs = _pick(logprobs, (index, slice(0, new)))
@@ -172,7 +172,7 @@ def _commit_rounds(
 def _commit_first(
     result: StepResult, index: int, request: Request, rows: RowTable
 ) -> Progress | None:
-    """Add the first generated token; None if the request has ended or is late."""
+    """Add the first generated token; None if the request ended or its mask is late."""
     if request.status is Status.FINISHED:
         return None
     token, is_broken = int(result.tile_token[index]), bool(result.tile_is_broken[index])
@@ -202,11 +202,11 @@ def _commit_first(
 def _prompt_logprobs(
     result: StepResult, index: int, tile: Tile, request: Request
 ) -> TokenLogprobs | None:
-    """Log-probabilities that a tile has for prompt tokens without any yet."""
+    """Return the prompt logprobs of a tile that were not returned before."""
     found = result.prompt_logprobs
     if found is None or request.features.num_prompt_logprobs is None:
         return None
-    # The entry of position t is about token t + 1; the last is about generated ones.
+    # Position t has the logprobs of token t + 1; the last belongs to a generated token.
     end = tile.start + len(tile.tokens)
     first = max(tile.start, request.num_prompt_logprobs)
     last = min(end, request.num_prompt_tokens - 1)

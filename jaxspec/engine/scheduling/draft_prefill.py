@@ -1,8 +1,9 @@
 """Draft prefill: launches that give the draft model the keys and values it lacks.
 
-The draft model reads prompts after the target has, so that first tokens do not wait for
-it, and tokens decoded without drafts. Decides when such a launch runs, and of which
-rows; writes only in `begin_turn`, `commit_plan`, `commit` and `restart`.
+The draft model reads prompts after the target, so that it does not delay first tokens,
+and tokens that were decoded without drafts. This module decides when such a launch runs
+and for which rows. It changes state only in `begin_turn`, `commit_plan`, `commit` and
+`restart`.
 """
 
 import math
@@ -21,16 +22,17 @@ from jaxspec.engine.speculation.step_times import Round, StepTimes
 from jaxspec.program.plan import NO_TOKEN, TILE, StepPlan, StepShape, Tile
 from jaxspec.program.wire import CaughtUp
 
-# Launches of draft prefill in a row, at most, before the next round.
+# Most consecutive draft prefill launches before the next round.
 MAX_IN_A_ROW = 4
 
 
 class Turn(NamedTuple):
-    """Whether draft prefill runs before anything else, and how turns stand then.
+    """Whether draft prefill runs next, and the state that decides it.
 
     Attributes:
-        num_in_a_row: Launches of draft prefill since the last round.
-        has_yielded: It has let waiting requests go first.
+        is_first: Draft prefill is the next launch.
+        num_in_a_row: Draft prefill launches since the last round.
+        has_yielded: Waiting requests were already admitted first once.
         num_admitted_then: Requests admitted when most rows lagged last.
     """
 
@@ -44,9 +46,9 @@ class Feed(NamedTuple):
     """Tokens that the draft model reads of one request.
 
     Attributes:
-        tiles: None of those that another request's tiles bring.
-        num_closed: By how many tokens the request's lag shrinks.
-        end: Leading tokens that the draft model has then.
+        tiles: Tiles to read, without pages that another request's tiles fill.
+        num_closed: Tokens by which the request's draft lag shrinks.
+        end: Leading tokens that the draft model has afterwards.
     """
 
     request: Request
@@ -56,13 +58,13 @@ class Feed(NamedTuple):
 
 
 class DraftPrefillPlan(NamedTuple):
-    """A launch of draft prefill before it is committed.
+    """A draft prefill launch before it is committed.
 
     Attributes:
-        shape: Its program; None: none is compiled.
+        shape: Its program; None if none is compiled.
         missing: A better program, to be requested.
-        is_probe: It only measures what drafts would bring; K is 0.
-        num_admitted_then: Of the turn after it.
+        is_probe: It only measures acceptance probabilities; K is 0.
+        num_admitted_then: `Turn.num_admitted_then` after it.
     """
 
     shape: StepShape | None
@@ -73,7 +75,7 @@ class DraftPrefillPlan(NamedTuple):
 
 
 class DraftPrefill:
-    """Decides which launches are draft prefill, and of which rows."""
+    """Decides which launches are draft prefill, and for which rows."""
 
     def __init__(
         self,
@@ -91,7 +93,7 @@ class DraftPrefill:
         self._is_probing = False
 
     def is_allowed(self, limit: int) -> bool:
-        """Return whether the draft model reads anything now, where a row lags.
+        """Return whether draft prefill may run now, if a row lags.
 
         Args:
             limit: Most drafts that a sequence may have.
@@ -105,15 +107,15 @@ class DraftPrefill:
 
     @property
     def _is_probe(self) -> bool:
-        """Whether it would run only to learn what drafts would bring."""
+        """Whether a launch would only measure acceptance probabilities."""
         return self._policy.is_adaptive and not self._policy.num_drafts
 
     def next_turn(self, limit: int, *, has_newcomers: bool) -> Turn:
-        """Return whether draft prefill runs before anything else.
+        """Return whether draft prefill is the next launch.
 
-        It takes turns with rounds while most sequences have drafts. Otherwise it runs
-        several times in a row: after rounds without drafts, rows that have caught up
-        would lag again before the last ones have.
+        It alternates with rounds while most sequences have drafts. Otherwise several
+        draft prefill launches follow each other: a round without drafts in between
+        would make rows lag again that have just caught up.
 
         Args:
             has_newcomers: Waiting requests could be admitted: they go first, once.
@@ -136,12 +138,12 @@ class DraftPrefill:
         self._turn = turn
 
     def plan(self, limit: int, stream_s: float | None) -> DraftPrefillPlan | None:
-        """Plan a launch for the rows that may have drafts; None where none lag.
+        """Plan a launch for the rows that may have drafts; None if none lag.
 
-        While nothing is drafted, one row is enough to learn what drafts would bring.
+        With K = 0, the launch is a probe of one row.
 
         Args:
-            stream_s: Seconds that streaming requests may wait for it; None: any.
+            stream_s: Longest time it may delay streaming requests; None for no limit.
         """
         if not self.is_allowed(limit):
             return None
@@ -164,12 +166,12 @@ class DraftPrefill:
         return DraftPrefillPlan(shape, missing, feeds, is_probe, admitted)
 
     def _feeds(self, lagging: np.ndarray, num_tiles: int) -> tuple[Feed, ...]:
-        """Return what the draft model reads in one launch.
+        """Return the tokens that the draft model reads in one launch.
 
-        Of pages that requests share, the first to be served feeds them for all.
+        Pages that several requests share are filled once, by the first of them.
 
         Args:
-            lagging: Rows of which all unread launches are plain, in order.
+            lagging: Rows whose unread launches all have no drafts, in order.
         """
         rows, tables, completed = self._rows, self._tables, set[int]()
         feeds = list[Feed]()
@@ -191,7 +193,7 @@ class DraftPrefill:
         return tuple(feeds)
 
     def commit_plan(self, plan: DraftPrefillPlan) -> Launch | None:
-        """Apply a plan; return its launch, None where no program is compiled."""
+        """Apply a plan; return its launch, or None if no program is compiled."""
         self._shapes.request_compile(plan.missing)
         num_in_a_row = self._turn.num_in_a_row + (plan.shape is not None)
         self._turn = self._turn._replace(
@@ -218,8 +220,10 @@ class DraftPrefill:
         )
 
     def commit(self, launch: Launch, result: CaughtUp) -> None:
-        """Record the acceptance probabilities of a launch that has been read."""
-        for request, probabilities in zip(launch.tiled, result.likeness, strict=False):
+        """Record the acceptance probabilities that a launch returned."""
+        for request, probabilities in zip(
+            launch.tiled, result.acceptance_probabilities, strict=False
+        ):
             if request.row >= 0:
                 known = probabilities[probabilities >= 0]
                 self._acceptance.record_probabilities(request.row, known)
@@ -227,7 +231,7 @@ class DraftPrefill:
         self._policy.record_draft_prefill(launch.seconds, is_probe=launch.is_probe)
 
     def restart(self) -> None:
-        """Forget launches in flight: they are lost."""
+        """Reset after a failed launch: launches in flight are lost."""
         self._is_probing = False
 
     def missing(self, rows: np.ndarray) -> StepShape | None:
@@ -238,7 +242,7 @@ class DraftPrefill:
         return self._shapes.select_catch_up(self._num_tiles(rows)).missing
 
     def seconds_per_round(self, rows: np.ndarray) -> float:
-        """Return what it takes before all rows can have drafts, per round left."""
+        """Return the draft prefill time before all rows can draft, per round left."""
         rows = rows[self._rows.lags(rows)]
         if not len(rows):
             return 0.0
@@ -252,14 +256,14 @@ class DraftPrefill:
         return launches * seconds / max(float(left.mean()), 1.0)
 
     def _num_tiles(self, rows: np.ndarray) -> int:
-        """Return the tiles that the draft model lacks of some rows."""
+        """Return the number of tiles that the draft model lacks for some rows."""
         return int((-(-(self._rows.num_draft_uncached[rows] - 1) // TILE)).sum())
 
     def _do_most_lag(self) -> tuple[bool, int]:
-        """Return whether rows lag that were there when more than half of all did.
+        """Return whether rows still lag from when more than half of all rows did.
 
         Returns:
-            And how many requests had been admitted then.
+            Whether they do, and the number of requests admitted by then.
         """
         rows, admitted = self._rows.decoding, self._turn.num_admitted_then
         late = rows[self._rows.awaits_draft(rows)]
@@ -268,7 +272,7 @@ class DraftPrefill:
         return bool((self._rows.owner[late] < admitted).any()), admitted
 
     def _tiles_within(self, seconds: float) -> int:
-        """Return the tiles of the largest program that takes no longer."""
+        """Return the tiles of the largest program that takes at most `seconds`."""
         shapes = self._shapes.catch_ups
         known = [self._step_times.seconds.get(Round(one), math.inf) for one in shapes]
         allowed = [
@@ -280,7 +284,7 @@ class DraftPrefill:
 
 
 def _draft_tile(request: Request, first: int, last: int) -> Tile:
-    """Return the tile of some known tokens of a request, `last` excluded."""
+    """Return the tile of a request's known tokens from `first` to before `last`."""
     known = request.tokens(first, min(last + 1, request.num_tokens))
     has_next = len(known) > last - first
     return Tile(

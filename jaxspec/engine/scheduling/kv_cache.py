@@ -1,10 +1,10 @@
-"""Pages of KV memory: which are held, which each request has, which are found again.
+"""Pages of KV memory: reference counts, page tables of requests, the prefix cache.
 
-One page id is row i of every layer's array, of the target and of the draft alike, and
-of the known tokens, so there is a single pool. A page may be found by others once the
-launch that fills it is planned: the device runs launches in order, and in a launch
-writes keys and values before it attends. A page may lack the draft model's.
-Knows nothing of devices.
+Page id i is row i of the arrays of every layer, of target and draft model, and of the
+token ids, so there is a single pool. Other requests may share a page once the launch
+that fills it is planned: the device runs launches in order, and a launch writes keys
+and values before it attends. A page may lack the draft model's keys and values. Host
+code only.
 """
 
 import hashlib
@@ -24,20 +24,20 @@ NO_PAGES: Set[int] = frozenset()
 
 
 def root_key(kind: str, salt: str) -> bytes:
-    """What the keys of all sequences that may share pages begin with."""
+    """Return the parent key of the first pages; sequences with one root share pages."""
     return hashlib.blake2b(f"{kind}:{salt}".encode(), digest_size=KEY_BYTES).digest()
 
 
 def page_keys(
     parent: bytes, token_ids: Sequence[int], page_size: int, num_ahead: int = 0
 ) -> Iterable[bytes]:
-    """Keys of the full pages of tokens that follow the page (or root) of key `parent`.
+    """Yield the keys of the full pages that follow the page or root of key `parent`.
 
-    A key stands for all tokens from the beginning, not for those of its page alone:
-    keys and values depend on what came before.
+    A key identifies all tokens up to the end of its page, not those of the page alone:
+    keys and values depend on the tokens before.
 
     Args:
-        num_ahead: Tokens after the page that its content depends on, too.
+        num_ahead: Tokens after the page that its contents also depend on.
     """
     length = page_size + num_ahead
     for start in range(0, len(token_ids) - length + 1, page_size):
@@ -47,24 +47,25 @@ def page_keys(
 
 
 class PagePool:
-    """Pages with reference counts, and the keys of full ones: the prefix cache.
+    """Pages with reference counts, and keys of full pages: the prefix cache.
 
-    A page without holders is free. If it has a key it can still be found, and it is
-    handed out only when there is no other, the least recently used first.
+    A page without holders is free. A free page with a key can still be found. It is
+    allocated only after all free pages without a key, the least recently used first.
 
-    Invariant: a page is free exactly when it has no holder, and is so once.
+    Invariant: a page is in a free list, once, exactly when it has no holder.
     """
 
     def __init__(self, num_pages: int, events: PageEvents | None = None):
         """Make a pool of free pages.
 
         Args:
-            events: Told which pages cannot be found any more.
+            events: Records the pages that can no longer be found.
         """
         self.num_pages, self._events = num_pages, events
         self._holders = [0] * num_pages
         self._blank = list(range(num_pages - 1, -1, -1))
-        self._kept: OrderedDict[int, None] = OrderedDict()  # the oldest first
+        # Free pages with keys, the least recently used first.
+        self._cached: OrderedDict[int, None] = OrderedDict()
         self._key_of: dict[int, bytes] = {}
         self._page_of: dict[bytes, int] = {}
         # Findable pages that only the target has filled.
@@ -72,21 +73,21 @@ class PagePool:
 
     @property
     def num_free(self) -> int:
-        """Pages without holders, findable ones included."""
-        return len(self._blank) + len(self._kept)
+        """Number of pages without holders, findable ones included."""
+        return len(self._blank) + len(self._cached)
 
     def is_free(self, page: int) -> bool:
         """Whether a page has no holders."""
         return not self._holders[page]
 
     def take(self, count: int) -> list[int]:
-        """Hand out free pages; their keys are forgotten."""
+        """Allocate free pages; drop their keys."""
         assert count <= self.num_free, f"{count} pages of {self.num_free} free ones"
         num_left = max(len(self._blank) - count, 0)
         taken = self._blank[num_left:][::-1]  # the one freed last is taken first
         del self._blank[num_left:]
         while len(taken) < count:
-            page, _ = self._kept.popitem(last=False)
+            page, _ = self._cached.popitem(last=False)
             self._drop_key(page)
             taken.append(page)
         for page in taken:
@@ -94,14 +95,14 @@ class PagePool:
         return taken
 
     def share(self, pages: Iterable[int]) -> None:
-        """Hold pages that were found."""
+        """Add a holder to pages that `find` returned."""
         for page in pages:
             assert page in self._key_of, f"page {page} was not found by a key"
             self._holders[page] += 1
-            self._kept.pop(page, None)
+            self._cached.pop(page, None)
 
     def release(self, pages: Iterable[int]) -> None:
-        """Drop one holder of each page; of freed ones the first are reused first."""
+        """Drop one holder of each page; the first ones freed are reused first."""
         for page in pages:
             assert self._holders[page] > 0, f"page {page} was freed twice"
             self._holders[page] -= 1
@@ -110,17 +111,18 @@ class PagePool:
 
     def _put_back(self, page: int) -> None:
         if page in self._key_of:
-            self._kept[page] = None
+            self._cached[page] = None
         else:
             self._blank.append(page)
 
     def register(self, page: int, key: bytes, *, is_drafted: bool = True) -> bool:
-        """Make a held, full page findable; False if one as good is already.
+        """Make a held, full page findable; return False if an equal one already is.
 
         Args:
-            is_drafted: The draft model's keys and values are in it, too.
+            is_drafted: It also has the draft model's keys and values. Such a page
+                replaces one that lacks them.
         """
-        assert self._holders[page], f"nobody holds page {page}"
+        assert self._holders[page], f"page {page} has no holder"
         other = self._page_of.get(key)
         if other is not None:
             if not is_drafted or other not in self._undrafted:
@@ -136,14 +138,14 @@ class PagePool:
         return True
 
     def complete(self, pages: Iterable[int]) -> None:
-        """Note that the draft model has filled pages, too."""
+        """Record that pages have the draft model's keys and values."""
         self._undrafted.difference_update(pages)
 
     def num_drafted(self, pages: Iterable[int], completed: Set[int] = NO_PAGES) -> int:
-        """How many of the first of some findable pages the draft model has filled.
+        """Count the leading pages that the draft model has filled.
 
         Args:
-            completed: Pages that a launch which is being planned fills.
+            completed: Pages filled by the launch that is being planned.
         """
         undrafted = self._undrafted
         is_drafted = (
@@ -153,10 +155,10 @@ class PagePool:
         return sum(1 for _ in itertools.takewhile(bool, is_drafted))
 
     def num_freed(self, pages: Iterable[int], released: Counter[int]) -> int:
-        """How many pages have no holder left once each of these loses one.
+        """Count the pages that become free once each of these loses one holder.
 
         Args:
-            released: Holders that pages have lost before in the same plan; updated.
+            released: Holders already released in the same plan, by page; updated.
         """
         released.update(pages := list(pages))
         return sum(self._holders[page] == released[page] for page in pages)
@@ -174,12 +176,12 @@ class PagePool:
             if page not in self._key_of:
                 continue
             self._drop_key(page)
-            if page in self._kept:
-                del self._kept[page]
+            if page in self._cached:
+                del self._cached[page]
                 self._blank.append(page)
 
     def find(self, keys: Iterable[bytes]) -> list[int]:
-        """Pages of the longest run of known keys from the first."""
+        """Return the pages of the longest prefix of keys that are in the cache."""
         found = []
         for key in keys:
             page = self._page_of.get(key)
@@ -189,7 +191,7 @@ class PagePool:
         return found
 
     def reset(self) -> bool:
-        """Forget all keys; False, and nothing happens, while any page is held."""
+        """Drop all keys; do nothing and return False while any page is held."""
         if self.num_free < self.num_pages:
             return False
         if self._events is not None:
@@ -199,19 +201,19 @@ class PagePool:
 
     def check(self) -> None:
         """Assert the invariant."""
-        free = [*self._blank, *self._kept]
+        free = [*self._blank, *self._cached]
         assert len(set(free)) == len(free), "a page was freed twice"
         held = {page for page, count in enumerate(self._holders) if count}
         assert held.isdisjoint(free), "a held page is free"
         assert len(held) + len(free) == self.num_pages, "a page was lost"
-        assert set(self._kept) <= self._key_of.keys(), "a page is kept without a key"
+        assert set(self._cached) <= self._key_of.keys(), "a cached page has no key"
         assert not self._key_of.keys() & set(self._blank), "a findable page is blank"
         assert {key: page for page, key in self._key_of.items()} == self._page_of
-        assert self._undrafted <= self._key_of.keys(), "a blank page lacks something"
+        assert self._undrafted <= self._key_of.keys(), "an undrafted page has no key"
 
 
 class PageTables:
-    """Hands pages of one pool to requests."""
+    """Assigns pages of one pool to requests."""
 
     def __init__(
         self,
@@ -222,7 +224,7 @@ class PageTables:
         """Make the tables of a new pool.
 
         Args:
-            events: Told which pages can be found; None: nobody wants to know.
+            events: Records which pages can be found; None if KV events are off.
         """
         if events is not None:
             events.cleared()
@@ -230,39 +232,38 @@ class PageTables:
         self.page_size = config.page_size
         self.stats = stats
         self._is_shared = config.enable_prefix_caching
-        # Beside a token's hidden state, a head's keys and values are made of the token
-        # after it.
+        # A head's keys and values depend on a token's hidden state and the next token.
         head = config.head_config
         self._num_ahead = int(head is not None and head.has_pages)
 
     def count(self, num_tokens: int) -> int:
-        """Pages that a number of tokens takes."""
+        """Return the number of pages that hold `num_tokens`."""
         return -(-num_tokens // self.page_size)
 
     def missing(self, request: Request, num_tokens: int) -> int:
-        """Pages that a request lacks for its first tokens."""
+        """Return the number of pages that a request lacks for its first tokens."""
         return max(-(-num_tokens // self.page_size) - len(request.pages), 0)
 
     def reusable_keys(self, request: Request) -> list[bytes]:
-        """Keys of the pages that a waiting request may find in the prefix cache.
+        """Return keys of the pages that a waiting request may reuse.
 
-        At least one token is left to prefill.
+        At least one token is left to prefill: its logits are needed.
         """
         if not request.can_read_prefix_cache:
             return []
         return self.keys(request, (request.num_tokens - 1) // self.page_size)
 
     def keys(self, request: Request, count: int) -> list[bytes]:
-        """Keys of a request's first `count` pages; none if it shares no pages."""
+        """Return keys of a request's first `count` pages; none if it shares none."""
         self._extend_keys(request, count)
         return request.page_keys[:count]
 
     def num_full(self, request: Request, num_complete: int) -> int:
-        """Pages that can be registered once so many leading positions are written."""
+        """Return how many pages are full once the leading positions are written."""
         return min(num_complete, request.num_tokens - self._num_ahead) // self.page_size
 
     def begin(self, request: Request, found: list[int]) -> None:
-        """Give a request the pages that were found for it."""
+        """Assign a request the pages that were found in the prefix cache."""
         assert not request.pages
         self.pool.share(found)
         request.pages = list(found)
@@ -276,7 +277,11 @@ class PageTables:
                 self.stats.num_prefix_hits += request.num_prefilled
 
     def grow(self, request: Request, num_tokens: int) -> list[tuple[int, int, int]]:
-        """Give a request the pages of its first tokens; (row, index, page) of each."""
+        """Allocate the pages of a request's first tokens.
+
+        Returns:
+            (row, index in the page table, page) of each new page.
+        """
         have = len(request.pages)
         taken = self.pool.take(self.missing(request, num_tokens))
         request.pages += taken
@@ -288,9 +293,9 @@ class PageTables:
         """Put full pages into the prefix cache.
 
         Args:
-            num_complete: Leading positions whose keys and values are written, or are
-                in a launch.
-            num_drafted: The same of the draft model's; None: there is nothing to lack.
+            num_complete: Leading positions whose keys and values are written, or will
+                be by a launch.
+            num_drafted: The same for the draft model; None without one.
 
         Returns:
             The pages that were not findable before.
@@ -312,7 +317,7 @@ class PageTables:
         return [request.pages[index] for index in new]
 
     def _record(self, request: Request, indices: Iterable[int]) -> None:
-        """Note pages that anybody finds who has a text that begins like this one."""
+        """Record events for pages that any request with this prefix can find."""
         is_for_all = request.cache_salt is None and self._is_shared
         if self._events is None or not is_for_all:
             return
@@ -323,11 +328,11 @@ class PageTables:
             self._events.stored(keys[index], parent, tokens)
 
     def complete(self, request: Request, num_drafted: int) -> None:
-        """Note how many leading positions the draft model has caught up with."""
+        """Record the number of leading positions that the draft model has filled."""
         self.pool.complete(request.pages[: num_drafted // self.page_size])
 
     def num_drafted(self, request: Request, completed: Set[int] = NO_PAGES) -> int:
-        """How many leading positions the draft model has filled, for anybody.
+        """Count the leading positions of shared pages that the draft model has filled.
 
         Args:
             completed: As for `PagePool.num_drafted`.
@@ -335,13 +340,13 @@ class PageTables:
         return self.pool.num_drafted(request.pages, completed) * self.page_size
 
     def release(self, request: Request) -> None:
-        """Release a request's pages; its last ones are the first to be used again."""
+        """Release a request's pages; the last ones are reused first."""
         self.pool.release(reversed(request.pages))
         request.pages = []
         request.num_registered = 0
 
     def _root(self, request: Request) -> bytes | None:
-        """What the keys of a request's pages begin with; None if it shares none."""
+        """Return the root key of a request's pages; None if it shares none."""
         if self._is_shared:
             salt = request.cache_salt
             return root_key("all", "") if salt is None else root_key("salt", salt)
@@ -350,7 +355,7 @@ class PageTables:
         return None
 
     def _extend_keys(self, request: Request, count: int) -> None:
-        """Know the keys of a request's first `count` pages, if it shares any."""
+        """Compute the keys of a request's first `count` pages, if it shares any."""
         known = request.page_keys
         if len(known) >= count:
             return
@@ -364,26 +369,27 @@ class PageTables:
 
 
 class PlannedPages:
-    """The pool as it will be once a plan is committed; writes nothing to it.
+    """The state of the pool after a plan; does not write to the pool.
 
-    Pages are taken as `PagePool.take` does: blank ones, then the least recently used
-    findable ones, whose keys are lost. Keys of pages that the plan fills can be found.
+    Pages are allocated as in `PagePool.take`: pages without keys, then the least
+    recently used findable ones, which lose their keys. Keys of pages that the plan
+    fills can be found.
     """
 
     def __init__(self, tables: PageTables):
         self._tables, self._pool = tables, tables.pool
         self._num_taken = 0
         self._revived, self._evicted = set[int](), set[int]()
-        self._oldest = iter(self._pool._kept)
+        self._oldest = iter(self._pool._cached)
         self._new_keys = set[bytes]()
 
     @property
     def num_free(self) -> int:
-        """Pages without holders."""
+        """Number of pages without holders."""
         return self._pool.num_free - self._num_taken - len(self._revived)
 
     def grow(self, request: Request, num_tokens: int, num_found: int = 0) -> None:
-        """Take the pages that a request lacks for its first tokens."""
+        """Allocate the pages that a request lacks for its first tokens."""
         have = max(len(request.pages), num_found)
         self._num_taken += max(self._tables.count(num_tokens) - have, 0)
         num_evicted = self._num_taken - len(self._pool._blank)
@@ -400,7 +406,7 @@ class PlannedPages:
                 self._new_keys.add(key)
 
     def find(self, request: Request) -> list[int | None]:
-        """Pages that a waiting request begins with; None for those the plan fills."""
+        """Return a waiting request's cached pages; None for pages the plan fills."""
         found = list[int | None]()
         for key in self._tables.reusable_keys(request):
             page = self._find(key)
@@ -414,7 +420,7 @@ class PlannedPages:
         return None if page in self._evicted else page
 
     def num_revived(self, found: Iterable[int | None]) -> int:
-        """How many found pages have no holder yet."""
+        """Count the found pages that have no holder yet."""
         return len(self._free_of(found))
 
     def _free_of(self, found: Iterable[int | None]) -> set[int]:

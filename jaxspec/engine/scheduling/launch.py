@@ -116,7 +116,7 @@ class Progress:
         failure: Where the grammar failed: tokens from there on mean nothing, and the
             request ends.
         num_accepted: Draft tokens among `token_ids`, the first ones: of the spine.
-        num_beside: Those after them, from beside the spine.
+        num_side_tokens: Those after them, from beside the spine.
         logprobs: Of `token_ids`, one entry per token, where the request wants any.
         prompt_logprobs: The same for the next prompt tokens that have none yet, in
             order, from the prompt's second token on.
@@ -129,7 +129,7 @@ class Progress:
     failure: Failure | None = None
     num_draft_tokens: int = 0
     num_accepted: int = 0
-    num_beside: int = 0
+    num_side_tokens: int = 0
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: TokenLogprobs | None = None
 

@@ -1,14 +1,14 @@
-"""What lookups would have found in texts that are decoded without drafts.
+"""Estimates the acceptance of lookup drafts while requests decode without drafts.
 
-The host knows every token, so it can follow the rule of a lookup on its own: what that
-would have proposed is compared with the tokens that come, and counted as the drafts of
-a round are. That costs no launch. A count is of tokens that have been read, so that a
-choice made by it depends on the past alone.
+The host knows every token, so it can apply the lookup rule (n-gram or suffix) itself:
+it compares what the lookup would have proposed with the tokens that were generated, and
+counts the result like drafts of a round. That costs no launch. Only tokens that have
+been read are counted, so a choice of K depends on the past alone.
 
-An index of a text is a table of chains, as of LZ77: a bucket for the hash of the newest
-tokens, and of every position the one before it in its bucket. Adding a token takes
-constant time; what a bucket has is compared token for token, the latest
-`MAX_COMPARED` places.
+The index of a text is a table of hash chains, as in LZ77: a bucket for the hash of the
+newest tokens, and for every position the previous one in its bucket. Adding a token
+takes constant time. A search compares the latest `MAX_COMPARED` positions of a bucket
+token by token.
 """
 
 from array import array
@@ -20,42 +20,43 @@ import numpy as np
 from jaxspec.config.lookups import WHOLE, LookupRule
 from jaxspec.engine.scheduling.request import Request
 
-# Places that are compared, at most: the latest. Of prose under a thousandth has more.
+# Most positions of a bucket that are compared, the latest first. In prose fewer than
+# one bucket in a thousand has more.
 MAX_COMPARED = 32
-# Tokens that are hashed, at most, and buckets.
+# Most tokens in a hash, and most buckets.
 MAX_KEY, MAX_BUCKETS = 4, 1 << 14
-# Tokens that are added in one go from so many on: numpy takes 20 us to begin.
+# Fewest tokens that are added with numpy, whose calls take 20 us in all.
 MANY = 64
 _PRIME = 0x9E3779B1  # 2^32 by the golden ratio
 _WORD = 0xFFFFFFFF
-# As the corpus on the device: tokens that are compared with a past answer, that follow
-# them, and that an answer of usual length leaves.
+# As in the answer cache on the device: most tokens compared with a past answer, most
+# draft tokens taken from it, and the length of a usual answer.
 ANSWER_BEFORE, ANSWER_AFTER, ANSWER_LENGTH = 12, 16, 256
-# Fewest of the newest tokens that a past answer must have. On the device two are
-# enough; the estimate need not find what is seldom right.
+# Fewest tokens of a match in a past answer. On the device two are enough; matches that
+# short are seldom right, so the estimate can miss them.
 ANSWER_MATCH = 4
-# Past answers are remembered up to so many tokens, whatever the device has room for.
+# Most tokens of past answers, whatever the size of the device's answer cache.
 MAX_ANSWER_TOKENS = 1 << 16
-# Salts of which any are: each has an index, of up to 64 KiB, however little it holds.
+# Most salts: each has an index of up to 64 KiB, even for few tokens.
 MAX_SALTS = 64
-# Between two answers: no token.
+# Separates two answers; no token id.
 END = -1
-# Runs of tokens that were foretold, after which K is looked at again at once.
-TELLING_RUNS = (4, 5, 6, 8, 12, 16)
+# Lengths of runs of correctly predicted tokens at which K is reconsidered at once.
+RECONSIDER_RUNS = (4, 5, 6, 8, 12, 16)
 
 
 class TextIndex:
-    """Tokens, and where the newest of them came before.
+    """Tokens of a text, with an index of where each n-gram occurred before.
 
-    Invariant: `_earlier[p] < p`, the latest place of the same bucket, or -1.
+    Invariant: `_earlier[p] < p`: the previous position of the same bucket, or -1.
     """
 
     def __init__(self, key: int, num_tokens: int):
-        """Begin without tokens.
+        """Make an empty index.
 
         Args:
             key: Fewest tokens of a match.
-            num_tokens: That will come, about: more only make chains longer.
+            num_tokens: Expected number of tokens; more only make chains longer.
         """
         self.tokens: list[int] = []
         self._key = min(key, MAX_KEY)
@@ -111,15 +112,16 @@ class TextIndex:
         self._earlier.frombytes(earlier.tobytes())
 
     def find(self, newest: list[int], longest: int) -> tuple[int, list[int]]:
-        """Places of the longest match of some tokens, the latest first.
+        """Find the longest match of the last tokens of `newest`.
 
         Args:
-            newest: As many as are known, or as may match; this text's own or others.
+            newest: Tokens of this text (`self.tokens`) or of another one.
             longest: Most tokens that are compared.
 
         Returns:
-            How many tokens match, and the last position of each match; no positions
-            where too few do. A match of the text with itself ends before its end.
+            The number of matching tokens, and the last position of each match, the
+            latest first; no positions if too few tokens match. A match of the text
+            with itself ends before its last token.
         """
         if len(newest) < self._key:
             return 0, []
@@ -147,7 +149,7 @@ class TextIndex:
         return best, found
 
     def after(self, place: int, count: int) -> list[int]:
-        """What followed a position; where the text ends, it begins again from there."""
+        """Return `count` tokens after a position, repeated if the text ends before."""
         text = self.tokens[place + 1 : place + 1 + count]
         while text and len(text) < count:
             text = (text + text)[:count]
@@ -155,13 +157,13 @@ class TextIndex:
 
 
 def best_text(texts: list[list[int]], min_share: int) -> list[int]:
-    """Of what followed several matches, the drafts of which most are expected to stay.
+    """Return the drafts with the most expected accepted tokens.
 
-    `jaxspec.program.propose.suffix.choose` is the same of arrays.
+    `jaxspec.program.propose.suffix.choose` is the same for arrays.
 
     Args:
-        texts: The first wins among equals.
-        min_share: Of `LookupRule`.
+        texts: Tokens that followed each match; the first wins among equals.
+        min_share: `LookupRule.min_share`.
     """
     if len(texts) == 1:
         return texts[0]
@@ -182,23 +184,23 @@ def best_text(texts: list[list[int]], min_share: int) -> list[int]:
 
 
 class Answers:
-    """Answers of past requests, by salt, up to a number of tokens and of salts.
+    """Answers of past requests by cache salt, limited in tokens and in salts.
 
-    Where they become too many, those of the salt that was used least lately go.
+    If the limit is exceeded, the least recently used salt is evicted.
     """
 
     def __init__(self, num_requests: int):
-        """Remember about so many answers of usual length."""
+        """Make an empty cache for about `num_requests` answers of usual length."""
         self._room = min(num_requests * ANSWER_LENGTH, MAX_ANSWER_TOKENS)
         self._by_salt: OrderedDict[str | None, TextIndex] = OrderedDict()
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that are remembered."""
+        """Number of tokens in the cache."""
         return sum(map(len, self._by_salt.values()))
 
     def add(self, request: Request) -> None:
-        """Remember what a request was answered, and the tokens before that."""
+        """Add the answer of a request, and the last tokens of its prompt."""
         text = request.prompt_token_ids[-ANSWER_BEFORE:] + request.output_token_ids
         text = [*text[: self._room - 1], END]
         while self._by_salt and self.num_tokens + len(text) > self._room:
@@ -216,7 +218,7 @@ class Answers:
     def find(
         self, request: Request, newest: list[int], rule: LookupRule
     ) -> tuple[int, list[list[int]]]:
-        """The longest match, and what followed it, as far as that is known."""
+        """Return the length of the longest match, and the known tokens after each."""
         index = self._by_salt.get(request.cache_salt)
         if index is None:
             return 0, []
@@ -234,16 +236,17 @@ class Answers:
         ]
 
 
-class Watch:
-    """Rounds that one request would have had, had a lookup drafted at each.
+class LookupTrace:
+    """Simulated rounds of one request, with the drafts of a lookup.
 
-    They begin anew where one ends: after the first token that was not foretold, or the
-    one after all drafts.
+    A round ends with the first token that was not predicted, or with the token after
+    the last draft. The next one begins there.
 
     Attributes:
-        drafts: Of the round that is under way, and how many have been right so far.
-        run: Newest tokens of the text that were foretold in a row, but for those after
-            all drafts of a round, which nobody foretold.
+        drafts: Draft tokens of the current round.
+        num_right: How many of them were right so far.
+        run: Number of newest tokens predicted in a row. Tokens after the last draft of
+            a round (bonus tokens) neither count nor end the run.
     """
 
     def __init__(self, request: Request, index: TextIndex):
@@ -252,14 +255,15 @@ class Watch:
         self.num_right = self.run = 0
 
 
-class Foretold(NamedTuple):
-    """What drafts would have brought to some rows.
+class PredictedRounds(NamedTuple):
+    """Estimated acceptance of drafts in plain rounds.
 
     Attributes:
-        reached: [row, position]: rounds that would have wanted a draft there.
-        accepted: Rounds of which it would have stayed.
-        num_rounds: That have ended, by row.
-        num_compared: Drafts that were compared, over all rows.
+        rows: Rows with counts.
+        reached: [row, position]: rounds in which a draft there would have been tried.
+        accepted: [row, position]: rounds in which it would have been accepted.
+        num_rounds: [row]: rounds that have ended.
+        num_compared: Drafts compared with the target's tokens, over all rows.
     """
 
     rows: np.ndarray
@@ -270,73 +274,73 @@ class Foretold(NamedTuple):
 
 
 class LookupEstimator:
-    """Watches requests, and counts by row what drafts would have brought."""
+    """Follows requests, and counts by row the drafts that would be accepted."""
 
     def __init__(
         self, rule: LookupRule, num_rows: int, most: int, num_requests: int = 0
     ):
-        """Watch nobody yet.
+        """Start without requests.
 
         Args:
             most: Most drafts of a round.
-            num_requests: Past answers that are looked into, too.
+            num_requests: Number of past answers to search as well.
         """
         self._rule = rule
-        self._watches: list[Watch | None] = [None] * num_rows
+        self._traces: list[LookupTrace | None] = [None] * num_rows
         self._answers = Answers(num_requests) if num_requests else None
-        # As in `Foretold`, of all rows. A round counts at a position as soon as the
-        # token there has come, not only once it is over: a long copy tells at once.
+        # As in `PredictedRounds`, for all rows. A position is counted as soon as its
+        # token is known, before the round ends: a long copy shows at once.
         self._reached = np.zeros((num_rows, most))
         self._accepted = np.zeros((num_rows, most))
         self._num_rounds = np.zeros(num_rows, np.int64)
         self._num_compared = 0
 
     def finish(self, request: Request) -> None:
-        """A request ends: others may find its answer."""
+        """Add the answer of a finished request to those that others may match."""
         if self._answers is not None:
             self._answers.add(request)
 
     def follow(self, request: Request, num_new: int) -> int:
-        """Compare a request's newest tokens, which came without drafts.
+        """Compare a request's newest tokens, which were decoded without drafts.
 
         Returns:
-            How many in a row were foretold, up to the newest.
+            The number of newest tokens predicted in a row.
         """
         row, known = request.row, request.num_tokens - num_new
-        watch = self._watches[row]
-        if watch is None or watch.request is not request:
+        trace = self._traces[row]
+        if trace is None or trace.request is not request:
             index = TextIndex(self._rule.shortest, request.max_total)
-            watch = self._watches[row] = Watch(request, index)
-        if len(watch.index) != known:
-            # Rounds with drafts lie between: they have been counted as what they were.
-            watch.index.extend(request.tokens(len(watch.index), known))
-            watch.run = 0
-            self._propose(watch)
+            trace = self._traces[row] = LookupTrace(request, index)
+        if len(trace.index) != known:
+            # Rounds with drafts lie between; their results are already counted.
+            trace.index.extend(request.tokens(len(trace.index), known))
+            trace.run = 0
+            self._propose(trace)
         for token in request.output_token_ids[-num_new:]:
-            self._compare(watch, token)
-        return watch.run
+            self._compare(trace, token)
+        return trace.run
 
-    def _compare(self, watch: Watch, token: int) -> None:
-        row, place, drafts = watch.request.row, watch.num_right, watch.drafts
-        watch.index.append(token)
-        if place < min(self._reached.shape[1], watch.request.num_draft_tokens):
+    def _compare(self, trace: LookupTrace, token: int) -> None:
+        row, place, drafts = trace.request.row, trace.num_right, trace.drafts
+        trace.index.append(token)
+        if place < min(self._reached.shape[1], trace.request.num_draft_tokens):
             self._reached[row, place] += 1
         if place < len(drafts):
             self._num_compared += 1
             if drafts[place] == token:
                 self._accepted[row, place] += 1
-                watch.num_right += 1
-                watch.run += 1
+                trace.num_right += 1
+                trace.run += 1
                 return
-            watch.run = 0
+            trace.run = 0
         elif not drafts:
-            watch.run = 0
+            trace.run = 0
         self._num_rounds[row] += 1
-        self._propose(watch)
+        self._propose(trace)
 
-    def _propose(self, watch: Watch) -> None:
-        """What the lookup proposes now."""
-        rule, index, request = self._rule, watch.index, watch.request
+    def _propose(self, trace: LookupTrace) -> None:
+        """Start a round with the tokens that the lookup proposes now."""
+        rule, index, request = self._rule, trace.index, trace.request
         length, places = index.find(index.tokens, rule.longest)
         texts = list[list[int]]()
         if places and length >= rule.shortest:
@@ -346,15 +350,15 @@ class LookupEstimator:
             other, others = self._answers.find(request, index.tokens, rule)
             if others and (not texts or other > length):
                 texts = others
-        watch.drafts = best_text(texts, rule.min_share) if texts else []
-        watch.num_right = 0
+        trace.drafts = best_text(texts, rule.min_share) if texts else []
+        trace.num_right = 0
 
-    def take(self) -> "Foretold | None":
-        """What has been counted since the last call; None where that is nothing."""
+    def take(self) -> "PredictedRounds | None":
+        """Return and reset the counts since the last call; None if there are none."""
         rows = np.flatnonzero(self._reached.any(axis=1) | (self._num_rounds > 0))
         if not len(rows):
             return None
-        found = Foretold(
+        found = PredictedRounds(
             rows,
             self._reached[rows],
             self._accepted[rows],

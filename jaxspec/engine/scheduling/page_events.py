@@ -1,8 +1,7 @@
-"""Pages that came into the prefix cache and left it, in their order.
+"""KV events: pages added to and removed from the prefix cache, in order.
 
-Left out are pages that only some requests can find: those of a `cache_salt`, and, where
-prefix caching is off, those of a `cache_group`, the texts of one request (n above 1).
-Knows nothing of who wants to know.
+Pages that only some requests can find have no events: those of a `cache_salt`, and,
+with prefix caching off, those of a `cache_group` (the texts of one request with n > 1).
 """
 
 from collections.abc import Sequence
@@ -11,12 +10,12 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class PagesStored:
-    """Full pages, one after the other, that can be found.
+    """Consecutive full pages were added.
 
     Attributes:
-        keys: Of each page.
-        parent: Key of the page before the first; None: they begin a text.
-        token_ids: Of all of them together.
+        keys: Key of each page.
+        parent: Key of the page before the first; None at the start of a text.
+        token_ids: Tokens of all pages, concatenated.
     """
 
     keys: tuple[bytes, ...]
@@ -26,24 +25,24 @@ class PagesStored:
 
 @dataclass(frozen=True)
 class PagesRemoved:
-    """Pages that cannot be found any more."""
+    """Pages were removed."""
 
     keys: tuple[bytes, ...]
 
 
 @dataclass(frozen=True)
 class PagesCleared:
-    """No page can be found any more."""
+    """All pages were removed."""
 
 
 PageEvent = PagesStored | PagesRemoved | PagesCleared
 
 
 class PageEvents:
-    """What happened since the last look.
+    """Events since the last `take`.
 
-    It begins with `PagesCleared`: whoever knew an engine of this name before is told
-    that its pages are gone.
+    The first event is `PagesCleared`: subscribers drop the pages of an earlier engine
+    of the same name.
     """
 
     def __init__(self):
@@ -53,7 +52,7 @@ class PageEvents:
     def stored(
         self, key: bytes, parent: bytes | None, token_ids: Sequence[int]
     ) -> None:
-        """Note a page; one that follows the page before it is told with that one."""
+        """Record a page; merge it with the event of the page before it."""
         self._known.add(key)
         tokens = tuple(token_ids)
         last = self._events[-1] if self._events else None
@@ -65,7 +64,7 @@ class PageEvents:
             self._events.append(PagesStored((key,), parent, tokens))
 
     def removed(self, key: bytes) -> None:
-        """Note that a page is gone, if anybody was told of it."""
+        """Record a removal, if the page was announced."""
         if key not in self._known:
             return
         self._known.discard(key)
@@ -76,12 +75,12 @@ class PageEvents:
             self._events.append(PagesRemoved((key,)))
 
     def cleared(self) -> None:
-        """Note that all pages are gone."""
+        """Record that all pages were removed."""
         self._known.clear()
         if not self._events or not isinstance(self._events[-1], PagesCleared):
             self._events.append(PagesCleared())
 
     def take(self) -> list[PageEvent]:
-        """Return what happened, and forget it."""
+        """Return the events, and clear them."""
         taken, self._events = self._events, []
         return taken

@@ -1,13 +1,13 @@
-"""How many prompt tokens a launch may have while other requests stream their texts.
+"""Prompt tokens that a launch may have while other requests stream their texts.
 
-Prefill makes rounds longer for all decoding requests. Measured times of rounds decide
-how many tokens go in: over the rounds of a prefill, the mean time is held at
-`MAX_SLOWDOWN` of a round without prompts. What the draft model reads of a prompt comes
-afterwards, between rounds, in launches that take no longer than that allows where one
-is so small. No program is used for prompts that is larger than the largest of those
-that read all there is in the least time. And where nobody waits, how many rounds a
-launch may run: what the host does for a launch is then done once for all of them. Knows
-nothing of requests.
+Prefill makes rounds longer for all decoding requests. Measured times of rounds limit
+the prompt tokens: over the rounds of a prefill, the mean time stays at `MAX_SLOWDOWN`
+times that of a round without prompts. Draft prefill of a prompt follows between rounds,
+in launches within the same limit if a program is small enough. The largest program
+for prompts is the largest of those that read all waiting tokens in the least time.
+
+Also decides how many rounds one launch may run when no request waits: the host's work
+per launch is then done once for all of them.
 """
 
 import math
@@ -20,26 +20,27 @@ from jaxspec.engine.speculation.step_times import Round, StepTimes
 from jaxspec.program.plan import TILE, StepShape
 
 MAX_SLOWDOWN = 1.5
-# What was saved for a chunk is enough for it, whatever the last bits say.
+# Rounding errors of the balance must not make a chunk too expensive.
 ROUNDING = 1 + 1e-9
-# Nothing to prefill: the next prefill starts with an even account.
+# Nothing to prefill: the next prefill starts with a balance of zero.
 REST = PrefillBudget(account=PacedChunk())
-# Prompts wait no longer than this, whatever the account says.
+# Longest wait of a prompt, whatever the balance.
 MAX_WAIT_ROUNDS = 64
-# Several rounds in one launch take no longer: whoever comes meanwhile waits for them.
+# Longest launch of several rounds; requests that arrive meanwhile wait for it.
 MAX_LAUNCH_S = 0.03
 
 
 class Pacer:
-    """An account of seconds, and the measured times that it goes by.
+    """A balance of device seconds for prefill, kept by measured times.
 
-    Every round of a prefill pays in what it may take and pays out what it took. A
-    chunk that costs more than one round may take waits until enough is saved; no more
-    is saved than the smallest chunk needs, or a later burst would hold up everybody.
+    Every round of a prefill adds the time it may take and subtracts the time it took.
+    A chunk that costs more than one round may take waits until enough is saved. The
+    balance is limited to what the smallest chunk needs: a larger one would let a later
+    burst of prompts delay all streams.
 
     Attributes:
-        saved_s: The account's balance.
-        spare_s: What a round without prompts may be followed by.
+        saved_s: The balance.
+        spare_s: Seconds of draft prefill allowed after a round without prompts.
     """
 
     def __init__(self, step_times: StepTimes):
@@ -55,10 +56,10 @@ class Pacer:
         *,
         is_measure: bool = True,
     ) -> None:
-        """Note what a round took.
+        """Record the time of a round.
 
         Args:
-            charged_s: What `chunk` has paid out for it.
+            charged_s: Seconds that `chunk` has charged for it.
             is_measure: As for `StepTimes.record`.
         """
         seconds = self.step_times.record(
@@ -70,23 +71,23 @@ class Pacer:
             self.spare_s = (MAX_SLOWDOWN - 1) * seconds
 
     def begin(self, chunk: PacedChunk) -> None:
-        """Apply the account of a chunk that `chunk` has returned."""
+        """Apply the balance of a chunk that `chunk` has returned."""
         self.saved_s, self._num_waited = chunk.saved_s, chunk.num_waited
 
     def num_rounds(self, round_: Round, most: int) -> int:
-        """How many such rounds may run in one launch, `most` at most."""
+        """Return how many such rounds may run in one launch, at most `most`."""
         seconds = self.step_times.expected(round_)
         if seconds is None:
-            return 1  # first see what a round takes
+            return 1  # measure one round first
         return max(min(int(MAX_LAUNCH_S / seconds), most), 1)
 
     def fastest(self, num_tokens: int, rounds: list[Round]) -> int:
-        """Index of the largest round among those that read prompt tokens soonest.
+        """Return the index of the largest round needed to prefill in the least time.
 
-        A launch computes all that its program has room for: two with room for 64 tokens
-        may take a third of one with room for 512. A round that was never timed is tried
-        where it might be the best: it is taken to cost what the next smaller one does,
-        else its share of the next larger.
+        A launch computes its program's full size, padding included: two of 64 tokens
+        may take a third of the time of one of 512. A round without a measured time is
+        assumed to cost as much as the next smaller one, or its share of the next
+        larger, so that it is tried where it might be the best.
 
         Args:
             rounds: From the smallest chunk.
@@ -106,14 +107,14 @@ class Pacer:
         return _soonest(num_tokens, programs)[-1]
 
     def chunk(self, plain: Round, mixed: list[Round]) -> PacedChunk:
-        """Return the prompt tokens that the next round may take along.
+        """Return the prompt tokens that the next round may include.
 
         Args:
             plain: The round without any.
             mixed: The same round with some, from the smallest chunk.
         """
         base = self.step_times.seconds.get(plain)
-        if base is None:  # first see what a round takes
+        if base is None:  # measure one round first
             return PacedChunk(0, None, self.saved_s, self._num_waited)
         allowance = MAX_SLOWDOWN * base
         costs, chunks = self._costs_of(base, mixed), [one.shape.chunk for one in mixed]
@@ -129,9 +130,9 @@ class Pacer:
         return PacedChunk(chosen, cost, saved_s, num_waited)
 
     def _costs_of(self, base: float, mixed: list[Round]) -> list[float]:
-        """Measured times; what is not known is taken as in proportion to the last.
+        """Return the times of rounds; unknown ones in proportion to the one before.
 
-        While nothing is known, the smallest chunk is tried and no other.
+        If no time is known, only the smallest chunk is tried.
         """
         found = [self.step_times.seconds.get(one) for one in mixed]
         if found[0] is None:
@@ -147,7 +148,7 @@ class Pacer:
 
 
 class PrefillPlanner:
-    """Decides which programs with prompts a launch may use, and how much of them."""
+    """Decides which programs a launch with prompts may use, and its prompt tokens."""
 
     def __init__(self, shapes: Shapes, pacer: Pacer):
         self._shapes, self._pacer = shapes, pacer
@@ -161,12 +162,12 @@ class PrefillPlanner:
         is_streaming: bool,
         is_brief: bool,
     ) -> PrefillBudget:
-        """Return the prompt tokens that the next launch may take along.
+        """Return the prompt tokens that the next launch may include.
 
         Args:
-            prefilling: Running requests whose prompt is not in yet.
+            prefilling: Running requests whose prompt is not prefilled yet.
             newcomers: Waiting requests for which there is a row.
-            is_streaming: A request streams its text: prefill may not hold it up.
+            is_streaming: A request streams its text, so prefill is paced.
             is_brief: As for `Shapes.select`.
         """
         num_seqs, num_draft = len(decode.rows), decode.num_draft_tokens
@@ -176,7 +177,7 @@ class PrefillPlanner:
             tokens += _tiles_left(request) * TILE
         compiled = self._shapes.with_prompts(num_seqs, num_draft, features)
         if compiled and compiled[-1].num_tiles < self._shapes.max_tiles:
-            # A larger program can be had, and is worth it where as many tokens wait.
+            # A larger program exists, and pays if enough tokens wait.
             tokens += sum(_tiles_left(one) for one in newcomers) * TILE
         missing = None
         if tokens:
@@ -186,7 +187,7 @@ class PrefillPlanner:
         shapes = self._fast(compiled, decode, [*prefilling, *newcomers])
         num_tiles, account = shapes[-1].num_tiles if shapes else 0, None
         if is_streaming:
-            num_tiles = 0  # where nothing can decode, prompts wait for the read
+            num_tiles = 0  # if no row can decode, prompts wait for the next read
             if decode.shape is not None and shapes:
                 mixed = [Round(shape, num_draft) for shape in shapes]
                 account = self._pacer.chunk(Round(decode.shape, num_draft), mixed)
@@ -196,7 +197,7 @@ class PrefillPlanner:
     def _fast(
         self, shapes: list[StepShape], decode: Decode, requests: Sequence[Request]
     ) -> list[StepShape]:
-        """Those up to the largest that reads all prompts in the least time."""
+        """Return the programs up to the largest needed to prefill in the least time."""
         if len(shapes) < 2:
             return shapes
         num_tiles, num_seqs = 0, len(decode.rows)
@@ -204,7 +205,7 @@ class PrefillPlanner:
             num_tiles, num_seqs = num_tiles + _tiles_left(request), num_seqs + 1
             if num_tiles >= shapes[-1].num_tiles:
                 break
-        # A program for few sequences is of no use once those of the launch decode.
+        # Later launches also decode these requests: smaller programs no longer fit.
         usable = [
             shape
             for shape in shapes
@@ -217,18 +218,20 @@ class PrefillPlanner:
 
 
 def _tiles_left(request: Request) -> int:
-    """Return the tiles that the rest of a prompt takes; no other shares them."""
+    """Return the tiles that the rest of a prompt takes; tiles are not shared."""
     return -(-request.num_left_to_prefill // TILE)
 
 
 def _soonest(
     num_tokens: int, programs: list[tuple[int, float]]
 ) -> tuple[float, int, int]:
-    """Least seconds to read so many tokens, the launches, and the largest's index.
+    """Return the least seconds to prefill `num_tokens`, and the launches for it.
 
     Args:
-        programs: The tokens that a launch has room for and its seconds, from the
-            smallest.
+        programs: (tokens, seconds) of each program's launch, the smallest first.
+
+    Returns:
+        Seconds, number of launches, index of the largest program used.
     """
     if num_tokens <= 0:
         return 0.0, 0, 0
@@ -240,5 +243,5 @@ def _soonest(
         if count:
             rest_s, launches, _ = _soonest(num_tokens - count * chunk, smaller)
             found.append((count * seconds + rest_s, count + launches, len(smaller)))
-    # Of equals, the fewest launches, and the smallest of programs.
+    # Among equals: the fewest launches, then the smallest program.
     return min(found)

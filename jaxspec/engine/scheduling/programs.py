@@ -1,9 +1,9 @@
-"""Which programs an engine can have, and which compiled one serves a launch.
+"""The programs of an engine, and the compiled one that serves a launch.
 
-Every size of a launch is a program to compile, so there are few, chosen by what
-launches in larger programs cost (`benchmarks/results/program-costs-cpu.json`): K, rows
-and features that a launch does not use are pads and zeros. A launch whose own program
-is not compiled yet runs in a larger one that is.
+Each launch size is a program to compile, so there are few. They were chosen by the
+measured cost of running launches in larger programs
+(`benchmarks/results/program-costs-cpu.json`): a launch pads the K, rows and features
+that it does not use. Until its own program is compiled, it runs in a larger one.
 """
 
 import dataclasses
@@ -15,10 +15,10 @@ from jaxspec.engine.speculation.policy import SpeculationPolicy
 from jaxspec.program.plan import TILE, Features, StepShape
 from jaxspec.program.tree.tree import Tree, template_of
 
-# Prompt tokens of the largest programs that an engine begins with. Where launches may
-# have more, programs for them are compiled once so many wait.
+# Prompt tokens of the largest programs that an engine compiles at first. Larger ones
+# are compiled once that many tokens wait.
 FIRST_CHUNK = 2048
-# The same with `batch_invariant`, where every launch has room for as many.
+# The same with `batch_invariant`: every launch has room for this many.
 INVARIANT_CHUNK = 4 * TILE
 # Numbers of sequences for which programs without prompts are built.
 NUM_SIZES = 3
@@ -28,12 +28,12 @@ GREEDY, SAMPLED = Features(is_greedy=True), Features()
 
 @runtime_checkable
 class Programs(Protocol):
-    """The compiled programs, and the way to more."""
+    """The compiled programs; more can be requested."""
 
     def __contains__(self, shape: StepShape, /) -> bool: ...
 
     def has_failed(self, shape: StepShape) -> bool:
-        """Whether it could not be made."""
+        """Whether compiling it failed."""
         ...
 
     @property
@@ -42,7 +42,7 @@ class Programs(Protocol):
         ...
 
     def request(self, shape: StepShape) -> None:
-        """Compile a program, before those of the warm-up."""
+        """Queue a program for compilation, ahead of the warm-up."""
         ...
 
 
@@ -55,11 +55,11 @@ class EveryProgram:
         return True
 
     def has_failed(self, shape: StepShape) -> bool:
-        """False: its launch raises the error."""
+        """Return False: a failed compilation raises in the launch."""
         return False
 
     def request(self, shape: StepShape) -> None:
-        """Do nothing: its launch compiles it."""
+        """Do nothing: the launch compiles its program."""
 
 
 class Selection(NamedTuple):
@@ -81,9 +81,9 @@ class Shapes:
     `request_compile`.
 
     Attributes:
-        max_tiles: Of prompts, in one launch.
-        catch_ups: Programs that bring the draft model up to date, from the smallest;
-            none where there is no such model.
+        max_tiles: Most prompt tiles in one launch.
+        catch_ups: Draft prefill programs, the smallest first; empty without a draft
+            model.
     """
 
     def __init__(
@@ -107,26 +107,26 @@ class Shapes:
         self._requested: set[StepShape] = set()
         self._with_prompts: dict[tuple, list[StepShape]] = {}
         self._found_version = -1
-        self._forms = self._all_forms()
-        self._late = self._made_when_used()
+        self._forms = self._all_programs()
+        self._on_demand = self._compiled_on_demand()
         self.catch_ups: list[StepShape] = []
         if config.draft_model_config is not None and len(policy.compiled_drafts) > 1:
             chunk = self._chunk
             sizes = {chunk} if config.batch_invariant else {_tiled(chunk // 8), chunk}
             self.catch_ups = [StepShape.catch_up(size) for size in sorted(sizes)]
 
-    def _all_forms(self) -> dict[Features, list[StepShape]]:
-        """The programs of every form, forms in the order of what launches cost in them.
+    def _all_programs(self) -> dict[Features, list[StepShape]]:
+        """Return the programs by their features, the cheapest features first.
 
-        Log-probabilities and controls come together, so that no mix of requests needs a
-        program of its own. The first program of a form serves all its launches.
+        Logprobs and controls are compiled together, so that no mix of requests needs
+        a program of its own. The first program of each list serves all its launches.
         """
-        compiled, told = self._policy.compiled_drafts, self._config.num_logprobs
+        compiled, num_logprobs = self._policy.compiled_drafts, self._config.num_logprobs
         seqs, drafts = _power_of_two(self._config.max_num_seqs), compiled[-1]
         chunk = self._chunk
         small, single = (_tiled(chunk // part) for part in (8, 4))
-        special = Features(has_controls=True, num_logprobs=told)
-        with_prompt = dataclasses.replace(special, num_prompt_logprobs=told)
+        special = Features(has_controls=True, num_logprobs=num_logprobs)
+        with_prompt = dataclasses.replace(special, num_prompt_logprobs=num_logprobs)
         largest, alone = (seqs, drafts, chunk), (1, drafts, 0)
         sizes_without = [(n, 0, 0) for n in _sizes_up_to(seqs)]
         drafting = [(n, k, 0) for k in compiled[:0:-1] for n, *_ in sizes_without]
@@ -138,7 +138,7 @@ class Shapes:
             + [(seqs, 0, small)]
             + [(seqs, 0, 0), *(sizes_without if drafting else [(1, 0, 0)])],
             special: [largest, (seqs, drafts, small), alone, (seqs, drafts, 0)],
-            # A request whose prompt is in decodes in another form.
+            # After its prompt, such a request decodes in `special` programs.
             with_prompt: [largest],
             dataclasses.replace(special, has_grammar=True): [
                 largest,
@@ -180,22 +180,22 @@ class Shapes:
 
     @property
     def has_chains(self) -> bool:
-        """Whether rounds may also leave out the drafts that stand beside others."""
+        """Whether rounds may also run without the side branches of the draft tree."""
         template, is_free = self._template, self._policy.is_adaptive
         if template is None or not is_free or self._config.batch_invariant:
             return False
         return template.main_chain.num_levels == template.num_levels
 
     def _is_chain(self, shape: StepShape) -> bool:
-        """Whether a program leaves out what the engine's tree has beside the chain."""
+        """Whether a program leaves out the side branches of the engine's tree."""
         return shape.template != self._template
 
-    def _made_when_used(self) -> set[StepShape]:
-        """Programs that engines may never need: others serve meanwhile.
+    def _compiled_on_demand(self) -> set[StepShape]:
+        """Return programs that are compiled on demand; larger ones serve until then.
 
-        Those without drafts, or without some of them, in engines that draft: they are
-        compiled when a launch would be faster in them, as where drafts do not pay. And
-        those for more prompt tokens than most launches have.
+        In engines that draft: programs without drafts, or without side branches. They
+        are compiled when a launch would be faster in them, e.g. when drafts do not pay.
+        Also programs for more prompt tokens than most launches have.
         """
         return {
             shape
@@ -212,17 +212,17 @@ class Shapes:
         }
 
     def tree(self, num_drafts: int) -> Tree:
-        """The tree whose rows are written in a round of so many drafts in a row.
+        """Return the tree whose rows a round with `num_drafts` levels writes.
 
-        All of the engine's tree, however few levels are wanted: rows of the others may
-        come before rows that are.
+        The engine's whole tree, even if fewer levels are requested: rows of deeper
+        levels may precede rows of requested ones.
         """
         if self._template is None or not num_drafts:
             return Tree.chain(num_drafts)
         return self._template
 
     def form(self, features: Features) -> Features:
-        """The features of a program that serves requests with `features`."""
+        """Return the features of the first programs that serve `features`."""
         return next(form for form in self._forms if form.covers(features))
 
     def all(
@@ -230,57 +230,56 @@ class Shapes:
         prompt_tokens: int | None = None,
         features: Iterable[Features] = (GREEDY, SAMPLED),
         *,
-        with_late: bool = False,
+        with_on_demand: bool = False,
     ) -> list[StepShape]:
-        """Every program that launches can use, the most useful first.
+        """Return every program that launches can use, the most useful first.
 
-        The first one of every form serves all launches of that form.
+        Of each set of features, the first program serves all launches.
 
         Args:
             prompt_tokens: Longest prompt to expect; None for any.
-            features: What requests will need; greedy and sampled ones by default.
-            with_late: Also those that are otherwise compiled when they are used: of
-                rounds without drafts, in engines that draft, and with a chain of them,
-                in engines that have others beside it; for more than `FIRST_CHUNK`
-                prompt tokens.
+            features: Features that requests need; greedy and sampled by default.
+            with_on_demand: Include programs that are otherwise compiled on first use:
+                without drafts or side branches, in engines that have them, and for
+                more than `FIRST_CHUNK` prompt tokens.
         """
         forms = list(dict.fromkeys(self.form(one) for one in features))
         # Sampled before greedy: its programs serve both.
         forms.sort(key=lambda form: form.is_greedy)
         lists = [self._forms[form] for form in forms]
         listed = [shapes[0] for shapes in lists if shapes and shapes[0].chunk]
-        listed += self.catch_ups  # no drafts without
+        listed += self.catch_ups  # drafts need them
         listed += [shape for shapes in lists for shape in shapes]
         budget = self.max_tiles * TILE
         tokens = budget if prompt_tokens is None else prompt_tokens
-        # Prompts come together, each in tiles of its own.
+        # Prompts share launches, each in tiles of its own.
         wanted = min(-(-tokens // TILE) * TILE * self._config.max_num_seqs, budget)
         chunks = sorted({shape.chunk for shape in listed})
         last = next((chunk for chunk in chunks if chunk >= wanted), chunks[-1])
         kept = [shape for shape in listed if shape.chunk <= last]
-        if not with_late:
-            kept = [shape for shape in kept if shape not in self._late]
+        if not with_on_demand:
+            kept = [shape for shape in kept if shape not in self._on_demand]
         return list(dict.fromkeys(kept))
 
-    def is_late(self, shape: StepShape) -> bool:
-        """Whether it is compiled when it is used, and others serve until then."""
-        return shape in self._late
+    def is_on_demand(self, shape: StepShape) -> bool:
+        """Whether a program is compiled on demand; a larger one serves until then."""
+        return shape in self._on_demand
 
     @property
     def cannot_catch_up(self) -> bool:
-        """Whether no program that feeds the draft model can be had."""
+        """Whether all draft prefill programs failed to compile."""
         failed = [self._programs.has_failed(shape) for shape in self.catch_ups]
         return bool(failed) and all(failed)
 
     @property
     def can_catch_up(self) -> bool:
-        """Whether a program that feeds the draft model is compiled."""
+        """Whether a draft prefill program is compiled."""
         return any(shape in self._programs for shape in self.catch_ups)
 
     def select_catch_up(self, num_tiles: int) -> Selection:
-        """Return the programs that feed the draft model so many tiles.
+        """Return the draft prefill programs for a number of tiles.
 
-        The best has room for all tiles, else it is the largest.
+        The best is the smallest with room for all tiles, else the largest.
         """
         fits = [shape for shape in self.catch_ups if shape.num_tiles >= num_tiles]
         smaller = [shape for shape in self.catch_ups if shape not in fits]
@@ -307,10 +306,10 @@ class Shapes:
 
         Args:
             num_prompt_tokens: Rounded up to tiles, and down to `max_tiles`.
-            is_brief: There will be few such launches: for them nothing is compiled that
-                other launches do not need.
-            has_side_branches: Drafts have the side branches that the engine has.
-                Without, a program that makes them serves where no other is compiled.
+            is_brief: Few such launches will follow: request no program that is only
+                compiled on demand.
+            has_side_branches: The drafts include the engine's side branches. If not, a
+                program with side branches serves until one without is compiled.
         """
         self._refresh()
         need = num_seqs, num_draft_tokens, num_prompt_tokens, features
@@ -335,7 +334,7 @@ class Shapes:
         )
         compiled = next((shape for shape in able if shape in self._programs), None)
         best = next(
-            (shape for shape in able if not (is_brief and shape in self._late)),
+            (shape for shape in able if not (is_brief and shape in self._on_demand)),
             able[0],
         )
         is_better = compiled is None or able.index(best) < able.index(compiled)
@@ -360,10 +359,10 @@ class Shapes:
         ).shape
 
     def request_compile(self, *shapes: StepShape | None) -> None:
-        """Have programs compiled next, the last one first; each is requested once.
+        """Request programs; the last one is compiled first, each is requested once.
 
         Args:
-            shapes: None where nothing is missing.
+            shapes: Programs; None is ignored.
         """
         for shape in shapes:
             if shape is None:
@@ -388,11 +387,11 @@ class Shapes:
         features: Features,
         has_side_branches: bool,
     ) -> list[StepShape]:
-        """Programs that serve a launch, the best first."""
+        """Return the programs that can serve a launch, the best first."""
         compiled = self._policy.compiled_for(num_draft_tokens)
         forms = [form for form in self._forms if form.covers(features)]
         if self._config.batch_invariant:
-            del forms[1:]  # other programs give other bits
+            del forms[1:]  # other programs may round differently
         able = [
             shape
             for form in forms
@@ -403,7 +402,7 @@ class Shapes:
             and not (has_side_branches and self._is_chain(shape))
         ]
         assert able, f"no program for {num_seqs} sequences and {tokens} prompt tokens"
-        # Of equal sizes, forms keep their order.
+        # Stable sort: among equal sizes the cheapest features stay first.
         return sorted(
             able,
             key=lambda one: (
@@ -417,13 +416,13 @@ class Shapes:
     def with_prompts(
         self, num_seqs: int, num_draft_tokens: int, features: Features
     ) -> list[StepShape]:
-        """Compiled programs with room for prompts, from the smallest chunk."""
+        """Return the compiled programs with room for prompts, smallest chunk first."""
         self._refresh()
         need = num_seqs, num_draft_tokens, features
         if need not in self._with_prompts:
             able = self._able(num_seqs, num_draft_tokens, TILE, features, True)
             there = [shape for shape in able if shape in self._programs]
-            # Of equal chunks the best; a larger one only if it has more room.
+            # For each chunk size, the best program.
             chunks = {shape.chunk: shape for shape in reversed(there)}
             self._with_prompts[need] = [chunks[size] for size in sorted(chunks)]
         return self._with_prompts[need]
@@ -432,10 +431,10 @@ class Shapes:
 def largest_chunk(
     num_batched_tokens: int, *, num_seqs: int, max_model_len: int, is_invariant: bool
 ) -> int:
-    """Prompt tokens that the largest program of an engine has room for.
+    """Return the prompt tokens that the largest program of an engine has room for.
 
-    No more than all sequences can have; but programs of up to `FIRST_CHUNK` tokens are
-    as large as is said.
+    `num_batched_tokens`, or less: `FIRST_CHUNK`, or all prompt tokens that `num_seqs`
+    sequences can have, if that is more.
     """
     if is_invariant:
         num_batched_tokens = min(num_batched_tokens, INVARIANT_CHUNK)
@@ -444,7 +443,7 @@ def largest_chunk(
 
 
 def _sizes_up_to(most: int) -> list[int]:
-    """1 and the most sequences, and those between them at about equal ratios."""
+    """Return batch sizes from 1 to `most`, at about equal ratios."""
     power = most.bit_length() - 1
     steps = range(NUM_SIZES)
     exponents = {-(-power * step // (NUM_SIZES - 1)) for step in steps}

@@ -1,4 +1,4 @@
-"""One request's life on the host: waiting, prefilling, decoding, finished."""
+"""Host state of one request: waiting, prefilling, decoding, finished."""
 
 import enum
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ from jaxspec.sampling_params import SamplingParams
 
 
 class Status(enum.Enum):
-    """Where a request is in its life; one that was preempted waits again."""
+    """State of a request; a preempted one waits again."""
 
     WAITING = "waiting"
     PREFILL = "prefill"
@@ -20,31 +20,32 @@ class Status(enum.Enum):
 
 @dataclass(kw_only=True, eq=False)
 class Request:
-    """What the host knows of a request; while it runs, `RowTable` knows its counts.
+    """Host state of a request; `RowTable` has the counts of a running one.
 
     Invariant: `0 <= num_prefilled <= num_tokens <= max_total`.
 
     Attributes:
         max_total: Tokens at which the sequence ends, prompt included.
-        num_draft_tokens: Most drafts per round that this request wants.
+        num_draft_tokens: Most drafts per round for this request.
         rule: An index of `jaxspec.program.plan.RULES`.
-        features: What the program must have for this request.
+        features: Features that its programs need.
         controls: Penalties, bias and masks of single tokens.
-        grammar: Of a text that follows a grammar.
-        priority: A lower value goes first, where the engine goes by priority.
+        grammar: State of its structured output; None without.
+        priority: With `scheduling_policy="priority"`, lower values run first.
         cache_salt: Pages are shared only among requests of equal salt.
-        cache_group: With prefix caching off, those of one group share pages.
+        cache_group: With prefix caching off, requests of one group share pages.
         can_read_prefix_cache: Whether it may reuse pages of earlier requests.
-        is_quiet: Nobody looks at its tokens before the last one.
-        num_cached_tokens: Prompt tokens that came with such pages; None before it ran.
-        arrival: Its place among all requests; -1 before it has one.
-        tokens_to_prefill: The prompt; after a preemption also what was generated.
-        num_prefilled: How many of those were prefilled or are in a launch.
-        num_drafted: How many of the first of them the draft model has, too.
+        is_quiet: Only its final output is returned.
+        num_cached_tokens: Prompt tokens found in the prefix cache; None before it ran.
+        arrival: Its place in the order of arrival; -1 before it is queued.
+        row: Its row in `RowTable`; -1 while it has none.
+        tokens_to_prefill: The prompt; after a preemption also the generated tokens.
+        num_prefilled: How many of those were prefilled, or will be by a launch.
+        num_drafted: Leading tokens for which the draft model has keys and values.
         page_keys: Keys of its first full pages.
         num_registered: Leading pages that are in the prefix cache.
-        num_unread: Unread rounds with tokens for it, once it has lost its row.
-        num_prompt_logprobs: Prompt tokens whose log-probabilities were passed on.
+        num_unread: Unread rounds with tokens for it, after it has lost its row.
+        num_prompt_logprobs: Prompt tokens whose logprobs were returned.
     """
 
     request_id: str
@@ -98,14 +99,14 @@ class Request:
 
     @property
     def grammar_failure(self) -> Failure | None:
-        """Where the text has tokens that its grammar did not allow."""
+        """The failure if the text has tokens that its grammar does not allow."""
         if self.grammar is None:
             return None
         return self.grammar.failure_in(self.output_token_ids)
 
     @property
     def is_late(self) -> bool:
-        """Whether the next tokens of launches mean nothing: their mask was late."""
+        """Whether tokens of launches in flight are invalid: their mask was late."""
         if self.grammar is None or self.grammar.late_length is None:
             return False
         return len(self.output_token_ids) >= self.grammar.late_length
@@ -117,13 +118,13 @@ class Request:
 
     @property
     def num_left_to_prefill(self) -> int:
-        """Tokens that are not prefilled and in no launch; all of a waiting request."""
+        """Tokens not prefilled and in no launch; all tokens of a waiting request."""
         if self.status is Status.WAITING:
             return self.num_tokens
         return len(self.tokens_to_prefill) - self.num_prefilled
 
     def tokens(self, start: int, end: int) -> list[int]:
-        """Known tokens at positions from `start` to before `end`."""
+        """Return the known tokens at positions from `start` to before `end`."""
         prompt = self.prompt_token_ids
         if end <= len(prompt):
             return prompt[start:end]

@@ -1,4 +1,4 @@
-"""Estimates for the choice of K: fills `RoundEstimates` in, and records what came."""
+"""Estimates for the choice of K: builds `RoundEstimates`, and records results."""
 
 import numpy as np
 
@@ -6,7 +6,7 @@ from jaxspec.config.engine import EngineConfig
 from jaxspec.config.lookups import LookupRule
 from jaxspec.engine.scheduling.draft_prefill import DraftPrefill
 from jaxspec.engine.scheduling.launch import Launch
-from jaxspec.engine.scheduling.lookup_estimator import TELLING_RUNS, LookupEstimator
+from jaxspec.engine.scheduling.lookup_estimator import RECONSIDER_RUNS, LookupEstimator
 from jaxspec.engine.scheduling.programs import Shapes
 from jaxspec.engine.scheduling.request import Request
 from jaxspec.engine.scheduling.row_table import RowTable
@@ -19,7 +19,7 @@ from jaxspec.program.wire import StepResult
 
 
 def make_acceptance(config: EngineConfig, policy: SpeculationPolicy) -> AcceptanceRates:
-    """Return rates before anything is measured."""
+    """Return the acceptance rates before any measurement."""
     prior = CONSTANTS.prior_acceptance
     if policy.can_follow_lookups:
         prior = CONSTANTS.prior_lookup_acceptance
@@ -29,7 +29,7 @@ def make_acceptance(config: EngineConfig, policy: SpeculationPolicy) -> Acceptan
 def make_lookups(
     config: EngineConfig, policy: SpeculationPolicy
 ) -> LookupEstimator | None:
-    """Return the lookup estimator; None where the text does not show acceptance."""
+    """Return the lookup estimator; None if text alone cannot show acceptance."""
     speculative = config.speculative
     if speculative is None or not policy.can_follow_lookups:
         return None
@@ -46,7 +46,7 @@ def kind_of(request: Request) -> Kind:
 
 
 class RoundEstimator:
-    """What is known about rounds: times, acceptance, draft lag.
+    """Estimates of rounds: times, acceptance, draft lag.
 
     Attributes:
         acceptance: Rates by request and position.
@@ -71,17 +71,17 @@ class RoundEstimator:
         self._lookups = make_lookups(config, policy)
 
     def admit(self, request: Request) -> None:
-        """Start the rates of a request that has got a row."""
+        """Start the acceptance rates of a newly admitted request."""
         is_typical = request.grammar is None and request.controls is None
         self.acceptance.admit(request.row, kind_of(request), is_typical=is_typical)
 
     def finish(self, request: Request) -> None:
-        """Let lookups find the answer of a request that ends."""
+        """Add the answer of a finished request to the lookup estimator."""
         if self._lookups is not None:
             self._lookups.finish(request)
 
     def count_lookups(self) -> None:
-        """Add what lookups would have brought since the last call to the rates."""
+        """Add the acceptance estimated by lookups since the last call."""
         found = self._lookups and self._lookups.take()
         if found:
             self.acceptance.record_predicted(*found)
@@ -89,7 +89,7 @@ class RoundEstimator:
     def missing(
         self, rows: np.ndarray, max_drafts: np.ndarray, features: Features
     ) -> list[StepShape | None]:
-        """Return the programs to request, so that all choices can be compared."""
+        """Return the missing programs, without which choices cannot be compared."""
         draft_lengths = sorted({0, int(max_drafts.max())})
         found = list[StepShape | None]()
         for has_side_branches in (False, True):
@@ -107,7 +107,7 @@ class RoundEstimator:
     def estimate(
         self, rows: np.ndarray, max_drafts: np.ndarray, features: Features
     ) -> RoundEstimates:
-        """Return what is known about the next round of some rows."""
+        """Return the estimates for the next round of some rows."""
         most, chain_seconds = int(max_drafts.max()), None
         if self._shapes.has_chains:
             chain_seconds = self._seconds(
@@ -144,7 +144,7 @@ class RoundEstimator:
         return found
 
     def record_runs(self, launch: Launch, result: StepResult) -> None:
-        """Record how many of the newest tokens in a row a lookup predicted."""
+        """Record the number of newest tokens that a lookup predicted in a row."""
         lookups, count = self._lookups, len(launch.rows)
         if lookups is None or not count:
             return
@@ -165,11 +165,11 @@ class RoundEstimator:
                 )
             ]
             self.acceptance.set_match_runs(launch.rows[there], np.array(runs, np.int64))
-            if not set(TELLING_RUNS).isdisjoint(runs):
+            if not set(RECONSIDER_RUNS).isdisjoint(runs):
                 self._policy.reconsider()
 
     def record_round(self, launch: Launch, result: StepResult) -> None:
-        """Have the policy count what a round without prompts has brought."""
+        """Pass the tokens and time of a round without prompts to the policy."""
         count = len(launch.rows)
         if launch.shape.chunk:
             self._policy.end_exploration()

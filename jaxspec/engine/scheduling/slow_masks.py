@@ -13,7 +13,7 @@ from jaxspec.engine.structured_output import NUM_MASK_THREADS
 class SlowMasks:
     """Holds requests whose next mask takes long, until a thread has computed it.
 
-    Inside a launch, all other rows would wait for it.
+    Computing it within a launch would delay all other rows.
     """
 
     def __init__(self, rows: RowTable):
@@ -23,10 +23,10 @@ class SlowMasks:
         self._threads = futures.ThreadPoolExecutor(NUM_MASK_THREADS, "jaxspec-masks")
 
     def update(self, waiting: Iterable[Request]) -> None:
-        """Hold and free requests, and start to compute missing masks.
+        """Update the held requests, and start computing missing masks.
 
         Args:
-            waiting: Requests without a row; those with unread launches are left alone.
+            waiting: Requests without a row; those with unread launches are skipped.
         """
         rows = self._rows
         self._computing.clear()
@@ -50,9 +50,9 @@ class SlowMasks:
             rows.is_held[row] = not self._is_ready(request)
 
     def _is_ready(self, request: Request) -> bool:
-        """Return whether a mask is there or does not take long; start a missing one.
+        """Return whether a mask is ready or quick to compute; start a missing one.
 
-        No launch of the request may be unread.
+        The request must have no unread launches.
         """
         grammar = request.grammar
         if grammar is None:
@@ -70,7 +70,7 @@ class SlowMasks:
         return request in self._held
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until a mask of a request is there; False if none is computed."""
+        """Wait until a mask is ready; return False if none is being computed."""
         if not self._computing:
             return False
         futures.wait(self._computing, timeout_s, futures.FIRST_COMPLETED)

@@ -11,18 +11,18 @@ class EngineStats:
     """Totals since the engine started.
 
     Attributes:
-        num_rounds: Rounds read back; a launch has one, or several.
-        num_preemptions: Times that a request lost its pages to another.
-        num_prefix_queries: Prompt tokens that were looked for in earlier pages.
-        num_prefix_hits: Those found there.
+        num_rounds: Rounds read back; a launch has one or several.
+        num_preemptions: Number of preemptions.
+        num_prefix_queries: Prompt tokens looked up in the prefix cache.
+        num_prefix_hits: Prompt tokens found there.
         host_s: Seconds that `step` neither waited for the device nor compiled.
         wait_s: Seconds that `step` waited for the device.
         busy_s: Seconds that launches kept the device busy.
-        num_beside_tokens: Accepted drafts that stood beside the spine of a tree: they
-            are no `num_accepted_tokens`.
-        tree_ends: Rounds by how many levels of the tree counted, and by its row at
-            which they ended; without those that ended a text.
-        accepted_per_position: Entry i counts rounds that kept draft i (from 0).
+        num_side_tokens: Accepted drafts of side branches of a tree; not included in
+            `num_accepted_tokens`.
+        tree_ends: Rounds by (levels of the tree with drafts, tree row at which the
+            round ended), without rounds that ended a text.
+        accepted_per_position: Entry i counts rounds that accepted draft i (from 0).
     """
 
     num_rounds: int = 0
@@ -30,7 +30,7 @@ class EngineStats:
     num_draft_rounds: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
-    num_beside_tokens: int = 0
+    num_side_tokens: int = 0
     num_preemptions: int = 0
     num_prefix_queries: int = 0
     num_prefix_hits: int = 0
@@ -42,7 +42,7 @@ class EngineStats:
 
     @property
     def acceptance_rate(self) -> float:
-        """Accepted by proposed draft tokens."""
+        """Accepted draft tokens / proposed draft tokens."""
         return self.num_accepted_tokens / max(self.num_draft_tokens, 1)
 
     @property
@@ -57,9 +57,9 @@ class EngineStats:
         generated: np.ndarray,
         beside: np.ndarray | int = 0,
     ) -> None:
-        """Count one round; an entry per sequence.
+        """Count one round; each array has an entry per sequence.
 
-        One that had ended on the device generates nothing and its drafts do not count.
+        A sequence that had already ended generates nothing; its drafts do not count.
         """
         self.num_generated_tokens += int(generated.sum())
         if not drafts.any():
@@ -72,18 +72,18 @@ class EngineStats:
         self.num_draft_rounds += len(kept)
         self.num_draft_tokens += int(drafts[counts].sum())
         self.num_accepted_tokens += int(kept.sum())
-        self.num_beside_tokens += int(np.sum(beside * counts))
+        self.num_side_tokens += int(np.sum(beside * counts))
         missing = deepest - len(self.accepted_per_position)
         self.accepted_per_position += [0] * max(missing, 0)
-        # Rounds by what they kept, summed up from the most.
+        # Rounds by accepted drafts, summed up from the most.
         at_least = np.bincount(kept)[:0:-1].cumsum()[::-1]
         for position, count in enumerate(at_least.tolist()):
             self.accepted_per_position[position] += count
 
     def record_ends(self, levels: np.ndarray, rows: np.ndarray) -> None:
-        """Count the rows of a tree at which one round ended; an entry per sequence.
+        """Count the tree rows at which one round ended; an entry per sequence.
 
         Args:
-            levels: How many of the tree's levels there were drafts for.
+            levels: Number of the tree's levels with drafts.
         """
         self.tree_ends.update(zip(levels.tolist(), rows.tolist(), strict=True))

@@ -8,7 +8,7 @@ class PolicyConstants:
     """Ten numbers; times and acceptance are measured.
 
     Attributes:
-        hysteresis: Ratio of speeds that a change of the choice must promise. Two plain
+        hysteresis: Least ratio of expected speeds for a change of the choice. Two plain
             engines of one process differ by 4 % in the median (benchmarks.control,
             part `free`).
         look_rounds: Rounds with drafts between two choices. A choice takes the host
@@ -21,7 +21,7 @@ class PolicyConstants:
             without them, and that explorations may take.
         loss_rounds: Plain rounds that drafts may lose in a row beyond that share before
             they are stopped. With drafts that gain a tenth at batch 1, a round wins
-            0.1 +- 1.2 plain rounds; a run of bad luck of 48 is met once in 10^5 rounds.
+            0.1 +- 1.2 plain rounds; a random loss of 48 occurs once in 10^5 rounds.
         half_life_rounds: Rounds after which an observed acceptance counts half.
         prior_weight: Observations that a request's own rate needs to count as much as
             the mean of its kind, and a position's as much as the position before it.

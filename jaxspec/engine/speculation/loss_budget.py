@@ -1,4 +1,4 @@
-"""Bounds what drafts and explorations may lose, whatever the estimates say."""
+"""Bounds the time that drafts and explorations may lose if estimates are wrong."""
 
 from jaxspec.engine.speculation.constants import CONSTANTS
 
@@ -7,10 +7,11 @@ class LossBudget:
     """Device seconds that may be lost, at batches of about one size.
 
     The budget earns a share of the device's time. Rounds with drafts that lose against
-    plain decoding add to a deficit, which rounds that win reduce. What is earned repays
-    the deficit first; the rest pays for explorations, each in full before it begins, as
-    if it brought nothing. A deficit of more than `loss_rounds` plain rounds closes the
-    budget: it is subtracted, and nothing is drafted until the budget is even again.
+    plain decoding add to a deficit; rounds that win reduce it. Earnings repay the
+    deficit first. The rest pays for explorations: each is paid in full before it
+    begins, as if it produced no tokens. A deficit of more than `loss_rounds` plain
+    rounds closes the budget: the deficit is subtracted from the balance, and nothing is
+    drafted until the balance is no longer negative.
 
     Attributes:
         is_closed: Drafts have lost too much.
@@ -22,7 +23,7 @@ class LossBudget:
         self.is_closed, self.num_closed = False, 0
 
     def earn(self, seconds: float) -> None:
-        """Add the share of some seconds of the device."""
+        """Add the budget's share of device seconds."""
         share_s = CONSTANTS.max_loss * seconds
         repaid_s = min(self._deficit_s, share_s)
         self._deficit_s -= repaid_s

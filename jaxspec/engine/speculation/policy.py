@@ -1,22 +1,22 @@
 """Chooses K, the number of draft tokens of the next round.
 
-The law: of all K, and with or without side branches, choose the one with the most
+The rule: of all K, and with or without side branches, choose the one with the most
 expected tokens per second,
 
     rate(K) = (sequences + sum of survival up to position K) / time(K)
 
 where survival is the probability that a draft of a sequence and all drafts before it
-are accepted. Times are measured per
-program (`step_times`), acceptance per request and position (`acceptance`). A change
-must promise `hysteresis` more than the present choice.
+are accepted. Times are measured per program (`step_times`), acceptance per request and
+position (`acceptance`). Another choice must be faster than the present one by a factor
+of `hysteresis`.
 
 Estimates can be wrong or old. When a `LossBudget` can pay, the alternative that ran
 least recently is run for a few rounds: plain decoding, the largest K, the other draft
 shape; with K = 0, a few drafts, where acceptance cannot be estimated otherwise. The
 same budget stops drafts that lose against plain decoding.
 
-Whatever is chosen, the text is the target's. Greedy and seeded text does not depend on
-K, and a choice depends on tokens that were read before the round draws anything.
+The choice does not change the distribution of the text. Greedy and seeded text does not
+depend on K, and a choice depends only on tokens read before the round samples.
 """
 
 import logging
@@ -92,7 +92,7 @@ class RoundEstimates:
         return np.array(rows, float)
 
     def rates(self, num_drafts: int) -> np.ndarray:
-        """Return expected tokens per second, [draft shape, K]; the law.
+        """Return expected tokens per second, [draft shape, K].
 
         Args:
             num_drafts: K at present: with 0, drafts are charged for draft prefill.
@@ -120,10 +120,10 @@ class RoundEstimates:
 
 
 def best_choice(estimates: RoundEstimates, current: Choice) -> Choice:
-    """Return the choice of the most expected tokens per second.
+    """Return the choice with the most expected tokens per second.
 
-    The current one is kept unless another promises `hysteresis` more. If a time is
-    unknown: the configured K, with side branches.
+    The current one remains unless another is better by a factor of `hysteresis`. If a
+    time is unknown: the configured K, with side branches.
     """
     if not estimates.are_times_known:
         most = len(estimates.seconds) - 1
@@ -139,11 +139,11 @@ def best_choice(estimates: RoundEstimates, current: Choice) -> Choice:
 
 
 class SpeculationPolicy:
-    """Applies the law round by round, within a loss budget.
+    """Applies the rule round by round, within a loss budget.
 
     Attributes:
-        choice: By the law; an exploration may run another one.
-        stop_reason: Why nothing is drafted any more; None while drafting works.
+        choice: The best choice; an exploration may run another one.
+        stop_reason: Why drafting has stopped for good; None while it works.
         saved_s, lost_s: Device seconds won and lost against plain decoding so far.
         num_probes: How often the draft model was probed while nothing was drafted.
     """
@@ -179,7 +179,7 @@ class SpeculationPolicy:
 
     @property
     def is_stopped(self) -> bool:
-        """Whether drafting has failed: nothing is drafted any more."""
+        """Whether drafting has failed and stopped for good."""
         return self.stop_reason is not None
 
     def stop(self, reason: str) -> None:
@@ -219,7 +219,7 @@ class SpeculationPolicy:
 
     @property
     def num_drafts(self) -> int:
-        """K of rounds but for those that time plain decoding."""
+        """K of the next rounds, except those that time plain decoding."""
         if self._explored is not None and self._explored.num_drafts:
             return self._explored.num_drafts
         return self.choice.num_drafts
@@ -236,7 +236,7 @@ class SpeculationPolicy:
 
     @property
     def next_choice(self) -> Choice:
-        """The choice of the next round: the law's, or an alternative to measure."""
+        """The choice of the next round: the best, or an alternative to measure."""
         return self._explored or self.choice
 
     def is_due(self, num_seqs: int, most: int) -> bool:
@@ -351,7 +351,7 @@ class SpeculationPolicy:
         seconds: float,
         plain_s: float | None,
     ) -> None:
-        """Record what a round won against plain decoding of the same tokens.
+        """Record the time a round won or lost against plain decoding of its tokens.
 
         Args:
             plain_s: Seconds of a round without drafts; None where unknown.

@@ -7,17 +7,18 @@ from jaxspec.program.plan import StepShape
 
 # Weight of the newest time in the moving average.
 NEWEST = 0.25
-# A time is cut to this many times the expected one: the machine was suspended.
+# Times are limited to this multiple of the expected one: longer ones are suspensions of
+# the machine.
 STALL = 4.0
-# In the average a time counts as at most this many times the known one: a slow round in
-# a hundred would otherwise change the choice of K.
+# In the average, a time is limited to this multiple of the known one: otherwise one
+# slow round in a hundred would change the choice of K.
 MAX_RISE = 1.5
 # After this many times in a row that are not measurements, one counts as such.
 MAX_SKIPPED = 16
 
 
 class Round(NamedTuple):
-    """What decides how long a launch takes: its program, and the drafts made in it."""
+    """The program and number of drafts of a launch, which determine its time."""
 
     shape: StepShape
     num_drafts: int = 0
@@ -27,7 +28,7 @@ class StepTimes:
     """Exponentially weighted means of measured seconds; all are positive.
 
     Attributes:
-        seconds: Of a round; known from its second run on.
+        seconds: Mean time of each kind of round; known from its second run on.
     """
 
     def __init__(self):
@@ -48,15 +49,15 @@ class StepTimes:
         *,
         is_measure: bool = True,
     ) -> float:
-        """Record how long a round kept the device; ignore the first of its kind.
+        """Record the device time of a round; the first of its kind is ignored.
 
         Args:
-            expected: Seconds expected of it, used where no time is known.
-            is_measure: The time is typical of such rounds; another time counts only
-                where no typical one is known.
+            expected: Expected seconds, used if no time is known.
+            is_measure: The time is typical of such rounds. Other times count only if
+                no typical one is known, or after `MAX_SKIPPED` of them in a row.
 
         Returns:
-            The seconds, without a suspension of the machine.
+            The seconds, limited to `STALL` times the expected time.
         """
         known = self.seconds.get(round_)
         expected = expected if known is None else known
@@ -78,8 +79,8 @@ class StepTimes:
         """Return a round's time, measured or interpolated between two values of K.
 
         Returns:
-            None where no smaller or no larger K was measured: more drafts than were
-            ever tried may cost anything.
+            None if no smaller or no larger K was measured: the cost of more drafts
+            than were ever tried is unknown.
         """
         found = self.seconds.get(round_)
         if found is not None:

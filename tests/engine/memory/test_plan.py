@@ -72,7 +72,7 @@ def test_the_table_tells_all_of_it():
         "(draft 106,496), 7,208,960 per page",
         "left 7.68 GiB of 74.51 GiB, gpu_memory_utilization=0.9",
         "Maximum concurrency at 8,192 tokens: 12.25x",
-        "The draft model takes 16.65 GiB: without it, 6.25 more of such sequences",
+        "The draft model takes 16.65 GiB: without it, 6.25 more such sequences fit",
     ]
     told = make_plan(SIXTY_FOUR | dict(gpu_memory_utilization=0.9)).told()
     assert told["table"] == text

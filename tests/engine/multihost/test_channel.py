@@ -489,7 +489,7 @@ def test_a_leader_that_says_nothing_is_not_another_secret(
     config = hosts(1, timeout_s=1)
     with socket.create_server(("127.0.0.1", config.plans_port)):
         start = time.monotonic()
-        with pytest.raises(ConfigError, match="has not answered.*node_rank=0"):
+        with pytest.raises(ConfigError, match="has not responded.*node_rank=0"):
             Leader.find(config, FACTS)
         # As long as a leader may need for others.
         assert time.monotonic() - start > 0.9
@@ -610,10 +610,10 @@ def test_who_is_missing_is_said_with_the_address(hosts: Any):
         lambda: Followers.gather(config, FACTS), lambda: Leader.find(hosts(2), FACTS)
     )
     for result in (leader, follower):
-        message = f"After 1 s nobody has come to {where} with node_rank 1:"
+        message = f"After 1 s no process has connected to {where} with node_rank 1:"
         assert isinstance(result, ConfigError) and message in str(result)
     with pytest.raises(
-        ConfigError, match=f"After 1 s nobody listens on {where}: .*ref"
+        ConfigError, match=f"After 1 s no process listens on {where}: .*ref"
     ):
         Leader.find(hosts(1, timeout_s=1), FACTS)
 

@@ -48,10 +48,10 @@ class Written(Runner):
             raise ValueError("no room for it")
         self.events.append(("compile", shape))
 
-    def rehearse(
+    def time_round(
         self, round_: Round, pages: Sequence[int], context: int, num_runs: int = 3
     ) -> float:
-        self.events.append(("rehearse", round_, pages, context, num_runs))
+        self.events.append(("time_round", round_, pages, context, num_runs))
         return 0.0
 
     def drop_pages(self) -> None:
@@ -136,13 +136,13 @@ def test_a_sleep_waits_for_launches_and_is_ended_part_by_part():
     ]
 
 
-def test_a_rehearsal_is_the_leaders():
+def test_times_a_round_as_the_leader_does():
     values = dict(
         shape=shape_values(SHAPE), num_drafts=2, pages=[3, 4], context=64, num_runs=3
     )
-    runner, _ = run(("rehearse", values, None))
+    runner, _ = run(("time_round", values, None))
     ((name, round_, *others),) = runner.events
-    assert (name, round_.shape, round_.num_drafts) == ("rehearse", SHAPE, 2)
+    assert (name, round_.shape, round_.num_drafts) == ("time_round", SHAPE, 2)
     assert others == [[3, 4], 64, 3]
 
 

@@ -134,7 +134,7 @@ def say(watching: LookupEstimator, request: Request, tokens: list[int]) -> int:
 
 
 def replay(propose, text: list[int], start: int) -> tuple[Any, ...]:
-    """Rounds over a text, each with what brute force proposes, as `Foretold` has them.
+    """Rounds over a text with brute-force proposals, in the form of `PredictedRounds`.
 
     Only of what the text goes on to say: the last round may be under way.
     """
@@ -309,7 +309,7 @@ def watched(truth: Truth, length: int, **changes: Any) -> CostlyDrafts:
     loop = CostlyDrafts(config, seed=0)
     loop.truth = truth
     loop.device = LookupDevice(loop.pool, truth, has_draft=False)
-    for shape in loop.scheduler.shapes.all(with_late=True):
+    for shape in loop.scheduler.shapes.all(with_on_demand=True):
         if not shape.chunk:
             for k in {1, MOST} if shape.num_draft_tokens else {0}:
                 loop.scheduler.step_times.seed(Round(shape, k), 2.5e-3 if k else 1e-3)

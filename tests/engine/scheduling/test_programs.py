@@ -122,7 +122,7 @@ def test_every_launch_has_a_listed_program_that_serves_it(
         max_num_batched_tokens=512,
         num_draft_tokens=num_draft_tokens,
     )
-    listed, met = shapes.all(features=SOME, with_late=True), set()
+    listed, met = shapes.all(features=SOME, with_on_demand=True), set()
     for need in SOME:
         for seqs, drafts, tokens in itertools.product(
             range(max_num_seqs + 1),
@@ -147,7 +147,7 @@ def test_plain_decoding_of_any_size_is_as_fast_as_without_drafts():
         assert found == plain.find(num_seqs, 0, 0, form) or form == SAMPLED
         assert found is not None
         assert found.num_seqs <= 2 * num_seqs
-    late = set(shapes.all(with_late=True)) - set(shapes.all())
+    late = set(shapes.all(with_on_demand=True)) - set(shapes.all())
     assert {shape.name for shape in late} == {
         "1x0_sampled",
         "4x0_greedy",
@@ -253,14 +253,14 @@ def test_more_prompt_tokens_have_a_program_once_so_many_wait():
     assert shapes.max_tiles == 8192 // TILE
     first = {0, 256, 512, FIRST_CHUNK}
     assert {shape.chunk for shape in shapes.all(features=SOME)} == first
-    listed = shapes.all(features=SOME, with_late=True)
+    listed = shapes.all(features=SOME, with_on_demand=True)
     assert {shape.chunk for shape in listed} == first | {8192}
     for need in (SAMPLED, LOGPROBS, GRAMMAR, PROMPTS):
         chunks = [shape.chunk for shape in shapes.with_prompts(16, 5, need)]
         assert chunks[-2:] == [FIRST_CHUNK, 8192]
         assert shapes.all(features=[need])[0].chunk == FIRST_CHUNK
     assert {shape.chunk for shape in shapes.catch_ups} == {256, FIRST_CHUNK}
-    late = {shape.chunk: shapes.is_late(shape) for shape in listed}
+    late = {shape.chunk: shapes.is_on_demand(shape) for shape in listed}
     assert late[8192] and not late[FIRST_CHUNK]
     # Greedy requests have their prompts read in programs of sampled ones.
     assert {shape.chunk for shape in shapes.all(features=[GREEDY])} == {
@@ -333,9 +333,9 @@ def test_batch_invariant_launches_have_one_program(features):
 def test_only_plain_requests_without_prompts_run_several_rounds(is_invariant):
     """In the programs that there are: how many rounds is no size of its own."""
     options = DEFAULT | dict(batch_invariant=is_invariant)
-    single = make_shapes(**options).all(features=SOME, with_late=True)
+    single = make_shapes(**options).all(features=SOME, with_on_demand=True)
     several = make_shapes(num_scheduler_steps=4, **options)
-    shapes = several.all(features=SOME, with_late=True)
+    shapes = several.all(features=SOME, with_on_demand=True)
     assert [dataclasses.replace(one, max_rounds=1) for one in shapes] == single
     assert any(one.max_rounds > 1 for one in shapes) != is_invariant
     for one in shapes:
@@ -347,9 +347,9 @@ def test_only_plain_requests_without_prompts_run_several_rounds(is_invariant):
 
 def test_leaves_and_trees_are_of_programs_that_need_one_choice_a_token():
     """Others have as many levels, one draft each, and reserve as many slots."""
-    chain = make_shapes(**DEFAULT).all(features=SOME, with_late=True)
+    chain = make_shapes(**DEFAULT).all(features=SOME, with_on_demand=True)
     leaves = make_shapes(**DEFAULT, speculative_keys={"num_side_leaves": 1})
-    listed = leaves.all(features=SOME, with_late=True)
+    listed = leaves.all(features=SOME, with_on_demand=True)
     assert [dataclasses.replace(one, template=None) for one in listed] == chain
     for shape in listed:
         if shape.is_catch_up:
@@ -382,7 +382,7 @@ def test_rounds_may_leave_out_what_stands_beside_the_chain(keys, has_chains):
     assert not make_shapes(**DEFAULT, speculative_keys=keys).has_chains, "K is fixed"
     shapes = make_shapes(**DEFAULT, controller=ADAPTIVE, speculative_keys=keys)
     assert shapes.has_chains == has_chains
-    every = shapes.all(with_late=True)
+    every = shapes.all(with_on_demand=True)
     soon, levels = shapes.all(), max(one.num_draft_tokens for one in every)
     drafting = [one for one in every if one.num_draft_tokens and not one.chunk]
     chains = [one for one in drafting if one.tree.is_chain]
@@ -404,7 +404,7 @@ def test_rounds_may_leave_out_what_stands_beside_the_chain(keys, has_chains):
 def test_where_the_chain_is_not_compiled_its_drafts_have_others_beside_them():
     keys = {"num_side_leaves": 1}
     changes: dict[str, Any] = DEFAULT | dict(controller=ADAPTIVE, speculative_keys=keys)
-    every = make_shapes(**changes).all(with_late=True)
+    every = make_shapes(**changes).all(with_on_demand=True)
     programs = SomePrograms(*[one for one in every if not one.tree.is_chain])
     shapes = make_shapes(programs, **changes)
     found = find(shapes, 4, 5, 0, GREEDY, has_side_branches=False)

@@ -83,7 +83,7 @@ def test_random_traffic_runs_to_its_ends(name, depth):
         for request in requests:
             loop.assert_said_the_truth(request)
         loop.assert_idle()
-        shapes = set(loop.scheduler.shapes.all(with_late=True))
+        shapes = set(loop.scheduler.shapes.all(with_on_demand=True))
         assert {launch.shape for launch in loop.launches} <= shapes
 
 

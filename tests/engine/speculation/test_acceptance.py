@@ -131,13 +131,13 @@ def test_each_kind_has_a_mean_without_masked_requests():
 @pytest.mark.parametrize("count", [0, 1, 40])
 def test_tokens_made_without_drafts_count_as_first_drafts(count):
     acceptance, plain = make_rates(), make_rates()
-    likeness = np.random.default_rng(count).integers(0, 2, count)
+    acceptance_probabilities = np.random.default_rng(count).integers(0, 2, count)
     for _ in range(10):
         record(acceptance, [(4, 2)])
         record(plain, [(4, 2)])
-    acceptance.record_probabilities(0, likeness.astype(float))
+    acceptance.record_probabilities(0, acceptance_probabilities.astype(float))
     acceptance.check()
-    for one in likeness.tolist():
+    for one in acceptance_probabilities.tolist():
         record(plain, [(1, one)])
     row = np.array([0])
     assert acceptance.of_rows(row) == pytest.approx(plain.of_rows(row))

@@ -284,9 +284,11 @@ def test_tokens_that_were_made_without_drafts_are_compared(monkeypatch):
 
     monkeypatch.setattr(draft_model, "_finite_logits", spy)
     run = jax.jit(run, compiler_options=UNOPTIMISED)
-    _, likeness = run(paged.params, paged.kv_pages, jnp.asarray(following))
+    _, acceptance_probabilities = run(
+        paged.params, paged.kv_pages, jnp.asarray(following)
+    )
     expected = np.where(following == NO_TOKEN, -1, following == own)
-    np.testing.assert_array_equal(likeness, expected)
+    np.testing.assert_array_equal(acceptance_probabilities, expected)
     assert widths == {TILE}
 
 
