@@ -18,6 +18,7 @@ from jaxspec.llm import LLM
 from jaxspec.outputs import CompletionOutput, RequestOutput
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams
 from jaxspec.text.tokenizer import Tokenizer
+from tests.support.fake_engines import make_fake_engine
 
 
 class Config:
@@ -292,6 +293,15 @@ def test_an_unknown_argument_names_the_nearest(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(jaxspec.llm, "LLMEngine", Echo)
     with pytest.raises(ConfigError, match=r"max_seqs \(given 3\).*max_num_seqs"):
         LLM("folder", max_seqs=3)
+
+
+def test_the_reset_of_running_requests_reaches_the_engine(llm: LLM):
+    engine, _ = make_fake_engine()
+    engine.add_request("a", [1, 2, 3], SamplingParams(max_tokens=9))
+    engine.step()
+    llm.llm_engine = engine
+    assert not llm.reset_prefix_cache()
+    assert llm.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
 
 
 def test_leaving_the_context_shuts_down(llm: LLM):

@@ -65,6 +65,25 @@ def test_metrics_before_the_first_step():
     assert metrics.acceptance_rate_per_position == [0.0, 0.0]
 
 
+@pytest.mark.parametrize(
+    ("made", "names"),
+    [
+        (
+            RequestOutput(request_id="7", prompt=None, prompt_token_ids=None),
+            "lora_request encoder_prompt encoder_prompt_token_ids "
+            "num_cache_creation_tokens prompt_token_id_logprobs kv_transfer_params",
+        ),
+        (
+            CompletionOutput(index=0, text="", token_ids=[]),
+            "lora_request routed_experts sampling_mask weight_versions",
+        ),
+    ],
+)
+def test_fields_that_only_vllm_fills_are_none(made: object, names: str):
+    for name in names.split():
+        assert getattr(made, name) is None
+
+
 @pytest.mark.parametrize(("proposed", "accepted"), [(2, 3), (4, 0), (2, -1)])
 def test_an_impossible_step_is_our_bug(proposed: int, accepted: int):
     with pytest.raises(AssertionError):

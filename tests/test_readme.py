@@ -177,6 +177,17 @@ def test_links_lead_somewhere():
         assert not gone, f"{page.name}: {gone}"
 
 
+def test_named_tests_exist():
+    pages = [ROOT / "tests" / "README.md", *(ROOT / "docs").glob("*.md")]
+    text = "".join(page.read_text(encoding="utf-8") for page in pages)
+    named = set(re.findall(r"([\w/]+\.py)::(test_\w+)", text))
+    assert named
+    for path, name in named:
+        file = ROOT / "tests" / path.removeprefix("tests/")
+        assert file.exists(), path
+        assert re.search(rf"^def {name}\b", file.read_text("utf-8"), re.M), name
+
+
 def test_names_with_links_are_in_the_files():
     page = (ROOT / "docs" / "inside.md").read_text(encoding="utf-8")
     (flow,) = re.findall(r"^## How a request is served\n(.*?)^## ", page, re.M | re.S)

@@ -11,7 +11,7 @@ from jaxspec.config.methods import NGRAM
 from jaxspec.config.speculation import SpeculativeConfig
 
 # Matches that are counted, at most: the latest. Older ones would outvote them: with 8,
-# the texts of `benchmarks/ngram.py` get a thirtieth fewer tokens a round than with 1.
+# continuations by the bundled target got a thirtieth fewer tokens a round than with 1.
 NUM_MATCHES = 4
 # What 1 is in shares of them: every number of matches divides it, so that shares are
 # integers, and sums of them equal wherever they are computed.

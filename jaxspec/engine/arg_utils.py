@@ -294,6 +294,7 @@ class EngineArgs:
     tokenizer_mode: str = "auto"
     enforce_eager: bool = False
     swap_space: float = 4
+    enable_sleep_mode: bool = False
     async_scheduling: bool | None = None
     disable_custom_all_reduce: bool = False
     disable_hybrid_kv_cache_manager: bool | None = None

@@ -99,6 +99,10 @@ class Features:
         return self | other == self
 
 
+# Features of a launch without requests: the neutral element of `|`.
+NO_FEATURES = Features(is_greedy=True)
+
+
 @dataclass(frozen=True, kw_only=True)
 class StepShape:
     """The static sizes of one executable.

@@ -39,7 +39,12 @@ from jaxspec.serve.requests.response_input import (
 )
 from jaxspec.serve.requests.tool_choice import check_form, read_choice
 from jaxspec.serve.requests.tool_parsers import ToolParserManager
-from jaxspec.serve.response_store import BEAT_S, UNFINISHED, Stored
+from jaxspec.serve.response_store import (
+    BEAT_S,
+    UNFINISHED,
+    ResponseNotFoundError,
+    Stored,
+)
 from jaxspec.serve.responses.chat_completions import ChatWriter
 from jaxspec.serve.responses.completions import CompletionWriter
 from jaxspec.serve.responses.response_writers import Numbered, Writer
@@ -113,7 +118,7 @@ def generation_routes(serving: Serving) -> APIRouter:
     async def cancel_response(request: Request, response_id: str) -> Response:
         """End the making of a response in the background; then return it."""
         owner = _owner(request)
-        if not serving.responses.get(response_id, owner).response["background"]:
+        if not (await _kept(serving, owner, response_id)).response["background"]:
             raise RequestError(
                 "Only a response of background=True can be cancelled: of others the "
                 "connection is closed.",
@@ -130,7 +135,8 @@ def generation_routes(serving: Serving) -> APIRouter:
     async def delete_response(request: Request, response_id: str) -> Response:
         """Forget a response; one that is being made ends."""
         owner = _owner(request)
-        serving.responses.get(response_id, owner)
+        if not serving.responses.has(response_id, owner):
+            raise ResponseNotFoundError(response_id)
         await serving.background.cancel((owner, response_id))
         serving.responses.delete(response_id, owner)
         told = {"id": response_id, "object": "response", "deleted": True}
@@ -163,7 +169,7 @@ async def _cancel_elsewhere(serving: Serving, owner: str, response_id: str) -> N
     serving.responses.cancel(response_id, owner)
     end = asyncio.get_running_loop().time() + 2 * BEAT_S
     while asyncio.get_running_loop().time() < end:
-        response = serving.responses.get(response_id, owner).response
+        response = (await _kept(serving, owner, response_id)).response
         if response["status"] not in UNFINISHED:
             return
         await asyncio.sleep(POLL_S)

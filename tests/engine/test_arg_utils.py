@@ -313,6 +313,7 @@ def test_arguments_of_older_scripts_are_accepted(target: str, draft: str):
             enforce_eager=True,
             gpu_memory_utilization=0.9,
             swap_space=4,
+            enable_sleep_mode=True,
             disable_log_requests=True,
         ).create_engine_config()
     assert config.num_draft_tokens == 5

@@ -88,6 +88,8 @@ def test_what_a_caller_does_between_steps():
     assert unfinished(engines) == [1, 0, 1]
     group.add_request("d", PROMPT, SamplingParams(max_tokens=5))
     assert unfinished(engines) == [1, 1, 1]
+    assert not group.reset_prefix_cache()
+    assert group.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
     assert run_all(group) == {
         "a": letters(said(60)),
         "c": letters(said(60)),

@@ -222,6 +222,18 @@ def test_a_shutdown_releases_the_compiled_programs():
     assert program() is None
 
 
+def test_a_dropped_engine_is_freed_without_a_collection():
+    engine = make_engine(make_micro())
+    pages = weakref.ref(engine.runner.state.target_pages[0])
+    gc.collect()
+    gc.disable()
+    try:
+        del engine
+        assert pages() is None
+    finally:
+        gc.enable()
+
+
 def test_pages_have_the_pools_shape_and_the_weights_type():
     for dtype, stored in (("float32", jnp.float32), ("bfloat16", jnp.uint16)):
         engine = make_engine(

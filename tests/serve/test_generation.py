@@ -403,12 +403,14 @@ PANICS = {
 }
 
 
-def failing_after(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+def failing_after(
+    monkeypatch: pytest.MonkeyPatch, count: int, reason: str = "too many items"
+) -> None:
     """Have the grammar of every text fail after some tokens."""
 
     def failure_in(_: GrammarState, text: list[int]) -> Failure | None:
         is_there = len(text) > count
-        return Failure(text[:count], "limit", "too many items") if is_there else None
+        return Failure(text[:count], "limit", reason) if is_there else None
 
     monkeypatch.setattr(GrammarState, "failure_in", failure_in)
 
@@ -520,6 +522,29 @@ def test_a_response_in_the_background_fails_with_its_error(fault, stream, monkey
         assert (await client.get("/load")).json() == {"server_load": 0}
 
     serve_http(ask)
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, "/v1/responses"])
+def test_a_failed_answer_cannot_forge_lines_of_the_log(path, caplog, monkeypatch):
+    """The error, the request's id and the grammar library's reason are a client's."""
+    forged = "x\nINFO forged"
+    failing_after(monkeypatch, 3, forged)
+    caplog.set_level("INFO")
+    body = PANICS[path] | {"structured_outputs": GRAMMAR, "request_id": forged}
+    body["background" if path == "/v1/responses" else "stream"] = True
+
+    async def ask(client: httpx.AsyncClient) -> None:
+        (await client.post(path, json=body)).raise_for_status()
+        async with asyncio.timeout(30):
+            while len(lines()) < 2:
+                await asyncio.sleep(0.005)
+
+    def lines() -> list[str]:
+        wanted = "ended with an error|ended early|in the background failed"
+        return [one for one in caplog.messages if re.search(wanted, one)]
+
+    serve_http(ask)
+    assert all("x\\nINFO forged" in one and one.isprintable() for one in lines())
 
 
 @pytest.mark.parametrize("is_stream", [False, True])

@@ -7,7 +7,7 @@ and for which rows. It changes state only in `begin_turn`, `commit_plan`, `commi
 """
 
 import math
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -26,8 +26,7 @@ from jaxspec.program.wire import CaughtUp
 MAX_IN_A_ROW = 4
 
 
-@dataclass(frozen=True, slots=True)
-class Turn:
+class Turn(NamedTuple):
     """Whether draft prefill runs next, and the state that decides it.
 
     Attributes:
@@ -43,8 +42,7 @@ class Turn:
     num_admitted_then: int = 0
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Feed:
+class Feed(NamedTuple):
     """Tokens that the draft model reads of one request.
 
     Attributes:
@@ -59,8 +57,7 @@ class Feed:
     end: int
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class DraftPrefillPlan:
+class DraftPrefillPlan(NamedTuple):
     """A draft prefill launch before it is committed.
 
     Attributes:
@@ -125,7 +122,9 @@ class DraftPrefill:
         """
         rows, turn = self._rows, self._turn
         has_yielded, admitted = turn.has_yielded, turn.num_admitted_then
-        if not (self.is_allowed(limit) and rows.awaits_draft(rows.decoding).any()):
+        if not self.is_allowed(limit):
+            return Turn(False, 0, has_yielded, admitted)
+        if not np.count_nonzero(rows.awaits_draft(rows.decoding)):
             return Turn(False, 0, has_yielded, admitted)  # most rounds
         do_most_lag, admitted = self._do_most_lag()
         most = MAX_IN_A_ROW if do_most_lag else 1
@@ -197,10 +196,8 @@ class DraftPrefill:
         """Apply a plan; return its launch, or None if no program is compiled."""
         self._shapes.request_compile(plan.missing)
         num_in_a_row = self._turn.num_in_a_row + (plan.shape is not None)
-        self._turn = replace(
-            self._turn,
-            num_in_a_row=num_in_a_row,
-            num_admitted_then=plan.num_admitted_then,
+        self._turn = self._turn._replace(
+            num_in_a_row=num_in_a_row, num_admitted_then=plan.num_admitted_then
         )
         if plan.shape is None:
             return None

@@ -83,8 +83,9 @@ class PagePool:
     def take(self, count: int) -> list[int]:
         """Allocate free pages; drop their keys."""
         assert count <= self.num_free, f"{count} pages of {self.num_free} free ones"
-        blank = self._blank
-        taken = [blank.pop() for _ in range(min(count, len(blank)))]
+        num_left = max(len(self._blank) - count, 0)
+        taken = self._blank[num_left:][::-1]  # the one freed last is taken first
+        del self._blank[num_left:]
         while len(taken) < count:
             page, _ = self._cached.popitem(last=False)
             self._drop_key(page)
@@ -241,7 +242,7 @@ class PageTables:
 
     def missing(self, request: Request, num_tokens: int) -> int:
         """Return the number of pages that a request lacks for its first tokens."""
-        return max(self.count(num_tokens) - len(request.pages), 0)
+        return max(-(-num_tokens // self.page_size) - len(request.pages), 0)
 
     def reusable_keys(self, request: Request) -> list[bytes]:
         """Return keys of the pages that a waiting request may reuse.

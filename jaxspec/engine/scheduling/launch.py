@@ -90,7 +90,9 @@ class Launch:
     round: Round = field(init=False)
 
     def __post_init__(self) -> None:
-        self.round = Round(self.shape, int(self.drafts.max(initial=0)))
+        is_drafting = self.shape.num_draft_tokens > 0
+        num_drafts = int(self.drafts.max(initial=0)) if is_drafting else 0
+        self.round = Round(self.shape, num_drafts)
 
     @property
     def num_rounds(self) -> int:

@@ -102,7 +102,8 @@ class PageClaimer:
         # more for the target's token, which has a slot but no keys and values yet.
         tree = self._shapes.tree(decode.num_draft_tokens)
         lengths = table.most_tokens(rows) + tree.num_rows
-        lengths += (num_rounds - 1) * (decode.drafts + 1)
+        if num_rounds > 1:
+            lengths += (num_rounds - 1) * (decode.drafts + 1)
         lengths = np.minimum(lengths, table.longest[rows])
         requests, size = table.owners_of(rows.tolist()), self._tables.page_size
         return [

@@ -17,7 +17,7 @@ from jaxspec.engine.scheduling.programs import Shapes
 from jaxspec.engine.scheduling.request import Request
 from jaxspec.engine.scheduling.stages import Decode, PacedChunk, PrefillBudget
 from jaxspec.engine.speculation.step_times import Round, StepTimes
-from jaxspec.program.plan import TILE, Features, StepShape
+from jaxspec.program.plan import TILE, StepShape
 
 MAX_SLOWDOWN = 1.5
 # Rounding errors of the balance must not make a chunk too expensive.
@@ -156,7 +156,6 @@ class PrefillPlanner:
     def budget(
         self,
         decode: Decode,
-        features: Features,
         prefilling: Sequence[Request],
         newcomers: Sequence[Request],
         *,
@@ -166,13 +165,13 @@ class PrefillPlanner:
         """Return the prompt tokens that the next launch may include.
 
         Args:
-            features: Features that the decoding rows need.
             prefilling: Running requests whose prompt is not prefilled yet.
             newcomers: Waiting requests for which there is a row.
             is_streaming: A request streams its text, so prefill is paced.
             is_brief: As for `Shapes.select`.
         """
-        num_seqs, num_draft, tokens = len(decode.rows), decode.num_draft_tokens, 0
+        num_seqs, num_draft = len(decode.rows), decode.num_draft_tokens
+        features, tokens = decode.features, 0
         for request in prefilling:
             features |= request.features
             tokens += _tiles_left(request) * TILE

@@ -314,9 +314,10 @@ class Shapes:
         self._refresh()
         need = num_seqs, num_draft_tokens, num_prompt_tokens, features
         key = *need, is_brief, has_side_branches
-        if key not in self._found:
-            self._found[key] = self._select(*need, is_brief, has_side_branches)
-        return self._found[key]
+        found = self._found.get(key)
+        if found is None:
+            found = self._found[key] = self._select(*need, is_brief, has_side_branches)
+        return found
 
     def _select(
         self,

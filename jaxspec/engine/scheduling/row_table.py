@@ -11,11 +11,8 @@ import operator
 import numpy as np
 
 from jaxspec.engine.scheduling.request import Request
-from jaxspec.program.plan import Features
+from jaxspec.program.plan import NO_FEATURES, Features
 from jaxspec.sampling_params import RequestOutputKind
-
-# Features of a launch without requests: the neutral element of `|`.
-NO_FEATURES = Features(is_greedy=True)
 
 
 class RowTable:
@@ -167,9 +164,13 @@ class RowTable:
         most = self.most_tokens(rows)
         goes_on = (most < self.max_total[rows]) | (self.num_unread[rows] <= 0)
         goes_on &= ~self.is_held[rows]
+        if np.count_nonzero(goes_on) < len(rows):
+            rows, most = rows[goes_on], most[goes_on]
+        if not limit:
+            return rows, np.zeros(len(rows), np.int64)
         wanted = np.minimum(limit, self.num_draft[rows])
         wanted[(most >= self._longest_drafted) | self.is_slow[rows]] = 0
-        return rows[goes_on], wanted[goes_on]
+        return rows, wanted
 
     def lags(self, rows: np.ndarray) -> np.ndarray:
         """Whether the draft model has to catch up before a row gets drafts."""
@@ -177,9 +178,10 @@ class RowTable:
 
     def awaits_draft(self, rows: np.ndarray) -> np.ndarray:
         """Whether a row lags, and drafts are still of use to it."""
-        late = self.lags(rows) & (self.num_draft[rows] > 0)
-        if not late.any():
+        late = self.lags(rows)
+        if not np.count_nonzero(late):
             return late  # most rounds
+        late &= self.num_draft[rows] > 0
         late &= self.num_tokens[rows] < self._longest_drafted
         return late & (self.max_total[rows] - self.fewest_tokens(rows) > 1)
 
@@ -194,13 +196,15 @@ class RowTable:
 
     def possible_drafts(self, rows: np.ndarray, wanted: np.ndarray) -> np.ndarray:
         """How many of the drafts that each row wants its sequence has room for."""
-        if not wanted.any():
+        if not np.count_nonzero(wanted):
             return wanted
         left = self.max_total[rows] - self.fewest_tokens(rows) - 1
-        room = self._longest_drafted - self.most_tokens(rows)
         # The device knows where a sequence ends, and drops drafts behind that.
-        room[self.max_total[rows] <= self._longest_drafted] = 2**31
-        return np.minimum(wanted, np.maximum(np.minimum(left, room), 0))
+        is_long = self.max_total[rows] > self._longest_drafted
+        if np.count_nonzero(is_long):
+            room = self._longest_drafted - self.most_tokens(rows)
+            left = np.where(is_long, np.minimum(left, room), left)
+        return np.minimum(wanted, np.maximum(left, 0))
 
     def rounds_left(self, rows: np.ndarray, drafts: np.ndarray) -> int:
         """Rounds of at most so many drafts until the first of the rows may have ended.
@@ -219,7 +223,8 @@ class RowTable:
         The first of them runs in any case.
         """
         self.num_unread[rows] += num_rounds
-        self.num_unsure[rows] += num_rounds - 1
+        if num_rounds > 1:
+            self.num_unsure[rows] += num_rounds - 1
         self.ahead[rows] += num_rounds * (drafts + 1)
 
     def draft(

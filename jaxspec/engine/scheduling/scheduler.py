@@ -215,11 +215,11 @@ class Scheduler:
     def _candidates(self) -> Candidates:
         limit = 0 if self.policy.is_idle else self._limit
         rows, max_drafts = self.rows.decodable(limit)
-        most = int(max_drafts.max(initial=0))
+        most = int(max_drafts.max(initial=0)) if limit else 0
         if not (most and self._can_wait):
             return Candidates(rows, max_drafts, most)
         is_late = self.rows.awaits_draft(rows)
-        if not is_late.any():
+        if not np.count_nonzero(is_late):
             return Candidates(rows, max_drafts, most)
         # They decode together soon: their program can be compiled meanwhile.
         features = self.rows.features(rows)
@@ -243,34 +243,36 @@ class Scheduler:
     def select_decode(self, candidates: Candidates) -> Decode:
         """Stage 1: the rows that decode, their drafts, and a compiled program."""
         rows, drafts = candidates.rows, candidates.max_drafts
+        if not len(rows):
+            return Decode(rows, drafts, missing=(candidates.missing,))
         choice, most = self.policy.next_choice, candidates.num_draft_tokens
         can_draft = bool(most and self.policy.num_drafts)
-        drafts = np.minimum(drafts, choice.num_drafts)
-        most = min(most, choice.num_drafts)
-        shape, missing = None, (candidates.missing,)
-        if len(rows):
-            features = self.rows.features(rows)
-            has_side_branches = choice.has_side_branches
-            has_side_branches |= self._has_draft_model and not most
-            shape, better = self.shapes.select(
-                len(rows), most, 0, features, has_side_branches=has_side_branches
-            )
-            missing = *missing, better
-            if most and self._has_draft_model:
-                drafts[self.rows.lags(rows)] = 0
+        if most > choice.num_drafts:
+            drafts, most = np.minimum(drafts, choice.num_drafts), choice.num_drafts
+        features = self.rows.features(rows)
+        has_side_branches = choice.has_side_branches
+        has_side_branches |= self._has_draft_model and not most
+        shape, better = self.shapes.select(
+            len(rows), most, 0, features, has_side_branches=has_side_branches
+        )
+        missing = candidates.missing, better
+        if most and self._has_draft_model:
+            lags = self.rows.lags(rows)
+            if np.count_nonzero(lags):
+                drafts = np.where(lags, 0, drafts)
                 most = int(drafts.max())
-                if shape is not None and not most:
-                    # All rows wait for the draft model, for a round or two. Where the
-                    # program with drafts is still compiled the rows wait for it: a
-                    # short text would be over before anything was drafted.
-                    shape, better = self.shapes.select(
-                        len(rows), 0, 0, features, is_brief=True
-                    )
-                    missing = *missing, better
+            if shape is not None and not most:
+                # All rows wait for the draft model, for a round or two. Where the
+                # program with drafts is still compiled the rows wait for it: a short
+                # text would be over before anything was drafted.
+                shape, better = self.shapes.select(
+                    len(rows), 0, 0, features, is_brief=True
+                )
+                missing = *missing, better
         if shape is None:
-            rows, drafts, most = rows[:0], drafts[:0], 0
+            return Decode(rows[:0], drafts[:0], is_exception=can_draft, missing=missing)
         is_exception = can_draft and not most
-        return Decode(rows, drafts, most, shape, is_exception, missing)
+        return Decode(rows, drafts, most, shape, features, is_exception, missing)
 
     def budget_prefill(self, decode: Decode, *, is_paced: bool = True) -> PrefillBudget:
         """Stage 2: the prompt tokens that the launch may take along.
@@ -283,7 +285,6 @@ class Scheduler:
             return REST if is_paced else PrefillBudget()
         return self._prefill_planner.budget(
             decode,
-            self.rows.features(decode.rows),
             prefilling,
             list(itertools.islice(self.waiting, len(self.rows.free))),
             is_streaming=is_paced and self._is_streaming(),
@@ -326,9 +327,9 @@ class Scheduler:
     ) -> LaunchPlan:
         """Stage 5: the program for all of it."""
         parts = decode, budget, claims, admissions
-        chunks = [*claims.chunks, *(one.chunk for one in admissions.admitted)]
-        if not chunks:
+        if not (claims.chunks or admissions.admitted):
             return LaunchPlan(*parts, decode.shape if len(claims.rows) else None)
+        chunks = [*claims.chunks, *(one.chunk for one in admissions.admitted)]
         features = self.rows.features(claims.rows)
         for chunk in chunks:
             features |= chunk.request.features

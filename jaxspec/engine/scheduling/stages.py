@@ -5,18 +5,17 @@ In order: `Candidates` -> `Decode` -> `PrefillBudget` -> `PageClaims` -> `Admiss
 when the plan is committed.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from jaxspec.engine.scheduling.request import Request
-from jaxspec.program.plan import TILE, StepShape
+from jaxspec.program.plan import NO_FEATURES, TILE, Features, StepShape
 
 Missing = tuple[StepShape | None, ...]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Candidates:
+class Candidates(NamedTuple):
     """Rows that can decode next.
 
     Attributes:
@@ -31,8 +30,7 @@ class Candidates:
     missing: StepShape | None = None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Decode:
+class Decode(NamedTuple):
     """The decode part of the launch, before it has pages.
 
     Attributes:
@@ -40,19 +38,20 @@ class Decode:
         drafts: Draft tokens of each row.
         num_draft_tokens: The most of them.
         shape: The program for them, without prompts.
+        features: That the rows need.
         is_exception: There are no drafts, although as a rule there would be.
     """
 
     rows: np.ndarray
     drafts: np.ndarray
-    num_draft_tokens: int
-    shape: StepShape | None
-    is_exception: bool
+    num_draft_tokens: int = 0
+    shape: StepShape | None = None
+    features: Features = NO_FEATURES
+    is_exception: bool = False
     missing: Missing = ()
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Chunk:
+class Chunk(NamedTuple):
     """The part of a request's prompt that the launch prefills, `end` excluded."""
 
     request: Request
@@ -65,8 +64,7 @@ class Chunk:
         return -(-(self.end - self.start) // TILE)
 
 
-@dataclass(frozen=True, slots=True)
-class PacedChunk:
+class PacedChunk(NamedTuple):
     """Prompt tokens of a round, and the account once the round is launched.
 
     Attributes:
@@ -82,8 +80,7 @@ class PacedChunk:
     num_waited: int = 0
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class PrefillBudget:
+class PrefillBudget(NamedTuple):
     """The prompt tokens that the launch may take along.
 
     Attributes:
@@ -103,8 +100,7 @@ class PrefillBudget:
         return self.shapes[-1].num_tiles if self.shapes else 0
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Grant:
+class Grant(NamedTuple):
     """Pages for the first tokens of a request.
 
     Attributes:
@@ -118,8 +114,7 @@ class Grant:
     is_granted: bool = True
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class PageClaims:
+class PageClaims(NamedTuple):
     """Pages for all that the launch may write of running requests.
 
     Attributes:
@@ -144,8 +139,7 @@ class PageClaims:
         return sum(len(grant.preempted) for grant in self.grants)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Admitted:
+class Admitted(NamedTuple):
     """A waiting request that begins to run.
 
     Attributes:
@@ -157,16 +151,14 @@ class Admitted:
     chunk: Chunk
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Admissions:
+class Admissions(NamedTuple):
     """Waiting requests that begin to run, in order."""
 
     admitted: tuple[Admitted, ...] = ()
     missing: Missing = ()
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class LaunchPlan:
+class LaunchPlan(NamedTuple):
     """A launch before it is committed.
 
     Attributes:

@@ -11,8 +11,17 @@ from hypothesis.stateful import (
     rule,
 )
 
-from jaxspec.engine.scheduling.kv_cache import PagePool, page_keys, root_key
+from jaxspec.engine.scheduling.kv_cache import (
+    PagePool,
+    PageTables,
+    PlannedPages,
+    page_keys,
+    root_key,
+)
+from jaxspec.engine.scheduling.request import Request
+from jaxspec.engine.scheduling.stats import EngineStats
 from tests.support.loops import make_config, make_requests, run_traffic
+from tests.support.requests import make_request
 
 NUM_PAGES = 8
 
@@ -211,6 +220,69 @@ def test_what_was_generated_is_found_again():
         loop.assert_said_the_truth(second)
         # Of 92 tokens the last one has no keys and values, so its page is not whole.
         assert second.num_cached_tokens == 88
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_planned_pages_are_those_that_the_pool_hands_out(seed):
+    """Growth and admissions are planned, then applied to a pool with a prefix cache."""
+    random = np.random.default_rng(seed)
+    config = make_config(page_size=2, num_pages=16, max_model_len=24)
+    tables = PageTables(config, EngineStats())
+    stem = random.integers(0, 16, 24).tolist()
+
+    def make() -> Request:
+        """With a prompt that others share, and perhaps an end of its own."""
+        shared, own = random.integers(1, 12), random.integers(0, 3)
+        prompt = [*stem[:shared], *random.integers(0, 16, own).tolist()]
+        return make_request(prompt_token_ids=prompt, tokens_to_prefill=prompt)
+
+    def start(request: Request, num_found: int, end: int) -> list[int]:
+        keys = tables.reusable_keys(request)[:num_found]
+        found = tables.pool.find(keys)
+        tables.begin(request, found)
+        tables.grow(request, end + 1)
+        tables.register(request, end)
+        return found
+
+    running = list[Request]()
+    for request in [make() for _ in range(6)]:
+        end = int(random.integers(1, request.num_tokens + 1))
+        num_found = min(len(tables.pool.find(tables.reusable_keys(request))), end // 2)
+        if tables.count(end + 1) > tables.pool.num_free:
+            continue
+        start(request, num_found, max(end, 2 * num_found))
+        if random.random() < 0.6:
+            tables.release(request)
+        else:
+            running.append(request)
+
+    planned, steps = PlannedPages(tables), list[tuple]()
+    for request in running:
+        end = request.num_tokens
+        if tables.missing(request, end + 1) <= planned.num_free:
+            planned.grow(request, end + 1)
+            planned.register(request, request.num_registered, end)
+            steps.append((request, None, end, planned.num_free))
+    for request in [make() for _ in range(4)]:
+        found = planned.find(request)
+        end = int(random.integers(2 * len(found) + 1, request.num_tokens + 1))
+        needed = tables.count(end + 1) - len(found) + planned.num_revived(found)
+        if needed <= planned.num_free:
+            planned.begin(request, found, end)
+            steps.append((request, found, end, planned.num_free))
+
+    for request, found, end, num_free in steps:
+        if found is None:
+            tables.grow(request, end + 1)
+            tables.register(request, end)
+        else:
+            assert len(tables.pool.find(tables.reusable_keys(request))) == len(found)
+            pages = start(request, len(found), end)
+            pairs = zip(pages, found, strict=True)
+            assert all(page == plan for page, plan in pairs if plan is not None)
+        assert tables.pool.num_free == num_free
+    assert steps
+    tables.pool.check()
 
 
 def test_resetting_the_prefix_cache():

@@ -33,7 +33,8 @@ def divide(tables: PageTables, running: list[Request], **wanted: int) -> list[An
     claims = [Grant(running[int(row[1:])], n * SIZE) for row, n in wanted.items()]
     before = tables.pool.num_free, [list(one.pages) for one in running]
     assert not has_pages(tables, claims)
-    grants = grant_by_rank(tables, claims, running, lambda one: (0, one.arrival))
+    # Requests run in any order: preempted ones were admitted again.
+    grants = grant_by_rank(tables, claims, running[::-1], lambda one: (0, one.arrival))
     assert before == (tables.pool.num_free, [list(one.pages) for one in running])
     return [
         (one.request.row, [other.row for other in one.preempted], one.is_granted)

@@ -16,7 +16,7 @@ from jaxspec.sampling_params import SamplingParams
 from jaxspec.serve import generation, streaming
 from jaxspec.serve.requests.protocol import ResponseBody
 from jaxspec.serve.requests.response_input import as_chat, messages_of
-from jaxspec.serve.response_store import UNFINISHED, ResponseStore
+from jaxspec.serve.response_store import UNFINISHED, ResponseStore, Stored
 from jaxspec.serve.responses import responses
 from jaxspec.serve.responses.responses import ResponseWriter
 from tests.serve.responses.test_completions import output
@@ -342,6 +342,36 @@ def test_a_response_in_the_background_is_cancelled(is_deleted: bool):
         assert load["server_load"] == 0
 
     serve_http(ask, delay_s=0.02)
+
+
+@pytest.mark.parametrize("status", ["in_progress", "completed"])
+def test_a_large_response_is_cancelled_outside_the_event_loop(status, monkeypatch):
+    """It may be another server's: then it is read until that one has ended it."""
+    monkeypatch.setattr(generation, "SHORT_BYTES", 32)
+    monkeypatch.setattr(generation, "BEAT_S", 0.05)
+    threads: list[str] = []
+    get = ResponseStore.get
+
+    def watched(*arguments: Any) -> Any:
+        threads.append(threading.current_thread().name.rpartition("_")[0])
+        return get(*arguments)
+
+    monkeypatch.setattr(ResponseStore, "get", watched)
+
+    async def ask(http: httpx.AsyncClient) -> None:
+        app: Any = http._transport.app  # pyright: ignore
+        large = {"id": "resp_x", "status": status, "background": True, "text": "x" * 64}
+        app.state.serving.responses.add(Stored(large, []))
+        answer = await http.post(f"{RESPONSES}/resp_x/cancel")
+        assert answer.json() == large
+        assert set(threads) == {"jaxspec-long-work"}
+        threads.clear()
+        (await http.delete(f"{RESPONSES}/resp_x")).raise_for_status()
+        assert threads == []
+        gone = await http.delete(f"{RESPONSES}/resp_x")
+        assert gone.status_code == 404
+
+    serve_http(ask)
 
 
 async def collect(stream: Any) -> list[Any]:
