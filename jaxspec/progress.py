@@ -15,7 +15,7 @@ _DONE = "Processed prompts"
 class Announcer(Protocol):
     """An engine, which says what it compiles."""
 
-    def announce_compiles(self, tell: Callable[[str], None] | None) -> None: ...
+    def announce_compiles(self, announce: Callable[[str], None] | None) -> None: ...
 
 
 class Progress:
