@@ -81,8 +81,8 @@ class Echo:
         for request_id in request_ids:
             self.waiting.pop(request_id, None)
 
-    def announce_compiles(self, tell: Any) -> None:
-        self.tell = tell
+    def announce_compiles(self, announce: Any) -> None:
+        self.announce = announce
 
     def warm_up(self, prompt_tokens: int | None = None, params: Any = ()) -> None:
         self.warmed_up = prompt_tokens, list(params)

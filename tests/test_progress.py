@@ -11,8 +11,8 @@ from jaxspec.progress import Progress, watch_compiles
 class Engine:
     tell: Callable[[str], None] | None = None
 
-    def announce_compiles(self, tell: Callable[[str], None] | None) -> None:
-        self.tell = tell
+    def announce_compiles(self, announce: Callable[[str], None] | None) -> None:
+        self.announce = announce
 
 
 def output_of(num_input: int, num_output: int) -> RequestOutput:
