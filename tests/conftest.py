@@ -66,6 +66,9 @@ def _quiet() -> Iterator[None]:
 
 with _quiet():
     import jax  # the environment above must be set first
+    from jax._src.interpreters.pxla import _cached_lowering_to_hlo
+    from jax._src.pjit import _pjit_lower
+    from jaxlib.mlir import ir
 
     jax.devices()
 
@@ -82,6 +85,10 @@ LOOK_EVERY_S = 1.0
 LOOKED_TS = pytest.StashKey[float]()
 MOST_MAPPINGS = 30_000
 MOST_MAPPINGS_OF_A_FILE = 45_000
+
+# JAX keeps the MLIR module of every jitted function after it is compiled. Each module
+# has a context of 1.4 MB, and MLIR searches all contexts when it makes another one.
+MAX_MLIR_CONTEXTS = 200
 
 # Tests of the host's code, which hardly trace programs, and how long it is checked in
 # each that every call fits its annotations: that took four fifths of the longest ones.
@@ -130,6 +137,9 @@ def pytest_collection_finish() -> None:
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None):
     """Let go of compiled programs where a process has very many, best between files."""
     yield
+    if ir.Context._get_live_count() > MAX_MLIR_CONTEXTS:
+        _pjit_lower.cache_clear()
+        _cached_lowering_to_hlo.cache_clear()
     is_within = nextitem is not None and nextitem.path == item.path
     limit = MOST_MAPPINGS_OF_A_FILE if is_within else MOST_MAPPINGS
     stash, now_ts = item.config.stash, time.monotonic()
