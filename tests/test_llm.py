@@ -82,7 +82,7 @@ class Echo:
             self.waiting.pop(request_id, None)
 
     def announce_compiles(self, announce: Any) -> None:
-        self.announce = announce
+        self.tell = announce
 
     def warm_up(self, prompt_tokens: int | None = None, params: Any = ()) -> None:
         self.warmed_up = prompt_tokens, list(params)

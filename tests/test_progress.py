@@ -12,7 +12,7 @@ class Engine:
     tell: Callable[[str], None] | None = None
 
     def announce_compiles(self, announce: Callable[[str], None] | None) -> None:
-        self.announce = announce
+        self.tell = announce
 
 
 def output_of(num_input: int, num_output: int) -> RequestOutput:

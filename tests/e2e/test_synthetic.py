@@ -153,5 +153,5 @@ def spec_metrics(output: RequestOutput):
 
 def test_a_grammar_cannot_hold():
     params = SamplingParams(structured_outputs=StructuredOutputsParams(regex="a"))
-    with pytest.raises(NotImplementedError, match="'synthetic', which keeps drafts"):
+    with pytest.raises(NotImplementedError, match="'synthetic', which accepts drafts"):
         with_settings(compiled()).add_request("0", PROMPTS[0], params)
