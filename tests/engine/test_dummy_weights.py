@@ -158,7 +158,7 @@ def test_the_log_says_that_texts_mean_nothing(tmp_path, caplog):
         loader.make_runner(config)
         assert isinstance(loader.read_tokenizer(config), NoTokenizer)
     assert "load_format='dummy': weights are random" in caplog.text
-    assert "'synthetic': acceptance is given" in caplog.text
+    assert "'synthetic': drafts are accepted at random" in caplog.text
     assert "(1.0, 0.5)" in caplog.text
     assert "has no tokenizer file: prompts are token ids" in caplog.text
 
