@@ -48,7 +48,9 @@ def test_clean_tells_where_programs_stay(tmp_path, monkeypatch):
     [
         ("test", 0, 1, ["tests"], True),
         ("test", 1, 0, ["tests"], False),
+        ("test", 5, 0, ["tests"], False),  # 5: nothing collected
         ("test-all", 0, 0, ["tests", "batteries"], True),
+        ("test-all", 1, 0, ["tests"], False),
         ("test-all", 0, 1, ["tests", "batteries"], False),
         ("batteries", 1, 0, ["batteries"], True),
         ("batteries", 0, 1, ["batteries"], False),

@@ -156,6 +156,8 @@ class Compiler:
     def clear(self) -> None:
         """Drop all programs, the queue and all errors."""
         with self._lock:
+            # Errors of the programs made from now on count again, also after `stop`.
+            self._is_stopped = False
             self._generation += 1
             self._programs = {}
             self._urgent.clear()

@@ -422,7 +422,7 @@ def positions_follow_target(name: str, rule: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(methods, "LONG_MATCH", 1)
         engine = proposers.micro_engine(name)
-        counted = distribution.sample(engine, rule, 500, length=length)
+        counted = distribution.sample(engine, rule, 700, length=length)
     logits = distribution.next_logits(length)
     for own, tokens in zip(distribution.CONTROLS, counted, strict=True):
         if kept := PROPOSERS[name].micro.get("kept"):

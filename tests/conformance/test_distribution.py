@@ -33,7 +33,7 @@ def test_adverse_draft_changes_the_speed_only(rule):
     adverse = with_draft(engine, make_draft_of(target, num_layers=2, sign=-1.0))
     assert acceptance_of(adverse, rule) < 0.5 * acceptance_of(engine, rule)
     length = distribution.LENGTH - 1
-    counted = distribution.sample(adverse, rule, 500, length=length)
+    counted = distribution.sample(adverse, rule, 700, length=length)
     levels = distribution.next_logits(length)
     for controls, tokens in zip(CONTROLS, counted, strict=True):
         laws = distribution.distributions_of(levels, controls)

@@ -10,7 +10,7 @@ from tests.support.programs import quick_environment
 
 ROOT = Path(__file__).parents[2]
 # Runs of each script in `make test`, and of a slow test.
-FEW, MANY = 1, 50
+FEW, MANY = 2, 50
 
 ASYNC = """
 import asyncio, sys

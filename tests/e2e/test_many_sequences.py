@@ -1,6 +1,6 @@
 """Hundreds of sequences at once say what they say among few.
 
-In `make test` they are 64, in groups of so few logits that there are several.
+In `make test` they are 128, in groups of so few logits that there are several.
 """
 
 from typing import Any
@@ -23,7 +23,7 @@ from tests.support.engines import (
     tokens_of,
 )
 
-FEWER, NUM_SEQS = 64, 256
+FEWER, NUM_SEQS = 128, 256
 
 
 def requests(count: int) -> tuple[list[list[int]], list[SamplingParams]]:

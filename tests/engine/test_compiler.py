@@ -234,6 +234,21 @@ def test_a_failure_after_a_stop_is_not_reported(caplog):
     assert not caplog.records
 
 
+def test_a_failure_after_a_stop_and_a_clear_is_reported():
+    """An engine that was shut down can be woken up."""
+
+    def fail(shape: StepShape) -> Any:
+        raise RuntimeError("out of luck")
+
+    compiler = Compiler(fail)
+    compiler.stop()
+    compiler.clear()
+    compiler.request(SHAPES[0])
+    wait_until(lambda: not compiler.num_wanted)
+    with pytest.raises(RuntimeError, match="out of luck"):
+        compiler.check()
+
+
 def test_what_is_made_is_announced():
     told = []
     compiler = Compiler(lambda shape: shape)

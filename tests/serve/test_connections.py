@@ -26,7 +26,7 @@ from tests.support.fake_engines import letters, said
 from tests.support.serving import CHAT, COMPLETIONS, PROMPT, error_of, events_of
 
 ROOT = Path(__file__).parents[2]
-HEADERS_S, BODY_S, KEEP_ALIVE_S = 0.6, 0.9, 0.5
+HEADERS_S, BODY_S, KEEP_ALIVE_S = 1.0, 1.5, 0.7
 # What a loaded machine may add to them.
 GRACE_S = 8.0
 MAX_CONNECTIONS = 12
@@ -209,7 +209,7 @@ def test_one_connection_serves_requests_for_longer_than_any_limit(server: Server
 
 
 def stream_bytes(**changes: object) -> bytes:
-    body = {"prompt": PROMPT, "max_tokens": 60, "ignore_eos": True, "stream": True}
+    body = {"prompt": PROMPT, "max_tokens": 90, "ignore_eos": True, "stream": True}
     content = json.dumps(body | changes).encode()
     return (
         f"{HEAD}Connection: close\r\nContent-Length: {len(content)}\r\n\r\n".encode()
@@ -235,7 +235,7 @@ def test_slow_answers_slow_readers_and_long_queues_are_not_cut(tmp_path: Path):
         time.sleep(2 * longest_s)
         texts = [text_of(read_all(client)[0]) for client in clients]
         assert time.monotonic() - start > 4 * longest_s
-        assert texts == [letters(said(60))] * 6
+        assert texts == [letters(said(90))] * 6
         for client in clients:
             client.close()
 

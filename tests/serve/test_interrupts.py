@@ -130,6 +130,7 @@ def test_while_weights_are_read(tmp_path: Path):
     [
         (signal.SIGINT, 0.0),
         (signal.SIGTERM, 1.0),
+        pytest.param(signal.SIGINT, 0.5, marks=pytest.mark.slow),
     ],
 )
 def test_while_the_first_program_is_made(number: int, after_s: float, tmp_path: Path):
@@ -140,25 +141,30 @@ def test_while_the_first_program_is_made(number: int, after_s: float, tmp_path: 
 
 
 @pytest.mark.slow
-def test_while_a_later_program_is_made(tmp_path: Path):
+@pytest.mark.parametrize(
+    ("number", "after_s"), [(signal.SIGTERM, 0.0), (signal.SIGINT, 3.0)]
+)
+def test_while_a_later_program_is_made(number: int, after_s: float, tmp_path: Path):
     with started(SERVER, tmp_path) as program:
-        program.says(READY, 1.0)
-        assert program.end(signal.SIGINT) == 0
+        program.says(READY, after_s)
+        assert program.end(number) == 0
         assert program.programs
 
 
 @pytest.mark.slow
-def test_while_everything_is_made_before_it_listens(tmp_path: Path):
+@pytest.mark.parametrize("after_s", [0.0, 8.0])
+def test_while_everything_is_made_before_it_listens(after_s: float, tmp_path: Path):
     with started((*SERVER, "--warm-up", "all"), tmp_path) as program:
-        program.says("Compiling", 1.0)
+        program.says("Compiling", after_s)
         assert LISTENS not in program.said
         assert program.end(signal.SIGINT) == INTERRUPTED
 
 
 @pytest.mark.slow
-def test_a_command_that_compiles(tmp_path: Path):
+@pytest.mark.parametrize("after_s", [0.0, 0.5])
+def test_a_command_that_compiles(after_s: float, tmp_path: Path):
     with started(GENERATE, tmp_path) as program:
-        program.says("Compiling", 0.5)
+        program.says("Compiling", after_s)
         assert program.end(signal.SIGINT) == INTERRUPTED
         assert program.said.endswith("\nInterrupted.\n")
 

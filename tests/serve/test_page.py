@@ -436,9 +436,9 @@ def is_bounded(schema: dict[str, Any]) -> bool:
     return is_closed and all(map(is_bounded, schema["properties"].values()))
 
 
-def test_calls_and_json_can_be_read(browser: Browser, site: Site):
-    # A phone, on which nothing may be wider than the screen.
-    watched = Watched(browser, site, viewport={"width": 390, "height": 800})
+@pytest.mark.parametrize("width", [1280, 390])
+def test_calls_and_json_can_be_read(browser: Browser, site: Site, width: int):
+    watched = Watched(browser, site, viewport={"width": width, "height": 800})
     page, shown = watched.page, watched.page.locator(".form figure")
     given = {"city": "Oslo" * 30, "days": list(range(12))}
     text = json.dumps(given)
@@ -544,3 +544,40 @@ def test_a_restart_of_the_server_is_survived(watched: Watched):
 
 def fits(page: Page) -> bool:
     return page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+
+
+def test_kinds_of_tokens_differ_by_more_than_their_colour(watched: Watched):
+    style = "one => getComputedStyle(one).textDecorationStyle"
+    samples = watched.page.locator("#legend .token").all()
+    lines = [one.evaluate(style) for one in samples[:4]]
+    assert sorted(lines) == ["dashed", "dotted", "double", "solid"]
+
+
+def test_on_a_phone(browser: Browser, site: Site):
+    watched = Watched(browser, site, viewport={"width": 360, "height": 640})
+    page = watched.page
+    assert fits(page)
+    page.check("#race")
+    watched.ask()
+    watched.wait()
+    assert fits(page)
+    for name in ("#prompt", "#send", "#k", "#temperature", "#race"):
+        expect(page.locator(name)).to_be_in_viewport()
+    page.set_viewport_size({"width": 1280, "height": 800})
+    assert fits(page)
+    watched.context.close()
+
+
+def test_in_the_dark(browser: Browser, site: Site):
+    shade = "getComputedStyle(document.body).backgroundColor"
+    token = "getComputedStyle(document.querySelector('.token')).backgroundColor"
+    seen = []
+    for scheme in ("light", "dark"):
+        watched = Watched(browser, site, color_scheme=scheme)
+        seen.append([watched.page.evaluate(one) for one in (shade, token)])
+        watched.context.close()
+    light, dark = seen
+    assert light[0] != dark[0]
+    assert light[1] != dark[1]
+    brightness = [sum(map(int, re.findall(r"\d+", one[0]))) for one in seen]
+    assert brightness[0] > 600 > 150 > brightness[1]
