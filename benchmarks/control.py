@@ -158,8 +158,8 @@ class Engines:
         )
         engine = LLMEngine.from_engine_args(args)
         if self._is_warm:
-            told = f"{controller or PLAIN}{', forced' if rule else ''}"
-            with tqdm(total=1, desc=f"Programs of {told}") as bar:
+            name = f"{controller or PLAIN}{', forced' if rule else ''}"
+            with tqdm(total=1, desc=f"Programs of {name}") as bar:
                 engine.warm_up(LONGEST_PROMPT)
                 bar.update()
         self.rounds[engine] = Rounds(engine)

@@ -1,8 +1,8 @@
 """Counts of draft tokens, their rates, and the speed-up that rates and cost allow.
 
 A round of K draft tokens costs 1 + K c plain rounds, c being the cost of a draft pass
-by that of a target pass, and gives 1 + a_1 + a_1 a_2 + ... tokens, a_i being the chance
-that draft i is accepted if those before it are (Leviathan et al. 2023,
+by that of a target pass, and gives 1 + a_1 + a_1 a_2 + ... tokens, a_i being the
+probability that draft i is accepted if those before it are (Leviathan et al. 2023,
 arXiv:2211.17192, theorem 3.8, with one rate per position). The target's pass over K + 1
 positions is taken to cost as much as over one: an upper bound, too generous where
 arithmetic and not memory limits the speed.

@@ -76,7 +76,7 @@ class Form:
 
     Attributes:
         name: As on the command line.
-        number: K of a chain, leaves beside each of its drafts, or all drafts of a tree.
+        number: K of a chain, side leaves per draft, or the number of drafts of a tree.
     """
 
     name: str
@@ -457,7 +457,7 @@ def _choose(form: Form, done: Sequence[Found]) -> str | None:
     levels = done[0].speculative.method_info.max_draft_tokens
     best = best_tree(rates, seconds, num_nodes=form.number, num_levels=levels)
     if not best.paths:
-        print(f"{form.name}: no drafts, by what was measured before it.\n")
+        print(f"{form.name}: skipped: plain decoding is measured to be faster.\n")
         return None
     written = str(list(best.paths))
     print(

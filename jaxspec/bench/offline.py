@@ -86,7 +86,7 @@ class Offline:
         is_streamed: bool = True,
         **changes: Any,
     ) -> Batch:
-        """Requests for the chosen prompts, with at most so many drafts a round."""
+        """Make requests for the chosen prompts, with at most K drafts per round."""
         prompts = self.prompts[chosen]
         params = sampling(
             self.options, num_draft_tokens, is_streamed=is_streamed, **changes
@@ -95,7 +95,7 @@ class Offline:
 
     @contextlib.contextmanager
     def bench(self, num_runs: int) -> Iterator[Bench]:
-        """A `Bench` with a progress bar of so many runs."""
+        """Yield a `Bench` with a progress bar of `num_runs` runs."""
         with tqdm(total=num_runs, desc="Runs", dynamic_ncols=True) as bar:
             self.engine.announce_compiles(
                 lambda what: bar.set_description(what or "Runs")
@@ -111,7 +111,7 @@ class Offline:
                 self.engine.announce_compiles(None)
 
     def parts(self, size: int, ladder: Sequence[int]) -> list[Parts]:
-        """Parts of a round of so many sequences, for each K; none with --no-parts."""
+        """Measure the parts of a round of `size` sequences, for each K of `ladder`."""
         if not self.options.parts:
             return []
         return [
