@@ -25,12 +25,8 @@ STRICT = pltpu.InterpretParams(
     detect_races=True, out_of_bounds_reads="raise", uninitialized_memory="nan"
 )
 _SETTINGS = ("scale", "soft_cap", "window")
-FUNCTIONS = {
-    "reference": reference.paged_attention,
-    "cpu": cpu.paged_attention,
-    "gpu": gpu.paged_attention,
-    "tpu": tpu.paged_attention,
-}
+# Modules, as a mutant takes the place of the function in its module.
+BACKENDS = {"reference": reference, "cpu": cpu, "gpu": gpu, "tpu": tpu}
 OWN: dict[str, dict[str, Any]] = {
     "reference": dict(block_tokens=BLOCK_TOKENS),
     "cpu": {},
@@ -43,13 +39,13 @@ def compiled(backend: str) -> Callable[..., jax.Array]:
     """Return a new jit of a backend, which has not traced any earlier code."""
     options = UNOPTIMISED if backend in ("gpu", "tpu") else None
     return jax.jit(
-        partial(FUNCTIONS[backend]),
+        partial(BACKENDS[backend].paged_attention),
         static_argnames=(*_SETTINGS, *OWN[backend]),
         compiler_options=options,
     )
 
 
-COMPILED = {name: compiled(name) for name in FUNCTIONS}
+COMPILED = {name: compiled(name) for name in BACKENDS}
 
 
 def run(

@@ -22,8 +22,8 @@ from jaxspec_kernels.paged_attention import reference, tpu
 from jaxspec_kernels.paged_attention.cases import CASES, REAL_CASES
 from jaxspec_kernels.paged_attention.gpu_tiles import NUM_SMS, Tiles
 from tests.kernels.attention_base import (
+    BACKENDS,
     BLOCK_TOKENS,
-    FUNCTIONS,
     STRICT,
     TILES,
     count_reads,
@@ -190,7 +190,7 @@ def test_query_heads_share_kv_heads(backend, q_heads, kv_heads, own):
 @pytest.mark.parametrize(
     ("backend", "own"),
     [
-        *(row(backend, {}) for backend in FUNCTIONS),
+        *(row(backend, {}) for backend in BACKENDS),
         row("gpu", dict(tiles=replace(TILES, splits=1))),
     ],
 )
@@ -568,7 +568,7 @@ def test_positions_past_the_page_table_hold_nothing(name, window):
         "gpu": dict(interpret=True),
     }
     settings: Any = dict(scale=0.1, soft_cap=None, window=window, ancestor_mask=None)
-    found = FUNCTIONS[name](
+    found = BACKENDS[name].paged_attention(
         query, pages, table, jnp.array([length]), **settings, **own[name]
     )
     # The two queries that are inside, alone.
@@ -600,7 +600,9 @@ def test_unsupported_pages_are_errors(backend, kind, page_size, message):
         call = build(case)
         query, pages, *rest = call.arrays
         pages = jnp.zeros(pages.shape, kind.removesuffix(" alone"))
-    attend_one = partial(FUNCTIONS[backend], ancestor_mask=None, **call.settings)
+    attend_one = partial(
+        BACKENDS[backend].paged_attention, ancestor_mask=None, **call.settings
+    )
     with pytest.raises(NotImplementedError, match=message):
         attend_one(query, pages, *rest)
     if kind == IN_LANES and page_size == 4:
