@@ -1,6 +1,6 @@
 # `make demo` and `make test` work from a clean clone: python3 >= 3.11 and make.
 # Variables: PYTHON (the interpreter that makes the environment), VENV, PYTEST_ARGS,
-# BATTERY_ARGS.
+# SUITE_ARGS.
 
 SHELL := bash
 # Where engines keep compiled programs: see `_cache_dir` in jaxspec/engine/arg_utils.py.
@@ -8,7 +8,7 @@ programs := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/jaxspec
 PYTHON ?= python3
 VENV ?= .venv
 PYTEST_ARGS ?=
-BATTERY_ARGS ?=
+SUITE_ARGS ?=
 
 bin := $(VENV)/bin
 installed := $(VENV)/.installed
@@ -22,19 +22,19 @@ cores := $(shell getconf _NPROCESSORS_ONLN)
 pytest := $(bin)/python -m pytest -q -n $(shell echo $$(($(cores) < 3 ? $(cores) + 1 : 4))) \
   --dist worksteal
 
-# What a change must pass: `.ci/run` runs all of it, and then the batteries that are due;
+# What a change must pass: `.ci/run` runs all of it, and then the long suites that are due;
 # pre-commit runs the same targets. The tests come last, so that their closing line is
 # the last line.
 checks := ruff-check ruff-format pyright lint-imports test
 
-.PHONY: help demo bench figures check test-all batteries format clean $(checks)
+.PHONY: help demo bench figures check test-all long-suites format clean $(checks)
 .NOTPARALLEL:
 
 help:
 	@echo "make demo        install into $(VENV) and let the bundled pair tell a story"
 	@echo "make test        install the test tools and prove every claim once"
-	@echo "make test-all    prove every claim in full, but for batteries that are on record"
-	@echo "make batteries   the long proofs whose sources have changed since they passed"
+	@echo "make test-all    prove every claim in full; long suites only where they are due"
+	@echo "make long-suites the long proofs whose sources have changed since they passed"
 	@echo "make check       everything CI checks: $(checks)"
 	@echo "make bench       measure the bundled pair with and without speculation"
 	@echo "make figures     draw the figures from the results in benchmarks/results"
@@ -67,20 +67,20 @@ lint-imports: $(installed_test)
 
 # tests/test_aot.py runs those marked `aot`, in processes of their own.
 test: $(installed_test)
-	@$(pytest) -m "not slow and not battery and not aot" $(PYTEST_ARGS)
+	@$(pytest) -m "not slow and not long_suite and not aot" $(PYTEST_ARGS)
 
 # The long proofs in runs of their own, one for each, which record what passed; until
-# what they read has changed, the record is the proof. `python -m tests.batteries --all`
+# what they read has changed, the record is the proof. `python -m tests.long_suites --all`
 # runs them whatever is on record. Those that compile for TPU and GPU could not run with
 # the other tests: see tests/conftest.py.
-run_batteries := $(bin)/python -m tests.batteries
+run_suites := $(bin)/python -m tests.long_suites
 
 test-all: $(installed_test) $(installed_ray)
-	@$(pytest) -m "not battery and not aot" $(PYTEST_ARGS)
-	@$(run_batteries) $(PYTEST_ARGS)
+	@$(pytest) -m "not long_suite and not aot" $(PYTEST_ARGS)
+	@$(run_suites) $(PYTEST_ARGS)
 
-batteries: $(installed_test)
-	@$(run_batteries) $(BATTERY_ARGS) $(PYTEST_ARGS)
+long-suites: $(installed_test)
+	@$(run_suites) $(SUITE_ARGS) $(PYTEST_ARGS)
 
 format: $(installed_test)
 	@$(bin)/ruff check --fix .

@@ -170,7 +170,7 @@ def _slow_tests_do_not_check_types(request: pytest.FixtureRequest) -> Iterator[N
     by then. Programs are traced once, and checked in the tests of their parts; what is
     compiled for devices that are not here is traced from the same.
     """
-    if any(map(request.node.get_closest_marker, ("slow", "battery", "aot"))):
+    if any(map(request.node.get_closest_marker, ("slow", "long_suite", "aot"))):
         request.getfixturevalue("unchecked_types")
     elif request.path.parent.name in HOST_FOLDERS:
         end = threading.Timer(

@@ -24,29 +24,33 @@ from tests.program.propose.test_draft_model import (
 from tests.program.propose.test_ngram import check_branches, check_chosen_texts
 from tests.program.propose.test_suffix import check_chosen_suffixes
 from tests.program.test_controls import check_adjust
-from tests.program.test_rounds import SEQS, play_round, test_joint_law_over_rounds
+from tests.program.test_rounds import (
+    SEQS,
+    play_round,
+    test_joint_distribution_over_rounds,
+)
 from tests.program.test_rows import check_forgotten_controls
 from tests.program.test_rows_append import check_append, check_truncate
 from tests.program.test_token_batch import check_tree_region
 from tests.program.test_verify import BLOCK, COUPLED, STANDARD, check_mixed_batch
-from tests.program.test_verify_laws import check_law
+from tests.program.test_verify_distributions import check_distribution
 from tests.program.tree.test_compact_kv import check_moves
 from tests.program.tree.test_verify import (
     check_few_levels,
     check_last_slots,
     check_same_words,
 )
-from tests.program.tree.test_verify_distribution import check_exact_law
+from tests.program.tree.test_verify_distribution import check_exact_distribution
 from tests.support.mutation import Mutant, is_killed
 
 
 def check_rounds(rule: str) -> None:
     play_round.clear_cache()  # pyright: ignore[reportAttributeAccessIssue]
-    test_joint_law_over_rounds(rule, SEQS)
+    test_joint_distribution_over_rounds(rule, SEQS)
 
 
-def check_controlled_law() -> None:
-    check_law("standard")
+def check_controlled_distribution() -> None:
+    check_distribution("standard")
 
 
 def mutant(
@@ -185,7 +189,7 @@ MUTANTS = [
         "verify.verify",
         "adjust(rows, tokens)",
         "(rows + (adjust(rows, tokens) - rows) * active.temperature[0])",
-        check=check_controlled_law,
+        check=check_controlled_distribution,
     ),
     mutant(
         "controls_of_the_rows_last_request",
@@ -348,7 +352,7 @@ MUTANTS = [
         "tree/verify._follow_branches",
         "rows, row[:, None, None], axis=1",
         "rows, steps[2][:, None, None], axis=1",
-        check=lambda: check_exact_law("leaves", "block"),
+        check=lambda: check_exact_distribution("leaves", "block"),
     ),
     mutant(
         "a_leaf_is_any_draft_of_its_token",
@@ -365,7 +369,7 @@ MUTANTS = [
         "        place = jnp.where(is_matched, count, width)\n"
         "        row = jnp.where(is_matched, row, steps[2])\n"
         '        tokens = tokens.at[seq, place].set(token, mode="drop")',
-        check=lambda: check_exact_law("leaves", "standard"),
+        check=lambda: check_exact_distribution("leaves", "standard"),
     ),
     mutant(
         "levels_that_nobody_wants_are_walked",

@@ -1,4 +1,4 @@
-"""Programs of most kinds compile for TPU and GPU; the batteries have all of them.
+"""Programs of most kinds compile for TPU and GPU; the long suites have all of them.
 
 In a process of its own: see `JAXSPEC_AOT` in conftest.py.
 """
@@ -8,13 +8,13 @@ import sys
 
 import pytest
 
-from tests.batteries import BATTERIES, ROOT, compilers_environment
+from tests.long_suites import ROOT, SUITES, compilers_environment
 
-FILES = sorted({file for one in BATTERIES if one.needs_compilers for file in one.files})
+FILES = sorted({file for one in SUITES if one.needs_compilers for file in one.files})
 
 
 def test_examples_compile():
-    words = [sys.executable, "-m", "pytest", "-q", "-m", "aot and not battery"]
+    words = [sys.executable, "-m", "pytest", "-q", "-m", "aot and not long_suite"]
     made = subprocess.run(
         [*words, "--durations=0", *FILES],
         cwd=ROOT,

@@ -1,4 +1,4 @@
-"""Searches over laws that are written down, against every text there is.
+"""Searches over distributions that are written down, against every text there is.
 
 On models: tests/e2e/test_beam_search.py.
 """
@@ -30,7 +30,7 @@ TOKENIZER = StubTokenizer(16)
 Text = tuple[list[int], float]  # its own tokens, and their log-probability
 
 
-class Law:
+class Distribution:
     """What follows every text, drawn anew for each."""
 
     def __init__(self, seed: int, sharpness: float = 1.0):
@@ -45,10 +45,10 @@ class Law:
 
     def position(self, tokens: list[int], count: int) -> LogprobsOnePosition:
         """What the engine tells: the most likely tokens, best first."""
-        law = self(tokens)
-        best = np.argsort(-law)[:count].tolist()
+        distribution = self(tokens)
+        best = np.argsort(-distribution)[:count].tolist()
         return {
-            token: Logprob(float(law[token]), rank, str(token))
+            token: Logprob(float(distribution[token]), rank, str(token))
             for rank, token in enumerate(best, 1)
         }
 
@@ -67,14 +67,16 @@ def search_of(params: BeamSearchParams, longest: int = 96) -> BeamSearch:
     return BeamSearch(prompt, params, end_ids=(END,), max_model_len=longest)
 
 
-def run(law: Law, longest: int = 96, **given: Any) -> BeamSearch:
+def run(distribution: Distribution, longest: int = 96, **given: Any) -> BeamSearch:
     params = BeamSearchParams(**given)
     search = search_of(params, longest)
     count = step_params(params, vocab_size=VOCAB, max_logprobs=VOCAB).logprobs
     assert count is not None
     while prompts := search.prompts():
         assert all(prompt.get("cache_salt") == "s" for prompt in prompts)
-        positions = [law.position(one["prompt_token_ids"], count) for one in prompts]
+        positions = [
+            distribution.position(one["prompt_token_ids"], count) for one in prompts
+        ]
         search.advance(list(map(told, positions)))
     return search
 
@@ -91,14 +93,20 @@ def score(text: Text, penalty: float, ends: tuple[int, ...] = (END,)) -> float:
     return total / length**penalty
 
 
-def every_text(law: Law, most: int, ends: tuple[int, ...]) -> list[Text]:
+def every_text(
+    distribution: Distribution, most: int, ends: tuple[int, ...]
+) -> list[Text]:
     texts: list[Text] = []
     for length in range(1, most + 1):
         for tokens in itertools.product(range(VOCAB), repeat=length):
             is_last = length == most or tokens[-1] in ends
             if is_last and not set(tokens[:-1]) & set(ends):
-                laws = [law([*PROMPT, *tokens[:at]]) for at in range(length)]
-                total = sum(one[token] for one, token in zip(laws, tokens, strict=True))
+                distributions = [
+                    distribution([*PROMPT, *tokens[:at]]) for at in range(length)
+                ]
+                total = sum(
+                    one[token] for one, token in zip(distributions, tokens, strict=True)
+                )
                 texts.append((list(tokens), float(total)))
     return texts
 
@@ -115,11 +123,11 @@ def test_a_wide_search_finds_the_best_of_all_texts(penalty: float, ignore_eos: b
     width, most = VOCAB**3, 4
     ends = () if ignore_eos else (END,)
     for seed in range(3):
-        law = Law(seed)
-        all_texts = every_text(law, most, ends)
+        distribution = Distribution(seed)
+        all_texts = every_text(distribution, most, ends)
         all_texts.sort(key=lambda one: score(one, penalty, ends), reverse=True)
         search = run(
-            law,
+            distribution,
             beam_width=width,
             max_tokens=most,
             length_penalty=penalty,
@@ -128,14 +136,16 @@ def test_a_wide_search_finds_the_best_of_all_texts(penalty: float, ignore_eos: b
         check(found(search), all_texts[:width])
 
 
-def textbook(law: Law, width: int, most: int, penalty: float) -> list[Text]:
+def textbook(
+    distribution: Distribution, width: int, most: int, penalty: float
+) -> list[Text]:
     """The rules once more, without looking whether it is worth while to go on."""
     texts: list[Text] = [([], 0.0)]
     ended: list[Text] = []
     for _ in range(most):
         longer: list[Text] = []
         for tokens, total in texts:
-            one = law([*PROMPT, *tokens])
+            one = distribution([*PROMPT, *tokens])
             for token in np.argsort(-one)[: 2 * width].tolist():
                 longer.append(([*tokens, token], total + float(one[token])))
         ended += [text for text in longer if text[0][-1] == END]
@@ -152,20 +162,20 @@ def textbook(law: Law, width: int, most: int, penalty: float) -> list[Text]:
 def test_a_narrow_search_follows_the_rules(width: int, penalty: float):
     num_asked = 0
     for seed in range(10):
-        law = Law(seed, sharpness=2.0)
-        expected = textbook(law, width, 6, penalty)
-        num_asked += law.num_asked
-        law.num_asked = 0
+        distribution = Distribution(seed, sharpness=2.0)
+        expected = textbook(distribution, width, 6, penalty)
+        num_asked += distribution.num_asked
+        distribution.num_asked = 0
         given = {"beam_width": width, "max_tokens": 6, "length_penalty": penalty}
-        check(found(run(law, **given)), expected)
-        num_asked -= law.num_asked
+        check(found(run(distribution, **given)), expected)
+        num_asked -= distribution.num_asked
     # It ends when nothing can get better, and says the same. Where long texts are
     # preferred by far, something always can.
     assert (num_asked > 0) == (penalty < 2 or width == 1)
 
 
 def test_how_texts_end():
-    search = run(Law(0), beam_width=VOCAB**2, max_tokens=3)
+    search = run(Distribution(0), beam_width=VOCAB**2, max_tokens=3)
     sequences = search.output(TOKENIZER).sequences
     assert {one.finish_reason for one in sequences} == {"stop", "length"}
     for one in sequences:
@@ -175,13 +185,15 @@ def test_how_texts_end():
         assert len(one.logprobs) == len(one.tokens) - len(PROMPT)
         assert one.text == TOKENIZER.decode(one.tokens)
     # The context is an end as well.
-    search = run(Law(0), longest=4, beam_width=2, max_tokens=9, ignore_eos=True)
+    search = run(
+        Distribution(0), longest=4, beam_width=2, max_tokens=9, ignore_eos=True
+    )
     assert {len(tokens) for tokens, _ in found(search)} == {2}
 
 
 def test_as_a_request_gives_it():
-    law = Law(1)
-    search = run(law, beam_width=3, max_tokens=3)
+    distribution = Distribution(1)
+    search = run(distribution, beam_width=3, max_tokens=3)
     whole = search.output(TOKENIZER).sequences
     asked = SamplingParams(logprobs=1)
     output = search.request_output("y", TOKENIZER, asked)
@@ -203,15 +215,17 @@ def test_as_a_request_gives_it():
             assert len(position) == 1 + (position[token].rank != 1)
     none = search.request_output("y", TOKENIZER, SamplingParams())
     assert none.outputs[0].logprobs is None
-    shown = run(law, beam_width=3, max_tokens=3, include_stop_str_in_output=True)
+    shown = run(
+        distribution, beam_width=3, max_tokens=3, include_stop_str_in_output=True
+    )
     for one in shown.request_output("y", TOKENIZER, asked).outputs:
         assert one.text == TOKENIZER.decode(one.token_ids)
 
 
 def test_an_abort_ends_a_search():
     search = search_of(BeamSearchParams(beam_width=2, max_tokens=5))
-    law = Law(0)
-    search.advance([told(law.position(PROMPT, VOCAB))])
+    distribution = Distribution(0)
+    search.advance([told(distribution.position(PROMPT, VOCAB))])
     search.advance([told({}, "abort") for _ in search.prompts()])
     assert not search.prompts()
     reasons = [one.finish_reason for one in search.output(TOKENIZER).sequences]

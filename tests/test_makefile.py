@@ -11,10 +11,10 @@ from jaxspec.engine.arg_utils import _cache_dir
 from jaxspec.engine.program_cache import MAX_BYTES
 
 ROOT = Path(__file__).parents[1]
-# What stands in for Python ends as it is told: pytest, or the module of the batteries.
+# The stand-in for Python ends with the given status: pytest, or the long suites.
 PYTHON = """#!/bin/sh
 case "$*" in
-  *tests.batteries*) echo batteries: "$*"; exit $BATTERIES ;;
+  *tests.long_suites*) echo suites: "$*"; exit $SUITES ;;
   *) echo tests: "$*"; exit $TESTS ;;
 esac
 """
@@ -44,21 +44,21 @@ def test_clean_tells_where_programs_stay(tmp_path, monkeypatch):
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="no make here")
 @pytest.mark.parametrize(
-    ("target", "tests", "batteries", "runs", "is_green"),
+    ("target", "tests", "suites", "runs", "is_green"),
     [
         ("test", 0, 1, ["tests"], True),
         ("test", 1, 0, ["tests"], False),
         ("test", 5, 0, ["tests"], False),  # 5: nothing collected
-        ("test-all", 0, 0, ["tests", "batteries"], True),
+        ("test-all", 0, 0, ["tests", "suites"], True),
         ("test-all", 1, 0, ["tests"], False),
-        ("test-all", 0, 1, ["tests", "batteries"], False),
-        ("batteries", 1, 0, ["batteries"], True),
-        ("batteries", 0, 1, ["batteries"], False),
+        ("test-all", 0, 1, ["tests", "suites"], False),
+        ("long-suites", 1, 0, ["suites"], True),
+        ("long-suites", 0, 1, ["suites"], False),
     ],
 )
-def test_what_a_target_runs(venv, target, *, tests, batteries, runs, is_green):
+def test_what_a_target_runs(venv, target, *, tests, suites, runs, is_green):
     words = ["make", f"VENV={venv}", target, "PYTEST_ARGS=-k x"]
-    environment = os.environ | {"TESTS": str(tests), "BATTERIES": str(batteries)}
+    environment = os.environ | {"TESTS": str(tests), "SUITES": str(suites)}
     made = subprocess.run(
         words, cwd=ROOT, env=environment, capture_output=True, text=True
     )

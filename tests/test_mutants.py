@@ -4,7 +4,7 @@ import importlib
 
 import pytest
 
-from tests.batteries import members
+from tests.long_suites import members
 from tests.mutants import MUTANTS
 from tests.support.mutation import Mutant, applied, is_killed
 
@@ -30,7 +30,7 @@ def test_mutants_are_taken_out_again():
         assert getattr(module, one.function) is real
 
 
-@pytest.mark.battery(name="program_mutants")
+@pytest.mark.long_suite(name="program_mutants")
 def test_checks_pass_without_a_mutant():
     for check in dict.fromkeys(one.check for one in MUTANTS):
         check()

@@ -254,7 +254,7 @@ def test_quickstart(is_real: bool, tmp_path):
 
 @pytest.mark.slow
 def test_how_it_works(tmp_path):
-    # Its own assertions hold the laws together.
+    # Its own assertions hold the distributions together.
     book = execute("how_it_works", tmp_path)
     text = printed(book)
     chances = re.findall(r"q (\S+) +p (\S+) +stays with +(\d+)%", text)

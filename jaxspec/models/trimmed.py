@@ -1,9 +1,9 @@
 """A trimmed vocabulary: the rows of a head that are kept, and its logits' way back.
 
 A small model spends much of a pass on the logits of tokens that hardly ever come. Cut
-to the most frequent ones, its head is a fraction of the matrix; what it cannot say has
-no chance in its law, and rules that compare it with the target's stay exact. Tokens
-that go in may be any: the embedding is whole.
+to the most frequent ones, its head is a fraction of the matrix. Tokens without a row
+have probability 0 in the draft's distribution, so rules that compare it with the
+target's remain exact. Input tokens may be any: the embedding is whole.
 
 References: Zhao et al. 2025, arXiv:2502.14856 (FR-Spec).
 """
@@ -31,7 +31,7 @@ EMBEDDING, HEAD = "embedding", "head"
 TOKEN_IDS = "token_ids"
 # Logits of tokens that a head cannot propose. Finite: where a grammar allows none of
 # those that it can, one of the allowed is drawn, and not of nothing. By no temperature
-# does a law see the difference.
+# does a distribution see the difference.
 LOWEST = -1e9
 
 

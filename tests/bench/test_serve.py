@@ -378,14 +378,14 @@ def test_the_block_is_vllms():
 
 
 @pytest.mark.parametrize("burstiness", [0.25, 1.0])
-def test_times_between_requests_follow_the_law(burstiness):
+def test_times_between_requests_follow_the_distribution(burstiness):
     assert Load().starts(3) == [0, 0, 0]
     load = Load(request_rate=20.0, burstiness=burstiness, seed=3)
     starts = load.starts(20_000)
     assert starts == load.starts(20_000)
     gaps = np.diff(starts)
     assert starts[-1] == pytest.approx(1000)
-    # A gamma law of this shape has the deviation mean / sqrt(shape).
+    # A gamma distribution of this shape has the deviation mean / sqrt(shape).
     assert gaps.std() * 20 == pytest.approx(burstiness**-0.5, rel=0.05)
     assert Load(request_rate=20.0, seed=4).starts(9) != starts[:9]
 

@@ -415,7 +415,7 @@ def positions_follow_target(name: str, rule: str) -> None:
     """Counts of thousands of texts, by position, against HuggingFace's probabilities.
 
     The last token of the longest texts may be the one that follows accepted drafts;
-    the test battery "counts" has these of a draft model.
+    the long suite "counts" has these of a draft model.
     """
     is_brief = name in ("draft model", "trimmed", "int8 draft", "int4 draft")
     length = distribution.LENGTH - is_brief
@@ -427,5 +427,5 @@ def positions_follow_target(name: str, rule: str) -> None:
     for own, tokens in zip(distribution.CONTROLS, counted, strict=True):
         if kept := PROPOSERS[name].micro.get("kept"):
             assert not np.isin(tokens[:, 0], kept).all()
-        laws = distribution.distributions_of(logits, own)
-        distribution.check_distribution(tokens, laws, (name, rule, own))
+        distributions = distribution.distributions_of(logits, own)
+        distribution.check_distribution(tokens, distributions, (name, rule, own))

@@ -15,8 +15,8 @@ import torch
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams
 from tests.conformance import proposers
+from tests.support.distributions import check_counts, filtered_distribution
 from tests.support.engines import MICRO, generate, tokens_of, with_settings
-from tests.support.laws import check_counts, filtered_law
 
 VOCAB = int(MICRO["vocab_size"])
 # Tokens of a text: those of the prompt's launch and of one whole round.
@@ -68,7 +68,7 @@ def distributions_of(
         for name, value in controls.items()
     }
     for level in levels:
-        joint = (joint[:, None] * filtered_law(level, **exact)).reshape(-1)
+        joint = (joint[:, None] * filtered_distribution(level, **exact)).reshape(-1)
         found.append(joint)
     return found
 

@@ -15,15 +15,15 @@ slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 NAME = "draft model"
 
 
-@pytest.mark.battery(name="counts")
+@pytest.mark.long_suite(name="counts")
 @pytest.mark.parametrize("rule", RULES)
 def test_positions_follow_the_target_closely(rule):
     engine = proposers.micro_engine(NAME, is_optimized=True)
     counted = distribution.sample(engine, rule, 10_000)
     levels = distribution.next_logits(distribution.LENGTH)
     for controls, tokens in zip(CONTROLS, counted, strict=True):
-        laws = distribution.distributions_of(levels, controls)
-        distribution.check_distribution(tokens, laws, (rule, controls))
+        distributions = distribution.distributions_of(levels, controls)
+        distribution.check_distribution(tokens, distributions, (rule, controls))
 
 
 @pytest.mark.parametrize("rule", [slow("standard"), "block", slow("seeded")])
@@ -36,8 +36,10 @@ def test_adverse_draft_changes_the_speed_only(rule):
     counted = distribution.sample(adverse, rule, 700, length=length)
     levels = distribution.next_logits(length)
     for controls, tokens in zip(CONTROLS, counted, strict=True):
-        laws = distribution.distributions_of(levels, controls)
-        distribution.check_distribution(tokens, laws, ("adverse", rule, controls))
+        distributions = distribution.distributions_of(levels, controls)
+        distribution.check_distribution(
+            tokens, distributions, ("adverse", rule, controls)
+        )
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,9 @@
 """Every text of four tokens comes as often as the target says, whatever is done to it.
 
 A Gemma 2 of 16 tokens and a window of 8, with a draft that is often wrong. Requests go
-through paging, batching, prefix hits and, beside long neighbours in a pool that is too
-small for all, preemption. All 65,536 texts are counted; the law is HuggingFace's, every
-text enumerated.
+through paging, batching, prefix hits and, next to long neighbours in a pool that is too
+small for all, preemption. All 65,536 texts are counted; the expected distribution is
+HuggingFace's, with every text enumerated.
 
 `python -m tests.e2e.enumerated` counts two million texts and writes
 `benchmarks/results/enumerated.json`; a test counts fewer.
@@ -24,6 +24,7 @@ from tqdm.auto import tqdm
 
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams
+from tests.support.distributions import check_counts, filtered_distribution
 from tests.support.engines import (
     generate,
     make_draft_of,
@@ -32,7 +33,6 @@ from tests.support.engines import (
     tokens_of,
     with_settings,
 )
-from tests.support.laws import check_counts, filtered_law
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "enumerated.json"
 VOCAB, LENGTH, DRAFTS = 16, 4, 3
@@ -62,17 +62,19 @@ class Count:
     seconds: float
 
 
-def law_of_texts(target: Any) -> np.ndarray:
+def distribution_of_texts(target: Any) -> np.ndarray:
     """The probability of every text at temperature 1, `[vocab^length]`."""
-    law = np.ones(1)
+    distribution = np.ones(1)
     for level in range(LENGTH):
         every = np.indices((VOCAB,) * level).reshape(level, VOCAB**level).T
         prompts = np.tile(PROMPT, (len(every), 1))
         tokens = torch.tensor(np.concatenate([prompts, every], axis=1)).long()
         with torch.no_grad():
             logits = target(tokens, logits_to_keep=1).logits[:, -1].numpy()
-        law = (law[:, None] * filtered_law(logits, np.float32(1.0))).reshape(-1)
-    return law
+        distribution = (
+            distribution[:, None] * filtered_distribution(logits, np.float32(1.0))
+        ).reshape(-1)
+    return distribution
 
 
 def make(target: Any, *, batch: int, num_pages: int) -> LLMEngine:
@@ -108,8 +110,10 @@ def requests_of(rule: str, first: int, count: int) -> list[SamplingParams]:
     return params
 
 
-def count(engine: LLMEngine, law: np.ndarray, rule: str, num_texts: int) -> Count:
-    """Count texts of one rule, and compare them with the law."""
+def count(
+    engine: LLMEngine, distribution: np.ndarray, rule: str, num_texts: int
+) -> Count:
+    """Count texts of one rule, and compare them with the distribution."""
     changes = {} if rule == "coupled" else {"rejection_sample_method": rule}
     engine = with_settings(engine, seed=5, **changes)
     counts = np.zeros(VOCAB**LENGTH, np.int64)
@@ -128,8 +132,10 @@ def count(engine: LLMEngine, law: np.ndarray, rule: str, num_texts: int) -> Coun
     return Count(
         rule=rule,
         num_texts=int(counts.sum()),
-        p_text=check_counts(counts, law, rule),
-        p_last=check_counts(last, law.reshape(-1, VOCAB).sum(axis=0), (rule, "last")),
+        p_text=check_counts(counts, distribution, rule),
+        p_last=check_counts(
+            last, distribution.reshape(-1, VOCAB).sum(axis=0), (rule, "last")
+        ),
         acceptance_rate=round(engine.stats.acceptance_rate, 4),
         num_preemptions=engine.stats.num_preemptions,
         num_prefix_hits=engine.stats.num_prefix_hits,
@@ -145,14 +151,16 @@ def main() -> None:
     target = make_micro(seed=3)
     # Pages for most rows of a batch, or the counting would take twice as long.
     engine = make(target, batch=64, num_pages=152)
-    law = law_of_texts(target)
+    distribution = distribution_of_texts(target)
     counts, result = [], {}
     for rule in RULES:
-        counts.append(count(engine, law, rule, -(-options.texts // len(RULES))))
+        counts.append(
+            count(engine, distribution, rule, -(-options.texts // len(RULES)))
+        )
         result = {
             "command": "python -m tests.e2e.enumerated",
             "num_texts": sum(one.num_texts for one in counts),
-            "num_kinds_of_text": len(law),
+            "num_kinds_of_text": len(distribution),
             "counts": [asdict(one) for one in counts],
             "device": jax.devices()[0].device_kind,
             "versions": {"jax": jax.__version__, "python": platform.python_version()},

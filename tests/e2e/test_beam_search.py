@@ -38,7 +38,7 @@ def llm(model: Any) -> Iterator[LLM]:
         yield made
 
 
-def log_laws(model: Any, texts: np.ndarray) -> np.ndarray:
+def log_distributions(model: Any, texts: np.ndarray) -> np.ndarray:
     """By text and position, the logarithm of what follows."""
     with torch.no_grad():
         logits = model(torch.tensor(texts).long()).logits
@@ -50,8 +50,8 @@ def test_a_wide_search_finds_the_best_of_all_texts(llm: LLM, model: Any):
     (prompt, _), most = PROMPTS, 3
     tails = np.array(list(itertools.product(range(VOCAB), repeat=most)))
     texts = np.concatenate([np.tile(prompt, (len(tails), 1)), tails], axis=1)
-    laws = log_laws(model, texts)[:, len(prompt) - 1 : -1]
-    each = np.take_along_axis(laws, tails[..., None], -1)[..., 0]
+    distributions = log_distributions(model, texts)[:, len(prompt) - 1 : -1]
+    each = np.take_along_axis(distributions, tails[..., None], -1)[..., 0]
     ends = np.where((tails == END).any(1), (tails == END).argmax(1) + 1, most)
     totals = {
         tuple(tail[:end].tolist()): float(own[:end].sum())

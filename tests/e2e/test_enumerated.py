@@ -2,18 +2,18 @@
 
 import pytest
 
-from tests.e2e.enumerated import RULES, count, law_of_texts, make
+from tests.e2e.enumerated import RULES, count, distribution_of_texts, make
 from tests.support.engines import make_micro
 
 
-@pytest.mark.battery(name="counts")
+@pytest.mark.long_suite(name="counts")
 def test_texts_come_as_often_as_the_target_says():
     target = make_micro(seed=3)
     engine = make(target, batch=16, num_pages=32)
-    law = law_of_texts(target)
-    assert law.sum() == pytest.approx(1)
+    distribution = distribution_of_texts(target)
+    assert distribution.sum() == pytest.approx(1)
     for rule in RULES:
-        found = count(engine, law, rule, 4000)
+        found = count(engine, distribution, rule, 4000)
         assert found.num_texts >= 4000
         assert found.num_preemptions > 0
         assert found.num_prefix_hits > 0

@@ -1,4 +1,4 @@
-"""Texts of a form, with drafts and without: equal, complete, and of the right law."""
+"""Structured outputs with and without drafts: equal, complete, rightly distributed."""
 
 import dataclasses
 import functools
@@ -24,6 +24,7 @@ from jaxspec.outputs import RequestOutput
 from jaxspec.program.plan import Features, StepPlan, StepShape
 from jaxspec.sampling_params import SamplingParams, StructuredOutputsParams
 from tests.support import pair
+from tests.support.distributions import check_counts, filtered_distribution
 from tests.support.engines import (
     OneProgramRunner,
     generate,
@@ -32,7 +33,6 @@ from tests.support.engines import (
     with_draft,
     with_settings,
 )
-from tests.support.laws import check_counts, filtered_law
 
 slow = partial(pytest.param, marks=pytest.mark.slow)
 
@@ -316,7 +316,7 @@ VOCAB, PROMPT = 64, [20, 7, 33, 11, 50, 14, 9, 44, 12, 6]
 EOS = 1
 TEMPERATURE = 2.0  # at which half of the texts are likely enough to be counted alone
 # Tokens 4 to 15 are %&'()*+,-./0
-LAW_PATTERN = r"[%&'(]([)*]%?|\+[,-])?"
+DISTRIBUTION_PATTERN = r"[%&'(]([)*]%?|\+[,-])?"
 
 
 def words_of_the_form() -> list[list[int]]:
@@ -324,31 +324,36 @@ def words_of_the_form() -> list[list[int]]:
     words = []
     for length in range(1, 4):
         for word in itertools.product("%&'()*+,-", repeat=length):
-            if re.fullmatch(LAW_PATTERN, "".join(word)):
+            if re.fullmatch(DISTRIBUTION_PATTERN, "".join(word)):
                 words.append([ord(one) - 33 for one in word] + [EOS])
     return words
 
 
-def enumerated_law(target: Any, words: list[list[int]]) -> np.ndarray:
+def enumerated_distribution(target: Any, words: list[list[int]]) -> np.ndarray:
     """Probability of every text, from HuggingFace's logits and the masks."""
     following: dict[tuple[int, ...], set[int]] = {}
     for word in words:
         for cut, token in enumerate(word):
             following.setdefault(tuple(word[:cut]), set()).add(token)
-    laws = {}
+    distributions = {}
     with torch.no_grad():
         for start, allowed in following.items():
             choices = sorted(allowed)
             tokens = torch.tensor([[*PROMPT, *start]]).long()
             logits = target(tokens).logits[0, -1].numpy()
-            law = np.zeros(VOCAB)
-            law[choices] = filtered_law(logits[None, choices], np.float32(TEMPERATURE))[
-                0
-            ]
-            laws[start] = law
+            distribution = np.zeros(VOCAB)
+            distribution[choices] = filtered_distribution(
+                logits[None, choices], np.float32(TEMPERATURE)
+            )[0]
+            distributions[start] = distribution
     return np.array(
         [
-            np.prod([laws[tuple(word[:cut])][word[cut]] for cut in range(len(word))])
+            np.prod(
+                [
+                    distributions[tuple(word[:cut])][word[cut]]
+                    for cut in range(len(word))
+                ]
+            )
             for word in words
         ]
     )
@@ -363,11 +368,11 @@ def enumerated_law(target: Any, words: list[list[int]]) -> np.ndarray:
         slow("seeded", 2000),
     ],
 )
-def test_the_law_under_a_grammar_is_the_enumerated_one(rule, count):
+def test_the_distribution_under_a_grammar_is_the_enumerated_one(rule, count):
     words = words_of_the_form()
-    law = enumerated_law(pair.target(), words)
-    assert law.sum() == pytest.approx(1, abs=1e-6)
-    form = StructuredOutputsParams(regex=LAW_PATTERN)
+    distribution = enumerated_distribution(pair.target(), words)
+    assert distribution.sum() == pytest.approx(1, abs=1e-6)
+    form = StructuredOutputsParams(regex=DISTRIBUTION_PATTERN)
     settings: Any = dict(seed=11)
     if rule != "seeded":
         settings["rejection_sample_method"] = rule
@@ -387,7 +392,7 @@ def test_the_law_under_a_grammar_is_the_enumerated_one(rule, count):
     counts = np.zeros(len(words), int)
     for tokens in found:
         counts[words.index(tokens)] += 1
-    check_counts(counts, law, rule)
+    check_counts(counts, distribution, rule)
 
 
 HELD_FORM = r"[A-Z]{60}"

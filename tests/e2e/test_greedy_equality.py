@@ -88,7 +88,7 @@ def widest() -> LLMEngine:
     )
 
 
-@pytest.mark.battery(name="lossless")
+@pytest.mark.long_suite(name="lossless")
 @pytest.mark.parametrize("num_draft", [1, 2, 3, 5, 8])
 def test_a_hundred_texts_with_every_number_of_drafts(num_draft, hundred, widest):
     """Eight at a time, then one, in one executable."""
@@ -105,7 +105,7 @@ def test_a_hundred_texts_with_every_number_of_drafts(num_draft, hundred, widest)
         assert tokens_of(generate(alone, [prompt], params)) == [text]
 
 
-@pytest.mark.battery(name="lossless")
+@pytest.mark.long_suite(name="lossless")
 def test_a_hundred_texts_in_batches_of_three(hundred):
     """Batches that grow and shrink, each size an executable of its own."""
     prompts, texts = hundred
@@ -119,7 +119,7 @@ def test_a_hundred_texts_in_batches_of_three(hundred):
     assert 0.3 < engine.stats.acceptance_rate < 0.9
 
 
-@pytest.mark.battery(name="lossless")
+@pytest.mark.long_suite(name="lossless")
 @pytest.mark.parametrize("kind", ["noisy", "unrelated", "same"])
 def test_a_hundred_texts_with_every_draft(kind, hundred):
     prompts, texts = hundred

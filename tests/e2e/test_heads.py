@@ -158,7 +158,7 @@ def test_correct_side_branch_of_medusa_is_accepted_whole():
     assert right.stats.num_draft_rounds == -(-(LENGTH - 1) // 4)
 
 
-@pytest.mark.battery(name="lossless")
+@pytest.mark.long_suite(name="lossless")
 @pytest.mark.parametrize("kind", ["eagle3", "medusa"])
 def test_drafts_for_gemma_3_are_what_the_head_predicts(kind):
     """The head reads the hidden states of other layers."""

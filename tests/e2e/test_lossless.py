@@ -53,25 +53,25 @@ GEMMA3 = replace(
 GEMMA3_SHAPES = replace(GEMMA3, proposers=tuple(SHAPED))
 GEMMA3_LARGEST = replace(GEMMA3, proposers=tuple(LARGE), drafts=(8,))
 GEMMA3_ROUNDED = replace(GEMMA3, dtype="bfloat16", is_optimized=True)
-BATTERY = pytest.mark.battery(name="lossless")
+SUITE = pytest.mark.long_suite(name="lossless")
 
 
 @pytest.mark.parametrize(
     "cut",
     [
         pytest.param(SHORT, id="short"),
-        pytest.param(SUFFIX, id="suffix", marks=BATTERY),
-        pytest.param(LEAVES, id="leaves", marks=BATTERY),
+        pytest.param(SUFFIX, id="suffix", marks=SUITE),
+        pytest.param(LEAVES, id="leaves", marks=SUITE),
         pytest.param(TREES, id="trees"),
-        pytest.param(SHAPES, id="shapes", marks=BATTERY),
-        pytest.param(LARGEST, id="largest", marks=BATTERY),
-        pytest.param(LONG, id="long", marks=BATTERY),
-        pytest.param(ROUNDED, id="bfloat16", marks=BATTERY),
+        pytest.param(SHAPES, id="shapes", marks=SUITE),
+        pytest.param(LARGEST, id="largest", marks=SUITE),
+        pytest.param(LONG, id="long", marks=SUITE),
+        pytest.param(ROUNDED, id="bfloat16", marks=SUITE),
         pytest.param(GEMMA3_SHORT, id="gemma3, short"),
-        pytest.param(GEMMA3, id="gemma3", marks=BATTERY),
-        pytest.param(GEMMA3_SHAPES, id="gemma3, shapes", marks=BATTERY),
-        pytest.param(GEMMA3_LARGEST, id="gemma3, largest", marks=BATTERY),
-        pytest.param(GEMMA3_ROUNDED, id="gemma3, bfloat16", marks=BATTERY),
+        pytest.param(GEMMA3, id="gemma3", marks=SUITE),
+        pytest.param(GEMMA3_SHAPES, id="gemma3, shapes", marks=SUITE),
+        pytest.param(GEMMA3_LARGEST, id="gemma3, largest", marks=SUITE),
+        pytest.param(GEMMA3_ROUNDED, id="gemma3, bfloat16", marks=SUITE),
     ],
 )
 def test_every_path_says_what_plain_decoding_says(cut):
@@ -82,7 +82,7 @@ def test_every_path_says_what_plain_decoding_says(cut):
     "cut",
     [
         pytest.param(XLA, id="short"),
-        pytest.param(LONG, id="long", marks=BATTERY),
+        pytest.param(LONG, id="long", marks=SUITE),
     ],
 )
 def test_every_path_without_operations_in_c(cut, monkeypatch):

@@ -14,6 +14,7 @@ from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.outputs import CompletionOutput, RequestOutput
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams
 from tests.support import pair
+from tests.support.distributions import controlled
 from tests.support.engines import (
     StubTokenizer,
     generate,
@@ -21,7 +22,6 @@ from tests.support.engines import (
     tokens_of,
     with_settings,
 )
-from tests.support.laws import controlled
 from tests.support.oracles import hf_logits
 
 PROMPTS = pair.prompts(4, seed=5)
@@ -63,7 +63,7 @@ def ask(prompt: list[int] | None = None, **fields: Any) -> CompletionOutput:
     return completion
 
 
-def laws(tokens: list[int]) -> np.ndarray:
+def distributions(tokens: list[int]) -> np.ndarray:
     """Row i: log-probabilities of the token after the first i + 1, by HuggingFace."""
     logits = np.array(hf_logits(pair.target(), np.array(tokens)), np.float64)
     return logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
@@ -216,7 +216,7 @@ def test_logprobs_are_those_of_one_pass(count: int):
     for prompt, outputs in zip(PROMPTS, run(PROMPTS, params), strict=True):
         (completion,) = outputs[-1].outputs
         tokens = list(completion.token_ids)
-        rows = laws(prompt + tokens)[:-1]
+        rows = distributions(prompt + tokens)[:-1]
         check_told(completion.logprobs, tokens, rows[len(prompt) - 1 :], count)
         told = outputs[-1].prompt_logprobs
         assert told is not None
@@ -252,7 +252,7 @@ def test_ids_that_were_chosen_are_told_with_every_token():
     for prompt, ids, outputs in zip(PROMPTS, chosen, run(PROMPTS, params), strict=True):
         (completion,) = outputs[-1].outputs
         tokens = list(completion.token_ids)
-        rows = laws(prompt + tokens)[len(prompt) - 1 : -1]
+        rows = distributions(prompt + tokens)[len(prompt) - 1 : -1]
         if ids is None:
             check_told(completion.logprobs, tokens, rows, 1)
             continue

@@ -107,7 +107,7 @@ def test_request_without_drafts_leaves_no_draft_keys():
     assert check_drafts(prompt, list(output.outputs[0].token_ids)) > 10
 
 
-@pytest.mark.battery(name="lossless")
+@pytest.mark.long_suite(name="lossless")
 def test_drafts_for_gemma_3_equal_huggingface():
     settings = dict(mask_token_id=MASK, runner=OneGreedyProgramRunner)
     engine = proposers.record_drafts(proposers.make(GEMMA3, **settings))

@@ -14,6 +14,7 @@ from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.outputs import RequestOutput
 from jaxspec.program.wire import StepResult
 from jaxspec.sampling_params import SamplingParams, StructuredOutputsParams
+from tests.support.distributions import check_counts
 from tests.support.engines import (
     OneProgramRunner,
     generate,
@@ -23,10 +24,9 @@ from tests.support.engines import (
     tokens_of,
     with_settings,
 )
-from tests.support.laws import check_counts
 
 RATES = (0.8, 0.5, 0.45)
-LAW = np.array([0.2, 0.3, 0.05, 0.45])
+DISTRIBUTION = np.array([0.2, 0.3, 0.05, 0.45])
 PROMPTS = [[2, 4 + number % 9, 3, number % 5] for number in range(16)]
 
 
@@ -78,7 +78,7 @@ def drafted_rounds(engine: LLMEngine, params: list[SamplingParams]) -> np.ndarra
 def test_rounds_keep_drafts_by_the_rates():
     kept = drafted_rounds(with_settings(compiled()), params_of(16))
     assert len(kept) > 500
-    check_counts(np.bincount(kept, minlength=4), LAW)
+    check_counts(np.bincount(kept, minlength=4), DISTRIBUTION)
 
 
 @pytest.mark.usefixtures("unchecked_types")

@@ -63,7 +63,7 @@ def alone(llm: LLM) -> list[Any]:
     return [llm.generate([one], TOLD, use_tqdm=False)[0] for one in prompts()]
 
 
-@pytest.mark.battery(name="lossless")
+@pytest.mark.long_suite(name="lossless")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @users_programs()
 def test_every_way_tells_the_same(dtype):

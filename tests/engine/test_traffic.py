@@ -25,7 +25,7 @@ from jaxspec.engine.scheduling.scheduler import Scheduler
 from jaxspec.engine.speculation.policy import SpeculationPolicy
 from jaxspec.program.plan import StepPlan, StepShape
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams
-from tests.batteries import members
+from tests.long_suites import members
 from tests.support.engines import StubTokenizer
 from tests.support.fake_device import FakeRunner, random_truth
 from tests.support.loops import Loop, make_config, make_request
@@ -152,7 +152,7 @@ def test_a_little_traffic():
     assert run(8, 25).num_steps > 0
 
 
-@pytest.mark.battery(name="traffic")
+@pytest.mark.long_suite(name="traffic")
 def test_forty_thousand_steps():
     ran = run(300, 60)
     assert ran.num_steps >= 40_000

@@ -138,7 +138,7 @@ def mutant(
 
 
 CHECKS = {name: partial(check_rounds, name) for name in IMPLEMENTATIONS}
-G_TOTAL = "total * passes.weigh(maximum, law)"
+G_TOTAL = "total * passes.weigh(maximum, distribution)"
 MUTANTS = [
     mutant(
         "shared noise", "passes.race", "words[:, :1], words", "words[:1, :1], words"
@@ -200,14 +200,14 @@ MUTANTS = [
     mutant(
         "top-p of more than the mass",
         "reference._filter",
-        "controls.top_p * law.total",
-        "controls.top_p * law.total * 1.02",
+        "controls.top_p * distribution.total",
+        "controls.top_p * distribution.total * 1.02",
     ),
     mutant(
         "sum of what is dropped",
         "reference._filter",
-        "jnp.where(by_p, amount, law.total)",
-        "law.total",
+        "jnp.where(by_p, amount, distribution.total)",
+        "distribution.total",
     ),
     mutant(
         "pad counted",
@@ -220,14 +220,14 @@ MUTANTS = [
     mutant(
         "combined without rescale",
         "passes.combine",
-        "own.total * weigh(own.maximum[:, None], law)[:, 0]",
+        "own.total * weigh(own.maximum[:, None], distribution)[:, 0]",
         "own.total",
         check_slices,
     ),
     mutant(
         "tiles without rescale",
         "passes.statistics",
-        "total * weigh(maximum[:, None], law)",
+        "total * weigh(maximum[:, None], distribution)",
         "total",
     ),
     mutant(

@@ -24,7 +24,7 @@ from jaxspec_kernels.rejection_sampling import (
 )
 from tests.kernels import dense, whole_rows
 from tests.kernels.oracle import UNOPTIMISED
-from tests.support.laws import filtered_law
+from tests.support.distributions import filtered_distribution
 from tests.support.rows import make_active
 
 START = 20  # known tokens of every sequence
@@ -79,7 +79,7 @@ def sliced(
 
 @dataclass(frozen=True, kw_only=True)
 class Round:
-    """Arguments of one call, and the laws that they mean."""
+    """Arguments of one call, and the distributions that they mean."""
 
     kind: np.ndarray  # of KINDS
     tokens: np.ndarray
@@ -160,14 +160,14 @@ def make_round(
     tokens = np.empty((seqs, drafts), int)
     for seq, i in np.ndindex(seqs, drafts):
         kept: Any = hot[seq], top_k[seq], top_p[seq]
-        draft[seq, i] = filtered_law(nearby[seq, i], *kept)
+        draft[seq, i] = filtered_distribution(nearby[seq, i], *kept)
         # From the target half of the time, where the draft can draw it.
-        law = draft[seq, i].astype(np.float64)
+        distribution = draft[seq, i].astype(np.float64)
         if random.random() < 0.5:
-            law = law * np.exp(logits[seq, i])
-        tokens[seq, i] = random.choice(vocab, p=law / law.sum())
+            distribution = distribution * np.exp(logits[seq, i])
+        tokens[seq, i] = random.choice(vocab, p=distribution / distribution.sum())
         if kind[seq] in (GREEDY, COUPLED) and random.random() < 0.7:
-            target = filtered_law(logits[seq, i], *kept)
+            target = filtered_distribution(logits[seq, i], *kept)
             own = target / noise[seq, i] if kind[seq] == COUPLED else target
             tokens[seq, i] = own.argmax()
     return Round(
@@ -231,13 +231,13 @@ def by_force(one: Round, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     for seq, count in enumerate(counts):
         row = one.logits[seq, count]
         kept: Any = one.temperature[seq], one.top_k[seq], one.top_p[seq]
-        law = filtered_law(row, *kept, min_p=one.min_p[seq])
+        distribution = filtered_distribution(row, *kept, min_p=one.min_p[seq])
         if one.kind[seq] == GREEDY:
             tokens.append(row.argmax())
         elif one.kind[seq] == COUPLED:
-            tokens.append((law / noise[seq]).argmax())
+            tokens.append((distribution / noise[seq]).argmax())
         else:
-            is_past = (law > 0) & (np.cumsum(law) > sample[seq])
+            is_past = (distribution > 0) & (np.cumsum(distribution) > sample[seq])
             tokens.append(is_past.argmax())
     return counts, np.array(tokens)
 

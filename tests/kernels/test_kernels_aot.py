@@ -32,11 +32,11 @@ from jaxspec_kernels.rejection_sampling.cases import Case as SamplingCase
 from jaxspec_kernels.write_kv_pages import cases as writes
 from jaxspec_kernels.write_kv_pages import reference
 from jaxspec_kernels.write_kv_pages import tpu as tpu_writes
-from tests.batteries import members
 from tests.kernels import aot_gpu, aot_tpu
 from tests.kernels import rejection_aot as rejection
 from tests.kernels.aot_tpu import CHIPS, SCOPED_VMEM_BYTES, Compiled
 from tests.kernels.attention_base import tiles_of
+from tests.long_suites import members
 
 for_tpu = pytest.mark.skipif(aot_tpu.MISSING is not None, reason=str(aot_tpu.MISSING))
 for_gpu = pytest.mark.skipif(
@@ -129,7 +129,7 @@ def test_chips_of_a_mesh_run_the_kernel_of_their_part(
 
 @pytest.mark.aot
 @for_tpu
-@pytest.mark.battery(name="attention_tpu")
+@pytest.mark.long_suite(name="attention_tpu")
 @pytest.mark.parametrize(("chip", "block_tokens"), [("v5e", 1024), ("v6e", 1536)])
 def test_block_that_does_not_fit_is_refused(chip, block_tokens):
     """And names the limit that the other tests go by."""
@@ -206,7 +206,7 @@ def test_attention_on_a_gpu_reads_eight_bits_in_place(name, kept):
 
 @pytest.mark.aot
 @for_gpu
-@pytest.mark.battery(name="attention_gpu")
+@pytest.mark.long_suite(name="attention_gpu")
 def test_gpus_that_divide_the_heads_exchange_nothing():
     """The program of eight chips is that of one with an eighth of the heads."""
     divided = aot_gpu.compile_program(aot_gpu.PROGRAMS["9b/tp1/verify on 8 chips"])
@@ -215,7 +215,7 @@ def test_gpus_that_divide_the_heads_exchange_nothing():
 
 @pytest.mark.aot
 @for_gpu
-@pytest.mark.battery(name="attention_gpu")
+@pytest.mark.long_suite(name="attention_gpu")
 def test_tiles_beyond_shared_memory_do_not_compile(monkeypatch):
     monkeypatch.setenv("LLVM_DISABLE_SYMBOLIZATION", "1")  # of the error: minutes
     tiles = Tiles(rows=64, keys=128, splits=1, num_stages=5)
@@ -239,13 +239,13 @@ LARGE_ROWS = sorted(name for shape, name in NAMES.items() if shape[2] % 128 == 0
 SMALL_ROWS = sorted(name for shape, name in NAMES.items() if shape[2] % 128)
 
 
-def chips(*names: str, in_battery: tuple[str, ...] = ("v6e",)) -> list[Any]:
-    """Parameters; both TPUs get one kernel: all of the second are in the battery."""
-    battery = [pytest.mark.battery(name="page_writes")]
+def chips(*names: str, in_suite: tuple[str, ...] = ("v6e",)) -> list[Any]:
+    """Parameters; both TPUs get one kernel: all of the second are in the suite."""
+    suite = [pytest.mark.long_suite(name="page_writes")]
     return [
         pytest.param(
             name,
-            marks=[pytest.mark.aot, CHIP_MARKS[name], *battery * (name in in_battery)],
+            marks=[pytest.mark.aot, CHIP_MARKS[name], *suite * (name in in_suite)],
         )
         for name in names
     ]
@@ -359,8 +359,8 @@ def _made(entry: str, shape: tuple[int, ...]) -> list[str]:
     return [name for name in made if name != "parameter"]
 
 
-@pytest.mark.battery(name="page_writes")
-@pytest.mark.parametrize("chip", chips(*ALL_CHIPS, in_battery=()))
+@pytest.mark.long_suite(name="page_writes")
+@pytest.mark.parametrize("chip", chips(*ALL_CHIPS, in_suite=()))
 @pytest.mark.parametrize("name", LARGE_ROWS)
 def test_write_is_in_place(name, chip):
     program = compile_write(chip, name)
@@ -398,8 +398,8 @@ def test_small_rows_on_gpu(name):
     assert program.is_in_place, program
 
 
-@pytest.mark.battery(name="page_writes")
-@pytest.mark.parametrize("chip", chips(*BOTH_TPUS, in_battery=()))
+@pytest.mark.long_suite(name="page_writes")
+@pytest.mark.parametrize("chip", chips(*BOTH_TPUS, in_suite=()))
 @pytest.mark.parametrize("name", SMALL_ROWS)
 def test_small_rows_on_tpu_need_the_row_major_layout(name, chip):
     case, given = (
@@ -500,7 +500,7 @@ def test_first_pass_of_sampling_fits_a_tpu(name, chip):
 
 
 @pytest.mark.aot
-@pytest.mark.battery(name="rejection")
+@pytest.mark.long_suite(name="rejection")
 @for_tpu
 @pytest.mark.parametrize(
     ("name", "chip"),
@@ -513,7 +513,7 @@ def test_sampling_on_a_tpu_writes_tiles_only(name, chip):
 
 
 @pytest.mark.aot
-@pytest.mark.battery(name="rejection")
+@pytest.mark.long_suite(name="rejection")
 @for_tpu
 @pytest.mark.parametrize("name", ["27b/tp2", "9b/tp4", "9b/tp8"])
 def test_sampling_on_eight_tpus_exchanges_few_numbers(name):

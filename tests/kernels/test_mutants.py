@@ -2,8 +2,8 @@
 
 import pytest
 
-from tests.batteries import members
 from tests.kernels import mutants, rejection_mutants
+from tests.long_suites import members
 from tests.support.mutation import applied, is_killed
 
 
@@ -43,9 +43,9 @@ def test_mutant_of_rejection_sampling_is_killed(one):
 @pytest.mark.parametrize(
     "module",
     [
-        pytest.param(mutants, marks=pytest.mark.battery(name="attention_mutants")),
+        pytest.param(mutants, marks=pytest.mark.long_suite(name="attention_mutants")),
         pytest.param(
-            rejection_mutants, marks=pytest.mark.battery(name="rejection_mutants")
+            rejection_mutants, marks=pytest.mark.long_suite(name="rejection_mutants")
         ),
     ],
     ids=lambda module: module.__name__.rpartition(".")[2],

@@ -62,7 +62,7 @@ class Sources:
 sys.exit(pytest.main(sys.argv[2:], plugins=[Sources()]))
 """
 
-builds = pytest.mark.battery(name="native_builds")
+builds = pytest.mark.long_suite(name="native_builds")
 pytestmark = [
     pytest.mark.usefixtures("has_native"),
     pytest.mark.skipif(sys.platform != "linux", reason="wraps Linux's compiler"),
@@ -103,7 +103,13 @@ def run_cases(
     own = {"CXX": str(wrapper), native.VARIABLE: str(folder), **environment}
     command = [sys.executable, "-c", CHILD, str(sources), "-q", "-p"]
     # Nothing is captured: a sanitizer speaks, and ends the process.
-    command += ["no:cacheprovider", "-s", "-m", "not slow and not battery", *arguments]
+    command += [
+        "no:cacheprovider",
+        "-s",
+        "-m",
+        "not slow and not long_suite",
+        *arguments,
+    ]
     # pytest's own folders of this process are not to be taken for those of the child.
     own["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
     return subprocess.run(
@@ -224,7 +230,7 @@ def cross_compiler() -> list[str] | None:
     return None
 
 
-# Not of the battery, which is only recorded where nothing is skipped.
+# Not of the long suite, which is only recorded where nothing is skipped.
 @pytest.mark.slow
 @pytest.mark.skipif(cross_compiler() is None, reason="no cross compiler for ARM")
 @pytest.mark.parametrize("source", sorted(native._FOLDER.glob("*.cc")), ids=str)

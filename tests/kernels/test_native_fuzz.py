@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from jaxspec_kernels import native, paged_attention, panel_rows
 from jaxspec_kernels.panel_matmul import WIDTH, to_panels
 from jaxspec_kernels.rejection_sampling import cpu
-from jaxspec_kernels.rejection_sampling.passes import Draft, Law, Slice
+from jaxspec_kernels.rejection_sampling.passes import Distribution, Draft, Slice
 from tests.kernels.oracle import SMALL, build, random_forest
 from tests.kernels.test_decoder_blocks import PAGE_SIZE, Layer, make_batch
 
@@ -138,19 +138,19 @@ def floats(data: Any, shape: tuple[int, ...]) -> jax.Array:
 @given(data=st.data(), is_certain=st.booleans())
 @pytest.mark.parametrize("columns", [7, 600])
 def test_tokens_are_tokens_whatever_rows_say(columns, data, is_certain):
-    """Logits, laws, ids and rows of any value: all sampling passes, on one round."""
+    """Logits, probabilities, ids and rows of any value: all passes of a round."""
     seqs, inner, size = 3, 2, columns - 3
     rows = seqs * (inner + 2)
     part = Slice(columns=columns, tile=columns, vocab_size=size, axis_name=None)
     logits = floats(data, (rows, columns))
-    law = Law(*(floats(data, (rows,)) for _ in range(4)))
+    distribution = Distribution(*(floats(data, (rows,)) for _ in range(4)))
     probs = None if is_certain else floats(data, (seqs, inner + 1, columns))
     draft = Draft(integers(data, (seqs, inner + 1)), probs)
     is_any = np.random.default_rng(data.draw(SEEDS)).integers(0, 2, rows) > 0
     token = cpu.draw(
         part,
         logits,
-        law,
+        distribution,
         draft,
         row=integers(data, (seqs,)),
         index=integers(data, (seqs,)),
@@ -165,25 +165,27 @@ def test_tokens_are_tokens_whatever_rows_say(columns, data, is_certain):
     )
     assert ((0 <= found.best) & (found.best < size)).all()
     words = jax.lax.bitcast_convert_type(integers(data, (rows, 2)), jnp.uint32)
-    _, best = cpu.race(part, logits, law, words)
+    _, best = cpu.race(part, logits, distribution, words)
     assert ((0 <= best) & (best < size)).all()
     for counts in (True, False):
         border, _ = cpu.search(
             part,
             logits,
-            law,
+            distribution,
             floats(data, (rows,)),
             is_searched=jnp.asarray(is_any),
             counts=counts,
         )
         assert not np.isnan(border).any()
         limits = floats(data, (rows, 3))
-        amounts = cpu.amounts(part, logits, law, limits, counts=counts)
+        amounts = cpu.amounts(part, logits, distribution, limits, counts=counts)
         assert not np.isnan(amounts).any()
-    chances = np.asarray(cpu.probabilities(part, logits, law))
+    chances = np.asarray(cpu.probabilities(part, logits, distribution))
     assert not chances[:, size:].any() and not np.isnan(chances).any()
     if probs is not None:
-        above = cpu.excess(part, logits, law, draft, floats(data, (seqs, inner)))
+        above = cpu.excess(
+            part, logits, distribution, draft, floats(data, (seqs, inner))
+        )
         assert (np.asarray(above) >= 0).all()
 
 
@@ -192,12 +194,12 @@ def test_what_is_no_token_weighs_nothing_whatever_the_temperature(temperature):
     """Columns past the vocabulary are -inf, and -inf / -0 is +inf."""
     part = Slice(columns=7, tile=7, vocab_size=4, axis_name=None)
     ones = jnp.ones(2)
-    law = Law(temperature * ones, 0 * ones, -jnp.inf * ones, 0 * ones)
+    distribution = Distribution(temperature * ones, 0 * ones, -jnp.inf * ones, 0 * ones)
     logits, words = jnp.zeros((2, 7)), jnp.ones((2, 2), jnp.uint32)
-    score, best = cpu.race(part, logits, law, words)
+    score, best = cpu.race(part, logits, distribution, words)
     assert (best < 4).all() and jnp.isfinite(score).all()
     logits = logits.at[:, 1].set(-jnp.inf)
-    assert not np.asarray(cpu.probabilities(part, logits, law))[:, 1].any()
+    assert not np.asarray(cpu.probabilities(part, logits, distribution))[:, 1].any()
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -214,7 +216,7 @@ def mask_function():
 
 
 # What operations take, as arrays of the sizes that fit: `dtype axis axis ...`.
-LAW = ("f4 2", "f4 2", "f4 2")
+DISTRIBUTION = ("f4 2", "f4 2", "f4 2")
 FORMS: dict[str, tuple[tuple[str, ...], tuple[str, ...], dict[str, Any]]] = {
     "attend": (
         ("f4 2 3 4 6", "f4 5 4 4 6", "f4 0", "i4 2 3", "i4 2", "? 2 3 3"),
@@ -233,24 +235,28 @@ FORMS: dict[str, tuple[tuple[str, ...], tuple[str, ...], dict[str, Any]]] = {
         {"vocab_size": 8},
     ),
     "amounts": (
-        ("f4 2 9", *LAW, "f4 2 3", "i4 1"),
+        ("f4 2 9", *DISTRIBUTION, "f4 2 3", "i4 1"),
         ("f4 2 3",),
         {"vocab_size": 8, "counts": True},
     ),
-    "race": (("f4 2 9", *LAW, "u4 2 2", "i4 1"), ("f4 2", "i4 2"), {"vocab_size": 8}),
+    "race": (
+        ("f4 2 9", *DISTRIBUTION, "u4 2 2", "i4 1"),
+        ("f4 2", "i4 2"),
+        {"vocab_size": 8},
+    ),
     "search": (
-        ("f4 2 9", *LAW, "f4 2", "f4 2", "? 2"),
+        ("f4 2 9", *DISTRIBUTION, "f4 2", "f4 2", "? 2"),
         ("f4 2", "f4 2"),
         {"vocab_size": 8, "counts": False},
     ),
     "draw": (
-        ("f4 2 9", *LAW, "f4 2", "i4 1", "f4 1 1 9", "i4 1", "i4 1", "? 1")
+        ("f4 2 9", *DISTRIBUTION, "f4 2", "i4 1", "f4 1 1 9", "i4 1", "i4 1", "? 1")
         + ("f4 1", "f4 1"),
         ("i4 1",),
         {"vocab_size": 8},
     ),
     "probabilities": (
-        ("f4 2 9", *LAW, "f4 2", "i4 1"),
+        ("f4 2 9", *DISTRIBUTION, "f4 2", "i4 1"),
         ("f4 2 9",),
         {"vocab_size": 8},
     ),

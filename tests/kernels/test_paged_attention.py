@@ -53,12 +53,12 @@ SIXTEEN = replace(SMALL, head_dim=16)
 SMALL_OF = {"reference": SMALL, "cpu": SIXTEEN, "gpu": SMALL, "tpu": SMALL}
 FAST_ON_TPU = ("tiny/verify", "2b/tp8/decode-two")
 needs_native = pytest.mark.usefixtures("has_native")
-in_battery = pytest.mark.battery(name="attention_calls")
+in_suite = pytest.mark.long_suite(name="attention_calls")
 
 
 def row(backend: str, *values: Any, slow: bool = False) -> Any:
-    """One row of a table; slow ones are run by the battery."""
-    return pytest.param(backend, *values, marks=[in_battery] * slow)
+    """One row of a table; slow ones are run by the suite."""
+    return pytest.param(backend, *values, marks=[in_suite] * slow)
 
 
 slow = partial(row, slow=True)
@@ -364,8 +364,8 @@ def test_reference_reads_only_blocks_in_reach(monkeypatch, window, kv_len, num_b
         slow("tpu", 1, [16, 17, 4, 1], 2 + 2 + 1 + 1),
         row("gpu", None, [90, 3, 17, 0], 29),
         row("gpu", 8, [90, 90, 90, 90], 16),
-        slow("gpu", 8, [90, 0, 5, 16], 10),
-        slow("gpu", 1, [88, 89, 90, 1], 6),
+        slow("gpu", 8, [90, 0, 5, 16], 4 + 0 + 2 + 3),
+        slow("gpu", 1, [88, 89, 90, 1], 2 + 2 + 2 + 1),
     ],
 )
 def test_kernels_read_only_pages_in_reach(
@@ -452,9 +452,7 @@ def test_pages_of_eight_bits_equal_float64(backend, kind, window):
             pytest.param(
                 SCALED_CASES[name],
                 32,
-                marks=()
-                if name in ("tiny/verify", "2b/tp8/decode-two")
-                else in_battery,
+                marks=() if name in ("tiny/verify", "2b/tp8/decode-two") else in_suite,
                 id=name,
             )
             for name in SCALED_CASES
@@ -464,7 +462,7 @@ def test_pages_of_eight_bits_equal_float64(backend, kind, window):
             pytest.param(
                 replace(SMALL, page_size=size, q_heads=6, kv_heads=3),
                 128,
-                marks=() if size in (2, 16, 128) else in_battery,
+                marks=() if size in (2, 16, 128) else in_suite,
                 id=f"pages of {size}",
             )
             for size in (1, 2, 8, 16, 64, 128, 256)
@@ -474,7 +472,7 @@ def test_pages_of_eight_bits_equal_float64(backend, kind, window):
             pytest.param(
                 replace(SMALL, page_size=16, q_heads=heads, kv_heads=heads),
                 48,
-                marks=() if heads == 1 else in_battery,
+                marks=() if heads == 1 else in_suite,
                 id=f"{heads} heads",
             )
             for heads in (1, 5, 12)
@@ -503,7 +501,7 @@ def test_a_scale_that_is_nan_affects_its_token_alone():
     np.testing.assert_allclose(found[0, :, :group], whole[0, :, :group], atol=EXACT)
 
 
-@pytest.mark.parametrize("window", [pytest.param(None, marks=in_battery), 7])
+@pytest.mark.parametrize("window", [pytest.param(None, marks=in_suite), 7])
 def test_heads_and_sequences_split_over_a_mesh(window):
     """As the step program calls it: every device has its heads of all pages."""
     case = replace(SMALL, q_heads=8, kv_heads=4, window=window)
@@ -535,7 +533,7 @@ def test_heads_and_sequences_split_over_a_mesh(window):
 
 @pytest.mark.parametrize(
     ("window", "is_scaled"),
-    [pytest.param(None, False, marks=in_battery), (7, False), (7, True)],
+    [pytest.param(None, False, marks=in_suite), (7, False), (7, True)],
 )
 def test_no_race_and_nothing_out_of_bounds(window, is_scaled, capfd):
     call, changes = strict_case(window), {}

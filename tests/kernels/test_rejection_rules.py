@@ -21,7 +21,7 @@ from tests.support.enumeration import (
     VOCAB,
     block_oracle,
     constant_case,
-    laws,
+    distributions,
     make_cases,
     make_paths,
     outcomes,
@@ -126,7 +126,10 @@ def test_cases_hold_what_they_should():
     rows = outcomes(paths, block_oracle(paths))
     total = np.bincount(paths.case[rows["path"]], weights=rows["weight"])
     np.testing.assert_allclose(total, 1, atol=1e-9)
-    by_kind = {law.case.kind: law for law in laws(cases, *rule_of(STANDARD))}
+    by_kind = {
+        distribution.case.kind: distribution
+        for distribution in distributions(cases, *rule_of(STANDARD))
+    }
     assert by_kind["equal"].mean_accepted == pytest.approx(
         by_kind["equal"].case.num_draft, abs=1e-4
     )
@@ -135,8 +138,14 @@ def test_cases_hold_what_they_should():
 
 def test_block_accepts_no_less_than_standard():
     cases = make_cases()
-    standard = [law.mean_accepted for law in laws(cases, *rule_of(STANDARD))]
-    block = [law.mean_accepted for law in laws(cases, *rule_of(BLOCK))]
+    standard = [
+        distribution.mean_accepted
+        for distribution in distributions(cases, *rule_of(STANDARD))
+    ]
+    block = [
+        distribution.mean_accepted
+        for distribution in distributions(cases, *rule_of(BLOCK))
+    ]
     gain = np.array(block) - np.array(standard)
     assert gain.min() >= -1e-9
     assert (gain > 1e-3).mean() >= 0.2
@@ -146,5 +155,5 @@ def test_example_of_the_block_paper():
     """Sun et al., section 2: 10/9 accepted tokens become 11/9."""
     case = constant_case([1 / 3, 2 / 3, 0, 0], [2 / 3, 1 / 3, 0, 0], num_draft=2)
     for rule, expected in ((STANDARD, 10 / 9), (BLOCK, 11 / 9)):
-        (law,) = laws([case], *rule_of(rule))
-        assert law.mean_accepted == pytest.approx(expected, abs=1e-9)
+        (distribution,) = distributions([case], *rule_of(rule))
+        assert distribution.mean_accepted == pytest.approx(expected, abs=1e-9)

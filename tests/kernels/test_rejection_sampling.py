@@ -36,8 +36,8 @@ from tests.kernels.rejection_rounds import (
     with_kind,
 )
 from tests.support import enumeration
+from tests.support.distributions import check_counts, filtered_distribution
 from tests.support.enumeration import VOCAB, block_oracle, make_cases, standard_oracle
-from tests.support.laws import check_counts, filtered_law
 from tests.support.rows import make_active
 
 ORACLES = {STANDARD: standard_oracle, BLOCK: block_oracle}
@@ -68,8 +68,8 @@ def test_rounds_hold_what_they_should():
     assert set(one.num_draft) == {0, 1, 2, 3}
 
 
-def check_law(rule: int, count: int = 45) -> None:
-    """The exact law of all K + 1 tokens is the target's."""
+def check_distribution(rule: int, count: int = 45) -> None:
+    """The exact distribution of all K + 1 tokens is the target's."""
 
     def apply(tokens, draft, target, num_draft, *, accept_uniform, sample_uniform):
         seqs = tokens.shape[0]
@@ -88,15 +88,21 @@ def check_law(rule: int, count: int = 45) -> None:
             tile=3,
         )
 
-    for law in enumeration.laws(make_cases(count), apply, ORACLES[rule]):
-        assert law.distance <= 1e-6, (law.case.kind, law.case.num_draft, law.distance)
+    for distribution in enumeration.distributions(
+        make_cases(count), apply, ORACLES[rule]
+    ):
+        assert distribution.distance <= 1e-6, (
+            distribution.case.kind,
+            distribution.case.num_draft,
+            distribution.distance,
+        )
 
 
 @pytest.mark.parametrize("rule", ORACLES)
 def test_emitted_tokens_follow_the_target_exactly(rule, monkeypatch):
     # The logarithm of a probability of 2**-12 is off by 2**-21 of it in float32.
     monkeypatch.setattr(enumeration, "MARGIN", 2.0**-18)
-    check_law(rule)
+    check_distribution(rule)
 
 
 @pytest.mark.parametrize("is_certain", [False, True])
@@ -105,16 +111,16 @@ def test_first_two_tokens_follow_the_filtered_target(rule, is_certain):
     """Chi-square over many seeds; a certain draft is a point mass without an array."""
     seqs, vocab = 40_000, 7
     random = np.random.default_rng(5)
-    # Two drafts; the second row's law depends on the first token.
+    # Two drafts; the second row's distribution depends on the first token.
     table = random.normal(size=(vocab + 1, vocab)).astype(np.float32) * 1.5
     values: dict[str, Any] = dict(temperature=0.8, top_k=5, top_p=0.95, min_p=0.02)
-    law = filtered_law(table, *values.values())
+    distribution = filtered_distribution(table, *values.values())
     own = np.full((vocab + 1, vocab), 1 / vocab)
     first = random.choice(vocab, seqs, p=own[vocab])
     tokens = np.stack([first, random.integers(0, vocab, seqs)], axis=1)
     if is_certain:
-        best = law[vocab].argmax()
-        tokens = np.broadcast_to([best, law[best].argmax()], tokens.shape)
+        best = distribution[vocab].argmax()
+        tokens = np.broadcast_to([best, distribution[best].argmax()], tokens.shape)
     logits = np.stack([table[np.full(seqs, vocab)], *table[tokens.T]], axis=1)
     # Coupled drafts share the noise; any draft that does not look at it is fine too.
     words = random.integers(0, 2**32, (seqs, 3, 2), dtype=np.uint32)
@@ -132,12 +138,14 @@ def test_first_two_tokens_follow_the_filtered_target(rule, is_certain):
     accepted, following = np.asarray(verdict.num_accepted), np.asarray(verdict[1])
     assert len(set(accepted)) == 3
     emitted = np.where(accepted > 0, tokens[:, 0], following)
-    check_counts(np.bincount(emitted, minlength=vocab), law[vocab], rule)
+    check_counts(np.bincount(emitted, minlength=vocab), distribution[vocab], rule)
     for start in range(vocab):
         here = (accepted > 0) & (tokens[:, 0] == start)
         second = np.where(accepted > 1, tokens[:, 1], following)[here]
         if rule != "block" and here.any():  # block: the first stays given the second
-            check_counts(np.bincount(second, minlength=vocab), law[start], rule)
+            check_counts(
+                np.bincount(second, minlength=vocab), distribution[start], rule
+            )
 
 
 @pytest.mark.parametrize("kind", [GREEDY, STANDARD, COUPLED])
@@ -220,7 +228,7 @@ def test_verdict_under_jit_and_by_the_public_name():
     np.testing.assert_array_equal(found, by_whole_rows(one))
 
 
-def test_without_noise_a_coupled_sequence_keeps_the_law():
+def test_without_noise_a_coupled_sequence_keeps_the_distribution():
     one = make_round(seed=6)
     found = by_public_name(*one.arrays, **one.numbers | dict(noise_words=None))
     kind = np.where(one.kind == COUPLED, STANDARD, one.kind)

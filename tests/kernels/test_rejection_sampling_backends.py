@@ -17,7 +17,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from jaxspec_kernels.rejection_sampling import cpu, gpu, passes, reference, tpu
 from jaxspec_kernels.rejection_sampling.noise import exponential
-from jaxspec_kernels.rejection_sampling.passes import Draft, Law, Slice
+from jaxspec_kernels.rejection_sampling.passes import Distribution, Draft, Slice
 from tests.kernels.oracle import UNOPTIMISED
 from tests.kernels.rejection_rounds import (
     by_force,
@@ -97,15 +97,15 @@ def weights_of(exact: np.ndarray, heat: np.ndarray) -> np.ndarray:
 
 
 @cache
-def exact_law() -> tuple[jax.Array, np.ndarray, Law, np.ndarray]:
-    """Rows, a law that leaves half of each, and the weights by it."""
+def exact_distribution() -> tuple[jax.Array, np.ndarray, Distribution, np.ndarray]:
+    """Rows, a distribution that leaves half of each, and the weights by it."""
     logits, exact, heat = exact_rows()
     threshold = np.median(exact[:, :VOCAB_SIZE], axis=1).astype(np.float32)
     weights = weights_of(exact, heat)
     weights = np.where(exact >= threshold[:, None], weights, 0.0)
     arrays = heat, exact.max(axis=1), threshold, weights.sum(axis=1)
-    law = Law(*(jnp.asarray(array, jnp.float32) for array in arrays))
-    return logits, exact, law, weights
+    distribution = Distribution(*(jnp.asarray(array, jnp.float32) for array in arrays))
+    return logits, exact, distribution, weights
 
 
 def probabilities_by(weights: np.ndarray) -> np.ndarray:
@@ -149,10 +149,10 @@ def test_statistics_equal_float64(backend, dtype, rows):
 @pytest.mark.parametrize("counts", [True, False])
 @pytest.mark.parametrize("backend", PASSES)
 def test_amounts_equal_float64(backend, counts):
-    logits, exact, law, weights = exact_law()
+    logits, exact, distribution, weights = exact_distribution()
     module, own, limit = PASSES[backend]
     limits = np.sort(exact[:, [3, 50, 200]], axis=1).clip(-1e30).astype(np.float32)
-    given = part_of(backend), logits, law, jnp.asarray(limits)
+    given = part_of(backend), logits, distribution, jnp.asarray(limits)
     found = module.amounts(*given, counts=counts, **own)
     is_in = exact[:, None] >= limits[:, :, None]
     unit = np.ones_like(weights) if counts else weights
@@ -162,8 +162,8 @@ def test_amounts_equal_float64(backend, counts):
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 def test_probabilities_equal_float64(backend):
-    logits, _, law, weights = exact_law()
-    found = PASSES[backend][0].probabilities(part_of(backend), logits, law)
+    logits, _, distribution, weights = exact_distribution()
+    found = PASSES[backend][0].probabilities(part_of(backend), logits, distribution)
     # Of exponents as low as -87, in 24 bits.
     expected = probabilities_by(weights)
     np.testing.assert_allclose(found, expected, rtol=6e-6, atol=1e-37)
@@ -172,7 +172,7 @@ def test_probabilities_equal_float64(backend):
 
 @pytest.mark.parametrize("backend", PASSES)
 def test_race_is_won_as_in_float64(backend):
-    logits, _, law, weights = exact_law()
+    logits, _, distribution, weights = exact_distribution()
     module, own, limit = PASSES[backend]
     for seed in range(20 if backend == "cpu" else 1):
         words = np.random.default_rng(seed).integers(0, 2**32, (ROWS, 2), np.uint32)
@@ -180,7 +180,7 @@ def test_race_is_won_as_in_float64(backend):
         ids = jnp.arange(COLUMNS, dtype=jnp.int32)[None]
         noise = exponential(words[:, :1], words[:, 1:], ids)
         scores = weights / np.asarray(noise, np.float64)
-        score, best = module.race(part_of(backend), logits, law, words, **own)
+        score, best = module.race(part_of(backend), logits, distribution, words, **own)
         has_weight = scores.max(axis=1) > 0
         best = np.where(has_weight, best, 0)
         np.testing.assert_array_equal(best, scores.argmax(axis=1))
@@ -191,7 +191,7 @@ def test_race_is_won_as_in_float64(backend):
 @pytest.mark.parametrize("backend", PASSES)
 def test_excess_equals_float64(backend, is_certain):
     seqs, inner = 3, 2
-    logits, _, law, weights = exact_law()
+    logits, _, distribution, weights = exact_distribution()
     module, own, _ = PASSES[backend]
     random = np.random.default_rng(4)
     tokens = random.integers(0, VOCAB_SIZE, (seqs, inner + 1)).astype(np.int32)
@@ -203,7 +203,7 @@ def test_excess_equals_float64(backend, is_certain):
         jnp.asarray(tokens), None if is_certain else jnp.asarray(probs, jnp.float32)
     )
     # A pad has no draft probability.
-    given = part_of(backend), logits, law, draft, jnp.asarray(joint)
+    given = part_of(backend), logits, distribution, draft, jnp.asarray(joint)
     found = module.excess(*given, **own)
     target = probabilities_by(weights).reshape(seqs, inner + 2, COLUMNS)[:, 1:-1]
     above = np.maximum(joint[:, :, None] * target - probs[:, 1:], 0)
@@ -260,13 +260,13 @@ def test_slices_of_the_vocabulary_agree_on_the_verdict(backend):
     np.testing.assert_array_equal(found, by_whole_rows(one))
 
 
-def law_of(logits: np.ndarray) -> tuple[Law, np.ndarray]:
-    """The law of unfiltered rows, and their weights."""
+def distribution_of(logits: np.ndarray) -> tuple[Distribution, np.ndarray]:
+    """The distribution of unfiltered rows, and their weights."""
     maximum = logits.max(axis=1)
     weights = np.exp(logits.astype(np.float64) - maximum[:, None])
     arrays = np.ones(len(logits)), maximum, np.full(len(logits), -INFINITY)
     arrays = *arrays, weights.sum(axis=1)
-    return Law(*(jnp.asarray(array, jnp.float32) for array in arrays)), weights
+    return Distribution(*(jnp.asarray(array, jnp.float32) for array in arrays)), weights
 
 
 @pytest.mark.parametrize("counts", [True, False])
@@ -280,7 +280,7 @@ def test_borders_of_cpu_are_those_that_sorting_finds(counts):
         logits[2], logits[4] = np.sort(logits[2]), -np.sort(logits[4])
         logits[6] = 1.0
         logits[:, 697:] = -INFINITY
-        law, weights = law_of(logits)
+        distribution, weights = distribution_of(logits)
         unit = (weights > 1e-37) * 1.0 if counts else weights
         wanted = random.uniform(0.05, 0.95, 8) * unit.sum(axis=1)
         wanted = np.ceil(wanted) if counts else wanted
@@ -288,7 +288,7 @@ def test_borders_of_cpu_are_those_that_sorting_finds(counts):
         found, amount = cpu.search(
             part,
             jnp.asarray(logits),
-            law,
+            distribution,
             jnp.asarray(wanted, jnp.float32),
             is_searched=jnp.asarray(is_searched),
             counts=counts,
@@ -299,7 +299,9 @@ def test_borders_of_cpu_are_those_that_sorting_finds(counts):
             expected = logits[row][order][np.argmax(reached)]
             assert found[row] == (expected if is_searched[row] else -INFINITY)
             kept = logits[row] >= float(found[row])
-            share = unit[row][kept].sum() if is_searched[row] else law.total[row]
+            share = (
+                unit[row][kept].sum() if is_searched[row] else distribution.total[row]
+            )
             np.testing.assert_allclose(amount[row], share, rtol=1e-6)
 
 
@@ -311,7 +313,9 @@ def test_cpu_draws_where_the_sum_of_probabilities_passes_the_uniform(is_certain)
     part = Slice(columns=columns, tile=columns, vocab_size=size, axis_name=None)
     logits = (random.normal(size=(seqs, columns)) * 3).astype(np.float32)
     logits[:, size:] = 90.0
-    law, weights = law_of(np.where(np.arange(columns) < size, logits, -INFINITY))
+    distribution, weights = distribution_of(
+        np.where(np.arange(columns) < size, logits, -INFINITY)
+    )
     target = probabilities_by(weights)
     probs = random.dirichlet(np.full(columns, 0.05), (seqs, 2)).astype(np.float32)
     index, joint = random.integers(0, 2, seqs), random.uniform(0.3, 1, seqs)
@@ -327,7 +331,7 @@ def test_cpu_draws_where_the_sum_of_probabilities_passes_the_uniform(is_certain)
         cpu.draw(
             part,
             jnp.asarray(logits),
-            law,
+            distribution,
             Draft(jnp.asarray(tokens), None if is_certain else jnp.asarray(probs)),
             row=jnp.arange(seqs),
             index=jnp.asarray(index),

@@ -16,7 +16,7 @@ from jaxspec_kernels.rejection_sampling import (
     Controls,
     rejection_sampling,
 )
-from jaxspec_kernels.rejection_sampling.passes import Law, Slice
+from jaxspec_kernels.rejection_sampling.passes import Distribution, Slice
 from jaxspec_kernels.rejection_sampling.reference import Kernels
 from tests.kernels.oracle import UNOPTIMISED
 from tests.kernels.rejection_rounds import (
@@ -210,7 +210,7 @@ def test_threshold_is_the_one_that_sorting_finds(dtype, counts, fan):
     above = np.exp(exact - exact.max(axis=1, keepdims=True))
     heat = jnp.ones(rows, jnp.float32)
     total = jnp.asarray(above.sum(axis=1), jnp.float32)
-    law = Law(heat, maximum, jnp.full(rows, -jnp.inf), total)
+    distribution = Distribution(heat, maximum, jnp.full(rows, -jnp.inf), total)
     weights = (above.astype(np.float32) > 0) * 1.0 if counts else above
     share = random.uniform(0.05, 0.95, rows)
     wanted = share * weights.sum(axis=1)
@@ -219,7 +219,7 @@ def test_threshold_is_the_one_that_sorting_finds(dtype, counts, fan):
     find = partial(Kernels(fan=fan).search, whole(columns, 32), counts=counts)
     found, amount = jax.jit(find, compiler_options=UNOPTIMISED)(
         logits,
-        law,
+        distribution,
         jnp.asarray(wanted, jnp.float32),
         is_searched=jnp.asarray(is_searched),
     )

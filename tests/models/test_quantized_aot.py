@@ -25,7 +25,7 @@ from jaxspec_checkpoints.quantization import (
     MixedScheme,
     Scheme,
 )
-from tests.batteries import members
+from tests.long_suites import members
 from tests.program import hlo
 from tests.program.aot_record import (
     compile_step,

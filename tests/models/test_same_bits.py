@@ -27,7 +27,7 @@ from jaxspec.program.plan import TILE, PoolShape
 from jaxspec.program.token_batch import join_batches, make_token_batch
 from jaxspec_checkpoints import bundled_target
 from jaxspec_kernels.bits import storage_dtype
-from tests.batteries import members
+from tests.long_suites import members
 from tests.support.oracles import init_kv_pages
 from tests.support.programs import USERS_COMPILER
 

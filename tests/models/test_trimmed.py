@@ -30,8 +30,8 @@ def test_tokens_that_a_head_cannot_say_have_no_chance():
     params = {TOKEN_IDS: jnp.array([1, 4], jnp.int32)}
     found = to_target_vocab(params, jnp.array([[0.5, 2.0]]), 5)
     np.testing.assert_array_equal(found, [[LOWEST, 0.5, LOWEST, LOWEST, 2.0]])
-    law = jax.nn.softmax(found / 1e4)
-    np.testing.assert_array_equal(law[0, jnp.array([0, 2, 3])], 0)
+    distribution = jax.nn.softmax(found / 1e4)
+    np.testing.assert_array_equal(distribution[0, jnp.array([0, 2, 3])], 0)
     whole = jnp.ones((1, 5))
     assert to_target_vocab({}, whole, 5) is whole
 

@@ -78,7 +78,7 @@ class Cell:
         )
 
 
-# The battery compiles all; the first has a layer of each kind.
+# The long suite compiles all; the first has a layer of each kind.
 _CELLS = [
     Cell(draft_devices=4, layers=(2, 2)),
     Cell(draft_devices=4),

@@ -2,7 +2,7 @@
 
 Compilers report memory, kernels, collectives and moves of programs for devices that are
 not here; nothing runs. `RECORDS` has what they reported of whole programs, and what
-must hold of each; a few are compiled again by `make test`, the others by batteries.
+must hold of each; a few are compiled again by `make test`, the others by long suites.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from jaxspec.engine.scheduling.programs import SAMPLED, Shapes
 from jaxspec.engine.speculation.policy import SpeculationPolicy
 from jaxspec.program.plan import Features, StepShape
 from jaxspec.sharding import make_mesh
-from tests.batteries import members
+from tests.long_suites import members
 from tests.program import aot_h200, aot_hosts, aot_step, aot_trees, hlo
 from tests.program.aot_hosts import NUM_CHIPS, NUM_HOSTS
 from tests.program.aot_record import (
@@ -263,7 +263,7 @@ def of_width(sums: dict[str, int], kind: str, *widths: int) -> dict[str, int]:
 
 
 @pytest.mark.aot
-@pytest.mark.battery(name="hosts")
+@pytest.mark.long_suite(name="hosts")
 @pytest.mark.parametrize("name", aot_hosts.CELLS)
 def test_a_program_for_several_hosts_compiles(name):
     skip_without_compiler("v5e")
@@ -287,7 +287,7 @@ def test_accepted_kv_rows_are_moved_in_place(device, kept):
 
 
 @pytest.mark.aot
-@pytest.mark.battery(name="trees")
+@pytest.mark.long_suite(name="trees")
 @pytest.mark.parametrize(
     "name", [one for one in aot_trees.CASES if not one.endswith("/chain")]
 )
@@ -299,7 +299,7 @@ def test_a_round_of_a_tree_compiles(name):
 
 
 @pytest.mark.aot
-@pytest.mark.battery(name="trees")
+@pytest.mark.long_suite(name="trees")
 @pytest.mark.parametrize(
     ("kind", "kept"), [("chain", "int8"), ("leaves", "int8"), ("chain", "fp8")]
 )
@@ -400,7 +400,7 @@ def test_scanned_layers_read_weights_and_pages_where_they_lie(
 
 
 @pytest.mark.aot
-@pytest.mark.battery(name="invariant")  # each takes half a minute
+@pytest.mark.long_suite(name="invariant")  # each takes half a minute
 @pytest.mark.parametrize(
     ("draft", "is_invariant"), [(None, True), ("2b", True), ("2b", False)]
 )

@@ -13,7 +13,7 @@ from jaxspec.program.plan import MAX_BAD_WORD_LEN, NO_TOKEN, TokenControls
 from jaxspec.program.rows import Active
 from jaxspec.sharding import TARGET_MESH_AXES, make_mesh
 from tests.kernels import dense
-from tests.support.laws import controlled
+from tests.support.distributions import controlled
 from tests.support.rows import make_active, make_control_rows
 
 SEQS, DRAFTS, VOCAB, PAGE, PAGES = 24, 3, 72, 4, 5

@@ -60,17 +60,17 @@ def test_numbers_are_those_of_the_softmax(num_top, shards):
     found = told(logits, tokens, num_top, shards, chosen)
     wide = logits.astype(np.float64)
     wide -= wide.max(axis=1, keepdims=True)
-    law = wide - np.log(np.exp(wide).sum(axis=1, keepdims=True))
-    own = law[np.arange(ROWS), tokens]
+    distribution = wide - np.log(np.exp(wide).sum(axis=1, keepdims=True))
+    own = distribution[np.arange(ROWS), tokens]
     np.testing.assert_allclose(found.own, own, rtol=1e-5, atol=1e-4)
     above = logits > logits[np.arange(ROWS), tokens][:, None]
     np.testing.assert_array_equal(found.rank, 1 + above.sum(axis=1))
     # The lowest id first among equals, however the vocabulary is cut.
     order = np.argsort(-logits, axis=1, kind="stable")[:, :num_top]
     np.testing.assert_array_equal(found.top_ids, order)
-    best = np.take_along_axis(law, order, axis=1)
+    best = np.take_along_axis(distribution, order, axis=1)
     np.testing.assert_allclose(found.top, best, rtol=1e-5, atol=1e-4)
-    others = np.take_along_axis(law, chosen, axis=1)
+    others = np.take_along_axis(distribution, chosen, axis=1)
     np.testing.assert_allclose(found.chosen, others, rtol=1e-5, atol=1e-4)
     # In the same bits, whichever way a number was found.
     if num_top:

@@ -1,4 +1,4 @@
-"""Random numbers: what they depend on, their laws, and their independence."""
+"""Random numbers: what they depend on, their distributions, and their independence."""
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ from scipy import stats
 from jaxspec.program import randomness
 from jaxspec.program.randomness import ACCEPT, DRAFT, SAMPLE
 from tests.kernels import dense
-from tests.support.laws import LEVEL, check_counts
+from tests.support.distributions import LEVEL, check_counts
 
 COUNT = 40_000
 # Correlation of independent columns: five standard deviations.
@@ -147,20 +147,20 @@ def test_noise_of_neighbours_is_independent():
 
 
 def test_race_with_this_noise_draws_from_the_weights():
-    law = np.random.default_rng(2).dirichlet(np.full(16, 0.6))
-    law[3] = 0
-    law /= law.sum()
-    weights = jnp.asarray(np.tile(law, (COUNT, 1)), jnp.float32)
+    distribution = np.random.default_rng(2).dirichlet(np.full(16, 0.6))
+    distribution[3] = 0
+    distribution /= distribution.sum()
+    weights = jnp.asarray(np.tile(distribution, (COUNT, 1)), jnp.float32)
     by_seed = noise_of(np.arange(COUNT), np.full(COUNT, 9), 16)
     by_position = noise_of(np.full(COUNT, 9), np.arange(COUNT), 16)
     for noise in (by_seed, by_position):
         tokens = np.asarray(dense.race(weights, jnp.asarray(noise)))
-        check_counts(np.bincount(tokens, minlength=16), law)
+        check_counts(np.bincount(tokens, minlength=16), distribution)
 
 
 def test_draws_with_the_uniforms_follow_the_weights():
-    law = np.random.default_rng(3).dirichlet(np.full(16, 0.6))
-    weights = jnp.asarray(np.tile(law, (COUNT, 1)), jnp.float32)
+    distribution = np.random.default_rng(3).dirichlet(np.full(16, 0.6))
+    weights = jnp.asarray(np.tile(distribution, (COUNT, 1)), jnp.float32)
     numbers = jnp.asarray(uniform(np.arange(COUNT), 9, SAMPLE))
     tokens = np.asarray(dense.draw(weights, numbers))
-    check_counts(np.bincount(tokens, minlength=16), law)
+    check_counts(np.bincount(tokens, minlength=16), distribution)

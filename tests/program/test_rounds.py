@@ -1,4 +1,4 @@
-"""Several rounds in a row follow the target's joint law, with the program's own keys.
+"""Rounds in a row follow the target's joint distribution, with the program's own keys.
 
 One round can be exact and a sequence of them biased: block verification looks at
 drafts past what it accepts, so numbers that a later round met again would no longer be
@@ -50,9 +50,9 @@ def play_round(
     last, tokens, probs = active.last_tokens[:, 1], [], []
     logits = [target[last]]
     for index in range(DRAFTS):
-        last, law = sample_draft(draft[last], index, active, Backend())
+        last, distribution = sample_draft(draft[last], index, active, Backend())
         tokens.append(last)
-        probs.append(law)
+        probs.append(distribution)
         logits.append(target[last])
     drafts = jnp.stack(tokens, axis=1)
     proposal = Proposal(drafts, active.num_tokens, jnp.stack(probs, axis=1))
@@ -104,7 +104,7 @@ def by_peeking(active: Active) -> jax.Array:
 def statistic_of(
     rule: str, seqs: int, choose: Callable[[Active], jax.Array] = always
 ) -> tuple[float, int]:
-    """Chi-square of the words that are said against the target's law, and its freedom.
+    """Return chi-square of the words against the target, and its degrees of freedom.
 
     Args:
         choose: K of each sequence in the next round.
@@ -116,11 +116,11 @@ def statistic_of(
     words = np.asarray(history)[:, :LENGTH]
     cell = words @ (VOCAB ** np.arange(LENGTH)[::-1])
     observed = np.bincount(cell, minlength=VOCAB**LENGTH)
-    law = TARGET[0]
+    distribution = TARGET[0]
     for _ in range(LENGTH - 1):
-        last = np.arange(law.size) % VOCAB
-        law = (law[:, None] * TARGET[last]).reshape(-1)
-    expected = law * seqs
+        last = np.arange(distribution.size) % VOCAB
+        distribution = (distribution[:, None] * TARGET[last]).reshape(-1)
+    expected = distribution * seqs
     # Cells below 20 are merged; the statistic is normal enough at 200 degrees.
     rare = expected < 20
     observed = np.append(observed[~rare], observed[rare].sum())
@@ -129,7 +129,7 @@ def statistic_of(
     return float(((observed - expected) ** 2 / expected).sum()), freedom
 
 
-def follows_the_law(statistic: float, freedom: int) -> bool:
+def follows_the_distribution(statistic: float, freedom: int) -> bool:
     return statistic < freedom + 5.5 * np.sqrt(2 * freedom)
 
 
@@ -140,16 +140,16 @@ counted = pytest.mark.parametrize("seqs", [FEWER, slow(SEQS)])
 # As many drafts in every round are one way to choose K: see the next test.
 @pytest.mark.parametrize("rule", [slow("standard"), "block", slow("coupled")])
 @counted
-def test_joint_law_over_rounds(rule, seqs):
+def test_joint_distribution_over_rounds(rule, seqs):
     found = statistic_of(rule, seqs)
-    assert follows_the_law(*found), found
+    assert follows_the_distribution(*found), found
 
 
 @pytest.mark.parametrize("rule", ["standard", "block", "coupled"])
 @counted
 def test_k_may_follow_what_has_been_said(rule, seqs):
     found = statistic_of(rule, seqs, by_the_past)
-    assert follows_the_law(*found), found
+    assert follows_the_distribution(*found), found
 
 
 @pytest.mark.parametrize("rule", ["standard", slow("block"), "coupled"])
@@ -157,4 +157,4 @@ def test_k_may_follow_what_has_been_said(rule, seqs):
 def test_k_that_follows_the_noise_of_its_round_is_seen(rule, seqs):
     """Where draft and target share their noise, K cannot change a text in any way."""
     found = statistic_of(rule, seqs, by_peeking)
-    assert follows_the_law(*found) == (rule == "coupled"), found
+    assert follows_the_distribution(*found) == (rule == "coupled"), found

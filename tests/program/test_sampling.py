@@ -1,4 +1,4 @@
-"""Drafts are drawn from the law that float64 oracles find by sorting the vocabulary."""
+"""Drafts are drawn from the distribution that float64 oracles find by sorting."""
 
 import functools
 from typing import Any
@@ -17,8 +17,8 @@ from jaxspec.program.verify import verify
 from jaxspec_kernels.rejection_sampling import Controls, sample
 from tests.kernels import dense
 from tests.kernels.oracle import UNOPTIMISED
+from tests.support.distributions import check_counts, filtered_distribution
 from tests.support.enumeration import LARGEST_UNIFORM
-from tests.support.laws import check_counts, filtered_law
 from tests.support.rows import make_active
 
 SIZES = (16, 96, 300, 1000)
@@ -71,7 +71,7 @@ def verified(logits, active):
 def draw(
     logits: np.ndarray, controls: Controls, uniform: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens by inverting the cumulative sum at given uniforms, and their law."""
+    """Tokens by inverting the cumulative sum at given uniforms, and probabilities."""
     token, probs = inverted(
         jnp.asarray(logits, jnp.float32),
         controls,
@@ -98,11 +98,11 @@ def check_distribution(size: int, rows: list[dict], *, is_tied: bool = False) ->
     found = distribution_of(logits, rows)
     for index, row in enumerate(rows):
         if not row.get("temperature", 1.0):
-            continue  # a greedy row's law is never used
+            continue  # a greedy row's distribution is never used
         exact: dict[str, Any] = {"temperature": 1.0}
         exact |= {name: np.float32(value) for name, value in row.items()}
         exact["top_k"] = row.get("top_k", 0)
-        expected = filtered_law(logits[index], **exact)
+        expected = filtered_distribution(logits[index], **exact)
         np.testing.assert_allclose(found[index], expected, atol=1e-6, err_msg=str(row))
         # Below 1e-30 float32 may have nothing left.
         is_clear = (expected == 0) | (expected > 1e-30)
@@ -150,7 +150,7 @@ def test_one_kind_of_control_alone(row):
 
 
 def test_wide_nucleus_and_large_top_k_are_found():
-    """Flat laws, of which much is kept; sorting finds the same thresholds."""
+    """Flat distributions, of which much is kept; sorting finds the same thresholds."""
     rows = [
         dict(top_p=0.9),
         dict(top_k=700),
@@ -167,7 +167,7 @@ def test_wide_nucleus_and_large_top_k_are_found():
         exact: dict[str, Any] = {
             name: np.float32(v) if name != "top_k" else v for name, v in row.items()
         }
-        expected = filtered_law(own, 1.0, **exact)
+        expected = filtered_distribution(own, 1.0, **exact)
         np.testing.assert_array_equal(probs > 0, expected > 0)
         np.testing.assert_allclose(probs, expected, atol=1e-6)
 
@@ -183,7 +183,7 @@ def test_masked_tokens_have_no_probability():
     logits = np.array([[-np.inf, 0.0, 1.0, -np.inf]], np.float32)
     found = distribution_of(logits, [dict(top_p=0.999, top_k=3)])[0]
     np.testing.assert_allclose(
-        found, filtered_law(np.array([-99, 0, 1, -99]), 1.0), atol=1e-6
+        found, filtered_distribution(np.array([-99, 0, 1, -99]), 1.0), atol=1e-6
     )
     assert found[0] == found[3] == 0
 
@@ -262,12 +262,12 @@ def plain_with(active, logits=LOGITS) -> np.ndarray:
 
 def test_every_row_follows_its_own_rule():
     active = make_active(6, temperature=TEMPERATURE, rule=RULES, top_k=TOP_K)
-    laws = [
-        filtered_law(logits, temperature, top_k)
+    distributions = [
+        filtered_distribution(logits, temperature, top_k)
         for logits, temperature, top_k in zip(LOGITS, TEMPERATURE, TOP_K, strict=True)
     ]
     token, probs = draft_with(active, 2)
-    np.testing.assert_allclose(probs, laws, atol=1e-6)
+    np.testing.assert_allclose(probs, distributions, atol=1e-6)
     for role, index, drawn in (
         (randomness.DRAFT, 2, token),
         (randomness.SAMPLE, 0, plain_with(active)),
@@ -281,10 +281,10 @@ def test_every_row_follows_its_own_rule():
             active.seed, start + distance, randomness.SAMPLE, VOCAB
         )
         inverted = [
-            np.searchsorted(np.cumsum(law), float(u), side="right")
-            for law, u in zip(laws, uniform, strict=True)
+            np.searchsorted(np.cumsum(distribution), float(u), side="right")
+            for distribution, u in zip(distributions, uniform, strict=True)
         ]
-        raced = (np.stack(laws) / np.asarray(noise)).argmax(axis=1)
+        raced = (np.stack(distributions) / np.asarray(noise)).argmax(axis=1)
         expected = np.where(RULES == COUPLED, raced, inverted)
         expected[TEMPERATURE == 0] = LOGITS[TEMPERATURE == 0].argmax(axis=1)
         np.testing.assert_array_equal(drawn, expected)
@@ -306,21 +306,21 @@ def test_certain_drafts_have_no_probabilities():
     assert probs is None
 
 
-def test_tokens_of_many_seeds_follow_the_law():
+def test_tokens_of_many_seeds_follow_the_distribution():
     count = 20_000
     seeds = np.random.default_rng(5).integers(0, 2**32, (count, 2), dtype=np.uint32)
     logits = np.tile(LOGITS[0], (count, 1))
-    law = filtered_law(LOGITS[0], 0.7, top_p=0.9)
+    distribution = filtered_distribution(LOGITS[0], 0.7, top_p=0.9)
     for rule in (STANDARD, COUPLED):
         active = make_active(
             count, temperature=0.7, top_p=0.9, rule=rule, seed=seeds, num_tokens=4
         )
         for token in (draft_with(active, 2, logits)[0], plain_with(active, logits)):
-            check_counts(np.bincount(token, minlength=VOCAB), law, rule)
+            check_counts(np.bincount(token, minlength=VOCAB), distribution, rule)
 
 
-def test_race_agrees_more_the_closer_the_laws_are():
-    """Coupling: the same noise, two laws; equal laws always agree."""
+def test_race_agrees_more_the_closer_the_distributions_are():
+    """Coupling: the same noise, two distributions; equal distributions always agree."""
     count = 20_000
     seeds = np.random.default_rng(6).integers(0, 2**32, (count, 2), dtype=np.uint32)
     active = make_active(count, temperature=1.0, rule=COUPLED, seed=seeds)

@@ -16,7 +16,7 @@ from jaxspec.program.tree.tree import Tree
 from jaxspec.program.verify import _group_size, force, verify
 from tests.kernels import dense
 from tests.kernels.oracle import UNOPTIMISED
-from tests.support.laws import check_counts, filtered_law
+from tests.support.distributions import check_counts, filtered_distribution
 from tests.support.rows import make_active
 
 SEQS, DRAFTS, VOCAB, START = 240, 3, 16, 20
@@ -54,13 +54,13 @@ def make_batch(kinds: np.ndarray) -> dict:
     tokens = np.empty((SEQS, DRAFTS), int)
     for row, offset in np.ndindex(SEQS, DRAFTS + 1):
         controls: Any = temperature[row], top_k[row], np.float32(top_p[row])
-        target[row, offset] = filtered_law(masked[row, offset], *controls)
+        target[row, offset] = filtered_distribution(masked[row, offset], *controls)
         if offset < DRAFTS:
-            law = filtered_law(masked_draft[row, offset], *controls)
-            draft[row, offset] = law
+            distribution = filtered_distribution(masked_draft[row, offset], *controls)
+            draft[row, offset] = distribution
             if kinds[row] == GREEDY or random.random() < 0.3:
-                law = target[row, offset]
-            tokens[row, offset] = random.choice(VOCAB, p=law)
+                distribution = target[row, offset]
+            tokens[row, offset] = random.choice(VOCAB, p=distribution)
             if kinds[row] == GREEDY and random.random() < 0.7:
                 tokens[row, offset] = masked[row, offset].argmax()
     # Where the draft cannot have drawn its token, it is made able to.
@@ -242,13 +242,13 @@ def forced_of(batch: dict, kinds: np.ndarray) -> list[tuple[int, int]]:
             if not uniform[row, count] < np.float32(CHANCES[count]):
                 break
             count += 1
-        law = batch["target"][row, count]
+        distribution = batch["target"][row, count]
         if kind == GREEDY:
             token = batch["masked"][row, count].argmax()
         elif kind == COUPLED:
-            token = (law / noise[row, count]).argmax()
+            token = (distribution / noise[row, count]).argmax()
         else:
-            token = invert(law, sample[row])
+            token = invert(distribution, sample[row])
         verdicts.append((count, int(token)))
     return verdicts
 
@@ -267,14 +267,14 @@ def test_forced_counts_follow_the_chances():
     seqs = 40_000
     seeds = np.random.default_rng(3).integers(0, 2**32, (seqs, 2), dtype=np.uint32)
     active = make_active(seqs, seed=seeds)
-    for count, law in (
+    for count, distribution in (
         (3, [0.1, 0.9 * 0.4, 0.54 * 0.25, 0.54 * 0.75]),
         (1, [0.1, 0.9, 0, 0]),
     ):
         num_draft = jnp.full(seqs, count, jnp.int32)
         found = force(jnp.array(CHANCES[:3], jnp.float32), num_draft, active)
         counts = np.bincount(np.asarray(found), minlength=4)
-        check_counts(counts, np.array(law))
+        check_counts(counts, np.array(distribution))
     sure = jnp.array([1.0, 1.0, 0.0], jnp.float32)
     found = force(sure, jnp.full(seqs, 3, jnp.int32), active)
     assert set(np.asarray(found)) == {2}

@@ -406,7 +406,7 @@ def with_params(engine: LLMEngine, params: Any, target_params: Any = None) -> LL
 
 
 def make_micro(seed: int = 0, **changes: Any) -> Any:
-    """A two-layer target of 16 tokens; its laws are neither flat nor sharp."""
+    """A two-layer target of 16 tokens; its distributions are neither flat nor sharp."""
     return make_hf_model(seed=seed, **(MICRO | changes))
 
 

@@ -1,9 +1,9 @@
-"""The exact law of one verification round, by running the rule on every outcome.
+"""The exact distribution of a verification round, by running the rule on every outcome.
 
 A case is a pair of random processes over a few tokens whose probabilities depend on the
 whole path. Every draft path is fed to the real rule, with uniforms just below and just
 above each threshold of a float64 oracle; weights come from the oracle, decisions from
-the rule. So a threshold that is off by more than the margin changes the law.
+the rule. So a threshold that is off by more than the margin changes the distribution.
 """
 
 from collections.abc import Callable
@@ -35,12 +35,14 @@ KINDS = (
     "mixed",
 )
 
-Tree = list[np.ndarray]  # level l: [vocab^l, vocab], the law of token l by prefix
+Tree = list[
+    np.ndarray
+]  # level l: [vocab^l, vocab], the distribution of token l by prefix
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """Laws of target and draft by prefix, and how many drafts count."""
+    """Distributions of target and draft by prefix, and how many drafts count."""
 
     kind: str
     target: Tree
@@ -69,8 +71,8 @@ def make_cases(count: int = 72, seed: int = 0) -> list[Case]:
 def constant_case(target: list[float], draft: list[float], num_draft: int) -> Case:
     """A pair whose probabilities are the same after every prefix."""
 
-    def tree(law: list[float], levels: int) -> Tree:
-        return [np.tile(law, (VOCAB**level, 1)) for level in range(levels)]
+    def tree(distribution: list[float], levels: int) -> Tree:
+        return [np.tile(distribution, (VOCAB**level, 1)) for level in range(levels)]
 
     return Case(
         kind="constant",
@@ -86,11 +88,13 @@ def _pair(kind: str, random: np.random.Generator) -> tuple[np.ndarray, np.ndarra
     if kind == "disjoint":
         size = random.integers(1, VOCAB)
         support = random.permutation(VOCAB) < size
-        return _law(random, support), _law(random, ~support)
+        return _distribution(random, support), _distribution(random, ~support)
     everything = np.ones(VOCAB, bool)
     if kind == "sparse":
-        return _law(random, _some(random)), _law(random, _some(random))
-    target = _law(random, everything)
+        return _distribution(random, _some(random)), _distribution(
+            random, _some(random)
+        )
+    target = _distribution(random, everything)
     if kind == "equal":
         return target, target
     if kind == "tied":
@@ -106,7 +110,7 @@ def _pair(kind: str, random: np.random.Generator) -> tuple[np.ndarray, np.ndarra
         return target, one_hot
     if kind == "one_hot_target":
         return one_hot, target
-    return target, _law(random, everything)
+    return target, _distribution(random, everything)
 
 
 def _some(random: np.random.Generator) -> np.ndarray:
@@ -115,14 +119,14 @@ def _some(random: np.random.Generator) -> np.ndarray:
     return support
 
 
-def _law(random: np.random.Generator, support: np.ndarray) -> np.ndarray:
+def _distribution(random: np.random.Generator, support: np.ndarray) -> np.ndarray:
     """Random multiples of the grain on a support, none of them zero, summing to 1."""
     size = int(support.sum())
     total = round(1 / GRAIN) - size
     parts = random.multinomial(total, random.dirichlet(np.full(size, 0.7))) + 1
-    law = np.zeros(VOCAB)
-    law[support] = parts * GRAIN
-    return law
+    distribution = np.zeros(VOCAB)
+    distribution[support] = parts * GRAIN
+    return distribution
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -301,8 +305,8 @@ def run_rule(rule: Callable[..., Any], paths: Paths, rows: dict[str, np.ndarray]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Law:
-    """What came of a case: the law of its tokens, and accepted drafts on average."""
+class Distribution:
+    """A case, the distribution of its tokens and the mean number of accepted drafts."""
 
     case: Case
     tokens: np.ndarray  # [vocab^(drafts+1)]
@@ -310,19 +314,19 @@ class Law:
 
     @property
     def distance(self) -> float:
-        """Total variation to the target's own law."""
+        """Total variation to the target's own distribution."""
         own = np.ones(1)
         for level in self.case.target:
             own = (own[:, None] * level).reshape(-1)
         return float(np.abs(own - self.tokens).sum() / 2)
 
 
-def laws(
+def distributions(
     cases: list[Case],
     rule: Callable[..., Any],
     oracle: Callable[[Paths], Thresholds],
-) -> list[Law]:
-    """The law of `DRAFTS + 1` tokens: one round, completed by the target's own law."""
+) -> list[Distribution]:
+    """Distributions of `DRAFTS + 1` tokens: one round, completed with target draws."""
     paths = make_paths(cases)
     rows = outcomes(paths, oracle(paths))
     accepted, following = run_rule(rule, paths, rows)
@@ -332,15 +336,15 @@ def laws(
     for number, one in enumerate(cases):
         mine = case == number
         tokens = paths.tokens[path[mine]]
-        law = np.zeros(1)
+        distribution = np.zeros(1)
         for level in range(DRAFTS + 1):
             code = np.zeros(len(tokens), int)
             for i in range(level):
                 code = code * VOCAB + tokens[:, i]
             ends = accepted[mine] == level
             code = (code * VOCAB + following[mine])[ends]
-            law = (law[:, None] * one.target[level]).reshape(-1)
-            np.add.at(law, code, weight[mine][ends])
+            distribution = (distribution[:, None] * one.target[level]).reshape(-1)
+            np.add.at(distribution, code, weight[mine][ends])
         average = float((weight[mine] * accepted[mine]).sum())
-        found.append(Law(case=one, tokens=law, mean_accepted=average))
+        found.append(Distribution(case=one, tokens=distribution, mean_accepted=average))
     return found

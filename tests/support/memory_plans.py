@@ -30,7 +30,7 @@ PROGRAMS = ProgramFacts(
 )
 
 
-# Without drafts: one row of a sequence, and no laws.
+# Without drafts: one row of a sequence, and no distributions.
 WITHOUT = dataclasses.replace(PROGRAMS, num_draft_tokens=0, draft_vocab_size=0)
 
 

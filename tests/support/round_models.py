@@ -8,7 +8,7 @@ VOCAB, DRAFTS, LENGTH = 4, 3, 4
 _random = np.random.default_rng(0)
 
 
-# Next-token laws by last token; the draft prefers what the target avoids.
+# Next-token distributions by last token; the draft prefers what the target avoids.
 TARGET = _random.dirichlet([0.7] * VOCAB, VOCAB)
 
 

@@ -76,7 +76,7 @@ class Cell:
         return make_parser().parse_args(told)
 
 
-# The battery compiles the first two: a whole one takes minutes.
+# The long suite compiles the first two: a whole one takes minutes.
 _CELLS = [
     Cell(
         method="medusa",

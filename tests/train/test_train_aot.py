@@ -60,7 +60,7 @@ def test_what_does_not_fit_is_refused(change: dict[str, Any], message: str):
 
 
 @pytest.mark.aot
-@pytest.mark.battery(name="train")
+@pytest.mark.long_suite(name="train")
 @pytest.mark.parametrize("name", [EXAMPLE, SHORT])
 def test_training_compiles(name: str):
     """One of few layers and heads; and a head of several passes."""

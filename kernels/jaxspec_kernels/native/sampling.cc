@@ -95,8 +95,8 @@ struct Row {
   }
 };
 
-// What a row's weights follow from: `passes.Law`.
-struct Law {
+// What a row's weights follow from: `passes.Distribution`.
+struct Distribution {
   float temperature, maximum, threshold;
 
   Floats weigh(Floats logits) const {
@@ -109,10 +109,10 @@ struct Law {
   }
 };
 
-struct Laws {
+struct Distributions {
   const float *temperature, *maximum, *threshold;
 
-  Law operator[](int64_t row) const {
+  Distribution operator[](int64_t row) const {
     return {temperature[row], maximum[row], threshold[row]};
   }
 };
@@ -195,10 +195,10 @@ ffi::Error Statistics(ffi::ThreadPool pool, Matrix logits, Values temperature,
         static_cast<int32_t>(rows.offset + (found < row.size ? found : 0));
     drafted->typed_data()[number] =
         rows.holds(token) ? row.one(token - rows.offset) : -kInfinity;
-    const Law law = {temperature.typed_data()[number], top, -kInfinity};
+    const Distribution distribution = {temperature.typed_data()[number], top, -kInfinity};
     total->typed_data()[number] =
         is_summed.typed_data()[number]
-            ? sum(row.size, [&](int64_t at) { return law.weigh(row[at]); })
+            ? sum(row.size, [&](int64_t at) { return distribution.weigh(row[at]); })
             : 0.0f;
   });
   return ffi::Error::Success();
@@ -215,15 +215,15 @@ ffi::Error Amounts(ffi::ThreadPool pool, Matrix logits, Values temperature,
                            amounts->dimensions()[0]}) ||
       amounts->dimensions()[1] != tries)
     return mismatch("amounts");
-  const Laws laws = {temperature.typed_data(), maximum.typed_data(),
+  const Distributions distributions = {temperature.typed_data(), maximum.typed_data(),
                      threshold.typed_data()};
   for_each_row(pool, rows.count, rows.columns, [&](int64_t number) {
     const Row row = rows[number];
-    const Law law = laws[number];
+    const Distribution distribution = distributions[number];
     static thread_local std::vector<float> weights;
     weights.resize((row.size + kLanes - 1) / kLanes * kLanes);
     for (int64_t at = 0; at < row.size; at += kLanes)
-      store(weights.data() + at, counts ? splat(1.0f) : law.weigh(row[at]));
+      store(weights.data() + at, counts ? splat(1.0f) : distribution.weigh(row[at]));
     for (int64_t one = 0; one < tries; ++one) {
       const Floats limit = splat(limits.typed_data()[number * tries + one]);
       amounts->typed_data()[number * tries + one] = sum(row.size, [&](int64_t at) {
@@ -252,11 +252,11 @@ ffi::Error Race(ffi::ThreadPool pool, Matrix logits, Values temperature, Values 
                            (int64_t)best->element_count()}) ||
       words.dimensions()[1] != 2)
     return mismatch("race");
-  const Laws laws = {temperature.typed_data(), maximum.typed_data(),
+  const Distributions distributions = {temperature.typed_data(), maximum.typed_data(),
                      threshold.typed_data()};
   for_each_row(pool, rows.count, rows.columns, [&](int64_t number) {
     const Row row = rows[number];
-    const Law law = laws[number];
+    const Distribution distribution = distributions[number];
     const uint32_t first = words.typed_data()[2 * number];
     const uint32_t second = words.typed_data()[2 * number + 1];
     Words lanes;
@@ -264,7 +264,7 @@ ffi::Error Race(ffi::ThreadPool pool, Matrix logits, Values temperature, Values 
     float top = 0.0f;
     int64_t winner = 0;
     for (int64_t at = 0; at < row.size; at += kLanes) {
-      const Floats weights = law.weigh(row[at]);
+      const Floats weights = distribution.weigh(row[at]);
       if (!any(weights > Floats{})) continue;
       const Words ids = lanes + static_cast<uint32_t>(rows.offset + at);
       const Words bits = mix(mix(ids + first) ^ second) >> 9;
@@ -295,20 +295,20 @@ ffi::Error Excess(ffi::ThreadPool pool, Matrix logits, Values temperature,
       form[0] != seqs || form[1] != inner + 1 || form[2] != rows.columns ||
       excess->dimensions()[0] != seqs || excess->dimensions()[1] != inner)
     return mismatch("excess");
-  const Laws laws = {temperature.typed_data(), maximum.typed_data(),
+  const Distributions distributions = {temperature.typed_data(), maximum.typed_data(),
                      threshold.typed_data()};
   for_each_row(pool, seqs * inner, rows.columns, [&](int64_t number) {
     const int64_t seq = number / inner, level = number % inner + 1;
     const int64_t at_row = seq * (inner + 2) + level;
     const Row row = rows[at_row];
-    const Law law = laws[at_row];
+    const Distribution distribution = distributions[at_row];
     // Those of tokens are numbers; beyond the row's tokens weights are 0.
     const Row draft = {probs.typed_data() + (seq * form[1] + level) * form[2], row.size};
     const float whole = total.typed_data()[at_row];
     const Floats divisor = splat(whole > 0 ? whole : 1.0f);
     const Floats factor = splat(joint.typed_data()[number]);
     excess->typed_data()[number] = sum(row.size, [&](int64_t at) {
-      const Floats above = factor * (law.weigh(row[at]) / divisor) - draft[at];
+      const Floats above = factor * (distribution.weigh(row[at]) / divisor) - draft[at];
       return select((above > Floats{}) & (above < splat(kInfinity)), above, Floats{});
     });
   });
@@ -369,7 +369,7 @@ ffi::Error Search(ffi::ThreadPool pool, Matrix logits, Values temperature,
                (int64_t)wanted.element_count(), (int64_t)is_searched.element_count(),
                (int64_t)border->element_count(), (int64_t)amount->element_count()}))
     return mismatch("search");
-  const Laws laws = {temperature.typed_data(), maximum.typed_data(),
+  const Distributions distributions = {temperature.typed_data(), maximum.typed_data(),
                      threshold.typed_data()};
   const int64_t size = std::clamp<int64_t>(vocab_size, 0, columns);
   for_each_row(pool, num_rows, columns, [&](int64_t number) {
@@ -377,7 +377,7 @@ ffi::Error Search(ffi::ThreadPool pool, Matrix logits, Values temperature,
     amount->typed_data()[number] = total.typed_data()[number];
     if (!is_searched.typed_data()[number]) return;
     const Row row = {logits.typed_data() + number * columns, size};
-    const Law law = laws[number];
+    const Distribution distribution = distributions[number];
     const float goal = wanted.typed_data()[number];
     // All below this together weigh less than what is not wanted; half of that leaves
     // room for rounding.
@@ -387,7 +387,7 @@ ffi::Error Search(ffi::ThreadPool pool, Matrix logits, Values temperature,
     static thread_local std::vector<Candidate> candidates;
     candidates.clear();
     for (int64_t at = 0; at < row.size; at += kLanes) {
-      const Floats here = row[at], weights = law.weigh(here);
+      const Floats here = row[at], weights = distribution.weigh(here);
       const Ints is_one = (weights > Floats{}) & (weights >= splat(spare));
       if (!any(is_one)) continue;
       for (int lane = 0; lane < kLanes; ++lane)
@@ -421,21 +421,21 @@ ffi::Error Draw(ffi::ThreadPool pool, Matrix logits, Values temperature, Values 
                (int64_t)threshold.element_count(), (int64_t)total.element_count()}) ||
       (has_probs && (form[0] != seqs || form[2] != columns)))
     return mismatch("draw");
-  const Laws laws = {temperature.typed_data(), maximum.typed_data(),
+  const Distributions distributions = {temperature.typed_data(), maximum.typed_data(),
                      threshold.typed_data()};
   const int64_t size = std::clamp<int64_t>(vocab_size, 0, columns);
   for_each_row(pool, seqs, columns, [&](int64_t seq) {
     token->typed_data()[seq] = 0;
     const int64_t number = std::clamp<int64_t>(row.typed_data()[seq], 0, num_rows - 1);
     const Row own = {logits.typed_data() + number * columns, size};
-    const Law law = laws[number];
+    const Distribution distribution = distributions[number];
     const float whole = total.typed_data()[number];
     const Floats divisor = splat(whole > 0 ? whole : 1.0f);
     static thread_local std::vector<float> chances, rest;
     const int64_t padded = (size + kLanes - 1) / kLanes * kLanes;
     chances.resize(padded);
     for (int64_t at = 0; at < size; at += kLanes)
-      store(chances.data() + at, law.weigh(own[at]) / divisor);
+      store(chances.data() + at, distribution.weigh(own[at]) / divisor);
     const float* drawn = chances.data();
     if (is_rejected.typed_data()[seq]) {
       rest.resize(padded);
@@ -497,19 +497,19 @@ ffi::Error Probabilities(ffi::ThreadPool pool, Matrix logits, Values temperature
                probs->dimensions()[0]}) ||
       probs->dimensions()[1] != rows.columns)
     return mismatch("probabilities");
-  const Laws laws = {temperature.typed_data(), maximum.typed_data(),
+  const Distributions distributions = {temperature.typed_data(), maximum.typed_data(),
                      threshold.typed_data()};
   for_each_row(pool, rows.count, rows.columns, [&](int64_t number) {
     const Row row = rows[number];
-    const Law law = laws[number];
+    const Distribution distribution = distributions[number];
     const float whole = total.typed_data()[number];
     const Floats divisor = splat(whole > 0 ? whole : 1.0f);
     float* to = probs->typed_data() + number * rows.columns;
     int64_t at = 0;
     for (; at + kLanes <= row.size; at += kLanes)
-      store(to + at, law.weigh(row[at]) / divisor);
+      store(to + at, distribution.weigh(row[at]) / divisor);
     if (at < row.size) {
-      const Floats last = law.weigh(row[at]) / divisor;
+      const Floats last = distribution.weigh(row[at]) / divisor;
       std::memcpy(to + at, &last, (row.size - at) * sizeof(float));
     }
     std::fill(to + row.size, to + rows.columns, 0.0f);

@@ -13,8 +13,8 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 from jaxspec_kernels import native
 from jaxspec_kernels.rejection_sampling import passes, reference
 from jaxspec_kernels.rejection_sampling.passes import (
+    Distribution,
     Draft,
-    Law,
     Slice,
     Statistics,
 )
@@ -44,7 +44,7 @@ def statistics(
 def amounts(
     part: Slice,
     logits: Float[Array, "row vocab"],
-    law: Law,
+    distribution: Distribution,
     limits: Float[Array, "row tries"],
     *,
     counts: bool,
@@ -52,54 +52,68 @@ def amounts(
     """See `passes.amounts`."""
     made = jax.ShapeDtypeStruct(limits.shape, jnp.float32)
     call = jax.ffi.ffi_call("jaxspec_amounts", made)
-    given = logits, *_law(law), limits, _offset(part)
+    given = logits, *_distribution(distribution), limits, _offset(part)
     return call(*given, counts=counts, **_settings(part))
 
 
 def race(
     part: Slice,
     logits: Float[Array, "row vocab"],
-    law: Law,
+    distribution: Distribution,
     words: UInt32[Array, "row 2"],
 ) -> tuple[Float[Array, " row"], Int[Array, " row"]]:
     """See `passes.race`."""
     made = [_row(logits, kind) for kind in (float, int)]
     call = jax.ffi.ffi_call("jaxspec_race", made)
-    score, best = call(logits, *_law(law), words, _offset(part), **_settings(part))
+    score, best = call(
+        logits, *_distribution(distribution), words, _offset(part), **_settings(part)
+    )
     return score, best
 
 
 def excess(
     part: Slice,
     logits: Float[Array, "row vocab"],
-    law: Law,
+    distribution: Distribution,
     draft: Draft,
     joint: Float[Array, "seq inner"],
 ) -> Float[Array, "seq inner"]:
     """See `passes.excess`."""
     if draft.probs is None:
-        return passes.excess(part, logits, law, draft, joint)
+        return passes.excess(part, logits, distribution, draft, joint)
     made = jax.ShapeDtypeStruct(joint.shape, jnp.float32)
     call = jax.ffi.ffi_call("jaxspec_excess", made)
     probs = draft.probs.astype(jnp.float32)
     return call(
-        logits, *_law(law), law.total, probs, joint, _offset(part), **_settings(part)
+        logits,
+        *_distribution(distribution),
+        distribution.total,
+        probs,
+        joint,
+        _offset(part),
+        **_settings(part),
     )
 
 
 def probabilities(
-    part: Slice, logits: Float[Array, "row vocab"], law: Law
+    part: Slice, logits: Float[Array, "row vocab"], distribution: Distribution
 ) -> Float[Array, "row vocab"]:
     """See `passes.probabilities`."""
     made = jax.ShapeDtypeStruct(logits.shape, jnp.float32)
     call = jax.ffi.ffi_call("jaxspec_probabilities", made)
-    return call(logits, *_law(law), law.total, _offset(part), **_settings(part))
+    return call(
+        logits,
+        *_distribution(distribution),
+        distribution.total,
+        _offset(part),
+        **_settings(part),
+    )
 
 
 def search(
     part: Slice,
     logits: Float[Array, "row vocab"],
-    law: Law,
+    distribution: Distribution,
     wanted: Float[Array, " row"],
     *,
     is_searched: Bool[Array, " row"],
@@ -108,7 +122,13 @@ def search(
     """See `search.search`; of rows that this device has all of, and in one call."""
     made = [_row(logits, kind) for kind in (float, float)]
     call = jax.ffi.ffi_call("jaxspec_search", made)
-    given = logits, *_law(law), law.total, wanted, is_searched
+    given = (
+        logits,
+        *_distribution(distribution),
+        distribution.total,
+        wanted,
+        is_searched,
+    )
     threshold, amount = call(*given, counts=counts, **_settings(part))
     return threshold, amount
 
@@ -116,7 +136,7 @@ def search(
 def draw(
     part: Slice,
     logits: Float[Array, "row vocab"],
-    law: Law,
+    distribution: Distribution,
     draft: Draft,
     *,
     row: Int[Array, " seq"],
@@ -134,7 +154,15 @@ def draw(
             probs = draft.probs.astype(jnp.float32)
     made = jax.ShapeDtypeStruct((seqs,), jnp.int32)
     call = jax.ffi.ffi_call("jaxspec_draw", made)
-    given = logits, *_law(law), law.total, tokens, probs, row, index
+    given = (
+        logits,
+        *_distribution(distribution),
+        distribution.total,
+        tokens,
+        probs,
+        row,
+        index,
+    )
     return call(*given, is_rejected, joint, uniform, **_settings(part))
 
 
@@ -153,9 +181,9 @@ def rejection_sampling(*arguments: Any, tile: int = TILE, **settings: Any) -> An
     )
 
 
-def _law(law: Law) -> tuple[Array, ...]:
+def _distribution(distribution: Distribution) -> tuple[Array, ...]:
     """What weights follow from."""
-    return law.temperature, law.maximum, law.threshold
+    return distribution.temperature, distribution.maximum, distribution.threshold
 
 
 def _row(logits: Array, kind: type) -> jax.ShapeDtypeStruct:

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec_kernels.rejection_sampling.passes import (
+    Distribution,
     Draft,
-    Law,
     Slice,
     clean,
     normalise,
@@ -21,7 +21,7 @@ from jaxspec_kernels.rejection_sampling.passes import (
 def draw(
     part: Slice,
     logits: Float[Array, "row vocab"],
-    law: Law,
+    distribution: Distribution,
     draft: Draft,
     *,
     row: Int[Array, " seq"],
@@ -37,13 +37,15 @@ def draw(
         is_rejected: Draw from max(joint * target - draft, 0), or from the target where
             that is nowhere positive.
     """
-    law = Law(*(values[row] for values in law))
+    distribution = Distribution(*(values[row] for values in distribution))
 
     def read(number: Array, within: Array | int, size: int) -> tuple[Array, Array]:
         """Columns of each sequence's row: the target's chances, and the residual."""
         ids = part.ids(number, within, size)
         columns = part.rows(logits, row, number, within, size)
-        target = normalise(weigh(clean(columns, ids), law), law.total[:, None])
+        target = normalise(
+            weigh(clean(columns, ids), distribution), distribution.total[:, None]
+        )
         if not draft.tokens.shape[1]:
             return target, target
         own = draft.rows(part, index, number, within, size)

@@ -22,8 +22,8 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 from jaxspec_kernels.rejection_sampling import passes, reference
 from jaxspec_kernels.rejection_sampling.noise import exponential
 from jaxspec_kernels.rejection_sampling.passes import (
+    Distribution,
     Draft,
-    Law,
     Slice,
     Statistics,
 )
@@ -53,9 +53,9 @@ def _read(
     return values, ids, is_token
 
 
-def _weigh(values: Array, law: Any, row: Array) -> Array:
-    """As `passes.weigh`; `law` is f32[row, 3]."""
-    heat, maximum, threshold = (_scalar(law, row, i) for i in range(3))
+def _weigh(values: Array, distribution: Any, row: Array) -> Array:
+    """As `passes.weigh`; `distribution` is f32[row, 3]."""
+    heat, maximum, threshold = (_scalar(distribution, row, i) for i in range(3))
     weights = jnp.exp((values - passes.peak(maximum)) / heat)
     return jnp.where(values >= threshold, weights, 0.0)
 
@@ -89,14 +89,16 @@ def _amounts(*refs: Any, counts: bool, **shape: int):
         # In
         logits,  # [row, vocab]
         offset,  # i32[1]
-        law,  # f32[row, 3]
+        distribution,  # f32[row, 3]
         limits,  # f32[row, try]
         # Out
         amounts,  # f32[try, row, split]
     ) = refs
     row, split = pl.program_id(0), pl.program_id(1)
     values, _, is_token = _read(logits, row, offset, **shape)
-    weights = is_token.astype(jnp.float32) if counts else _weigh(values, law, row)
+    weights = (
+        is_token.astype(jnp.float32) if counts else _weigh(values, distribution, row)
+    )
     for number in range(limits.shape[1]):
         is_in = values >= _scalar(limits, row, number)
         amount = jnp.where(is_in, weights, 0.0).sum()
@@ -108,7 +110,7 @@ def _race(*refs: Any, **shape: int):
         # In
         logits,  # [row, vocab]
         offset,  # i32[1]
-        law,  # f32[row, 3]
+        distribution,  # f32[row, 3]
         words,  # u32[row, 2]
         # Out
         score,  # f32[row, split]
@@ -117,7 +119,7 @@ def _race(*refs: Any, **shape: int):
     here = row, _ = pl.program_id(0), pl.program_id(1)
     values, ids, is_token = _read(logits, row, offset, **shape)
     first, second = (_scalar(words, row, i) for i in range(2))
-    scores = _weigh(values, law, row) / exponential(first, second, ids)
+    scores = _weigh(values, distribution, row) / exponential(first, second, ids)
     top = scores.max()
     at = jnp.where((scores == top) & is_token, ids, passes.NO_ID).min()
     plgpu.store(score.at[here], top)
@@ -129,7 +131,7 @@ def _excess(*refs: Any, **shape: int):
         # In
         logits,  # [row, vocab]
         offset,  # i32[1]
-        law,  # f32[row, 3]
+        distribution,  # f32[row, 3]
         total,  # f32[row]
         joint,  # f32[seq, inner]
         proposal,  # [seq, draft, vocab], or of point masses i32[seq, draft]
@@ -150,7 +152,7 @@ def _excess(*refs: Any, **shape: int):
         at = seq, index, column
         draft = plgpu.load(proposal.at[at], mask=is_held, other=0.0)
         draft = draft.astype(jnp.float32)
-    target = passes.normalise(_weigh(values, law, row), _scalar(total, row))
+    target = passes.normalise(_weigh(values, distribution, row), _scalar(total, row))
     above = _scalar(joint, seq, index - 1) * target - draft
     plgpu.store(amount.at[pair, split], jnp.maximum(above, 0.0).sum())
 
@@ -204,15 +206,15 @@ def statistics(
     )
     top, at = passes.lowest(maximum, best)
     at = jnp.where(at == passes.NO_ID, part.offset, at)
-    law = Law(temperature, top, jnp.full_like(top, -jnp.inf), top)
-    total = (total * passes.weigh(maximum, law)).sum(axis=1)
+    distribution = Distribution(temperature, top, jnp.full_like(top, -jnp.inf), top)
+    total = (total * passes.weigh(maximum, distribution)).sum(axis=1)
     return Statistics(top, at, total, drafted.max(axis=1))
 
 
 def amounts(
     part: Slice,
     logits: Float[Array, "row vocab"],
-    law: Law,
+    distribution: Distribution,
     limits: Float[Array, "row tries"],
     *,
     counts: bool,
@@ -225,7 +227,7 @@ def amounts(
         kernel,
         part,
         logits,
-        jnp.stack(law[:3], axis=1),
+        jnp.stack(distribution[:3], axis=1),
         limits,
         results=[jnp.float32],
         before=limits.shape[1:],
@@ -237,12 +239,12 @@ def amounts(
 def race(
     part: Slice,
     logits: Float[Array, "row vocab"],
-    law: Law,
+    distribution: Distribution,
     words: UInt32[Array, "row 2"],
     **launch: Any,
 ) -> tuple[Float[Array, " row"], Int[Array, " row"]]:
     """See `passes.race`."""
-    shared = jnp.stack(law[:3], axis=1)
+    shared = jnp.stack(distribution[:3], axis=1)
     results = jnp.float32, jnp.int32
     found = _launch(_race, part, logits, shared, words, results=results, **launch)
     score, best = passes.lowest(*found)
@@ -252,7 +254,7 @@ def race(
 def excess(
     part: Slice,
     logits: Float[Array, "row vocab"],
-    law: Law,
+    distribution: Distribution,
     draft: Draft,
     joint: Float[Array, "seq inner"],
     **launch: Any,
@@ -262,8 +264,8 @@ def excess(
         _excess,
         part,
         logits,
-        jnp.stack(law[:3], axis=1),
-        law.total,
+        jnp.stack(distribution[:3], axis=1),
+        distribution.total,
         joint,
         draft.tokens if draft.probs is None else draft.probs,
         results=[jnp.float32],

@@ -31,7 +31,7 @@ LARGEST = float(jnp.finfo(jnp.float32).max)
 NO_ID = jnp.iinfo(jnp.int32).max  # of a column that holds no token, or one seen before
 
 
-class Law(NamedTuple):
+class Distribution(NamedTuple):
     """What the probabilities of a row follow from, beside its logits.
 
     The probability of a logit is 0 below `threshold`, and above it
@@ -233,13 +233,18 @@ def clean(logits: Array, ids: Array) -> Array:
     return jnp.where(jnp.isnan(logits) | (ids == NO_ID), -jnp.inf, logits)
 
 
-def weigh(logits: Float[Array, "row tile"], law: Law) -> Float[Array, "row tile"]:
-    """Probabilities of a tile, times `law.total` (which is not used)."""
+def weigh(
+    logits: Float[Array, "row tile"], distribution: Distribution
+) -> Float[Array, "row tile"]:
+    """Probabilities of a tile, times `distribution.total` (which is not used)."""
     # Differences first: they are exact near the maximum, whose weight is 1 however the
     # expression is fused; quotients of low temperatures are large and rounded.
     return jnp.where(
-        logits >= law.threshold[:, None],
-        jnp.exp((logits - peak(law.maximum)[:, None]) / law.temperature[:, None]),
+        logits >= distribution.threshold[:, None],
+        jnp.exp(
+            (logits - peak(distribution.maximum)[:, None])
+            / distribution.temperature[:, None]
+        ),
         0.0,
     )
 
@@ -255,13 +260,15 @@ def normalise(weights: Array, total: Array) -> Array:
 
 
 def probabilities(
-    part: Slice, logits: Float[Array, "row vocab"], law: Law
+    part: Slice, logits: Float[Array, "row vocab"], distribution: Distribution
 ) -> Float[Array, "row vocab"]:
     """All probabilities of this device's slice: the one array of its kind."""
     column = jnp.arange(part.columns, dtype=jnp.int32)[None]
     ids = part.offset + column
     ids = jnp.where(ids < part.vocab_size, ids, NO_ID)
-    return normalise(weigh(clean(logits, ids), law), law.total[:, None])
+    return normalise(
+        weigh(clean(logits, ids), distribution), distribution.total[:, None]
+    )
 
 
 def lowest(values: Float[Array, "row tile"], ids: Array) -> tuple[Array, Array]:
@@ -296,8 +303,12 @@ def statistics(
         at = jnp.where(top > maximum, number, at)
         top = jnp.maximum(top, maximum)
         if has_sum:
-            law = Law(temperature, top, jnp.full_like(top, -jnp.inf), top)
-            total = total * weigh(maximum[:, None], law) + part.fold(weigh(tile, law))
+            distribution = Distribution(
+                temperature, top, jnp.full_like(top, -jnp.inf), top
+            )
+            total = total * weigh(maximum[:, None], distribution) + part.fold(
+                weigh(tile, distribution)
+            )
         return top, at, total
 
     start = (
@@ -327,15 +338,17 @@ def combine(part: Slice, own: Statistics, temperature: Array) -> Statistics:
     """Statistics of the whole vocabulary from those of every device."""
     maximum = part.max(own.maximum)
     best = part.min(jnp.where(own.maximum == maximum, own.best, NO_ID))
-    law = Law(temperature, maximum, jnp.full_like(maximum, -jnp.inf), own.total)
-    total = part.sum(own.total * weigh(own.maximum[:, None], law)[:, 0])
+    distribution = Distribution(
+        temperature, maximum, jnp.full_like(maximum, -jnp.inf), own.total
+    )
+    total = part.sum(own.total * weigh(own.maximum[:, None], distribution)[:, 0])
     return Statistics(maximum, best, total, part.max(own.drafted))
 
 
 def amounts(
     part: Slice,
     logits: Float[Array, "row vocab"],
-    law: Law,
+    distribution: Distribution,
     limits: Float[Array, "row tries"],
     *,
     counts: bool,
@@ -348,7 +361,7 @@ def amounts(
 
     def visit(number: Array) -> Array:
         tile = part.read(logits, number)[0]
-        weights = jnp.ones_like(tile) if counts else weigh(tile, law)
+        weights = jnp.ones_like(tile) if counts else weigh(tile, distribution)
         is_in = tile[:, None] >= limits[:, :, None]
         return jnp.where(is_in, weights[:, None], 0.0)
 
@@ -358,7 +371,7 @@ def amounts(
 def excess(
     part: Slice,
     logits: Float[Array, "row vocab"],
-    law: Law,
+    distribution: Distribution,
     draft: Draft,
     joint: Float[Array, "seq inner"],
 ) -> Float[Array, "seq inner"]:
@@ -369,8 +382,8 @@ def excess(
     seqs, inner = joint.shape
 
     def visit(number: Array) -> Array:
-        weights = weigh(part.read(logits, number)[0], law)
-        target = normalise(weights, law.total[:, None])
+        weights = weigh(part.read(logits, number)[0], distribution)
+        target = normalise(weights, distribution.total[:, None])
         target = target.reshape(seqs, inner + 2, part.tile)[:, 1:-1]
         above = joint[:, :, None] * target - draft.tile(part, number)[:, 1:]
         return jnp.maximum(above, 0.0)
@@ -381,7 +394,7 @@ def excess(
 def race(
     part: Slice,
     logits: Float[Array, "row vocab"],
-    law: Law,
+    distribution: Distribution,
     words: UInt32[Array, "row 2"],
 ) -> tuple[Float[Array, " row"], Int[Array, " row"]]:
     """The largest weight / noise of this device's slice, and the lowest id that has it.
@@ -395,7 +408,7 @@ def race(
         score, best = kept
         tile, ids = part.read(logits, number)
         noise = exponential(words[:, :1], words[:, 1:], ids)
-        top, at = lowest(weigh(tile, law) / noise, ids)
+        top, at = lowest(weigh(tile, distribution) / noise, ids)
         return jnp.maximum(top, score), jnp.where(top > score, at, best)
 
     rows = logits.shape[0]

@@ -16,7 +16,12 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from jaxspec_kernels.rejection_sampling import passes
 from jaxspec_kernels.rejection_sampling.draw import draw
-from jaxspec_kernels.rejection_sampling.passes import Draft, Law, Slice, Statistics
+from jaxspec_kernels.rejection_sampling.passes import (
+    Distribution,
+    Draft,
+    Slice,
+    Statistics,
+)
 from jaxspec_kernels.rejection_sampling.search import search
 
 STANDARD, BLOCK, COUPLED = 0, 1, 2
@@ -123,8 +128,10 @@ def rejection_sampling(
 
     def with_sampling() -> tuple[Verdict, Array | None]:
         open_end = jnp.full_like(found.maximum, -jnp.inf)
-        law = Law(temperature, found.maximum, open_end, found.total)
-        law = _filter(part, kernels, logits, law, row_controls, is_sampled=hot)
+        distribution = Distribution(temperature, found.maximum, open_end, found.total)
+        distribution = _filter(
+            part, kernels, logits, distribution, row_controls, is_sampled=hot
+        )
         is_coupled = jnp.zeros_like(is_sampled)
         choices = best
         if noise_words is not None:
@@ -133,13 +140,15 @@ def rejection_sampling(
                 part,
                 kernels,
                 logits,
-                law,
+                distribution,
                 noise_words=noise_words,
                 is_coupled=is_coupled,
             )
             choices = jnp.where(is_coupled[:, None], raced, best)
-        drafted = passes.weigh(found.drafted[:, None], law)[:, 0]
-        drafted = passes.normalise(drafted, law.total).reshape(seqs, width)[:, :-1]
+        drafted = passes.weigh(found.drafted[:, None], distribution)[:, 0]
+        drafted = passes.normalise(drafted, distribution.total).reshape(seqs, width)[
+            :, :-1
+        ]
         chosen = _by_choices(draft_tokens, choices, num_draft, num_forced)
         is_drawn = is_sampled & ~is_coupled
 
@@ -148,7 +157,7 @@ def rejection_sampling(
                 part,
                 kernels,
                 logits,
-                law,
+                distribution,
                 Draft(draft_tokens, draft_probs),
                 target_chance=drafted,
                 num_draft=num_draft,
@@ -162,7 +171,9 @@ def rejection_sampling(
         verdict = jax.tree.map(
             lambda left, right: jnp.where(is_drawn, left, right), drawn, chosen
         )
-        return verdict, kernels.probabilities(part, logits, law) if has_probs else None
+        return verdict, kernels.probabilities(
+            part, logits, distribution
+        ) if has_probs else None
 
     def without_sampling() -> tuple[Verdict, Array | None]:
         verdict = _by_choices(draft_tokens, best, num_draft, num_forced)
@@ -176,7 +187,7 @@ def _race(
     part: Slice,
     kernels: Kernels,
     logits: Float[Array, "row vocab"],
-    law: Law,
+    distribution: Distribution,
     *,
     noise_words: UInt32[Array, "seq width 2"],
     is_coupled: Bool[Array, " seq"],
@@ -185,7 +196,7 @@ def _race(
     words = noise_words.reshape(-1, 2)
 
     def raced() -> Array:
-        score, best = kernels.race(part, logits, law, words)
+        score, best = kernels.race(part, logits, distribution, words)
         return part.min(jnp.where(score == part.max(score), best, passes.NO_ID))
 
     choices = jax.lax.cond(
@@ -198,45 +209,51 @@ def _filter(
     part: Slice,
     kernels: Kernels,
     logits: Float[Array, "row vocab"],
-    law: Law,
+    distribution: Distribution,
     controls: Controls,
     *,
     is_sampled: Bool[Array, " row"],
-) -> Law:
+) -> Distribution:
     """Raise the thresholds to what top-k, top-p and min-p leave, in that order."""
     by_k = is_sampled & (controls.top_k > 0) & (controls.top_k < part.vocab_size)
     by_p = is_sampled & (controls.top_p < 1)
     by_min = is_sampled & (controls.min_p > 0)
 
-    def total(law: Law) -> Float[Array, " row"]:
-        limits = law.threshold[:, None]
-        amounts = kernels.amounts(part, logits, law, limits, counts=False)
+    def total(distribution: Distribution) -> Float[Array, " row"]:
+        limits = distribution.threshold[:, None]
+        amounts = kernels.amounts(part, logits, distribution, limits, counts=False)
         return part.sum(amounts)[:, 0]
 
-    def narrowed(law: Law, threshold: Array, is_filtered: Array) -> Law:
-        law = law._replace(threshold=jnp.maximum(law.threshold, threshold))
+    def narrowed(
+        distribution: Distribution, threshold: Array, is_filtered: Array
+    ) -> Distribution:
+        distribution = distribution._replace(
+            threshold=jnp.maximum(distribution.threshold, threshold)
+        )
         # Rows that nothing filters keep their sum: it must not depend on neighbours.
         amount = jax.lax.cond(
             is_filtered.any(),
-            lambda: total(law),
-            lambda: law.total,
+            lambda: total(distribution),
+            lambda: distribution.total,
         )
-        return law._replace(total=jnp.where(is_filtered, amount, law.total))
+        return distribution._replace(
+            total=jnp.where(is_filtered, amount, distribution.total)
+        )
 
     find = partial(kernels.search, part, logits)
     wanted = controls.top_k.astype(jnp.float32)
-    threshold, _ = find(law, wanted, is_searched=by_k, counts=True)
-    law = narrowed(law, threshold, by_k)
-    wanted = controls.top_p * law.total
-    threshold, amount = find(law, wanted, is_searched=by_p, counts=False)
-    law = law._replace(
-        threshold=jnp.maximum(law.threshold, threshold),
-        total=jnp.where(by_p, amount, law.total),
+    threshold, _ = find(distribution, wanted, is_searched=by_k, counts=True)
+    distribution = narrowed(distribution, threshold, by_k)
+    wanted = controls.top_p * distribution.total
+    threshold, amount = find(distribution, wanted, is_searched=by_p, counts=False)
+    distribution = distribution._replace(
+        threshold=jnp.maximum(distribution.threshold, threshold),
+        total=jnp.where(by_p, amount, distribution.total),
     )
     # log(1) is 0 and the maximum itself stays, whatever rounding does to a product.
-    room = law.temperature * jnp.log(jnp.where(by_min, controls.min_p, 1.0))
-    above = jnp.minimum(law.maximum + room, law.maximum)
-    return narrowed(law, jnp.where(by_min, above, -jnp.inf), by_min)
+    room = distribution.temperature * jnp.log(jnp.where(by_min, controls.min_p, 1.0))
+    above = jnp.minimum(distribution.maximum + room, distribution.maximum)
+    return narrowed(distribution, jnp.where(by_min, above, -jnp.inf), by_min)
 
 
 def _by_choices(
@@ -256,7 +273,7 @@ def _by_chance(
     part: Slice,
     kernels: Kernels,
     logits: Float[Array, "row vocab"],
-    law: Law,
+    distribution: Distribution,
     draft: Draft,
     *,
     target_chance: Float[Array, "seq draft"],
@@ -282,7 +299,9 @@ def _by_chance(
             joint = _joint(draft_chance, target_chance)
             excess = joint[:, 1:-1]
             if excess.shape[1]:
-                excess = part.sum(kernels.excess(part, logits, law, draft, excess))
+                excess = part.sum(
+                    kernels.excess(part, logits, distribution, draft, excess)
+                )
             return _longest(accept_uniform, num_draft, joint, excess), joint
 
         by_rule = jax.lax.cond(is_block.any(), by_block, lambda: (num_accepted, joint))
@@ -294,7 +313,7 @@ def _by_chance(
     token = kernels.draw(
         part,
         logits,
-        law,
+        distribution,
         draft,
         row=jnp.arange(seqs, dtype=jnp.int32) * (num_tokens + 1) + num_accepted,
         index=jnp.minimum(num_accepted, max(num_tokens - 1, 0)),

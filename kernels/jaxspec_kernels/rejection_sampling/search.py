@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, UInt32
 
-from jaxspec_kernels.rejection_sampling.passes import Law, Slice, peak, weigh
+from jaxspec_kernels.rejection_sampling.passes import Distribution, Slice, peak, weigh
 
 # exp of less than this is 0 in float32, denormals included.
 UNDERFLOW = -104.0
@@ -26,7 +26,7 @@ class _Bracket(NamedTuple):
 def search(
     part: Slice,
     logits: Float[Array, "row vocab"],
-    law: Law,
+    distribution: Distribution,
     wanted: Float[Array, " row"],
     *,
     is_searched: Bool[Array, " row"],
@@ -48,26 +48,26 @@ def search(
         amounts: Makes a pass: `passes.amounts`, or what does the same.
     """
     unused = 16 if logits.dtype == jnp.bfloat16 else 0
-    room = jnp.full_like(law.total, UNDERFLOW)
+    room = jnp.full_like(distribution.total, UNDERFLOW)
     if not counts:
         # All below this together weigh less than what is not wanted. Half of that
         # leaves room for rounding.
-        spare = (law.total - wanted) / (2 * part.whole)
+        spare = (distribution.total - wanted) / (2 * part.whole)
         room = jnp.maximum(room, jnp.log(jnp.maximum(spare, 0.0)))
-    bracket = _widest(law, room, is_searched, unused, fan)
+    bracket = _widest(distribution, room, is_searched, unused, fan)
     if counts:  # how many have any weight is not known
-        bracket = bracket._replace(amount=jnp.full_like(law.total, jnp.inf))
+        bracket = bracket._replace(amount=jnp.full_like(distribution.total, jnp.inf))
 
     def is_open(bracket: _Bracket) -> Bool[Array, " row"]:
-        one = jnp.ones_like(law.total)
+        one = jnp.ones_like(distribution.total)
         if not counts:
-            one = weigh(_from_key(bracket.low << unused)[:, None], law)[:, 0]
+            one = weigh(_from_key(bracket.low << unused)[:, None], distribution)[:, 0]
         has_two = bracket.amount - bracket.above >= 2 * one
         return (bracket.low < bracket.high) & has_two
 
     def narrow(bracket: _Bracket) -> _Bracket:
         limits = _from_key(bracket.tries << unused)
-        own = amounts(part, logits, law, limits, counts=counts)
+        own = amounts(part, logits, distribution, limits, counts=counts)
         found = _narrowed(bracket, part.sum(own), wanted)
         # A row that is done stays as it is, whatever its neighbours go on with.
         goes_on = is_open(bracket)
@@ -85,7 +85,7 @@ def search(
 
 
 def _widest(
-    law: Law,
+    distribution: Distribution,
     room: Float[Array, " row"],
     is_searched: Bool[Array, " row"],
     unused: int,
@@ -95,14 +95,18 @@ def _widest(
 
     The lowest logit is tried too, so that the amount at it becomes known.
     """
-    lowest = peak(law.maximum) + room * law.temperature
-    lowest = jnp.minimum(jnp.maximum(lowest, law.threshold), law.maximum)
-    lowest = jnp.where(is_searched, lowest, law.maximum)
-    low, high = (_to_key(logit) >> unused for logit in (lowest, law.maximum))
+    lowest = peak(distribution.maximum) + room * distribution.temperature
+    lowest = jnp.minimum(
+        jnp.maximum(lowest, distribution.threshold), distribution.maximum
+    )
+    lowest = jnp.where(is_searched, lowest, distribution.maximum)
+    low, high = (_to_key(logit) >> unused for logit in (lowest, distribution.maximum))
     share = jnp.arange(fan - 1, dtype=jnp.float32)[None] / (fan - 1)
-    tries = lowest[:, None] + (law.maximum - lowest)[:, None] * share
+    tries = lowest[:, None] + (distribution.maximum - lowest)[:, None] * share
     tries = jnp.clip(_to_key(tries) >> unused, low[:, None], high[:, None])
-    return _Bracket(low, high, law.total, jnp.zeros_like(law.total), tries)
+    return _Bracket(
+        low, high, distribution.total, jnp.zeros_like(distribution.total), tries
+    )
 
 
 def _narrowed(

@@ -37,8 +37,8 @@ def test_9b_with_a_2b_draft_on_80_gb():
     made = make_plan(SIXTY_FOUR | dict(gpu_memory_utilization=0.9))
     # 64 sequences of 5 drafts and one more are 384 rows; 2,048 prompt tokens 64 tiles.
     logits = 4 * 256_000 * (5 * 384 + 4 * 64)
-    laws = 4 * 256_000 * 5 * 64
-    assert made.workspace_bytes == logits + laws + 268_435_456 == 2_824_339_456
+    distributions = 4 * 256_000 * 5 * 64
+    assert made.workspace_bytes == logits + distributions + 268_435_456 == 2_824_339_456
     # 72,000,000,000 - 23,712,095,744 - 2,824,339,456 bytes are 6,306 pages of
     # 7,208,960 bytes, and 6,272 in a round number.
     assert made.num_pages == 6272
@@ -47,7 +47,7 @@ def test_9b_with_a_2b_draft_on_80_gb():
     # 512 pages a sequence.
     assert made.concurrency(8192) == 12.25
     assert made.concurrency(100) == 6272 / 7
-    # Without the draft programs have 64 rows, and no laws.
+    # Without the draft programs have 64 rows, and no distributions.
     alone = 4 * 256_000 * (5 * 64 + 4 * 64) + 268_435_456
     assert alone == 858_259_456
     programs = made.workspace_bytes - alone

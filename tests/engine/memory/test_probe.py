@@ -344,14 +344,14 @@ def test_the_estimate_is_what_compilers_found_and_a_little_more():
 def test_a_layer_keeps_no_more_than_its_feed_forward_part_does():
     """Gate and up in float32 and what they make in bfloat16: by XLA's own account.
 
-    On an H200 64 sequences of 27B, laws there from the start, take 1,337,855,792 bytes:
-    these, 10 bytes of the model's width, and small ones.
+    On an H200 64 sequences of 27B, whose distributions exist from the start, take
+    1,337,855,792 bytes: these, 10 bytes of the model's width, and small ones.
     """
     name = "h200/27b<-2b/64+2048/plain"
     row, facts = aot_memory.read()[name], aot_memory.CELLS[name].facts("h200")
     tokens, hidden, model = 64 * 6 + 2048, 36_864, 4608
-    laws = 4 * 256_000 * 5 * 64
-    found = tokens * (2 * 4 * hidden + 2 * hidden + (4 + 4 + 2) * model) + laws
+    distributions = 4 * 256_000 * 5 * 64
+    found = tokens * (2 * 4 * hidden + 2 * hidden + (4 + 4 + 2) * model) + distributions
     assert 0 <= row["temp_bytes"] - found < 2 * MIB
     assert facts.programs.token_bytes == (2 * 4 + 2) * hidden + 4 * 4 * model
 
@@ -372,7 +372,7 @@ def test_large_batches_and_controls_are_estimated_as_compilers_found_them(name: 
     sizes = Sizes(cell.num_seqs, cell.num_tokens)
     has_controls = cell.form in ("controls", "prompts")
     estimate = facts.programs.temporary_bytes(sizes, has_controls=has_controls)
-    # A greedy program has no laws, which the estimate for others has.
+    # A greedy program has no distributions, which the estimate for others has.
     most = estimate if cell.form == "greedy" else 1.5 * row["temp_bytes"] + 320 * MIB
     assert row["temp_bytes"] <= estimate <= most
     # An engine has programs for either, and plans for the larger ones.

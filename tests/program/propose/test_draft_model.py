@@ -1,4 +1,4 @@
-"""Drafts come from the draft model's own law, given all that is known."""
+"""Drafts come from the draft model's own distribution, given all that is known."""
 
 import dataclasses
 import functools
@@ -27,8 +27,8 @@ from jaxspec.program.token_batch import make_token_batch
 from jaxspec.program.tree.tree import Tree
 from tests.kernels import dense
 from tests.kernels.oracle import UNOPTIMISED
+from tests.support.distributions import filtered_distribution
 from tests.support.engines import make_micro
-from tests.support.laws import filtered_law
 from tests.support.oracles import PagedModel, hf_logits, load_ours, model_config
 from tests.support.rows import make_active
 
@@ -110,22 +110,26 @@ def propose(tree: Tree, length: int, **fields: Any) -> Round:
 
 
 def check_self_draft(length: int = 13, temperature: float = 0.8) -> None:
-    """A chain is the model's own text, and said to be drawn from its own law."""
+    """A chain is the model's own text, and its probabilities are the model's own."""
     reference, tokens, _, proposal, *_ = propose(
         Tree.chain(DRAFTS), length, temperature=temperature, top_p=0.95
     )
     assert proposal.probs is not None
-    drafts, laws = np.asarray(proposal.tokens[0]), np.asarray(proposal.probs[0])
+    drafts, distributions = (
+        np.asarray(proposal.tokens[0]),
+        np.asarray(proposal.probs[0]),
+    )
     known = np.concatenate([tokens, drafts])
     logits = hf_logits(reference, known)[length - 1 : -1]
     if not temperature:
         np.testing.assert_array_equal(drafts, logits.argmax(axis=1))
         return
     expected = [
-        filtered_law(row, temperature, top_p=np.float32(0.95)) for row in logits
+        filtered_distribution(row, temperature, top_p=np.float32(0.95))
+        for row in logits
     ]
-    np.testing.assert_allclose(laws, expected, atol=1e-4)
-    assert (laws[np.arange(DRAFTS), drafts] > 0).all()
+    np.testing.assert_allclose(distributions, expected, atol=1e-4)
+    assert (distributions[np.arange(DRAFTS), drafts] > 0).all()
 
 
 def check_tree_drafts(tree: Tree, length: int = 13, *, rule: int | None = None) -> None:
@@ -296,11 +300,11 @@ def test_what_others_propose_comes_before_what_is_drawn():
     before = Proposal(jnp.array([[4, 5], [6, 7], [1, 2]]), jnp.array([2, 1, 0]))
     drawn = jnp.array([0, 3, 3], jnp.int32)
     probs = jnp.full((3, 8), 0.125)
-    token, law = draft_sampling._override(before, jnp.int32(1), drawn, probs)
+    token, distribution = draft_sampling._override(before, jnp.int32(1), drawn, probs)
     np.testing.assert_array_equal(token, [5, 3, 3])
-    assert law is not None
-    np.testing.assert_array_equal(law[0], np.arange(8) == 5)
-    np.testing.assert_array_equal(law[1:], probs[1:])
-    token, law = draft_sampling._override(before, jnp.int32(1), drawn, None)
+    assert distribution is not None
+    np.testing.assert_array_equal(distribution[0], np.arange(8) == 5)
+    np.testing.assert_array_equal(distribution[1:], probs[1:])
+    token, distribution = draft_sampling._override(before, jnp.int32(1), drawn, None)
     np.testing.assert_array_equal(token, [5, 3, 3])
-    assert law is None
+    assert distribution is None

@@ -1,4 +1,4 @@
-"""All drafts come of one pass, each by its own law; what needs none is left alone."""
+"""One pass makes all drafts, each from its own distribution; the rest is unchanged."""
 
 import dataclasses
 from typing import Any
@@ -14,8 +14,8 @@ from jaxspec.program.plan import PoolShape
 from jaxspec.program.propose import Context, Pard
 from jaxspec.program.tree.tree import Tree
 from tests.kernels.oracle import UNOPTIMISED
+from tests.support.distributions import filtered_distribution
 from tests.support.engines import make_micro
-from tests.support.laws import filtered_law
 from tests.support.oracles import PagedModel, hf_logits, load_ours, model_config
 from tests.support.rows import make_active
 
@@ -85,12 +85,14 @@ def propose(length: int, num_known: int, **fields: Any) -> tuple[Any, ...]:
     # A round that added all it could, over a page's border; and a text of two tokens.
     [(13, 9), pytest.param(2, 0, marks=pytest.mark.slow)],
 )
-def test_each_draft_is_drawn_from_its_own_law(length, num_known):
+def test_each_draft_is_drawn_from_its_own_distribution(length, num_known):
     found, logits, *_ = propose(length, num_known, temperature=0.8, top_p=0.95)
-    laws = [filtered_law(row, 0.8, top_p=np.float32(0.95)) for row in logits]
-    np.testing.assert_allclose(found.probs[0], laws, atol=1e-4)
+    distributions = [
+        filtered_distribution(row, 0.8, top_p=np.float32(0.95)) for row in logits
+    ]
+    np.testing.assert_allclose(found.probs[0], distributions, atol=1e-4)
     drafts = np.asarray(found.tokens[0])
-    assert (np.array(laws)[np.arange(DRAFTS), drafts] > 0).all()
+    assert (np.array(distributions)[np.arange(DRAFTS), drafts] > 0).all()
     assert found.num_drafts.tolist() == [DRAFTS]
     assert not found.is_broken.any()
 

@@ -1,4 +1,4 @@
-"""Rounds over trees of drafts follow the target: its law, and its very tokens.
+"""Rounds over trees of drafts follow the target: its distribution, and its very tokens.
 
 The target and the draft are Markov chains over a few tokens, so that thousands of
 sequences are played at once, by the draft model's own way to grow a tree.
@@ -23,7 +23,7 @@ from jaxspec.program.sampling import sample_draft
 from jaxspec.program.tree.tree import Tree
 from jaxspec.program.tree.verify import verify_tree
 from tests.kernels.oracle import UNOPTIMISED
-from tests.support.laws import check_counts
+from tests.support.distributions import check_counts
 from tests.support.round_models import DRAFT, TARGET
 from tests.support.rows import make_active
 
@@ -43,7 +43,7 @@ TREES: dict[str, Tree] = {
     "branched": BRANCHED,
     "aside": ASIDE,
 }
-# Whose law is looked at in every run.
+# Whose distribution is looked at in every run.
 SOME = ("standard", "many leaves"), ("block", "branched")
 
 
@@ -73,26 +73,26 @@ def grow(tree: Tree, draft: jax.Array, active: Active) -> Proposal:
     for level in range(tree.num_levels):
         known = jnp.concatenate([active.last_tokens[:, 1:], drafts], axis=1)
         scores = draft[known[:, tree.branching[level]]]
-        token, law = sample_draft(scores[:, 0], level, active, Backend())
+        token, distribution = sample_draft(scores[:, 0], level, active, Backend())
         if not active.is_greedy:
             scores = draft_sampling._add_noise(scores, level, active)
         drafts = draft_sampling._fill_level(tree, level, drafts, token, scores)
-        probs.append(law)
-    laws = None if active.is_greedy else jnp.stack(probs, axis=1)
-    return Proposal(drafts, active.num_tokens, laws)
+        probs.append(distribution)
+    distributions = None if active.is_greedy else jnp.stack(probs, axis=1)
+    return Proposal(drafts, active.num_tokens, distributions)
 
 
 def play_round(
     active: Active,
     history: jax.Array,
     num_draft: jax.Array,
-    laws: tuple[jax.Array, jax.Array],
+    distributions: tuple[jax.Array, jax.Array],
     *,
     tree: Tree,
     max_model_len: int,
 ) -> tuple[Active, jax.Array, Found]:
     """One round of the Markov chain; what it decided beside what is known after it."""
-    target, draft = map(jnp.log, laws)
+    target, draft = map(jnp.log, distributions)
     fed, proposal = active.last_tokens[:, 1:], None
     if tree.num_nodes:
         proposal = grow(tree, draft, active)
@@ -127,7 +127,7 @@ def play_round(
 
 @functools.cache
 def program_of(tree: Tree, max_model_len: int) -> Callable[..., Any]:
-    """Rounds of a tree: whatever the rule, the laws and the wishes are."""
+    """Rounds of a tree: whatever the rule, the distributions and the wishes are."""
     return jax.jit(
         functools.partial(play_round, tree=tree, max_model_len=max_model_len),
         compiler_options=UNOPTIMISED,
@@ -156,8 +156,10 @@ def play(
     first = jnp.repeat(first.astype(jnp.int32)[:, None], 2, axis=1)
     active = dataclasses.replace(active, last_tokens=first, is_greedy=is_greedy)
     history = jnp.zeros((SEQS, LENGTH + tree.max_emitted), jnp.int32)
-    laws = TARGET, TARGET if draft == "same" else DRAFT
-    given = tuple(jnp.asarray(law, jnp.float32) for law in laws)
+    distributions = TARGET, TARGET if draft == "same" else DRAFT
+    given = tuple(
+        jnp.asarray(distribution, jnp.float32) for distribution in distributions
+    )
     run = program_of(tree, FAR if tree.is_chain else max_model_len)
     num_draft, rounds = jnp.full(SEQS, tree.num_levels, jnp.int32), []
     if few:
@@ -172,24 +174,26 @@ def num_beside(found: Found) -> np.ndarray:
     return found.depth - found.num_accepted
 
 
-def check_tree_law(rule: str, name: str) -> None:
+def check_tree_distribution(rule: str, name: str) -> None:
     """Words of four tokens, over rounds of which many leave the spine."""
     play.cache_clear()
     tree = TREES[name]
     words, rounds = play(tree, rule)
     assert (num_beside(rounds[0]) > 0).mean() > 0.05
     cell = words @ (VOCAB ** np.arange(LENGTH)[::-1])
-    law = TARGET[0]
+    distribution = TARGET[0]
     for _ in range(LENGTH - 1):
-        last = np.arange(law.size) % VOCAB
-        law = (law[:, None] * TARGET[last]).reshape(-1)
+        last = np.arange(distribution.size) % VOCAB
+        distribution = (distribution[:, None] * TARGET[last]).reshape(-1)
     counts = np.bincount(cell, minlength=VOCAB**LENGTH)
-    check_counts(counts, law, (rule, name))
+    check_counts(counts, distribution, (rule, name))
     # Neighbours alone: what is wrong with a few of them is lost among all words.
     shape = (VOCAB,) * LENGTH
     for place in range(LENGTH - 1):
         others = tuple({*range(LENGTH)} - {place, place + 1})
-        found, wanted = (one.reshape(shape).sum(axis=others) for one in (counts, law))
+        found, wanted = (
+            one.reshape(shape).sum(axis=others) for one in (counts, distribution)
+        )
         check_counts(found, wanted, (rule, name, place))
 
 
@@ -217,8 +221,8 @@ def check_same_words(name: str, **changes: Any) -> None:
         for name in TREES
     ],
 )
-def test_words_follow_the_law_of_the_target(rule: str, name: str):
-    check_tree_law(rule, name)
+def test_words_follow_the_distribution_of_the_target(rule: str, name: str):
+    check_tree_distribution(rule, name)
 
 
 @pytest.mark.parametrize("name", ["many leaves", "branched"])

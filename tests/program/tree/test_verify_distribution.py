@@ -1,4 +1,4 @@
-"""The exact law of a round over a tree, by running it on every outcome.
+"""The exact distribution of a round over a tree, by running it on every outcome.
 
 The rule meets the spine with the uniforms of `tests.support.enumeration`. What is
 drawn on the way beside it meets evenly spaced ones, as many as the target's
@@ -6,8 +6,8 @@ probabilities are multiples of: each is as likely as any other, so that weights 
 have to be summed.
 What stands beside the spine is anything, siblings that are equal included.
 
-Coupled and greedy sequences have no law to count: token by token they are what plain
-decoding says, which `test_verify.py` compares.
+Coupled and greedy sequences have no distribution to count: token by token they equal
+plain decoding, which `test_verify.py` compares.
 """
 
 import dataclasses
@@ -54,21 +54,21 @@ TREES = {
 }
 
 
-def random_laws(random: np.random.Generator, level: int) -> np.ndarray:
+def random_distributions(random: np.random.Generator, level: int) -> np.ndarray:
     """One for every prefix of so many tokens."""
     weights = random.dirichlet(np.full(VOCAB, 3.0), VOCAB**level)
     return random.multinomial(PARTS, weights) / PARTS
 
 
 def make_case(seed: int, tree: Tree, num_levels: int) -> Case:
-    """Laws by prefix; every third draft is certain."""
+    """Distributions by prefix; every third draft is certain."""
     random = np.random.default_rng(seed)
-    draft = [random_laws(random, level) for level in range(DRAFTS)]
+    draft = [random_distributions(random, level) for level in range(DRAFTS)]
     if seed % 3 == 2:
-        draft = [np.eye(VOCAB)[law.argmax(axis=1)] for law in draft]
+        draft = [np.eye(VOCAB)[distribution.argmax(axis=1)] for distribution in draft]
     return Case(
         kind="tree",
-        target=[random_laws(random, level) for level in range(DRAFTS + 1)],
+        target=[random_distributions(random, level) for level in range(DRAFTS + 1)],
         draft=draft,
         num_draft=min(num_levels, tree.main_chain.num_nodes),
     )
@@ -89,7 +89,7 @@ def code_of(tokens: np.ndarray) -> np.ndarray:
 
 
 def rows_of_target(tree: Tree, drafts: np.ndarray, case: Case) -> np.ndarray:
-    """The target's law at every row of the tree."""
+    """The target's distribution at every row of the tree."""
     found = np.empty((len(drafts), tree.num_rows, VOCAB))
     for row in range(tree.num_rows):
         depth = tree.depths[row]
@@ -122,10 +122,10 @@ def planned(accept: jax.Array, sample: jax.Array) -> Any:
     return draw
 
 
-def law_of_round(
+def distribution_of_round(
     tree: Tree, rule: str, seed: int, num_levels: int
 ) -> tuple[float, float]:
-    """What comes of every outcome: total variation to the target's own law.
+    """What comes of every outcome: total variation to the target's own distribution.
 
     Returns:
         That, and the chance of a draft from beside the spine.
@@ -182,24 +182,24 @@ def law_of_round(
     tokens, row = np.asarray(found.tokens), np.asarray(found.tree_row)
     counts = np.array(tree.depths)[row] + 1
     beside = weight[np.array(tree.depths)[row] > found.num_accepted].sum()
-    law, own = np.zeros(1), np.ones(1)
+    distribution, own = np.zeros(1), np.ones(1)
     for count in range(1, DRAFTS + 2):
         after = case.target[count - 1]
-        law = (law[:, None] * after).reshape(-1)
+        distribution = (distribution[:, None] * after).reshape(-1)
         own = (own[:, None] * after).reshape(-1)
         here = counts == count
-        np.add.at(law, code_of(tokens[here, :count]), weight[here])
-    assert law.sum() == pytest.approx(1)
-    return float(np.abs(own - law).sum() / 2), float(beside)
+        np.add.at(distribution, code_of(tokens[here, :count]), weight[here])
+    assert distribution.sum() == pytest.approx(1)
+    return float(np.abs(own - distribution).sum() / 2), float(beside)
 
 
-def check_exact_law(
+def check_exact_distribution(
     name: str, rule: str, num_levels: int = 3, seeds: tuple[int, ...] = (0,)
 ) -> None:
-    """All the tokens of a round, completed by the target's own law, follow it."""
+    """A round's tokens, completed with draws from the target, follow the target."""
     tree, total = Tree(parents_of(TREES[name])), 0.0
     for seed in seeds:
-        distance, beside = law_of_round(tree, rule, seed, num_levels)
+        distance, beside = distribution_of_round(tree, rule, seed, num_levels)
         assert distance < 1e-6, seed
         total += beside
     assert total / len(seeds) > 0.02
@@ -208,27 +208,27 @@ def check_exact_law(
 @pytest.mark.parametrize(
     ("name", "rule"), [("leaves", "block"), ("side paths", "standard")]
 )
-def test_every_outcome_of_a_round_adds_up_to_the_targets_law(name, rule):
-    check_exact_law(name, rule)
+def test_every_outcome_of_a_round_adds_up_to_the_targets_distribution(name, rule):
+    check_exact_distribution(name, rule)
 
 
-@pytest.mark.battery(name="counts")
+@pytest.mark.long_suite(name="counts")
 @pytest.mark.parametrize("num_levels", [1, 2, 3])
 @pytest.mark.parametrize("rule", ORACLES)
 @pytest.mark.parametrize("name", TREES)
 def test_so_it_does_whatever_the_rule_and_the_levels_that_count(name, rule, num_levels):
-    check_exact_law(name, rule, num_levels, seeds=(1, 2, 3))
+    check_exact_distribution(name, rule, num_levels, seeds=(1, 2, 3))
 
 
-@pytest.mark.battery(name="counts")
+@pytest.mark.long_suite(name="counts")
 @pytest.mark.parametrize("rule", ORACLES)
-def test_every_small_tree_keeps_the_law(rule):
+def test_every_small_tree_keeps_the_distribution(rule):
     """Of up to five drafts, three levels and three siblings, but for the chains."""
     found, beside = 0, 0.0
     for number, paths in enumerate(every_tree(3, 3, 5)):
         tree = Tree(parents_of(paths))
         if not tree.is_chain:
-            distance, share = law_of_round(tree, rule, number, tree.num_levels)
+            distance, share = distribution_of_round(tree, rule, number, tree.num_levels)
             assert distance < 1e-6, paths
             found, beside = found + 1, beside + share
     # Of 64 of up to five nodes 9 are deeper, 7 have more siblings and 3 are chains.

@@ -10,13 +10,13 @@ from jaxspec.program.plan import TokenControls
 # A run of the whole suite may raise a false alarm once in a thousand: each of its few
 # hundred statistical tests, once in a million.
 LEVEL = 1e-6
-# Pearson's statistic is close to its law where cells expect at least this much.
+# Pearson's statistic is close to chi-square where cells expect at least this much.
 MIN_EXPECTED = 8
 
 Real = float | np.floating
 
 
-def filtered_law(
+def filtered_distribution(
     logits: np.ndarray,
     temperature: Real,
     top_k: int | np.integer = 0,
@@ -42,14 +42,19 @@ def filtered_law(
     return weights / weights.sum(axis=-1, keepdims=True)
 
 
-def check_counts(counts: np.ndarray, law: np.ndarray, what: object = "") -> float:
-    """Assert that counts may be draws from a law; returns Pearson's p-value.
+def check_counts(
+    counts: np.ndarray, distribution: np.ndarray, what: object = ""
+) -> float:
+    """Assert that counts may be draws from a distribution; returns Pearson's p-value.
 
     Cells that expect little are merged; cells of probability zero must be empty.
     """
-    counts, law = np.ravel(counts), np.ravel(law)
-    assert not counts[law == 0].any(), (what, "a token of probability zero came out")
-    expected = law * counts.sum()
+    counts, distribution = np.ravel(counts), np.ravel(distribution)
+    assert not counts[distribution == 0].any(), (
+        what,
+        "a token of probability zero came out",
+    )
+    expected = distribution * counts.sum()
     rare = expected < MIN_EXPECTED
     observed = np.append(counts[~rare], counts[rare].sum())
     expected = np.append(expected[~rare], expected[rare].sum())

@@ -1,9 +1,10 @@
-"""Batteries: proofs that run in full only when what they read has changed.
+"""Long suites: proofs that run in full only when what they read has changed.
 
-A battery is the tests marked `@pytest.mark.battery(name=...)`: mutants, compiles for
-devices that are not here, long counts. `make test` leaves them out and runs one example
-of most; `make batteries`, and `make test-all` after all other tests, run those whose
-digest is not the one recorded when they last passed, and record it. `--all` runs all.
+A long suite is the tests marked `@pytest.mark.long_suite(name=...)`: mutants, compiles
+for devices that are not here, long counts. `make test` leaves them out and runs one
+example of most; `make long-suites`, and `make test-all` after all other tests, run
+those whose digest is not the one recorded when they last passed, and record it.
+`--all` runs all.
 
 The digest is of what the tests import, without comments and docstrings, of recorded
 results that they compare with, and of the versions of jax and of the compilers.
@@ -34,10 +35,10 @@ import pytest
 from tests.support.programs import users_flags
 
 ROOT = Path(__file__).parents[1]
-RECORD = ROOT / "benchmarks" / "results" / "batteries.json"
+RECORD = ROOT / "benchmarks" / "results" / "long_suites.json"
 # Where the Makefile installs compilers for TPU and GPU.
 COMPILERS = Path(sys.prefix) / "aot"
-# Each battery has the machine for itself, and computes all the time.
+# Each long suite has the machine for itself, and computes all the time.
 ARGUMENTS = ("-q", "-n", "auto", "--maxprocesses", "4", "--dist", "worksteal")
 # Folders that own packages are found in.
 BASES = ("", "kernels", "checkpoints")
@@ -49,7 +50,7 @@ ENGINE = (*PROGRAM, "jaxspec/engine/")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Battery:
+class LongSuite:
     """Tests that are due when one of their sources has changed.
 
     Attributes:
@@ -67,7 +68,7 @@ class Battery:
     needs_compilers: bool = False
 
     def sources(self) -> list[Path]:
-        """Every file whose change makes the battery due."""
+        """Every file whose change makes the long suite due."""
         own = {
             path
             for path in _imported([ROOT / file for file in self.files])
@@ -78,7 +79,7 @@ class Battery:
         return sorted(own)
 
     def digest(self) -> str:
-        """What is recorded when the battery has passed."""
+        """What is recorded when the long suite has passed."""
         digest = hashlib.sha256()
         for path in self.sources():
             text = path.read_text(encoding="utf-8")
@@ -91,9 +92,9 @@ class Battery:
         return digest.hexdigest()[:16]
 
 
-def _aot(name: str, file: str, reads: tuple[str, ...], *data: str) -> Battery:
+def _aot(name: str, file: str, reads: tuple[str, ...], *data: str) -> LongSuite:
     tuned = "kernels/jaxspec_kernels/tuned/*.json"
-    return Battery(
+    return LongSuite(
         name=name,
         files=(file,),
         reads=reads,
@@ -102,33 +103,33 @@ def _aot(name: str, file: str, reads: tuple[str, ...], *data: str) -> Battery:
     )
 
 
-BATTERIES = (
-    Battery(
+SUITES = (
+    LongSuite(
         name="attention_mutants",
         files=("tests/kernels/test_mutants.py",),
         reads=KERNELS,
     ),
-    Battery(
+    LongSuite(
         name="rejection_mutants",
         files=("tests/kernels/test_mutants.py",),
         reads=(*KERNELS, "jaxspec/program/randomness.py"),
     ),
-    Battery(
+    LongSuite(
         name="attention_calls",
         files=("tests/kernels/test_paged_attention.py",),
         reads=KERNELS,
     ),
-    Battery(
+    LongSuite(
         name="native_builds",
         files=("tests/kernels/test_native_builds.py",),
         reads=KERNELS,
     ),
-    Battery(
+    LongSuite(
         name="traffic",
         files=("tests/engine/test_traffic.py",),
         reads=("jaxspec/engine/", "tests/"),
     ),
-    Battery(
+    LongSuite(
         name="lossless",
         files=(
             "tests/e2e/test_greedy_equality.py",
@@ -139,7 +140,7 @@ BATTERIES = (
         ),
         reads=ENGINE,
     ),
-    Battery(
+    LongSuite(
         name="counts",
         files=(
             "tests/conformance/test_distribution.py",
@@ -148,12 +149,12 @@ BATTERIES = (
         ),
         reads=ENGINE,
     ),
-    Battery(
+    LongSuite(
         name="same_bits",
         files=("tests/models/test_same_bits.py",),
         reads=PROGRAM,
     ),
-    Battery(
+    LongSuite(
         name="program_mutants",
         files=("tests/test_mutants.py",),
         reads=PROGRAM,
@@ -212,13 +213,13 @@ BATTERIES = (
 
 
 def members(
-    battery: str, values: Iterable[Any], *, is_example: Callable[[Any], bool]
+    suite: str, values: Iterable[Any], *, is_example: Callable[[Any], bool]
 ) -> list[Any]:
-    """Parameters of a test: examples are always run, the others with the battery.
+    """Parameters of a test: examples are always run, the others with the suite.
 
     A value that is a tuple is several parameters.
     """
-    mark = pytest.mark.battery(name=battery)
+    mark = pytest.mark.long_suite(name=suite)
     return [
         pytest.param(
             *(value if isinstance(value, tuple) else (value,)),
@@ -285,7 +286,7 @@ def _files_of(name: str) -> Iterator[Path]:
 
 
 def recorded() -> dict[str, dict[str, object]]:
-    """What was written when each battery last passed."""
+    """What was written when each long suite last passed."""
     return json.loads(RECORD.read_text()) if RECORD.exists() else {}
 
 
@@ -295,9 +296,9 @@ def _compiler_versions() -> list[str]:
     return sorted(f"{one.name} {one.version}" for one in there)
 
 
-def is_due(battery: Battery) -> bool:
-    """Whether a battery has never passed with the sources as they are."""
-    return recorded().get(battery.name, {}).get("digest") != battery.digest()
+def is_due(suite: LongSuite) -> bool:
+    """Whether a long suite has never passed with the sources as they are."""
+    return recorded().get(suite.name, {}).get("digest") != suite.digest()
 
 
 def compilers_environment() -> dict[str, str]:
@@ -309,16 +310,16 @@ def compilers_environment() -> dict[str, str]:
     }
 
 
-def run(battery: Battery, arguments: list[str]) -> int:
-    """Run a battery in full; if it passes, record that it did. Returns the status.
+def run(suite: LongSuite, arguments: list[str]) -> int:
+    """Run a long suite in full; if it passes, record that it did. Returns the status.
 
     Args:
         arguments: Further ones of pytest; what they may have left out is not recorded.
     """
-    digest, start = battery.digest(), time.monotonic()
+    digest, start = suite.digest(), time.monotonic()
     words = [sys.executable, "-m", "pytest", *ARGUMENTS, *arguments]
-    words += ["-m", f"battery(name={battery.name!r})", *battery.files]
-    environment = compilers_environment() if battery.needs_compilers else None
+    words += ["-m", f"long_suite(name={suite.name!r})", *suite.files]
+    environment = compilers_environment() if suite.needs_compilers else None
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         words.append(f"--junitxml={report}")
@@ -333,7 +334,7 @@ def run(battery: Battery, arguments: list[str]) -> int:
             "jax": metadata.version("jax"),
             "seconds": round(time.monotonic() - start),
         }
-        rows = recorded() | {battery.name: row}
+        rows = recorded() | {suite.name: row}
         RECORD.write_text(json.dumps(dict(sorted(rows.items())), indent=1) + "\n")
     return status
 
@@ -344,7 +345,7 @@ def _num_left_out(report: Path) -> int:
 
 
 def main() -> int:
-    """Run the batteries that are due, one by one; the first failure ends it."""
+    """Run the long suites that are due, one by one; the first failure ends it."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--all", action="store_true", help="also those not due")
     parser.add_argument(
@@ -352,10 +353,10 @@ def main() -> int:
     )
     parser.add_argument("--name", action="append", help="only these")
     parser.add_argument(
-        "--minutes", type=float, help="start no battery later; those left stay due"
+        "--minutes", type=float, help="start no long suite later; those left stay due"
     )
     options, arguments = parser.parse_known_args()
-    chosen = [one for one in BATTERIES if not options.name or one.name in options.name]
+    chosen = [one for one in SUITES if not options.name or one.name in options.name]
     due = [one for one in chosen if options.all or is_due(one)]
     if options.list:
         for one in chosen:
@@ -365,10 +366,10 @@ def main() -> int:
     start = time.monotonic()
     for number, one in enumerate(due, 1):
         if options.minutes and time.monotonic() - start > 60 * options.minutes:
-            left = ", ".join(battery.name for battery in due[number - 1 :])
+            left = ", ".join(suite.name for suite in due[number - 1 :])
             print(f"{options.minutes:g} minutes are over; still due: {left}")
             break
-        print(f"Battery {number} of {len(due)}: {one.name}", flush=True)
+        print(f"Long suite {number} of {len(due)}: {one.name}", flush=True)
         status = run(one, arguments)
         if status:
             return status

@@ -1,4 +1,4 @@
-"""A battery is due when, and only when, what it proves something of has changed."""
+"""A long suite is due when, and only when, what it proves something of has changed."""
 
 import json
 import re
@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests import batteries
-from tests.batteries import BATTERIES, ROOT, Battery
+from tests import long_suites
+from tests.long_suites import ROOT, SUITES, LongSuite
 
 MODULE = '''"""A module."""
 
@@ -22,19 +22,19 @@ is no comment"""
 '''
 
 
-def test_every_mark_names_a_battery_that_has_the_file():
+def test_every_mark_names_a_suite_that_has_the_file():
     marked = set()
     for path in (ROOT / "tests").rglob("test_*.py"):
         text = path.read_text(encoding="utf-8")
-        names = re.findall(r'battery\(name="(\w+)"\)', text)
+        names = re.findall(r'long_suite\(name="(\w+)"\)', text)
         names += re.findall(r'members\(\s*"(\w+)"', text)
         marked |= {(name, path.relative_to(ROOT).as_posix()) for name in names}
-    declared = {(one.name, file) for one in BATTERIES for file in one.files}
+    declared = {(one.name, file) for one in SUITES for file in one.files}
     assert marked == declared
 
 
-@pytest.mark.parametrize("one", BATTERIES, ids=lambda one: one.name)
-def test_sources_are_there(one: Battery):
+@pytest.mark.parametrize("one", SUITES, ids=lambda one: one.name)
+def test_sources_are_there(one: LongSuite):
     sources = {path.relative_to(ROOT).as_posix() for path in one.sources()}
     assert set(one.files) <= sources
     assert any(source.startswith(("kernels/", "jaxspec/")) for source in sources)
@@ -46,8 +46,8 @@ def test_sources_are_there(one: Battery):
 
 
 @pytest.fixture
-def one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Battery:
-    """A battery in a repository of its own."""
+def one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LongSuite:
+    """A long suite in a repository of its own."""
     files = {
         "tests/test_a.py": "from jaxspec.engine.b import c\nimport jaxspec.text\n",
         "jaxspec/engine/b.py": "from jaxspec import config\nc = 1\n",
@@ -60,9 +60,9 @@ def one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Battery:
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    monkeypatch.setattr(batteries, "ROOT", tmp_path)
-    monkeypatch.setattr(batteries, "RECORD", tmp_path / "batteries.json")
-    return Battery(
+    monkeypatch.setattr(long_suites, "ROOT", tmp_path)
+    monkeypatch.setattr(long_suites, "RECORD", tmp_path / "long_suites.json")
+    return LongSuite(
         name="one",
         files=("tests/test_a.py",),
         reads=("tests/", "jaxspec/engine/", "jaxspec/config.py"),
@@ -81,45 +81,45 @@ def one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Battery:
         ("jaxspec/engine/unread.py", False),
     ],
 )
-def test_what_makes_it_due(one: Battery, file: str, *, is_read: bool):
+def test_what_makes_it_due(one: LongSuite, file: str, *, is_read: bool):
     record = {"one": {"digest": one.digest()}}
-    batteries.RECORD.write_text(json.dumps(record))
-    assert not batteries.is_due(one)
-    path = batteries.ROOT / file
+    long_suites.RECORD.write_text(json.dumps(record))
+    assert not long_suites.is_due(one)
+    path = long_suites.ROOT / file
     before = path.read_text()
     path.write_text(before + "# said\n" if path.suffix == ".py" else before)
-    assert not batteries.is_due(one)
+    assert not long_suites.is_due(one)
     path.write_text(before + "x = 2\n")
-    assert batteries.is_due(one) == is_read
+    assert long_suites.is_due(one) == is_read
     path.write_text(before)
-    assert not batteries.is_due(one)
+    assert not long_suites.is_due(one)
 
 
-def test_it_is_due_until_it_has_passed(one: Battery, monkeypatch: pytest.MonkeyPatch):
-    assert batteries.is_due(one)
-    test = batteries.ROOT / "tests" / "test_a.py"
-    mark = f"import pytest\n\n\n@pytest.mark.battery(name={one.name!r})\n"
+def test_it_is_due_until_it_has_passed(one: LongSuite, monkeypatch: pytest.MonkeyPatch):
+    assert long_suites.is_due(one)
+    test = long_suites.ROOT / "tests" / "test_a.py"
+    mark = f"import pytest\n\n\n@pytest.mark.long_suite(name={one.name!r})\n"
     mark += "def test_it():\n"
-    monkeypatch.setattr(batteries, "ARGUMENTS", ("-q", "-p", "no:cacheprovider"))
+    monkeypatch.setattr(long_suites, "ARGUMENTS", ("-q", "-p", "no:cacheprovider"))
     # Importing the plugins takes longer than everything else here.
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     test.write_text(f"{mark}    raise ValueError\n")
-    assert batteries.run(one, []) == 1
-    assert batteries.is_due(one)
+    assert long_suites.run(one, []) == 1
+    assert long_suites.is_due(one)
     test.write_text(f"{mark}    pass\n")
-    assert batteries.run(one, ["-rs"]) == 0
-    assert batteries.is_due(one), "arguments may leave tests out"
+    assert long_suites.run(one, ["-rs"]) == 0
+    assert long_suites.is_due(one), "arguments may leave tests out"
     test.write_text(f"{mark}    pytest.skip('no compiler')\n")
-    assert batteries.run(one, []) == 0
-    assert batteries.is_due(one), "nothing has been proven"
+    assert long_suites.run(one, []) == 0
+    assert long_suites.is_due(one), "nothing has been proven"
     test.write_text(f"{mark}    pass\n")
-    assert batteries.run(one, []) == 0
-    assert not batteries.is_due(one)
-    assert batteries.recorded()["one"]["digest"] == one.digest()
+    assert long_suites.run(one, []) == 0
+    assert not long_suites.is_due(one)
+    assert long_suites.recorded()["one"]["digest"] == one.digest()
 
 
 def test_code_is_what_is_left_without_what_is_said():
-    assert batteries.code_of(MODULE) == (
+    assert long_suites.code_of(MODULE) == (
         "def double(value):\n    return 2 * value\n"
         'NAME = """# a string\nis no comment"""'
     )
@@ -129,7 +129,7 @@ def test_code_is_what_is_left_without_what_is_said():
     ("name", "is_due"), [("page_writes", True), ("attention_calls", False)]
 )
 def test_another_compiler_makes_due_what_it_compiles(name, is_due, monkeypatch):
-    (one,) = (one for one in BATTERIES if one.name == name)
+    (one,) = (one for one in SUITES if one.name == name)
     before = one.digest()
-    monkeypatch.setattr(batteries, "_compiler_versions", lambda: ["libtpu 9.9"])
+    monkeypatch.setattr(long_suites, "_compiler_versions", lambda: ["libtpu 9.9"])
     assert (one.digest() != before) == is_due

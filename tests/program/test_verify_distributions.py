@@ -1,4 +1,4 @@
-"""Rounds under controls follow the joint law of plain decoding under the same."""
+"""Rounds under controls follow the joint distribution of plain decoding under them."""
 
 import dataclasses
 import functools
@@ -18,14 +18,14 @@ from jaxspec.program.sampling import sample_draft
 from jaxspec.program.tree.tree import Tree
 from jaxspec.program.verify import place_next, verify
 from tests.kernels.oracle import UNOPTIMISED
-from tests.support.laws import check_counts, controlled, filtered_law
+from tests.support.distributions import check_counts, controlled, filtered_distribution
 from tests.support.round_models import DRAFT, TARGET
 from tests.support.rows import make_active, make_control_rows
 
 VOCAB, DRAFTS, LENGTH, SEQS = len(TARGET), 3, 4, 15_000
 PROMPT = (0, 3)
 TEMPERATURE = 0.7
-# Strong enough that each changes the law of four tokens beyond doubt.
+# Strong enough that each changes the distribution of four tokens beyond doubt.
 ASKED = TokenControls(
     presence_penalty=0.4,
     frequency_penalty=0.6,
@@ -65,18 +65,18 @@ def play_round(
     adjust = controls.adjuster(
         asked, tokens, active, vocab_size=VOCAB, backend=Backend()
     )
-    last, laws = active.last_tokens[:, 1], []
+    last, distributions = active.last_tokens[:, 1], []
     logits = [target[last]]
     drafts = jnp.zeros((SEQS, 0 if is_plain else DRAFTS), jnp.int32)
     for index in range(drafts.shape[1]):
         row = adjust(draft[last][:, None], drafts, num_before=index)[:, 0]
-        last, law = sample_draft(row, index, active, Backend())
+        last, distribution = sample_draft(row, index, active, Backend())
         drafts = drafts.at[:, index].set(last)
-        laws.append(law)
+        distributions.append(distribution)
         logits.append(target[last])
     proposal = None
-    if laws:
-        proposal = Proposal(drafts, active.num_tokens, jnp.stack(laws, axis=1))
+    if distributions:
+        proposal = Proposal(drafts, active.num_tokens, jnp.stack(distributions, axis=1))
     verdict = verify(
         proposal,
         jnp.stack(logits, axis=1).reshape(-1, VOCAB),
@@ -101,21 +101,21 @@ def play_round(
     return active, tokens
 
 
-def controlled_law() -> np.ndarray:
+def controlled_distribution() -> np.ndarray:
     """Probability of every text of `LENGTH` tokens, by enumeration in float64."""
-    law = []
+    distribution = []
     for text in itertools.product(range(VOCAB), repeat=LENGTH):
         known: list[int] = list(PROMPT)
         chance = 1.0
         for token in text:
             row = controlled(np.log(TARGET[known[-1]]), known, len(PROMPT), ASKED)
-            chance *= filtered_law(row, TEMPERATURE)[token]
+            chance *= filtered_distribution(row, TEMPERATURE)[token]
             known.append(token)
-        law.append(chance)
-    return np.array(law)
+        distribution.append(chance)
+    return np.array(distribution)
 
 
-def check_law(rule: str, *, is_plain: bool = False) -> None:
+def check_distribution(rule: str, *, is_plain: bool = False) -> None:
     play_round.clear_cache()  # pyright: ignore[reportAttributeAccessIssue]
     active, tokens = start(rule)
     asked = make_control_rows([ASKED], VOCAB)
@@ -129,17 +129,19 @@ def check_law(rule: str, *, is_plain: bool = False) -> None:
         active, tokens = play_round(active, tokens, asked, is_plain)
     texts = np.asarray(tokens)[:, len(PROMPT) :][:, :LENGTH]
     cell = texts @ (VOCAB ** np.arange(LENGTH)[::-1])
-    check_counts(np.bincount(cell, minlength=VOCAB**LENGTH), controlled_law(), rule)
+    check_counts(
+        np.bincount(cell, minlength=VOCAB**LENGTH), controlled_distribution(), rule
+    )
 
 
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 
-# Controls change laws before any rule sees them; each rule is tested without.
+# Controls change distributions before any rule sees them; each rule is tested without.
 @pytest.mark.parametrize("rule", [slow("standard"), "block", slow("coupled")])
-def test_drafting_rounds_follow_the_controlled_law(rule):
-    check_law(rule)
+def test_drafting_rounds_follow_the_controlled_distribution(rule):
+    check_distribution(rule)
 
 
-def test_plain_rounds_follow_the_controlled_law():
-    check_law("standard", is_plain=True)
+def test_plain_rounds_follow_the_controlled_distribution():
+    check_distribution("standard", is_plain=True)
