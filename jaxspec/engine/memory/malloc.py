@@ -16,7 +16,7 @@ import functools
 import os
 import platform
 
-# Threads of jax on two cores: 21, with 16 arenas by default.
+# On two cores, where glibc's limit is 16, the threads of one engine use 22.
 MIN_ARENAS = 64
 # Larger allocations are mapped one by one, and unmapped when they are freed.
 MMAP_THRESHOLD_BYTES = 2**20
