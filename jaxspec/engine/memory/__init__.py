@@ -2,6 +2,6 @@
 
 `plan` is the arithmetic, on plain numbers; `draft_sharding` chooses over how many
 devices a draft model is spread. `probe` finds the numbers for a configuration, from
-devices that are present or, by `device_descriptions`, from their names. `malloc` limits
-what the C library retains of the host's memory.
+devices that are present or, by `device_descriptions`, from their names. `malloc`
+reduces what the C library retains of the host's memory.
 """
