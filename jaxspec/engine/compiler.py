@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from jaxspec.engine.memory.malloc import trim_malloc
+from jaxspec.engine.memory.malloc import large_arrays_mapped, trim_malloc
 from jaxspec.exit import COMPILER_THREAD, finish_at_exit
 from jaxspec.program.plan import StepShape
 
@@ -226,7 +226,8 @@ class Compiler:
         start = time.monotonic()
         self.current = shape
         self._announce(f"Compiling {shape.name}")
-        program = self._make(shape)
+        with large_arrays_mapped():
+            program = self._make(shape)
         took_s = time.monotonic() - start
         with self._lock:
             self.num_made += 1

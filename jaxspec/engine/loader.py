@@ -9,7 +9,7 @@ from typing import Any, no_type_check
 
 from jaxspec.config.engine import EngineConfig, draft_hint
 from jaxspec.config.trimming import check_special_tokens
-from jaxspec.engine.memory.malloc import permit_spare_arenas
+from jaxspec.engine.memory.malloc import large_arrays_mapped, permit_spare_arenas
 from jaxspec.engine.memory.probe import fit, own_memory, spread_draft
 from jaxspec.engine.multihost.channel import Followers, Leader
 from jaxspec.engine.multihost.facts import facts_of
@@ -170,7 +170,8 @@ def _make_leading(config: EngineConfig, followers: Followers | None) -> Runner:
 
 
 def _load(config: EngineConfig, mesh: Mesh, followers: Followers | None) -> Runner:
-    runner = Runner(config, mesh, *load_weights(config, mesh), followers)
+    with large_arrays_mapped():
+        runner = Runner(config, mesh, *load_weights(config, mesh), followers)
     folder = config.compilation_cache_dir
     runner.cache = ProgramCache(None if folder is None else Path(folder))
     return runner
@@ -384,4 +385,5 @@ class Sleep:
                 draft_token_ids=None,
                 speculative=None,
             )
-        return load_weights(config, self._runner.mesh)
+        with large_arrays_mapped():
+            return load_weights(config, self._runner.mesh)

@@ -4,37 +4,59 @@ glibc divides allocations into arenas, 8 per core at most. A new thread takes an
 that has no thread, or else the next one in turn. `malloc_trim` returns the free pages
 of an arena, except those at its end in all arenas but the first.
 
-On machines with few cores jax's threads hold every arena. The compiler thread of each
-engine then took another one, and left memory at its end: twelve engines with different
-K grew by 10 to 15 %, in jumps of up to 20 MB. With spare arenas each compiler thread
-takes the one that the previous compiler thread has left: they grow by 4 %.
+Twelve engines with different K in one process grew by 10 to 15 %, in jumps of 20 MB:
 
-A fixed threshold for mapped allocations would help as well, but XLA's temporaries
-would be mapped anew in each launch (600 page faults per launch of 8 sequences).
+- On machines with few cores jax's threads hold every arena. The compiler thread of each
+  engine took another one, and left memory at its end. With spare arenas it takes the
+  one that the previous compiler thread has left.
+- Weights were copied by threads of jax, into the arenas of these threads: glibc maps
+  allocations one by one only above a threshold, which rises to 32 MB as arrays are
+  freed. It is low while weights are loaded and programs compiled. It is not low while
+  programs run: XLA's temporaries would be mapped anew in each launch (600 page faults
+  per launch of 8 sequences).
 """
 
 import ctypes
 import functools
 import os
 import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 # On two cores, where glibc's limit is 16, the threads of one engine use 22.
 MIN_ARENAS = 64
-# The number of M_ARENA_MAX in glibc's malloc.h.
-_ARENA_MAX = -8
+# Smallest allocation that is mapped while an engine is made, and glibc's largest.
+LOW_THRESHOLD_BYTES, HIGH_THRESHOLD_BYTES = 2**20, 32 * 2**20
+# Numbers of `mallopt`, from glibc's malloc.h.
+_TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8
 
 
 @functools.cache
 def permit_spare_arenas() -> None:
-    """Raise glibc's limit of arenas, before jax starts its threads.
+    """Raise glibc's limit of arenas, before jax starts its threads."""
+    if _is_ours():
+        limit = max(MIN_ARENAS, 8 * (os.cpu_count() or 1))
+        ctypes.CDLL(None).mallopt(_ARENA_MAX, limit)
 
-    Does nothing with another C library, or if the user has set the allocator's limits.
+
+@contextmanager
+def large_arrays_mapped() -> Iterator[None]:
+    """Map large allocations of the process one by one; they are returned when freed.
+
+    Afterwards the thresholds are those that glibc reaches by itself. If several threads
+    are here, the first one to leave ends it for all, which costs only memory.
     """
-    is_set = any(name.startswith("MALLOC_") for name in os.environ)
-    if is_set or "GLIBC_TUNABLES" in os.environ or not _is_glibc():
+    if not _is_ours():
+        yield
         return
-    limit = max(MIN_ARENAS, 8 * (os.cpu_count() or 1))
-    ctypes.CDLL(None).mallopt(_ARENA_MAX, limit)
+    mallopt = ctypes.CDLL(None).mallopt
+    # The first call ends glibc's own changes of both.
+    mallopt(_TRIM_THRESHOLD, 2 * HIGH_THRESHOLD_BYTES)
+    mallopt(_MMAP_THRESHOLD, LOW_THRESHOLD_BYTES)
+    try:
+        yield
+    finally:
+        mallopt(_MMAP_THRESHOLD, HIGH_THRESHOLD_BYTES)
 
 
 def trim_malloc() -> None:
@@ -44,6 +66,12 @@ def trim_malloc() -> None:
     """
     if _is_glibc():
         ctypes.CDLL(None).malloc_trim(ctypes.c_size_t(0))
+
+
+def _is_ours() -> bool:
+    """Whether the C library is glibc, and the user has set none of its limits."""
+    is_set = any(name.startswith("MALLOC_") for name in os.environ)
+    return _is_glibc() and not is_set and "GLIBC_TUNABLES" not in os.environ
 
 
 def _is_glibc() -> bool:

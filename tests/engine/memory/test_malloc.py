@@ -1,5 +1,6 @@
 """What the process sets in its C library, and what it returns to the system."""
 
+import contextlib
 import ctypes
 import os
 from collections.abc import Callable
@@ -51,11 +52,22 @@ def test_arenas_are_not_reduced_on_many_cores(library: Library, monkeypatch):
     assert library.limits[-8] == 800
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_large_arrays_are_mapped_in_the_block_alone(library: Library, fails: bool):
+    with contextlib.suppress(ZeroDivisionError), malloc.large_arrays_mapped():
+        # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD
+        assert library.limits == {-1: 2**26, -3: 2**20}
+        if fails:
+            raise ZeroDivisionError
+    assert library.limits == {-1: 2**26, -3: 2**25}
+
+
 @pytest.mark.parametrize("name", ["MALLOC_ARENA_MAX", "GLIBC_TUNABLES"])
 def test_limits_of_the_user_are_kept(library: Library, monkeypatch, name: str):
     monkeypatch.setenv(name, "1")
     permit()
-    assert not library.limits
+    with malloc.large_arrays_mapped():
+        assert not library.limits
 
 
 def test_trims_all_free_memory(library: Library):
@@ -66,6 +78,7 @@ def test_trims_all_free_memory(library: Library):
 def test_other_c_libraries_are_not_called(library: Library, monkeypatch):
     monkeypatch.setattr(malloc, "_is_glibc", lambda: False)
     permit()
-    malloc.trim_malloc()
+    with malloc.large_arrays_mapped():
+        malloc.trim_malloc()
     assert not library.limits
     assert not library.trims
