@@ -179,8 +179,8 @@ class DraftSharding:
             f"{self.reason} ({'; '.join(parts)})"
         )
 
-    def told(self) -> dict[str, Any]:
-        """The same for programs that read it."""
+    def as_dict(self) -> dict[str, Any]:
+        """Return the choice as JSON values."""
         sizes = [
             {
                 "devices": one.devices,

@@ -337,8 +337,8 @@ class MemoryPlan:
             lines.append(self.draft_sharding.line())
         return lines
 
-    def told(self) -> dict[str, Any]:
-        """The same for programs that read it, with bytes of one device."""
+    def as_dict(self) -> dict[str, Any]:
+        """Return the plan as JSON values, with the bytes of one device."""
         return {
             "device": self.facts.device,
             "num_devices": self.facts.num_devices,
@@ -356,7 +356,7 @@ class MemoryPlan:
             "max_concurrency": self.concurrency(self.facts.max_model_len),
             "draft_bytes": self.draft_bytes,
             "sequences_lost": self.sequences_lost,
-            "draft_sharding": self.draft_sharding and self.draft_sharding.told(),
+            "draft_sharding": self.draft_sharding and self.draft_sharding.as_dict(),
             "table": self.table(),
         }
 

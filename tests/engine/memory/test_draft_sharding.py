@@ -111,7 +111,7 @@ def test_the_decision_is_one_line():
     assert given.line().startswith(
         "The draft model is spread over 1 device, as given (2: 1.50 ms"
     )
-    told = given.told()
+    told = given.as_dict()
     assert (told["devices"], told["reason"]) == (1, "as given")
     assert told["sizes"][1] == {
         "devices": 1,

@@ -74,7 +74,7 @@ def test_the_table_tells_all_of_it():
         "Maximum concurrency at 8,192 tokens: 12.25x",
         "The draft model takes 16.65 GiB: without it, 6.25 more such sequences fit",
     ]
-    told = make_plan(SIXTY_FOUR | dict(gpu_memory_utilization=0.9)).told()
+    told = make_plan(SIXTY_FOUR | dict(gpu_memory_utilization=0.9)).as_dict()
     assert told["table"] == text
     assert told["parts"]["KV"] == 45_214_597_120
     assert told["shown"]["KV"] == "42.11 GiB"

@@ -479,7 +479,7 @@ def test_a_draft_is_spread_as_is_fastest():
     assert found.draft_sharding is not None
     assert (found.draft_sharding.devices, found.draft_sharding.is_given) == (8, False)
     assert found.table().endswith(found.draft_sharding.line())
-    assert found.told()["draft_sharding"]["devices"] == 8
+    assert found.as_dict()["draft_sharding"]["devices"] == 8
     eight, *_, whole = found.draft_sharding.sizes
     assert eight.num_pages == found.num_pages
     assert eight.read_s == found.facts.draft.weight_bytes / 819e9
@@ -496,7 +496,7 @@ def test_a_draft_is_spread_as_is_fastest():
     # One device leaves no choice, and of a CPU no speeds are known.
     assert plan_for(pair(), "h100").draft_sharding is None
     assert (
-        plan_for(pair("27b", None, tensor_parallel_size=8), "v5e-8").told()[
+        plan_for(pair("27b", None, tensor_parallel_size=8), "v5e-8").as_dict()[
             "draft_sharding"
         ]
         is None
