@@ -69,7 +69,7 @@ def test_a_secret_is_read_whole(tmp_path: Path):
     with pytest.raises(ConfigError, match="cannot be read: No such file"):
         config.read_secret()
     path.write_bytes(b"\n0123456789abcde\n")
-    with pytest.raises(ConfigError, match="holds 15 bytes, and must hold 16"):
+    with pytest.raises(ConfigError, match="holds 15 bytes, and must hold at least 16"):
         config.read_secret()
     path.write_bytes(b" 0123456789abcdef\n")
     assert config.read_secret() == b"0123456789abcdef"

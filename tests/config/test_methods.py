@@ -26,7 +26,7 @@ def test_a_new_method_is_one_row(monkeypatch: pytest.MonkeyPatch):
     assert config.method_info is row
     with pytest.raises(ConfigError, match="from 1 to 11, got 12.*method 'hydra'"):
         SpeculativeConfig(**keys, num_speculative_tokens=12)
-    with pytest.raises(NotImplementedError, match="with leaves beside it for method"):
+    with pytest.raises(NotImplementedError, match="with leaves for method"):
         SpeculativeConfig(**keys, num_speculative_tokens=4, speculative_token_tree=TREE)
     with pytest.raises(ConfigError, match="model must be a folder for method 'hydra'"):
         SpeculativeConfig(method="hydra")

@@ -35,7 +35,7 @@ def test_each_kind_alone(kind, value):
         ({"choice": []}, r"choice must be a list of at least one string, got \[\]"),
         ({"choice": "yes"}, "choice must be a list of at least one string"),
         ({"choice": ["a", 1]}, "choice must be a list of at least one string"),
-        ({"grammar": 1}, "grammar must be a grammar in Lark's or GBNF's form"),
+        ({"grammar": 1}, "grammar must be a grammar in Lark's or GBNF's notation"),
         ({"json_object": False}, "json_object must be True, got False"),
         ({"regex": "a", "disable_any_whitespace": 1}, "disable_any_whitespace must be"),
         ({"regex": "a", "whitespace_pattern": 7}, "whitespace_pattern must be"),

@@ -52,7 +52,7 @@ def test_strings_and_lists_say_the_same(written: object):
         ("[0, 1]", "a list of tuples"),
         (5, "a list of tuples"),
         ("[]", f"1 to {MAX_NODES} drafts, got '[]'"),
-        ("[(0,), (0,)]", "(0,) is there twice"),
+        ("[(0,), (0,)]", "(0,) appears twice"),
         ("[(0,), (1, 0)]", "(1, 0) has no parent: add (1,)"),
         ("[(0,), (0, 0, 0)]", "(0, 0, 0) has no parent: add (0, 0)"),
         ("[(0,), (2,)]", "(2,) comes after (1,), which is missing"),

@@ -73,7 +73,7 @@ def test_sizes_that_are_none(tmp_path, size):
         ({"ids": [0]}, "an object with one as 'token_ids'"),
         (RANKED[1:], r"missing: pad_token_id \(0\)"),
         ([5, 6, 0], r"missing: bos_token_id \(2\), eos_token_id 1 \(1\)"),
-        (list(range(96)), "names all 96 tokens .* say with draft_vocab_size"),
+        (list(range(96)), "names all 96 tokens .* set draft_vocab_size"),
     ],
 )
 def test_a_wrong_map_is_named(tmp_path, content, named):
@@ -118,8 +118,8 @@ def test_a_file_that_is_no_map_is_named(tmp_path, name, content, named):
     [
         ("ngram", "It cuts the head of a draft model"),
         ("suffix", "It cuts the head of a draft model"),
-        ("eagle3", "A head's own files say"),
-        ("medusa", "A head's own files say"),
+        ("eagle3", "A head's files define"),
+        ("medusa", "A head's files define"),
     ],
 )
 @pytest.mark.parametrize("name", ["draft_vocab_size", "draft_token_map"])

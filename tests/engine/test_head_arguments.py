@@ -128,7 +128,7 @@ def test_a_tree_deeper_than_medusas_heads_is_refused(folders):
 @pytest.mark.parametrize("kind", ["eagle", "eagle3"])
 def test_a_tree_that_a_head_cannot_grow_is_refused(folders, kind):
     tree = "[(0,), (1,), (0, 0), (1, 0)]"
-    with pytest.raises(UnsupportedError, match=f"leaves beside it.*{kind}") as caught:
+    with pytest.raises(UnsupportedError, match=f"with leaves.*{kind}") as caught:
         configure(folders, kind, speculative_token_tree=tree)
     assert caught.value.parameter == "speculative_token_tree"
     leaves = "[(0,), (1,), (0, 0), (0, 1)]"

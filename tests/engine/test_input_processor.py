@@ -217,7 +217,7 @@ def test_a_wrong_form_is_refused(wrong: dict[str, Any]):
 
 def test_what_the_engine_says_of_forms():
     wrong = StructuredOutputsConfig(whitespace_pattern="(")
-    with pytest.raises(ConfigError, match="no regular expression"):
+    with pytest.raises(ConfigError, match="not a regular expression"):
         make(config={"structured_outputs": wrong})
 
 

@@ -307,7 +307,7 @@ def test_lookups_that_contradict(arguments: dict[str, Any], texts: list[str]):
         (
             {"speculative_config": SAME | {"kv_cache_dtype": "fp8"}},
             "must be left out or 'auto', which the target has, got 'fp8'. The draft's "
-            "keys and values are kept as the target's",
+            "keys and values have the target's type",
         ),
         (
             {"speculative_config": SAME | {"kv_cache_dtype": "auto"}}

@@ -523,7 +523,7 @@ def test_additional_properties_of_data_are_left_alone(bundled):
 def test_white_space_that_is_no_pattern(bundled):
     config = StructuredOutputsConfig(whitespace_pattern="(")
     with pytest.raises(
-        ConfigError, match=r"(?s)no regular expression: .*unclosed group"
+        ConfigError, match=r"(?s)not a regular expression: .*unclosed group"
     ):
         GrammarCompiler(bundled, bundled.vocab_size, (EOS,), config)
 
@@ -591,17 +591,17 @@ def test_only_so_many_bytes_of_grammars_are_kept(monkeypatch):
     forms = [StructuredOutputsParams(regex=f"%{{{count}}}") for count in range(1, 9)]
     # The real sizes grow with the time that a lexer has run.
     monkeypatch.setattr(grammar_matcher.Grammar, "num_bytes", 1000)
-    monkeypatch.setattr(structured_output, "MAX_KEPT_BYTES", 3500)
+    monkeypatch.setattr(structured_output, "MAX_CACHED_BYTES", 3500)
     for form in forms:
         compiler.matcher(form)
-    assert len(compiler._kept) == 3
+    assert len(compiler._cache) == 3
     compiler.matcher(forms[5])  # the oldest, and from now on the newest
     compiler.matcher(forms[0])
-    assert str(forms[5].regex) in " ".join(compiler._kept)
+    assert str(forms[5].regex) in " ".join(compiler._cache)
     # One that is larger than all the room is kept while it is the newest.
-    monkeypatch.setattr(structured_output, "MAX_KEPT_BYTES", 1)
+    monkeypatch.setattr(structured_output, "MAX_CACHED_BYTES", 1)
     compiler.matcher(forms[0])
-    assert len(compiler._kept) == 1
+    assert len(compiler._cache) == 1
 
 
 def test_a_used_lexer_is_not_kept():
@@ -644,7 +644,7 @@ def test_a_long_chain_does_not_end_the_process(params):
 
 
 def test_many_threads_ask_at_once(monkeypatch):
-    monkeypatch.setattr(structured_output, "MAX_KEPT_BYTES", 2**20)
+    monkeypatch.setattr(structured_output, "MAX_CACHED_BYTES", 2**20)
     usual = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
@@ -654,7 +654,7 @@ def test_many_threads_ask_at_once(monkeypatch):
         compiler = GrammarCompiler(StubTokenizer(16), 16, (EOS,))
         with ThreadPoolExecutor(8) as threads:
             assert all(threads.map(lambda form: allowed(compiler.matcher(form)), forms))
-        assert 1 < len(compiler._kept) <= 8
+        assert 1 < len(compiler._cache) <= 8
     finally:
         sys.setswitchinterval(usual)
 

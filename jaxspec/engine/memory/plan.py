@@ -15,7 +15,7 @@ from jaxspec.errors import ConfigError, check_integer, wrong_argument
 from jaxspec.program.plan import MAX_GROUP_BYTES, TILE
 
 GIB, MIB = 2**30, 2**20
-# vLLM's. The rest is for what is not planned: memory of libraries, fragmentation.
+# vLLM's. The rest is for unplanned memory: libraries, fragmentation.
 DEFAULT_UTILIZATION = 0.92
 # The most that pages take of a CPU's memory by default.
 MAX_CPU_KV_BYTES = 512 * MIB
@@ -259,7 +259,7 @@ class MemoryPlan:
         return facts.limit_bytes - taken - self.kv_bytes
 
     def concurrency(self, num_tokens: int) -> float:
-        """Return how many sequences of `num_tokens` tokens fit the pages."""
+        """Return the number of sequences of `num_tokens` tokens that fit the pages."""
         return self.num_pages / math.ceil(num_tokens / self.facts.page_size)
 
     @property

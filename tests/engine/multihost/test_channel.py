@@ -189,7 +189,7 @@ def test_a_message_cannot_be_sent_again_nor_left_out(ends: Ends):
     stream.sendall(sent[0])
     assert follower.receive() == ({"n": 0}, None)
     stream.sendall(sent[2])
-    with pytest.raises(HostsError, match="message 2 came for 1"):
+    with pytest.raises(HostsError, match="message 2 arrived, not 1"):
         follower.receive()
     again, other, stream = ends(b"s" * 16)
     # The keys of another connection are others.
@@ -598,7 +598,7 @@ def test_one_that_ends_as_it_is_taken_in_is_named(
     for one in (result, *failed):
         assert isinstance(one, ConfigError), one
     for one in (result, *failed, ended.value):
-        assert "has ended before all were there: reset by peer" in str(one)
+        assert "ended before all had connected: reset by peer" in str(one)
     assert isinstance(leader._on_loss, Losses) and len(leader._on_loss) == 1
     assert re.search(r"node_rank=[12] \(127\.0\.0\.1:\d+\)", str(result))
 

@@ -166,4 +166,4 @@ def test_what_fails_is_told_to_the_leader():
     runner, leader = Written(), Script(("paint", {}, None))
     with pytest.raises(AssertionError, match="unknown command 'paint'"):
         Follower(runner, leader).run()
-    assert leader.failures == ["AssertionError(\"an unknown command 'paint'\")"]
+    assert leader.failures == ["AssertionError(\"unknown command 'paint'\")"]
