@@ -56,8 +56,8 @@ SLOW_MASK_S = 0.02
 # Wall time that a program waits for the masks of one row, and of all rows. A round with
 # 5 drafts requests masks 6 times: other rows wait 0.9 s at most.
 MAX_ROW_WAIT_S, MAX_WAIT_S = 0.05, 0.15
-# After a late mask of a text, this many of its masks are computed between launches:
-# once, twice, ... as many after the first, second, ... late mask.
+# Masks computed between launches after the first late mask of a text; n times this
+# number after the n-th.
 NUM_SLOW_MASKS = 16
 # Threads that still compute masks for which a program has stopped waiting.
 MAX_LATE_THREADS = 4

@@ -253,7 +253,7 @@ def test_bad_speculation(changes: dict[str, Any], given: str, allowed: str):
 
 
 def test_more_drafts_than_compiled_says_why():
-    with pytest.raises(ConfigError, match="compiled for a ladder"):
+    with pytest.raises(ConfigError, match="The largest number for method"):
         SpeculativeConfig(model="draft", num_speculative_tokens=9)
 
 

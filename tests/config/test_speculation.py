@@ -274,7 +274,7 @@ def test_leaves_and_trees_say_what_each_draft_continues():
         (
             {"speculative_token_tree": TREE, "num_speculative_tokens": 5},
             "num_speculative_tokens",
-            "must be 4, the number of drafts in speculative_token_tree, or left out, got 5",
+            "must be 4, the number of drafts in speculative_token_tree, or left out",
         ),
         (
             {"speculative_token_tree": str([(0,) * n for n in range(1, 10)])},

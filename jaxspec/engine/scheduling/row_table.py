@@ -20,7 +20,7 @@ class RowTable:
 
     A draft model lags after prompts and rounds without drafts: it has keys and values
     only for tokens of its own passes. The first pass of a round reads at most
-    `max_draft_lag` tokens: two, or, if one pass makes all drafts, as many as a round
+    `max_draft_lag` tokens: two, or, if one pass makes all drafts, the most that a round
     can add. A request with a larger lag (`num_draft_uncached`) decodes without drafts
     until a draft prefill. With two:
 
