@@ -24,7 +24,7 @@ def read(**changes: Any) -> HostsConfig | None:
     return HostsConfig.read(**(GIVEN | changes))
 
 
-def test_what_is_given_is_kept():
+def test_given_values_are_stored():
     config = read()
     assert config is not None and config.is_follower
     assert (config.nnodes, config.node_rank, config.plans_port) == (4, 2, 29502)
@@ -34,7 +34,7 @@ def test_what_is_given_is_kept():
     assert leader.timeout_s == 7
 
 
-def test_one_process_has_no_hosts():
+def test_single_process_has_no_hosts_config():
     alone: Any = dict(nnodes=1, hosts_secret_file=None)
     assert read(**alone, node_rank=0, headless=False) is None
     with pytest.raises(ConfigError, match="node_rank must be 0 where nnodes is 1"):
@@ -57,12 +57,12 @@ def test_one_process_has_no_hosts():
         (dict(hosts_secret_file=None), "nnodes=4 needs hosts_secret_file"),
     ],
 )
-def test_what_cannot_work_is_named(changes: dict[str, Any], message: str):
+def test_rejects_bad_values(changes: dict[str, Any], message: str):
     with pytest.raises(ConfigError, match=message):
         read(**changes)
 
 
-def test_a_secret_is_read_whole(tmp_path: Path):
+def test_whole_secret_is_read(tmp_path: Path):
     path, config = tmp_path / "secret", read()
     assert config is not None
     config = dataclasses.replace(config, secret_file=str(path))

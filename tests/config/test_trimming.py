@@ -31,12 +31,12 @@ def write(path: Path, content: Any) -> str:
     return str(path)
 
 
-def test_nothing_is_cut_unless_it_is_asked_for(tmp_path):
+def test_vocabulary_is_not_trimmed_by_default(tmp_path):
     write(tmp_path / TOKEN_MAP, RANKED)
     assert kept(tmp_path) is None
 
 
-def test_the_first_of_a_map_are_kept(tmp_path):
+def test_first_tokens_of_a_map_are_kept(tmp_path):
     """Of the draft's own where none is named; the order of ids is the networks'."""
     write(tmp_path / TOKEN_MAP, RANKED)
     assert kept(tmp_path, draft_vocab_size=5) == (0, 1, 2, 7, 50)
@@ -55,7 +55,7 @@ def test_random_weights_need_no_map(tmp_path):
 
 
 @pytest.mark.parametrize("size", [0, -1, 96, 97, 2.5, True, "many"])
-def test_sizes_that_are_none(tmp_path, size):
+def test_rejects_bad_sizes(tmp_path, size):
     write(tmp_path / TOKEN_MAP, RANKED)
     with pytest.raises(ConfigError, match="draft_vocab_size must be an integer"):
         kept(tmp_path, draft_vocab_size=size)
@@ -76,13 +76,13 @@ def test_sizes_that_are_none(tmp_path, size):
         (list(range(96)), "names all 96 tokens .* set draft_vocab_size"),
     ],
 )
-def test_a_wrong_map_is_named(tmp_path, content, named):
+def test_rejects_bad_map(tmp_path, content, named):
     path = write(tmp_path / "map.json", content)
     with pytest.raises(ConfigError, match=named):
         kept(tmp_path, draft_token_map=path)
 
 
-def test_a_map_that_is_too_short_says_how_long_it_is(tmp_path):
+def test_short_map_is_rejected_with_its_length(tmp_path):
     write(tmp_path / TOKEN_MAP, RANKED)
     with pytest.raises(ConfigError, match="from 1 to 8, got 9: its map names no more"):
         kept(tmp_path, draft_vocab_size=9)
@@ -92,7 +92,7 @@ def test_a_map_that_is_too_short_says_how_long_it_is(tmp_path):
         kept(tmp_path, target=target, draft_vocab_size=6)
 
 
-def test_without_a_map_the_tool_is_named(tmp_path):
+def test_missing_map_names_the_tool(tmp_path):
     with pytest.raises(ConfigError, match="jaxspec_checkpoints trim"):
         kept(tmp_path, draft_vocab_size=5)
 
@@ -106,7 +106,7 @@ def test_without_a_map_the_tool_is_named(tmp_path):
         ("map.json", b"\xff\xfe", "must be readable JSON"),
     ],
 )
-def test_a_file_that_is_no_map_is_named(tmp_path, name, content, named):
+def test_unreadable_map_is_named(tmp_path, name, content, named):
     if content is not None:
         (tmp_path / name).write_bytes(content)
     with pytest.raises(ConfigError, match=f"draft_token_map: .*{name} {named}"):
@@ -123,7 +123,7 @@ def test_a_file_that_is_no_map_is_named(tmp_path, name, content, named):
     ],
 )
 @pytest.mark.parametrize("name", ["draft_vocab_size", "draft_token_map"])
-def test_only_draft_models_are_cut(method, hint, name):
+def test_only_draft_models_are_trimmed(method, hint, name):
     given: dict[str, Any] = {name: 5 if name == "draft_vocab_size" else "map.json"}
     if method == "ngram":
         given |= dict(prompt_lookup_max=3, prompt_lookup_min=1)

@@ -107,7 +107,7 @@ def test_stop_strings_equal_decoding_everything(ids, data):
 
 @given(ids=IDS, data=st.data())
 @EXAMPLES
-def test_what_was_shown_is_never_taken_back(ids, data):
+def test_shown_text_is_never_changed(ids, data):
     whole = TOKENIZER.decode(ids)
     stops = []
     if whole:
@@ -130,7 +130,7 @@ def test_what_was_shown_is_never_taken_back(ids, data):
         assert later.startswith(earlier)
 
 
-def test_a_character_of_four_byte_tokens_appears_with_the_last():
+def test_character_appears_with_its_last_byte_token():
     stream = TextStream(TOKENIZER, SamplingParams())
     texts = []
     for token in byte_tokens("a🦉b".encode()):
@@ -139,7 +139,7 @@ def test_a_character_of_four_byte_tokens_appears_with_the_last():
     assert texts == ["a", "a", "a", "a", "a🦉", "a🦉b"]
 
 
-def test_an_unfinished_character_is_shown_broken_at_the_end():
+def test_incomplete_character_is_shown_at_the_end():
     stream = TextStream(TOKENIZER, SamplingParams())
     stream.push(byte_tokens("🦉".encode()[:3]))
     assert stream.text == ""
@@ -148,7 +148,7 @@ def test_an_unfinished_character_is_shown_broken_at_the_end():
     assert stream.text.startswith(BROKEN)
 
 
-def test_only_what_may_begin_a_stop_string_is_held_back():
+def test_only_possible_starts_of_stop_strings_are_held_back():
     stream = TextStream(TOKENIZER, SamplingParams(stop=["STOP", "TOE"]))
     for text, shown in (("x", "x"), ("S", "x"), ("T", "x"), ("O", "x"), ("E", "xS")):
         matched = stream.push(byte_tokens(text.encode()))
@@ -156,14 +156,14 @@ def test_only_what_may_begin_a_stop_string_is_held_back():
     assert matched == ("TOE", 1)
 
 
-def test_ids_after_the_match_in_the_same_round_are_not_counted():
+def test_ids_after_the_match_are_not_counted():
     stream = TextStream(TOKENIZER, SamplingParams(stop=["bc"]))
     assert stream.push(byte_tokens(b"a")) is None
     assert stream.push(byte_tokens(b"bcde")) == ("bc", 2)
     assert stream.text == "a"
 
 
-def test_a_stop_string_within_the_first_tokens_stays_in_the_text():
+def test_stop_string_within_min_tokens_does_not_stop():
     params = SamplingParams(stop=["bc", "never this"], min_tokens=3)
     stream = TextStream(TOKENIZER, params)
     assert stream.push(byte_tokens(b"abcde")) is None
@@ -171,7 +171,7 @@ def test_a_stop_string_within_the_first_tokens_stays_in_the_text():
     assert stream.text == "abcde"
 
 
-def test_without_detokenizing_there_is_no_text():
+def test_no_text_without_detokenization():
     stream = TextStream(TOKENIZER, SamplingParams(detokenize=False))
     assert stream.push(byte_tokens(b"abc")) is None
     assert stream.finish() is None
@@ -181,7 +181,7 @@ def test_without_detokenizing_there_is_no_text():
 @pytest.mark.parametrize(
     ("stops", "expected"), [(["b", "bc"], "b"), (["bc", "b"], "b"), (["c", "bc"], "bc")]
 )
-def test_of_several_matches_the_first_in_the_text_wins(stops, expected):
+def test_first_match_in_the_text_wins(stops, expected):
     # One piece that brings "abc" at once: a character token for each would decide by
     # arrival instead.
     class OnePiece(StubTokenizer):
@@ -193,7 +193,7 @@ def test_of_several_matches_the_first_in_the_text_wins(stops, expected):
     assert stream.text == "a"
 
 
-def test_a_stop_string_longer_than_any_text_costs_nothing():
+def test_long_stop_string_is_fast():
     # Compared start by start, these would take days.
     params = SamplingParams(stop=["a" * 10**7 + "b", "ab" * 10**6])
     stream, shown = TextStream(TOKENIZER, params), ""
@@ -244,7 +244,7 @@ def make_stream(prompt: list[int] | None = None, **fields: Any) -> LogprobStream
 
 
 @pytest.mark.parametrize("count", [0, 1, 3, NUM_TOLD])
-def test_a_text_told_in_rounds(count: int):
+def test_logprobs_of_several_rounds(count: int):
     table = random_table(9)
     tokens = [int(table[0].argmax()), *range(30, 38)]
     stream = make_stream(logprobs=count)
@@ -261,7 +261,7 @@ def test_a_text_told_in_rounds(count: int):
 
 
 @pytest.mark.parametrize("flat", [False, True])
-def test_ids_that_were_chosen_come_in_place_of_the_most_likely(flat: bool):
+def test_chosen_ids_replace_the_most_likely_ones(flat: bool):
     table = random_table(2)
     ranked = [int(token) for token in np.argsort(-table[1], kind="stable")]
     # The most likely, one that nobody has ranked, one twice, and the token itself.
@@ -282,14 +282,14 @@ def test_ids_that_were_chosen_come_in_place_of_the_most_likely(flat: bool):
     assert stream.cumulative == pytest.approx(table[0][5] + table[1][itself], abs=1e-5)
 
 
-def test_a_launch_that_only_fed_a_prompt_tells_of_no_tokens():
+def test_prompt_launch_adds_no_logprobs():
     stream = make_stream(logprobs=1)
     stream.push([], None)
     assert stream.since(0) == []
     assert stream.cumulative == 0.0
 
 
-def test_the_whole_vocabulary():
+def test_logprobs_of_the_whole_vocabulary():
     table = random_table(1)
     stream = make_stream(logprobs=-1)
     stream.push([3], tell(table, [3]))
@@ -297,7 +297,7 @@ def test_the_whole_vocabulary():
     assert entry == expected(table[0], 3, NUM_TOLD)
 
 
-def test_tokens_that_are_cut_off_do_not_count():
+def test_logprobs_of_dropped_tokens_are_dropped():
     table, tokens = random_table(5), [9, 8, 7, 6, 5]
     whole, cut = make_stream(logprobs=2), make_stream(logprobs=2)
     cut.push(tokens, tell(table, tokens))
@@ -309,7 +309,7 @@ def test_tokens_that_are_cut_off_do_not_count():
     assert len(cut.since(0) or ()) == 3
 
 
-def test_nothing_is_told_that_nobody_asked_for():
+def test_no_logprobs_unless_requested():
     stream = make_stream([2, 3], prompt_logprobs=None)
     stream.push([4], None)
     stream.push_prompt(tell(random_table(1), [3]))
@@ -318,7 +318,7 @@ def test_nothing_is_told_that_nobody_asked_for():
     assert stream.prompt is None
 
 
-def test_a_prompt_told_in_parts():
+def test_prompt_logprobs_arrive_in_parts():
     prompt = [2, 11, 12, 13, 14, 15]
     table = random_table(5)
     stream = make_stream(prompt, prompt_logprobs=2)
@@ -336,11 +336,11 @@ def test_a_prompt_told_in_parts():
     assert stream.since(0) is None
 
 
-def test_a_prompt_of_one_token_has_nothing_to_tell():
+def test_prompt_of_one_token_has_no_logprobs():
     assert make_stream([2], prompt_logprobs=0).prompt == [None]
 
 
-def test_texts_of_tokens_only_where_there_is_text():
+def test_token_texts_only_with_detokenization():
     stream = make_stream(logprobs=1, detokenize=False)
     stream.push([3], tell(random_table(1), [3]))
     (entry,) = stream.since(0) or []
@@ -348,7 +348,7 @@ def test_texts_of_tokens_only_where_there_is_text():
     assert {one.decoded_token for one in entry.values()} == {None}
 
 
-def test_flat_logprobs_hold_the_same():
+def test_flat_logprobs_are_equal():
     table, tokens = random_table(4), [9, 8, 7, 6]
     flat = make_stream([2, 5], logprobs=2, prompt_logprobs=1, flat_logprobs=True)
     listed = make_stream([2, 5], logprobs=2, prompt_logprobs=1)
@@ -362,7 +362,7 @@ def test_flat_logprobs_hold_the_same():
     assert list(flat.prompt or []) == listed.prompt
 
 
-def test_a_stream_of_plain_tokens_copies_none_of_its_text():
+def test_plain_tokens_are_joined_only_on_read():
     """Nothing is joined before somebody looks, and then it is all there."""
     ids = TOKENIZER.encode("The dragon looked at the sea and said nothing. " * 4)
     stream = TextStream(TOKENIZER, SamplingParams())

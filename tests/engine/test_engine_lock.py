@@ -33,7 +33,7 @@ def test_reentrant_and_free_after_the_last_release():
     assert is_free(lock)
 
 
-def test_a_waiting_thread_goes_before_one_that_has_just_released():
+def test_waiting_thread_precedes_the_releasing_thread():
     """`threading.RLock` goes back to the thread that released it."""
     lock, turns = EngineLock(), []
 

@@ -53,7 +53,7 @@ def fail(runner: Any, name: str, *, after: int, times: int = 1) -> None:
 @pytest.mark.parametrize("where", ["launch", "fetch"])
 @pytest.mark.parametrize("after", [0, 1, pytest.param(2, marks=pytest.mark.slow), 5])
 @pytest.mark.parametrize("num_seqs", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_a_failure_with_drafts_costs_the_drafts(where, after, num_seqs):
+def test_failure_with_drafts_stops_drafting(where, after, num_seqs):
     engine, runner = make_fake_engine(num_draft_tokens=3, max_num_seqs=num_seqs)
     add(engine)
     fail(runner, where, after=after)
@@ -71,7 +71,7 @@ def test_a_failure_with_drafts_costs_the_drafts(where, after, num_seqs):
 
 @pytest.mark.parametrize("where", ["launch", "fetch"])
 @pytest.mark.parametrize("after", [0, 1, 5])
-def test_a_failure_without_drafts_ends_who_runs(where, after):
+def test_failure_without_drafts_ends_running_requests(where, after):
     engine, runner = make_fake_engine(num_draft_tokens=0, max_num_seqs=2)
     add(engine)
     fail(runner, where, after=after)
@@ -93,7 +93,7 @@ def test_texts_of_one_request_end_together():
     assert_idle(engine)
 
 
-def test_a_broken_draft_ends_the_drafts():
+def test_nan_draft_model_stops_drafting():
     engine, runner = make_fake_engine(num_draft_tokens=3)
     runner.device.is_draft_broken = True
     add(engine)
@@ -108,7 +108,7 @@ def test_a_broken_draft_ends_the_drafts():
 
 @pytest.mark.parametrize("num_draft", [0, 3])
 @pytest.mark.parametrize("kind", list(RequestOutputKind))
-def test_a_broken_request_ends_alone(num_draft, kind):
+def test_request_with_nan_ends_alone(num_draft, kind):
     engine, runner = make_fake_engine(num_draft_tokens=num_draft, page_size=4)
     runner.device.poison = POISON
     poisoned = [2, 9, 9, 9, 9, 9, 9, 9, POISON, 3]
@@ -128,7 +128,7 @@ def test_a_broken_request_ends_alone(num_draft, kind):
         assert_idle(engine)
 
 
-def test_a_request_can_break_after_some_text():
+def test_nan_after_some_text_ends_the_request():
     text = [*range(2, 14), POISON]
     engine, runner = make_fake_engine(text, num_draft_tokens=3)
     runner.device.poison = POISON
@@ -152,7 +152,7 @@ class Gone(Followers):
 
 
 @pytest.mark.parametrize("where", ["launch", "fetch"])
-def test_a_failure_ends_an_engine_over_several_hosts(where: str):
+def test_failure_stops_an_engine_over_several_hosts(where: str):
     """With drafts as well: what failed here may not have failed there."""
     engine, fake = make_fake_engine(num_draft_tokens=3)
     followers = fake.followers = Gone()

@@ -35,7 +35,7 @@ def expect_idle(engine: Any) -> None:
 
 
 @pytest.mark.parametrize("after_rounds", [0, 1, 3])
-def test_an_interrupt_after_the_donation_loses_nothing_but_the_requests(
+def test_interrupt_after_donation_ends_only_the_requests(
     engine, monkeypatch, after_rounds
 ):
     """The state is given away and its successor never assigned: the worst moment."""

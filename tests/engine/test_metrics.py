@@ -120,14 +120,14 @@ def add_rounds(
     ]
 
 
-def test_without_drafts_there_is_nothing_to_tell_about_them():
+def test_no_draft_metrics_without_drafts():
     told = make_metrics(num_draft_tokens=0)[0].read(Load())
     names = [one.name for one in told]
     assert "jaxspec:generation_tokens" in names
     assert not [name for name in names if "spec" in name.partition(":")[2]]
 
 
-def test_the_memory_plan_is_told_where_there_is_one():
+def test_memory_plan_is_reported():
     planned = make_plan(dict(max_num_seqs=64, max_num_batched_tokens=2048))
     metrics = EngineMetrics(make_config(), EngineStats(), planned)
     told = metrics.read(Load(program_bytes=123))
@@ -152,7 +152,7 @@ def test_the_memory_plan_is_told_where_there_is_one():
     assert values["jaxspec:sequences_lost", None] == planned.sequences_lost > 0
 
 
-def test_drafts():
+def test_draft_metrics():
     metrics, stats = make_metrics(num_draft_tokens=3)
     # Rounds of 3, 3 and 2 drafts, of which 2, 0 and 2 were accepted, and a plain one.
     add_rounds(stats, rounds=3, drafts=8, kept=[2, 2], tokens=8)
@@ -169,7 +169,7 @@ def test_drafts():
     assert value_of(found, "generation_tokens") == 8
 
 
-def test_what_the_engine_holds():
+def test_load_metrics():
     load = dict(num_running=2, num_waiting=5, kv_usage=0.25, sleep_level=1)
     load["num_deferred"] = 2
     sizes = GivenSizes(num_pages=48, gpu_memory_utilization=0.5)
@@ -210,7 +210,7 @@ def test_what_the_engine_holds():
     assert expected.items() <= labels.items()
 
 
-def test_who_waits_for_a_program_is_told_apart(monkeypatch: pytest.MonkeyPatch):
+def test_requests_that_wait_for_a_program_are_counted_separately(monkeypatch: pytest.MonkeyPatch):
     engine, _ = make_fake_engine(max_num_seqs=1)
     for name in "ab":
         engine.add_request(name, [2, 3], SamplingParams(max_tokens=3))
@@ -278,7 +278,7 @@ def test_a_request_that_was_aborted_before_it_ran():
     assert histogram(found, "request_params_max_tokens").count == 0
 
 
-def test_buckets_count_what_is_not_above_their_bound():
+def test_buckets_include_their_bound():
     seen = Distribution((1, 2.5, 10))
     values = [0.5, 1, 2, 2.5, 3, 10, 11, 1000]
     for value in values:
@@ -293,7 +293,7 @@ def test_bounds_of_lengths():
     assert lengths_up_to(1000) == (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
 
 
-def test_rounds_and_the_host(monkeypatch: pytest.MonkeyPatch):
+def test_round_and_host_times(monkeypatch: pytest.MonkeyPatch):
     engine, fake = make_fake_engine(num_draft_tokens=3)
     runner: Any = fake
     clock, launch, fetch = SimpleNamespace(now=50.0), runner.launch, runner.fetch
@@ -333,7 +333,7 @@ def test_rounds_and_the_host(monkeypatch: pytest.MonkeyPatch):
     assert [getattr(one, "value", None) for one in compiled] == [1, 7.5]
 
 
-def test_predicted_times_are_those_of_before_the_round(monkeypatch: pytest.MonkeyPatch):
+def test_predicted_time_precedes_the_round(monkeypatch: pytest.MonkeyPatch):
     engine, runner = make_fake_engine(num_draft_tokens=3)
     metrics, rounds = engine.metrics, list[tuple[float | None, float]]()
     add_round = metrics.add_round
@@ -369,7 +369,7 @@ def own_values(told: list[Metric]) -> dict[str, Any]:
     return {one.name: one for one in told if one.name != CHOSEN}
 
 
-def test_the_choice_of_k_and_what_it_brought():
+def test_metrics_of_the_choice_of_k():
     engine, _ = make_fake_engine(num_draft_tokens=3)
     policy, acceptance = engine.policy, engine.acceptance
 
@@ -390,7 +390,7 @@ def test_the_choice_of_k_and_what_it_brought():
     assert told()[:2] == [0, 0]
 
 
-def test_the_choice_is_what_so_many_requests_may_have():
+def test_choice_is_limited_by_the_number_of_requests():
     engine, _ = make_fake_engine(num_draft_tokens=3, disable_by_batch_size=2)
     engine.policy.choice = few = Choice(num_drafts=3, gain=0.41, may_draft=True)
     many = Choice(num_drafts=0, gain=0.0, may_draft=False)
@@ -418,7 +418,7 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
 
 
-def test_low_acceptance_is_told_once(caplog: pytest.LogCaptureFixture):
+def test_warns_of_low_acceptance_once(caplog: pytest.LogCaptureFixture):
     metrics, _ = make_metrics()
     acceptance = AcceptanceRates(num_rows=1, max_draft_tokens=3)
 
@@ -445,7 +445,7 @@ def test_low_acceptance_is_told_once(caplog: pytest.LogCaptureFixture):
     assert tell() == [told]
 
 
-def test_low_acceptance_without_drafts_any_more(caplog: pytest.LogCaptureFixture):
+def test_warning_of_low_acceptance_at_k_0(caplog: pytest.LogCaptureFixture):
     lookup = SpeculativeConfig(method="ngram", prompt_lookup_max=4, prompt_lookup_min=2)
     for changes in ({}, {"speculative": lookup, "draft_model_config": None}):
         metrics, _ = make_metrics(**changes)
@@ -460,7 +460,7 @@ def test_low_acceptance_without_drafts_any_more(caplog: pytest.LogCaptureFixture
     assert "chat template" not in ngram
 
 
-def test_acceptance_that_is_given_is_no_news(caplog: pytest.LogCaptureFixture):
+def test_no_warning_with_synthetic_acceptance(caplog: pytest.LogCaptureFixture):
     metrics, _ = make_metrics(forced_acceptance=0.1)
     acceptance = AcceptanceRates(num_rows=1, max_draft_tokens=3)
     compare(acceptance, 5000, share=0.1)
@@ -469,7 +469,7 @@ def test_acceptance_that_is_given_is_no_news(caplog: pytest.LogCaptureFixture):
 
 
 @pytest.mark.parametrize("disable_log_stats", [False, True])
-def test_an_engine_tells_of_low_acceptance(
+def test_engine_warns_of_low_acceptance(
     disable_log_stats: bool,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -505,7 +505,7 @@ def test_launches_are_counted_by_their_drafts():
     assert found == expected
 
 
-def test_the_log_is_silent_about_nothing(caplog: pytest.LogCaptureFixture):
+def test_idle_engine_logs_at_debug_level(caplog: pytest.LogCaptureFixture):
     metrics, stats = make_metrics()
     caplog.set_level(logging.INFO, "jaxspec")
     metrics.log(Load())
@@ -519,7 +519,7 @@ def test_the_log_is_silent_about_nothing(caplog: pytest.LogCaptureFixture):
     assert len(caplog.messages) == 3
 
 
-def test_the_log_tells_what_is_new(caplog: pytest.LogCaptureFixture):
+def test_log_shows_changes_since_the_last_log(caplog: pytest.LogCaptureFixture):
     metrics, stats = make_metrics(num_draft_tokens=3)
     caplog.set_level(logging.INFO, "jaxspec")
     stats.num_prefix_queries, stats.num_prefix_hits = 8, 2
@@ -539,7 +539,7 @@ def test_the_log_tells_what_is_new(caplog: pytest.LogCaptureFixture):
     assert second.startswith("Avg prompt throughput: ")
 
 
-def test_leaves_are_counted_apart():
+def test_leaves_are_counted_separately():
     """So that acceptance by position keeps vLLM's meaning."""
     name = "jaxspec:spec_decode_num_accepted_leaves"
     metrics, stats = make_metrics(
@@ -569,7 +569,7 @@ def test_leaves_are_counted_apart():
     assert not names & {name, "jaxspec:speculation_has_leaves"}
 
 
-def test_acceptance_of_leaves_is_told_by_depth_and_rank():
+def test_leaf_acceptance_is_reported_by_depth_and_rank():
     metrics, stats = make_metrics(
         num_draft_tokens=2, speculative_keys={"num_side_leaves": 1}
     )

@@ -71,7 +71,7 @@ def run(loop: Loop, programs: ComingPrograms, requests: list[Request]) -> None:
 @pytest.mark.parametrize(
     "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 4))]
 )
-def test_texts_do_not_depend_on_which_programs_are_there(seed, pause, num_draft_tokens):
+def test_texts_do_not_depend_on_compiled_programs(seed, pause, num_draft_tokens):
     """With pages for half of the requests, so that some are preempted meanwhile."""
     config = make_config(
         max_num_seqs=4, num_pages=60, num_draft_tokens=num_draft_tokens
@@ -89,7 +89,7 @@ def test_texts_do_not_depend_on_which_programs_are_there(seed, pause, num_draft_
         assert len({launch.shape for launch in loop.launches}) > 1
 
 
-def test_a_request_of_a_new_kind_waits_alone():
+def test_only_a_request_with_new_features_waits():
     """Who came before it goes on, and who comes after it goes first."""
     config = make_config(max_num_seqs=4, num_pages=200, max_num_batched_tokens=128)
     first, special, last = make_requests(config, 3)
@@ -150,7 +150,7 @@ def test_a_single_request_waits_for_the_program_with_its_drafts():
     loop.assert_said_the_truth(request)
 
 
-def test_a_larger_chunk_is_asked_for_while_a_small_one_serves():
+def test_larger_chunk_is_requested_while_a_small_one_serves():
     config = make_config(
         max_num_seqs=1,
         num_pages=200,

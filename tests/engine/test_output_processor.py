@@ -118,7 +118,7 @@ def test_aborting_a_request_ends_all_its_texts(when):
     assert_idle(engine)
 
 
-def test_a_text_has_no_id_of_its_own():
+def test_texts_cannot_be_aborted_by_their_own_id():
     engine, _ = make_fake_engine()
     engine.add_request("a", PROMPT, several(RequestOutputKind.FINAL_ONLY))
     engine.abort_request("0_a")
@@ -130,7 +130,7 @@ def test_a_text_has_no_id_of_its_own():
     assert_idle(engine)
 
 
-def test_ids_of_texts_that_are_in_use_are_refused():
+def test_rejects_ids_of_running_texts():
     engine, _ = make_fake_engine()
     engine.add_request("0_a", PROMPT, SamplingParams(max_tokens=5))
     with pytest.raises(RequestError, match="'0_a' is running already"):
@@ -168,7 +168,7 @@ def test_metrics_count_one_request_and_its_longest_text():
     assert (seen.count, seen.sum) == (6, 7 * 3 + 2)
 
 
-def test_an_id_in_use_is_refused():
+def test_rejects_id_in_use():
     engine, _ = make_fake_engine()
     engine.add_request("a", PROMPT, several(RequestOutputKind.DELTA))
     with pytest.raises(RequestError, match="'a' is running already"):
@@ -211,7 +211,7 @@ def agree(completion: CompletionOutput) -> list[str]:
 
 
 @pytest.mark.parametrize("num_draft", [1, 3, 5])
-def test_origins_are_those_that_the_counts_tell_of(num_draft: int):
+def test_origins_match_the_counts(num_draft: int):
     seen: set[str] = set()
     for seed in range(8):
         for end in (TEXT, [*TEXT[:9], EOS, *TEXT[10:]]):
@@ -235,7 +235,7 @@ def test_all_drafts_accepted_and_none():
         assert origins == ["target", *expected]
 
 
-def test_without_drafts_all_is_the_targets():
+def test_all_tokens_are_the_targets_without_drafts():
     for engine_drafts, own in ((0, {}), (3, {"num_speculative_tokens": 0})):
         engine, _ = make_fake_engine(num_draft_tokens=engine_drafts)
         completion = run_one(engine, wanting(max_tokens=12, extra_args=own))
@@ -243,7 +243,7 @@ def test_without_drafts_all_is_the_targets():
         assert completion.text == letters(said(12))
 
 
-def test_nobody_else_is_told():
+def test_no_origins_unless_requested():
     engine, _ = make_fake_engine()
     assert run_one(engine, SamplingParams(max_tokens=5)).token_origins is None
 
@@ -287,7 +287,7 @@ def test_several_texts_of_one_prompt():
         assert all(len(origins) == 13 for texts in told.values() for origins in texts)
 
 
-def test_a_request_that_is_preempted_and_computed_again():
+def test_origins_of_a_preempted_request():
     engine, _ = make_fake_engine(num_draft_tokens=5, num_pages=30, max_model_len=80)
     for number in range(3):
         engine.add_request(str(number), PROMPT, wanting(max_tokens=60))
@@ -335,7 +335,7 @@ def test_texts_of_real_pieces_join(ids: list[int], data: Any):
     assert "".join(one.text for one in told) == stream.text
 
 
-def test_a_character_comes_with_its_last_byte():
+def test_character_belongs_to_its_last_byte():
     stream, origins = (
         TextStream(TOKENIZER, SamplingParams(), has_ends=True),
         OriginStream(),
@@ -393,7 +393,7 @@ def told(outputs: list[RequestOutput]) -> list[Any]:
 
 @EXAMPLES
 @given(ids=IDS, sizes=st.lists(st.integers(0, 3), max_size=8))
-def test_the_short_way_tells_what_the_long_way_tells(ids, sizes):
+def test_fast_path_equals_slow_path(ids, sizes):
     ways = []
     for is_fast in (True, False):
         feed = Feed()
@@ -423,7 +423,7 @@ def test_the_short_way_tells_what_the_long_way_tells(ids, sizes):
         (dict(output_kind=RequestOutputKind.FINAL_ONLY, stop="x"), False),
     ],
 )
-def test_only_tokens_and_text_go_the_short_way(params, is_fast):
+def test_only_tokens_and_text_use_the_fast_path(params, is_fast):
     feed = Feed()
     request = feed.open(**params)
     stream = feed.processor.streams[request.request_id]
@@ -432,7 +432,7 @@ def test_only_tokens_and_text_go_the_short_way(params, is_fast):
 
 @pytest.mark.parametrize("kind", [DELTA, RequestOutputKind.CUMULATIVE])
 @pytest.mark.parametrize("has_origins", [False, True])
-def test_a_first_token_that_comes_with_several_parts_of_its_prompt(kind, has_origins):
+def test_first_token_with_several_prompt_parts(kind, has_origins):
     params = SamplingParams(
         max_tokens=3,
         logprobs=1,
@@ -457,7 +457,7 @@ def test_a_first_token_that_comes_with_several_parts_of_its_prompt(kind, has_ori
     assert len(completion.logprobs or []) == 3
 
 
-def test_tokens_of_one_round_have_waited_since_the_one_before(
+def test_inter_token_latency_is_since_the_previous_round(
     monkeypatch: pytest.MonkeyPatch,
 ):
     feed = Feed()
@@ -487,7 +487,7 @@ def test_tokens_of_one_round_have_waited_since_the_one_before(
     assert first.stats.last_token_ts == second.stats.last_token_ts == 103.0
 
 
-def test_a_leaf_is_told_and_what_follows_it_is_a_bonus():
+def test_token_after_a_leaf_is_a_bonus():
     origins = OriginStream()
     origins.push(3, 3, 1, 1)
     origins.push(2, 3, 1)

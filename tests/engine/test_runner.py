@@ -182,7 +182,7 @@ def test_a_program_is_timed_as_it_runs_in_an_engine(monkeypatch):
     assert all(jax.tree.leaves(same))
 
 
-def test_an_empty_plan_leaves_the_state_alone():
+def test_empty_plan_does_not_change_the_state():
     engine = pair.engine()
     run_traffic(engine)
     before = jax.tree.map(np.array, engine.runner.state)
@@ -197,7 +197,7 @@ def test_an_empty_plan_leaves_the_state_alone():
     assert all(jax.tree.leaves(same))
 
 
-def test_pages_are_not_there_twice_after_an_interrupt():
+def test_pages_are_not_allocated_twice_after_an_interrupt():
     """A plain call gives away all but the draft model's."""
     engine = pair.engine()
     runner = engine.runner
@@ -258,7 +258,7 @@ def test_pages_have_the_pools_shape_and_the_weights_type():
 @pytest.mark.parametrize(
     ("has_instructions", "chosen"), [(True, "bfloat16"), (False, "float32")]
 )
-def test_dtype_auto_asks_the_processor(has_instructions, chosen, monkeypatch, caplog):
+def test_dtype_auto_depends_on_the_processor(has_instructions, chosen, monkeypatch, caplog):
     monkeypatch.setattr(cpu, "has_bfloat16", lambda: has_instructions)
     caplog.set_level(logging.INFO)
     mesh = build_mesh(make_config())
@@ -269,12 +269,12 @@ def test_dtype_auto_asks_the_processor(has_instructions, chosen, monkeypatch, ca
     assert choose_dtype("bfloat16", mesh) == jnp.bfloat16
 
 
-def test_more_shards_than_devices_are_refused():
+def test_rejects_more_shards_than_devices():
     with pytest.raises(ConfigError, match="tensor_parallel_size=16, but 8 cpu"):
         build_mesh(make_config(tensor_parallel_size=16))
 
 
-def test_grammars_need_the_cpu_backend_beside_an_accelerators(monkeypatch):
+def test_grammars_need_the_cpu_backend_with_an_accelerator(monkeypatch):
     def devices(platform: str) -> None:
         raise RuntimeError(f"Unknown backend {platform}")
 
@@ -294,7 +294,7 @@ def test_grammars_need_the_cpu_backend_beside_an_accelerators(monkeypatch):
 
 
 @pytest.mark.parametrize("num_draft", [0, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_second_start_compiles_nothing_that_can_be_kept(
+def test_second_start_compiles_no_saved_program(
     num_draft, tmp_path, monkeypatch
 ):
     target = make_micro(num_hidden_layers=1)
@@ -366,7 +366,7 @@ def told() -> Iterator[tuple[LLMEngine, Told]]:
     engine.runner.followers = None
 
 
-def test_followers_hear_of_launches_before_they_are_done(told):
+def test_followers_get_launches_before_the_leader_runs_them(told):
     engine, followers = told
     start, before = engine.runner._start, engine.runner.num_launches
 
@@ -385,7 +385,7 @@ def test_followers_hear_of_launches_before_they_are_done(told):
     assert launches[: 2 * count] == ["launch", "started"] * count
 
 
-def test_followers_hear_of_programs_and_are_waited_for(told):
+def test_followers_get_compiles_and_are_awaited(told):
     engine, followers = told
     shape = StepShape(num_seqs=2, num_draft_tokens=0, chunk=0)
     engine.runner.compiler.clear()
@@ -406,7 +406,7 @@ def test_followers_sleep_and_wake_up_with_the_leader():
     ]
 
 
-def test_followers_are_let_go_where_the_leader_fails(told):
+def test_followers_are_ended_if_the_leader_fails(told):
     engine, followers = told
     with pytest.raises(ZeroDivisionError):
         with engine.runner.together("launch", {}):

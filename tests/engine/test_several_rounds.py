@@ -66,7 +66,7 @@ def check_newest(loop: Loop, count: int) -> None:
         for one in itertools.product(CONFIGS, (0, 1))
     ],
 )
-def test_random_traffic_runs_to_its_ends(name, depth):
+def test_random_traffic_finishes(name, depth):
     most = 0
     for seed in range(4):
         random = np.random.default_rng(seed)
@@ -134,7 +134,7 @@ def run_all(loop: Loop, requests: list[Request]) -> list[int]:
 
 
 @pytest.mark.parametrize("num_draft", [0, 3])
-def test_a_launch_has_as_many_rounds_as_it_may(num_draft):
+def test_launch_has_the_allowed_number_of_rounds(num_draft):
     changes: dict[str, Any] = dict(num_draft_tokens=num_draft)
     single = Loop(make_config(**changes), 0)
     ones = run_all(single, make_requests(single.config, 1, is_quiet=True))
@@ -149,7 +149,7 @@ def test_a_launch_has_as_many_rounds_as_it_may(num_draft):
         assert sum(counts) == sum(ones) == 19  # and the prompt's own token
 
 
-def test_who_shows_tokens_gets_every_round():
+def test_streams_get_every_round():
     """Also beside others: of one launch all have as many rounds."""
     loop = make_loop({})
     shown, other = make_requests(loop.config, 2, is_quiet=True)
@@ -161,14 +161,14 @@ def test_who_shows_tokens_gets_every_round():
     assert max(launch.num_rounds for launch in loop.launches) > 1
 
 
-def test_long_rounds_come_one_by_one():
+def test_long_rounds_run_one_per_launch():
     loop = make_loop({})
     loop.fastest_s = MAX_LAUNCH_S / 1.5
     requests = make_requests(loop.config, 1, is_quiet=True)
     assert set(run_all(loop, requests)) == {1}
 
 
-def test_whoever_waits_is_not_kept_waiting():
+def test_waiting_requests_limit_a_launch_to_one_round():
     """One row, two requests: the second waits all the time that the first runs."""
     loop = make_loop(dict(max_num_seqs=1))
     first, second = make_requests(loop.config, 2, is_quiet=True)
@@ -184,7 +184,7 @@ def test_whoever_waits_is_not_kept_waiting():
 
 
 @pytest.mark.parametrize("num_free", [0, 1, 2, 3, 4, 5])
-def test_a_launch_has_no_more_rounds_than_there_are_pages(num_free):
+def test_rounds_are_limited_by_free_pages(num_free):
     changes = dict(num_draft_tokens=0, page_size=1, num_pages=200)
     loop = make_loop(changes)
     (request,) = make_requests(loop.config, 1, is_quiet=True)
@@ -206,7 +206,7 @@ def test_a_launch_has_no_more_rounds_than_there_are_pages(num_free):
     loop.assert_idle()
 
 
-def test_the_end_of_one_ends_the_launch_of_all():
+def test_end_of_one_sequence_ends_the_launch():
     """What did not run is taken back: tokens, rounds, the draft model's lag."""
     probe = make_loop(dict(num_draft_tokens=0))
     (said,) = make_requests(probe.config, 1)

@@ -197,7 +197,7 @@ def test_three_generations_mean_the_same(
         ),
     ],
 )
-def test_a_contradiction_names_both(arguments: dict[str, Any], texts: list[str]):
+def test_contradiction_names_both_arguments(arguments: dict[str, Any], texts: list[str]):
     with pytest.raises(ConfigError, match="contradicts") as caught:
         merge(arguments)
     assert all(text in str(caught.value) for text in texts)
@@ -218,7 +218,7 @@ def test_a_contradiction_names_both(arguments: dict[str, Any], texts: list[str])
         ({"spec_method": "suffix+draft_model"}, "spec_method='suffix+draft_model'"),
     ],
 )
-def test_arguments_without_a_draft_model(arguments: dict[str, Any], given: str):
+def test_rejects_arguments_without_a_draft_model(arguments: dict[str, Any], given: str):
     with pytest.raises(ConfigError) as caught:
         merge(arguments)
     assert given in str(caught.value)
@@ -239,7 +239,7 @@ def test_arguments_without_a_draft_model(arguments: dict[str, Any], given: str):
         ),
     ],
 )
-def test_a_bad_dict(config: Any, texts: list[str]):
+def test_rejects_bad_dict(config: Any, texts: list[str]):
     with pytest.raises(ConfigError) as caught:
         merge({"speculative_config": config})
     assert all(text in str(caught.value) for text in texts)
@@ -290,7 +290,7 @@ def test_a_bad_dict(config: Any, texts: list[str]):
         ),
     ],
 )
-def test_lookups_that_contradict(arguments: dict[str, Any], texts: list[str]):
+def test_rejects_contradicting_lookups(arguments: dict[str, Any], texts: list[str]):
     with pytest.raises(ConfigError) as caught:
         merge(arguments)
     for text in texts:
@@ -324,13 +324,13 @@ def test_lookups_that_contradict(arguments: dict[str, Any], texts: list[str]):
         ({"speculative_config": SAME | {"use-heterogeneous-vocab": True}}, "True"),
     ],
 )
-def test_what_does_not_exist_yet(arguments: dict[str, Any], given: str):
+def test_rejects_unsupported_values(arguments: dict[str, Any], given: str):
     with pytest.raises(NotImplementedError) as caught:
         merge(arguments)
     assert given in str(caught.value)
 
 
-def test_keys_and_values_of_the_draft_are_kept_as_the_targets():
+def test_draft_kv_cache_dtype_must_be_the_targets():
     """By either of vLLM's names; nothing is left of it among a draft's settings."""
     expected = merge({"speculative_config": SAME})
     for target, draft in (("fp8", "fp8_e4m3"), ("fp8_e4m3", "fp8"), ("int8", "int8")):
@@ -386,7 +386,7 @@ TREE = "[(0,), (1,), (0, 0)]"
 
 
 @pytest.mark.parametrize("tree", [TREE, [(0,), (1,), (0, 0)]])
-def test_a_tree_says_how_many_drafts_there_are(tree: Any):
+def test_tree_sets_the_number_of_drafts(tree: Any):
     config = {"model": "draft", "speculative_token_tree": tree}
     expected = config | {"num_speculative_tokens": 3}
     assert merge({"speculative_config": config}) == expected
@@ -397,13 +397,13 @@ def test_a_tree_says_how_many_drafts_there_are(tree: Any):
     )
 
 
-def test_leaves_beside_any_drafts():
+def test_leaves_are_accepted_with_any_method():
     config = {"method": "ngram", "num_side_leaves": 1, "num_speculative_tokens": 4}
     expected = lookup(5, 5) | config
     assert merge({"speculative_config": config}) == expected
 
 
-def test_a_tree_that_is_none_names_its_field():
+def test_malformed_tree_names_its_field():
     config = {"model": "draft", "speculative_token_tree": "[(1,)]"}
     with pytest.raises(ConfigError, match=r"\(1,\) comes after \(0,\)") as caught:
         merge({"speculative_config": config})

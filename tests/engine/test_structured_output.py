@@ -120,7 +120,7 @@ def drawn(text: list[int], count: int, random: np.random.Generator) -> list[int]
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_rounds_of_a_text(seed):
+def test_masks_of_random_rounds(seed):
     random = np.random.default_rng(seed)
     masks, state = opened()
     text: list[int] = []
@@ -143,7 +143,7 @@ def test_rounds_of_a_text(seed):
             np.testing.assert_array_equal(answer[0], fresh_masks(text, []))
 
 
-def test_after_the_end_only_the_end_is_allowed():
+def test_only_the_end_token_follows_a_complete_text():
     masks, state = opened()
     text = [4, 5, 12, EOS]  # "%&-"
     for end in ([EOS], [EOS, EOS, EOS]):
@@ -152,7 +152,7 @@ def test_after_the_end_only_the_end_is_allowed():
         assert (answer[3] == EVERYTHING).all()  # after a draft that cannot be
 
 
-def test_a_text_taken_back_is_read_anew():
+def test_rolled_back_text_is_read_again():
     masks, state = opened()
     ask(masks, (state, [4, 5, 12, 20], [20, 20, 20]))
     for text in ([4, 5, 6], [4, 5, 12], [], [7, 7, 12, EOS]):
@@ -160,7 +160,7 @@ def test_a_text_taken_back_is_read_anew():
         np.testing.assert_array_equal(answer[0], fresh_masks(text, [4, 4, 12]))
 
 
-def test_many_tokens_at_once_up_to_the_window():
+def test_sync_reads_many_tokens_up_to_the_window():
     masks, state = opened()
     text = [4, 5, 12] * 6
     answer = ask(masks, (state, text, [4, 5, 12]))
@@ -182,7 +182,7 @@ def test_rows_without_grammar_and_unknown_ids_allow_everything():
     np.testing.assert_array_equal(answer[1], fresh_masks([], [4, 5, 12]))
 
 
-def test_a_reading_is_known_as_long_as_somebody_holds_it():
+def test_state_is_dropped_with_its_last_reference():
     masks, state = opened()
     grammar_id = state.grammar_id
     masks.add(state)
@@ -196,7 +196,7 @@ def test_a_reading_is_known_as_long_as_somebody_holds_it():
     assert masks.num_questions == 1
 
 
-def test_the_draft_asks_for_one_row_at_a_time():
+def test_draft_requests_one_mask_at_a_time():
     masks, state = opened()
     text, drafts = [4, 5], [12, 4, 5]
     expected = fresh_masks(text, drafts)
@@ -216,7 +216,7 @@ def test_the_draft_asks_for_one_row_at_a_time():
     np.testing.assert_array_equal(ask(masks, (state, text, drafts))[0], expected)
 
 
-def test_what_the_draft_was_told_is_not_worked_out_again():
+def test_masks_of_the_draft_are_not_computed_again():
     masks, state = opened()
     ask(masks, (state, [4], [5, 12, 4]))
     told = dict(state.known_masks)
@@ -244,7 +244,7 @@ def slow_states(monkeypatch: pytest.MonkeyPatch, count: int) -> Any:
     return states, gate
 
 
-def test_slow_mask_is_late_and_does_not_hold_a_launch(monkeypatch):
+def test_slow_mask_is_late_and_does_not_block_a_launch(monkeypatch):
     (slow,), gate = slow_states(monkeypatch, 1)
     masks, other = TokenMasks(VOCAB), make_state()
     for state in (slow, other):
@@ -328,7 +328,7 @@ def bundled() -> Tokenizer:
     "pattern",
     ["%&?'", "[%&]{1,3}", r"(%&|%'|\()[*+]?", "%(&'(%)?)?", r"([%&],){0,2}[%-]"],
 )
-def test_masks_are_all_that_can_become_a_match(pattern):
+def test_masks_allow_exactly_the_possible_matches(pattern):
     words = [
         "".join(word)
         for length in range(6)
@@ -411,7 +411,7 @@ FORMS = {
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_whatever_is_allowed_fits_the_form(form, bundled):
+def test_allowed_texts_match_the_form(form, bundled):
     (end,) = bundled.turn_end_ids
     compiler = GrammarCompiler(bundled, 8200, (EOS, end))  # pad rows at the end
     given, fits = FORMS[form]
@@ -463,7 +463,7 @@ PATTERNED = SCHEMA | {"x-guidance": {"whitespace_pattern": UNBOUNDED}}
         (dict(json=GUIDED, whitespace_pattern=" "), {}, 1),
     ],
 )
-def test_how_much_white_space_json_has(params, config, longest, bundled):
+def test_white_space_of_json(params, config, longest, bundled):
     compiler = GrammarCompiler(
         bundled, bundled.vocab_size, (EOS,), StructuredOutputsConfig(**config)
     )
@@ -488,7 +488,7 @@ def test_json_may_be_written_over_lines(indent, bundled):
         assert num_taken(matcher, tokens) == len(tokens)
 
 
-def test_what_an_engine_says_of_additional_properties(bundled):
+def test_engine_default_of_additional_properties(bundled):
     config = StructuredOutputsConfig(disable_additional_properties=True)
     compiler = GrammarCompiler(bundled, bundled.vocab_size, (EOS,), config)
     schema = {"type": "object", "properties": {"a": {"type": "null"}}}
@@ -497,7 +497,7 @@ def test_what_an_engine_says_of_additional_properties(bundled):
     assert num_taken(matcher, tokens) < len(tokens)
 
 
-def test_additional_properties_of_data_are_left_alone(bundled):
+def test_additional_properties_of_data_are_unchanged(bundled):
     """Values that look like schemas, and a property with a keyword's name."""
     config = StructuredOutputsConfig(disable_additional_properties=True)
     compiler = GrammarCompiler(bundled, bundled.vocab_size, (EOS,), config)
@@ -520,7 +520,7 @@ def test_additional_properties_of_data_are_left_alone(bundled):
         assert (num_taken(matcher, tokens) == len(tokens)) == is_taken
 
 
-def test_white_space_that_is_no_pattern(bundled):
+def test_rejects_bad_whitespace_pattern(bundled):
     config = StructuredOutputsConfig(whitespace_pattern="(")
     with pytest.raises(
         ConfigError, match=r"(?s)not a regular expression: .*unclosed group"
@@ -572,13 +572,13 @@ def test_white_space_and_additional_properties_of_json(bundled):
         (dict(json_object=True, whitespace_pattern="("), "unclosed group"),
     ],
 )
-def test_a_wrong_form_is_an_error_that_says_why(given, message):
+def test_bad_form_is_rejected_with_the_reason(given, message):
     with pytest.raises(RequestError, match=message) as caught:
         STUB.matcher(StructuredOutputsParams(**given))
     assert caught.value.parameter == "structured_outputs"
 
 
-def test_matchers_of_one_grammar_do_not_disturb_each_other():
+def test_matchers_of_one_grammar_are_independent():
     form = StructuredOutputsParams(regex="%&'")
     first = STUB.matcher(form)
     assert first.read(4)
@@ -586,7 +586,7 @@ def test_matchers_of_one_grammar_do_not_disturb_each_other():
     assert allowed(first) == {5} and allowed(second) == {4}
 
 
-def test_only_so_many_bytes_of_grammars_are_kept(monkeypatch):
+def test_grammar_cache_is_limited_in_bytes(monkeypatch):
     compiler = GrammarCompiler(StubTokenizer(16), 16, (EOS,))
     forms = [StructuredOutputsParams(regex=f"%{{{count}}}") for count in range(1, 9)]
     # The real sizes grow with the time that a lexer has run.
@@ -604,7 +604,7 @@ def test_only_so_many_bytes_of_grammars_are_kept(monkeypatch):
     assert len(compiler._cache) == 1
 
 
-def test_a_used_lexer_is_not_kept():
+def test_used_up_lexer_is_dropped():
     matcher = STUB.matcher(StructuredOutputsParams(regex="[%&]{9}"))
     grammar: Any = matcher._grammar
     before = grammar.num_bytes
@@ -643,7 +643,7 @@ def test_a_long_chain_does_not_end_the_process(params):
     assert allowed(STUB.matcher(params))
 
 
-def test_many_threads_ask_at_once(monkeypatch):
+def test_many_threads_request_masks(monkeypatch):
     monkeypatch.setattr(structured_output, "MAX_CACHED_BYTES", 2**20)
     usual = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
@@ -659,7 +659,7 @@ def test_many_threads_ask_at_once(monkeypatch):
         sys.setswitchinterval(usual)
 
 
-def test_compilers_leave_the_stacks_of_other_threads_as_they_were(monkeypatch):
+def test_compilers_restore_the_stack_size(monkeypatch):
     """Two engines of a process, whose requests bring grammars at one moment."""
     set_size, before = threading.stack_size, threading.stack_size()
 

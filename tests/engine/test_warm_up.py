@@ -10,7 +10,7 @@ from jaxspec.sampling_params import SamplingParams
 from tests.support.fake_engines import make_fake_engine, run_all
 
 
-def test_warm_up_asks_for_every_shape_that_traffic_needs():
+def test_warm_up_compiles_every_program_of_traffic():
     engine, runner = make_fake_engine(num_draft_tokens=2)
     asked = []
     runner.executable = asked.append  # pyright: ignore[reportAttributeAccessIssue]
@@ -22,7 +22,7 @@ def test_warm_up_asks_for_every_shape_that_traffic_needs():
     assert len(set(asked)) == len(asked)
 
 
-def test_warm_up_asks_for_what_special_requests_need():
+def test_warm_up_compiles_programs_of_special_requests():
     engine, runner = make_fake_engine(num_draft_tokens=2)
     asked = []
     runner.executable = asked.append  # pyright: ignore[reportAttributeAccessIssue]

@@ -57,12 +57,12 @@ def test_a_pass_of_2b_on_a_v5e_8():
     assert (chosen.devices, chosen.reason) == (8, "the fastest by estimate")
 
 
-def test_many_rows_are_those_of_a_typical_batch():
+def test_rows_are_limited_to_a_typical_batch():
     assert of_2b(8, num_seqs=16) == of_2b(8, num_seqs=256)
     assert of_2b(8, num_seqs=16).sum_s > of_2b(8, num_seqs=8).sum_s
 
 
-def test_a_small_draft_is_whole_on_every_device():
+def test_small_draft_is_on_every_device():
     """4 MB are read in 5 us; 14 sums over eight devices take 180."""
     small: dict[str, Any] = dict(num_layers=1, hidden_size=64, num_pages=100)
     sizes = [
@@ -91,7 +91,7 @@ def test_a_small_draft_is_whole_on_every_device():
         ([size(8, 3, None), size(1, 1, None)], 8, "too few pages"),
     ],
 )
-def test_the_fastest_that_leaves_pages(
+def test_chooses_the_fastest_size_that_leaves_pages(
     sizes: list[DraftSize], devices: int, reason: str
 ):
     found = choose(sizes)
@@ -100,7 +100,7 @@ def test_the_fastest_that_leaves_pages(
     assert re.search(reason, found.reason), found.reason
 
 
-def test_the_decision_is_one_line():
+def test_decision_is_described_in_one_line():
     sizes = size(2, 1.5, 3776), size(1, 6.384, None)
     made = DraftSharding(sizes=sizes, devices=2)
     assert made.line() == (
@@ -136,14 +136,14 @@ def test_the_decision_is_one_line():
         ("h200", 2, 9 + 1 / 0.45),
     ],
 )
-def test_a_sum_starts_hops_and_sends(kind: str, num_devices: int, expected: float):
+def test_all_reduce_time_has_latency_hops_and_bytes(kind: str, num_devices: int, expected: float):
     speeds = speeds_of(kind)
     assert speeds is not None
     found = speeds.all_reduce_s(10**6, num_devices)
     assert found == pytest.approx(expected * US)
 
 
-def test_devices_that_can_be_named_have_speeds():
+def test_named_devices_have_speeds():
     # The time of a sum is not published for these.
     unknown = {"t4", "l4", "a100-40gb", "a100-80gb", "b200"}
     for name in MEMORY_BYTES:

@@ -60,7 +60,7 @@ def test_9b_with_a_2b_draft_on_80_gb():
     assert without.num_pages == 9472
 
 
-def test_the_table_tells_all_of_it():
+def test_table_shows_all_parts():
     text = make_plan(SIXTY_FOUR | dict(gpu_memory_utilization=0.9)).table()
     lines = [re.sub(r"\s+", " ", line).strip() for line in text.splitlines()]
     assert lines == [
@@ -86,13 +86,13 @@ def test_the_table_tells_all_of_it():
     assert re.search(r"programs +1\.00 GiB  compiled, for 256", several)
 
 
-def test_nothing_is_told_of_a_draft_model_that_is_not_there():
+def test_plan_without_draft_has_no_draft_rows():
     made = make_plan(draft=ModelBytes())
     assert "draft" not in made.table()
     assert (made.draft_bytes, made.sequences_lost) == (0, 0)
 
 
-def test_of_pages_that_were_said_the_drafts_part_is_lost():
+def test_given_pages_lose_the_drafts_part():
     made = make_plan(SIXTY_FOUR | dict(num_pages=1000))
     # 1,000 pages of both models are 1,309 of the target's.
     assert made.sequences_lost == (1309 - 1000) / 512
@@ -102,27 +102,27 @@ def test_of_pages_that_were_said_the_drafts_part_is_lost():
     assert found.draft_bytes == 5_228_683_776 + 1000 * 1_703_936 + programs
 
 
-def test_what_others_use_is_no_room():
+def test_memory_of_other_programs_is_subtracted():
     free, shared = make_plan(SIXTY_FOUR), make_plan(SIXTY_FOUR, used_bytes=10**10)
     pages = 10**10 / 7_208_960
     assert free.num_pages - shared.num_pages == pytest.approx(pages, rel=0.05)
 
 
-def test_utilization_is_vllms_if_nobody_says_it():
+def test_default_utilization_is_vllms():
     assert make_plan().utilization == 0.92
     assert (
         make_plan().num_pages == make_plan(dict(gpu_memory_utilization=0.92)).num_pages
     )
 
 
-def test_a_share_of_the_device_is_more_of_what_jax_has_of_it():
+def test_utilization_is_relative_to_the_whole_device():
     # jax has 95 of 100, and 92 of 100 are asked for.
     share = facts(limit_bytes=95 * 10**9, limit_share=0.95)
     assert share.budget_bytes(0.92) == pytest.approx(92 * 10**9)
     assert share.budget_bytes(1.0) == 95 * 10**9
 
 
-def test_the_number_of_pages_is_round():
+def test_number_of_pages_is_rounded():
     # One page more or less of 7 MB is the same plan, and so the same programs.
     counts = {
         make_plan(SIXTY_FOUR, used_bytes=n * 7 * 10**6).num_pages for n in range(10)
@@ -140,7 +140,7 @@ def test_the_number_of_pages_is_round():
     assert small.num_pages == 515
 
 
-def test_pages_that_cannot_be_numbered_are_not_made():
+def test_pages_are_limited_by_int32_indices():
     # Of the 2B's layers a page has 16 * 8 * 256 values.
     made = make_plan(
         limit_bytes=10**15, draft=ModelBytes(), layer_page_values=16 * 8 * 256
@@ -148,7 +148,7 @@ def test_pages_that_cannot_be_numbered_are_not_made():
     assert made.num_pages == 65_024 <= MAX_LAYER_VALUES // (16 * 8 * 256) == 65_535
 
 
-def test_what_is_said_of_pages_is_taken():
+def test_given_number_of_pages_is_used():
     assert make_plan(dict(num_pages=1000)).num_pages == 1000
     made = make_plan(dict(kv_cache_memory_bytes=7_208_960 * 777 + 5))
     assert (made.num_pages, made.utilization) == (777, None)
@@ -160,7 +160,7 @@ def test_what_is_said_of_pages_is_taken():
     assert (endless.num_pages, endless.left_bytes) == (10**9, None)
 
 
-def test_temporaries_are_logits_or_layers():
+def test_temporaries_are_the_larger_of_logits_and_layers():
     few = PROGRAMS.temporary_bytes(Sizes(1, 2048))
     assert few == 200_704 * (6 + 2048) + 4 * 256_000 * 5 + 268_435_456
     many = PROGRAMS.temporary_bytes(Sizes(1, 8192))
@@ -206,12 +206,12 @@ def test_temporaries_are_logits_or_layers():
         ("cpu", 1000, (8, 512)),
     ],
 )
-def test_defaults_follow_the_room(platform: str, room_gb: int, expected: Any):
+def test_default_sizes_depend_on_the_memory(platform: str, room_gb: int, expected: Any):
     there = facts(platform=platform)
     assert default_sizes(there, room_gb * 10**9, GivenSizes()) == expected
 
 
-def test_sizes_that_are_given_stay():
+def test_given_sizes_are_unchanged():
     for given in (dict(max_num_seqs=512), dict(max_num_seqs=1)):
         found = default_sizes(facts(), 10**9, GivenSizes(**given))
         assert found == (given["max_num_seqs"], 512)
@@ -233,7 +233,7 @@ def refusal(given: dict[str, Any] | None = None, **changes: Any) -> ConfigError:
     return caught.value
 
 
-def test_what_does_not_fit_names_the_numbers_and_one_setting():
+def test_error_names_all_numbers_and_one_setting():
     # 24 GiB: 23.71 GB of 25.77 are weights, and there are no 2.06 GB beside them.
     error = refusal(limit_bytes=24 * GIB)
     text = str(error)
@@ -249,7 +249,7 @@ def test_what_does_not_fit_names_the_numbers_and_one_setting():
     assert "\n" not in text
 
 
-def test_the_setting_is_the_one_that_costs_least():
+def test_error_suggests_the_least_costly_setting():
     shorter = refusal(SIXTY_FOUR, limit_bytes=30 * 10**9)
     # 27.6 GB leave 1,063,564,800 bytes: 147 pages.
     assert (shorter.parameter, shorter.value) == ("max_model_len", 147 * 16)
@@ -313,7 +313,7 @@ def test_advice_on_the_same_device_is_what_fits():
     assert "quantization" not in str(refusal(limit_bytes=16 * GIB, target=target))
 
 
-def test_pages_that_the_device_has_no_room_for_are_refused():
+def test_rejects_more_pages_than_fit():
     error = refusal(SIXTY_FOUR | dict(num_pages=8000))
     assert "num_gpu_blocks_override must be at most 7,416, got 8000" in str(error)
     assert "weights take 22.08 GiB" in str(error)
@@ -322,13 +322,13 @@ def test_pages_that_the_device_has_no_room_for_are_refused():
     make_plan(SIXTY_FOUR | dict(num_pages=7416))
 
 
-def test_bytes_for_less_than_a_sequence_are_refused():
+def test_rejects_bytes_for_less_than_one_sequence():
     error = refusal(dict(kv_cache_memory_bytes=10**9))
     assert "must be an integer of at least 3690987520, got 1000000000" in str(error)
     assert "max_model_len=8192" in str(error)
 
 
-def test_a_cpus_pages_are_enough_for_a_batch_within_the_cap():
+def test_default_cpu_pages_hold_a_batch_within_the_cap():
     assert default_cpu_pages(64, 8, 1000) == 512
     assert default_cpu_pages(64, 8, 2**20 * 4) == 128
     assert default_cpu_pages(64, 8, 2**30) == 64

@@ -84,7 +84,7 @@ def pair(target: str = "9b", draft: str | None = "2b", **changes: Any) -> Engine
 
 
 @pytest.mark.parametrize("size", WEIGHT_BYTES)
-def test_a_published_size_needs_no_file(size: str):
+def test_published_model_needs_no_file(size: str):
     facts = plan_for(pair(size, None), "h200").facts
     assert facts.target == ModelBytes(
         weight_bytes=WEIGHT_BYTES[size], page_bytes=16 * KV_BYTES[size]
@@ -92,7 +92,7 @@ def test_a_published_size_needs_no_file(size: str):
     assert facts.draft == ModelBytes()
 
 
-def test_a_packaged_file_is_planned_as_stored(monkeypatch):
+def test_packaged_file_is_planned_as_stored(monkeypatch):
     """`jaxspec/gemma-3-270m` is a quantized file, not the published bfloat16 model."""
     tiny = EngineArgs(model="jaxspec/tiny-gemma2")
     folder = model_folder(tiny.model, "model")
@@ -109,7 +109,7 @@ MATRICES = ((2048, 2304), (2048, 2304), (2304, 2048), (18432, 2304), (2304, 9216
     ("kind", "saved", "group"),
     [("int8", 1, None), ("fp8", 1, None), ("int4", 1.5, 128)],
 )
-def test_quantized_weights_are_counted_as_they_are_held(kind, saved, group):
+def test_quantized_weights_are_counted_as_stored(kind, saved, group):
     plan = plan_for(pair("2b", None, quantization=kind), "h200")
     values = 26 * sum(outputs * features for outputs, features in MATRICES)
     scales = 26 * sum(
@@ -123,7 +123,7 @@ def test_quantized_weights_are_counted_as_they_are_held(kind, saved, group):
     assert drafted.draft.weight_bytes == expected
 
 
-def test_a_trimmed_head_is_counted_beside_the_embedding():
+def test_trimmed_head_is_counted_in_addition_to_the_embedding():
     plain, plan = (
         plan_for(pair(speculative_config=config, max_num_seqs=64), "h100")
         for config in (None, {"draft_vocab_size": 32768})
@@ -173,7 +173,7 @@ def test_an_untied_head_is_counted(tmp_path, is_quantized):
     assert weight_bytes() == tied + head
 
 
-def test_what_a_draft_does_not_read_does_not_slow_it_down():
+def test_unread_draft_weights_do_not_add_time():
     config: dict[str, Any] = {"draft_vocab_size": 32768}
     plans = [
         plan_for(pair("27b", tensor_parallel_size=8, speculative_config=one), "v5e-8")
@@ -202,7 +202,7 @@ def test_9b_with_a_2b_draft_on_one_gpu():
     assert plan.concurrency(8192) == 6976 / 512
 
 
-def test_jaxs_own_share_of_a_gpu_is_kept(monkeypatch):
+def test_jax_share_of_a_gpu_is_respected(monkeypatch):
     for name in runner.POOL_VARIABLES:
         monkeypatch.delenv(name, raising=False)
         monkeypatch.setenv(name, "0.75")
@@ -214,7 +214,7 @@ def test_jaxs_own_share_of_a_gpu_is_kept(monkeypatch):
     assert runner.pool_share(0.4) == pytest.approx(0.45)
 
 
-def test_a_users_share_of_a_gpu_is_told_from_our_own(monkeypatch):
+def test_users_share_of_a_gpu_is_distinguished_from_the_default(monkeypatch):
     """`build_mesh` tells jax by the variable that users have."""
     name = runner.POOL_VARIABLES[0]
     monkeypatch.delenv(runner.POOL_VARIABLES[1], raising=False)
@@ -228,7 +228,7 @@ def test_a_users_share_of_a_gpu_is_told_from_our_own(monkeypatch):
     assert (facts.limit_share, facts.most_share) == (0.75, 0.75)
 
 
-def test_drafts_from_the_text_stay_without_the_draft_model():
+def test_lookup_drafts_remain_without_the_draft_model():
     method = dict(
         method="ngram+draft_model",
         model="google/gemma-2-2b-it",
@@ -266,7 +266,7 @@ def test_eight_chips_share_both_models():
     assert plan_for(pair(), "h100").facts.programs.code_bytes == 0
 
 
-def test_an_unknown_device_is_refused():
+def test_rejects_unknown_device():
     with pytest.raises(ConfigError, match="--device must be one of .* got 'v9'") as got:
         plan_for(pair(), "v9")
     assert all(name in str(got.value) for name in NAMED_DEVICES)
@@ -333,7 +333,7 @@ def recorded() -> list[tuple[str, ProgramFacts, Sizes, int]]:
     return found
 
 
-def test_the_estimate_is_what_compilers_found_and_a_little_more():
+def test_estimate_is_slightly_above_compiled_size():
     rows = recorded()
     assert len(rows) > 20
     for label, programs, sizes, temp_bytes in rows:
@@ -341,7 +341,7 @@ def test_the_estimate_is_what_compilers_found_and_a_little_more():
         assert temp_bytes <= estimate <= temp_bytes + 336 * MIB, label
 
 
-def test_a_layer_keeps_no_more_than_its_feed_forward_part_does():
+def test_temporaries_of_a_layer_are_those_of_its_mlp():
     """Gate and up in float32 and what they make in bfloat16: by XLA's own account.
 
     On an H200 64 sequences of 27B, whose distributions exist from the start, take
@@ -366,7 +366,7 @@ def test_cells_of_every_device_are_recorded():
 
 
 @pytest.mark.parametrize("name", aot_memory.read())
-def test_large_batches_and_controls_are_estimated_as_compilers_found_them(name: str):
+def test_large_batches_and_controls_match_compiled_sizes(name: str):
     cell, row = aot_memory.CELLS[name], aot_memory.read()[name]
     facts = cell.facts(cell.device)
     sizes = Sizes(cell.num_seqs, cell.num_tokens)
@@ -425,14 +425,14 @@ def test_pairs_are_recorded_at_every_size_and_fit():
     assert wanted <= found
 
 
-def test_the_tables_are_those_of_the_record():
+def test_tables_equal_the_record():
     rows = aot_memory.read()
     text = (RESULTS.parent / "README.md").read_text(encoding="utf-8")
     for table in (aot_memory.memory_table(rows), aot_memory.sharding_table(rows)):
         assert table in text, "python -m tests.program.aot_memory --table"
 
 
-def test_a_draft_on_fewer_chips_sums_less_and_takes_more():
+def test_draft_on_fewer_chips_has_less_all_reduce_and_more_memory():
     """27B with a 2B draft on a v5e-8."""
     rows = aot_memory.read()
     weights: dict[int, int] = {}
@@ -472,7 +472,7 @@ def test_a_draft_on_fewer_chips_sums_less_and_takes_more():
     assert eight - one == 2 * (OTHER_SUMS - 1)
 
 
-def test_a_draft_is_spread_as_is_fastest():
+def test_draft_is_spread_over_the_fastest_number_of_devices():
     """As an engine, a plan and `compile` have it, on devices that are named."""
     big = pair("27b", tensor_parallel_size=8)
     found = plan_for(big, "v5e-8")
@@ -503,7 +503,7 @@ def test_a_draft_is_spread_as_is_fastest():
     )
 
 
-def test_a_small_draft_is_whole_on_every_device():
+def test_small_draft_is_on_every_device():
     cell = aot_memory.Cell(device="v5e-8", target="27b", num_seqs=64)
     config = cell.config()
     assert config.draft_model_config is not None
@@ -528,7 +528,7 @@ def test_a_small_draft_is_whole_on_every_device():
     assert (sharding.is_given, same_mesh.shape["model"]) == (True, 8)
 
 
-def test_fp8_pages_leave_out_sizes_at_which_a_device_would_have_one_kv_head():
+def test_fp8_pages_exclude_one_kv_head_per_device():
     """The 2B draft has four heads: over eight devices or four XLA would copy pages."""
     (config, mesh), (small, small_mesh) = (
         (dataclasses.replace(config, kv_cache_dtype="fp8"), named_mesh("v5e-8", config))
@@ -551,7 +551,7 @@ def test_on_a_cpu_a_draft_is_spread_like_the_target():
     assert mesh.shape["model"] == 2
 
 
-def test_code_is_counted_as_compilers_found_it():
+def test_code_size_matches_compiled_programs():
     costs, sizes = (
         json.loads((RESULTS / f"{name}.json").read_text())["rows"]
         for name in ("aot-costs-after", "aot_memory")
@@ -586,7 +586,7 @@ def config_of(**changes: Any) -> Any:
 
 @pytest.mark.parametrize("num_devices", [1, 2])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_what_is_counted_is_what_arrays_take(dtype: str, num_devices: int):
+def test_counted_bytes_equal_array_bytes(dtype: str, num_devices: int):
     config = config_of(dtype=dtype, tensor_parallel_size=num_devices)
     made = make_runner(config)
     facts = find_facts(config, made.mesh, GivenSizes())
@@ -609,7 +609,7 @@ def test_what_is_counted_is_what_arrays_take(dtype: str, num_devices: int):
     assert bytes_of(made.params) == on_first(made.params)
 
 
-def test_a_cpus_sizes_stay_if_the_user_says_nothing(caplog):
+def test_default_cpu_sizes_are_unchanged(caplog):
     config = config_of()
     with caplog.at_level(logging.INFO, logger="jaxspec"):
         made = make_runner(config)
@@ -623,7 +623,7 @@ def test_a_cpus_sizes_stay_if_the_user_says_nothing(caplog):
     assert (made.num_compiles, made.temporary_bytes) == (0, 0)
 
 
-def test_a_cpus_memory_is_planned_where_the_user_says_so(monkeypatch):
+def test_cpu_memory_is_planned_if_the_user_sets_a_share(monkeypatch):
     mesh = runner.build_mesh(config_of())
     page = find_facts(config_of(), mesh, GivenSizes()).page_bytes
     config, plan = fit(config_of(kv_cache_memory_bytes=100 * page + 1), mesh)
@@ -643,7 +643,7 @@ def test_a_cpus_memory_is_planned_where_the_user_says_so(monkeypatch):
     assert fit(given, mesh)[0].num_pages == 7
 
 
-def test_a_config_made_by_hand_is_the_users():
+def test_config_without_given_sizes_is_used_unchanged():
     config = dataclasses.replace(config_of(), given=None, num_pages=9)
     assert fit(config, named_mesh("h100", config), device="h100")[0] == config
 
@@ -656,7 +656,7 @@ def test_a_config_made_by_hand_is_the_users():
         ({"num_gpu_blocks_override": 9}, "None"),
     ],
 )
-def test_metrics_tell_the_share_that_pages_were_planned_by(
+def test_metrics_report_the_planned_share(
     given: dict[str, Any], told: str
 ):
     config = config_of(**given)
@@ -675,13 +675,13 @@ def limit_of(*stats: dict[str, int] | None, given: GivenSizes | None = None) -> 
     return probe._limit_and_use(mesh, given or GivenSizes(), None)
 
 
-def test_the_fullest_device_counts():
+def test_device_with_most_use_counts():
     one = dict(bytes_limit=80, bytes_in_use=1)
     assert limit_of(one, dict(bytes_limit=70, bytes_in_use=5)) == (70, 5)
     assert limit_of(one | dict(bytes_in_use=0)) == (80, 0)
 
 
-def test_a_device_that_tells_nothing_wants_bytes():
+def test_device_without_memory_stats_requires_bytes():
     for silent in (None, {}):
         with pytest.raises(
             ConfigError, match="GPU does not report its memory.* set kv_cache_mem"
@@ -690,7 +690,7 @@ def test_a_device_that_tells_nothing_wants_bytes():
         assert limit_of(silent, given=GivenSizes(num_pages=5)) == (None, 0)
 
 
-def test_a_machine_has_memory():
+def test_ram_bytes_are_positive():
     assert 2**28 < ram_bytes() < 2**50
 
 
@@ -709,7 +709,7 @@ class Executable:
         raise AssertionError("it is run")
 
 
-def test_programs_that_take_more_than_planned_are_told_of(caplog):
+def test_warns_of_programs_larger_than_planned(caplog):
     made = make_runner(config_of())
     plan = plan_for(pair(max_num_seqs=64), "h100")
     made.memory = plan
@@ -725,7 +725,7 @@ def test_programs_that_take_more_than_planned_are_told_of(caplog):
     assert "max_num_seqs=64" in message
 
 
-def test_a_compiled_program_tells_its_temporaries(monkeypatch):
+def test_compiled_program_reports_its_temporaries(monkeypatch):
     shapes: list[StepShape] = []
 
     def lower(program: Any, shape: StepShape, forms: Any) -> Any:
@@ -749,7 +749,7 @@ def test_a_compiled_program_tells_its_temporaries(monkeypatch):
     assert shapes[-1].name == "16x2+4096_sampled"
 
 
-def test_a_runner_compares_what_it_makes(monkeypatch):
+def test_runner_compares_its_programs_with_the_plan(monkeypatch):
     made = make_runner(config_of())
     built = SimpleNamespace(executable=Executable(5, 7))
     monkeypatch.setattr(made.cache, "build", lambda *_: built)

@@ -137,7 +137,7 @@ class Kept:
         self._sent.append(data)
 
 
-def test_messages_come_in_order_with_their_vectors(ends: Ends):
+def test_messages_arrive_in_order_with_their_vectors(ends: Ends):
     leader, follower, _ = ends(b"s" * 16)
     vector = np.array([0, -1, 2**31 - 1, -(2**31)], np.int32)
     leader.send({"a": 1}, vector.astype("<i4").tobytes())
@@ -153,7 +153,7 @@ def test_messages_come_in_order_with_their_vectors(ends: Ends):
         follower.receive()
 
 
-def test_another_secret_is_noticed_on_both_sides(ends: Ends):
+def test_different_secret_is_rejected_on_both_sides(ends: Ends):
     leader, follower, _ = ends(b"s" * 16, b"t" * 16)
     leader.send({})
     follower.send({})
@@ -163,7 +163,7 @@ def test_another_secret_is_noticed_on_both_sides(ends: Ends):
 
 
 @pytest.mark.parametrize("place", [0, 7, 12, -1])
-def test_a_changed_byte_is_noticed(ends: Ends, place: int):
+def test_changed_byte_is_rejected(ends: Ends, place: int):
     leader, follower, stream = ends(b"s" * 16)
     sent: list[bytes] = []
     kept: Any = leader
@@ -179,7 +179,7 @@ def test_a_changed_byte_is_noticed(ends: Ends, place: int):
         follower.receive()
 
 
-def test_a_message_cannot_be_sent_again_nor_left_out(ends: Ends):
+def test_repeated_or_omitted_message_is_rejected(ends: Ends):
     leader, follower, stream = ends(b"s" * 16)
     sent: list[bytes] = []
     kept: Any = leader
@@ -199,7 +199,7 @@ def test_a_message_cannot_be_sent_again_nor_left_out(ends: Ends):
     again.close()
 
 
-def test_a_stranger_cannot_have_memory_reserved(ends: Ends):
+def test_unsigned_message_cannot_reserve_memory(ends: Ends):
     _, follower, stream = ends(b"s" * 16)
     follower.set_timeout(1)
     stream.sendall(channel._HEADER.pack(0, channel.MAX_FIRST_BYTES, 1))
@@ -215,7 +215,7 @@ def test_a_stranger_cannot_have_memory_reserved(ends: Ends):
         follower.receive()
 
 
-def test_one_who_sends_slowly_is_not_waited_for(ends: Ends):
+def test_slow_sender_times_out(ends: Ends):
     _, follower, stream = ends(b"s" * 16)
     over = threading.Event()
 
@@ -236,13 +236,13 @@ def test_one_who_sends_slowly_is_not_waited_for(ends: Ends):
     assert isinstance(result, TimeoutError) and took_s[0] < 2
 
 
-def test_what_a_leader_sends_is_no_answer(ends: Ends):
+def test_leaders_message_is_not_accepted_as_an_answer(ends: Ends):
     leader, follower, _ = ends(b"s" * 16)
     assert leader._sends != leader._receives
     assert (leader._sends, leader._receives) == (follower._receives, follower._sends)
 
 
-def test_commands_reach_all_and_answers_come_by_rank(hosts: Any):
+def test_commands_reach_all_and_answers_are_by_rank(hosts: Any):
     with three(hosts) as (followers, leaders, losses):
         vector = np.arange(5, dtype=np.int32)
         number = followers.send("launch", {"x": 1}, vector)
@@ -261,7 +261,7 @@ def test_commands_reach_all_and_answers_come_by_rank(hosts: Any):
         assert [leader._on_loss for leader in leaders] == [[], []]
 
 
-def test_whoever_sends_all_hear_the_same_order(
+def test_all_followers_receive_the_same_order(
     hosts: Any, monkeypatch: pytest.MonkeyPatch
 ):
     send_one = Connection.send
@@ -286,7 +286,7 @@ def test_whoever_sends_all_hear_the_same_order(
         assert first == second == [*range(1, 61)]
 
 
-def test_the_end_of_one_is_told_and_ends_what_waits(hosts: Any):
+def test_end_of_a_follower_is_reported_and_ends_waits(hosts: Any):
     with three(hosts) as (followers, leaders, losses):
         number = followers.send("compile", {})
         leaders[1].close()
@@ -297,7 +297,7 @@ def test_the_end_of_one_is_told_and_ends_what_waits(hosts: Any):
             followers.send("launch", {})
 
 
-def test_a_late_answer_does_not_lose_the_last_command():
+def test_late_answer_does_not_lose_the_last_command():
     with socket.create_server(("127.0.0.1", 0)) as server:
         near = socket.create_connection(server.getsockname(), timeout=10)
         far, _ = server.accept()
@@ -325,7 +325,7 @@ def test_a_late_answer_does_not_lose_the_last_command():
     assert not losses
 
 
-def test_one_that_never_closes_is_left(ends: Ends, monkeypatch: pytest.MonkeyPatch):
+def test_follower_that_never_closes_is_disconnected(ends: Ends, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(channel, "END_S", 0.1)
     ours, _, stream = ends(b"s" * 16)
     ours.set_timeout(None)
@@ -336,7 +336,7 @@ def test_one_that_never_closes_is_left(ends: Ends, monkeypatch: pytest.MonkeyPat
     assert not listener.is_alive() and not losses
 
 
-def test_a_silent_host_is_noticed_by_both_sides(hosts: Any):
+def test_silent_host_is_detected_by_both_sides(hosts: Any):
     with three(hosts) as (followers, leaders, _):
         connections = [one for one, _ in followers._connections.values()]
         for one in [*connections, *(leader._connection for leader in leaders)]:
@@ -349,14 +349,14 @@ def test_a_silent_host_is_noticed_by_both_sides(hosts: Any):
             assert idle + interval * count == 3 * channel.HEARTBEAT_S
 
 
-def test_a_process_can_say_why_it_ends(hosts: Any):
+def test_process_reports_why_it_ends(hosts: Any):
     with three(hosts) as (followers, leaders, losses):
         leaders[0].fail("no memory is left")
         assert losses.has_one.wait(10)
         assert "node_rank=1" in losses[0] and "no memory is left" in losses[0]
 
 
-def test_a_failure_is_told_as_the_end_of_the_process_it_comes_from(
+def test_failure_is_reported_as_end_of_its_process(
     hosts: Any, monkeypatch: pytest.MonkeyPatch
 ):
     """A collective fails first, and a moment later its connection here is closed."""
@@ -380,7 +380,7 @@ def test_a_failure_is_told_as_the_end_of_the_process_it_comes_from(
         assert len(losses) == 1 and "node_rank=2" in losses[0]
 
 
-def test_a_failure_of_its_own_ends_no_process(hosts: Any):
+def test_leaders_own_failure_is_not_a_loss(hosts: Any):
     with three(hosts) as (followers, leaders, losses):
         followers.break_off("no memory is left", may_be_loss=True)
         for leader in leaders:
@@ -391,7 +391,7 @@ def test_a_failure_of_its_own_ends_no_process(hosts: Any):
         assert not losses
 
 
-def test_an_interrupt_lets_all_go(hosts: Any, monkeypatch: pytest.MonkeyPatch):
+def test_interrupt_closes_all_connections(hosts: Any, monkeypatch: pytest.MonkeyPatch):
     with three(hosts) as (followers, leaders, losses):
 
         def interrupt(*arguments: Any) -> None:
@@ -406,7 +406,7 @@ def test_an_interrupt_lets_all_go(hosts: Any, monkeypatch: pytest.MonkeyPatch):
         assert not losses
 
 
-def test_the_end_of_the_leader_is_told(hosts: Any):
+def test_end_of_the_leader_is_reported(hosts: Any):
     with three(hosts) as (followers, leaders, _):
         told, left = (one._on_loss for one in leaders)
         assert isinstance(told, Losses) and isinstance(left, Losses)
@@ -421,7 +421,7 @@ def test_the_end_of_the_leader_is_told(hosts: Any):
         assert not left, "it has gone by itself"
 
 
-def test_a_stranger_is_left_outside(hosts: Any, tmp_path: Path):
+def test_process_without_secret_is_rejected(hosts: Any, tmp_path: Path):
     other = tmp_path / "other"
     other.write_text("another secret of somebody")
 
@@ -461,7 +461,7 @@ def test_a_stranger_is_left_outside(hosts: Any, tmp_path: Path):
         leader.close()
 
 
-def test_silent_strangers_stop_nobody(hosts: Any, monkeypatch: pytest.MonkeyPatch):
+def test_silent_connections_do_not_block_followers(hosts: Any, monkeypatch: pytest.MonkeyPatch):
     listening, strangers = channel._listening, list[socket.socket]()
 
     def listen(config: HostsConfig) -> socket.socket:
@@ -482,7 +482,7 @@ def test_silent_strangers_stop_nobody(hosts: Any, monkeypatch: pytest.MonkeyPatc
                 pass
 
 
-def test_a_leader_that_says_nothing_is_not_another_secret(
+def test_silent_leader_is_not_reported_as_wrong_secret(
     hosts: Any, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(channel, "HELLO_S", 0.1)
@@ -495,7 +495,7 @@ def test_a_leader_that_says_nothing_is_not_another_secret(
         assert time.monotonic() - start > 0.9
 
 
-def test_a_difference_is_named_to_all(hosts: Any, monkeypatch: pytest.MonkeyPatch):
+def test_difference_is_reported_to_all(hosts: Any, monkeypatch: pytest.MonkeyPatch):
     accept, has_one = channel._accept, threading.Event()
 
     def accepted(*arguments: Any) -> None:
@@ -518,7 +518,7 @@ def test_a_difference_is_named_to_all(hosts: Any, monkeypatch: pytest.MonkeyPatc
         assert "max_model_len: 64 there, and 128 at the leader" in str(result)
 
 
-def test_a_rank_that_is_there_twice(hosts: Any):
+def test_rejects_duplicate_rank(hosts: Any):
     results = together(
         lambda: Followers.gather(hosts(0), FACTS),
         lambda: Leader.find(hosts(1), FACTS),
@@ -530,7 +530,7 @@ def test_a_rank_that_is_there_twice(hosts: Any):
 
 
 @pytest.mark.parametrize("is_complete", [False, True])
-def test_a_process_that_starts_again_takes_its_own_place(
+def test_restarted_process_replaces_itself(
     hosts: Any, monkeypatch: pytest.MonkeyPatch, is_complete: bool
 ):
     accept, num_accepted = channel._accept, threading.Semaphore(0)
@@ -570,7 +570,7 @@ def test_a_process_that_starts_again_takes_its_own_place(
         leader.close()
 
 
-def test_one_that_ends_as_it_is_taken_in_is_named(
+def test_process_that_ends_during_admission_is_named(
     hosts: Any, monkeypatch: pytest.MonkeyPatch
 ):
     send = Connection.send
@@ -603,7 +603,7 @@ def test_one_that_ends_as_it_is_taken_in_is_named(
     assert re.search(r"node_rank=[12] \(127\.0\.0\.1:\d+\)", str(result))
 
 
-def test_who_is_missing_is_said_with_the_address(hosts: Any):
+def test_missing_ranks_are_named_with_the_address(hosts: Any):
     config = hosts(0, timeout_s=1)
     where = f"127.0.0.1:{config.plans_port}"
     leader, follower = together(
@@ -618,14 +618,14 @@ def test_who_is_missing_is_said_with_the_address(hosts: Any):
         Leader.find(hosts(1, timeout_s=1), FACTS)
 
 
-def test_an_address_that_is_not_the_leaders(hosts: Any):
+def test_rejects_address_of_another_host(hosts: Any):
     with pytest.raises(
         ConfigError, match=r"cannot listen on 192\.0\.2\.1:.*master_addr"
     ):
         Followers.gather(hosts(0, master_addr="192.0.2.1"), FACTS)
 
 
-def test_a_name_that_is_not_known_yet(hosts: Any, monkeypatch: pytest.MonkeyPatch):
+def test_unknown_host_name_is_retried(hosts: Any, monkeypatch: pytest.MonkeyPatch):
     look_up, calls = socket.getaddrinfo, list[int]()
 
     def slow(host: Any, port: Any, **options: Any) -> Any:
@@ -645,7 +645,7 @@ def test_a_name_that_is_not_known_yet(hosts: Any, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("template", [None, Tree((-1, 0, -1))])
-def test_shapes_come_through(template: Any):
+def test_shapes_survive_the_channel(template: Any):
     shape = StepShape(
         num_seqs=8,
         num_draft_tokens=2,

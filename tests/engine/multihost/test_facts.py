@@ -27,7 +27,7 @@ def hosts(rank: int) -> HostsConfig:
     )
 
 
-def test_the_first_difference_by_name():
+def test_first_difference_by_name_is_described():
     assert difference(FACTS, dict(FACTS)) is None
     assert difference({"a": "1", "b": "2"}, {"a": "1", "b": "3", "c": "4"}) == (
         "b: 3 there, and 2 at the leader"

@@ -79,7 +79,7 @@ def admit(count: int, **changes) -> tuple[RowTable, list[Request]]:
     return rows, requests
 
 
-def test_rounds_are_added_to_whom_they_are_about():
+def test_tokens_of_rounds_are_added_to_their_requests():
     rows, requests = admit(3, features=TELLING)
     launch, stats = make_launch(rows, requests, [], []), EngineStats()
     acceptance = no_rates()
@@ -100,7 +100,7 @@ def test_rounds_are_added_to_whom_they_are_about():
     assert (acceptance.of_rows(np.array([1])) == acceptance.mean()).all()
 
 
-def test_a_preempted_request_gets_what_was_under_way():
+def test_preempted_request_gets_tokens_in_flight():
     rows, requests = admit(1)
     launch = make_launch(rows, requests, [], [])
     rows.release(requests[0])
@@ -111,7 +111,7 @@ def test_a_preempted_request_gets_what_was_under_way():
     assert requests[0].num_unread == 0
 
 
-def test_a_row_with_a_new_owner_is_not_charged():
+def test_row_with_new_owner_is_not_updated():
     rows, requests = admit(1)
     launch = make_launch(rows, requests, [], [])
     requests[0].status = Status.FINISHED
@@ -130,7 +130,7 @@ def tile(start: int, count: int, *, is_last: bool) -> Tile:
 
 
 @pytest.mark.parametrize("told", [0, 10, 40])
-def test_prompt_logprobs_are_told_once_and_in_order(told):
+def test_prompt_logprobs_are_returned_once_in_order(told):
     """A prompt of 50 tokens in tiles of 32 and 18, which are right-aligned."""
     rows, (request,) = admit(1, features=TELLING, prompt_token_ids=[1] * 50)
     request.num_prompt_logprobs = told

@@ -70,7 +70,7 @@ TEXT = st.integers(2, 5).flatmap(
 
 
 @given(text=TEXT, key=st.integers(1, 4), more=st.integers(0, 3), cut=st.integers(0, 32))
-def test_the_longest_matches_are_those_of_brute_force(text, key, more, cut):
+def test_longest_matches_equal_brute_force(text, key, more, cut):
     index = TextIndex(key, 8)  # few buckets, so that different tokens share some
     index.extend(text[:cut])
     for token in text[cut:]:
@@ -83,7 +83,7 @@ def test_the_longest_matches_are_those_of_brute_force(text, key, more, cut):
 
 
 @given(text=TEXT, newest=TEXT, key=st.integers(1, 4))
-def test_another_text_is_found_as_well(text, newest, key):
+def test_finds_matches_of_another_text(text, newest, key):
     index = TextIndex(key, 64)
     index.extend(text)
     expected = brute_force(text, newest, 12, key) if len(newest) >= key else (0, [])
@@ -91,7 +91,7 @@ def test_another_text_is_found_as_well(text, newest, key):
 
 
 @pytest.mark.parametrize("key", [1, 2, 4, 9])
-def test_many_tokens_at_once_are_as_one_by_one(key):
+def test_adding_many_tokens_equals_one_by_one(key):
     random = np.random.default_rng(key)
     one, many = TextIndex(key, 256), TextIndex(key, 256)
     for length in (1, 2, MANY, 3, MANY + 1, 400):
@@ -102,7 +102,7 @@ def test_many_tokens_at_once_are_as_one_by_one(key):
         assert vars(one) == vars(many)
 
 
-def test_only_the_latest_places_are_compared():
+def test_only_the_latest_positions_are_compared():
     index = TextIndex(2, 64)
     index.extend([1, 2] * (4 * MAX_COMPARED))
     length, places = index.find(index.tokens, 8)
@@ -166,7 +166,7 @@ NGRAM = SpeculativeConfig(
 
 @pytest.mark.parametrize("method", ["ngram", "suffix"])
 @given(prompt=TEXT, answer=TEXT)
-def test_counts_are_those_of_the_rounds_that_would_have_been(method, prompt, answer):
+def test_counts_equal_simulated_rounds(method, prompt, answer):
     if method == "suffix":
         rule = RULE
 
@@ -192,7 +192,7 @@ def test_counts_are_those_of_the_rounds_that_would_have_been(method, prompt, ans
     assert watching.take() is None
 
 
-def test_tokens_of_rounds_with_drafts_are_not_counted_again():
+def test_rounds_with_drafts_are_not_counted_twice():
     watching, request = LookupEstimator(RULE, 1, MOST), make_request([1, 2, 3, 4] * 3)
     assert say(watching, request, [1, 2, 3]) == 3
     first = watching.take()
@@ -206,7 +206,7 @@ def test_tokens_of_rounds_with_drafts_are_not_counted_again():
     assert second.accepted[0].tolist() == [1, 0, 0, 0, 0, 0]
 
 
-def test_a_run_goes_on_over_rounds_and_ends_with_what_was_not_foretold():
+def test_run_continues_over_rounds_and_ends_with_a_miss():
     watching, request = LookupEstimator(RULE, 1, MOST), make_request([1, 2, 3, 4] * 3)
     # The seventh token comes after all drafts of a round: nobody foretold it.
     assert say(watching, request, [1, 2, 3, 4, 1, 2, 3]) == MOST
@@ -214,7 +214,7 @@ def test_a_run_goes_on_over_rounds_and_ends_with_what_was_not_foretold():
     assert say(watching, request, [9]) == 0
 
 
-def test_another_request_in_the_row_begins_anew():
+def test_new_request_in_a_row_starts_anew():
     watching = LookupEstimator(RULE, 1, MOST)
     say(watching, make_request([1, 2, 3, 4] * 3), [1, 2, 3])
     watching.take()
@@ -224,7 +224,7 @@ def test_another_request_in_the_row_begins_anew():
     assert found.accepted.sum() == 0
 
 
-def test_a_past_answer_is_found_by_its_salt_alone():
+def test_past_answer_is_found_only_with_its_salt():
     answer = list(range(20, 40))
     for salt, found in ((None, 7), ("a", 0)):
         watching = LookupEstimator(RULE, 1, MOST, num_requests=4)
@@ -332,7 +332,7 @@ def watched(truth: Truth, length: int, **changes: Any) -> CostlyDrafts:
 
 
 @pytest.mark.parametrize("num_seqs", [1, 3])
-def test_where_nothing_repeats_no_launch_has_drafts(num_seqs):
+def test_no_drafts_without_repetition(num_seqs):
     loop = watched(random_truth(4096), 200, max_num_seqs=num_seqs)
     assert sum(launch.drafts.any() for launch in loop.launches) == 0
     kind = kind_of(loop.finished[0])
@@ -340,7 +340,7 @@ def test_where_nothing_repeats_no_launch_has_drafts(num_seqs):
 
 
 @pytest.mark.parametrize("num_seqs", [1, 3])
-def test_a_copy_is_drafted_within_a_few_tokens(num_seqs):
+def test_copy_gets_drafts_within_a_few_tokens(num_seqs):
     """All say what the prompt says, from its 20th token on, over and over."""
     prompt = [int(one) for one in np.random.default_rng(0).permutation(60)]
     loop = watched(repeat_truth(prompt), 200, max_num_seqs=num_seqs)

@@ -48,7 +48,7 @@ def test_last_in_rank_is_preempted_for_the_first():
     assert divide(tables, running, r1=3, r0=4) == [(0, [2], True), (1, [], False)]
 
 
-def test_last_request_sits_the_launch_out():
+def test_last_request_is_left_out_of_the_launch():
     tables, running = make_running(2, 2, free=1)
     assert divide(tables, running, r0=3, r1=3) == [(0, [], True), (1, [], False)]
 
@@ -63,7 +63,7 @@ def test_shared_pages_are_free_once_all_holders_are_preempted():
 
 
 @pytest.mark.parametrize("num_tiles", range(5))
-def test_prompts_go_on_in_order_as_far_as_there_is_room(num_tiles: int):
+def test_prompts_continue_in_order_while_there_is_room(num_tiles: int):
     first, second = make_request(), make_request()
     for request, length in ((first, TILE + 1), (second, 5 * TILE)):
         request.tokens_to_prefill = [1] * length

@@ -56,7 +56,7 @@ def run(loop: Loop, events: PageEvents, listener: Listener, requests: Any) -> in
 
 
 @pytest.mark.parametrize("num_draft", [0, 3])
-def test_who_hears_all_knows_all(num_draft: int):
+def test_subscriber_knows_all_findable_pages(num_draft: int):
     # Fewer pages than the texts have, so that some are used again.
     config = make_config(num_draft_tokens=num_draft, num_pages=32, max_num_seqs=1)
     events = PageEvents()
@@ -76,7 +76,7 @@ def test_who_hears_all_knows_all(num_draft: int):
     assert not listener.keys
 
 
-def test_pages_of_some_requests_alone_are_not_told():
+def test_private_pages_have_no_events():
     config = make_config(num_pages=200, max_num_seqs=1)
     events = PageEvents()
     loop = Loop(config, 0, page_events=events)
@@ -91,7 +91,7 @@ def test_pages_of_some_requests_alone_are_not_told():
     assert not events.take()
 
 
-def test_pages_after_one_another_are_one_event():
+def test_consecutive_pages_are_one_event():
     events = PageEvents()
     assert events.take() == [PagesCleared()]
     events.stored(b"a", None, [1, 2])

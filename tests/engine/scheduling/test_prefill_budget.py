@@ -57,7 +57,7 @@ def run(costs: dict[int, float], rounds: int) -> list[int]:
     base=st.floats(1e-4, 1.0),
     extra=st.lists(st.floats(0.0, 20.0), min_size=4, max_size=4),
 )
-def test_the_mean_round_stays_within_the_allowance(base, extra):
+def test_mean_round_time_is_within_the_allowance(base, extra):
     """Whatever chunks cost, once they have been tried."""
     costs, total = {0: base}, 0.0
     for chunk, more in zip(CHUNKS, extra, strict=True):
@@ -71,7 +71,7 @@ def test_the_mean_round_stays_within_the_allowance(base, extra):
     assert any(chosen), "nothing ever comes in"
 
 
-def test_cheap_chunks_grow_to_the_largest_and_dear_ones_take_turns():
+def test_cheap_chunks_grow_and_expensive_chunks_alternate():
     cheap = run({0: 1.0, 32: 1.01, 128: 1.02, 512: 1.05, 2048: 1.2}, 40)
     assert cheap[-20:] == [2048] * 20
     assert [chunk for chunk in cheap if chunk][0] == 32
@@ -80,7 +80,7 @@ def test_cheap_chunks_grow_to_the_largest_and_dear_ones_take_turns():
     assert sorted(dear[-20:]) == [0] * 10 + [32] * 10
 
 
-def test_an_account_does_not_outlast_its_prefill():
+def test_balance_ends_with_its_prefill():
     pacer = make_pacer()
     pacer.saved_s = 5.0
     assert REST.account is not None
@@ -89,7 +89,7 @@ def test_an_account_does_not_outlast_its_prefill():
 
 
 @pytest.mark.parametrize("stalled", [0, 32])
-def test_a_stall_does_not_keep_prompts_out(stalled):
+def test_stall_does_not_block_prompts(stalled):
     """The machine stands still for a thousand rounds' time, once."""
     costs = {0: 0.010, 32: 0.012}
     pacer, chosen = make_pacer(), []
@@ -105,7 +105,7 @@ def test_a_stall_does_not_keep_prompts_out(stalled):
     assert chosen[60:].count(32) >= 135
 
 
-def test_prompts_wait_for_a_while_at_most():
+def test_prompt_wait_is_bounded():
     """A first measure may be of a stall, and none mends it while nothing comes in."""
     pacer, chosen = make_pacer(), []
     costs = {0: 0.010, 32: 0.012}
@@ -152,7 +152,7 @@ def streaming_rounds(loop: Loop, prompt_tokens: int) -> list[float]:
     [1 / 512, 1 / 16]
     + [pytest.param(one, marks=pytest.mark.slow) for one in (1 / 4000, 1 / 64)],
 )
-def test_a_long_prompt_does_not_hold_up_those_who_stream(fed_s):
+def test_long_prompt_does_not_delay_streams(fed_s):
     config = make_config(
         model_config=dataclasses.replace(MODEL, max_position_embeddings=8192),
         max_model_len=8192,
@@ -171,7 +171,7 @@ def test_a_long_prompt_does_not_hold_up_those_who_stream(fed_s):
         assert mean >= 1.2 * loop.fastest_s
 
 
-def test_a_deferred_prompt_goes_on_when_no_stream_can_get_pages():
+def test_deferred_prompt_continues_when_no_stream_gets_pages():
     """The stream grows into the pages of a prompt that comes before it in rank."""
     config = make_config(
         model_config=dataclasses.replace(MODEL, max_position_embeddings=704),
@@ -203,7 +203,7 @@ def test_a_deferred_prompt_goes_on_when_no_stream_can_get_pages():
     loop.assert_idle()
 
 
-def test_nobody_streams_and_prompts_come_in_at_full_speed():
+def test_prompts_prefill_at_full_speed_without_streams():
     config = make_config(max_num_seqs=8, num_pages=200, max_num_batched_tokens=512)
     requests = make_requests(config, 8, can_read_prefix_cache=False)
     loop = Loop(config, seed=0)
@@ -217,7 +217,7 @@ def test_nobody_streams_and_prompts_come_in_at_full_speed():
     assert len(loop.launches[-1].plan.tiles) == 16
 
 
-def test_prompts_are_read_in_the_launches_that_take_the_least_time():
+def test_prompts_use_the_launches_with_the_least_total_time():
     """A launch computes all that its program has room for."""
     pacer = make_pacer()
     pacer.step_times.seconds = dict(zip(FED, (0.02, 0.05, 0.16, 0.7), strict=True))
@@ -242,13 +242,13 @@ def test_prompts_are_read_in_the_launches_that_take_the_least_time():
         ({32: 0.02, 512: 0.16, 2048: 0.64}, 128),
     ],
 )
-def test_programs_that_were_never_timed_are_tried(known, chunk):
+def test_untimed_programs_are_tried(known, chunk):
     pacer = make_pacer()
     pacer.step_times.seconds = {round_of(size): one for size, one in known.items()}
     assert CHUNKS[pacer.fastest(96, FED)] == chunk
 
 
-def test_what_is_left_of_prompts_is_read_in_small_launches():
+def test_rest_of_prompts_uses_small_launches():
     """A program with room for 512 tokens is not used for the last 160."""
     config = make_config(max_num_seqs=8, num_pages=200, max_num_batched_tokens=512)
     loop = Loop(config, seed=0)
@@ -266,7 +266,7 @@ def test_what_is_left_of_prompts_is_read_in_small_launches():
     assert fed == [512, 128, 64]
 
 
-def test_a_program_for_one_sequence_is_not_begun_with_where_more_come():
+def test_single_sequence_program_is_not_used_if_more_requests_wait():
     """After its first launch it has no room for those that decode by then."""
     config = make_config(max_num_seqs=8, num_pages=200, max_num_batched_tokens=512)
     loop, first = Loop(config, seed=0), 0
@@ -284,7 +284,7 @@ def test_a_program_for_one_sequence_is_not_begun_with_where_more_come():
     assert fed == [512]
 
 
-def test_several_rounds_take_no_longer_than_a_launch_may():
+def test_several_rounds_fit_the_longest_launch():
     pacer = make_pacer()
     assert pacer.num_rounds(PLAIN, 8) == 1  # nothing is known
     for seconds in (MAX_LAUNCH_S / 100, MAX_LAUNCH_S / 3.5, 2 * MAX_LAUNCH_S):

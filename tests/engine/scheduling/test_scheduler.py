@@ -67,7 +67,7 @@ CONFIGS = {
         for one in itertools.product(CONFIGS, (0, 1))
     ],
 )
-def test_random_traffic_runs_to_its_ends(name, depth):
+def test_random_traffic_finishes(name, depth):
     config = make_config(**CONFIGS[name])
     for seed in range(3):
         random = np.random.default_rng(seed)
@@ -231,7 +231,7 @@ def test_first_come_first_served():
     assert admitted == list(range(7))
 
 
-def test_decoding_never_waits_for_prompts():
+def test_decoding_does_not_wait_for_prompts():
     """A long prompt comes in beside rounds of those who run already."""
     loop = Loop(make_config(num_draft_tokens=0, max_num_batched_tokens=32), seed=0)
     random = np.random.default_rng(0)
@@ -260,7 +260,7 @@ def test_a_chunk_holds_no_more_than_the_budget():
     assert max(len(launch.plan.tiles) for launch in loop.launches) == 64 // TILE
 
 
-def test_a_crowd_of_prompts_asks_for_a_larger_program_and_fills_it(monkeypatch):
+def test_many_prompts_request_and_fill_a_larger_program(monkeypatch):
     monkeypatch.setattr("jaxspec.engine.scheduling.programs.FIRST_CHUNK", 2 * TILE)
     config = make_config(
         num_draft_tokens=0,
@@ -298,7 +298,7 @@ def test_a_crowd_of_prompts_asks_for_a_larger_program_and_fills_it(monkeypatch):
         loop.assert_said_the_truth(request)
 
 
-def test_drafting_stops_in_a_crowd_and_comes_back():
+def test_drafting_stops_above_batch_size_and_resumes():
     config = make_config(max_num_seqs=4, disable_by_batch_size=2)
     loop = Loop(config, seed=0)
     random = np.random.default_rng(0)
@@ -320,7 +320,7 @@ def test_drafting_stops_in_a_crowd_and_comes_back():
     loop.assert_said_the_truth(requests[0])
 
 
-def test_sequences_decode_while_the_draft_model_catches_up():
+def test_sequences_decode_during_draft_prefill():
     """After some launches in a row, rows that it has not reached go without drafts."""
     config = make_config(
         max_num_seqs=4,
@@ -389,7 +389,7 @@ def test_a_first_token_does_not_wait_for_streams_that_wait_for_the_draft_model()
     assert [one.num_prefilled for one in loop.launches[:2]] == [60, 60]
 
 
-def test_the_draft_model_reads_what_requests_share_once():
+def test_shared_pages_are_draft_prefilled_once():
     config = make_config(max_num_seqs=4, num_pages=200, max_num_batched_tokens=64)
     requests = make_requests(config, 4, num_draft_tokens=3)
     loop = run_traffic(config, requests)
@@ -399,7 +399,7 @@ def test_the_draft_model_reads_what_requests_share_once():
     assert read == 70 + 3 * 2
 
 
-def test_the_draft_model_reads_in_the_order_of_admission():
+def test_draft_prefill_follows_admission_order():
     """A long prompt is not passed by every short one that comes after it."""
     config = make_config(
         max_num_seqs=4, num_pages=200, max_model_len=400, max_num_batched_tokens=64
@@ -424,7 +424,7 @@ def test_the_draft_model_reads_in_the_order_of_admission():
 @pytest.mark.parametrize(
     "kind", [RequestOutputKind.FINAL_ONLY, RequestOutputKind.DELTA]
 )
-def test_all_get_drafts_soon_after_a_time_without(kind):
+def test_all_rows_get_drafts_soon_after_plain_rounds(kind):
     """Those who have caught up first would lag again before the last have."""
     config = make_config(
         max_num_seqs=16,
@@ -456,7 +456,7 @@ def test_all_get_drafts_soon_after_a_time_without(kind):
     assert not any(one.shape.num_draft_tokens for one in idle)
 
 
-def test_streams_are_not_held_up_by_what_the_draft_model_reads():
+def test_draft_prefill_does_not_delay_streams():
     config = make_config(
         max_num_seqs=4, num_pages=200, max_model_len=500, max_num_batched_tokens=512
     )
@@ -477,7 +477,7 @@ def test_streams_are_not_held_up_by_what_the_draft_model_reads():
     assert sizes == [64] * 7
 
 
-def test_without_its_program_the_draft_model_is_left_out():
+def test_draft_model_is_unused_without_its_program():
     class FailedPrograms(EveryProgram):
         def __contains__(self, shape):
             return not shape.is_catch_up
@@ -498,7 +498,7 @@ def test_without_its_program_the_draft_model_is_left_out():
     loop.assert_said_the_truth(request)
 
 
-def test_the_draft_model_does_not_read_for_nothing():
+def test_no_draft_prefill_without_need():
     loop = Loop(make_config(num_pages=200), seed=0)
     (request,) = make_requests(loop.config, 1, num_draft_tokens=3)
     request.prompt_token_ids, request.max_total = [1] * 60, 62
@@ -536,7 +536,7 @@ def test_plain_rounds_are_timed_in_a_row():
     assert loop.launches[-1].shape.is_catch_up
 
 
-def test_idle_policy_is_asked_once_in_some_rounds(monkeypatch):
+def test_idle_policy_is_evaluated_once_in_some_rounds(monkeypatch):
     """And at once after a probe of the draft model, or an admission."""
     config = make_config(controller=ADAPTIVE, max_model_len=400, num_pages=200)
     loop = Loop(config, seed=0)
@@ -604,7 +604,7 @@ def test_prompts_end_the_timing_of_plain_rounds():
     assert loop.scheduler.waiting, "there are drafts before all prompts are in"
 
 
-def test_rounds_without_drafts_between_other_launches_are_no_measure():
+def test_plain_rounds_between_other_launches_are_not_measured():
     """As while the draft model reads a long prompt."""
     config = make_config(
         controller=ADAPTIVE, max_num_seqs=2, max_model_len=400, num_pages=200
@@ -621,7 +621,7 @@ def test_rounds_without_drafts_between_other_launches_are_no_measure():
     assert plain and not any(one.is_measure for one in plain)
 
 
-def test_the_program_drafts_no_more_than_anybody_asks_for():
+def test_k_is_at_most_the_largest_requested():
     loop = run_together(make_config(num_draft_tokens=8), 2, num_draft_tokens=2)
     drafts = {int(launch.drafts.max(initial=0)) for launch in loop.launches}
     assert drafts <= {0, 1, 2}
@@ -633,7 +633,7 @@ def test_the_program_drafts_no_more_than_anybody_asks_for():
     assert {shape.num_draft_tokens for shape in alone} == {0}
 
 
-def test_nobody_drafts_past_the_end():
+def test_no_drafts_past_the_end():
     """The last token needs no draft: it comes from the target in any case."""
     loop = run_together(make_config(num_draft_tokens=8), 1)
     entries = [entry for launch in loop.launches for entry in launch.plan.decode]
@@ -643,7 +643,7 @@ def test_nobody_drafts_past_the_end():
 
 
 @pytest.mark.parametrize("longest", [10, 11, 12])
-def test_long_sequences_are_not_drafted_for(monkeypatch, longest):
+def test_long_sequences_get_no_drafts(monkeypatch, longest):
     """No draft lies beyond, counted from the prompt on; later rounds are plain ones."""
     known, run = [], FakeDevice.run
 
@@ -667,7 +667,7 @@ def test_long_sequences_are_not_drafted_for(monkeypatch, longest):
 
 
 @pytest.mark.parametrize("num_draft", [0, 3])
-def test_who_came_last_waits_again_when_pages_run_out(num_draft):
+def test_latest_request_is_preempted_when_pages_run_out(num_draft):
     config = make_config(
         max_num_seqs=4, num_pages=30, max_model_len=96, num_draft_tokens=num_draft
     )
@@ -683,7 +683,7 @@ def test_who_came_last_waits_again_when_pages_run_out(num_draft):
     assert ends == sorted(ends)
 
 
-def test_a_plan_lists_all_pages_that_were_taken():
+def test_plan_lists_all_allocated_pages():
     """Pages are taken for the drafts of one who then sits out: the plan is smaller."""
     config = make_config(
         num_draft_tokens=8, num_pages=13, max_num_seqs=2, max_model_len=52
@@ -706,7 +706,7 @@ def test_a_plan_lists_all_pages_that_were_taken():
     assert num_sat_out
 
 
-def test_a_preempted_request_finds_its_own_pages():
+def test_preempted_request_finds_its_own_pages():
     """What nobody has taken meanwhile is not computed again."""
     config = make_config(max_num_seqs=2, num_pages=30, num_draft_tokens=0)
     requests = make_requests(config, 2)
@@ -724,7 +724,7 @@ def test_a_preempted_request_finds_its_own_pages():
     assert min(starts[1:]) > 0
 
 
-def test_priorities_decide_who_runs_and_who_is_preempted():
+def test_priorities_decide_admission_and_preemption():
     config = make_config(
         max_num_seqs=2, num_pages=30, scheduling_policy="priority", num_draft_tokens=0
     )
@@ -743,7 +743,7 @@ def test_priorities_decide_who_runs_and_who_is_preempted():
     assert [int(request.request_id) for request in loop.finished] == [0, 1, 2, 3]
 
 
-def test_a_launch_has_what_anybody_in_it_needs():
+def test_launch_has_features_of_all_its_requests():
     config = make_config(max_num_seqs=2, num_pages=200, num_draft_tokens=0)
     requests = make_requests(config, 2, max_total=80)
     most = config.num_logprobs
@@ -762,7 +762,7 @@ def test_a_launch_has_what_anybody_in_it_needs():
         assert launch.shape in loop.scheduler.shapes.all(features=[form])
 
 
-def test_few_admissions_of_a_launch_have_controls():
+def test_admissions_with_controls_are_limited():
     config = make_config(max_num_seqs=16, num_pages=400, max_num_batched_tokens=512)
     controls = TokenControls(presence_penalty=1.0)
     features = Features(has_controls=True)

@@ -42,7 +42,7 @@ def test_totals_equal_sums_over_the_rounds(rounds):
     ]
 
 
-def test_a_round_without_drafts_leaves_acceptance_alone():
+def test_round_without_drafts_does_not_change_acceptance():
     stats = EngineStats()
     record(stats, [(4, 3, 4)])
     record(stats, [(0, 0, 1)])

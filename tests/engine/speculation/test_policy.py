@@ -134,7 +134,7 @@ def test_best_choice_has_the_most_tokens_per_second(rate, best):
     assert choice.gain == pytest.approx(rates[choice.num_drafts] / rates[0] - 1)
 
 
-def test_choice_stays_unless_the_gain_exceeds_the_hysteresis():
+def test_choice_changes_only_beyond_the_hysteresis():
     times = [1.0, 1.5, 1.0 * 1.97 / 1.03]
     known = estimates(0.6, times, acceptance=np.array([[0.6, 0.616]]))
     assert best_choice(known, Choice(num_drafts=0)).num_drafts == 1
@@ -394,7 +394,7 @@ def test_side_branches_are_drafted_where_they_pay(side, has_side):
     assert choice.num_drafts >= 4 and choice.has_side_branches == has_side
 
 
-def test_side_branches_stay_until_the_time_without_is_known():
+def test_side_branches_remain_until_the_chain_is_timed():
     assert settle(0.0, DEARER, [TIMES[0], *[None] * 5]).has_side_branches
     assert not settle(0.0, DEARER, TIMES).has_side_branches
     assert settle(0.0, DEARER, None).has_side_branches
