@@ -122,7 +122,7 @@ def test_missing_keys_get_the_format_defaults():
     }
     short = {key: GEMMA_2_2B_IT[key] for key in required}
     short["eos_token_id"] = [1, 107]
-    # What is not a number of the network is not made up.
+    # Values of unknown keys are not invented.
     short["torch_dtype"] = GEMMA_2_2B_IT["torch_dtype"]
     assert config_from_hf(short) == config_from_hf(GEMMA_2_2B_IT)
 
@@ -182,9 +182,7 @@ def test_rejects_bad_model_config(changes: dict[str, Any], given: str, allowed: 
         ({"use_bidirectional_attention": True}, "True", "False"),
     ],
 )
-def test_rejects_unsupported_variant(
-    changes: dict[str, Any], given: str, allowed: str
-):
+def test_rejects_unsupported_variant(changes: dict[str, Any], given: str, allowed: str):
     with pytest.raises(NotImplementedError) as caught:
         config_from_hf(GEMMA_2_2B_IT | changes)
     assert given in str(caught.value)

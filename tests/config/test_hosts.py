@@ -1,4 +1,4 @@
-"""What is refused of arguments about several hosts, before anything is started."""
+"""Bad arguments for several hosts are rejected before anything is started."""
 
 import dataclasses
 from pathlib import Path

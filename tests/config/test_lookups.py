@@ -1,4 +1,4 @@
-"""The rule of a lookup is what the configuration asks for."""
+"""The rule of a lookup follows from the configuration."""
 
 import pytest
 
@@ -22,7 +22,9 @@ from jaxspec.config.methods import LONG_MATCH, SHORT_MATCH, SUFFIX_DEFAULTS
         (6, 3.0, 8, (0, 3, 4, 4, 4, 4)),
     ],
 )
-def test_draft_limits_by_match_length(depth: int, factor: float, most: int, limits: tuple[int, ...]):
+def test_draft_limits_by_match_length(
+    depth: int, factor: float, most: int, limits: tuple[int, ...]
+):
     assert draft_limits(depth, factor, most) == limits
 
 

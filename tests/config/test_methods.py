@@ -1,4 +1,4 @@
-"""The table of methods is the one place that describes them."""
+"""Only the table of methods describes them."""
 
 import ast
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What may be asked of a model's matrices, and of one that is quantized already."""
+"""Quantization of a model, and of one that is quantized already."""
 
 from typing import Any
 
@@ -27,8 +27,8 @@ def test_known_names_are_accepted(kind):
 
 @pytest.mark.parametrize("kind", ["int3", "bitsandbytes", 8, "INT8"])
 def test_rejects_other_names(kind):
-    told = "quantization must be None or one of 'int8', .*'gptq'.*got "
-    with pytest.raises(UnsupportedError, match=told):
+    message = "quantization must be None or one of 'int8', .*'gptq'.*got "
+    with pytest.raises(UnsupportedError, match=message):
         check_quantization("quantization", kind)
 
 

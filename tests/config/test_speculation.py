@@ -1,4 +1,4 @@
-"""Methods of drafting, and which keys go with which."""
+"""Methods of drafting, and the keys that each takes."""
 
 from contextlib import nullcontext
 from typing import Any
@@ -130,7 +130,7 @@ def test_rejects_suffix_keys_that_never_draft(
 
 
 def test_cached_answers_require_the_coupled_rule():
-    """Of a point mass, the rule keeps as many drafts as any other."""
+    """With greedy drafts, all rules accept the same number of drafts on average."""
     keys: dict[str, Any] = SUFFIX_DEFAULTS | {CACHED: 10}
     SpeculativeConfig(method="suffix", rejection_sample_method="coupled", **keys)
     text = f"rejection_sample_method must be 'coupled' with {CACHED}=10, got 'block'"
@@ -155,7 +155,7 @@ def test_max_drafts_of_each_method(keys: dict[str, Any], most: int):
 
 
 @pytest.mark.parametrize(
-    ("given", "chances"),
+    ("given", "probabilities"),
     [
         ({"rates": [0.8, 0.4, 0.4]}, (0.8, 0.5, 1.0)),
         ({"rates": (1, 0, 0)}, (1.0, 0.0, 0.0)),
@@ -165,15 +165,15 @@ def test_max_drafts_of_each_method(keys: dict[str, Any], most: int):
         ({"length": 4}, (1.0, 1.0, 1.0)),
     ],
 )
-def test_forced_acceptance(given: dict[str, Any], chances: tuple[float, ...]):
-    """Chances after those before; a length is whole drafts and a part of the next."""
+def test_forced_acceptance(given: dict[str, Any], probabilities: tuple[float, ...]):
+    """Conditional probabilities; a length is whole drafts plus a share of the next."""
     config = SpeculativeConfig(
         model="draft",
         num_speculative_tokens=3,
         rejection_sample_method="synthetic",
         **{f"synthetic_acceptance_{name}": value for name, value in given.items()},
     )
-    assert config.forced_acceptance == pytest.approx(chances)
+    assert config.forced_acceptance == pytest.approx(probabilities)
 
 
 def test_one_probability_for_all_drafts():

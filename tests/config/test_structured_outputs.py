@@ -1,4 +1,4 @@
-"""Exactly one form, of the right type; everything else is refused with the reason."""
+"""Exactly one form of the right type; anything else is rejected with the reason."""
 
 import pytest
 

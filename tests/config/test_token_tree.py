@@ -1,4 +1,4 @@
-"""Trees as users write them: what is one, what is none, and the order of drafts."""
+"""Trees as users write them: valid and malformed ones, and the order of drafts."""
 
 import itertools
 import math
@@ -40,7 +40,7 @@ def test_strings_and_lists_are_equivalent(written: object):
 
 
 @pytest.mark.parametrize(
-    ("written", "told"),
+    ("written", "hint"),
     [
         ("[(0,), (0, 0", "a list of tuples"),
         ("nonsense", "a list of tuples"),
@@ -60,12 +60,12 @@ def test_strings_and_lists_are_equivalent(written: object):
         (str([(n,) for n in range(MAX_NODES + 1)]), f"It has {MAX_NODES + 1}"),
     ],
 )
-def test_rejects_malformed_trees(written: object, told: str):
+def test_rejects_malformed_trees(written: object, hint: str):
     with pytest.raises(ConfigError) as caught:
         read_paths(written)
     assert caught.value.parameter == "speculative_token_tree"
     assert caught.value.value == written
-    assert told in str(caught.value)
+    assert hint in str(caught.value)
 
 
 def test_main_chain_comes_first_then_other_drafts_by_level():
@@ -79,12 +79,12 @@ def test_every_draft_has_leaves(levels: int, leaves: int):
     paths = leaf_paths(levels, leaves)
     assert read_paths(str(list(paths))) == paths
     chain = [-1, *range(levels - 1)]
-    beside = [parent for parent in chain for _ in range(leaves)]
-    assert parents_of(paths) == (*chain, *beside)
+    leaf_parents = [parent for parent in chain for _ in range(leaves)]
+    assert parents_of(paths) == (*chain, *leaf_parents)
 
 
 def paths_below(ranks: int, levels: int) -> list[Path]:
-    """Every path of so many ranks and levels."""
+    """Return every path with at most these ranks and levels."""
     found: list[Path] = []
     for length in range(1, levels + 1):
         found += itertools.product(range(ranks), repeat=length)
@@ -92,7 +92,7 @@ def paths_below(ranks: int, levels: int) -> list[Path]:
 
 
 def brings(tree: Iterable[Path], rates: dict[Place, float]) -> float:
-    """Drafts that stay, on average: each path with the chance of all its drafts."""
+    """Return the mean accepted drafts: for each path, the product of its rates."""
     total = 0.0
     for path in tree:
         ways = [path[:length] for length in range(1, len(path) + 1)]
@@ -168,7 +168,7 @@ def test_ranks_are_counted_if_the_parent_was_accepted():
     # (0,) (0, 0) (1,) (0, 1) (1, 0)
     parents = parents_of([(0,), (1,), (0, 0), (0, 1), (1, 0)])
     ends = {
-        (2, 0): 5,  # nothing stayed
+        (2, 0): 5,  # no draft accepted
         (2, 1): 4,  # (0,)
         (2, 2): 3,  # (0,), (0, 0)
         (2, 5): 2,  # (1,), (1, 0)

@@ -1,4 +1,4 @@
-"""What may be kept of a draft's vocabulary, and which maps are refused by name."""
+"""Selection of a draft's trimmed vocabulary; bad maps are rejected by name."""
 
 import json
 from dataclasses import replace

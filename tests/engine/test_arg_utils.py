@@ -203,9 +203,7 @@ def test_pard_requires_a_mask_token(target: str, tmp_path: Path):
         configure(target, speculative_config=keys | {"model": outside})
 
 
-def test_scan_layers_applies_to_both_models(
-    target: str, draft: str
-):
+def test_scan_layers_applies_to_both_models(target: str, draft: str):
     options: dict[str, Any] = dict(speculative_model=draft, num_speculative_tokens=2)
     for scan_layers in (False, True):
         config = configure(target, scan_layers=scan_layers, **options)
@@ -251,7 +249,7 @@ def test_draft_has_the_targets_devices_by_default(target: str, draft: str):
     config = configure(target, tensor_parallel_size=2, spec_model=draft, spec_tokens=2)
     assert config.speculative is not None
     assert config.speculative.draft_tensor_parallel_size == 2
-    # Nobody has said it: it may change once the devices are known.
+    # It is not set by the user: it may change once the devices are known.
     assert config.given is not None
     assert config.given.draft_tensor_parallel_size is None
 
@@ -336,9 +334,7 @@ def test_serving_arguments_are_passed_on(target: str):
     assert configure(target).num_scheduler_steps == 1
 
 
-def test_all_logprobs_only_for_small_vocabularies(
-    tmp_path: Path, target: str
-):
+def test_all_logprobs_only_for_small_vocabularies(tmp_path: Path, target: str):
     config = configure(target, max_logprobs=-1)
     assert (config.max_logprobs, config.num_logprobs) == (512, 512)
     larger = write_model(tmp_path / "larger", vocab_size=2048)
@@ -356,7 +352,7 @@ def test_missing_folder_names_its_argument(target: str):
         assert caught.value.parameter == argument
 
 
-# What is given beside the target, the error, and texts that its message has.
+# Arguments in addition to the target, the error, and parts of its message.
 REFUSED: list[tuple[dict[str, Any], type[Exception], list[str]]] = [
     *(
         (arguments, ConfigError, [given, allowed])
@@ -562,8 +558,10 @@ def test_two_vocabularies(tmp_path: Path, target: str):
 
 def test_a_draft_model_of_another_kind(tmp_path: Path, target: str):
     head = write_model(tmp_path / "head", model_type="hydra")
-    told = r"speculative_model .*head': .*got 'hydra'.* from a head, which is a small"
-    with pytest.raises(ConfigError, match=told) as refused:
+    message = (
+        r"speculative_model .*head': .*got 'hydra'.* from a head, which is a small"
+    )
+    with pytest.raises(ConfigError, match=message) as refused:
         configure(target, speculative_model=head, num_speculative_tokens=2)
     assert refused.value.parameter == "speculative_model"
 

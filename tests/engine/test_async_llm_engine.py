@@ -60,7 +60,7 @@ def test_slow_reader_gets_all_text_in_fewer_outputs(kind):
         async for output in serving.generate(PROMPT, params, "slow"):
             outputs.append(output)
             if len(outputs) == 1:
-                # The others go on meanwhile.
+                # The others continue meanwhile.
                 assert (await outputs_of(serving, "other"))[-1].finished
                 while await serving.get_num_unfinished_requests():
                     await asyncio.sleep(0.005)

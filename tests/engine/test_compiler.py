@@ -1,4 +1,4 @@
-"""Programs are made beside whoever uses them: in order, once, and never in the way."""
+"""Programs are compiled in the background: in order, and once."""
 
 import ctypes
 import platform
@@ -167,7 +167,7 @@ def test_trimming_calls_malloc_trim(monkeypatch):
 
 
 def test_failure_of_program_begun_before_clear_is_dropped():
-    """The engine has gone on without drafts while a program with some was compiled."""
+    """The engine continued without drafts during the compile of a draft program."""
     maker = Maker()
 
     def fail(shape: StepShape) -> Any:
@@ -250,11 +250,11 @@ def test_a_failure_after_a_stop_and_a_clear_is_reported():
 
 
 def test_compiles_are_announced():
-    told = []
+    announced = []
     compiler = Compiler(lambda shape: shape)
-    compiler.announce = told.append
+    compiler.announce = announced.append
     compiler.get(SHAPES[1])
-    assert told == ["Compiling 2x0_sampled", ""]
+    assert announced == ["Compiling 2x0_sampled", ""]
 
 
 def test_exit_waits_for_current_program_and_drops_the_queue():

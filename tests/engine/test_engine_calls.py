@@ -1,4 +1,4 @@
-"""What can be asked of an `LLMEngine` besides texts, over a device of plain Python."""
+"""Other methods of `LLMEngine`, over a device of plain Python."""
 
 import logging
 import time
@@ -152,12 +152,12 @@ def test_compiles_are_announced():
             )
 
     runner.cache = Cache()
-    engine.runner, told = runner, []
-    engine.announce_compiles(told.append)
+    engine.runner, announced = runner, []
+    engine.announce_compiles(announced.append)
     (shape, *_) = engine.scheduler.shapes.all()
     for _ in range(2):
         assert runner.executable(shape) is print
-    assert told == [f"Compiling {shape.name}", ""]
+    assert announced == [f"Compiling {shape.name}", ""]
     assert runner.num_compiles == 1
     assert runner.compile_s >= 0.01
     engine.announce_compiles(None)

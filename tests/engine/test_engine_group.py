@@ -69,7 +69,7 @@ def test_engines_step_concurrently():
         params = SamplingParams(max_tokens=40, ignore_eos=True)
         group.add_request(str(number), PROMPT, params)
     assert run_all(group) == dict.fromkeys("012", letters(said(40)))
-    # No launch went on before there was one of every engine.
+    # No launch continued before every engine had one.
     (count,) = {engine.stats.num_rounds for engine in engines}
     assert count >= 10
     group.shutdown()
@@ -244,9 +244,9 @@ def test_failed_step_is_recoverable_and_dead_engine_is_not():
         _break_next(engines[0].runner)
         names = [str(number) for number in range(COUNT)]
         asked = [text_of(serving, name, 60) for name in names]
-        told = await asyncio.gather(*asked, return_exceptions=True)
-        assert isinstance(told[0], EngineGenerateError)
-        assert told[1:] == [letters(said(60))] * (COUNT - 1)
+        results = await asyncio.gather(*asked, return_exceptions=True)
+        assert isinstance(results[0], EngineGenerateError)
+        assert results[1:] == [letters(said(60))] * (COUNT - 1)
         assert not serving.errored
         assert await text_of(serving, "next") == letters(said(9))
         _break_next(engines[0].runner, 2 * MAX_FAILURES)
@@ -285,7 +285,7 @@ def test_a_server_of_several_engines():
             assert (await http.post("/sleep")).status_code == 200
             assert (await http.get("/is_sleeping")).json() == {"is_sleeping": True}
             assert (await http.post("/wake_up")).status_code == 200
-            told = await http.get("/page/server.json")
-            assert told.json()["is_ready"]
+            response = await http.get("/page/server.json")
+            assert response.json()["is_ready"]
 
     serve(use)

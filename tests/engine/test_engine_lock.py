@@ -115,11 +115,11 @@ def test_methods_of_an_object_take_turns():
             self.lock, self.value = EngineLock(), 0
 
         @exclusive
-        def add(self, amount: int) -> int:
+        def add(self, increment: int) -> int:
             """Add slowly."""
             value = self.value
             time.sleep(0.001)
-            self.value = value + amount
+            self.value = value + increment
             return self.value
 
     counter = Counter()

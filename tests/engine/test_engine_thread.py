@@ -21,17 +21,17 @@ DELTA, CUMULATIVE = RequestOutputKind.DELTA, RequestOutputKind.CUMULATIVE
 
 
 class Engine(LLMEngine):
-    """Has work for as many steps as it is given; a step may fail."""
+    """An engine with a given number of steps, any of which may fail."""
 
     def __init__(self):
         self.work = 0
         self.errors: list[BaseException] = []
         self.threads: set[str] = set()
         self.stepped = threading.Event()
-        self.num_looks = 0
+        self.num_log_checks = 0
 
     def log_if_due(self) -> None:
-        self.num_looks += 1
+        self.num_log_checks += 1
 
     def has_unfinished_requests(self) -> bool:
         return self.work > 0
@@ -51,7 +51,7 @@ class Engine(LLMEngine):
 
 
 class Running:
-    """A loop over such an engine, and what it told."""
+    """A thread with such an engine, its outputs and failures."""
 
     def __init__(self):
         self.engine = Engine()
@@ -141,7 +141,7 @@ def test_idle_loop_still_logs(monkeypatch: pytest.MonkeyPatch):
     idle = Running()
     try:
         deadline = time.monotonic() + 10
-        while idle.engine.num_looks < 3:
+        while idle.engine.num_log_checks < 3:
             assert time.monotonic() < deadline
             time.sleep(0.01)
         assert not idle.engine.stepped.is_set()
@@ -161,11 +161,11 @@ def test_no_step_while_paused(running: Running):
 
 
 def test_queued_calls_get_the_final_error(running: Running):
-    entered, go_on = threading.Event(), threading.Event()
+    entered, may_continue = threading.Event(), threading.Event()
 
     def wait(_: Any) -> None:
         entered.set()
-        go_on.wait(10)
+        may_continue.wait(10)
 
     running.loop.call(wait)
     assert entered.wait(10)
@@ -173,7 +173,7 @@ def test_queued_calls_get_the_final_error(running: Running):
     assert not running.loop.stop(0.01)
     with pytest.raises(EngineDeadError):
         later.result(10)
-    go_on.set()
+    may_continue.set()
     assert running.loop.stop(10)
 
 
@@ -207,7 +207,7 @@ def test_slow_reader_gets_merged_output(kind, text):
         output = await collector.get()
         assert output.outputs[0].text == text
         assert list(output.outputs[0].token_ids) == [ord(one) for one in text]
-        # It is the caller's now: what comes later is another one.
+        # It belongs to the caller now: later outputs are new objects.
         collector.put(output_of("d", "length"))
         assert output.outputs[0].text == text
         last = await collector.get()

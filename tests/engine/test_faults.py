@@ -1,4 +1,4 @@
-"""What fails on the device costs no more than it must."""
+"""Failures on the device end only the affected requests, or drafting."""
 
 from typing import Any
 
@@ -27,7 +27,9 @@ def add(engine: LLMEngine, **changes: Any) -> None:
 
 def last_of(outputs: dict[str, list[RequestOutput]]) -> dict[str, list[int]]:
     """The tokens of every request that has come to its end."""
-    completions = {name: told[-1].outputs[0] for name, told in outputs.items()}
+    completions = {
+        name: outputs_of[-1].outputs[0] for name, outputs_of in outputs.items()
+    }
     assert {one.finish_reason for one in completions.values()} == {"length"}
     return {name: list(one.token_ids) for name, one in completions.items()}
 
@@ -122,7 +124,7 @@ def test_request_with_nan_ends_alone(num_draft, kind):
         assert end.finished
         assert end.outputs[0].finish_reason == "error"
         assert end.outputs[0].token_ids == []
-        # What is broken is not found again.
+        # Pages of a broken request are not reused.
         assert end.num_cached_tokens == 0
         assert last_of(outputs) == {"good": said(40)}
         assert_idle(engine)

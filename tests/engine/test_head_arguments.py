@@ -1,4 +1,4 @@
-"""Engine arguments of heads: what is read of a folder, and what is refused by name."""
+"""Engine arguments of heads: values read from a folder, and rejected values."""
 
 import json
 from pathlib import Path
@@ -154,12 +154,14 @@ def test_rejects_folder_without_a_head(folders):
     options: dict[str, Any] = dict(num_speculative_tokens=2)
     with pytest.raises(ConfigError, match="method must be 'medusa', got 'eagle3'"):
         configure(folders, "eagle3", model=folders["medusa"], **options)
-    told = "holds no head .*'gemma2'.*small network on the hidden states of the target"
-    with pytest.raises(ConfigError, match=told) as caught:
+    message = (
+        "holds no head .*'gemma2'.*small network on the hidden states of the target"
+    )
+    with pytest.raises(ConfigError, match=message) as caught:
         configure(folders, "eagle3", model=folders["target"], **options)
     assert caught.value.parameter == "speculative_model"
-    told = "got 'medusa'.*from a head.*'eagle', 'eagle3', 'medusa'"
-    with pytest.raises(ConfigError, match=told):
+    message = "got 'medusa'.*from a head.*'eagle', 'eagle3', 'medusa'"
+    with pytest.raises(ConfigError, match=message):
         configure(folders, "draft_model", model=folders["medusa"], **options)
 
 
@@ -204,7 +206,7 @@ def test_memory_plan_includes_a_head_and_its_pages(folders, kind):
     mesh, head = build_mesh(config), CONFIGS[kind]
     facts = find_facts(config, mesh, GivenSizes())
     _, (_, (form,), _) = describe(config, mesh)
-    # Beside the parameters, a vector of every row.
+    # In addition to the parameters, a vector of every row.
     kept = 4 * HIDDEN * config.max_num_seqs
     assert facts.draft.weight_bytes == bytes_of(form) + kept
     assert facts.draft.page_bytes == head.kv_bytes_per_token(4) * config.page_size
@@ -217,7 +219,7 @@ def test_memory_plan_includes_a_head_and_its_pages(folders, kind):
 
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_a_server_has_no_more_programs_than_with_a_draft_model(folders, kind):
-    """As every pass of the target feeds the head, none is for catching up."""
+    """Every target pass also runs the head, so there is no draft prefill program."""
     config = configure(folders, kind, num_speculative_tokens=2)
     shapes = Shapes(config, SpeculationPolicy(config.speculative))
     assert not shapes.catch_ups

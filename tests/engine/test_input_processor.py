@@ -1,4 +1,4 @@
-"""What comes in is a whole request or an error, before anything else happens."""
+"""Input becomes a complete request or an error, before anything else happens."""
 
 import dataclasses
 from typing import Any

@@ -1,4 +1,4 @@
-"""Events as gateways read them off a socket: form, numbers, and what was missed."""
+"""Events as gateways receive them: format, numbers, and replay of missed ones."""
 
 import contextlib
 import socket
@@ -59,9 +59,9 @@ class Subscriber:
         return not self._socket.poll(300)
 
     def wait_for(self, publisher: KvEventPublisher) -> int:
-        """Have a publisher send until it is heard; returns the number of that batch.
+        """Publish until the subscriber receives a batch; return its number.
 
-        ZeroMQ drops what is sent before a subscription has come through.
+        ZeroMQ drops messages that are sent before the subscription arrives.
         """
         for _ in range(200):
             publisher.publish([PagesCleared()])
@@ -142,7 +142,7 @@ def test_missed_messages_are_replayed(context: Any, files: dict[str, str]):
             asking.connect(files["replay"])
             for start in (4, 0):
                 found += replayed(asking, start)
-    # So many are kept as `buffer_steps` says.
+    # `buffer_steps` batches are kept.
     assert found == [
         (number, [["BlockRemoved", [bytes([number])], "GPU"]])
         for number in (4, 2, 3, 4)
@@ -157,17 +157,17 @@ def test_dropped_messages_are_replayed(context: Any, files: dict[str, str]):
         "max_queue_size": 1,
     }
     with open_publisher(config) as publisher:
-        going_on, sent = threading.Event(), []
+        may_continue, sent = threading.Event(), []
 
         class Slow:
             def send_multipart(self, parts: Any) -> None:
-                assert going_on.wait(LIMIT_MS / 1000)
+                assert may_continue.wait(LIMIT_MS / 1000)
                 sent.append(parts)
 
         pub, publisher._pub = publisher._pub, Slow()
         for _ in range(5):
             publisher.publish([PagesCleared()])
-        going_on.set()
+        may_continue.set()
         with context.socket(zmq.DEALER) as asking:
             asking.connect(files["replay"])
             numbers = [number for number, _ in replayed(asking, 0)]
@@ -247,8 +247,8 @@ def test_engine_publishes_its_cached_pages(subscriber: Subscriber):
     kept = set(engine.scheduler.pages._page_of)
     assert set(page_keys(root_key("all", ""), tokens, size)) == kept
     assert engine.reset_prefix_cache()
-    told, (_, batch, _) = subscriber.receive()
-    assert (told, batch) == (number + 1, [["AllBlocksCleared"]])
+    number_received, (_, batch, _) = subscriber.receive()
+    assert (number_received, batch) == (number + 1, [["AllBlocksCleared"]])
     engine.shutdown()
     assert engine._publisher is None
 
@@ -322,18 +322,18 @@ def test_slow_thread_keeps_its_sockets(
 ):
     monkeypatch.setattr(kv_events, "CLOSE_S", 0.05)
     publisher = KvEventPublisher(KvEventsConfig.read(subscriber.config), 2)
-    going_on = threading.Event()
+    may_continue = threading.Event()
 
     class Slow:
         def send_multipart(self, parts: Any) -> None:
-            assert going_on.wait(LIMIT_MS / 1000)
+            assert may_continue.wait(LIMIT_MS / 1000)
 
     pub, publisher._pub = publisher._pub, Slow()
     publisher.publish([PagesCleared()])
     publisher.close()
     assert publisher._thread.is_alive()
     assert not pub.closed
-    going_on.set()
+    may_continue.set()
     publisher._thread.join(LIMIT_MS / 1000)
     assert pub.closed
     assert publisher._context.closed

@@ -384,12 +384,12 @@ def test_launches_of_aborted_requests_do_not_prevent_sleep():
 
 def test_served_model_properties():
     engine, _ = make_fake_engine()
-    told = engine.model_config
-    assert (told.max_model_len, told.dtype) == (96, "float32")
-    assert (told.model, told.tokenizer, told.seed) == ("target", "stub", 0)
-    assert told.get_vocab_size() == 16
-    assert (told.get_hidden_size(), told.get_head_size()) == (16, 8)
-    assert told.get_sliding_window() == 8
+    served = engine.model_config
+    assert (served.max_model_len, served.dtype) == (96, "float32")
+    assert (served.model, served.tokenizer, served.seed) == ("target", "stub", 0)
+    assert served.get_vocab_size() == 16
+    assert (served.get_hidden_size(), served.get_head_size()) == (16, 8)
+    assert served.get_sliding_window() == 8
 
 
 class OtherTokenizer(StubTokenizer):

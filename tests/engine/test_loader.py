@@ -196,7 +196,7 @@ def test_pad_rows_of_either_embedding_are_left_out(tmp_path, role, is_tied):
 
 
 def test_single_model_keeps_all_rows(tmp_path):
-    """As for HuggingFace: nobody says which of them are unused."""
+    """As for HuggingFace: unused rows are not marked."""
     write_padded(tmp_path / "padded", 8192 + 64, 0.0)
     assert configure(tmp_path / "padded").model_config.vocab_size == 8192 + 64
 

@@ -1,4 +1,4 @@
-"""Requests go on in the programs that are there, and say what they would say anyway."""
+"""Requests run in compiled programs while others are missing, with equal texts."""
 
 import dataclasses
 
@@ -90,7 +90,7 @@ def test_texts_do_not_depend_on_compiled_programs(seed, pause, num_draft_tokens)
 
 
 def test_only_a_request_with_new_features_waits():
-    """Who came before it goes on, and who comes after it goes first."""
+    """Earlier requests continue, and later ones are admitted first."""
     config = make_config(max_num_seqs=4, num_pages=200, max_num_batched_tokens=128)
     first, special, last = make_requests(config, 3)
     special.features = LOGPROBS

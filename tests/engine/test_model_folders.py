@@ -192,9 +192,7 @@ def test_failed_download_names_the_argument():
 
 
 @pytest.mark.usefixtures("offline")
-def test_local_folder_has_priority(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_local_folder_has_priority(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     write_tiny(Path(NAME), family="2b")
     config = EngineArgs(

@@ -1,4 +1,4 @@
-"""What a cache gives back does what was put in, and is never of something else."""
+"""A loaded program equals the saved one, and is never that of other inputs."""
 
 import dataclasses
 import errno
@@ -33,7 +33,7 @@ from tests.support.tiny_programs import (
 
 @pytest.fixture
 def lowered(monkeypatch) -> list[str]:
-    """Names of what was lowered."""
+    """Names of the lowered programs."""
     names = []
 
     def lower(*arguments: Any, name: str) -> jax.stages.Lowered:
@@ -322,9 +322,7 @@ def test_read_only_folder_is_read(tmp_path, caplog, lowered, monkeypatch):
     assert "Read-only" in caplog.text
 
 
-def test_unserializable_programs_give_a_warning(
-    tmp_path, caplog, lowered, monkeypatch
-):
+def test_unserializable_programs_give_a_warning(tmp_path, caplog, lowered, monkeypatch):
     def serialize(_: object) -> None:
         raise jax.errors.JaxRuntimeError("UNIMPLEMENTED: no such thing here")
 

@@ -1,4 +1,4 @@
-"""The device side: kept executables, one launch and one copy each way a round."""
+"""The device side: executables, one launch and one copy each way per round."""
 
 import dataclasses
 import gc
@@ -124,7 +124,7 @@ def test_the_same_traffic_compiles_nothing_the_second_time():
         assert engine.runner.num_compiles == compiles
         assert seen == []
         jax.jit(lambda values: values * 3)(jnp.arange(5))
-        assert seen, "the listener hears nothing"
+        assert seen, "the listener receives nothing"
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)
 
@@ -258,7 +258,9 @@ def test_pages_have_the_pools_shape_and_the_weights_type():
 @pytest.mark.parametrize(
     ("has_instructions", "chosen"), [(True, "bfloat16"), (False, "float32")]
 )
-def test_dtype_auto_depends_on_the_processor(has_instructions, chosen, monkeypatch, caplog):
+def test_dtype_auto_depends_on_the_processor(
+    has_instructions, chosen, monkeypatch, caplog
+):
     monkeypatch.setattr(cpu, "has_bfloat16", lambda: has_instructions)
     caplog.set_level(logging.INFO)
     mesh = build_mesh(make_config())
@@ -294,9 +296,7 @@ def test_grammars_need_the_cpu_backend_with_an_accelerator(monkeypatch):
 
 
 @pytest.mark.parametrize("num_draft", [0, pytest.param(2, marks=pytest.mark.slow)])
-def test_second_start_compiles_no_saved_program(
-    num_draft, tmp_path, monkeypatch
-):
+def test_second_start_compiles_no_saved_program(num_draft, tmp_path, monkeypatch):
     target = make_micro(num_hidden_layers=1)
     prompts = [[2, 5, 7], [2, 9]]
     plain = SamplingParams(max_tokens=9, seed=3)
@@ -334,8 +334,8 @@ def test_second_start_compiles_no_saved_program(
     assert len(kept) == len(list(tmp_path.iterdir())) > 0
 
 
-class Told(Followers):
-    """In place of processes on other hosts: what they are told, and what is done."""
+class FakeFollowers(Followers):
+    """Fake followers on other hosts, which record commands and events."""
 
     def __init__(self) -> None:
         self.events: list[Any] = []
@@ -358,16 +358,16 @@ class Told(Followers):
 
 
 @pytest.fixture
-def told() -> Iterator[tuple[LLMEngine, Told]]:
-    """An idle engine with others that do as it does."""
+def leading() -> Iterator[tuple[LLMEngine, FakeFollowers]]:
+    """Yield an idle engine, and fake followers of it."""
     engine = pair.engine()
-    followers = engine.runner.followers = Told()
+    followers = engine.runner.followers = FakeFollowers()
     yield engine, followers
     engine.runner.followers = None
 
 
-def test_followers_get_launches_before_the_leader_runs_them(told):
-    engine, followers = told
+def test_followers_get_launches_before_the_leader_runs_them(leading):
+    engine, followers = leading
     start, before = engine.runner._start, engine.runner.num_launches
 
     def started(vector, shape):
@@ -385,8 +385,8 @@ def test_followers_get_launches_before_the_leader_runs_them(told):
     assert launches[: 2 * count] == ["launch", "started"] * count
 
 
-def test_followers_get_compiles_and_are_awaited(told):
-    engine, followers = told
+def test_followers_get_compiles_and_are_awaited(leading):
+    engine, followers = leading
     shape = StepShape(num_seqs=2, num_draft_tokens=0, chunk=0)
     engine.runner.compiler.clear()
     engine.runner.executable(shape)
@@ -395,7 +395,7 @@ def test_followers_get_compiles_and_are_awaited(told):
 
 def test_followers_sleep_and_wake_up_with_the_leader():
     engine = pair.own_engine()
-    followers = engine.runner.followers = Told()
+    followers = engine.runner.followers = FakeFollowers()
     engine.sleep(1)
     engine.wake_up(["weights"])
     engine.wake_up()
@@ -406,8 +406,8 @@ def test_followers_sleep_and_wake_up_with_the_leader():
     ]
 
 
-def test_followers_are_ended_if_the_leader_fails(told):
-    engine, followers = told
+def test_followers_are_ended_if_the_leader_fails(leading):
+    engine, followers = leading
     with pytest.raises(ZeroDivisionError):
         with engine.runner.together("launch", {}):
             raise ZeroDivisionError("at the device")

@@ -1,4 +1,4 @@
-"""A launch runs several rounds where nobody waits for one, and counts as so many."""
+"""A launch runs several rounds if no request waits, and each counts as a round."""
 
 import itertools
 from collections import deque
@@ -34,9 +34,9 @@ QUICK = [(name, 1) for name in ("base", "many_rows_few_pages", "switching", "ada
 
 
 def make_loop(changes: dict[str, Any], seed: int = 0, depth: int = 1) -> Loop:
-    """Rounds so short that a launch may run as many as there are."""
+    """Rounds so short that a launch may run the most that are allowed."""
     loop = Loop(make_config(num_scheduler_steps=STEPS, **changes), seed, depth)
-    loop.fastest_s, loop.fed_s = MAX_LAUNCH_S / 50, MAX_LAUNCH_S / 5000
+    loop.fastest_s, loop.prompt_token_s = MAX_LAUNCH_S / 50, MAX_LAUNCH_S / 5000
     return loop
 
 
@@ -77,9 +77,9 @@ def test_random_traffic_finishes(name, depth):
             while coming and random.random() < 0.1:
                 loop.scheduler.add(coming.popleft())
             count = len(loop.launches)
-            is_going_on = loop.step()
+            is_running = loop.step()
             check_newest(loop, count)
-            if not is_going_on and not coming:
+            if not is_running and not coming:
                 break
         assert len(loop.finished) == len(requests)
         for request in requests:
@@ -150,14 +150,14 @@ def test_launch_has_the_allowed_number_of_rounds(num_draft):
 
 
 def test_streams_get_every_round():
-    """Also beside others: of one launch all have as many rounds."""
+    """All requests of a launch with a stream have one round."""
     loop = make_loop({})
     shown, other = make_requests(loop.config, 2, is_quiet=True)
     shown.is_quiet, shown.max_total = False, 76
     run_all(loop, [shown, other])
-    beside = [launch for launch in loop.launches if shown in launch.decoding]
-    assert len(beside) > 2
-    assert {launch.num_rounds for launch in beside} == {1}
+    with_stream = [launch for launch in loop.launches if shown in launch.decoding]
+    assert len(with_stream) > 2
+    assert {launch.num_rounds for launch in with_stream} == {1}
     assert max(launch.num_rounds for launch in loop.launches) > 1
 
 
@@ -253,14 +253,14 @@ def test_metrics_count_rounds_and_not_launches(monkeypatch):
             max_tokens=60, ignore_eos=True, output_kind=RequestOutputKind.FINAL_ONLY
         )
         completion = run_one(engine, params)
-        told = {
+        origins = {
             one.name: one
             for one in engine.get_metrics()
             if "seconds" not in one.name and "compile" not in one.name
         }
         stats = engine.stats
         counts = stats.num_rounds, stats.num_draft_tokens, stats.num_accepted_tokens
-        found.append((completion.token_ids, told, counts))
+        found.append((completion.token_ids, origins, counts))
         launches.append(runner.num_launches)
         assert stats.num_rounds == launches[0]
     assert found[0] == found[1]

@@ -197,7 +197,9 @@ def test_three_generations_mean_the_same(
         ),
     ],
 )
-def test_contradiction_names_both_arguments(arguments: dict[str, Any], texts: list[str]):
+def test_contradiction_names_both_arguments(
+    arguments: dict[str, Any], texts: list[str]
+):
     with pytest.raises(ConfigError, match="contradicts") as caught:
         merge(arguments)
     assert all(text in str(caught.value) for text in texts)

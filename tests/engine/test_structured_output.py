@@ -1,4 +1,4 @@
-"""Masks equal those of a matcher that starts anew, and grammars are made or refused."""
+"""Masks equal those of a new matcher, and grammars are compiled or rejected."""
 
 import gc
 import itertools
@@ -103,7 +103,7 @@ def opened() -> tuple[TokenMasks, GrammarState]:
 
 
 def drawn(text: list[int], count: int, random: np.random.Generator) -> list[int]:
-    """Tokens that mostly go on with the text, now and then any."""
+    """Return tokens that mostly continue the text, sometimes random ones."""
     tokens: list[int] = []
     for _ in range(count):
         choices = ids_of(fresh_masks([*text, *tokens], [])[0])
@@ -166,7 +166,9 @@ def test_sync_reads_many_tokens_up_to_the_window():
     answer = ask(masks, (state, text, [4, 5, 12]))
     np.testing.assert_array_equal(answer[0], fresh_masks(text, [4, 5, 12]))
     masks, state = opened()
-    with pytest.raises(AssertionError, match="further ahead than it tells"):
+    with pytest.raises(
+        AssertionError, match="tokens before the newest ones are missing"
+    ):
         ask(masks, (state, [*text, 4], [4, 5, 12]))
 
 
@@ -203,7 +205,7 @@ def test_draft_requests_one_mask_at_a_time():
     newest = np.zeros((1, WINDOW), np.int32)
     newest[0, -2:] = text
     for before in range(DRAFTS):
-        # What is not drawn yet is junk.
+        # Drafts that are not sampled yet are random.
         asked = [drafts[:before] + [39] * (DRAFTS - before)]
         answer = masks(
             np.array([state.grammar_id]),
@@ -219,10 +221,10 @@ def test_draft_requests_one_mask_at_a_time():
 def test_masks_of_the_draft_are_not_computed_again():
     masks, state = opened()
     ask(masks, (state, [4], [5, 12, 4]))
-    told = dict(state.known_masks)
-    assert sorted(map(len, told)) == [0, 1, 2, 3]
+    known_before = dict(state.known_masks)
+    assert sorted(map(len, known_before)) == [0, 1, 2, 3]
     ask(masks, (state, [4], [5, 12, 4]))
-    assert all(state.known_masks[path] is mask for path, mask in told.items())
+    assert all(state.known_masks[path] is mask for path, mask in known_before.items())
     ask(masks, (state, [4, 5], [12, 4, 4]))
     np.testing.assert_array_equal(
         ask(masks, (state, [4, 5], [12, 4, 4]))[0], fresh_masks([4, 5], [12, 4, 4])
@@ -349,7 +351,7 @@ def test_masks_allow_exactly_the_possible_matches(pattern):
 
 
 def texts_of(compiler, tokenizer, params, seed: int, end: int) -> str:
-    """A random walk through what is allowed, by tokens of several characters."""
+    """A random walk over the allowed tokens, of several characters each."""
     matcher, random, tokens = compiler.matcher(params), np.random.default_rng(seed), []
     while len(tokens) < 400:
         choices = sorted(allowed(matcher, tokenizer.vocab_size))
@@ -509,7 +511,7 @@ def test_additional_properties_of_data_are_unchanged(bundled):
             "properties": {"type": "object", "properties": {"a": {"type": "object"}}},
         },
     }
-    for text, is_taken in (
+    for text, is_accepted in (
         ('{"const": {"type": "object"}, "enum": {"properties": {}}', True),
         ('{"properties": {"a": {}}}', True),
         ('{"properties": {"a": {"b"', False),
@@ -517,7 +519,7 @@ def test_additional_properties_of_data_are_unchanged(bundled):
     ):
         matcher = compiler.matcher(StructuredOutputsParams(json=schema))
         tokens = bundled.encode(text, add_special_tokens=False)
-        assert (num_taken(matcher, tokens) == len(tokens)) == is_taken
+        assert (num_taken(matcher, tokens) == len(tokens)) == is_accepted
 
 
 def test_rejects_bad_whitespace_pattern(bundled):

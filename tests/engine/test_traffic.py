@@ -30,7 +30,7 @@ from tests.support.engines import StubTokenizer
 from tests.support.fake_device import FakeRunner, random_truth
 from tests.support.loops import Loop, make_config, make_request
 
-# Steps within which everything must end once nobody arrives any more.
+# Steps within which everything must end once no request arrives any more.
 PATIENCE = 3000
 
 

@@ -45,5 +45,5 @@ def test_warm_up_compiles_programs_of_special_requests():
     assert form in {shape.features for _, shape in runner.plans}
     asked.clear()
     engine.warm_up(10, [SamplingParams(logprobs=1, prompt_logprobs=0)])
-    told = dataclasses.replace(form, num_prompt_logprobs=most)
-    assert {shape.features for shape in asked} == {*plain, form, told}
+    decoding = dataclasses.replace(form, num_prompt_logprobs=most)
+    assert {shape.features for shape in asked} == {*plain, form, decoding}

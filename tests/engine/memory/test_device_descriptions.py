@@ -81,12 +81,12 @@ def test_rejects_unknown_devices():
 
 
 @pytest.mark.parametrize(
-    ("name", "told"), [("v6e-4", "libtpu"), ("h200-2", "CUDA plugin")]
+    ("name", "compiler"), [("v6e-4", "libtpu"), ("h200-2", "CUDA plugin")]
 )
-def test_missing_compiler_is_named(name, told, monkeypatch):
+def test_missing_compiler_is_named(name, compiler, monkeypatch):
     for module in (device_descriptions, runner):
         monkeypatch.setattr(module, "find_spec", lambda _: None)
-    with pytest.raises(ConfigError, match=f"{told}.*pip install"):
+    with pytest.raises(ConfigError, match=f"{compiler}.*pip install"):
         device_descriptions.check_device(name)
     for module in (device_descriptions, runner):
         monkeypatch.setattr(module, "find_spec", util.find_spec)

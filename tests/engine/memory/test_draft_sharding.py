@@ -21,7 +21,7 @@ from jaxspec.engine.memory.draft_sharding import (
 
 US = 1e-6
 V5E = speeds_of("v5e")
-# 2B in bfloat16 on each of so many devices, and pages of 27B with it on a v5e-8.
+# 2B in bfloat16 by number of devices, and pages of 27B with it on a v5e-8.
 WEIGHT_BYTES = {8: 684_679_680, 4: 1_307_533_824, 2: 2_614_583_808, 1: 5_228_683_776}
 NUM_PAGES = {8: 4000, 4: 3456, 2: 1728, 1: None}
 
@@ -87,7 +87,7 @@ def test_small_draft_is_on_every_device():
         ([size(8, 3), size(4, 2, 0), size(2, 1, None)], 8, "2, faster .* too few"),
         ([size(8, 3), size(4, 1, int(100 * MIN_PAGES))], 4, "the fastest"),
         ([size(8, 3), size(4, 1, int(100 * MIN_PAGES) - 1)], 8, "too few pages"),
-        # Nothing fits: as many as the target has, for the error that follows.
+        # Nothing fits: the target's number, for the error that follows.
         ([size(8, 3, None), size(1, 1, None)], 8, "too few pages"),
     ],
 )
@@ -111,9 +111,9 @@ def test_decision_is_described_in_one_line():
     assert given.line().startswith(
         "The draft model is spread over 1 device, as given (2: 1.50 ms"
     )
-    told = given.as_dict()
-    assert (told["devices"], told["reason"]) == (1, "as given")
-    assert told["sizes"][1] == {
+    values = given.as_dict()
+    assert (values["devices"], values["reason"]) == (1, "as given")
+    assert values["sizes"][1] == {
         "devices": 1,
         "read_s": pytest.approx(6.384e-3),
         "sum_s": 0,
@@ -136,7 +136,9 @@ def test_decision_is_described_in_one_line():
         ("h200", 2, 9 + 1 / 0.45),
     ],
 )
-def test_all_reduce_time_has_latency_hops_and_bytes(kind: str, num_devices: int, expected: float):
+def test_all_reduce_time_has_latency_hops_and_bytes(
+    kind: str, num_devices: int, expected: float
+):
     speeds = speeds_of(kind)
     assert speeds is not None
     found = speeds.all_reduce_s(10**6, num_devices)

@@ -53,7 +53,7 @@ def test_9b_with_a_2b_draft_on_80_gb():
     programs = made.workspace_bytes - alone
     assert made.draft_bytes == 5_228_683_776 + 6272 * 1_703_936 + programs
     # 72,000,000,000 - 18,483,411,968 - 858,259,456 bytes are 9,565 pages of the 9B's,
-    # and 9,472 in a round number: as many as an engine without the draft has.
+    # and 9,472 rounded down: the number of an engine without the draft.
     assert made.sequences_lost == (9472 - 6272) / 512
     given = SIXTY_FOUR | dict(gpu_memory_utilization=0.9)
     without = make_plan(given, draft=ModelBytes(), programs=WITHOUT)
@@ -74,12 +74,12 @@ def test_table_shows_all_parts():
         "Maximum concurrency at 8,192 tokens: 12.25x",
         "The draft model takes 16.65 GiB: without it, 6.25 more such sequences fit",
     ]
-    told = make_plan(SIXTY_FOUR | dict(gpu_memory_utilization=0.9)).as_dict()
-    assert told["table"] == text
-    assert told["parts"]["KV"] == 45_214_597_120
-    assert told["shown"]["KV"] == "42.11 GiB"
-    assert told["kv_dtype"] == "bfloat16"
-    assert (told["num_pages"], told["max_concurrency"]) == (6272, 12.25)
+    shown = make_plan(SIXTY_FOUR | dict(gpu_memory_utilization=0.9)).as_dict()
+    assert shown["table"] == text
+    assert shown["parts"]["KV"] == 45_214_597_120
+    assert shown["shown"]["KV"] == "42.11 GiB"
+    assert shown["kv_dtype"] == "bfloat16"
+    assert (shown["num_pages"], shown["max_concurrency"]) == (6272, 12.25)
     several = make_plan(num_devices=8, used_bytes=2**20, compiled_bytes=2**30).table()
     assert "Memory of GPU, each of 8" in several
     assert re.search(r"in use by others +1\.00 MiB", several)
@@ -155,7 +155,7 @@ def test_given_number_of_pages_is_used():
     # The number of pages goes first, as in vLLM.
     both = make_plan(dict(kv_cache_memory_bytes=10**10, num_pages=1000))
     assert both.num_pages == 1000
-    # There is no limit to go beyond where nobody knows one, as on a CPU.
+    # Without a known limit, as on a CPU, there is nothing to exceed.
     endless = make_plan(dict(num_pages=10**9), limit_bytes=None)
     assert (endless.num_pages, endless.left_bytes) == (10**9, None)
 
@@ -176,8 +176,8 @@ def test_temporaries_are_the_larger_of_logits_and_layers():
     invariant = dataclasses.replace(PROGRAMS, is_invariant=True)
     assert invariant.temporary_bytes(sizes) == PROGRAMS.temporary_bytes(Sizes(4, 128))
     given = GivenSizes(max_num_batched_tokens=4096)
-    told = plan_memory(facts(programs=invariant), given).table()
-    assert " 128 prompt tokens" in told
+    shown = plan_memory(facts(programs=invariant), given).table()
+    assert " 128 prompt tokens" in shown
     plain = ProgramFacts(vocab_size=1000, max_model_len=8192, token_bytes=1)
     assert plain.temporary_bytes(Sizes(8, 32)) == 4 * 1000 * (5 * 8 + 4)
     without = plain.temporary_bytes(Sizes(8, 32), has_controls=False)
@@ -224,7 +224,7 @@ def test_no_more_sequences_than_pages_by_default():
     made = make_plan(dict(num_pages=40), max_model_len=64)
     assert made.sizes.num_seqs == 40
     given = make_plan(dict(num_pages=40, max_num_seqs=64), max_model_len=64)
-    assert given.sizes.num_seqs == 64  # `EngineConfig` says what is wrong with it
+    assert given.sizes.num_seqs == 64  # `EngineConfig` rejects it
 
 
 def refusal(given: dict[str, Any] | None = None, **changes: Any) -> ConfigError:
@@ -234,11 +234,11 @@ def refusal(given: dict[str, Any] | None = None, **changes: Any) -> ConfigError:
 
 
 def test_error_names_all_numbers_and_one_setting():
-    # 24 GiB: 23.71 GB of 25.77 are weights, and there are no 2.06 GB beside them.
+    # 24 GiB: 23.71 GB of 25.77 are weights, and 2.06 GB do not remain.
     error = refusal(limit_bytes=24 * GIB)
     text = str(error)
-    for told in ("GPU's 24.00 GiB", "=0.92 gives 22.08 GiB", "target 17.21 GiB"):
-        assert told in text
+    for shown in ("GPU's 24.00 GiB", "=0.92 gives 22.08 GiB", "target 17.21 GiB"):
+        assert shown in text
     assert "draft 4.87 GiB" in text
     assert "3.44 GiB of keys and values for one sequence" in text
     assert text.endswith(
@@ -285,10 +285,10 @@ def test_a_larger_share_lets_jax_take_more_of_a_gpu():
         limit_bytes=int(80e9 * (error.value + 0.05)), limit_share=error.value + 0.05
     )
     assert make_plan(share, **enough).num_pages >= 512
-    # Where the user has told jax how much it may take, it stays at that.
-    told = refusal(dict(gpu_memory_utilization=0.2), **small, most_share=0.25)
-    assert told.parameter == "tensor_parallel_size"
-    assert "of GPU's 18.63 GiB" in str(told)
+    # A share that the user has set for jax is the limit.
+    shown = refusal(dict(gpu_memory_utilization=0.2), **small, most_share=0.25)
+    assert shown.parameter == "tensor_parallel_size"
+    assert "of GPU's 18.63 GiB" in str(shown)
 
 
 @pytest.mark.parametrize(("num_devices", "expected"), [(1, 2), (3, 4), (4, 8)])
@@ -303,12 +303,12 @@ def test_advice_names_slices_of_tpus_that_exist():
 
 
 def test_advice_on_the_same_device_is_what_fits():
-    told = str(refusal(SIXTY_FOUR, limit_bytes=29_320_000_000))
-    assert re.search(r"or quantization='int8', .*, or max_model_len=\d+\.$", told)
-    shorter = dict(max_model_len=int(told.rpartition("=")[2][:-1]))
+    shown = str(refusal(SIXTY_FOUR, limit_bytes=29_320_000_000))
+    assert re.search(r"or quantization='int8', .*, or max_model_len=\d+\.$", shown)
+    shorter = dict(max_model_len=int(shown.rpartition("=")[2][:-1]))
     assert make_plan(SIXTY_FOUR, limit_bytes=29_320_000_000, **shorter).num_pages
-    told = str(refusal(limit_bytes=8 * GIB))
-    assert "quantization" not in told, "it is not enough"
+    shown = str(refusal(limit_bytes=8 * GIB))
+    assert "quantization" not in shown, "it is not enough"
     target = ModelBytes(weight_bytes=17 * GIB, page_bytes=5_505_024, form="int8")
     assert "quantization" not in str(refusal(limit_bytes=16 * GIB, target=target))
 

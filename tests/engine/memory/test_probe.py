@@ -1,4 +1,4 @@
-"""Facts of a plan: counted in the forms that devices hold, and held against records."""
+"""Facts of a plan equal the sizes of device arrays and the records of compilers."""
 
 import dataclasses
 import json
@@ -57,7 +57,7 @@ KV_BYTES = {"2b": 106_496, "9b": 344_064, "27b": 376_832}
 # One layer's pages of 27B on a chip, which come to its own memory of 128 MiB and go
 # back: where XLA finds room for them there, in a program of two layers.
 FETCHED = {"v5e-8/27b<-2b/64+0/greedy/draft over 8": ["copy-start bf16[65536,4,128]"]}
-# Hidden rows of the draft, two and one of each sequence: its weights have as many.
+# Hidden rows of the draft, two and one of each sequence: its weights are as large.
 HIDDEN = {
     "v5e-8/27b<-2b/256+512/plain": [
         "transpose bf16[512,2304]",
@@ -140,8 +140,8 @@ def test_trimmed_head_is_counted_in_addition_to_the_embedding():
         speculative_model_quantization="int8",
         quantize_embedding=True,
     )
-    told = plan_for(pair(**options), "h100").table()
-    assert "int8 per output, embedding int8 per row, a head of 32,768" in told
+    table = plan_for(pair(**options), "h100").table()
+    assert "int8 per output, embedding int8 per row, a head of 32,768" in table
 
 
 @pytest.mark.parametrize("is_quantized", [False, True])
@@ -215,7 +215,7 @@ def test_jax_share_of_a_gpu_is_respected(monkeypatch):
 
 
 def test_users_share_of_a_gpu_is_distinguished_from_the_default(monkeypatch):
-    """`build_mesh` tells jax by the variable that users have."""
+    """`build_mesh` sets the same variable for jax as users do."""
     name = runner.POOL_VARIABLES[0]
     monkeypatch.delenv(runner.POOL_VARIABLES[1], raising=False)
     monkeypatch.delenv(name, raising=False)
@@ -385,11 +385,11 @@ def test_large_batches_and_controls_match_compiled_sizes(name: str):
     # and of no layer's pages there is a copy.
     assert row["donated_bytes"] >= row["state_bytes"]
     assert row["copied"] == (FETCHED | HIDDEN).get(name, [])
-    # Beside the state only the launch's result comes out.
+    # In addition to the state, only the launch's result is an output.
     if "output_bytes" in row:
-        told = row["output_bytes"] - row["donated_bytes"]
+        result_bytes = row["output_bytes"] - row["donated_bytes"]
         # With 20 log-probabilities of every row, and of prompts' tokens.
-        assert 0 <= told < (2**21 if has_controls else 2**16)
+        assert 0 <= result_bytes < (2**21 if has_controls else 2**16)
         assert row["argument_bytes"] > row["donated_bytes"]
 
 
@@ -453,7 +453,7 @@ def test_draft_on_fewer_chips_has_less_all_reduce_and_more_memory():
     expected = 265, 6 * 64 * 2304 * (4 * 52 + 2)
     assert aot_memory.counted_draft_sums(whole) == expected
     assert aot_memory.draft_sums(aot_memory.CELLS[whole["name"]]) == expected
-    # Beside these, two passes of eleven sums of few numbers draw a token of a divided
+    # In addition, two passes of eleven sums of few numbers draw a token of a divided
     # vocabulary, which a whole one needs not.
     [same] = [
         row
@@ -521,7 +521,7 @@ def test_small_draft_is_on_every_device():
     assert spread.speculative.draft_tensor_parallel_size == 1
     assert dict(spread_mesh.shape) == {"data": 1, "replica": 8, "model": 1}
     assert list(spread_mesh.devices.flat) == list(mesh.devices.flat)
-    # Whoever makes a config by hand has said it.
+    # A config made by hand contains the user's number.
     by_hand = dataclasses.replace(config, given=None)
     _, same_mesh, sharding = spread_draft(by_hand, mesh, device="v5e-8")
     assert sharding is not None
@@ -634,7 +634,7 @@ def test_cpu_memory_is_planned_if_the_user_sets_a_share(monkeypatch):
     taken = plan.facts.weight_bytes + plan.workspace_bytes + plan.kv_bytes
     assert 0.95 * GIB < taken <= GIB
     assert config.num_pages == plan.num_pages
-    # Engines beside it have the same memory.
+    # Other engines of the process share the memory.
     two = config_of(gpu_memory_utilization=0.5, data_parallel_size=2)
     assert fit(two, mesh)[1].facts.limit_bytes == GIB
     with pytest.raises(ConfigError, match=r"max_num_seqs .* from 1 to 4, got 5"):
@@ -649,21 +649,19 @@ def test_config_without_given_sizes_is_used_unchanged():
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("given", "label"),
     [
         ({}, "0.92"),
         ({"gpu_memory_utilization": 0.5}, "0.5"),
         ({"num_gpu_blocks_override": 9}, "None"),
     ],
 )
-def test_metrics_report_the_planned_share(
-    given: dict[str, Any], told: str
-):
+def test_metrics_report_the_planned_share(given: dict[str, Any], label: str):
     config = config_of(**given)
     config, plan = fit(config, named_mesh("h100", config), device="h100")
     found = EngineMetrics(config, EngineStats(), plan).read(Load())
     (one,) = (one for one in found if one.name == "vllm:cache_config_info")
-    assert one.labels["gpu_memory_utilization"] == told
+    assert one.labels["gpu_memory_utilization"] == label
 
 
 def limit_of(*stats: dict[str, int] | None, given: GivenSizes | None = None) -> Any:
@@ -695,15 +693,15 @@ def test_ram_bytes_are_positive():
 
 
 class Executable:
-    """As much of a compiled program as is asked of it."""
+    """The part of a compiled program's interface that is used."""
 
     def __init__(self, temp: int, code: int):
-        self._told = SimpleNamespace(
+        self._analysis = SimpleNamespace(
             temp_size_in_bytes=temp, generated_code_size_in_bytes=code
         )
 
     def memory_analysis(self) -> Any:
-        return self._told
+        return self._analysis
 
     def __call__(self) -> None:
         raise AssertionError("it is run")

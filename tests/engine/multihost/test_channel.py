@@ -1,4 +1,4 @@
-"""Who takes part in a target over several hosts, and what they hear: without jax."""
+"""The control channel of a target over several hosts, without jax."""
 
 import contextlib
 import json
@@ -59,7 +59,7 @@ def together(*functions: Callable[[], Any]) -> list[Any]:
     def call(index: int) -> None:
         try:
             results[index] = functions[index]()
-        except Exception as error:  # noqa: BLE001 - the test looks at it
+        except Exception as error:  # noqa: BLE001 - the test checks it
             results[index] = error
 
     threads = [
@@ -74,7 +74,7 @@ def together(*functions: Callable[[], Any]) -> list[Any]:
 
 
 class Losses(list[str]):
-    """What a side was told of the end of another one."""
+    """Reasons passed to `on_loss` at the end of another process."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ class Losses(list[str]):
 def three(
     make: Callable[..., HostsConfig],
 ) -> Iterator[tuple[Followers, list[Leader], Losses]]:
-    """A leader and two that follow; what the leader hears of their end."""
+    """Yield a leader, two followers, and the losses reported to the leader."""
     losses = Losses()
     followers, *leaders = together(
         lambda: Followers.gather(make(0), FACTS, losses),
@@ -267,7 +267,7 @@ def test_all_followers_receive_the_same_order(
     send_one = Connection.send
 
     def slow(connection: Connection, *parts: Any) -> None:
-        time.sleep(0.001)  # the other threads may come in between
+        time.sleep(0.001)  # let other threads run
         send_one(connection, *parts)
 
     with three(hosts) as (followers, leaders, _):
@@ -325,7 +325,9 @@ def test_late_answer_does_not_lose_the_last_command():
     assert not losses
 
 
-def test_follower_that_never_closes_is_disconnected(ends: Ends, monkeypatch: pytest.MonkeyPatch):
+def test_follower_that_never_closes_is_disconnected(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(channel, "END_S", 0.1)
     ours, _, stream = ends(b"s" * 16)
     ours.set_timeout(None)
@@ -369,7 +371,7 @@ def test_failure_is_reported_as_end_of_its_process(
         )
         breaking.start()
         time.sleep(0.1)
-        # It has failed there as well: that is nobody's end.
+        # It has failed there as well: no process has ended.
         leaders[0].fail("gloo failed")
         time.sleep(0.1)
         assert not losses
@@ -408,17 +410,17 @@ def test_interrupt_closes_all_connections(hosts: Any, monkeypatch: pytest.Monkey
 
 def test_end_of_the_leader_is_reported(hosts: Any):
     with three(hosts) as (followers, leaders, _):
-        told, left = (one._on_loss for one in leaders)
-        assert isinstance(told, Losses) and isinstance(left, Losses)
+        notified, left = (one._on_loss for one in leaders)
+        assert isinstance(notified, Losses) and isinstance(left, Losses)
         leaders[1].close()
         with pytest.raises(EOFError):
             leaders[1].receive()
         followers.break_off("it is out of step")
         with pytest.raises(EOFError):
             leaders[0].receive()
-        assert told.has_one.wait(10)
-        assert told == ["The leader has ended: the connection was closed."]
-        assert not left, "it has gone by itself"
+        assert notified.has_one.wait(10)
+        assert notified == ["The leader has ended: the connection was closed."]
+        assert not left, "it closed the connection itself"
 
 
 def test_process_without_secret_is_rejected(hosts: Any, tmp_path: Path):
@@ -436,12 +438,12 @@ def test_process_without_secret_is_rejected(hosts: Any, tmp_path: Path):
 
     def arrive() -> list[Leader]:
         ready.wait(10)
-        told.append(knock())
+        errors.append(knock())
         return together(
             lambda: Leader.find(hosts(1), FACTS), lambda: Leader.find(hosts(2), FACTS)
         )
 
-    ready, told = threading.Event(), list[str]()
+    ready, errors = threading.Event(), list[str]()
     listening = channel._listening
 
     def listen(config: HostsConfig) -> socket.socket:
@@ -455,13 +457,15 @@ def test_process_without_secret_is_rejected(hosts: Any, tmp_path: Path):
             lambda: Followers.gather(hosts(0), FACTS, Losses()), arrive
         )
     assert isinstance(followers, Followers)
-    assert "hosts_secret_file must have the same content" in told[0]
+    assert "hosts_secret_file must have the same content" in errors[0]
     followers.end()
     for leader in leaders:
         leader.close()
 
 
-def test_silent_connections_do_not_block_followers(hosts: Any, monkeypatch: pytest.MonkeyPatch):
+def test_silent_connections_do_not_block_followers(
+    hosts: Any, monkeypatch: pytest.MonkeyPatch
+):
     listening, strangers = channel._listening, list[socket.socket]()
 
     def listen(config: HostsConfig) -> socket.socket:
@@ -577,19 +581,19 @@ def test_process_that_ends_during_admission_is_named(
 
     def fail_last(connection: Connection, content: Any, vector: bytes = b"") -> None:
         if content == {"accepted": True}:
-            told.append(connection)
-            if len(told) == 2:
+            confirmed.append(connection)
+            if len(confirmed) == 2:
                 raise ConnectionResetError("reset by peer")
         send(connection, content, vector)
 
-    told: list[Connection] = []
+    confirmed: list[Connection] = []
     monkeypatch.setattr(Connection, "send", fail_last)
     result, *others = together(
         lambda: Followers.gather(hosts(0), FACTS, Losses()),
         lambda: Leader.find(hosts(1), FACTS, Losses()),
         lambda: Leader.find(hosts(2), FACTS, Losses()),
     )
-    # One takes part already, and is told as well.
+    # One was accepted already, and gets the reason as well.
     (leader,) = [one for one in others if isinstance(one, Leader)]
     with pytest.raises(EOFError) as ended:
         leader.receive()

@@ -1,4 +1,4 @@
-"""What a process that follows does with the commands of a leader: without devices."""
+"""A follower runs the commands of a leader, without devices."""
 
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -68,7 +68,7 @@ class Written(Runner):
 
 
 class Script(Leader):
-    """In place of a leader: commands, and what is answered to them."""
+    """A fake leader: commands, and the answers to them."""
 
     def __init__(self, *commands: tuple[str, dict[str, Any], Any]):
         self._script = iter(enumerate(commands, 1))
@@ -93,7 +93,7 @@ class Script(Leader):
 
 @pytest.fixture(autouse=True)
 def left(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """What was said where the process would have left or ended."""
+    """Messages at which the process would have left or ended."""
     found: list[str] = []
     monkeypatch.setattr(follow, "leave", lambda: found.append("left"))
     monkeypatch.setattr(follow, "end_process", found.append)

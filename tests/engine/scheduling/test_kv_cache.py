@@ -1,4 +1,4 @@
-"""Which pages are held and found: against a plain model, and through the scheduler."""
+"""Held and cached pages equal a plain model's, alone and with the scheduler."""
 
 import numpy as np
 import pytest
@@ -174,8 +174,8 @@ def test_shared_prefix_is_prefilled_once():
     loop = run_traffic(config, requests)
     # All full pages but that of the last prompt token come from the first request.
     assert [request.num_cached_tokens for request in requests] == [0, 68, 68, 68]
-    fed = sum(launch.num_prefilled for launch in loop.launches)
-    assert fed == 70 + 3 * 2
+    num_prefilled = sum(launch.num_prefilled for launch in loop.launches)
+    assert num_prefilled == 70 + 3 * 2
     stats = loop.scheduler.stats
     assert (stats.num_prefix_queries, stats.num_prefix_hits) == (280, 3 * 68)
 

@@ -1,4 +1,4 @@
-"""What watching finds is what a lookup would have drafted, and K follows it."""
+"""Estimated drafts equal those of a lookup, and K follows the estimate."""
 
 from typing import Any
 
@@ -136,7 +136,7 @@ def say(watching: LookupEstimator, request: Request, tokens: list[int]) -> int:
 def replay(propose, text: list[int], start: int) -> tuple[Any, ...]:
     """Rounds over a text with brute-force proposals, in the form of `PredictedRounds`.
 
-    Only of what the text goes on to say: the last round may be under way.
+    Counts only known tokens: the last round may be unfinished.
     """
     reached, accepted = np.zeros((2, MOST))
     rounds = compared = 0
@@ -208,7 +208,7 @@ def test_rounds_with_drafts_are_not_counted_twice():
 
 def test_run_continues_over_rounds_and_ends_with_a_miss():
     watching, request = LookupEstimator(RULE, 1, MOST), make_request([1, 2, 3, 4] * 3)
-    # The seventh token comes after all drafts of a round: nobody foretold it.
+    # The seventh token comes after all drafts of a round: it was not predicted.
     assert say(watching, request, [1, 2, 3, 4, 1, 2, 3]) == MOST
     assert say(watching, request, [4]) == MOST + 1
     assert say(watching, request, [9]) == 0
@@ -254,7 +254,7 @@ def test_past_answers_take_bounded_memory(monkeypatch):
 
 
 def test_many_salts_of_short_answers_take_bounded_memory():
-    """What is kept of a salt is more than its tokens: the oldest salts go."""
+    """A salt takes more memory than its tokens: the oldest salts are evicted."""
     answers, answer = Answers(num_requests=4096), list(range(20, 28))
     for number in range(3 * MAX_SALTS):
         request = make_request([7], cache_salt=str(number))
@@ -346,7 +346,7 @@ def test_copy_gets_drafts_within_a_few_tokens(num_seqs):
     loop = watched(repeat_truth(prompt), 200, max_num_seqs=num_seqs)
     decoding = [launch for launch in loop.launches if len(launch.rows)]
     first = next(i for i, one in enumerate(decoding) if one.drafts.any())
-    # The two tokens of a match, those that tell, and the launch that was under way.
+    # The two tokens of a match, the tokens that show it, and the launch in flight.
     assert first <= 2 + 5 + 1
     drafted = [bool(one.drafts.any()) for one in decoding[first:]]
     assert np.mean(drafted) > 0.9

@@ -1,4 +1,4 @@
-"""Too few pages go to the first in rank; what is planned is not yet taken."""
+"""Too few pages go to the first in rank; a plan does not allocate them."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ SIZE = 4
 
 
 def make_running(*num_pages: int, free: int) -> tuple[PageTables, list[Request]]:
-    """Requests in order of rank, with so many pages each; no pages are shared."""
+    """Return requests in order of rank, each with its own pages."""
     config = make_config(page_size=SIZE)
     tables = PageTables(config, EngineStats())
     tables.pool.take(config.num_pages - sum(num_pages) - free)

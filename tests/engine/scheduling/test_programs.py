@@ -1,4 +1,4 @@
-"""There are few programs, and one of those that are there serves every launch."""
+"""There are few programs, and a compiled one serves every launch."""
 
 import dataclasses
 import itertools
@@ -130,7 +130,7 @@ def test_every_launch_has_a_listed_program_that_serves_it(
             (0, 32, 64, 128, 160, 512),
         ):
             if need is PROMPTS and not tokens:
-                continue  # who decodes has told of the prompt already
+                continue  # prompt logprobs were returned before decoding
             found = shapes.find(seqs, drafts, tokens, need)
             assert found is not None
             assert found in listed
@@ -140,7 +140,7 @@ def test_every_launch_has_a_listed_program_that_serves_it(
 
 
 def test_plain_decoding_uses_plain_programs():
-    """Once its program is there, which nobody compiles before drafts do not pay."""
+    """Once its program is compiled, which is requested when drafts do not pay."""
     shapes, plain = make_shapes(**DEFAULT), make_shapes(**PLAIN)
     for num_seqs, form in itertools.product(range(1, 9), (GREEDY, SAMPLED)):
         found = shapes.find(num_seqs, 0, 0, form)
@@ -156,7 +156,7 @@ def test_plain_decoding_uses_plain_programs():
         "8x0_sampled",
         "8x0+64_sampled",
     }
-    # A prompt beside sequences that do not draft does not wait for rows of drafts.
+    # A prompt with sequences that do not draft uses no program with draft rows.
     found = shapes.find(8, 0, 64)
     assert found is not None
     assert found.name == "8x0+64_sampled"
@@ -314,7 +314,7 @@ def test_features_cover_their_subsets():
 
 @pytest.mark.parametrize("features", [GREEDY, SAMPLED])
 def test_batch_invariant_launches_use_one_program(features):
-    """The same products of the same sizes, whatever a launch has and what is there."""
+    """All launches compute the same products of the same sizes."""
     shapes = make_shapes(batch_invariant=True, **DEFAULT)
     only, catch_up = shapes.all(features=[features, SAMPLED])
     assert [catch_up] == shapes.catch_ups
@@ -331,7 +331,7 @@ def test_batch_invariant_launches_use_one_program(features):
 
 @pytest.mark.parametrize("is_invariant", [False, True])
 def test_only_plain_requests_without_prompts_run_several_rounds(is_invariant):
-    """In the programs that there are: how many rounds is no size of its own."""
+    """With the same programs: the number of rounds is data."""
     options = DEFAULT | dict(batch_invariant=is_invariant)
     single = make_shapes(**options).all(features=SOME, with_on_demand=True)
     several = make_shapes(num_scheduler_steps=4, **options)
@@ -346,7 +346,7 @@ def test_only_plain_requests_without_prompts_run_several_rounds(is_invariant):
 
 
 def test_programs_with_drafts_have_the_tree():
-    """Others have as many levels, one draft each, and reserve as many slots."""
+    """Other programs have the same levels with one draft each, and the same slots."""
     chain = make_shapes(**DEFAULT).all(features=SOME, with_on_demand=True)
     leaves = make_shapes(**DEFAULT, speculative_keys={"num_side_leaves": 1})
     listed = leaves.all(features=SOME, with_on_demand=True)
@@ -425,6 +425,6 @@ def test_select_requests_no_compile():
     assert not programs.asked
     for _ in range(2):
         shapes.request_compile(found.missing, None)
-        assert programs.asked == [found.missing], "once while programs stay as they are"
+        assert programs.asked == [found.missing], "once until the programs change"
     programs.add(found.missing)
     assert shapes.select(4, 5, 64, GREEDY) == (found.missing, None)

@@ -1,4 +1,4 @@
-"""A request's bounds: what the device may know before the host has read it."""
+"""A request's tokens, counts and invariant."""
 
 import pytest
 

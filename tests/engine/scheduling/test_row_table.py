@@ -46,7 +46,7 @@ def test_bounds_hold_for_any_device_results(rounds, unread):
         table.draft(row, np.full(1, width), width)
         known += emitted
         # A drafting round fills the two newest tokens and its drafts but the last: of
-        # what comes of it, the target's token and the last draft are lacking.
+        # the result, the target's token and the last draft are uncached.
         if width and lacking <= 2:
             lacking = 2 if emitted == width + 1 else 1
         else:
@@ -148,7 +148,7 @@ def test_bounds_count_unread_launches():
         ([0, 0], 3),
         ([3, 3, 3], 2),
         ([3, 0, 0], 4),
-        # What the draft model was not given stays open, however much comes after.
+        # Tokens that the draft model did not read remain uncached after later rounds.
         ([0, 0, 3, 3], 5),
     ],
 )
@@ -163,7 +163,7 @@ def test_parallel_draft_model_reads_all_tokens_of_a_round():
     table, rows = RowTable(4, num_parallel=3), np.arange(4)
     table.num_draft_uncached[:] = [1, 4, 5, 4]
     assert table.lags(rows).tolist() == [False, False, True, False]
-    # Whoever wants no drafts is not fed.
+    # The draft model does not read rows without drafts.
     table.draft(rows, np.array([3, 1, 0, 0]), 3)
     assert table.num_draft_uncached.tolist() == [4, 4, 6, 5]
     table.draft(rows, np.zeros(4), 0)
@@ -187,7 +187,7 @@ def test_rows_that_can_decode():
     assert table.lagging().tolist() == [rows[1]]
     table.launch(rows[1:2], np.array([0]))
     assert table.lagging().tolist() == [rows[1]]
-    # How many tokens a round of drafts adds is not known before it has been read.
+    # The number of tokens of a round with drafts is unknown before it is read.
     table.launch(rows[1:2], np.array([2]))
     assert table.lagging().tolist() == []
 

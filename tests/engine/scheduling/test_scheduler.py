@@ -161,7 +161,7 @@ def test_stages_write_nothing(changes, monkeypatch):
     config, random = make_config(**changes), np.random.default_rng(0)
     serving = SomePrograms()
     loop = Loop(config, seed=0, programs=serving)
-    loop.fed_s = 1 / 16  # prompts are slow: the pacer lets them wait
+    loop.prompt_token_s = 1 / 16  # prompts are slow: the pacer lets them wait
     first = loop.scheduler.shapes.all()[0]
     plain = dataclasses.replace(first, chunk=0)
     serving.there |= {first, plain, *loop.scheduler.shapes.catch_ups}
@@ -232,7 +232,7 @@ def test_first_come_first_served():
 
 
 def test_decoding_does_not_wait_for_prompts():
-    """A long prompt comes in beside rounds of those who run already."""
+    """A long prompt is prefilled in rounds of running requests."""
     loop = Loop(make_config(num_draft_tokens=0, max_num_batched_tokens=32), seed=0)
     random = np.random.default_rng(0)
     first = make_request(0, random, loop.config)
@@ -366,10 +366,10 @@ def test_a_first_token_does_not_wait_for_the_draft_model():
     while loop.step():
         pass
     prompts = [one.num_prefilled for one in loop.launches[:4]]
-    fed = [one.shape.is_catch_up for one in loop.launches[:4]]
+    is_draft_prefill = [one.shape.is_catch_up for one in loop.launches[:4]]
     # The second prompt goes before what the first one has left to do, once.
     assert prompts[:2] == [60, 60]
-    assert fed == [False, False, True, True]
+    assert is_draft_prefill == [False, False, True, True]
     drafts = [one.drafts.tolist() for one in loop.launches[3:8] if len(one.drafts)]
     assert all(3 in one for one in drafts)
     for request in (first, second):
@@ -451,7 +451,7 @@ def test_all_rows_get_drafts_soon_after_plain_rounds(kind):
     # 15 rows lag by four tiles each, of which a launch takes 16.
     assert len(launches) - len(rounds) <= 6
     assert all((one.drafts == 3).all() for one in rounds[4:])
-    # Before, nobody pays for drafts that are not made.
+    # Before that, no launch has room for drafts that are not made.
     idle = [one for one in rounds if not one.drafts.any()]
     assert not any(one.shape.num_draft_tokens for one in idle)
 
@@ -461,7 +461,7 @@ def test_draft_prefill_does_not_delay_streams():
         max_num_seqs=4, num_pages=200, max_model_len=500, max_num_batched_tokens=512
     )
     loop = Loop(config, seed=0)
-    loop.fed_s = 1 / 256  # 64 tokens take a quarter of a round, 512 two rounds
+    loop.prompt_token_s = 1 / 256  # 64 tokens take a quarter of a round, 512 two rounds
     stream, late = make_requests(config, 2, num_draft_tokens=3)
     stream.prompt_token_ids, stream.max_total = [1] * 20, 400
     stream.params.output_kind = RequestOutputKind.DELTA
@@ -677,7 +677,7 @@ def test_latest_request_is_preempted_when_pages_run_out(num_draft):
     loop = run_traffic(config, requests)
     counts = [request.stats.num_preemptions for request in requests]
     assert sum(counts) == loop.scheduler.stats.num_preemptions > 0
-    # The first is never touched, so that somebody always goes on.
+    # The first is never preempted, so one request always continues.
     assert counts[0] == 0
     ends = [int(request.request_id) for request in loop.finished]
     assert ends == sorted(ends)
@@ -707,7 +707,7 @@ def test_plan_lists_all_allocated_pages():
 
 
 def test_preempted_request_finds_its_own_pages():
-    """What nobody has taken meanwhile is not computed again."""
+    """Pages that were not reallocated are not computed again."""
     config = make_config(max_num_seqs=2, num_pages=30, num_draft_tokens=0)
     requests = make_requests(config, 2)
     for number, request in enumerate(requests):
@@ -756,7 +756,7 @@ def test_launch_has_features_of_all_its_requests():
         if requests[1] in launch.tiled:
             expected = asked
         elif requests[1] in launch.decoding:
-            expected = Features(num_logprobs=most)  # the prompt is told already
+            expected = Features(num_logprobs=most)  # prompt logprobs were returned
         form = loop.scheduler.shapes.form(expected)
         assert launch.shape.features == form
         assert launch.shape in loop.scheduler.shapes.all(features=[form])
@@ -783,7 +783,7 @@ def test_draft_model_is_probed_once_at_a_time(monkeypatch):
     """While nothing is drafted; the result is read one launch late."""
     config = make_config(num_pages=200, max_model_len=400, controller=ADAPTIVE)
     loop = Loop(config, seed=0)
-    loop.fastest_s, loop.fed_s = 1e-4, 1e-7
+    loop.fastest_s, loop.prompt_token_s = 1e-4, 1e-7
     policy, in_flight = loop.scheduler.policy, 0
     policy.choice = Choice(num_drafts=0)
     monkeypatch.setattr(policy, "is_due", lambda *_: False)

@@ -1,4 +1,4 @@
-"""Acceptance figures equal what a list of rounds says."""
+"""Acceptance figures equal those of a list of rounds."""
 
 import numpy as np
 from hypothesis import given

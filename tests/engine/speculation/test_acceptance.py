@@ -83,15 +83,15 @@ def test_drafts_are_compared_up_to_the_first_rejection(rounds):
 def test_missing_draft_of_a_lookup_counts_as_rejected():
     """Rounds that find no draft say that more of them would be rounds for nothing."""
     acceptance, row = make_rates(), np.array([0])
-    for found, stays in [(0, 0), (2, 2), (0, 0), (2, 1)] * 20:
-        acceptance.record(row, np.array([found]), np.array([stays]), np.array([DRAFTS]))
+    for found, kept in [(0, 0), (2, 2), (0, 0), (2, 1)] * 20:
+        acceptance.record(row, np.array([found]), np.array([kept]), np.array([DRAFTS]))
         acceptance.check()
     rates = acceptance.of_rows(row)[0]
-    # Found every second time; then the first always stays, the second half the time.
+    # Found every second time; then the first is always kept, the second half the time.
     assert rates[0] == pytest.approx(0.5, abs=0.05)
     assert rates[1] == pytest.approx(0.5, abs=0.1)
     assert (rates[2:] < rates[1]).all()
-    # Told is what was verified.
+    # Only verified drafts count as compared.
     assert (acceptance.num_compared, acceptance.num_agreed) == (80, 60)
 
 

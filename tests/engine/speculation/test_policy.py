@@ -86,7 +86,7 @@ def test_fixed_k_is_never_reconsidered():
     assert not policy.can_probe()
 
 
-# The law.
+# The formula.
 
 
 def test_rates_are_expected_tokens_over_seconds():
@@ -259,7 +259,7 @@ def test_loss_is_bounded_whatever_the_estimates(data):
     for number, phase in enumerate(data.draw(st.lists(rate, min_size=1, max_size=6))):
         world.rate = phase
         world.run_until(10.0 * (number + 1), is_observable=is_observable)
-    # Losses and explorations share what is earned; a deficit that is not yet repaid,
+    # Losses and explorations share the earnings; a deficit that is not yet repaid,
     # and the exploration under way, come on top.
     shares = CONSTANTS.max_loss * world.now
     open_s = (CONSTANTS.loss_rounds + 1) * base + CONSTANTS.explore_rounds * times[-1]
