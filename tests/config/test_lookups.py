@@ -62,7 +62,7 @@ def test_suffix_rule_has_the_configured_limits(method: dict[str, str], shortest:
     )
     rule = LookupRule.of(config)
     assert rule.shortest == shortest
-    # Three of four do not agree with one that agrees with itself alone.
+    # Three of four matches agree on no draft; the fourth agrees only with itself.
     assert WHOLE // 4 < rule.min_share <= WHOLE // 3
     assert rule.num_matches == NUM_MATCHES
     factor = SUFFIX_DEFAULTS["suffix_decoding_max_spec_factor"]

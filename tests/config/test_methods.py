@@ -46,7 +46,7 @@ def test_every_part_of_a_method_has_a_proposer():
 
 def test_only_the_table_names_methods():
     # A registry of classes, commands of `jaxspec.train`, vLLM's spellings, and a field
-    # of OpenAI's that is called "suffix".
+    # of OpenAI's API named "suffix".
     others = {"program/propose/__init__.py", "train/__main__.py", "train/run.py"}
     others |= {"engine/speculative_args.py", "serve/requests/params.py"}
     found = set()

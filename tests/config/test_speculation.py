@@ -148,7 +148,7 @@ def test_cached_answers_require_the_coupled_rule():
     ],
 )
 def test_max_drafts_of_each_method(keys: dict[str, Any], most: int):
-    """More of those that take no pass of a draft model."""
+    """Methods without passes of a draft model allow more drafts."""
     SpeculativeConfig(num_speculative_tokens=most, **keys)
     with pytest.raises(ConfigError, match=f"from 1 to {most}, got {most + 1}"):
         SpeculativeConfig(num_speculative_tokens=most + 1, **keys)

@@ -103,7 +103,7 @@ def brings(tree: Iterable[Path], rates: dict[Place, float]) -> float:
 
 
 def random_rates(seed: int) -> dict[Place, float]:
-    """Of three ranks and levels; those of some places are missing, or not in order."""
+    """Return rates for three ranks and levels; some are missing or not descending."""
     random = np.random.default_rng(seed)
     places = itertools.product((False, True), (1, 2, 3), (0, 1, 2))
     return {

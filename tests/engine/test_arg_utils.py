@@ -185,7 +185,7 @@ def test_all_generations_of_arguments_give_one_config(target: str, draft: str):
 
 
 def test_pard_requires_a_mask_token(target: str, tmp_path: Path):
-    """AMD's name of it in the folder; a model that has none proposes one by one."""
+    """AMD's name of the key; a model without it proposes tokens one by one."""
     parallel = write_model(tmp_path / "parallel", num_hidden_layers=2, pard_token=3)
     keys: dict[str, Any] = {"model": parallel, "num_speculative_tokens": 12}
     config = configure(target, speculative_config=keys | {"parallel_drafting": True})
@@ -428,7 +428,7 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], list[str]]] = [
             ({"spec_model": "other"}, "'other'", "contradicts"),
         )
     ),
-    # What the engine does not do; the argument is named.
+    # Unsupported values; the argument is named.
     *(
         (arguments, NotImplementedError, [given, next(iter(arguments)), "must be"])
         for arguments, given in (
@@ -477,7 +477,7 @@ def test_structured_outputs_defaults(target: str):
 
 
 def test_arguments_have_one_default():
-    """What users see: the configuration declares none again."""
+    """The defaults that users see: the configuration declares no others."""
     arguments = {item.name for item in dataclasses.fields(EngineArgs)}
     for item in dataclasses.fields(EngineConfig):
         if item.name in arguments:
@@ -523,7 +523,7 @@ def test_tokens_of_a_trimmed_draft(target: str, draft: str, tmp_path: Path):
     assert "30" not in repr(config).partition("draft_token_ids")[2]
     with pytest.raises(ConfigError, match="jaxspec_checkpoints trim"):
         configure(target, speculative_config=whole | dict(draft_vocab_size=5))
-    # Of random weights no token is more frequent than another.
+    # With random weights no token is more frequent than another.
     dummy = configure(
         target,
         speculative_config=whole | dict(draft_vocab_size=5),
@@ -591,7 +591,7 @@ def write_published(folder: Path, name: str, **changes: Any) -> str:
     ],
 )
 def test_gemma_3_pairs_share_a_vocabulary(tmp_path: Path, target_size, draft_size):
-    """Also a multimodal target, whose file states 64 rows more than the draft's."""
+    """Also of a multimodal target, whose file has 64 rows more than the draft's."""
     rows = 262208 if target_size in ("4b", "12b", "27b") else 262144
     target = write_published(
         tmp_path / "target", f"google/gemma-3-{target_size}-it", vocab_size=rows

@@ -45,7 +45,7 @@ def test_every_kind_of_output():
 
 def test_request_starts_when_the_first_output_is_awaited():
     async def use(serving: AsyncLLMEngine) -> None:
-        # One id twice, as people write it: the first is never looped over.
+        # One id twice: the first generator is never iterated.
         serving.generate(PROMPT, SamplingParams(max_tokens=4), "same")
         assert len(await outputs_of(serving, "same", max_tokens=4)) > 0
 
@@ -91,7 +91,7 @@ def test_leaving_an_ended_request_does_not_abort_the_next_of_its_id():
         await anext(left)
         while await serving.get_num_unfinished_requests():
             await asyncio.sleep(0.005)
-        # It has ended, and not all of it was read; its id is free.
+        # It has ended before all of it was read; its id is free.
         following = serving.generate(PROMPT, SamplingParams(max_tokens=30), "same")
         outputs = [await anext(following)]
         await left.aclose()

@@ -19,7 +19,7 @@ LIMIT_S = 10.0
 
 
 class Maker:
-    """Makes a program when it is let to."""
+    """Make a program once it is allowed to."""
 
     def __init__(self):
         self.made: list[StepShape] = []
@@ -276,7 +276,7 @@ def test_exit_waits_for_current_program_and_drops_the_queue():
     assert not exiting.is_alive()
     assert maker.made == SHAPES[:1]
     assert not any(one.is_alive() for one in maker.threads)
-    # A daemon thread begins no other; the main thread may, in a later handler.
+    # A daemon thread begins no other program; the main thread may, in a later handler.
     threading.Thread(target=compiler.get, args=(SHAPES[3],), daemon=True).start()
     assert not maker.began.acquire(timeout=0.05)
     assert compiler.get(SHAPES[2]) == "program 4"

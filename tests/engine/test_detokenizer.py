@@ -27,7 +27,7 @@ VOCAB, NUM_RETURNED = 50, 8
 
 @dataclass
 class Outcome:
-    """Text shown at the end, the stop string that ended it, ids it took."""
+    """Final text, the stop string that ended it, and the number of ids used."""
 
     text: str
     stop: str | None
@@ -182,8 +182,8 @@ def test_no_text_without_detokenization():
     ("stops", "expected"), [(["b", "bc"], "b"), (["bc", "b"], "b"), (["c", "bc"], "bc")]
 )
 def test_first_match_in_the_text_wins(stops, expected):
-    # One piece that brings "abc" at once: a character token for each would decide by
-    # arrival instead.
+    # One piece with all of "abc": with a token per character, the match would depend on
+    # the order of arrival.
     class OnePiece(StubTokenizer):
         def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
             return "abc" * len(list(ids))
@@ -194,7 +194,7 @@ def test_first_match_in_the_text_wins(stops, expected):
 
 
 def test_long_stop_string_is_fast():
-    # Compared start by start, these would take days.
+    # Comparing every start would take days.
     params = SamplingParams(stop=["a" * 10**7 + "b", "ab" * 10**6])
     stream, shown = TextStream(TOKENIZER, params), ""
     for token in TOKENIZER.encode("a" * 40 + " and so on " * 40 + "ab", False):
@@ -226,7 +226,7 @@ def logprobs_of(
 
 
 def expected(row: np.ndarray, token: int, count: int) -> dict[int, Logprob]:
-    """From a sorted row, without the arrays that the program makes."""
+    """Return the expected logprobs, from a sorted row."""
     ranked = sorted(range(VOCAB), key=lambda other: (-row[other], other))
     kept = dict.fromkeys([token, *ranked[:count]])
     return {
@@ -371,5 +371,5 @@ def test_plain_tokens_are_joined_only_on_read():
     found = [stream.follow([token]) for token in ids]
     assert len(stream._joined) <= len(found[0])
     assert stream.text == "".join(found) == TOKENIZER.decode(ids)
-    # Looking in between changes nothing.
+    # Reading in between changes nothing.
     assert stream.follow(ids[:1]) == stream.text[len("".join(found)) :]

@@ -96,7 +96,7 @@ def test_draft_of_equal_size_has_other_weights(tmp_path):
 @pytest.fixture
 def llm(tmp_path, monkeypatch):
     monkeypatch.setattr(loader, "Runner", QuickRunner)
-    # A bundled model brings this engine's token ids; here nothing else is known.
+    # The token ids of a bundled model are known; nothing else is.
     target = write_config(tmp_path / "target", "9b")
     draft = write_config(tmp_path / "draft")
     with LLM(

@@ -173,7 +173,7 @@ def test_a_profile_is_written(tmp_path: Path):
 
 
 def test_prompts_continue_when_no_stream_gets_a_page():
-    """B has no page left for its drafts, and A's prompt holds the rest of them."""
+    """B has no page left for its drafts; A's prompt holds the others."""
     engine, runner = make_fake_engine(
         list(range(2, 16)),
         num_pages=27,
@@ -219,7 +219,7 @@ def test_id_of_a_finished_text_can_be_reused():
     stops = SamplingParams(n=2, max_tokens=30, seed=3)
     engine.add_request("x", PROMPT, stops)
     engine.step()
-    # Text 0 has ended, as at a stop of its own.
+    # Text 0 has ended, as by a stop string.
     stream = engine.output_processor.streams["0_x"]
     engine.scheduler.finish(stream.request, "stop", None)
     engine.output_processor.close(stream.request)

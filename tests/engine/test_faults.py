@@ -26,7 +26,7 @@ def add(engine: LLMEngine, **changes: Any) -> None:
 
 
 def last_of(outputs: dict[str, list[RequestOutput]]) -> dict[str, list[int]]:
-    """The tokens of every request that has come to its end."""
+    """Return the tokens of every finished request."""
     completions = {
         name: outputs_of[-1].outputs[0] for name, outputs_of in outputs.items()
     }
@@ -39,7 +39,7 @@ def last_of_one(outputs: dict[str, list[RequestOutput]]) -> CompletionOutput:
 
 
 def fail(runner: Any, name: str, *, after: int, times: int = 1) -> None:
-    """Have a runner's method raise, once it was called so often."""
+    """Make a runner's method raise at a given call."""
     method, calls = getattr(runner, name), 0
 
     def called(*arguments: Any) -> Any:
@@ -103,7 +103,7 @@ def test_nan_draft_model_stops_drafting():
     assert engine.policy.is_stopped
     plans = [plan for plan, _ in runner.plans]
     drafting = [plan for plan in plans if any(drafts for _, drafts in plan.decode)]
-    # One more was on its way.
+    # One more launch was in flight.
     assert len(drafting) <= 2
     assert_idle(engine)
 
@@ -144,7 +144,7 @@ def test_nan_after_some_text_ends_the_request():
 
 
 class Gone(Followers):
-    """In place of processes on other hosts: why they were let go."""
+    """Fake followers on other hosts, which record why they were ended."""
 
     def __init__(self) -> None:
         self.reasons: list[str] = []
@@ -155,7 +155,7 @@ class Gone(Followers):
 
 @pytest.mark.parametrize("where", ["launch", "fetch"])
 def test_failure_stops_an_engine_over_several_hosts(where: str):
-    """With drafts as well: what failed here may not have failed there."""
+    """Also with drafts: the launch may not have failed on the other hosts."""
     engine, fake = make_fake_engine(num_draft_tokens=3)
     followers = fake.followers = Gone()
     add(engine)

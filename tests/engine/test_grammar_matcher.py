@@ -1,4 +1,4 @@
-"""A grammar's verdict depends on the text alone; a failure ends one text only."""
+"""Masks and failures depend only on the text; a failure ends only one text."""
 
 import functools
 import itertools
@@ -29,7 +29,7 @@ from jaxspec.text.tokenizer import Tokenizer
 EOS, NUM_PROMPT, NUM_DRAFTS, WINDOW = 1, 2, 5, 18
 WORDS_OF_LETTERS = grammar_of_regex(r"(\w{1,20} ?){1,200}")
 PANIC = grammar_of_rules("start: <eos> <[1]> <[0-8191]>*")
-# Valid to the library, until its first mask.
+# The library reports an error only with the first mask.
 CYCLES = {
     "$ref": grammar_of_schema('{"$ref": "#"}', {}),
     "anyOf": grammar_of_schema('{"anyOf": [{"$ref": "#"}]}', {}),
@@ -67,7 +67,7 @@ def ids_of(mask: np.ndarray) -> list[int]:
 
 
 def drawn(mask: np.ndarray, seed: int, position: int) -> int:
-    """A token that depends on the mask, the seed and the position alone."""
+    """Return a token that depends only on the mask, the seed and the position."""
     choices = ids_of(mask)
     texts = [one for one in choices if one != EOS] or choices
     return texts[hash((seed, position)) % len(texts)]
@@ -82,14 +82,14 @@ def masks_of(state: GrammarState, text: list[int], drafts: list[int]) -> np.ndar
 
 
 def written(grammar: Grammar, seed: int, length: int, *, has_drafts: bool) -> Any:
-    """A text, as an engine would write it, and where and why it failed."""
+    """Return a text as an engine would generate it, and where and why it failed."""
     state = GrammarState(matcher=Matcher(grammar), num_prompt=NUM_PROMPT)
     random, text = np.random.default_rng(seed), list[int]()
     while len(text) < length:
         drafts = []
         if has_drafts:
-            # What would be said next is not known yet: a walk through the masks,
-            # which now and then differs from the text.
+            # The next tokens are not known yet: drafts are a walk over the masks,
+            # which sometimes differs from the text.
             for index in range(NUM_DRAFTS):
                 mask = masks_of(state, text, drafts)[-1]
                 drafts.append(drawn(mask, seed, len(text) + index))
@@ -181,7 +181,7 @@ def test_failed_draft_does_not_affect_the_text(monkeypatch):
 
 
 def test_a_dead_end_is_a_failure():
-    # After the comma only "score" may come, which has been.
+    # After the comma only "score" may follow, which was used already.
     schema = (
         '{"type": "object", "properties": {"score": {"type": "integer"}},'
         ' "required": ["score"], "additionalProperties": false,'
@@ -240,7 +240,7 @@ def test_every_call_of_a_matcher_may_panic(use, monkeypatch):
         patch.setattr(llguidance, "LLMatcher", fail)
         with pytest.raises(GrammarFailure, match="no luck"):
             getattr(matcher, use)(*arguments)
-    # The library has recovered: so does the text.
+    # The library has recovered, and so has the text.
     matcher.back_to(0)
     np.testing.assert_array_equal(matcher.mask(), first)
 

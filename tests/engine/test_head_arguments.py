@@ -97,7 +97,7 @@ def test_a_head_is_read_from_its_folder(folders, kind):
     assert config.speculative.method == kind
     assert config.speculative.model == folders[kind]
     assert config.num_draft_tokens == 2
-    # The folder says what it holds, as in vLLM.
+    # The kind of head is read from the folder, as in vLLM.
     found = configure(
         folders, kind, method=None, model=folders[kind], num_speculative_tokens=2
     )

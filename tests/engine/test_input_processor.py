@@ -114,7 +114,7 @@ def test_logprobs_have_one_compiled_size():
 
 
 def test_chosen_ids_need_logprobs_and_controls():
-    # However few `max_logprobs` are: they are no more numbers for it.
+    # Also with a small `max_logprobs`, which does not limit them.
     request = make(logprob_token_ids=[3, 9, 3], config={"max_logprobs": 2})
     assert request.features == Features(has_controls=True, num_logprobs=2)
     assert request.controls == TokenControls(logprob_token_ids=(3, 9, 3))
@@ -204,7 +204,7 @@ def test_structured_output_has_its_feature_and_masks_min_tokens():
     assert state is not None
     assert (state.num_prompt, state.min_tokens) == (3, 4)
     assert state.stop_ids == (EOS, 7)
-    # The device knows of no least length, and stop strings do.
+    # The device has no minimum length; stop strings have.
     assert (request.min_total, request.params.min_tokens) == (3, 4)
     assert make(min_tokens=4).min_total == 3 + 4
 

@@ -241,7 +241,7 @@ def test_engine_publishes_its_cached_pages(subscriber: Subscriber):
         assert (kind, page_size) == ("BlockStored", size)
         stored[keys[0]] = parent
         tokens += token_ids
-    # One page after the other, prompt and answer, as the next turn will find them.
+    # Pages of prompt and answer in order, as the next turn will find them.
     assert tokens[:18] == prompt["prompt_token_ids"]
     assert len(tokens) // size == (18 + 9 - 1) // size
     kept = set(engine.scheduler.pages._page_of)

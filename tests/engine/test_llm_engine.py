@@ -34,7 +34,7 @@ from tests.support.fake_engines import (
 
 
 def test_programs_are_timed_while_no_launch_is_in_flight(monkeypatch):
-    """Else calibration would delay the launch, and time the two together."""
+    """Otherwise calibration would delay the launch, and time both together."""
     engine, runner = make_fake_engine(
         num_draft_tokens=3, controller=ADAPTIVE, num_pages=200, max_model_len=512
     )
@@ -178,7 +178,7 @@ def test_a_stop_string_on_the_last_token_counts_as_stop():
 
 @pytest.mark.parametrize("include", [False, True])
 def test_deltas_add_up_to_the_final_text(include):
-    # "abcab" begins twice before it comes true, so that shown text could be taken back.
+    # "abcab" starts twice before it matches: text must be held back.
     text = [2, 2, 2, 5, 6, 7, 5, 6, 7, 5, 6, 9]
     stop = letters([5, 6, 7, 5, 6, 9])
     for seed in range(6):
@@ -393,7 +393,7 @@ def test_served_model_properties():
 
 
 class OtherTokenizer(StubTokenizer):
-    """Of other pieces."""
+    """Return a tokenizer with other pieces."""
 
     @property
     def digest(self) -> bytes | None:

@@ -126,7 +126,7 @@ def test_a_draft_needs_no_tokenizer_of_its_own(tmp_path):
 
 @pytest.mark.usefixtures("nothing_is_read")
 def test_trimmed_draft_needs_turn_tokens(tmp_path):
-    """What only the tokenizer knows is missed before a weight is read as well."""
+    """Tokens that only the tokenizer defines are also checked before loading."""
     path = tmp_path / "map.json"
     options: dict[str, Any] = dict(
         speculative_model=str(bundled_draft()),
@@ -159,7 +159,7 @@ def test_flax_padding_rows_are_ignored(tmp_path):
 def write_padded(
     folder: Path, vocab_size: int, rows: Any, *, is_tied: bool = True
 ) -> None:
-    """The bundled draft, its embedding ended by more rows; perhaps with a head."""
+    """The bundled draft with additional embedding rows, and optionally a head."""
     shutil.copytree(bundled_draft(), folder)
     path = folder / "model.safetensors"
     tensors = load_file(path)
@@ -335,7 +335,7 @@ def test_end_of_turn_is_an_end_token(tmp_path, has_template, ends):
 
 @pytest.fixture(scope="module")
 def engine() -> LLMEngine:
-    """With arrays of its own: other engines must not sleep along."""
+    """An engine with its own arrays: other engines must not sleep with it."""
     return pair.own_engine()
 
 
@@ -349,7 +349,7 @@ def arrays(engine: LLMEngine) -> list[Any]:
 
 def test_sleep_frees_the_devices_and_wake_up_restores_all(engine: LLMEngine):
     before = texts(engine)
-    # By then all programs are there, of prefixes that are found as well.
+    # All programs are compiled by then, also for cached prefixes.
     assert texts(engine) == before
     compiled = engine.runner.num_compiles
     placements = [array.sharding for array in arrays(engine)]
@@ -391,7 +391,7 @@ def test_level_2_reads_the_weights_again(
 def test_stopped_draft_model_is_not_read_again(
     engine: LLMEngine, monkeypatch: pytest.MonkeyPatch, has_drafts
 ):
-    """After a launch that failed no program reads it."""
+    """After a failed launch no program reads it."""
     runner, read = MagicMock(spec=Runner), []
     runner.mesh = engine.runner.mesh
     proposers = engine.runner.program.proposers if has_drafts else ()

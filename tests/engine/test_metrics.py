@@ -20,7 +20,7 @@ from tests.support.loops import make_config
 from tests.support.memory_plans import make_plan
 from tests.support.requests import make
 
-# vLLM's names, written down from the reference.
+# vLLM's names, copied from the reference.
 COUNTERS = """
 prefix_cache_queries prefix_cache_hits num_preemptions prompt_tokens generation_tokens
 prompt_tokens_cached request_success spec_decode_num_drafts spec_decode_num_draft_tokens
@@ -327,7 +327,7 @@ def test_round_and_host_times(monkeypatch: pytest.MonkeyPatch):
     assert (rounds.buckets["0.015"], rounds.buckets["0.03"]) == (0, rounds.count)
     assert rounds.count == runner.num_launches > 2
     assert rounds.sum == pytest.approx(0.022 * rounds.count, abs=0.01)
-    # What waited is not the host's.
+    # Waiting is not host time.
     assert host.count == num_steps
     assert host.sum == pytest.approx(0.002 * runner.num_launches)
     assert host.sum == pytest.approx(engine.stats.host_s)
@@ -387,7 +387,7 @@ def test_metrics_of_the_choice_of_k():
     policy._budgets[1].num_closed = 4
     acceptance.num_compared, acceptance.num_agreed = 30, 20.5
     assert choice_values() == [2, 0.41, 8.5, 1.25, 7, 4, 30, 20.5]
-    # Without drafts it brings nothing, whatever was expected of the K before.
+    # Without drafts the gain is 0, whatever was expected of the previous K.
     policy.choice = Choice(num_drafts=0, gain=0.41)
     assert choice_values()[:2] == [0, 0]
 
@@ -542,14 +542,14 @@ def test_log_shows_changes_since_the_last_log(caplog: pytest.LogCaptureFixture):
 
 
 def test_leaves_are_counted_separately():
-    """So that acceptance by position keeps vLLM's meaning."""
+    """Acceptance by position then keeps vLLM's meaning."""
     name = "jaxspec:spec_decode_num_accepted_leaves"
     metrics, stats = make_metrics(
         num_draft_tokens=3, speculative_keys={"num_side_leaves": 2}
     )
     ones = np.ones(2, int)
     stats.record_round(3 * ones, np.array([1, 3]), np.array([3, 4]), np.array([1, 0]))
-    # One that had ended on the device says nothing.
+    # A sequence that had ended on the device does not count.
     stats.record_round(3 * ones, 0 * ones, 0 * ones, ones)
     found = {one.name: one for one in metrics.read(Load())}
     counter = found[name]

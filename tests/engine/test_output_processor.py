@@ -183,7 +183,7 @@ def wanting(**given: Any) -> SamplingParams:
 
 
 def check(part: CompletionOutput) -> list[str]:
-    """A part's origins, which must be of its tokens and of its text."""
+    """Return a part's origins; check that they match its tokens and text."""
     pieces = part.token_origins
     assert pieces is not None
     assert [one.token_id for one in pieces] == list(part.token_ids)
@@ -192,7 +192,7 @@ def check(part: CompletionOutput) -> list[str]:
 
 
 def histogram_of(origins: list[str], num_draft: int) -> list[int]:
-    """Count the steps by what they kept, from nothing but the origins."""
+    """Count steps by accepted drafts, from the origins alone."""
     counts, kept = [0] * (num_draft + 1), 0
     for origin in origins:
         if origin in ("recovered", "bonus"):
@@ -267,7 +267,7 @@ def ask_all_kinds(engine: LLMEngine, **given: Any) -> dict[str, list[list[str]]]
 
 @pytest.mark.parametrize("include", [False, True])
 def test_stop_strings_in_every_kind_of_output(include: bool):
-    # The stop string begins twice before it comes true: text is held back.
+    # The stop string starts twice before it matches: text is held back.
     text = [2, 2, 2, 5, 6, 7, 5, 6, 7, 5, 6, 9]
     for seed in range(12):
         engine, _ = make_fake_engine(text, seed=seed, num_draft_tokens=5)
@@ -360,7 +360,7 @@ def test_a_draft_that_is_the_target_is_never_recovered():
 
 
 class FakeRounds:
-    """A processor, and rounds given to it by hand."""
+    """An output processor, and rounds passed to it by the test."""
 
     def __init__(self):
         config, self.stats = make_config(), EngineStats()
@@ -389,7 +389,7 @@ def _finish(request: Request, reason: str, stop: int | str | None) -> None:
 
 
 def values_of(outputs: list[RequestOutput]) -> list[Any]:
-    """All that outputs say but times."""
+    """Return all values of outputs except times."""
     return [(output.finished, output.outputs, output.request_id) for output in outputs]
 
 

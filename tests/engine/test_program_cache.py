@@ -45,7 +45,7 @@ def lowered(monkeypatch) -> list[str]:
 
 
 def run(built: Built, arguments: Any) -> None:
-    """An executable on its arguments; the sums are right."""
+    """Run an executable, and check its sums."""
     mesh = arguments[0]["w"].sharding.mesh
     plan = jax.device_put(PLAN, NamedSharding(mesh, PartitionSpec()))
     (rows,), result = built.executable(*flatten(arguments), plan)
@@ -230,7 +230,7 @@ def test_a_damaged_program_is_replaced_with_one_warning(
 
 
 def test_a_program_of_another_jax_is_replaced(tmp_path, caplog, lowered, monkeypatch):
-    """Its name says so already; this is for two that say they are the same."""
+    """File names usually differ already; here two versions have one name."""
 
     def load(*_: object, **__: object) -> None:
         raise AttributeError("no such class in jax")

@@ -62,7 +62,7 @@ def test_a_round_is_one_launch():
 
 
 def test_nothing_is_copied_during_a_round():
-    """But the plan, and its result."""
+    """Except the plan and its result."""
     engine = pair.engine()
     run_traffic(engine)
     launch, fetch, get = engine.runner.launch, engine.runner.fetch, Compiler.get
@@ -81,7 +81,7 @@ def test_nothing_is_copied_during_a_round():
         step, layout = get(compiler, shape)
 
         def call(*arguments):
-            # The guard lets the call itself copy: here is seen what it is given.
+            # The guard allows copies by the call itself: check its arguments.
             leaves = jax.tree.leaves(arguments)
             (plan,) = (x for x in leaves if not isinstance(x, jax.Array))
             assert isinstance(plan, np.ndarray)
@@ -98,7 +98,7 @@ def test_nothing_is_copied_during_a_round():
         patch.setattr(Compiler, "get", watched)
         run_traffic(engine)
     assert len(launches) == len(plans) > 10
-    # The guard does see an array that is handed over by the way.
+    # The guard does detect an array that is copied separately.
     double = jax.jit(lambda values: values * 2)
     with (
         jax.transfer_guard("disallow"),
@@ -159,7 +159,7 @@ def test_nothing_is_compiled_after_the_warm_up():
 
 
 def test_a_program_is_timed_as_it_runs_in_an_engine(monkeypatch):
-    """One launch after the other, of which the device runs one at a time."""
+    """Launches in sequence; the device runs one at a time."""
     engine = make_engine(pair.target(), max_num_seqs=1)
     timed, now, begun = engine.runner, [0.0], list[float]()
     took = iter([50.0, 9.0, 9.0, 9.0, 2.0, 3.0, 4.0])
@@ -198,7 +198,7 @@ def test_empty_plan_does_not_change_the_state():
 
 
 def test_pages_are_not_allocated_twice_after_an_interrupt():
-    """A plain call gives away all but the draft model's."""
+    """A plain call donates all pages except the draft model's."""
     engine = pair.engine()
     runner = engine.runner
     (pages,) = runner.state.proposers
@@ -265,7 +265,7 @@ def test_dtype_auto_depends_on_the_processor(
     caplog.set_level(logging.INFO)
     mesh = build_mesh(make_config())
     assert choose_dtype("auto", mesh) == jnp.dtype(chosen)
-    # The choice is said, since it changes the text in the last digits.
+    # The choice is logged: it changes results in the last digits.
     assert f"dtype=auto: {chosen} on cpu" in caplog.text
     assert choose_dtype("float32", mesh) == jnp.float32
     assert choose_dtype("bfloat16", mesh) == jnp.bfloat16
@@ -327,7 +327,7 @@ def test_second_start_compiles_no_saved_program(num_draft, tmp_path, monkeypatch
     first, both = start(), list(compiled)
     second = start()
     assert second == first
-    # Where masks are asked for by name, programs with grammars are kept as well.
+    # With native masks, programs with grammars are saved as well.
     assert all(shape.features.has_grammar for shape in compiled)
     assert bool(compiled) != by_name[-1]
     kept = {shape for shape in both if by_name[-1] or not shape.features.has_grammar}
@@ -380,7 +380,7 @@ def test_followers_get_launches_before_the_leader_runs_them(leading):
     finally:
         del engine.runner._start
     count = engine.runner.num_launches - before
-    # Where a program was not there yet, it was compiled in between.
+    # Missing programs were compiled in between.
     launches = [one for one in followers.names() if one in ("launch", "started")]
     assert launches[: 2 * count] == ["launch", "started"] * count
 

@@ -41,7 +41,7 @@ def make_loop(changes: dict[str, Any], seed: int = 0, depth: int = 1) -> Loop:
 
 
 def quiet(number: int, random: np.random.Generator, config: Any) -> Request:
-    """Most want their last token alone."""
+    """Most requests return only their final output."""
     request = make_request(number, random, config)
     if random.random() < 0.8:
         request.params.output_kind = RequestOutputKind.FINAL_ONLY
@@ -50,7 +50,7 @@ def quiet(number: int, random: np.random.Generator, config: Any) -> Request:
 
 
 def check_newest(loop: Loop, count: int) -> None:
-    """What a launch of several rounds may not be."""
+    """Assert the conditions of a launch with several rounds."""
     for launch in loop.launches[count:]:
         if launch.num_rounds > 1:
             assert not launch.plan.tiles
@@ -169,7 +169,7 @@ def test_long_rounds_run_one_per_launch():
 
 
 def test_waiting_requests_limit_a_launch_to_one_round():
-    """One row, two requests: the second waits all the time that the first runs."""
+    """One row, two requests: the second waits while the first runs."""
     loop = make_loop(dict(max_num_seqs=1))
     first, second = make_requests(loop.config, 2, is_quiet=True)
     for request in (first, second):
@@ -196,7 +196,7 @@ def test_rounds_are_limited_by_free_pages(num_free):
     count = len(loop.launches)
     loop.step()
     assert loop.scheduler.stats.num_preemptions == 0
-    # Without any page it sits the launch out, and one launch is read.
+    # Without a free page it is left out of the launch, and a launch is read.
     found = [launch.num_rounds for launch in loop.launches[count:]]
     assert found == ([min(num_free, STEPS)] if num_free else [])
     pages.release(taken)
@@ -207,7 +207,7 @@ def test_rounds_are_limited_by_free_pages(num_free):
 
 
 def test_end_of_one_sequence_ends_the_launch():
-    """What did not run is taken back: tokens, rounds, the draft model's lag."""
+    """Rounds that did not run are undone: tokens, rounds, draft lag."""
     probe = make_loop(dict(num_draft_tokens=0))
     (said,) = make_requests(probe.config, 1)
     run_all(probe, [said])

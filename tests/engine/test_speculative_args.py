@@ -10,13 +10,13 @@ SAME = {"model": "draft", "num_speculative_tokens": 5}
 
 
 def suffix(method: str = "suffix", **changes: float) -> dict[str, Any]:
-    """What suffix drafts come to."""
+    """Return the merged arguments of suffix drafts."""
     keys = {f"suffix_decoding_{name}": value for name, value in changes.items()}
     return {"method": method} | SUFFIX_DEFAULTS | keys
 
 
 def lookup(most: int, fewest: int, method: str = "ngram") -> dict[str, Any]:
-    """What n-gram drafts come to."""
+    """Return the merged arguments of n-gram drafts."""
     keys = {"prompt_lookup_max": most, "prompt_lookup_min": fewest}
     return {"method": method} | keys
 
@@ -29,7 +29,7 @@ def lookup(most: int, fewest: int, method: str = "ngram") -> dict[str, Any]:
         ({"speculative_model": "draft", "num_speculative_tokens": 5}, SAME),
         ({"speculative_config": SAME}, SAME),
         ({"spec_model": "draft", "spec_tokens": 5}, SAME),
-        # Mixed, and the same thing said twice.
+        # Mixed generations, and one value given twice.
         ({"speculative_config": {"model": "draft"}, "num_speculative_tokens": 5}, SAME),
         ({"speculative_config": SAME, "spec_model": "draft"}, SAME),
         ({"speculative_config": {"model": "draft", "num-speculative-tokens": 5}}, SAME),
@@ -76,7 +76,7 @@ def lookup(most: int, fewest: int, method: str = "ngram") -> dict[str, Any]:
                 "synthetic_acceptance_length": 3.5,
             },
         ),
-        # All drafts in one pass: vLLM's way to say so, and our name of it.
+        # All drafts in one pass: vLLM's key, and our method's name.
         (
             {"speculative_config": SAME | {"parallel_drafting": True}},
             SAME | {"method": "pard"},
@@ -92,7 +92,7 @@ def lookup(most: int, fewest: int, method: str = "ngram") -> dict[str, Any]:
             {"spec_method": "pard", "speculative_config": SAME},
             SAME | {"method": "pard"},
         ),
-        # n-gram drafts: the first generation must say the most, and the fewest is 1 ...
+        # n-gram drafts: the first generation requires the longest, 1 is shortest ...
         ({"speculative_model": "[ngram]", "ngram_prompt_lookup_max": 4}, lookup(4, 1)),
         (
             {
@@ -103,7 +103,7 @@ def lookup(most: int, fewest: int, method: str = "ngram") -> dict[str, Any]:
             },
             lookup(4, 3) | {"num_speculative_tokens": 5},
         ),
-        # ... the others say 5 for both, or one for the other.
+        # ... in the others both default to 5, or to the one that is given.
         ({"spec_method": "ngram"}, lookup(5, 5)),
         ({"spec_model": "ngram"}, lookup(5, 5)),
         ({"speculative_config": {"method": "ngram"}}, lookup(5, 5)),
@@ -140,7 +140,7 @@ def lookup(most: int, fewest: int, method: str = "ngram") -> dict[str, Any]:
             },
             {"model": "draft"} | lookup(3, 3, "ngram+draft_model"),
         ),
-        # Suffix drafts, alone and before those of a model.
+        # Suffix drafts, alone and with a draft model.
         ({"spec_method": "suffix"}, suffix()),
         (
             {
@@ -155,7 +155,7 @@ def lookup(most: int, fewest: int, method: str = "ngram") -> dict[str, Any]:
             suffix(max_tree_depth=32, max_spec_factor=2.0)
             | {"num_speculative_tokens": 12},
         ),
-        # Answers of others, on which no text depends by the one rule.
+        # Cached answers: only with this rule are texts independent of them.
         (
             {
                 "speculative_config": {
@@ -333,7 +333,7 @@ def test_rejects_unsupported_values(arguments: dict[str, Any], given: str):
 
 
 def test_draft_kv_cache_dtype_must_be_the_targets():
-    """By either of vLLM's names; nothing is left of it among a draft's settings."""
+    """By either of vLLM's names; the draft's settings do not contain it."""
     expected = merge({"speculative_config": SAME})
     for target, draft in (("fp8", "fp8_e4m3"), ("fp8_e4m3", "fp8"), ("int8", "int8")):
         config = SAME | {"kv_cache_dtype": draft}
@@ -392,7 +392,7 @@ def test_tree_sets_the_number_of_drafts(tree: Any):
     config = {"model": "draft", "speculative_token_tree": tree}
     expected = config | {"num_speculative_tokens": 3}
     assert merge({"speculative_config": config}) == expected
-    # vLLM's way: both.
+    # As in vLLM: both.
     assert merge({"speculative_config": expected}) == expected
     assert merge({"speculative_config": config, "num_speculative_tokens": 3}) == (
         expected

@@ -44,7 +44,7 @@ CIRCULAR["properties"] = {"a": CIRCULAR}
 
 
 def fresh_masks(text: list[int], drafts: list[int]) -> np.ndarray:
-    """What the answer must be: one new matcher for every row."""
+    """Return the expected masks: with one new matcher for every row."""
     masks = np.full((len(drafts) + 1, WORDS), EVERYTHING)
     for row in range(len(drafts) + 1):
         matcher = COMPILER.matcher(FORM)
@@ -60,7 +60,7 @@ def fresh_masks(text: list[int], drafts: list[int]) -> np.ndarray:
 
 
 def num_taken(matcher: Matcher, tokens: list[int]) -> int:
-    """Return the number of tokens that the grammar takes."""
+    """Return the number of tokens that the grammar accepts."""
     for count, token in enumerate(tokens):
         try:
             if not matcher.read(token):
@@ -76,7 +76,7 @@ def ids_of(mask: np.ndarray) -> list[int]:
 
 
 def ask(masks: TokenMasks, *rows: tuple[Any, list[int], list[int]]) -> np.ndarray:
-    """Ask about (state, text, drafts) of several sequences at once."""
+    """Request masks for (state, text, drafts) of several sequences at once."""
     newest = np.zeros((len(rows), WINDOW), np.int32)
     for index, (_, text, _) in enumerate(rows):
         known = [7] * NUM_PROMPT + text
@@ -128,7 +128,7 @@ def test_masks_of_random_rounds(seed):
         drafts = drawn(text, DRAFTS, random)
         answer = ask(masks, (state, text, drafts))
         np.testing.assert_array_equal(answer[0], fresh_masks(text, drafts))
-        # Asked again, as a program that runs twice would: the same.
+        # A repeated request, as of a program that runs twice, gives the same masks.
         np.testing.assert_array_equal(ask(masks, (state, text, drafts)), answer)
         accepted = 0
         while accepted < DRAFTS and drafts[accepted] in ids_of(answer[0, accepted]):
@@ -257,7 +257,7 @@ def test_slow_mask_is_late_and_does_not_block_a_launch(monkeypatch):
     np.testing.assert_array_equal(answer[1], fresh_masks([4, 5], [12, 4, 5]))
     assert (slow.late_length, slow.is_slow) == (1, True)
     assert (other.late_length, other.is_slow) == (None, False)
-    # A launch that is under way asks about tokens that are dropped.
+    # A launch in flight requests masks for tokens that are dropped.
     assert [ids_of(row) for row in ask(masks, (slow, [4, EOS], [4, 4, 4]))[0]] == (
         [[EOS]] * 4
     )
@@ -429,7 +429,7 @@ WHITE = " \n\r\t"
 def written_by_a_lover_of_white_space(
     compiler: GrammarCompiler, tokenizer: Tokenizer, params: StructuredOutputsParams
 ) -> str | None:
-    """The text of a model that says white space wherever it may; None without end."""
+    """Return a text with all allowed white space; None if it never ends."""
     matcher, tokens = compiler.matcher(params), list[int]()
     while len(tokens) < 1000:
         choices = sorted(allowed(matcher, tokenizer.vocab_size) - {EOS})
@@ -456,7 +456,7 @@ PATTERNED = SCHEMA | {"x-guidance": {"whitespace_pattern": UNBOUNDED}}
         (dict(json=SCHEMA, disable_any_whitespace=True), {}, 0),
         (dict(json=SCHEMA, whitespace_pattern="\n?"), {}, 1),
         (dict(json=SCHEMA, whitespace_pattern=UNBOUNDED), {}, None),
-        # As in vLLM, a schema may speak for itself.
+        # As in vLLM, a schema may contain its own options.
         (dict(json=GUIDED), {}, None),
         (dict(json=GUIDED), dict(disable_any_whitespace=True), None),
         (dict(json=GUIDED, disable_any_whitespace=True), {}, 0),
@@ -600,7 +600,7 @@ def test_grammar_cache_is_limited_in_bytes(monkeypatch):
     compiler.matcher(forms[5])  # the oldest, and from now on the newest
     compiler.matcher(forms[0])
     assert str(forms[5].regex) in " ".join(compiler._cache)
-    # One that is larger than all the room is kept while it is the newest.
+    # A grammar larger than the limit is cached while it is the newest.
     monkeypatch.setattr(structured_output, "MAX_CACHED_BYTES", 1)
     compiler.matcher(forms[0])
     assert len(compiler._cache) == 1
@@ -662,7 +662,7 @@ def test_many_threads_request_masks(monkeypatch):
 
 
 def test_compilers_restore_the_stack_size(monkeypatch):
-    """Two engines of a process, whose requests bring grammars at one moment."""
+    """Two engines of a process compile grammars at the same time."""
     set_size, before = threading.stack_size, threading.stack_size()
 
     def set_slowly(size: int = 0) -> int:

@@ -36,7 +36,7 @@ def test_warm_up_compiles_programs_of_special_requests():
     form = Features(has_controls=True, num_logprobs=most)
     assert {shape.features for shape in asked} == {*plain, form}
     assert len(set(asked)) == len(asked)
-    # Short prompts that come together are one long chunk.
+    # Short prompts that arrive together are one long chunk.
     for number in range(7):
         params = special if number == 3 else SamplingParams(max_tokens=3)
         engine.add_request(str(number), [2] * 9, params)

@@ -1,4 +1,4 @@
-"""Described parameters and state equal an engine's; which devices can be described."""
+"""Described parameters and state equal an engine's; names of described devices."""
 
 from importlib import util
 from pathlib import Path

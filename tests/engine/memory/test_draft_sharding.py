@@ -1,4 +1,4 @@
-"""The choice of a draft model's devices, against sums made by hand."""
+"""The choice of a draft model's devices equals calculations by hand."""
 
 import re
 from typing import Any
@@ -75,14 +75,14 @@ def test_small_draft_is_on_every_device():
 @pytest.mark.parametrize(
     ("sizes", "devices", "reason"),
     [
-        # The fastest, whichever it is.
+        # The fastest of all sizes.
         ([size(8, 1), size(4, 2), size(2, 3)], 8, "the fastest"),
         ([size(8, 3), size(4, 1), size(2, 2)], 4, "the fastest"),
         ([size(8, 3), size(4, 2), size(2, 1)], 2, "the fastest"),
-        # Hardly faster, and by just enough.
+        # Too little faster, and just enough.
         ([size(8, 1), size(4, 1 - MIN_GAIN + 0.01)], 8, "no other is clearly"),
         ([size(8, 1), size(4, 1 - MIN_GAIN - 0.01)], 4, "the fastest"),
-        # Faster, but where requests would be: the next one, or none.
+        # Faster, but with too few pages: the next one, or none.
         ([size(8, 3), size(4, 2), size(2, 1, 50)], 4, "2, faster .* too few pages"),
         ([size(8, 3), size(4, 2, 0), size(2, 1, None)], 8, "2, faster .* too few"),
         ([size(8, 3), size(4, 1, int(100 * MIN_PAGES))], 4, "the fastest"),
@@ -124,7 +124,7 @@ def test_decision_is_described_in_one_line():
 @pytest.mark.parametrize(
     ("kind", "num_devices", "expected"),
     [
-        # Nothing to sum, and no time.
+        # No all-reduce, and no time.
         ("v5e", 1, 0.0),
         # 5 us, 2, 4 or 8 hops of 1 us, and 2 x 7/8 of 1 MB at 100 GB/s.
         ("v5e", 2, 5 + 2 + 10),
@@ -146,7 +146,7 @@ def test_all_reduce_time_has_latency_hops_and_bytes(
 
 
 def test_named_devices_have_speeds():
-    # The time of a sum is not published for these.
+    # The time of an all-reduce is not published for these.
     unknown = {"t4", "l4", "a100-40gb", "a100-80gb", "b200"}
     for name in MEMORY_BYTES:
         assert (speeds_of(name) in SPEEDS.values()) == (name not in unknown), name

@@ -1,4 +1,4 @@
-"""The division of a device's memory, against sums made by hand."""
+"""The division of a device's memory equals calculations by hand."""
 
 import dataclasses
 import re
@@ -47,7 +47,7 @@ def test_9b_with_a_2b_draft_on_80_gb():
     # 512 pages a sequence.
     assert made.concurrency(8192) == 12.25
     assert made.concurrency(100) == 6272 / 7
-    # Without the draft programs have 64 rows, and no distributions.
+    # Without the draft, programs have 64 rows and no distributions.
     alone = 4 * 256_000 * (5 * 64 + 4 * 64) + 268_435_456
     assert alone == 858_259_456
     programs = made.workspace_bytes - alone
@@ -96,7 +96,7 @@ def test_given_pages_lose_the_drafts_part():
     made = make_plan(SIXTY_FOUR | dict(num_pages=1000))
     # 1,000 pages of both models are 1,309 of the target's.
     assert made.sequences_lost == (1309 - 1000) / 512
-    # What a compiler says of programs with drafts is no estimate of those without.
+    # Compiled sizes with drafts are no estimate of programs without drafts.
     found = make_plan(SIXTY_FOUR | dict(num_pages=1000), compiled_bytes=2**30)
     programs = 2**30 - 858_259_456
     assert found.draft_bytes == 5_228_683_776 + 1000 * 1_703_936 + programs
@@ -116,20 +116,20 @@ def test_default_utilization_is_vllms():
 
 
 def test_utilization_is_relative_to_the_whole_device():
-    # jax has 95 of 100, and 92 of 100 are asked for.
+    # jax has a share of 0.95, and 0.92 is requested.
     share = facts(limit_bytes=95 * 10**9, limit_share=0.95)
     assert share.budget_bytes(0.92) == pytest.approx(92 * 10**9)
     assert share.budget_bytes(1.0) == 95 * 10**9
 
 
 def test_number_of_pages_is_rounded():
-    # One page more or less of 7 MB is the same plan, and so the same programs.
+    # A difference of one 7 MB page gives the same plan, and so the same programs.
     counts = {
         make_plan(SIXTY_FOUR, used_bytes=n * 7 * 10**6).num_pages for n in range(10)
     }
     assert len(counts) <= 2
     assert all(count % 64 == 0 for count in counts)
-    # Where that would cost the only sequence, it is not.
+    # Not rounded if one sequence would no longer fit.
     exact = TARGET_9B.weight_bytes + DRAFT_2B.weight_bytes + 2_824_339_456
     limit = exact + 515 * 7_208_960
     small = make_plan(
@@ -141,7 +141,7 @@ def test_number_of_pages_is_rounded():
 
 
 def test_pages_are_limited_by_int32_indices():
-    # Of the 2B's layers a page has 16 * 8 * 256 values.
+    # A page of a layer of 2B has 16 * 8 * 256 values.
     made = make_plan(
         limit_bytes=10**15, draft=ModelBytes(), layer_page_values=16 * 8 * 256
     )
@@ -152,7 +152,7 @@ def test_given_number_of_pages_is_used():
     assert make_plan(dict(num_pages=1000)).num_pages == 1000
     made = make_plan(dict(kv_cache_memory_bytes=7_208_960 * 777 + 5))
     assert (made.num_pages, made.utilization) == (777, None)
-    # The number of pages goes first, as in vLLM.
+    # The number of pages has priority, as in vLLM.
     both = make_plan(dict(kv_cache_memory_bytes=10**10, num_pages=1000))
     assert both.num_pages == 1000
     # Without a known limit, as on a CPU, there is nothing to exceed.
@@ -169,7 +169,7 @@ def test_temporaries_are_the_larger_of_logits_and_layers():
     assert PROGRAMS.temporary_bytes(Sizes(33, 2048)) == PROGRAMS.temporary_bytes(
         Sizes(64, 2048)
     )
-    # No more prompt tokens than all sequences have, and few where bits may not change.
+    # At most the tokens of all sequences; few with `batch_invariant`.
     short = dataclasses.replace(PROGRAMS, max_model_len=1024)
     sizes = Sizes(4, 10**6)
     assert short.temporary_bytes(sizes) == short.temporary_bytes(Sizes(4, 4096))
@@ -272,14 +272,14 @@ def test_error_suggests_the_least_costly_setting():
 
 
 def test_a_larger_share_lets_jax_take_more_of_a_gpu():
-    """What jax has of a GPU follows the share: it is no reason for a second GPU."""
-    # Of 80 GB jax takes 25 of 100, and the engine 20.
+    """Jax's part of a GPU grows with the share: no second GPU is suggested."""
+    # jax reserves 25 % of 80 GB, and the engine plans with 20 %.
     small: dict[str, Any] = dict(limit_bytes=20 * 10**9, limit_share=0.25)
     error = refusal(dict(gpu_memory_utilization=0.2), **small, most_share=0.95)
     assert error.parameter == "gpu_memory_utilization"
     assert "of GPU's 70.78 GiB, of which gpu_memory_utilization=0.2 gives" in str(error)
     assert isinstance(error.value, float)
-    # It is enough with the defaults that this share has, which are larger ones.
+    # The share is sufficient also for its default sizes, which are larger.
     share = dict(gpu_memory_utilization=error.value)
     enough: dict[str, Any] = dict(
         limit_bytes=int(80e9 * (error.value + 0.05)), limit_share=error.value + 0.05

@@ -101,7 +101,7 @@ def test_packaged_file_is_planned_as_stored(monkeypatch):
     assert found == plan_for(tiny, "h200").facts
 
 
-# Of a layer of 2B: outputs and features of its matrices.
+# Outputs and features of the matrices in a layer of 2B.
 MATRICES = ((2048, 2304), (2048, 2304), (2304, 2048), (18432, 2304), (2304, 9216))
 
 
@@ -296,7 +296,7 @@ def test_drafts_from_the_text_take_no_memory():
 
 
 def recorded() -> list[tuple[str, ProgramFacts, Sizes, int]]:
-    """What compilers said of programs at full size: which, and their temporaries."""
+    """Recorded compilations at full size: programs, and their temporaries."""
     found = []
     for name in ("aot_step", "aot-costs-after"):
         for row in json.loads((RESULTS / f"{name}.json").read_text())["rows"]:
@@ -342,7 +342,7 @@ def test_estimate_is_slightly_above_compiled_size():
 
 
 def test_temporaries_of_a_layer_are_those_of_its_mlp():
-    """Gate and up in float32 and what they make in bfloat16: by XLA's own account.
+    """Gate and up in float32 and their product in bfloat16, by XLA's buffer report.
 
     On an H200 64 sequences of 27B, whose distributions exist from the start, take
     1,337,855,792 bytes: these, 10 bytes of the model's width, and small ones.
@@ -393,7 +393,7 @@ def test_large_batches_and_controls_match_compiled_sizes(name: str):
         assert row["argument_bytes"] > row["donated_bytes"]
 
 
-# Pairs that people have, by device: at 64, 128 and 256 sequences, as far as recorded.
+# Common pairs by device, at 64, 128 and 256 sequences, as far as recorded.
 PAIRS = (
     ("v6e-1", "2b", None),
     ("v6e-1", "9b", "2b"),
@@ -417,7 +417,7 @@ def test_pairs_are_recorded_at_every_size_and_fit():
             facts = cell.facts(place)
             taken = facts.weight_bytes + facts.programs.code_bytes + row["temp_bytes"]
             one = facts.pages_per_seq * facts.page_bytes
-            # One sequence of the longest, in what an engine takes of the device.
+            # One sequence of maximum length fits the engine's share of the device.
             fits = taken + one <= facts.budget_bytes(DEFAULT_UTILIZATION)
             whole = cell.draft_devices in (None, len(named_devices(cell.device)))
             assert fits == (whole and name not in TOO_LARGE), (name, place)
@@ -473,7 +473,7 @@ def test_draft_on_fewer_chips_has_less_all_reduce_and_more_memory():
 
 
 def test_draft_is_spread_over_the_fastest_number_of_devices():
-    """As an engine, a plan and `compile` have it, on devices that are named."""
+    """Engine, plan and `compile` agree, on devices known by name."""
     big = pair("27b", tensor_parallel_size=8)
     found = plan_for(big, "v5e-8")
     assert found.draft_sharding is not None
@@ -493,7 +493,7 @@ def test_draft_is_spread_over_the_fastest_number_of_devices():
     assert (found.draft_sharding.devices, found.draft_sharding.is_given) == (2, True)
     assert found.facts.draft.weight_bytes > 2 * eight.read_s * 819e9
 
-    # One device leaves no choice, and of a CPU no speeds are known.
+    # One device leaves no choice; speeds of CPUs are unknown.
     assert plan_for(pair(), "h100").draft_sharding is None
     assert (
         plan_for(pair("27b", None, tensor_parallel_size=8), "v5e-8").as_dict()[
@@ -539,7 +539,7 @@ def test_fp8_pages_exclude_one_kv_head_per_device():
     )
     _, _, sharding = spread_draft(config, mesh, device="v5e-8")
     assert sharding is not None and sharding.devices in (1, 2)
-    # 9B itself has eight heads, so that no size of the draft helps.
+    # 9B itself has eight heads: no size of the draft helps.
     with pytest.raises(UnsupportedError, match="one KV head"):
         spread_draft(small, small_mesh, device="v5e-8")
 
@@ -619,7 +619,7 @@ def test_default_cpu_sizes_are_unchanged(caplog):
     [table] = [one for one in caplog.messages if one.startswith("Memory of")]
     assert table == made.memory.table()
     assert "Maximum concurrency at 64 tokens: 2.00x" in table
-    # Nothing more is compiled, or asked of compilers, than was before.
+    # Nothing is compiled.
     assert (made.num_compiles, made.temporary_bytes) == (0, 0)
 
 
@@ -735,13 +735,13 @@ def test_compiled_program_reports_its_temporaries(monkeypatch):
     mesh = runner.build_mesh(config)
     found = probe.compiled_temporaries(config, mesh)
     assert found == 12_345
-    # The largest of those that any plain request can need.
+    # The largest program of plain requests.
     assert [one.name for one in shapes] == ["2x2+512_sampled"]
     plan = fit(config, mesh, compiled_bytes=found)[1]
     assert isinstance(plan, MemoryPlan)
     assert plan.workspace_bytes == found
     assert "compiled" in plan.table()
-    # Also of those that an engine begins without.
+    # Including programs that are compiled on demand.
     many = dict(max_num_batched_tokens=4096, max_num_seqs=16, max_model_len=512)
     probe.compiled_temporaries(config_of(**many), mesh)
     assert shapes[-1].name == "16x2+4096_sampled"

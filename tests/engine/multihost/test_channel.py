@@ -53,7 +53,7 @@ def hosts(tmp_path: Path) -> Callable[..., HostsConfig]:
 
 
 def together(*functions: Callable[[], Any]) -> list[Any]:
-    """Call functions at the same time; what each returns or raises."""
+    """Call functions concurrently; return the result or error of each."""
     results: list[Any] = [None] * len(functions)
 
     def call(index: int) -> None:
@@ -112,7 +112,7 @@ Ends = Callable[..., tuple[Connection, Connection, socket.socket]]
 
 @pytest.fixture
 def ends() -> Iterator[Ends]:
-    """Makes both ends of a connection; gives the leader's socket as well."""
+    """Make both ends of a connection; return the leader's socket as well."""
     with contextlib.ExitStack() as stack:
 
         def make(secret: bytes, other: bytes | None = None) -> Any:
@@ -128,7 +128,7 @@ def ends() -> Iterator[Ends]:
 
 
 class Kept:
-    """In place of a socket: what would be sent."""
+    """A fake socket that records sent data."""
 
     def __init__(self, sent: list[bytes]):
         self._sent = sent
@@ -192,7 +192,7 @@ def test_repeated_or_omitted_message_is_rejected(ends: Ends):
     with pytest.raises(HostsError, match="message 2 arrived, not 1"):
         follower.receive()
     again, other, stream = ends(b"s" * 16)
-    # The keys of another connection are others.
+    # Another connection has other keys.
     stream.sendall(sent[0])
     with pytest.raises(HostsError, match="not signed"):
         other.receive()
@@ -205,7 +205,7 @@ def test_unsigned_message_cannot_reserve_memory(ends: Ends):
     stream.sendall(channel._HEADER.pack(0, channel.MAX_FIRST_BYTES, 1))
     with pytest.raises(HostsError, match="too long"):
         follower.receive()
-    # Once a message was signed, the others may be long.
+    # After the first signed message, messages may be long.
     leader, follower, stream = ends(b"s" * 16)
     leader.send({})
     assert follower.receive() == ({}, None)
@@ -310,7 +310,7 @@ def test_late_answer_does_not_lose_the_last_command():
         followers = Followers({1: (ours, "near")}, losses)
         number = followers.send("compile", {})
         followers.end()
-        # Two: the first would be answered by a reset, which the second one meets.
+        # Two: the first causes a reset, which the second one receives.
         for _ in range(2):
             theirs.send({"number": number, "values": {}})
             time.sleep(0.1)
@@ -495,7 +495,7 @@ def test_silent_leader_is_not_reported_as_wrong_secret(
         start = time.monotonic()
         with pytest.raises(ConfigError, match="has not responded.*node_rank is 0"):
             Leader.find(config, FACTS)
-        # As long as a leader may need for others.
+        # As long as a leader may take for other processes.
         assert time.monotonic() - start > 0.9
 
 
@@ -556,7 +556,7 @@ def test_restarted_process_replaces_itself(
                 assert num_accepted.acquire(timeout=10)
             return Leader.find(hosts(rank), FACTS, Losses())
 
-        # The other comes before, or after, the first one is there again.
+        # The other process connects before or after the restarted one.
         return together(
             lambda: find(1, waits=is_complete), lambda: find(2, waits=not is_complete)
         )

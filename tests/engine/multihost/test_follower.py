@@ -19,7 +19,7 @@ SHAPE = StepShape(num_seqs=2, num_draft_tokens=3, chunk=0)
 
 
 class Result:
-    """Of a launch: who waits for it is written down."""
+    """The result of a launch, which records waits for it."""
 
     def __init__(self, events: list[Any], number: int):
         self._events, self._number = events, number
@@ -29,7 +29,7 @@ class Result:
 
 
 class Written(Runner):
-    """A runner that writes down what it is asked."""
+    """A runner that records its calls."""
 
     def __init__(self) -> None:
         self.config = make_config()

@@ -96,7 +96,7 @@ def test_tokens_of_rounds_are_added_to_their_requests():
     left = np.array([requests[0].row, requests[2].row])
     assert rows.num_tokens[left].tolist() == [5, 7]
     assert rows.ahead[left].tolist() == [0, 0]
-    # Of three drafts each, one and three were accepted; the one that ended is left out.
+    # One and three of three drafts were accepted; the ended request is left out.
     once, all_three = acceptance.of_rows(left)
     assert once[0] > once[1] < all_three[1]
     assert (acceptance.of_rows(np.array([1])) == acceptance.mean()).all()

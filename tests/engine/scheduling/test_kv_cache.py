@@ -27,7 +27,7 @@ NUM_PAGES = 8
 
 
 class Holders(RuleBasedStateMachine):
-    """Sequences that take, share and release, against plain lists."""
+    """Sequences of take, share and release, compared with plain lists."""
 
     def __init__(self):
         super().__init__()
@@ -51,7 +51,7 @@ class Holders(RuleBasedStateMachine):
         taken = self.pool.take(count)
         assert len(set(taken)) == count
         assert set(taken) <= self.free()
-        # The least recently used go first, and only when nothing blank is left.
+        # The least recently used are evicted first, once no page without key is left.
         assert set(taken) & set(self.released) == set(lost)
         self.released = self.released[len(lost) :]
         self.keys = {k: p for k, p in self.keys.items() if p not in taken}
@@ -159,7 +159,7 @@ def test_keys_can_include_the_next_token():
     assert len(list(page_keys(root, tokens[:4], 2, 1))) == 1
     other = list(page_keys(root, [4, 5, 6, 7, 9], 2, 1))
     assert (other[0], other[1] == keys[1]) == (keys[0], False)
-    # On from where others ended, the token after the last page counts again.
+    # Continued keys also depend on the token after the last page.
     assert list(page_keys(keys[0], tokens[2:], 2, 1)) == keys[1:]
 
 
@@ -172,7 +172,7 @@ def test_shared_prefix_is_prefilled_once():
     config = make_config(max_num_seqs=4, num_pages=200, max_num_batched_tokens=32)
     requests = make_requests(config, 4)
     loop = run_traffic(config, requests)
-    # All full pages but that of the last prompt token come from the first request.
+    # All full pages except that of the last prompt token are the first request's.
     assert [request.num_cached_tokens for request in requests] == [0, 68, 68, 68]
     num_prefilled = sum(launch.num_prefilled for launch in loop.launches)
     assert num_prefilled == 70 + 3 * 2
@@ -206,7 +206,7 @@ def test_salts_do_not_share_pages():
 
 
 def test_generated_tokens_are_found_in_the_cache():
-    """The next turn of a conversation begins with the answer to the one before."""
+    """The next turn of a conversation begins with the previous answer."""
     for num_draft in (0, 3):
         config = make_config(num_pages=200, num_draft_tokens=num_draft)
         prompt = [1] * 30
@@ -231,7 +231,7 @@ def test_planned_pages_equal_allocated_pages(seed):
     stem = random.integers(0, 16, 24).tolist()
 
     def make() -> Request:
-        """With a prompt that others share, and perhaps an end of its own."""
+        """Return a request with a shared prompt, and possibly a private suffix."""
         shared, own = random.integers(1, 12), random.integers(0, 3)
         prompt = [*stem[:shared], *random.integers(0, 16, own).tolist()]
         return make_request(prompt_token_ids=prompt, tokens_to_prefill=prompt)

@@ -48,7 +48,7 @@ LIMITS = (24, SUFFIX_DEFAULTS["suffix_decoding_max_spec_factor"])
 def brute_force(
     tokens: list[int], newest: list[int], longest: int, shortest: int
 ) -> tuple[int, list[int]]:
-    """All places by comparison, the latest first; those of the most tokens."""
+    """Return the positions of the longest matches by brute force, latest first."""
     last = len(tokens) - (newest is tokens) - 1
     lengths = {}
     for end in range(last, -1, -1):
@@ -111,7 +111,7 @@ def test_only_the_latest_positions_are_compared():
 
 
 def make_request(prompt: list[int], **changes: Any) -> Request:
-    """In row 0, with its prompt and nothing more."""
+    """Return a request in row 0, with only its prompt."""
     (request,) = make_requests(
         make_config(),
         1,
@@ -125,7 +125,7 @@ def make_request(prompt: list[int], **changes: Any) -> Request:
 
 
 def say(watching: LookupEstimator, request: Request, tokens: list[int]) -> int:
-    """Decode tokens without drafts; the last run."""
+    """Decode tokens without drafts; return the last run."""
     run = 0
     for token in tokens:
         request.output_token_ids.append(token)
@@ -268,7 +268,7 @@ def test_many_salts_of_short_answers_take_bounded_memory():
 
 
 class LookupDevice(FakeDevice):
-    """Drafts what the text has, as the program does."""
+    """A fake device that drafts from the text, as the program does."""
 
     def _search(self, row: Row) -> list[int]:
         return search_suffix(row.tokens, LIMITS, shortest=RULE.shortest, num_draft=MOST)
@@ -294,7 +294,7 @@ class CostlyDrafts(Loop):
 
 
 def watched(truth: Truth, length: int, **changes: Any) -> CostlyDrafts:
-    """Requests decoded by a scheduler that knows what rounds cost."""
+    """Decode requests with a scheduler that knows the times of rounds."""
     keys: dict[str, Any] = {"method": "suffix", **SUFFIX_DEFAULTS}
     speculative = SpeculativeConfig(
         num_speculative_tokens=MOST, controller=ADAPTIVE, **keys
@@ -341,7 +341,7 @@ def test_no_drafts_without_repetition(num_seqs):
 
 @pytest.mark.parametrize("num_seqs", [1, 3])
 def test_copy_gets_drafts_within_a_few_tokens(num_seqs):
-    """All say what the prompt says, from its 20th token on, over and over."""
+    """All requests repeat the prompt, from its 20th token on."""
     prompt = [int(one) for one in np.random.default_rng(0).permutation(60)]
     loop = watched(repeat_truth(prompt), 200, max_num_seqs=num_seqs)
     decoding = [launch for launch in loop.launches if len(launch.rows)]

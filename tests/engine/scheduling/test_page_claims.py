@@ -29,7 +29,7 @@ def make_running(*num_pages: int, free: int) -> tuple[PageTables, list[Request]]
 
 
 def divide(tables: PageTables, running: list[Request], **wanted: int) -> list[Any]:
-    """Row, rows that are preempted for it, and whether it gets its pages."""
+    """Return (row, rows preempted for it, whether it gets its pages)."""
     claims = [Grant(running[int(row[1:])], n * SIZE) for row, n in wanted.items()]
     before = tables.pool.num_free, [list(one.pages) for one in running]
     assert not has_pages(tables, claims)

@@ -86,7 +86,7 @@ def test_private_pages_have_no_events():
         pass
     assert loop.scheduler.pages._page_of
     assert events.take() == [PagesCleared()]
-    # Nor are they when they go.
+    # Neither are their removals.
     loop.scheduler.pages.forget(range(config.num_pages))
     assert not events.take()
 

@@ -43,7 +43,7 @@ def begin_chunk(pacer: Pacer, mixed: list[Round]) -> tuple[int, float | None]:
 
 
 def run(costs: dict[int, float], rounds: int) -> list[int]:
-    """Chunks of the rounds, each measured before the next is planned."""
+    """Return the chunks of rounds, each measured before the next is planned."""
     pacer, chosen = make_pacer(), []
     for _ in range(rounds):
         chunk, charged = begin_chunk(pacer, ROUNDS)
@@ -58,13 +58,13 @@ def run(costs: dict[int, float], rounds: int) -> list[int]:
     extra=st.lists(st.floats(0.0, 20.0), min_size=4, max_size=4),
 )
 def test_mean_round_time_is_within_the_allowance(base, extra):
-    """Whatever chunks cost, once they have been tried."""
+    """For any costs of chunks, once they have been tried."""
     costs, total = {0: base}, 0.0
     for chunk, more in zip(CHUNKS, extra, strict=True):
         total += more
         costs[chunk] = base * (1 + total)
     chosen = run(costs, 600)
-    # A chunk may have to be tried twice, and is then paid back.
+    # A chunk may be tried twice; its cost is then repaid.
     spent = sum(costs[chunk] for chunk in chosen)
     tried = sum(2 * costs[chunk] for chunk in CHUNKS)
     assert spent <= MAX_SLOWDOWN * base * len(chosen) + tried
@@ -90,7 +90,7 @@ def test_balance_ends_with_its_prefill():
 
 @pytest.mark.parametrize("stalled", [0, 32])
 def test_stall_does_not_block_prompts(stalled):
-    """The machine stands still for a thousand rounds' time, once."""
+    """The machine is suspended once, for the time of a thousand rounds."""
     costs = {0: 0.010, 32: 0.012}
     pacer, chosen = make_pacer(), []
     for number in range(200):
@@ -166,13 +166,13 @@ def test_long_prompt_does_not_delay_streams(prompt_token_s):
     rounds = streaming_rounds(loop, 4000)
     mean = sum(rounds) / len(rounds)
     assert mean <= 1.5 * loop.fastest_s * 1.02
-    # And the allowance is used, or the prompt would wait for nothing.
+    # The allowance is used up: otherwise the prompt would wait needlessly.
     if prompt_token_s >= 1 / 512:
         assert mean >= 1.2 * loop.fastest_s
 
 
 def test_deferred_prompt_continues_when_no_stream_gets_pages():
-    """The stream grows into the pages of a prompt that comes before it in rank."""
+    """The stream needs the pages of a prompt with a higher rank."""
     config = make_config(
         model_config=dataclasses.replace(MODEL, max_position_embeddings=704),
         max_model_len=704,
@@ -196,7 +196,7 @@ def test_deferred_prompt_continues_when_no_stream_gets_pages():
     while is_running:
         num_launches, has_one_to_read = len(loop.launches), bool(loop.launched)
         is_running = loop.step()
-        # With nothing to read there is a launch, however little the account allows.
+        # Without an unread launch something is launched, at any balance.
         assert has_one_to_read or len(loop.launches) > num_launches
     assert stream.stats.num_preemptions == 1
     assert loop.finished == [urgent, stream]
@@ -218,7 +218,7 @@ def test_prompts_prefill_at_full_speed_without_streams():
 
 
 def test_prompts_use_the_launches_with_the_least_total_time():
-    """A launch computes all that its program has room for."""
+    """A launch computes the full size of its program."""
     pacer = make_pacer()
     pacer.step_times.seconds = dict(zip(ROUNDS, (0.02, 0.05, 0.16, 0.7), strict=True))
     reads = {1: 32, 32: 32, 64: 32, 65: 128, 128: 128, 384: 128, 416: 512, 512: 512}
@@ -232,7 +232,7 @@ def test_prompts_use_the_launches_with_the_least_total_time():
     ("known", "chunk"),
     [
         ({}, 2048),
-        # A smaller one may take its share of the time, so it is worth a try.
+        # A smaller one may take its share of the time: it is tried.
         ({512: 0.16}, 32),
         ({512: 0.16, 32: 0.02}, 128),
         ({512: 0.16, 128: 0.05, 32: 0.1}, 128),
@@ -267,7 +267,7 @@ def test_rest_of_prompts_uses_small_launches():
 
 
 def test_single_sequence_program_is_not_used_if_more_requests_wait():
-    """After its first launch it has no room for those that decode by then."""
+    """After its first launch it has no room for the decoding requests."""
     config = make_config(max_num_seqs=8, num_pages=200, max_num_batched_tokens=512)
     loop, first = Loop(config, seed=0), 0
     costs = {64: 1.0, 128: 1.2, 512: 4.0}

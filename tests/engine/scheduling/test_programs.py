@@ -36,7 +36,7 @@ def make_shapes(programs: EveryProgram | None = None, **changes: Any) -> Shapes:
 
 
 def find(shapes: Shapes, *need: Any, **options: Any) -> StepShape | None:
-    """Look a program up, and request the better one that is missing."""
+    """Select a program, and request the better one that is missing."""
     found = shapes.select(*need, **options)
     shapes.request_compile(found.missing)
     return found.shape
@@ -171,7 +171,7 @@ def test_few_launches_without_drafts_request_no_compile():
         assert [shape.name for shape in programs.asked] == ["8x5+64_sampled"]
     assert find(shapes, 8, 0, 64) == largest
     assert programs.asked[-1].name == "8x0+64_sampled"
-    # Where it is there, it is used.
+    # Once compiled, it is used.
     programs.add(programs.asked[-1])
     assert find(shapes, 8, 0, 64, is_brief=True) == programs.asked[-1]
 
@@ -242,7 +242,7 @@ def test_missing_program_is_requested_and_a_larger_one_serves():
     assert find(shapes, 1, 5, 0, LOGPROBS) is None
 
 
-# With room for more prompt tokens than the programs that an engine begins with.
+# With more prompt tokens than the first programs of an engine.
 LARGE: dict[str, Any] = DEFAULT | dict(
     max_num_seqs=16, max_num_batched_tokens=8192, max_model_len=512, num_pages=2048
 )
@@ -262,7 +262,7 @@ def test_larger_chunk_is_compiled_once_that_many_tokens_wait():
     assert {shape.chunk for shape in shapes.catch_ups} == {256, FIRST_CHUNK}
     late = {shape.chunk: shapes.is_on_demand(shape) for shape in listed}
     assert late[8192] and not late[FIRST_CHUNK]
-    # Greedy requests have their prompts read in programs of sampled ones.
+    # Prompts of greedy requests are prefilled in programs for sampling.
     assert {shape.chunk for shape in shapes.all(features=[GREEDY])} == {
         0,
         256,
@@ -322,7 +322,7 @@ def test_batch_invariant_launches_use_one_program(features):
     for seqs, drafts, tiles in itertools.product(range(1, 9), range(6), range(4)):
         assert shapes.find(seqs, drafts, tiles * TILE, features) == only
         assert shapes.with_prompts(seqs, drafts, features) == [only]
-    # A more general program would be another one.
+    # A more general program is a different program.
     general = make_shapes(**DEFAULT).find(1, 5, 0, LOGPROBS)
     assert general is not None and general.features.covers(features)
     waiting = make_shapes(SomePrograms(general), batch_invariant=True, **DEFAULT)
@@ -373,7 +373,7 @@ SHORT = "[(0,), (1,), (1, 0), (1, 1), (1, 0, 0)]"
     [
         ({"num_side_leaves": 2}, True),
         ({"speculative_token_tree": ALONE}, True),
-        # Its longest path is not the chain of first choices.
+        # Its longest path is not the main chain.
         ({"speculative_token_tree": SHORT}, False),
         ({}, False),
     ],
@@ -389,7 +389,7 @@ def test_rounds_can_run_without_side_branches(keys, has_chains):
     if not has_chains:
         assert not chains or chains == drafting
         return
-    # One of every size, compiled when it is wanted.
+    # One of every size, compiled on demand.
     whole = [one for one in drafting if one not in chains]
     assert {dataclasses.replace(one, template=None) for one in whole} == set(chains)
     assert len(whole) == len(chains) and not set(chains) & set(soon)

@@ -1,4 +1,4 @@
-"""Bounds and gaps of the running requests equal those counted one by one."""
+"""Bounds and draft lags of running requests equal those counted one by one."""
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ def one_row(request: Request) -> tuple[RowTable, np.ndarray]:
     return table, np.array([request.row])
 
 
-# A round: drafts of the request, K of the launch, tokens that come of it.
+# A round: drafts of the request, K of the launch, emitted tokens.
 ROUNDS = st.lists(
     st.integers(0, 3).flatmap(
         lambda drafts: st.tuples(
@@ -31,7 +31,7 @@ ROUNDS = st.lists(
 @settings(deadline=None)
 @given(ROUNDS, st.integers(0, 2))
 def test_bounds_hold_for_any_device_results(rounds, unread):
-    """Read all rounds but the last `unread`; the device's truth lies in the bounds."""
+    """Read all rounds but the last `unread`; the bounds hold."""
     request = make_request(max_total=100)
     table, row = one_row(request)
     known, lacking = 3, 1  # tokens, and those at the end the draft has no keys for
@@ -73,7 +73,7 @@ LAUNCHES = st.lists(
 @settings(deadline=None)
 @given(LAUNCHES, st.integers(0, 2))
 def test_bounds_hold_if_not_all_rounds_run(launches, unread):
-    """Another sequence may have ended first; what did not run is taken back."""
+    """Another sequence may end first; rounds that did not run are undone."""
     request = make_request(max_total=200)
     table, row = one_row(request)
     known = lacking = 3

@@ -1,4 +1,4 @@
-"""Whatever is asked, every plan is one that the device can run, and all requests end.
+"""For any traffic, every plan is valid for the device, and all requests end.
 
 `FakeDevice` asserts what a plan may not do: read a slot that holds something else,
 draft where the draft model lacks keys and values, write into another's page, prefill
@@ -113,7 +113,7 @@ def test_requests_can_be_dropped_at_any_time(name):
 
 
 def freeze(value: Any) -> Any:
-    """A copy that compares by value; requests by name."""
+    """Return a copy that compares by value; requests compare by id."""
     match value:
         case np.ndarray():
             return value.tolist()
@@ -129,7 +129,7 @@ def freeze(value: Any) -> Any:
 
 
 def state_of(loop: Loop, programs: SomePrograms) -> list[Any]:
-    """All that a plan decides on, but for the hashes that identify pages."""
+    """Return all state that a plan depends on, except page keys."""
     scheduler = loop.scheduler
     requests = [*scheduler.running, *scheduler.waiting]
     known = [vars(one) | {"page_keys": None} for one in requests]
@@ -157,7 +157,7 @@ def state_of(loop: Loop, programs: SomePrograms) -> list[Any]:
     ],
 )
 def test_stages_write_nothing(changes, monkeypatch):
-    """Neither with a draft prefill; programs that are missing are not requested."""
+    """Also with draft prefill; missing programs are not requested."""
     config, random = make_config(**changes), np.random.default_rng(0)
     serving = SomePrograms()
     loop = Loop(config, seed=0, programs=serving)
@@ -243,7 +243,7 @@ def test_decoding_does_not_wait_for_prompts():
     second = make_request(1, random, loop.config)
     second.prompt_token_ids, second.max_total = [1] * 90, 95
     loop.scheduler.add(second)
-    # First the time of a round without prompts becomes known.
+    # First a round without prompts is timed.
     for _ in range(4):
         loop.step()
     assert second.status is Status.PREFILL
@@ -274,7 +274,7 @@ def test_many_prompts_request_and_fill_a_larger_program(monkeypatch):
         programs.add(shape)
     requests = make_requests(config, 8)
     for number, request in enumerate(requests):
-        # A tile each, and nothing that was read before.
+        # A tile each, without tokens that were read before.
         request.prompt_token_ids = [number] * 20
         request.max_total = 40
     for request in requests[:2]:
@@ -321,7 +321,7 @@ def test_drafting_stops_above_batch_size_and_resumes():
 
 
 def test_sequences_decode_during_draft_prefill():
-    """After some launches in a row, rows that it has not reached go without drafts."""
+    """After some consecutive launches, rows that still lag decode without drafts."""
     config = make_config(
         max_num_seqs=4,
         num_pages=400,
@@ -356,7 +356,7 @@ def test_sequences_decode_during_draft_prefill():
 
 
 def test_a_first_token_does_not_wait_for_the_draft_model():
-    """It reads a prompt in the next launch; then everybody drafts."""
+    """The draft model reads a prompt in the next launch; then all rows draft."""
     config = make_config(max_num_seqs=4, num_pages=200, max_num_batched_tokens=64)
     loop = Loop(config, seed=0)
     first, second = make_requests(config, 2, num_draft_tokens=3)
@@ -367,7 +367,7 @@ def test_a_first_token_does_not_wait_for_the_draft_model():
         pass
     prompts = [one.num_prefilled for one in loop.launches[:4]]
     is_draft_prefill = [one.shape.is_catch_up for one in loop.launches[:4]]
-    # The second prompt goes before what the first one has left to do, once.
+    # The second prompt is prefilled before the rest of the first one, once.
     assert prompts[:2] == [60, 60]
     assert is_draft_prefill == [False, False, True, True]
     drafts = [one.drafts.tolist() for one in loop.launches[3:8] if len(one.drafts)]
@@ -400,7 +400,7 @@ def test_shared_pages_are_draft_prefilled_once():
 
 
 def test_draft_prefill_follows_admission_order():
-    """A long prompt is not passed by every short one that comes after it."""
+    """Later short prompts do not overtake a long one."""
     config = make_config(
         max_num_seqs=4, num_pages=200, max_model_len=400, max_num_batched_tokens=64
     )
@@ -425,7 +425,7 @@ def test_draft_prefill_follows_admission_order():
     "kind", [RequestOutputKind.FINAL_ONLY, RequestOutputKind.DELTA]
 )
 def test_all_rows_get_drafts_soon_after_plain_rounds(kind):
-    """Those who have caught up first would lag again before the last have."""
+    """Otherwise the first rows would lag again before the last have caught up."""
     config = make_config(
         max_num_seqs=16,
         num_pages=1000,
@@ -515,7 +515,7 @@ def time_plain_rounds(policy: SpeculationPolicy) -> None:
 
 
 def test_plain_rounds_are_timed_in_a_row():
-    """Without draft prefill between them; the first is no measurement."""
+    """Without draft prefill between them; the first is not a measurement."""
     config = make_config(controller=ADAPTIVE, max_model_len=400, num_pages=200)
     loop = Loop(config, seed=0)
     [request] = make_requests(config, 1)
@@ -580,7 +580,7 @@ def test_idle_policy_is_evaluated_once_in_some_rounds(monkeypatch):
 
 
 def test_prompts_end_the_timing_of_plain_rounds():
-    """While they come all the time nothing would be drafted, and nothing timed."""
+    """Otherwise, with constant arrivals, nothing would be drafted or timed."""
     config = make_config(
         controller=ADAPTIVE, max_num_seqs=2, max_model_len=400, num_pages=200
     )
@@ -605,7 +605,7 @@ def test_prompts_end_the_timing_of_plain_rounds():
 
 
 def test_plain_rounds_between_other_launches_are_not_measured():
-    """As while the draft model reads a long prompt."""
+    """For example during draft prefill of a long prompt."""
     config = make_config(
         controller=ADAPTIVE, max_num_seqs=2, max_model_len=400, num_pages=200
     )
@@ -634,7 +634,7 @@ def test_k_is_at_most_the_largest_requested():
 
 
 def test_no_drafts_past_the_end():
-    """The last token needs no draft: it comes from the target in any case."""
+    """The last token needs no draft: the target always samples it."""
     loop = run_together(make_config(num_draft_tokens=8), 1)
     entries = [entry for launch in loop.launches for entry in launch.plan.decode]
     # Four prompt tokens and the first generated one, then one at least per round.
@@ -644,7 +644,7 @@ def test_no_drafts_past_the_end():
 
 @pytest.mark.parametrize("longest", [10, 11, 12])
 def test_long_sequences_get_no_drafts(monkeypatch, longest):
-    """No draft lies beyond, counted from the prompt on; later rounds are plain ones."""
+    """No draft is beyond the draft's limit; later rounds are plain."""
     known, run = [], FakeDevice.run
 
     def note(device, plan, shape):
@@ -684,7 +684,7 @@ def test_latest_request_is_preempted_when_pages_run_out(num_draft):
 
 
 def test_plan_lists_all_allocated_pages():
-    """Pages are taken for the drafts of one who then sits out: the plan is smaller."""
+    """A row gets pages for drafts but is left out: the plan is smaller."""
     config = make_config(
         num_draft_tokens=8, num_pages=13, max_num_seqs=2, max_model_len=52
     )

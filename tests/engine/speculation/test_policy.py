@@ -468,7 +468,7 @@ class Replay:
         return seconds
 
     def adaptive(self) -> tuple[float, list[int]]:
-        """Seconds as the policy chooses, and its choices."""
+        """Return the seconds with the policy's choices, and the choices."""
         acceptance, now, chosen = AcceptanceRates(1, self.most), 0.0, list[int]()
         policy, row = make_policy(self.most), np.array([0])
         position, lag = 0, 0
@@ -529,7 +529,7 @@ TRACES = json.loads(Path(__file__).with_name("traces.json").read_text())
 
 @pytest.mark.parametrize("name", TRACES)
 def test_regret_on_recorded_texts(name):
-    """Each text alone, in a new engine. One round more is 10 % of the shortest two."""
+    """Each text alone, in a new engine. One round is 10 % of the shortest two."""
     replay = Replay(np.array([mark == "1" for mark in TRACES[name]]))
     seconds, every = replay.adaptive()[0], replay.all_fixed()
     assert seconds <= every[0]
@@ -555,7 +555,7 @@ def test_text_that_changes_is_faster_than_with_any_fixed_k(length):
 
 @pytest.mark.parametrize("rate", [0.0, 0.2, 0.5])
 def test_short_request_loses_little(rate):
-    """Of 96 tokens in a new engine, where nothing is known yet."""
+    """A request of 96 tokens in a new engine, without any measurement."""
     ratios = []
     for seed in range(20):
         replay = Replay(np.random.default_rng(seed).random(96) < rate)
