@@ -1,7 +1,5 @@
 """Programs are compiled in the background: in order, and once."""
 
-import ctypes
-import platform
 import threading
 import time
 from typing import Any
@@ -139,7 +137,7 @@ def test_memory_is_trimmed_after_each_batch_of_programs(monkeypatch):
     trimmed: list[int] = []
     maker = Maker()
     monkeypatch.setattr(
-        compiling, "_trim_memory", lambda: trimmed.append(len(maker.made))
+        compiling, "trim_malloc", lambda: trimmed.append(len(maker.made))
     )
     compiler = Compiler(maker)
     maker.let_all()
@@ -150,20 +148,6 @@ def test_memory_is_trimmed_after_each_batch_of_programs(monkeypatch):
     assert trimmed == [1, 4], "once for all three"
     compiler.clear()
     assert trimmed == [1, 4, 4]
-
-
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="malloc_trim is glibc's")
-def test_trimming_calls_malloc_trim(monkeypatch):
-    asked: list[int] = []
-
-    class Library:
-        def malloc_trim(self, pad: ctypes.c_size_t) -> int:
-            asked.append(pad.value)
-            return 1
-
-    monkeypatch.setattr(ctypes, "CDLL", lambda name: Library())
-    compiling._trim_memory()
-    assert asked == [0]
 
 
 def test_failure_of_program_begun_before_clear_is_dropped():
@@ -193,7 +177,7 @@ def test_failure_is_recorded_before_the_queue_is_empty(
     """Otherwise `wait_for_all` could return without raising it."""
     seen: list[list[StepShape]] = []
     monkeypatch.setattr(
-        compiling, "_trim_memory", lambda: seen.append(list(compiler.failures))
+        compiling, "trim_malloc", lambda: seen.append(list(compiler.failures))
     )
 
     def fail(shape: StepShape) -> Any:

@@ -472,3 +472,18 @@ def test_a_leader_without_the_secret_does_not_start():
     config = dataclasses.replace(make_config(), hosts=of_hosts(0))
     with pytest.raises(ConfigError, match="hosts_secret_file 'missing' cannot be read"):
         loader.make_runner(config)
+
+
+def test_malloc_limits_are_set_before_devices_are_used(monkeypatch):
+    """The arenas are decided when jax starts its threads."""
+    calls: list[str] = []
+
+    def build_mesh(*_: object) -> None:
+        calls.append("devices")
+        raise ConfigError("no device")
+
+    monkeypatch.setattr(loader, "set_malloc_limits", lambda: calls.append("limits"))
+    monkeypatch.setattr(loader, "build_mesh", build_mesh)
+    with pytest.raises(ConfigError, match="no device"):
+        loader.make_runner(make_config())
+    assert calls == ["limits", "devices"]
