@@ -35,8 +35,10 @@ if os.environ["JAX_PLATFORMS"] == "cpu" and not os.environ.get("JAXSPEC_AOT"):
 # HuggingFace's tiny models took ten times as long on two threads as on one.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+TESTS = Path(__file__).parent
+
 # Programs that engines keep where nobody says where: with those of this checkout.
-KEPT = Path(__file__).parents[1] / ".pytest_cache"
+KEPT = TESTS.parent / ".pytest_cache"
 USERS_CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
 os.environ["XDG_CACHE_HOME"] = str(KEPT / "user")
 
@@ -162,6 +164,12 @@ def unchecked_types() -> Iterator[None]:
     jaxtyping.config.update("jaxtyping_disable", False)
 
 
+def _folder(path: Path) -> str:
+    """Return the folder of tests/ that holds a file, at any depth, or "tests"."""
+    inside = path.relative_to(TESTS).parts
+    return inside[0] if len(inside) > 1 else TESTS.name
+
+
 @pytest.fixture(autouse=True)
 def _slow_tests_do_not_check_types(request: pytest.FixtureRequest) -> Iterator[None]:
     """What takes long makes the same calls very many times.
@@ -172,7 +180,7 @@ def _slow_tests_do_not_check_types(request: pytest.FixtureRequest) -> Iterator[N
     """
     if any(map(request.node.get_closest_marker, ("slow", "long_suite", "aot"))):
         request.getfixturevalue("unchecked_types")
-    elif request.path.parent.name in HOST_FOLDERS:
+    elif _folder(request.path) in HOST_FOLDERS:
         end = threading.Timer(
             CHECKED_S, jaxtyping.config.update, ("jaxtyping_disable", True)
         )
