@@ -114,7 +114,7 @@ def test_rejects_more_drafts_than_the_head_supports(folders):
     with pytest.raises(ConfigError) as caught:
         configure(folders, kind, num_speculative_tokens=most + 1)
     assert caught.value.parameter == "num_speculative_tokens"
-    for text in (f"1 to {most}, got {most + 1}", kind, f"has {most}."):
+    for text in (f"1 to {most}, got {most + 1}", kind, f"at most {most} tokens"):
         assert text in str(caught.value)
 
 
