@@ -91,7 +91,7 @@ def test_missing_results_are_reported_and_the_rest_drawn(tmp_path, capsys):
     assert not list(output.iterdir())
     (results / figures.SERVE).write_text(json.dumps(committed(figures.SERVE)[0]))
     figures.main(arguments)
-    assert capsys.readouterr().out.startswith("Drawn: load.svg\nNot there: spec-cpu")
+    assert capsys.readouterr().out.startswith("Drawn: load.svg\nMissing: spec-cpu")
     assert [path.name for path in output.iterdir()] == ["load.svg"]
 
 

@@ -225,7 +225,7 @@ def test_a_text_of_another_length_is_an_error(tmp_path):
     peer = fake(tmp_path, "jaxspec", run="num_tokens -= 1")
     child = Child(peer.command(), {"mode": "plain"}, **AROUND, limit_s=30.0)
     try:
-        with pytest.raises(PeerError, match="2 texts of 4 tokens .* came 2 of .3."):
+        with pytest.raises(PeerError, match="2 texts of 4 tokens, got 2 of .3."):
             child.ask({"prompts": [[1], [2]], "batch_size": 2, "num_tokens": 4}, 30.0)
     finally:
         child.close()
