@@ -11,8 +11,8 @@ from collections.abc import Callable
 from tests.models.test_trimmed import check_kept_logits
 from tests.program.propose.test_answer_cache import (
     check_every_place,
+    check_not_stored,
     check_other_salts,
-    check_what_is_not_entered,
 )
 from tests.program.propose.test_draft_model import (
     LEAVES,
@@ -282,7 +282,7 @@ MUTANTS = [
         "propose/answer_cache.store_answers",
         "place >= active.num_prompt[:, None] - 1",
         "place >= -1",
-        check=check_what_is_not_entered,
+        check=check_not_stored,
     ),
     mutant(
         "corpus_loses_what_comes_fast",

@@ -117,7 +117,7 @@ def test_chosen_ids_run_where_log_probabilities_and_controls_do():
     # However few `max_logprobs` are: they are no more numbers for it.
     request = make(logprob_token_ids=[3, 9, 3], config={"max_logprobs": 2})
     assert request.features == Features(has_controls=True, num_logprobs=2)
-    assert request.controls == TokenControls(told=(3, 9, 3))
+    assert request.controls == TokenControls(logprob_ids=(3, 9, 3))
     assert make(logprob_token_ids=[]).features == Features()
 
 

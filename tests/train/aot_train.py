@@ -201,7 +201,7 @@ def compile_one(function: Any, given: tuple[Any, ...]) -> dict[str, Any]:
     return row | dict(compile_cpu_s=round(elapsed, 1))
 
 
-def tell(rows: dict[str, dict[str, Any]]) -> str:
+def make_table(rows: dict[str, dict[str, Any]]) -> str:
     """A table of all rows, in GiB of one chip."""
     head = (
         "training", "target", "head and moments", "states", "temporaries of the pass",
@@ -225,7 +225,7 @@ def peak(row: dict[str, Any]) -> int:
 
 
 def main() -> None:
-    RECORD.main(measure, tell, str(__doc__))
+    RECORD.main(measure, make_table, str(__doc__))
 
 
 if __name__ == "__main__":

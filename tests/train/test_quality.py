@@ -32,7 +32,7 @@ def folders(tmp_path_factory) -> list[Path]:
 def test_all_numbers_are_those_of_huggingface(folders, num_rows):
     mesh = make_mesh(1)
     first, second = (Reader(folder, mesh) for folder in folders)
-    found = compare(first, second, PIECES, num_rows=num_rows, told="reading")
+    found = compare(first, second, PIECES, num_rows=num_rows, title="reading")
     theirs, own = (
         np.array([log_softmax(hf_logits(model(seed), one), -1)[:-1] for one in PIECES])
         for seed in range(2)
@@ -56,7 +56,7 @@ def test_a_form_is_held_against_the_weights_as_they_are(folders):
 
     def cost(**form: Any) -> float:
         reader = Reader(folders[0], mesh, **form)
-        found = compare(plain, reader, PIECES, num_rows=4, told="reading")
+        found = compare(plain, reader, PIECES, num_rows=4, title="reading")
         return found.kl_nats_per_token
 
     assert cost() == 0

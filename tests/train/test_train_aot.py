@@ -37,7 +37,7 @@ def test_every_program_is_recorded():
     assert list(RECORDED) == list(CELLS)
     for row in RECORDED.values():
         check(row)
-    assert aot_train.tell(RECORDED) in README.read_text(encoding="utf-8")
+    assert aot_train.make_table(RECORDED) in README.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(
