@@ -136,7 +136,7 @@ SUITES = (
             "tests/e2e/test_heads.py",
             "tests/e2e/test_lossless.py",
             "tests/e2e/test_pard.py",
-            "tests/e2e/test_told_bits.py",
+            "tests/e2e/test_logprob_bits.py",
         ),
         reads=ENGINE,
     ),

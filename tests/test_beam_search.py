@@ -119,7 +119,7 @@ def check(first: list[Text], second: list[Text]) -> None:
 
 @pytest.mark.parametrize("ignore_eos", [False, True])
 @pytest.mark.parametrize("penalty", [-1.0, 0.0, 1.0, 3.0])
-def test_a_wide_search_finds_the_best_of_all_texts(penalty: float, ignore_eos: bool):
+def test_wide_beam_search_finds_the_best_texts(penalty: float, ignore_eos: bool):
     width, most = VOCAB**3, 4
     ends = () if ignore_eos else (END,)
     for seed in range(3):

@@ -1,4 +1,4 @@
-"""The bundled pair must call a tool: the grammar makes it, and drafts keep to it."""
+"""A grammar makes the bundled pair call a tool, and drafts follow the grammar too."""
 
 import asyncio
 import json
@@ -41,7 +41,7 @@ TOOLS = [
     for name, schema in SCHEMAS.items()
 ]
 MESSAGES = [{"role": "user", "content": "How warm will it be in Oslo?"}]
-# Of the choice, and of whether several calls may be made.
+# tool_choice, and parallel_tool_calls.
 CHOICES: list[tuple[Any, bool]] = [("required", False), ("required", True)]
 CHOICES += [
     ({"type": "function", "function": {"name": name}}, True) for name in SCHEMAS
@@ -49,7 +49,7 @@ CHOICES += [
 
 
 async def ask(client: openai.AsyncOpenAI) -> list[tuple[Any, Any]]:
-    """Ask for whole answers and for streams, all at once."""
+    """Request whole answers and streams, all at once."""
 
     async def one(choice: Any, is_parallel: bool, **more: Any) -> Any:
         create: Any = client.chat.completions.create
@@ -71,7 +71,7 @@ async def ask(client: openai.AsyncOpenAI) -> list[tuple[Any, Any]]:
     )
 
 
-def test_what_must_call_calls_as_the_schema_says(monkeypatch: pytest.MonkeyPatch):
+def test_forced_tool_calls_match_the_schema(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(jaxspec.engine.loader, "Runner", QuickGreedyRunner)
     llm = LLM(
         "jaxspec/tiny-gemma2",
@@ -125,7 +125,7 @@ def calls_of(answer: Any) -> list[tuple[str, str]]:
 
 
 def calls_in(chunks: list[Any]) -> list[tuple[str, str]]:
-    """Put the calls of a stream together."""
+    """Assemble the calls of a stream."""
     names: dict[int, str] = {}
     arguments: dict[int, str] = {}
     for choice in (one for chunk in chunks for one in chunk.choices):

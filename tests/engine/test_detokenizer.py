@@ -348,7 +348,7 @@ def test_texts_of_tokens_only_where_there_is_text():
     assert {one.decoded_token for one in entry.values()} == {None}
 
 
-def test_flat_logprobs_hold_the_same():
+def test_flat_logprobs_have_the_same_values():
     table, tokens = random_table(4), [9, 8, 7, 6]
     flat = make_stream([2, 5], logprobs=2, prompt_logprobs=1, flat_logprobs=True)
     listed = make_stream([2, 5], logprobs=2, prompt_logprobs=1)

@@ -128,7 +128,7 @@ def test_every_tree_node_has_the_logits_of_its_path(length: int):
     drafts = random.integers(3, 16, tree.num_nodes)
     paged = PagedModel(model_config(reference), load_ours(reference))
     if length > 1:
-        paged.feed(known[:-1])
+        paged.run(known[:-1])
     size = paged.num_pages * paged.page_size
     batch = make_token_batch(
         jnp.asarray(np.append(known[-1], drafts)[None], jnp.int32),

@@ -87,7 +87,7 @@ def propose(tree: Tree, length: int, **fields: Any) -> Round:
     paged = PagedModel(
         model_config(reference), load_ours(reference), compiler_options=UNOPTIMISED
     )
-    paged.feed(tokens[:-2])
+    paged.run(tokens[:-2])
     pool = PoolShape(
         num_rows=1,
         num_pages=paged.num_pages,

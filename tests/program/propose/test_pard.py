@@ -36,9 +36,9 @@ def propose(length: int, num_known: int, **fields: Any) -> tuple[Any, ...]:
         compiler_options=UNOPTIMISED,
     )
     if num_known:
-        paged.feed(tokens[:num_known])
+        paged.run(tokens[:num_known])
     # Masks of an earlier round.
-    paged.feed(np.full(2, MASK))
+    paged.run(np.full(2, MASK))
     pool = PoolShape(
         num_rows=1,
         num_pages=paged.num_pages,
