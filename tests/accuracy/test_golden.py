@@ -144,7 +144,7 @@ def _change_the_last_word(case: Any) -> None:
     case["text"] = case["text"].rpartition(" ")[0] + " dragon"
 
 
-def _change_only_what_is_said(case: Any) -> None:
+def _change_only_the_exact_text(case: Any) -> None:
     """The margin allows any token, so only the engine's text can fail."""
     _change_the_last_word(case)
     case["margin"] = 100.0
@@ -187,7 +187,7 @@ CHANGES: dict[str, list[Callable[[Any], None]]] = {
     "decode": [_change_a_letter],
     "embeddings": [_scale_first_column, _scale_last_column, _change_a_token],
     "encode": [_change_an_id],
-    "greedy": [_change_only_the_margin, _change_only_what_is_said, _lengthen],
+    "greedy": [_change_only_the_margin, _change_only_the_exact_text, _lengthen],
     "logits": [
         _move_a_logit,
         _move_the_first_logit,

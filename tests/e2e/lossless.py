@@ -355,12 +355,12 @@ def main() -> None:
     )
     versions = {"jax": jax.__version__, "python": platform.python_version()}
     if before:
-        told: dict[str, Any] = {
+        given: dict[str, Any] = {
             name: tuple(value) if isinstance(value, list) else value
             for name, value in before["cut"].items()
         }
         # A setting that the record lacks had today's default.
-        recorded = resumed(cut, Cut(**told))
+        recorded = resumed(cut, Cut(**given))
         assert before["versions"] == versions, f"other versions: {before['versions']}"
     result: dict[str, Any] = {
         "cut": asdict(recorded),

@@ -20,14 +20,14 @@ def requests() -> list[tuple[list[int], SamplingParams]]:
     always: dict[str, Any] = dict(max_tokens=24, ignore_eos=True)
     greedy = SamplingParams(temperature=0, **always)
     seeded = SamplingParams(temperature=0.9, top_p=0.95, seed=7, **always)
-    told = SamplingParams(temperature=0, logprobs=2, **always)
+    logprobs = SamplingParams(temperature=0, logprobs=2, **always)
     form = StructuredOutputsParams(regex="(yes|no|maybe)( (yes|no|maybe)){4}")
     bound = SamplingParams(
         temperature=0.8, seed=3, max_tokens=24, structured_outputs=form
     )
     found = [(prompt, greedy) for prompt in PROMPTS]
     found += [(prompt, seeded) for prompt in PROMPTS]
-    return [*found, (PROMPTS[1], told), (PROMPTS[3], bound)]
+    return [*found, (PROMPTS[1], logprobs), (PROMPTS[3], bound)]
 
 
 def generate(llm: LLM, count: int | None = None) -> list[list[int]]:

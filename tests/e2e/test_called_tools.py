@@ -53,7 +53,7 @@ async def ask(client: openai.AsyncOpenAI) -> list[tuple[Any, Any]]:
 
     async def one(choice: Any, is_parallel: bool, **more: Any) -> Any:
         create: Any = client.chat.completions.create
-        told = await create(
+        answer = await create(
             model="model",
             messages=MESSAGES,
             tools=TOOLS,
@@ -64,7 +64,7 @@ async def ask(client: openai.AsyncOpenAI) -> list[tuple[Any, Any]]:
             extra_body={"include_metrics": True},
             **more,
         )
-        return [chunk async for chunk in told] if more else told
+        return [chunk async for chunk in answer] if more else answer
 
     return await asyncio.gather(
         *(asyncio.gather(one(*choice), one(*choice, stream=True)) for choice in CHOICES)
@@ -132,6 +132,6 @@ def calls_in(chunks: list[Any]) -> list[tuple[str, str]]:
         for call in choice.delta.tool_calls or ():
             if call.function.name is not None:
                 names[call.index] = call.function.name
-            told = arguments.get(call.index, "") + call.function.arguments
-            arguments[call.index] = told
+            joined = arguments.get(call.index, "") + call.function.arguments
+            arguments[call.index] = joined
     return [(names[index], arguments[index]) for index in sorted(names)]

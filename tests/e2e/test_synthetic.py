@@ -101,8 +101,8 @@ def test_other_tokens_are_the_targets():
     assert output.token_origins is not None
     own = [
         place
-        for place, told in enumerate(output.token_origins)
-        if told.origin != "draft"
+        for place, token in enumerate(output.token_origins)
+        if token.origin != "draft"
     ]
     assert 10 < len(own) < 30
     known = PROMPTS[0] + list(output.token_ids)

@@ -131,9 +131,9 @@ def test_bfloat16_texts_differ_only_at_near_ties():
     plain = make_engine(
         pair.target(), **pair.settings(has_one_shape=True, dtype="bfloat16")
     )
-    told = GREEDY.clone()
-    told.logprobs = 5
-    outputs = generate(plain, prompts, told)
+    params = GREEDY.clone()
+    params.logprobs = 5
+    outputs = generate(plain, prompts, params)
     num_parted = 0
     for output, said in zip(
         outputs, tokens_of(generate(engine, prompts, GREEDY)), strict=True
@@ -161,8 +161,8 @@ def test_pages_that_end_with_a_side_branch_are_cached(name, prompts, texts):
     fresh = proposers.engine(name)
     engine = proposers.with_config(fresh, enable_prefix_caching=True)
     size = engine.config.page_size
-    told = GREEDY.clone()
-    told.extra_args = {"return_token_origins": True}
+    params = GREEDY.clone()
+    params.extra_args = {"return_token_origins": True}
     rest = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
     if name == SUFFIX:  # few drafts, and fewer side branches
         prompts = [(one * 40)[:40] for one in pair.prompts(40, longest=15, seed=6)]
@@ -170,7 +170,7 @@ def test_pages_that_end_with_a_side_branch_are_cached(name, prompts, texts):
     else:
         prompts, texts = prompts[-6:], texts[-6:]
     for prompt, text in zip(prompts, texts, strict=True):
-        (first,) = generate(engine, [prompt], told)
+        (first,) = generate(engine, [prompt], params)
         assert tokens_of([first]) == [text]
         longer = prompt + text[:30]
         (output,) = generate(engine, [longer], rest)
@@ -204,8 +204,10 @@ def test_abort_after_a_side_branch_leaves_other_requests_alone(name, prompts, te
             engine.abort_request(running[0])
     engine.scheduler.check_idle()
     assert len(gone) == 4
-    stayed = {index: texts[index] for index in range(len(prompts)) if index not in gone}
-    assert {index: finished[index] for index in stayed} == stayed
+    remaining = {
+        index: texts[index] for index in range(len(prompts)) if index not in gone
+    }
+    assert {index: finished[index] for index in remaining} == remaining
 
 
 CONTROLLED: dict[str, dict[str, Any]] = {

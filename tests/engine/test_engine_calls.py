@@ -40,7 +40,7 @@ def metrics_of(engine: Any) -> dict[str, float]:
         {"trace_headers": {"traceparent": "00-1-2-00"}},
     ],
 )
-def test_options_that_are_not_supported(option: dict[str, Any]):
+def test_unsupported_options_are_rejected(option: dict[str, Any]):
     engine, _ = make_fake_engine()
     with pytest.raises(NotImplementedError, match=next(iter(option))):
         engine.add_request("0", PROMPT, SamplingParams(), **option)

@@ -36,7 +36,7 @@ QUICK = [(name, 1) for name in ("base", "many_rows_few_pages", "switching", "ada
 def make_loop(changes: dict[str, Any], seed: int = 0, depth: int = 1) -> Loop:
     """Rounds so short that a launch may run as many as there are."""
     loop = Loop(make_config(num_scheduler_steps=STEPS, **changes), seed, depth)
-    loop.fastest_s, loop.fed_s = MAX_LAUNCH_S / 50, MAX_LAUNCH_S / 5000
+    loop.fastest_s, loop.token_s = MAX_LAUNCH_S / 50, MAX_LAUNCH_S / 5000
     return loop
 
 

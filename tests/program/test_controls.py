@@ -229,8 +229,8 @@ def test_frequency_penalty_stops_repeated_drafts(penalty, text):
         tokens=[[40] * len(made.tokens[0])],
     )
     best = dense.argmax(jnp.asarray(made.adjusted(Backend())[0])).tolist()
-    stays = [token == 1 for token in best].index(False)
-    assert [1] * stays + [best[stays]] == text
+    count = [token == 1 for token in best].index(False)
+    assert [1] * count + [best[count]] == text
 
 
 def test_bits_are_unpacked_lowest_first():

@@ -145,12 +145,12 @@ def by_block(drafts, draft, target, uniform, sample) -> tuple[int, int]:
     count, joint, accepted, scale = len(drafts), 1.0, 0, 1.0
     for index, token in enumerate(drafts):
         joint = min(1.0, joint * target[index, token] / draft[index, token])
-        chance = joint
+        accept = joint
         if index + 1 < count:
             more = np.maximum(joint * target[index + 1] - draft[index + 1], 0).sum()
             room = more + 1 - joint
-            chance = more / room if room > 0 else 1.0
-        if uniform[index] < chance:
+            accept = more / room if room > 0 else 1.0
+        if uniform[index] < accept:
             accepted, scale = index + 1, joint
     if accepted == count:
         return accepted, invert(target[count], sample)
@@ -229,7 +229,7 @@ def test_group_size_is_bounded_by_logits(shape, size):
 
 
 # More than there are drafts, as in a launch with fewer drafts than the engine's.
-CHANCES = (0.9, 0.6, 0.75, 0.1)
+RATES = (0.9, 0.6, 0.75, 0.1)
 
 
 def forced_of(batch: dict, kinds: np.ndarray) -> list[tuple[int, int]]:
@@ -239,7 +239,7 @@ def forced_of(batch: dict, kinds: np.ndarray) -> list[tuple[int, int]]:
     for row, kind in enumerate(kinds):
         count = 0
         while count < batch["num_draft"][row]:
-            if not uniform[row, count] < np.float32(CHANCES[count]):
+            if not uniform[row, count] < np.float32(RATES[count]):
                 break
             count += 1
         distribution = batch["target"][row, count]
@@ -256,8 +256,8 @@ def forced_of(batch: dict, kinds: np.ndarray) -> list[tuple[int, int]]:
 def test_forced_acceptance_ignores_the_models():
     kinds = np.resize((STANDARD, COUPLED, GREEDY), SEQS)
     batch = make_batch(kinds)
-    chances = jnp.array(CHANCES, jnp.float32)
-    found = run_accept(batch, forced_acceptance=chances)
+    rates = jnp.array(RATES, jnp.float32)
+    found = run_accept(batch, forced_acceptance=rates)
     np.testing.assert_array_equal(np.transpose(found), forced_of(batch, kinds))
     judged = [count for count, _ in expected_of(batch, kinds)]
     assert (found[0] != judged).mean() > 0.3
@@ -272,7 +272,7 @@ def test_forced_counts_follow_the_probabilities():
         (1, [0.1, 0.9, 0, 0]),
     ):
         num_draft = jnp.full(seqs, count, jnp.int32)
-        found = force(jnp.array(CHANCES[:3], jnp.float32), num_draft, active)
+        found = force(jnp.array(RATES[:3], jnp.float32), num_draft, active)
         counts = np.bincount(np.asarray(found), minlength=4)
         check_counts(counts, np.array(distribution))
     sure = jnp.array([1.0, 1.0, 0.0], jnp.float32)

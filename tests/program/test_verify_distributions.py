@@ -106,12 +106,12 @@ def controlled_distribution() -> np.ndarray:
     distribution = []
     for text in itertools.product(range(VOCAB), repeat=LENGTH):
         known: list[int] = list(PROMPT)
-        chance = 1.0
+        probability = 1.0
         for token in text:
             row = controlled(np.log(TARGET[known[-1]]), known, len(PROMPT), ASKED)
-            chance *= filtered_distribution(row, TEMPERATURE)[token]
+            probability *= filtered_distribution(row, TEMPERATURE)[token]
             known.append(token)
-        distribution.append(chance)
+        distribution.append(probability)
     return np.array(distribution)
 
 

@@ -67,9 +67,9 @@ def check_counts(
     if len(expected) == 1:
         return 1.0
     statistic = ((observed - expected) ** 2 / expected).sum()
-    chance = float(stats.chi2.sf(statistic, len(expected) - 1))
-    assert chance >= LEVEL, (what, chance)
-    return chance
+    p_value = float(stats.chi2.sf(statistic, len(expected) - 1))
+    assert p_value >= LEVEL, (what, p_value)
+    return p_value
 
 
 def controlled(

@@ -218,10 +218,10 @@ def block_oracle(paths: Paths) -> Thresholds:
         accept[:, i] = here
         if i + 1 < DRAFTS:
             more = here[:, None] * paths.target[:, i + 1] - paths.draft[:, i + 1]
-            excess = np.maximum(more, 0).sum(axis=1)
-            room = excess + 1 - here
+            positive = np.maximum(more, 0).sum(axis=1)
+            room = positive + 1 - here
             safe = np.where(room > 0, room, 1)
-            inner = np.where(room > 0, excess / safe, 1.0)
+            inner = np.where(room > 0, positive / safe, 1.0)
             is_last = paths.num_draft == i + 1
             accept[:, i] = np.where(is_last, here, inner)
             margin[:, i] = np.where(is_last, MARGIN, MARGIN / safe)

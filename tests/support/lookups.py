@@ -59,11 +59,11 @@ def search_suffix(
     for text in texts:
         longest = found[0][0]
         limit = max(min(int(factor * m), depth - m) for m in range(1, longest + 1))
-        chances = []
+        shares = []
         for stop in range(1, min(limit, num_draft) + 1):
             agree = sum(other[:stop] == text[:stop] for other in texts)
-            chances.append(Fraction(agree, len(texts)))
-        kept = [chance for chance in chances if chance >= min_prob]
+            shares.append(Fraction(agree, len(texts)))
+        kept = [share for share in shares if share >= min_prob]
         if sum(kept) > best:
             best, drafts = sum(kept, Fraction(0)), text[: len(kept)]
     return drafts

@@ -68,12 +68,12 @@ class Cell:
     @property
     def options(self) -> argparse.Namespace:
         """Options as the trainer's command line parses them."""
-        told = [self.method, "--target", "9b", "--data", "prompts", "--out", "out"]
-        told += ["--rows", str(self.rows), "--length", str(self.length)]
-        told += ["--tensor-parallel-size", str(self.tensor_parallel_size)]
+        words = [self.method, "--target", "9b", "--data", "prompts", "--out", "out"]
+        words += ["--rows", str(self.rows), "--length", str(self.length)]
+        words += ["--tensor-parallel-size", str(self.tensor_parallel_size)]
         if self.heads is not None:
-            told += ["--heads", str(self.heads)]
-        return make_parser().parse_args(told)
+            words += ["--heads", str(self.heads)]
+        return make_parser().parse_args(words)
 
 
 # The long suite compiles the first two: a whole model takes minutes.

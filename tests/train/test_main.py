@@ -67,8 +67,8 @@ def test_bad_arguments_fail_before_anything_runs(
     if more == ["--start", "jaxspec/none"]:
         more = ["--start", str(tmp_path / "none")]
     assert main(command(method, data, tmp_path, *more)) == 2
-    told = capsys.readouterr().err
-    assert re.search(named, told), told
+    shown = capsys.readouterr().err
+    assert re.search(named, shown), shown
     assert not (tmp_path / "out").exists()
     # The corrected command starts.
     assert not (tmp_path / "out.work").exists()

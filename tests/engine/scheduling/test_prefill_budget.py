@@ -148,11 +148,11 @@ def streaming_rounds(loop: Loop, prompt_tokens: int) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    "fed_s",
+    "token_s",
     [1 / 512, 1 / 16]
     + [pytest.param(one, marks=pytest.mark.slow) for one in (1 / 4000, 1 / 64)],
 )
-def test_a_long_prompt_does_not_hold_up_those_who_stream(fed_s):
+def test_a_long_prompt_does_not_hold_up_those_who_stream(token_s):
     config = make_config(
         model_config=dataclasses.replace(MODEL, max_position_embeddings=8192),
         max_model_len=8192,
@@ -162,12 +162,12 @@ def test_a_long_prompt_does_not_hold_up_those_who_stream(fed_s):
         num_draft_tokens=0,
     )
     loop = Loop(config, seed=0)
-    loop.fed_s = fed_s
+    loop.token_s = token_s
     rounds = streaming_rounds(loop, 4000)
     mean = sum(rounds) / len(rounds)
     assert mean <= 1.5 * loop.fastest_s * 1.02
     # And the allowance is used, or the prompt would wait for nothing.
-    if fed_s >= 1 / 512:
+    if token_s >= 1 / 512:
         assert mean >= 1.2 * loop.fastest_s
 
 
@@ -182,7 +182,7 @@ def test_a_deferred_prompt_goes_on_when_no_stream_can_get_pages():
         scheduling_policy="priority",
     )
     loop = Loop(config, seed=0)
-    loop.fed_s = 1 / 4
+    loop.token_s = 1 / 4
     stream, urgent = make_requests(config, 2, stop_ids=())
     stream.params.output_kind = RequestOutputKind.DELTA
     stream.prompt_token_ids, stream.max_total = [1] * 8, 400
@@ -207,7 +207,7 @@ def test_nobody_streams_and_prompts_come_in_at_full_speed():
     config = make_config(max_num_seqs=8, num_pages=200, max_num_batched_tokens=512)
     requests = make_requests(config, 8, can_read_prefix_cache=False)
     loop = Loop(config, seed=0)
-    loop.fed_s = 1.0
+    loop.token_s = 1.0
     loop.scheduler.add(requests[0])
     for _ in range(4):
         loop.step()
@@ -252,7 +252,7 @@ def test_what_is_left_of_prompts_is_read_in_small_launches():
     """A program with room for 512 tokens is not used for the last 160."""
     config = make_config(max_num_seqs=8, num_pages=200, max_num_batched_tokens=512)
     loop = Loop(config, seed=0)
-    loop.fed_s, first = 1 / 32, 0
+    loop.token_s, first = 1 / 32, 0
     for _ in range(4):
         first = len(loop.launches)
         # Seven prompts of three tiles each: 672 tokens.

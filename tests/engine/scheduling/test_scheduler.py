@@ -161,7 +161,7 @@ def test_stages_write_nothing(changes, monkeypatch):
     config, random = make_config(**changes), np.random.default_rng(0)
     serving = SomePrograms()
     loop = Loop(config, seed=0, programs=serving)
-    loop.fed_s = 1 / 16  # prompts are slow: the pacer lets them wait
+    loop.token_s = 1 / 16  # prompts are slow: the pacer lets them wait
     first = loop.scheduler.shapes.all()[0]
     plain = dataclasses.replace(first, chunk=0)
     serving.there |= {first, plain, *loop.scheduler.shapes.catch_ups}
@@ -461,7 +461,7 @@ def test_streams_are_not_held_up_by_what_the_draft_model_reads():
         max_num_seqs=4, num_pages=200, max_model_len=500, max_num_batched_tokens=512
     )
     loop = Loop(config, seed=0)
-    loop.fed_s = 1 / 256  # 64 tokens take a quarter of a round, 512 two rounds
+    loop.token_s = 1 / 256  # 64 tokens take a quarter of a round, 512 two rounds
     stream, late = make_requests(config, 2, num_draft_tokens=3)
     stream.prompt_token_ids, stream.max_total = [1] * 20, 400
     stream.params.output_kind = RequestOutputKind.DELTA
@@ -783,7 +783,7 @@ def test_draft_model_is_probed_once_at_a_time(monkeypatch):
     """While nothing is drafted; the result is read one launch late."""
     config = make_config(num_pages=200, max_model_len=400, controller=ADAPTIVE)
     loop = Loop(config, seed=0)
-    loop.fastest_s, loop.fed_s = 1e-4, 1e-7
+    loop.fastest_s, loop.token_s = 1e-4, 1e-7
     policy, in_flight = loop.scheduler.policy, 0
     policy.choice = Choice(num_drafts=0)
     monkeypatch.setattr(policy, "is_due", lambda *_: False)

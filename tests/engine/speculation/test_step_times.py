@@ -106,7 +106,7 @@ def test_rounds_of_the_engine_are_recorded():
         if launch.round in {one.round for one in loop.launches[:index]}
     }
     for one, seconds in times.seconds.items():
-        assert seconds == pytest.approx(loop.fastest_s + one.shape.chunk * loop.fed_s)
+        assert seconds == pytest.approx(loop.fastest_s + one.shape.chunk * loop.token_s)
     assert device.num_proposed
     # The fake device accepts 0 to 3 of three drafts, each number as often.
     assert acceptance.mean(Kind.SAMPLED)[0] == pytest.approx(3 / 4, abs=0.2)
