@@ -239,7 +239,9 @@ def _sizes(shape: StepShape) -> dict[str, int]:
     if not shape.tree.is_chain:
         sizes["seq_of_trees"] = seqs
     if features.num_logprobs is not None:
-        sizes["logprob"] = num_columns(features.num_logprobs, features.num_logprob_ids)
+        sizes["logprob"] = num_columns(
+            features.num_logprobs, features.num_logprob_token_ids
+        )
     if features.num_prompt_logprobs is not None:
         sizes["prompt_logprob"] = num_columns(features.num_prompt_logprobs)
     return sizes
@@ -307,7 +309,7 @@ class StepResult:
     @classmethod
     def _of_round(cls, vector: np.ndarray, shape: StepShape) -> "StepResult":
         values = _read(vector, shape)
-        num_chosen = shape.features.num_logprob_ids
+        num_chosen = shape.features.num_logprob_token_ids
         for name in ("logprobs", "tile_logprobs"):
             if name in values:
                 values[name] = TokenLogprobs.read(values[name], num_chosen)

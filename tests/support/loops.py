@@ -148,7 +148,7 @@ class Loop:
             has_draft=config.draft_model_config is not None,
             seed=seed,
         )
-        self.fastest_s, self.token_s = 1.0, 1 / 128
+        self.fastest_s, self.prompt_token_s = 1.0, 1 / 128
         self.launched: deque = deque()
         self.launches: list[Launch] = []
         self.finished: list[Request] = []
@@ -177,7 +177,7 @@ class Loop:
 
     def cost(self, launch: Launch) -> float:
         """Duration of a launch: a cost per round, and per prompt token."""
-        return self.fastest_s + launch.shape.chunk * self.token_s
+        return self.fastest_s + launch.shape.chunk * self.prompt_token_s
 
     def assert_idle(self) -> None:
         self.scheduler.check_idle()

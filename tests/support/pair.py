@@ -52,8 +52,8 @@ KEPT = sorted({1, *range(5, 12), *range(20, 30), *range(31, 60, 3), 50, 53, 61, 
 INT8 = Scheme(kind="int8", has_embedding=True)
 INT4 = Scheme(kind="int4", group_size=4, has_embedding=True)
 # Few shapes: two rows, one tile per launch. The pages do not hold two of the longest
-# requests at once. test_general_programs.py and tests/test_inside.py test that a single
-# row gives the same text in a program of one row.
+# requests at once. test_general_programs.py and tests/test_architecture.py test that a
+# single row gives the same text in a program of one row.
 SETTINGS: dict[str, Any] = dict(
     max_num_seqs=2,
     page_size=4,

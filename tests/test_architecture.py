@@ -1,4 +1,4 @@
-"""The round in docs/inside.md equals the engine's."""
+"""The round in docs/architecture.md equals the engine's."""
 
 import re
 from pathlib import Path
@@ -20,13 +20,13 @@ from tests.support.engines import (
 )
 from tests.support.oracles import hf_logits
 
-PAGE = Path(__file__).parents[1] / "docs" / "inside.md"
+PAGE = Path(__file__).parents[1] / "docs" / "architecture.md"
 NUM_DRAFT, LENGTH = 3, 14
 PROMPTS = [[5, 6, 7], [9, 8, 3, 4]]
 
 
 def shown_round() -> Any:
-    """`reference_round` from the page."""
+    """Return `reference_round` from the page."""
     (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S)
     names: dict[str, Any] = {}
     exec(compile(code, str(PAGE), "exec"), names)
