@@ -274,7 +274,7 @@ class Runner:
 
     def _start(self, vector: np.ndarray, shape: StepShape) -> jax.Array:
         step, _ = self.compiler.get(shape)
-        if self._arrays.are_given_away:
+        if self._arrays.is_state_consumed:
             # An interrupt hit a call after its donation. The engine has ended all
             # requests, so an empty state is correct. A plain call does not donate the
             # draft model's pages: free them first, or they would exist twice.

@@ -65,12 +65,12 @@ def _local_logprobs(
         return values if axes is None else jax.lax.pmax(values, axes)
 
     largest = most(logits.max(axis=1))
-    amount = total(row_sums(jnp.exp(logits - largest[:, None]))[:, 0])
+    exp_sum = total(row_sums(jnp.exp(logits - largest[:, None]))[:, 0])
 
     def logprob(values: Array) -> Array:
         # The difference first: logits are large where their sum rounds.
         shape = -1, *(1,) * (values.ndim - 1)
-        return (values - largest.reshape(shape)) - jnp.log(amount).reshape(shape)
+        return (values - largest.reshape(shape)) - jnp.log(exp_sum).reshape(shape)
 
     column = tokens - first
     is_here = (column >= 0) & (column < size)

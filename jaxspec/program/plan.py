@@ -271,8 +271,8 @@ class RequestValues:
     """
 
     num_prompt: Any = column(np.int32)  # tokens of the prompt; the others are output
-    min_total: Any = column(np.int32)  # no stop id before so many tokens are known
-    max_total: Any = column(np.int32)  # the sequence ends at so many tokens
+    min_total: Any = column(np.int32)  # stop ids are masked below this number of tokens
+    max_total: Any = column(np.int32)  # the sequence ends at this number of tokens
     temperature: Any = column(np.float32)  # 0 is greedy
     top_k: Any = column(np.int32)  # 0 keeps everything
     top_p: Any = column(np.float32, pad=1)

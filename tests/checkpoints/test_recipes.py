@@ -438,7 +438,7 @@ def test_shard_rows_mix_both_sources(tmp_path: Path) -> None:
         distill.ShardRows(tmp_path / "nowhere", seed=0)
 
 
-def test_a_draft_that_is_the_target_is_always_accepted() -> None:
+def test_draft_equal_to_the_target_is_always_accepted() -> None:
     config = micro_config()
     model = (lively_params(config), config)
     other = (lively_params(config, seed=1), config)
