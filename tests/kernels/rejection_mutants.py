@@ -48,7 +48,12 @@ def padded(one: Round) -> tuple:
 
 def by_reference(**settings: Any) -> Callable:
     """With the passes as they are now: defaults were bound when the code was read."""
-    own = passes.statistics, passes.amounts, passes.race, passes.excess
+    own = (
+        passes.statistics,
+        passes.mass_above,
+        passes.gumbel_argmax,
+        passes.residual_mass,
+    )
     kernels = Kernels(*own, probabilities=passes.probabilities, draw=draw.draw)
     return partial(reference.rejection_sampling, kernels=kernels, **settings)
 
@@ -138,18 +143,21 @@ def mutant(
 
 
 CHECKS = {name: partial(check_rounds, name) for name in IMPLEMENTATIONS}
-G_TOTAL = "total * passes.weigh(maximum, distribution)"
+G_TOTAL = "total * passes.to_weights(maximum, distribution)"
 MUTANTS = [
     mutant(
-        "shared noise", "passes.race", "words[:, :1], words", "words[:1, :1], words"
+        "shared noise",
+        "passes.gumbel_argmax",
+        "words[:, :1], words",
+        "words[:1, :1], words",
     ),
-    mutant("shared noise", "gpu._race", "(words, row, i)", "(words, 0, i)"),
+    mutant("shared noise", "gpu._gumbel_argmax", "(words, row, i)", "(words, 0, i)"),
     mutant("noise without ids", "noise.uniform", "ids.astype", "(0 * ids).astype"),
     mutant(
         "not strict",
-        "reference._by_chance",
-        "accept_uniform * draft_chance < target_chance",
-        "accept_uniform * draft_chance <= target_chance",
+        "reference._verify_sampled",
+        "accept_uniform * draft_token_probs < target_token_probs",
+        "accept_uniform * draft_token_probs <= target_token_probs",
         check_limits,
     ),
     mutant(
@@ -179,7 +187,7 @@ MUTANTS = [
     ),
     mutant(
         "bonus from the residual",
-        "reference._by_chance",
+        "reference._verify_sampled",
         "is_rejected=num_accepted < num_draft",
         "is_rejected=num_accepted <= num_draft",
     ),
@@ -193,8 +201,8 @@ MUTANTS = [
     mutant(
         "threshold off by one",
         "search._narrowed",
-        "amounts >= wanted[:, None]",
-        "amounts > wanted[:, None]",
+        "masses >= wanted[:, None]",
+        "masses > wanted[:, None]",
     ),
     mutant("search ends early", "search.search", ">= 2 * one", ">= 3 * one"),
     mutant(
@@ -206,7 +214,7 @@ MUTANTS = [
     mutant(
         "sum of what is dropped",
         "reference._filter",
-        "jnp.where(by_p, amount, distribution.total)",
+        "jnp.where(by_p, mass, distribution.total)",
         "distribution.total",
     ),
     mutant(
@@ -220,20 +228,20 @@ MUTANTS = [
     mutant(
         "combined without rescale",
         "passes.combine",
-        "own.total * weigh(own.maximum[:, None], distribution)[:, 0]",
+        "own.total * to_weights(own.maximum[:, None], distribution)[:, 0]",
         "own.total",
         check_slices,
     ),
     mutant(
         "tiles without rescale",
         "passes.statistics",
-        "total * weigh(maximum[:, None], distribution)",
+        "total * to_weights(maximum[:, None], distribution)",
         "total",
     ),
     mutant(
         "tiles without rescale",
         "tpu._kernel",
-        "total[...] * jnp.exp((before - peak) / heat)",
+        "total[...] * jnp.exp((before - finite_top) / temperature[...])",
         "total[...]",
     ),
     mutant("splits without rescale", "gpu.statistics", G_TOTAL, "total"),
@@ -242,9 +250,14 @@ MUTANTS = [
     ),
     mutant(
         "block row off by one",
-        "passes.excess",
+        "passes.residual_mass",
         "[:, 1:-1]",
         "[:, 2:]",
     ),
-    mutant("block row off by one", "gpu._excess", "(inner + 2) + index", "(inner + 2)"),
+    mutant(
+        "block row off by one",
+        "gpu._residual_mass",
+        "(inner + 2) + index",
+        "(inner + 2)",
+    ),
 ]

@@ -165,7 +165,7 @@ def test_tokens_are_tokens_whatever_rows_say(columns, data, is_certain):
     )
     assert ((0 <= found.best) & (found.best < size)).all()
     words = jax.lax.bitcast_convert_type(integers(data, (rows, 2)), jnp.uint32)
-    _, best = cpu.race(part, logits, distribution, words)
+    _, best = cpu.gumbel_argmax(part, logits, distribution, words)
     assert ((0 <= best) & (best < size)).all()
     for counts in (True, False):
         border, _ = cpu.search(
@@ -178,12 +178,12 @@ def test_tokens_are_tokens_whatever_rows_say(columns, data, is_certain):
         )
         assert not np.isnan(border).any()
         limits = floats(data, (rows, 3))
-        amounts = cpu.amounts(part, logits, distribution, limits, counts=counts)
-        assert not np.isnan(amounts).any()
-    chances = np.asarray(cpu.probabilities(part, logits, distribution))
-    assert not chances[:, size:].any() and not np.isnan(chances).any()
+        masses = cpu.mass_above(part, logits, distribution, limits, counts=counts)
+        assert not np.isnan(masses).any()
+    probs_found = np.asarray(cpu.probabilities(part, logits, distribution))
+    assert not probs_found[:, size:].any() and not np.isnan(probs_found).any()
     if probs is not None:
-        above = cpu.excess(
+        above = cpu.residual_mass(
             part, logits, distribution, draft, floats(data, (seqs, inner))
         )
         assert (np.asarray(above) >= 0).all()
@@ -196,7 +196,7 @@ def test_what_is_no_token_weighs_nothing_whatever_the_temperature(temperature):
     ones = jnp.ones(2)
     distribution = Distribution(temperature * ones, 0 * ones, -jnp.inf * ones, 0 * ones)
     logits, words = jnp.zeros((2, 7)), jnp.ones((2, 2), jnp.uint32)
-    score, best = cpu.race(part, logits, distribution, words)
+    score, best = cpu.gumbel_argmax(part, logits, distribution, words)
     assert (best < 4).all() and jnp.isfinite(score).all()
     logits = logits.at[:, 1].set(-jnp.inf)
     assert not np.asarray(cpu.probabilities(part, logits, distribution))[:, 1].any()
@@ -234,12 +234,12 @@ FORMS: dict[str, tuple[tuple[str, ...], tuple[str, ...], dict[str, Any]]] = {
         ("f4 2", "i4 2", "f4 2", "f4 2"),
         {"vocab_size": 8},
     ),
-    "amounts": (
+    "mass_above": (
         ("f4 2 9", *DISTRIBUTION, "f4 2 3", "i4 1"),
         ("f4 2 3",),
         {"vocab_size": 8, "counts": True},
     ),
-    "race": (
+    "gumbel_argmax": (
         ("f4 2 9", *DISTRIBUTION, "u4 2 2", "i4 1"),
         ("f4 2", "i4 2"),
         {"vocab_size": 8},
@@ -265,7 +265,7 @@ FORMS: dict[str, tuple[tuple[str, ...], tuple[str, ...], dict[str, Any]]] = {
         ("u4 2 4 3",),
         {},
     ),
-    "excess": (
+    "residual_mass": (
         ("f4 3 9", "f4 3", "f4 3", "f4 3", "f4 3", "f4 1 2 9", "f4 1 1", "i4 1"),
         ("f4 1 1",),
         {"vocab_size": 8},

@@ -217,7 +217,7 @@ def test_threshold_is_the_one_that_sorting_finds(dtype, counts, fan):
     wanted = np.ceil(wanted) if counts else wanted
     is_searched = np.arange(rows) != 5
     find = partial(Kernels(fan=fan).search, whole(columns, 32), counts=counts)
-    found, amount = jax.jit(find, compiler_options=UNOPTIMISED)(
+    found, mass = jax.jit(find, compiler_options=UNOPTIMISED)(
         logits,
         distribution,
         jnp.asarray(wanted, jnp.float32),
@@ -230,7 +230,7 @@ def test_threshold_is_the_one_that_sorting_finds(dtype, counts, fan):
         kept = exact[row] >= float(found[row])
         np.testing.assert_array_equal(kept, exact[row] >= expected)
         if is_searched[row]:
-            np.testing.assert_allclose(amount[row], weights[row][kept].sum(), 1e-5)
+            np.testing.assert_allclose(mass[row], weights[row][kept].sum(), 1e-5)
 
 
 visited: list[None] = []
