@@ -17,7 +17,7 @@ def test_types_are_found_by_name(dtype):
 
 
 @pytest.mark.parametrize("dtype", ["int8", "float64", "fp16", "", "BFLOAT16"])
-def test_other_types_are_refused(dtype):
+def test_rejects_other_types(dtype):
     expected = f"one of float32, bfloat16, float16, got '{dtype}'"
     with pytest.raises(CheckpointError, match=expected):
         find_dtype(dtype)

@@ -99,7 +99,7 @@ def test_two_spellings_of_one_tensor_are_refused(tmp_path):
         open_head(tmp_path)
 
 
-def test_what_is_no_head_says_what_one_is():
+def test_error_for_a_folder_without_head_explains_heads():
     expected = "holds no head .*'gemma2'.*target's hidden states.*eagle, eagle3, medusa"
     with pytest.raises(CheckpointError, match=expected):
         read_head_config(bundled_draft())

@@ -157,7 +157,7 @@ def test_published_gemma_3_is_found_by_its_shapes(tmp_path, monkeypatch, size):
     assert billions in (None, round(checkpoint.num_parameters / 1e9, 3))
 
 
-def test_nothing_is_kept_of_a_tensor_that_was_read(tmp_path):
+def test_memory_of_a_read_tensor_is_freed(tmp_path):
     """An array may be one chunk; the embedding ends before its pads do."""
     write_mount(tmp_path, use_ocdbt=False)
     tensors = open_kaggle(tmp_path, LAYOUTS).tensors

@@ -278,7 +278,7 @@ def test_other_schemes_are_refused_before_anything_is_read(given, text, tmp_path
         config_from_folder(tmp_path)
 
 
-def test_what_is_not_as_config_json_says_is_named(tmp_path):
+def test_error_names_the_tensor_that_contradicts_the_config(tmp_path):
     given, make, _ = FORMS["w4a16"]
 
     def opened(name: str, other: Callable[[Any], Parts]) -> Any:
@@ -336,7 +336,7 @@ def test_words_are_packed_as_they_are_unpacked(bits):
 @pytest.mark.parametrize(
     ("kind", "to"), [("int8", "orbax"), ("int4", "hf"), ("fp8", "hf"), ("fp8", "orbax")]
 )
-def test_what_is_converted_is_read_back(kind, to, tmp_path, monkeypatch):
+def test_converted_model_is_read_back(kind, to, tmp_path, monkeypatch):
     plain = tmp_path / "plain"
     config = tiny_config("2b", **SIZES | dict(hidden_size=128, head_dim=32))
     plain.mkdir()

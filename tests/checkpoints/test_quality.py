@@ -40,7 +40,7 @@ def inspected(folder: Path, capsys) -> str:
     return capsys.readouterr().out
 
 
-def test_inspect_shows_what_was_measured_or_how_to(packed, capsys):
+def test_inspect_shows_the_measurement_or_the_command(packed, capsys):
     assert read_quality(packed) is None
     assert (
         f"not measured: python -m jaxspec quality --model {packed} --reference MODEL"
@@ -117,6 +117,6 @@ def test_a_link_to_another_place_is_not_followed(packed, tmp_path):
         read_quality(packed)
 
 
-def test_what_cannot_be_written_is_said(tmp_path):
+def test_error_if_the_file_cannot_be_written(tmp_path):
     with pytest.raises(CheckpointError, match="was not written"):
         write_quality(tmp_path / "nowhere", MEASURED)

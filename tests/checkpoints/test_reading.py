@@ -12,7 +12,7 @@ from tests.checkpoints.models import write_tiny
 
 
 @pytest.mark.parametrize("to", FORMATS)
-def test_format_is_told(tmp_path, to, monkeypatch):
+def test_format_is_detected(tmp_path, to, monkeypatch):
     write_tiny(tmp_path / "source", family="2b", num_hidden_layers=1)
     source = open_checkpoint(tmp_path / "source")
     write_checkpoint(source, tmp_path / "model", to=to, progress=False)

@@ -227,7 +227,7 @@ def test_a_pair_is_what_another_is_trained_from(tmp_path: Path) -> None:
     assert train_pair.start_of(args, "target", random) is random
 
 
-def test_what_ends_a_repeated_phrase() -> None:
+def test_last_tokens_of_repeated_phrases() -> None:
     text = np.array([list("abcdabcdexabcdabcd"), list("abcdabcdabcdabcdab")])
     tokens = np.vectorize(ord)(text)
     segments = np.ones_like(tokens)
@@ -243,7 +243,7 @@ def test_what_ends_a_repeated_phrase() -> None:
 
 
 @pytest.mark.slow
-def test_a_step_unlearns_what_greedy_text_repeats(
+def test_a_step_unlearns_repetitions(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(loops, "NUM_WRITTEN", 4)
@@ -294,7 +294,7 @@ def test_share_of_repeated_4_grams() -> None:
     assert evaluate.repeated_4_grams([[3] * 103]) == pytest.approx(0.99)
 
 
-def test_what_ends_a_4_gram_that_stood_in_the_same_text_before() -> None:
+def test_last_tokens_of_repeated_4_grams() -> None:
     tokens = np.array([[5, 6, 7, 8, 5, 6, 7, 8, 9], [5, 6, 7, 8, 5, 6, 7, 8, 8]])
     segments = np.array([[1] * 9, [1] * 4 + [2] * 5])
     found = evaluate.ends_repeated_4_gram(tokens, segments)
@@ -518,7 +518,7 @@ def test_card_has_no_gap() -> None:
     assert f"{line} --rate 0.02 --start OUT1\n" in text
 
 
-def test_the_bundled_card_says_what_was_measured() -> None:
+def test_bundled_card_has_the_measured_figures() -> None:
     folder = bundled_target().parent
     results = json.loads((folder / "evaluation.json").read_text())
     text = (folder / "MODEL_CARD.md").read_text()

@@ -58,7 +58,7 @@ def test_files_that_the_cache_shares_between_models_open(
     check_same(fetch(NAME), origin)
 
 
-def test_only_what_is_read_is_fetched(hub: HubStandIn):
+def test_only_needed_files_are_fetched(hub: HubStandIn):
     wanted = set(hub.files) | {"tokenizer.json", "special_tokens_map.json"}
     wanted |= {"chat_template.jinja", "chat_template.json"}
     never = {

@@ -101,7 +101,7 @@ def test_a_place_of_the_callers_choice(
     assert calls_of(kaggle) == ["GetModelInstance"]
 
 
-def test_a_login_is_used_and_stays_with_kaggle(
+def test_a_login_is_used_and_sent_to_kaggle_only(
     kaggle: KaggleStandIn, origin: Path, monkeypatch: pytest.MonkeyPatch
 ):
     kaggle.needs_consent = True

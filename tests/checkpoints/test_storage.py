@@ -208,7 +208,7 @@ def with_zeros(folder: Path, store: dict[str, Any]) -> None:
     (folder / "_METADATA").write_text('{"tree_metadata": {}}')
 
 
-def test_zeros_that_an_older_version_left_out(tmp_path):
+def test_chunks_of_zeros_omitted_by_older_versions(tmp_path):
     """The index of a database says which chunks there are; the others are zeros."""
     base = {"driver": "file", "path": f"{tmp_path}/"}
     with_zeros(tmp_path, {"driver": "ocdbt", "base": base, "path": "a/"})

@@ -122,7 +122,7 @@ def source(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("kind", ["folder", "file", "dangling link"])
 @pytest.mark.parametrize("to", FORMATS)
-def test_what_exists_is_left_alone(tmp_path, source, to, kind):
+def test_existing_destination_is_rejected(tmp_path, source, to, kind):
     destination = tmp_path / "model"
     if kind == "folder":
         destination.mkdir()
@@ -165,7 +165,9 @@ def test_wrong_arguments(tmp_path, source, options, expected):
 
 
 @pytest.mark.parametrize(("dtype", "factor"), [(None, 1), ("float32", 2)])
-def test_full_disk_is_said_before_writing(tmp_path, source, monkeypatch, dtype, factor):
+def test_full_disk_is_reported_before_writing(
+    tmp_path, source, monkeypatch, dtype, factor
+):
     checkpoint = open_checkpoint(source)
     side = sum((source / name).stat().st_size for name in SIDE_FILES)
     needed = checkpoint.num_bytes * factor + side

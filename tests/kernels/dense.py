@@ -1,7 +1,7 @@
 """Oracle for the passes over tiles: sampling on whole arrays of probabilities.
 
-Its arithmetic differs: thresholds among ranked candidates, then
-by bisection; one long row of probabilities; noise as one array.
+Its arithmetic differs: thresholds among ranked candidates, then by bisection; one long
+row of probabilities; noise as one array.
 """
 
 import jax

@@ -36,7 +36,7 @@ from tests.kernels.rejection_rounds import (
 from tests.support.mutation import Mutant
 
 PACKAGE = "jaxspec_kernels.rejection_sampling"
-VOCAB, COLUMNS = 290, 296  # pads are worth more than any token
+VOCAB, COLUMNS = 290, 296  # padding has larger logits than any token
 
 
 def padded(one: Round) -> tuple:
@@ -47,7 +47,7 @@ def padded(one: Round) -> tuple:
 
 
 def by_reference(**settings: Any) -> Callable:
-    """With the passes as they are now: defaults were bound when the code was read."""
+    """Use the current passes: the defaults of `Kernels` were bound at import."""
     own = (
         passes.statistics,
         passes.mass_above,
@@ -67,10 +67,10 @@ IMPLEMENTATIONS: dict[str, Callable[[], Callable]] = {
 
 @cache
 def rounds() -> tuple[tuple[tuple, dict, Any], ...]:
-    """Arguments and verdicts of whole rows; made once, while nothing is a mutant.
+    """Return arguments and verdicts of whole rows; computed once, without a mutant.
 
-    A mixed batch with equal logits, where several tokens are the argmax; the same as it
-    was; and the block rule.
+    A mixed batch with equal logits, where several tokens are the argmax; the same batch
+    with its own logits; and the block rule.
     """
     mixed = make_round(48, vocab=VOCAB, seed=3)
     logits = np.where(mixed.kind[:, None, None] == GREEDY, 4.0, mixed.logits)
@@ -100,7 +100,7 @@ def check_slices() -> None:
 
 
 def check_limits() -> None:
-    """What random rounds do not meet: equal products, empty residuals, weights of 0."""
+    """Cases that random rounds do not have: equal products, empty residuals, zeros."""
 
     def verdict(logits, drafts, u, v=0.0, draft=None) -> tuple[int, int]:
         one = jnp.broadcast_to(jnp.asarray(logits, jnp.float32), (1, 2, len(logits)))
@@ -212,7 +212,7 @@ MUTANTS = [
         "controls.top_p * distribution.total * 1.02",
     ),
     mutant(
-        "sum of what is dropped",
+        "sum with the dropped tokens",
         "reference._filter",
         "jnp.where(by_p, mass, distribution.total)",
         "distribution.total",

@@ -48,7 +48,7 @@ from tests.kernels.oracle import (
     random_forest,
 )
 
-# Smaller heads are the reference's, see cpu.py.
+# The reference handles smaller heads.
 SIXTEEN = replace(SMALL, head_dim=16)
 SMALL_OF = {"reference": SMALL, "cpu": SIXTEEN, "gpu": SMALL, "tpu": SMALL}
 FAST_ON_TPU = ("tiny/verify", "2b/tp8/decode-two")
@@ -241,7 +241,7 @@ def test_trees_of_more_nodes_than_a_word_has_bits(backend, window, own):
 
 
 @needs_native
-def test_heads_of_another_size_take_the_reference_on_a_cpu():
+def test_other_head_sizes_use_the_reference_on_cpu():
     check("cpu", build(SMALL))  # head_dim 8
 
 
@@ -306,7 +306,7 @@ def test_block_size_does_not_matter(backend, window, own):
     ],
 )
 def test_row_does_not_depend_on_the_other_rows(backend, window):
-    """Bitwise: otherwise the text of a request would depend on its neighbours."""
+    """Bitwise: otherwise a request's text would depend on other requests."""
     case = replace(SMALL_OF[backend], window=window)
     base = build(case, kv_len=[60, 60, 60, 60])
     expected = run(backend, base)[0]
@@ -487,7 +487,7 @@ def test_int8_in_lanes_equals_float64(case, block_tokens):
 
 
 def test_a_scale_that_is_nan_affects_its_token_alone():
-    """Tokens beside it in its page and its row of lanes keep theirs."""
+    """Other tokens in its page and its row of lanes do not change."""
     call, (query, pages, table, kv_len) = build_quantized(SMALL, IN_LANES, 2)
     slot = 40
     page, offset = table[0, slot // SMALL.page_size], slot % SMALL.page_size

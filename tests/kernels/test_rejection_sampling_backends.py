@@ -1,7 +1,7 @@
 """Every backend's passes equal float64, and its verdicts are those of whole rows.
 
-The kernels are interpreted; the CPU's are C++. What the rules mean is the subject of
-`test_rejection_sampling.py`, with the reference.
+The kernels are interpreted; the CPU's are C++. `test_rejection_sampling.py` tests the
+rules, with the reference.
 """
 
 from collections.abc import Callable
@@ -36,7 +36,7 @@ STRICT = pltpu.InterpretParams(
     detect_races=True, out_of_bounds_reads="raise", uninitialized_memory="nan"
 )
 LAUNCH: dict[str, Any] = dict(tile=TILE, interpret=True)
-# What a backend's functions are given further, and how far its sums may be off.
+# Module and further arguments of a backend's functions, and the error of its sums.
 PASSES: dict[str, tuple[Any, dict[str, Any], float]] = {
     "reference": (passes, {}, 1e-5),
     "cpu": (cpu, {}, 2e-6),
@@ -57,7 +57,7 @@ def _skip_without_library(request: pytest.FixtureRequest):
 
 
 def part_of(backend: str) -> Slice:
-    """C++ has the whole of a row at once; the others walk in tiles."""
+    """C++ and the GPU read a whole row at once; the others walk tiles."""
     tile = COLUMNS if backend in ("cpu", "gpu") else TILE
     return Slice(columns=COLUMNS, tile=tile, vocab_size=VOCAB_SIZE, axis_name=None)
 
@@ -80,7 +80,7 @@ def make_logits(rows: int) -> np.ndarray:
 def exact_rows(
     dtype: Any = jnp.float32, rows: int = ROWS
 ) -> tuple[jax.Array, np.ndarray, np.ndarray]:
-    """Logits, their values where they are tokens, and temperatures."""
+    """Logits, their float64 values with -inf for padding, and temperatures."""
     logits = jnp.asarray(make_logits(rows), dtype)
     exact = np.asarray(logits.astype(jnp.float32), np.float64)
     exact[:, VOCAB_SIZE:] = -np.inf
@@ -100,7 +100,7 @@ def weights_of(exact: np.ndarray, temperature: np.ndarray) -> np.ndarray:
 
 @cache
 def exact_distribution() -> tuple[jax.Array, np.ndarray, Distribution, np.ndarray]:
-    """Rows, a distribution that leaves half of each, and the weights by it."""
+    """Rows, a distribution whose threshold keeps half of each, and their weights."""
     logits, exact, temperature = exact_rows()
     threshold = np.median(exact[:, :VOCAB_SIZE], axis=1).astype(np.float32)
     weights = weights_of(exact, temperature)
@@ -242,8 +242,10 @@ def test_verdicts_are_those_of_whole_rows(backend, seqs, vocab, seeds):
     ("backend", "seqs", "vocab", "seeds"),
     [("reference", 64, 50, 6), ("cpu", 64, 50, 2), ("tpu", 16, 290, 1)],
 )
-def test_forced_drafts_stay_and_the_target_goes_on(backend, seqs, vocab, seeds):
-    """Whatever they are, in every rule; the token never comes from a residual."""
+def test_forced_drafts_are_accepted_and_the_target_continues(
+    backend, seqs, vocab, seeds
+):
+    """For any drafts and every rule; the token is never drawn from a residual."""
     run, is_other = decide(backend, vocab), []
     for seed in range(seeds):
         one = make_round(seqs, vocab=vocab, seed=seed)
@@ -256,7 +258,7 @@ def test_forced_drafts_stay_and_the_target_goes_on(backend, seqs, vocab, seeds):
 
 @pytest.mark.parametrize("backend", ["cpu", "gpu", "tpu"])
 def test_slices_of_the_vocabulary_agree_on_the_verdict(backend):
-    """The reference's are in `test_rejection_sampling_sharded.py`, over 8 devices."""
+    """`test_rejection_sampling_sharded.py` tests the reference, on 8 devices."""
     one = make_round(16, vocab=290, seed=1)
     run = sliced(VERDICTS[backend], check_vma=False)
     with uncached():
@@ -274,7 +276,7 @@ def distribution_of(logits: np.ndarray) -> tuple[Distribution, np.ndarray]:
 
 
 @pytest.mark.parametrize("counts", [True, False])
-def test_borders_of_cpu_are_those_that_sorting_finds(counts):
+def test_cutoffs_on_cpu_equal_those_of_sorting(counts):
     """Sharp and flat rows, equal logits, sorted ones, and one that is not searched."""
     random = np.random.default_rng(0)
     part = Slice(columns=700, tile=700, vocab_size=697, axis_name=None)
@@ -310,8 +312,8 @@ def test_borders_of_cpu_are_those_that_sorting_finds(counts):
 
 
 @pytest.mark.parametrize("is_certain", [False, True])
-def test_cpu_draws_where_the_sum_of_probabilities_passes_the_uniform(is_certain):
-    """Of the target after all drafts or none, of the residual after a rejection."""
+def test_cpu_inverts_the_cumulative_sum(is_certain):
+    """From the target after full acceptance or without drafts, else the residual."""
     random = np.random.default_rng(0)
     seqs, columns, size = 400, 600, 597
     part = Slice(columns=columns, tile=columns, vocab_size=size, axis_name=None)
