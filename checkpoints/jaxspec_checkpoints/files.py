@@ -34,7 +34,7 @@ def readable(folder: Path) -> Iterator[None]:
 def check_inside(folder: Path, path: Path) -> Path:
     """Return `path` if its target lies in `folder`.
 
-    A snapshot in the HuggingFace cache consists of symlinks to `blobs` beside
+    A snapshot in the HuggingFace cache consists of symlinks to `blobs` next to
     `snapshots`, and those may be symlinks to `blobs` of the whole cache; both are
     allowed.
 

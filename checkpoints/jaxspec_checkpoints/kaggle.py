@@ -111,7 +111,7 @@ def _layout_of_tree(tree: FlaxTree, layouts: Mapping[str, Layout]) -> Layout:
             return layout
     raise CheckpointError(
         f"{tree.folder} has no config.json, and its tree is of no known family. Put "
-        "the model's config.json beside it"
+        "the model's config.json next to it"
     )
 
 
@@ -120,7 +120,7 @@ def _published(folder: Path, layout: Layout, sizes: Sizes) -> dict[str, Any]:
     if size is None or layout.flax is None:
         raise CheckpointError(
             f"{folder} has no config.json, and the shapes are those of no published "
-            f"{layout.title}: found {sizes}. Put the model's config.json beside it"
+            f"{layout.title}: found {sizes}. Put the model's config.json next to it"
         )
     return layout.flax.config(size)
 
@@ -163,8 +163,8 @@ def write_kaggle(
     if sizes.hidden_size == sizes.intermediate_size:
         raise CheckpointError(
             f"hidden_size and intermediate_size are both {sizes.hidden_size}: a reader "
-            "could not tell which way gating_einsum is, so Kaggle's format cannot hold "
-            "this model"
+            "could not determine the orientation of gating_einsum, so Kaggle's format "
+            "cannot hold this model"
         )
     shapes = leaf_shapes(sizes, num_rows=sizes.vocab_size + pads, **form)
     written: dict[str, tuple[str, np.dtype]] = {}

@@ -1,4 +1,4 @@
-"""Blocks have the rows asked for, cast as numpy does; what is too large is named."""
+"""Blocks have the requested rows, cast as by numpy; errors name overflowing tensors."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""A tree is recognised in every form; what is wrong is named as the file spells it."""
+"""Trees of every layout are recognized; errors use the file's spelling."""
 
 from pathlib import Path
 from typing import Any
@@ -214,5 +214,5 @@ def test_no_layers():
 
 def test_rejects_square_gating():
     sizes = Sizes.from_config(CONFIG | {"intermediate_size": 72})
-    with pytest.raises(CheckpointError, match="are both 72, so it cannot be told"):
+    with pytest.raises(CheckpointError, match="are both 72, so the orientation of"):
         tree_of(LEAVES).tensors(sizes, 128)

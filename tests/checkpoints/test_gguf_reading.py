@@ -30,7 +30,7 @@ from tests.checkpoints.gguf_files import (
 )
 from tests.checkpoints.models import tiny_config, tiny_tensors, write_tiny
 
-# What llama.cpp's library can make; the others are tested by their blocks.
+# Types that llama.cpp's library can write; the others are tested by their blocks.
 WRITABLE = (Q.F32, Q.F16, Q.BF16, Q.Q4_0, Q.Q4_1, Q.Q5_0, Q.Q5_1, Q.Q8_0)
 PACKED = {Q.Q4_0: "int4", Q.Q5_0: "int8", Q.Q8_0: "int8"}
 

@@ -19,7 +19,7 @@ from tests.checkpoints.gguf_files import real_gguf, write_gguf
 from tests.support.texts import SPECIAL, texts
 
 BUNDLED = bundled_target()
-# What Gemma 3 itself has, shortened.
+# Gemma 3's own template, shortened.
 TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{{ '<start_of_turn>' + ('model' if "
     "message['role'] == 'assistant' else message['role']) + '\n' + message['content'] "

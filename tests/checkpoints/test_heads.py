@@ -1,4 +1,4 @@
-"""A folder says which head it holds, whoever wrote it; what is no head says so."""
+"""Heads of every writer are recognized; a folder without a head is an error."""
 
 import json
 
@@ -87,7 +87,7 @@ def test_spellings(tmp_path, config, theirs, ours):
     "name", ["lm_head.weight", "verifier_norm.bias", "layers.0.rotary_emb.inv_freqs"]
 )
 def test_only_listed_tensors_are_left_unread(tmp_path, name):
-    """Of a Medusa, EAGLE's unread `lm_head.weight` is one of its own."""
+    """`lm_head.weight`, unread for EAGLE, is a tensor of a Medusa head."""
     found = open_head(write(tmp_path, dict(medusa_num_heads=1), [name]))
     assert found.tensors.keys() == {name}
 

@@ -83,7 +83,7 @@ def test_trim_writes_a_map_next_to_the_weights(tmp_path, capsys):
     assert "--output" in capsys.readouterr().err
     assert main([*arguments, "--output", str(tmp_path / "other.json")]) == 0
     assert (tmp_path / "other.json").read_bytes() == made.read_bytes()
-    # It goes where the model goes.
+    # It is copied with the model.
     copy = [str(tmp_path / "draft"), str(tmp_path / "copy"), "--to", "orbax"]
     assert main(["convert", *copy]) == 0
     assert (tmp_path / "copy" / TOKEN_MAP).read_bytes() == made.read_bytes()

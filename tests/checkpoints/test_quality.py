@@ -47,8 +47,8 @@ def test_inspect_shows_the_measurement_or_the_command(packed, capsys):
     ) in inspected(packed, capsys)
     assert write_quality(packed, MEASURED) == packed / QUALITY
     assert read_quality(packed) == MEASURED
-    told = "perplexity 27.91 (whole: 27.78), KL 0.00853 nats a token, 93.1% the same"
-    assert f"quality       {told}" in inspected(packed, capsys)
+    line = "perplexity 27.91 (whole: 27.78), KL 0.00853 nats a token, 93.1% the same"
+    assert f"quality       {line}" in inspected(packed, capsys)
     # Weights that are not quantized have nothing to lose.
     assert "quality" not in inspected(packed.parent / "whole", capsys)
     # It is about these weights, and not about those that are made of them.

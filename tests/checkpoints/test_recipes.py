@@ -235,7 +235,7 @@ def test_last_tokens_of_repeated_phrases() -> None:
     is_written = np.ones_like(tokens, bool)
     is_written[:, 0] = False
     found = loops.last_of_repeated(tokens, segments, is_written)
-    # Of "abcd" the first stands in the prompt in part, so that its second is the first.
+    # The first "abcd" is partly in the prompt, so the second one counts as the first.
     assert np.flatnonzero(found[0]).tolist() == [13, 14, 15, 16, 17]
     assert np.flatnonzero(found[1]).tolist() == [8, 16, 17]
     everything = loops.last_of_repeated(tokens, segments, is_written | True)
@@ -270,17 +270,17 @@ def test_a_step_unlearns_repetitions(
         float(training.text_loss(params, config, *plain)), rel=1e-5
     )
 
-    def chance(params: Any) -> float:
-        """Of what is repeated, the mean."""
+    def probability(params: Any) -> float:
+        """Return the mean probability of repeated tokens."""
         logits = network.forward(params, config, tokens[:, :-1], segments[:, :-1])
-        chances = jax.nn.softmax(logits.reshape(*tokens[:, 1:].shape, VOCAB))
-        chosen = np.take_along_axis(np.asarray(chances), tokens[:, 1:, None], -1)
+        probs = jax.nn.softmax(logits.reshape(*tokens[:, 1:].shape, VOCAB))
+        chosen = np.take_along_axis(np.asarray(probs), tokens[:, 1:, None], -1)
         return float(chosen[is_repeated[:, 1:]].mean())
 
     gradients = jax.grad(lambda params: loss(1.0, params) - loss(0.0, params))(params)
     stepped = jax.tree.map(lambda value, slope: value - 0.1 * slope, params, gradients)
-    assert chance(stepped) < chance(params) - 0.01
-    # A target that is saved writes anew.
+    assert probability(stepped) < probability(params) - 0.01
+    # After the target is saved it writes new texts.
     training.save_state(state, stepped, {}, 1)
     before = rows.written[0]
     rows.batch(4)

@@ -1,4 +1,4 @@
-"""What `inspect` says is so: sizes are the files', replication is the engine's."""
+"""`inspect` reports the files' sizes and the engine's replication."""
 
 from pathlib import Path
 

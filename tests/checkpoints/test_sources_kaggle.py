@@ -1,4 +1,4 @@
-"""What Kaggle serves arrives whole and opens; a failure is said with its way out."""
+"""Models of Kaggle are fetched whole and open; errors have a remedy."""
 
 import io
 import shutil
@@ -48,7 +48,7 @@ def test_a_model_arrives_and_opens(kaggle: KaggleStandIn, origin: Path, tmp_path
     check_same(folder, origin)
     assert kaggle.fetched == set(kaggle.files)
 
-    # Which version is the newest has to be asked; a version in the cache has not.
+    # The newest version must be requested; a version in the cache need not.
     kaggle.asked.clear()
     assert fetch(HANDLE) == folder
     assert calls_of(kaggle) == ["GetModelInstance"]
@@ -166,7 +166,7 @@ def test_an_interrupted_download(
     if cache_dir is not None:
         assert list(cache_dir.iterdir()) == []
 
-    # Nobody takes the half folder for a model: the service is asked again.
+    # The incomplete folder is not taken for a model: the service is asked again.
     kaggle.faults.clear()
     kaggle.faults["ListModelInstanceVersionFiles"] = 503
     assert "(503)" in fetch_message(f"{HANDLE}/2", cache_dir=cache_dir)

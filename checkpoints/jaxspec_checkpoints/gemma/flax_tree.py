@@ -109,7 +109,7 @@ class FlaxTree:
         if sizes.hidden_size == sizes.intermediate_size:
             raise CheckpointError(
                 f"hidden_size and intermediate_size are both {sizes.hidden_size}, so "
-                f"it cannot be told which way {self.spell(self.layer(GATING))!r} is: "
+                f"the orientation of {self.spell(self.layer(GATING))!r} is unknown: "
                 f"use another format than Kaggle's ({self.folder})"
             )
         return self.shape(self.layer(GATING), 3)[1] == sizes.hidden_size

@@ -103,9 +103,9 @@ def open_gguf(path: Path, layouts: Mapping[str, Layout]) -> Checkpoint:
     assert found is not None, path
     file = read_gguf(found)
     config, generation = read_config(file)
-    beside = side_files(path) if path.is_dir() else {}
-    if "generation_config.json" in beside:
-        generation = read_json(beside["generation_config.json"])
+    existing = side_files(path) if path.is_dir() else {}
+    if "generation_config.json" in existing:
+        generation = read_json(existing["generation_config.json"])
     layout = layout_of(config, layouts)
     config["vocab_size"] = layout.text_config(config)["vocab_size"]
     sizes = Sizes.from_config(config)
@@ -130,8 +130,8 @@ def open_gguf(path: Path, layouts: Mapping[str, Layout]) -> Checkpoint:
         config=config,
         generation_config=generation,
         tensors=tensors,
-        side_files=beside,
-        made_files={name: made[name] for name in made.keys() - beside.keys()},
+        side_files=existing,
+        made_files={name: made[name] for name in made.keys() - existing.keys()},
     )
 
 
