@@ -35,8 +35,10 @@ if os.environ["JAX_PLATFORMS"] == "cpu" and not os.environ.get("JAXSPEC_AOT"):
 # HuggingFace's tiny models took ten times as long on two threads as on one.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+TESTS = Path(__file__).parent
+
 # Programs that engines keep where nobody says where: with those of this checkout.
-KEPT = Path(__file__).parents[1] / ".pytest_cache"
+KEPT = TESTS.parent / ".pytest_cache"
 USERS_CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
 os.environ["XDG_CACHE_HOME"] = str(KEPT / "user")
 
@@ -67,6 +69,7 @@ def _quiet() -> Iterator[None]:
 with _quiet():
     import jax  # the environment above must be set first
     from jax._src.interpreters.pxla import _cached_lowering_to_hlo
+    from jax._src.lru_cache import LRUCache
     from jax._src.pjit import _pjit_lower
     from jaxlib.mlir import ir
 
@@ -103,10 +106,25 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Share compiled programs between tests, and with the next run in this checkout."""
+    """Share compiled programs between processes, and with the next run here.
+
+    Also small ones: loading one takes a third of the time that compiling it takes, and
+    tests compile tens of thousands.
+    """
     cache: Path = config.rootpath / ".pytest_cache" / "jax"
+    LRUCache.put = _put_whole
     jax.config.update("jax_compilation_cache_dir", str(cache))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+
+
+def _put_whole(cache: LRUCache, key: str, value: bytes) -> None:
+    """Write an entry of jax's cache so that no process can read part of it.
+
+    jax writes in place. Reading part of an entry is a warning, which is an error here.
+    """
+    part = cache.path / f"{key}.{os.getpid()}.{threading.get_ident()}"
+    part.write_bytes(value)
+    part.replace(cache.path / f"{key}-cache")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -162,6 +180,12 @@ def unchecked_types() -> Iterator[None]:
     jaxtyping.config.update("jaxtyping_disable", False)
 
 
+def _folder(path: Path) -> str:
+    """Return the folder of tests/ that holds a file, at any depth, or "tests"."""
+    inside = path.relative_to(TESTS).parts
+    return inside[0] if len(inside) > 1 else TESTS.name
+
+
 @pytest.fixture(autouse=True)
 def _slow_tests_do_not_check_types(request: pytest.FixtureRequest) -> Iterator[None]:
     """What takes long makes the same calls very many times.
@@ -172,7 +196,7 @@ def _slow_tests_do_not_check_types(request: pytest.FixtureRequest) -> Iterator[N
     """
     if any(map(request.node.get_closest_marker, ("slow", "long_suite", "aot"))):
         request.getfixturevalue("unchecked_types")
-    elif request.path.parent.name in HOST_FOLDERS:
+    elif _folder(request.path) in HOST_FOLDERS:
         end = threading.Timer(
             CHECKED_S, jaxtyping.config.update, ("jaxtyping_disable", True)
         )

@@ -576,8 +576,8 @@ def _hosts_devices(
 ) -> list[Any]:
     """Return all devices, sorted by process, the leader's first.
 
-    A grammar's program gets masks from the first device's process. A draft model spread
-    over as many devices as a host has then stays within hosts.
+    A grammar's program gets masks from the first device's process. With this order, a
+    draft model with the devices of one host does not communicate between hosts.
     """
     if jax.process_index() != hosts.node_rank:
         raise ConfigError(

@@ -133,9 +133,9 @@ def chosen_ids(
 
     Junk for a request without such ids; None if the shape has none.
     """
-    if not shape.features.num_told_ids:
+    if not shape.features.num_logprob_token_ids:
         return None
-    return controls.told_ids.at[active.row].get(mode="clip")
+    return controls.logprob_token_ids.at[active.row].get(mode="clip")
 
 
 def empty_logprobs(
@@ -145,7 +145,7 @@ def empty_logprobs(
     num_top = shape.features.num_logprobs
     if num_top is None:
         return None
-    numbers = num_columns(num_top, shape.features.num_told_ids)
+    numbers = num_columns(num_top, shape.features.num_logprob_token_ids)
     return jnp.zeros((*tokens.shape, numbers), jnp.int32)
 
 

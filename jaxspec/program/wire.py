@@ -239,7 +239,9 @@ def _sizes(shape: StepShape) -> dict[str, int]:
     if not shape.tree.is_chain:
         sizes["seq_of_trees"] = seqs
     if features.num_logprobs is not None:
-        sizes["told"] = num_columns(features.num_logprobs, features.num_told_ids)
+        sizes["told"] = num_columns(
+            features.num_logprobs, features.num_logprob_token_ids
+        )
     if features.num_prompt_logprobs is not None:
         sizes["prompted"] = num_columns(features.num_prompt_logprobs)
     return sizes
@@ -305,7 +307,7 @@ class StepResult:
     @classmethod
     def _of_round(cls, vector: np.ndarray, shape: StepShape) -> "StepResult":
         values = _read(vector, shape)
-        num_chosen = shape.features.num_told_ids
+        num_chosen = shape.features.num_logprob_token_ids
         for name in ("logprobs", "tile_logprobs"):
             if name in values:
                 values[name] = TokenLogprobs.read(values[name], num_chosen)

@@ -10,7 +10,7 @@ from jaxspec.program.plan import (
     MAX_BAD_WORDS,
     MAX_BIAS,
     MAX_CONTROLLED,
-    MAX_TOLD_IDS,
+    MAX_LOGPROB_TOKEN_IDS,
     NO_TOKEN,
     TILE,
     Features,
@@ -35,7 +35,7 @@ CONTROLS = TokenControls(
     bias=((5, -100.0), (69, 2.5)),
     allowed=(0, 31, 32, 69),
     bad_words=((7,), (1, 2, 3)),
-    told=(69, 0, 69),
+    logprob_token_ids=(69, 0, 69),
 )
 
 
@@ -63,8 +63,8 @@ def test_every_value_arrives():
     assert words[:2, -3:].tolist() == [[NO_TOKEN, NO_TOKEN, 7], [1, 2, 3]]
     assert (words[:2, :-3] == NO_TOKEN).all()
     assert (words[2:] == NO_TOKEN).all()
-    told = fields["control_told_ids"][0].tolist()
-    assert told == [69, 0, 69] + [NO_TOKEN] * (MAX_TOLD_IDS - 3)
+    ids = fields["control_logprob_token_ids"][0].tolist()
+    assert ids == [69, 0, 69] + [NO_TOKEN] * (MAX_LOGPROB_TOKEN_IDS - 3)
 
 
 def test_the_defaults_allow_everything():
@@ -96,9 +96,9 @@ def test_without_the_feature_or_prompts_there_is_no_room_for_controls():
         TokenControls(bad_words=((1,),) * (MAX_BAD_WORDS + 1)),
         TokenControls(bad_words=((1,) * 9,)),
         TokenControls(bad_words=((),)),
-        TokenControls(told=(1,) * (MAX_TOLD_IDS + 1)),
+        TokenControls(logprob_token_ids=(1,) * (MAX_LOGPROB_TOKEN_IDS + 1)),
     ],
-    ids=["bias", "bad words", "long word", "empty word", "told"],
+    ids=["bias", "bad words", "long word", "empty word", "logprob ids"],
 )
 def test_more_than_fits_is_a_bug(controls: TokenControls):
     with pytest.raises(AssertionError):

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from jaxspec.program.plan import (
+    MAX_LOGPROB_TOKEN_IDS,
     MAX_STOP_IDS,
-    MAX_TOLD_IDS,
     NO_TOKEN,
     TILE,
     Features,
@@ -153,7 +153,7 @@ def test_log_probabilities_come_with_their_tokens():
     leadings = dict(logprobs=(4, 4), prompt_logprobs=(2, TILE), tile_logprobs=(2,))
     for name, leading in leadings.items():
         one, top = getattr(result, name), 3 if "prompt" in name else 2
-        num_chosen = 0 if "prompt" in name else MAX_TOLD_IDS
+        num_chosen = 0 if "prompt" in name else MAX_LOGPROB_TOKEN_IDS
         assert one.own.shape == one.rank.shape == leading
         assert one.top_ids.shape == one.top.shape == (*leading, top)
         table = values[name]

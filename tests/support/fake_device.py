@@ -242,7 +242,7 @@ class FakeDevice:
                     top_ids=np.broadcast_to(np.arange(top), (*sizes, top)),
                     top=np.full((*sizes, top), each),
                     chosen=np.full(
-                        (*sizes, 0 if is_prompt else asked.num_told_ids), each
+                        (*sizes, 0 if is_prompt else asked.num_logprob_token_ids), each
                     ),
                 )
         return told

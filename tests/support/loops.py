@@ -148,7 +148,7 @@ class Loop:
             has_draft=config.draft_model_config is not None,
             seed=seed,
         )
-        self.fastest_s, self.fed_s = 1.0, 1 / 128
+        self.fastest_s, self.prompt_token_s = 1.0, 1 / 128
         self.launched: deque = deque()
         self.launches: list[Launch] = []
         self.finished: list[Request] = []
@@ -177,7 +177,7 @@ class Loop:
 
     def cost(self, launch: Launch) -> float:
         """Seconds that a round takes, and each token fed."""
-        return self.fastest_s + launch.shape.chunk * self.fed_s
+        return self.fastest_s + launch.shape.chunk * self.prompt_token_s
 
     def assert_idle(self) -> None:
         self.scheduler.check_idle()
