@@ -239,7 +239,7 @@ def error(call: Call, result: Array | np.ndarray) -> float:
     return float(distance.max()) if np.isfinite(distance).all() else np.inf
 
 
-def excess(call: Call, result: Array | np.ndarray) -> float:
+def error_beyond_rounding(call: Call, result: Array | np.ndarray) -> float:
     """`error` minus the error of rounding the truth to the type of the query."""
     truth = attend(call)
     distance = np.abs(np.asarray(result, np.float64) - truth)

@@ -221,7 +221,7 @@ def for_gpu(kind: str, case: Case = GOAL, dtype: str = "float32") -> Compiled:
 
 def main() -> None:
     """Compile and write what the compilers say: whole operations for v5e only."""
-    # Compilers live beside the environment, see the Makefile.
+    # Compilers are installed outside of the environment, see the Makefile.
     sys.path.append(str(Path(sys.prefix) / "aot"))
     jax.config.update("jax_platforms", "cpu")
     lines = {

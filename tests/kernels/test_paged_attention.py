@@ -43,7 +43,7 @@ from tests.kernels.oracle import (
     build,
     build_quantized,
     error,
-    excess,
+    error_beyond_rounding,
     pages_in_reach,
     random_forest,
 )
@@ -90,7 +90,7 @@ def test_public_call_equals_float64(name, dtype):
     query, pages, *rest = call.arrays
     if dtype == "uint16":
         pages = jax.lax.bitcast_convert_type(pages, jnp.uint16)
-    assert excess(call, public(call, (query, pages, *rest))) <= EXACT
+    assert error_beyond_rounding(call, public(call, (query, pages, *rest))) <= EXACT
 
 
 def _scaled_rows() -> list[Any]:
@@ -110,9 +110,9 @@ def _scaled_rows() -> list[Any]:
 def test_real_heads_and_queries_equal_float64(backend, name, dtype):
     call = build(SCALED_CASES[name], dtype=dtype)
     if backend == "cpu":
-        assert excess(call, run(backend, call)) <= EXACT
+        assert error_beyond_rounding(call, run(backend, call)) <= EXACT
     elif backend == "tpu":
-        assert excess(call, run(backend, call, block_tokens=32)) <= EXACT
+        assert error_beyond_rounding(call, run(backend, call, block_tokens=32)) <= EXACT
     else:
         tiles = tiles_of(call.case, itemsize=call.arrays[0].dtype.itemsize)
         if dtype == "bfloat16":
@@ -441,7 +441,7 @@ def test_pages_of_eight_bits_equal_float64(backend, kind, window):
     call, arrays = build_quantized(case, kind, 5, query_dtype="bfloat16")
     # GPU: products are bfloat16's, which has all digits of the pages.
     limit = 2e-2 if backend == "gpu" else EXACT
-    measure = error if backend == "gpu" else excess
+    measure = error if backend == "gpu" else error_beyond_rounding
     assert measure(call, run(backend, call, arrays=arrays)) <= limit
 
 
@@ -483,7 +483,7 @@ def test_int8_in_lanes_equals_float64(case, block_tokens):
     kept: dict[str, Any] = {"query_dtype": "bfloat16"} if case.head_dim > 8 else {}
     call, arrays = build_quantized(case, IN_LANES, **kept)
     found = run("tpu", call, arrays=arrays, block_tokens=block_tokens)
-    assert excess(call, found) <= EXACT
+    assert error_beyond_rounding(call, found) <= EXACT
 
 
 def test_a_scale_that_is_nan_affects_its_token_alone():
