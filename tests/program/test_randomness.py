@@ -154,7 +154,7 @@ def test_noise_race_samples_from_the_weights():
     by_seed = noise_of(np.arange(COUNT), np.full(COUNT, 9), 16)
     by_position = noise_of(np.full(COUNT, 9), np.arange(COUNT), 16)
     for noise in (by_seed, by_position):
-        tokens = np.asarray(dense.race(weights, jnp.asarray(noise)))
+        tokens = np.asarray(dense.gumbel_argmax(weights, jnp.asarray(noise)))
         check_counts(np.bincount(tokens, minlength=16), distribution)
 
 
