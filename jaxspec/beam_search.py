@@ -238,13 +238,13 @@ class BeamSearch:
 
 
 def step_params(
-    params: BeamSearchParams, *, vocab_size: int, max_logprobs: int, num_told: int = 0
+    params: BeamSearchParams, *, vocab_size: int, max_logprobs: int, num_logprobs: int = 0
 ) -> SamplingParams:
     """Return what each step asks the engine for.
 
     Args:
         max_logprobs: That the engine tells of a token.
-        num_told: That are to be told of each token in the end; -1 for all.
+        num_logprobs: That are to be told of each token in the end; -1 for all.
 
     Raises:
         RequestError: The engine does not tell as many as the search needs.
@@ -261,7 +261,7 @@ def step_params(
     return SamplingParams(
         max_tokens=1,
         temperature=0.0,
-        logprobs=-1 if num_told == -1 else max(wanted, num_told),
+        logprobs=-1 if num_logprobs == -1 else max(wanted, num_logprobs),
         # What ends a text is for the search to say.
         ignore_eos=True,
         output_kind=RequestOutputKind.FINAL_ONLY,

@@ -103,14 +103,14 @@ def wrong_argument(
     value: object,
     hint: str = "",
     *,
-    told_as: str = "",
+    described_as: str = "",
 ) -> ArgumentError:
     """Make the error that says `name` must be `allowed`, and what it is instead.
 
     Args:
-        told_as: What the message calls it, where `name` is too short for that.
+        described_as: What the message calls it, where `name` is too short for that.
     """
-    called, got = told_as or name, shown(value)
+    called, got = described_as or name, shown(value)
     if is_secret(name):
         got, value = "another value, which is not shown", None
     message = f"{called} must be {allowed}, got {got}. {hint}".rstrip()
@@ -207,12 +207,12 @@ def check_integer(
     low: int,
     high: int | None = None,
     hint: str = "",
-    told_as: str = "",
+    described_as: str = "",
 ) -> int:
     """Return `value` as an int if it is an integer in `[low, high]`; a bool is none.
 
     Args:
-        told_as: As for `wrong_argument`.
+        described_as: As for `wrong_argument`.
     """
     if isinstance(value, numbers.Integral) and not isinstance(value, bool):
         number = int(value)
@@ -221,7 +221,7 @@ def check_integer(
     allowed = f"an integer from {low} to {high}"
     if high is None:
         allowed = f"an integer of at least {low}"
-    raise wrong_argument(error, name, allowed, value, hint, told_as=told_as)
+    raise wrong_argument(error, name, allowed, value, hint, described_as=described_as)
 
 
 def check_number(
@@ -314,18 +314,18 @@ def check_token_id(
     token: object,
     vocab_size: int | None = None,
     *,
-    told_as: str = "",
+    described_as: str = "",
 ) -> int:
     """Return `token`, one of the ids that `name` holds, if it can be one.
 
     Args:
         vocab_size: It must be below this; None if nobody knows yet.
-        told_as: As for `wrong_argument`; by default any of them.
+        described_as: As for `wrong_argument`; by default any of them.
     """
     high, hint = None, ""
     if vocab_size is not None:
         high, hint = vocab_size - 1, f"The vocabulary has {vocab_size} tokens."
-    told_as = told_as or f"Every id of {name}"
+    described_as = described_as or f"Every id of {name}"
     return check_integer(
-        error, name, token, low=0, high=high, hint=hint, told_as=told_as
+        error, name, token, low=0, high=high, hint=hint, described_as=described_as
     )

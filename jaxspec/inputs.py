@@ -204,7 +204,7 @@ def _check_ids(given: Any, vocab_size: int) -> list[int]:
             name,
             plain_values(token),
             vocab_size,
-            told_as=f"{name}[{at}]",
+            described_as=f"{name}[{at}]",
         )
         for at, token in enumerate(given)
     ]

@@ -263,6 +263,6 @@ def test_a_search_may_be_too_wide():
     with pytest.raises(RequestError, match="at most 10, got 11.*max_logprobs is 20"):
         step_params(params, vocab_size=256, max_logprobs=20)
     # All there are is enough.
-    step = step_params(params, vocab_size=16, max_logprobs=20, num_told=-1)
+    step = step_params(params, vocab_size=16, max_logprobs=20, num_logprobs=-1)
     assert step.logprobs == -1
     assert step_params(params, vocab_size=16, max_logprobs=20).logprobs == 16

@@ -24,7 +24,7 @@ from jaxspec.engine.arg_utils import AsyncEngineArgs
 from jaxspec.serve import ray_app
 from jaxspec.serve.app import make_app
 from jaxspec.serve.flags import make_parser
-from jaxspec.serve.launcher import LAST_WORDS_S
+from jaxspec.serve.launcher import FLUSH_TIMEOUT_S
 from jaxspec.serve.settings import ServerSettings
 from tests.support.fake_engines import serve
 
@@ -136,7 +136,7 @@ def test_image_and_manifest_run_the_server_alike():
 def test_a_pod_has_time_to_end():
     given = make_parser("x").parse_args(SERVER["args"])
     pause = SERVER["lifecycle"]["preStop"]["sleep"]["seconds"]
-    needed = pause + given.shutdown_timeout + LAST_WORDS_S
+    needed = pause + given.shutdown_timeout + FLUSH_TIMEOUT_S
     assert POD["spec"]["terminationGracePeriodSeconds"] > needed
 
 
@@ -264,7 +264,7 @@ def test_hosts_have_a_secret_of_their_own_and_time_to_end():
     line = of_host(0)
     assert Path(line.hosts_secret_file).parent.as_posix() == "/hosts"
     pause = LEADER["lifecycle"]["preStop"]["sleep"]["seconds"]
-    needed = pause + line.shutdown_timeout + LAST_WORDS_S
+    needed = pause + line.shutdown_timeout + FLUSH_TIMEOUT_S
     for template in (LEADING, FOLLOWING):
         assert template["spec"]["terminationGracePeriodSeconds"] > needed
     # When one process ends all do, and so they are started.
@@ -300,7 +300,7 @@ def test_ray_serves_the_application_that_there_is():
     assert ports == {"serve": listening["port"], "metrics": placement.metrics_port}
     assert listening["host"] == placement.metrics_host == "0.0.0.0"
     grace = WORKERS["template"]["spec"]["terminationGracePeriodSeconds"]
-    assert grace > options.shutdown_timeout + LAST_WORDS_S
+    assert grace > options.shutdown_timeout + FLUSH_TIMEOUT_S
 
 
 def test_ray_has_an_image_with_ray():

@@ -100,7 +100,7 @@ class EngineBackend:
         self._numbers = itertools.count()
         self._is_writing = False
 
-    def tell_compile(self, what: str | None) -> None:
+    def show_compile(self, what: str | None) -> None:
         """Note what is compiled, unless an answer is on the screen."""
         if what and not self._is_writing:
             _note(f"[{what}]")
@@ -267,7 +267,7 @@ def _make_backend(options: argparse.Namespace, *, is_terminal: bool) -> ChatBack
     engine = load_engine(options, is_chat=True)
     backend = EngineBackend(engine)
     if is_terminal:
-        engine.announce_compiles(backend.tell_compile)
+        engine.announce_compiles(backend.show_compile)
     return backend
 
 

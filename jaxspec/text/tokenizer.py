@@ -19,7 +19,7 @@ from jaxspec.text.chat_template import (
 )
 from jaxspec.text.chat_turns import Marks, fold_turns, read_messages, read_variables
 from jaxspec.text.pieces import Pieces, read_pieces
-from jaxspec.text.tools import read_calls, read_tools, say_tools
+from jaxspec.text.tools import read_calls, read_tools, write_tools
 
 
 class Tokenizer:
@@ -352,7 +352,7 @@ class Tokenizer:
             return False
 
         def fold() -> list[dict[str, Any]]:
-            said = given if has_place else say_tools(given, listed)
+            said = given if has_place else write_tools(given, listed)
             return fold_turns(said, is_refused)
 
         try:

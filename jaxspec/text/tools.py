@@ -144,7 +144,7 @@ def _read_call(name: str, call: Any) -> dict[str, Any]:
     return call | {"function": function | {"arguments": arguments}}
 
 
-def say_tools(messages: list[Message], tools: list[Tool]) -> list[Message]:
+def write_tools(messages: list[Message], tools: list[Tool]) -> list[Message]:
     """Write tools, calls and results as texts, for a format without a place for them.
 
     Args:
@@ -261,7 +261,7 @@ class CallReader:
         self._reading = self._read()
         next(self._reading)
 
-    def feed(self, text: str) -> list[Part]:
+    def push(self, text: str) -> list[Part]:
         """Read more of it; returns what is known by then."""
         for letter in text:
             self._held.append(letter)
