@@ -146,8 +146,8 @@ def table(result: dict[str, Any]) -> str:
             f"{speed:.0f} ({ratio:.2f})"
             for speed, ratio in zip(drafts, ratios, strict=True)
         ]
-        lines.append(row(f"plain, beside {method}", [f"{one:.0f}" for one in plain]))
-        lines.append(row(f"{method} drafts (by plain)", shown))
+        lines.append(row(f"plain, next to {method}", [f"{one:.0f}" for one in plain]))
+        lines.append(row(f"{method} drafts (ratio to plain)", shown))
     llama = result[LLAMA]
     speeds = [f"{llama[domain]:.0f}" for domain in ("copy", "prose")]
     lines.append(row(f"{LLAMA}, plain", speeds))

@@ -7,6 +7,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("jaxspec", "kernels", "checkpoints", "benchmarks", "tests")
@@ -288,3 +289,13 @@ def test_wheel_holds_the_three_packages() -> None:
         and path.parts[0] in ("jaxspec", "kernels", "checkpoints")
     )
     assert found == sorted(packages)
+
+
+def test_issue_forms_have_what_github_requires() -> None:
+    forms = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"))
+    assert [form.stem for form in forms] == ["bug_report", "feature_request"]
+    for form in forms:
+        content = yaml.safe_load(form.read_text(encoding="utf-8"))
+        assert content["name"] and content["description"], form.name
+        ids = [field["id"] for field in content["body"] if field["type"] != "markdown"]
+        assert ids and len(set(ids)) == len(ids), form.name

@@ -8,13 +8,23 @@ import pytest
 import jaxspec
 
 ROOT = Path(__file__).parents[1]
+PACKAGES = ("jaxspec", "kernels/jaxspec_kernels", "checkpoints/jaxspec_checkpoints")
 
 
-def test_the_version_is_that_of_the_project():
-    project = ROOT / "pyproject.toml"
-    assert (
-        jaxspec.__version__ == tomllib.loads(project.read_text())["project"]["version"]
-    )
+def test_version_is_written_in_one_place():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    assert "version" in project["project"]["dynamic"]
+    path = ROOT / project["tool"]["hatch"]["version"]["path"]
+    line = f'__version__ = "{jaxspec.__version__}"'
+    assert line in path.read_text(encoding="utf-8").splitlines()
+    sources = (file for name in PACKAGES for file in (ROOT / name).rglob("*.py"))
+    found = [file for file in sources if jaxspec.__version__ in file.read_text("utf-8")]
+    assert found == [path]
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_packages_are_typed(package: str):
+    assert (ROOT / package / "py.typed").is_file()
 
 
 def test_light_names_do_not_import_jax():

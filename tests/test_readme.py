@@ -170,11 +170,25 @@ def test_links_lead_somewhere():
     benchmarks = ROOT / "benchmarks"
     folders = (ROOT, benchmarks, benchmarks / "monitoring")
     pages = [folder / "README.md" for folder in folders]
+    pages += [ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", ROOT / "CHANGELOG.md"]
     for page in (*pages, *(ROOT / "docs").glob("*.md")):
-        links = re.findall(r"\]\(([^)#]+)\)", page.read_text(encoding="utf-8"))
+        links = re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8"))
         assert links
-        gone = [link for link in links if not (page.parent / link).exists()]
-        assert not gone, f"{page.name}: {gone}"
+        for link in links:
+            path, _, heading = link.partition("#")
+            if "://" in link:
+                continue
+            target = page.parent / path if path else page
+            assert target.exists(), f"{page.name}: {link}"
+            if heading and target.suffix == ".md":
+                assert heading in headings_of(target), f"{page.name}: {link}"
+
+
+def headings_of(page: Path) -> set[str]:
+    """Anchors that GitHub makes of a page's headings."""
+    titles = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    kept = (re.sub(r"[^\w\- ]", "", title.lower()) for title in titles)
+    return {title.replace(" ", "-") for title in kept}
 
 
 def test_named_tests_exist():
@@ -189,7 +203,7 @@ def test_named_tests_exist():
 
 
 def test_names_with_links_are_in_the_files():
-    page = (ROOT / "docs" / "inside.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     (flow,) = re.findall(r"^## How a request is served\n(.*?)^## ", page, re.M | re.S)
     named = re.findall(r"^\d+\. \[`([\w.]+)`\]\(\.\./([\w./]+\.py)\)", flow, re.M)
     assert len(named) == 10, "the flow of a request, in ten lines"
@@ -197,6 +211,22 @@ def test_names_with_links_are_in_the_files():
         last = name.rpartition(".")[2]
         source = (ROOT / path).read_text(encoding="utf-8")
         assert re.search(rf"^ *(def|class) {last}\b", source, re.MULTILINE), name
+
+
+def test_names_in_instructions_are_in_the_linked_files():
+    page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    examples = {"NAME", "typical_p"}
+    num_names = 0
+    for item in re.split(r"^(?:\d+\.|-) ", page, flags=re.MULTILINE)[1:]:
+        paths = [ROOT / link for link in re.findall(r"\]\(([^)]+\.py)\)", item)]
+        if not paths:
+            continue
+        source = "".join(path.read_text(encoding="utf-8") for path in paths)
+        names = set(re.findall(r"`(\w+)`", item.partition("\n\n")[0])) - examples
+        missing = [name for name in names if not re.search(rf"\b{name}\b", source)]
+        assert not missing, f"{missing} not in {[path.name for path in paths]}"
+        num_names += len(names)
+    assert num_names > 20
 
 
 def test_targets_of_make_exist():

@@ -53,7 +53,7 @@ INT8 = Scheme(kind="int8", has_embedding=True)
 INT4 = Scheme(kind="int4", group_size=4, has_embedding=True)
 # Few shapes: two rows, one tile a launch. Two of the longest requests do not fit into
 # the pages together. That a row alone says the same in a program of one row is tested
-# in test_general_programs.py and tests/test_inside.py.
+# in test_general_programs.py and tests/test_architecture.py.
 SETTINGS: dict[str, Any] = dict(
     max_num_seqs=2,
     page_size=4,

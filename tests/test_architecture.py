@@ -1,4 +1,4 @@
-"""The round that docs/inside.md shows is the one that the engine runs."""
+"""The round in docs/architecture.md is the one that the engine runs."""
 
 import re
 from pathlib import Path
@@ -20,13 +20,13 @@ from tests.support.engines import (
 )
 from tests.support.oracles import hf_logits
 
-PAGE = Path(__file__).parents[1] / "docs" / "inside.md"
+PAGE = Path(__file__).parents[1] / "docs" / "architecture.md"
 NUM_DRAFT, LENGTH = 3, 14
 PROMPTS = [[5, 6, 7], [9, 8, 3, 4]]
 
 
 def shown_round() -> Any:
-    """`reference_round`, as the page has it."""
+    """Return `reference_round` from the page."""
     (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S)
     names: dict[str, Any] = {}
     exec(compile(code, str(PAGE), "exec"), names)
@@ -36,7 +36,7 @@ def shown_round() -> Any:
 @pytest.mark.parametrize(
     ("rule", "temperature"), [("standard", 0.0), ("standard", 0.8), ("coupled", 0.8)]
 )
-def test_the_engine_runs_the_round_of_the_page(rule: str, temperature: float):
+def test_engine_runs_the_documented_round(rule: str, temperature: float):
     target = make_micro()
     draft = make_draft_of(target)
     engine = make_engine(
