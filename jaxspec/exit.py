@@ -39,7 +39,7 @@ class Finishing(Protocol):
     """An object that runs native code in daemon threads."""
 
     def begin_exit(self) -> None:
-        """Start no more calls; called for all objects before the first `finish_exit`."""
+        """Start no more calls; called on all objects before the first `finish_exit`."""
         ...
 
     def finish_exit(self) -> None:

@@ -379,7 +379,7 @@ class LLM:
         self.llm_engine.sleep(level)
 
     def wake_up(self, tags: list[str] | None = None) -> None:
-        """Restore the memory that `sleep` freed: all, or only "weights" or "kv_cache"."""
+        """Restore what `sleep` freed: all, or only "weights" or "kv_cache"."""
         self.llm_engine.wake_up(tags)
 
     def warm_up(

@@ -325,7 +325,7 @@ class Tokenizer:
         if listed and strict_roles and not has_place:
             raise RequestError(
                 "With strict_roles (a server's --strict-roles), tools need a "
-                "chat_template that reads them. Without it, the user's turn lists them.",
+                "chat_template that reads them. Without it the user's turn lists them.",
                 parameter="tools",
                 value=tools,
             )

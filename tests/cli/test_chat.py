@@ -172,7 +172,7 @@ def test_every_answer_begins_a_line(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     session, screen = ChatSession(Echo(), FIELDS, is_terminal=True), Terminal()
     session._printer = Printer(screen)
-    session._printer.has_colours = False
+    session._printer.has_colors = False
     session.run()
     assert screen.getvalue() == "one two\x1b[3D\x1b[K\ntwo!" * 2
 

@@ -99,9 +99,9 @@ class Writer(ABC):
             is_of_prompt = self._has_prompt_logprobs and of_prompt >= of_text
             name = "prompt_logprobs" if is_of_prompt else "logprobs"
             raise RequestError(
-                f"The response may have {size} log-probabilities and token ids (n times "
-                f"tokens of prompt and text times logprobs), and at most {MAX_ENTRIES} "
-                "are allowed: lower n, max_tokens or logprobs, or send fewer prompts.",
+                f"The response may have {size} log-probabilities and token ids: n "
+                f"times tokens of prompt and text times logprobs. At most {MAX_ENTRIES}"
+                " are allowed: lower n, max_tokens or logprobs, or send fewer prompts.",
                 parameter=name,
             )
         return size
