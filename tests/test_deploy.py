@@ -24,7 +24,7 @@ from jaxspec.engine.arg_utils import AsyncEngineArgs
 from jaxspec.serve import ray_app
 from jaxspec.serve.app import make_app
 from jaxspec.serve.flags import make_parser
-from jaxspec.serve.launcher import LAST_WORDS_S
+from jaxspec.serve.launcher import FLUSH_TIMEOUT_S
 from jaxspec.serve.settings import ServerSettings
 from tests.support.fake_engines import serve
 
@@ -137,7 +137,7 @@ def test_image_and_manifest_run_the_same_server():
 def test_pod_has_time_to_shut_down():
     given = make_parser("x").parse_args(SERVER["args"])
     pause = SERVER["lifecycle"]["preStop"]["sleep"]["seconds"]
-    needed = pause + given.shutdown_timeout + LAST_WORDS_S
+    needed = pause + given.shutdown_timeout + FLUSH_TIMEOUT_S
     assert POD["spec"]["terminationGracePeriodSeconds"] > needed
 
 
@@ -265,7 +265,7 @@ def test_hosts_have_a_secret_and_time_to_shut_down():
     line = of_host(0)
     assert Path(line.hosts_secret_file).parent.as_posix() == "/hosts"
     pause = LEADER["lifecycle"]["preStop"]["sleep"]["seconds"]
-    needed = pause + line.shutdown_timeout + LAST_WORDS_S
+    needed = pause + line.shutdown_timeout + FLUSH_TIMEOUT_S
     for template in (LEADING, FOLLOWING):
         assert template["spec"]["terminationGracePeriodSeconds"] > needed
     # If one process ends, all end, so all are restarted together.
@@ -301,7 +301,7 @@ def test_ray_serves_the_existing_application():
     assert ports == {"serve": listening["port"], "metrics": placement.metrics_port}
     assert listening["host"] == placement.metrics_host == "0.0.0.0"
     grace = WORKERS["template"]["spec"]["terminationGracePeriodSeconds"]
-    assert grace > options.shutdown_timeout + LAST_WORDS_S
+    assert grace > options.shutdown_timeout + FLUSH_TIMEOUT_S
 
 
 def test_ray_has_an_image_with_ray():

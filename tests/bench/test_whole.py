@@ -17,7 +17,7 @@ from jaxspec.bench.summary import (
     is_equal,
     parts_table,
     speed_ups,
-    summarise,
+    summarize,
 )
 from jaxspec.bench.whole import compared, comparison
 from jaxspec.errors import ConfigError
@@ -230,7 +230,7 @@ MEASURED = Measured(runs={"plain": PLAIN, "speculative": FASTER}, num_discarded=
 
 
 def test_summary_has_medians_and_spread():
-    found = summarise(PLAIN)
+    found = summarize(PLAIN)
     assert found["elapsed_s"] == [1, 2, 4]
     assert found["output_tokens_per_s"] == {"median": 10, "least": 5, "most": 20}
     assert found["requests_per_s"]["median"] == 1
@@ -243,7 +243,7 @@ def test_summary_has_medians_and_spread():
     assert found["host_s"]["median"] == pytest.approx(0.002)
     assert found["is_full_batch"] is True
     assert "acceptance" not in found
-    drafted = summarise(FASTER)["acceptance"]
+    drafted = summarize(FASTER)["acceptance"]
     assert (drafted["num_drafts"], drafted["acceptance_rate"]) == (30, 0.5)
 
 

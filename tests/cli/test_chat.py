@@ -172,7 +172,7 @@ def test_every_answer_begins_a_line(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     session, screen = ChatSession(Echo(), FIELDS, is_terminal=True), Terminal()
     session._printer = Printer(screen)
-    session._printer.has_colours = False
+    session._printer.has_colors = False
     session.run()
     assert screen.getvalue() == "one two\x1b[3D\x1b[K\ntwo!" * 2
 
@@ -243,11 +243,11 @@ def test_compile_notes_stay_out_of_answers(capsys):
     engine.tokenizer = TurnsTokenizer(16)
     backend = chat.EngineBackend(engine)
     parts = backend.answer([{"role": "user", "content": PROMPT}], FIELDS)
-    backend.tell_compile("first")
+    backend.show_compile("first")
     next(parts)
-    backend.tell_compile("within")
+    backend.show_compile("within")
     parts.close()
-    backend.tell_compile("after")
+    backend.show_compile("after")
     assert capsys.readouterr().err == "[first]\n[after]\n"
 
 

@@ -11,7 +11,7 @@ from jaxspec.serve.errors import (
     MAX_MESSAGE,
     ModelNotFoundError,
     OverloadedError,
-    refusal_of,
+    status_and_body,
 )
 from tests.support.serving import CHAT, COMPLETIONS, PROMPT, error_of, post, serve_http
 
@@ -27,18 +27,18 @@ from tests.support.serving import CHAT, COMPLETIONS, PROMPT, error_of, post, ser
     ],
 )
 def test_every_error_has_a_status(error: Exception, status: int, kind: str):
-    found, body = refusal_of(error)
+    found, body = status_and_body(error)
     assert (found, body["error"]["code"]) == (status, status)
     assert (body["error"]["type"], body["error"]["message"]) == (kind, "x")
 
 
 def test_what_went_wrong_inside_is_not_told():
-    _, body = refusal_of(KeyError("/secret/path"))
+    _, body = status_and_body(KeyError("/secret/path"))
     assert "secret" not in json.dumps(body)
 
 
 def test_a_long_mistake_is_not_told_in_full():
-    _, body = refusal_of(RequestError("x" * 10**6, parameter="y" * 10**6))
+    _, body = status_and_body(RequestError("x" * 10**6, parameter="y" * 10**6))
     for told in (body["error"]["message"], body["error"]["param"]):
         assert len(told) == MAX_MESSAGE + len("...")
 

@@ -377,12 +377,12 @@ def test_the_log_says_when_requests_are_served_and_when_all_is_there(
     serving = AsyncLLMEngine(engine)
     warming = launcher.Warming(serving)
     try:
-        warming.look()
+        warming.update()
         assert caplog.messages == []
         gate.let()
         wait_until(lambda: engine.num_warming < count)
         for _ in range(3):
-            warming.look()
+            warming.update()
         assert len(caplog.messages) == 1
         assert re.fullmatch(
             rf"Requests are served after \S+ s; {count - 1} more programs .*",
@@ -392,15 +392,15 @@ def test_the_log_says_when_requests_are_served_and_when_all_is_there(
         engine.wait_for_programs()
         before, here = gc.get_freeze_count(), [[] for _ in range(50_000)]
         for _ in range(3):
-            warming.look()
-        assert re.fullmatch(r"All programs are there after \S+ s", caplog.messages[1])
-        assert len(caplog.messages) == 2
+            warming.update()
+        _, message = caplog.messages
+        assert re.fullmatch(r"All programs are compiled after \S+ s", message)
         assert gc.get_freeze_count() > before + len(here) // 2
     finally:
         gate.open()
         serving.shutdown(5)
-    # Where nothing is made unasked, there is nothing to tell.
-    launcher.Warming(serving).look()
+    # Without a warm-up nothing is logged.
+    launcher.Warming(serving).update()
     assert len(caplog.messages) == 2
 
 

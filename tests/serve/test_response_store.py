@@ -140,8 +140,8 @@ store = ResponseStore(sys.argv[1], int(sys.argv[2]))
 store.add(Stored({"id": "resp_made", "status": "in_progress"}, []))
 print("ready", flush=True)
 for line in sys.stdin:
-    if line == "beat\\n":
-        print(store.beat([("", "resp_made")]), flush=True)
+    if line == "heartbeat\\n":
+        print(store.heartbeat([("", "resp_made")]), flush=True)
         continue
     for number in range(300):
         text = "x" * 100
@@ -174,10 +174,10 @@ def test_two_servers_share_a_file(tmp_path, monkeypatch):
             assert not store.add(stored("resp_made"))
             store.update(stored("resp_made"))
             assert store.get("resp_made").response["status"] == "in_progress"
-            tell("beat")
+            tell("heartbeat")
             assert other.stdout.readline() == "[]\n"
             store.cancel("resp_made")
-            tell("beat")
+            tell("heartbeat")
             assert other.stdout.readline() == f"{[made]}\n"
             tell("write")
             for number in range(300):
@@ -190,7 +190,7 @@ def test_two_servers_share_a_file(tmp_path, monkeypatch):
             assert total <= most
             assert count > 300
             store.delete("resp_made")
-            tell("beat")
+            tell("heartbeat")
             assert other.stdout.readline() == f"{[made]}\n"
         finally:
             other.kill()
@@ -305,7 +305,7 @@ def test_names_of_another_kind_are_refused():
 
 
 def test_work_that_another_server_ends_is_cancelled(monkeypatch):
-    monkeypatch.setattr(response_store, "BEAT_S", 0.01)
+    monkeypatch.setattr(response_store, "HEARTBEAT_S", 0.01)
 
     async def run() -> None:
         unwanted: list[tuple[str, str]] = []

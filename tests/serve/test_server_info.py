@@ -13,7 +13,7 @@ from jaxspec.config.engine import SpeculativeConfig
 from jaxspec.engine.async_llm_engine import AsyncLLMEngine
 from jaxspec.errors import EngineDeadError
 from jaxspec.serve.app import make_app
-from jaxspec.serve.server_info import what_is_made_up
+from jaxspec.serve.server_info import synthetic_parts
 from jaxspec.serve.settings import ServerSettings
 from jaxspec.text.tokenizer import NoTokenizer, Tokenizer
 from jaxspec_checkpoints import bundled_target
@@ -162,8 +162,8 @@ def test_models_say_what_is_made_up():
         synthetic_acceptance_length=2.0,
     )
     config = make_config(speculative=forced)
-    assert what_is_made_up(config) == {"synthetic_acceptance": True}
-    assert what_is_made_up(make_config()) == {}
+    assert synthetic_parts(config) == {"synthetic_acceptance": True}
+    assert synthetic_parts(make_config()) == {}
 
 
 def test_without_a_tokenizer_what_needs_text_is_refused():

@@ -16,7 +16,7 @@ from jaxspec.text.tools import (
     calls_schema,
     read_calls,
     read_tools,
-    say_tools,
+    write_tools,
 )
 from jaxspec_checkpoints import bundled_target
 
@@ -57,7 +57,7 @@ def told(text: str, **more: Any) -> dict[str, Any]:
 def said(messages: Any, tools: Any = None) -> list[tuple[str, str]]:
     given = read_calls(read_messages(messages))
     return [
-        (one["role"], one["content"]) for one in say_tools(given, read_tools(tools))
+        (one["role"], one["content"]) for one in write_tools(given, read_tools(tools))
     ]
 
 
@@ -361,7 +361,7 @@ def read(text: str, step: int = 10**6) -> tuple[str, list[tuple[str, str]]]:
     calls: list[tuple[str, str]] = []
     pieces = [text[at : at + step] for at in range(0, len(text), step)]
     for piece in (*pieces, None):
-        for part in reader.end() if piece is None else reader.run(piece):
+        for part in reader.end() if piece is None else reader.push(piece):
             assert part.text or part.name is not None, "nothing is told"
             if part.call is None:
                 words += part.text
@@ -461,10 +461,10 @@ def test_any_text_is_read_alike_in_any_pieces(unchecked_types: None):
 
 def test_nothing_is_held_back_longer_than_it_must_be():
     reader = CallReader({"weather"})
-    assert [part.text for part in reader.run("Hel")] == ["Hel"]
-    assert [part.text for part in reader.run("lo\n[")] == ["lo\n"]
-    assert reader.run('{"name": "weather"') == []
-    (begun, some) = reader.run(', "parameters": {"ci')
+    assert [part.text for part in reader.push("Hel")] == ["Hel"]
+    assert [part.text for part in reader.push("lo\n[")] == ["lo\n"]
+    assert reader.push('{"name": "weather"') == []
+    (begun, some) = reader.push(', "parameters": {"ci')
     assert (begun.name, some.text) == ("weather", '{"ci')
-    assert [part.text for part in reader.run('ty": 1}}')] == ['ty": 1}']
-    assert reader.run("]\n") == reader.end() == []
+    assert [part.text for part in reader.push('ty": 1}}')] == ['ty": 1}']
+    assert reader.push("]\n") == reader.end() == []

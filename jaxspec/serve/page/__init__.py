@@ -1,7 +1,7 @@
-"""Owns the pages at `/`, a conversation that shows who drew each token, and `/docs`.
+"""Owns the pages at `/`, a chat that shows each token's origin, and `/docs`.
 
-The files beside this one are served as they are. They hold no secret and ask nobody but
-this server, so that they come without a key; what they then ask for needs one.
+The other files of this folder are served unchanged. They contain no secrets, so they
+need no API key; the requests that they send to this server do.
 """
 
 from importlib.resources import files
@@ -26,7 +26,7 @@ _DOCS_TYPES = {
     "docs.js": "text/javascript",
 }
 _PATHS = {"index.html": "/", "docs.html": "/docs"}
-# Whatever a model says, it runs no script, loads nothing and sends nothing elsewhere.
+# Generated text must not run scripts, load content or send data elsewhere.
 _POLICY = "; ".join(
     (
         *("default-src 'none'", "script-src 'self'", "style-src 'self'"),
@@ -38,13 +38,13 @@ HEADERS = {
     "Content-Security-Policy": _POLICY,
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
-    # After an update of the server nothing old may be shown.
+    # After an update of the server no old file may be shown.
     "Cache-Control": "no-cache",
 }
 
 
 def page_routes(serving: Serving) -> APIRouter:
-    """Make GET / and GET /docs, and what these pages load."""
+    """Make GET / and GET /docs, and the files of these pages."""
     router = APIRouter(include_in_schema=False)
     folder = files(__name__)
     types = _TYPES if serving.settings.disable_fastapi_docs else _TYPES | _DOCS_TYPES
@@ -55,7 +55,7 @@ def page_routes(serving: Serving) -> APIRouter:
 
     @router.get("/page/server.json")
     async def server() -> dict[str, Any]:
-        """Tell what the page has to know before its first question, and meanwhile."""
+        """Return the server's state, for the page to show."""
         engine = serving.engine
         choice, memory = engine.choice, engine.engine.memory
         return {

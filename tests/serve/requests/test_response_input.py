@@ -9,11 +9,11 @@ from jaxspec.serve.prompts import Prompts
 from jaxspec.serve.requests.params import make_params
 from jaxspec.serve.requests.protocol import ChatBody, ResponseBody
 from jaxspec.serve.requests.response_input import (
-    answered,
+    add_answer,
     as_chat,
     call_of,
+    flat_tool_names,
     messages_of,
-    naming_tools_flat,
 )
 from jaxspec.serve.requests.tool_choice import form_of, read_choice
 from jaxspec.serve.settings import ServerSettings
@@ -266,7 +266,7 @@ def test_calls_and_their_results():
 
 def test_an_answer_that_calls_is_gone_on_from():
     first = ResponseBody(input="Hello", tools=[F])
-    earlier = answered(first, messages_of(first), "Well", [call_of("1", "f", "{}")])
+    earlier = add_answer(first, messages_of(first), "Well", [call_of("1", "f", "{}")])
     then = ResponseBody(input=[RESULT])
     messages = messages_of(then, earlier)
     told = PROMPTS.of_chat(as_chat(then, messages), 4).get("prompt")
@@ -276,12 +276,12 @@ def test_an_answer_that_calls_is_gone_on_from():
 
 
 def test_errors_name_tools_as_responses_do():
-    with pytest.raises(RequestError) as refused, naming_tools_flat():
+    with pytest.raises(RequestError) as refused, flat_tool_names():
         name = "tools[0]['function']['parameters']"
         raise RequestError(f"{name} must be x", parameter=name, value=1)
     assert refused.value.parameter == "tools[0]['parameters']"
     assert str(refused.value) == "tools[0]['parameters'] must be x"
-    with pytest.raises(RequestError, match="^x$"), naming_tools_flat():
+    with pytest.raises(RequestError, match="^x$"), flat_tool_names():
         raise RequestError("x", parameter="y")
 
 
@@ -289,7 +289,7 @@ def test_a_conversation_that_goes_on():
     first = ResponseBody(input="Hello", instructions="Be brief.")
     messages = messages_of(first)
     assert messages == [USER], "instructions are of one request"
-    earlier = answered(first, messages, "Well")
+    earlier = add_answer(first, messages, "Well")
     assert earlier == [USER, {"role": "assistant", "content": "Well"}]
     then = ResponseBody(input="And?", instructions="Be kind.")
     messages = messages_of(then, earlier)
@@ -302,5 +302,5 @@ def test_a_conversation_that_goes_on():
 def test_a_message_that_was_cut_off_is_one_with_its_end():
     begun = {"role": "assistant", "content": "We", "status": "incomplete"}
     body = ResponseBody(input=[USER, begun])
-    earlier = answered(body, messages_of(body), "ll")
+    earlier = add_answer(body, messages_of(body), "ll")
     assert earlier == [USER, {"role": "assistant", "content": "Well"}]

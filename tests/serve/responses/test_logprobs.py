@@ -3,7 +3,7 @@
 import math
 
 from jaxspec.logprobs import Logprob
-from jaxspec.serve.responses.logprobs import LEAST, LogprobWriter, prompt_offsets
+from jaxspec.serve.responses.logprobs import MIN_LOGPROB, LogprobWriter, prompt_offsets
 from jaxspec.text.tokenizer import Tokenizer
 from jaxspec_checkpoints import bundled_target
 from tests.support.engines import StubTokenizer
@@ -32,14 +32,15 @@ def test_chats_tell_the_most_likely_by_rank():
         assert (entry["token"], entry["logprob"]) == ("c", -3.0)
         top = entry["top_logprobs"]
         assert [one["token"] for one in top] == expected
-        assert all(one["logprob"] >= LEAST for one in top)
+        assert all(one["logprob"] >= MIN_LOGPROB for one in top)
 
 
 def test_what_a_request_has_chosen_is_told_whatever_it_ranks():
     told = {**POSITION, 10: Logprob(-7.0, None, "d")}
     (entry,) = writer().for_chat([7], [told], None)["content"]
     assert [one["token"] for one in entry["top_logprobs"]] == ["c", "a", "b", "d"]
-    assert [one["logprob"] for one in entry["top_logprobs"]] == [-3, -1, LEAST, -7]
+    logprobs = [one["logprob"] for one in entry["top_logprobs"]]
+    assert logprobs == [-3, -1, MIN_LOGPROB, -7]
 
 
 def test_completions_tell_the_token_and_the_most_likely():
@@ -47,7 +48,7 @@ def test_completions_tell_the_token_and_the_most_likely():
     assert told == {
         "tokens": ["(", "c"],
         "token_logprobs": [None, -3.0],
-        "top_logprobs": [None, {"c": -3.0, "a": -1.0, "b": LEAST}],
+        "top_logprobs": [None, {"c": -3.0, "a": -1.0, "b": MIN_LOGPROB}],
         "text_offset": [10, 11],
     }
 
@@ -63,7 +64,7 @@ def test_of_prompts():
     told = writer().for_prompt([None, POSITION])
     assert told is not None
     assert told[0] is None
-    assert told[1]["9"] == {"logprob": LEAST, "rank": 2, "decoded_token": "b"}
+    assert told[1]["9"] == {"logprob": MIN_LOGPROB, "rank": 2, "decoded_token": "b"}
 
 
 def test_a_part_of_a_character_is_told_in_bytes():

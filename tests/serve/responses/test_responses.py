@@ -348,7 +348,7 @@ def test_a_response_in_the_background_is_cancelled(is_deleted: bool):
 def test_a_large_response_is_cancelled_outside_the_event_loop(status, monkeypatch):
     """It may be another server's: then it is read until that one has ended it."""
     monkeypatch.setattr(generation, "SHORT_BYTES", 32)
-    monkeypatch.setattr(generation, "BEAT_S", 0.05)
+    monkeypatch.setattr(generation, "HEARTBEAT_S", 0.05)
     threads: list[str] = []
     get = ResponseStore.get
 
