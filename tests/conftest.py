@@ -118,14 +118,14 @@ def pytest_configure(config: pytest.Config) -> None:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
-def _put_whole(cache: LRUCache, key: str, value: bytes) -> None:
+def _put_whole(self: LRUCache, key: str, value: bytes) -> None:
     """Write an entry of jax's cache so that no process can read part of it.
 
     jax writes in place. Reading part of an entry is a warning, which is an error here.
     """
-    part = cache.path / f"{key}.{os.getpid()}.{threading.get_ident()}"
+    part = self.path / f"{key}.{os.getpid()}.{threading.get_ident()}"
     part.write_bytes(value)
-    part.replace(cache.path / f"{key}-cache")
+    part.replace(self.path / f"{key}-cache")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -150,7 +150,7 @@ def test_targets_own_tokens_are_always_accepted(is_tied):
     for values in trainer.acceptance().values():
         np.testing.assert_allclose(values, 1, atol=1e-5)
     batch, states = trainer._given(trainer._held_out, trainer._read[1], np.arange(ROWS))
-    *_, counts = trainer._judge(
+    *_, counts = trainer._evaluate_batch(
         trainer.state.params, trainer._target.shared, batch, states
     )
     text = trainer._held_out
