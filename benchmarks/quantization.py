@@ -193,8 +193,8 @@ def measure_quality(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
             kv_kind=kv_kind,
             dtype=options.dtype,
         )
-        name = f"weights {kind or 'as they are'}, keys and values {kv_kind}"
-        found = compare(plain, reader, pieces, num_rows=options.rows, told=name)
+        title = f"weights {kind or 'as they are'}, keys and values {kv_kind}"
+        found = compare(plain, reader, pieces, num_rows=options.rows, title=title)
         row = {
             "kind": kind,
             "has_int8_embedding": has_embedding,

@@ -238,16 +238,20 @@ class BeamSearch:
 
 
 def step_params(
-    params: BeamSearchParams, *, vocab_size: int, max_logprobs: int, num_told: int = 0
+    params: BeamSearchParams,
+    *,
+    vocab_size: int,
+    max_logprobs: int,
+    num_logprobs: int = 0,
 ) -> SamplingParams:
-    """Return what each step asks the engine for.
+    """Return the sampling parameters of each step of the search.
 
     Args:
-        max_logprobs: That the engine tells of a token.
-        num_told: That are to be told of each token in the end; -1 for all.
+        max_logprobs: Most logprobs per token that the engine returns.
+        num_logprobs: Logprobs per token in the final output; -1 for all.
 
     Raises:
-        RequestError: The engine does not tell as many as the search needs.
+        RequestError: The search needs more than `max_logprobs`.
     """
     wanted = min(CANDIDATES * params.beam_width, vocab_size)
     if wanted > max_logprobs:
@@ -261,7 +265,7 @@ def step_params(
     return SamplingParams(
         max_tokens=1,
         temperature=0.0,
-        logprobs=-1 if num_told == -1 else max(wanted, num_told),
+        logprobs=-1 if num_logprobs == -1 else max(wanted, num_logprobs),
         # What ends a text is for the search to say.
         ignore_eos=True,
         output_kind=RequestOutputKind.FINAL_ONLY,

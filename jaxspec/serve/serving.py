@@ -171,7 +171,7 @@ class Serving:
             beams,
             vocab_size=vocab_size,
             max_logprobs=told,
-            num_told=params.logprobs or 0,
+            num_logprobs=params.logprobs or 0,
         )
         search = BeamSearch(
             parse_prompt(prompt, self.tokenizer, vocab_size, longest),

@@ -361,7 +361,7 @@ def read(text: str, step: int = 10**6) -> tuple[str, list[tuple[str, str]]]:
     calls: list[tuple[str, str]] = []
     pieces = [text[at : at + step] for at in range(0, len(text), step)]
     for piece in (*pieces, None):
-        for part in reader.end() if piece is None else reader.feed(piece):
+        for part in reader.end() if piece is None else reader.run(piece):
             assert part.text or part.name is not None, "nothing is told"
             if part.call is None:
                 words += part.text
@@ -461,10 +461,10 @@ def test_any_text_is_read_alike_in_any_pieces(unchecked_types: None):
 
 def test_nothing_is_held_back_longer_than_it_must_be():
     reader = CallReader({"weather"})
-    assert [part.text for part in reader.feed("Hel")] == ["Hel"]
-    assert [part.text for part in reader.feed("lo\n[")] == ["lo\n"]
-    assert reader.feed('{"name": "weather"') == []
-    (begun, some) = reader.feed(', "parameters": {"ci')
+    assert [part.text for part in reader.run("Hel")] == ["Hel"]
+    assert [part.text for part in reader.run("lo\n[")] == ["lo\n"]
+    assert reader.run('{"name": "weather"') == []
+    (begun, some) = reader.run(', "parameters": {"ci')
     assert (begun.name, some.text) == ("weather", '{"ci')
-    assert [part.text for part in reader.feed('ty": 1}}')] == ['ty": 1}']
-    assert reader.feed("]\n") == reader.end() == []
+    assert [part.text for part in reader.run('ty": 1}}')] == ['ty": 1}']
+    assert reader.run("]\n") == reader.end() == []
