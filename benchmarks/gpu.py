@@ -3,9 +3,9 @@
     python -m benchmarks.gpu --seconds 520
 
 Weights are random and made on the device; acceptance is forced, so that no text means
-anything. Every part runs in its own process, and rows are written at once, so they
-are kept if the run is stopped or a part fails. `--dry-run` runs all with shapes a
-hundred times smaller, on any device; its figures mean nothing. Needs jax and flax, and
+anything. Every part runs in a process of its own, and rows are written at once, so they
+are kept if the run is stopped or a part fails. `--dry-run` runs everything with shapes
+a hundred times smaller, on any device; its figures mean nothing. Needs jax, flax, and
 torch and transformers for the comparison.
 """
 

@@ -260,12 +260,12 @@ def test_how_it_works(tmp_path):
     # The notebook's assertions compare the distributions.
     book = execute("how_it_works", tmp_path)
     text = printed(book)
-    chances = re.findall(r"q (\S+) +p (\S+) +stays with +(\d+)%", text)
-    assert len(chances) == 5
-    for q, p, stays in chances:  # all three are rounded
+    drafts = re.findall(r"q (\S+) +p (\S+) +accepted with +(\d+)%", text)
+    assert len(drafts) == 5
+    for q, p, rate in drafts:  # all three are rounded
         low = (float(p) - 0.0005) / (float(q) + 0.0005)
         high = (float(p) + 0.0005) / max(float(q) - 0.0005, 1e-9)
-        assert min(1, low) - 0.005 <= int(stays) / 100 <= min(1, high) + 0.005
+        assert min(1, low) - 0.005 <= int(rate) / 100 <= min(1, high) + 0.005
     ((tokens, passes),) = re.findall(
         r"^(\d+) tokens in (\d+) passes of the target$", text, re.M
     )
@@ -274,7 +274,7 @@ def test_how_it_works(tmp_path):
     assert int(tokens) / 6 <= int(passes) < int(tokens) / 2
     assert "with them: the same text? True" in text
     (kept,) = re.findall(
-        r"^of 10 drafts in a tree (\d) stay, of the chain (\d)$", text, re.M
+        r"^accepted: (\d) of 10 drafts in a tree, (\d) in the chain$", text, re.M
     )
     assert int(kept[0]) > int(kept[1]), "the round has left the chain"
     assert num_pictures(book) == 6
