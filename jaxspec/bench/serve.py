@@ -287,7 +287,7 @@ async def _open(task: Task) -> Site:
         # Retries a busy or starting server, but not after a refusal.
         is_refused = status is not None and 400 <= status < 500 and status != 429
         if is_refused or time.monotonic() >= end:
-            raise BenchError(f"The server refuses requests: {reason}")
+            raise BenchError(f"No request succeeded: {reason}")
         if not has_warned:
             print(
                 f"Waiting up to {limit_s:g} s for the server: {reason}", file=sys.stderr
