@@ -277,7 +277,7 @@ class Program(_Setup):
                 assert not step.is_broken.any(), "NaN or infinity in random weights"
                 emitted += int(step.num_emitted.sum())
                 accepted += int(step.num_accepted.sum())
-                drafted += int(step.num_draft.sum())
+                drafted += int(step.num_draft_tokens.sum())
             # A new seed, so that repeats draw other numbers.
             rows = dataclasses.replace(rows, seed=rows.seed + np.uint32(1))
         count = repeats * setting.steps * self._seqs

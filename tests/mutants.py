@@ -374,7 +374,7 @@ MUTANTS = [
     mutant(
         "unwanted_levels_are_accepted",
         "tree/verify._usable_nodes",
-        "(depth <= num_draft[:, None])",
+        "(depth <= num_draft_tokens[:, None])",
         "(depth > 0)",
         check=check_few_levels,
     ),

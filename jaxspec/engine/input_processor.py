@@ -233,12 +233,12 @@ class InputProcessor:
         limit = config.max_model_len
         if params.max_tokens is not None:
             limit = min(limit, num_prompt + params.max_tokens)
-        num_draft = config.num_draft_tokens
+        num_draft_tokens = config.num_draft_tokens
         if params.num_speculative_tokens is not None:
-            num_draft = min(num_draft, params.num_speculative_tokens)
+            num_draft_tokens = min(num_draft_tokens, params.num_speculative_tokens)
         metrics = None
         seed, rule = self._seed_and_rule(params)
-        if num_draft:
+        if num_draft_tokens:
             metrics = RequestSpecDecodeMetrics.empty(
                 config.num_draft_tokens,
                 is_synthetic=config.is_synthetic,
@@ -252,7 +252,7 @@ class InputProcessor:
             prompt_token_ids=parsed.token_ids,
             params=params,
             max_total=limit,
-            num_draft_tokens=num_draft,
+            num_draft_tokens=num_draft_tokens,
             seed=seed,
             rule=rule,
             stop_ids=stop_ids,

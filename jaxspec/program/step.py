@@ -80,10 +80,10 @@ def _run_round(
 ) -> tuple[EngineState, dict[str, Array]]:
     """Run one round; the state after it, and the parts of its result."""
     active, shape = context.active, context.shape
-    proposal, num_draft, proposers = _propose(
+    proposal, num_draft_tokens, proposers = _propose(
         context, target_params, proposer_params, state.proposers
     )
-    target = TargetPass.of(context, target_params, state, num_draft)
+    target = TargetPass.of(context, target_params, state, num_draft_tokens)
     tokens = active.last_tokens[:, 1:]
     if proposal is not None:
         tokens = jnp.concatenate([tokens, proposal.tokens], axis=1)
@@ -100,7 +100,7 @@ def _run_round(
     rows, token_pages = append(context.rows, context.token_pages, active, emitted)
     # From here on with the new pages: reading the old ones makes XLA copy the pool.
     context = dataclasses.replace(context, rows=rows, token_pages=token_pages)
-    result = _result(emitted, verified, proposal, num_draft)
+    result = _result(emitted, verified, proposal, num_draft_tokens)
     if shape.chunk:
         context, first = _finish_prompts(context, verified)
         result |= first
@@ -177,10 +177,10 @@ def _propose(
         after.append(state)
     # The host may not have read yet how close the end is: drafts past it do not count.
     room = jnp.maximum(active.max_total - active.num_tokens - 1, 0)
-    num_draft = jnp.minimum(context.fields["decode_draft"], room)
+    num_draft_tokens = jnp.minimum(context.fields["decode_draft"], room)
     if proposal is not None:
-        num_draft = jnp.minimum(num_draft, proposal.num_drafts)
-    return proposal, num_draft, tuple(after)
+        num_draft_tokens = jnp.minimum(num_draft_tokens, proposal.num_drafts)
+    return proposal, num_draft_tokens, tuple(after)
 
 
 def _draft_prefill(
@@ -274,7 +274,7 @@ def _result(
     emitted: Emitted,
     verified: Verified,
     proposal: Proposal | None,
-    num_draft: Int[Array, " seq"],
+    num_draft_tokens: Int[Array, " seq"],
 ) -> dict[str, Array]:
     is_draft_broken = None if proposal is None else proposal.is_broken
     if is_draft_broken is None:
@@ -282,7 +282,7 @@ def _result(
     result = {
         "tokens": emitted.tokens,
         "num_emitted": emitted.num_emitted,
-        "num_draft": num_draft,
+        "num_draft_tokens": num_draft_tokens,
         # A sequence that ends inside an accepted run keeps only the drafts before it.
         "num_accepted": jnp.minimum(verified.num_accepted, emitted.num_emitted),
         "is_done": emitted.is_done,

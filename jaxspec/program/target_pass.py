@@ -54,7 +54,7 @@ class TargetPass:
     """One pass of the target over the newest tokens, their drafts and prompts.
 
     Attributes:
-        num_draft: Drafts of each sequence that count.
+        num_draft_tokens: Drafts of each sequence that count.
         prompts: Tiles that share the pass.
         adjust: Applies the requests' controls to logits; None without controls.
         logprob_ids: Token ids whose logprobs are always returned.
@@ -64,7 +64,7 @@ class TargetPass:
 
     context: StepContext
     target: Network
-    num_draft: Int[Array, " seq"]
+    num_draft_tokens: Int[Array, " seq"]
     prompts: TokenBatch | None
     adjust: Adjust | None
     logprob_ids: Int[Array, "seq id"] | None
@@ -76,13 +76,13 @@ class TargetPass:
         context: StepContext,
         params: Params,
         state: EngineState,
-        num_draft: Int[Array, " seq"],
+        num_draft_tokens: Int[Array, " seq"],
     ) -> "TargetPass":
         """Prepare the values that passes of every width share."""
         return cls(
             context=context,
             target=build_network(context.config.target, params, context.backend),
-            num_draft=num_draft,
+            num_draft_tokens=num_draft_tokens,
             prompts=context.prompts(),
             adjust=context.adjuster(),
             logprob_ids=context.logprob_ids(),
@@ -121,7 +121,7 @@ class TargetPass:
             proposal,
             tokens,
             logits,
-            self.num_draft,
+            self.num_draft_tokens,
             active,
             context.backend,
             adjust=self.adjust,
@@ -186,7 +186,7 @@ class TargetPass:
         """
         shape = self.context.shape
         verified = self._no_result(tokens, pages)
-        num_wanted, before = self.num_draft.max(initial=0), -1
+        num_wanted, before = self.num_draft_tokens.max(initial=0), -1
         for width in (*widths, shape.tree.num_nodes):
             is_wanted = (num_wanted > before) & (num_wanted <= width)
             run = functools.partial(self._run_width, proposal, width)
@@ -210,9 +210,11 @@ class TargetPass:
         layers = self.context.config.target_layers
         return Verified(
             tokens=tokens,
-            num_accepted=jnp.zeros_like(self.num_draft),
-            tree_row=None if shape.tree.is_chain else jnp.zeros_like(self.num_draft),
-            num_accepted_nodes=jnp.zeros_like(self.num_draft),
+            num_accepted=jnp.zeros_like(self.num_draft_tokens),
+            tree_row=None
+            if shape.tree.is_chain
+            else jnp.zeros_like(self.num_draft_tokens),
+            num_accepted_nodes=jnp.zeros_like(self.num_draft_tokens),
             is_broken=jnp.zeros_like(self.context.active.is_active),
             is_tile_broken=jnp.zeros(0, bool),
             tile_logits=jnp.zeros((0, model.vocab_size), jnp.float32),

@@ -33,7 +33,7 @@ class _Inputs(NamedTuple):
     """Inputs of a verdict per sequence, besides logits and probabilities."""
 
     tokens: Int[Array, "seq draft"]
-    num_draft: Int[Array, " seq"]
+    num_draft_tokens: Int[Array, " seq"]
     active: Active
     controls: Controls | None
     numbers: Numbers
@@ -43,7 +43,7 @@ class _Inputs(NamedTuple):
 def verify(
     proposal: Proposal | None,
     logits: Float[Array, "token vocab"],
-    num_draft: Int[Array, " seq"],
+    num_draft_tokens: Int[Array, " seq"],
     active: Active,
     backend: Backend,
     *,
@@ -59,12 +59,12 @@ def verify(
         proposal: None for no drafts.
         logits: The model's own, sequence-major: row i of a sequence follows its i-th
             draft.
-        num_draft: Drafts of each sequence that count.
+        num_draft_tokens: Drafts of each sequence that count.
         tree: A chain with a node for each draft.
         adjust: Applies the requests' controls to logits; None without controls.
         forced_acceptance: As for `force`, at least one per draft; None forces nothing.
     """
-    vocab_size, seqs = logits.shape[1], num_draft.shape[0]
+    vocab_size, seqs = logits.shape[1], num_draft_tokens.shape[0]
     tokens, probs = jnp.zeros((seqs, 0), jnp.int32), None
     if proposal is not None:
         tokens, probs = proposal.tokens, proposal.probs
@@ -81,7 +81,7 @@ def verify(
     numbers = draw_numbers(active, purposes, 0, width=width)
     num_forced = None
     if forced_acceptance is not None and draft:
-        num_forced = force(forced_acceptance[:draft], num_draft, active)
+        num_forced = force(forced_acceptance[:draft], num_draft_tokens, active)
 
     axes, local_vocab = backend.vocab_axes(vocab_size), vocab_size
     if axes is not None:
@@ -95,7 +95,9 @@ def verify(
     return backend.split(run, (columns, columns, whole), whole)(
         rows,
         probs,
-        _Inputs(tokens, num_draft, active, controls_of(active), numbers, num_forced),
+        _Inputs(
+            tokens, num_draft_tokens, active, controls_of(active), numbers, num_forced
+        ),
     )
 
 
@@ -126,7 +128,7 @@ def verify_group(
         inputs.tokens,
         probs,
         logits,
-        inputs.num_draft,
+        inputs.num_draft_tokens,
         inputs.controls,
         rule=active.rule,
         accept_uniform=None if uniform is None else uniform[:, :-1],
@@ -159,16 +161,16 @@ def verify_groups(
         (logits, inputs),
     )
     # Draft-major, as they were made: reordering all of them would be a copy.
-    num_draft, rows = 0, None
+    num_draft_tokens, rows = 0, None
     if probs is not None:
-        num_draft = probs.shape[1]
+        num_draft_tokens = probs.shape[1]
         rows = probs.swapaxes(0, 1).reshape(-1, probs.shape[2])
 
     def verify_slice(item: tuple[Array, tuple[Array, _Inputs]]) -> Verdict:
         start, (logits, inputs) = item
         own = None
         if rows is not None:
-            starts = (start + index * seqs for index in range(num_draft))
+            starts = (start + index * seqs for index in range(num_draft_tokens))
             own = jnp.stack(
                 [jax.lax.dynamic_slice_in_dim(rows, one, size) for one in starts],
                 axis=1,
@@ -193,19 +195,21 @@ def _group_size(shape: tuple[int, ...]) -> int:
 
 
 def force(
-    probabilities: Float[Array, " draft"], num_draft: Int[Array, " seq"], active: Active
+    probabilities: Float[Array, " draft"],
+    num_draft_tokens: Int[Array, " seq"],
+    active: Active,
 ) -> Int[Array, " seq"]:
     """Number of drafts to accept in each sequence, whatever the models compute.
 
     Draft i is accepted with probability i if the drafts before it are. The uniforms are
     those of the rules, keyed by the request's seed and where the round starts.
     """
-    shape = num_draft.shape[0], probabilities.shape[0]
+    shape = num_draft_tokens.shape[0], probabilities.shape[0]
     index = jnp.broadcast_to(jnp.arange(shape[1], dtype=jnp.int32)[None], shape)
     seed = jnp.broadcast_to(active.seed[:, None], (*shape, 2))
     start = jnp.broadcast_to(active.num_tokens[:, None], shape)
     uniform = randomness.uniform(seed, start, randomness.ACCEPT, index)
-    is_accepted = (uniform < probabilities[None]) & (index < num_draft[:, None])
+    is_accepted = (uniform < probabilities[None]) & (index < num_draft_tokens[:, None])
     return jnp.cumprod(is_accepted.astype(jnp.int32), axis=1).sum(axis=1)
 
 

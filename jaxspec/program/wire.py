@@ -255,7 +255,7 @@ class StepResult:
 
     Attributes:
         tokens: `[seq, K + 1]`, the first `num_emitted[s]` of row s count.
-        num_draft: Draft tokens proposed: a lookup may find fewer than requested.
+        num_draft_tokens: Draft tokens proposed: a lookup may find fewer than requested.
         num_accepted: Draft tokens among `tokens`, the first ones, on the main chain.
         num_accepted_nodes: Accepted drafts, side branches included, even past the end
             of the text; None in a chain.
@@ -275,7 +275,7 @@ class StepResult:
 
     tokens: np.ndarray = _part("seq emitted")
     num_emitted: np.ndarray = _part("seq")
-    num_draft: np.ndarray = _part("seq")
+    num_draft_tokens: np.ndarray = _part("seq")
     num_accepted: np.ndarray = _part("seq")
     is_done: np.ndarray = _part("seq", bool)
     is_broken: np.ndarray = _part("seq", bool)

@@ -89,17 +89,17 @@ def widest() -> LLMEngine:
 
 
 @pytest.mark.long_suite(name="lossless")
-@pytest.mark.parametrize("num_draft", [1, 2, 3, 5, 8])
-def test_hundred_texts_with_every_draft_length(num_draft, hundred, widest):
+@pytest.mark.parametrize("num_draft_tokens", [1, 2, 3, 5, 8])
+def test_hundred_texts_with_every_draft_length(num_draft_tokens, hundred, widest):
     """Eight at a time, then one, in one executable."""
     prompts, texts = hundred
     params = GREEDY.clone()
-    params.extra_args = {"num_speculative_tokens": num_draft}
+    params.extra_args = {"num_speculative_tokens": num_draft_tokens}
     engine = with_settings(widest)
     assert tokens_of(generate(engine, prompts, params)) == texts
     assert 0.3 < engine.stats.acceptance_rate < 0.9
     drafted = engine.stats.num_draft_tokens / engine.stats.num_draft_rounds
-    assert num_draft - 1 < drafted <= num_draft
+    assert num_draft_tokens - 1 < drafted <= num_draft_tokens
     alone = with_settings(engine)
     for prompt, text in zip(prompts[:8], texts, strict=False):
         assert tokens_of(generate(alone, [prompt], params)) == [text]

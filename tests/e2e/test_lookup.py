@@ -76,12 +76,13 @@ def test_rounds_have_every_form(name):
     assert tokens_of(outputs) == texts()
     assert 0 < engine.stats.num_accepted_tokens < engine.stats.num_draft_tokens
     decoding = [result for plan, _, result in rounds if plan.decode]
-    found = [int(result.num_draft.max()) for result in decoding]
+    found = [int(result.num_draft_tokens.max()) for result in decoding]
     if "+" not in name:
         assert {0, engine.config.num_draft_tokens} <= set(found), "one form only"
         assert name == NGRAM or {2, 3, 4} <= set(found), "no narrow form"
         neither = [
-            0 in result.num_draft[:2] and any(result.num_draft) for result in decoding
+            0 in result.num_draft_tokens[:2] and any(result.num_draft_tokens)
+            for result in decoding
         ]
         assert any(neither), "no batch in which only one of two matches"
     else:
@@ -109,7 +110,7 @@ def test_correct_draft_model_helps_without_matches():
 def test_counts_equal_the_drafts_of_the_rounds(name):
     engine, outputs, rounds = played(name)
     drafted = sum(
-        int(result.num_draft[index])
+        int(result.num_draft_tokens[index])
         for plan, _, result in rounds
         for index in range(len(plan.decode))
         if result.num_emitted[index]
@@ -123,7 +124,9 @@ def test_counts_equal_the_drafts_of_the_rounds(name):
     )
     for plan, _, result in rounds:
         for index, (_, wanted) in enumerate(plan.decode):
-            assert result.num_accepted[index] <= result.num_draft[index] <= wanted
+            assert (
+                result.num_accepted[index] <= result.num_draft_tokens[index] <= wanted
+            )
 
 
 @pytest.mark.parametrize("name", [NGRAM, SUFFIX])

@@ -96,12 +96,12 @@ def test_unseeded_requests_differ_and_follow_the_engines_seed(rule, prompts):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_draft", [1, 5])
-def test_other_numbers_of_drafts_change_nothing(num_draft, prompts, texts):
+@pytest.mark.parametrize("num_draft_tokens", [1, 5])
+def test_other_numbers_of_drafts_change_nothing(num_draft_tokens, prompts, texts):
     engine = make_engine(
         pair.target(),
         pair.draft("noisy"),
-        num_draft_tokens=num_draft,
+        num_draft_tokens=num_draft_tokens,
         has_one_shape=True,
         **pair.settings(max_num_seqs=4, num_pages=100),
     )

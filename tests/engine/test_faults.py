@@ -108,10 +108,10 @@ def test_nan_draft_model_stops_drafting():
     assert_idle(engine)
 
 
-@pytest.mark.parametrize("num_draft", [0, 3])
+@pytest.mark.parametrize("num_draft_tokens", [0, 3])
 @pytest.mark.parametrize("kind", list(RequestOutputKind))
-def test_request_with_nan_ends_alone(num_draft, kind):
-    engine, runner = make_fake_engine(num_draft_tokens=num_draft, page_size=4)
+def test_request_with_nan_ends_alone(num_draft_tokens, kind):
+    engine, runner = make_fake_engine(num_draft_tokens=num_draft_tokens, page_size=4)
     runner.device.poison = POISON
     poisoned = [2, 9, 9, 9, 9, 9, 9, 9, POISON, 3]
     for name in ("bad", "again"):

@@ -83,14 +83,14 @@ def expect(completion: Any, tokens: list[int], text: str, why: tuple) -> None:
     assert (completion.finish_reason, completion.stop_reason) == why
 
 
-@pytest.mark.parametrize("num_draft", [0, 1, 5])
+@pytest.mark.parametrize("num_draft_tokens", [0, 1, 5])
 @pytest.mark.parametrize("offset", range(8))
-def test_end_of_text_at_every_offset(num_draft, offset):
+def test_end_of_text_at_every_offset(num_draft_tokens, offset):
     text = TEXT.copy()
     text[3 + offset] = EOS
     tokens = said(offset + 1, text)
     for seed in range(4):
-        engine, _ = make_fake_engine(text, seed=seed, num_draft_tokens=num_draft)
+        engine, _ = make_fake_engine(text, seed=seed, num_draft_tokens=num_draft_tokens)
         completion = run_one(engine, SamplingParams(max_tokens=20))
         expect(completion, tokens, letters(tokens[:-1]), ("stop", None))
         params = SamplingParams(max_tokens=20, include_stop_str_in_output=True)

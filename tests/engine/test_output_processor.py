@@ -191,9 +191,9 @@ def check(part: CompletionOutput) -> list[str]:
     return [one.origin for one in pieces]
 
 
-def histogram_of(origins: list[str], num_draft: int) -> list[int]:
+def histogram_of(origins: list[str], num_draft_tokens: int) -> list[int]:
     """Count steps by accepted drafts, from the origins alone."""
-    counts, kept = [0] * (num_draft + 1), 0
+    counts, kept = [0] * (num_draft_tokens + 1), 0
     for origin in origins:
         if origin in ("recovered", "bonus"):
             counts[kept] += 1
@@ -210,12 +210,14 @@ def agree(completion: CompletionOutput) -> list[str]:
     return origins
 
 
-@pytest.mark.parametrize("num_draft", [1, 3, 5])
-def test_origins_match_the_counts(num_draft: int):
+@pytest.mark.parametrize("num_draft_tokens", [1, 3, 5])
+def test_origins_match_the_counts(num_draft_tokens: int):
     seen: set[str] = set()
     for seed in range(8):
         for end in (TEXT, [*TEXT[:9], EOS, *TEXT[10:]]):
-            engine, _ = make_fake_engine(end, seed=seed, num_draft_tokens=num_draft)
+            engine, _ = make_fake_engine(
+                end, seed=seed, num_draft_tokens=num_draft_tokens
+            )
             origins = agree(run_one(engine, wanting(max_tokens=30)))
             assert origins[0] == "target", "the prompt's own token has no drafts"
             seen.update(origins)

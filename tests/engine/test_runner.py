@@ -295,8 +295,12 @@ def test_grammars_need_the_cpu_backend_with_an_accelerator(monkeypatch):
     engine.runner.check_features(Features(has_controls=True, num_logprobs=3))
 
 
-@pytest.mark.parametrize("num_draft", [0, pytest.param(2, marks=pytest.mark.slow)])
-def test_second_start_compiles_no_saved_program(num_draft, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "num_draft_tokens", [0, pytest.param(2, marks=pytest.mark.slow)]
+)
+def test_second_start_compiles_no_saved_program(
+    num_draft_tokens, tmp_path, monkeypatch
+):
     target = make_micro(num_hidden_layers=1)
     prompts = [[2, 5, 7], [2, 9]]
     plain = SamplingParams(max_tokens=9, seed=3)
@@ -307,8 +311,8 @@ def test_second_start_compiles_no_saved_program(num_draft, tmp_path, monkeypatch
     def start() -> list[list[int]]:
         engine = make_engine(
             target,
-            make_draft_of(target) if num_draft else None,
-            num_draft_tokens=num_draft,
+            make_draft_of(target) if num_draft_tokens else None,
+            num_draft_tokens=num_draft_tokens,
             max_num_seqs=2,
             max_num_batched_tokens=32,
             runner=OneProgramRunner,

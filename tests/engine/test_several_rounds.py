@@ -133,9 +133,9 @@ def run_all(loop: Loop, requests: list[Request]) -> list[int]:
     ]
 
 
-@pytest.mark.parametrize("num_draft", [0, 3])
-def test_launch_has_the_allowed_number_of_rounds(num_draft):
-    changes: dict[str, Any] = dict(num_draft_tokens=num_draft)
+@pytest.mark.parametrize("num_draft_tokens", [0, 3])
+def test_launch_has_the_allowed_number_of_rounds(num_draft_tokens):
+    changes: dict[str, Any] = dict(num_draft_tokens=num_draft_tokens)
     single = Loop(make_config(**changes), 0)
     ones = run_all(single, make_requests(single.config, 1, is_quiet=True))
     assert set(ones) == {1}
@@ -143,9 +143,9 @@ def test_launch_has_the_allowed_number_of_rounds(num_draft):
     counts = run_all(loop, make_requests(loop.config, 1, is_quiet=True))
     assert counts[0] == 1, "first what a round takes is seen"
     # Twenty tokens, and no launch may reach beyond the last.
-    assert max(counts) == min(STEPS, 3 if num_draft else 19)
+    assert max(counts) == min(STEPS, 3 if num_draft_tokens else 19)
     assert len(counts) < len(ones)
-    if not num_draft:
+    if not num_draft_tokens:
         assert sum(counts) == sum(ones) == 19  # and the prompt's own token
 
 

@@ -56,16 +56,16 @@ class Traffic(RuleBasedStateMachine):
         num_pages=st.sampled_from([24, 26, 32, 60]),
         max_num_seqs=st.sampled_from([1, 3, 8]),
         policy=st.sampled_from(["fcfs", "priority"]),
-        num_draft=st.sampled_from([0, 3, 8]),
+        num_draft_tokens=st.sampled_from([0, 3, 8]),
         caching=st.booleans(),
         depth=st.integers(0, 2),
     )
-    def start(self, *, seed, num_pages, max_num_seqs, policy, num_draft, **rest):
+    def start(self, *, seed, num_pages, max_num_seqs, policy, num_draft_tokens, **rest):
         self.config = make_config(
             num_pages=num_pages,
             max_num_seqs=max_num_seqs,
             scheduling_policy=policy,
-            num_draft_tokens=num_draft,
+            num_draft_tokens=num_draft_tokens,
             enable_prefix_caching=rest["caching"],
         )
         self.random = np.random.default_rng(seed)

@@ -85,9 +85,11 @@ def operation(
     """The operation on one device's slice, with the controls of a kind of batch."""
 
     def call(*arrays: Any) -> Verdict:
-        logits, draft, tokens, num_draft, accept, sample, words, controls = arrays
+        logits, draft, tokens, num_draft_tokens, accept, sample, words, controls = (
+            arrays
+        )
         seqs, drafts = tokens.shape
-        rule = num_draft
+        rule = num_draft_tokens
         if kind != "everything":
             off, none = jnp.zeros(seqs, FLOATS), jnp.zeros(seqs, INTS)
             heat = off if kind == "greedy" else controls.temperature
@@ -97,7 +99,7 @@ def operation(
             tokens,
             draft if drafts else None,
             logits.reshape(seqs, drafts + 1, -1),
-            num_draft,
+            num_draft_tokens,
             controls,
             rule=rule,
             accept_uniform=accept,

@@ -85,7 +85,7 @@ class Round:
     tokens: np.ndarray
     draft: np.ndarray  # [seq, draft, vocab], probabilities
     logits: np.ndarray  # [seq, draft+1, vocab]
-    num_draft: np.ndarray
+    num_draft_tokens: np.ndarray
     temperature: np.ndarray
     top_k: np.ndarray
     top_p: np.ndarray
@@ -109,7 +109,7 @@ class Round:
             jnp.asarray(self.tokens, jnp.int32),
             jnp.asarray(self.draft, jnp.float32),
             jnp.asarray(self.logits),
-            jnp.asarray(self.num_draft, jnp.int32),
+            jnp.asarray(self.num_draft_tokens, jnp.int32),
             self.controls,
         )
 
@@ -175,7 +175,7 @@ def make_round(
         tokens=tokens,
         draft=draft,
         logits=logits,
-        num_draft=np.minimum(random.integers(0, drafts + 3, seqs), drafts),
+        num_draft_tokens=np.minimum(random.integers(0, drafts + 3, seqs), drafts),
         temperature=np.where(kind == GREEDY, 0.0, hot).astype(np.float32),
         top_k=top_k,
         top_p=top_p.astype(np.float32),
@@ -209,16 +209,20 @@ def by_whole_rows(one: Round) -> tuple[np.ndarray, np.ndarray]:
         rule=np.maximum(one.kind, 0),
         seed=one.seed,
     )
-    tokens, draft, logits, num_draft, _ = one.arrays
-    proposal = Proposal(tokens, num_draft, draft)
+    tokens, draft, logits, num_draft_tokens, _ = one.arrays
+    proposal = Proposal(tokens, num_draft_tokens, draft)
     flat = logits.astype(jnp.float32).reshape(seqs * (drafts + 1), -1)
-    verdict = _decide(proposal, flat, num_draft, active)
+    verdict = _decide(proposal, flat, num_draft_tokens, active)
     return np.asarray(verdict.num_accepted), np.asarray(verdict.next_token)
 
 
 def forced_counts(one: Round, seed: int = 0) -> np.ndarray:
     """Return a random number of drafts to accept per sequence."""
-    return np.random.default_rng(seed).integers(0, one.num_draft + 1).astype(np.int32)
+    return (
+        np.random.default_rng(seed)
+        .integers(0, one.num_draft_tokens + 1)
+        .astype(np.int32)
+    )
 
 
 def by_force(one: Round, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -64,20 +64,22 @@ def test_rounds_cover_the_rules():
     for kind in RULES.values():
         here = one.kind == kind
         assert set(accepted[here]) >= {0, 3}
-        assert (accepted < one.num_draft)[here].any()
-    assert set(one.num_draft) == {0, 1, 2, 3}
+        assert (accepted < one.num_draft_tokens)[here].any()
+    assert set(one.num_draft_tokens) == {0, 1, 2, 3}
 
 
 def check_distribution(rule: int, count: int = 45) -> None:
     """The exact distribution of all K + 1 tokens is the target's."""
 
-    def apply(tokens, draft, target, num_draft, *, accept_uniform, sample_uniform):
+    def apply(
+        tokens, draft, target, num_draft_tokens, *, accept_uniform, sample_uniform
+    ):
         seqs = tokens.shape[0]
         return reference.rejection_sampling(
             tokens,
             draft,
             jnp.log(target),  # NaN in the rows that do not count
-            num_draft,
+            num_draft_tokens,
             plain_controls(seqs),
             rule=jnp.full(seqs, rule, jnp.int32),
             accept_uniform=accept_uniform,
@@ -93,7 +95,7 @@ def check_distribution(rule: int, count: int = 45) -> None:
     ):
         assert distribution.distance <= 1e-6, (
             distribution.case.kind,
-            distribution.case.num_draft,
+            distribution.case.num_draft_tokens,
             distribution.distance,
         )
 
@@ -186,7 +188,7 @@ def test_speculation_does_not_change_the_text(kind):
     )
     numbers = one.numbers
     _, plain = run(
-        replace(bare, num_draft=np.zeros_like(one.num_draft)),
+        replace(bare, num_draft_tokens=np.zeros_like(one.num_draft_tokens)),
         accept_uniform=numbers["accept_uniform"][:, :0],
         noise_words=numbers["noise_words"][:, :1],
     )
@@ -254,7 +256,7 @@ def test_named_implementation_is_not_replaced(name):
         ("target_logits", (8, 3, 50)),
         ("target_logits", (32, 50)),
         ("target_logits", (8, 0, 50)),
-        ("num_draft", (7,)),
+        ("num_draft_tokens", (7,)),
         ("rule", (8, 1)),
         ("accept_uniform", (8, 4)),
         ("sample_uniform", (1,)),
@@ -269,7 +271,13 @@ def test_shapes_that_do_not_fit_are_an_error(name, shape, monkeypatch):
     """Where nothing checks the annotations, as with a user."""
     monkeypatch.setattr(config, "jaxtyping_disable", True)
     one = make_round(8)
-    names = "draft_tokens", "draft_probs", "target_logits", "num_draft", "controls"
+    names = (
+        "draft_tokens",
+        "draft_probs",
+        "target_logits",
+        "num_draft_tokens",
+        "controls",
+    )
     given: dict[str, Any] = dict(zip(names, one.arrays, strict=True)) | one.numbers
     if name in Controls._fields:
         given["controls"] = one.controls._replace(**{name: jnp.zeros(shape)})

@@ -53,7 +53,7 @@ def verdict_of(logits, drafts=(0,), *, rule=STANDARD, u=0.0, v=0.0, draft=None, 
         jnp.asarray([drafts], jnp.int32),
         probs,
         jnp.broadcast_to(jnp.asarray(values), (1, width, len(values))),
-        jnp.asarray([more.pop("num_draft", width - 1)], jnp.int32),
+        jnp.asarray([more.pop("num_draft_tokens", width - 1)], jnp.int32),
         plain_controls(1, temperature=temperature, **controls),
         rule=jnp.asarray([max(rule, 0)], jnp.int32),
         accept_uniform=jnp.full((1, width - 1), u, jnp.float32),
@@ -145,8 +145,8 @@ def test_padding_of_the_vocabulary_may_hold_anything(rule):
 
 def test_values_past_num_draft_are_not_used():
     one = make_round(seed=8)
-    counted = np.arange(3) < one.num_draft[:, None]
-    rows = np.arange(4) <= one.num_draft[:, None]
+    counted = np.arange(3) < one.num_draft_tokens[:, None]
+    rows = np.arange(4) <= one.num_draft_tokens[:, None]
     numbers = one.numbers
     poisoned = replace(
         one,

@@ -18,14 +18,14 @@ from tests.kernels import dense
 def decide(
     proposal: Proposal,
     logits: Float[Array, "token vocab"],
-    num_draft: Int[Array, " seq"],
+    num_draft_tokens: Int[Array, " seq"],
     active: Active,
 ) -> Verdict:
     """Decide a round by the rules as the papers state them.
 
     Args:
         logits: Target rows, sequence-major: row i of a sequence follows its i-th draft.
-        num_draft: Drafts of each sequence that count.
+        num_draft_tokens: Drafts of each sequence that count.
     """
     seqs, draft = proposal.tokens.shape
     width = draft + 1
@@ -53,16 +53,20 @@ def decide(
             ),
             lambda: choices,
         )
-        chosen = verify_choices(proposal.tokens, made.reshape(seqs, width), num_draft)
+        chosen = verify_choices(
+            proposal.tokens, made.reshape(seqs, width), num_draft_tokens
+        )
         target_probs = probs.reshape(seqs, width, -1)
-        drawn = _verify_sampled(proposal, target_probs, num_draft, active)
+        drawn = _verify_sampled(proposal, target_probs, num_draft_tokens, active)
         is_drawn = active.is_sampled & ~active.is_coupled
         return jax.tree.map(
             lambda left, right: jnp.where(is_drawn, left, right), drawn, chosen
         )
 
     def without_sampling() -> Verdict:
-        return verify_choices(proposal.tokens, choices.reshape(seqs, width), num_draft)
+        return verify_choices(
+            proposal.tokens, choices.reshape(seqs, width), num_draft_tokens
+        )
 
     return jax.lax.cond(active.is_sampled.any(), with_sampling, without_sampling)
 
@@ -77,7 +81,7 @@ def _gumbel_argmax(probs: Array, position: Array, per_token: Active) -> Array:
 def _verify_sampled(
     proposal: Proposal,
     target_probs: Float[Array, "seq width vocab"],
-    num_draft: Int[Array, " seq"],
+    num_draft_tokens: Int[Array, " seq"],
     active: Active,
 ) -> Verdict:
     """Standard and block verification with the sequences' own uniforms."""
@@ -95,7 +99,7 @@ def _verify_sampled(
             proposal.tokens,
             proposal.probs,
             target_probs,
-            num_draft,
+            num_draft_tokens,
             accept_uniform=accept_uniform,
             sample_uniform=sample_uniform,
         )
@@ -116,7 +120,7 @@ def _verify_sampled(
 def verify_choices(
     draft_tokens: Int[Array, "seq draft"],
     target_choices: Int[Array, "seq draft+1"],
-    num_draft: Int[Array, " seq"],
+    num_draft_tokens: Int[Array, " seq"],
 ) -> Verdict:
     """Accept drafts while they equal the target's own choices.
 
@@ -125,11 +129,11 @@ def verify_choices(
     shares): the text equals that of plain decoding, token for token.
 
     Args:
-        num_draft: Drafts that count; the later ones are ignored.
+        num_draft_tokens: Drafts that count; the later ones are ignored.
     References: coupling: Daliri et al. 2024, arXiv:2408.07978.
     """
     is_equal = draft_tokens == target_choices[:, :-1]
-    num_accepted = _prefix_length(is_equal, num_draft)
+    num_accepted = _prefix_length(is_equal, num_draft_tokens)
     return Verdict(num_accepted, _pick(target_choices, num_accepted))
 
 
@@ -137,7 +141,7 @@ def verify_standard(
     draft_tokens: Int[Array, "seq draft"],
     draft_probs: Float[Array, "seq draft vocab"],
     target_probs: Float[Array, "seq draft+1 vocab"],
-    num_draft: Int[Array, " seq"],
+    num_draft_tokens: Int[Array, " seq"],
     *,
     accept_uniform: Float[Array, "seq draft"],
     sample_uniform: Float[Array, " seq"],
@@ -152,17 +156,17 @@ def verify_standard(
     Args:
         draft_probs: Distributions that `draft_tokens` were drawn from, after all
             sampling controls.
-        num_draft: Drafts that count; the later ones are ignored.
+        num_draft_tokens: Drafts that count; the later ones are ignored.
     References: Leviathan et al. 2023, arXiv:2211.17192, Alg. 1.
         Chen et al. 2023, arXiv:2302.01318, Alg. 2.
     """
     draft_token_probs = _chosen(draft_probs, draft_tokens)
     target_token_probs = _chosen(target_probs[:, :-1], draft_tokens)
     is_accepted = accept_uniform * draft_token_probs < target_token_probs
-    num_accepted = _prefix_length(is_accepted, num_draft)
+    num_accepted = _prefix_length(is_accepted, num_draft_tokens)
     scale = jnp.ones_like(sample_uniform)
     residual = residual_weights(
-        draft_probs, target_probs, num_draft, num_accepted, scale
+        draft_probs, target_probs, num_draft_tokens, num_accepted, scale
     )
     return Verdict(num_accepted, dense.draw(residual, sample_uniform))
 
@@ -171,7 +175,7 @@ def verify_block(
     draft_tokens: Int[Array, "seq draft"],
     draft_probs: Float[Array, "seq draft vocab"],
     target_probs: Float[Array, "seq draft+1 vocab"],
-    num_draft: Int[Array, " seq"],
+    num_draft_tokens: Int[Array, " seq"],
     *,
     accept_uniform: Float[Array, "seq draft"],
     sample_uniform: Float[Array, " seq"],
@@ -185,12 +189,12 @@ def verify_block(
     Args:
         draft_probs: Distributions that `draft_tokens` were drawn from, after all
             sampling controls.
-        num_draft: Drafts that count; the later ones are ignored.
+        num_draft_tokens: Drafts that count; the later ones are ignored.
     References: Sun et al. 2024, arXiv:2403.10444, Alg. 2.
     """
     draft_token_probs = _chosen(draft_probs, draft_tokens)
     target_token_probs = _chosen(target_probs[:, :-1], draft_tokens)
-    # Tokens past num_draft are arbitrary: their draft probability may be 0.
+    # Tokens past num_draft_tokens are arbitrary: their draft probability may be 0.
     is_possible = draft_token_probs > 0
     ratio = target_token_probs / jnp.where(is_possible, draft_token_probs, 1.0)
     num_tokens = draft_tokens.shape[1]
@@ -207,15 +211,15 @@ def verify_block(
             inner = jnp.where(room > 0, mass / jnp.where(room > 0, room, 1.0), 1.0)
         else:
             inner = here
-        acceptance = jnp.where(num_draft == index + 1, here, inner)
+        acceptance = jnp.where(num_draft_tokens == index + 1, here, inner)
         passes.append(accept_uniform[:, index] < acceptance)
     is_passed = jnp.stack(passes, axis=1)
     index = jnp.arange(1, num_tokens + 1, dtype=jnp.int32)[None]
-    is_passed &= index <= num_draft[:, None]
+    is_passed &= index <= num_draft_tokens[:, None]
     num_accepted = jnp.where(is_passed, index, 0).max(axis=1)
     scale = _pick(jnp.stack(joint, axis=1), num_accepted)
     residual = residual_weights(
-        draft_probs, target_probs, num_draft, num_accepted, scale
+        draft_probs, target_probs, num_draft_tokens, num_accepted, scale
     )
     return Verdict(num_accepted, dense.draw(residual, sample_uniform))
 
@@ -223,7 +227,7 @@ def verify_block(
 def residual_weights(
     draft_probs: Float[Array, "seq draft vocab"],
     target_probs: Float[Array, "seq draft+1 vocab"],
-    num_draft: Int[Array, " seq"],
+    num_draft_tokens: Int[Array, " seq"],
     num_accepted: Int[Array, " seq"],
     scale: Float[Array, " seq"],
 ) -> Float[Array, "seq vocab"]:
@@ -235,17 +239,17 @@ def residual_weights(
     target = _pick_row(target_probs, num_accepted)
     last = draft_probs.shape[1] - 1
     draft = _pick_row(draft_probs, jnp.minimum(num_accepted, last))
-    is_rejected = (num_accepted < num_draft)[:, None]
+    is_rejected = (num_accepted < num_draft_tokens)[:, None]
     residual = jnp.maximum(scale[:, None] * target - draft, 0.0)
     has_residual = residual.sum(axis=-1, keepdims=True) > 0
     return jnp.where(is_rejected & has_residual, residual, target)
 
 
 def _prefix_length(
-    is_accepted: Bool[Array, "seq draft"], num_draft: Int[Array, " seq"]
+    is_accepted: Bool[Array, "seq draft"], num_draft_tokens: Int[Array, " seq"]
 ) -> Int[Array, " seq"]:
     index = jnp.arange(is_accepted.shape[1], dtype=jnp.int32)[None]
-    is_accepted &= index < num_draft[:, None]
+    is_accepted &= index < num_draft_tokens[:, None]
     # in [1,1,0,1] -> [1,1,0,0] -> 2
     return jnp.cumprod(is_accepted.astype(jnp.int32), axis=1).sum(axis=1)
 

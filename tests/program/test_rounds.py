@@ -41,7 +41,7 @@ def start(rule: str, seqs: int) -> Active:
 
 @jax.jit
 def play_round(
-    active: Active, history: jax.Array, num_draft: jax.Array
+    active: Active, history: jax.Array, num_draft_tokens: jax.Array
 ) -> tuple[Active, jax.Array]:
     """One round of the Markov chain; history is `[seq, LENGTH + DRAFTS + 1]`."""
     target = jnp.log(jnp.asarray(TARGET, jnp.float32))
@@ -58,7 +58,7 @@ def play_round(
     verdict = verify(
         proposal,
         jnp.stack(logits, axis=1).reshape(-1, VOCAB),
-        num_draft,
+        num_draft_tokens,
         active,
         Backend(),
         tree=Tree.chain(DRAFTS),

@@ -74,20 +74,20 @@ def make_batch(kinds: np.ndarray) -> dict:
         target=target,
         draft=draft.astype(np.float32),
         tokens=tokens,
-        num_draft=random.integers(0, DRAFTS + 1, SEQS),
+        num_draft_tokens=random.integers(0, DRAFTS + 1, SEQS),
     )
 
 
 def run_accept(batch: dict, **forced: Any) -> tuple[np.ndarray, np.ndarray]:
     tokens = jnp.asarray(batch["tokens"], jnp.int32)
-    num_draft = jnp.asarray(batch["num_draft"], jnp.int32)
+    num_draft_tokens = jnp.asarray(batch["num_draft_tokens"], jnp.int32)
     decide = partial(verify, tree=Tree.chain(DRAFTS), adjust=None, **forced)
     # A function of its own: a jit of the same one would not see a mutant.
     run = jax.jit(lambda *args: decide(*args, Backend()), compiler_options=UNOPTIMISED)
     verdict = run(
-        Proposal(tokens, num_draft, jnp.asarray(batch["draft"])),
+        Proposal(tokens, num_draft_tokens, jnp.asarray(batch["draft"])),
         jnp.asarray(batch["logits"].reshape(-1, VOCAB)),
-        num_draft,
+        num_draft_tokens,
         batch["active"],
     )
     return np.asarray(verdict.num_accepted), np.asarray(verdict.next_token)
@@ -162,7 +162,7 @@ def expected_of(batch: dict, kinds: np.ndarray) -> list[tuple[int, int]]:
     uniform, sample, noise = numbers_of(batch["active"])
     verdicts = []
     for row, kind in enumerate(kinds):
-        drafts = batch["tokens"][row, : batch["num_draft"][row]]
+        drafts = batch["tokens"][row, : batch["num_draft_tokens"][row]]
         target = batch["target"][row]
         rest = batch["draft"][row].astype(np.float64), target, uniform[row], sample[row]
         if kind == GREEDY:
@@ -238,7 +238,7 @@ def forced_of(batch: dict, kinds: np.ndarray) -> list[tuple[int, int]]:
     verdicts = []
     for row, kind in enumerate(kinds):
         count = 0
-        while count < batch["num_draft"][row]:
+        while count < batch["num_draft_tokens"][row]:
             if not uniform[row, count] < np.float32(RATES[count]):
                 break
             count += 1
@@ -271,8 +271,8 @@ def test_forced_counts_follow_the_probabilities():
         (3, [0.1, 0.9 * 0.4, 0.54 * 0.25, 0.54 * 0.75]),
         (1, [0.1, 0.9, 0, 0]),
     ):
-        num_draft = jnp.full(seqs, count, jnp.int32)
-        found = force(jnp.array(RATES[:3], jnp.float32), num_draft, active)
+        num_draft_tokens = jnp.full(seqs, count, jnp.int32)
+        found = force(jnp.array(RATES[:3], jnp.float32), num_draft_tokens, active)
         counts = np.bincount(np.asarray(found), minlength=4)
         check_counts(counts, np.array(distribution))
     sure = jnp.array([1.0, 1.0, 0.0], jnp.float32)

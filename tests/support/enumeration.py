@@ -47,7 +47,7 @@ class Case:
     kind: str
     target: Tree
     draft: Tree
-    num_draft: int
+    num_draft_tokens: int
 
 
 def make_cases(count: int = 72, seed: int = 0) -> list[Case]:
@@ -61,14 +61,21 @@ def make_cases(count: int = 72, seed: int = 0) -> list[Case]:
             pairs = [_pair(kind, random) for _ in range(VOCAB**level)]
             target.append(np.stack([pair[0] for pair in pairs]))
             draft.append(np.stack([pair[1] for pair in pairs]))
-        num_draft = (3, 3, 2, 3, 1, 3, 0)[index % 7]
+        num_draft_tokens = (3, 3, 2, 3, 1, 3, 0)[index % 7]
         cases.append(
-            Case(kind=kind, target=target, draft=draft[:-1], num_draft=num_draft)
+            Case(
+                kind=kind,
+                target=target,
+                draft=draft[:-1],
+                num_draft_tokens=num_draft_tokens,
+            )
         )
     return cases
 
 
-def constant_case(target: list[float], draft: list[float], num_draft: int) -> Case:
+def constant_case(
+    target: list[float], draft: list[float], num_draft_tokens: int
+) -> Case:
     """A pair whose probabilities are the same after every prefix."""
 
     def tree(distribution: list[float], levels: int) -> Tree:
@@ -78,7 +85,7 @@ def constant_case(target: list[float], draft: list[float], num_draft: int) -> Ca
         kind="constant",
         target=tree(target, DRAFTS + 1),
         draft=tree(draft, DRAFTS),
-        num_draft=num_draft,
+        num_draft_tokens=num_draft_tokens,
     )
 
 
@@ -138,14 +145,14 @@ class Paths:
     tokens: np.ndarray  # [path, draft]
     draft: np.ndarray  # [path, draft, vocab]
     target: np.ndarray  # [path, draft+1, vocab]
-    num_draft: np.ndarray
+    num_draft_tokens: np.ndarray
 
 
 def make_paths(cases: list[Case]) -> Paths:
     """Paths that a draft can sample; unused entries are NaN or arbitrary."""
     parts = []
     for number, case in enumerate(cases):
-        count = case.num_draft
+        count = case.num_draft_tokens
         every = np.indices((VOCAB,) * DRAFTS).reshape(DRAFTS, -1).T
         tokens = every[(every[:, count:] == number % VOCAB).all(axis=1)]
         prefix = np.zeros(len(tokens), int)
@@ -163,7 +170,7 @@ def make_paths(cases: list[Case]) -> Paths:
         numbers = np.full(len(tokens), number), np.full(len(tokens), count)
         rows = (numbers[0], weight, tokens, draft, target, numbers[1])
         parts.append([row[keep] for row in rows])
-    names = ("case", "weight", "tokens", "draft", "target", "num_draft")
+    names = ("case", "weight", "tokens", "draft", "target", "num_draft_tokens")
     return Paths(
         **{
             name: np.concatenate(columns)
@@ -222,7 +229,7 @@ def block_oracle(paths: Paths) -> Thresholds:
             room = positive + 1 - here
             safe = np.where(room > 0, room, 1)
             inner = np.where(room > 0, positive / safe, 1.0)
-            is_last = paths.num_draft == i + 1
+            is_last = paths.num_draft_tokens == i + 1
             accept[:, i] = np.where(is_last, here, inner)
             margin[:, i] = np.where(is_last, MARGIN, MARGIN / safe)
     return Thresholds(accept=accept, margin=margin, scale=joint, is_prefix=False)
@@ -243,7 +250,7 @@ def outcomes(paths: Paths, oracle: Thresholds) -> dict[str, np.ndarray]:
     """
     count, drafts = oracle.accept.shape
     patterns = np.indices((2,) * drafts).reshape(drafts, -1).T.astype(bool)
-    counts = np.arange(drafts)[None] < paths.num_draft[:, None]
+    counts = np.arange(drafts)[None] < paths.num_draft_tokens[:, None]
     accept = np.where(counts, oracle.accept, 0.5)[:, None]  # [path, pattern, draft]
     passes = np.broadcast_to(patterns, (count, *patterns.shape))
     each = np.where(passes, accept, 1 - accept)
@@ -260,7 +267,7 @@ def outcomes(paths: Paths, oracle: Thresholds) -> dict[str, np.ndarray]:
     target = paths.target[path, accepted]
     draft = paths.draft[path, np.minimum(accepted, drafts - 1)]
     scale = oracle.scale[path, accepted][..., None]
-    is_rejected = (accepted < paths.num_draft[:, None])[..., None]
+    is_rejected = (accepted < paths.num_draft_tokens[:, None])[..., None]
     residual = np.where(is_rejected, np.maximum(scale * target - draft, 0), target)
     total = residual.sum(axis=2, keepdims=True)
     assert (total[..., 0][weight > 1e-12] > 0).all()
@@ -297,7 +304,7 @@ def run_rule(rule: Callable[..., Any], paths: Paths, rows: dict[str, np.ndarray]
         jnp.asarray(paths.tokens[path], jnp.int32),
         floats(paths.draft[path]),
         floats(paths.target[path]),
-        jnp.asarray(paths.num_draft[path], jnp.int32),
+        jnp.asarray(paths.num_draft_tokens[path], jnp.int32),
         accept_uniform=floats(rows["accept_uniform"]),
         sample_uniform=floats(rows["sample_uniform"]),
     )

@@ -18,7 +18,9 @@ Limits = tuple[int, float]  # depth, and drafts for a token that matches
 TRUSTING: Limits = (24, 1.0)
 
 
-def search_ngram(tokens: list[int], lookup: ngram.NGram, num_draft: int) -> list[int]:
+def search_ngram(
+    tokens: list[int], lookup: ngram.NGram, num_draft_tokens: int
+) -> list[int]:
     """The specification: longest first, most recent first, known tokens only.
 
     A continuation that reaches the end of the known tokens starts over.
@@ -26,7 +28,7 @@ def search_ngram(tokens: list[int], lookup: ngram.NGram, num_draft: int) -> list
     for length in range(lookup.longest, lookup.shortest - 1, -1):
         for start in range(len(tokens) - length - 1, -1, -1):
             if tokens[start : start + length] == tokens[len(tokens) - length :]:
-                return (tokens[start + length :] * num_draft)[:num_draft]
+                return (tokens[start + length :] * num_draft_tokens)[:num_draft_tokens]
     return []
 
 
@@ -36,7 +38,7 @@ def search_suffix(
     min_prob: Fraction = Fraction(0),
     *,
     shortest: int = 1,
-    num_draft: int = DRAFTS,
+    num_draft_tokens: int = DRAFTS,
 ) -> list[int]:
     """The specification: all matches by brute force; only the longest are counted."""
     depth, factor = limits
@@ -51,7 +53,7 @@ def search_suffix(
             found.append((length, end))
     found = sorted(found, reverse=True)[:NUM_MATCHES]
     texts = [
-        (tokens[end + 1 :] * num_draft)[:num_draft]
+        (tokens[end + 1 :] * num_draft_tokens)[:num_draft_tokens]
         for length, end in found
         if length == found[0][0]
     ]
@@ -60,7 +62,7 @@ def search_suffix(
         longest = found[0][0]
         limit = max(min(int(factor * m), depth - m) for m in range(1, longest + 1))
         shares = []
-        for stop in range(1, min(limit, num_draft) + 1):
+        for stop in range(1, min(limit, num_draft_tokens) + 1):
             agree = sum(other[:stop] == text[:stop] for other in texts)
             shares.append(Fraction(agree, len(texts)))
         kept = [share for share in shares if share >= min_prob]

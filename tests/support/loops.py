@@ -45,17 +45,17 @@ def make_config(**changes) -> EngineConfig:
         tensor_parallel_size=1,
         model_config=MODEL,
     )
-    num_draft = changes.pop("num_draft_tokens", 3)
+    num_draft_tokens = changes.pop("num_draft_tokens", 3)
     threshold = changes.pop("disable_by_batch_size", None)
     longest_drafted = changes.pop("longest_drafted", None)
     forced = changes.pop("forced_acceptance", None)
     controller = changes.pop("controller", FIXED)
     keys = changes.pop("speculative_keys", {})
-    if num_draft:
+    if num_draft_tokens:
         values["draft_model_config"] = MODEL
         speculative = SpeculativeConfig(
             model="draft",
-            num_speculative_tokens=num_draft,
+            num_speculative_tokens=num_draft_tokens,
             disable_by_batch_size=threshold,
             max_model_len=longest_drafted,
             controller=controller,

@@ -226,10 +226,10 @@ def test_only_assistant_messages_may_lack_content():
 def test_reads_deprecated_function_call():
     function = {"name": "f", "arguments": '{"a": 1}'}
     answer = {"role": "assistant", "content": None, "function_call": function}
-    result = {"role": "function", "name": "f", "content": "7"}
+    returned = {"role": "function", "name": "f", "content": "7"}
     messages = [asked(), called('{"a": 1}'), result("7"), asked()]
     messages[1]["tool_calls"][0]["function"]["name"] = "f"
-    assert write([asked(), answer, result, asked()]) == write(messages)
+    assert write([asked(), answer, returned, asked()]) == write(messages)
     with pytest.raises(RequestError, match=r"messages\[1\]"):
         write([asked(), answer | {"function_call": {"name": 7}}, result])
 

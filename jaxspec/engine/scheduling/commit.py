@@ -94,7 +94,7 @@ def _commit_rounds(
     drafts = accepted = side = np.zeros(count, np.int64)
     if launch.round.num_drafts or result.num_accepted_nodes is not None:
         # A lookup in the sequence may have found fewer than were planned.
-        drafts = np.minimum(result.num_draft[:count], launch.drafts)
+        drafts = np.minimum(result.num_draft_tokens[:count], launch.drafts)
         drafts = np.where(is_void & ~is_broken, 0, drafts)
         accepted = np.minimum(result.num_accepted[:count], drafts)
         # Drafts of a sequence that ended earlier do not count; of a sequence that ends

@@ -170,27 +170,29 @@ class PrefillPlanner:
             is_streaming: A request streams its text, so prefill is paced.
             is_brief: As for `Shapes.select`.
         """
-        num_seqs, num_draft = len(decode.rows), decode.num_draft_tokens
+        num_seqs, num_draft_tokens = len(decode.rows), decode.num_draft_tokens
         features, tokens = decode.features, 0
         for request in prefilling:
             features |= request.features
             tokens += _tiles_left(request) * TILE
-        compiled = self._shapes.with_prompts(num_seqs, num_draft, features)
+        compiled = self._shapes.with_prompts(num_seqs, num_draft_tokens, features)
         if compiled and compiled[-1].num_tiles < self._shapes.max_tiles:
             # A larger program exists, and pays if enough tokens wait.
             tokens += sum(_tiles_left(one) for one in newcomers) * TILE
         missing = None
         if tokens:
             missing = self._shapes.select(
-                num_seqs, num_draft, tokens, features, is_brief=is_brief
+                num_seqs, num_draft_tokens, tokens, features, is_brief=is_brief
             ).missing
         shapes = self._fast(compiled, decode, [*prefilling, *newcomers])
         num_tiles, account = shapes[-1].num_tiles if shapes else 0, None
         if is_streaming:
             num_tiles = 0  # if no row can decode, prompts wait for the next read
             if decode.shape is not None and shapes:
-                mixed = [Round(shape, num_draft) for shape in shapes]
-                account = self._pacer.chunk(Round(decode.shape, num_draft), mixed)
+                mixed = [Round(shape, num_draft_tokens) for shape in shapes]
+                account = self._pacer.chunk(
+                    Round(decode.shape, num_draft_tokens), mixed
+                )
                 num_tiles = account.num_tokens // TILE
         return PrefillBudget(tuple(shapes), num_tiles, account, missing)
 

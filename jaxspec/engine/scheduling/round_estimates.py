@@ -151,13 +151,15 @@ class RoundEstimator:
         emitted = np.where(result.is_broken[:count], 0, result.num_emitted[:count])
         is_there = (self._rows.owner[launch.rows] == launch.owners) & (emitted > 0)
         if launch.drafts.any():
-            drafts = np.minimum(result.num_draft[:count], launch.drafts)
+            drafts = np.minimum(result.num_draft_tokens[:count], launch.drafts)
             accepted = result.num_accepted[:count]
             is_whole = (drafts > 0) & (accepted >= drafts)
             runs = np.where(is_whole, accepted, 0)[is_there]
             self.acceptance.set_match_runs(launch.rows[is_there], runs)
         elif not self._policy.num_drafts:
-            there = np.flatnonzero(is_there & (self._rows.num_draft[launch.rows] > 0))
+            there = np.flatnonzero(
+                is_there & (self._rows.num_draft_tokens[launch.rows] > 0)
+            )
             runs = [
                 lookups.follow(launch.decoding[index], new)
                 for index, new in zip(

@@ -45,7 +45,7 @@ class RowTable:
         ahead: Upper bound on the tokens that unread rounds add.
         max_total: Tokens at which the sequence ends.
         longest: Positions that may be written, lookahead included.
-        num_draft: Most drafts per round that the request wants.
+        num_draft_tokens: Most drafts per round that the request wants.
         num_draft_uncached: Draft lag: upper bound on the newest tokens that the draft
             model has no keys and values for, once all launches have run.
         kind: Index into `kinds`, the features that decoding needs.
@@ -86,7 +86,7 @@ class RowTable:
         self.num_tokens, self.num_unread = integers(), integers()
         self.num_unsure, self.ahead = integers(), integers()
         self.max_total, self.longest = integers(), integers()
-        self.num_draft, self.num_draft_uncached = integers(), integers(1)
+        self.num_draft_tokens, self.num_draft_uncached = integers(), integers(1)
         self.kind = integers()
         self._longest_drafted = longest_drafted
         self.max_draft_lag = 2 if num_parallel is None else num_parallel + 1
@@ -108,7 +108,8 @@ class RowTable:
         self.num_tokens[row] = request.num_tokens
         self.num_unread[row] = self.num_unsure[row] = self.ahead[row] = 0
         self.max_total[row], self.longest[row] = request.max_total, longest
-        self.num_draft[row], self.num_draft_uncached[row] = request.num_draft_tokens, 1
+        self.num_draft_tokens[row] = request.num_draft_tokens
+        self.num_draft_uncached[row] = 1
         # Prompt logprobs are not needed once it decodes.
         features = dataclasses.replace(request.features, num_prompt_logprobs=None)
         if features not in self.kinds:
@@ -120,7 +121,7 @@ class RowTable:
         row = request.row
         request.num_unread = int(self.num_unread[row])
         self.requests[row] = None
-        self.owner[row], self.num_draft[row] = -1, 0
+        self.owner[row], self.num_draft_tokens[row] = -1, 0
         self.is_decoding[row] = self.has_grammar[row] = False
         self.free.append(row)
         request.row = -1
@@ -133,7 +134,7 @@ class RowTable:
     @property
     def wants_drafts(self) -> bool:
         """Whether any request wants drafts."""
-        return bool(np.count_nonzero(self.num_draft))
+        return bool(np.count_nonzero(self.num_draft_tokens))
 
     def owners_of(self, rows: list[int]) -> list[Request]:
         """Return the requests in these rows."""
@@ -173,7 +174,7 @@ class RowTable:
             rows, most = rows[can_decode], most[can_decode]
         if not limit:
             return rows, np.zeros(len(rows), np.int64)
-        max_drafts = np.minimum(limit, self.num_draft[rows])
+        max_drafts = np.minimum(limit, self.num_draft_tokens[rows])
         max_drafts[(most >= self._longest_drafted) | self.is_slow[rows]] = 0
         return rows, max_drafts
 
@@ -186,7 +187,7 @@ class RowTable:
         late = self.lags(rows)
         if not np.count_nonzero(late):
             return late  # most rounds
-        late &= self.num_draft[rows] > 0
+        late &= self.num_draft_tokens[rows] > 0
         late &= self.num_tokens[rows] < self._longest_drafted
         return late & (self.max_total[rows] - self.fewest_tokens(rows) > 1)
 

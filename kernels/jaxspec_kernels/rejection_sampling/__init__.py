@@ -33,7 +33,7 @@ def rejection_sampling(
     draft_tokens: Int[Array, "seq draft"],
     draft_probs: Float[Array, "seq draft vocab"] | None,
     target_logits: Float[Array, "seq draft+1 vocab"],
-    num_draft: Int[Array, " seq"],
+    num_draft_tokens: Int[Array, " seq"],
     controls: Controls | None,
     *,
     rule: Int[Array, " seq"] | None = None,
@@ -76,7 +76,7 @@ def rejection_sampling(
     - A row without any finite logit accepts no draft and returns token 0.
     - A probability that underflows is 0. If underflow or rounding makes the whole
       residual 0, the token is drawn from the target.
-    - Drafts, probabilities, uniforms and rows past `num_draft` are not used.
+    - Drafts, probabilities, uniforms and rows past `num_draft_tokens` are not used.
     - Padding sequences: pass temperature 0 and ignore their verdict.
 
     Under `shard_map` with the vocabulary split, pass each device's slice of logits and
@@ -89,7 +89,7 @@ def rejection_sampling(
         draft_probs: Distributions that `draft_tokens` were drawn from, after all
             sampling controls; None if each draft is a point mass (greedy or lookup).
         target_logits: float32 or bfloat16; row i follows draft i - 1.
-        num_draft: Drafts that count; the later ones are ignored.
+        num_draft_tokens: Drafts that count; the later ones are ignored.
         controls: None if every sequence is greedy: the program then contains nothing
             else, and the arguments that follow are not used.
         rule: `STANDARD`, `BLOCK` or `COUPLED`.
@@ -99,8 +99,8 @@ def rejection_sampling(
             position; None if no sequence is coupled (a coupled one would then follow
             `STANDARD`).
         num_forced: For benchmarks: accept exactly this number of drafts (at most
-            `num_draft`), then sample from the target. All passes over the rows still
-            run. None: the rules decide.
+            `num_draft_tokens`), then sample from the target. All passes still run.
+            None: the rules decide.
         vocab_size: Size of the whole vocabulary; None if no column is padding.
         axis_name: Mesh axes that split the vocabulary, major first.
         implementation: Name of one implementation; None selects that of jax's default
@@ -119,7 +119,7 @@ def rejection_sampling(
         target_logits.shape,
         draft_tokens=draft_tokens,
         draft_probs=draft_probs,
-        num_draft=num_draft,
+        num_draft_tokens=num_draft_tokens,
         controls=controls,
         rule=rule,
         accept_uniform=accept_uniform,
@@ -132,7 +132,7 @@ def rejection_sampling(
         draft_tokens,
         draft_probs,
         target_logits,
-        num_draft,
+        num_draft_tokens,
         controls,
         rule=rule,
         accept_uniform=accept_uniform,
@@ -226,7 +226,7 @@ def _check_shapes(
     expected = {
         "draft_tokens": draft,
         "draft_probs": (*draft, columns),
-        "num_draft": seq,
+        "num_draft_tokens": seq,
         "rule": seq,
         "accept_uniform": draft,
         "sample_uniform": seq,

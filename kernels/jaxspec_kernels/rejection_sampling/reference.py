@@ -75,7 +75,7 @@ def rejection_sampling(
     draft_tokens: Int[Array, "seq draft"],
     draft_probs: Float[Array, "seq draft vocab"] | None,
     target_logits: Float[Array, "seq draft+1 vocab"],
-    num_draft: Int[Array, " seq"],
+    num_draft_tokens: Int[Array, " seq"],
     controls: Controls | None,
     *,
     rule: Int[Array, " seq"] | None,
@@ -115,7 +115,7 @@ def rejection_sampling(
         own = kernels.statistics(part, logits, temperature, tokens, None)
         found = passes.combine(part, own, temperature)
         choices = found.best.reshape(seqs, width)
-        return _verify_exact(draft_tokens, choices, num_draft, num_forced)
+        return _verify_exact(draft_tokens, choices, num_draft_tokens, num_forced)
     assert rule is not None, "sampled sequences have a rule"
     assert accept_uniform is not None, "sampled sequences need uniforms"
     assert sample_uniform is not None, "sampled sequences need uniforms"
@@ -152,7 +152,7 @@ def rejection_sampling(
             choices = jnp.where(is_coupled[:, None], gumbel_choices, best)
         weights = passes.to_weights(found.draft_logit[:, None], distribution)[:, 0]
         probs = passes.normalise(weights, distribution.total)
-        chosen = _verify_exact(draft_tokens, choices, num_draft, num_forced)
+        chosen = _verify_exact(draft_tokens, choices, num_draft_tokens, num_forced)
         is_drawn = is_sampled & ~is_coupled
 
         def sampled_verdict() -> Verdict:
@@ -163,7 +163,7 @@ def rejection_sampling(
                 distribution,
                 Draft(draft_tokens, draft_probs),
                 target_token_probs=probs.reshape(seqs, width)[:, :-1],
-                num_draft=num_draft,
+                num_draft_tokens=num_draft_tokens,
                 is_block=is_sampled & (rule == BLOCK),
                 accept_uniform=accept_uniform,
                 sample_uniform=sample_uniform,
@@ -179,7 +179,7 @@ def rejection_sampling(
         ) if has_probs else None
 
     def without_sampling() -> tuple[Verdict, Array | None]:
-        verdict = _verify_exact(draft_tokens, best, num_draft, num_forced)
+        verdict = _verify_exact(draft_tokens, best, num_draft_tokens, num_forced)
         return verdict, jnp.zeros(logits.shape, jnp.float32) if has_probs else None
 
     decided = jax.lax.cond(is_sampled.any(), with_sampling, without_sampling)
@@ -262,11 +262,11 @@ def _filter(
 def _verify_exact(
     draft_tokens: Int[Array, "seq draft"],
     choices: Int[Array, "seq draft+1"],
-    num_draft: Int[Array, " seq"],
+    num_draft_tokens: Int[Array, " seq"],
     num_forced: Int[Array, " seq"] | None,
 ) -> Verdict:
     """Accept drafts while they equal the target's own choices."""
-    num_accepted = _prefix_length(draft_tokens == choices[:, :-1], num_draft)
+    num_accepted = _prefix_length(draft_tokens == choices[:, :-1], num_draft_tokens)
     if num_forced is not None:
         num_accepted = num_forced
     return Verdict(num_accepted, _pick(choices, num_accepted))
@@ -280,7 +280,7 @@ def _verify_sampled(
     draft: Draft,
     *,
     target_token_probs: Float[Array, "seq draft"],
-    num_draft: Int[Array, " seq"],
+    num_draft_tokens: Int[Array, " seq"],
     is_block: Bool[Array, " seq"],
     accept_uniform: Float[Array, "seq draft"],
     sample_uniform: Float[Array, " seq"],
@@ -294,7 +294,7 @@ def _verify_sampled(
     seqs, num_tokens = draft.tokens.shape
     draft_token_probs = draft.token_probs(part)
     is_accepted = accept_uniform * draft_token_probs < target_token_probs
-    num_accepted = _prefix_length(is_accepted, num_draft)
+    num_accepted = _prefix_length(is_accepted, num_draft_tokens)
     joint = jnp.ones((seqs, num_tokens + 1), jnp.float32)
     if num_tokens:
 
@@ -306,14 +306,14 @@ def _verify_sampled(
                 masses = part.sum(
                     kernels.residual_mass(part, logits, distribution, draft, inner)
                 )
-            return _longest(accept_uniform, num_draft, joint, masses), joint
+            return _longest(accept_uniform, num_draft_tokens, joint, masses), joint
 
         by_rule = jax.lax.cond(is_block.any(), by_block, lambda: (num_accepted, joint))
         num_accepted = jnp.where(is_block, by_rule[0], num_accepted)
         joint = jnp.where(is_block[:, None], by_rule[1], joint)
     if num_forced is not None:
         # As if no more drafts had been proposed: the target samples the next token.
-        num_accepted = num_draft = num_forced
+        num_accepted = num_draft_tokens = num_forced
     token = kernels.draw(
         part,
         logits,
@@ -321,7 +321,7 @@ def _verify_sampled(
         draft,
         row=jnp.arange(seqs, dtype=jnp.int32) * (num_tokens + 1) + num_accepted,
         index=jnp.minimum(num_accepted, max(num_tokens - 1, 0)),
-        is_rejected=num_accepted < num_draft,
+        is_rejected=num_accepted < num_draft_tokens,
         joint=_pick(joint, num_accepted),
         uniform=sample_uniform,
     )
@@ -333,7 +333,7 @@ def _joint(
     target_token_probs: Float[Array, "seq draft"],
 ) -> Float[Array, "seq draft+1"]:
     """Return p_i = min(1, p_(i-1) * target / draft) for each prefix; p_0 = 1."""
-    # Tokens past num_draft are arbitrary: their draft probability may be 0.
+    # Tokens past num_draft_tokens are arbitrary: their draft probability may be 0.
     is_possible = draft_token_probs > 0
     ratio = target_token_probs / jnp.where(is_possible, draft_token_probs, 1.0)
     joint = [jnp.ones_like(ratio[:, 0])]
@@ -344,7 +344,7 @@ def _joint(
 
 def _longest(
     uniform: Float[Array, "seq draft"],
-    num_draft: Int[Array, " seq"],
+    num_draft_tokens: Int[Array, " seq"],
     joint: Float[Array, "seq draft+1"],
     residual_mass: Float[Array, "seq draft-1"],
 ) -> Int[Array, " seq"]:
@@ -354,16 +354,16 @@ def _longest(
     inner = jnp.where(room > 0, residual_mass / jnp.where(room > 0, room, 1.0), 1.0)
     inner = jnp.concatenate([inner, here[:, -1:]], axis=1)
     length = jnp.arange(1, here.shape[1] + 1, dtype=jnp.int32)[None]
-    acceptance = jnp.where(length == num_draft[:, None], here, inner)
-    is_passed = (uniform < acceptance) & (length <= num_draft[:, None])
+    acceptance = jnp.where(length == num_draft_tokens[:, None], here, inner)
+    is_passed = (uniform < acceptance) & (length <= num_draft_tokens[:, None])
     return jnp.where(is_passed, length, 0).max(axis=1)
 
 
 def _prefix_length(
-    is_accepted: Bool[Array, "seq draft"], num_draft: Int[Array, " seq"]
+    is_accepted: Bool[Array, "seq draft"], num_draft_tokens: Int[Array, " seq"]
 ) -> Int[Array, " seq"]:
     index = jnp.arange(is_accepted.shape[1], dtype=jnp.int32)[None]
-    is_accepted &= index < num_draft[:, None]
+    is_accepted &= index < num_draft_tokens[:, None]
     # in [1,1,0,1] -> [1,1,0,0] -> 2
     return jnp.cumprod(is_accepted.astype(jnp.int32), axis=1).sum(axis=1)
 

@@ -207,8 +207,8 @@ def test_salts_do_not_share_pages():
 
 def test_generated_tokens_are_found_in_the_cache():
     """The next turn of a conversation begins with the previous answer."""
-    for num_draft in (0, 3):
-        config = make_config(num_pages=200, num_draft_tokens=num_draft)
+    for num_draft_tokens in (0, 3):
+        config = make_config(num_pages=200, num_draft_tokens=num_draft_tokens)
         prompt = [1] * 30
         (first,) = make_requests(config, 1, prompt_token_ids=prompt, max_total=92)
         loop = run_traffic(config, [first])

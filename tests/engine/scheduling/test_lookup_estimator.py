@@ -171,7 +171,9 @@ def test_counts_equal_simulated_rounds(method, prompt, answer):
         rule = RULE
 
         def propose(tokens: list[int]) -> list[int]:
-            return search_suffix(tokens, LIMITS, shortest=rule.shortest, num_draft=MOST)
+            return search_suffix(
+                tokens, LIMITS, shortest=rule.shortest, num_draft_tokens=MOST
+            )
     else:
         rule = LookupRule.of(NGRAM)
 
@@ -271,7 +273,9 @@ class LookupDevice(FakeDevice):
     """A fake device that drafts from the text, as the program does."""
 
     def _search(self, row: Row) -> list[int]:
-        return search_suffix(row.tokens, LIMITS, shortest=RULE.shortest, num_draft=MOST)
+        return search_suffix(
+            row.tokens, LIMITS, shortest=RULE.shortest, num_draft_tokens=MOST
+        )
 
     def _num_found(self, row: Row, wanted: int) -> int:
         return min(len(self._search(row)), wanted)

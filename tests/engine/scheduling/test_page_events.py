@@ -55,10 +55,12 @@ def run(loop: Loop, events: PageEvents, subscriber: Subscriber, requests: Any) -
     return gone
 
 
-@pytest.mark.parametrize("num_draft", [0, 3])
-def test_subscriber_knows_all_findable_pages(num_draft: int):
+@pytest.mark.parametrize("num_draft_tokens", [0, 3])
+def test_subscriber_knows_all_findable_pages(num_draft_tokens: int):
     # Fewer pages than the texts have, so that some are used again.
-    config = make_config(num_draft_tokens=num_draft, num_pages=32, max_num_seqs=1)
+    config = make_config(
+        num_draft_tokens=num_draft_tokens, num_pages=32, max_num_seqs=1
+    )
     events = PageEvents()
     loop = Loop(config, 0, page_events=events)
     subscriber = Subscriber(config.page_size)

@@ -666,10 +666,13 @@ def test_long_sequences_get_no_drafts(monkeypatch, longest):
     loop.assert_said_the_truth(loop.finished[0])
 
 
-@pytest.mark.parametrize("num_draft", [0, 3])
-def test_latest_request_is_preempted_when_pages_run_out(num_draft):
+@pytest.mark.parametrize("num_draft_tokens", [0, 3])
+def test_latest_request_is_preempted_when_pages_run_out(num_draft_tokens):
     config = make_config(
-        max_num_seqs=4, num_pages=30, max_model_len=96, num_draft_tokens=num_draft
+        max_num_seqs=4,
+        num_pages=30,
+        max_model_len=96,
+        num_draft_tokens=num_draft_tokens,
     )
     requests = make_requests(config, 4)
     for number, request in enumerate(requests):

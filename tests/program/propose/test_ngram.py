@@ -20,7 +20,7 @@ def found_in(
     texts: list[list[int]],
     lookup: ngram.NGram,
     *,
-    num_draft: int = DRAFTS,
+    num_draft_tokens: int = DRAFTS,
     is_active: list[bool] | None = None,
 ) -> list[list[int]]:
     """The drafts that count, by sequence."""
@@ -34,12 +34,12 @@ def found_in(
             pages,
             longest=lookup.longest,
             shortest=lookup.shortest,
-            tree=Tree.chain(num_draft),
+            tree=Tree.chain(num_draft_tokens),
         ),
         compiler_options=UNOPTIMISED,
     )
     found = look_up(active, jnp.asarray(pages))
-    assert found.tokens.shape == (len(texts), num_draft)
+    assert found.tokens.shape == (len(texts), num_draft_tokens)
     assert found.probs is None
     return [
         row[:count].tolist()
@@ -81,9 +81,9 @@ def test_chosen_texts():
 
 
 @pytest.mark.parametrize("lookup", [(1, 1), (2, 1), (3, 2), (5, 5), (9, 3), (32, 1)])
-@pytest.mark.parametrize("num_draft", [1, 4, 8])
-def test_random_texts(lookup: tuple[int, int], num_draft: int):
-    random = np.random.default_rng(sum(lookup) + num_draft)
+@pytest.mark.parametrize("num_draft_tokens", [1, 4, 8])
+def test_random_texts(lookup: tuple[int, int], num_draft_tokens: int):
+    random = np.random.default_rng(sum(lookup) + num_draft_tokens)
     lengths = random.integers(1, TABLE_LEN * PAGE_SIZE + 1, 60)
     vocab = random.integers(2, 5, 60)
     texts = [
@@ -92,11 +92,11 @@ def test_random_texts(lookup: tuple[int, int], num_draft: int):
     ]
     texts += [[0], [0, 1]]
     one = ngram.NGram(*lookup)
-    expected = [search_ngram(text, one, num_draft) for text in texts]
-    assert found_in(texts, one, num_draft=num_draft) == expected
+    expected = [search_ngram(text, one, num_draft_tokens) for text in texts]
+    assert found_in(texts, one, num_draft_tokens=num_draft_tokens) == expected
     counts = {len(drafts) for drafts in expected}
     assert 0 in counts
-    assert num_draft in counts
+    assert num_draft_tokens in counts
 
 
 def test_matches_below_the_minimum_length_are_ignored():

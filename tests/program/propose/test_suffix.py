@@ -31,14 +31,14 @@ def found_in(
     min_prob: Fraction = Fraction(0),
     *,
     shortest: int = 1,
-    num_draft: int = DRAFTS,
+    num_draft_tokens: int = DRAFTS,
     is_active: list[bool] | None = None,
 ) -> list[list[int]]:
     """The drafts that count, by sequence."""
     active, pages = in_pages(texts, np.random.default_rng(0))
     if is_active is not None:
         active = dataclasses.replace(active, is_active=jnp.asarray(is_active))
-    most = draft_limits(*limits, num_draft)
+    most = draft_limits(*limits, num_draft_tokens)
     min_share = math.ceil(min_prob * WHOLE)
 
     # A new function that calls through the modules: an old jit would hide a mutant.
@@ -49,13 +49,13 @@ def found_in(
             longest=len(most) - 1,
             shortest=shortest,
             num_matches=NUM_MATCHES,
-            num_draft_tokens=num_draft,
+            num_draft_tokens=num_draft_tokens,
         )
         return suffix.choose(found, limits=most, min_share=min_share)
 
     run = jax.jit(propose, compiler_options=UNOPTIMISED)
     found = run(active, jnp.asarray(pages))
-    assert found.tokens.shape == (len(texts), num_draft)
+    assert found.tokens.shape == (len(texts), num_draft_tokens)
     assert found.probs is None
     return [
         row[:count].tolist()
@@ -102,7 +102,7 @@ def test_chosen_suffixes():
 
 
 @pytest.mark.parametrize(
-    ("limits", "min_prob", "shortest", "num_draft"),
+    ("limits", "min_prob", "shortest", "num_draft_tokens"),
     [
         ((24, 1.0), Fraction(1, 10), 1, 16),
         ((24, 1.0), Fraction(0), 4, 8),
@@ -112,8 +112,10 @@ def test_chosen_suffixes():
         ((2, 1.0), Fraction(0), 1, 1),
     ],
 )
-def test_random_texts(limits: Limits, min_prob: Fraction, shortest: int, num_draft):
-    random = np.random.default_rng(num_draft + shortest)
+def test_random_texts(
+    limits: Limits, min_prob: Fraction, shortest: int, num_draft_tokens
+):
+    random = np.random.default_rng(num_draft_tokens + shortest)
     lengths = random.integers(1, TABLE_LEN * PAGE_SIZE + 1, 80)
     vocab = random.integers(2, 6, 80)
     texts = [
@@ -124,12 +126,12 @@ def test_random_texts(limits: Limits, min_prob: Fraction, shortest: int, num_dra
     for text in texts[::3]:
         text[:] = (text[:9] * 9)[: len(text)]
         text[int(random.integers(len(text)))] = 1
-    one: dict[str, Any] = dict(shortest=shortest, num_draft=num_draft)
+    one: dict[str, Any] = dict(shortest=shortest, num_draft_tokens=num_draft_tokens)
     expected = [search_suffix(text, limits, min_prob, **one) for text in texts]
     assert found_in(texts, limits, min_prob, **one) == expected
     counts = {len(drafts) for drafts in expected}
     assert 0 in counts
-    assert max(counts) == max(draft_limits(*limits, num_draft))
+    assert max(counts) == max(draft_limits(*limits, num_draft_tokens))
 
 
 def test_inactive_sequences_have_no_drafts():

@@ -85,7 +85,7 @@ def grow(tree: Tree, draft: jax.Array, active: Active) -> Proposal:
 def play_round(
     active: Active,
     history: jax.Array,
-    num_draft: jax.Array,
+    num_draft_tokens: jax.Array,
     distributions: tuple[jax.Array, jax.Array],
     *,
     tree: Tree,
@@ -102,7 +102,7 @@ def play_round(
         proposal,
         inputs,
         target[inputs].reshape(-1, VOCAB),
-        num_draft,
+        num_draft_tokens,
         active,
         Backend(),
         adjust=None,
@@ -161,11 +161,11 @@ def play(
         jnp.asarray(distribution, jnp.float32) for distribution in distributions
     )
     run = program_of(tree, FAR if tree.is_chain else max_model_len)
-    num_draft, rounds = jnp.full(SEQS, tree.num_levels, jnp.int32), []
+    num_draft_tokens, rounds = jnp.full(SEQS, tree.num_levels, jnp.int32), []
     if few:
-        num_draft = jnp.arange(SEQS, dtype=jnp.int32) % (tree.num_levels + 1)
+        num_draft_tokens = jnp.arange(SEQS, dtype=jnp.int32) % (tree.num_levels + 1)
     for _ in range(LENGTH):
-        active, history, found = run(active, history, num_draft, given)
+        active, history, found = run(active, history, num_draft_tokens, given)
         rounds.append(jax.tree.map(np.asarray, found))
     return np.asarray(history)[:, :LENGTH], rounds
 
