@@ -16,7 +16,7 @@ from jaxspec.inputs import ParsedPrompt
 from jaxspec.logprobs import Logprob
 from jaxspec.outputs import CompletionOutput, RequestOutput
 from jaxspec.sampling_params import BeamSearchParams
-from jaxspec.serve.serving import _together
+from jaxspec.serve.serving import _gather
 from tests.support.fake_engines import EOS, TEXT, letters
 from tests.support.serving import (
     CHAT,
@@ -212,7 +212,7 @@ def test_gather_cancels_others_on_error():
 
     async def run() -> None:
         with pytest.raises(ValueError, match="boom"):
-            await _together([waits(), fails()])
+            await _gather([waits(), fails()])
         assert has_ended.is_set()
 
     asyncio.run(asyncio.wait_for(run(), 10))
