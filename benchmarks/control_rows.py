@@ -10,12 +10,12 @@ import numpy as np
 from jaxspec.bench.report import spread, table
 from jaxspec.config.speculation import ADAPTIVE
 
-# Engines without drafts: one, and another that is made like it.
+# Two equal engines without drafts.
 PLAIN, ALIKE = "plain", "alike"
-# Shares of the other's speed that adaptive drafts must reach, and seconds to settle.
+# Goals: ratios of speeds, and seconds to settle.
 BEST, NOT_SLOWER, FREE, SETTLE_S = 0.95, 0.97, 0.99, 1.0
-# Seconds of a bin, and how many are averaged before they are compared: one has a dozen
-# rounds at batch 1, whose tokens vary by a tenth. The last bins of a phase are settled.
+# Bins that are averaged before they are compared: a bin has a dozen rounds at batch 1,
+# whose tokens vary by a tenth. The last bins of a phase are settled.
 NUM_AVERAGED, SETTLED_SHARE, TOLERANCE = 3, 0.4, 0.1
 
 
@@ -23,8 +23,8 @@ class Round(NamedTuple):
     """One launch of an engine, read back.
 
     Attributes:
-        num_drafts: The most that a sequence had.
-        expected_s: What it was thought to take; None where nothing was known.
+        num_drafts: Maximum over the sequences.
+        expected_s: Expected seconds; None without an estimate.
     """
 
     read_ts: float
@@ -35,14 +35,14 @@ class Round(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """Tokens so far, after so many seconds."""
+    """Number of tokens after a number of seconds."""
 
     seconds: float
     num_tokens: int
 
 
 def ratio(speeds: Mapping[str, list[float]], way: str, other: str) -> dict[str, float]:
-    """One way's speed by another's, repeat by repeat."""
+    """Return the ratio of two speeds, per repeat."""
     pairs = zip(speeds[way], speeds[other], strict=True)
     return spread([mine / theirs for mine, theirs in pairs])
 
@@ -64,7 +64,7 @@ def compare(speeds: Mapping[str, list[float]]) -> dict[str, Any]:
 
 
 def of_sets(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """One row of several, each of a set of engines: spreads are of their medians."""
+    """Merge the rows of several sets of engines: spreads are of their medians."""
     first, found = rows[0], dict[str, Any](sets=list(rows))
     for name in [name for name in first if name.endswith(("_by_plain", "_by_best"))]:
         found[name] = spread([row[name]["median"] for row in rows])
@@ -83,7 +83,7 @@ def of_sets(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def by_num_drafts(rounds: Sequence[Round]) -> dict[str, dict[str, float]]:
-    """By K: how many rounds, their median time, and that by what was expected."""
+    """By K: number of rounds, median time, and its ratio to the expected time."""
     found = {}
     for k, count in sorted(Counter(one.num_drafts for one in rounds).items()):
         here = [one for one in rounds if one.num_drafts == k]
@@ -95,7 +95,7 @@ def by_num_drafts(rounds: Sequence[Round]) -> dict[str, dict[str, float]]:
 
 
 def rates(marks: Sequence[Mark], seconds: float, bin_s: float) -> list[float]:
-    """Tokens/s in one bin after the other; a round's tokens are of when it was read."""
+    """Return tokens/s per bin; tokens count when their round is read."""
     edges = np.arange(round(seconds / bin_s) + 1) * bin_s
     at = np.searchsorted([one.seconds for one in marks], edges, side="right")
     totals = np.array([0, *(one.num_tokens for one in marks)])[at]
@@ -105,7 +105,7 @@ def rates(marks: Sequence[Mark], seconds: float, bin_s: float) -> list[float]:
 def mean_drafts(
     rounds: Sequence[Round], start: float, seconds: float, bin_s: float
 ) -> list[float | None]:
-    """Mean K in one bin after the other; None without a round."""
+    """Return the mean K per bin; None without a round."""
     bins: list[list[int]] = [[] for _ in range(round(seconds / bin_s))]
     for one in rounds:
         place = int((one.read_ts - start) // bin_s)
@@ -115,7 +115,7 @@ def mean_drafts(
 
 
 def settle(found: Sequence[float], bin_s: float) -> tuple[float, float | None]:
-    """Tokens/s at the end of a phase, and seconds until nearly as many are made.
+    """Return tokens/s at the end of a phase, and the seconds to get near it.
 
     Args:
         found: Tokens/s in the bins of the phase.
@@ -127,12 +127,12 @@ def settle(found: Sequence[float], bin_s: float) -> tuple[float, float | None]:
 
 
 def misses(result: Mapping[str, Any]) -> list[str]:
-    """The goals that are not reached, in words."""
+    """Return the missed goals, in words."""
     found = []
 
-    def at_least(value: Any, goal: float, told: str) -> None:
+    def at_least(value: Any, goal: float, name: str) -> None:
         if value < goal:
-            found.append(f"{told}: {value:.3f}, goal {goal:g}")
+            found.append(f"{name}: {value:.3f}, goal {goal:g}")
 
     for name in ("cells", "foreign", "free"):
         for row in result.get(name, ()):
@@ -151,7 +151,7 @@ def misses(result: Mapping[str, Any]) -> list[str]:
             if settle_s is None or settle_s > SETTLE_S:
                 found.append(f"{place}: settles after {settle_s} s, goal {SETTLE_S:g}")
             if not phase["acceptance"]:
-                # Who does not notice that nothing is accepted settles too, lower.
+                # An engine that keeps drafting in vain settles too, at a lower speed.
                 settled = phase["tokens_per_s"] / phase["plain_tokens_per_s"]
                 at_least(settled, NOT_SLOWER, f"{place}, settled by plain")
     if "short" in result:

@@ -1,7 +1,7 @@
 """`make bench`: the bundled pair at batch 1, with and without speculation.
 
 Prints a table and one JSON line, and writes that line under benchmarks/results/. See
-benchmarks/README.md for what is measured and how.
+benchmarks/README.md for definitions.
 """
 
 import argparse
@@ -64,7 +64,7 @@ def main() -> None:
         vars(options).update(QUICK)
     if options.num_tokens < 2 or options.repeats < 1 or options.prompts_per_domain < 1:
         raise SystemExit("--num-tokens must be at least 2, the other counts 1")
-    # Before it works: the load tells whether the machine was quiet.
+    # Before the run: the load shows whether the machine was idle.
     device = warn_unless_quiet()
     chosen = load_prompts(options.corpus, options.prompts_per_domain)
     print(f"Prompts: {options.prompts_per_domain} per domain, from {chosen.source}")
@@ -123,7 +123,7 @@ def make_engine(options: argparse.Namespace, **drafts: Any) -> LLMEngine:
 def header(
     benchmark: str, engine: LLMEngine, options: argparse.Namespace, about: Any
 ) -> dict[str, Any]:
-    """What identifies a result; paths of this machine stay out.
+    """Return what identifies a result, without paths of this machine.
 
     Args:
         about: The machine, before anything ran.
@@ -165,7 +165,7 @@ def measure_mode(
 
 
 def took_s(child: Child, prompt: list[int], num_tokens: int) -> float:
-    """Seconds from handing over a prompt until so many tokens are back."""
+    """Return seconds from passing a prompt to its last new token."""
     asked = {"prompts": [prompt], "batch_size": 1, "num_tokens": num_tokens}
     return child.ask(asked, LONGEST_ANSWER_S)["seconds"]
 

@@ -1,12 +1,12 @@
-"""Full-size Gemma 2 on a GPU: plain decoding, rounds of drafts, HuggingFace beside.
+"""Full-size Gemma 2 on a GPU: plain decoding, rounds of drafts, and HuggingFace.
 
     python -m benchmarks.gpu --seconds 520
 
 Weights are random and made on the device; acceptance is forced, so that no text means
-anything. Every part runs in a process of its own, and what it measured is written at
-once: the run may be stopped, or a part fail, and the rest stays. `--dry-run` runs all
-of it with shapes a hundred times smaller, on any device; its figures mean nothing.
-Needs jax, flax and what they bring; torch and transformers for the comparison.
+anything. Every part runs in a process of its own, and rows are written at once, so they
+are kept if the run is stopped or a part fails. `--dry-run` runs everything with shapes
+a hundred times smaller, on any device; its figures mean nothing. Needs jax, flax, and
+torch and transformers for the comparison.
 """
 
 import argparse
@@ -39,7 +39,7 @@ from jaxspec_checkpoints.gemma.published import published_config
 
 HERE = Path(__file__).parent
 PAIRS = {"9b-2b": ("9b", "2b"), "27b-2b": ("27b", "2b")}
-# In order of what is wanted first.
+# Most important first.
 PARTS = ("9b-2b", "27b-2b", "hf-9b", "hf-27b", "hf-2b")
 NUM_DRAFTS = tuple(range(1, 9))
 ACCEPTANCES = (0.6, 0.7, 0.8, 0.9)
@@ -151,7 +151,7 @@ def rounds(models: Models, options: argparse.Namespace) -> Makers:
     """Rounds of the first batch: of every K with forced acceptance, and "standard"."""
     make = partial(Program, models, seqs=options.batches[0])
     makers: Makers = {
-        count: partial(make, num_drafts=count, chances=(0.5,) * count)
+        count: partial(make, num_drafts=count, acceptance=(0.5,) * count)
         for count in options.num_drafts
     }
     return makers | {"standard": partial(make, num_drafts=max(options.num_drafts))}
@@ -277,7 +277,7 @@ def _torch() -> Any:
 
 
 def _hf_model(config: dict[str, Any], setting: Setting) -> Any:
-    """Random weights, made on the device in the type that they stay in."""
+    """Make random weights on the device, in their final type."""
     torch, library = _torch(), importlib.import_module("transformers")
     sizes = {name: value for name, value in config.items() if name != "architectures"}
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -352,8 +352,8 @@ def run_part(name: str, options: argparse.Namespace) -> Iterator[Row]:
 def run_child(name: str, seconds: float, arguments: list[str]) -> Iterator[Row]:
     """Run one part in a process, which is killed when its time is up.
 
-    So is what it has started, and when nobody reads on. Its last row says how it
-    ended, if not well.
+    Its children are killed too, also when the caller stops reading. After a failure the
+    last row says how it ended.
     """
     command = [sys.executable, "-m", "benchmarks.gpu", "--part", name, *arguments]
     environment = {"XLA_PYTHON_CLIENT_MEM_FRACTION": str(MEMORY_FRACTION)} | os.environ

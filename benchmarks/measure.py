@@ -40,19 +40,19 @@ class PromptSet:
 
     @property
     def digest(self) -> str:
-        """Tells two sets of prompts apart in a result, without their text."""
+        """Digest that identifies the prompts of a result without their text."""
         text = json.dumps(self.by_domain, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def load_prompts(corpus: Path | None, per_domain: int) -> PromptSet:
-    """Take prompts from `corpus`, or from `prompts.jsonl` beside this file.
+    """Take prompts from `corpus`, or from `prompts.jsonl` in this folder.
 
     Raises:
         SystemExit: `corpus` has no valid.jsonl.xz, or too few prompts of a domain.
     """
-    beside = HERE.parents[1] / "shared" / "corpus"
-    path = (corpus or beside) / "valid.jsonl.xz"
+    default = HERE.parents[1] / "shared" / "corpus"
+    path = (corpus or default) / "valid.jsonl.xz"
     source, given = "valid documents of the corpus", _of_corpus(path)
     if corpus is None and not path.is_file():
         source, given = "benchmarks/prompts.jsonl", bundled("prompts.jsonl")
@@ -76,7 +76,7 @@ def load_prompts(corpus: Path | None, per_domain: int) -> PromptSet:
 
 
 def bundled(name: str) -> Iterator[tuple[str, str]]:
-    """Domain and text of the prompts in a file beside this one."""
+    """Return domain and text of the prompts in a file of this folder."""
     return ((one.category, one.text) for one in read_prompts(HERE / name))
 
 
@@ -89,10 +89,10 @@ def _of_corpus(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def prompt_of(text: str) -> str | None:
-    """The part of a document that is given; the model goes on from there.
+    """Return the start of a document, which the model continues.
 
     A conversation is cut where the model's first turn opens, any other text at the end
-    of a word. None for what is too short or too long to measure with.
+    of a word. None if it is too short or too long.
     """
     question, opening, answer = text.partition(OPEN_TURN)
     if opening:

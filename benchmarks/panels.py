@@ -18,7 +18,7 @@ from jaxspec.bench.report import spread
 WIDTH, ROW_HEIGHT, MARGIN = 8.5, 1.9, 1.0
 LOAD_NOTE = (
     "Times are medians over requests; where a load was measured several times, marks "
-    "are medians of those runs and whiskers go from the least to the most."
+    "are medians of those runs and whiskers go from minimum to maximum."
 )
 # Key of a result, label, factor.
 LOAD_PANELS = (
@@ -58,21 +58,21 @@ def spec_figures(result: drawing.Result) -> dict[str, Figure]:
     kinds: dict[str, tuple[float, str, Callable[[Figure, drawing.Result], None]]] = {
         "speed_up": (
             len(temperatures),
-            "Speed-up: medians of the runs, whiskers from the least to the most; the "
+            "Speed-up: medians of the runs, whiskers from minimum to maximum; the "
             "ceiling is what the acceptance measured at that K allows, with the cost "
             "of a draft's pass.",
             draw_speed_up,
         ),
         "acceptance": (
             1.0,
-            "Acceptance: of all rounds, whiskers from the batch size that kept the "
-            "least to the one that kept the most.",
+            "Acceptance: of all rounds, whiskers from the batch size that accepted "
+            "least to the one that accepted most.",
             draw_acceptance,
         ),
         "parts": (
             1.2,
             "Parts: each timed alone, medians; the round as it ran and the host's "
-            "share of it: medians of the runs, whiskers from the least to the most.",
+            "share of it: medians of the runs, whiskers from minimum to maximum.",
             draw_parts,
         ),
     }
@@ -118,7 +118,7 @@ def _new_figure(rows: drawing.Number, note: str, result: drawing.Result) -> Figu
 
 def draw_speed_up(figure: Figure, result: drawing.Result) -> None:
     """Speed-up by K: a panel for every batch size, a row for every temperature."""
-    drawing.head(figure, "Decoding with K drafts a round, by plain decoding", result)
+    drawing.head(figure, "Speed-up over plain decoding with K drafts per round", result)
     points = result["points"]
     rows = sorted({point["temperature"] for point in points})
     columns = sorted({point["batch_size"] for point in points})
@@ -133,7 +133,7 @@ def draw_speed_up(figure: Figure, result: drawing.Result) -> None:
         if row == 0:
             axes.set_title(f"batch {point['batch_size']}")
         if row == len(rows) - 1:
-            axes.set_xlabel("K, drafts a round")
+            axes.set_xlabel("K, drafts per round")
         if column == 0:
             axes.set_ylabel(f"temperature {point['temperature']:g}\nspeed-up")
     drawing.start_at_zero(grid[0][0])  # all panels share the axis
@@ -164,7 +164,7 @@ def _speed_up_panel(axes: Axes, point: dict[str, Any], *, is_labelled: bool) -> 
 
 def draw_acceptance(figure: Figure, result: drawing.Result) -> None:
     """Acceptance by position at the highest K; whiskers over batch sizes."""
-    drawing.head(figure, "Drafts that stay, by their position in the round", result)
+    drawing.head(figure, "Acceptance by position in the round", result)
     axes = figure.subplots()
     points = result["points"]
     count = max(int(k) for point in points for k in point["by_num_draft_tokens"])
@@ -186,14 +186,14 @@ def draw_acceptance(figure: Figure, result: drawing.Result) -> None:
         drawing.label_end(axes, spreads[-1]["median"], label, mark.color)
     axes.set(xticks=positions, ylim=(0, 1.03))
     axes.set_xlabel(f"position, of K = {count} drafts")
-    axes.set_ylabel("share of rounds that kept it")
+    axes.set_ylabel("share of rounds that accepted it")
     axes.yaxis.set_major_formatter("{x:.0%}")
 
 
 def kept_by_position(
     runs: Sequence[dict[str, Any]], num_draft_tokens: int
 ) -> list[drawing.Spread]:
-    """Share of all rounds that kept each draft, and the least and most of any run.
+    """Share of all rounds that accepted each draft, with minimum and maximum of runs.
 
     Args:
         runs: Acceptance as results have it; empty gives nothing.
@@ -232,7 +232,7 @@ def draw_parts(figure: Figure, result: drawing.Result) -> None:
         }
         _parts_panel(axes, parts, rounds, is_labelled=size == sizes[-1])
         axes.set_title(f"batch {size}")
-        axes.set_xlabel("K, drafts a round; 0: plain")
+        axes.set_xlabel("K, drafts per round; 0: plain")
     grid[0][0].set_ylabel("ms")
 
 

@@ -1,4 +1,4 @@
-"""The published Gemma 3 270M on this CPU, beside llama.cpp on the same GGUF file.
+"""The published Gemma 3 270M on this CPU, and llama.cpp on the same GGUF file.
 
 `python -m benchmarks.real` measures how long the file takes to open, the first token of
 a new process with programs kept and without, peak memory, and tokens/s at batch 1:

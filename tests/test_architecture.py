@@ -1,4 +1,4 @@
-"""The round in docs/architecture.md is the one that the engine runs."""
+"""The round in docs/architecture.md equals the engine's."""
 
 import re
 from pathlib import Path
@@ -73,7 +73,7 @@ def test_engine_runs_the_documented_round(rule: str, temperature: float):
                 temperature,
                 rule == "coupled",
             )
-            count = int(result.num_emitted[0])  # fewer where the text ends
+            count = int(result.num_emitted[0])  # fewer at the end of the text
             added, num_rounds = added[len(text) :][:count], num_rounds + 1
             assert result.tokens[0, :count].tolist() == added, num_rounds
             text += added

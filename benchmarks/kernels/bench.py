@@ -1,7 +1,7 @@
 """`python -m benchmarks.kernels.bench`: the kernels, timed on the device that jax has.
 
-Every case beside a copy of memory measured in the same run, and beside what a user
-would pick instead. Results are written as they come: stopping a run loses nothing.
+Each case is compared with a memory copy measured in the same run, and with the
+alternatives that a user has. Results are written as they come, so a run may be stopped.
 """
 
 import argparse
@@ -77,11 +77,11 @@ def make_parser() -> argparse.ArgumentParser:
         "--rivals",
         choices=("some", "all", "none"),
         default="some",
-        help="what others offer: beside the goals and all of tensor parallelism 1, "
-        "beside every case, or not at all",
+        help="time alternatives: for the goals and all cases of tensor parallelism 1, "
+        "for every case, or never",
     )
     add("--parity", action="store_true", help="also compare with the reference")
-    add("--budget-s", type=float, default=500, help="start no case after so long")
+    add("--budget-s", type=float, default=500, help="start no case after this time")
     add("--output", type=Path, metavar="FILE.json", help="written case by case")
     add("--quick", action="store_true", help="the small cases, a few calls")
     add("--slow-cpu", action="store_true", help="allow the real cases on a CPU")
@@ -212,7 +212,7 @@ def _reason(error: BaseException) -> str:
 
 
 def header(options: argparse.Namespace, arguments: Sequence[str]) -> Row:
-    """Return what identifies a run; paths of this machine stay out."""
+    """Return what identifies a run, without paths of this machine."""
     device = jax.devices()[0]
     given = vars(options) | {"output": None}
     return {
@@ -312,10 +312,10 @@ def _print(result: Row) -> None:
 
 
 def goals(rows: Iterable[Row], implementation: str) -> list[Row]:
-    """Compare what was measured with what is wanted; `is_met` is None where it was not.
+    """Compare measurements with goals; `is_met` is None without a measurement.
 
     Args:
-        implementation: Of the rows that are ours.
+        implementation: The implementation of our rows.
     """
     times = {
         (row["operation"], row["case"], row["implementation"]): row["back_to_back_us"]

@@ -49,7 +49,7 @@ class Spread:
 
 
 def loop_of(step: Callable[..., Any], rounds: int) -> Callable[..., Any]:
-    """Return `carry = loop(carry, *turns)`: so many rounds of one step per turn."""
+    """Return `carry = loop(carry, *turns)`: `rounds` times one step per turn."""
 
     def loop(carry: Any, *turns: Arrays) -> Any:
         def body(number: Array, carry: Any) -> Any:
@@ -74,12 +74,12 @@ def measure(
     """Time `carry = step(carry, number, *arrays)`, about `calls` times in one program.
 
     Args:
-        turns: The arrays of one call after the other. Several turns are for arrays so
-            small that the second call in a row would find them in a cache.
+        turns: The arrays of consecutive calls. Several turns keep small arrays from
+            being in a cache at the next call.
     """
     rounds = -(-calls // len(turns))
-    # The carry is a pool of pages at times: a copy of it for every timing is not what
-    # is asked. The first copy spares the caller's array, which donation takes away.
+    # The carry may be a pool of pages, so it is donated: a copy per timing would be
+    # measured too. The first copy preserves the caller's array.
     program = jax.jit(loop_of(step, rounds), donate_argnums=0)
     carry = jax.block_until_ready(program(jax.tree.map(jnp.copy, carry), *turns))
     seconds = []
@@ -91,10 +91,10 @@ def measure(
 
 
 def copy_bandwidth(num_bytes: int, *, calls: int, repeats: int) -> float:
-    """Return GB/s, read and written, of a program that rewrites so many bytes."""
+    """Return GB/s, read and written, of a program that rewrites `num_bytes`."""
 
     def step(words: Array, number: Array) -> Array:
-        return words ^ (words >> 1)  # no two of these can be made one
+        return words ^ (words >> 1)  # consecutive steps cannot be fused
 
     words = jnp.arange(num_bytes // 4, dtype=jnp.uint32)
     spread = measure(step, words, [()], calls=calls, repeats=repeats)

@@ -1,9 +1,9 @@
 """`python -m benchmarks.kernels.tune`: measures tile sizes on the device that jax has.
 
-Writes the device's table, which `tuning` reads, entry by entry. A run that was stopped
-goes on where it was, at the same commit and jax only: with others, the table begins
-anew. Cases that share a key are tuned once, as the first of them. Each candidate must
-agree with the reference before it is timed.
+Writes the device's table, which `tuning` reads, entry by entry. A stopped run continues
+at the same commit and jax only; otherwise the table is started again. Cases that share
+a key are tuned once, as the first of them. Each candidate must agree with the reference
+before it is timed.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from jaxspec_kernels.tuning import Sizes
 Axes = Mapping[str, Sequence[int]]
 Timer = Callable[[Sizes, Callable[..., Any], Work], float]
 
-# What is tried, one size after the other.
+# Candidates of each size, tuned one size after the other.
 AXES: dict[tuple[str, str], Axes] = {
     ("paged_attention", "reference"): {"block_tokens": (64, 128, 256)},
     ("paged_attention", "tpu"): {"block_tokens": (128, 256, 512, 1024, 2048)},
@@ -230,9 +230,9 @@ def _num_entries(table: dict[str, Any]) -> int:
 def _begin(
     path: Path, device_kind: str, arguments: Sequence[str], *, is_again: bool
 ) -> dict[str, Any]:
-    """The table of an earlier run to go on with, or an empty one.
+    """Return the table of an earlier run to continue, or an empty one.
 
-    Only of a run at the same commit and jax: figures of other code are not comparable.
+    Only at the same commit and jax: other figures are not comparable.
     """
     table: dict[str, Any] = {
         "device": device_kind,

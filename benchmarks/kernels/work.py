@@ -225,7 +225,7 @@ def sampling(
     else:
         num_bytes += case.seqs * columns * probs.dtype.itemsize  # of one row each
 
-    # Fewer would stay in the L2 cache of a GPU, and a TPU's compiler would copy one
+    # Fewer would fit in the L2 cache of a GPU, and a TPU's compiler would copy one
     # into its vector memory, once for all calls.
     num_turns = min(max(1, -(-logit_bytes // logits.nbytes)), MAX_TURNS)
     every = [jnp.roll(logits, turn, axis=-1) for turn in range(num_turns)]

@@ -1,4 +1,4 @@
-"""Which peers this machine has, what is made for them first, and their processes."""
+"""The peers of this machine, the models made for them, and their processes."""
 
 import argparse
 import contextlib
@@ -25,9 +25,9 @@ HERE = Path(__file__).parent
 MODELS = {"target": bundled_target(), "draft": bundled_draft()}
 LONGEST_EXPORT_S = 600.0
 
-# Stand for paths in the command of an export.
+# Placeholders for paths in an export command.
 SOURCE, MADE = "{source}", "{made}"
-# A reason stands in a table.
+# Reasons are shown in a table.
 MOST_CHARACTERS = 200
 
 
@@ -36,17 +36,17 @@ class Peer:
     """How one engine is run.
 
     Attributes:
-        script: Of the child, beside this file.
-        python: That runs the child.
-        modes: With the most sequences at once that each can do.
-        environment: Beside this process's own.
-        missing: Why it cannot be run here; None if it can.
+        script: The child's script in this folder.
+        python: The interpreter that runs the child.
+        modes: The largest batch size of each mode.
+        environment: Additional environment variables.
+        missing: Why it cannot run here; None if it can.
         bans_end: See `Cell`.
-        export: A command that makes a model of a folder with weights in float32; empty
-            if it reads our folders.
-        suffix: Of what `export` makes.
-        has_queue: It takes any number of prompts and fills its batch by itself.
-        note: What its texts or speeds must be read with.
+        export: A command that converts a folder with float32 weights; empty if the peer
+            reads our folders.
+        suffix: File suffix of the exported model.
+        has_queue: It takes any number of prompts and fills its batch itself.
+        note: A remark on its texts or speeds.
     """
 
     name: str
@@ -66,7 +66,7 @@ class Peer:
         return [self.python, str(HERE / self.script)]
 
     def environment_of(self, cores: list[int]) -> dict[str, str]:
-        """What its process finds around it, with as many threads as cores."""
+        """Return its process's environment, with a thread per core."""
         threads = str(len(cores))
         found = os.environ | {
             "OMP_NUM_THREADS": threads,
@@ -74,7 +74,7 @@ class Peer:
             "HF_HUB_OFFLINE": "1",
         }
         if self.python != sys.executable:
-            # Our packages are not for other interpreters.
+            # Other interpreters must not import our packages.
             found.pop("PYTHONPATH", None)
         cores_bound = ",".join(map(str, cores))
         return found | {
@@ -83,7 +83,7 @@ class Peer:
         }
 
     def models(self, folder: Path) -> dict[str, str]:
-        """Target and draft as it wants them, made in `folder` if they are not there.
+        """Return target and draft in its format, made in `folder` if missing.
 
         Raises:
             PeerError: They cannot be made.
@@ -109,9 +109,9 @@ class Peer:
 
 
 def find_peers(options: argparse.Namespace) -> list[Peer]:
-    """All that this script knows, in the order of its tables."""
+    """Return all known peers, in the order of the tables."""
     return [
-        # As many drafts as the others make.
+        # K is fixed, as for the others.
         Peer(name=OURS, script="ours.py", has_queue=True, task={"controller": "fixed"}),
         Peer(
             name=CHOSEN,
@@ -192,7 +192,7 @@ def _vllm(python: str | None) -> Peer:
             "VLLM_NO_USAGE_STATS": "1",
             # In one process: on one core its three processes, which wait for each other
             # by polling, gave 40 and 250 tokens/s (batch 1 and 8) where one gave 52 and
-            # 315. Then nobody sets what it sets for the process with the threads.
+            # 315. The OpenMP settings of its worker process must then be set here.
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "KMP_AFFINITY": "granularity=fine,explicit,proclist=[{cores}]",
             "KMP_BLOCKTIME": "5",

@@ -1,7 +1,7 @@
 """llama.cpp's `llama-server`, one for every batch size; see `answer`.
 
-The server's time includes its HTTP, over new connections for every batch: it closes
-those that nothing comes over for some seconds, which others' turns take.
+The time includes HTTP, over new connections for every batch: the server closes
+connections that are idle during other peers' turns.
 """
 
 import http.client
@@ -19,7 +19,7 @@ LONGEST_START_S = 120.0
 # Names of one option in several versions of the server.
 MOST_DRAFTS = ("--spec-draft-n-max", "--draft-max")
 FEWEST_DRAFTS = ("--spec-draft-n-min", "--draft-min")
-LEAST_CHANCE = ("--spec-draft-p-min", "--draft-p-min")
+LEAST_PROBABILITY = ("--spec-draft-p-min", "--draft-p-min")
 KIND_OF_DRAFT = "draft-simple"  # a model of its own; older versions do not ask
 DRAFT_THREADS = ("--spec-draft-threads", "--threads-draft")
 DRAFT_KEY_TYPE = ("--spec-draft-type-k", "--cache-type-k-draft")
@@ -56,11 +56,11 @@ class Server:
             return False
         return response.status == http.client.OK
 
-    def ask(self, bodies: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    def ask(self, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Send requests at once, each over a connection of its own."""
         for connection in self._connections:
             connection.close()  # the next request opens it again
-        return list(self._pool.map(self._ask, self._connections, bodies))
+        return list(self._pool.map(self._ask, self._connections, requests))
 
     def _ask(
         self, connection: http.client.HTTPConnection, body: dict[str, Any]
@@ -93,8 +93,8 @@ class LlamaCpp:
             wanted = {
                 MOST_DRAFTS: str(task["num_drafts"]),
                 FEWEST_DRAFTS: "0",
-                # As many drafts in every round, however sure the draft is.
-                LEAST_CHANCE: "0",
+                # K drafts in every round, whatever the draft's confidence.
+                LEAST_PROBABILITY: "0",
                 DRAFT_THREADS: threads,
                 DRAFT_KEY_TYPE: "f32",
                 DRAFT_VALUE_TYPE: "f32",
@@ -120,7 +120,7 @@ class LlamaCpp:
         return self._servers[batch_size]
 
     def generate(self, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
-        bodies = [
+        requests = [
             {
                 "prompt": prompt,
                 "n_predict": num_tokens,
@@ -132,7 +132,7 @@ class LlamaCpp:
             }
             for prompt in prompts
         ]
-        answers = self._server(len(prompts)).ask(bodies)
+        answers = self._server(len(prompts)).ask(requests)
         for one in answers:
             drafted = one["timings"].get("draft_n", 0)
             accepted = one["timings"].get("draft_n_accepted", 0)

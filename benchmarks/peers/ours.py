@@ -46,7 +46,7 @@ class Ours:
 
     def counts(self) -> dict[str, int]:
         engine = self._llm.llm_engine
-        # Programs that the runs before asked for: nothing is made beside the next one.
+        # Programs requested by earlier runs: nothing compiles during the next run.
         engine.wait_for_programs()
         return {
             "rounds": engine.stats.num_draft_rounds,

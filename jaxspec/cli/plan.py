@@ -84,7 +84,7 @@ def run(options: argparse.Namespace) -> None:
     args = engine_args(vars(options))
     memory = importlib.import_module("jaxspec.engine.memory.probe")
     plan = memory.plan_for(args, options.device, has_compiler=options.compile)
-    print(json.dumps(plan.told(), indent=2) if options.json else plan.table())
+    print(json.dumps(plan.as_dict(), indent=2) if options.json else plan.table())
 
 
 if __name__ == "__main__":

@@ -114,7 +114,7 @@ def run(options: argparse.Namespace) -> None:
         quality.Reader(one, mesh, dtype=options.dtype) for one in (reference, folder)
     )
     found = quality.compare(
-        plain, own, pieces, num_rows=options.rows, told="reading with both models"
+        plain, own, pieces, num_rows=options.rows, title="reading with both models"
     )
     made = Quality(
         reference=Path(options.reference).name or reference.resolve().name,

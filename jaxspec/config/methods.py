@@ -1,7 +1,7 @@
 """The speculative methods: one row each.
 
 A new method is a row of `METHODS` and a proposer. The parts of its name, split at "+",
-are the proposers (`jaxspec.program.propose`) that are asked, in this order.
+are its proposers (`jaxspec.program.propose`), in the order in which they are tried.
 """
 
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from typing import Any
 
 from jaxspec.errors import UnsupportedError, wrong_argument
 
-# Compiled draft lengths end here. Looked-up drafts take no passes of a draft model.
+# Largest K. Looked-up drafts take no passes of a draft model.
 MAX_DRAFT_TOKENS = 16
 MAX_MODEL_DRAFT_TOKENS = 8
 DEFAULT_DRAFT_TOKENS = 5
@@ -25,11 +25,12 @@ PARD = "pard"
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """What one method proposes with.
+    """The proposers of one method, and its limits.
 
     Attributes:
         lookup: Lookup in the text, "ngram" or "suffix", whose keys the method takes.
-        weights: What its folder holds, "draft_model" or "head"; None: it has none.
+        weights: Kind of weights in its folder, "draft_model" or "head"; None without
+            a folder.
         has_one_pass: One pass over the weights makes all draft tokens of a round.
         extends_side_branches: Drafts off the main chain can be continued.
         max_draft_tokens: Most draft tokens in a row.
@@ -45,7 +46,7 @@ class Method:
 
     @property
     def has_draft_model(self) -> bool:
-        """Whether a second language model proposes, at least where no text matches."""
+        """Whether a second language model proposes, always or where no text matches."""
         return self.weights == DRAFT_MODEL
 
     @property
@@ -106,7 +107,7 @@ SOURCES_OF_DRAFTS = (
 
 
 def method_of(name: Any) -> Method:
-    """Row of a method.
+    """Return the row of a method.
 
     Raises:
         UnsupportedError: There is no such method.

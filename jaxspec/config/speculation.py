@@ -70,9 +70,9 @@ class SpeculativeConfig:
         method: A name in `jaxspec.config.methods.METHODS`. "draft_model" is a second
             language model; "pard" is one that makes all drafts in one pass (vLLM's
             `parallel_drafting`); "ngram" copies what followed the same tokens earlier
-            in the sequence; "suffix" copies as many tokens as the length of the match
-            and the agreement of other matches justify; "ngram+draft_model" and
-            "suffix+draft_model" ask the draft model where nothing matches, the latter
+            in the sequence; "suffix" does the same, with more tokens after longer
+            matches and where several matches agree; "ngram+draft_model" and
+            "suffix+draft_model" use the draft model where nothing matches, the latter
             also where the match is short; "eagle", "eagle3" and "medusa" are heads on
             the target's hidden states.
         model: Folder of the draft model or head; None for "ngram" and "suffix".
@@ -94,7 +94,7 @@ class SpeculativeConfig:
             always uses the most.
         rejection_sample_method: Acceptance rule for requests that sample without a
             seed; requests with a seed use "coupled". "block" samples from the same
-            distribution as "standard" and accepts at least as many drafts on average.
+            distribution as "standard" and accepts no fewer drafts on average.
             "synthetic" is for benchmarks: the next two arguments give the acceptance.
         synthetic_acceptance_rates: Entry i: share of rounds that accept drafts 0 to i.
         synthetic_acceptance_length: Mean tokens per step, including the target's own.
@@ -150,9 +150,8 @@ class SpeculativeConfig:
                 self.num_speculative_tokens,
                 low=1,
                 high=most,
-                hint="The step program is compiled for a ladder of draft lengths that "
-                f"ends at {most} for method {self.method!r}; to decode without drafts, "
-                f"{way_out}.",
+                hint=f"The largest number for method {self.method!r} is {most}; to "
+                f"decode without drafts, {way_out}.",
             )
         else:
             self._check_tree(info)
@@ -166,7 +165,7 @@ class SpeculativeConfig:
 
     @property
     def method_info(self) -> Method:
-        """Row of the method."""
+        """Properties of the method."""
         return method_of(self.method)
 
     @cached_property
@@ -196,7 +195,7 @@ class SpeculativeConfig:
 
     @property
     def is_one_tree(self) -> bool:
-        """Whether drafts are made all or none: fewer levels are not cheaper."""
+        """Whether a round drafts all levels or none: fewer levels are not cheaper."""
         return self.speculative_token_tree is not None and self.parents is not None
 
     @property
@@ -255,17 +254,17 @@ class SpeculativeConfig:
             allowed = f"a tree of at most {most} levels for method {self.method!r}"
             raise wrong_argument(ConfigError, TREE_KEY, allowed, written)
         if not info.extends_side_branches and has_side_paths(parents_of(paths)):
-            allowed = f"a chain with leaves beside it for method {self.method!r}"
+            allowed = f"a chain with leaves for method {self.method!r}"
             hint = (
-                "Only the chain of first choices is continued; 'medusa' and draft "
-                "models take any tree."
+                "This method continues only the chain of most probable tokens; "
+                "'medusa' and draft models support any tree."
             )
             raise wrong_argument(UnsupportedError, TREE_KEY, allowed, written, hint)
         if self.num_speculative_tokens != len(paths):
             raise wrong_argument(
                 ConfigError,
                 "num_speculative_tokens",
-                f"{len(paths)}, as many as {TREE_KEY} has, or left out",
+                f"{len(paths)}, the number of drafts in {TREE_KEY}, or left out",
                 self.num_speculative_tokens,
             )
 
@@ -285,7 +284,7 @@ class SpeculativeConfig:
         if self.parents is not None and self.rejection_sample_method == SYNTHETIC:
             name = name if self.num_side_leaves else TREE_KEY
             allowed = f"left out with rejection_sample_method={SYNTHETIC!r}"
-            hint = "Forced acceptance is of drafts one after the other."
+            hint = "Forced acceptance supports only a chain of drafts."
             raise wrong_argument(ConfigError, name, allowed, getattr(self, name), hint)
 
     def _check_weights(self, info: Method) -> None:
@@ -306,7 +305,7 @@ class SpeculativeConfig:
         if not info.has_draft_model:
             hint = "It cuts the head of a draft model."
             if info.has_head:
-                hint = "A head's own files say which tokens it can propose."
+                hint = "A head's files define the tokens that it can propose."
             self._check_left_out(("draft_vocab_size", "draft_token_map"), hint)
         if self.draft_vocab_size is not None:
             name = "draft_vocab_size"
@@ -334,7 +333,7 @@ class SpeculativeConfig:
             allowed = f"a list of num_speculative_tokens={count} numbers"
             raise wrong_argument(ConfigError, names[0], allowed, rates)
         for place, rate in enumerate(rates):
-            # Whoever keeps a draft has kept those before it.
+            # Rounds that accept this draft also accept the drafts before it.
             most = rates[place - 1] if place else 1
             name = f"{names[0]}[{place}]"
             check_number(ConfigError, name, rate, low=0, high=most)
@@ -367,8 +366,8 @@ class SpeculativeConfig:
             self.suffix_decoding_max_tree_depth,
             low=shortest + 1,
             high=MAX_TREE_DEPTH,
-            hint="It is the most tokens of a match and its drafts together, and "
-            f"{shortest} must match for method {self.method!r}.",
+            hint="It limits the tokens of a match and its drafts together, and at "
+            f"least {shortest} must match for method {self.method!r}.",
         )
         name = "suffix_decoding_max_spec_factor"
         hint = "It is the number of drafts for every token that matches."
@@ -396,8 +395,8 @@ class SpeculativeConfig:
                 "rejection_sample_method",
                 f"'coupled' with {name}={cached}",
                 self.rejection_sample_method,
-                "By any other rule a text that is drawn without a seed would depend on "
-                "the answers of other requests.",
+                "With another rule, texts sampled without a seed would depend on the "
+                "answers of other requests.",
             )
 
     def _check_left_out(self, names: Iterable[str], hint: str) -> None:

@@ -5,7 +5,6 @@ compiling. XLA releases Python's lock, so the engine meanwhile runs with the pro
 that it has.
 """
 
-import ctypes
 import logging
 import sys
 import threading
@@ -14,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from jaxspec.engine.memory.malloc import trim_malloc
 from jaxspec.exit import COMPILER_THREAD, finish_at_exit
 from jaxspec.program.plan import StepShape
 
@@ -154,7 +154,7 @@ class Compiler:
                     raise self.failures.pop(shape)
 
     def clear(self) -> None:
-        """Drop all programs, the queue and all errors."""
+        """Drop all programs, the queue and all errors, and return their memory."""
         with self._lock:
             # Errors of the programs made from now on count again, also after `stop`.
             self._is_stopped = False
@@ -164,7 +164,7 @@ class Compiler:
             self._later.clear()
             self.failures.clear()
             self.version += 1
-        _trim_memory()
+        trim_malloc()
 
     def stop(self) -> None:
         """Drop the queue; errors of the current program are ignored from now on."""
@@ -256,23 +256,12 @@ class Compiler:
             is_last = not (self._making or self._urgent or self._later)
             self._lock.notify_all()
         if is_last:
-            _trim_memory()
+            trim_malloc()
 
     def _announce(self, what: str) -> None:
         announce = self.announce  # another thread may set it to None meanwhile
         if announce is not None:
             announce(what)
-
-
-def _trim_memory() -> None:
-    """Return memory freed by compiling to the system, if the C library supports it.
-
-    Otherwise glibc retains it: 208 of 987 MB in a server of the bundled pair.
-    """
-    if sys.platform == "linux":
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc alone has it
-        if trim is not None:
-            trim(ctypes.c_size_t(0))
 
 
 @contextmanager

@@ -367,7 +367,7 @@ def make_controls(
         bias=bias,
         allowed=allowed,
         bad_words=words,
-        told=tuple(params.logprob_token_ids or ()),
+        logprob_token_ids=tuple(params.logprob_token_ids or ()),
     )
     return None if controls == TokenControls() else controls
 

@@ -169,7 +169,7 @@ class EngineMetrics:
         self._was_busy = False
         # `num_compared` and `num_agreed` at the last check of acceptance; None after
         # the warning.
-        self._looked_at: tuple[int, float] | None = (0, 0.0)
+        self._last_check: tuple[int, float] | None = (0, 0.0)
 
     def add_tokens(self, requests: list[Request], now: float) -> None:
         """Count requests with new tokens, before their own times are updated."""
@@ -473,19 +473,19 @@ class EngineMetrics:
         self, acceptance: AcceptanceRates, choice: Choice
     ) -> None:
         """Warn once, with possible causes, if few drafts agree with the target."""
-        if self._looked_at is None or self._config.is_synthetic:
+        if self._last_check is None or self._config.is_synthetic:
             return
-        compared, agreed = self._looked_at
+        compared, agreed = self._last_check
         compared, agreed = (
             acceptance.num_compared - compared,
             acceptance.num_agreed - agreed,
         )
         if compared < _COMPARED:
             return
-        self._looked_at = acceptance.num_compared, acceptance.num_agreed
+        self._last_check = acceptance.num_compared, acceptance.num_agreed
         if agreed >= _LOW_ACCEPTANCE * compared:
             return
-        self._looked_at = None
+        self._last_check = None
         speculative, k = self._config.speculative, choice.num_drafts
         causes = _LOOKUP_CAUSES
         if speculative is not None and speculative.method_info.weights:

@@ -274,7 +274,7 @@ class Runner:
 
     def _start(self, vector: np.ndarray, shape: StepShape) -> jax.Array:
         step, _ = self.compiler.get(shape)
-        if self._arrays.are_given_away:
+        if self._arrays.is_state_consumed:
             # An interrupt hit a call after its donation. The engine has ended all
             # requests, so an empty state is correct. A plain call does not donate the
             # draft model's pages: free them first, or they would exist twice.
@@ -576,8 +576,8 @@ def _hosts_devices(
 ) -> list[Any]:
     """Return all devices, sorted by process, the leader's first.
 
-    A grammar's program gets masks from the first device's process. A draft model spread
-    over as many devices as a host has then stays within hosts.
+    A grammar's program gets masks from the first device's process. With this order, a
+    draft model with the devices of one host does not communicate between hosts.
     """
     if jax.process_index() != hosts.node_rank:
         raise ConfigError(

@@ -29,7 +29,7 @@ MAX_CONTROLLED = 4
 MAX_BIAS = 1024
 MAX_BAD_WORDS = 64
 MAX_BAD_WORD_LEN = 8
-MAX_TOLD_IDS = 128  # as in vLLM
+MAX_LOGPROB_TOKEN_IDS = 128  # as in vLLM
 # As a column's size: words of 32 bits that hold one bit per token of the vocabulary.
 VOCAB_WORDS = -1
 
@@ -89,10 +89,10 @@ class Features:
         return "_".join(["greedy" if self.is_greedy else "sampled", *names])
 
     @property
-    def num_told_ids(self) -> int:
+    def num_logprob_token_ids(self) -> int:
         """Number of logprobs per generated token for ids that a request chose."""
-        is_told = self.has_controls and self.num_logprobs is not None
-        return MAX_TOLD_IDS if is_told else 0
+        has_ids = self.has_controls and self.num_logprobs is not None
+        return MAX_LOGPROB_TOKEN_IDS if has_ids else 0
 
     def covers(self, other: "Features") -> bool:
         """Whether a program of these features serves requests that need `other`."""
@@ -271,8 +271,8 @@ class RequestValues:
     """
 
     num_prompt: Any = column(np.int32)  # tokens of the prompt; the others are output
-    min_total: Any = column(np.int32)  # no stop id before so many tokens are known
-    max_total: Any = column(np.int32)  # the sequence ends at so many tokens
+    min_total: Any = column(np.int32)  # stop ids are masked below this number of tokens
+    max_total: Any = column(np.int32)  # the sequence ends at this number of tokens
     temperature: Any = column(np.float32)  # 0 is greedy
     top_k: Any = column(np.int32)  # 0 keeps everything
     top_p: Any = column(np.float32, pad=1)
@@ -293,7 +293,7 @@ class ControlValues:
     allowed: Any = column(np.uint32, VOCAB_WORDS)  # a bit per token of the vocabulary
     # A match of the other columns forbids the last one.
     bad_words: Any = column(np.int32, MAX_BAD_WORDS, MAX_BAD_WORD_LEN, pad=NO_TOKEN)
-    told_ids: Any = column(np.int32, MAX_TOLD_IDS, pad=NO_TOKEN)
+    logprob_token_ids: Any = column(np.int32, MAX_LOGPROB_TOKEN_IDS, pad=NO_TOKEN)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -309,8 +309,8 @@ class TokenControls:
         allowed: The tokens that may be generated; None for all.
         bad_words: At most `MAX_BAD_WORDS` sequences of at most `MAX_BAD_WORD_LEN`
             tokens that the output may not contain.
-        told: At most `MAX_TOLD_IDS` tokens whose logprobs are returned with those of
-            every generated token.
+        logprob_token_ids: At most `MAX_LOGPROB_TOKEN_IDS` tokens whose logprobs are
+            returned with those of every generated token.
     """
 
     presence_penalty: float = 0.0
@@ -319,13 +319,14 @@ class TokenControls:
     bias: tuple[tuple[int, float], ...] = ()
     allowed: tuple[int, ...] | None = None
     bad_words: tuple[tuple[int, ...], ...] = ()
-    told: tuple[int, ...] = ()
+    logprob_token_ids: tuple[int, ...] = ()
 
     def values(self, vocab_size: int) -> ControlValues:
         """The values that are sent to the device."""
         assert len(self.bias) <= MAX_BIAS, f"{len(self.bias)} biased tokens"
         assert len(self.bad_words) <= MAX_BAD_WORDS, "too many bad words"
-        assert len(self.told) <= MAX_TOLD_IDS, f"{len(self.told)} tokens to tell of"
+        num_ids = len(self.logprob_token_ids)
+        assert num_ids <= MAX_LOGPROB_TOKEN_IDS, f"{num_ids} logprob token ids"
         bad_words = columns(ControlValues)["bad_words"].empty()
         for index, word in enumerate(self.bad_words):
             assert 0 < len(word) <= MAX_BAD_WORD_LEN, f"a bad word of {len(word)}"
@@ -344,7 +345,7 @@ class TokenControls:
             bias_values=[value for _, value in self.bias],
             allowed=bits.astype(np.uint32),
             bad_words=bad_words,
-            told_ids=self.told,
+            logprob_token_ids=self.logprob_token_ids,
         )
 
 

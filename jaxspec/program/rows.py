@@ -104,7 +104,7 @@ def dummy_rows(
     context: int,
     temperature: float,
 ) -> Rows:
-    """Rows in the middle of their texts, to time programs with, as numpy arrays.
+    """Rows in the middle of their texts, for timing programs, as numpy arrays.
 
     Args:
         pages: Those that all rows share, or [row, page]; their contents are lost.

@@ -48,7 +48,8 @@ def speculative_step(
     and up to K + 1 tokens. Prompt tiles share the target's pass; where a prompt ends,
     its first token is sampled. A draft-prefill launch runs the draft models alone, over
     prompts and other tokens that only the target has read. Rejected keys and values
-    remain in their slots and are overwritten: only lengths say what is visible.
+    remain in their slots and are overwritten later: attention sees only the slots below
+    a sequence's length.
 
     Args:
         proposer_params: Those of each proposer; None for one without, and in programs
@@ -126,7 +127,7 @@ def _run_rounds(
     state: EngineState,
     context: StepContext,
 ) -> tuple[EngineState, Int[Array, " result"]]:
-    """Run as many rounds as the plan says, or up to the first that ends a sequence.
+    """Run the plan's number of rounds, or up to the first that ends a sequence.
 
     Each round is the same as a launch of its own. The host must read the end of a
     sequence, or a NaN, before it can plan the next round.
@@ -174,7 +175,7 @@ def _propose(
         if context.shape.tree.num_nodes:
             proposal, state = proposer.propose(own, state, given, proposal)
         after.append(state)
-    # The host may not have read yet how close the end is; drafts past it do not count.
+    # The host may not have read yet how close the end is: drafts past it do not count.
     room = jnp.maximum(active.max_total - active.num_tokens - 1, 0)
     num_draft = jnp.minimum(context.fields["decode_draft"], room)
     if proposal is not None:

@@ -1,4 +1,4 @@
-"""What the functions of a step share: the engine's settings and the current launch."""
+"""Settings of an engine's programs, and the current launch: arguments of a step."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -24,11 +24,11 @@ from jaxspec_kernels.dispatch import implementation_for
 
 @dataclass(frozen=True, kw_only=True)
 class ProgramConfig:
-    """What all executables of an engine share.
+    """Settings that all executables of an engine share.
 
     Attributes:
-        proposers: Make the drafts, each given what those before it proposed. Empty is
-            plain decoding.
+        proposers: Make the drafts, in this order: each completes the proposal of those
+            before it. Empty is plain decoding.
         mesh: The devices, whose platform chooses the kernels.
         mask_source: Host callback that returns grammar masks; None without grammars.
     """
@@ -57,7 +57,7 @@ class ProgramConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class StepContext:
-    """One launch: its static sizes, its plan, and the rows that the plan left.
+    """One launch: its static sizes, its plan, and the rows after applying the plan.
 
     Attributes:
         fields: Arrays of the plan, by name.

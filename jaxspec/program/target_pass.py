@@ -26,7 +26,7 @@ from jaxspec.program.tree.tree import Tree
 from jaxspec.program.tree.verify import verify_tree
 from jaxspec_kernels.bits import KvPools
 
-# Drafts of a narrow pass: with the newest token, as many rows as cost no more time
+# Drafts of a narrow pass: with the newest token, a number of rows that takes no longer
 # than the one row of a plain round.
 FEW = FREE_ROWS - 1
 
@@ -78,7 +78,7 @@ class TargetPass:
         state: EngineState,
         num_draft: Int[Array, " seq"],
     ) -> "TargetPass":
-        """Prepare what passes of every width share."""
+        """Prepare the values that passes of every width share."""
         return cls(
             context=context,
             target=build_network(context.config.target, params, context.backend),
@@ -231,7 +231,8 @@ class TargetPass:
 def narrow_widths(proposers: tuple[Proposer, ...], shape: StepShape) -> tuple[int, ...]:
     """Numbers of drafts, fewer than the tree's, that the program has passes for.
 
-    Each pass is as much code as the widest, so there are few. None ride with prompts.
+    Each pass is as much code as the widest, so there are few. With prompts there are
+    none.
     """
     tree = shape.tree
     if shape.chunk or not all(one.may_find_none for one in proposers):

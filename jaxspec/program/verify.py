@@ -30,7 +30,7 @@ from jaxspec_kernels.rejection_sampling import Controls, Verdict, rejection_samp
 
 
 class _Inputs(NamedTuple):
-    """What a verdict takes of each sequence, besides logits and probabilities."""
+    """Inputs of a verdict per sequence, besides logits and probabilities."""
 
     tokens: Int[Array, "seq draft"]
     num_draft: Int[Array, " seq"]
@@ -110,7 +110,7 @@ def verify_group(
     """Decide some sequences at once, on each device's part of the vocabulary.
 
     Args:
-        probs: Distributions of the drafts; None where each was certain.
+        probs: Distributions of the drafts; None if each draft is a point mass.
         vocab_size: Of the whole vocabulary.
     """
     count, width, _ = logits.shape

@@ -239,9 +239,11 @@ def _sizes(shape: StepShape) -> dict[str, int]:
     if not shape.tree.is_chain:
         sizes["seq_of_trees"] = seqs
     if features.num_logprobs is not None:
-        sizes["told"] = num_columns(features.num_logprobs, features.num_told_ids)
+        sizes["logprob"] = num_columns(
+            features.num_logprobs, features.num_logprob_token_ids
+        )
     if features.num_prompt_logprobs is not None:
-        sizes["prompted"] = num_columns(features.num_prompt_logprobs)
+        sizes["prompt_logprob"] = num_columns(features.num_prompt_logprobs)
     return sizes
 
 
@@ -283,9 +285,11 @@ class StepResult:
     tile_is_broken: np.ndarray = _part("tile", bool)
     num_accepted_nodes: np.ndarray | None = _part("seq_of_trees", default=None)
     tree_row: np.ndarray | None = _part("seq_of_trees", default=None)
-    logprobs: TokenLogprobs | None = _part("seq emitted told", default=None)
-    tile_logprobs: TokenLogprobs | None = _part("tile told", default=None)
-    prompt_logprobs: TokenLogprobs | None = _part("tile token prompted", default=None)
+    logprobs: TokenLogprobs | None = _part("seq emitted logprob", default=None)
+    tile_logprobs: TokenLogprobs | None = _part("tile logprob", default=None)
+    prompt_logprobs: TokenLogprobs | None = _part(
+        "tile token prompt_logprob", default=None
+    )
     later: tuple["StepResult", ...] = ()
 
     @property
@@ -305,7 +309,7 @@ class StepResult:
     @classmethod
     def _of_round(cls, vector: np.ndarray, shape: StepShape) -> "StepResult":
         values = _read(vector, shape)
-        num_chosen = shape.features.num_told_ids
+        num_chosen = shape.features.num_logprob_token_ids
         for name in ("logprobs", "tile_logprobs"):
             if name in values:
                 values[name] = TokenLogprobs.read(values[name], num_chosen)

@@ -1,4 +1,4 @@
-"""A map is what the texts say: counted as the model cuts them, special tokens first."""
+"""A map follows the counts of the model's tokens in texts, special tokens first."""
 
 import json
 import lzma

@@ -1,4 +1,4 @@
-"""Programs for devices that are not here are written whole; see `tests.kernels`."""
+"""Programs for described devices are written completely; see `tests.kernels`."""
 
 import pytest
 

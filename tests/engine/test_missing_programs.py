@@ -1,4 +1,4 @@
-"""Requests go on in the programs that are there, and say what they would say anyway."""
+"""Requests run in compiled programs while others are missing, with equal texts."""
 
 import dataclasses
 
@@ -19,7 +19,7 @@ KINDS = (Features(is_greedy=True), Features(), LOGPROBS, GRAMMAR, PROMPTS)
 
 
 class ComingPrograms(EveryProgram):
-    """Programs that are asked for come after some plans, the last asked for first."""
+    """Requested programs are compiled after some plans, the latest request first."""
 
     def __init__(self, pause: int):
         self.there: set[StepShape] = set()
@@ -71,7 +71,7 @@ def run(loop: Loop, programs: ComingPrograms, requests: list[Request]) -> None:
 @pytest.mark.parametrize(
     "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 4))]
 )
-def test_texts_do_not_depend_on_which_programs_are_there(seed, pause, num_draft_tokens):
+def test_texts_do_not_depend_on_compiled_programs(seed, pause, num_draft_tokens):
     """With pages for half of the requests, so that some are preempted meanwhile."""
     config = make_config(
         max_num_seqs=4, num_pages=60, num_draft_tokens=num_draft_tokens
@@ -89,8 +89,8 @@ def test_texts_do_not_depend_on_which_programs_are_there(seed, pause, num_draft_
         assert len({launch.shape for launch in loop.launches}) > 1
 
 
-def test_a_request_of_a_new_kind_waits_alone():
-    """Who came before it goes on, and who comes after it goes first."""
+def test_only_a_request_with_new_features_waits():
+    """Earlier requests continue, and later ones are admitted first."""
     config = make_config(max_num_seqs=4, num_pages=200, max_num_batched_tokens=128)
     first, special, last = make_requests(config, 3)
     special.features = LOGPROBS
@@ -119,7 +119,7 @@ def test_a_request_of_a_new_kind_waits_alone():
 
 
 def test_a_single_request_waits_for_the_program_with_its_drafts():
-    """Else a short text would be over before anything was drafted."""
+    """Otherwise a short text would end before anything was drafted."""
     config = make_config(max_num_seqs=4, num_pages=200, max_num_batched_tokens=128)
     (request,) = make_requests(config, 1, num_draft_tokens=3)
     request.prompt_token_ids, request.max_total = [2] * 20, 60
@@ -150,7 +150,7 @@ def test_a_single_request_waits_for_the_program_with_its_drafts():
     loop.assert_said_the_truth(request)
 
 
-def test_a_larger_chunk_is_asked_for_while_a_small_one_serves():
+def test_larger_chunk_is_requested_while_a_small_one_serves():
     config = make_config(
         max_num_seqs=1,
         num_pages=200,

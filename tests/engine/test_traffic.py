@@ -30,12 +30,12 @@ from tests.support.engines import StubTokenizer
 from tests.support.fake_device import FakeRunner, random_truth
 from tests.support.loops import Loop, make_config, make_request
 
-# Steps within which everything must end once nobody arrives any more.
+# Steps within which everything must end once no request arrives any more.
 PATIENCE = 3000
 
 
 class MovingPolicy(SpeculationPolicy):
-    """Drafts at most `cap` tokens, whatever the configuration says."""
+    """A policy that drafts at most `cap` tokens, for any configuration."""
 
     cap = 8
 
@@ -44,7 +44,7 @@ class MovingPolicy(SpeculationPolicy):
 
 
 class Traffic(RuleBasedStateMachine):
-    """Requests that come and go, and the scheduler between them and the device."""
+    """Random arrivals and aborts, with a scheduler and a fake device."""
 
     num_steps = 0
     num_preemptions = 0
@@ -162,7 +162,7 @@ def test_forty_thousand_steps():
 
 
 class ForgetfulRunner(FakeRunner):
-    """Keeps no list of what it was asked, but the shapes."""
+    """Records only the shapes of launches."""
 
     def __init__(self, *arguments: Any):
         super().__init__(*arguments)

@@ -25,7 +25,7 @@ from jaxspec_kernels.rejection_sampling.reference import Verdict
 from tests.kernels import aot_gpu, aot_tpu
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "aot_rejection.json"
-# What a batch asks for; the rest of its controls are constants that XLA folds.
+# Kinds of batches; other controls are constants that XLA folds.
 KINDS = ("greedy", "standard", "top_p", "everything")
 GOAL = Case(seqs=1, drafts=5, vocab_size=256_000, columns=256_000)  # 6 rows
 FLOATS, INTS = jnp.float32, jnp.int32
@@ -45,7 +45,7 @@ class Compiled:
 def shapes(
     case: Case, place: Callable[[PartitionSpec], Sharding], columns: int, dtype: Any
 ) -> list[Any]:
-    """Arguments of `operation`; logits have one row per token, as the model gives.
+    """Return the arguments of `operation`; logits have one row per token.
 
     The draft's probabilities lie step by step, as the drafting loop stacks them. With
     another layout in memory, XLA:TPU would copy them to this one first.
@@ -111,7 +111,7 @@ def operation(
 
 
 def arrays(text: str, columns: int) -> tuple[str, ...]:
-    """Arrays of so many columns that a program writes, whatever the operation.
+    """Return the arrays of `columns` columns that a program writes.
 
     Parameters and names for what exists are left out, and so is what lies inside of a
     fusion: it is never in memory.
@@ -221,7 +221,7 @@ def for_gpu(kind: str, case: Case = GOAL, dtype: str = "float32") -> Compiled:
 
 def main() -> None:
     """Compile and write what the compilers say: whole operations for v5e only."""
-    # Compilers live beside the environment, see the Makefile.
+    # Compilers are installed outside of the environment, see the Makefile.
     sys.path.append(str(Path(sys.prefix) / "aot"))
     jax.config.update("jax_platforms", "cpu")
     lines = {

@@ -1,4 +1,4 @@
-"""Rounds of rejection sampling, and what the rules make of whole rows."""
+"""Rounds of rejection sampling, and their verdicts by the rules on whole rows."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -37,7 +37,7 @@ RULES = {"standard": STANDARD, "block": BLOCK, "coupled": COUPLED, "greedy": GRE
 
 @contextlib.contextmanager
 def uncached() -> Iterator[None]:
-    """Compile without the persistent cache: nothing is written, so nothing is found."""
+    """Compile without the persistent cache: nothing is written, so nothing is read."""
     name = "jax_persistent_cache_min_compile_time_secs"
     before = getattr(jax.config, name)
     jax.config.update(name, 1e9)
@@ -56,10 +56,10 @@ def sliced(
     """Split the vocabulary of an implementation over all axes of a mesh.
 
     Args:
-        check_vma: That the verdict is the same on every device.
+        check_vma: Check that the verdict is the same on every device.
 
     Returns:
-        A jit of the arrays and, last, of the numbers of a round.
+        A jitted function of the arrays and, last, the numbers of a round.
     """
     names = ("replica", "model")[-len(shape) :]
     devices = np.array(jax.devices()[: np.prod(shape)]).reshape(shape)
@@ -79,7 +79,7 @@ def sliced(
 
 @dataclass(frozen=True, kw_only=True)
 class Round:
-    """Arguments of one call, and the distributions that they mean."""
+    """Arguments of one call."""
 
     kind: np.ndarray  # of KINDS
     tokens: np.ndarray
@@ -186,7 +186,7 @@ def make_round(
 
 @partial(jax.jit, static_argnums=(1, 2), compiler_options=UNOPTIMISED)
 def _noise(keys: jax.Array, drafts: int, vocab: int) -> jax.Array:
-    """What coupled drafts share with the target."""
+    """Return the noise that coupled drafts share with the target."""
     position = START + jnp.arange(drafts, dtype=jnp.int32)[None]
     position = jnp.broadcast_to(position, (len(keys), drafts))
     each = jnp.broadcast_to(keys[:, None], (len(keys), drafts, 2))
@@ -217,12 +217,12 @@ def by_whole_rows(one: Round) -> tuple[np.ndarray, np.ndarray]:
 
 
 def forced_counts(one: Round, seed: int = 0) -> np.ndarray:
-    """How many drafts are to stay, of those that each sequence has."""
+    """Return a random number of drafts to accept per sequence."""
     return np.random.default_rng(seed).integers(0, one.num_draft + 1).astype(np.int32)
 
 
 def by_force(one: Round, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The verdict where so many stay: the token is the target's own, in float64."""
+    """Return the verdict for forced counts: the target's own token, in float64."""
     sample = np.asarray(one.numbers["sample_uniform"])
     position = jnp.asarray(START + counts, jnp.int32)
     seed, vocab = jnp.asarray(one.seed), one.logits.shape[-1]
@@ -250,7 +250,7 @@ def with_kind(one: Round, kind: int) -> Round:
 
 @cache
 def tiled(tile: int = TILE, vocab_size: int = COLUMNS) -> Any:
-    """Return the reference, with tiles of so many columns."""
+    """Return the jitted reference with tiles of `tile` columns."""
     return jax.jit(
         partial(
             reference.rejection_sampling,

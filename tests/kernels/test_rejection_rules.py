@@ -112,7 +112,7 @@ def test_choices_give_the_text_of_plain_decoding():
     assert (is_over | disagrees).all()
 
 
-def test_cases_hold_what_they_should():
+def test_cases_cover_the_rules():
     """Otherwise the enumeration would prove less than it says."""
     cases = make_cases()
     paths = make_paths(cases)

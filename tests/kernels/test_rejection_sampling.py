@@ -57,7 +57,7 @@ def test_rules_are_numbered_as_in_the_plan():
     assert (STANDARD, BLOCK, COUPLED) == (plan.STANDARD, plan.BLOCK, plan.COUPLED)
 
 
-def test_rounds_hold_what_they_should():
+def test_rounds_cover_the_rules():
     """Otherwise the equalities above would say less than they seem to."""
     one = make_round()
     accepted, _ = run(one)
@@ -122,7 +122,7 @@ def test_first_two_tokens_follow_the_filtered_target(rule, is_certain):
         best = distribution[vocab].argmax()
         tokens = np.broadcast_to([best, distribution[best].argmax()], tokens.shape)
     logits = np.stack([table[np.full(seqs, vocab)], *table[tokens.T]], axis=1)
-    # Coupled drafts share the noise; any draft that does not look at it is fine too.
+    # Coupled drafts share the noise; drafts that do not use it are fine too.
     words = random.integers(0, 2**32, (seqs, 3, 2), dtype=np.uint32)
     verdict = by_public_name(
         jnp.asarray(tokens, jnp.int32),
@@ -133,7 +133,7 @@ def test_first_two_tokens_follow_the_filtered_target(rule, is_certain):
         rule=jnp.full(seqs, RULES[rule], jnp.int32),
         accept_uniform=jnp.asarray(random.random((seqs, 2)), jnp.float32),
         sample_uniform=jnp.asarray(random.random(seqs), jnp.float32),
-        noise_words=jnp.asarray(words),  # which only the coupled rule looks at
+        noise_words=jnp.asarray(words),  # used by the coupled rule only
     )
     accepted, following = np.asarray(verdict.num_accepted), np.asarray(verdict[1])
     assert len(set(accepted)) == 3
@@ -142,7 +142,9 @@ def test_first_two_tokens_follow_the_filtered_target(rule, is_certain):
     for start in range(vocab):
         here = (accepted > 0) & (tokens[:, 0] == start)
         second = np.where(accepted > 1, tokens[:, 1], following)[here]
-        if rule != "block" and here.any():  # block: the first stays given the second
+        if (
+            rule != "block" and here.any()
+        ):  # block: the first is accepted with the second
             check_counts(
                 np.bincount(second, minlength=vocab), distribution[start], rule
             )

@@ -1,4 +1,4 @@
-"""What is not a number, not a token or not positive has one defined verdict."""
+"""Verdicts for NaN, infinities, padding, zero probabilities and empty residuals."""
 
 from dataclasses import replace
 from functools import partial
@@ -77,7 +77,9 @@ def test_excluded_tokens_are_neither_accepted_nor_drawn(rule, bad):
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 @pytest.mark.parametrize("bad", [-INF, np.nan])
 @pytest.mark.parametrize("top_p", [1.0, 0.5])
-def test_row_of_nothing_accepts_nothing_and_gives_token_zero(rule, bad, top_p):
+def test_row_without_finite_logits_accepts_nothing_and_returns_token_zero(
+    rule, bad, top_p
+):
     if rule == GREEDY:
         assert verdict_of([bad] * 4, [1], rule=rule) == (0, 0)
         return
@@ -86,7 +88,7 @@ def test_row_of_nothing_accepts_nothing_and_gives_token_zero(rule, bad, top_p):
 
 
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
-def test_infinity_takes_everything(rule):
+def test_infinite_logit_is_always_drawn(rule):
     assert verdict_of([3.0, INF, 5.0], [1], rule=rule, u=LARGEST_UNIFORM) == (1, 1)
     assert verdict_of([3.0, INF, 5.0], [2], rule=rule) == (0, 1)
     # A quotient would overflow; differences do not.
@@ -113,7 +115,7 @@ def test_empty_residual_falls_back_to_the_target(rule):
         assert found == (0, token)
 
 
-def test_residual_leaves_out_what_the_draft_prefers():
+def test_residual_excludes_tokens_the_draft_prefers():
     logits = np.log([0.25, 0.25, 0.5])
     draft = [0.5, 0.25, 0.25]
     for v in (0.0, 0.5, LARGEST_UNIFORM):
@@ -132,7 +134,7 @@ def test_draft_that_underflows_is_accepted_by_the_target():
 
 
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
-def test_pads_of_the_vocabulary_may_hold_anything(rule):
+def test_padding_of_the_vocabulary_may_hold_anything(rule):
     for pad in (np.nan, INF, 50.0):
         logits = [0.0, 1.0, pad, pad]
         found = verdict_of(logits, [2], rule=rule, vocab_size=2, v=LARGEST_UNIFORM)
@@ -141,7 +143,7 @@ def test_pads_of_the_vocabulary_may_hold_anything(rule):
         assert verdict_of(logits, [1], rule=rule, vocab_size=2, **kept) == (1, 1)
 
 
-def test_what_does_not_count_is_not_used():
+def test_values_past_num_draft_are_not_used():
     one = make_round(seed=8)
     counted = np.arange(3) < one.num_draft[:, None]
     rows = np.arange(4) <= one.num_draft[:, None]
@@ -160,7 +162,7 @@ def test_what_does_not_count_is_not_used():
 @pytest.mark.parametrize(
     "kept", [dict(top_k=2), dict(top_p=0.4), dict(min_p=1.0), dict(top_k=2, top_p=0.9)]
 )
-def test_equal_logits_at_a_border_all_stay(rule, kept):
+def test_equal_logits_at_a_cutoff_are_all_kept(rule, kept):
     logits = [-1.5, 2.0, -3.0, 2.0, 2.0]
     for token in (1, 3, 4):
         assert verdict_of(logits, [token], rule=STANDARD, **kept)[0] == 1
@@ -195,7 +197,7 @@ def whole(columns: int, tile: int) -> Slice:
 @pytest.mark.parametrize("fan", [pytest.param(2, marks=pytest.mark.slow), 8, 16])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("counts", [True, False])
-def test_threshold_is_the_one_that_sorting_finds(dtype, counts, fan):
+def test_threshold_equals_that_of_sorting(dtype, counts, fan):
     random = np.random.default_rng(0)
     rows, columns = 12, 90
     logits = (
@@ -217,7 +219,7 @@ def test_threshold_is_the_one_that_sorting_finds(dtype, counts, fan):
     wanted = np.ceil(wanted) if counts else wanted
     is_searched = np.arange(rows) != 5
     find = partial(Kernels(fan=fan).search, whole(columns, 32), counts=counts)
-    found, amount = jax.jit(find, compiler_options=UNOPTIMISED)(
+    found, mass = jax.jit(find, compiler_options=UNOPTIMISED)(
         logits,
         distribution,
         jnp.asarray(wanted, jnp.float32),
@@ -230,7 +232,7 @@ def test_threshold_is_the_one_that_sorting_finds(dtype, counts, fan):
         kept = exact[row] >= float(found[row])
         np.testing.assert_array_equal(kept, exact[row] >= expected)
         if is_searched[row]:
-            np.testing.assert_allclose(amount[row], weights[row][kept].sum(), 1e-5)
+            np.testing.assert_allclose(mass[row], weights[row][kept].sum(), 1e-5)
 
 
 visited: list[None] = []
@@ -265,7 +267,7 @@ def count_tiles(one) -> int:
         (STANDARD, {}, 1),
         (BLOCK, {}, 2),
         (COUPLED, {}, 2),
-        # Statistics, bisection, the sum of what stays.
+        # Statistics, bisection, the sum of the kept weights.
         (STANDARD, dict(top_k=5), 1 + 8 + 1),
         (STANDARD, dict(top_p=0.5), 1 + 8 + 1),
         (STANDARD, dict(min_p=0.1), 1 + 1),

@@ -1,6 +1,6 @@
-"""Rejection sampling on whole arrays of probabilities: what the operation must equal.
+"""Oracle for rejection sampling: the rules on whole arrays of probabilities.
 
-The rules of the papers one by one, in float32, with none of the operation's passes.
+Each rule as its paper states it, in float32, with none of the operation's passes.
 """
 
 import jax
@@ -21,7 +21,7 @@ def decide(
     num_draft: Int[Array, " seq"],
     active: Active,
 ) -> Verdict:
-    """Decide a round; every rule in the form in which the papers have it.
+    """Decide a round by the rules as the papers state them.
 
     Args:
         logits: Target rows, sequence-major: row i of a sequence follows its i-th draft.
@@ -47,13 +47,15 @@ def decide(
         made = jax.lax.cond(
             active.is_coupled.any(),
             lambda: jnp.where(
-                per_token.is_coupled, _race(probs, position, per_token), choices
+                per_token.is_coupled,
+                _gumbel_argmax(probs, position, per_token),
+                choices,
             ),
             lambda: choices,
         )
         chosen = verify_choices(proposal.tokens, made.reshape(seqs, width), num_draft)
         target_probs = probs.reshape(seqs, width, -1)
-        drawn = _by_chance(proposal, target_probs, num_draft, active)
+        drawn = _verify_sampled(proposal, target_probs, num_draft, active)
         is_drawn = active.is_sampled & ~active.is_coupled
         return jax.tree.map(
             lambda left, right: jnp.where(is_drawn, left, right), drawn, chosen
@@ -65,14 +67,14 @@ def decide(
     return jax.lax.cond(active.is_sampled.any(), with_sampling, without_sampling)
 
 
-def _race(probs: Array, position: Array, per_token: Active) -> Array:
+def _gumbel_argmax(probs: Array, position: Array, per_token: Active) -> Array:
     noise = dense.exponential(
         per_token.seed, position, randomness.SAMPLE, probs.shape[1]
     )
-    return dense.race(probs, noise)
+    return dense.gumbel_argmax(probs, noise)
 
 
-def _by_chance(
+def _verify_sampled(
     proposal: Proposal,
     target_probs: Float[Array, "seq width vocab"],
     num_draft: Int[Array, " seq"],
@@ -116,11 +118,11 @@ def verify_choices(
     target_choices: Int[Array, "seq draft+1"],
     num_draft: Int[Array, " seq"],
 ) -> Verdict:
-    """Accept drafts while they equal what the target itself would have emitted.
+    """Accept drafts while they equal the target's own choices.
 
     This is the rule of greedy decoding (a choice is the argmax) and of coupled
-    sampling (a choice is the target's own sample under noise that the draft shared):
-    the text is what plain decoding would give, token for token.
+    sampling (a choice is the target's own sample, with noise that the draft model
+    shares): the text equals that of plain decoding, token for token.
 
     Args:
         num_draft: Drafts that count; the later ones are ignored.
@@ -148,14 +150,15 @@ def verify_standard(
     row after the last draft. Emitted tokens follow the target exactly.
 
     Args:
-        draft_probs: What `draft_tokens` were drawn from, after all sampling controls.
+        draft_probs: Distributions that `draft_tokens` were drawn from, after all
+            sampling controls.
         num_draft: Drafts that count; the later ones are ignored.
     References: Leviathan et al. 2023, arXiv:2211.17192, Alg. 1.
         Chen et al. 2023, arXiv:2302.01318, Alg. 2.
     """
-    draft_chance = _chosen(draft_probs, draft_tokens)
-    target_chance = _chosen(target_probs[:, :-1], draft_tokens)
-    is_accepted = accept_uniform * draft_chance < target_chance
+    draft_token_probs = _chosen(draft_probs, draft_tokens)
+    target_token_probs = _chosen(target_probs[:, :-1], draft_tokens)
+    is_accepted = accept_uniform * draft_token_probs < target_token_probs
     num_accepted = _prefix_length(is_accepted, num_draft)
     scale = jnp.ones_like(sample_uniform)
     residual = residual_weights(
@@ -175,18 +178,21 @@ def verify_block(
 ) -> Verdict:
     """Accept the longest prefix that passes its own test, then draw one token.
 
-    Block verification: a draft that fails alone may be carried by what follows, so
-    that no rule accepts more on average. Emitted tokens follow the target exactly.
+    Block verification: a draft that would be rejected alone may be accepted with its
+    successors; no rule accepts more on average. Emitted tokens follow the target
+    exactly.
 
     Args:
-        draft_probs: What `draft_tokens` were drawn from, after all sampling controls.
+        draft_probs: Distributions that `draft_tokens` were drawn from, after all
+            sampling controls.
         num_draft: Drafts that count; the later ones are ignored.
     References: Sun et al. 2024, arXiv:2403.10444, Alg. 2.
     """
-    draft_chance = _chosen(draft_probs, draft_tokens)
-    target_chance = _chosen(target_probs[:, :-1], draft_tokens)
-    # A drawn token has draft_chance > 0; a garbage one past num_draft may not.
-    ratio = target_chance / jnp.where(draft_chance > 0, draft_chance, 1.0)
+    draft_token_probs = _chosen(draft_probs, draft_tokens)
+    target_token_probs = _chosen(target_probs[:, :-1], draft_tokens)
+    # Tokens past num_draft are arbitrary: their draft probability may be 0.
+    is_possible = draft_token_probs > 0
+    ratio = target_token_probs / jnp.where(is_possible, draft_token_probs, 1.0)
     num_tokens = draft_tokens.shape[1]
     joint = [jnp.ones_like(sample_uniform)]
     passes = []
@@ -194,15 +200,15 @@ def verify_block(
         joint.append(jnp.minimum(1.0, joint[-1] * ratio[:, index]))
         here = joint[-1]
         if index + 1 < num_tokens:
-            # Draft `index + 1` is judged by the row that follows it.
-            excess = here[:, None] * target_probs[:, index + 1]
-            excess = jnp.maximum(excess - draft_probs[:, index + 1], 0.0).sum(axis=-1)
-            room = excess + 1.0 - here
-            inner = jnp.where(room > 0, excess / jnp.where(room > 0, room, 1.0), 1.0)
+            # The row after draft `index` verifies draft `index + 1`.
+            above = here[:, None] * target_probs[:, index + 1]
+            mass = jnp.maximum(above - draft_probs[:, index + 1], 0.0).sum(axis=-1)
+            room = mass + 1.0 - here
+            inner = jnp.where(room > 0, mass / jnp.where(room > 0, room, 1.0), 1.0)
         else:
             inner = here
-        chance = jnp.where(num_draft == index + 1, here, inner)
-        passes.append(accept_uniform[:, index] < chance)
+        acceptance = jnp.where(num_draft == index + 1, here, inner)
+        passes.append(accept_uniform[:, index] < acceptance)
     is_passed = jnp.stack(passes, axis=1)
     index = jnp.arange(1, num_tokens + 1, dtype=jnp.int32)[None]
     is_passed &= index <= num_draft[:, None]
@@ -223,9 +229,8 @@ def residual_weights(
 ) -> Float[Array, "seq vocab"]:
     """Weights of the token after the accepted prefix (they do not sum to 1).
 
-    max(scale * target - draft, 0) at a rejection, the target itself after the last
-    draft. Where rounding leaves nothing (target equals draft, yet rejected), the
-    target.
+    max(scale * target - draft, 0) after a rejection, else the target itself. If
+    rounding makes the residual 0 (target equals draft, yet rejected), the target.
     """
     target = _pick_row(target_probs, num_accepted)
     last = draft_probs.shape[1] - 1

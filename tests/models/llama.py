@@ -1,6 +1,6 @@
-"""A second family, as somebody would add one: Llama, untied, without biases.
+"""An example of a second family: Llama, untied, without biases.
 
-`FAMILIES["llama"] = FAMILY` is all that the engine needs besides this module.
+Besides this module the engine needs only `FAMILIES["llama"] = FAMILY`.
 """
 
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ from jaxspec_kernels.sums import row_sums
 @no_type_check
 @dataclass(frozen=True, kw_only=True)
 class LlamaConfig(ModelConfig):
-    """The numbers of one Llama."""
+    """The config of one Llama."""
 
     rms_norm_eps: float
     rope_theta: float
@@ -85,7 +85,7 @@ def forward(
     kv_pages: Pages,
     backend: Backend,
 ) -> tuple[Hidden, Pages]:
-    """Run all layers; returns the rows and the updated pages per layer."""
+    """Run all layers; return the rows and the updated pages per layer."""
     stream = params["embedding"].rows(batch.tokens)
     tables = rope_tables(batch.positions, config.head_dim, config.rope_theta)
 
@@ -118,7 +118,7 @@ def forward(
 def logits(
     config: LlamaConfig, params: Params, rows: Float[Array, "row model"]
 ) -> Float[Array, "row vocab"]:
-    """Logits through a head of its own."""
+    """Logits by the untied head."""
     return params["head"].multiply(rows)
 
 

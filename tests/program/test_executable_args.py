@@ -1,4 +1,4 @@
-"""Programs are given all that they read or change, and no draft model at K = 0."""
+"""Programs take all arrays that they read or change, and no draft model at K = 0."""
 
 import contextlib
 import dataclasses
@@ -41,11 +41,11 @@ def everything(engine: LLMEngine) -> Any:
 
 @pytest.mark.parametrize("shape", [PLAIN, GREEDY, WITH_PROMPTS])
 @pytest.mark.parametrize("way", WAYS)
-def test_what_rests_is_neither_read_nor_changed(way: str, shape: StepShape):
+def test_unused_arguments_are_neither_read_nor_changed(way: str, shape: StepShape):
     engine = engine_of(**WAYS[way])
     program, arguments = engine.runner.program, everything(engine)
-    rest = [one.rests_without_drafts for one in program.proposers]
-    assert rest[-1]
+    is_unused = [one.is_unused_without_drafts for one in program.proposers]
+    assert is_unused[-1]
     plan = np.zeros(PlanLayout(shape, program.pool).size, np.int32)
 
     def run(*given: Any) -> Any:
@@ -59,22 +59,22 @@ def test_what_rests_is_neither_read_nor_changed(way: str, shape: StepShape):
     used = {id(one) for equation in traced.eqns for one in equation.invars}
     given = [
         traced.invars[number]
-        for at, rests in enumerate(rest)
-        if rests
+        for at, unused in enumerate(is_unused)
+        if unused
         for number in jax.tree.leaves((numbers[1][at], numbers[2].proposers[at]))
     ]
     assert len(given) > 10
     assert not used & set(map(id, given))
     kept = [
         traced.invars[number]
-        for at, rests in enumerate(rest)
-        if rests
+        for at, unused in enumerate(is_unused)
+        if unused
         for number in jax.tree.leaves(numbers[2].proposers[at])
     ]
     assert [id(one) for one in traced.outvars][-len(kept) :] == list(map(id, kept))
 
 
-def test_a_plain_program_is_given_what_it_is_without_drafts():
+def test_plain_program_takes_the_arguments_of_an_engine_without_drafts():
     with_draft, alone = engine_of(), make_engine(pair.target(), **pair.SETTINGS)
     sizes = [
         [
@@ -95,7 +95,7 @@ def test_a_plain_program_is_given_what_it_is_without_drafts():
     assert counts == [sum(map(len, sizes[0])) + 1, everyone, everyone]
 
 
-def test_a_call_replaces_what_it_was_given():
+def test_call_replaces_its_donated_arrays():
     engine = engine_of()
     params, state = engine.runner.params, engine.runner.state
     arrays = Arrays(engine.runner.program.proposers, params, state)
@@ -109,7 +109,7 @@ def test_a_call_replaces_what_it_was_given():
     before = jax.tree.map(np.asarray, state)
     drafts = before.proposers
     assert arrays.call(program, PLAIN, plan) is plan
-    # The draft model's pages are where they were, and all else is what came back.
+    # The draft model's pages are the same arrays; the others are the results.
     once = jax.tree.map(np.asarray, arrays.state)
     expected = jax.tree.map(other, before)
     expect_equal(once, dataclasses.replace(expected, proposers=drafts))
@@ -121,7 +121,7 @@ def test_a_call_replaces_what_it_was_given():
 
 
 def other(array: Any) -> Any:
-    """The same with all bits the other way round."""
+    """Return the array with all bits inverted."""
     values = np.asarray(array)
     if values.dtype == bool:
         return ~values
@@ -137,7 +137,7 @@ def expect_equal(one: Any, other: Any) -> None:
 
 
 @pytest.mark.parametrize("shape", [PLAIN, DRAFTING])
-def test_a_call_that_is_cut_short_leaves_nothing_half_done(shape: StepShape):
+def test_interrupted_call_leaves_a_consistent_state(shape: StepShape):
     engine = engine_of()
     arrays = Arrays(
         engine.runner.program.proposers, engine.runner.params, engine.runner.state
@@ -151,6 +151,6 @@ def test_a_call_that_is_cut_short_leaves_nothing_half_done(shape: StepShape):
         arrays.call(program, shape, None)
     after = jax.tree.leaves(arrays.state)
     assert all(one is other for one, other in zip(before, after, strict=True))
-    assert not arrays.are_given_away
+    assert not arrays.is_state_consumed
     after[0].delete()
-    assert arrays.are_given_away
+    assert arrays.is_state_consumed

@@ -1,4 +1,4 @@
-"""A value that the device keeps for a request is one line in one place."""
+"""A value that the device stores for a request is declared in one line."""
 
 import subprocess
 import sys
@@ -38,7 +38,7 @@ print(np.asarray(gather(rows, tokens, jnp.array([2, 1])).typical_p).tolist())
 """
 
 
-def test_a_new_value_of_requests_is_declared_once(tmp_path: Path):
+def test_new_request_value_is_declared_once(tmp_path: Path):
     spec = util.find_spec("jaxspec.program.plan")
     assert spec is not None and spec.origin is not None
     source = Path(spec.origin).read_text()
@@ -51,5 +51,5 @@ def test_a_new_value_of_requests_is_declared_once(tmp_path: Path):
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    # The row that was admitted, and one where nobody has set it.
+    # The admitted row, and one where it is not set.
     assert done.stdout.strip() == "[0.25, 1.0]"

@@ -1,4 +1,4 @@
-"""Drafts are drawn from the distribution that float64 oracles find by sorting."""
+"""Drafts follow the distribution of float64 oracles, which sort."""
 
 import functools
 from typing import Any
@@ -30,7 +30,7 @@ LOGITS = np.random.default_rng(0).normal(size=(6, VOCAB)).astype(np.float32) * 2
 
 
 def distribution_of(logits: np.ndarray, rows: list[dict]) -> np.ndarray:
-    """What tokens are drawn from, on rows of controls."""
+    """The sampling distribution of rows with controls."""
     defaults = dict(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
     full = [defaults | row for row in rows]
 
@@ -47,7 +47,7 @@ def distribution_of(logits: np.ndarray, rows: list[dict]) -> np.ndarray:
     return probs
 
 
-# Traced once for every shape, and compiled as soon as possible.
+# Traced once per shape, and compiled with little optimization.
 quick_jit: Any = functools.partial(jax.jit, compiler_options=UNOPTIMISED)
 
 
@@ -111,7 +111,7 @@ def check_distribution(size: int, rows: list[dict], *, is_tied: bool = False) ->
 
 
 def random_rows(size: int, count: int = 48) -> list[dict]:
-    """Controls of every kind side by side, greedy rows among them."""
+    """Controls of every kind in one batch, with greedy rows."""
     random = np.random.default_rng(size)
     rows = []
     for _ in range(count):
@@ -150,7 +150,7 @@ def test_one_kind_of_control_alone(row):
 
 
 def test_wide_nucleus_and_large_top_k_are_found():
-    """Flat distributions, of which much is kept; sorting finds the same thresholds."""
+    """Flat distributions, of which much is kept; thresholds equal those by sorting."""
     rows = [
         dict(top_p=0.9),
         dict(top_k=700),
@@ -172,7 +172,7 @@ def test_wide_nucleus_and_large_top_k_are_found():
         np.testing.assert_allclose(probs, expected, atol=1e-6)
 
 
-def test_ties_at_the_border_stay():
+def test_ties_at_the_border_are_kept():
     logits = np.array([[2.0, 1.0, 1.0, 1.0, 0.0]], np.float32)
     for row in (dict(top_k=2), dict(top_p=0.5), dict(min_p=float(np.exp(-1.0)) * 0.99)):
         found = distribution_of(logits, [row])[0]
@@ -207,7 +207,7 @@ def check_draw(size: int) -> None:
             if low < high:
                 uniforms += [low, (low + high) / 2, high]
                 tokens += [token] * 3
-        # The least and the largest uniform there can be.
+        # The smallest and the largest possible uniform.
         uniforms += [0.0, LARGEST_UNIFORM]
         tokens += [positive[0], positive[-1]]
         rows += [logits] * (len(tokens) - len(rows))
@@ -224,7 +224,7 @@ def test_draw_inverts_the_cumulative_sum(size):
 
 @pytest.mark.parametrize("size", SIZES)
 def test_draw_never_takes_a_token_of_weight_zero(size):
-    """Also where rounding makes the sums disagree with each other."""
+    """Even if rounding makes the sums disagree."""
     random = np.random.default_rng(size)
     logits = random.normal(size=(2000, size)).astype(np.float32) * 8
     logits[random.random(logits.shape) < 0.6] = -np.inf
@@ -276,7 +276,7 @@ def test_every_row_follows_its_own_rule():
         distance = jnp.full(6, index, jnp.int32)
         start = active.num_tokens
         uniform = randomness.uniform(active.seed, start, role, distance)
-        # The noise of the position itself, whoever draws.
+        # The noise of the position itself, for draft and target alike.
         noise = dense.exponential(
             active.seed, start + distance, randomness.SAMPLE, VOCAB
         )
@@ -292,7 +292,7 @@ def test_every_row_follows_its_own_rule():
 
 @pytest.mark.parametrize("is_active", [True, False], ids=["greedy", "inactive"])
 def test_batch_without_sampled_rows_takes_the_argmax(is_active):
-    """Pads that once sampled do not make a batch sampled."""
+    """Pads with a temperature do not make a batch sampled."""
     active = make_active(6, temperature=float(not is_active), is_active=is_active)
     token, probs = draft_with(active, 0)
     np.testing.assert_array_equal(token, LOGITS.argmax(axis=1))
@@ -300,7 +300,7 @@ def test_batch_without_sampled_rows_takes_the_argmax(is_active):
     assert not probs.any()
 
 
-def test_certain_drafts_have_no_probabilities():
+def test_point_mass_drafts_have_no_probabilities():
     token, probs = draft_with(make_active(6, temperature=1.0), 0, is_greedy=True)
     np.testing.assert_array_equal(token, LOGITS.argmax(axis=1))
     assert probs is None

@@ -1,4 +1,4 @@
-"""A round in which drafts may be missing: two forms in one program, nothing copied."""
+"""Programs with several pass widths, for rounds with few drafts: nothing is copied."""
 
 import functools
 import re
@@ -51,15 +51,15 @@ def test_both_forms_write_pages_in_place(engine, num_seqs, features):
     )
     program = check_program(engine, shape)
     assert " conditional(" not in entry_of(program)
-    bodies = set(re.findall(r" while\(.*body=%([\w.-]+)", entry_of(program)))
-    assert len(bodies) == 2
+    loops = set(re.findall(r" while\(.*body=%([\w.-]+)", entry_of(program)))
+    assert len(loops) == 2
 
 
 @pytest.mark.parametrize(
     ("chunk", "features"), [(0, GREEDY), slow(0, Features()), (32, Features())]
 )
-def test_nothing_is_computed_before_it_is_known_who_needs_it(engine, chunk, features):
-    """Matrix products stand in the two forms, none before them."""
+def test_no_products_outside_of_the_two_forms(engine, chunk, features):
+    """The two forms contain all matrix products."""
     shape = StepShape(
         num_seqs=1, num_draft_tokens=pair.NUM_DRAFT, chunk=chunk, features=features
     )
@@ -70,7 +70,7 @@ def test_nothing_is_computed_before_it_is_known_who_needs_it(engine, chunk, feat
 
 @pytest.mark.parametrize("features", [GREEDY, slow(Features())])
 def test_many_drafts_have_a_narrow_form_too(features):
-    """Suffix drafts may be few, of which the device alone knows."""
+    """Suffix proposals may have few drafts, and only the device knows the number."""
     count = 2 * FEW + 1
     engine = make_lookup_engine(num_draft_tokens=count, lookup=None, suffix={})
     shape = StepShape(num_seqs=1, num_draft_tokens=count, chunk=0, features=features)
@@ -89,7 +89,7 @@ def test_both_forms_write_pages_in_place_in_bfloat16():
 
 
 @pytest.mark.slow
-def test_both_forms_write_pages_in_place_and_tell_logprobs(engine):
+def test_both_forms_write_pages_in_place_with_logprobs(engine):
     shape = StepShape(
         num_seqs=2,
         num_draft_tokens=pair.NUM_DRAFT,
@@ -100,7 +100,7 @@ def test_both_forms_write_pages_in_place_and_tell_logprobs(engine):
 
 
 def test_a_text_without_repeats_runs_plain_rounds_only():
-    """As many tokens as rounds, none of them drafted."""
+    """Every round adds one token, without drafts."""
     engine = make_engine(
         pair.target(),
         num_draft_tokens=pair.NUM_DRAFT,
@@ -109,7 +109,7 @@ def test_a_text_without_repeats_runs_plain_rounds_only():
         **pair.SETTINGS,
     )
     prompt = pair.prompts(1, longest=9, seed=4)[0]
-    # Drawn: the greedy text says one token over and over.
+    # Sampled: the greedy text repeats one token.
     params = SamplingParams(seed=1, temperature=1.0, max_tokens=12, ignore_eos=True)
     (text,) = tokens_of(generate(pair.plain_engine(), [prompt], params))
     with pair.recorded(engine) as rounds:
@@ -124,7 +124,7 @@ def entry_of(program: str) -> str:
 
 
 def has_products(program: str, computation: str) -> bool:
-    """Whether it multiplies matrices itself, outside of its loops' bodies."""
+    """Whether a computation has matrix products outside of its loops."""
     called = re.findall(r"(?:calls|to_apply)=%([\w.-]+)", computation)
     inner = (re.search(rf"^%{name} .*?^}}", program, re.M | re.S) for name in called)
     is_here = " dot(" in computation or '"jaxspec_multiply"' in computation

@@ -1,9 +1,9 @@
 """The exact distribution of a verification round, by running the rule on every outcome.
 
 A case is a pair of random processes over a few tokens whose probabilities depend on the
-whole path. Every draft path is fed to the real rule, with uniforms just below and just
-above each threshold of a float64 oracle; weights come from the oracle, decisions from
-the rule. So a threshold that is off by more than the margin changes the distribution.
+whole path. The real rule runs on every draft path, with uniforms just below and just
+above each threshold of a float64 oracle. The oracle gives the weights, the rule the
+decisions: a threshold that is off by more than the margin changes the distribution.
 """
 
 from collections.abc import Callable
@@ -42,7 +42,7 @@ Tree = list[
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """Distributions of target and draft by prefix, and how many drafts count."""
+    """Distributions of target and draft by prefix, and the number of drafts."""
 
     kind: str
     target: Tree
@@ -120,7 +120,7 @@ def _some(random: np.random.Generator) -> np.ndarray:
 
 
 def _distribution(random: np.random.Generator, support: np.ndarray) -> np.ndarray:
-    """Random multiples of the grain on a support, none of them zero, summing to 1."""
+    """Random distribution on a support, in nonzero multiples of the grain."""
     size = int(support.sum())
     total = round(1 / GRAIN) - size
     parts = random.multinomial(total, random.dirichlet(np.full(size, 0.7))) + 1
@@ -134,7 +134,7 @@ class Paths:
     """Every draft path of every case, one entry each."""
 
     case: np.ndarray
-    weight: np.ndarray  # chance that the draft draws this path
+    weight: np.ndarray  # probability that the draft samples this path
     tokens: np.ndarray  # [path, draft]
     draft: np.ndarray  # [path, draft, vocab]
     target: np.ndarray  # [path, draft+1, vocab]
@@ -142,7 +142,7 @@ class Paths:
 
 
 def make_paths(cases: list[Case]) -> Paths:
-    """Paths that a draft can draw; what does not count is NaN or arbitrary."""
+    """Paths that a draft can sample; unused entries are NaN or arbitrary."""
     parts = []
     for number, case in enumerate(cases):
         count = case.num_draft
@@ -174,11 +174,11 @@ def make_paths(cases: list[Case]) -> Paths:
 
 @dataclass(frozen=True, kw_only=True)
 class Thresholds:
-    """The oracle's view of a rule, per path and draft.
+    """A rule's thresholds by the oracle, per path and draft.
 
     Attributes:
-        accept: Draft i passes when its uniform is below this.
-        margin: How close to the threshold float32 can be held to it.
+        accept: Draft i passes if its uniform is below this.
+        margin: Distance from the threshold at which float32 must decide correctly.
         scale: Factor of the target in the residual, by number of accepted drafts.
     """
 
@@ -189,7 +189,7 @@ class Thresholds:
 
 
 def ratios(paths: Paths) -> np.ndarray:
-    """Target / draft of every drawn token; NaN where the draft does not count."""
+    """Target / draft of every sampled token; NaN for drafts that do not count."""
     index = paths.tokens[:, :, None]
     target = np.take_along_axis(paths.target[:, :-1], index, 2)[:, :, 0]
     return target / np.take_along_axis(paths.draft, index, 2)[:, :, 0]
@@ -218,37 +218,37 @@ def block_oracle(paths: Paths) -> Thresholds:
         accept[:, i] = here
         if i + 1 < DRAFTS:
             more = here[:, None] * paths.target[:, i + 1] - paths.draft[:, i + 1]
-            excess = np.maximum(more, 0).sum(axis=1)
-            room = excess + 1 - here
+            positive = np.maximum(more, 0).sum(axis=1)
+            room = positive + 1 - here
             safe = np.where(room > 0, room, 1)
-            inner = np.where(room > 0, excess / safe, 1.0)
+            inner = np.where(room > 0, positive / safe, 1.0)
             is_last = paths.num_draft == i + 1
             accept[:, i] = np.where(is_last, here, inner)
             margin[:, i] = np.where(is_last, MARGIN, MARGIN / safe)
     return Thresholds(accept=accept, margin=margin, scale=joint, is_prefix=False)
 
 
-def _uniforms(chance: np.ndarray, margin: np.ndarray, passes: np.ndarray) -> np.ndarray:
-    """Uniforms that must pass (or fail), as close to the threshold as is fair."""
-    below = np.minimum(chance - margin, LARGEST_UNIFORM)
-    below = np.where(below < 0, chance / 2, below)
-    above = np.where(chance + margin >= 1, (1 + chance) / 2, chance + margin)
-    return np.where(passes, below, np.where(chance <= 0, 0.0, above))
+def _uniforms(accept: np.ndarray, margin: np.ndarray, passes: np.ndarray) -> np.ndarray:
+    """Uniforms that must pass (or fail), a margin away from the threshold."""
+    below = np.minimum(accept - margin, LARGEST_UNIFORM)
+    below = np.where(below < 0, accept / 2, below)
+    above = np.where(accept + margin >= 1, (1 + accept) / 2, accept + margin)
+    return np.where(passes, below, np.where(accept <= 0, 0.0, above))
 
 
 def outcomes(paths: Paths, oracle: Thresholds) -> dict[str, np.ndarray]:
-    """Rows to feed to the rule: path x pass/fail pattern x edge of a next token.
+    """Inputs of the rule: path x pass/fail pattern x edge of a next token.
 
     Only rows of positive weight; weights of one case sum to 1.
     """
     count, drafts = oracle.accept.shape
     patterns = np.indices((2,) * drafts).reshape(drafts, -1).T.astype(bool)
     counts = np.arange(drafts)[None] < paths.num_draft[:, None]
-    chance = np.where(counts, oracle.accept, 0.5)[:, None]  # [path, pattern, draft]
+    accept = np.where(counts, oracle.accept, 0.5)[:, None]  # [path, pattern, draft]
     passes = np.broadcast_to(patterns, (count, *patterns.shape))
-    each = np.where(passes, chance, 1 - chance)
+    each = np.where(passes, accept, 1 - accept)
     weight = paths.weight[:, None] * each.prod(axis=2)
-    uniform = _uniforms(chance, oracle.margin[:, None], passes)
+    uniform = _uniforms(accept, oracle.margin[:, None], passes)
 
     passed = passes & counts[:, None]
     index = np.arange(1, drafts + 1)
@@ -283,13 +283,13 @@ def outcomes(paths: Paths, oracle: Thresholds) -> dict[str, np.ndarray]:
 
 
 def run_rule(rule: Callable[..., Any], paths: Paths, rows: dict[str, np.ndarray]):
-    """The real rule on every row, in one call; returns accepted counts and tokens."""
+    """Run the real rule on all rows in one call; return accepted counts and tokens."""
     path = rows["path"]
 
     def floats(values: np.ndarray) -> jax.Array:
         return jnp.asarray(values, jnp.float32)
 
-    # A function of its own: a jit of the same one would not see that it has changed.
+    # A new function: an old jit would hide a mutant.
     decide = jax.jit(
         lambda *args, **uniforms: rule(*args, **uniforms), compiler_options=UNOPTIMISED
     )

@@ -1,4 +1,4 @@
-"""The engine's loop without texts, over a device of plain Python."""
+"""The engine's loop without texts, over a fake device."""
 
 from collections import deque
 from types import SimpleNamespace
@@ -68,7 +68,7 @@ def make_config(**changes) -> EngineConfig:
 
 
 def make_prompt(random: np.random.Generator, length: int) -> list[int]:
-    """One of a few beginnings, and sometimes an end of its own."""
+    """One of a few prefixes, and sometimes a random end."""
     stem = np.random.default_rng(random.integers(2)).integers(0, VOCAB, length)
     own = int(random.choice([0, 1, length // 2]))
     stem[length - own :] = random.integers(0, VOCAB, own)
@@ -102,7 +102,7 @@ def make_request(number: int, random: np.random.Generator, config) -> Request:
 
 
 class SomePrograms(EveryProgram):
-    """Has only those it was given."""
+    """Only the given programs."""
 
     def __init__(self, *there: StepShape):
         self.there, self.asked = set(there), list[StepShape]()
@@ -148,7 +148,7 @@ class Loop:
             has_draft=config.draft_model_config is not None,
             seed=seed,
         )
-        self.fastest_s, self.fed_s = 1.0, 1 / 128
+        self.fastest_s, self.prompt_token_s = 1.0, 1 / 128
         self.launched: deque = deque()
         self.launches: list[Launch] = []
         self.finished: list[Request] = []
@@ -176,8 +176,8 @@ class Loop:
         return self.scheduler.has_unfinished() or bool(self.launched)
 
     def cost(self, launch: Launch) -> float:
-        """Seconds that a round takes, and each token fed."""
-        return self.fastest_s + launch.shape.chunk * self.fed_s
+        """Duration of a launch: a cost per round, and per prompt token."""
+        return self.fastest_s + launch.shape.chunk * self.prompt_token_s
 
     def assert_idle(self) -> None:
         self.scheduler.check_idle()
@@ -203,7 +203,7 @@ def run_traffic(config: EngineConfig, requests: list[Request], seed: int = 0) ->
 
 
 def make_requests(config: EngineConfig, count: int, **changes: Any) -> list[Request]:
-    """Requests that begin alike, with 70 prompt tokens and 20 to generate."""
+    """Requests with a shared prefix, 70 prompt tokens and 20 to generate."""
     random = np.random.default_rng(0)
     requests = [make_request(number, random, config) for number in range(count)]
     for request in requests:

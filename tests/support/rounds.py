@@ -18,9 +18,9 @@ STEPS = 8
 
 @contextlib.contextmanager
 def at_most(engine: LLMEngine, num_rounds: int) -> Iterator[list[tuple[int, int]]]:
-    """However long they take, and however near the end is: the device finds it.
+    """Let launches run up to `num_rounds` rounds, regardless of time and text length.
 
-    Yields rounds planned and run, of every launch that is read.
+    Yields a list of (rounds planned, rounds run) of the launches that are read.
     """
     runner, planned, ran = engine.runner, deque[int](), list[tuple[int, int]]()
     launch, fetch = runner.launch, runner.fetch

@@ -1,9 +1,9 @@
 """Devices by name, for `plan` and `compile` where the devices are not present.
 
-Owns which devices can be described to a compiler, or only named, and the abstract
-parameters and state of an engine on them: shapes, types and placement. A program that
-is compiled for these is the one that an engine loads which starts on such devices with
-the same arguments.
+Owns the lists of devices that can be described to a compiler, or only named, and the
+abstract parameters and state of an engine on them: shapes, types and placement. An
+engine that starts on such devices with the same arguments loads the programs that were
+compiled for the descriptions.
 """
 
 import os

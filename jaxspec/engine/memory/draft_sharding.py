@@ -1,4 +1,4 @@
-"""Chooses how many of the target's devices share a copy of the draft model.
+"""Chooses the number of the target's devices that share a copy of the draft model.
 
 With many, each device reads less of the weights, but every layer ends in an all-reduce.
 With few, several devices store and read the same weights. The estimate uses published
@@ -179,8 +179,8 @@ class DraftSharding:
             f"{self.reason} ({'; '.join(parts)})"
         )
 
-    def told(self) -> dict[str, Any]:
-        """The same for programs that read it."""
+    def as_dict(self) -> dict[str, Any]:
+        """Return the choice as JSON values."""
         sizes = [
             {
                 "devices": one.devices,

@@ -15,7 +15,7 @@ from jaxspec.errors import ConfigError, check_integer, wrong_argument
 from jaxspec.program.plan import MAX_GROUP_BYTES, TILE
 
 GIB, MIB = 2**30, 2**20
-# vLLM's. The rest is for what is not planned: memory of libraries, fragmentation.
+# vLLM's. The rest is for unplanned memory: libraries, fragmentation.
 DEFAULT_UTILIZATION = 0.92
 # The most that pages take of a CPU's memory by default.
 MAX_CPU_KV_BYTES = 512 * MIB
@@ -259,7 +259,7 @@ class MemoryPlan:
         return facts.limit_bytes - taken - self.kv_bytes
 
     def concurrency(self, num_tokens: int) -> float:
-        """Return how many sequences of `num_tokens` tokens fit the pages."""
+        """Return the number of sequences of `num_tokens` tokens that fit the pages."""
         return self.num_pages / math.ceil(num_tokens / self.facts.page_size)
 
     @property
@@ -337,8 +337,8 @@ class MemoryPlan:
             lines.append(self.draft_sharding.line())
         return lines
 
-    def told(self) -> dict[str, Any]:
-        """The same for programs that read it, with bytes of one device."""
+    def as_dict(self) -> dict[str, Any]:
+        """Return the plan as JSON values, with the bytes of one device."""
         return {
             "device": self.facts.device,
             "num_devices": self.facts.num_devices,
@@ -356,7 +356,7 @@ class MemoryPlan:
             "max_concurrency": self.concurrency(self.facts.max_model_len),
             "draft_bytes": self.draft_bytes,
             "sequences_lost": self.sequences_lost,
-            "draft_sharding": self.draft_sharding and self.draft_sharding.told(),
+            "draft_sharding": self.draft_sharding and self.draft_sharding.as_dict(),
             "table": self.table(),
         }
 

@@ -148,7 +148,7 @@ def spread_draft(
     device: str | None = None,
     others: Others = (),
 ) -> tuple[EngineConfig, Mesh, DraftSharding | None]:
-    """Choose how many devices share a copy of the draft model, unless the user has.
+    """Choose the number of devices of the draft model, unless the user has set it.
 
     Args:
         device: Name of devices that are not present.

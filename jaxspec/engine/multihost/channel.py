@@ -76,7 +76,7 @@ class HostsError(OSError):
 
 
 class Command(NamedTuple):
-    """What the leader does next, and its followers with it."""
+    """A command that the leader and all followers run next."""
 
     number: int
     name: str
@@ -98,11 +98,12 @@ class Connection:
         """Exchange random numbers, and derive a key for each direction.
 
         Args:
-            deadline: When reading fails, by `time.monotonic`; None: as the socket says.
+            deadline: Time by `time.monotonic` at which reading fails; None: the
+                socket's timeout.
 
         Raises:
-            HostsError: The other side speaks another protocol.
-            EOFError, OSError: It has gone, or does not answer in time.
+            HostsError: The other side uses another protocol.
+            EOFError, OSError: It has closed the connection, or does not answer in time.
         """
         self._stream, self._deadline = stream, deadline
         self._num_sent = self._num_received = 0
@@ -147,7 +148,7 @@ class Connection:
         if not hmac.compare_digest(tag, _sign(self._receives, body)):
             raise HostsError("its message is not signed with the same secret")
         if number != self._num_received:
-            raise HostsError(f"message {number} came for {self._num_received}")
+            raise HostsError(f"message {number} arrived, not {self._num_received}")
         self._num_received += 1
         end = _HEADER.size + num_content
         vector = None
@@ -183,7 +184,7 @@ class Connection:
         self.close()
 
     def set_timeout(self, seconds: float | int | None) -> None:
-        """Let reading fail after this time from now; None: never."""
+        """Set the time from now after which reading fails; None: never."""
         self._deadline = None if seconds is None else time.monotonic() + seconds
         self._stream.settimeout(seconds)
 
@@ -301,8 +302,9 @@ class Followers:
         """Wait for all processes, and compare their facts with the leader's.
 
         Raises:
-            ConfigError: A process is missing, is there twice, differs or has ended; or
-                the address cannot be listened on. All followers get the reason.
+            ConfigError: A process is missing, differs or has ended, two have one rank,
+                or the leader cannot listen on its address. All followers get the
+                reason.
         """
         secret = hosts.read_secret()
         found: dict[int, tuple[Connection, str]] = {}
@@ -320,7 +322,7 @@ class Followers:
     def send(
         self, name: str, values: Mapping[str, Any], vector: np.ndarray | None = None
     ) -> int:
-        """Send a command to all followers; returns its number.
+        """Send a command to all followers; return its number.
 
         Raises:
             EngineDeadError: A process has ended.
@@ -340,7 +342,7 @@ class Followers:
             return self._number
 
     def wait(self, number: int) -> list[dict[str, Any]]:
-        """Wait until all followers have answered a command; returns answers by rank.
+        """Wait until all followers have answered a command; return answers by rank.
 
         Returns an empty list after `end`.
 
@@ -358,7 +360,7 @@ class Followers:
         return [answers[rank] for rank in sorted(answers)]
 
     def end(self) -> None:
-        """Let all followers end in order; nothing can be sent afterwards.
+        """End all followers in order; nothing can be sent afterwards.
 
         Answers are read until the followers close: an answer to a closed socket would
         reset the connection, and the last command could be lost.
@@ -384,7 +386,7 @@ class Followers:
             connection.close()
 
     def break_off(self, reason: str, *, may_be_loss: bool = False) -> None:
-        """Let all followers end at once: the leader has not run a command it sent.
+        """End all followers at once: the leader has not run a command that it sent.
 
         Args:
             may_be_loss: The failure may come from the end of another process. Its
@@ -404,7 +406,7 @@ class Followers:
             self._close(reason)
 
     def _close(self, reason: str) -> bool:
-        """Close all connections; False if that was done before."""
+        """Close all connections; return False if they were closed before."""
         if not self._stop(reason):
             return False
         for connection, _ in self._connections.values():
@@ -412,7 +414,7 @@ class Followers:
         return True
 
     def _stop(self, reason: str) -> bool:
-        """Send no more; False if that was so before."""
+        """Send no more commands; return False if sending had stopped before."""
         with self._changed:
             if self._ended is not None:
                 return False
@@ -478,7 +480,7 @@ class _Arrival:
 
     def __init__(self, stream: socket.socket, address: str, secret: bytes):
         self.address, self._stream = address, stream
-        # None until the hello has come.
+        # None until the hello has arrived.
         self.connection: Connection | None = None
         self.hello: dict[str, Any] = {}
         self._thread = threading.Thread(
@@ -525,7 +527,7 @@ def _accept_all(
     """Fill `found` with one connection for every rank."""
     deadline = time.monotonic() + hosts.timeout_s
     arrivals: list[_Arrival] = []
-    reason = f"All {hosts.nnodes} processes are there, or the leader was stopped."
+    reason = f"All {hosts.nnodes} processes have connected, or the leader was stopped."
     listener.settimeout(POLL_S)
     try:
         while len(found) < hosts.nnodes - 1:
@@ -612,8 +614,8 @@ def _confirm_all(found: Mapping[int, tuple[Connection, str]]) -> None:
             connection.send({"accepted": True})
         except OSError as error:
             raise ConfigError(
-                f"The process of node_rank={rank} ({address}) has ended before all "
-                f"were there: {error}. See its log, and start all of them again.",
+                f"The process of node_rank={rank} ({address}) ended before all had "
+                f"connected: {error}. See its log, and start all of them again.",
                 parameter="nnodes",
                 value=len(found) + 1,
             ) from error
@@ -659,23 +661,23 @@ class Leader:
             deadline = max(deadline, time.monotonic() + HELLO_S)
             connection = Connection(stream, secret, is_leader=False, deadline=deadline)
             connection.send({"node_rank": hosts.node_rank, "facts": dict(facts)})
-            # Other followers may come late; the leader answers when it stops waiting.
+            # Other followers may be late; the leader answers when it stops waiting.
             connection.set_timeout(hosts.timeout_s + HELLO_S)
             answer, _ = connection.receive()
         except TimeoutError as error:
             stream.close()
             raise ConfigError(
                 f"After {hosts.timeout_s} s the process that listens on {where} has "
-                "not responded. Check that it is that of node_rank=0, and see its log.",
+                "not responded. Check that its node_rank is 0, and see its log.",
                 parameter="master_addr",
                 value=hosts.master_addr,
             ) from error
         except (EOFError, OSError) as error:
             stream.close()
             raise ConfigError(
-                f"The leader at {where} does not take node_rank={hosts.node_rank}: "
+                f"The leader at {where} did not accept node_rank={hosts.node_rank}: "
                 f"{error}. hosts_secret_file must have the same content on all hosts; "
-                "the leader's log says more.",
+                "see the leader's log.",
                 parameter="hosts_secret_file",
                 value=hosts.secret_file,
             ) from error

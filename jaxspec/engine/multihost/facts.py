@@ -1,4 +1,4 @@
-"""What all processes of one target must have in common, compared at the start."""
+"""Facts that must be equal in all processes of one target, compared at the start."""
 
 import dataclasses
 import hashlib
@@ -12,7 +12,7 @@ from jaxspec.config.engine import EngineConfig
 from jaxspec_checkpoints.gguf.file import shards
 from jaxspec_checkpoints.gguf.reading import find_gguf
 
-# Fields that may differ between hosts: paths, and what only the leader uses.
+# Fields that may differ between hosts: paths, and fields that only the leader uses.
 LOCAL_FIELDS = (
     *("model", "tokenizer", "served_model_name", "chat_template"),
     *("compilation_cache_dir", "disable_log_stats", "generation_defaults"),
@@ -21,7 +21,7 @@ LOCAL_FIELDS = (
 )
 # Fields that users set by another name.
 _ARGUMENTS = {"page_size": "block_size", "num_pages": "num_gpu_blocks_override"}
-# Longest fact that is sent as it is; a digest replaces the rest.
+# Longest fact that is sent in full; a digest replaces the rest of a longer one.
 _MAX_FACT = 120
 # Samples of a file of weights, besides its header: number, and bytes of each.
 NUM_SAMPLES, SAMPLE_BYTES = 32, 2**16
@@ -30,7 +30,7 @@ MAX_SAFETENSORS_HEADER_BYTES = 100 * 10**6
 
 
 def facts_of(config: EngineConfig, others: Mapping[str, object]) -> dict[str, str]:
-    """Return what must be the same in all processes, by name.
+    """Return the facts that must be equal in all processes, by name.
 
     Args:
         others: Facts beyond the configuration: versions, sources.

@@ -71,7 +71,7 @@ class Follower:
 
     @property
     def num_launches(self) -> int:
-        """Programs launched so far; the leader has launched as many."""
+        """Programs launched so far; the leader's number is the same."""
         return self.runner.num_launches
 
     def _handle(self, command: Command) -> None:
@@ -83,7 +83,7 @@ class Follower:
                 self._in_flight.append(result)
                 self._wait(MAX_IN_FLIGHT)
             case "compile":
-                # In a thread, while launches go on, as in the leader.
+                # In a thread, so that launches continue, as in the leader.
                 threading.Thread(
                     target=self._compile,
                     args=(command,),
@@ -101,7 +101,7 @@ class Follower:
             case "wake_up":
                 self._sleep.end(values["tags"])
             case _:
-                raise AssertionError(f"an unknown command {command.name!r}")
+                raise AssertionError(f"unknown command {command.name!r}")
 
     def _wait(self, most: int) -> None:
         """Wait until this many launches are in flight; a failed launch raises here."""

@@ -24,15 +24,14 @@ NO_ADMISSIONS = Admissions()
 
 
 def features_with(request: Request, running: Sequence[Request]) -> Features:
-    """Return the features of launches once a request runs beside others."""
-    # Of hundreds of requests most want the same, and looking at all comes with each
-    # that is admitted.
+    """Return the features of launches once a request runs alongside others."""
+    # Runs at each admission: hundreds of requests have few distinct features.
     distinct = {one.features for one in running}
     return functools.reduce(operator.or_, distinct, request.features)
 
 
 def padded(num_tokens: int) -> int:
-    """Return the room that a prompt takes: whole tiles."""
+    """Round the tokens of a prompt up to whole tiles."""
     return -(-num_tokens // TILE) * TILE
 
 
@@ -52,7 +51,7 @@ class Admitter:
         self._rows, self._waiting, self._masks = rows, waiting, masks
 
     def has_program(self, request: Request, running: Sequence[Request]) -> bool:
-        """Return whether a compiled program serves a request beside others."""
+        """Return whether a compiled program serves a request alongside others."""
         num_seqs = min(len(running) + 1, self._config.max_num_seqs)
         features = features_with(request, running)
         return bool(self._shapes.with_prompts(num_seqs, 0, features))
@@ -62,7 +61,8 @@ class Admitter:
     ) -> Admissions:
         """Admit from the front of the queue while there are rows, pages and room.
 
-        Requests whose program or next mask is not there yet are skipped.
+        Requests whose program is not compiled, or whose next mask is not computed, are
+        skipped.
         """
         room = budget.num_tiles - sum(chunk.num_tiles for chunk in claims.chunks)
         # Without any program for prompts, the first request names the missing one.
@@ -80,7 +80,7 @@ class Admitter:
             num_controlled += request.controls is not None
             if num_controlled > MAX_CONTROLLED:
                 break
-            # The program may have less room for prompts than that of those before.
+            # The program may have less room for prompts than the previous request's.
             features = features_with(request, running)
             shapes = self._shapes.with_prompts(len(running) + 1, 0, features)
             room = min(room, shapes[-1].num_tiles - num_tiles)
@@ -94,8 +94,8 @@ class Admitter:
             num_found = sum(one.num_found for one in admitted) + len(found)
             if num_found > self._config.pages_per_seq:
                 break
-            # Beside what running requests need next: without that, the new request
-            # would be the next to be preempted.
+            # Pages that running requests need next are reserved: without them, the new
+            # request would be the next to be preempted.
             all_pages = self._tables.count(request.num_tokens + 1)
             needed = all_pages - len(found) + pages.num_revived(found)
             if needed + promised > pages.num_free:
@@ -117,7 +117,7 @@ class Admitter:
         admitted: Sequence[Admitted],
         missing: list[StepShape | None],
     ) -> Request | None:
-        """Return the first request that a program serves; add what others lack."""
+        """Return the first request with a program; add missing programs of others."""
         taken = {id(one.chunk.request) for one in admitted}
         for request in self._waiting:
             if id(request) in taken:
@@ -132,7 +132,7 @@ class Admitter:
     def _missing_program(
         self, request: Request, running: Sequence[Request], taken: set[int]
     ) -> StepShape | None:
-        """Return the program that a request lacks, with room for all that wait now."""
+        """Return the program that a request lacks, with room for all waiting ones."""
         features, most = features_with(request, running), self._config.max_num_seqs
         waiting = [
             one
@@ -141,14 +141,14 @@ class Admitter:
         ]
         num_seqs = min(len(running) + len(waiting), most)
         tokens = sum(padded(one.num_tokens) for one in waiting[:most])
-        # Until there are others it serves all launches, also those with few tokens.
+        # Until others are compiled it serves all launches, also those with few tokens.
         tokens = min(tokens, FIRST_CHUNK)
         return self._shapes.select(num_seqs, 0, tokens, features, is_brief=True).missing
 
     def _promise(
         self, running: Sequence[Request], claims: PageClaims, pages: PlannedPages
     ) -> int:
-        """Plan what running requests are granted; return the pages they need next.
+        """Plan the pages of running requests; return the number they need next.
 
         That is the rest of every prompt, and one page per decoding request.
         """

@@ -1,6 +1,6 @@
 """Commits the results of a launch: tokens of requests, rows, totals, acceptance.
 
-Requests of a launch may have finished since, or lost their row.
+Requests of a launch may have finished or been preempted since it was planned.
 """
 
 import numpy as np
@@ -91,27 +91,29 @@ def _commit_rounds(
     if not is_there.all():
         there, planned, new = there[is_there], planned[is_there], new[is_there]
     rows.read(there, planned, new)
-    drafts = accepted = beside = np.zeros(count, np.int64)
+    drafts = accepted = side = np.zeros(count, np.int64)
     if launch.round.num_drafts or result.num_accepted_nodes is not None:
         # A lookup in the sequence may have found fewer than were planned.
         drafts = np.minimum(result.num_draft[:count], launch.drafts)
         drafts = np.where(is_void & ~is_broken, 0, drafts)
         accepted = np.minimum(result.num_accepted[:count], drafts)
-        # Of a sequence that had ended before, no drafts count; of one that ends in this
-        # round, those after the end do not.
+        # Drafts of a sequence that ended earlier do not count; of a sequence that ends
+        # in this round, only drafts up to the end count.
         is_counted = is_there & (emitted > 0)
-        judged, wanted = (
+        verified, planned_drafts = (
             np.where(result.is_done[:count], accepted, some)[is_counted]
             for some in (drafts, launch.drafts)
         )
-        acceptance.record(launch.rows[is_counted], judged, accepted[is_counted], wanted)
+        acceptance.record(
+            launch.rows[is_counted], verified, accepted[is_counted], planned_drafts
+        )
         if result.num_accepted_nodes is not None:
             kept = np.minimum(result.num_accepted_nodes[:count], emitted)
-            beside = np.where(is_void, 0, kept - accepted)
-            acceptance.record_side_branches(accepted[is_counted], beside[is_counted])
+            side = np.where(is_void, 0, kept - accepted)
+            acceptance.record_side_branches(accepted[is_counted], side[is_counted])
         if result.tree_row is not None:
-            goes_on = is_counted & ~result.is_done[:count] & (drafts > 0)
-            stats.record_ends(drafts[goes_on], result.tree_row[:count][goes_on])
+            continues = is_counted & ~result.is_done[:count] & (drafts > 0)
+            stats.record_ends(drafts[continues], result.tree_row[:count][continues])
     columns = zip(
         launch.decoding,
         is_there.tolist(),
@@ -119,7 +121,7 @@ def _commit_rounds(
         emitted.tolist(),
         drafts.tolist(),
         accepted.tolist(),
-        beside.tolist(),
+        side.tolist(),
         result.is_done[:count].tolist(),
         is_broken.tolist(),
         is_void.tolist(),
@@ -129,7 +131,7 @@ def _commit_rounds(
     has_ended = []
     logprobs = result.logprobs
     for index, column in enumerate(columns):
-        request, has_row, tokens, new, asked, kept, more, done, broken, void = column
+        request, has_row, tokens, new, drafted, kept, more, done, broken, void = column
         if not has_row:
             if request.status is Status.FINISHED:
                 has_ended.append(index)
@@ -141,9 +143,9 @@ def _commit_rounds(
         del tokens[new:]
         request.output_token_ids += tokens
         if not new:
-            asked = 0
-        elif asked and request.spec_metrics is not None:
-            request.spec_metrics.record_step(asked, kept)
+            drafted = 0
+        elif drafted and request.spec_metrics is not None:
+            request.spec_metrics.record_step(drafted, kept)
         failure = request.grammar_failure
         if request.is_quiet and not (done or broken or failure):
             if new:
@@ -155,7 +157,7 @@ def _commit_rounds(
             is_done=done or broken or failure is not None,
             is_broken=broken,
             failure=failure,
-            num_draft_tokens=asked,
+            num_draft_tokens=drafted,
             num_accepted=kept,
             num_side_tokens=more,
         )
@@ -165,7 +167,7 @@ def _commit_rounds(
     if has_ended:
         emitted = emitted.copy()
         emitted[has_ended] = 0  # tokens after the end are dropped
-    stats.record_round(drafts, accepted, emitted, beside)
+    stats.record_round(drafts, accepted, emitted, side)
     return advance
 
 

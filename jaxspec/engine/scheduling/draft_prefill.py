@@ -42,7 +42,7 @@ class Turn(NamedTuple):
     num_admitted_then: int = 0
 
 
-class Feed(NamedTuple):
+class DraftChunk(NamedTuple):
     """Tokens that the draft model reads of one request.
 
     Attributes:
@@ -69,7 +69,7 @@ class DraftPrefillPlan(NamedTuple):
 
     shape: StepShape | None
     missing: StepShape | None
-    feeds: tuple[Feed, ...]
+    chunks: tuple[DraftChunk, ...]
     is_probe: bool
     num_admitted_then: int
 
@@ -162,10 +162,10 @@ class DraftPrefill:
             if not do_most_lag:
                 num_tiles = min(num_tiles, self._tiles_within(stream_s))
         shape, missing = self._shapes.select_catch_up(num_tiles)
-        feeds = self._feeds(lagging, shape.num_tiles) if shape is not None else ()
-        return DraftPrefillPlan(shape, missing, feeds, is_probe, admitted)
+        chunks = self._chunks(lagging, shape.num_tiles) if shape is not None else ()
+        return DraftPrefillPlan(shape, missing, chunks, is_probe, admitted)
 
-    def _feeds(self, lagging: np.ndarray, num_tiles: int) -> tuple[Feed, ...]:
+    def _chunks(self, lagging: np.ndarray, num_tiles: int) -> tuple[DraftChunk, ...]:
         """Return the tokens that the draft model reads in one launch.
 
         Pages that several requests share are filled once, by the first of them.
@@ -174,11 +174,11 @@ class DraftPrefill:
             lagging: Rows whose unread launches all have no drafts, in order.
         """
         rows, tables, completed = self._rows, self._tables, set[int]()
-        feeds = list[Feed]()
+        chunks = list[DraftChunk]()
         for request in rows.owners_of(lagging.tolist()):
             row = request.row
             gap, unread = int(rows.num_draft_uncached[row]), int(rows.num_unread[row])
-            # The newest token stays out: it is the next round's input.
+            # The newest token is left out: it is the next round's input.
             before = request.num_tokens + unread - gap
             end = min(request.num_tokens, request.num_tokens + unread - 1)
             start = max(before, min(tables.num_drafted(request, completed), end))
@@ -188,9 +188,10 @@ class DraftPrefill:
                 for first in range(start, end, TILE)
             )
             num_tiles -= len(tiles)
-            feeds.append(Feed(request, tiles, max(end - before, 0), max(end, start)))
-            completed.update(request.pages[: feeds[-1].end // tables.page_size])
-        return tuple(feeds)
+            end_drafted = max(end, start)
+            chunks.append(DraftChunk(request, tiles, max(end - before, 0), end_drafted))
+            completed.update(request.pages[: end_drafted // tables.page_size])
+        return tuple(chunks)
 
     def commit_plan(self, plan: DraftPrefillPlan) -> Launch | None:
         """Apply a plan; return its launch, or None if no program is compiled."""
@@ -201,20 +202,22 @@ class DraftPrefill:
         )
         if plan.shape is None:
             return None
-        for feed in plan.feeds:
-            self._rows.num_draft_uncached[feed.request.row] -= feed.num_closed
-            self._tables.complete(feed.request, feed.end)
+        for chunk in plan.chunks:
+            self._rows.num_draft_uncached[chunk.request.row] -= chunk.num_closed
+            self._tables.complete(chunk.request, chunk.end)
         if plan.is_probe:
             self._is_probing = True
             self._policy.begin_probe()
         return Launch(
-            plan=StepPlan(tiles=[tile for feed in plan.feeds for tile in feed.tiles]),
+            plan=StepPlan(
+                tiles=[tile for chunk in plan.chunks for tile in chunk.tiles]
+            ),
             shape=plan.shape,
             rows=np.zeros(0, np.int64),
             owners=np.zeros(0, np.int64),
             drafts=np.zeros(0, np.int64),
             decoding=[],
-            tiled=[feed.request for feed in plan.feeds for _ in feed.tiles],
+            tiled=[chunk.request for chunk in plan.chunks for _ in chunk.tiles],
             registered=[],
             is_probe=plan.is_probe,
         )
@@ -260,10 +263,10 @@ class DraftPrefill:
         return int((-(-(self._rows.num_draft_uncached[rows] - 1) // TILE)).sum())
 
     def _do_most_lag(self) -> tuple[bool, int]:
-        """Return whether rows still lag from when more than half of all rows did.
+        """Return whether rows still lag since more than half of all rows lagged.
 
         Returns:
-            Whether they do, and the number of requests admitted by then.
+            Whether they do, and the number of requests admitted at that time.
         """
         rows, admitted = self._rows.decoding, self._turn.num_admitted_then
         late = rows[self._rows.awaits_draft(rows)]

@@ -259,7 +259,7 @@ class PageTables:
         return request.page_keys[:count]
 
     def num_full(self, request: Request, num_complete: int) -> int:
-        """Return how many pages are full once the leading positions are written."""
+        """Return the number of full pages once the leading positions are written."""
         return min(num_complete, request.num_tokens - self._num_ahead) // self.page_size
 
     def begin(self, request: Request, found: list[int]) -> None:

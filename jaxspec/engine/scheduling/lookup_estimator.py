@@ -244,7 +244,7 @@ class LookupTrace:
 
     Attributes:
         drafts: Draft tokens of the current round.
-        num_right: How many of them were right so far.
+        num_right: Number of them that were right so far.
         run: Number of newest tokens predicted in a row. Tokens after the last draft of
             a round (bonus tokens) neither count nor end the run.
     """

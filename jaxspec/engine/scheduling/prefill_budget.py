@@ -1,13 +1,13 @@
 """Prompt tokens that a launch may have while other requests stream their texts.
 
 Prefill makes rounds longer for all decoding requests. Measured times of rounds limit
-the prompt tokens: over the rounds of a prefill, the mean time stays at `MAX_SLOWDOWN`
+the prompt tokens: over the rounds of a prefill, the mean time is at most `MAX_SLOWDOWN`
 times that of a round without prompts. Draft prefill of a prompt follows between rounds,
 in launches within the same limit if a program is small enough. The largest program
 for prompts is the largest of those that read all waiting tokens in the least time.
 
-Also decides how many rounds one launch may run when no request waits: the host's work
-per launch is then done once for all of them.
+Also limits the rounds of one launch when no request waits: the host's work per launch
+is then done once for all of them.
 """
 
 import math
@@ -75,7 +75,7 @@ class Pacer:
         self.saved_s, self._num_waited = chunk.saved_s, chunk.num_waited
 
     def num_rounds(self, round_: Round, most: int) -> int:
-        """Return how many such rounds may run in one launch, at most `most`."""
+        """Return the number of such rounds that one launch may run, at most `most`."""
         seconds = self.step_times.expected(round_)
         if seconds is None:
             return 1  # measure one round first

@@ -77,8 +77,7 @@ class Selection(NamedTuple):
 class Shapes:
     """The sizes of an engine's launches, and the compiled program for each.
 
-    Looking a program up requests nothing: callers pass what is missing to
-    `request_compile`.
+    `select` requests no compile: callers pass missing programs to `request_compile`.
 
     Attributes:
         max_tiles: Most prompt tiles in one launch.
@@ -402,7 +401,7 @@ class Shapes:
             and not (has_side_branches and self._is_chain(shape))
         ]
         assert able, f"no program for {num_seqs} sequences and {tokens} prompt tokens"
-        # Stable sort: among equal sizes the cheapest features stay first.
+        # Stable sort: among equal sizes the cheapest features remain first.
         return sorted(
             able,
             key=lambda one: (

@@ -40,7 +40,7 @@ class Request:
         arrival: Its place in the order of arrival; -1 before it is queued.
         row: Its row in `RowTable`; -1 while it has none.
         tokens_to_prefill: The prompt; after a preemption also the generated tokens.
-        num_prefilled: How many of those were prefilled, or will be by a launch.
+        num_prefilled: Number of those that were prefilled, or will be by a launch.
         num_drafted: Leading tokens for which the draft model has keys and values.
         page_keys: Keys of its first full pages.
         num_registered: Leading pages that are in the prefix cache.

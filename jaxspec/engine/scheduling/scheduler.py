@@ -1,15 +1,15 @@
-"""Plans the next launch: who decodes, which prompts come along, who is admitted.
+"""Plans the next launch: rows to decode, prompts to prefill, requests to admit.
 
-A plan is made in stages, each a function of what is known:
+A plan is made in stages, each a function of the state and the stages before:
 
     select_decode -> budget_prefill -> claim_pages -> admit -> build_launch
 
 They write nothing: not to requests, rows, pages, accounts, the policy or the compiler
-(only the hashes that identify pages are remembered). `commit_plan` applies the plan.
-Held rows and K are updated before the first stage, from what has been read.
+(only the hashes that identify pages are cached). `commit_plan` applies the plan. Held
+rows and K are updated before the first stage, from the launches that were read.
 
-One launch is planned ahead of what has been read, so lengths are bounds: the device
-alone knows how many drafts were accepted. Knows nothing of texts or devices.
+One launch is planned before the previous one is read, so lengths are bounds: only the
+device knows the number of accepted drafts. Knows nothing of texts or devices.
 """
 
 import itertools
@@ -121,17 +121,17 @@ class Scheduler:
 
     @property
     def num_deferred(self) -> int:
-        """Waiting requests that need a program which is not there yet."""
+        """Number of waiting requests whose program is not compiled yet."""
         return sum(
             not self._admitter.has_program(one, self.running) for one in self.waiting
         )
 
     def has_unfinished(self) -> bool:
-        """Whether anything waits or runs."""
+        """Whether any request waits or runs."""
         return bool(self.waiting or self.running)
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all pages of ended requests; False while any page is in use."""
+        """Drop all pages of ended requests; return False while any page is in use."""
         return self.pages.reset()
 
     @property
@@ -141,7 +141,7 @@ class Scheduler:
 
     @property
     def choice(self) -> Choice:
-        """K as chosen now, within what so many requests may have."""
+        """The current choice, with K limited for the number of running requests."""
         limit = self._limit
         k = min(self.policy.num_drafts, limit)
         choice = self.policy.choice
@@ -151,11 +151,11 @@ class Scheduler:
     @property
     def _prefilling(self) -> list[Request]:
         if np.count_nonzero(self.rows.is_decoding) == len(self.running):
-            return []  # most rounds, and hundreds may run
+            return []  # most rounds; hundreds of requests may run
         return [one for one in self.running if one.status is Status.PREFILL]
 
     def plan(self) -> Launch | None:
-        """Plan the next launch; None when nothing can be done before a read."""
+        """Plan the next launch; return None if one must be read first."""
         if self.shapes.cannot_catch_up:
             self.policy.stop("the draft model's program could not be compiled")
         launch = None
@@ -180,7 +180,7 @@ class Scheduler:
         return None if plan is None else self._draft_prefill.commit_plan(plan)
 
     def _launch_round(self) -> Launch | None:
-        """Decoding rows, and prompts."""
+        """Plan and commit a launch of decoding rows and prompts."""
         plan = self._plan_round(self._update())
         launch = self.commit_plan(plan)
         if plan.is_deferred:
@@ -200,7 +200,7 @@ class Scheduler:
         return self.build_launch(decode, budget, claims, admissions)
 
     def _update(self) -> Candidates:
-        """Update held rows and K from what was read; return rows that may decode."""
+        """Update held rows and K; return the rows that may decode."""
         self.masks.update(self.waiting)
         candidates = self._candidates()
         rows, max_drafts = candidates.rows, candidates.max_drafts
@@ -221,7 +221,7 @@ class Scheduler:
         is_late = self.rows.awaits_draft(rows)
         if not np.count_nonzero(is_late):
             return Candidates(rows, max_drafts, most)
-        # They decode together soon: their program can be compiled meanwhile.
+        # All rows will decode together soon: compile their program meanwhile.
         features = self.rows.features(rows)
         missing = self.shapes.select(len(rows), most, 0, features).missing
         rows, max_drafts = rows[~is_late], max_drafts[~is_late]
@@ -230,11 +230,11 @@ class Scheduler:
 
     @property
     def _can_wait(self) -> bool:
-        """Whether rows decode only once the draft model has read what they have.
+        """Whether lagging rows wait for a draft prefill instead of decoding.
 
-        With a constant K: else it would depend on the launches of others which rounds
-        have drafts. While the program for it is compiled no row waits: that takes
-        seconds, and requests go on without drafts.
+        Only with a constant K: otherwise, which rounds have drafts would depend on the
+        launches of other requests. No row waits while the draft prefill program is
+        being compiled, which takes seconds: requests decode without drafts.
         """
         if not (self.policy.is_constant and self._has_draft_model and self._limit):
             return False
@@ -262,9 +262,9 @@ class Scheduler:
                 drafts = np.where(lags, 0, drafts)
                 most = int(drafts.max())
             if shape is not None and not most:
-                # All rows wait for the draft model, for a round or two. Where the
-                # program with drafts is still compiled the rows wait for it: a short
-                # text would be over before anything was drafted.
+                # All rows await the draft model, for a round or two. While the program
+                # with drafts is being compiled, the rows wait for it: a short text
+                # would end before anything was drafted.
                 shape, better = self.shapes.select(
                     len(rows), 0, 0, features, is_brief=True
                 )
@@ -275,10 +275,10 @@ class Scheduler:
         return Decode(rows, drafts, most, shape, features, is_exception, missing)
 
     def budget_prefill(self, decode: Decode, *, is_paced: bool = True) -> PrefillBudget:
-        """Stage 2: the prompt tokens that the launch may take along.
+        """Stage 2: the prompt tokens that the launch may include.
 
         Args:
-            is_paced: Streaming requests are not held up.
+            is_paced: Limit them while requests stream.
         """
         prefilling = self._prefilling
         if not (prefilling or self.waiting):
@@ -293,7 +293,7 @@ class Scheduler:
 
     def _is_streaming(self) -> bool:
         """Whether a streaming request decodes now, without awaiting the draft model."""
-        # A held row waits for its mask anyway: prompts may be processed meanwhile.
+        # A held row waits for its mask anyway: prompts may be prefilled meanwhile.
         is_waiting = self.rows.is_streamed & ~self.rows.is_held
         rows = np.flatnonzero(self.rows.is_decoding & is_waiting)
         if not self._can_wait:
@@ -301,7 +301,7 @@ class Scheduler:
         return not bool(self.rows.awaits_draft(rows).all())
 
     def _is_brief(self, decode: Decode, limit: int) -> bool:
-        """Whether a launch without drafts would have some as a rule."""
+        """Whether few launches without drafts will follow, as K is above 0."""
         return not len(decode.rows) or min(self.policy.num_drafts, limit) > 0
 
     def claim_pages(self, decode: Decode, budget: PrefillBudget) -> PageClaims:
@@ -333,7 +333,7 @@ class Scheduler:
         features = self.rows.features(claims.rows)
         for chunk in chunks:
             features |= chunk.request.features
-        # Pages are taken for all rows: a plan of fewer may not list them.
+        # Pages are allocated for all rows; a smaller program may not list all of them.
         num_seqs = len(claims.rows)
         if claims.is_tight and decode.shape is not None:
             num_seqs = decode.shape.num_seqs
@@ -347,7 +347,7 @@ class Scheduler:
             features,
             is_brief=self._is_brief(decode, limit),
         )
-        assert shape is not None, "rows decode, and prompts come in, where they can"
+        assert shape is not None, "no compiled program serves the planned launch"
         return LaunchPlan(*parts, shape, missing)
 
     def commit_plan(self, plan: LaunchPlan) -> Launch | None:
@@ -389,9 +389,9 @@ class Scheduler:
         batch.begin(admitted, min(longest, self.config.max_model_len))
         self._estimator.admit(request)
         if not self.policy.num_drafts:
-            self.policy.reconsider()  # the request may be of another kind
+            self.policy.reconsider()  # the request may sample in another way
         if self._has_draft_model and self.choice.num_drafts:
-            # Once the prompt is in it is missed.
+            # The draft model reads the prompt after the target does.
             num_tiles = -(-len(request.tokens_to_prefill) // TILE)
             self.shapes.request_compile(self.shapes.select_catch_up(num_tiles).missing)
         if not request.stats.scheduled_ts:
@@ -422,12 +422,12 @@ class Scheduler:
         self.tables.release(request)
 
     def settle(self, launch: Launch, num_run: int) -> None:
-        """Note how many rounds a launch has run, before the first is committed."""
+        """Record the number of rounds that a launch ran, before they are committed."""
         has_model = self._has_draft_model
         settle(launch, num_run, self.rows, has_draft_model=has_model)
 
     def commit(self, launch: Launch, result: StepResult | CaughtUp) -> Advance:
-        """Take a round's result into the requests that have not ended."""
+        """Add a round's result to the requests that have not ended."""
         if isinstance(result, CaughtUp):
             self._draft_prefill.commit(launch, result)
             return Advance()
@@ -455,7 +455,7 @@ class Scheduler:
         self.stats.busy_s += seconds
         self.policy.record_time(seconds)
         launch.expected_s = self.step_times.expected(launch.round)
-        # Launches with prompts, and for the draft model, are seldom two in a row.
+        # Launches with prompts, and of draft prefill, seldom follow each other.
         is_seldom = shape.is_catch_up or shape.chunk > 0
         work = shape, launch.round.num_drafts > 0
         launch.is_measure = is_seldom or work == self._last_work
@@ -465,7 +465,7 @@ class Scheduler:
         )
 
     def finish(self, request: Request, reason: str, stop: int | str | None) -> None:
-        """End a request: its row and pages are free for the next plan."""
+        """End a request; free its row and pages for the next plan."""
         if request.status is Status.WAITING:
             self.waiting.remove(request)
         else:
@@ -476,7 +476,7 @@ class Scheduler:
         request.finish_reason, request.stop_reason = reason, stop
 
     def restart(self) -> None:
-        """Preempt all running requests: the device has lost all pages and launches."""
+        """Preempt all running requests: pages and launches on the device are lost."""
         self._draft_prefill.restart()
         for request in list(self.running):
             self._preempt(request)
@@ -486,7 +486,7 @@ class Scheduler:
         assert is_forgotten, "a page is held"
 
     def check_idle(self) -> None:
-        """Assert that ended requests have left only pages of the prefix cache."""
+        """Assert that ended requests hold nothing: only cached pages are left."""
         assert not self.has_unfinished()
         self.pages.check()
         self.rows.check()

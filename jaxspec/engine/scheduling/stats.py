@@ -55,11 +55,14 @@ class EngineStats:
         drafts: np.ndarray,
         accepted: np.ndarray,
         generated: np.ndarray,
-        beside: np.ndarray | int = 0,
+        side: np.ndarray | int = 0,
     ) -> None:
         """Count one round; each array has an entry per sequence.
 
         A sequence that had already ended generates nothing; its drafts do not count.
+
+        Args:
+            side: Accepted drafts of side branches.
         """
         self.num_generated_tokens += int(generated.sum())
         if not drafts.any():
@@ -72,7 +75,7 @@ class EngineStats:
         self.num_draft_rounds += len(kept)
         self.num_draft_tokens += int(drafts[counts].sum())
         self.num_accepted_tokens += int(kept.sum())
-        self.num_side_tokens += int(np.sum(beside * counts))
+        self.num_side_tokens += int(np.sum(side * counts))
         missing = deepest - len(self.accepted_per_position)
         self.accepted_per_position += [0] * max(missing, 0)
         # Rounds by accepted drafts, summed up from the most.

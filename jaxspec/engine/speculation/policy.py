@@ -53,7 +53,7 @@ class Choice:
 
 @dataclass(frozen=True, kw_only=True)
 class RoundEstimates:
-    """What is known about the next round.
+    """Measured and estimated values of the next round.
 
     Attributes:
         max_drafts: [sequence]: most drafts of each sequence.
@@ -190,7 +190,7 @@ class SpeculationPolicy:
             _log.error("Speculation is disabled: %s", reason)
 
     def limit(self, num_running: int) -> int:
-        """Return the most drafts per sequence with so many requests; 0 is off."""
+        """Return the most drafts per sequence with this many requests; 0 is off."""
         if self.speculative is None or self.is_stopped:
             return 0
         threshold = self.speculative.disable_by_batch_size

@@ -1,4 +1,4 @@
-"""Owns the numbers of a Gemma 2 or 3, and reads them from a config.json."""
+"""The config of a Gemma 2 or 3, read from a config.json."""
 
 import math
 from abc import ABC
@@ -37,7 +37,7 @@ _DEFAULTS: dict[str, Any] = {
     "bos_token_id": 2,
     "tie_word_embeddings": True,
 }
-# What a writer may put in the file, and the only value the model code computes.
+# Keys that a file may contain, and the only value that the model code computes.
 _FIXED = {
     "hidden_activation": "gelu_pytorch_tanh",
     "attention_bias": False,
@@ -45,9 +45,9 @@ _FIXED = {
     "partial_rotary_factor": 1.0,
 }
 _LOCAL, _GLOBAL = "sliding_attention", "full_attention"
-# Gemma 3's rotary bases, where a file states none.
+# Gemma 3's rotary bases if a file states none.
 _THETAS = {_LOCAL: 10_000.0, _GLOBAL: 1_000_000.0}
-# Layers of Gemma 3 after which their kinds repeat; the last of them is global.
+# Period of Gemma 3's kinds of layers; the last of a period is global.
 _PERIOD = 6
 _MAX_PERIOD = 1024
 
@@ -66,10 +66,10 @@ class Rope:
 
     @classmethod
     def read(cls, theta: object, factor: object = 1.0) -> "Rope":
-        """Check what a file states.
+        """Check the values of a file.
 
         Raises:
-            ConfigError: One of them is no number above 0.
+            ConfigError: One of them is not a number above 0.
         """
         limits: Any = dict(low=0, open_low=True)
         return cls(
@@ -81,7 +81,7 @@ class Rope:
 @no_type_check
 @dataclass(frozen=True, kw_only=True)
 class GemmaConfig(ModelConfig, ABC):
-    """The numbers of one Gemma network, of either generation.
+    """The config of one Gemma network, of either generation.
 
     Attributes:
         query_pre_attn_scalar: Queries are divided by the root of this.
@@ -132,7 +132,7 @@ class GemmaConfig(ModelConfig, ABC):
         return self.local_rope if self._is_local(layer) else self.global_rope
 
     def window(self, layer: int) -> int | None:
-        """Return how many tokens layer `layer` sees, None for all of them."""
+        """Return the number of tokens that layer `layer` sees; None for all."""
         return self.sliding_window if self._is_local(layer) else None
 
     def _is_local(self, layer: int) -> bool:
@@ -142,7 +142,7 @@ class GemmaConfig(ModelConfig, ABC):
 @no_type_check
 @dataclass(frozen=True, kw_only=True)
 class Gemma2Config(GemmaConfig):
-    """The numbers of one Gemma 2 network: local and global layers alternate."""
+    """The config of one Gemma 2 network: local and global layers alternate."""
 
     has_qk_norm: ClassVar[bool] = False
     family: ClassVar[str] = "Gemma 2"
@@ -177,7 +177,7 @@ class Gemma2Config(GemmaConfig):
 @no_type_check
 @dataclass(frozen=True, kw_only=True)
 class Gemma3Config(GemmaConfig):
-    """The numbers of the text network of one Gemma 3."""
+    """The config of the text network of one Gemma 3."""
 
     has_qk_norm: ClassVar[bool] = True
     family: ClassVar[str] = "Gemma 3"
@@ -203,10 +203,10 @@ class Gemma3Config(GemmaConfig):
                 f"{error}.", parameter=name, value=config.get(name)
             ) from error
         _check_fixed(text)
-        # transformers reads no soft cap of attention either.
+        # transformers does not read a soft cap of attention either.
         text = {**text, "attn_logit_softcapping": None}
         caps = dict(final_logit_softcapping=None)
-        # Whatever else has a default is in the text config.
+        # All other keys with defaults are in the text config.
         return cls(
             **_values(text, _DEFAULTS | caps, generation or {}),
             local_pattern=_local_pattern(text),
@@ -261,7 +261,7 @@ def _check_alternating(config: Mapping[str, Any]) -> None:
 
 
 def _local_pattern(config: Mapping[str, Any]) -> tuple[bool, ...]:
-    """Read which layers are local: a list of kinds, or after how many one is global."""
+    """Read which layers are local, from a list of kinds or global layers' period."""
     kinds, num_layers = config.get("layer_types"), config["num_hidden_layers"]
     if kinds is None:
         names = "sliding_window_pattern", "_sliding_window_pattern"
@@ -277,7 +277,7 @@ def _local_pattern(config: Mapping[str, Any]) -> tuple[bool, ...]:
             name, allowed = f"layer_types[{layer}]", f"{_LOCAL!r} or {_GLOBAL!r}"
             raise wrong_argument(UnsupportedError, name, allowed, kind)
     local = tuple(kind == _LOCAL for kind in kinds)
-    # Few kinds are a part of a longer pattern as well; the shortest describes them.
+    # The shortest repeating pattern: a model of few layers also fits longer ones.
     period = next(
         count
         for count in range(1, num_layers + 1)

@@ -1,11 +1,11 @@
 """Gemma 2 and 3 over paged KV memory, as functions over a tree of parameters.
 
-Owns the network and what parameters it has; knows nothing of sampling, scheduling or
-files. Constants and order of operations follow Gemma Team 2024, arXiv:2408.00118, and
-2025, arXiv:2503.19786; where the reports are silent, HuggingFace's `Gemma2ForCausalLM`
-and `Gemma3ForCausalLM` with eager attention.
+Owns the network and its parameter declarations, without sampling, scheduling or files.
+Constants and order of operations follow Gemma Team 2024, arXiv:2408.00118, and 2025,
+arXiv:2503.19786; where the reports are silent, HuggingFace's `Gemma2ForCausalLM` and
+`Gemma3ForCausalLM` with eager attention.
 
-What differs between the generations is in the config: norms of heads (`has_qk_norm`),
+Differences between the generations are in the config: norms of heads (`has_qk_norm`),
 soft caps, which layers are local (`window`), and the rotary embedding of each (`rope`).
 
 Parameters have one type (float32 or bfloat16) and are matmul operands in it; the
@@ -37,7 +37,7 @@ from jaxspec_checkpoints.layout import HEAD
 from jaxspec_kernels.bits import KvPages
 from jaxspec_kernels.decoder_blocks import GELU, Norm
 
-# A layer's parameters, and the canonical tensors that each is made of.
+# A layer's parameters, and the canonical tensors that make up each.
 _LAYER_TENSORS = {
     "attention/kv_proj": ("self_attn.k_proj", "self_attn.v_proj"),
     "attention/o_proj": ("self_attn.o_proj",),
@@ -57,7 +57,7 @@ _QK_NORM_TENSORS = {
 
 
 def param_specs(config: GemmaConfig) -> Specs:
-    """Every parameter: shape, logical axes, what stays together, tensors."""
+    """Every parameter: shape, logical axes, split unit, tensors."""
     model, hidden, head = config.hidden_size, config.intermediate_size, config.head_dim
     queries, keys = config.num_q_heads * head, config.num_kv_heads * head
     blocks = 2 * gate_block(hidden)
@@ -101,7 +101,7 @@ def forward(
     kv_pages: Pages,
     backend: Backend,
 ) -> tuple[Hidden, Pages]:
-    """Run all layers; returns the rows and the updated pages per layer."""
+    """Run all layers; return the rows and the updated pages per layer."""
     embedding = params["embedding"]
     # HuggingFace rounds the scale to the weights' type: 59.75 in bf16 for the 9B.
     scale = jnp.sqrt(jnp.float32(config.hidden_size)).astype(embedding.dtype)
@@ -110,7 +110,7 @@ def forward(
         rope: rope_tables(batch.positions, config.head_dim, rope.theta, rope.factor)
         for rope in dict.fromkeys((config.local_rope, config.global_rope))
     }
-    # Weights are what one more than them multiplies: Gemma's form.
+    # Gemma's norms scale by 1 + weight.
     norm = functools.partial(Norm, epsilon=config.rms_norm_eps, offset=1.0)
 
     def run(
@@ -145,7 +145,7 @@ def forward(
     streams, kv_pages = run_layers(config, params, stream, batch, kv_pages, run)
     stream = streams[-1]
     normed = normalise(norm(params["final_norm"]), stream)
-    # The norm's own statistic: any NaN or infinity of a row makes it one.
+    # The norm's own statistic: a NaN or infinity in a row makes it NaN or infinite.
     is_finite = jnp.isfinite(mean_square(stream)[:, 0])
     return Hidden(normed, is_finite, streams), kv_pages
 

@@ -1,7 +1,7 @@
-"""Medusa: for each place after the next token, a residual network of its own.
+"""Medusa: one residual network for each position after the next token.
 
-All look at the target's last hidden state, normalised, and at nothing else: not at each
-other, nor at the next token. References: Cai et al. 2024, arXiv:2401.10774.
+The only input of each is the target's last hidden state, normalized: neither the next
+token nor another head's output. References: Cai et al. 2024, arXiv:2401.10774.
 """
 
 import jax
@@ -41,7 +41,7 @@ def param_specs(config: MedusaConfig) -> Specs:
 def forward(
     config: MedusaConfig, params: Params, rows: Float[Array, "row model"]
 ) -> tuple[Float[Array, "row model"], ...]:
-    """What each head makes of the target's normalised last hidden states."""
+    """Output of each head for the target's normalized last hidden states."""
     found = []
     for head in range(config.num_heads):
         stream, blocks = rows, params["blocks"][str(head)]
@@ -61,11 +61,11 @@ def logits(
     rows: Float[Array, "row model"],
     target: Matrix,
 ) -> Float[Array, "row draft_vocab"]:
-    """Logits of what one head has made, over the heads' vocabulary.
+    """Logits of one head's output, over the heads' vocabulary.
 
     Args:
-        target: The target's matrix of logits, for heads that have none of their own.
-            Its soft cap is left out, as other engines do: a cap keeps the order.
+        target: The target's output matrix, for heads that have none. Its soft cap is
+            omitted, as in other engines: a cap does not change the order.
     """
     if not config.lm_heads:
         return target.multiply(rows)

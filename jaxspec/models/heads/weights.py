@@ -1,7 +1,7 @@
 """A head's parameters: declared, read, random, abstract, and written to a folder.
 
-Beside the matrices and vectors, a tree of a trimmed vocabulary has `token_ids`: which
-of the target's tokens each of the head's stands for, int32.
+With a trimmed vocabulary the tree also has `token_ids`, int32: the target's token for
+each of the head's.
 """
 
 import importlib
@@ -36,19 +36,19 @@ from jaxspec.sharding import DRAFT_MESH_AXES, kv_copies, num_parts, put
 from jaxspec_checkpoints import CheckpointError, Tensor
 from jaxspec_checkpoints.heads import EAGLE3, write_head
 
-# Tensors of token ids: how far from its own number a token's is, or the id itself.
+# Tensors of token ids: offsets from the head's own ids, or the ids themselves.
 _OFFSETS, _IDS = "d2t", "token_map"
 
 
 def functions_of_head(config: HeadConfig) -> Any:
-    """The network of a kind of head: the module of its name."""
+    """Return the network module of a kind of head, which has the kind's name."""
     return importlib.import_module(f"jaxspec.models.heads.{config.kind}")
 
 
 def declare_head(
     config: HeadConfig, *, dtype: jnp.dtype, mesh: Mesh, mesh_axes: tuple[str, ...]
 ) -> Specs:
-    """All parameters in the form in which these devices hold them."""
+    """All parameters, in the forms that these devices use."""
     copies = 1
     if isinstance(config, LayerConfig):
         parts = num_parts(mesh, mesh_axes)
@@ -69,8 +69,8 @@ def load_head(
     """Read the head in a folder into its shards, cast to `dtype`.
 
     Raises:
-        ConfigError: It holds no head, one for another target, or its tensors are not
-            those that its config.json says; nothing was read then.
+        ConfigError: It holds no head, or one for another target, or its tensors do not
+            match its config.json; nothing was read then.
         NotImplementedError: A variant that the network does not compute.
     """
     config, tensors = read_head(folder)
@@ -93,7 +93,7 @@ def _make_head(
     mesh: Mesh,
     mesh_axes: tuple[str, ...],
 ) -> Params:
-    """The tree of what `make` gives for each parameter, and of a trimmed vocabulary."""
+    """Make a tree of parameters with `make`, and the ids of a trimmed vocabulary."""
     params: Params = unflatten_dict(
         dict(make_each(specs, make, mesh=mesh, mesh_axes=mesh_axes))
     )
@@ -105,7 +105,7 @@ def _make_head(
 def _read_token_ids(
     config: HeadConfig, tensors: dict[str, Tensor]
 ) -> np.ndarray | None:
-    """Take the table of a trimmed vocabulary out of the tensors."""
+    """Remove the table of a trimmed vocabulary from the tensors and return its ids."""
     name = _OFFSETS if config.kind == EAGLE3 else _IDS
     table = tensors.pop(name, None)
     if not config.is_trimmed:
@@ -178,7 +178,7 @@ def abstract_head(
     mesh: Mesh,
     mesh_axes: tuple[str, ...] = DRAFT_MESH_AXES,
 ) -> Params:
-    """Shapes and placement of parameters, for compiling before there are any."""
+    """Shapes and placement of parameters, for compiling before they are loaded."""
     specs = declare_head(config, dtype=dtype, mesh=mesh, mesh_axes=mesh_axes)
     params = _make_head(specs, describer(dtype), None, mesh, mesh_axes)
     if config.is_trimmed:
@@ -194,13 +194,14 @@ def init_head(
     mesh_axes: tuple[str, ...] = DRAFT_MESH_AXES,
     token_ids: np.ndarray | None = None,
 ) -> Params:
-    """Float32 parameters to begin training with, as plain matrices.
+    """Initial float32 parameters for training, as plain matrices.
 
-    Matrices have a standard deviation of 1/sqrt(in), those of Medusa's blocks are
-    zeros, so that every head begins as the target's own; norms do nothing.
+    Matrices have a standard deviation of 1/sqrt(in). Those of Medusa's blocks are
+    zeros, so that every head starts with the target's own output. Norm weights are
+    neutral.
 
     Args:
-        token_ids: Of a trimmed vocabulary, the target's tokens that it keeps.
+        token_ids: The target's tokens that a trimmed vocabulary keeps.
     """
     draw, ids = _drawer(seed), None
 
@@ -265,8 +266,8 @@ def save_head(
     """Write a head of plain matrices as vLLM reads it; `load_head` reads it back.
 
     Args:
-        target_name: What the target is called, for whoever looks for it.
-        architecture: What HuggingFace calls its class.
+        target_name: Name of the target, recorded in the config.
+        architecture: HuggingFace's class name of the target.
 
     Raises:
         CheckpointError: The folder exists already.

@@ -38,7 +38,7 @@ class DraftModel(Model):
 
     config: ModelConfig
 
-    rests_without_drafts: ClassVar[bool] = True
+    is_unused_without_drafts: ClassVar[bool] = True
 
     @classmethod
     def of(cls, config: EngineConfig) -> "DraftModel":
@@ -65,10 +65,11 @@ class DraftModel(Model):
     ) -> tuple[Pages, Float[Array, " token"]]:
         """Prefill prompts and tokens that the target generated without drafts.
 
-        A certain draft, or one that shares its noise with the target, is accepted if it
-        equals the target's token: the mean of these is the acceptance probability. For
-        other drafts it would be the mean of min(1, q / p) over the target's tokens, and
-        p of tokens sampled earlier is not stored: no estimate for those.
+        A draft that is a point mass, or shares its noise with the target, is accepted
+        if it equals the target's token: the mean of these is the acceptance
+        probability. For other drafts it would be the mean of min(1, q / p) over the
+        target's tokens, but p of tokens sampled earlier is not stored: those have no
+        estimate.
         """
         assert context.prompts is not None, "no tokens to prefill"
         model, backend = self._model(params, context), context.backend(DRAFT_MESH_AXES)

@@ -52,7 +52,7 @@ class DraftSampler:
         return self.context.backend(DRAFT_MESH_AXES)
 
     def propose(self, first: LevelLogits, following: LevelLogits, state: Any) -> tuple:
-        """Sample as many levels as the launch wants, in a loop.
+        """Sample the levels that the launch wants, in a loop.
 
         Args:
             first: Computes the logits of the first level; the drafts are still zeros.
@@ -70,7 +70,7 @@ class DraftSampler:
         every = None
         if probs is not None:
             # Draft-major: an iteration writes one piece of memory. All entries start as
-            # the first distribution: a separate copy of it would stay alive until the
+            # the first distribution: a separate copy of it would be kept until the
             # loop ends, and starting from zeros makes a TPU move all entries. Entries
             # without a draft are never read.
             every = jnp.broadcast_to(probs, (levels, *probs.shape))

@@ -1,9 +1,9 @@
 """A draft model proposes all drafts in one pass over mask tokens (PARD).
 
-The pass takes the newest tokens, as many as a round may add, then one mask fewer than
-there are drafts: the row of the newest token predicts the first draft, each mask's row
-the next one. The next pass overwrites the masks' keys and values with those of the
-actual tokens, before any row reads them.
+The pass reads the newest tokens (the largest number that a round may add), then one
+mask fewer than there are drafts: the row of the newest token predicts the first draft,
+each mask's row the next one. The next pass overwrites the masks' keys and values with
+those of the actual tokens, before any row reads them.
 
 No draft depends on the drafts before it, so a tree of any shape costs no more than a
 chain. The distribution of a draft is still known: given the text before the round, it

@@ -121,7 +121,7 @@ class Proposer(Protocol):
     may_find_few: ClassVar[bool]
     # Whether rounds without drafts neither read nor change its parameters and state:
     # their programs do not take them.
-    rests_without_drafts: ClassVar[bool]
+    is_unused_without_drafts: ClassVar[bool]
 
     def state_forms(self, dtype: jnp.dtype, pool: PoolShape, mesh: Mesh) -> Any:
         """Shapes and placement of its state, which starts as zeros.
@@ -215,7 +215,7 @@ class Model:
     has_params: ClassVar[bool] = True
     may_find_none: ClassVar[bool] = False
     may_find_few: ClassVar[bool] = False
-    rests_without_drafts: ClassVar[bool] = False
+    is_unused_without_drafts: ClassVar[bool] = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,7 +230,7 @@ class Lookup(UpToDate):
 
     has_params: ClassVar[bool] = False
     may_find_none: ClassVar[bool] = True
-    rests_without_drafts: ClassVar[bool] = False
+    is_unused_without_drafts: ClassVar[bool] = False
 
     def state_forms(self, dtype: jnp.dtype, pool: PoolShape, mesh: Mesh) -> Any:
         """No state."""

@@ -93,7 +93,7 @@ class Suffix(Lookup):
 
 @dataclass(frozen=True)
 class CachedSuffix(Suffix):
-    """The same with answers of past requests, which every round adds to.
+    """Suffix matches that also use past answers; every round adds to the cache.
 
     Attributes:
         num_requests: Capacity, in requests of usual length.

@@ -48,7 +48,7 @@ class Tree:
     def num_rows(self) -> int:
         """Rows of the target's pass per sequence: the root and the nodes.
 
-        The pass writes as many slots, the root's among them.
+        The pass writes one slot for each row, the root's included.
         """
         return self.num_nodes + 1
 

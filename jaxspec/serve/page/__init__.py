@@ -69,7 +69,7 @@ def page_routes(serving: Serving) -> APIRouter:
             "is_ready": engine.is_ready,
             "num_warming": engine.num_warming,
             "compiling": engine.compiling,
-            "memory": None if memory is None else memory.told(),
+            "memory": None if memory is None else memory.as_dict(),
         }
 
     return router

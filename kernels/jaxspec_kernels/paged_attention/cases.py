@@ -1,4 +1,4 @@
-"""Named shapes of paged attention: what Gemma 2 and the bundled pair really call.
+"""Named shapes of paged attention: the calls of Gemma 2 and of the bundled pair.
 
 `CASES` are short enough to run anywhere. `REAL_CASES` are a chip's part of the three
 sizes of Gemma 2 at 8k context, for compilers, benchmarks and tuners.

@@ -1,4 +1,4 @@
-"""The one sampler: which token follows, and how many draft tokens stay before it."""
+"""Rejection sampling: accept a prefix of the draft tokens and sample one more token."""
 
 from collections.abc import Callable
 from functools import partial
@@ -46,64 +46,68 @@ def rejection_sampling(
     implementation: str | None = None,
     device_kind: str | None = None,
 ) -> Verdict:
-    """Accept a prefix of `draft_tokens`, then choose one token from the target.
+    """Accept a prefix of `draft_tokens`, then sample one token from the target.
 
-    The target's probabilities are those of its logits after temperature, top-k, top-p
-    and min-p, in that order; equal logits at a filter's border all stay. Emitted tokens
-    follow them exactly, but for float32 rounding and the 24 bits of a uniform. They are
-    never written to memory: row statistics and the draft tokens' probabilities come
-    from one pass over the logits, top-k and top-p add a few passes where a sequence
-    asks for them, and then only the row that the token is drawn from is read again.
-    Sequences with different rules share a batch:
+    The target's distribution is the softmax of its logits after temperature, top-k,
+    top-p and min-p, in that order; logits equal to a filter's cutoff are all kept.
+    Emitted tokens follow it exactly, up to float32 rounding and the 24 bits of a
+    uniform. The probabilities are never written to memory: one pass over the logits
+    yields row statistics and the draft tokens' probabilities, top-k and top-p add a few
+    passes if a sequence uses them, and then only the row that the token is drawn from
+    is read again. Sequences with different rules share a batch:
 
-    - greedy (temperature 0, whatever `rule` says): drafts stay while they equal the
-      argmax, the lowest id of equal logits; then comes the argmax.
-    - `STANDARD`: draft i stays when u * draft(i) < target(i), strictly. The token
-      comes from max(target - draft, 0) at a rejection, else from the row after the last
-      draft, by inverting the cumulative sum in order of ids at `sample_uniform`.
-    - `BLOCK`: the longest prefix that passes its own test stays; the rest is alike.
-    - `COUPLED`: drafts stay while they equal the argmax of probability / noise, one
-      exponential per id, from a hash of the id and the row's `noise_words`; then comes
-      that argmax.
+    - greedy (temperature 0, `rule` is ignored): drafts are accepted while they equal
+      the argmax (lowest id on ties); the next token is the argmax.
+    - `STANDARD`: draft i is accepted when u * draft(i) < target(i), strictly. The next
+      token is drawn from max(target - draft, 0) after a rejection, else from the row
+      after the last draft, by inverting the cumulative sum over ids at
+      `sample_uniform`.
+    - `BLOCK`: accept the longest prefix that passes its own test; draw as in
+      `STANDARD`, from max(joint * target - draft, 0) after a rejection.
+    - `COUPLED`: drafts are accepted while they equal the argmax of probability / noise
+      (one exponential per id, hashed from the id and the row's `noise_words`); the next
+      token is that argmax.
 
-    What is not a number or not a token:
+    Special values:
 
     - A logit of -inf or NaN excludes its token: it is neither accepted nor drawn.
       +inf counts as the largest float.
-    - Ids at or past `vocab_size` are pads, whose logits may hold anything.
-    - A row without any finite logit accepts no draft and gives token 0.
-    - A probability that underflows is 0. Where that, or rounding, leaves nothing of a
-      residual, the token comes from the target.
+    - Ids at or past `vocab_size` are padding; their logits may hold anything.
+    - A row without any finite logit accepts no draft and returns token 0.
+    - A probability that underflows is 0. If underflow or rounding makes the whole
+      residual 0, the token is drawn from the target.
     - Drafts, probabilities, uniforms and rows past `num_draft` are not used.
-    - A sequence that is a pad: give it temperature 0, and drop its verdict.
+    - Padding sequences: pass temperature 0 and ignore their verdict.
 
     Under `shard_map` with the vocabulary split, pass each device's slice of logits and
-    `draft_probs`, the rest whole, and the mesh axes as `axis_name`. Every device gets
-    the same verdict; none receives more than 15 numbers per target row at once. The TPU
-    and GPU implementations need `check_vma=False` there.
+    `draft_probs`, all other arrays whole, and the mesh axes as `axis_name`. Every
+    device returns the same verdict and receives at most 15 numbers per target row at
+    once. The TPU and GPU implementations need `check_vma=False` there.
 
     Args:
         draft_tokens: May have no columns: plain decoding.
-        draft_probs: What `draft_tokens` were drawn from, after all sampling controls;
-            None where each was certain (a greedy or looked-up draft).
+        draft_probs: Distributions that `draft_tokens` were drawn from, after all
+            sampling controls; None if each draft is a point mass (greedy or lookup).
         target_logits: float32 or bfloat16; row i follows draft i - 1.
         num_draft: Drafts that count; the later ones are ignored.
-        controls: None where every sequence is greedy: nothing else is made part of the
-            program then, and what follows is not used.
+        controls: None if every sequence is greedy: the program then contains nothing
+            else, and the arguments that follow are not used.
         rule: `STANDARD`, `BLOCK` or `COUPLED`.
         accept_uniform: In [0, 1), one per draft.
         sample_uniform: In [0, 1).
-        noise_words: Random words per row, as the draft used at that position; None
-            where no sequence is coupled; one that is would follow `STANDARD`.
-        num_forced: For benchmarks: as many drafts stay, at most `num_draft`, whatever
-            they are, and the token is the target's own after them. The passes over the
-            rows are made as ever. None lets the rules decide.
-        vocab_size: Of the whole vocabulary; None where no column is a pad.
+        noise_words: Random words per row, the same as the draft model used at that
+            position; None if no sequence is coupled (a coupled one would then follow
+            `STANDARD`).
+        num_forced: For benchmarks: accept exactly this number of drafts (at most
+            `num_draft`), then sample from the target. All passes over the rows still
+            run. None: the rules decide.
+        vocab_size: Size of the whole vocabulary; None if no column is padding.
         axis_name: Mesh axes that split the vocabulary, major first.
-        implementation: A name to force; None is that of jax's default backend.
-        device_kind: Takes the tile size that was measured on this kind of device, as in
-            `device.device_kind`; None, or a device without a table, is the
-            implementation's own choice.
+        implementation: Name of one implementation; None selects that of jax's default
+            backend.
+        device_kind: Use the tile size that was measured on this kind of device
+            (`device.device_kind`). With None, or for a device without a table, the
+            implementation uses its default.
 
     Raises:
         ValueError: The shapes do not fit each other.
@@ -154,12 +158,12 @@ def sample(
 ) -> tuple[Int[Array, " row"], Float[Array, "row vocab"] | None]:
     """Draw one token per row, as `rejection_sampling` does without any drafts.
 
-    What a draft model draws with: its probabilities are kept, as verification needs
-    them. Arguments are those of `rejection_sampling`, with one row per sequence.
+    Draft models sample with it: verification needs the probabilities it returns.
+    Arguments are those of `rejection_sampling`, with one row per sequence.
 
     Returns:
-        The tokens, and what they were drawn from: float32, zeros where no row samples,
-        None without `controls`. Under `shard_map` this device's slice of it.
+        The tokens, and the distributions they were drawn from: float32, zeros if no row
+        samples, None without `controls`. Under `shard_map` this device's slice of them.
     """
     rows = logits.shape[0]
     nothing = jnp.zeros((rows, 0), jnp.int32)
@@ -197,7 +201,7 @@ def _implementation(
     implementation: str | None,
     device_kind: str | None,
 ) -> Callable[..., Any]:
-    """The implementation, with the tile size that was measured for such logits."""
+    """Return the implementation, with the tile size measured for this shape."""
     name = dispatch.resolve("rejection_sampling", implementation)
     tuned: dict[str, int] = {}
     if device_kind is not None:
@@ -212,7 +216,7 @@ def _implementation(
 def _check_shapes(
     logits: tuple[int, ...], *, controls: Controls | None, **given: Any
 ) -> None:
-    """Compare with the shape of the logits, of which each device may hold a slice."""
+    """Raise `ValueError` for shapes that do not match those of the logits."""
     if len(logits) != 3 or not logits[1]:
         raise ValueError(
             f"target_logits of shape {logits}: [seq, draft + 1, vocab] is needed"

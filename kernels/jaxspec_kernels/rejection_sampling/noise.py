@@ -1,4 +1,4 @@
-"""Noise that a draft and the target share, made anew wherever it is needed."""
+"""Noise that draft and target model share, recomputed wherever it is needed."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, UInt32
@@ -15,7 +15,7 @@ def uniform(first: Array, second: Array, ids: Array) -> Float[Array, "..."]:
     References: the finaliser of MurmurHash3 (Appleby 2011).
     """
     bits = _mix(_mix(ids.astype(jnp.uint32) + first) ^ second)
-    # Centred in its cell, so that neither 0 nor 1 comes out.
+    # The centre of its cell, so never 0 or 1.
     return ((bits >> 9).astype(jnp.float32) + 0.5) * jnp.float32(2.0**-23)
 
 

@@ -1,9 +1,9 @@
-"""Rejection sampling in plain jnp: the specification, and what runs on CPU.
+"""Rejection sampling in plain jnp: the specification, and what runs on CPU without C++.
 
 Passes over the logits: one for statistics, a few per filter (`search`), one more for
-top-k and for min-p, one where a sequence is coupled, one where one follows the block
-rule; then one over a single row of each sequence to draw. What no sequence asks for is
-not run. An implementation may bring its own `Kernels` for the passes over all rows.
+top-k and for min-p, one if a sequence is coupled, one if a sequence follows the block
+rule; then one over a single row of each sequence to draw. A pass that no sequence needs
+is not run. An implementation may bring its own `Kernels` for the passes over all rows.
 """
 
 from collections.abc import Callable
@@ -44,19 +44,20 @@ class Verdict(NamedTuple):
 
 
 class Kernels(NamedTuple):
-    """Passes that an implementation makes in its own way, over one device's slice.
+    """Passes over one device's slice, which an implementation may replace.
 
     Attributes:
-        fan: Parts of its range that a pass of the search tells apart. On CPU each costs
-            a sum.
-        find: Searches borders in its own way, without `amounts`; as `search` but for
-            its last two arguments.
+        fan: Parts into which one pass of the search divides its range. On CPU each
+            costs a sum.
+        find: Replaces `search`, without its last two arguments.
     """
 
     statistics: Callable[..., Statistics] = passes.statistics
-    amounts: Callable[..., Float[Array, "row tries"]] = passes.amounts
-    race: Callable[..., tuple[Float[Array, " row"], Int[Array, " row"]]] = passes.race
-    excess: Callable[..., Float[Array, "seq inner"]] = passes.excess
+    mass_above: Callable[..., Float[Array, "row tries"]] = passes.mass_above
+    gumbel_argmax: Callable[..., tuple[Float[Array, " row"], Int[Array, " row"]]] = (
+        passes.gumbel_argmax
+    )
+    residual_mass: Callable[..., Float[Array, "seq inner"]] = passes.residual_mass
     fan: int = 8
     probabilities: Callable[..., Float[Array, "row vocab"]] = passes.probabilities
     draw: Callable[..., Int[Array, " seq"]] = draw
@@ -66,8 +67,8 @@ class Kernels(NamedTuple):
     def search(
         self,
     ) -> Callable[..., tuple[Float[Array, " row"], Float[Array, " row"]]]:
-        """Finds the borders of top-k and top-p."""
-        return self.find or partial(search, amounts=self.amounts, fan=self.fan)
+        """Finds the cutoffs of top-k and top-p."""
+        return self.find or partial(search, mass_above=self.mass_above, fan=self.fan)
 
 
 def rejection_sampling(
@@ -91,9 +92,9 @@ def rejection_sampling(
     """See `jaxspec_kernels.rejection_sampling`.
 
     Args:
-        has_probs: Without drafts: return what tokens were drawn from beside them, this
-            device's slice of it, zeros where no sequence samples.
-        kernels: Make the passes over one device's slice.
+        has_probs: Without drafts: also return the distributions that tokens were drawn
+            from, this device's slice of them, zeros if no sequence samples.
+        kernels: Passes over one device's slice.
 
     Returns:
         The verdict; with `has_probs`, it and the probabilities.
@@ -107,36 +108,40 @@ def rejection_sampling(
         axis_name=axis_name,
     )
     logits = target_logits.reshape(seqs * width, columns)
-    # The last row of a sequence judges no draft.
+    # The last row of a sequence verifies no draft: its token is ignored.
     tokens = jnp.pad(draft_tokens, ((0, 0), (0, 1))).reshape(-1)
     if controls is None:
         temperature = jnp.ones(seqs * width, jnp.float32)
         own = kernels.statistics(part, logits, temperature, tokens, None)
         found = passes.combine(part, own, temperature)
         choices = found.best.reshape(seqs, width)
-        return _by_choices(draft_tokens, choices, num_draft, num_forced)
+        return _verify_exact(draft_tokens, choices, num_draft, num_forced)
     assert rule is not None, "sampled sequences have a rule"
     assert accept_uniform is not None, "sampled sequences need uniforms"
     assert sample_uniform is not None, "sampled sequences need uniforms"
     row_controls = Controls(*(jnp.repeat(values, width) for values in controls))
     is_sampled = controls.temperature > 0
-    hot = row_controls.temperature > 0
-    temperature = jnp.where(hot, row_controls.temperature, 1.0)
-    own = kernels.statistics(part, logits, temperature, tokens, hot)
+    is_sampled_row = row_controls.temperature > 0
+    temperature = jnp.where(is_sampled_row, row_controls.temperature, 1.0)
+    own = kernels.statistics(part, logits, temperature, tokens, is_sampled_row)
     found = passes.combine(part, own, temperature)
     best = found.best.reshape(seqs, width)
 
     def with_sampling() -> tuple[Verdict, Array | None]:
-        open_end = jnp.full_like(found.maximum, -jnp.inf)
-        distribution = Distribution(temperature, found.maximum, open_end, found.total)
+        no_threshold = jnp.full_like(found.maximum, -jnp.inf)
         distribution = _filter(
-            part, kernels, logits, distribution, row_controls, is_sampled=hot
+            part,
+            kernels,
+            logits,
+            Distribution(temperature, found.maximum, no_threshold, found.total),
+            row_controls,
+            is_sampled=is_sampled_row,
         )
         is_coupled = jnp.zeros_like(is_sampled)
         choices = best
         if noise_words is not None:
             is_coupled = is_sampled & (rule == COUPLED)
-            raced = _race(
+            gumbel_choices = _gumbel_argmax(
                 part,
                 kernels,
                 logits,
@@ -144,22 +149,20 @@ def rejection_sampling(
                 noise_words=noise_words,
                 is_coupled=is_coupled,
             )
-            choices = jnp.where(is_coupled[:, None], raced, best)
-        drafted = passes.weigh(found.drafted[:, None], distribution)[:, 0]
-        drafted = passes.normalise(drafted, distribution.total).reshape(seqs, width)[
-            :, :-1
-        ]
-        chosen = _by_choices(draft_tokens, choices, num_draft, num_forced)
+            choices = jnp.where(is_coupled[:, None], gumbel_choices, best)
+        weights = passes.to_weights(found.draft_logit[:, None], distribution)[:, 0]
+        probs = passes.normalise(weights, distribution.total)
+        chosen = _verify_exact(draft_tokens, choices, num_draft, num_forced)
         is_drawn = is_sampled & ~is_coupled
 
-        def by_chance() -> Verdict:
-            return _by_chance(
+        def sampled_verdict() -> Verdict:
+            return _verify_sampled(
                 part,
                 kernels,
                 logits,
                 distribution,
                 Draft(draft_tokens, draft_probs),
-                target_chance=drafted,
+                target_token_probs=probs.reshape(seqs, width)[:, :-1],
                 num_draft=num_draft,
                 is_block=is_sampled & (rule == BLOCK),
                 accept_uniform=accept_uniform,
@@ -167,7 +170,7 @@ def rejection_sampling(
                 num_forced=num_forced,
             )
 
-        drawn = jax.lax.cond(is_drawn.any(), by_chance, lambda: chosen)
+        drawn = jax.lax.cond(is_drawn.any(), sampled_verdict, lambda: chosen)
         verdict = jax.tree.map(
             lambda left, right: jnp.where(is_drawn, left, right), drawn, chosen
         )
@@ -176,14 +179,14 @@ def rejection_sampling(
         ) if has_probs else None
 
     def without_sampling() -> tuple[Verdict, Array | None]:
-        verdict = _by_choices(draft_tokens, best, num_draft, num_forced)
+        verdict = _verify_exact(draft_tokens, best, num_draft, num_forced)
         return verdict, jnp.zeros(logits.shape, jnp.float32) if has_probs else None
 
     decided = jax.lax.cond(is_sampled.any(), with_sampling, without_sampling)
     return decided if has_probs else decided[0]
 
 
-def _race(
+def _gumbel_argmax(
     part: Slice,
     kernels: Kernels,
     logits: Float[Array, "row vocab"],
@@ -192,15 +195,15 @@ def _race(
     noise_words: UInt32[Array, "seq width 2"],
     is_coupled: Bool[Array, " seq"],
 ) -> Int[Array, "seq width"]:
-    """The coupled choice of every row, where a sequence asks for it."""
+    """Return the coupled choice of every row; zeros if no sequence is coupled."""
     words = noise_words.reshape(-1, 2)
 
-    def raced() -> Array:
-        score, best = kernels.race(part, logits, distribution, words)
+    def gumbel_choices() -> Array:
+        score, best = kernels.gumbel_argmax(part, logits, distribution, words)
         return part.min(jnp.where(score == part.max(score), best, passes.NO_ID))
 
     choices = jax.lax.cond(
-        is_coupled.any(), raced, lambda: jnp.zeros(logits.shape[0], jnp.int32)
+        is_coupled.any(), gumbel_choices, lambda: jnp.zeros(logits.shape[0], jnp.int32)
     )
     return choices.reshape(noise_words.shape[:2])
 
@@ -214,15 +217,15 @@ def _filter(
     *,
     is_sampled: Bool[Array, " row"],
 ) -> Distribution:
-    """Raise the thresholds to what top-k, top-p and min-p leave, in that order."""
+    """Raise the thresholds to the cutoffs of top-k, top-p and min-p, in that order."""
     by_k = is_sampled & (controls.top_k > 0) & (controls.top_k < part.vocab_size)
     by_p = is_sampled & (controls.top_p < 1)
     by_min = is_sampled & (controls.min_p > 0)
 
     def total(distribution: Distribution) -> Float[Array, " row"]:
         limits = distribution.threshold[:, None]
-        amounts = kernels.amounts(part, logits, distribution, limits, counts=False)
-        return part.sum(amounts)[:, 0]
+        masses = kernels.mass_above(part, logits, distribution, limits, counts=False)
+        return part.sum(masses)[:, 0]
 
     def narrowed(
         distribution: Distribution, threshold: Array, is_filtered: Array
@@ -230,14 +233,14 @@ def _filter(
         distribution = distribution._replace(
             threshold=jnp.maximum(distribution.threshold, threshold)
         )
-        # Rows that nothing filters keep their sum: it must not depend on neighbours.
-        amount = jax.lax.cond(
+        # Rows without this filter keep their sum: it must not depend on other rows.
+        mass = jax.lax.cond(
             is_filtered.any(),
             lambda: total(distribution),
             lambda: distribution.total,
         )
         return distribution._replace(
-            total=jnp.where(is_filtered, amount, distribution.total)
+            total=jnp.where(is_filtered, mass, distribution.total)
         )
 
     find = partial(kernels.search, part, logits)
@@ -245,18 +248,18 @@ def _filter(
     threshold, _ = find(distribution, wanted, is_searched=by_k, counts=True)
     distribution = narrowed(distribution, threshold, by_k)
     wanted = controls.top_p * distribution.total
-    threshold, amount = find(distribution, wanted, is_searched=by_p, counts=False)
+    threshold, mass = find(distribution, wanted, is_searched=by_p, counts=False)
     distribution = distribution._replace(
         threshold=jnp.maximum(distribution.threshold, threshold),
-        total=jnp.where(by_p, amount, distribution.total),
+        total=jnp.where(by_p, mass, distribution.total),
     )
-    # log(1) is 0 and the maximum itself stays, whatever rounding does to a product.
+    # log(1) is 0, so min_p = 1 keeps the maximum in spite of rounding.
     room = distribution.temperature * jnp.log(jnp.where(by_min, controls.min_p, 1.0))
     above = jnp.minimum(distribution.maximum + room, distribution.maximum)
     return narrowed(distribution, jnp.where(by_min, above, -jnp.inf), by_min)
 
 
-def _by_choices(
+def _verify_exact(
     draft_tokens: Int[Array, "seq draft"],
     choices: Int[Array, "seq draft+1"],
     num_draft: Int[Array, " seq"],
@@ -269,14 +272,14 @@ def _by_choices(
     return Verdict(num_accepted, _pick(choices, num_accepted))
 
 
-def _by_chance(
+def _verify_sampled(
     part: Slice,
     kernels: Kernels,
     logits: Float[Array, "row vocab"],
     distribution: Distribution,
     draft: Draft,
     *,
-    target_chance: Float[Array, "seq draft"],
+    target_token_probs: Float[Array, "seq draft"],
     num_draft: Int[Array, " seq"],
     is_block: Bool[Array, " seq"],
     accept_uniform: Float[Array, "seq draft"],
@@ -289,26 +292,27 @@ def _by_chance(
         arXiv:2403.10444, Alg. 2.
     """
     seqs, num_tokens = draft.tokens.shape
-    draft_chance = draft.chance(part)
-    is_accepted = accept_uniform * draft_chance < target_chance
+    draft_token_probs = draft.token_probs(part)
+    is_accepted = accept_uniform * draft_token_probs < target_token_probs
     num_accepted = _prefix_length(is_accepted, num_draft)
     joint = jnp.ones((seqs, num_tokens + 1), jnp.float32)
     if num_tokens:
 
         def by_block() -> tuple[Array, Array]:
-            joint = _joint(draft_chance, target_chance)
-            excess = joint[:, 1:-1]
-            if excess.shape[1]:
-                excess = part.sum(
-                    kernels.excess(part, logits, distribution, draft, excess)
+            joint = _joint(draft_token_probs, target_token_probs)
+            inner = joint[:, 1:-1]
+            masses = inner
+            if inner.shape[1]:
+                masses = part.sum(
+                    kernels.residual_mass(part, logits, distribution, draft, inner)
                 )
-            return _longest(accept_uniform, num_draft, joint, excess), joint
+            return _longest(accept_uniform, num_draft, joint, masses), joint
 
         by_rule = jax.lax.cond(is_block.any(), by_block, lambda: (num_accepted, joint))
         num_accepted = jnp.where(is_block, by_rule[0], num_accepted)
         joint = jnp.where(is_block[:, None], by_rule[1], joint)
     if num_forced is not None:
-        # As if no more had been drafted: what follows is the target's own.
+        # As if no more drafts had been proposed: the target samples the next token.
         num_accepted = num_draft = num_forced
     token = kernels.draw(
         part,
@@ -325,11 +329,13 @@ def _by_chance(
 
 
 def _joint(
-    draft_chance: Float[Array, "seq draft"], target_chance: Float[Array, "seq draft"]
+    draft_token_probs: Float[Array, "seq draft"],
+    target_token_probs: Float[Array, "seq draft"],
 ) -> Float[Array, "seq draft+1"]:
-    """By how much the target prefers each prefix, 1 at most."""
-    # A drawn token has draft_chance > 0; a garbage one past num_draft may not.
-    ratio = target_chance / jnp.where(draft_chance > 0, draft_chance, 1.0)
+    """Return p_i = min(1, p_(i-1) * target / draft) for each prefix; p_0 = 1."""
+    # Tokens past num_draft are arbitrary: their draft probability may be 0.
+    is_possible = draft_token_probs > 0
+    ratio = target_token_probs / jnp.where(is_possible, draft_token_probs, 1.0)
     joint = [jnp.ones_like(ratio[:, 0])]
     for column in ratio.T:
         joint.append(jnp.minimum(1.0, joint[-1] * column))
@@ -340,16 +346,16 @@ def _longest(
     uniform: Float[Array, "seq draft"],
     num_draft: Int[Array, " seq"],
     joint: Float[Array, "seq draft+1"],
-    excess: Float[Array, "seq draft-1"],
+    residual_mass: Float[Array, "seq draft-1"],
 ) -> Int[Array, " seq"]:
-    """The longest prefix that passes its own test."""
+    """Return the length of the longest prefix that passes its own test."""
     here = joint[:, 1:]
-    room = excess + 1.0 - here[:, :-1]
-    inner = jnp.where(room > 0, excess / jnp.where(room > 0, room, 1.0), 1.0)
+    room = residual_mass + 1.0 - here[:, :-1]
+    inner = jnp.where(room > 0, residual_mass / jnp.where(room > 0, room, 1.0), 1.0)
     inner = jnp.concatenate([inner, here[:, -1:]], axis=1)
     length = jnp.arange(1, here.shape[1] + 1, dtype=jnp.int32)[None]
-    chance = jnp.where(length == num_draft[:, None], here, inner)
-    is_passed = (uniform < chance) & (length <= num_draft[:, None])
+    acceptance = jnp.where(length == num_draft[:, None], here, inner)
+    is_passed = (uniform < acceptance) & (length <= num_draft[:, None])
     return jnp.where(is_passed, length, 0).max(axis=1)
 
 

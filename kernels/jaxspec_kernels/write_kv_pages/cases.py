@@ -1,4 +1,4 @@
-"""Named shapes of page writes: what Gemma 2 and the bundled pair really call.
+"""Named shapes of page writes: the calls of Gemma 2 and of the bundled pair.
 
 `CASES` are short enough to run anywhere. `REAL_CASES` are a chip's part of the three
 sizes of Gemma 2, for compilers and benchmarks.

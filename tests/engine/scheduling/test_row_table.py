@@ -1,4 +1,4 @@
-"""Bounds and gaps of the running requests equal those counted one by one."""
+"""Bounds and draft lags of running requests equal those counted one by one."""
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ def one_row(request: Request) -> tuple[RowTable, np.ndarray]:
     return table, np.array([request.row])
 
 
-# A round: drafts of the request, K of the launch, tokens that come of it.
+# A round: drafts of the request, K of the launch, emitted tokens.
 ROUNDS = st.lists(
     st.integers(0, 3).flatmap(
         lambda drafts: st.tuples(
@@ -30,8 +30,8 @@ ROUNDS = st.lists(
 
 @settings(deadline=None)
 @given(ROUNDS, st.integers(0, 2))
-def test_bounds_hold_whatever_the_device_does(rounds, unread):
-    """Read all rounds but the last `unread`; the device's truth lies in the bounds."""
+def test_bounds_hold_for_any_device_results(rounds, unread):
+    """Read all rounds but the last `unread`; the bounds hold."""
     request = make_request(max_total=100)
     table, row = one_row(request)
     known, lacking = 3, 1  # tokens, and those at the end the draft has no keys for
@@ -46,7 +46,7 @@ def test_bounds_hold_whatever_the_device_does(rounds, unread):
         table.draft(row, np.full(1, width), width)
         known += emitted
         # A drafting round fills the two newest tokens and its drafts but the last: of
-        # what comes of it, the target's token and the last draft are lacking.
+        # the result, the target's token and the last draft are uncached.
         if width and lacking <= 2:
             lacking = 2 if emitted == width + 1 else 1
         else:
@@ -72,8 +72,8 @@ LAUNCHES = st.lists(
 
 @settings(deadline=None)
 @given(LAUNCHES, st.integers(0, 2))
-def test_bounds_hold_where_not_all_rounds_run(launches, unread):
-    """Another sequence may have ended first; what did not run is taken back."""
+def test_bounds_hold_if_not_all_rounds_run(launches, unread):
+    """Another sequence may end first; rounds that did not run are undone."""
     request = make_request(max_total=200)
     table, row = one_row(request)
     known = lacking = 3
@@ -115,7 +115,7 @@ def test_bounds_hold_where_not_all_rounds_run(launches, unread):
         (50, 2, 0, 47),  # without drafts the draft model has no say
     ],
 )
-def test_rounds_end_with_the_first_that_may_end_a_row(total, longest, drafts, rounds):
+def test_rounds_left_ends_with_the_first_possible_end(total, longest, drafts, rounds):
     table = RowTable(2, longest)
     far = make_request(max_total=1000 if longest > 50 else total)
     near = make_request(max_total=total)
@@ -126,7 +126,7 @@ def test_rounds_end_with_the_first_that_may_end_a_row(total, longest, drafts, ro
     assert table.rounds_left(rows, np.full(2, drafts)) == rounds
 
 
-def test_bounds_count_what_is_launched_and_unread():
+def test_bounds_count_unread_launches():
     request = make_request(output_token_ids=[8])
     table, row = one_row(request)
     for drafts in (3, 0):
@@ -148,29 +148,29 @@ def test_bounds_count_what_is_launched_and_unread():
         ([0, 0], 3),
         ([3, 3, 3], 2),
         ([3, 0, 0], 4),
-        # What the draft model was not given stays open, however much comes after.
+        # Tokens that the draft model did not read remain uncached after later rounds.
         ([0, 0, 3, 3], 5),
     ],
 )
-def test_what_the_draft_model_lacks(widths, gap):
+def test_draft_lag(widths, gap):
     table, row = one_row(make_request())
     for width in widths:
         table.draft(row, np.full(1, width), width)
     assert table.num_draft_uncached[row].tolist() == [gap]
 
 
-def test_one_pass_for_all_drafts_takes_what_a_round_may_have_added():
+def test_parallel_draft_model_reads_all_tokens_of_a_round():
     table, rows = RowTable(4, num_parallel=3), np.arange(4)
     table.num_draft_uncached[:] = [1, 4, 5, 4]
     assert table.lags(rows).tolist() == [False, False, True, False]
-    # Whoever wants no drafts is not fed.
+    # The draft model does not read rows without drafts.
     table.draft(rows, np.array([3, 1, 0, 0]), 3)
     assert table.num_draft_uncached.tolist() == [4, 4, 6, 5]
     table.draft(rows, np.zeros(4), 0)
     assert table.num_draft_uncached.tolist() == [5, 5, 7, 6]
 
 
-def test_who_can_go_on():
+def test_rows_that_can_decode():
     table = RowTable(4)
     requests = [make_request(max_total=20, num_draft_tokens=3) for _ in range(4)]
     for request in requests:
@@ -187,12 +187,12 @@ def test_who_can_go_on():
     assert table.lagging().tolist() == [rows[1]]
     table.launch(rows[1:2], np.array([0]))
     assert table.lagging().tolist() == [rows[1]]
-    # How many tokens a round of drafts adds is not known before it has been read.
+    # The number of tokens of a round with drafts is unknown before it is read.
     table.launch(rows[1:2], np.array([2]))
     assert table.lagging().tolist() == []
 
 
-def test_a_row_given_up_forgets_all_but_unread_launches():
+def test_released_row_keeps_only_unread_count():
     table = RowTable(1)
     first = make_request(features=Features(num_logprobs=5, num_prompt_logprobs=5))
     table.admit(first, longest=30)
@@ -217,7 +217,7 @@ def test_a_row_given_up_forgets_all_but_unread_launches():
     "name",
     ["num_tokens", "num_draft_uncached", "num_unread", "num_unsure", "ahead", "owner"],
 )
-def test_impossible_values_are_found(name):
+def test_check_detects_impossible_values(name):
     table, row = one_row(make_request())
     table.check()
     values = getattr(table, name)

@@ -86,7 +86,7 @@ def test_fixed_k_is_never_reconsidered():
     assert not policy.can_probe()
 
 
-# The law.
+# The formula.
 
 
 def test_rates_are_expected_tokens_over_seconds():
@@ -134,7 +134,7 @@ def test_best_choice_has_the_most_tokens_per_second(rate, best):
     assert choice.gain == pytest.approx(rates[choice.num_drafts] / rates[0] - 1)
 
 
-def test_choice_stays_unless_the_gain_exceeds_the_hysteresis():
+def test_choice_changes_only_beyond_the_hysteresis():
     times = [1.0, 1.5, 1.0 * 1.97 / 1.03]
     known = estimates(0.6, times, acceptance=np.array([[0.6, 0.616]]))
     assert best_choice(known, Choice(num_drafts=0)).num_drafts == 1
@@ -259,7 +259,7 @@ def test_loss_is_bounded_whatever_the_estimates(data):
     for number, phase in enumerate(data.draw(st.lists(rate, min_size=1, max_size=6))):
         world.rate = phase
         world.run_until(10.0 * (number + 1), is_observable=is_observable)
-    # Losses and explorations share what is earned; a deficit that is not yet repaid,
+    # Losses and explorations share the earnings; a deficit that is not yet repaid,
     # and the exploration under way, come on top.
     shares = CONSTANTS.max_loss * world.now
     open_s = (CONSTANTS.loss_rounds + 1) * base + CONSTANTS.explore_rounds * times[-1]
@@ -394,7 +394,7 @@ def test_side_branches_are_drafted_where_they_pay(side, has_side):
     assert choice.num_drafts >= 4 and choice.has_side_branches == has_side
 
 
-def test_side_branches_stay_until_the_time_without_is_known():
+def test_side_branches_remain_until_the_chain_is_timed():
     assert settle(0.0, DEARER, [TIMES[0], *[None] * 5]).has_side_branches
     assert not settle(0.0, DEARER, TIMES).has_side_branches
     assert settle(0.0, DEARER, None).has_side_branches
@@ -468,7 +468,7 @@ class Replay:
         return seconds
 
     def adaptive(self) -> tuple[float, list[int]]:
-        """Seconds as the policy chooses, and its choices."""
+        """Return the seconds with the policy's choices, and the choices."""
         acceptance, now, chosen = AcceptanceRates(1, self.most), 0.0, list[int]()
         policy, row = make_policy(self.most), np.array([0])
         position, lag = 0, 0
@@ -529,7 +529,7 @@ TRACES = json.loads(Path(__file__).with_name("traces.json").read_text())
 
 @pytest.mark.parametrize("name", TRACES)
 def test_regret_on_recorded_texts(name):
-    """Each text alone, in a new engine. One round more is 10 % of the shortest two."""
+    """Each text alone, in a new engine. One round is 10 % of the shortest two."""
     replay = Replay(np.array([mark == "1" for mark in TRACES[name]]))
     seconds, every = replay.adaptive()[0], replay.all_fixed()
     assert seconds <= every[0]
@@ -555,7 +555,7 @@ def test_text_that_changes_is_faster_than_with_any_fixed_k(length):
 
 @pytest.mark.parametrize("rate", [0.0, 0.2, 0.5])
 def test_short_request_loses_little(rate):
-    """Of 96 tokens in a new engine, where nothing is known yet."""
+    """A request of 96 tokens in a new engine, without any measurement."""
     ratios = []
     for seed in range(20):
         replay = Replay(np.random.default_rng(seed).random(96) < rate)

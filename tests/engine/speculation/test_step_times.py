@@ -64,7 +64,7 @@ def test_suspension_of_the_machine_counts_as_a_slow_round():
         times.record(ROUND_OF_3, seconds)
     assert times.record(ROUND_OF_3, 1000.0) == STALL
     assert times.seconds[ROUND_OF_3] == pytest.approx(NEWEST * MAX_RISE + (1 - NEWEST))
-    # Of a shape that has not run, what it was expected to take decides.
+    # Without a time of the shape, the expected time is the limit.
     other = Round(dataclasses.replace(SHAPE, chunk=32), 3)
     assert times.record(other, 1000.0, 2.0) == 2 * STALL
 
@@ -74,7 +74,7 @@ def test_time_between_two_measured_k_is_interpolated():
     for num_drafts, seconds in ((0, 1.0), (2, 1.5), (8, 4.5)):
         for _ in range(2):
             times.record(Round(SHAPE, num_drafts), seconds)
-    # A larger batch times something else, and says nothing of this one.
+    # A larger batch is another round: its time does not count here.
     wide = dataclasses.replace(SHAPE, num_seqs=8)
     for _ in range(2):
         times.record(Round(wide, 4), 100.0)
@@ -91,7 +91,7 @@ def test_time_between_two_measured_k_is_interpolated():
 
 
 def test_rounds_of_the_engine_are_recorded():
-    """What the fake device accepted, and the time that the loop says it took."""
+    """Recorded acceptance and times equal those of the fake device."""
     config = make_config(max_num_seqs=4, num_pages=200)
     loop = Loop(config, seed=0)
     for request in make_requests(config, 4, num_draft_tokens=3):
@@ -106,7 +106,9 @@ def test_rounds_of_the_engine_are_recorded():
         if launch.round in {one.round for one in loop.launches[:index]}
     }
     for one, seconds in times.seconds.items():
-        assert seconds == pytest.approx(loop.fastest_s + one.shape.chunk * loop.fed_s)
+        assert seconds == pytest.approx(
+            loop.fastest_s + one.shape.chunk * loop.prompt_token_s
+        )
     assert device.num_proposed
     # The fake device accepts 0 to 3 of three drafts, each number as often.
     assert acceptance.mean(Kind.SAMPLED)[0] == pytest.approx(3 / 4, abs=0.2)

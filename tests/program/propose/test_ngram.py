@@ -50,28 +50,28 @@ def found_in(
 
 
 def check_chosen_texts() -> None:
-    """Texts on which every rule decides by itself."""
+    """Texts that test one rule each."""
     lookup = ngram.NGram(3, 1)
     cases = [
-        # Nothing matches; one token; nothing at all but the token itself.
+        # No match; a match of one token; no match but the token itself.
         ([1, 2, 3, 4], []),
         ([5], []),
         ([5, 5], [5, 5, 5, 5]),
         # The longest match wins over a more recent shorter one.
         ([1, 2, 3, 7, 8, 4, 3, 6, 1, 2, 3], [7, 8, 4, 3]),
-        # The most recent of two equally long ones.
+        # The most recent of two equally long matches.
         ([1, 2, 7, 4, 1, 2, 8, 5, 1, 2], [8, 5, 1, 2]),
-        # Where the known tokens end, what followed begins again.
+        # A continuation that reaches the end of the known tokens starts over.
         ([6, 1, 2, 9, 1, 2], [9, 1, 2, 9]),
         # A match may overlap with the end, by all but one token.
         ([4, 4, 4, 4, 4], [4, 4, 4, 4]),
         ([1, 2, 1, 2, 1], [2, 1, 2, 1]),
-        # It may begin the text.
+        # A match may be at the start of the text.
         ([1, 2, 3, 1], [2, 3, 1, 2]),
     ]
     texts = [text for text, _ in cases]
     assert found_in(texts, lookup) == [drafts for _, drafts in cases]
-    # A page border behind every token, and a text that fills its table.
+    # A page border after every token, and a text that fills its table.
     full = list(range(10, 10 + TABLE_LEN * PAGE_SIZE - 2)) + [10, 11]
     assert found_in([full], lookup) == [[12, 13, 14, 15]]
 
@@ -99,23 +99,23 @@ def test_random_texts(lookup: tuple[int, int], num_draft: int):
     assert num_draft in counts
 
 
-def test_fewer_equal_tokens_than_the_fewest_are_no_match():
+def test_matches_below_the_minimum_length_are_ignored():
     texts = [[1, 2, 3, 4, 1, 2, 3], [9, 2, 3, 4, 1, 2, 3]]
     assert found_in(texts, ngram.NGram(5, 3)) == [[4, 1, 2, 3], []]
-    # One more token than the text before has.
+    # One token more than the match has.
     assert found_in([[1, 1], [1, 1, 1]], ngram.NGram(2, 2)) == [[], [1] * DRAFTS]
 
 
-def test_sequences_that_do_not_run_have_no_drafts():
+def test_inactive_sequences_have_no_drafts():
     texts = [[1, 2, 1], [1, 2, 1]]
     found = found_in(texts, ngram.NGram(1, 1), is_active=[True, False])
     assert found == [[2, 1, 2, 1], []]
 
 
 def branches(tokens: list[int], lookup: ngram.NGram, tree: Tree) -> list[int] | None:
-    """The specification: a tree of what followed the matches, most frequent first.
+    """The specification: a tree of the matches' continuations, most frequent first.
 
-    Where nothing more is known, there is `JUNK`.
+    Nodes without a known continuation are `JUNK`.
     """
     found = []
     for end in range(len(tokens) - 1):
@@ -151,7 +151,7 @@ TREES = [
 
 
 def check_branches(tree: Tree = TREES[2]) -> None:
-    """Random texts over few tokens, whose matches go on in many ways."""
+    """Random texts over few tokens, whose matches have many continuations."""
     lookup, random = ngram.NGram(3, 1), np.random.default_rng(tree.num_nodes)
     texts = [
         random.integers(0, random.integers(2, 6), random.integers(1, 60)).tolist()
@@ -177,12 +177,12 @@ def check_branches(tree: Tree = TREES[2]) -> None:
         assert count == (0 if expected is None else tree.num_levels)
         if expected is not None:
             num_unknown.append(expected.count(JUNK))
-            # What nobody knows may be anything.
+            # Nodes without a known continuation may hold anything.
             known = np.where(np.equal(expected, JUNK), JUNK, drafts)
             assert known.tolist() == expected, text
     assert min(num_unknown) < tree.num_nodes / 4 < max(num_unknown)
 
 
 @pytest.mark.parametrize("tree", TREES, ids=["leaf", "leaves", "side paths"])
-def test_what_followed_other_matches_stands_beside(tree: Tree):
+def test_side_branches_continue_other_matches(tree: Tree):
     check_branches(tree)

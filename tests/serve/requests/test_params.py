@@ -89,7 +89,7 @@ def test_logprobs():
     assert chat().logprobs is None
 
 
-def test_logprob_token_ids():
+def test_logprob_token_ids_are_validated():
     ids = [7, 5]
     for params in (
         completion(logprob_token_ids=ids, logprobs=0),

@@ -1,0 +1,72 @@
+"""What the process sets in its C library, and what it returns to the system."""
+
+import ctypes
+import os
+from collections.abc import Callable
+
+import pytest
+
+from jaxspec.engine.memory import malloc
+
+
+class Library:
+    """Records calls in place of glibc."""
+
+    def __init__(self):
+        self.limits: dict[int, int] = {}
+        self.trims: list[int] = []
+
+    def mallopt(self, number: int, value: int) -> int:
+        self.limits[number] = value
+        return 1
+
+    def malloc_trim(self, pad: ctypes.c_size_t) -> int:
+        self.trims.append(pad.value)
+        return 1
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> Library:
+    library = Library()
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: library)
+    monkeypatch.setattr(malloc, "_is_glibc", lambda: True)
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    for name in [*os.environ]:
+        if name.startswith("MALLOC_") or name == "GLIBC_TUNABLES":
+            monkeypatch.delenv(name)
+    return library
+
+
+set_limits: Callable[[], None] = malloc.set_malloc_limits.__wrapped__
+
+
+def test_large_arrays_are_mapped_and_arenas_are_spare(library: Library):
+    set_limits()
+    # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD and M_ARENA_MAX of glibc's malloc.h
+    assert library.limits == {-3: 2**20, -1: 2**26, -8: 64}
+
+
+def test_arenas_are_not_reduced_on_many_cores(library: Library, monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 100)
+    set_limits()
+    assert library.limits[-8] == 800
+
+
+@pytest.mark.parametrize("name", ["MALLOC_ARENA_MAX", "GLIBC_TUNABLES"])
+def test_limits_of_the_user_are_kept(library: Library, monkeypatch, name: str):
+    monkeypatch.setenv(name, "1")
+    set_limits()
+    assert not library.limits
+
+
+def test_trims_all_free_memory(library: Library):
+    malloc.trim_malloc()
+    assert library.trims == [0]
+
+
+def test_other_c_libraries_are_not_called(library: Library, monkeypatch):
+    monkeypatch.setattr(malloc, "_is_glibc", lambda: False)
+    set_limits()
+    malloc.trim_malloc()
+    assert not library.limits
+    assert not library.trims
