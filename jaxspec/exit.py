@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 # Exit status of an interrupt, as in shells.
 INTERRUPTED = 128 + signal.SIGINT
-# The name of an engine's thread that compiles.
+# Name of an engine's compiler thread.
 COMPILER_THREAD = "jaxspec-compiler"
 
 _log = logging.getLogger(__name__)
@@ -51,8 +51,9 @@ _unfinished: weakref.WeakSet[Finishing] = weakref.WeakSet()
 # Ids of the threads in `call_native`.
 _in_native: set[int] = set()
 _has_exited = threading.Event()
-# At exit Python runs all finalizers in the turn of the first one made. jax makes some
-# while it traces: run before `_finish`, they would break a trace that it waits for.
+# One atexit hook, registered with the first finalizer, runs all of them; hooks run in
+# reverse order. This registers it before `_finish`, to run later: jax makes finalizers
+# while it traces, which would break a trace that `_finish` waits for.
 weakref.finalize(_unfinished, lambda: None)
 # A forked process has none of the threads, and some locks may never be released.
 os.register_at_fork(after_in_child=_unfinished.clear)

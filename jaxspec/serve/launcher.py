@@ -395,7 +395,7 @@ def _check_tls(given: Namespace) -> None:
         context.load_cert_chain(*files[:2], password=lambda: "")
         if given.ssl_ca_certs:
             context.load_verify_locations(given.ssl_ca_certs)
-    except OSError as error:  # ssl's own are of this kind
+    except OSError as error:  # the base class of ssl's errors too
         names = ", ".join(repr(one) for one in files if one)
         raise ConfigError(
             f"HTTPS does not work with {names}: {error}. They must be PEM files; the "

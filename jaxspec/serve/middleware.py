@@ -119,7 +119,7 @@ class BodyTimeout:
         """Wrap an application.
 
         Args:
-            timeout_s: Seconds for a body to arrive.
+            timeout_s: Seconds within which a body must arrive.
             admission: Counts timeouts.
         """
         self._app, self._timeout_s, self._admission = app, timeout_s, admission

@@ -116,7 +116,7 @@ class ChatTemplate:
             try:
                 marked = self._render(map_texts(messages, mark), hidden)
             except RequestError:
-                continue  # it refuses the marks, not the messages
+                continue  # the template refuses the marks, not the messages
             found = marks.split(marked)[1::2]
             # With the first two kinds of marks no message text can form a piece. The
             # third kind hides whole pieces only: the template must then write the same

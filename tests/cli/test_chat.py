@@ -222,7 +222,7 @@ def test_own_engine(monkeypatch, capsys):
     assert len(ended) == 2, "before anything is typed"
 
 
-def test_failed_answer_is_the_status_of_a_script(monkeypatch, capsys):
+def test_failed_answer_sets_exit_status_of_script(monkeypatch, capsys):
     engine, runner = make_fake_engine(num_draft_tokens=3)
     engine.tokenizer = TurnsTokenizer(16)
     monkeypatch.setattr(chat, "load_engine", lambda *_, **__: engine)

@@ -258,10 +258,10 @@ def test_calls_and_results():
     results = [RESULT | {"call_id": "2", "output": [{"type": "text", "text": "8"}]}]
     results.append(RESULT)
     called = '[{"name": "f", "parameters": {}}, {"name": "g", "parameters": {"a": 1}}]'
-    results = '{"name": "g", "result": "8"}\n\n{"name": "f", "result": "7"}'
+    text = '{"name": "g", "result": "8"}\n\n{"name": "f", "result": "7"}'
     for answer in ([words, CALL, second], [CALL, words, second], [CALL, second, words]):
         whole = written(input=[USER, *answer, *results])
-        assert whole == turns("Hello", f"Well\n{called}", results)
+        assert whole == turns("Hello", f"Well\n{called}", text)
 
 
 def test_continues_answer_with_calls():
