@@ -137,7 +137,7 @@ def test_flags_are_true_or_false(name):
 def test_system_message_is_used_unless_roles_are_strict():
     messages = [{"role": "system", "content": "Be brief."}, TURN]
     assert write(messages) == write([TURN | {"content": "Be brief.\n\nhi"}])
-    with pytest.raises(RequestError, match="not system\\. Leave out strict_roles"):
+    with pytest.raises(RequestError, match="not system\\. Without strict_roles"):
         write(messages, strict_roles=True)
 
 

@@ -108,7 +108,7 @@ REFUSED = [
     ("logit_bias", {5: 101.0}, "[-100, 100]"),
     ("allowed_token_ids", [], "at least one"),
     ("bad_words", [""], "non-empty"),
-    ("extra_args", {"draft": 3}, "no keys but 'num_speculative_tokens' and"),
+    ("extra_args", {"draft": 3}, "no keys other than 'num_speculative_tokens' and"),
     ("extra_args", {"return_token_origins": 1}, "True or False"),
     ("extra_args", {"num_speculative_tokens": -1}, "at least 0"),
     ("extra_args", 3, "a dict"),

@@ -211,7 +211,7 @@ def test_pieces_are_counted_if_the_server_reports_no_usage():
         (events(text("a"), {"error": {"message": "boom"}}), "boom"),
         (events(USAGE, "[DONE]"), "no text"),
         (events("{"), "JSONDecodeError"),
-        (events("[1]"), "not an answer"),
+        (events("[1]"), "not a response"),
     ],
 )
 def test_failure_is_in_the_answer(body, message):

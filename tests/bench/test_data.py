@@ -75,7 +75,7 @@ def test_missing_or_empty_file(tmp_path):
     [
         ({"name": "sharegpt"}, "--dataset-name must be one of bundled"),
         ({"name": "custom"}, "--dataset-path must be a file"),
-        ({"name": "random", "path": BUNDLED}, "for --dataset-name custom"),
+        ({"name": "random", "path": BUNDLED}, "if and only if"),
         ({"input_len": 0}, "--input-len must be"),
         ({"num_prefixes": 0}, "--prefix-repetition-num-prefixes must be"),
     ],

@@ -98,7 +98,7 @@ def test_template_runs_in_the_sandbox(tmp_path):
     attack = "{{ ''.__class__.__mro__[1].__subclasses__() }}"
     write_gguf(tmp_path / "m.gguf", tokenizer__chat_template=attack)
     tokenizer = Tokenizer.from_folder(tmp_path / "m.gguf")
-    with pytest.raises((ConfigError, RequestError), match="sandbox of templates forb"):
+    with pytest.raises((ConfigError, RequestError), match="sandbox forb"):
         tokenizer.apply_chat_template([{"role": "user", "content": "x"}])
 
 
