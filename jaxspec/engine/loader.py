@@ -9,7 +9,7 @@ from typing import Any, no_type_check
 
 from jaxspec.config.engine import EngineConfig, draft_hint
 from jaxspec.config.trimming import check_special_tokens
-from jaxspec.engine.memory.malloc import set_malloc_limits
+from jaxspec.engine.memory.malloc import permit_spare_arenas
 from jaxspec.engine.memory.probe import fit, own_memory, spread_draft
 from jaxspec.engine.multihost.channel import Followers, Leader
 from jaxspec.engine.multihost.facts import facts_of
@@ -119,7 +119,7 @@ def make_runner(config: EngineConfig) -> Runner:
             read); a checkpoint is incomplete or damaged; or a process is missing or
             differs.
     """
-    set_malloc_limits()
+    permit_spare_arenas()
     hosts, followers = config.hosts, None
     if hosts is not None:
         if hosts.is_follower:
@@ -192,7 +192,7 @@ def make_following_runner(config: EngineConfig, leader: Leader) -> Runner:
         ConfigError: A checkpoint is incomplete or damaged, or devices do not fit.
     """
     assert config.hosts is not None
-    set_malloc_limits()
+    permit_spare_arenas()
     join(config.hosts)
     mesh = build_mesh(config)
     command = leader.receive()

@@ -474,7 +474,7 @@ def test_a_leader_without_the_secret_does_not_start():
         loader.make_runner(config)
 
 
-def test_malloc_limits_are_set_before_devices_are_used(monkeypatch):
+def test_spare_arenas_are_permitted_before_devices_are_used(monkeypatch):
     """The arenas are decided when jax starts its threads."""
     calls: list[str] = []
 
@@ -482,8 +482,8 @@ def test_malloc_limits_are_set_before_devices_are_used(monkeypatch):
         calls.append("devices")
         raise ConfigError("no device")
 
-    monkeypatch.setattr(loader, "set_malloc_limits", lambda: calls.append("limits"))
+    monkeypatch.setattr(loader, "permit_spare_arenas", lambda: calls.append("arenas"))
     monkeypatch.setattr(loader, "build_mesh", build_mesh)
     with pytest.raises(ConfigError, match="no device"):
         loader.make_runner(make_config())
-    assert calls == ["limits", "devices"]
+    assert calls == ["arenas", "devices"]

@@ -2,6 +2,6 @@
 
 `plan` is the arithmetic, on plain numbers; `draft_sharding` chooses the number of
 devices for a draft model. `probe` finds the numbers for a configuration, from devices
-that are present or, with `device_descriptions`, from their names. `malloc` limits what
-the C library retains of the host's memory.
+that are present or, with `device_descriptions`, from their names. `malloc`
+reduces what the C library retains of the host's memory.
 """

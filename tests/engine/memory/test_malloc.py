@@ -37,25 +37,24 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Library:
     return library
 
 
-set_limits: Callable[[], None] = malloc.set_malloc_limits.__wrapped__
+permit: Callable[[], None] = malloc.permit_spare_arenas.__wrapped__
 
 
-def test_large_arrays_are_mapped_and_arenas_are_spare(library: Library):
-    set_limits()
-    # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD and M_ARENA_MAX of glibc's malloc.h
-    assert library.limits == {-3: 2**20, -1: 2**26, -8: 64}
+def test_permits_spare_arenas(library: Library):
+    permit()
+    assert library.limits == {-8: 64}  # M_ARENA_MAX of glibc's malloc.h
 
 
 def test_arenas_are_not_reduced_on_many_cores(library: Library, monkeypatch):
     monkeypatch.setattr(os, "cpu_count", lambda: 100)
-    set_limits()
+    permit()
     assert library.limits[-8] == 800
 
 
 @pytest.mark.parametrize("name", ["MALLOC_ARENA_MAX", "GLIBC_TUNABLES"])
 def test_limits_of_the_user_are_kept(library: Library, monkeypatch, name: str):
     monkeypatch.setenv(name, "1")
-    set_limits()
+    permit()
     assert not library.limits
 
 
@@ -66,7 +65,7 @@ def test_trims_all_free_memory(library: Library):
 
 def test_other_c_libraries_are_not_called(library: Library, monkeypatch):
     monkeypatch.setattr(malloc, "_is_glibc", lambda: False)
-    set_limits()
+    permit()
     malloc.trim_malloc()
     assert not library.limits
     assert not library.trims
