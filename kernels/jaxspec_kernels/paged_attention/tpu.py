@@ -250,8 +250,8 @@ def _by_head(
 def _by_row(numbers: Array, num_rows: int) -> Array:
     """Expand one number per query to a column with one per row, i32[row, 1].
 
-    Mosaic cannot index a vector. Instead, all entries but one are masked and summed
-    over lanes; in halves, as float32 holds 24 bits.
+    Mosaic cannot index a vector. Instead, all entries but one are set to 0 and the
+    vector is summed over lanes; in halves, as float32 holds 24 bits.
     """
     shape = num_rows, numbers.shape[1]
     group = num_rows // numbers.shape[1]
