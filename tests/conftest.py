@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import jaxtyping
 import pytest
 
@@ -104,6 +105,11 @@ CHECKED_S = 0.5
 jax.config.update("jax_debug_key_reuse", True)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+
+# A time limit of one example fails on a busy machine.
+hypothesis.settings.register_profile("jaxspec", deadline=None)
+hypothesis.settings.load_profile("jaxspec")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -140,7 +140,6 @@ def run(max_examples: int, steps: int) -> type[Traffic]:
         settings=settings(
             max_examples=max_examples,
             stateful_step_count=steps,
-            deadline=None,
             derandomize=True,  # how much of everything happens is counted below
             suppress_health_check=[HealthCheck.too_slow],
         ),

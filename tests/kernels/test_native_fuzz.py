@@ -27,7 +27,6 @@ pytestmark = pytest.mark.usefixtures("has_native")
 SIXTEEN = replace(SMALL, head_dim=16)
 fuzzed = settings(
     max_examples=40,
-    deadline=None,
     # Fixtures only check that there is a library.
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )

@@ -19,7 +19,6 @@ from tests.support.serving import CHAT, COMPLETIONS, site_of
 
 # Deterministic: the same requests in every run.
 GIVEN: dict[str, Any] = dict(
-    deadline=None,
     derandomize=True,
     database=None,
     phases=[Phase.explicit, Phase.generate],

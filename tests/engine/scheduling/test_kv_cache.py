@@ -113,7 +113,7 @@ class Holders(RuleBasedStateMachine):
 
 
 TestHolders = Holders.TestCase
-TestHolders.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+TestHolders.settings = settings(max_examples=60, stateful_step_count=25)
 
 
 def test_detects_page_freed_twice():

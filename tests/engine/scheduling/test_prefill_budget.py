@@ -52,7 +52,7 @@ def run(costs: dict[int, float], rounds: int) -> list[int]:
     return chosen
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     base=st.floats(1e-4, 1.0),
     extra=st.lists(st.floats(0.0, 20.0), min_size=4, max_size=4),

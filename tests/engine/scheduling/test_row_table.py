@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxspec.engine.scheduling.request import Request
@@ -28,7 +28,6 @@ ROUNDS = st.lists(
 )
 
 
-@settings(deadline=None)
 @given(ROUNDS, st.integers(0, 2))
 def test_bounds_hold_for_any_device_results(rounds, unread):
     """Read all rounds but the last `unread`; the bounds hold."""
@@ -70,7 +69,6 @@ LAUNCHES = st.lists(
 )
 
 
-@settings(deadline=None)
 @given(LAUNCHES, st.integers(0, 2))
 def test_bounds_hold_if_not_all_rounds_run(launches, unread):
     """Another sequence may end first; rounds that did not run are undone."""

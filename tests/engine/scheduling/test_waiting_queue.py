@@ -1,6 +1,6 @@
 """The queue keeps the order of a sorted list."""
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxspec.engine.scheduling.request import Request
@@ -16,7 +16,6 @@ def fill(policy: str, priorities: list[int]) -> tuple[WaitingQueue, list[Request
     return line, requests
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(-2, 2), max_size=8), st.data())
 def test_order_equals_a_sorted_list(priorities, data):
     for policy in ("fcfs", "priority"):

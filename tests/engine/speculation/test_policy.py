@@ -240,7 +240,7 @@ def test_no_drafts_where_draft_prefill_costs_more_than_they_bring():
     assert world.chosen[-1] > 0
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_loss_is_bounded_whatever_the_estimates(data):
     """Random times and estimates, and acceptance that changes."""
