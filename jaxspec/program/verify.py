@@ -57,8 +57,8 @@ def verify(
 
     Args:
         proposal: None for no drafts.
-        logits: The model's own, sequence-major: row i of a sequence follows its i-th
-            draft.
+        logits: The model's own, sequence-major. Row i predicts the token in the place
+            of draft i (from 0); the last row, the token after all drafts.
         num_draft_tokens: Drafts of each sequence that count.
         tree: A chain with a node for each draft.
         adjust: Applies the requests' controls to logits; None without controls.

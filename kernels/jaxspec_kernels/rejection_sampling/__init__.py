@@ -88,7 +88,8 @@ def rejection_sampling(
         draft_tokens: May have no columns: plain decoding.
         draft_probs: Distributions that `draft_tokens` were drawn from, after all
             sampling controls; None if each draft is a point mass (greedy or lookup).
-        target_logits: float32 or bfloat16; row i follows draft i - 1.
+        target_logits: float32 or bfloat16. Row i predicts the token in the place of
+            draft i (from 0); the last row, the token after all drafts.
         num_draft_tokens: Drafts that count; the later ones are ignored.
         controls: None if every sequence is greedy: the program then contains nothing
             else, and the arguments that follow are not used.
