@@ -166,7 +166,7 @@ def _propose(
     params: ProposerParams,
     states: tuple[Any, ...],
 ) -> tuple[Proposal | None, Int[Array, " seq"], tuple[Any, ...]]:
-    """Return the drafts, the number that counts per sequence, and proposers' states."""
+    """Return the drafts, the number of valid ones, and the proposers' states."""
     active, given = context.active, context.for_proposers(target)
     proposal, after = None, []
     for proposer, own, state in zip(
@@ -175,7 +175,7 @@ def _propose(
         if context.shape.tree.num_nodes:
             proposal, state = proposer.propose(own, state, given, proposal)
         after.append(state)
-    # The host may not have read yet how close the end is: drafts past it do not count.
+    # The host may not have read yet how close the end is: drafts past it are padding.
     room = jnp.maximum(active.max_total - active.num_tokens - 1, 0)
     num_draft_tokens = jnp.minimum(context.fields["decode_draft"], room)
     if proposal is not None:

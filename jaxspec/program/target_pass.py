@@ -54,7 +54,8 @@ class TargetPass:
     """One pass of the target over the newest tokens, their drafts and prompts.
 
     Attributes:
-        num_draft_tokens: Drafts of each sequence that count.
+        num_draft_tokens: Valid drafts of each sequence: columns at or past it are
+            padding.
         prompts: Tiles that share the pass.
         adjust: Applies the requests' controls to logits; None without controls.
         logprob_ids: Token ids whose logprobs are always returned.

@@ -59,7 +59,8 @@ def verify(
         proposal: None for no drafts.
         logits: The model's own, sequence-major. Row i predicts the token in the place
             of draft i (from 0); the last row, the token after all drafts.
-        num_draft_tokens: Drafts of each sequence that count.
+        num_draft_tokens: Valid drafts of each sequence: columns at or past it are
+            padding.
         tree: A chain with a node for each draft.
         adjust: Applies the requests' controls to logits; None without controls.
         forced_acceptance: As for `force`, at least one per draft; None forces nothing.

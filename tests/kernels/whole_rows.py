@@ -24,8 +24,9 @@ def decide(
     """Decide a round by the rules as the papers state them.
 
     Args:
-        logits: Target rows, sequence-major: row i of a sequence follows its i-th draft.
-        num_draft_tokens: Drafts of each sequence that count.
+        logits: Target rows, sequence-major. Row i of a sequence predicts the token in
+            the place of draft i (from 0).
+        num_draft_tokens: Valid drafts of each sequence.
     """
     seqs, draft = proposal.tokens.shape
     width = draft + 1

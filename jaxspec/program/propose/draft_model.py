@@ -115,8 +115,7 @@ class DraftModel(Model):
         iteration per level that the launch wants.
 
         Args:
-            before: Drafts of the main chain that replace the model's own, as far as
-                they count.
+            before: Its valid drafts replace the model's own on the main chain.
         """
         tree, active, pool = context.tree, context.active, context.pool
         model = self._model(params, context)

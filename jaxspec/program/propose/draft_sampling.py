@@ -208,7 +208,7 @@ def _fill_level(
         scores: By entry of `Tree.branching`; the children of a row are its best tokens.
     """
     ranked = _top_tokens(scores, drawn, int(tree.ranks.max()) + 1)
-    # Entries of other levels do not count.
+    # Entries of other levels are not used.
     found = ranked[:, np.minimum(tree.entries, scores.shape[1] - 1), tree.ranks]
     is_new = jnp.array([tree.depths[1:]], jnp.int32) == step + 1
     return jnp.where(is_new, found, drafts)

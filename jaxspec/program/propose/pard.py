@@ -57,7 +57,7 @@ class Pard(DraftModel):
         of earlier tokens, and those it would write for the newest would be wrong.
 
         Args:
-            before: Drafts that replace the model's own, as far as they count.
+            before: Its valid drafts replace the model's own.
         """
         tree, active = context.tree, context.active
         seqs, num_levels = active.row.shape[0], tree.num_levels

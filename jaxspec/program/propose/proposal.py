@@ -26,12 +26,12 @@ class Proposal(NamedTuple):
     """Draft tokens of one round, by node of a tree.
 
     Attributes:
-        num_drafts: Number of tokens of each sequence that count, the first ones; in a
-            tree, number of levels.
+        num_drafts: Valid drafts of each sequence: columns at or past it are padding. In
+            a tree: valid levels.
         probs: Distributions of the tokens after all sampling controls; None if each is
             a point mass. In a tree: one per level, for the main chain.
         is_broken: Sequences for which a draft model computed NaN or infinity, whose
-            tokens do not count; None without a model.
+            drafts are not valid; None without a model.
     """
 
     tokens: Int[Array, "seq draft"]
@@ -109,7 +109,7 @@ class Proposer(Protocol):
     """Proposes drafts inside the step program: static, hashable, without arrays.
 
     The step folds over a tuple of proposers: each receives the proposal of those before
-    it and fills in the drafts that do not count. Its state between launches is a
+    it and replaces the padding by drafts of its own. Its state between launches is a
     pytree.
     """
 

@@ -90,7 +90,8 @@ def rejection_sampling(
             sampling controls; None if each draft is a point mass (greedy or lookup).
         target_logits: float32 or bfloat16. Row i predicts the token in the place of
             draft i (from 0); the last row, the token after all drafts.
-        num_draft_tokens: Drafts that count; the later ones are ignored.
+        num_draft_tokens: Valid drafts of each sequence: columns at or past it are
+            padding.
         controls: None if every sequence is greedy: the program then contains nothing
             else, and the arguments that follow are not used.
         rule: `STANDARD`, `BLOCK` or `COUPLED`.
