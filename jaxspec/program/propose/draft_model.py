@@ -1,4 +1,7 @@
-"""The draft model proposes level by level: a pass over two tokens, then one per level.
+"""The draft model proposes K levels of drafts in K passes.
+
+The first pass reads the two newest tokens and gives level 1; each later pass gives one
+more level.
 
 A chain, or a tree, whose side branches are the next best tokens. If only the main chain
 has children, each later pass takes one token, as for a chain; otherwise each takes the
@@ -111,8 +114,8 @@ class DraftModel(Model):
     ) -> tuple[Proposal, Pages]:
         """Sample a main chain per sequence, and the side branches of a tree.
 
-        The first pass takes the two newest tokens. The others run in a loop with one
-        iteration per level that the launch wants.
+        The first pass reads the two newest tokens. The later ones run in a loop, up to
+        the largest number of levels that a sequence wants.
 
         Args:
             before: Its valid drafts replace the model's own on the main chain.
