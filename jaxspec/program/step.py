@@ -98,7 +98,8 @@ def _run_round(
         tokens = tokens[:, : shape.tree.max_emitted]
     emitted = truncate(tokens, verified.num_accepted_nodes + 1, active)
     rows, token_pages = append(context.rows, context.token_pages, active, emitted)
-    # From here on with the new pages: reading the old ones makes XLA copy the pool.
+    # Use only the new `token_pages` below: a later read of the old ones would force XLA
+    # to copy the pool.
     context = dataclasses.replace(context, rows=rows, token_pages=token_pages)
     result = _result(emitted, verified, proposal, num_draft_tokens)
     if shape.chunk:
