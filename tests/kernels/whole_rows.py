@@ -130,7 +130,7 @@ def verify_choices(
     shares): the text equals that of plain decoding, token for token.
 
     Args:
-        num_draft_tokens: Drafts that count; the later ones are ignored.
+        num_draft_tokens: Valid drafts of each sequence.
     References: coupling: Daliri et al. 2024, arXiv:2408.07978.
     """
     is_equal = draft_tokens == target_choices[:, :-1]
@@ -157,7 +157,7 @@ def verify_standard(
     Args:
         draft_probs: Distributions that `draft_tokens` were drawn from, after all
             sampling controls.
-        num_draft_tokens: Drafts that count; the later ones are ignored.
+        num_draft_tokens: Valid drafts of each sequence.
     References: Leviathan et al. 2023, arXiv:2211.17192, Alg. 1.
         Chen et al. 2023, arXiv:2302.01318, Alg. 2.
     """
@@ -190,7 +190,7 @@ def verify_block(
     Args:
         draft_probs: Distributions that `draft_tokens` were drawn from, after all
             sampling controls.
-        num_draft_tokens: Drafts that count; the later ones are ignored.
+        num_draft_tokens: Valid drafts of each sequence.
     References: Sun et al. 2024, arXiv:2403.10444, Alg. 2.
     """
     draft_token_probs = _chosen(draft_probs, draft_tokens)
