@@ -1,4 +1,4 @@
-"""The step program: propose, target pass, verify and commit, as one executable.
+"""The step program: propose, run and verify the target, append; one executable.
 
 The only `jax.jit` that requests run in. Static: the shapes and model configs. Donated:
 the engine's state. The host passes one plan vector and reads one result vector.
@@ -91,7 +91,7 @@ def _run_round(
     if proposal is not None and widths:
         verified = target.run_narrowest(widths, proposal, tokens, state.target_pages)
     else:
-        verified = target.run(proposal, tokens, state.target_pages)
+        verified = target.run_and_verify(proposal, tokens, state.target_pages)
 
     tokens = verified.tokens
     if verified.tree_row is not None:

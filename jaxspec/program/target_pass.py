@@ -1,4 +1,4 @@
-"""The target's part of a round: one pass over drafts and prompts, and the verdict.
+"""The target's part of a round: one pass over drafts and prompts, and its verdict.
 
 A program whose drafts are looked up may hold the pass in several widths. A round runs
 the narrowest that has room for the drafts found: a plain pass if there are none.
@@ -90,7 +90,7 @@ class TargetPass:
             forced_acceptance=state.forced_acceptance,
         )
 
-    def run(
+    def run_and_verify(
         self,
         proposal: Proposal | None,
         tokens: Int[Array, "seq width"],
@@ -180,7 +180,7 @@ class TargetPass:
         tokens: Int[Array, "seq width"],
         pages: KvPools,
     ) -> Verified:
-        """`run` at the smallest width that has room for every sequence's drafts.
+        """`run_and_verify` at the smallest width with room for all drafts.
 
         Args:
             widths: `narrow_widths` of the proposers.
@@ -201,7 +201,7 @@ class TargetPass:
         The tokens come from the state of the loop in `run_if`, so that XLA cannot hoist
         the computations on them and run them in every round.
         """
-        return self.run(
+        return self.run_and_verify(
             proposal.first(width), before.tokens[:, : width + 1], before.pages
         )
 
