@@ -70,7 +70,9 @@ class Calibrator:
         most = self._config.num_draft_tokens
         rounds = []
         for shape in self._runner.compiler.made:
-            if shape.is_catch_up or not (shape.chunk or shape.features.has_grammar):
+            if shape.is_draft_prefill or not (
+                shape.chunk or shape.features.has_grammar
+            ):
                 # 0 drafts: while all rows wait for the draft model.
                 drafts = sorted({min(k, shape.num_draft_tokens) for k in (0, 1, most)})
                 rounds += [Round(shape, k) for k in drafts]

@@ -40,7 +40,7 @@ from jaxspec.exit import finish_at_exit
 from jaxspec.metrics import Metric
 from jaxspec.outputs import RequestOutput
 from jaxspec.program.plan import Features, StepShape
-from jaxspec.program.wire import CaughtUp, StepResult
+from jaxspec.program.wire import DraftPrefillResult, StepResult
 from jaxspec.sampling_params import SamplingParams
 from jaxspec.text.tokenizer import Tokenizer, first_difference
 
@@ -384,7 +384,7 @@ class LLMEngine:
         return outputs, now - before
 
     def _process_result(
-        self, launch: Launch, result: StepResult | CaughtUp, took_s: float
+        self, launch: Launch, result: StepResult | DraftPrefillResult, took_s: float
     ) -> list[RequestOutput]:
         """Commit one round of a launch; return its outputs."""
         self.scheduler.record_time(launch, took_s)

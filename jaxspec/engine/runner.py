@@ -49,7 +49,7 @@ from jaxspec.program.propose import proposers_of
 from jaxspec.program.rows import dummy_rows, init_rows
 from jaxspec.program.state import EngineState, init_token_pages, init_zeros, page_forms
 from jaxspec.program.step_context import ProgramConfig
-from jaxspec.program.wire import CaughtUp, PlanLayout, StepResult
+from jaxspec.program.wire import DraftPrefillResult, PlanLayout, StepResult
 from jaxspec.sharding import (
     TARGET_MESH_AXES,
     make_mesh,
@@ -346,12 +346,14 @@ class Runner:
             self.state = dataclasses.replace(self.state, rows=kept)
         return min(seconds[1:])
 
-    def fetch(self, result: jax.Array, shape: StepShape) -> StepResult | CaughtUp:
+    def fetch(
+        self, result: jax.Array, shape: StepShape
+    ) -> StepResult | DraftPrefillResult:
         """Wait for a launch and read its result: the only copy to the host."""
         # `jax.device_get` does the same through a tree, in 0.06 ms.
         with jax.transfer_guard_device_to_host("allow"):
             vector = np.asarray(result)
-        kind = CaughtUp if shape.is_catch_up else StepResult
+        kind = DraftPrefillResult if shape.is_draft_prefill else StepResult
         return kind.unpack(vector, shape)
 
     def drop_pages(self) -> None:

@@ -46,7 +46,7 @@ def flatten(arguments: Arguments) -> tuple[list[Any], list[Any]]:
 
 
 def _is_drafting(shape: StepShape) -> bool:
-    return shape.num_draft_tokens > 0 or shape.is_catch_up
+    return shape.num_draft_tokens > 0 or shape.is_draft_prefill
 
 
 class Arrays:

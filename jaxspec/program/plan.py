@@ -113,9 +113,8 @@ class StepShape:
             leaves the draft model out of the program.
         chunk: Prompt tokens, a multiple of `TILE` (or 0).
         features: Optional parts that the requests of the launch need.
-        is_catch_up: Draft-prefill launch: no sequence decodes. The draft model reads
-            prompts and tokens that only the target has read, and compares the tokens
-            with its own.
+        is_draft_prefill: No sequence decodes. The draft model reads prompts and tokens
+            that only the target has read, and compares the tokens with its own.
         max_rounds: Most rounds of a launch; their number is data. With 1 there is no
             loop.
         template: The engine's tree of drafts, of K levels; None: a chain.
@@ -125,7 +124,7 @@ class StepShape:
     num_draft_tokens: int
     chunk: int
     features: Features = Features()
-    is_catch_up: bool = False
+    is_draft_prefill: bool = False
     max_rounds: int = 1
     template: Tree | None = None
 
@@ -138,9 +137,9 @@ class StepShape:
         return hash(tuple(getattr(self, one.name) for one in dataclasses.fields(self)))
 
     @classmethod
-    def catch_up(cls, chunk: int) -> "StepShape":
+    def draft_prefill(cls, chunk: int) -> "StepShape":
         """The program of a draft prefill."""
-        return cls(num_seqs=0, num_draft_tokens=0, chunk=chunk, is_catch_up=True)
+        return cls(num_seqs=0, num_draft_tokens=0, chunk=chunk, is_draft_prefill=True)
 
     @property
     def name(self) -> str:
@@ -149,8 +148,8 @@ class StepShape:
         `8x5x4_sampled` may run four such rounds; in `8x5t10` ten drafts form a tree of
         five levels.
         """
-        if self.is_catch_up:
-            return f"catch-up+{self.chunk}"
+        if self.is_draft_prefill:
+            return f"draft-prefill+{self.chunk}"
         chunk = f"+{self.chunk}" if self.chunk else ""
         rounds = f"x{self.max_rounds}" if self.max_rounds > 1 else ""
         tree = self.tree

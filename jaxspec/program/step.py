@@ -60,7 +60,7 @@ def speculative_step(
         The new state, and the vector that `StepResult.unpack` reads.
     """
     context = StepContext.read(config, shape, state, plan)
-    if shape.is_catch_up:
+    if shape.is_draft_prefill:
         return _draft_prefill(context, proposer_params, state)
     state = dataclasses.replace(
         state, rows=context.rows, token_pages=context.token_pages
@@ -209,7 +209,7 @@ def _draft_prefill(
     for proposer, own, before in zip(
         context.config.proposers, params, state.proposers, strict=True
     ):
-        kept, found = proposer.catch_up(own, before, given, active, following)
+        kept, found = proposer.draft_prefill(own, before, given, active, following)
         acceptance = found if acceptance is None else acceptance
         after.append(kept)
     assert acceptance is not None, "no proposer has a draft model"

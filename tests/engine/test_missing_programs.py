@@ -137,15 +137,15 @@ def test_a_single_request_waits_for_the_program_with_its_drafts():
         loop.step()
     assert len(request.output_token_ids) == 1
     assert {launch.shape for launch in loop.launches} == {prompt}
-    catch_up, own = programs.asked
-    assert catch_up == loop.scheduler.shapes.catch_ups[0]
+    draft_prefill, own = programs.asked
+    assert draft_prefill == loop.scheduler.shapes.draft_prefills[0]
     assert (own.num_seqs, own.num_draft_tokens, own.chunk) == (1, 3, 0)
-    programs.add(catch_up)
+    programs.add(draft_prefill)
     programs.add(own)
     while loop.step():
         pass
     used = [launch.shape for launch in loop.launches]
-    assert used[:3] == [prompt, catch_up, own]
+    assert used[:3] == [prompt, draft_prefill, own]
     assert set(used[2:]) == {own}
     loop.assert_said_the_truth(request)
 

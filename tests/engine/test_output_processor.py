@@ -61,7 +61,7 @@ def test_a_final_output_has_all_texts_and_shares_the_prompt(cache):
     assert [completion.index for completion in output.outputs] == [0, 1, 2]
     assert all(len(completion.token_ids) == 7 for completion in output.outputs)
     assert output.prompt_token_ids == prompt
-    plans = [plan for plan, shape in runner.plans if not shape.is_catch_up]
+    plans = [plan for plan, shape in runner.plans if not shape.is_draft_prefill]
     num_prefilled = sum(len(tile.tokens) for plan in plans for tile in plan.tiles)
     assert num_prefilled == len(prompt) + 2
     assert_idle(engine)

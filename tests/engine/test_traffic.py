@@ -49,7 +49,7 @@ class Traffic(RuleBasedStateMachine):
     num_steps = 0
     num_preemptions = 0
     num_prefix_hits = 0
-    num_caught_up = 0
+    num_draft_prefills = 0
 
     @initialize(
         seed=st.integers(0, 2**16),
@@ -126,8 +126,8 @@ class Traffic(RuleBasedStateMachine):
         totals, stats = type(self), self.loop.scheduler.stats
         totals.num_preemptions += stats.num_preemptions
         totals.num_prefix_hits += stats.num_prefix_hits
-        totals.num_caught_up += sum(
-            launch.shape.is_catch_up for launch in self.loop.launches
+        totals.num_draft_prefills += sum(
+            launch.shape.is_draft_prefill for launch in self.loop.launches
         )
 
 
@@ -157,7 +157,7 @@ def test_forty_thousand_steps():
     assert ran.num_steps >= 40_000
     assert ran.num_preemptions > 200
     assert ran.num_prefix_hits > 1000
-    assert ran.num_caught_up > 10
+    assert ran.num_draft_prefills > 10
 
 
 class ForgetfulRunner(FakeRunner):

@@ -89,7 +89,7 @@ def test_plain_program_takes_the_arguments_of_an_engine_without_drafts():
     runner: Any = with_draft.runner
     counts = [
         len(jax.tree.leaves(runner.executable(shape).args_info))
-        for shape in (PLAIN, DRAFTING, StepShape.catch_up(32))
+        for shape in (PLAIN, DRAFTING, StepShape.draft_prefill(32))
     ]
     everyone = len(jax.tree.leaves(everything(with_draft))) + 1
     assert counts == [sum(map(len, sizes[0])) + 1, everyone, everyone]

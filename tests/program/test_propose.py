@@ -49,7 +49,7 @@ class Parrot:
         whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
         return jax.ShapeDtypeStruct((pool.num_rows,), jnp.int32, sharding=whole)
 
-    def catch_up(
+    def draft_prefill(
         self, params: Any, state: Any, context: Context, active: Any, following: Any
     ) -> tuple[Any, None]:
         return state, None

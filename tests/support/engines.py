@@ -22,7 +22,7 @@ from jaxspec.models.heads.config import HeadConfig
 from jaxspec.models.weights import load_params
 from jaxspec.outputs import RequestOutput
 from jaxspec.program.plan import StepPlan, StepShape
-from jaxspec.program.wire import CaughtUp, StepResult
+from jaxspec.program.wire import DraftPrefillResult, StepResult
 from jaxspec.sampling_params import SamplingParams
 from jaxspec.sharding import DRAFT_MESH_AXES, TARGET_MESH_AXES
 from jaxspec.text.tokenizer import PlainTexts, Tokenizer
@@ -99,8 +99,8 @@ class OneShapeRunner(Runner):
 
     def launch(self, plan: StepPlan, shape: StepShape) -> Any:
         config = self.config
-        if shape.is_catch_up:
-            padded = StepShape.catch_up(config.max_num_batched_tokens)
+        if shape.is_draft_prefill:
+            padded = StepShape.draft_prefill(config.max_num_batched_tokens)
             return super().launch(plan, padded), padded
         padded = StepShape(
             num_seqs=config.max_num_seqs,
@@ -114,7 +114,7 @@ class OneShapeRunner(Runner):
         )
         return super().launch(plan, padded), padded
 
-    def fetch(self, result: Any, shape: StepShape) -> StepResult | CaughtUp:
+    def fetch(self, result: Any, shape: StepShape) -> StepResult | DraftPrefillResult:
         return super().fetch(*result)
 
 
@@ -124,7 +124,7 @@ class OneProgramRunner(OneShapeRunner):
     is_greedy = False
 
     def launch(self, plan: StepPlan, shape: StepShape) -> Any:
-        if not shape.is_catch_up:
+        if not shape.is_draft_prefill:
             shape = dataclasses.replace(
                 shape,
                 num_draft_tokens=self.config.num_draft_tokens,

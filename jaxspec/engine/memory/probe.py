@@ -344,7 +344,9 @@ def compiled_temporaries(config: EngineConfig, mesh: Mesh) -> int:
     shapes = Shapes(config, SpeculationPolicy(config.speculative)).all(
         with_on_demand=True
     )
-    shape = max(shapes, key=lambda one: (not one.is_catch_up, one.chunk, one.num_seqs))
+    shape = max(
+        shapes, key=lambda one: (not one.is_draft_prefill, one.chunk, one.num_seqs)
+    )
     lowered = lower_step(program, shape, forms)
     compiled: Any = lowered.compile(options_of(config, mesh))
     return compiled.memory_analysis().temp_size_in_bytes

@@ -20,7 +20,7 @@ from jaxspec.engine.speculation.acceptance import AcceptanceRates
 from jaxspec.engine.speculation.policy import SpeculationPolicy
 from jaxspec.engine.speculation.step_times import Round, StepTimes
 from jaxspec.program.plan import NO_TOKEN, TILE, StepPlan, StepShape, Tile
-from jaxspec.program.wire import CaughtUp
+from jaxspec.program.wire import DraftPrefillResult
 
 # Most consecutive draft prefill launches before the next round.
 MAX_IN_A_ROW = 4
@@ -115,7 +115,7 @@ class DraftPrefill:
 
         It alternates with rounds while most sequences have drafts. Otherwise several
         draft prefill launches follow each other: a round without drafts in between
-        would make rows lag again that have just caught up.
+        would make rows lag again that were just prefilled.
 
         Args:
             has_newcomers: Waiting requests could be admitted: they go first, once.
@@ -161,7 +161,7 @@ class DraftPrefill:
             do_most_lag, admitted = self._do_most_lag()
             if not do_most_lag:
                 num_tiles = min(num_tiles, self._tiles_within(stream_s))
-        shape, missing = self._shapes.select_catch_up(num_tiles)
+        shape, missing = self._shapes.select_draft_prefill(num_tiles)
         chunks = self._chunks(lagging, shape.num_tiles) if shape is not None else ()
         return DraftPrefillPlan(shape, missing, chunks, is_probe, admitted)
 
@@ -222,7 +222,7 @@ class DraftPrefill:
             is_probe=plan.is_probe,
         )
 
-    def commit(self, launch: Launch, result: CaughtUp) -> None:
+    def commit(self, launch: Launch, result: DraftPrefillResult) -> None:
         """Record the acceptance probabilities that a launch returned."""
         for request, probabilities in zip(
             launch.tiled, result.acceptance_probabilities, strict=False
@@ -242,7 +242,7 @@ class DraftPrefill:
         rows = rows[self._rows.lags(rows)]
         if not len(rows):
             return None
-        return self._shapes.select_catch_up(self._num_tiles(rows)).missing
+        return self._shapes.select_draft_prefill(self._num_tiles(rows)).missing
 
     def seconds_per_round(self, rows: np.ndarray) -> float:
         """Return the draft prefill time before all rows can draft, per round left."""
@@ -250,7 +250,7 @@ class DraftPrefill:
         if not len(rows):
             return 0.0
         tiles = self._num_tiles(rows)
-        shape = self._shapes.select_catch_up(tiles).shape
+        shape = self._shapes.select_draft_prefill(tiles).shape
         if shape is None:
             return 0.0
         seconds = self._step_times.seconds.get(Round(shape), 0.0)
@@ -276,7 +276,7 @@ class DraftPrefill:
 
     def _tiles_within(self, seconds: float) -> int:
         """Return the tiles of the largest program that takes at most `seconds`."""
-        shapes = self._shapes.catch_ups
+        shapes = self._shapes.draft_prefills
         known = [self._step_times.seconds.get(Round(one), math.inf) for one in shapes]
         allowed = [
             shape.num_tiles

@@ -102,7 +102,7 @@ class Launch:
     @property
     def num_prefilled(self) -> int:
         """Number of prompt tokens."""
-        if self.shape.is_catch_up:
+        if self.shape.is_draft_prefill:
             return 0
         return sum(len(tile.tokens) for tile in self.plan.tiles)
 

@@ -81,7 +81,7 @@ class Shapes:
 
     Attributes:
         max_tiles: Most prompt tiles in one launch.
-        catch_ups: Draft prefill programs, the smallest first; empty without a draft
+        draft_prefills: Draft prefill programs, the smallest first; none without a draft
             model.
     """
 
@@ -108,11 +108,13 @@ class Shapes:
         self._found_version = -1
         self._forms = self._all_programs()
         self._on_demand = self._compiled_on_demand()
-        self.catch_ups: list[StepShape] = []
+        self.draft_prefills: list[StepShape] = []
         if config.draft_model_config is not None and len(policy.compiled_drafts) > 1:
             chunk = self._chunk
             sizes = {chunk} if config.batch_invariant else {_tiled(chunk // 8), chunk}
-            self.catch_ups = [StepShape.catch_up(size) for size in sorted(sizes)]
+            self.draft_prefills = [
+                StepShape.draft_prefill(size) for size in sorted(sizes)
+            ]
 
     def _all_programs(self) -> dict[Features, list[StepShape]]:
         """Return the programs by their features, the cheapest features first.
@@ -247,7 +249,7 @@ class Shapes:
         forms.sort(key=lambda form: form.is_greedy)
         lists = [self._forms[form] for form in forms]
         listed = [shapes[0] for shapes in lists if shapes and shapes[0].chunk]
-        listed += self.catch_ups  # drafts need them
+        listed += self.draft_prefills  # drafts need them
         listed += [shape for shapes in lists for shape in shapes]
         budget = self.max_tiles * TILE
         tokens = budget if prompt_tokens is None else prompt_tokens
@@ -265,23 +267,23 @@ class Shapes:
         return shape in self._on_demand
 
     @property
-    def cannot_catch_up(self) -> bool:
+    def cannot_draft_prefill(self) -> bool:
         """Whether all draft prefill programs failed to compile."""
-        failed = [self._programs.has_failed(shape) for shape in self.catch_ups]
+        failed = [self._programs.has_failed(shape) for shape in self.draft_prefills]
         return bool(failed) and all(failed)
 
     @property
-    def can_catch_up(self) -> bool:
+    def can_draft_prefill(self) -> bool:
         """Whether a draft prefill program is compiled."""
-        return any(shape in self._programs for shape in self.catch_ups)
+        return any(shape in self._programs for shape in self.draft_prefills)
 
-    def select_catch_up(self, num_tiles: int) -> Selection:
+    def select_draft_prefill(self, num_tiles: int) -> Selection:
         """Return the draft prefill programs for a number of tiles.
 
         The best is the smallest with room for all tiles, else the largest.
         """
-        fits = [shape for shape in self.catch_ups if shape.num_tiles >= num_tiles]
-        smaller = [shape for shape in self.catch_ups if shape not in fits]
+        fits = [shape for shape in self.draft_prefills if shape.num_tiles >= num_tiles]
+        smaller = [shape for shape in self.draft_prefills if shape not in fits]
         ordered = [
             shape
             for shape in fits + smaller[::-1]

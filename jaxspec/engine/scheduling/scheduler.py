@@ -47,7 +47,7 @@ from jaxspec.engine.speculation.acceptance import AcceptanceRates
 from jaxspec.engine.speculation.policy import Choice, SpeculationPolicy
 from jaxspec.engine.speculation.step_times import StepTimes
 from jaxspec.program.plan import TILE, StepShape
-from jaxspec.program.wire import CaughtUp, StepResult
+from jaxspec.program.wire import DraftPrefillResult, StepResult
 
 
 class Scheduler:
@@ -156,7 +156,7 @@ class Scheduler:
 
     def plan(self) -> Launch | None:
         """Plan the next launch; return None if one must be read first."""
-        if self.shapes.cannot_catch_up:
+        if self.shapes.cannot_draft_prefill:
             self.policy.stop("the draft model's program could not be compiled")
         launch = None
         if self._has_draft_model:
@@ -238,7 +238,7 @@ class Scheduler:
         """
         if not (self.policy.is_constant and self._has_draft_model and self._limit):
             return False
-        return self.shapes.can_catch_up
+        return self.shapes.can_draft_prefill
 
     def select_decode(self, candidates: Candidates) -> Decode:
         """Stage 1: the rows that decode, their drafts, and a compiled program."""
@@ -393,7 +393,9 @@ class Scheduler:
         if self._has_draft_model and self.choice.num_drafts:
             # The draft model reads the prompt after the target does.
             num_tiles = -(-len(request.tokens_to_prefill) // TILE)
-            self.shapes.request_compile(self.shapes.select_catch_up(num_tiles).missing)
+            self.shapes.request_compile(
+                self.shapes.select_draft_prefill(num_tiles).missing
+            )
         if not request.stats.scheduled_ts:
             request.stats.scheduled_ts = time.monotonic()
 
@@ -426,9 +428,11 @@ class Scheduler:
         has_model = self._has_draft_model
         settle(launch, num_run, self.rows, has_draft_model=has_model)
 
-    def commit(self, launch: Launch, result: StepResult | CaughtUp) -> Advance:
+    def commit(
+        self, launch: Launch, result: StepResult | DraftPrefillResult
+    ) -> Advance:
         """Add a round's result to the requests that have not ended."""
-        if isinstance(result, CaughtUp):
+        if isinstance(result, DraftPrefillResult):
             self._draft_prefill.commit(launch, result)
             return Advance()
         self._estimator.record_round(launch, result)
@@ -456,7 +460,7 @@ class Scheduler:
         self.policy.record_time(seconds)
         launch.expected_s = self.step_times.expected(launch.round)
         # Launches with prompts, and of draft prefill, seldom follow each other.
-        is_seldom = shape.is_catch_up or shape.chunk > 0
+        is_seldom = shape.is_draft_prefill or shape.chunk > 0
         work = shape, launch.round.num_drafts > 0
         launch.is_measure = is_seldom or work == self._last_work
         self._last_work = work

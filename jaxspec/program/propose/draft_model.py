@@ -58,7 +58,7 @@ class DraftModel(Model):
         """Pages of keys and values."""
         return page_forms(self.config, dtype, pool, mesh, DRAFT_MESH_AXES)
 
-    def catch_up(
+    def draft_prefill(
         self,
         params: Params | None,
         state: Pages,

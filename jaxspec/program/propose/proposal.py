@@ -131,7 +131,7 @@ class Proposer(Protocol):
         """
         ...
 
-    def catch_up(
+    def draft_prefill(
         self,
         params: Params | None,
         state: Any,
@@ -189,7 +189,7 @@ class Observer(Proposer, Protocol):
 class UpToDate:
     """A proposer without draft lag: stateless, or it observes every pass."""
 
-    def catch_up(
+    def draft_prefill(
         self,
         params: Params | None,
         state: Any,

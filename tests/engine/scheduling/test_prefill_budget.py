@@ -261,7 +261,7 @@ def test_rest_of_prompts_uses_small_launches():
         while loop.step():
             pass
     shapes = [one.shape for one in loop.launches[first:]]
-    chunks = [one.chunk for one in shapes if one.chunk and not one.is_catch_up]
+    chunks = [one.chunk for one in shapes if one.chunk and not one.is_draft_prefill]
     # The program with room for 128 is for a single sequence: none decodes yet.
     assert chunks == [512, 128, 64]
 
@@ -279,7 +279,7 @@ def test_single_sequence_program_is_not_used_if_more_requests_wait():
         while loop.step():
             pass
     shapes = [one.shape for one in loop.launches[first:]]
-    chunks = [one.chunk for one in shapes if one.chunk and not one.is_catch_up]
+    chunks = [one.chunk for one in shapes if one.chunk and not one.is_draft_prefill]
     # In turns of 128 the 384 tokens would take 3.6.
     assert chunks == [512]
 

@@ -42,8 +42,8 @@ def find(shapes: Shapes, *need: Any, **options: Any) -> StepShape | None:
     return found.shape
 
 
-def catch_up(shapes: Shapes, num_tiles: int) -> StepShape | None:
-    found = shapes.select_catch_up(num_tiles)
+def draft_prefill(shapes: Shapes, num_tiles: int) -> StepShape | None:
+    found = shapes.select_draft_prefill(num_tiles)
     shapes.request_compile(found.missing)
     return found.shape
 
@@ -95,8 +95,8 @@ def test_the_default_server_has_these_programs():
         "8x5+64_sampled",
         "8x5_greedy",
         "8x5_sampled",
-        "catch-up+512",
-        "catch-up+64",
+        "draft-prefill+512",
+        "draft-prefill+64",
     ]
 
 
@@ -108,8 +108,8 @@ def test_first_program_serves_requests_and_second_adds_drafts(max_num_seqs):
     for features in (GREEDY, SAMPLED):
         assert only_first.find(1, 0, TILE, features) == first
         assert only_first.find(1, DEFAULT["num_draft_tokens"], 0, features) == first
-    assert not only_first.can_catch_up
-    assert make_shapes(SomePrograms(first, second), **sizes).can_catch_up
+    assert not only_first.can_draft_prefill
+    assert make_shapes(SomePrograms(first, second), **sizes).can_draft_prefill
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 3, 8])
@@ -136,7 +136,9 @@ def test_every_launch_has_a_listed_program_that_serves_it(
             assert found in listed
             assert is_able(found, seqs, drafts, tokens, need)
             met.add(found)
-    assert met == set(listed) - set(shapes.catch_ups), "a program that no launch needs"
+    assert met == set(listed) - set(shapes.draft_prefills), (
+        "a program that no launch needs"
+    )
 
 
 def test_plain_decoding_uses_plain_programs():
@@ -179,20 +181,20 @@ def test_few_launches_without_drafts_request_no_compile():
 def test_draft_prefill_uses_the_smallest_fitting_program():
     programs = SomePrograms()
     shapes = make_shapes(programs, **DEFAULT)
-    small, large = shapes.catch_ups
+    small, large = shapes.draft_prefills
     assert (small.num_tiles, large.num_tiles) == (2, 16)
-    assert catch_up(shapes, 3) is None
+    assert draft_prefill(shapes, 3) is None
     assert programs.asked == [large]
     programs.add(small)
-    assert catch_up(shapes, 3) == small, "what there is, as often as it takes"
+    assert draft_prefill(shapes, 3) == small, "what there is, as often as it takes"
     programs.add(large)
     programs.asked.clear()
-    found = [catch_up(shapes, tiles) for tiles in (1, 2, 3, 16, 99)]
+    found = [draft_prefill(shapes, tiles) for tiles in (1, 2, 3, 16, 99)]
     assert found == [small, small, large, large, large]
     programs.there.remove(small)
-    assert catch_up(shapes, 1) == large
+    assert draft_prefill(shapes, 1) == large
     assert programs.asked == [small]
-    assert catch_up(make_shapes(**PLAIN), 1) is None
+    assert draft_prefill(make_shapes(**PLAIN), 1) is None
 
 
 def test_mixes_of_requests_have_a_program():
@@ -259,7 +261,7 @@ def test_larger_chunk_is_compiled_once_that_many_tokens_wait():
         chunks = [shape.chunk for shape in shapes.with_prompts(16, 5, need)]
         assert chunks[-2:] == [FIRST_CHUNK, 8192]
         assert shapes.all(features=[need])[0].chunk == FIRST_CHUNK
-    assert {shape.chunk for shape in shapes.catch_ups} == {256, FIRST_CHUNK}
+    assert {shape.chunk for shape in shapes.draft_prefills} == {256, FIRST_CHUNK}
     late = {shape.chunk: shapes.is_on_demand(shape) for shape in listed}
     assert late[8192] and not late[FIRST_CHUNK]
     # Prompts of greedy requests are prefilled in programs for sampling.
@@ -316,8 +318,8 @@ def test_features_cover_their_subsets():
 def test_batch_invariant_launches_use_one_program(features):
     """All launches compute the same products of the same sizes."""
     shapes = make_shapes(batch_invariant=True, **DEFAULT)
-    only, catch_up = shapes.all(features=[features, SAMPLED])
-    assert [catch_up] == shapes.catch_ups
+    only, draft_prefill = shapes.all(features=[features, SAMPLED])
+    assert [draft_prefill] == shapes.draft_prefills
     assert (only.num_seqs, only.num_draft_tokens) == (8, 5)
     for seqs, drafts, tiles in itertools.product(range(1, 9), range(6), range(4)):
         assert shapes.find(seqs, drafts, tiles * TILE, features) == only
@@ -340,7 +342,7 @@ def test_only_plain_requests_without_prompts_run_several_rounds(is_invariant):
     assert any(one.max_rounds > 1 for one in shapes) != is_invariant
     for one in shapes:
         is_plain = one.features in (GREEDY, SAMPLED)
-        is_looped = is_plain and not (one.chunk or one.is_catch_up or is_invariant)
+        is_looped = is_plain and not (one.chunk or one.is_draft_prefill or is_invariant)
         assert one.max_rounds == (4 if is_looped else 1)
     assert len({one.name for one in shapes}) == len(shapes)
 
@@ -352,7 +354,7 @@ def test_programs_with_drafts_have_the_tree():
     listed = leaves.all(features=SOME, with_on_demand=True)
     assert [dataclasses.replace(one, template=None) for one in listed] == chain
     for shape in listed:
-        if shape.is_catch_up:
+        if shape.is_draft_prefill:
             continue
         is_plain = shape.features.needs_one_path or not shape.num_draft_tokens
         assert shape.tree.is_chain == is_plain
@@ -421,7 +423,7 @@ def test_select_requests_no_compile():
     found = shapes.select(4, 5, 64, GREEDY)
     assert found.shape is None and found.missing is not None
     assert shapes.find(4, 5, 64, GREEDY) is None
-    assert shapes.select_catch_up(1).missing is not None
+    assert shapes.select_draft_prefill(1).missing is not None
     assert not programs.asked
     for _ in range(2):
         shapes.request_compile(found.missing, None)

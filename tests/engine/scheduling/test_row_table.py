@@ -38,7 +38,7 @@ def test_bounds_hold_for_any_device_results(rounds, unread):
     for drafts, width, emitted in rounds:
         if (
             table.num_draft_uncached[row][0] > 2
-        ):  # it has to catch up before it gets drafts
+        ):  # it needs a draft prefill before it gets drafts
             drafts, emitted = 0, 1
         played.append((drafts, emitted))
         table.launch(row, np.array([drafts]))
@@ -176,7 +176,7 @@ def test_rows_that_can_decode():
     rows = np.array([request.row for request in requests])
     table.is_decoding[rows[:3]] = True  # the last still gets its prompt
     table.ahead[rows[0]], table.num_unread[rows[0]] = 17, 5  # may be over
-    table.num_draft_uncached[rows[1]] = 3  # must catch up
+    table.num_draft_uncached[rows[1]] = 3  # needs a draft prefill
     found, wanted = table.decodable(limit=2)
     assert (sorted(found.tolist()), wanted.tolist()) == (sorted(rows[1:3]), [2, 2])
     assert table.lags(rows).tolist() == [False, True, False, False]

@@ -278,7 +278,7 @@ def test_draft_prefill_compares_tokens_of_plain_rounds(monkeypatch):
         )
         proposer = draft_model.DraftModel(config=paged.config)
         active = make_active(2 * TILE, temperature=0.0)
-        return proposer.catch_up(params, pages, context, active, following)
+        return proposer.draft_prefill(params, pages, context, active, following)
 
     widths, inner = set(), draft_model._finite_logits
 
