@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int, UInt32
 from jaxspec.models.backend import Backend
 from jaxspec.program import randomness
 from jaxspec.program.rows import Active
-from jaxspec_kernels.rejection_sampling import Controls, sample
+from jaxspec_kernels.rejection_sampling import SamplingValues, sample
 
 
 class Numbers(NamedTuple):
@@ -24,12 +24,12 @@ class Numbers(NamedTuple):
     noise_words: UInt32[Array, "seq width 2"] | None = None
 
 
-def controls_of(active: Active) -> Controls | None:
+def sampling_values_of(active: Active) -> SamplingValues | None:
     """Sampling parameters of each sequence; None in a program without sampling."""
     if active.is_greedy:
         return None
     temperature = jnp.where(active.is_sampled, active.temperature, 0.0)
-    return Controls(temperature, active.top_k, active.top_p, active.min_p)
+    return SamplingValues(temperature, active.top_k, active.top_p, active.min_p)
 
 
 def draw_numbers(
@@ -113,20 +113,20 @@ def sample_draft(
     """
     vocab_size = logits.shape[1]
     axes = backend.vocab_axes(vocab_size)
-    controls = None if is_greedy else controls_of(active)
+    sampling_values = None if is_greedy else sampling_values_of(active)
     numbers = Numbers()
-    if controls is not None:
+    if sampling_values is not None:
         purpose = randomness.DRAFT + randomness.NUM_ROLES * jnp.asarray(index)
         numbers = draw_numbers(active, purpose.reshape(1, 1), index, width=1)
 
     def draw(logits: Array, whole: tuple) -> tuple[Array, Array | None]:
-        active, position, controls, numbers = whole
+        active, position, sampling_values, numbers = whole
         return sample(
             forbid_early_stop(logits, position, active, axes),
-            controls,
+            sampling_values,
             rule=active.rule,
-            uniform=None if controls is None else numbers.uniform[:, 0],
-            noise_words=None if controls is None else numbers.noise_words[:, 0],
+            uniform=None if sampling_values is None else numbers.uniform[:, 0],
+            noise_words=None if sampling_values is None else numbers.noise_words[:, 0],
             vocab_size=vocab_size,
             axis_name=axes,
             implementation=backend.implementation,
@@ -136,4 +136,4 @@ def sample_draft(
     whole, rows = PartitionSpec(), PartitionSpec(None, axes)
     position = active.num_tokens + index
     split = backend.split(draw, (rows, whole), (whole, rows))
-    return split(logits, (active, position, controls, numbers))
+    return split(logits, (active, position, sampling_values, numbers))

@@ -20,13 +20,17 @@ from jaxspec.program.propose.proposal import Proposal
 from jaxspec.program.rows import Active
 from jaxspec.program.sampling import (
     Numbers,
-    controls_of,
     draw_numbers,
     forbid_early_stop,
+    sampling_values_of,
 )
 from jaxspec.program.tree.tree import Tree
 from jaxspec.sharding import num_parts
-from jaxspec_kernels.rejection_sampling import Controls, Verdict, rejection_sampling
+from jaxspec_kernels.rejection_sampling import (
+    SamplingValues,
+    Verdict,
+    rejection_sampling,
+)
 
 
 class _Inputs(NamedTuple):
@@ -35,7 +39,7 @@ class _Inputs(NamedTuple):
     tokens: Int[Array, "seq draft"]
     num_draft_tokens: Int[Array, " seq"]
     active: Active
-    controls: Controls | None
+    sampling_values: SamplingValues | None
     numbers: Numbers
     num_forced: Int[Array, " seq"] | None
 
@@ -97,7 +101,12 @@ def verify(
         rows,
         probs,
         _Inputs(
-            tokens, num_draft_tokens, active, controls_of(active), numbers, num_forced
+            tokens,
+            num_draft_tokens,
+            active,
+            sampling_values_of(active),
+            numbers,
+            num_forced,
         ),
     )
 
@@ -130,7 +139,7 @@ def verify_group(
         probs,
         logits,
         inputs.num_draft_tokens,
-        inputs.controls,
+        inputs.sampling_values,
         rule=active.rule,
         accept_uniform=None if uniform is None else uniform[:, :-1],
         sample_uniform=None if uniform is None else uniform[:, -1],

@@ -28,7 +28,7 @@ from tests.kernels.rejection_rounds import (
     Round,
     by_whole_rows,
     make_round,
-    plain_controls,
+    plain_sampling_values,
     sliced,
     uncached,
     with_kind,
@@ -40,10 +40,10 @@ VOCAB, COLUMNS = 290, 296  # padding has larger logits than any token
 
 
 def padded(one: Round) -> tuple:
-    tokens, draft, logits, num_draft_tokens, controls = one.arrays
+    tokens, draft, logits, num_draft_tokens, sampling_values = one.arrays
     pads = ((0, 0), (0, 0), (0, COLUMNS - VOCAB))
     logits = jnp.pad(logits, pads, constant_values=50.0)
-    return tokens, jnp.pad(draft, pads), logits, num_draft_tokens, controls
+    return tokens, jnp.pad(draft, pads), logits, num_draft_tokens, sampling_values
 
 
 def by_reference(**settings: Any) -> Callable:
@@ -112,7 +112,7 @@ def check_limits() -> None:
             probs,
             one,
             jnp.ones(1, jnp.int32),
-            plain_controls(1),
+            plain_sampling_values(1),
             rule=jnp.full(1, STANDARD, jnp.int32),
             accept_uniform=jnp.full((1, 1), u, jnp.float32),
             sample_uniform=jnp.full(1, v, jnp.float32),
@@ -208,8 +208,8 @@ MUTANTS = [
     mutant(
         "top-p of more than the mass",
         "reference._filter",
-        "controls.top_p * distribution.total",
-        "controls.top_p * distribution.total * 1.02",
+        "sampling_values.top_p * distribution.total",
+        "sampling_values.top_p * distribution.total * 1.02",
     ),
     mutant(
         "sum with the dropped tokens",

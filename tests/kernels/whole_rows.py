@@ -11,7 +11,7 @@ from jaxspec.program import randomness
 from jaxspec.program.plan import BLOCK
 from jaxspec.program.propose import Proposal
 from jaxspec.program.rows import Active
-from jaxspec_kernels.rejection_sampling import Controls, Verdict
+from jaxspec_kernels.rejection_sampling import SamplingValues, Verdict
 from tests.kernels import dense
 
 
@@ -38,7 +38,7 @@ def decide(
     def with_sampling() -> Verdict:
         probs = dense.distribution(
             logits,
-            Controls(
+            SamplingValues(
                 per_token.temperature,
                 per_token.top_k,
                 per_token.top_p,
@@ -156,7 +156,7 @@ def verify_standard(
 
     Args:
         draft_probs: Distributions that `draft_tokens` were drawn from, after all
-            sampling controls.
+            filters.
         num_draft_tokens: Valid drafts of each sequence.
     References: Leviathan et al. 2023, arXiv:2211.17192, Alg. 1.
         Chen et al. 2023, arXiv:2302.01318, Alg. 2.
@@ -189,7 +189,7 @@ def verify_block(
 
     Args:
         draft_probs: Distributions that `draft_tokens` were drawn from, after all
-            sampling controls.
+            filters.
         num_draft_tokens: Valid drafts of each sequence.
     References: Sun et al. 2024, arXiv:2403.10444, Alg. 2.
     """

@@ -28,8 +28,9 @@ class Proposal(NamedTuple):
     Attributes:
         num_drafts: Valid drafts of each sequence: columns at or past it are padding. In
             a tree: valid levels.
-        probs: Distributions of the tokens after all sampling controls; None if each is
-            a point mass. In a tree: one per level, for the main chain.
+        probs: Distributions of the tokens after token controls, temperature, top-k,
+            top-p and min-p; None if each is a point mass. In a tree: one per level, for
+            the main chain.
         is_broken: Sequences for which a draft model computed NaN or infinity, whose
             drafts are not valid; None without a model.
     """

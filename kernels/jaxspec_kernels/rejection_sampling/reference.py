@@ -27,7 +27,7 @@ from jaxspec_kernels.rejection_sampling.search import search
 STANDARD, BLOCK, COUPLED = 0, 1, 2
 
 
-class Controls(NamedTuple):
+class SamplingValues(NamedTuple):
     """Sampling values per sequence; temperature 0 is greedy."""
 
     temperature: Float[Array, " seq"]
@@ -76,7 +76,7 @@ def rejection_sampling(
     draft_probs: Float[Array, "seq draft vocab"] | None,
     target_logits: Float[Array, "seq draft+1 vocab"],
     num_draft_tokens: Int[Array, " seq"],
-    controls: Controls | None,
+    sampling_values: SamplingValues | None,
     *,
     rule: Int[Array, " seq"] | None,
     accept_uniform: Float[Array, "seq draft"] | None,
@@ -110,7 +110,7 @@ def rejection_sampling(
     logits = target_logits.reshape(seqs * width, columns)
     # The last row of a sequence verifies no draft: its token is ignored.
     tokens = jnp.pad(draft_tokens, ((0, 0), (0, 1))).reshape(-1)
-    if controls is None:
+    if sampling_values is None:
         temperature = jnp.ones(seqs * width, jnp.float32)
         own = kernels.statistics(part, logits, temperature, tokens, None)
         found = passes.combine(part, own, temperature)
@@ -119,10 +119,12 @@ def rejection_sampling(
     assert rule is not None, "sampled sequences have a rule"
     assert accept_uniform is not None, "sampled sequences need uniforms"
     assert sample_uniform is not None, "sampled sequences need uniforms"
-    row_controls = Controls(*(jnp.repeat(values, width) for values in controls))
-    is_sampled = controls.temperature > 0
-    is_sampled_row = row_controls.temperature > 0
-    temperature = jnp.where(is_sampled_row, row_controls.temperature, 1.0)
+    row_values = SamplingValues(
+        *(jnp.repeat(values, width) for values in sampling_values)
+    )
+    is_sampled = sampling_values.temperature > 0
+    is_sampled_row = row_values.temperature > 0
+    temperature = jnp.where(is_sampled_row, row_values.temperature, 1.0)
     own = kernels.statistics(part, logits, temperature, tokens, is_sampled_row)
     found = passes.combine(part, own, temperature)
     best = found.best.reshape(seqs, width)
@@ -134,7 +136,7 @@ def rejection_sampling(
             kernels,
             logits,
             Distribution(temperature, found.maximum, no_threshold, found.total),
-            row_controls,
+            row_values,
             is_sampled=is_sampled_row,
         )
         is_coupled = jnp.zeros_like(is_sampled)
@@ -213,14 +215,18 @@ def _filter(
     kernels: Kernels,
     logits: Float[Array, "row vocab"],
     distribution: Distribution,
-    controls: Controls,
+    sampling_values: SamplingValues,
     *,
     is_sampled: Bool[Array, " row"],
 ) -> Distribution:
     """Raise the thresholds to the cutoffs of top-k, top-p and min-p, in that order."""
-    by_k = is_sampled & (controls.top_k > 0) & (controls.top_k < part.vocab_size)
-    by_p = is_sampled & (controls.top_p < 1)
-    by_min = is_sampled & (controls.min_p > 0)
+    by_k = (
+        is_sampled
+        & (sampling_values.top_k > 0)
+        & (sampling_values.top_k < part.vocab_size)
+    )
+    by_p = is_sampled & (sampling_values.top_p < 1)
+    by_min = is_sampled & (sampling_values.min_p > 0)
 
     def total(distribution: Distribution) -> Float[Array, " row"]:
         limits = distribution.threshold[:, None]
@@ -244,17 +250,19 @@ def _filter(
         )
 
     find = partial(kernels.search, part, logits)
-    wanted = controls.top_k.astype(jnp.float32)
+    wanted = sampling_values.top_k.astype(jnp.float32)
     threshold, _ = find(distribution, wanted, is_searched=by_k, counts=True)
     distribution = narrowed(distribution, threshold, by_k)
-    wanted = controls.top_p * distribution.total
+    wanted = sampling_values.top_p * distribution.total
     threshold, mass = find(distribution, wanted, is_searched=by_p, counts=False)
     distribution = distribution._replace(
         threshold=jnp.maximum(distribution.threshold, threshold),
         total=jnp.where(by_p, mass, distribution.total),
     )
     # log(1) is 0, so min_p = 1 keeps the maximum in spite of rounding.
-    room = distribution.temperature * jnp.log(jnp.where(by_min, controls.min_p, 1.0))
+    room = distribution.temperature * jnp.log(
+        jnp.where(by_min, sampling_values.min_p, 1.0)
+    )
     above = jnp.minimum(distribution.maximum + room, distribution.maximum)
     return narrowed(distribution, jnp.where(by_min, above, -jnp.inf), by_min)
 
