@@ -281,8 +281,8 @@ def verify_part(
         tree=tree,
     )
     target = build_network(config.target, params[0], config.backend(TARGET_MESH_AXES))
-    hidden, pages = target.hidden(region, state.target_pages)
-    logits, _ = logits_of(target, hidden.rows, tokens.size)
+    output, pages = target.forward(region, state.target_pages)
+    logits, _ = logits_of(target, output.hidden_states, tokens.size)
     return dataclasses.replace(state, target_pages=pages), logits
 
 

@@ -115,8 +115,8 @@ class TargetPass:
         ]
         if prompts is not None:
             batches.append(prompts)
-        hidden, pages = target.hidden(join_batches(batches), pages)
-        logits, tile_logits = logits_of(target, hidden.rows, seqs * width)
+        output, pages = target.forward(join_batches(batches), pages)
+        logits, tile_logits = logits_of(target, output.hidden_states, seqs * width)
         tokens, num_accepted, row = verify_tree(
             tree,
             proposal,
@@ -142,16 +142,18 @@ class TargetPass:
         if prompts is not None and shape.features.num_prompt_logprobs is not None:
             prompt_logprobs = logprobs.prompt_logprobs(
                 target,
-                hidden.rows[seqs * width :],
+                output.hidden_states[seqs * width :],
                 prompts.tokens,
                 context.fields["tile_next_token"],
                 shape=shape,
                 backend=context.backend,
             )
-        is_broken, is_tile_broken = _broken(hidden.is_finite, tree, row)
+        is_broken, is_tile_broken = _broken(output.is_finite, tree, row)
         streams, tile_streams = {}, {}
         for layer in sorted(context.config.target_layers):
-            stream = hidden.rows if layer == NORMALISED else hidden.streams[layer]
+            stream = (
+                output.hidden_states if layer == NORMALISED else output.streams[layer]
+            )
             nodes, rest = jnp.split(stream, [seqs * width])
             nodes = _accepted_nodes(tree, row, nodes.reshape(seqs, width, -1))
             streams[layer] = _widen(nodes, num_rows)

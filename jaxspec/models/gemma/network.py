@@ -30,7 +30,7 @@ from jaxspec.models.layers import (
     normalise,
     rope_tables,
 )
-from jaxspec.models.network import Hidden, Pages
+from jaxspec.models.network import ForwardOutput, Pages
 from jaxspec.models.params import Params, ParamSpec, Specs
 from jaxspec.models.stack import run_layers
 from jaxspec_checkpoints.layout import HEAD
@@ -100,8 +100,8 @@ def forward(
     batch: TokenBatch,
     kv_pages: Pages,
     backend: Backend,
-) -> tuple[Hidden, Pages]:
-    """Run all layers; return the rows and the updated pages per layer."""
+) -> tuple[ForwardOutput, Pages]:
+    """Run all layers; return their output and the updated pages per layer."""
     embedding = params["embedding"]
     # HuggingFace rounds the scale to the weights' type: 59.75 in bf16 for the 9B.
     scale = jnp.sqrt(jnp.float32(config.hidden_size)).astype(embedding.dtype)
@@ -147,7 +147,7 @@ def forward(
     normed = normalise(norm(params["final_norm"]), stream)
     # The norm's own statistic: a NaN or infinity in a row makes it NaN or infinite.
     is_finite = jnp.isfinite(mean_square(stream)[:, 0])
-    return Hidden(normed, is_finite, streams), kv_pages
+    return ForwardOutput(normed, is_finite, streams), kv_pages
 
 
 def logits(

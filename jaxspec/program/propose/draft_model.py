@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxspec.config.engine import EngineConfig, ModelConfig
 from jaxspec.models.batch import TokenBatch
-from jaxspec.models.network import Hidden, Network, build_network
+from jaxspec.models.network import ForwardOutput, Network, build_network
 from jaxspec.models.params import Params
 from jaxspec.program.plan import NO_TOKEN, TILE, PoolShape
 from jaxspec.program.propose.draft_sampling import DraftSampler, zero_broken_rows
@@ -76,11 +76,11 @@ class DraftModel(Model):
         """
         assert context.prompts is not None, "no tokens to prefill"
         model, backend = self._model(params, context), context.backend(DRAFT_MESH_AXES)
-        hidden, pages = model.hidden(context.prompts, state)
+        output, pages = model.forward(context.prompts, state)
 
-        def compare(tile: tuple[Hidden, Active, Array]) -> Array:
-            hidden, active, following = tile
-            logits, _ = _finite_logits(model, hidden)
+        def compare(tile: tuple[ForwardOutput, Active, Array]) -> Array:
+            output, active, following = tile
+            logits, _ = _finite_logits(model, output)
             token, probs = sample_draft(
                 logits, 0, active, backend, is_greedy=self.is_greedy
             )
@@ -90,14 +90,14 @@ class DraftModel(Model):
                 acceptance = jnp.where(is_drawn, -1.0, acceptance)
             return jnp.where(following != NO_TOKEN, acceptance, -1.0)
 
-        def skip(tile: tuple[Hidden, Active, Array]) -> Array:
+        def skip(tile: tuple[ForwardOutput, Active, Array]) -> Array:
             return jnp.full(tile[2].shape, -1.0)
 
         # Most launches are prompts, which need no estimate. And the logits of a whole
         # chunk would be the largest array.
         tiles = jax.tree.map(
             lambda part: part.reshape(-1, TILE, *part.shape[1:]),
-            (hidden, active, following),
+            (output, active, following),
         )
         acceptance = jax.lax.map(
             lambda tile: jax.lax.cond((tile[2] != NO_TOKEN).any(), compare, skip, tile),
@@ -125,17 +125,17 @@ class DraftModel(Model):
         seqs = active.row.shape[0]
 
         def first(level: Array | int, drafts: Array, pages: Pages) -> tuple:
-            hidden, pages = model.hidden(_newest(active, pool), pages)
-            newest = jax.tree.map(lambda part: part[1::2], hidden)
+            output, pages = model.forward(_newest(active, pool), pages)
+            newest = jax.tree.map(lambda part: part[1::2], output)
             return *_finite_logits(model, newest), pages
 
         def following(level: Array | int, drafts: Array, pages: Pages) -> tuple:
             if not tree.has_side_paths:
                 batch = _next(drafts[:, level - 1], level, active, pool)
-                hidden, pages = model.hidden(batch, pages)
-                return *_finite_logits(model, hidden), pages
-            hidden, pages = model.hidden(_whole(tree, drafts, active, pool), pages)
-            logits, is_broken = _finite_logits(model, _level(tree, level, hidden, seqs))
+                output, pages = model.forward(batch, pages)
+                return *_finite_logits(model, output), pages
+            output, pages = model.forward(_whole(tree, drafts, active, pool), pages)
+            logits, is_broken = _finite_logits(model, _level(tree, level, output, seqs))
             # Several rows of a level may have children, the main chain's first.
             return logits, is_broken[:: tree.width], pages
 
@@ -173,10 +173,10 @@ class TreeModel(DraftModel):
         )
 
 
-def _finite_logits(model: Network, hidden: Hidden) -> tuple[Array, Array]:
+def _finite_logits(model: Network, output: ForwardOutput) -> tuple[Array, Array]:
     """Logits, and which rows hold NaN or infinity, computed as zeros instead."""
-    rows = zero_broken_rows(hidden.rows, hidden.is_finite)
-    return model.logits(rows), ~hidden.is_finite
+    rows = zero_broken_rows(output.hidden_states, output.is_finite)
+    return model.logits(rows), ~output.is_finite
 
 
 def _next(
@@ -199,7 +199,9 @@ def _whole(
     )
 
 
-def _level(tree: Tree, step: Array | int, hidden: Hidden, seqs: int) -> Hidden:
+def _level(
+    tree: Tree, step: Array | int, output: ForwardOutput, seqs: int
+) -> ForwardOutput:
     """Take the rows with children at a level from a pass over the tree."""
     rows = jnp.asarray(tree.branching)[step]
 
@@ -207,7 +209,7 @@ def _level(tree: Tree, step: Array | int, hidden: Hidden, seqs: int) -> Hidden:
         nodes = part.reshape(seqs, tree.num_rows, *part.shape[1:])
         return nodes[:, rows].reshape(-1, *part.shape[1:])
 
-    return jax.tree.map(take, hidden)
+    return jax.tree.map(take, output)
 
 
 def _newest(active: Active, pool: PoolShape) -> TokenBatch:

@@ -62,15 +62,15 @@ class Pard(DraftModel):
         tree, active = context.tree, context.active
         seqs, num_levels = active.row.shape[0], tree.num_levels
         model = self._model(params, context)
-        hidden, pages = model.hidden(self._masked(context), state)
+        output, pages = model.forward(self._masked(context), state)
 
         def by_level(part: Array) -> Array:
             rows = part.reshape(seqs, -1, *part.shape[1:])
             return rows[:, -num_levels:].swapaxes(0, 1)
 
         # Rows of sequences that are left out are junk.
-        is_finite = by_level(hidden.is_finite).all(axis=0) | (context.wanted == 0)
-        rows = zero_broken_rows(hidden.rows, hidden.is_finite)
+        is_finite = by_level(output.is_finite).all(axis=0) | (context.wanted == 0)
+        rows = zero_broken_rows(output.hidden_states, output.is_finite)
         logits_of = logits_by_level(
             model.logits, by_level(rows), context.pool.vocab_size
         )

@@ -282,9 +282,9 @@ def test_draft_prefill_compares_tokens_of_plain_rounds(monkeypatch):
 
     widths, inner = set(), draft_model._finite_logits
 
-    def spy(model, hidden):
-        widths.add(hidden.rows.shape[0])
-        return inner(model, hidden)
+    def spy(model, output):
+        widths.add(output.hidden_states.shape[0])
+        return inner(model, output)
 
     monkeypatch.setattr(draft_model, "_finite_logits", spy)
     run = jax.jit(run, compiler_options=UNOPTIMISED)
