@@ -212,7 +212,7 @@ class InputProcessor:
     def _features(self, params: SamplingParams, *, has_controls: bool) -> Features:
         most = self._config.num_logprobs
         return Features(
-            is_greedy=params.temperature == 0,
+            all_greedy=params.temperature == 0,
             has_controls=has_controls,
             has_grammar=params.structured_outputs is not None,
             num_logprobs=_compiled_logprobs(params.num_logprobs, most),

@@ -584,7 +584,7 @@ class LLMEngine:
         """Return the programs that requests need; the first serves plain requests."""
         if prompt_tokens is not None:
             check_integer(RequestError, "prompt_tokens", prompt_tokens, low=1)
-        wanted = [Features(is_greedy=True), Features()]
+        wanted = [Features(all_greedy=True), Features()]
         for params in sampling_params:
             features = self.input_processor.features(params)
             self.runner.check_features(features)

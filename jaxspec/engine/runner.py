@@ -324,7 +324,7 @@ class Runner:
     ) -> float:
         shape, pool = round_.shape, self.pool
         kept = self.state.rows
-        temperature = 0.0 if shape.features.is_greedy else 1.0
+        temperature = 0.0 if shape.features.all_greedy else 1.0
         made = dummy_rows(pool, pages, context, temperature)
         rows = put(made, replicated(self.mesh))
         self.state = dataclasses.replace(self.state, rows=rows)

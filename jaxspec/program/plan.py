@@ -45,7 +45,7 @@ class Features:
     """Optional parts of a program, beyond temperature, top-k, top-p and min-p.
 
     Attributes:
-        is_greedy: Every request takes the argmax: the program has no sampling in it.
+        all_greedy: Every request takes the argmax: the program has no sampling in it.
         has_controls: Penalties, logit bias, allowed ids, bad words.
         has_grammar: Token masks that the host makes from the drafts.
         num_logprobs: Most probable tokens returned per generated token; None returns no
@@ -53,7 +53,7 @@ class Features:
         num_prompt_logprobs: The same for the tokens of prompts.
     """
 
-    is_greedy: bool = False
+    all_greedy: bool = False
     has_controls: bool = False
     has_grammar: bool = False
     num_logprobs: int | None = None
@@ -62,7 +62,7 @@ class Features:
     def __or__(self, other: "Features") -> "Features":
         """The features of a launch with requests of both."""
         return Features(
-            is_greedy=self.is_greedy and other.is_greedy,
+            all_greedy=self.all_greedy and other.all_greedy,
             has_controls=self.has_controls or other.has_controls,
             has_grammar=self.has_grammar or other.has_grammar,
             num_logprobs=_most(self.num_logprobs, other.num_logprobs),
@@ -86,7 +86,7 @@ class Features:
             "prompt-logprobs": self.num_prompt_logprobs is not None,
         }
         names = [name for name, has_one in extras.items() if has_one]
-        return "_".join(["greedy" if self.is_greedy else "sampled", *names])
+        return "_".join(["greedy" if self.all_greedy else "sampled", *names])
 
     @property
     def num_logprob_token_ids(self) -> int:
@@ -100,7 +100,7 @@ class Features:
 
 
 # Features of a launch without requests: the neutral element of `|`.
-NO_FEATURES = Features(is_greedy=True)
+NO_FEATURES = Features(all_greedy=True)
 
 
 @dataclass(frozen=True, kw_only=True)

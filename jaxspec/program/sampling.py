@@ -26,7 +26,7 @@ class Numbers(NamedTuple):
 
 def sampling_values_of(active: Active) -> SamplingValues | None:
     """Sampling parameters of each sequence; None in a program without sampling."""
-    if active.is_greedy:
+    if active.all_greedy:
         return None
     temperature = jnp.where(active.is_sampled, active.temperature, 0.0)
     return SamplingValues(temperature, active.top_k, active.top_p, active.min_p)
@@ -48,7 +48,7 @@ def draw_numbers(
         first: Distance from there to the first position of the noise.
         width: Number of positions.
     """
-    if active.is_greedy:
+    if active.all_greedy:
         return Numbers()
     seqs, count = active.num_tokens.shape[0], purposes.shape[1]
     start = active.num_tokens[:, None]
@@ -97,7 +97,7 @@ def sample_draft(
     active: Active,
     backend: Backend,
     *,
-    is_greedy: bool = False,
+    drafts_argmax: bool = False,
 ) -> tuple[Int[Array, " seq"], Float[Array, "seq vocab"] | None]:
     """Sample draft `index` of each sequence from the draft model's logits.
 
@@ -105,15 +105,15 @@ def sample_draft(
 
     Args:
         backend: Of the draft model, whose devices split the vocabulary.
-        is_greedy: Take the argmax, even if the request samples.
+        drafts_argmax: Take the argmax, even if the request samples.
 
     Returns:
         The tokens, and their distributions: zeros in a batch without sampled
-        sequences, None with `is_greedy`.
+        sequences, None with `drafts_argmax`.
     """
     vocab_size = logits.shape[1]
     axes = backend.vocab_axes(vocab_size)
-    sampling_values = None if is_greedy else sampling_values_of(active)
+    sampling_values = None if drafts_argmax else sampling_values_of(active)
     numbers = Numbers()
     if sampling_values is not None:
         purpose = randomness.DRAFT + randomness.NUM_ROLES * jnp.asarray(index)

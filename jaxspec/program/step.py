@@ -317,7 +317,7 @@ def _finish_prompts(
         token_pages,
         row,
         num_tokens=tiles.start + tiles.length,
-        is_greedy=context.shape.features.is_greedy,
+        all_greedy=context.shape.features.all_greedy,
     )
     ending = dataclasses.replace(context, active=active)
     adjust, backend = ending.adjuster(), context.backend

@@ -91,7 +91,7 @@ class StepContext:
             rows,
             token_pages,
             fields["decode_row"],
-            is_greedy=shape.features.is_greedy,
+            all_greedy=shape.features.all_greedy,
         )
         return cls(
             config=config,
@@ -109,7 +109,7 @@ class StepContext:
             state.rows,
             state.token_pages,
             self.fields["decode_row"],
-            is_greedy=self.shape.features.is_greedy,
+            all_greedy=self.shape.features.all_greedy,
         )
         return dataclasses.replace(
             self, rows=state.rows, token_pages=state.token_pages, active=active

@@ -15,7 +15,7 @@ from tests.support.loops import Loop, make_config, make_request, make_requests
 LOGPROBS = Features(num_logprobs=3)
 GRAMMAR = Features(has_grammar=True)
 PROMPTS = Features(num_logprobs=2, num_prompt_logprobs=2)
-KINDS = (Features(is_greedy=True), Features(), LOGPROBS, GRAMMAR, PROMPTS)
+KINDS = (Features(all_greedy=True), Features(), LOGPROBS, GRAMMAR, PROMPTS)
 
 
 class ComingPrograms(EveryProgram):

@@ -59,7 +59,7 @@ class Cell:
             num_seqs=8,
             num_draft_tokens=NUM_DRAFT_TOKENS,
             chunk=0,
-            features=Features(is_greedy=True),
+            features=Features(all_greedy=True),
         )
 
     def config(self) -> EngineConfig:

@@ -32,7 +32,7 @@ from tests.program.aot_step import PLACES
 
 Row = dict[str, Any]
 README = FOLDER.parent / "README.md"
-GREEDY = Features(is_greedy=True)
+GREEDY = Features(all_greedy=True)
 
 # Peak memory of a chip, without arguments. Rounds need logits, hidden rows and weights
 # that the compiler prefetches. Not `temp_bytes`: on TPU that counts each such copy (XLA

@@ -20,7 +20,7 @@ from tests.support.engines import make_engine
 PLAIN = StepShape(num_seqs=2, num_draft_tokens=0, chunk=0)
 DRAFTING = dataclasses.replace(PLAIN, num_draft_tokens=3)
 WITH_PROMPTS = dataclasses.replace(PLAIN, chunk=32)
-GREEDY = dataclasses.replace(PLAIN, features=Features(is_greedy=True))
+GREEDY = dataclasses.replace(PLAIN, features=Features(all_greedy=True))
 WAYS: dict[str, dict[str, Any]] = {
     "chain": {},
     "one pass": {"mask_token_id": 1},

@@ -56,9 +56,9 @@ def inverted(logits, sampling_values, rule, uniform):
     return sample(logits, sampling_values, rule=rule, uniform=uniform)
 
 
-@functools.partial(quick_jit, static_argnames="is_greedy")
-def drafted(logits, index, active, *, is_greedy):
-    return sample_draft(logits, index, active, Backend(), is_greedy=is_greedy)
+@functools.partial(quick_jit, static_argnames="drafts_argmax")
+def drafted(logits, index, active, *, drafts_argmax):
+    return sample_draft(logits, index, active, Backend(), drafts_argmax=drafts_argmax)
 
 
 @quick_jit
@@ -249,10 +249,10 @@ def test_argmax_takes_the_lowest_of_ties_and_never_nan(size):
 
 
 def draft_with(
-    active, index, logits=LOGITS, *, is_greedy: bool = False
+    active, index, logits=LOGITS, *, drafts_argmax: bool = False
 ) -> tuple[np.ndarray, Any]:
     given = jnp.asarray(logits), jnp.int32(index), active
-    token, probs = drafted(*given, is_greedy=is_greedy)
+    token, probs = drafted(*given, drafts_argmax=drafts_argmax)
     return np.asarray(token), None if probs is None else np.asarray(probs)
 
 
@@ -301,7 +301,7 @@ def test_batch_without_sampled_rows_takes_the_argmax(is_active):
 
 
 def test_point_mass_drafts_have_no_probabilities():
-    token, probs = draft_with(make_active(6, temperature=1.0), 0, is_greedy=True)
+    token, probs = draft_with(make_active(6, temperature=1.0), 0, drafts_argmax=True)
     np.testing.assert_array_equal(token, LOGITS.argmax(axis=1))
     assert probs is None
 

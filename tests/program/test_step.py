@@ -36,7 +36,7 @@ LOOPED = StepShape(
     num_draft_tokens=3,
     chunk=0,
     max_rounds=4,
-    features=Features(is_greedy=True),
+    features=Features(all_greedy=True),
 )
 # The last one samples and has prompts: with the first it covers all parts of a round.
 SHAPES = [LOOPED, dataclasses.replace(LOOPED, features=Features())] + [

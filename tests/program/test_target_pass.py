@@ -19,7 +19,7 @@ from tests.support.programs import READERS_COMPILER
 from tests.support.step_programs import check_program
 
 LOOKUP = (5, 5)
-GREEDY = Features(is_greedy=True)
+GREEDY = Features(all_greedy=True)
 
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 

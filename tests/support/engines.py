@@ -121,7 +121,7 @@ class OneShapeRunner(Runner):
 class OneProgramRunner(OneShapeRunner):
     """Runs prompts, drafts and plain rounds in one program, for tests of few rounds."""
 
-    is_greedy = False
+    all_greedy = False
 
     def launch(self, plan: StepPlan, shape: StepShape) -> Any:
         if not shape.is_draft_prefill:
@@ -129,7 +129,9 @@ class OneProgramRunner(OneShapeRunner):
                 shape,
                 num_draft_tokens=self.config.num_draft_tokens,
                 chunk=self.config.max_num_batched_tokens,
-                features=dataclasses.replace(shape.features, is_greedy=self.is_greedy),
+                features=dataclasses.replace(
+                    shape.features, all_greedy=self.all_greedy
+                ),
             )
         return super().launch(plan, shape)
 
@@ -137,7 +139,7 @@ class OneProgramRunner(OneShapeRunner):
 class OneGreedyProgramRunner(OneProgramRunner):
     """One program for greedy requests, with a third of the operations."""
 
-    is_greedy = True
+    all_greedy = True
 
     def launch(self, plan: StepPlan, shape: StepShape) -> Any:
         assert not any(one.temperature for one in plan.admissions)
@@ -159,7 +161,7 @@ class QuickRunner(OneProgramRunner):
 class QuickGreedyRunner(QuickRunner):
     """`QuickRunner` for greedy requests."""
 
-    is_greedy = True
+    all_greedy = True
 
 
 def make_engine(

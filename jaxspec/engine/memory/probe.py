@@ -384,7 +384,7 @@ def _program_facts(config: EngineConfig, mesh: Mesh) -> ProgramFacts:
     speculative, draft_vocab = config.speculative, 0
     if speculative is not None and speculative.method_info.weights:
         # Greedy drafts have no distributions.
-        if not speculative.is_greedy:
+        if not speculative.drafts_argmax:
             # A pass makes distributions over the draft's columns, twice; a device
             # stores the columns that it verifies.
             made = _part(model.vocab_size, mesh, DRAFT_MESH_AXES)

@@ -23,7 +23,7 @@ INVARIANT_CHUNK = 4 * TILE
 # Numbers of sequences for which programs without prompts are built.
 NUM_SIZES = 3
 
-GREEDY, SAMPLED = Features(is_greedy=True), Features()
+GREEDY, SAMPLED = Features(all_greedy=True), Features()
 
 
 @runtime_checkable
@@ -246,7 +246,7 @@ class Shapes:
         """
         forms = list(dict.fromkeys(self.form(one) for one in features))
         # Sampled before greedy: its programs serve both.
-        forms.sort(key=lambda form: form.is_greedy)
+        forms.sort(key=lambda form: form.all_greedy)
         lists = [self._forms[form] for form in forms]
         listed = [shapes[0] for shapes in lists if shapes and shapes[0].chunk]
         listed += self.draft_prefills  # drafts need them

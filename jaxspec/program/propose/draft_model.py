@@ -51,7 +51,8 @@ class DraftModel(Model):
         template = template_of(config.speculative)
         kind = TreeModel if template and template.has_side_paths else cls
         return kind(
-            config=config.draft_model_config, is_greedy=config.speculative.is_greedy
+            config=config.draft_model_config,
+            drafts_argmax=config.speculative.drafts_argmax,
         )
 
     def state_forms(self, dtype: jnp.dtype, pool: PoolShape, mesh: Mesh) -> Any:
@@ -82,7 +83,7 @@ class DraftModel(Model):
             output, active, following = tile
             logits, _ = _finite_logits(model, output)
             token, probs = sample_draft(
-                logits, 0, active, backend, is_greedy=self.is_greedy
+                logits, 0, active, backend, drafts_argmax=self.drafts_argmax
             )
             acceptance = (token == following).astype(jnp.float32)
             if probs is not None:
@@ -139,7 +140,7 @@ class DraftModel(Model):
             # Several rows of a level may have children, the main chain's first.
             return logits, is_broken[:: tree.width], pages
 
-        sampler = DraftSampler(context, is_greedy=self.is_greedy, before=before)
+        sampler = DraftSampler(context, drafts_argmax=self.drafts_argmax, before=before)
         return sampler.propose(first, following, state)
 
     def _model(self, params: Params | None, context: Context) -> Network:

@@ -38,12 +38,12 @@ class DraftSampler:
     """Samples the levels of a launch's tree.
 
     Attributes:
-        is_greedy: Take the argmax, a point mass, even if the request samples.
+        drafts_argmax: Take the argmax, a point mass, even if the request samples.
         before: Drafts of an earlier proposer, which replace the sampled ones.
     """
 
     context: Context
-    is_greedy: bool = False
+    drafts_argmax: bool = False
     before: Proposal | None = None
 
     @property
@@ -112,14 +112,14 @@ class DraftSampler:
         if adjust is not None:
             logits = adjust(logits[:, None], drafts, num_before=level)[:, 0]
         token, probs = sample_draft(
-            logits, level, active, self.backend, is_greedy=self.is_greedy
+            logits, level, active, self.backend, drafts_argmax=self.drafts_argmax
         )
         if self.before is not None:
             token, probs = _override(self.before, level, token, probs)
         if tree.is_chain:
             return drafts.at[:, level].set(token), probs
         scores = all_logits.reshape(seqs, width, -1)
-        if not (self.is_greedy or active.is_greedy):
+        if not (self.drafts_argmax or active.all_greedy):
             scores = _add_noise(scores, level, active)
         return _fill_level(tree, level, drafts, token, scores), probs
 

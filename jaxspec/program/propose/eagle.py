@@ -30,7 +30,7 @@ class Eagle(Eagle3):
         return cls(
             config=config.head_config,
             target_layers=(NORMALISED,),
-            is_greedy=config.speculative.is_greedy,
+            drafts_argmax=config.speculative.drafts_argmax,
         )
 
     def _logits(

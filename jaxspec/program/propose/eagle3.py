@@ -62,7 +62,7 @@ class Eagle3(Head):
         return cls(
             config=head,
             target_layers=head.layers_of(config.model_config),
-            is_greedy=config.speculative.is_greedy,
+            drafts_argmax=config.speculative.drafts_argmax,
         )
 
     def state_forms(self, dtype: jnp.dtype, pool: PoolShape, mesh: Mesh) -> Any:
@@ -118,7 +118,7 @@ class Eagle3(Head):
             hidden, pages = self._run(own, batch, kept[1], kept[0], context)
             return *read(hidden), (pages, hidden)
 
-        sampler = DraftSampler(context, is_greedy=self.is_greedy, before=before)
+        sampler = DraftSampler(context, drafts_argmax=self.drafts_argmax, before=before)
         proposal, (pages, _) = sampler.propose(
             first, following, (pages, read_hidden(last, active))
         )

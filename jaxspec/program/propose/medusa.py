@@ -52,7 +52,9 @@ class Medusa(Head):
         """Build it from an engine's configuration."""
         assert config.speculative is not None
         assert isinstance(config.head_config, MedusaConfig)
-        return cls(config=config.head_config, is_greedy=config.speculative.is_greedy)
+        return cls(
+            config=config.head_config, drafts_argmax=config.speculative.drafts_argmax
+        )
 
     @property
     def target_layers(self) -> tuple[int, ...]:
@@ -90,7 +92,7 @@ class Medusa(Head):
             every = jnp.repeat(logits_of(level)[:seqs], tree.width, axis=0)
             return every, ~is_finite[:seqs], kept
 
-        sampler = DraftSampler(context, is_greedy=self.is_greedy, before=before)
+        sampler = DraftSampler(context, drafts_argmax=self.drafts_argmax, before=before)
         return sampler.propose(first, following, None)[0], state
 
     def observe(

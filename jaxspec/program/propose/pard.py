@@ -41,7 +41,8 @@ class Pard(DraftModel):
         assert config.speculative is not None
         assert config.draft_model_config is not None
         return cls(
-            config=config.draft_model_config, is_greedy=config.speculative.is_greedy
+            config=config.draft_model_config,
+            drafts_argmax=config.speculative.drafts_argmax,
         )
 
     def propose(
@@ -81,7 +82,7 @@ class Pard(DraftModel):
         def following(level: Array | int, drafts: Array, kept: Pages) -> tuple:
             return jnp.repeat(logits_of(level), tree.width, axis=0), ~is_finite, kept
 
-        sampler = DraftSampler(context, is_greedy=self.is_greedy, before=before)
+        sampler = DraftSampler(context, drafts_argmax=self.drafts_argmax, before=before)
         proposal, _ = sampler.propose(first, following, ())
         return proposal, pages
 

@@ -207,11 +207,11 @@ class Model:
     """Base of proposers that sample drafts from logits: parameters, and always a draft.
 
     Attributes:
-        is_greedy: Propose the argmax, a point mass, even if the request samples.
+        drafts_argmax: Propose the argmax, a point mass, even if the request samples.
     """
 
     config: ModelConfig | HeadConfig
-    is_greedy: bool = False
+    drafts_argmax: bool = False
 
     has_params: ClassVar[bool] = True
     may_find_none: ClassVar[bool] = False

@@ -654,7 +654,7 @@ def test_shapes_survive_the_channel(template: Any):
         num_seqs=8,
         num_draft_tokens=2,
         chunk=64,
-        features=Features(is_greedy=True, num_logprobs=3),
+        features=Features(all_greedy=True, num_logprobs=3),
         max_rounds=4,
         template=template,
     )

@@ -324,7 +324,7 @@ def watched(truth: Truth, length: int, **changes: Any) -> CostlyDrafts:
         prompt_token_ids=[int(token) for token in prompt],
         max_total=60 + length,
         num_draft_tokens=MOST,
-        features=Features(is_greedy=True),
+        features=Features(all_greedy=True),
     ):
         loop.scheduler.add(request)
     while loop.step():

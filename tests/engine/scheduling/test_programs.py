@@ -19,7 +19,7 @@ from jaxspec.program.plan import TILE, Features, StepShape
 from tests.support.loops import SomePrograms, make_config
 
 LOGPROBS = Features(num_logprobs=3)
-CONTROLS = Features(has_controls=True, is_greedy=True)
+CONTROLS = Features(has_controls=True, all_greedy=True)
 GRAMMAR = Features(has_grammar=True)
 PROMPTS = Features(num_prompt_logprobs=2)
 SOME = (GREEDY, SAMPLED, LOGPROBS, CONTROLS, GRAMMAR, PROMPTS)
@@ -53,7 +53,7 @@ def is_able(shape: StepShape, seqs: int, drafts: int, tokens: int, need: Feature
         shape.num_seqs >= seqs
         and shape.num_draft_tokens >= drafts
         and shape.chunk >= tokens
-        and (need.is_greedy or not shape.features.is_greedy)
+        and (need.all_greedy or not shape.features.all_greedy)
         and (shape.features.has_controls or not need.has_controls)
         and (shape.features.has_grammar or not need.has_grammar)
         and (shape.features.num_logprobs is not None or need.num_logprobs is None)
