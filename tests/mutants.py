@@ -322,7 +322,7 @@ MUTANTS = [
     mutant(
         "paths_are_moved_beyond_their_ends",
         "tree/compact_kv.compact_kv",
-        "(level <= jnp.asarray(tree.depths)[row][:, None])",
+        "(level <= jnp.asarray(tree.depths)[tree_row][:, None])",
         "(level > 0)",
         check=check_moves,
     ),

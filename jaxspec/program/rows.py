@@ -1,8 +1,8 @@
 """Rows of requests on the device: admitted by a plan, updated by rounds.
 
-They hold everything of a request between launches except its keys and values. The
-values that the host sends are declared in `plan.RequestValues` and
-`plan.ControlValues`.
+A row is a request's slot in the device state, from its admission to its end. Rows hold
+everything of a request between launches except its keys and values. The values that
+the host sends are declared in `plan.RequestValues` and `plan.ControlValues`.
 """
 
 import dataclasses

@@ -117,7 +117,7 @@ class TargetPass:
             batches.append(prompts)
         output, pages = target.forward(join_batches(batches), pages)
         logits, tile_logits = logits_of(target, output.hidden_states, seqs * width)
-        tokens, num_accepted, row = verify_tree(
+        tokens, num_accepted, tree_row = verify_tree(
             tree,
             proposal,
             tokens,
@@ -130,7 +130,7 @@ class TargetPass:
             max_model_len=pool.max_model_len,
         )
         pages = compact_kv(
-            target.config, pages, tree, row, active, pool, context.backend
+            target.config, pages, tree, tree_row, active, pool, context.backend
         )
         found = logprobs.maybe_logprobs(
             logits, tokens, self.logprob_ids, shape=shape, backend=context.backend
@@ -148,23 +148,23 @@ class TargetPass:
                 shape=shape,
                 backend=context.backend,
             )
-        is_broken, is_tile_broken = _broken(output.is_finite, tree, row)
+        is_broken, is_tile_broken = _broken(output.is_finite, tree, tree_row)
         streams, tile_streams = {}, {}
         for layer in sorted(context.config.target_layers):
             stream = (
                 output.hidden_states if layer == NORMALISED else output.streams[layer]
             )
             nodes, rest = jnp.split(stream, [seqs * width])
-            nodes = _accepted_nodes(tree, row, nodes.reshape(seqs, width, -1))
+            nodes = _accepted_nodes(tree, tree_row, nodes.reshape(seqs, width, -1))
             streams[layer] = _widen(nodes, num_rows)
             tile_streams[layer] = rest.reshape(-1, TILE, nodes.shape[2])
         return Verified(
             tokens=tokens,
             num_accepted=num_accepted,
-            tree_row=None if shape.tree.is_chain else row,
+            tree_row=None if shape.tree.is_chain else tree_row,
             num_accepted_nodes=num_accepted
             if tree.is_chain
-            else jnp.asarray(tree.depths)[row],
+            else jnp.asarray(tree.depths)[tree_row],
             is_broken=is_broken,
             tile_logits=tile_logits,
             is_tile_broken=is_tile_broken,
@@ -262,30 +262,30 @@ def logits_of(
     return logits[:num_decode], logits[num_decode:]
 
 
-def _is_used(tree: Tree, row: Int[Array, " seq"]) -> Bool[Array, "seq width"]:
+def _is_used(tree: Tree, tree_row: Int[Array, " seq"]) -> Bool[Array, "seq width"]:
     """Rows whose logits decided tokens: up to the last accepted draft."""
     if tree.is_chain:
-        return jnp.arange(tree.num_rows)[None] <= row[:, None]
-    return jnp.asarray(tree.ancestor_mask)[row]
+        return jnp.arange(tree.num_rows)[None] <= tree_row[:, None]
+    return jnp.asarray(tree.ancestor_mask)[tree_row]
 
 
 def _accepted_nodes(
-    tree: Tree, row: Int[Array, " seq"], nodes: Float[Array, "seq width model"]
+    tree: Tree, tree_row: Int[Array, " seq"], nodes: Float[Array, "seq width model"]
 ) -> Float[Array, "seq _ model"]:
     """Rows of the accepted drafts, in order; in a chain, all rows."""
     if tree.is_chain:
         return nodes
-    path = jnp.asarray(tree.paths)[row]
+    path = jnp.asarray(tree.paths)[tree_row]
     return jnp.take_along_axis(nodes, path[:, :, None], axis=1)
 
 
 def _broken(
-    is_finite: Bool[Array, " token"], tree: Tree, row: Int[Array, " seq"]
+    is_finite: Bool[Array, " token"], tree: Tree, tree_row: Int[Array, " seq"]
 ) -> tuple[Bool[Array, " seq"], Bool[Array, " tile"]]:
     """Sequences and tiles whose tokens were decided by NaN or infinity."""
-    is_broken, seqs, width = ~is_finite, row.shape[0], tree.num_rows
+    is_broken, seqs, width = ~is_finite, tree_row.shape[0], tree.num_rows
     decode = is_broken[: seqs * width].reshape(seqs, width)
-    is_used = _is_used(tree, row)
+    is_used = _is_used(tree, tree_row)
     tiles = is_broken[seqs * width :].reshape(-1, TILE)
     return (decode & is_used).any(axis=1), tiles[:, -1]
 
