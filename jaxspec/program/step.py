@@ -193,10 +193,10 @@ def _draft_prefill(
     """
     given = context.for_proposers(None)
     tiles, rows, num_rows = context.tiles, context.rows, context.pool.num_rows
-    following = jnp.concatenate(
+    next_tokens = jnp.concatenate(
         [tiles.tokens[:, 1:], context.fields["tile_next_token"][:, None]], axis=1
     )
-    is_known = tiles.is_token & (following != NO_TOKEN)
+    is_known = tiles.is_token & (next_tokens != NO_TOKEN)
     is_known &= (tiles.row < num_rows)[:, None]
     # The user chose the tokens of the prompt: only the one after its last counts.
     num_prompt = rows.num_prompt.at[tiles.row].get(mode="clip")
@@ -204,12 +204,12 @@ def _draft_prefill(
     active = gather(rows, context.token_pages, tiles.row).repeat(TILE)
     is_known &= active.is_active.reshape(is_known.shape)
     active = dataclasses.replace(active, num_tokens=tiles.position.reshape(-1) + 1)
-    following = jnp.where(is_known, following, NO_TOKEN).reshape(-1)
+    next_tokens = jnp.where(is_known, next_tokens, NO_TOKEN).reshape(-1)
     acceptance, after = None, []
     for proposer, own, before in zip(
         context.config.proposers, params, state.proposers, strict=True
     ):
-        kept, found = proposer.draft_prefill(own, before, given, active, following)
+        kept, found = proposer.draft_prefill(own, before, given, active, next_tokens)
         acceptance = found if acceptance is None else acceptance
         after.append(kept)
     assert acceptance is not None, "no proposer has a draft model"
@@ -245,9 +245,11 @@ def _observe(
     given, shape, after = context.for_proposers(target), context.shape, []
     tiles, next_tile_tokens, first_row = context.tiles, None, None
     if first_tokens is not None:
-        following = context.fields["tile_next_token"]
-        following = jnp.where(tiles.is_last, first_tokens, following)
-        next_tile_tokens = jnp.concatenate([tiles.tokens[:, 1:], following[:, None]], 1)
+        next_token = context.fields["tile_next_token"]
+        next_token = jnp.where(tiles.is_last, first_tokens, next_token)
+        next_tile_tokens = jnp.concatenate(
+            [tiles.tokens[:, 1:], next_token[:, None]], 1
+        )
         first_row = jnp.where(tiles.is_last, tiles.row, context.pool.num_rows)
     for proposer, own, state in zip(
         context.config.proposers, params, states, strict=True

@@ -50,7 +50,7 @@ class Parrot:
         return jax.ShapeDtypeStruct((pool.num_rows,), jnp.int32, sharding=whole)
 
     def draft_prefill(
-        self, params: Any, state: Any, context: Context, active: Any, following: Any
+        self, params: Any, state: Any, context: Context, active: Any, next_tokens: Any
     ) -> tuple[Any, None]:
         return state, None
 

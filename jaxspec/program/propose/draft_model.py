@@ -65,7 +65,7 @@ class DraftModel(Model):
         state: Pages,
         context: Context,
         active: Active,
-        following: Int[Array, " token"],
+        next_tokens: Int[Array, " token"],
     ) -> tuple[Pages, Float[Array, " token"]]:
         """Prefill prompts and tokens that the target generated without drafts.
 
@@ -80,16 +80,16 @@ class DraftModel(Model):
         output, pages = model.forward(context.prompts, state)
 
         def compare(tile: tuple[ForwardOutput, Active, Array]) -> Array:
-            output, active, following = tile
+            output, active, next_tokens = tile
             logits, _ = _finite_logits(model, output)
             token, probs = sample_draft(
                 logits, 0, active, backend, drafts_argmax=self.drafts_argmax
             )
-            acceptance = (token == following).astype(jnp.float32)
+            acceptance = (token == next_tokens).astype(jnp.float32)
             if probs is not None:
                 is_drawn = active.is_sampled & ~active.is_coupled
                 acceptance = jnp.where(is_drawn, -1.0, acceptance)
-            return jnp.where(following != NO_TOKEN, acceptance, -1.0)
+            return jnp.where(next_tokens != NO_TOKEN, acceptance, -1.0)
 
         def skip(tile: tuple[ForwardOutput, Active, Array]) -> Array:
             return jnp.full(tile[2].shape, -1.0)
@@ -98,7 +98,7 @@ class DraftModel(Model):
         # chunk would be the largest array.
         tiles = jax.tree.map(
             lambda part: part.reshape(-1, TILE, *part.shape[1:]),
-            (output, active, following),
+            (output, active, next_tokens),
         )
         acceptance = jax.lax.map(
             lambda tile: jax.lax.cond((tile[2] != NO_TOKEN).any(), compare, skip, tile),
@@ -125,12 +125,12 @@ class DraftModel(Model):
         model = self._model(params, context)
         seqs = active.row.shape[0]
 
-        def first(level: Array | int, drafts: Array, pages: Pages) -> tuple:
+        def first_level(level: Array | int, drafts: Array, pages: Pages) -> tuple:
             output, pages = model.forward(_newest(active, pool), pages)
             newest = jax.tree.map(lambda part: part[1::2], output)
             return *_finite_logits(model, newest), pages
 
-        def following(level: Array | int, drafts: Array, pages: Pages) -> tuple:
+        def later_level(level: Array | int, drafts: Array, pages: Pages) -> tuple:
             if not tree.has_side_paths:
                 batch = _next(drafts[:, level - 1], level, active, pool)
                 output, pages = model.forward(batch, pages)
@@ -141,7 +141,7 @@ class DraftModel(Model):
             return logits, is_broken[:: tree.width], pages
 
         sampler = DraftSampler(context, drafts_argmax=self.drafts_argmax, before=before)
-        return sampler.propose(first, following, state)
+        return sampler.propose(first_level, later_level, state)
 
     def _model(self, params: Params | None, context: Context) -> Network:
         assert params is not None, "a draft model without parameters"

@@ -51,12 +51,14 @@ class DraftSampler:
         """Where the proposer runs."""
         return self.context.backend(DRAFT_MESH_AXES)
 
-    def propose(self, first: LevelLogits, following: LevelLogits, state: Any) -> tuple:
+    def propose(
+        self, first_level: LevelLogits, later_level: LevelLogits, state: Any
+    ) -> tuple:
         """Sample the levels that the launch wants, in a loop.
 
         Args:
-            first: Computes the logits of the first level; the drafts are still zeros.
-            following: Computes those of the later levels.
+            first_level: Computes the logits of the first level; drafts are still zeros.
+            later_level: Computes those of the later levels.
 
         Returns:
             The proposal, and the state after the last level.
@@ -65,7 +67,7 @@ class DraftSampler:
         seqs, levels = self.context.active.row.shape[0], tree.num_levels
         adjust = self.context.adjuster(DRAFT_MESH_AXES)
         none = jnp.zeros((seqs, tree.num_nodes), jnp.int32)
-        logits, is_broken, state = first(0, none, state)
+        logits, is_broken, state = first_level(0, none, state)
         drafts, probs = self._sample_level(logits, 0, none, adjust)
         every = None
         if probs is not None:
@@ -78,7 +80,7 @@ class DraftSampler:
 
             def sample_level(level: Array, carry: _Carry) -> _Carry:
                 drafts, every, was_broken, state = carry
-                logits, is_broken, state = following(level, drafts, state)
+                logits, is_broken, state = later_level(level, drafts, state)
                 drafts, probs = self._sample_level(logits, level, drafts, adjust)
                 if every is not None and probs is not None:
                     every = jax.lax.dynamic_update_index_in_dim(every, probs, level, 0)

@@ -104,10 +104,10 @@ class Eagle3(Head):
             rows = zero_broken_rows(hidden, is_finite)
             return self._logits(own, rows, context), ~is_finite
 
-        def first(level: Array | int, drafts: Array, kept: _State) -> tuple:
+        def first_level(level: Array | int, drafts: Array, kept: _State) -> tuple:
             return *read(kept[1]), kept
 
-        def following(level: Array | int, drafts: Array, kept: _State) -> tuple:
+        def later_level(level: Array | int, drafts: Array, kept: _State) -> tuple:
             batch = make_token_batch(
                 drafts[:, level - 1][:, None],
                 active.num_tokens + level - 1,
@@ -120,7 +120,7 @@ class Eagle3(Head):
 
         sampler = DraftSampler(context, drafts_argmax=self.drafts_argmax, before=before)
         proposal, (pages, _) = sampler.propose(
-            first, following, (pages, read_hidden(last, active))
+            first_level, later_level, (pages, read_hidden(last, active))
         )
         return proposal, (pages, last)
 

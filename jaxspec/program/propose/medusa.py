@@ -84,16 +84,16 @@ class Medusa(Head):
         found = jnp.where(is_finite[None, :, None], found, 0)
         logits_of = self._logits(params, found, context)
 
-        def first(level: Array | int, drafts: Array, kept: None) -> tuple:
+        def first_level(level: Array | int, drafts: Array, kept: None) -> tuple:
             return logits_of(level)[:seqs], ~is_finite[:seqs], kept
 
-        def following(level: Array | int, drafts: Array, kept: None) -> tuple:
+        def later_level(level: Array | int, drafts: Array, kept: None) -> tuple:
             # All rows of a level have the same children.
             every = jnp.repeat(logits_of(level)[:seqs], tree.width, axis=0)
             return every, ~is_finite[:seqs], kept
 
         sampler = DraftSampler(context, drafts_argmax=self.drafts_argmax, before=before)
-        return sampler.propose(first, following, None)[0], state
+        return sampler.propose(first_level, later_level, None)[0], state
 
     def observe(
         self, params: Params | None, state: Array, context: Context, seen: Seen

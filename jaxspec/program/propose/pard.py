@@ -76,14 +76,14 @@ class Pard(DraftModel):
             model.logits, by_level(rows), context.pool.vocab_size
         )
 
-        def first(level: Array | int, drafts: Array, kept: Pages) -> tuple:
+        def first_level(level: Array | int, drafts: Array, kept: Pages) -> tuple:
             return logits_of(level), ~is_finite, kept
 
-        def following(level: Array | int, drafts: Array, kept: Pages) -> tuple:
+        def later_level(level: Array | int, drafts: Array, kept: Pages) -> tuple:
             return jnp.repeat(logits_of(level), tree.width, axis=0), ~is_finite, kept
 
         sampler = DraftSampler(context, drafts_argmax=self.drafts_argmax, before=before)
-        proposal, _ = sampler.propose(first, following, ())
+        proposal, _ = sampler.propose(first_level, later_level, ())
         return proposal, pages
 
     def _masked(self, context: Context) -> TokenBatch:

@@ -138,15 +138,15 @@ class Proposer(Protocol):
         state: Any,
         context: Context,
         active: Active,
-        following: Int[Array, " token"],
+        next_tokens: Int[Array, " token"],
     ) -> tuple[Any, Float[Array, " token"] | None]:
         """Prefill `context.prompts`: tokens that only the target has read.
 
         Args:
             active: The sequence of each of the launch's tokens, at the position where
                 the token after it would have been drafted.
-            following: The token after it; `NO_TOKEN` inside prompts and for pads, where
-                no draft could be compared.
+            next_tokens: The token after each; `NO_TOKEN` inside prompts and for pads,
+                where no draft could be compared.
 
         Returns:
             The state, and the probability that a draft in that place would have been
@@ -196,7 +196,7 @@ class UpToDate:
         state: Any,
         context: Context,
         active: Active,
-        following: Int[Array, " token"],
+        next_tokens: Int[Array, " token"],
     ) -> tuple[Any, None]:
         """Nothing to do."""
         return state, None

@@ -257,13 +257,13 @@ def test_draft_prefill_compares_tokens_of_plain_rounds(monkeypatch):
         vocab_size=paged.config.vocab_size,
     )
     own = hf_logits(reference, tokens).argmax(axis=1)
-    following = np.where(np.arange(2 * TILE) % 3, own, (own + 1) % 16)
-    following[: TILE + 5] = NO_TOKEN  # a prompt
+    next_tokens = np.where(np.arange(2 * TILE) % 3, own, (own + 1) % 16)
+    next_tokens[: TILE + 5] = NO_TOKEN  # a prompt
     tiles = jnp.asarray(tokens.reshape(2, TILE), jnp.int32)
     ends = jnp.array([TILE, 2 * TILE], jnp.int32)
     table = jnp.broadcast_to(paged.page_table, (2, paged.page_table.shape[1]))
 
-    def run(params, pages, following):
+    def run(params, pages, next_tokens):
         context = Context(
             active=make_active(1),
             token_pages=jnp.zeros((1, 4), jnp.int32),
@@ -278,7 +278,7 @@ def test_draft_prefill_compares_tokens_of_plain_rounds(monkeypatch):
         )
         proposer = draft_model.DraftModel(config=paged.config)
         active = make_active(2 * TILE, temperature=0.0)
-        return proposer.draft_prefill(params, pages, context, active, following)
+        return proposer.draft_prefill(params, pages, context, active, next_tokens)
 
     widths, inner = set(), draft_model._finite_logits
 
@@ -289,9 +289,9 @@ def test_draft_prefill_compares_tokens_of_plain_rounds(monkeypatch):
     monkeypatch.setattr(draft_model, "_finite_logits", spy)
     run = jax.jit(run, compiler_options=UNOPTIMISED)
     _, acceptance_probabilities = run(
-        paged.params, paged.kv_pages, jnp.asarray(following)
+        paged.params, paged.kv_pages, jnp.asarray(next_tokens)
     )
-    expected = np.where(following == NO_TOKEN, -1, following == own)
+    expected = np.where(next_tokens == NO_TOKEN, -1, next_tokens == own)
     np.testing.assert_array_equal(acceptance_probabilities, expected)
     assert widths == {TILE}
 
