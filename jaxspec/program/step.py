@@ -84,19 +84,19 @@ def _run_round(
         context, target_params, proposer_params, state.proposers
     )
     target = TargetPass.of(context, target_params, state, num_draft_tokens)
-    tokens = active.last_tokens[:, 1:]
+    inputs = active.last_tokens[:, 1:]
     if proposal is not None:
-        tokens = jnp.concatenate([tokens, proposal.tokens], axis=1)
+        inputs = jnp.concatenate([inputs, proposal.tokens], axis=1)
     widths = narrow_widths(context.config.proposers, shape)
     if proposal is not None and widths:
-        verified = target.run_narrowest(widths, proposal, tokens, state.target_pages)
+        verified = target.run_narrowest(widths, proposal, inputs, state.target_pages)
     else:
-        verified = target.run_and_verify(proposal, tokens, state.target_pages)
+        verified = target.run_and_verify(proposal, inputs, state.target_pages)
 
-    tokens = verified.tokens
+    new_tokens = verified.tokens
     if verified.tree_row is not None:
-        tokens = tokens[:, : shape.tree.max_emitted]
-    emitted = truncate(tokens, verified.num_accepted_nodes + 1, active)
+        new_tokens = new_tokens[:, : shape.tree.max_emitted]
+    emitted = truncate(new_tokens, verified.num_accepted_nodes + 1, active)
     rows, token_pages = append(context.rows, context.token_pages, active, emitted)
     # Use only the new `token_pages` below: a later read of the old ones would force XLA
     # to copy the pool.

@@ -93,17 +93,17 @@ class TargetPass:
     def run_and_verify(
         self,
         proposal: Proposal | None,
-        tokens: Int[Array, "seq width"],
+        inputs: Int[Array, "seq width"],
         pages: KvPools,
     ) -> Verified:
         """Run the target, and decide which drafts are accepted.
 
         Args:
-            tokens: The newest token of each sequence, then its drafts.
+            inputs: The newest token of each sequence, then its drafts.
         """
         context, target, prompts = self.context, self.target, self.prompts
         active, pool, shape = context.active, context.pool, context.shape
-        seqs, width = tokens.shape
+        seqs, width = inputs.shape
         tree = shape.tree
         if width < tree.num_rows:
             tree = Tree.chain(width - 1)
@@ -111,16 +111,16 @@ class TargetPass:
         kv_len = active.num_tokens + width - 1
         page_table = active.page_table
         batches = [
-            make_token_batch(tokens, kv_len, page_table, is_written, pool, tree=tree)
+            make_token_batch(inputs, kv_len, page_table, is_written, pool, tree=tree)
         ]
         if prompts is not None:
             batches.append(prompts)
         output, pages = target.forward(join_batches(batches), pages)
         logits, tile_logits = logits_of(target, output.hidden_states, seqs * width)
-        tokens, num_accepted, tree_row = verify_tree(
+        new_tokens, num_accepted, tree_row = verify_tree(
             tree,
             proposal,
-            tokens,
+            inputs,
             logits,
             self.num_draft_tokens,
             active,
@@ -133,10 +133,10 @@ class TargetPass:
             target.config, pages, tree, tree_row, active, pool, context.backend
         )
         found = logprobs.maybe_logprobs(
-            logits, tokens, self.logprob_ids, shape=shape, backend=context.backend
+            logits, new_tokens, self.logprob_ids, shape=shape, backend=context.backend
         )
         num_rows = shape.tree.num_rows
-        tokens = _widen(tokens, num_rows)
+        new_tokens = _widen(new_tokens, num_rows)
         found = None if found is None else _widen(found, num_rows)
         prompt_logprobs = None
         if prompts is not None and shape.features.num_prompt_logprobs is not None:
@@ -159,7 +159,7 @@ class TargetPass:
             streams[layer] = _widen(nodes, num_rows)
             tile_streams[layer] = rest.reshape(-1, TILE, nodes.shape[2])
         return Verified(
-            tokens=tokens,
+            tokens=new_tokens,
             num_accepted=num_accepted,
             tree_row=None if shape.tree.is_chain else tree_row,
             num_accepted_nodes=num_accepted
@@ -179,7 +179,7 @@ class TargetPass:
         self,
         widths: tuple[int, ...],
         proposal: Proposal,
-        tokens: Int[Array, "seq width"],
+        inputs: Int[Array, "seq width"],
         pages: KvPools,
     ) -> Verified:
         """`run_and_verify` at the smallest width with room for all drafts.
@@ -188,7 +188,7 @@ class TargetPass:
             widths: `narrow_widths` of the proposers.
         """
         shape = self.context.shape
-        verified = self._no_result(tokens, pages)
+        verified = self._no_result(inputs, pages)
         num_wanted, before = self.num_draft_tokens.max(initial=0), -1
         for width in (*widths, shape.tree.num_nodes):
             is_wanted = (num_wanted > before) & (num_wanted <= width)
@@ -207,12 +207,12 @@ class TargetPass:
             proposal.first(width), before.tokens[:, : width + 1], before.pages
         )
 
-    def _no_result(self, tokens: Int[Array, "seq width"], pages: KvPools) -> Verified:
+    def _no_result(self, inputs: Int[Array, "seq width"], pages: KvPools) -> Verified:
         """Placeholders of the right shapes, replaced by the one pass that runs."""
         shape, model = self.context.shape, self.target.config
         layers = self.context.config.target_layers
         return Verified(
-            tokens=tokens,
+            tokens=inputs,
             num_accepted=jnp.zeros_like(self.num_draft_tokens),
             tree_row=None
             if shape.tree.is_chain
@@ -221,10 +221,10 @@ class TargetPass:
             is_broken=jnp.zeros_like(self.context.active.is_active),
             is_tile_broken=jnp.zeros(0, bool),
             tile_logits=jnp.zeros((0, model.vocab_size), jnp.float32),
-            logprobs=logprobs.empty_logprobs(tokens, shape=shape),
+            logprobs=logprobs.empty_logprobs(inputs, shape=shape),
             prompt_logprobs=None,
             streams={
-                layer: jnp.zeros((*tokens.shape, model.hidden_size)) for layer in layers
+                layer: jnp.zeros((*inputs.shape, model.hidden_size)) for layer in layers
             },
             tile_streams={
                 layer: jnp.zeros((0, TILE, model.hidden_size)) for layer in layers
