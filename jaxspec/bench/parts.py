@@ -26,7 +26,7 @@ from jaxspec.errors import UnsupportedError
 from jaxspec.jax_settings import own_settings
 from jaxspec.models.network import build_network
 from jaxspec.models.trimmed import EMBEDDING, HEAD, TOKEN_IDS
-from jaxspec.program.propose.proposal import Context, Proposal
+from jaxspec.program.propose.proposal import Proposal, ProposerContext
 from jaxspec.program.rows import Active, append, gather, truncate
 from jaxspec.program.state import EngineState
 from jaxspec.program.step_context import ProgramConfig
@@ -238,7 +238,7 @@ def _active(state: EngineState, rows: Array) -> Active:
 def _draft(
     config: ProgramConfig, tree: Tree, params: Any, state: EngineState, rows: Array
 ) -> tuple[EngineState, Proposal]:
-    context = Context(
+    context = ProposerContext(
         active=_active(state, rows),
         token_pages=state.token_pages,
         tree=tree,

@@ -168,13 +168,13 @@ def _propose(
     states: tuple[Any, ...],
 ) -> tuple[Proposal | None, Int[Array, " seq"], tuple[Any, ...]]:
     """Return the drafts, the number of valid ones, and the proposers' states."""
-    active, given = context.active, context.for_proposers(target)
+    active, proposer_context = context.active, context.for_proposers(target)
     proposal, after = None, []
     for proposer, own, state in zip(
         context.config.proposers, params, states, strict=True
     ):
         if context.shape.tree.num_nodes:
-            proposal, state = proposer.propose(own, state, given, proposal)
+            proposal, state = proposer.propose(own, state, proposer_context, proposal)
         after.append(state)
     # The host may not have read yet how close the end is: drafts past it are padding.
     room = jnp.maximum(active.max_total - active.num_tokens - 1, 0)
@@ -191,7 +191,7 @@ def _draft_prefill(
 
     The first proposer with a model gives the estimate; the others only prefill.
     """
-    given = context.for_proposers(None)
+    proposer_context = context.for_proposers(None)
     tiles, rows, num_rows = context.tiles, context.rows, context.pool.num_rows
     next_tokens = jnp.concatenate(
         [tiles.tokens[:, 1:], context.fields["tile_next_token"][:, None]], axis=1
@@ -209,7 +209,9 @@ def _draft_prefill(
     for proposer, own, before in zip(
         context.config.proposers, params, state.proposers, strict=True
     ):
-        kept, found = proposer.draft_prefill(own, before, given, active, next_tokens)
+        kept, found = proposer.draft_prefill(
+            own, before, proposer_context, active, next_tokens
+        )
         acceptance = found if acceptance is None else acceptance
         after.append(kept)
     assert acceptance is not None, "no proposer has a draft model"
@@ -242,7 +244,8 @@ def _observe(
     Returns:
         The states of all proposers.
     """
-    given, shape, after = context.for_proposers(target), context.shape, []
+    proposer_context, after = context.for_proposers(target), []
+    shape = context.shape
     tiles, next_tile_tokens, first_row = context.tiles, None, None
     if first_tokens is not None:
         next_token = context.fields["tile_next_token"]
@@ -268,7 +271,7 @@ def _observe(
                 next_tile_tokens,
                 first_row,
             )
-            state = proposer.observe(own, state, given, seen)
+            state = proposer.observe(own, state, proposer_context, seen)
         after.append(state)
     return tuple(after)
 

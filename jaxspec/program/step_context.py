@@ -13,7 +13,7 @@ from jaxspec.models.batch import TokenBatch
 from jaxspec.models.params import Params
 from jaxspec.program import controls, grammar, logprobs
 from jaxspec.program.plan import PoolShape, StepShape
-from jaxspec.program.propose.proposal import Context, Observer, Proposer
+from jaxspec.program.propose.proposal import Observer, Proposer, ProposerContext
 from jaxspec.program.rows import Active, Rows, Tiles, apply_plan, gather, read_tiles
 from jaxspec.program.state import EngineState
 from jaxspec.program.token_batch import make_token_batch
@@ -173,13 +173,13 @@ class StepContext:
             )
         return adjust
 
-    def for_proposers(self, target: Params | None) -> Context:
+    def for_proposers(self, target: Params | None) -> ProposerContext:
         """The part of the launch that proposers read.
 
         Args:
             target: The target's parameters; None where it does not run.
         """
-        return Context(
+        return ProposerContext(
             active=self.active,
             token_pages=self.token_pages,
             tree=self.shape.tree,

@@ -22,7 +22,7 @@ from jaxspec.models.network import ForwardOutput, Network, build_network
 from jaxspec.models.params import Params
 from jaxspec.program.plan import NO_TOKEN, TILE, PoolShape
 from jaxspec.program.propose.draft_sampling import DraftSampler, zero_broken_rows
-from jaxspec.program.propose.proposal import Context, Model, Proposal, Seen
+from jaxspec.program.propose.proposal import Model, Proposal, ProposerContext, Seen
 from jaxspec.program.rows import Active
 from jaxspec.program.sampling import sample_draft
 from jaxspec.program.state import page_forms
@@ -63,7 +63,7 @@ class DraftModel(Model):
         self,
         params: Params | None,
         state: Pages,
-        context: Context,
+        context: ProposerContext,
         active: Active,
         next_tokens: Int[Array, " token"],
     ) -> tuple[Pages, Float[Array, " token"]]:
@@ -110,7 +110,7 @@ class DraftModel(Model):
         self,
         params: Params | None,
         state: Pages,
-        context: Context,
+        context: ProposerContext,
         before: Proposal | None,
     ) -> tuple[Proposal, Pages]:
         """Sample a main chain per sequence, and the side branches of a tree.
@@ -143,7 +143,7 @@ class DraftModel(Model):
         sampler = DraftSampler(context, drafts_argmax=self.drafts_argmax, before=before)
         return sampler.propose(first_level, later_level, state)
 
-    def _model(self, params: Params | None, context: Context) -> Network:
+    def _model(self, params: Params | None, context: ProposerContext) -> Network:
         assert params is not None, "a draft model without parameters"
         return build_network(self.config, params, context.backend(DRAFT_MESH_AXES))
 
@@ -162,7 +162,7 @@ class TreeModel(DraftModel):
         return ()
 
     def observe(
-        self, params: Params | None, state: Pages, context: Context, seen: Seen
+        self, params: Params | None, state: Pages, context: ProposerContext, seen: Seen
     ) -> Pages:
         """Move keys and values of accepted drafts."""
         if seen.tree_row is None:

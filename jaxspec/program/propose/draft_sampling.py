@@ -18,7 +18,7 @@ from jaxspec.models.backend import Backend
 from jaxspec.program import randomness
 from jaxspec.program.controls import Adjust
 from jaxspec.program.plan import MAX_GROUP_BYTES
-from jaxspec.program.propose.proposal import Context, Proposal
+from jaxspec.program.propose.proposal import Proposal, ProposerContext
 from jaxspec.program.rows import Active
 from jaxspec.program.sampling import sample_draft
 from jaxspec.program.tree.tree import Tree
@@ -42,7 +42,7 @@ class DraftSampler:
         before: Drafts of an earlier proposer, which replace the sampled ones.
     """
 
-    context: Context
+    context: ProposerContext
     drafts_argmax: bool = False
     before: Proposal | None = None
 

@@ -32,7 +32,7 @@ from jaxspec.program.propose.hidden_cache import (
     store_hidden,
     zero_broken,
 )
-from jaxspec.program.propose.proposal import Context, Head, Proposal, Seen
+from jaxspec.program.propose.proposal import Head, Proposal, ProposerContext, Seen
 from jaxspec.program.state import layer_pages
 from jaxspec.program.token_batch import join_batches, make_token_batch
 from jaxspec.sharding import DRAFT_MESH_AXES
@@ -84,7 +84,7 @@ class Eagle3(Head):
         self,
         params: Params | None,
         state: _State,
-        context: Context,
+        context: ProposerContext,
         before: Proposal | None,
     ) -> tuple[Proposal, _State]:
         """Sample a main chain per sequence, and the next best tokens at each level.
@@ -125,7 +125,7 @@ class Eagle3(Head):
         return proposal, (pages, last)
 
     def observe(
-        self, params: Params | None, state: _State, context: Context, seen: Seen
+        self, params: Params | None, state: _State, context: ProposerContext, seen: Seen
     ) -> _State:
         """Run the head over the accepted tokens and the prompts."""
         assert params is not None, "a head without parameters"
@@ -178,7 +178,7 @@ class Eagle3(Head):
         batch: TokenBatch,
         hidden: Float[Array, "row model"],
         pages: KvPages,
-        context: Context,
+        context: ProposerContext,
     ) -> tuple[Float[Array, "row model"], KvPages]:
         """Run one pass of the layer; return its output and the pages."""
         count = batch.tokens.shape[0]
@@ -203,7 +203,10 @@ class Eagle3(Head):
         return functions_of_head(self.config)
 
     def _logits(
-        self, params: Params, hidden: Float[Array, "row model"], context: Context
+        self,
+        params: Params,
+        hidden: Float[Array, "row model"],
+        context: ProposerContext,
     ) -> Float[Array, "row vocab"]:
         """Logits over the target's vocabulary."""
         assert isinstance(self.config, Eagle3Config)

@@ -34,9 +34,9 @@ from jaxspec.program.propose.hidden_cache import (
 )
 from jaxspec.program.propose.proposal import (
     NORMALISED,
-    Context,
     Head,
     Proposal,
+    ProposerContext,
     Seen,
 )
 
@@ -69,7 +69,7 @@ class Medusa(Head):
         self,
         params: Params | None,
         state: Array,
-        context: Context,
+        context: ProposerContext,
         before: Proposal | None,
     ) -> tuple[Proposal, Array]:
         """Sample a token for every level, and the next best tokens at each.
@@ -96,7 +96,7 @@ class Medusa(Head):
         return sampler.propose(first_level, later_level, None)[0], state
 
     def observe(
-        self, params: Params | None, state: Array, context: Context, seen: Seen
+        self, params: Params | None, state: Array, context: ProposerContext, seen: Seen
     ) -> Array:
         """Store the hidden state at the last accepted token."""
         nodes, tiles = seen.nodes[0], None if seen.tiles is None else seen.tiles[0]
@@ -106,7 +106,10 @@ class Medusa(Head):
         )
 
     def _logits(
-        self, params: Params, found: Float[Array, "level row model"], context: Context
+        self,
+        params: Params,
+        found: Float[Array, "level row model"],
+        context: ProposerContext,
     ) -> Callable[[Array | int], Float[Array, "row vocab"]]:
         """Return a function of the level: logits over the target's vocabulary."""
         config, vocab = self.config, context.pool.vocab_size

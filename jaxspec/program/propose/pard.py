@@ -27,7 +27,7 @@ from jaxspec.program.propose.draft_sampling import (
     logits_by_level,
     zero_broken_rows,
 )
-from jaxspec.program.propose.proposal import Context, Proposal
+from jaxspec.program.propose.proposal import Proposal, ProposerContext
 from jaxspec.program.token_batch import make_token_batch
 
 
@@ -49,7 +49,7 @@ class Pard(DraftModel):
         self,
         params: Params | None,
         state: Pages,
-        context: Context,
+        context: ProposerContext,
         before: Proposal | None,
     ) -> tuple[Proposal, Pages]:
         """Sample all levels from the rows of one pass.
@@ -86,7 +86,7 @@ class Pard(DraftModel):
         proposal, _ = sampler.propose(first_level, later_level, ())
         return proposal, pages
 
-    def _masked(self, context: Context) -> TokenBatch:
+    def _masked(self, context: ProposerContext) -> TokenBatch:
         """A batch of the newest tokens of every sequence, then masks.
 
         Tokens whose keys and values exist are computed again: the number of new tokens

@@ -49,7 +49,7 @@ class Proposal(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Context:
+class ProposerContext:
     """The part of a launch that proposers see.
 
     Attributes:
@@ -136,7 +136,7 @@ class Proposer(Protocol):
         self,
         params: Params | None,
         state: Any,
-        context: Context,
+        context: ProposerContext,
         active: Active,
         next_tokens: Int[Array, " token"],
     ) -> tuple[Any, Float[Array, " token"] | None]:
@@ -158,7 +158,7 @@ class Proposer(Protocol):
         self,
         params: Params | None,
         state: Any,
-        context: Context,
+        context: ProposerContext,
         before: Proposal | None,
     ) -> tuple[Proposal, Any]:
         """Return drafts for every node of the tree, and the state."""
@@ -178,7 +178,7 @@ class Observer(Proposer, Protocol):
         ...
 
     def observe(
-        self, params: Params | None, state: Any, context: Context, seen: Seen
+        self, params: Params | None, state: Any, context: ProposerContext, seen: Seen
     ) -> Any:
         """Process the target's results of a round; return the state.
 
@@ -194,7 +194,7 @@ class UpToDate:
         self,
         params: Params | None,
         state: Any,
-        context: Context,
+        context: ProposerContext,
         active: Active,
         next_tokens: Int[Array, " token"],
     ) -> tuple[Any, None]:

@@ -30,7 +30,7 @@ from jaxspec.program.propose.ngram_match import (
     find_matches,
     merge_matches,
 )
-from jaxspec.program.propose.proposal import Context, Lookup, Proposal, Seen
+from jaxspec.program.propose.proposal import Lookup, Proposal, ProposerContext, Seen
 from jaxspec.sharding import replicated
 
 
@@ -67,7 +67,7 @@ class Suffix(Lookup):
         self,
         params: Params | None,
         state: Any,
-        context: Context,
+        context: ProposerContext,
         before: Proposal | None,
     ) -> tuple[Proposal, Any]:
         """Copy the most frequent continuation of the newest tokens."""
@@ -79,7 +79,7 @@ class Suffix(Lookup):
             proposal = proposal._replace(tokens=drafts)
         return proposal, state
 
-    def _matches(self, state: Any, context: Context) -> Matches:
+    def _matches(self, state: Any, context: ProposerContext) -> Matches:
         """Matches in the sequence itself."""
         return find_matches(
             context.active,
@@ -111,14 +111,14 @@ class CachedSuffix(Suffix):
         return answer_cache_forms(self.num_requests, replicated(mesh))
 
     def observe(
-        self, params: Params | None, state: Any, context: Context, seen: Seen
+        self, params: Params | None, state: Any, context: ProposerContext, seen: Seen
     ) -> Any:
         """Store the answers up to the start of the round."""
         return store_answers(
             state, context.active, context.token_pages, num_new=MAX_DRAFT_TOKENS + 1
         )
 
-    def _matches(self, state: Any, context: Context) -> Matches:
+    def _matches(self, state: Any, context: ProposerContext) -> Matches:
         """The longest; ties go to the sequence itself."""
         own = super()._matches(state, context)
         others = find_answers(

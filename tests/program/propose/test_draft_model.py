@@ -16,8 +16,8 @@ from jaxspec.models.backend import Backend
 from jaxspec.program import randomness
 from jaxspec.program.plan import COUPLED, NO_TOKEN, STANDARD, TILE, PoolShape
 from jaxspec.program.propose import (
-    Context,
     Proposal,
+    ProposerContext,
     Seen,
     draft_model,
     draft_sampling,
@@ -52,8 +52,8 @@ class Round(NamedTuple):
     pages: Any
 
 
-def context_of(active: Active, tree: Tree, pool: PoolShape) -> Context:
-    return Context(
+def context_of(active: Active, tree: Tree, pool: PoolShape) -> ProposerContext:
+    return ProposerContext(
         active=active,
         token_pages=jnp.zeros((1, 4), jnp.int32),
         tree=tree,
@@ -264,7 +264,7 @@ def test_draft_prefill_compares_tokens_of_plain_rounds(monkeypatch):
     table = jnp.broadcast_to(paged.page_table, (2, paged.page_table.shape[1]))
 
     def run(params, pages, next_tokens):
-        context = Context(
+        context = ProposerContext(
             active=make_active(1),
             token_pages=jnp.zeros((1, 4), jnp.int32),
             tree=Tree.chain(0),

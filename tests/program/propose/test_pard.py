@@ -11,7 +11,7 @@ import pytest
 from jaxspec.models.backend import Backend
 from jaxspec.program import history
 from jaxspec.program.plan import PoolShape
-from jaxspec.program.propose import Context, Pard
+from jaxspec.program.propose import Pard, ProposerContext
 from jaxspec.program.tree.tree import Tree
 from tests.kernels.oracle import UNOPTIMISED
 from tests.support.distributions import filtered_distribution
@@ -61,7 +61,7 @@ def propose(length: int, num_known: int, **fields: Any) -> tuple[Any, ...]:
     )
 
     def run(params: Any, pages: Any, token_pages: Any, active: Any) -> Any:
-        context = Context(
+        context = ProposerContext(
             active=active,
             token_pages=token_pages,
             tree=Tree.chain(DRAFTS),
