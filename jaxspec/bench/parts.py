@@ -242,7 +242,7 @@ def _draft(
         active=_active(state, rows),
         token_pages=state.token_pages,
         tree=tree,
-        wanted=jnp.full(rows.shape, tree.num_levels, jnp.int32),
+        wanted_levels=jnp.full(rows.shape, tree.num_levels, jnp.int32),
         pool=config.pool,
         prompts=None,
         backend=config.backend,

@@ -178,7 +178,7 @@ def _propose(
         after.append(state)
     # The host may not have read yet how close the end is: drafts past it are padding.
     room = jnp.maximum(active.max_total - active.num_tokens - 1, 0)
-    num_draft_tokens = jnp.minimum(context.fields["decode_draft"], room)
+    num_draft_tokens = jnp.minimum(context.fields["decode_num_draft_tokens"], room)
     if proposal is not None:
         num_draft_tokens = jnp.minimum(num_draft_tokens, proposal.num_drafts)
     return proposal, num_draft_tokens, tuple(after)

@@ -183,7 +183,7 @@ class StepContext:
             active=self.active,
             token_pages=self.token_pages,
             tree=self.shape.tree,
-            wanted=self.fields["decode_draft"],
+            wanted_levels=self.fields["decode_num_draft_tokens"],
             pool=self.pool,
             prompts=self.prompts(),
             backend=self.config.backend,

@@ -189,9 +189,9 @@ class TargetPass:
         """
         shape = self.context.shape
         verified = self._no_result(inputs, pages)
-        num_wanted, before = self.num_draft_tokens.max(initial=0), -1
+        max_drafts, before = self.num_draft_tokens.max(initial=0), -1
         for width in (*widths, shape.tree.num_nodes):
-            is_wanted = (num_wanted > before) & (num_wanted <= width)
+            is_wanted = (max_drafts > before) & (max_drafts <= width)
             run = functools.partial(self._run_width, proposal, width)
             verified = run_if(is_wanted, run, verified)
             before = width

@@ -98,7 +98,7 @@ class PlanLayout(Layout):
 
         fields = {
             "decode_row": row(shape=(seqs,)),
-            "decode_draft": Column(shape=(seqs,)),
+            "decode_num_draft_tokens": Column(shape=(seqs,)),
             "page_update": row(shape=(3, self.max_page_updates)),
             "tile_length": Column(shape=(tiles,)),
             **records("tile", Tile, tiles),
@@ -138,7 +138,7 @@ class PlanLayout(Layout):
         if plan.decode:
             decode = np.array(plan.decode, np.int32)
             self.view(vector, "decode_row")[: len(decode)] = decode[:, 0]
-            self.view(vector, "decode_draft")[: len(decode)] = decode[:, 1]
+            self.view(vector, "decode_num_draft_tokens")[: len(decode)] = decode[:, 1]
         if plan.pages:
             pages, count = np.array(plan.pages, np.int32), self.max_page_updates
             assert len(pages) <= count, f"{len(pages)} page updates over {count}"

@@ -63,7 +63,7 @@ class DraftSampler:
         Returns:
             The proposal, and the state after the last level.
         """
-        tree, num_wanted = self.context.tree, self.context.num_wanted
+        tree, max_wanted_levels = self.context.tree, self.context.max_wanted_levels
         seqs, levels = self.context.active.row.shape[0], tree.num_levels
         adjust = self.context.adjuster(DRAFT_MESH_AXES)
         none = jnp.zeros((seqs, tree.num_nodes), jnp.int32)
@@ -88,10 +88,10 @@ class DraftSampler:
 
             carry: _Carry = drafts, every, is_broken, state
             drafts, every, is_broken, state = jax.lax.fori_loop(
-                1, num_wanted, sample_level, carry
+                1, max_wanted_levels, sample_level, carry
             )
         probs = None if every is None else every.swapaxes(0, 1)
-        num_drafts = jnp.where(is_broken, 0, num_wanted)
+        num_drafts = jnp.where(is_broken, 0, max_wanted_levels)
         return Proposal(drafts, num_drafts, probs, is_broken), state
 
     def _sample_level(

@@ -70,7 +70,8 @@ class Pard(DraftModel):
             return rows[:, -num_levels:].swapaxes(0, 1)
 
         # Rows of sequences that are left out are junk.
-        is_finite = by_level(output.is_finite).all(axis=0) | (context.wanted == 0)
+        is_finite = by_level(output.is_finite).all(axis=0)
+        is_finite |= context.wanted_levels == 0
         rows = zero_broken_rows(output.hidden_states, output.is_finite)
         logits_of = logits_by_level(
             model.logits, by_level(rows), context.pool.vocab_size
@@ -102,7 +103,7 @@ class Pard(DraftModel):
             jnp.maximum(active.num_tokens[:, None] + back, 0),
         )
         masks = jnp.full((seqs, tree.num_levels - 1), mask, jnp.int32)
-        is_written = active.is_active & (context.wanted > 0)
+        is_written = active.is_active & (context.wanted_levels > 0)
         tokens = jnp.concatenate([newest, masks], axis=1)
         return make_token_batch(
             tokens,

@@ -54,8 +54,8 @@ class ProposerContext:
 
     Attributes:
         tree: Shape of the drafts.
-        wanted: Levels of drafts that each sequence wants; 0 also for a sequence with
-            draft lag.
+        wanted_levels: Number of levels of drafts that each sequence wants; 0 also for a
+            sequence with draft lag.
         prompts: Tokens of the launch other than each sequence's newest: prompts, for
             observers of the target, or the tokens of a draft prefill. None in a launch
             without.
@@ -67,7 +67,7 @@ class ProposerContext:
     active: Active
     token_pages: Int[Array, "page page_size"]
     tree: Tree
-    wanted: Int[Array, " seq"]
+    wanted_levels: Int[Array, " seq"]
     pool: PoolShape
     prompts: TokenBatch | None
     backend: Callable[[tuple[str, ...]], Backend]
@@ -75,9 +75,9 @@ class ProposerContext:
     target: Params | None = None
 
     @property
-    def num_wanted(self) -> Int[Array, ""]:
+    def max_wanted_levels(self) -> Int[Array, ""]:
         """Largest number of levels that a sequence wants."""
-        return self.wanted.max(initial=0)
+        return self.wanted_levels.max(initial=0)
 
 
 class Seen(NamedTuple):

@@ -57,7 +57,7 @@ def context_of(active: Active, tree: Tree, pool: PoolShape) -> ProposerContext:
         active=active,
         token_pages=jnp.zeros((1, 4), jnp.int32),
         tree=tree,
-        wanted=jnp.full(active.row.shape, tree.num_levels, jnp.int32),
+        wanted_levels=jnp.full(active.row.shape, tree.num_levels, jnp.int32),
         pool=pool,
         prompts=None,
         backend=lambda axes: Backend(),
@@ -268,7 +268,7 @@ def test_draft_prefill_compares_tokens_of_plain_rounds(monkeypatch):
             active=make_active(1),
             token_pages=jnp.zeros((1, 4), jnp.int32),
             tree=Tree.chain(0),
-            wanted=jnp.zeros(1, jnp.int32),
+            wanted_levels=jnp.zeros(1, jnp.int32),
             pool=pool,
             prompts=make_token_batch(
                 tiles, ends, table, jnp.ones(tiles.shape, bool), pool
