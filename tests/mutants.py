@@ -110,8 +110,8 @@ MUTANTS = [
     mutant(
         "draft_reuses_one_uniform",
         "sampling.sample_draft",
-        "randomness.DRAFT + randomness.NUM_ROLES * jnp.asarray(index)",
-        "randomness.DRAFT + 0 * jnp.asarray(index)",
+        "randomness.purpose(randomness.DRAFT, jnp.asarray(index))",
+        "randomness.purpose(randomness.DRAFT, 0 * jnp.asarray(index))",
         check=lambda: check_rounds("standard"),
     ),
     mutant(

@@ -44,7 +44,8 @@ def draw_numbers(
     All words come from one call, since each call adds to the compile time.
 
     Args:
-        purposes: Purposes of the uniforms, whose keys depend on the round's start.
+        purposes: `randomness.purpose` of each uniform; their keys depend on the
+            round's start.
         first: Distance from there to the first position of the noise.
         width: Number of positions.
     """
@@ -116,7 +117,7 @@ def sample_draft(
     sampling_values = None if drafts_argmax else sampling_values_of(active)
     numbers = Numbers()
     if sampling_values is not None:
-        purpose = randomness.DRAFT + randomness.NUM_ROLES * jnp.asarray(index)
+        purpose = randomness.purpose(randomness.DRAFT, jnp.asarray(index))
         numbers = draw_numbers(active, purpose.reshape(1, 1), index, width=1)
 
     def draw(logits: Array, whole: tuple) -> tuple[Array, Array | None]:

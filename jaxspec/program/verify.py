@@ -81,8 +81,9 @@ def verify(
         rows = adjust(rows, tokens)
     # One uniform for each draft and one for the token after them, keyed by the position
     # where the round starts.
-    purposes = jnp.arange(width, dtype=jnp.int32)[None] * randomness.NUM_ROLES
-    purposes = (purposes + randomness.ACCEPT).at[:, -1].set(randomness.SAMPLE)
+    index = jnp.arange(width, dtype=jnp.int32)[None]
+    purposes = randomness.purpose(randomness.ACCEPT, index)
+    purposes = purposes.at[:, -1].set(randomness.SAMPLE)
     numbers = draw_numbers(active, purposes, 0, width=width)
     num_forced = None
     if forced_acceptance is not None and draft:
