@@ -172,16 +172,16 @@ def verify_groups(
         (logits, inputs),
     )
     # Draft-major, as they were made: reordering all of them would be a copy.
-    num_draft_tokens, rows = 0, None
+    num_drafts, rows = 0, None
     if probs is not None:
-        num_draft_tokens = probs.shape[1]
+        num_drafts = probs.shape[1]
         rows = probs.swapaxes(0, 1).reshape(-1, probs.shape[2])
 
     def verify_slice(item: tuple[Array, tuple[Array, _Inputs]]) -> Verdict:
         start, (logits, inputs) = item
         own = None
         if rows is not None:
-            starts = (start + index * seqs for index in range(num_draft_tokens))
+            starts = (start + index * seqs for index in range(num_drafts))
             own = jnp.stack(
                 [jax.lax.dynamic_slice_in_dim(rows, one, size) for one in starts],
                 axis=1,

@@ -299,12 +299,12 @@ def _verify_sampled(
     References: Leviathan et al. 2023, arXiv:2211.17192, Alg. 1. Sun et al. 2024,
         arXiv:2403.10444, Alg. 2.
     """
-    seqs, num_tokens = draft.tokens.shape
+    seqs, num_drafts = draft.tokens.shape
     draft_token_probs = draft.token_probs(part)
     is_accepted = accept_uniform * draft_token_probs < target_token_probs
     num_accepted = _prefix_length(is_accepted, num_draft_tokens)
-    joint = jnp.ones((seqs, num_tokens + 1), jnp.float32)
-    if num_tokens:
+    joint = jnp.ones((seqs, num_drafts + 1), jnp.float32)
+    if num_drafts:
 
         def by_block() -> tuple[Array, Array]:
             joint = _joint(draft_token_probs, target_token_probs)
@@ -327,8 +327,8 @@ def _verify_sampled(
         logits,
         distribution,
         draft,
-        row=jnp.arange(seqs, dtype=jnp.int32) * (num_tokens + 1) + num_accepted,
-        index=jnp.minimum(num_accepted, max(num_tokens - 1, 0)),
+        row=jnp.arange(seqs, dtype=jnp.int32) * (num_drafts + 1) + num_accepted,
+        index=jnp.minimum(num_accepted, max(num_drafts - 1, 0)),
         is_rejected=num_accepted < num_draft_tokens,
         joint=_pick(joint, num_accepted),
         uniform=sample_uniform,
