@@ -59,8 +59,7 @@ class TargetPass:
         prompts: Tiles that share the pass.
         adjust: Applies the requests' controls to logits; None without controls.
         logprob_ids: Token ids whose logprobs are always returned.
-        forced_acceptance: Probability that each draft is accepted; None leaves the
-            decision to the rules.
+        forced_acceptance: For benchmarks: see `EngineState`.
     """
 
     context: StepContext
