@@ -22,7 +22,7 @@ from jaxspec.program.propose.proposal import Observer, Proposal, Seen
 from jaxspec.program.rows import Emitted, append, gather, truncate
 from jaxspec.program.state import EngineState
 from jaxspec.program.step_context import ProgramConfig, StepContext
-from jaxspec.program.target_pass import TargetPass, Verified, narrow_widths
+from jaxspec.program.target_pass import TargetPass, Verified, fewer_drafts
 from jaxspec.program.tree.tree import Tree
 from jaxspec.program.verify import force_one, verify
 from jaxspec.program.wire import PlanLayout, result_layout
@@ -87,9 +87,9 @@ def _run_round(
     inputs = active.last_tokens[:, 1:]
     if proposal is not None:
         inputs = jnp.concatenate([inputs, proposal.tokens], axis=1)
-    widths = narrow_widths(context.config.proposers, shape)
-    if proposal is not None and widths:
-        verified = target.run_narrowest(widths, proposal, inputs, state.target_pages)
+    fewer = fewer_drafts(context.config.proposers, shape)
+    if proposal is not None and fewer:
+        verified = target.run_narrowest(fewer, proposal, inputs, state.target_pages)
     else:
         verified = target.run_and_verify(proposal, inputs, state.target_pages)
 

@@ -176,34 +176,36 @@ class TargetPass:
 
     def run_narrowest(
         self,
-        widths: tuple[int, ...],
+        fewer: tuple[int, ...],
         proposal: Proposal,
         inputs: Int[Array, "seq width"],
         pages: KvPools,
     ) -> Verified:
-        """`run_and_verify` at the smallest width with room for all drafts.
+        """`run_and_verify` at the smallest width with room for all valid drafts.
 
         Args:
-            widths: `narrow_widths` of the proposers.
+            fewer: `fewer_drafts` of the proposers.
         """
         shape = self.context.shape
         verified = self._no_result(inputs, pages)
-        max_drafts, before = self.num_draft_tokens.max(initial=0), -1
-        for width in (*widths, shape.tree.num_nodes):
-            is_wanted = (max_drafts > before) & (max_drafts <= width)
-            run = functools.partial(self._run_width, proposal, width)
-            verified = run_if(is_wanted, run, verified)
-            before = width
+        max_drafts, smaller = self.num_draft_tokens.max(initial=0), -1
+        for num_drafts in (*fewer, shape.tree.num_nodes):
+            is_smallest = (max_drafts > smaller) & (max_drafts <= num_drafts)
+            run = functools.partial(self._run_first, proposal, num_drafts)
+            verified = run_if(is_smallest, run, verified)
+            smaller = num_drafts
         return verified
 
-    def _run_width(self, proposal: Proposal, width: int, before: Verified) -> Verified:
+    def _run_first(
+        self, proposal: Proposal, num_drafts: int, before: Verified
+    ) -> Verified:
         """Run the first drafts only.
 
         The tokens come from the state of the loop in `run_if`, so that XLA cannot hoist
         the computations on them and run them in every round.
         """
         return self.run_and_verify(
-            proposal.first(width), before.tokens[:, : width + 1], before.pages
+            proposal.first(num_drafts), before.tokens[:, : num_drafts + 1], before.pages
         )
 
     def _no_result(self, inputs: Int[Array, "seq width"], pages: KvPools) -> Verified:
@@ -232,7 +234,7 @@ class TargetPass:
         )
 
 
-def narrow_widths(proposers: tuple[Proposer, ...], shape: StepShape) -> tuple[int, ...]:
+def fewer_drafts(proposers: tuple[Proposer, ...], shape: StepShape) -> tuple[int, ...]:
     """Numbers of drafts, fewer than the tree's, that the program has passes for.
 
     Each pass is as much code as the widest, so there are few. With prompts there are

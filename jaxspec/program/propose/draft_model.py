@@ -138,7 +138,7 @@ class DraftModel(Model):
             output, pages = model.forward(_whole(tree, drafts, active, pool), pages)
             logits, is_broken = _finite_logits(model, _level(tree, level, output, seqs))
             # Several rows of a level may have children, the main chain's first.
-            return logits, is_broken[:: tree.width], pages
+            return logits, is_broken[:: tree.max_parents_per_level], pages
 
         sampler = DraftSampler(context, drafts_argmax=self.drafts_argmax, before=before)
         return sampler.propose(first_level, later_level, state)

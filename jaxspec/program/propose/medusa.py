@@ -89,7 +89,8 @@ class Medusa(Head):
 
         def later_level(level: Array | int, drafts: Array, kept: None) -> tuple:
             # All rows of a level have the same children.
-            every = jnp.repeat(logits_of(level)[:seqs], tree.width, axis=0)
+            count = tree.max_parents_per_level
+            every = jnp.repeat(logits_of(level)[:seqs], count, axis=0)
             return every, ~is_finite[:seqs], kept
 
         sampler = DraftSampler(context, drafts_argmax=self.drafts_argmax, before=before)

@@ -81,7 +81,8 @@ class Pard(DraftModel):
             return logits_of(level), ~is_finite, kept
 
         def later_level(level: Array | int, drafts: Array, kept: Pages) -> tuple:
-            return jnp.repeat(logits_of(level), tree.width, axis=0), ~is_finite, kept
+            count = tree.max_parents_per_level
+            return jnp.repeat(logits_of(level), count, axis=0), ~is_finite, kept
 
         sampler = DraftSampler(context, drafts_argmax=self.drafts_argmax, before=before)
         proposal, _ = sampler.propose(first_level, later_level, ())
