@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from jaxspec_kernels.rejection_sampling import SamplingValues, gpu, tpu
 from jaxspec_kernels.rejection_sampling.cases import CASES, Case
-from jaxspec_kernels.rejection_sampling.passes import Slice
+from jaxspec_kernels.rejection_sampling.passes import VocabShard
 from jaxspec_kernels.rejection_sampling.reference import Verdict
 from tests.kernels import aot_gpu, aot_tpu
 
@@ -201,7 +201,7 @@ def tpu_kernel(case: Case, chip: str, dtype: str = "float32") -> aot_tpu.Compile
     columns = case.columns // case.shards
     placement = aot_tpu.sharding(chip)
     rows = case.seqs * (case.drafts + 1)
-    part = Slice(
+    shard = VocabShard(
         columns=columns,
         tile=min(tpu.TILE, columns),
         vocab_size=case.vocab_size,
@@ -215,7 +215,7 @@ def tpu_kernel(case: Case, chip: str, dtype: str = "float32") -> aot_tpu.Compile
             ((rows,), INTS),
         )
     ]
-    return aot_tpu.compile_kernel(partial(tpu.statistics, part), given, pool=0)
+    return aot_tpu.compile_kernel(partial(tpu.statistics, shard), given, pool=0)
 
 
 @cache

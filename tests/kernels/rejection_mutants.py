@@ -181,7 +181,7 @@ MUTANTS = [
     mutant(
         "empty residual drawn from",
         "draw.draw",
-        "is_rejected & (part.sum(residual.sum(axis=(1, 2))) > 0)",
+        "is_rejected & (shard.psum(residual.sum(axis=(1, 2))) > 0)",
         "is_rejected",
         check_limits,
     ),

@@ -16,7 +16,7 @@ from jaxspec_kernels.rejection_sampling import (
     SamplingValues,
     rejection_sampling,
 )
-from jaxspec_kernels.rejection_sampling.passes import Distribution, Slice
+from jaxspec_kernels.rejection_sampling.passes import Distribution, VocabShard
 from jaxspec_kernels.rejection_sampling.reference import Kernels
 from tests.kernels.oracle import UNOPTIMISED
 from tests.kernels.rejection_rounds import (
@@ -189,8 +189,8 @@ def test_greedy_takes_the_lowest_of_equal_logits_in_other_tiles():
     assert int(found.next_token[0]) == 18
 
 
-def whole(columns: int, tile: int) -> Slice:
-    return Slice(columns=columns, tile=tile, vocab_size=columns, axis_name=None)
+def whole(columns: int, tile: int) -> VocabShard:
+    return VocabShard(columns=columns, tile=tile, vocab_size=columns, axis_name=None)
 
 
 # That of the reference and that of the kernels; with two it is a bisection.
@@ -241,14 +241,14 @@ visited: list[None] = []
 @partial(jax.jit, compiler_options=UNOPTIMISED)
 def counted(*args, **more):
     """The operation, which notes every tile that it reads."""
-    real = Slice.read
+    real = VocabShard.read
 
     def read(self, logits, number):
         jax.debug.callback(lambda: visited.append(None))
         return real(self, logits, number)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Slice, "read", read)
+        patch.setattr(VocabShard, "read", read)
         return rejection_sampling(*args, **more, implementation="reference")
 
 

@@ -19,8 +19,8 @@ from jaxspec_kernels.rejection_sampling.draw import draw
 from jaxspec_kernels.rejection_sampling.passes import (
     Distribution,
     Draft,
-    Slice,
     Statistics,
+    VocabShard,
 )
 from jaxspec_kernels.rejection_sampling.search import search
 
@@ -101,7 +101,7 @@ def rejection_sampling(
     """
     assert not (has_probs and draft_tokens.shape[1]), "probabilities of which row?"
     seqs, width, columns = target_logits.shape
-    part = Slice(
+    shard = VocabShard(
         columns=columns,
         tile=min(tile, columns),
         vocab_size=vocab_size,
@@ -112,8 +112,8 @@ def rejection_sampling(
     tokens = jnp.pad(draft_tokens, ((0, 0), (0, 1))).reshape(-1)
     if sampling_values is None:
         temperature = jnp.ones(seqs * width, jnp.float32)
-        own = kernels.statistics(part, logits, temperature, tokens, None)
-        found = passes.combine(part, own, temperature)
+        own = kernels.statistics(shard, logits, temperature, tokens, None)
+        found = passes.combine(shard, own, temperature)
         choices = found.best.reshape(seqs, width)
         return _verify_exact(draft_tokens, choices, num_draft_tokens, num_forced)
     assert rule is not None, "sampled sequences have a rule"
@@ -125,14 +125,14 @@ def rejection_sampling(
     is_sampled = sampling_values.temperature > 0
     is_sampled_row = row_values.temperature > 0
     temperature = jnp.where(is_sampled_row, row_values.temperature, 1.0)
-    own = kernels.statistics(part, logits, temperature, tokens, is_sampled_row)
-    found = passes.combine(part, own, temperature)
+    own = kernels.statistics(shard, logits, temperature, tokens, is_sampled_row)
+    found = passes.combine(shard, own, temperature)
     best = found.best.reshape(seqs, width)
 
     def with_sampling() -> tuple[Verdict, Array | None]:
         no_threshold = jnp.full_like(found.maximum, -jnp.inf)
         distribution = _filter(
-            part,
+            shard,
             kernels,
             logits,
             Distribution(temperature, found.maximum, no_threshold, found.total),
@@ -144,7 +144,7 @@ def rejection_sampling(
         if noise_words is not None:
             is_coupled = is_sampled & (rule == COUPLED)
             gumbel_choices = _gumbel_argmax(
-                part,
+                shard,
                 kernels,
                 logits,
                 distribution,
@@ -159,7 +159,7 @@ def rejection_sampling(
 
         def sampled_verdict() -> Verdict:
             return _verify_sampled(
-                part,
+                shard,
                 kernels,
                 logits,
                 distribution,
@@ -177,7 +177,7 @@ def rejection_sampling(
             lambda left, right: jnp.where(is_drawn, left, right), drawn, chosen
         )
         return verdict, kernels.probabilities(
-            part, logits, distribution
+            shard, logits, distribution
         ) if has_probs else None
 
     def without_sampling() -> tuple[Verdict, Array | None]:
@@ -189,7 +189,7 @@ def rejection_sampling(
 
 
 def _gumbel_argmax(
-    part: Slice,
+    shard: VocabShard,
     kernels: Kernels,
     logits: Float[Array, "row vocab"],
     distribution: Distribution,
@@ -201,8 +201,8 @@ def _gumbel_argmax(
     words = noise_words.reshape(-1, 2)
 
     def gumbel_choices() -> Array:
-        score, best = kernels.gumbel_argmax(part, logits, distribution, words)
-        return part.min(jnp.where(score == part.max(score), best, passes.NO_ID))
+        score, best = kernels.gumbel_argmax(shard, logits, distribution, words)
+        return shard.pmin(jnp.where(score == shard.pmax(score), best, passes.NO_ID))
 
     choices = jax.lax.cond(
         is_coupled.any(), gumbel_choices, lambda: jnp.zeros(logits.shape[0], jnp.int32)
@@ -211,7 +211,7 @@ def _gumbel_argmax(
 
 
 def _filter(
-    part: Slice,
+    shard: VocabShard,
     kernels: Kernels,
     logits: Float[Array, "row vocab"],
     distribution: Distribution,
@@ -223,15 +223,15 @@ def _filter(
     by_k = (
         is_sampled
         & (sampling_values.top_k > 0)
-        & (sampling_values.top_k < part.vocab_size)
+        & (sampling_values.top_k < shard.vocab_size)
     )
     by_p = is_sampled & (sampling_values.top_p < 1)
     by_min = is_sampled & (sampling_values.min_p > 0)
 
     def total(distribution: Distribution) -> Float[Array, " row"]:
         limits = distribution.threshold[:, None]
-        masses = kernels.mass_above(part, logits, distribution, limits, counts=False)
-        return part.sum(masses)[:, 0]
+        masses = kernels.mass_above(shard, logits, distribution, limits, counts=False)
+        return shard.psum(masses)[:, 0]
 
     def narrowed(
         distribution: Distribution, threshold: Array, is_filtered: Array
@@ -249,7 +249,7 @@ def _filter(
             total=jnp.where(is_filtered, mass, distribution.total)
         )
 
-    find = partial(kernels.search, part, logits)
+    find = partial(kernels.search, shard, logits)
     wanted = sampling_values.top_k.astype(jnp.float32)
     threshold, _ = find(distribution, wanted, is_searched=by_k, counts=True)
     distribution = narrowed(distribution, threshold, by_k)
@@ -281,7 +281,7 @@ def _verify_exact(
 
 
 def _verify_sampled(
-    part: Slice,
+    shard: VocabShard,
     kernels: Kernels,
     logits: Float[Array, "row vocab"],
     distribution: Distribution,
@@ -300,7 +300,7 @@ def _verify_sampled(
         arXiv:2403.10444, Alg. 2.
     """
     seqs, num_drafts = draft.tokens.shape
-    draft_token_probs = draft.token_probs(part)
+    draft_token_probs = draft.token_probs(shard)
     is_accepted = accept_uniform * draft_token_probs < target_token_probs
     num_accepted = _prefix_length(is_accepted, num_draft_tokens)
     joint = jnp.ones((seqs, num_drafts + 1), jnp.float32)
@@ -311,8 +311,8 @@ def _verify_sampled(
             inner = joint[:, 1:-1]
             masses = inner
             if inner.shape[1]:
-                masses = part.sum(
-                    kernels.residual_mass(part, logits, distribution, draft, inner)
+                masses = shard.psum(
+                    kernels.residual_mass(shard, logits, distribution, draft, inner)
                 )
             return _longest(accept_uniform, num_draft_tokens, joint, masses), joint
 
@@ -323,7 +323,7 @@ def _verify_sampled(
         # As if no more drafts had been proposed: the target samples the next token.
         num_accepted = num_draft_tokens = num_forced
     token = kernels.draw(
-        part,
+        shard,
         logits,
         distribution,
         draft,
