@@ -247,8 +247,8 @@ def column(
     default: Any = dataclasses.MISSING,
 ) -> Any:
     """A field of a record that is sent to the device."""
-    made = Column(dtype, shape, pad, is_right_aligned)
-    return field(default=default, metadata={"column": made})
+    declared = Column(dtype, shape, pad, is_right_aligned)
+    return field(default=default, metadata={"column": declared})
 
 
 def columns(record: Any) -> dict[str, Column]:

@@ -169,19 +169,21 @@ def _propose(
 ) -> tuple[Proposal | None, Int[Array, " seq"], tuple[Any, ...]]:
     """Return the drafts, the number of valid ones, and the proposers' states."""
     active, proposer_context = context.active, context.for_proposers(target)
-    proposal, after = None, []
-    for proposer, own, state in zip(
+    proposal, new_states = None, []
+    for proposer, own_params, state in zip(
         context.config.proposers, params, states, strict=True
     ):
         if context.shape.tree.num_nodes:
-            proposal, state = proposer.propose(own, state, proposer_context, proposal)
-        after.append(state)
+            proposal, state = proposer.propose(
+                own_params, state, proposer_context, proposal
+            )
+        new_states.append(state)
     # The host may not have read yet how close the end is: drafts past it are padding.
     room = jnp.maximum(active.max_total - active.num_tokens - 1, 0)
     num_draft_tokens = jnp.minimum(context.fields["decode_num_draft_tokens"], room)
     if proposal is not None:
         num_draft_tokens = jnp.minimum(num_draft_tokens, proposal.num_drafts)
-    return proposal, num_draft_tokens, tuple(after)
+    return proposal, num_draft_tokens, tuple(new_states)
 
 
 def _draft_prefill(
@@ -205,15 +207,15 @@ def _draft_prefill(
     is_known &= active.is_active.reshape(is_known.shape)
     active = dataclasses.replace(active, num_tokens=tiles.position.reshape(-1) + 1)
     next_tokens = jnp.where(is_known, next_tokens, NO_TOKEN).reshape(-1)
-    acceptance, after = None, []
-    for proposer, own, before in zip(
+    acceptance, new_states = None, []
+    for proposer, own_params, state_before in zip(
         context.config.proposers, params, state.proposers, strict=True
     ):
-        kept, found = proposer.draft_prefill(
-            own, before, proposer_context, active, next_tokens
+        new_state, estimated = proposer.draft_prefill(
+            own_params, state_before, proposer_context, active, next_tokens
         )
-        acceptance = found if acceptance is None else acceptance
-        after.append(kept)
+        acceptance = estimated if acceptance is None else acceptance
+        new_states.append(new_state)
     assert acceptance is not None, "no proposer has a draft model"
     if state.forced_acceptance is not None:
         acceptance = force_one(state.forced_acceptance, active).astype(jnp.float32)
@@ -222,7 +224,7 @@ def _draft_prefill(
         state,
         rows=rows,
         token_pages=context.token_pages,
-        proposers=tuple(after),
+        proposers=tuple(new_states),
     )
     result = {"acceptance_probabilities": acceptance.reshape(is_known.shape)}
     return state, jnp.concatenate(result_layout(context.shape).flatten(result))
@@ -244,7 +246,7 @@ def _observe(
     Returns:
         The states of all proposers.
     """
-    proposer_context, after = context.for_proposers(target), []
+    proposer_context, new_states = context.for_proposers(target), []
     shape = context.shape
     tiles, next_tile_tokens, first_row = context.tiles, None, None
     if first_tokens is not None:
@@ -254,7 +256,7 @@ def _observe(
             [tiles.tokens[:, 1:], next_token[:, None]], 1
         )
         first_row = jnp.where(tiles.is_last, tiles.row, context.pool.num_rows)
-    for proposer, own, state in zip(
+    for proposer, own_params, state in zip(
         context.config.proposers, params, states, strict=True
     ):
         if isinstance(proposer, Observer):
@@ -271,9 +273,9 @@ def _observe(
                 next_tile_tokens,
                 first_row,
             )
-            state = proposer.observe(own, state, proposer_context, seen)
-        after.append(state)
-    return tuple(after)
+            state = proposer.observe(own_params, state, proposer_context, seen)
+        new_states.append(state)
+    return tuple(new_states)
 
 
 def _result(
@@ -339,11 +341,11 @@ def _finish_prompts(
         "tile_is_broken": verified.is_tile_broken,
     }
     chosen = ending.logprob_ids()
-    found = logprobs.maybe_logprobs(
+    token_logprobs = logprobs.maybe_logprobs(
         logits, token[:, None], chosen, shape=context.shape, backend=backend
     )
-    if found is not None:
-        result["tile_logprobs"] = found[:, 0]
+    if token_logprobs is not None:
+        result["tile_logprobs"] = token_logprobs[:, 0]
     rows, token_pages = append(rows, token_pages, active, emitted)
     context = dataclasses.replace(context, rows=rows, token_pages=token_pages)
     return context, result

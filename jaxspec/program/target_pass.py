@@ -131,12 +131,14 @@ class TargetPass:
         pages = compact_kv(
             target.config, pages, tree, tree_row, active, pool, context.backend
         )
-        found = logprobs.maybe_logprobs(
+        token_logprobs = logprobs.maybe_logprobs(
             logits, new_tokens, self.logprob_ids, shape=shape, backend=context.backend
         )
         num_rows = shape.tree.num_rows
         new_tokens = _widen(new_tokens, num_rows)
-        found = None if found is None else _widen(found, num_rows)
+        token_logprobs = (
+            None if token_logprobs is None else _widen(token_logprobs, num_rows)
+        )
         prompt_logprobs = None
         if prompts is not None and shape.features.num_prompt_logprobs is not None:
             prompt_logprobs = logprobs.prompt_logprobs(
@@ -167,7 +169,7 @@ class TargetPass:
             is_broken=is_broken,
             tile_logits=tile_logits,
             is_tile_broken=is_tile_broken,
-            logprobs=found,
+            logprobs=token_logprobs,
             prompt_logprobs=prompt_logprobs,
             streams=streams,
             tile_streams=tile_streams,

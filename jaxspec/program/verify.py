@@ -179,14 +179,14 @@ def verify_groups(
 
     def verify_slice(item: tuple[Array, tuple[Array, _Inputs]]) -> Verdict:
         start, (logits, inputs) = item
-        own = None
+        group_probs = None
         if rows is not None:
             starts = (start + index * seqs for index in range(num_drafts))
-            own = jnp.stack(
-                [jax.lax.dynamic_slice_in_dim(rows, one, size) for one in starts],
+            group_probs = jnp.stack(
+                [jax.lax.dynamic_slice_in_dim(rows, first, size) for first in starts],
                 axis=1,
             )
-        return verify_one(logits, own, inputs)
+        return verify_one(logits, group_probs, inputs)
 
     starts = jnp.arange(0, seqs, size, dtype=jnp.int32)
     verdicts = jax.lax.map(verify_slice, (starts, groups))

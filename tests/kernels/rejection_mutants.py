@@ -169,8 +169,8 @@ MUTANTS = [
     mutant(
         "residual without max",
         "draw.draw",
-        "jnp.maximum(joint[:, None] * target - own, 0.0)",
-        "joint[:, None] * target - own",
+        "jnp.maximum(joint[:, None] * target - draft_probs, 0.0)",
+        "joint[:, None] * target - draft_probs",
     ),
     mutant(
         "residual with the token's joint",
@@ -228,8 +228,8 @@ MUTANTS = [
     mutant(
         "combined without rescale",
         "passes.combine",
-        "own.total * to_weights(own.maximum[:, None], distribution)[:, 0]",
-        "own.total",
+        "local.total * to_weights(local.maximum[:, None], distribution)[:, 0]",
+        "local.total",
         check_slices,
     ),
     mutant(

@@ -96,18 +96,18 @@ class Eagle3(Head):
         """
         assert params is not None, "a head without parameters"
         assert not context.tree.has_side_paths, "only the main chain may have children"
-        own, active = params, context.active
+        head_params, active = params, context.active
         pages, last = state
 
         def read(hidden: Array) -> tuple[Array, Array]:
             is_finite = jnp.isfinite(hidden).all(axis=1)
             rows = zero_broken_rows(hidden, is_finite)
-            return self._logits(own, rows, context), ~is_finite
+            return self._logits(head_params, rows, context), ~is_finite
 
-        def first_level(level: Array | int, drafts: Array, kept: _State) -> tuple:
-            return *read(kept[1]), kept
+        def first_level(level: Array | int, drafts: Array, carry: _State) -> tuple:
+            return *read(carry[1]), carry
 
-        def later_level(level: Array | int, drafts: Array, kept: _State) -> tuple:
+        def later_level(level: Array | int, drafts: Array, carry: _State) -> tuple:
             batch = make_token_batch(
                 drafts[:, level - 1][:, None],
                 active.num_tokens + level - 1,
@@ -115,7 +115,7 @@ class Eagle3(Head):
                 active.is_active[:, None],
                 context.pool,
             )
-            hidden, pages = self._run(own, batch, kept[1], kept[0], context)
+            hidden, pages = self._run(head_params, batch, carry[1], carry[0], context)
             return *read(hidden), (pages, hidden)
 
         sampler = DraftSampler(context, drafts_argmax=self.drafts_argmax, before=before)
@@ -186,7 +186,7 @@ class Eagle3(Head):
         missing = padded.tokens.shape[0] - count
         tokens = jnp.maximum(padded.tokens, 0)  # pads have none
         target = {} if context.target is None else context.target
-        found, pages = self._network.forward(
+        outputs, pages = self._network.forward(
             self.config,
             params,
             padded,
@@ -195,7 +195,7 @@ class Eagle3(Head):
             pages,
             context.backend(DRAFT_MESH_AXES),
         )
-        return found[:count], pages
+        return outputs[:count], pages
 
     @property
     def _network(self) -> Any:
@@ -211,8 +211,10 @@ class Eagle3(Head):
         """Logits over the target's vocabulary."""
         assert isinstance(self.config, Eagle3Config)
         config, vocab_size = self.config, context.pool.vocab_size
-        found = cpu.with_pads(lambda rows: eagle3.logits(config, params, rows), hidden)
-        return to_target_vocab(params, found, vocab_size)
+        draft_logits = cpu.with_pads(
+            lambda rows: eagle3.logits(config, params, rows), hidden
+        )
+        return to_target_vocab(params, draft_logits, vocab_size)
 
 
 def _flat(part: Float[Array, "some token model"]) -> Float[Array, "row model"]:

@@ -79,19 +79,21 @@ class Medusa(Head):
         assert params is not None, "a head without parameters"
         rows = cpu.pad_rows(read_hidden(state, context.active))
         tree, seqs = context.tree, context.active.row.shape[0]
-        found = jnp.stack(medusa.forward(self.config, params, rows)[: tree.num_levels])
-        is_finite = jnp.isfinite(found).all(axis=(0, 2))
-        found = jnp.where(is_finite[None, :, None], found, 0)
-        logits_of = self._logits(params, found, context)
+        outputs = jnp.stack(
+            medusa.forward(self.config, params, rows)[: tree.num_levels]
+        )
+        is_finite = jnp.isfinite(outputs).all(axis=(0, 2))
+        outputs = jnp.where(is_finite[None, :, None], outputs, 0)
+        logits_of = self._logits(params, outputs, context)
 
-        def first_level(level: Array | int, drafts: Array, kept: None) -> tuple:
-            return logits_of(level)[:seqs], ~is_finite[:seqs], kept
+        def first_level(level: Array | int, drafts: Array, carry: None) -> tuple:
+            return logits_of(level)[:seqs], ~is_finite[:seqs], carry
 
-        def later_level(level: Array | int, drafts: Array, kept: None) -> tuple:
+        def later_level(level: Array | int, drafts: Array, carry: None) -> tuple:
             # All rows of a level have the same children.
             count = tree.max_parents_per_level
             every = jnp.repeat(logits_of(level)[:seqs], count, axis=0)
-            return every, ~is_finite[:seqs], kept
+            return every, ~is_finite[:seqs], carry
 
         sampler = DraftSampler(context, drafts_argmax=self.drafts_argmax, before=before)
         return sampler.propose(first_level, later_level, None)[0], state
@@ -109,7 +111,7 @@ class Medusa(Head):
     def _logits(
         self,
         params: Params,
-        found: Float[Array, "level row model"],
+        outputs: Float[Array, "level row model"],
         context: ProposerContext,
     ) -> Callable[[Array | int], Float[Array, "row vocab"]]:
         """Return a function of the level: logits over the target's vocabulary."""
@@ -124,6 +126,6 @@ class Medusa(Head):
             return widen(medusa.logits(config, params, head, rows, shared))
 
         if config.lm_heads < 2:
-            return logits_by_level(functools.partial(one_head, 0), found, vocab)
-        heads = [functools.partial(one_head, head) for head in range(len(found))]
-        return lambda level: jax.lax.switch(level, heads, at_level(found, level))
+            return logits_by_level(functools.partial(one_head, 0), outputs, vocab)
+        heads = [functools.partial(one_head, head) for head in range(len(outputs))]
+        return lambda level: jax.lax.switch(level, heads, at_level(outputs, level))

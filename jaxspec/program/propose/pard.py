@@ -77,12 +77,12 @@ class Pard(DraftModel):
             model.logits, by_level(rows), context.pool.vocab_size
         )
 
-        def first_level(level: Array | int, drafts: Array, kept: Pages) -> tuple:
-            return logits_of(level), ~is_finite, kept
+        def first_level(level: Array | int, drafts: Array, carry: Pages) -> tuple:
+            return logits_of(level), ~is_finite, carry
 
-        def later_level(level: Array | int, drafts: Array, kept: Pages) -> tuple:
+        def later_level(level: Array | int, drafts: Array, carry: Pages) -> tuple:
             count = tree.max_parents_per_level
-            return jnp.repeat(logits_of(level), count, axis=0), ~is_finite, kept
+            return jnp.repeat(logits_of(level), count, axis=0), ~is_finite, carry
 
         sampler = DraftSampler(context, drafts_argmax=self.drafts_argmax, before=before)
         proposal, _ = sampler.propose(first_level, later_level, ())

@@ -57,11 +57,11 @@ class Suffix(Lookup):
         speculative = config.speculative
         assert speculative is not None
         rule = LookupRule.of(speculative)
-        made = cls(rule.limits, rule.shortest, rule.min_share)
+        proposer = cls(rule.limits, rule.shortest, rule.min_share)
         num_requests = speculative.suffix_decoding_max_cached_requests
         if not num_requests:
-            return made
-        return CachedSuffix(**vars(made), num_requests=num_requests)
+            return proposer
+        return CachedSuffix(**vars(proposer), num_requests=num_requests)
 
     def propose(
         self,
@@ -120,8 +120,8 @@ class CachedSuffix(Suffix):
 
     def _matches(self, state: Any, context: ProposerContext) -> Matches:
         """The longest; ties go to the sequence itself."""
-        own = super()._matches(state, context)
-        others = find_answers(
+        in_sequence = super()._matches(state, context)
+        in_answers = find_answers(
             state,
             context.active,
             context.token_pages,
@@ -129,7 +129,7 @@ class CachedSuffix(Suffix):
             shortest=self.shortest,
             num_draft_tokens=context.tree.num_levels,
         )
-        return merge_matches((own, others), NUM_MATCHES)
+        return merge_matches((in_sequence, in_answers), NUM_MATCHES)
 
 
 def choose(matches: Matches, *, limits: tuple[int, ...], min_share: int) -> Proposal:

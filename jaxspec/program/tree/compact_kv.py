@@ -71,5 +71,5 @@ def _layer_slots(
     """
     size = pool.num_pages * pool.page_size
     turn = jnp.arange(turns, dtype=jnp.int32)[:, None]
-    found = jnp.where(slots[None] < size, slots[None] + turn * size, turns * size)
-    return jnp.pad(found.reshape(-1), (0, 1), constant_values=turns * size)
+    layer_slots = jnp.where(slots[None] < size, slots[None] + turn * size, turns * size)
+    return jnp.pad(layer_slots.reshape(-1), (0, 1), constant_values=turns * size)

@@ -48,8 +48,8 @@ def draw(
         )
         if not draft.tokens.shape[1]:
             return target, target
-        own = draft.rows(shard, index, number, within, size)
-        return target, jnp.maximum(joint[:, None] * target - own, 0.0)
+        draft_probs = draft.rows(shard, index, number, within, size)
+        return target, jnp.maximum(joint[:, None] * target - draft_probs, 0.0)
 
     def sums(carry: tuple[Array, Array], number: Array) -> tuple[Array, Array]:
         columns = read(jnp.full_like(row, number), 0, shard.tile)
@@ -79,13 +79,15 @@ def _choose_device(
     shard: VocabShard, masses: Float[Array, "seq piece"], uniform: Float[Array, " seq"]
 ) -> tuple[Array, Array]:
     """Return the goal within this device's slice, and whether the token lies there."""
-    own = jnp.cumsum(masses, axis=1)[:, -1]
+    local_mass = jnp.cumsum(masses, axis=1)[:, -1]
     if shard.axis_name is None:
-        return uniform * own, jnp.ones_like(uniform, bool)
+        return uniform * local_mass, jnp.ones_like(uniform, bool)
     devices = jnp.arange(jax.lax.axis_size(shard.axis_name), dtype=jnp.int32)[None]
-    every = shard.psum(jnp.where(devices == shard.index, own[:, None], 0.0))
-    goal = uniform * jnp.cumsum(every, axis=1)[:, -1]
-    device, goal = _descend(every, goal)
+    device_masses = shard.psum(
+        jnp.where(devices == shard.index, local_mass[:, None], 0.0)
+    )
+    goal = uniform * jnp.cumsum(device_masses, axis=1)[:, -1]
+    device, goal = _descend(device_masses, goal)
     return goal, device == shard.index
 
 

@@ -339,15 +339,17 @@ def statistics(
     return Statistics(maximum, best, row_sums(total)[:, 0], draft_logit)
 
 
-def combine(shard: VocabShard, own: Statistics, temperature: Array) -> Statistics:
+def combine(shard: VocabShard, local: Statistics, temperature: Array) -> Statistics:
     """Combine the devices' statistics into those of the whole vocabulary."""
-    maximum = shard.pmax(own.maximum)
-    best = shard.pmin(jnp.where(own.maximum == maximum, own.best, NO_ID))
+    maximum = shard.pmax(local.maximum)
+    best = shard.pmin(jnp.where(local.maximum == maximum, local.best, NO_ID))
     distribution = Distribution(
-        temperature, maximum, jnp.full_like(maximum, -jnp.inf), own.total
+        temperature, maximum, jnp.full_like(maximum, -jnp.inf), local.total
     )
-    total = shard.psum(own.total * to_weights(own.maximum[:, None], distribution)[:, 0])
-    return Statistics(maximum, best, total, shard.pmax(own.draft_logit))
+    total = shard.psum(
+        local.total * to_weights(local.maximum[:, None], distribution)[:, 0]
+    )
+    return Statistics(maximum, best, total, shard.pmax(local.draft_logit))
 
 
 def mass_above(

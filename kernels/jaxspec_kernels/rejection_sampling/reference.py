@@ -112,9 +112,9 @@ def rejection_sampling(
     tokens = jnp.pad(draft_tokens, ((0, 0), (0, 1))).reshape(-1)
     if sampling_values is None:
         temperature = jnp.ones(seqs * width, jnp.float32)
-        own = kernels.statistics(shard, logits, temperature, tokens, None)
-        found = passes.combine(shard, own, temperature)
-        choices = found.best.reshape(seqs, width)
+        local = kernels.statistics(shard, logits, temperature, tokens, None)
+        statistics = passes.combine(shard, local, temperature)
+        choices = statistics.best.reshape(seqs, width)
         return _verify_exact(draft_tokens, choices, num_draft_tokens, num_forced)
     assert rule is not None, "sampled sequences have a rule"
     assert accept_uniform is not None, "sampled sequences need uniforms"
@@ -125,17 +125,19 @@ def rejection_sampling(
     is_sampled = sampling_values.temperature > 0
     is_sampled_row = row_values.temperature > 0
     temperature = jnp.where(is_sampled_row, row_values.temperature, 1.0)
-    own = kernels.statistics(shard, logits, temperature, tokens, is_sampled_row)
-    found = passes.combine(shard, own, temperature)
-    best = found.best.reshape(seqs, width)
+    local = kernels.statistics(shard, logits, temperature, tokens, is_sampled_row)
+    statistics = passes.combine(shard, local, temperature)
+    best = statistics.best.reshape(seqs, width)
 
     def with_sampling() -> tuple[Verdict, Array | None]:
-        no_threshold = jnp.full_like(found.maximum, -jnp.inf)
+        no_threshold = jnp.full_like(statistics.maximum, -jnp.inf)
         distribution = _filter(
             shard,
             kernels,
             logits,
-            Distribution(temperature, found.maximum, no_threshold, found.total),
+            Distribution(
+                temperature, statistics.maximum, no_threshold, statistics.total
+            ),
             row_values,
             is_sampled=is_sampled_row,
         )
@@ -152,7 +154,7 @@ def rejection_sampling(
                 is_coupled=is_coupled,
             )
             choices = jnp.where(is_coupled[:, None], gumbel_choices, best)
-        weights = passes.to_weights(found.draft_logit[:, None], distribution)[:, 0]
+        weights = passes.to_weights(statistics.draft_logit[:, None], distribution)[:, 0]
         probs = passes.normalise(weights, distribution.total)
         chosen = _verify_exact(draft_tokens, choices, num_draft_tokens, num_forced)
         is_drawn = is_sampled & ~is_coupled
@@ -357,12 +359,12 @@ def _longest(
     residual_mass: Float[Array, "seq draft-1"],
 ) -> Int[Array, " seq"]:
     """Return the length of the longest prefix that passes its own test."""
-    here = joint[:, 1:]
-    room = residual_mass + 1.0 - here[:, :-1]
+    prefix_joint = joint[:, 1:]
+    room = residual_mass + 1.0 - prefix_joint[:, :-1]
     inner = jnp.where(room > 0, residual_mass / jnp.where(room > 0, room, 1.0), 1.0)
-    inner = jnp.concatenate([inner, here[:, -1:]], axis=1)
-    length = jnp.arange(1, here.shape[1] + 1, dtype=jnp.int32)[None]
-    acceptance = jnp.where(length == num_draft_tokens[:, None], here, inner)
+    inner = jnp.concatenate([inner, prefix_joint[:, -1:]], axis=1)
+    length = jnp.arange(1, prefix_joint.shape[1] + 1, dtype=jnp.int32)[None]
+    acceptance = jnp.where(length == num_draft_tokens[:, None], prefix_joint, inner)
     is_passed = (uniform < acceptance) & (length <= num_draft_tokens[:, None])
     return jnp.where(is_passed, length, 0).max(axis=1)
 

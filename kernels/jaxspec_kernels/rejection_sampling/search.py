@@ -75,15 +75,15 @@ def search(
 
     def narrow(bracket: _Bracket) -> _Bracket:
         limits = _from_key(bracket.tries << unused)
-        own = mass_above(shard, logits, distribution, limits, counts=counts)
-        found = _narrowed(bracket, shard.psum(own), wanted)
+        local_masses = mass_above(shard, logits, distribution, limits, counts=counts)
+        narrowed = _narrowed(bracket, shard.psum(local_masses), wanted)
         # A finished row must not change while other rows continue.
         is_active = is_open(bracket)
         return jax.tree.map(
             lambda new, old: jnp.where(
                 is_active.reshape(-1, *[1] * (new.ndim - 1)), new, old
             ),
-            found,
+            narrowed,
             bracket,
         )
 
