@@ -93,7 +93,7 @@ class Rounds:
         record_time = engine.scheduler.record_time
 
         def note(launch: Launch, seconds: float) -> None:
-            if not launch.shape.chunk:
+            if not launch.shape.max_prompt_tokens:
                 expected_s = engine.step_times.expected(launch.round)
                 drafts, now = launch.round.num_drafts, time.monotonic()
                 count = len(launch.rows)

@@ -71,7 +71,7 @@ class Calibrator:
         rounds = []
         for shape in self._runner.compiler.made:
             if shape.is_draft_prefill or not (
-                shape.chunk or shape.features.has_grammar
+                shape.max_prompt_tokens or shape.features.has_grammar
             ):
                 # 0 drafts: while all rows wait for the draft model.
                 drafts = sorted({min(k, shape.num_draft_tokens) for k in (0, 1, most)})

@@ -111,7 +111,7 @@ class StepShape:
         num_seqs: Rows of the decode region.
         num_draft_tokens: K, the most drafts of a sequence, which may want fewer; 0
             leaves the draft model out of the program.
-        chunk: Prompt tokens, a multiple of `TILE` (or 0).
+        max_prompt_tokens: Room for prompt tokens, a multiple of `TILE`; 0 for none.
         features: Optional parts that the requests of the launch need.
         is_draft_prefill: No sequence decodes. The draft model reads prompts and tokens
             that only the target has read, and compares the tokens with its own.
@@ -122,7 +122,7 @@ class StepShape:
 
     num_seqs: int
     num_draft_tokens: int
-    chunk: int
+    max_prompt_tokens: int
     features: Features = Features()
     is_draft_prefill: bool = False
     max_rounds: int = 1
@@ -137,9 +137,14 @@ class StepShape:
         return hash(tuple(getattr(self, one.name) for one in dataclasses.fields(self)))
 
     @classmethod
-    def draft_prefill(cls, chunk: int) -> "StepShape":
+    def draft_prefill(cls, max_prompt_tokens: int) -> "StepShape":
         """The program of a draft prefill."""
-        return cls(num_seqs=0, num_draft_tokens=0, chunk=chunk, is_draft_prefill=True)
+        return cls(
+            num_seqs=0,
+            num_draft_tokens=0,
+            max_prompt_tokens=max_prompt_tokens,
+            is_draft_prefill=True,
+        )
 
     @property
     def name(self) -> str:
@@ -149,8 +154,8 @@ class StepShape:
         five levels.
         """
         if self.is_draft_prefill:
-            return f"draft-prefill+{self.chunk}"
-        chunk = f"+{self.chunk}" if self.chunk else ""
+            return f"draft-prefill+{self.max_prompt_tokens}"
+        chunk = f"+{self.max_prompt_tokens}" if self.max_prompt_tokens else ""
         rounds = f"x{self.max_rounds}" if self.max_rounds > 1 else ""
         tree = self.tree
         nodes = "" if tree.is_chain else f"t{tree.num_nodes}"
@@ -178,7 +183,7 @@ class StepShape:
     @property
     def num_tiles(self) -> int:
         """Tiles of the prefill region."""
-        return self.chunk // TILE
+        return self.max_prompt_tokens // TILE
 
     @property
     def max_controlled(self) -> int:

@@ -102,7 +102,7 @@ def _run_round(
     # to copy the pool.
     context = dataclasses.replace(context, rows=rows, token_pages=token_pages)
     result = _result(emitted, verified, proposal, num_draft_tokens)
-    if shape.chunk:
+    if shape.max_prompt_tokens:
         context, first = _finish_prompts(context, verified)
         result |= first
     proposers = _observe(
@@ -134,7 +134,7 @@ def _run_rounds(
     sequence, or a NaN, before it can plan the next round.
     """
     shape, num_rounds = context.shape, context.fields["num_rounds"]
-    assert not shape.chunk, "prompts need launches of one round"
+    assert not shape.max_prompt_tokens, "prompts need launches of one round"
     layout = result_layout(shape)
 
     def run_next(carry: _Loop) -> _Loop:
@@ -264,7 +264,7 @@ def _observe(
             seen = Seen(
                 tuple(verified.streams[layer] for layer in layers),
                 tuple(verified.tile_streams[layer] for layer in layers)
-                if shape.chunk
+                if shape.max_prompt_tokens
                 else None,
                 shape.tree,
                 verified.num_accepted_nodes,

@@ -127,7 +127,7 @@ class StepContext:
 
     def prompts(self) -> TokenBatch | None:
         """The prompt tiles as a batch for a model; None in a program without."""
-        if not self.shape.chunk:
+        if not self.shape.max_prompt_tokens:
             return None
         tiles, pool = self.tiles, self.pool
         page_table = self.rows.page_table.at[tiles.row].get(mode="clip")

@@ -243,7 +243,7 @@ def fewer_drafts(proposers: tuple[Proposer, ...], shape: StepShape) -> tuple[int
     none.
     """
     tree = shape.tree
-    if shape.chunk or not all(one.may_find_none for one in proposers):
+    if shape.max_prompt_tokens or not all(one.may_find_none for one in proposers):
         return ()
     has_few = any(one.may_find_few for one in proposers) and tree.num_nodes > 2 * FEW
     # The first nodes of a tree are a chain, which has no side branches.

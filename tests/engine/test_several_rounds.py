@@ -236,7 +236,7 @@ def test_rounds_are_counted_and_timed_one_by_one():
     loop = make_loop(dict(num_draft_tokens=0))
     run_all(loop, make_requests(loop.config, 1, is_quiet=True))
     seconds = loop.scheduler.step_times.seconds
-    decoding = [one for one in seconds if not one.shape.chunk]
+    decoding = [one for one in seconds if not one.shape.max_prompt_tokens]
     assert decoding
     for one in decoding:
         assert seconds[one] == pytest.approx(loop.fastest_s)

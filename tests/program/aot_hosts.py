@@ -58,7 +58,7 @@ class Cell:
         return StepShape(
             num_seqs=8,
             num_draft_tokens=NUM_DRAFT_TOKENS,
-            chunk=0,
+            max_prompt_tokens=0,
             features=Features(all_greedy=True),
         )
 

@@ -107,7 +107,9 @@ class OneShapeRunner(Runner):
             num_draft_tokens=(
                 shape.num_draft_tokens if plan.decode else config.num_draft_tokens
             ),
-            chunk=config.max_num_batched_tokens if shape.chunk else 0,
+            max_prompt_tokens=config.max_num_batched_tokens
+            if shape.max_prompt_tokens
+            else 0,
             features=shape.features,
             max_rounds=shape.max_rounds,
             template=shape.template,
@@ -128,7 +130,7 @@ class OneProgramRunner(OneShapeRunner):
             shape = dataclasses.replace(
                 shape,
                 num_draft_tokens=self.config.num_draft_tokens,
-                chunk=self.config.max_num_batched_tokens,
+                max_prompt_tokens=self.config.max_num_batched_tokens,
                 features=dataclasses.replace(
                     shape.features, all_greedy=self.all_greedy
                 ),

@@ -177,7 +177,7 @@ class Loop:
 
     def cost(self, launch: Launch) -> float:
         """Duration of a launch: a cost per round, and per prompt token."""
-        return self.fastest_s + launch.shape.chunk * self.prompt_token_s
+        return self.fastest_s + launch.shape.max_prompt_tokens * self.prompt_token_s
 
     def assert_idle(self) -> None:
         self.scheduler.check_idle()

@@ -198,7 +198,7 @@ class GeneralRunner(Runner):
         return StepShape(
             num_seqs=self.config.max_num_seqs,
             num_draft_tokens=shape.num_draft_tokens,
-            chunk=self.config.max_num_batched_tokens,
+            max_prompt_tokens=self.config.max_num_batched_tokens,
             features=Features(
                 has_controls=True, num_logprobs=count, num_prompt_logprobs=count
             ),

@@ -345,7 +345,8 @@ def compiled_temporaries(config: EngineConfig, mesh: Mesh) -> int:
         with_on_demand=True
     )
     shape = max(
-        shapes, key=lambda one: (not one.is_draft_prefill, one.chunk, one.num_seqs)
+        shapes,
+        key=lambda one: (not one.is_draft_prefill, one.max_prompt_tokens, one.num_seqs),
     )
     lowered = lower_step(program, shape, forms)
     compiled: Any = lowered.compile(options_of(config, mesh))
@@ -399,7 +400,9 @@ def _program_facts(config: EngineConfig, mesh: Mesh) -> ProgramFacts:
         feed_forward_bytes += TPU_COPY_BYTES
         plain, with_prompts = CODE_BYTES[min(mesh.size, 2)]
         shapes = Shapes(config, SpeculationPolicy(speculative)).all(with_on_demand=True)
-        code = sum(with_prompts if shape.chunk else plain for shape in shapes)
+        code = sum(
+            with_prompts if shape.max_prompt_tokens else plain for shape in shapes
+        )
     num_nodes = speculative.num_nodes if speculative else 0
     return ProgramFacts(
         num_draft_tokens=config.num_draft_tokens,

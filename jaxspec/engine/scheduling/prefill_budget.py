@@ -67,7 +67,7 @@ class Pacer:
         )
         if charged_s is not None:
             self.saved_s += charged_s - seconds
-        if not round_.shape.chunk:
+        if not round_.shape.max_prompt_tokens:
             self.spare_s = (MAX_SLOWDOWN - 1) * seconds
 
     def begin(self, chunk: PacedChunk) -> None:
@@ -93,7 +93,7 @@ class Pacer:
             rounds: From the smallest chunk.
         """
         known = [self.step_times.seconds.get(one) for one in rounds]
-        chunks = [one.shape.chunk for one in rounds]
+        chunks = [one.shape.max_prompt_tokens for one in rounds]
         measured = [index for index, one in enumerate(known) if one is not None]
         if not measured:
             return len(rounds) - 1
@@ -117,7 +117,10 @@ class Pacer:
         if base is None:  # measure one round first
             return PacedChunk(0, None, self.saved_s, self._num_waited)
         allowance = MAX_SLOWDOWN * base
-        costs, chunks = self._costs_of(base, mixed), [one.shape.chunk for one in mixed]
+        costs, chunks = (
+            self._costs_of(base, mixed),
+            [one.shape.max_prompt_tokens for one in mixed],
+        )
         chosen, cost = 0, base
         for size, seconds in zip(chunks, costs, strict=True):
             if seconds <= (allowance + self.saved_s) * ROUNDING:
@@ -137,7 +140,7 @@ class Pacer:
         found = [self.step_times.seconds.get(one) for one in mixed]
         if found[0] is None:
             return [base] + [math.inf] * (len(mixed) - 1)
-        chunks = [one.shape.chunk for one in mixed]
+        chunks = [one.shape.max_prompt_tokens for one in mixed]
         costs = [found[0]]
         for index, known in enumerate(found[1:], 1):
             if known is None:

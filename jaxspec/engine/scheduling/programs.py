@@ -161,7 +161,7 @@ class Shapes:
                 StepShape(
                     num_seqs=n,
                     num_draft_tokens=k,
-                    chunk=c,
+                    max_prompt_tokens=c,
                     features=form,
                     max_rounds=rounds if form in (GREEDY, SAMPLED) and not c else 1,
                     template=self._template,
@@ -175,7 +175,7 @@ class Shapes:
                 forms[form] += [
                     dataclasses.replace(shape, template=None)
                     for shape in forms[form]
-                    if shape.num_draft_tokens and not shape.chunk
+                    if shape.num_draft_tokens and not shape.max_prompt_tokens
                 ]
         return forms
 
@@ -203,12 +203,15 @@ class Shapes:
             for form, shapes in self._forms.items()
             for shape in shapes
             if self._is_chain(shape)
-            or shape.chunk > self._chunk
+            or shape.max_prompt_tokens > self._chunk
             or (
                 form in (GREEDY, SAMPLED)
                 and len(self._policy.compiled_drafts) > 1
                 and not shape.num_draft_tokens
-                and (shape.num_seqs > 1 or not (shape.chunk or form == GREEDY))
+                and (
+                    shape.num_seqs > 1
+                    or not (shape.max_prompt_tokens or form == GREEDY)
+                )
             )
         }
 
@@ -248,16 +251,18 @@ class Shapes:
         # Sampled before greedy: its programs serve both.
         forms.sort(key=lambda form: form.all_greedy)
         lists = [self._forms[form] for form in forms]
-        listed = [shapes[0] for shapes in lists if shapes and shapes[0].chunk]
+        listed = [
+            shapes[0] for shapes in lists if shapes and shapes[0].max_prompt_tokens
+        ]
         listed += self.draft_prefills  # drafts need them
         listed += [shape for shapes in lists for shape in shapes]
         budget = self.max_tiles * TILE
         tokens = budget if prompt_tokens is None else prompt_tokens
         # Prompts share launches, each in tiles of its own.
         wanted = min(-(-tokens // TILE) * TILE * self._config.max_num_seqs, budget)
-        chunks = sorted({shape.chunk for shape in listed})
+        chunks = sorted({shape.max_prompt_tokens for shape in listed})
         last = next((chunk for chunk in chunks if chunk >= wanted), chunks[-1])
-        kept = [shape for shape in listed if shape.chunk <= last]
+        kept = [shape for shape in listed if shape.max_prompt_tokens <= last]
         if not with_on_demand:
             kept = [shape for shape in kept if shape not in self._on_demand]
         return list(dict.fromkeys(kept))
@@ -399,7 +404,7 @@ class Shapes:
             for shape in self._forms[form]
             if shape.num_seqs >= num_seqs
             and shape.num_draft_tokens >= compiled
-            and shape.chunk >= tokens
+            and shape.max_prompt_tokens >= tokens
             and not (has_side_branches and self._is_chain(shape))
         ]
         assert able, f"no program for {num_seqs} sequences and {tokens} prompt tokens"
@@ -408,7 +413,7 @@ class Shapes:
             able,
             key=lambda one: (
                 one.num_draft_tokens,
-                one.chunk,
+                one.max_prompt_tokens,
                 one.num_seqs,
                 not self._is_chain(one),
             ),
@@ -424,7 +429,7 @@ class Shapes:
             able = self._able(num_seqs, num_draft_tokens, TILE, features, True)
             there = [shape for shape in able if shape in self._programs]
             # For each chunk size, the best program.
-            chunks = {shape.chunk: shape for shape in reversed(there)}
+            chunks = {shape.max_prompt_tokens: shape for shape in reversed(there)}
             self._with_prompts[need] = [chunks[size] for size in sorted(chunks)]
         return self._with_prompts[need]
 

@@ -173,9 +173,9 @@ class RoundEstimator:
     def record_round(self, launch: Launch, result: StepResult) -> None:
         """Pass the tokens and time of a round without prompts to the policy."""
         count = len(launch.rows)
-        if launch.shape.chunk:
+        if launch.shape.max_prompt_tokens:
             self._policy.end_exploration()
-        if launch.shape.chunk or not count:
+        if launch.shape.max_prompt_tokens or not count:
             return
         num_drafts, num_emitted, plain_s = launch.round.num_drafts, count, None
         if num_drafts:  # otherwise nothing is compared

@@ -460,7 +460,7 @@ class Scheduler:
         self.policy.record_time(seconds)
         launch.expected_s = self.step_times.expected(launch.round)
         # Launches with prompts, and of draft prefill, seldom follow each other.
-        is_seldom = shape.is_draft_prefill or shape.chunk > 0
+        is_seldom = shape.is_draft_prefill or shape.max_prompt_tokens > 0
         work = shape, launch.round.num_drafts > 0
         launch.is_measure = is_seldom or work == self._last_work
         self._last_work = work

@@ -653,7 +653,7 @@ def test_shapes_survive_the_channel(template: Any):
     shape = StepShape(
         num_seqs=8,
         num_draft_tokens=2,
-        chunk=64,
+        max_prompt_tokens=64,
         features=Features(all_greedy=True, num_logprobs=3),
         max_rounds=4,
         template=template,

@@ -314,7 +314,7 @@ def watched(truth: Truth, length: int, **changes: Any) -> CostlyDrafts:
     loop.truth = truth
     loop.device = LookupDevice(loop.pool, truth, has_draft=False)
     for shape in loop.scheduler.shapes.all(with_on_demand=True):
-        if not shape.chunk:
+        if not shape.max_prompt_tokens:
             for k in {1, MOST} if shape.num_draft_tokens else {0}:
                 loop.scheduler.step_times.seed(Round(shape, k), 2.5e-3 if k else 1e-3)
     prompt = list(np.random.default_rng(0).permutation(60))

@@ -52,7 +52,7 @@ def is_able(shape: StepShape, seqs: int, drafts: int, tokens: int, need: Feature
     return (
         shape.num_seqs >= seqs
         and shape.num_draft_tokens >= drafts
-        and shape.chunk >= tokens
+        and shape.max_prompt_tokens >= tokens
         and (need.all_greedy or not shape.features.all_greedy)
         and (shape.features.has_controls or not need.has_controls)
         and (shape.features.has_grammar or not need.has_grammar)
@@ -165,7 +165,7 @@ def test_plain_decoding_uses_plain_programs():
 
 
 def test_few_launches_without_drafts_request_no_compile():
-    largest = StepShape(num_seqs=8, num_draft_tokens=5, chunk=512)
+    largest = StepShape(num_seqs=8, num_draft_tokens=5, max_prompt_tokens=512)
     programs = SomePrograms(largest)
     shapes = make_shapes(programs, **DEFAULT)
     for _ in range(2):
@@ -217,23 +217,25 @@ def test_first_program_of_each_features_serves_all_launches():
 
 def test_expected_prompt_length_limits_the_chunks():
     shapes = make_shapes(**DEFAULT)
-    assert {shape.chunk for shape in shapes.all()} == {0, 64, 128, 512}
-    assert {shape.chunk for shape in shapes.all(500)} == {0, 64, 128, 512}
+    assert {shape.max_prompt_tokens for shape in shapes.all()} == {0, 64, 128, 512}
+    assert {shape.max_prompt_tokens for shape in shapes.all(500)} == {0, 64, 128, 512}
     one = make_shapes(None, **(DEFAULT | dict(max_num_seqs=1)))
-    assert {shape.chunk for shape in one.all(1)} == {0, 64}
-    assert {shape.chunk for shape in one.all(100)} == {0, 64, 128}
+    assert {shape.max_prompt_tokens for shape in one.all(1)} == {0, 64}
+    assert {shape.max_prompt_tokens for shape in one.all(100)} == {0, 64, 128}
 
 
 def test_missing_program_is_requested_and_a_larger_one_serves():
     programs = SomePrograms()
     shapes = make_shapes(programs, **DEFAULT)
-    best = StepShape(num_seqs=1, num_draft_tokens=5, chunk=0, features=GREEDY)
+    best = StepShape(
+        num_seqs=1, num_draft_tokens=5, max_prompt_tokens=0, features=GREEDY
+    )
     assert find(shapes, 1, 3, 0, GREEDY) is None
     assert programs.asked == [best]
     universal = shapes.all()[0]
     programs.add(universal)
     assert find(shapes, 1, 3, 0, GREEDY) == universal  # more of everything
-    sampled = StepShape(num_seqs=1, num_draft_tokens=5, chunk=0)
+    sampled = StepShape(num_seqs=1, num_draft_tokens=5, max_prompt_tokens=0)
     programs.add(sampled)
     assert find(shapes, 1, 3, 0, GREEDY) == sampled
     assert find(shapes, 2, 3, 0, GREEDY) == universal
@@ -254,18 +256,21 @@ def test_larger_chunk_is_compiled_once_that_many_tokens_wait():
     shapes = make_shapes(**LARGE)
     assert shapes.max_tiles == 8192 // TILE
     first = {0, 256, 512, FIRST_CHUNK}
-    assert {shape.chunk for shape in shapes.all(features=SOME)} == first
+    assert {shape.max_prompt_tokens for shape in shapes.all(features=SOME)} == first
     listed = shapes.all(features=SOME, with_on_demand=True)
-    assert {shape.chunk for shape in listed} == first | {8192}
+    assert {shape.max_prompt_tokens for shape in listed} == first | {8192}
     for need in (SAMPLED, LOGPROBS, GRAMMAR, PROMPTS):
-        chunks = [shape.chunk for shape in shapes.with_prompts(16, 5, need)]
+        chunks = [shape.max_prompt_tokens for shape in shapes.with_prompts(16, 5, need)]
         assert chunks[-2:] == [FIRST_CHUNK, 8192]
-        assert shapes.all(features=[need])[0].chunk == FIRST_CHUNK
-    assert {shape.chunk for shape in shapes.draft_prefills} == {256, FIRST_CHUNK}
-    late = {shape.chunk: shapes.is_on_demand(shape) for shape in listed}
+        assert shapes.all(features=[need])[0].max_prompt_tokens == FIRST_CHUNK
+    assert {shape.max_prompt_tokens for shape in shapes.draft_prefills} == {
+        256,
+        FIRST_CHUNK,
+    }
+    late = {shape.max_prompt_tokens: shapes.is_on_demand(shape) for shape in listed}
     assert late[8192] and not late[FIRST_CHUNK]
     # Prompts of greedy requests are prefilled in programs for sampling.
-    assert {shape.chunk for shape in shapes.all(features=[GREEDY])} == {
+    assert {shape.max_prompt_tokens for shape in shapes.all(features=[GREEDY])} == {
         0,
         256,
         FIRST_CHUNK,
@@ -281,7 +286,9 @@ def test_large_chunk_is_requested_by_waiting_tokens():
         assert not programs.asked
         for tokens in (FIRST_CHUNK + 1, 10**6):
             find(shapes, 1, 0, tokens, SAMPLED, is_brief=is_brief)
-            assert programs.asked == [dataclasses.replace(shapes.all()[0], chunk=8192)]
+            assert programs.asked == [
+                dataclasses.replace(shapes.all()[0], max_prompt_tokens=8192)
+            ]
             programs.asked.clear()
             programs.version += 1  # else it is asked for once
 
@@ -295,8 +302,15 @@ def test_largest_chunk_is_limited_by_all_sequences():
 
 def test_with_prompts_returns_the_smallest_first():
     shapes = make_shapes(**DEFAULT)
-    assert [one.chunk for one in shapes.with_prompts(2, 5, SAMPLED)] == [64, 512]
-    assert [one.chunk for one in shapes.with_prompts(1, 0, SAMPLED)] == [64, 128, 512]
+    assert [one.max_prompt_tokens for one in shapes.with_prompts(2, 5, SAMPLED)] == [
+        64,
+        512,
+    ]
+    assert [one.max_prompt_tokens for one in shapes.with_prompts(1, 0, SAMPLED)] == [
+        64,
+        128,
+        512,
+    ]
     programs = SomePrograms()
     shapes = make_shapes(programs, **DEFAULT)
     assert shapes.with_prompts(1, 0, SAMPLED) == []
@@ -342,7 +356,9 @@ def test_only_plain_requests_without_prompts_run_several_rounds(is_invariant):
     assert any(one.max_rounds > 1 for one in shapes) != is_invariant
     for one in shapes:
         is_plain = one.features in (GREEDY, SAMPLED)
-        is_looped = is_plain and not (one.chunk or one.is_draft_prefill or is_invariant)
+        is_looped = is_plain and not (
+            one.max_prompt_tokens or one.is_draft_prefill or is_invariant
+        )
         assert one.max_rounds == (4 if is_looped else 1)
     assert len({one.name for one in shapes}) == len(shapes)
 
@@ -386,7 +402,9 @@ def test_rounds_can_run_without_side_branches(keys, has_chains):
     assert shapes.has_chains == has_chains
     every = shapes.all(with_on_demand=True)
     soon, levels = shapes.all(), max(one.num_draft_tokens for one in every)
-    drafting = [one for one in every if one.num_draft_tokens and not one.chunk]
+    drafting = [
+        one for one in every if one.num_draft_tokens and not one.max_prompt_tokens
+    ]
     chains = [one for one in drafting if one.tree.is_chain]
     if not has_chains:
         assert not chains or chains == drafting

@@ -163,7 +163,7 @@ def test_stages_write_nothing(changes, monkeypatch):
     loop = Loop(config, seed=0, programs=serving)
     loop.prompt_token_s = 1 / 16  # prompts are slow: the pacer lets them wait
     first = loop.scheduler.shapes.all()[0]
-    plain = dataclasses.replace(first, chunk=0)
+    plain = dataclasses.replace(first, max_prompt_tokens=0)
     serving.there |= {first, plain, *loop.scheduler.shapes.draft_prefills}
     plans = list[Any]()
 
@@ -285,8 +285,8 @@ def test_many_prompts_request_and_fill_a_larger_program(monkeypatch):
         loop.scheduler.add(request)
     loop.step()
     assert [len(launch.plan.tiles) for launch in loop.launches] == [2, 2]
-    [larger] = {shape for shape in programs.asked if shape.chunk}
-    assert larger.chunk == 6 * TILE
+    [larger] = {shape for shape in programs.asked if shape.max_prompt_tokens}
+    assert larger.max_prompt_tokens == 6 * TILE
     programs.add(larger)
     loop.step()
     assert len(loop.launches[-1].plan.tiles) == 4
@@ -474,7 +474,9 @@ def test_draft_prefill_does_not_delay_streams():
     while loop.step():
         pass
     sizes = [
-        one.shape.chunk for one in loop.launches[before:] if one.shape.is_draft_prefill
+        one.shape.max_prompt_tokens
+        for one in loop.launches[before:]
+        if one.shape.is_draft_prefill
     ]
     assert sizes == [64] * 7
 
@@ -597,7 +599,9 @@ def test_prompts_end_the_timing_of_plain_rounds():
     for number, request in enumerate(others):
         request.prompt_token_ids, request.max_total = [number] * 70, 71
         loop.scheduler.add(request)
-    while loop.launches[-1].drafts.any() or not loop.launches[-1].shape.chunk:
+    while (
+        loop.launches[-1].drafts.any() or not loop.launches[-1].shape.max_prompt_tokens
+    ):
         loop.step()
     loop.step()
     assert loop.scheduler.waiting and not policy.is_timing_plain

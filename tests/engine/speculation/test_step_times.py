@@ -17,7 +17,7 @@ from jaxspec.engine.speculation.step_times import (
 from jaxspec.program.plan import StepShape
 from tests.support.loops import Loop, make_config, make_requests
 
-SHAPE = StepShape(num_seqs=4, num_draft_tokens=8, chunk=0)
+SHAPE = StepShape(num_seqs=4, num_draft_tokens=8, max_prompt_tokens=0)
 ROUND_OF_3 = Round(SHAPE, 3)
 
 
@@ -65,7 +65,7 @@ def test_suspension_of_the_machine_counts_as_a_slow_round():
     assert times.record(ROUND_OF_3, 1000.0) == STALL
     assert times.seconds[ROUND_OF_3] == pytest.approx(NEWEST * MAX_RISE + (1 - NEWEST))
     # Without a time of the shape, the expected time is the limit.
-    other = Round(dataclasses.replace(SHAPE, chunk=32), 3)
+    other = Round(dataclasses.replace(SHAPE, max_prompt_tokens=32), 3)
     assert times.record(other, 1000.0, 2.0) == 2 * STALL
 
 
@@ -86,7 +86,7 @@ def test_time_between_two_measured_k_is_interpolated():
     assert {k: seconds_of(k) for k in known} == pytest.approx(known)
     assert seconds_of(9) is None
     assert times.expected(Round(wide, 3)) is None
-    tiled = dataclasses.replace(SHAPE, chunk=32)
+    tiled = dataclasses.replace(SHAPE, max_prompt_tokens=32)
     assert times.expected(Round(tiled, 2)) is None
 
 
@@ -107,7 +107,7 @@ def test_rounds_of_the_engine_are_recorded():
     }
     for one, seconds in times.seconds.items():
         assert seconds == pytest.approx(
-            loop.fastest_s + one.shape.chunk * loop.prompt_token_s
+            loop.fastest_s + one.shape.max_prompt_tokens * loop.prompt_token_s
         )
     assert device.num_proposed
     # The fake device accepts 0 to 3 of three drafts, each number as often.
