@@ -95,7 +95,7 @@ class Rounds:
         def note(launch: Launch, seconds: float) -> None:
             if not launch.shape.chunk:
                 expected_s = engine.step_times.expected(launch.round)
-                drafts, now = launch.round.num_drafts, time.monotonic()
+                drafts, now = launch.round.num_draft_tokens, time.monotonic()
                 count = len(launch.rows)
                 self.seen.append(Round(now, drafts, count, seconds, expected_s))
             record_time(launch, seconds)

@@ -310,7 +310,7 @@ class Runner:
         """
         values = dict(
             shape=shape_values(round_.shape),
-            num_drafts=round_.num_drafts,
+            num_draft_tokens=round_.num_draft_tokens,
             pages=list(map(int, pages)),
             context=context,
             num_runs=num_runs,
@@ -330,7 +330,7 @@ class Runner:
         self.state = dataclasses.replace(self.state, rows=rows)
         tile = Tile(row=0, start=0, tokens=np.zeros(TILE, np.int32), is_last=False)
         plan = StepPlan(
-            decode=[(row, round_.num_drafts) for row in range(shape.num_seqs)],
+            decode=[(row, round_.num_draft_tokens) for row in range(shape.num_seqs)],
             tiles=[tile] * shape.num_tiles,
         )
         vector = self.compiler.get(shape)[1].pack(plan)

@@ -290,7 +290,7 @@ class RandomPolicy(SpeculationPolicy):
     def choose(self, estimates: RoundEstimates) -> None:
         most = len(estimates.seconds) - 1
         self.choice = Choice(
-            num_drafts=int(self.random.integers(0, most + 1)),
+            num_draft_tokens=int(self.random.integers(0, most + 1)),
             has_side_branches=bool(self.random.integers(2)),
         )
 

@@ -91,7 +91,7 @@ class Follower:
                     daemon=True,
                 ).start()
             case "time_round":
-                round_ = Round(shape_of(values["shape"]), values["num_drafts"])
+                round_ = Round(shape_of(values["shape"]), values["num_draft_tokens"])
                 runner.time_round(
                     round_, values["pages"], values["context"], values["num_runs"]
                 )

@@ -92,7 +92,7 @@ def _commit_rounds(
         there, planned, new = there[is_there], planned[is_there], new[is_there]
     rows.read(there, planned, new)
     drafts = accepted = side = np.zeros(count, np.int64)
-    if launch.round.num_drafts or result.num_accepted_nodes is not None:
+    if launch.round.num_draft_tokens or result.num_accepted_nodes is not None:
         # A lookup in the sequence may have found fewer than were planned.
         drafts = np.minimum(result.num_draft_tokens[:count], launch.drafts)
         drafts = np.where(is_void & ~is_broken, 0, drafts)

@@ -108,7 +108,7 @@ class DraftPrefill:
     @property
     def _is_probe(self) -> bool:
         """Whether a launch would only measure acceptance probabilities."""
-        return self._policy.is_adaptive and not self._policy.num_drafts
+        return self._policy.is_adaptive and not self._policy.num_draft_tokens
 
     def next_turn(self, limit: int, *, has_newcomers: bool) -> Turn:
         """Return whether draft prefill is the next launch.

@@ -91,8 +91,8 @@ class Launch:
 
     def __post_init__(self) -> None:
         is_drafting = self.shape.num_draft_tokens > 0
-        num_drafts = int(self.drafts.max(initial=0)) if is_drafting else 0
-        self.round = Round(self.shape, num_drafts)
+        num_draft_tokens = int(self.drafts.max(initial=0)) if is_drafting else 0
+        self.round = Round(self.shape, num_draft_tokens)
 
     @property
     def num_rounds(self) -> int:

@@ -210,14 +210,14 @@ class Shapes:
             )
         }
 
-    def tree(self, num_drafts: int) -> Tree:
-        """Return the tree whose rows a round with `num_drafts` levels writes.
+    def tree(self, num_draft_tokens: int) -> Tree:
+        """Return the tree whose rows a round with `num_draft_tokens` levels writes.
 
         The engine's whole tree, even if fewer levels are requested: rows of deeper
         levels may precede rows of requested ones.
         """
-        if self._template is None or not num_drafts:
-            return Tree.chain(num_drafts)
+        if self._template is None or not num_draft_tokens:
+            return Tree.chain(num_draft_tokens)
         return self._template
 
     def form(self, features: Features) -> Features:

@@ -156,7 +156,7 @@ class RoundEstimator:
             is_whole = (drafts > 0) & (accepted >= drafts)
             runs = np.where(is_whole, accepted, 0)[is_there]
             self.acceptance.set_match_runs(launch.rows[is_there], runs)
-        elif not self._policy.num_drafts:
+        elif not self._policy.num_draft_tokens:
             there = np.flatnonzero(
                 is_there & (self._rows.num_draft_tokens[launch.rows] > 0)
             )
@@ -177,13 +177,14 @@ class RoundEstimator:
             self._policy.end_exploration()
         if launch.shape.chunk or not count:
             return
-        num_drafts, num_emitted, plain_s = launch.round.num_drafts, count, None
-        if num_drafts:  # otherwise nothing is compared
+        num_draft_tokens = launch.round.num_draft_tokens
+        num_emitted, plain_s = count, None
+        if num_draft_tokens:  # otherwise nothing is compared
             num_emitted = int(result.num_emitted[:count].sum())
             plain = self._shapes.select(count, 0, 0, launch.shape.features)
             self._shapes.request_compile(plain.missing)
             if plain.shape is not None:
                 plain_s = self._step_times.expected(Round(plain.shape))
         self._policy.record_round(
-            count, num_drafts, num_emitted, launch.seconds, plain_s
+            count, num_draft_tokens, num_emitted, launch.seconds, plain_s
         )

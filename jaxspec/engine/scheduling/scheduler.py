@@ -143,10 +143,10 @@ class Scheduler:
     def choice(self) -> Choice:
         """The current choice, with K limited for the number of running requests."""
         limit = self._limit
-        k = min(self.policy.num_drafts, limit)
+        k = min(self.policy.num_draft_tokens, limit)
         choice = self.policy.choice
         gain = choice.gain if k else 0.0
-        return replace(choice, num_drafts=k, gain=gain, may_draft=limit > 0)
+        return replace(choice, num_draft_tokens=k, gain=gain, may_draft=limit > 0)
 
     @property
     def _prefilling(self) -> list[Request]:
@@ -246,9 +246,10 @@ class Scheduler:
         if not len(rows):
             return Decode(rows, drafts, missing=(candidates.missing,))
         choice, most = self.policy.next_choice, candidates.num_draft_tokens
-        can_draft = bool(most and self.policy.num_drafts)
-        if most > choice.num_drafts:
-            drafts, most = np.minimum(drafts, choice.num_drafts), choice.num_drafts
+        can_draft = bool(most and self.policy.num_draft_tokens)
+        if most > choice.num_draft_tokens:
+            most = choice.num_draft_tokens
+            drafts = np.minimum(drafts, most)
         features = self.rows.features(rows)
         has_side_branches = choice.has_side_branches
         has_side_branches |= self._has_draft_model and not most
@@ -302,7 +303,7 @@ class Scheduler:
 
     def _is_brief(self, decode: Decode, limit: int) -> bool:
         """Whether few launches without drafts will follow, as K is above 0."""
-        return not len(decode.rows) or min(self.policy.num_drafts, limit) > 0
+        return not len(decode.rows) or min(self.policy.num_draft_tokens, limit) > 0
 
     def claim_pages(self, decode: Decode, budget: PrefillBudget) -> PageClaims:
         """Stage 3: pages for running requests; if there are too few, preemptions."""
@@ -388,9 +389,9 @@ class Scheduler:
         longest = request.max_total + tree.num_rows - 1
         batch.begin(admitted, min(longest, self.config.max_model_len))
         self._estimator.admit(request)
-        if not self.policy.num_drafts:
+        if not self.policy.num_draft_tokens:
             self.policy.reconsider()  # the request may sample in another way
-        if self._has_draft_model and self.choice.num_drafts:
+        if self._has_draft_model and self.choice.num_draft_tokens:
             # The draft model reads the prompt after the target does.
             num_tiles = -(-len(request.tokens_to_prefill) // TILE)
             self.shapes.request_compile(self.shapes.select_catch_up(num_tiles).missing)
@@ -457,7 +458,7 @@ class Scheduler:
         launch.expected_s = self.step_times.expected(launch.round)
         # Launches with prompts, and of draft prefill, seldom follow each other.
         is_seldom = shape.is_catch_up or shape.chunk > 0
-        work = shape, launch.round.num_drafts > 0
+        work = shape, launch.round.num_draft_tokens > 0
         launch.is_measure = is_seldom or work == self._last_work
         self._last_work = work
         self.pacer.record(

@@ -21,7 +21,7 @@ class Round(NamedTuple):
     """The program and number of drafts of a launch, which determine its time."""
 
     shape: StepShape
-    num_drafts: int = 0
+    num_draft_tokens: int = 0
 
 
 class StepTimes:
@@ -85,17 +85,17 @@ class StepTimes:
         found = self.seconds.get(round_)
         if found is not None:
             return found
-        shape, num_drafts = round_
+        shape, num_draft_tokens = round_
         known = {
             k: seconds
             for k in range(shape.num_draft_tokens + 1)
             if (seconds := self.seconds.get(Round(shape, k))) is not None
         }
-        fewer = max((k for k in known if k < num_drafts), default=None)
-        more = min((k for k in known if k > num_drafts), default=None)
+        fewer = max((k for k in known if k < num_draft_tokens), default=None)
+        more = min((k for k in known if k > num_draft_tokens), default=None)
         if fewer is None or more is None:
             return None
-        share = (num_drafts - fewer) / (more - fewer)
+        share = (num_draft_tokens - fewer) / (more - fewer)
         return known[fewer] + share * (known[more] - known[fewer])
 
     def check(self) -> None:

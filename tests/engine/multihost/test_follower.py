@@ -138,11 +138,15 @@ def test_sleep_waits_for_launches_and_ends_part_by_part():
 
 def test_follower_times_rounds_with_the_leader():
     values = dict(
-        shape=shape_values(SHAPE), num_drafts=2, pages=[3, 4], context=64, num_runs=3
+        shape=shape_values(SHAPE),
+        num_draft_tokens=2,
+        pages=[3, 4],
+        context=64,
+        num_runs=3,
     )
     runner, _ = run(("time_round", values, None))
     ((name, round_, *others),) = runner.events
-    assert (name, round_.shape, round_.num_drafts) == ("time_round", SHAPE, 2)
+    assert (name, round_.shape, round_.num_draft_tokens) == ("time_round", SHAPE, 2)
     assert others == [[3, 4], 64, 3]
 
 

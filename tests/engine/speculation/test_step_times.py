@@ -71,16 +71,16 @@ def test_suspension_of_the_machine_counts_as_a_slow_round():
 
 def test_time_between_two_measured_k_is_interpolated():
     times = StepTimes()
-    for num_drafts, seconds in ((0, 1.0), (2, 1.5), (8, 4.5)):
+    for num_draft_tokens, seconds in ((0, 1.0), (2, 1.5), (8, 4.5)):
         for _ in range(2):
-            times.record(Round(SHAPE, num_drafts), seconds)
+            times.record(Round(SHAPE, num_draft_tokens), seconds)
     # A larger batch is another round: its time does not count here.
     wide = dataclasses.replace(SHAPE, num_seqs=8)
     for _ in range(2):
         times.record(Round(wide, 4), 100.0)
 
-    def seconds_of(num_drafts: int) -> float | None:
-        return times.expected(Round(SHAPE, num_drafts))
+    def seconds_of(num_draft_tokens: int) -> float | None:
+        return times.expected(Round(SHAPE, num_draft_tokens))
 
     known = {0: 1.0, 1: 1.25, 2: 1.5, 5: 3.0, 8: 4.5}
     assert {k: seconds_of(k) for k in known} == pytest.approx(known)
