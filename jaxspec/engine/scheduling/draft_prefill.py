@@ -2,7 +2,7 @@
 
 The draft model reads prompts after the target, so that it does not delay first tokens,
 and tokens that were decoded without drafts. This module decides when such a launch runs
-and for which rows. It changes state only in `begin_turn`, `commit_plan`, `commit` and
+and for which rows. It changes state only in `begin_turn`, `apply_plan`, `commit` and
 `restart`.
 """
 
@@ -58,7 +58,7 @@ class DraftChunk(NamedTuple):
 
 
 class DraftPrefillPlan(NamedTuple):
-    """A draft prefill launch before it is committed.
+    """The decisions about a draft prefill launch, which `apply_plan` applies.
 
     Attributes:
         shape: Its program; None if none is compiled.
@@ -193,7 +193,7 @@ class DraftPrefill:
             completed.update(request.pages[: end_drafted // tables.page_size])
         return tuple(chunks)
 
-    def commit_plan(self, plan: DraftPrefillPlan) -> Launch | None:
+    def apply_plan(self, plan: DraftPrefillPlan) -> Launch | None:
         """Apply a plan; return its launch, or None if no program is compiled."""
         self._shapes.request_compile(plan.missing)
         num_in_a_row = self._turn.num_in_a_row + (plan.shape is not None)

@@ -1,6 +1,6 @@
 """One launch on the host: its plan, its requests, and its results for them.
 
-`LaunchBuilder` makes it while a plan is committed.
+`LaunchBuilder` makes it while `Scheduler.apply_plan` applies the plan.
 """
 
 import hashlib
@@ -150,7 +150,7 @@ class Advance:
 
 
 class LaunchBuilder:
-    """Collects a launch's tiles, admissions and new pages while a plan is committed.
+    """Collects a launch's tiles, admissions and new pages while a plan is applied.
 
     Attributes:
         updates: Pages that requests get.

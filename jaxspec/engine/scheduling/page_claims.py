@@ -1,6 +1,6 @@
 """Divides free pages among running requests, and preempts the last in rank.
 
-Counts only: pages are taken from the pool when the plan is committed.
+Counts only: pages are taken from the pool when the plan is applied.
 """
 
 from collections import Counter

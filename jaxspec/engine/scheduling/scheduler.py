@@ -1,11 +1,11 @@
 """Plans the next launch: rows to decode, prompts to prefill, requests to admit.
 
-A plan is made in stages, each a function of the state and the stages before:
+A plan is made in stages, each a function of the state and the previous stages:
 
     select_decode -> budget_prefill -> claim_pages -> admit -> build_launch
 
 They write nothing: not to requests, rows, pages, accounts, the policy or the compiler
-(only the hashes that identify pages are cached). `commit_plan` applies the plan. Held
+(only the hashes that identify pages are cached). `apply_plan` applies the plan. Held
 rows and K are updated before the first stage, from the launches that were read.
 
 One launch is planned before the previous one is read, so lengths are bounds: only the
@@ -166,28 +166,28 @@ class Scheduler:
             )
             self._draft_prefill.begin_turn(turn)
             if turn.is_first:
-                launch = self._launch_draft_prefill()
+                launch = self._next_draft_prefill()
         if launch is None:
-            launch = self._launch_round()
+            launch = self._next_round()
         # Nothing else can be launched: draft prefill out of turn.
-        return self._launch_draft_prefill() if launch is None else launch
+        return self._next_draft_prefill() if launch is None else launch
 
-    def _launch_draft_prefill(self) -> Launch | None:
+    def _next_draft_prefill(self) -> Launch | None:
         if not self._has_draft_model:
             return None
         stream_s = self.pacer.spare_s if self._is_streaming() else None
         plan = self._draft_prefill.plan(self._limit, stream_s)
-        return None if plan is None else self._draft_prefill.commit_plan(plan)
+        return None if plan is None else self._draft_prefill.apply_plan(plan)
 
-    def _launch_round(self) -> Launch | None:
-        """Plan and commit a launch of decoding rows and prompts."""
+    def _next_round(self) -> Launch | None:
+        """Plan a launch of decoding rows and prompts, and apply the plan."""
         plan = self._plan_round(self._update())
-        launch = self.commit_plan(plan)
+        launch = self.apply_plan(plan)
         if plan.is_deferred:
             # Prefill was deferred to protect decode latency, but no decoding row could
             # get pages: retry with the full prefill budget.
             plan = self._plan_round(self._update(), is_paced=False)
-            launch = self.commit_plan(plan)
+            launch = self.apply_plan(plan)
         return launch
 
     def _plan_round(
@@ -351,7 +351,7 @@ class Scheduler:
         assert shape is not None, "no compiled program serves the planned launch"
         return LaunchPlan(*parts, shape, missing)
 
-    def commit_plan(self, plan: LaunchPlan) -> Launch | None:
+    def apply_plan(self, plan: LaunchPlan) -> Launch | None:
         """Apply a plan to requests, rows and pages; None if nothing is launched."""
         claims, admissions, table = plan.claims, plan.admissions, self.rows
         self.shapes.request_compile(*plan.decode.missing, plan.budget.missing)
@@ -423,7 +423,7 @@ class Scheduler:
         self.tables.release(request)
 
     def settle(self, launch: Launch, num_run: int) -> None:
-        """Record the number of rounds that a launch ran, before they are committed."""
+        """Record the number of rounds that a launch ran, before `commit` of each."""
         has_model = self._has_draft_model
         settle(launch, num_run, self.rows, has_draft_model=has_model)
 

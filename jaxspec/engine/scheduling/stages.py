@@ -1,8 +1,8 @@
-"""Results of the stages of planning a launch: values, applied by a commit.
+"""Results of the stages of planning a launch: values, without side effects.
 
 In order: `Candidates` -> `Decode` -> `PrefillBudget` -> `PageClaims` -> `Admissions` ->
 `LaunchPlan`. A `missing` program serves better than the compiled one: it is requested
-when the plan is committed.
+when `Scheduler.apply_plan` applies the plan.
 """
 
 from typing import NamedTuple
@@ -160,10 +160,10 @@ class Admissions(NamedTuple):
 
 
 class LaunchPlan(NamedTuple):
-    """A launch before it is committed.
+    """Decisions; `LaunchBuilder` makes the `StepPlan` that is sent to the device.
 
     Attributes:
-        shape: Its program; None if there is nothing to launch.
+        shape: The program; None if there is nothing to launch.
     """
 
     decode: Decode
