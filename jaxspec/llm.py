@@ -226,7 +226,7 @@ class LLM:
         request_ids += [prepared.request_id for prepared, _ in requests]
         with self.llm_engine.lock:
             for prepared, request in requests:
-                self.llm_engine.admit(prepared)
+                self.llm_engine.add_prepared(prepared)
                 self._unfinished[prepared.request_id] = request
 
     def chat(

@@ -132,7 +132,7 @@ class AsyncLLMEngine:
         params = sampling_params
         collector = RequestOutputCollector(request_id, params.output_kind, params.n)
         with self._driver_for(prepared) as driver:
-            await _admit(driver, prepared, collector)
+            await _add_prepared(driver, prepared, collector)
             is_finished = False
             try:
                 while not is_finished:
@@ -351,11 +351,11 @@ async def _done(called: Future[T]) -> T:
     return await asyncio.wrap_future(called)
 
 
-async def _admit(
+async def _add_prepared(
     driver: EngineDriver, prepared: Prepared, collector: RequestOutputCollector
 ) -> None:
     try:
-        await _done(driver.admit(prepared, collector))
+        await _done(driver.add_prepared(prepared, collector))
     except asyncio.CancelledError:
         # The request may be admitted already: abort it.
         driver.take_back(collector)

@@ -122,7 +122,7 @@ class EngineGroup:
         refuse("lora_request", lora_request)
         refuse("tokenization_kwargs", tokenization_kwargs or None)
         refuse("trace_headers", trace_headers or None)
-        self.admit(
+        self.add_prepared(
             self.input_processor.prepare(
                 request_id, prompt, params, arrival_time=arrival_time, priority=priority
             )
@@ -130,10 +130,10 @@ class EngineGroup:
         return request_id
 
     @exclusive
-    def admit(self, prepared: Prepared) -> None:
-        """Queue what `input_processor.prepare` made; see `LLMEngine.admit`."""
+    def add_prepared(self, prepared: Prepared) -> None:
+        """Queue what `input_processor.prepare` made; see `LLMEngine.add_prepared`."""
         self._settle()
-        self._choose(prepared).admit(prepared)
+        self._choose(prepared).add_prepared(prepared)
 
     def _choose(self, prepared: Prepared) -> LLMEngine:
         for engine in self.engines:

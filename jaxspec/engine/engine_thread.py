@@ -181,16 +181,16 @@ class EngineDriver:
         self.thread = EngineThread(engine, self._deliver, self._fail)
         self.thread.start()
 
-    def admit(
+    def add_prepared(
         self, prepared: Prepared, collector: "RequestOutputCollector"
     ) -> Future[Any]:
         """Queue a request before the next step, with its collector registered first."""
 
-        def admit(engine: LLMEngine) -> None:
-            engine.admit(prepared)
+        def add(engine: LLMEngine) -> None:
+            engine.add_prepared(prepared)
             self.collectors[prepared.request_id] = collector
 
-        return self.thread.call(admit)
+        return self.thread.call(add)
 
     def take_back(self, collector: "RequestOutputCollector") -> None:
         """Abort a request whose caller has left.

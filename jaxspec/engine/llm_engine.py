@@ -208,7 +208,7 @@ class LLMEngine:
         refuse("lora_request", lora_request)
         refuse("tokenization_kwargs", tokenization_kwargs or None)
         refuse("trace_headers", trace_headers or None)
-        self.admit(
+        self.add_prepared(
             self.input_processor.prepare(
                 request_id, prompt, params, arrival_time=arrival_time, priority=priority
             )
@@ -216,7 +216,7 @@ class LLMEngine:
         return request_id
 
     @exclusive
-    def admit(self, prepared: Prepared) -> None:
+    def add_prepared(self, prepared: Prepared) -> None:
         """Queue what `input_processor.prepare` made.
 
         Raises:
