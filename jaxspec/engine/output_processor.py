@@ -274,7 +274,7 @@ class OutputProcessor:
             or params.prompt_logprobs is not None
         )
         kind = params.output_kind
-        request.is_quiet = is_plain and kind is RequestOutputKind.FINAL_ONLY
+        request.only_final_output = is_plain and kind is RequestOutputKind.FINAL_ONLY
         self.streams[request.request_id] = Stream(
             request=request,
             text=TextStream(self.tokenizer, params, has_ends=has_origins),
@@ -329,7 +329,7 @@ class OutputProcessor:
         """
         progress = advance.parts
         self._count(
-            advance.quiet + [part.request for part in progress if part.token_ids]
+            advance.only_final + [part.request for part in progress if part.token_ids]
         )
         outputs: list[RequestOutput] = []
         parents: dict[str, ParentRequest] = {}
@@ -383,9 +383,11 @@ class OutputProcessor:
                 part.num_accepted,
                 part.num_side_tokens,
             )
-        shown = request.output_token_ids if request.is_quiet else part.token_ids
+        shown = (
+            request.output_token_ids if request.only_final_output else part.token_ids
+        )
         if part.is_broken:
-            if request.is_quiet:
+            if request.only_final_output:
                 stream.text.push(request.output_token_ids)
             finish(request, "error", NOT_FINITE)
             return
@@ -395,7 +397,7 @@ class OutputProcessor:
             surplus = len(request.output_token_ids) - len(failure.tokens)
             self._drop(stream, surplus)
             shown = part.token_ids = part.token_ids[:-surplus]
-            if request.is_quiet:
+            if request.only_final_output:
                 shown = request.output_token_ids
         ended_by_id = part.is_done and failure is None and _is_stop(request)
         if ended_by_id and not request.params.include_stop_str_in_output:

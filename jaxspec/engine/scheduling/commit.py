@@ -50,8 +50,8 @@ def commit(
         part = _commit_first(result, index, request, rows) if tile.is_last else None
         if part is not None:
             stats.num_generated_tokens += len(part.token_ids)
-            if request.is_quiet and not part.is_done:
-                advance.quiet.append(request)
+            if request.only_final_output and not part.is_done:
+                advance.only_final.append(request)
                 continue
             part.prompt_logprobs = found
             advance.parts.append(part)
@@ -147,9 +147,9 @@ def _commit_rounds(
         elif drafted and request.spec_metrics is not None:
             request.spec_metrics.record_step(drafted, kept)
         failure = request.grammar_failure
-        if request.is_quiet and not (done or broken or failure):
+        if request.only_final_output and not (done or broken or failure):
             if new:
-                advance.quiet.append(request)
+                advance.only_final.append(request)
             continue
         part = Progress(
             request=request,

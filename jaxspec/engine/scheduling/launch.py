@@ -140,12 +140,12 @@ class Advance:
 
     Attributes:
         parts: Of requests that return outputs as they run, and of those that end.
-        quiet: Other requests with new tokens: only their final output is returned.
+        only_final: Other requests with new tokens: see `Request.only_final_output`.
         late: Requests whose masks were late: their new tokens are dropped.
     """
 
     parts: list[Progress] = field(default_factory=list)
-    quiet: list[Request] = field(default_factory=list)
+    only_final: list[Request] = field(default_factory=list)
     late: list[Request] = field(default_factory=list)
 
 

@@ -84,7 +84,11 @@ class PageClaimer:
             return 1
         # Other running requests prefill, await the draft model, or may have ended.
         is_alone = len(rows) == len(running) and not decode.is_exception
-        if not is_alone or not table.is_quiet[rows].all() or table.is_slow[rows].any():
+        if (
+            not is_alone
+            or not table.only_final_output[rows].all()
+            or table.is_slow[rows].any()
+        ):
             return 1
         if has_draft_model and shape.num_draft_tokens and table.lags(rows).any():
             return 1

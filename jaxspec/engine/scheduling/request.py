@@ -35,7 +35,8 @@ class Request:
         cache_salt: Pages are shared only among requests of equal salt.
         cache_group: With prefix caching off, requests of one group share pages.
         can_read_prefix_cache: Whether it may reuse pages of earlier requests.
-        is_quiet: Only its final output is returned.
+        only_final_output: It returns only its final output, and has no stop strings,
+            logprobs or token origins: it is detokenized once, at its end.
         num_cached_tokens: Prompt tokens found in the prefix cache; None before it ran.
         arrival: Its place in the order of arrival; -1 before it is queued.
         row: Its row in `RowTable`; -1 while it has none.
@@ -66,7 +67,7 @@ class Request:
     cache_salt: str | None = None
     cache_group: int | None = None
     can_read_prefix_cache: bool = True
-    is_quiet: bool = False
+    only_final_output: bool = False
     num_cached_tokens: int | None = None
     status: Status = Status.WAITING
     arrival: int = -1

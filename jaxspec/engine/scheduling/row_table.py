@@ -38,7 +38,7 @@ class RowTable:
         owner: Number of the request's admission; -1 for a free row.
         is_decoding: The whole prompt is prefilled, or is in a launch.
         is_streamed: The caller gets tokens as they are made.
-        is_quiet: Only the request's final output is returned.
+        only_final_output: As for `Request`.
         num_tokens: Tokens whose values the host knows.
         num_unread: Rounds that add tokens and have not been read.
         num_unsure: Unread rounds that the device may not run.
@@ -81,7 +81,7 @@ class RowTable:
         self.free = list(range(num_rows - 1, -1, -1))
         self.owner = integers(-1)
         self.is_decoding, self.is_streamed = flags(), flags()
-        self.is_quiet = flags()
+        self.only_final_output = flags()
         self.has_grammar, self.is_slow, self.is_held = flags(), flags(), flags()
         self.num_tokens, self.num_unread = integers(), integers()
         self.num_unsure, self.ahead = integers(), integers()
@@ -102,7 +102,7 @@ class RowTable:
         self.is_decoding[row] = False
         kind = request.params.output_kind
         self.is_streamed[row] = kind is not RequestOutputKind.FINAL_ONLY
-        self.is_quiet[row] = request.is_quiet
+        self.only_final_output[row] = request.only_final_output
         self.has_grammar[row] = request.grammar is not None
         self.is_slow[row] = self.is_held[row] = False
         self.num_tokens[row] = request.num_tokens
