@@ -252,8 +252,10 @@ class Scheduler:
             most = choice.num_draft_tokens
             drafts = np.minimum(drafts, most)
         features = self.rows.features(rows)
-        has_side_branches = choice.has_side_branches
-        has_side_branches |= self._has_draft_model and not most
+        # While no plain program is compiled, plain rounds run in a program with drafts:
+        # the one with side branches, as estimates take the time of K = 0 from there.
+        is_plain = self._has_draft_model and not most
+        has_side_branches = choice.has_side_branches or is_plain
         shape, better = self.shapes.select(
             len(rows), most, 0, features, has_side_branches=has_side_branches
         )
