@@ -177,20 +177,21 @@ class DraftPrefill:
         chunks = list[DraftChunk]()
         for request in rows.owners_of(lagging.tolist()):
             row = request.row
-            gap, unread = int(rows.num_draft_uncached[row]), int(rows.num_unread[row])
+            lag = int(rows.num_draft_uncached[row])
+            num_unread = int(rows.num_unread[row])
             # The newest token is left out: it is the next round's input.
-            before = request.num_tokens + unread - gap
-            end = min(request.num_tokens, request.num_tokens + unread - 1)
-            start = max(before, min(tables.num_drafted(request, completed), end))
+            before = request.num_tokens + num_unread - lag
+            end = min(request.num_tokens, request.num_tokens + num_unread - 1)
+            start = max(before, min(tables.num_draft_cached(request, completed), end))
             end = min(end, start + num_tiles * TILE)
             tiles = tuple(
                 _draft_tile(request, first, min(first + TILE, end))
                 for first in range(start, end, TILE)
             )
             num_tiles -= len(tiles)
-            end_drafted = max(end, start)
-            chunks.append(DraftChunk(request, tiles, max(end - before, 0), end_drafted))
-            completed.update(request.pages[: end_drafted // tables.page_size])
+            draft_end = max(end, start)
+            chunks.append(DraftChunk(request, tiles, max(end - before, 0), draft_end))
+            completed.update(request.pages[: draft_end // tables.page_size])
         return tuple(chunks)
 
     def apply_plan(self, plan: DraftPrefillPlan) -> Launch | None:
@@ -269,10 +270,10 @@ class DraftPrefill:
             Whether they do, and the number of requests admitted at that time.
         """
         rows, admitted = self._rows.decoding, self._turn.num_admitted_then
-        late = rows[self._rows.awaits_draft(rows)]
-        if 2 * len(late) > len(rows):
+        lagging = rows[self._rows.awaits_draft(rows)]
+        if 2 * len(lagging) > len(rows):
             admitted = self._rows.num_admitted
-        return bool((self._rows.owner[late] < admitted).any()), admitted
+        return bool((self._rows.owner[lagging] < admitted).any()), admitted
 
     def _tiles_within(self, seconds: float) -> int:
         """Return the tiles of the largest program that takes at most `seconds`."""

@@ -141,7 +141,9 @@ class PagePool:
         """Record that pages have the draft model's keys and values."""
         self._undrafted.difference_update(pages)
 
-    def num_drafted(self, pages: Iterable[int], completed: Set[int] = NO_PAGES) -> int:
+    def num_draft_cached(
+        self, pages: Iterable[int], completed: Set[int] = NO_PAGES
+    ) -> int:
         """Count the leading pages that the draft model has filled.
 
         Args:
@@ -269,7 +271,7 @@ class PageTables:
         request.pages = list(found)
         request.num_registered = len(found)
         request.num_prefilled = len(found) * self.page_size
-        request.num_drafted = self.pool.num_drafted(found) * self.page_size
+        request.num_draft_cached = self.pool.num_draft_cached(found) * self.page_size
         if request.num_cached_tokens is None:
             request.num_cached_tokens = request.num_prefilled
             if request.can_read_prefix_cache and self._root(request) is not None:
@@ -288,14 +290,14 @@ class PageTables:
         return [(request.row, have + i, page) for i, page in enumerate(taken)]
 
     def register(
-        self, request: Request, num_complete: int, num_drafted: int | None = None
+        self, request: Request, num_complete: int, num_draft_cached: int | None = None
     ) -> list[int]:
         """Put full pages into the prefix cache.
 
         Args:
             num_complete: Leading positions whose keys and values are written, or will
                 be by a launch.
-            num_drafted: The same for the draft model; None without one.
+            num_draft_cached: The same for the draft model; None without one.
 
         Returns:
             The pages that were not findable before.
@@ -305,12 +307,16 @@ class PageTables:
             return []
         self._extend_keys(request, count)
         request.num_registered = count
-        whole = count if num_drafted is None else num_drafted // self.page_size
+        num_drafted = count
+        if num_draft_cached is not None:
+            num_drafted = num_draft_cached // self.page_size
         new = [
             index
             for index in range(first, count)
             if self.pool.register(
-                request.pages[index], request.page_keys[index], is_drafted=index < whole
+                request.pages[index],
+                request.page_keys[index],
+                is_drafted=index < num_drafted,
             )
         ]
         self._record(request, new)
@@ -327,17 +333,17 @@ class PageTables:
             tokens = request.tokens(index * size, (index + 1) * size)
             self._events.stored(keys[index], parent, tokens)
 
-    def complete(self, request: Request, num_drafted: int) -> None:
+    def complete(self, request: Request, num_draft_cached: int) -> None:
         """Record the number of leading positions that the draft model has filled."""
-        self.pool.complete(request.pages[: num_drafted // self.page_size])
+        self.pool.complete(request.pages[: num_draft_cached // self.page_size])
 
-    def num_drafted(self, request: Request, completed: Set[int] = NO_PAGES) -> int:
+    def num_draft_cached(self, request: Request, completed: Set[int] = NO_PAGES) -> int:
         """Count the leading positions of shared pages that the draft model has filled.
 
         Args:
-            completed: As for `PagePool.num_drafted`.
+            completed: As for `PagePool.num_draft_cached`.
         """
-        return self.pool.num_drafted(request.pages, completed) * self.page_size
+        return self.pool.num_draft_cached(request.pages, completed) * self.page_size
 
     def release(self, request: Request) -> None:
         """Release a request's pages; the last ones are reused first."""

@@ -196,17 +196,18 @@ class LaunchBuilder:
         request, tiles = chunk.request, _prompt_tiles(chunk)
         request.num_prefilled = chunk.end
         if not self._has_draft_model:
-            request.num_drafted = request.num_prefilled
+            # Then no row has a draft lag, and no page lacks the draft model's values.
+            request.num_draft_cached = request.num_prefilled
         self.tiles += tiles
         self.tiled += [request] * len(tiles)
         self.registered += self._tables.register(
-            request, request.num_prefilled, request.num_drafted
+            request, request.num_prefilled, request.num_draft_cached
         )
         if tiles[-1].is_last:
             request.status = Status.DECODE
             row = np.array([request.row])
-            lacking = request.num_prefilled - request.num_drafted
-            self._rows.num_draft_uncached[row] = lacking + 1
+            lag = request.num_prefilled - request.num_draft_cached + 1
+            self._rows.num_draft_uncached[row] = lag
             self._rows.is_decoding[row] = True
             self._rows.launch(row, np.zeros(1, np.int64))
 

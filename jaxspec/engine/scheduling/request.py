@@ -42,7 +42,7 @@ class Request:
         row: Its row in `RowTable`; -1 while it has none.
         tokens_to_prefill: The prompt; after a preemption also the generated tokens.
         num_prefilled: Number of those that were prefilled, or will be by a launch.
-        num_drafted: Leading tokens for which the draft model has keys and values.
+        num_draft_cached: Leading tokens that the draft model has keys and values for.
         page_keys: Keys of its first full pages.
         num_registered: Leading pages that are in the prefix cache.
         num_unread: Unread rounds with tokens for it, after it has lost its row.
@@ -74,7 +74,7 @@ class Request:
     row: int = -1
     tokens_to_prefill: list[int] = field(default_factory=list)
     num_prefilled: int = 0
-    num_drafted: int = 0
+    num_draft_cached: int = 0
     output_token_ids: list[int] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)
     page_keys: list[bytes] = field(default_factory=list)

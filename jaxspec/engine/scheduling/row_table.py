@@ -184,12 +184,12 @@ class RowTable:
 
     def awaits_draft(self, rows: np.ndarray) -> np.ndarray:
         """Return which rows lag and can still use drafts."""
-        late = self.lags(rows)
-        if not np.count_nonzero(late):
-            return late  # most rounds
-        late &= self.num_draft_tokens[rows] > 0
-        late &= self.num_tokens[rows] < self._longest_drafted
-        return late & (self.max_total[rows] - self.fewest_tokens(rows) > 1)
+        is_lagging = self.lags(rows)
+        if not np.count_nonzero(is_lagging):
+            return is_lagging  # most rounds
+        is_lagging &= self.num_draft_tokens[rows] > 0
+        is_lagging &= self.num_tokens[rows] < self._longest_drafted
+        return is_lagging & (self.max_total[rows] - self.fewest_tokens(rows) > 1)
 
     def lagging(self) -> np.ndarray:
         """Return the rows whose draft prefill can be planned now.
@@ -198,8 +198,8 @@ class RowTable:
         known.
         """
         rows = self.decoding
-        late = self.awaits_draft(rows) & (self.num_unread == self.ahead)[rows]
-        return rows[late]
+        is_ready = self.awaits_draft(rows) & (self.num_unread == self.ahead)[rows]
+        return rows[is_ready]
 
     def possible_drafts(self, rows: np.ndarray, drafts: np.ndarray) -> np.ndarray:
         """Limit the drafts of each row to the room that its sequence has."""
@@ -250,18 +250,18 @@ class RowTable:
             drafts: Draft tokens of each row.
             num_draft_tokens: K of the program.
         """
-        gap = self.num_draft_uncached[rows]
+        lag = self.num_draft_uncached[rows]
         if num_draft_tokens:
             # After a drafting round, the lag is at most the last draft and the target's
             # token, or all new tokens. A larger lag is not reduced by it.
-            is_read = gap <= self.max_draft_lag
+            is_read = lag <= self.max_draft_lag
             if not self._runs_all_rows:
                 is_read &= drafts > 0
             self.num_draft_uncached[rows] = np.where(
-                is_read, self.max_draft_lag, gap + num_rounds
+                is_read, self.max_draft_lag, lag + num_rounds
             )
         else:
-            self.num_draft_uncached[rows] = gap + num_rounds
+            self.num_draft_uncached[rows] = lag + num_rounds
 
     def settle(
         self,

@@ -415,11 +415,11 @@ class Scheduler:
         A launch in flight may still write to them; the device runs launches in order,
         so the next request that gets them writes later.
         """
-        gap = int(self.rows.num_draft_uncached[request.row])
+        lag = int(self.rows.num_draft_uncached[request.row])
         if request.status is Status.DECODE:
             # No model has keys and values for the last token.
-            drafted = request.num_tokens - gap if self._has_draft_model else None
-            self.tables.register(request, request.num_tokens - 1, drafted)
+            num_cached = request.num_tokens - lag if self._has_draft_model else None
+            self.tables.register(request, request.num_tokens - 1, num_cached)
         self._estimator.count_lookups()
         self.rows.release(request)
         self.running.remove(request)

@@ -33,7 +33,7 @@ def test_bounds_hold_for_any_device_results(rounds, unread):
     """Read all rounds but the last `unread`; the bounds hold."""
     request = make_request(max_total=100)
     table, row = one_row(request)
-    known, lacking = 3, 1  # tokens, and those at the end the draft has no keys for
+    known, lag = 3, 1  # tokens, and those at the end the draft has no keys for
     played = []
     for drafts, width, emitted in rounds:
         if (
@@ -46,11 +46,11 @@ def test_bounds_hold_for_any_device_results(rounds, unread):
         known += emitted
         # A drafting round fills the two newest tokens and its drafts but the last: of
         # the result, the target's token and the last draft are uncached.
-        if width and lacking <= 2:
-            lacking = 2 if emitted == width + 1 else 1
+        if width and lag <= 2:
+            lag = 2 if emitted == width + 1 else 1
         else:
-            lacking += emitted
-        assert lacking <= table.num_draft_uncached[row][0]
+            lag += emitted
+        assert lag <= table.num_draft_uncached[row][0]
     for drafts, emitted in played[: len(rounds) - unread]:
         table.read(row, np.array([drafts]), np.array([emitted]))
     assert table.fewest_tokens(row)[0] <= known <= table.most_tokens(row)[0]
@@ -74,14 +74,14 @@ def test_bounds_hold_if_not_all_rounds_run(launches, unread):
     """Another sequence may end first; rounds that did not run are undone."""
     request = make_request(max_total=200)
     table, row = one_row(request)
-    known = lacking = 3
-    table.num_draft_uncached[row] = lacking
+    known = lag = 3
+    table.num_draft_uncached[row] = lag
     for drafts, most, emitted in launches:
         table.launch(row, np.array([drafts]), most)
         table.draft(row, np.zeros(1), 0, most)
         known += sum(emitted)
-        lacking += len(emitted)
-        assert table.num_draft_uncached[row][0] >= lacking
+        lag += len(emitted)
+        assert table.num_draft_uncached[row][0] >= lag
         assert table.fewest_tokens(row)[0] <= known <= table.most_tokens(row)[0]
     read = launches[: len(launches) - unread]
     for drafts, most, emitted in read:
@@ -93,7 +93,7 @@ def test_bounds_hold_if_not_all_rounds_run(launches, unread):
     assert table.fewest_tokens(row)[0] <= known <= table.most_tokens(row)[0]
     if read == launches:
         assert table.num_tokens[row][0] == known
-        assert table.num_draft_uncached[row][0] == lacking
+        assert table.num_draft_uncached[row][0] == lag
         for counts in (table.num_unread, table.num_unsure, table.ahead):
             assert counts[row][0] == 0
 
@@ -139,7 +139,7 @@ def test_bounds_count_unread_launches():
 
 
 @pytest.mark.parametrize(
-    ("widths", "gap"),
+    ("widths", "lag"),
     [
         ([3], 2),
         ([0], 2),
@@ -150,11 +150,11 @@ def test_bounds_count_unread_launches():
         ([0, 0, 3, 3], 5),
     ],
 )
-def test_draft_lag(widths, gap):
+def test_draft_lag(widths, lag):
     table, row = one_row(make_request())
     for width in widths:
         table.draft(row, np.full(1, width), width)
-    assert table.num_draft_uncached[row].tolist() == [gap]
+    assert table.num_draft_uncached[row].tolist() == [lag]
 
 
 def test_parallel_draft_model_reads_all_tokens_of_a_round():
