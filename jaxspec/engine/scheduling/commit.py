@@ -90,7 +90,7 @@ def _commit_rounds(
     there, planned, new = launch.rows, launch.drafts, emitted
     if not is_there.all():
         there, planned, new = there[is_there], planned[is_there], new[is_there]
-    rows.read(there, planned, new)
+    rows.count_read(there, planned, new)
     drafts = accepted = side = np.zeros(count, np.int64)
     if launch.round.num_draft_tokens or result.num_accepted_nodes is not None:
         # A lookup in the sequence may have found fewer than were planned.
@@ -183,7 +183,7 @@ def _commit_first(
     else:
         one = np.array([request.row])
         new = np.array([0 if is_broken or request.is_late else 1])
-        rows.read(one, np.zeros(1, np.int64), new)
+        rows.count_read(one, np.zeros(1, np.int64), new)
     if is_broken:
         return Progress(request=request, token_ids=[], is_done=True, is_broken=True)
     if request.is_late:

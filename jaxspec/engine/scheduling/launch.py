@@ -209,7 +209,7 @@ class LaunchBuilder:
             lag = request.num_prefilled - request.num_draft_cached + 1
             self._rows.num_draft_uncached[row] = lag
             self._rows.is_decoding[row] = True
-            self._rows.launch(row, np.zeros(1, np.int64))
+            self._rows.count_launched(row, np.zeros(1, np.int64))
 
     def launch(
         self,

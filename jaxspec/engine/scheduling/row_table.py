@@ -227,7 +227,9 @@ class RowTable:
         left[is_short] = np.minimum(left, (longest - most + 1) // each)[is_short]
         return max(int(left.min(initial=2**31)), 1)
 
-    def launch(self, rows: np.ndarray, drafts: np.ndarray, num_rounds: int = 1) -> None:
+    def count_launched(
+        self, rows: np.ndarray, drafts: np.ndarray, num_rounds: int = 1
+    ) -> None:
         """Count rounds that add at most `drafts[i] + 1` tokens to row i.
 
         The first of them always runs.
@@ -237,7 +239,7 @@ class RowTable:
             self.num_unsure[rows] += num_rounds - 1
         self.ahead[rows] += num_rounds * (drafts + 1)
 
-    def draft(
+    def update_draft_lag(
         self,
         rows: np.ndarray,
         drafts: np.ndarray,
@@ -275,9 +277,9 @@ class RowTable:
         """Undo the last rounds of a launch, which did not run.
 
         Args:
-            num_rounds: Rounds that `launch` counted.
+            num_rounds: Rounds that `count_launched` counted.
             num_missing: Rounds of those that did not run.
-            is_lag: `draft` counted them as well: they added to the draft lag.
+            is_lag: `update_draft_lag` added them to the draft lag as well.
         """
         self.num_unread[rows] -= num_missing
         self.num_unsure[rows] -= num_rounds - 1
@@ -285,7 +287,9 @@ class RowTable:
         if is_lag:
             self.num_draft_uncached[rows] -= num_missing
 
-    def read(self, rows: np.ndarray, drafts: np.ndarray, emitted: np.ndarray) -> None:
+    def count_read(
+        self, rows: np.ndarray, drafts: np.ndarray, emitted: np.ndarray
+    ) -> None:
         """Count a round that has been read."""
         self.num_tokens[rows] += emitted
         self.num_unread[rows] -= 1

@@ -377,9 +377,11 @@ class Scheduler:
             return None
         rows, num_rounds = claims.rows, claims.num_rounds
         drafts = table.possible_drafts(rows, claims.drafts)
-        table.launch(rows, drafts, num_rounds)
+        table.count_launched(rows, drafts, num_rounds)
         if self._has_draft_model:
-            table.draft(rows, drafts, plan.shape.num_draft_tokens, num_rounds)
+            table.update_draft_lag(
+                rows, drafts, plan.shape.num_draft_tokens, num_rounds
+            )
         charged_s = None if account is None else account.charged_s
         return batch.launch(plan.shape, rows, drafts, num_rounds, charged_s)
 
