@@ -301,7 +301,7 @@ class LLMEngine:
                 f"A launch failed: {error!r}. With several hosts, the processes cannot "
                 "recover from it. Restart all of them."
             ) from error
-        has_drafts = self.policy.limit(1) > 0
+        has_drafts = self.policy.max_draft_tokens(1) > 0
         if has_drafts:
             _log.error("A launch failed: continue without drafts", exc_info=error)
             self.policy.stop("a launch failed")

@@ -39,8 +39,8 @@ class MovingPolicy(SpeculationPolicy):
 
     cap = 8
 
-    def limit(self, num_running: int) -> int:
-        return min(super().limit(num_running), self.cap)
+    def max_draft_tokens(self, num_running: int) -> int:
+        return min(super().max_draft_tokens(num_running), self.cap)
 
 
 class Traffic(RuleBasedStateMachine):

@@ -92,14 +92,14 @@ class DraftPrefill:
         self._turn = Turn()
         self._is_probing = False
 
-    def is_allowed(self, limit: int) -> bool:
+    def is_allowed(self, max_draft_tokens: int) -> bool:
         """Return whether draft prefill may run now, if a row lags.
 
         Args:
-            limit: Most drafts that a sequence may have.
+            max_draft_tokens: Maximum K of a sequence.
         """
         policy = self._policy
-        if policy.is_idle or not (limit and self._rows.wants_drafts):
+        if policy.is_idle or not (max_draft_tokens and self._rows.wants_drafts):
             return False
         if policy.is_timing_plain:
             return False  # between plain rounds it would make them slower
@@ -110,7 +110,7 @@ class DraftPrefill:
         """Whether a launch would only measure acceptance probabilities."""
         return self._policy.is_adaptive and not self._policy.num_draft_tokens
 
-    def next_turn(self, limit: int, *, has_newcomers: bool) -> Turn:
+    def next_turn(self, max_draft_tokens: int, *, has_newcomers: bool) -> Turn:
         """Return whether draft prefill is the next launch.
 
         It alternates with rounds while most sequences have drafts. Otherwise several
@@ -122,7 +122,7 @@ class DraftPrefill:
         """
         rows, turn = self._rows, self._turn
         has_yielded, admitted = turn.has_yielded, turn.num_admitted_then
-        if not self.is_allowed(limit):
+        if not self.is_allowed(max_draft_tokens):
             return Turn(False, 0, has_yielded, admitted)
         if not np.count_nonzero(rows.awaits_draft(rows.decoding)):
             return Turn(False, 0, has_yielded, admitted)  # most rounds
@@ -137,7 +137,9 @@ class DraftPrefill:
         """Apply a turn."""
         self._turn = turn
 
-    def plan(self, limit: int, stream_s: float | None) -> DraftPrefillPlan | None:
+    def plan(
+        self, max_draft_tokens: int, stream_s: float | None
+    ) -> DraftPrefillPlan | None:
         """Plan a launch for the rows that may have drafts; None if none lag.
 
         With K = 0, the launch is a probe of one row.
@@ -145,7 +147,7 @@ class DraftPrefill:
         Args:
             stream_s: Longest time it may delay streaming requests; None for no limit.
         """
-        if not self.is_allowed(limit):
+        if not self.is_allowed(max_draft_tokens):
             return None
         lagging, is_probe = self._rows.lagging(), self._is_probe
         if is_probe:

@@ -158,13 +158,13 @@ class RowTable:
         known = self.num_tokens[rows] + self.num_unread[rows] - self.num_unsure[rows]
         return np.minimum(known, self.max_total[rows])
 
-    def decodable(self, limit: int) -> tuple[np.ndarray, np.ndarray]:
+    def decodable(self, max_draft_tokens: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the rows that can decode now, and the most drafts of each.
 
         A row that may have reached its last token waits for the read.
 
         Args:
-            limit: Most drafts of any row.
+            max_draft_tokens: Maximum number of drafts of any row.
         """
         rows = self.decoding
         most = self.most_tokens(rows)
@@ -172,9 +172,9 @@ class RowTable:
         can_decode &= ~self.is_held[rows]
         if np.count_nonzero(can_decode) < len(rows):
             rows, most = rows[can_decode], most[can_decode]
-        if not limit:
+        if not max_draft_tokens:
             return rows, np.zeros(len(rows), np.int64)
-        max_drafts = np.minimum(limit, self.num_draft_tokens[rows])
+        max_drafts = np.minimum(max_draft_tokens, self.num_draft_tokens[rows])
         max_drafts[(most >= self._longest_drafted) | self.is_slow[rows]] = 0
         return rows, max_drafts
 

@@ -135,18 +135,18 @@ class Scheduler:
         return self.pages.reset()
 
     @property
-    def _limit(self) -> int:
-        """Most drafts that a sequence may have now."""
-        return self.policy.limit(len(self.running) + bool(self.waiting))
+    def _max_draft_tokens(self) -> int:
+        """Maximum K of a sequence now."""
+        return self.policy.max_draft_tokens(len(self.running) + bool(self.waiting))
 
     @property
     def choice(self) -> Choice:
         """The current choice, with K limited for the number of running requests."""
-        limit = self._limit
-        k = min(self.policy.num_draft_tokens, limit)
+        max_k = self._max_draft_tokens
+        k = min(self.policy.num_draft_tokens, max_k)
         choice = self.policy.choice
         gain = choice.gain if k else 0.0
-        return replace(choice, num_draft_tokens=k, gain=gain, may_draft=limit > 0)
+        return replace(choice, num_draft_tokens=k, gain=gain, may_draft=max_k > 0)
 
     @property
     def _prefilling(self) -> list[Request]:
@@ -162,7 +162,7 @@ class Scheduler:
         if self._has_draft_model:
             has_newcomers = bool(self.waiting and self.rows.free)
             turn = self._draft_prefill.next_turn(
-                self._limit, has_newcomers=has_newcomers
+                self._max_draft_tokens, has_newcomers=has_newcomers
             )
             self._draft_prefill.begin_turn(turn)
             if turn.is_first:
@@ -176,7 +176,7 @@ class Scheduler:
         if not self._has_draft_model:
             return None
         stream_s = self.pacer.spare_s if self._is_streaming() else None
-        plan = self._draft_prefill.plan(self._limit, stream_s)
+        plan = self._draft_prefill.plan(self._max_draft_tokens, stream_s)
         return None if plan is None else self._draft_prefill.apply_plan(plan)
 
     def _next_round(self) -> Launch | None:
@@ -214,9 +214,9 @@ class Scheduler:
         return candidates
 
     def _candidates(self) -> Candidates:
-        limit = 0 if self.policy.is_idle else self._limit
-        rows, max_drafts = self.rows.decodable(limit)
-        most = int(max_drafts.max(initial=0)) if limit else 0
+        max_draft_tokens = 0 if self.policy.is_idle else self._max_draft_tokens
+        rows, max_drafts = self.rows.decodable(max_draft_tokens)
+        most = int(max_drafts.max(initial=0)) if max_draft_tokens else 0
         if not (most and self._can_wait):
             return Candidates(rows, max_drafts, most)
         is_late = self.rows.awaits_draft(rows)
@@ -237,7 +237,9 @@ class Scheduler:
         launches of other requests. No row waits while the draft prefill program is
         being compiled, which takes seconds: requests decode without drafts.
         """
-        if not (self.policy.is_constant and self._has_draft_model and self._limit):
+        if not (self.policy.is_constant and self._has_draft_model):
+            return False
+        if not self._max_draft_tokens:
             return False
         return self.shapes.can_catch_up
 
@@ -292,7 +294,7 @@ class Scheduler:
             prefilling,
             list(itertools.islice(self.waiting, len(self.rows.free))),
             is_streaming=is_paced and self._is_streaming(),
-            is_brief=self._is_brief(decode, self._limit),
+            is_brief=self._is_brief(decode, self._max_draft_tokens),
         )
 
     def _is_streaming(self) -> bool:
@@ -304,9 +306,9 @@ class Scheduler:
             return len(rows) > 0
         return not bool(self.rows.awaits_draft(rows).all())
 
-    def _is_brief(self, decode: Decode, limit: int) -> bool:
+    def _is_brief(self, decode: Decode, max_k: int) -> bool:
         """Whether few launches without drafts will follow, as K is above 0."""
-        return not len(decode.rows) or min(self.policy.num_draft_tokens, limit) > 0
+        return not len(decode.rows) or min(self.policy.num_draft_tokens, max_k) > 0
 
     def claim_pages(self, decode: Decode, budget: PrefillBudget) -> PageClaims:
         """Stage 3: pages for running requests; if there are too few, preemptions."""
@@ -343,13 +345,14 @@ class Scheduler:
             num_seqs = decode.shape.num_seqs
         num_change = len(admissions.admitted) - claims.num_preempted
         is_waiting = len(self.waiting) > num_change
-        limit = self.policy.limit(len(self.running) + num_change + is_waiting)
+        num_running = len(self.running) + num_change + is_waiting
+        max_k = self.policy.max_draft_tokens(num_running)
         shape, missing = self.shapes.select(
             num_seqs,
             decode.num_draft_tokens,
             sum(chunk.num_tiles for chunk in chunks) * TILE,
             features,
-            is_brief=self._is_brief(decode, limit),
+            is_brief=self._is_brief(decode, max_k),
         )
         assert shape is not None, "no compiled program serves the planned launch"
         return LaunchPlan(*parts, shape, missing)

@@ -190,8 +190,8 @@ class SpeculationPolicy:
             self.choice, self._explored = replace(self.choice, num_draft_tokens=0), None
             _log.error("Speculation is disabled: %s", reason)
 
-    def limit(self, num_running: int) -> int:
-        """Return the most drafts per sequence with this many requests; 0 is off."""
+    def max_draft_tokens(self, num_running: int) -> int:
+        """Return the maximum K with this many requests; 0 if drafting is off."""
         if self.speculative is None or self.is_stopped:
             return 0
         threshold = self.speculative.disable_by_batch_size

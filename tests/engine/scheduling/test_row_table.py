@@ -177,10 +177,10 @@ def test_rows_that_can_decode():
     table.is_decoding[rows[:3]] = True  # the last still gets its prompt
     table.ahead[rows[0]], table.num_unread[rows[0]] = 17, 5  # may be over
     table.num_draft_uncached[rows[1]] = 3  # must catch up
-    found, wanted = table.decodable(limit=2)
+    found, wanted = table.decodable(max_draft_tokens=2)
     assert (sorted(found.tolist()), wanted.tolist()) == (sorted(rows[1:3]), [2, 2])
     assert table.lags(rows).tolist() == [False, True, False, False]
-    found, wanted = table.decodable(limit=0)
+    found, wanted = table.decodable(max_draft_tokens=0)
     assert (sorted(found.tolist()), wanted.tolist()) == (sorted(rows[1:3]), [0, 0])
     assert table.lagging().tolist() == [rows[1]]
     table.count_launched(rows[1:2], np.array([0]))

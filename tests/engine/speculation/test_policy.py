@@ -65,15 +65,16 @@ def test_compiled_length_serves_every_k(configured):
 def test_plain_engine_never_drafts():
     policy = SpeculationPolicy(None)
     assert policy.compiled_drafts == (0,)
-    assert policy.limit(1) == 0
+    assert policy.max_draft_tokens(1) == 0
     assert not policy.can_probe()
     assert not policy.is_due(1, 0)
 
 
-def test_limit_is_zero_above_the_batch_size():
+def test_max_draft_tokens_is_zero_above_the_batch_size():
     policy = make_policy(3, threshold=4)
-    assert [policy.limit(running) for running in (1, 4, 5, 100)] == [3, 3, 0, 0]
-    assert make_policy(3).limit(10_000) == 3
+    maxima = [policy.max_draft_tokens(running) for running in (1, 4, 5, 100)]
+    assert maxima == [3, 3, 0, 0]
+    assert make_policy(3).max_draft_tokens(10_000) == 3
 
 
 def test_fixed_k_is_never_reconsidered():
@@ -371,7 +372,7 @@ def test_stopped_policy_never_drafts_again():
     world = World(TIMES, 0.9)
     world.round()
     world.policy.stop("the draft is broken")
-    assert world.policy.limit(1) == 0
+    assert world.policy.max_draft_tokens(1) == 0
     assert world.policy.num_draft_tokens == 0
     assert not world.policy.can_probe()
 
