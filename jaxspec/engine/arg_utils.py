@@ -552,15 +552,15 @@ def _speculative(
             UserWarning,
             stacklevel=4,
         )
-    most = None if draft is None else draft.max_position_embeddings
+    max_positions = None if draft is None else draft.max_position_embeddings
     longest = check_integer(
         ConfigError,
         "speculative_max_model_len",
-        merged.get("max_model_len", most or max_model_len),
+        merged.get("max_model_len", max_positions or max_model_len),
         low=1,
-        high=most,
+        high=max_positions,
         hint=""
-        if most is None
+        if max_positions is None
         else "The upper end is the draft's max_position_embeddings.",
     )
     merged["max_model_len"] = min(longest, max_model_len)

@@ -67,12 +67,12 @@ class Calibrator:
         """Return the rounds left to time, of those that the choice of K compares."""
         if not self._policy.is_adaptive or self._sleep.level > 0:
             return []
-        most = self._config.num_draft_tokens
+        max_k = self._config.num_draft_tokens
         rounds = []
         for shape in self._runner.compiler.made:
             if shape.is_catch_up or not (shape.chunk or shape.features.has_grammar):
                 # 0 drafts: while all rows wait for the draft model.
-                drafts = sorted({min(k, shape.num_draft_tokens) for k in (0, 1, most)})
+                drafts = sorted({min(k, shape.num_draft_tokens) for k in (0, 1, max_k)})
                 rounds += [Round(shape, k) for k in drafts]
         return [one for one in rounds if one not in self.timed]
 

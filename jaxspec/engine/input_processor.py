@@ -210,13 +210,15 @@ class InputProcessor:
         return self._features(params, has_controls=controls is not None)
 
     def _features(self, params: SamplingParams, *, has_controls: bool) -> Features:
-        most = self._config.num_logprobs
+        max_logprobs = self._config.num_logprobs
         return Features(
             is_greedy=params.temperature == 0,
             has_controls=has_controls,
             has_grammar=params.structured_outputs is not None,
-            num_logprobs=_compiled_logprobs(params.num_logprobs, most),
-            num_prompt_logprobs=_compiled_logprobs(params.prompt_logprobs, most),
+            num_logprobs=_compiled_logprobs(params.num_logprobs, max_logprobs),
+            num_prompt_logprobs=_compiled_logprobs(
+                params.prompt_logprobs, max_logprobs
+            ),
         )
 
     def _make(

@@ -140,8 +140,8 @@ class Connection:
         """
         header = self._read(_HEADER.size)
         number, num_content, num_vector = _HEADER.unpack(header)
-        most = MAX_MESSAGE_BYTES if self._num_received else MAX_FIRST_BYTES
-        if num_content + num_vector > most:
+        max_bytes = MAX_MESSAGE_BYTES if self._num_received else MAX_FIRST_BYTES
+        if num_content + num_vector > max_bytes:
             raise HostsError("its message is too long")
         body = header + self._read(num_content + num_vector)
         tag = self._read(TAG_BYTES)

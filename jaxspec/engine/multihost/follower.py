@@ -103,9 +103,9 @@ class Follower:
             case _:
                 raise AssertionError(f"unknown command {command.name!r}")
 
-    def _wait(self, most: int) -> None:
+    def _wait(self, max_in_flight: int) -> None:
         """Wait until this many launches are in flight; a failed launch raises here."""
-        while len(self._in_flight) > most:
+        while len(self._in_flight) > max_in_flight:
             self._in_flight.popleft().block_until_ready()
 
     def _compile(self, command: Command) -> None:

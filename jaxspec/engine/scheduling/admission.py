@@ -133,14 +133,14 @@ class Admitter:
         self, request: Request, running: Sequence[Request], taken: set[int]
     ) -> StepShape | None:
         """Return the program that a request lacks, with room for all waiting ones."""
-        features, most = features_with(request, running), self._config.max_num_seqs
+        features, max_seqs = features_with(request, running), self._config.max_num_seqs
         waiting = [
             one
             for one in self._waiting
             if id(one) not in taken and features.covers(one.features)
         ]
-        num_seqs = min(len(running) + len(waiting), most)
-        tokens = sum(padded(one.num_tokens) for one in waiting[:most])
+        num_seqs = min(len(running) + len(waiting), max_seqs)
+        tokens = sum(padded(one.num_tokens) for one in waiting[:max_seqs])
         # Until others are compiled it serves all launches, also those with few tokens.
         tokens = min(tokens, FIRST_CHUNK)
         return self._shapes.select(num_seqs, 0, tokens, features, is_brief=True).missing

@@ -22,7 +22,7 @@ from jaxspec.engine.speculation.step_times import Round, StepTimes
 from jaxspec.program.plan import NO_TOKEN, TILE, StepPlan, StepShape, Tile
 from jaxspec.program.wire import CaughtUp
 
-# Most consecutive draft prefill launches before the next round.
+# Maximum number of consecutive draft prefill launches before the next round.
 MAX_IN_A_ROW = 4
 
 
@@ -127,8 +127,8 @@ class DraftPrefill:
         if not np.count_nonzero(rows.awaits_draft(rows.decoding)):
             return Turn(False, 0, has_yielded, admitted)  # most rounds
         do_most_lag, admitted = self._do_most_lag()
-        most = MAX_IN_A_ROW if do_most_lag else 1
-        if turn.num_in_a_row >= most or not len(rows.lagging()):
+        max_in_a_row = MAX_IN_A_ROW if do_most_lag else 1
+        if turn.num_in_a_row >= max_in_a_row or not len(rows.lagging()):
             return Turn(False, 0, has_yielded, admitted)
         has_yielded = has_newcomers and not has_yielded
         return Turn(not has_yielded, turn.num_in_a_row, has_yielded, admitted)

@@ -96,7 +96,7 @@ class Launch:
 
     @property
     def num_rounds(self) -> int:
-        """Most rounds that it runs."""
+        """Maximum number of rounds that it runs."""
         return self.plan.num_rounds
 
     @property
@@ -176,7 +176,7 @@ class LaunchBuilder:
         """Admit a request with its pages of the prefix cache, and prefill it.
 
         Args:
-            longest: Most positions that may be written.
+            longest: Maximum number of positions that may be written.
         """
         chunk, request = admitted.chunk, admitted.chunk.request
         request.tokens_to_prefill = request.tokens(0, request.num_tokens)

@@ -20,24 +20,24 @@ import numpy as np
 from jaxspec.config.lookups import WHOLE, LookupRule
 from jaxspec.engine.scheduling.request import Request
 
-# Most positions of a bucket that are compared, the latest first. In prose fewer than
-# one bucket in a thousand has more.
+# Maximum number of positions of a bucket that are compared, the latest first. In prose
+# fewer than one bucket in a thousand has more.
 MAX_COMPARED = 32
-# Most tokens in a hash, and most buckets.
+# Maximum number of tokens in a hash, and of buckets.
 MAX_KEY, MAX_BUCKETS = 4, 1 << 14
 # Fewest tokens that are added with numpy, whose calls take 20 us in all.
 MANY = 64
 _PRIME = 0x9E3779B1  # 2^32 by the golden ratio
 _WORD = 0xFFFFFFFF
-# As in the answer cache on the device: most tokens compared with a past answer, most
-# draft tokens taken from it, and the length of a usual answer.
+# As in the answer cache on the device: maximum number of tokens compared with a
+# past answer and of draft tokens taken from it, and the length of a usual answer.
 ANSWER_BEFORE, ANSWER_AFTER, ANSWER_LENGTH = 12, 16, 256
 # Fewest tokens of a match in a past answer. On the device two are enough; matches that
 # short are seldom right, so the estimate can miss them.
 ANSWER_MATCH = 4
-# Most tokens of past answers, whatever the size of the device's answer cache.
+# Maximum number of tokens of past answers, whatever the size of the device's cache.
 MAX_ANSWER_TOKENS = 1 << 16
-# Most salts: each has an index of up to 64 KiB, even for few tokens.
+# Maximum number of salts: each has an index of up to 64 KiB, even for few tokens.
 MAX_SALTS = 64
 # Separates two answers; no token id.
 END = -1
@@ -116,7 +116,7 @@ class TextIndex:
 
         Args:
             newest: Tokens of this text (`self.tokens`) or of another one.
-            longest: Most tokens that are compared.
+            longest: Maximum number of tokens that are compared.
 
         Returns:
             The number of matching tokens, and the last position of each match, the
@@ -138,8 +138,8 @@ class TextIndex:
         for _ in range(MAX_COMPARED):
             if place < 0:
                 break
-            length, most = 0, min(longest, place + 1)
-            while length < most and tokens[place - length] == newest[last - length]:
+            length, room = 0, min(longest, place + 1)
+            while length < room and tokens[place - length] == newest[last - length]:
                 length += 1
             if length > best:
                 best, found = length, [place]
@@ -277,12 +277,12 @@ class LookupEstimator:
     """Follows requests, and counts by row the drafts that would be accepted."""
 
     def __init__(
-        self, rule: LookupRule, num_rows: int, most: int, num_requests: int = 0
+        self, rule: LookupRule, num_rows: int, max_k: int, num_requests: int = 0
     ):
         """Start without requests.
 
         Args:
-            most: Most drafts of a round.
+            max_k: Maximum number of drafts of a round.
             num_requests: Number of past answers to search as well.
         """
         self._rule = rule
@@ -290,8 +290,8 @@ class LookupEstimator:
         self._answers = Answers(num_requests) if num_requests else None
         # As in `PredictedRounds`, for all rows. A position is counted as soon as its
         # token is known, before the round ends: a long copy shows at once.
-        self._reached = np.zeros((num_rows, most))
-        self._accepted = np.zeros((num_rows, most))
+        self._reached = np.zeros((num_rows, max_k))
+        self._accepted = np.zeros((num_rows, max_k))
         self._num_rounds = np.zeros(num_rows, np.int64)
         self._num_compared = 0
 

@@ -74,12 +74,12 @@ class Pacer:
         """Apply the balance of a chunk that `chunk` has returned."""
         self.saved_s, self._num_waited = chunk.saved_s, chunk.num_waited
 
-    def num_rounds(self, round_: Round, most: int) -> int:
-        """Return the number of such rounds that one launch may run, at most `most`."""
+    def num_rounds(self, round_: Round, max_rounds: int) -> int:
+        """Return how many such rounds one launch may run, at most `max_rounds`."""
         seconds = self.step_times.expected(round_)
         if seconds is None:
             return 1  # measure one round first
-        return max(min(int(MAX_LAUNCH_S / seconds), most), 1)
+        return max(min(int(MAX_LAUNCH_S / seconds), max_rounds), 1)
 
     def fastest(self, num_tokens: int, rounds: list[Round]) -> int:
         """Return the index of the largest round needed to prefill in the least time.
@@ -125,8 +125,8 @@ class Pacer:
         num_waited = 0 if chosen else self._num_waited + 1
         if num_waited > MAX_WAIT_ROUNDS:
             chosen, cost, num_waited = chunks[0], costs[0], 0
-        most = max(costs[0] - allowance, 0.0)
-        saved_s = min(self.saved_s + allowance, most + cost) - cost
+        max_saved_s = max(costs[0] - allowance, 0.0)
+        saved_s = min(self.saved_s + allowance, max_saved_s + cost) - cost
         return PacedChunk(chosen, cost, saved_s, num_waited)
 
     def _costs_of(self, base: float, mixed: list[Round]) -> list[float]:

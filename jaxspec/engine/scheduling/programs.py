@@ -80,7 +80,7 @@ class Shapes:
     `select` requests no compile: callers pass missing programs to `request_compile`.
 
     Attributes:
-        max_tiles: Most prompt tiles in one launch.
+        max_tiles: Maximum number of prompt tiles in one launch.
         catch_ups: Draft prefill programs, the smallest first; empty without a draft
             model.
     """
@@ -441,13 +441,14 @@ def largest_chunk(
     return _tiled(min(num_batched_tokens, max(longest, FIRST_CHUNK)))
 
 
-def _sizes_up_to(most: int) -> list[int]:
-    """Return batch sizes from 1 to `most`, at about equal ratios."""
-    power = most.bit_length() - 1
+def _sizes_up_to(max_seqs: int) -> list[int]:
+    """Return batch sizes from 1 to `max_seqs`, at about equal ratios."""
+    power = max_seqs.bit_length() - 1
     steps = range(NUM_SIZES)
     exponents = {-(-power * step // (NUM_SIZES - 1)) for step in steps}
     # From both ends: single sequences and full batches are the most common.
-    return sorted((1 << one for one in exponents), key=lambda n: n not in (1, most))
+    sizes = (1 << exponent for exponent in exponents)
+    return sorted(sizes, key=lambda size: size not in (1, max_seqs))
 
 
 def _tiled(tokens: int) -> int:

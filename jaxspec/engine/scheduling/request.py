@@ -26,7 +26,7 @@ class Request:
 
     Attributes:
         max_total: Tokens at which the sequence ends, prompt included.
-        num_draft_tokens: Most drafts per round for this request.
+        num_draft_tokens: Maximum number of drafts per round for this request.
         rule: An index of `jaxspec.program.plan.RULES`.
         features: Features that its programs need.
         controls: Penalties, bias and masks of single tokens.

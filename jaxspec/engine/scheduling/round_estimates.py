@@ -34,8 +34,8 @@ def make_lookups(
     if speculative is None or not policy.can_follow_lookups:
         return None
     num_requests = speculative.suffix_decoding_max_cached_requests or 0
-    rule, most = LookupRule.of(speculative), config.num_draft_tokens
-    return LookupEstimator(rule, config.max_num_seqs, most, num_requests)
+    rule, max_k = LookupRule.of(speculative), config.num_draft_tokens
+    return LookupEstimator(rule, config.max_num_seqs, max_k, num_requests)
 
 
 def kind_of(request: Request) -> Kind:
@@ -108,10 +108,10 @@ class RoundEstimator:
         self, rows: np.ndarray, max_drafts: np.ndarray, features: Features
     ) -> RoundEstimates:
         """Return the estimates for the next round of some rows."""
-        most, chain_seconds = int(max_drafts.max()), None
+        max_k, chain_seconds = int(max_drafts.max()), None
         if self._shapes.has_chains:
             chain_seconds = self._seconds(
-                len(rows), most, features, has_side_branches=False
+                len(rows), max_k, features, has_side_branches=False
             )
         draft_prefill_s, is_observable = 0.0, self._lookups is not None
         if self._has_draft_model:
@@ -120,7 +120,7 @@ class RoundEstimator:
         return RoundEstimates(
             max_drafts=max_drafts,
             acceptance=self.acceptance.of_rows(rows),
-            seconds=self._seconds(len(rows), most, features, has_side_branches=True),
+            seconds=self._seconds(len(rows), max_k, features, has_side_branches=True),
             chain_seconds=chain_seconds,
             side_tokens=self.acceptance.side_tokens,
             draft_prefill_s=draft_prefill_s,
@@ -129,11 +129,11 @@ class RoundEstimator:
         )
 
     def _seconds(
-        self, num_seqs: int, most: int, features: Features, *, has_side_branches: bool
+        self, num_seqs: int, max_k: int, features: Features, *, has_side_branches: bool
     ) -> list[float | None]:
         """Return the time of a round by K, None where unknown."""
         found: list[float | None] = []
-        for k in range(most + 1):
+        for k in range(max_k + 1):
             shape = self._shapes.find(
                 num_seqs, k, 0, features, has_side_branches=has_side_branches
             )

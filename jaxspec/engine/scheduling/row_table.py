@@ -45,7 +45,7 @@ class RowTable:
         ahead: Upper bound on the tokens that unread rounds add.
         max_total: Tokens at which the sequence ends.
         longest: Positions that may be written, lookahead included.
-        num_draft_tokens: Most drafts per round that the request wants.
+        num_draft_tokens: Maximum number of drafts per round that the request wants.
         num_draft_uncached: Draft lag: upper bound on the newest tokens that the draft
             model has no keys and values for, once all launches have run.
         kind: Index into `kinds`, the features that decoding needs.
@@ -159,7 +159,7 @@ class RowTable:
         return np.minimum(known, self.max_total[rows])
 
     def decodable(self, max_draft_tokens: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the rows that can decode now, and the most drafts of each.
+        """Return the rows that can decode now, and the maximum K of each.
 
         A row that may have reached its last token waits for the read.
 
@@ -167,15 +167,15 @@ class RowTable:
             max_draft_tokens: Maximum number of drafts of any row.
         """
         rows = self.decoding
-        most = self.most_tokens(rows)
-        can_decode = (most < self.max_total[rows]) | (self.num_unread[rows] <= 0)
+        max_tokens = self.most_tokens(rows)
+        can_decode = (max_tokens < self.max_total[rows]) | (self.num_unread[rows] <= 0)
         can_decode &= ~self.is_held[rows]
         if np.count_nonzero(can_decode) < len(rows):
-            rows, most = rows[can_decode], most[can_decode]
+            rows, max_tokens = rows[can_decode], max_tokens[can_decode]
         if not max_draft_tokens:
             return rows, np.zeros(len(rows), np.int64)
         max_drafts = np.minimum(max_draft_tokens, self.num_draft_tokens[rows])
-        max_drafts[(most >= self._longest_drafted) | self.is_slow[rows]] = 0
+        max_drafts[(max_tokens >= self._longest_drafted) | self.is_slow[rows]] = 0
         return rows, max_drafts
 
     def lags(self, rows: np.ndarray) -> np.ndarray:
@@ -219,12 +219,13 @@ class RowTable:
         The limit is the draft model's longest sequence.
 
         Args:
-            drafts: Most drafts of each row in a round.
+            drafts: Maximum number of drafts of each row in a round.
         """
-        most, longest, each = self.most_tokens(rows), self._longest_drafted, drafts + 1
-        left = -(-(self.max_total[rows] - most) // each)
+        max_tokens, longest = self.most_tokens(rows), self._longest_drafted
+        each = drafts + 1
+        left = -(-(self.max_total[rows] - max_tokens) // each)
         is_short = (drafts > 0) & (self.max_total[rows] > longest)
-        left[is_short] = np.minimum(left, (longest - most + 1) // each)[is_short]
+        left[is_short] = np.minimum(left, (longest - max_tokens + 1) // each)[is_short]
         return max(int(left.min(initial=2**31)), 1)
 
     def count_launched(

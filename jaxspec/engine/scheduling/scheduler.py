@@ -216,18 +216,18 @@ class Scheduler:
     def _candidates(self) -> Candidates:
         max_draft_tokens = 0 if self.policy.is_idle else self._max_draft_tokens
         rows, max_drafts = self.rows.decodable(max_draft_tokens)
-        most = int(max_drafts.max(initial=0)) if max_draft_tokens else 0
-        if not (most and self._can_wait):
-            return Candidates(rows, max_drafts, most)
+        max_k = int(max_drafts.max(initial=0)) if max_draft_tokens else 0
+        if not (max_k and self._can_wait):
+            return Candidates(rows, max_drafts, max_k)
         is_late = self.rows.awaits_draft(rows)
         if not np.count_nonzero(is_late):
-            return Candidates(rows, max_drafts, most)
+            return Candidates(rows, max_drafts, max_k)
         # All rows will decode together soon: compile their program meanwhile.
         features = self.rows.features(rows)
-        missing = self.shapes.select(len(rows), most, 0, features).missing
+        missing = self.shapes.select(len(rows), max_k, 0, features).missing
         rows, max_drafts = rows[~is_late], max_drafts[~is_late]
-        most = int(max_drafts.max(initial=0))
-        return Candidates(rows, max_drafts, most, missing)
+        max_k = int(max_drafts.max(initial=0))
+        return Candidates(rows, max_drafts, max_k, missing)
 
     @property
     def _can_wait(self) -> bool:
@@ -248,26 +248,26 @@ class Scheduler:
         rows, drafts = candidates.rows, candidates.max_drafts
         if not len(rows):
             return Decode(rows, drafts, missing=(candidates.missing,))
-        choice, most = self.policy.next_choice, candidates.num_draft_tokens
-        can_draft = bool(most and self.policy.num_draft_tokens)
-        if most > choice.num_draft_tokens:
-            most = choice.num_draft_tokens
-            drafts = np.minimum(drafts, most)
+        choice, max_k = self.policy.next_choice, candidates.num_draft_tokens
+        can_draft = bool(max_k and self.policy.num_draft_tokens)
+        if max_k > choice.num_draft_tokens:
+            max_k = choice.num_draft_tokens
+            drafts = np.minimum(drafts, max_k)
         features = self.rows.features(rows)
         # While no plain program is compiled, plain rounds run in a program with drafts:
         # the one with side branches, as estimates take the time of K = 0 from there.
-        is_plain = self._has_draft_model and not most
+        is_plain = self._has_draft_model and not max_k
         has_side_branches = choice.has_side_branches or is_plain
         shape, better = self.shapes.select(
-            len(rows), most, 0, features, has_side_branches=has_side_branches
+            len(rows), max_k, 0, features, has_side_branches=has_side_branches
         )
         missing = candidates.missing, better
-        if most and self._has_draft_model:
+        if max_k and self._has_draft_model:
             lags = self.rows.lags(rows)
             if np.count_nonzero(lags):
                 drafts = np.where(lags, 0, drafts)
-                most = int(drafts.max())
-            if shape is not None and not most:
+                max_k = int(drafts.max())
+            if shape is not None and not max_k:
                 # All rows await the draft model, for a round or two. While the program
                 # with drafts is being compiled, the rows wait for it: a short text
                 # would end before anything was drafted.
@@ -277,8 +277,8 @@ class Scheduler:
                 missing = *missing, better
         if shape is None:
             return Decode(rows[:0], drafts[:0], is_exception=can_draft, missing=missing)
-        is_exception = can_draft and not most
-        return Decode(rows, drafts, most, shape, features, is_exception, missing)
+        is_exception = can_draft and not max_k
+        return Decode(rows, drafts, max_k, shape, features, is_exception, missing)
 
     def budget_prefill(self, decode: Decode, *, is_paced: bool = True) -> PrefillBudget:
         """Stage 2: the prompt tokens that the launch may include.

@@ -20,8 +20,8 @@ class Candidates(NamedTuple):
 
     Attributes:
         rows: In order.
-        max_drafts: Most draft tokens of each row.
-        num_draft_tokens: The most of them.
+        max_drafts: Maximum number of draft tokens of each row.
+        num_draft_tokens: The maximum of `max_drafts`.
     """
 
     rows: np.ndarray
@@ -36,7 +36,7 @@ class Decode(NamedTuple):
     Attributes:
         rows: Empty while no program for them is compiled.
         drafts: Draft tokens of each row.
-        num_draft_tokens: The most of them.
+        num_draft_tokens: The maximum of `drafts`.
         shape: The program for them, without prompts.
         features: Features that the rows need.
         is_exception: The rows have no drafts in this launch, although K is above 0.
@@ -85,7 +85,7 @@ class PrefillBudget(NamedTuple):
 
     Attributes:
         shapes: Compiled programs for a launch with prompts, from the smallest.
-        num_tiles: Most prompt tiles.
+        num_tiles: Maximum number of prompt tiles.
         account: The pacer's account after the launch; None if it does not change.
     """
 
@@ -123,7 +123,7 @@ class PageClaims(NamedTuple):
         rows: Decoding rows that have their pages.
         drafts: Draft tokens of each.
         chunks: Next prompt parts of running requests.
-        num_rounds: Most rounds of the launch.
+        num_rounds: Maximum number of rounds of the launch.
         is_tight: The pool had too few pages for all requests.
     """
 

@@ -56,7 +56,7 @@ class RoundEstimates:
     """Measured and estimated values of the next round.
 
     Attributes:
-        max_drafts: [sequence]: most drafts of each sequence.
+        max_drafts: [sequence]: maximum number of drafts of each sequence.
         acceptance: [sequence, position]: rate once the drafts before it are accepted.
         seconds: By K from 0 on; None where unknown. With side branches, where the
             engine has them.
@@ -99,9 +99,9 @@ class RoundEstimates:
                 prefill.
         """
         times, num_seqs = self.times(), len(self.max_drafts)
-        most = times.shape[1] - 1
-        survival = np.cumprod(self.acceptance[:, :most], axis=1)
-        survival *= np.arange(most) < self.max_drafts[:, None]
+        max_k = times.shape[1] - 1
+        survival = np.cumprod(self.acceptance[:, :max_k], axis=1)
+        survival *= np.arange(max_k) < self.max_drafts[:, None]
         accepted = np.cumsum(np.append(0.0, survival.sum(axis=0)))
         tokens = num_seqs + accepted * np.ones((len(times), 1))
         tokens[0] += self.side_tokens * accepted
@@ -127,8 +127,8 @@ def best_choice(estimates: RoundEstimates, current: Choice) -> Choice:
     time is unknown: the configured K, with side branches.
     """
     if not estimates.are_times_known:
-        most = len(estimates.seconds) - 1
-        return replace(current, num_draft_tokens=most, has_side_branches=True)
+        max_k = len(estimates.seconds) - 1
+        return replace(current, num_draft_tokens=max_k, has_side_branches=True)
     rates = estimates.rates(current.num_draft_tokens)
     shape = int(len(rates) > 1 and not current.has_side_branches)
     k = min(current.num_draft_tokens, rates.shape[1] - 1)
@@ -162,7 +162,7 @@ class SpeculationPolicy:
         # The alternative that is being measured, and its rounds left.
         self._explored: Choice | None = None
         self._explore_left = 0
-        # Sequences and most drafts at the newest choice, and rounds until the next.
+        # Sequences and maximum K at the newest choice, and rounds until the next.
         self._load: tuple[int, int] | None = None
         self._rounds_left = 0
         # By the logarithm of the batch size: such batches run in the same programs.
@@ -240,21 +240,21 @@ class SpeculationPolicy:
         """The choice of the next round: the best, or an alternative to measure."""
         return self._explored or self.choice
 
-    def is_due(self, num_seqs: int, most: int) -> bool:
+    def is_due(self, num_seqs: int, max_k: int) -> bool:
         """Return whether a new choice must be made before the next round.
 
         Args:
-            most: Most drafts of a sequence.
+            max_k: Maximum number of drafts of a sequence.
         """
-        if not self.is_adaptive or not most or self._explored is not None:
+        if not self.is_adaptive or not max_k or self._explored is not None:
             return False
-        return (num_seqs, most) != self._load or self._rounds_left <= 0
+        return (num_seqs, max_k) != self._load or self._rounds_left <= 0
 
     def choose(self, estimates: RoundEstimates) -> None:
         """Make a new choice for the next rounds."""
         num_seqs, before = len(estimates.max_drafts), self.choice
-        most = len(estimates.seconds) - 1
-        self._load = num_seqs, most
+        max_k = len(estimates.seconds) - 1
+        self._load = num_seqs, max_k
         self._budget = self._budgets[num_seqs.bit_length()]
         if self._budget.is_closed:
             self.choice = replace(before, num_draft_tokens=0)
@@ -270,14 +270,14 @@ class SpeculationPolicy:
     def _explore(self, estimates: RoundEstimates) -> None:
         """Begin to measure the alternative that ran least recently, if affordable."""
         choice, times = self.choice, estimates.times()
-        most, shape = times.shape[1] - 1, int(not self.choice.has_side_branches)
+        max_k, shape = times.shape[1] - 1, int(not self.choice.has_side_branches)
         alternatives = list[Choice]()
         if choice.num_draft_tokens:
             alternatives.append(replace(choice, num_draft_tokens=0))
-            if choice.num_draft_tokens < most:
-                alternatives.append(replace(choice, num_draft_tokens=most))
+            if choice.num_draft_tokens < max_k:
+                alternatives.append(replace(choice, num_draft_tokens=max_k))
             if shape:
-                k = most if estimates.is_whole_tree else choice.num_draft_tokens
+                k = max_k if estimates.is_whole_tree else choice.num_draft_tokens
                 alternatives.append(
                     replace(choice, num_draft_tokens=k, has_side_branches=True)
                 )
@@ -298,9 +298,9 @@ class SpeculationPolicy:
 
     def _key(self, choice: Choice) -> tuple[int, str]:
         """Identify an alternative: plain, most drafts, or with side branches."""
-        num_seqs, most = self._load or (1, 0)
+        num_seqs, max_k = self._load or (1, 0)
         kind = "side" if choice.has_side_branches else "chain"
-        if choice.num_draft_tokens in (0, most):
+        if choice.num_draft_tokens in (0, max_k):
             kind = f"{choice.num_draft_tokens}"
         return num_seqs.bit_length(), kind
 
