@@ -143,7 +143,9 @@ class Admitter:
         tokens = sum(padded(one.num_tokens) for one in waiting[:max_seqs])
         # Until others are compiled it serves all launches, also those with few tokens.
         tokens = min(tokens, FIRST_CHUNK)
-        return self._shapes.select(num_seqs, 0, tokens, features, is_brief=True).missing
+        return self._shapes.select(
+            num_seqs, 0, tokens, features, may_request_on_demand=False
+        ).missing
 
     def _promise(
         self, running: Sequence[Request], claims: PageClaims, pages: PlannedPages

@@ -83,7 +83,7 @@ class PageClaimer:
         if shape is None or shape.max_rounds == 1 or self._waiting:
             return 1
         # Other running requests prefill, await the draft model, or may have ended.
-        is_alone = len(rows) == len(running) and not decode.is_exception
+        is_alone = len(rows) == len(running) and not decode.lacks_drafts
         if (
             not is_alone
             or not table.only_final_output[rows].all()

@@ -160,7 +160,7 @@ class PrefillPlanner:
         newcomers: Sequence[Request],
         *,
         is_streaming: bool,
-        is_brief: bool,
+        may_request_on_demand: bool,
     ) -> PrefillBudget:
         """Return the prompt tokens that the next launch may include.
 
@@ -168,7 +168,7 @@ class PrefillPlanner:
             prefilling: Running requests whose prompt is not prefilled yet.
             newcomers: Waiting requests for which there is a row.
             is_streaming: A request streams its text, so prefill is paced.
-            is_brief: As for `Shapes.select`.
+            may_request_on_demand: As for `Shapes.select`.
         """
         num_seqs, num_draft_tokens = len(decode.rows), decode.num_draft_tokens
         features, tokens = decode.features, 0
@@ -182,7 +182,11 @@ class PrefillPlanner:
         missing = None
         if tokens:
             missing = self._shapes.select(
-                num_seqs, num_draft_tokens, tokens, features, is_brief=is_brief
+                num_seqs,
+                num_draft_tokens,
+                tokens,
+                features,
+                may_request_on_demand=may_request_on_demand,
             ).missing
         shapes = self._fast(compiled, decode, [*prefilling, *newcomers])
         num_tiles, account = shapes[-1].num_tiles if shapes else 0, None

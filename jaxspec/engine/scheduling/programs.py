@@ -298,24 +298,27 @@ class Shapes:
         num_prompt_tokens: int = 0,
         features: Features = SAMPLED,
         *,
-        is_brief: bool = False,
+        may_request_on_demand: bool = True,
         has_side_branches: bool = True,
     ) -> Selection:
         """Return the programs that serve a launch.
 
         Args:
             num_prompt_tokens: Rounded up to tiles, and down to `max_tiles`.
-            is_brief: Few such launches will follow: request no program that is only
-                compiled on demand.
+            may_request_on_demand: The missing program may be one that is compiled on
+                demand. If few such launches will follow, it must not, unless no other
+                program serves.
             has_side_branches: The drafts include the engine's side branches. If not, a
                 program with side branches serves until one without is compiled.
         """
         self._refresh()
         need = num_seqs, num_draft_tokens, num_prompt_tokens, features
-        key = *need, is_brief, has_side_branches
+        key = *need, may_request_on_demand, has_side_branches
         found = self._found.get(key)
         if found is None:
-            found = self._found[key] = self._select(*need, is_brief, has_side_branches)
+            found = self._found[key] = self._select(
+                *need, may_request_on_demand, has_side_branches
+            )
         return found
 
     def _select(
@@ -324,7 +327,7 @@ class Shapes:
         num_draft_tokens: int,
         num_prompt_tokens: int,
         features: Features,
-        is_brief: bool,
+        may_request_on_demand: bool,
         has_side_branches: bool,
     ) -> Selection:
         tokens = min(-(-num_prompt_tokens // TILE), self.max_tiles) * TILE
@@ -333,7 +336,11 @@ class Shapes:
         )
         compiled = next((shape for shape in able if shape in self._programs), None)
         best = next(
-            (shape for shape in able if not (is_brief and shape in self._on_demand)),
+            (
+                shape
+                for shape in able
+                if may_request_on_demand or shape not in self._on_demand
+            ),
             able[0],
         )
         is_better = compiled is None or able.index(best) < able.index(compiled)

@@ -272,13 +272,13 @@ class Scheduler:
                 # with drafts is being compiled, the rows wait for it: a short text
                 # would end before anything was drafted.
                 shape, better = self.shapes.select(
-                    len(rows), 0, 0, features, is_brief=True
+                    len(rows), 0, 0, features, may_request_on_demand=False
                 )
                 missing = *missing, better
         if shape is None:
-            return Decode(rows[:0], drafts[:0], is_exception=can_draft, missing=missing)
-        is_exception = can_draft and not max_k
-        return Decode(rows, drafts, max_k, shape, features, is_exception, missing)
+            return Decode(rows[:0], drafts[:0], lacks_drafts=can_draft, missing=missing)
+        lacks_drafts = can_draft and not max_k
+        return Decode(rows, drafts, max_k, shape, features, lacks_drafts, missing)
 
     def budget_prefill(self, decode: Decode, *, is_paced: bool = True) -> PrefillBudget:
         """Stage 2: the prompt tokens that the launch may include.
@@ -294,7 +294,9 @@ class Scheduler:
             prefilling,
             list(itertools.islice(self.waiting, len(self.rows.free))),
             is_streaming=is_paced and self._is_streaming(),
-            is_brief=self._is_brief(decode, self._max_draft_tokens),
+            may_request_on_demand=self._may_request_on_demand(
+                decode, self._max_draft_tokens
+            ),
         )
 
     def _is_streaming(self) -> bool:
@@ -306,9 +308,9 @@ class Scheduler:
             return len(rows) > 0
         return not bool(self.rows.awaits_draft(rows).all())
 
-    def _is_brief(self, decode: Decode, max_k: int) -> bool:
-        """Whether few launches without drafts will follow, as K is above 0."""
-        return not len(decode.rows) or min(self.policy.num_draft_tokens, max_k) > 0
+    def _may_request_on_demand(self, decode: Decode, max_k: int) -> bool:
+        """Whether many launches without drafts will follow: rows decode, and K is 0."""
+        return len(decode.rows) > 0 and not min(self.policy.num_draft_tokens, max_k)
 
     def claim_pages(self, decode: Decode, budget: PrefillBudget) -> PageClaims:
         """Stage 3: pages for running requests; if there are too few, preemptions."""
@@ -352,7 +354,7 @@ class Scheduler:
             decode.num_draft_tokens,
             sum(chunk.num_tiles for chunk in chunks) * TILE,
             features,
-            is_brief=self._is_brief(decode, max_k),
+            may_request_on_demand=self._may_request_on_demand(decode, max_k),
         )
         assert shape is not None, "no compiled program serves the planned launch"
         return LaunchPlan(*parts, shape, missing)

@@ -39,7 +39,7 @@ class Decode(NamedTuple):
         num_draft_tokens: The maximum of `drafts`.
         shape: The program for them, without prompts.
         features: Features that the rows need.
-        is_exception: The rows have no drafts in this launch, although K is above 0.
+        lacks_drafts: K is above 0, but no row can have drafts in this launch.
     """
 
     rows: np.ndarray
@@ -47,7 +47,7 @@ class Decode(NamedTuple):
     num_draft_tokens: int = 0
     shape: StepShape | None = None
     features: Features = NO_FEATURES
-    is_exception: bool = False
+    lacks_drafts: bool = False
     missing: Missing = ()
 
 
