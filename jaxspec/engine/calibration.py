@@ -3,7 +3,7 @@
 from jaxspec.config.engine import EngineConfig
 from jaxspec.engine.loader import Sleep
 from jaxspec.engine.runner import Runner
-from jaxspec.engine.scheduling.launch import OnDevice
+from jaxspec.engine.scheduling.launch import AsLaunchErrors
 from jaxspec.engine.scheduling.scheduler import Scheduler
 from jaxspec.engine.speculation.policy import SpeculationPolicy
 from jaxspec.engine.speculation.step_times import Round, StepTimes
@@ -88,7 +88,7 @@ class Calibrator:
             return
         taken = pages.take(count)
         try:
-            with OnDevice():
+            with AsLaunchErrors():
                 seconds = self._runner.time_round(round_, taken, context)
         finally:
             pages.release(taken)

@@ -39,7 +39,7 @@ class TextStream:
         self._joined = ""
         # Text after `_joined`. Joined when it is read: otherwise a long text would be
         # copied for each token.
-        self._late: list[str] = []
+        self._pieces: list[str] = []
         self._ids: list[int] = []
         self._read = 0  # ids whose text is in `_text`
         self._start = 0  # the first id of the context, which is decoded again
@@ -48,15 +48,15 @@ class TextStream:
 
     @property
     def _text(self) -> str:
-        if self._late:
-            self._joined += "".join(self._late)
-            self._late.clear()
+        if self._pieces:
+            self._joined += "".join(self._pieces)
+            self._pieces.clear()
         return self._joined
 
     @_text.setter
     def _text(self, text: str) -> None:
         self._joined = text
-        self._late.clear()
+        self._pieces.clear()
 
     @property
     def text(self) -> str:
@@ -91,7 +91,7 @@ class TextStream:
         """Add tokens of a request without stop strings; return the new text."""
         self._ids += token_ids
         if self._params.detokenize and self._read and self._append_plain():
-            return self._late[-1]
+            return self._pieces[-1]
         before = len(self._text)
         self._advance(is_end=False)
         return self._text[before:]
@@ -143,7 +143,7 @@ class TextStream:
             if text is None:
                 return False
             new += text
-        self._late.append(new)
+        self._pieces.append(new)
         self._known, self._read = None, len(self._ids)
         return True
 

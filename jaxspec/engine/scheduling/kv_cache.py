@@ -116,7 +116,7 @@ class PagePool:
             self._blank.append(page)
 
     def register(self, page: int, key: bytes, *, is_drafted: bool = True) -> bool:
-        """Make a held, full page findable; return False if an equal one already is.
+        """Make a full page in use findable; return False if an equal one already is.
 
         Args:
             is_drafted: It also has the draft model's keys and values. Such a page
@@ -193,7 +193,7 @@ class PagePool:
         return found
 
     def reset(self) -> bool:
-        """Drop all keys; do nothing and return False while any page is held."""
+        """Drop all keys; do nothing and return False while any page is in use."""
         if self.num_free < self.num_pages:
             return False
         if self._events is not None:
@@ -205,9 +205,9 @@ class PagePool:
         """Assert the invariant."""
         free = [*self._blank, *self._cached]
         assert len(set(free)) == len(free), "a page was freed twice"
-        held = {page for page, count in enumerate(self._holders) if count}
-        assert held.isdisjoint(free), "a held page is free"
-        assert len(held) + len(free) == self.num_pages, "a page was lost"
+        in_use = {page for page, count in enumerate(self._holders) if count}
+        assert in_use.isdisjoint(free), "a page in use is free"
+        assert len(in_use) + len(free) == self.num_pages, "a page was lost"
         assert set(self._cached) <= self._key_of.keys(), "a cached page has no key"
         assert not self._key_of.keys() & set(self._blank), "a findable page is blank"
         assert {key: page for page, key in self._key_of.items()} == self._page_of

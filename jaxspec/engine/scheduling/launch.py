@@ -38,7 +38,7 @@ class LaunchError(Exception):
         self.reason = reason
 
 
-class OnDevice:
+class AsLaunchErrors:
     """Turn any exception of device work into a `LaunchError`.
 
     Entered twice a round, in a fifth of the time that `contextlib` takes.

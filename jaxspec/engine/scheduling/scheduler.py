@@ -219,13 +219,13 @@ class Scheduler:
         max_k = int(max_drafts.max(initial=0)) if max_draft_tokens else 0
         if not (max_k and self._can_wait):
             return Candidates(rows, max_drafts, max_k)
-        is_late = self.rows.awaits_draft(rows)
-        if not np.count_nonzero(is_late):
+        is_lagging = self.rows.awaits_draft(rows)
+        if not np.count_nonzero(is_lagging):
             return Candidates(rows, max_drafts, max_k)
         # All rows will decode together soon: compile their program meanwhile.
         features = self.rows.features(rows)
         missing = self.shapes.select(len(rows), max_k, 0, features).missing
-        rows, max_drafts = rows[~is_late], max_drafts[~is_late]
+        rows, max_drafts = rows[~is_lagging], max_drafts[~is_lagging]
         max_k = int(max_drafts.max(initial=0))
         return Candidates(rows, max_drafts, max_k, missing)
 
@@ -494,12 +494,12 @@ class Scheduler:
         for request in self.waiting:
             request.num_unread = 0
         is_forgotten = self.pages.reset()
-        assert is_forgotten, "a page is held"
+        assert is_forgotten, "a page is in use"
 
     def check_idle(self) -> None:
         """Assert that ended requests hold nothing: only cached pages are left."""
         assert not self.has_unfinished()
         self.pages.check()
         self.rows.check()
-        assert self.pages.num_free == self.pages.num_pages, "a page is held"
+        assert self.pages.num_free == self.pages.num_pages, "a page is in use"
         assert len(self.rows.free) == self.config.max_num_seqs, "a row is taken"
