@@ -195,7 +195,7 @@ class EngineMetrics:
             self._expected_s.add(launch.expected_s)
             self._error_s += abs(took_s - launch.expected_s)
         if launch.decoding:
-            self._launches[launch.round.num_draft_tokens] += 1
+            self._launches[launch.round_kind.num_draft_tokens] += 1
 
     def add_step(self, host_s: float) -> None:
         """Count the host time of a step."""

@@ -29,7 +29,7 @@ from jaxspec.engine.memory.plan import (
 from jaxspec.engine.multihost.channel import HEARTBEAT_S, Followers, shape_values
 from jaxspec.engine.program_cache import ProgramCache
 from jaxspec.engine.scheduling.programs import EveryProgram, Programs
-from jaxspec.engine.speculation.step_times import Round
+from jaxspec.engine.speculation.step_times import RoundKind
 from jaxspec.engine.structured_output import TokenMasks, answer_masks
 from jaxspec.errors import ConfigError, EngineDeadError
 from jaxspec.jax_settings import find_devices, own_settings
@@ -297,7 +297,11 @@ class Runner:
             return self._arrays.call(step, shape, plan)
 
     def time_round(
-        self, round_: Round, pages: Sequence[int], context: int, num_runs: int = 3
+        self,
+        round_kind: RoundKind,
+        pages: Sequence[int],
+        context: int,
+        num_runs: int = 3,
     ) -> float:
         """Return the seconds of a round, measured while the engine is idle.
 
@@ -309,20 +313,20 @@ class Runner:
             num_runs: Consecutive rounds of one measurement; the faster of two counts.
         """
         values = dict(
-            shape=shape_values(round_.shape),
-            num_draft_tokens=round_.num_draft_tokens,
+            shape=shape_values(round_kind.shape),
+            num_draft_tokens=round_kind.num_draft_tokens,
             pages=list(map(int, pages)),
             context=context,
             num_runs=num_runs,
         )
         with self.together("time_round", values):
-            return self._time_round(round_, pages, context, num_runs)
+            return self._time_round(round_kind, pages, context, num_runs)
 
     @own_settings()
     def _time_round(
-        self, round_: Round, pages: Sequence[int], context: int, num_runs: int
+        self, round_kind: RoundKind, pages: Sequence[int], context: int, num_runs: int
     ) -> float:
-        shape, pool = round_.shape, self.pool
+        shape, pool = round_kind.shape, self.pool
         kept = self.state.rows
         temperature = 0.0 if shape.features.is_greedy else 1.0
         made = dummy_rows(pool, pages, context, temperature)
@@ -330,7 +334,9 @@ class Runner:
         self.state = dataclasses.replace(self.state, rows=rows)
         tile = Tile(row=0, start=0, tokens=np.zeros(TILE, np.int32), is_last=False)
         plan = StepPlan(
-            decode=[(row, round_.num_draft_tokens) for row in range(shape.num_seqs)],
+            decode=[
+                (row, round_kind.num_draft_tokens) for row in range(shape.num_seqs)
+            ],
             tiles=[tile] * shape.num_tiles,
         )
         vector = self.compiler.get(shape)[1].pack(plan)

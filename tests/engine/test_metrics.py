@@ -350,7 +350,7 @@ def test_predicted_time_precedes_the_round(monkeypatch: pytest.MonkeyPatch):
     def record_time(launch: Any, seconds: float) -> None:
         known.append(dict(engine.step_times.seconds))
         record(launch, seconds)
-        assert launch.expected_s == known[-1].get(launch.round)
+        assert launch.expected_s == known[-1].get(launch.round_kind)
 
     monkeypatch.setattr(metrics, "add_round", note)
     monkeypatch.setattr(engine.scheduler, "record_time", record_time)

@@ -24,7 +24,7 @@ from jaxspec.engine.multihost.channel import (
 from jaxspec.engine.multihost.facts import facts_of
 from jaxspec.engine.program_cache import facts
 from jaxspec.engine.runner import Runner, leave
-from jaxspec.engine.speculation.step_times import Round
+from jaxspec.engine.speculation.step_times import RoundKind
 from jaxspec.exit import COMPILER_THREAD
 
 _log = logging.getLogger(__name__)
@@ -91,9 +91,11 @@ class Follower:
                     daemon=True,
                 ).start()
             case "time_round":
-                round_ = Round(shape_of(values["shape"]), values["num_draft_tokens"])
+                round_kind = RoundKind(
+                    shape_of(values["shape"]), values["num_draft_tokens"]
+                )
                 runner.time_round(
-                    round_, values["pages"], values["context"], values["num_runs"]
+                    round_kind, values["pages"], values["context"], values["num_runs"]
                 )
             case "sleep":
                 self._wait(0)

@@ -98,7 +98,7 @@ def _commit_rounds(
     else:
         rows.count_read(launch.rows[has_row], launch.drafts[has_row], emitted[has_row])
     drafts = accepted = side = np.zeros(count, np.int64)
-    if launch.round.num_draft_tokens or result.num_accepted_nodes is not None:
+    if launch.round_kind.num_draft_tokens or result.num_accepted_nodes is not None:
         # A lookup in the sequence may have found fewer than were planned.
         drafts = np.minimum(result.num_draft_tokens[:count], launch.drafts)
         drafts = np.where(is_late & ~is_broken, 0, drafts)

@@ -18,7 +18,7 @@ from jaxspec.engine.scheduling.request import Request
 from jaxspec.engine.scheduling.row_table import RowTable
 from jaxspec.engine.speculation.acceptance import AcceptanceRates
 from jaxspec.engine.speculation.policy import SpeculationPolicy
-from jaxspec.engine.speculation.step_times import Round, StepTimes
+from jaxspec.engine.speculation.step_times import RoundKind, StepTimes
 from jaxspec.program.plan import NO_TOKEN, TILE, StepPlan, StepShape, Tile
 from jaxspec.program.wire import CaughtUp
 
@@ -256,7 +256,7 @@ class DraftPrefill:
         shape = self._shapes.select_catch_up(tiles).shape
         if shape is None:
             return 0.0
-        seconds = self._step_times.seconds.get(Round(shape), 0.0)
+        seconds = self._step_times.seconds.get(RoundKind(shape), 0.0)
         launches = -(-tiles // shape.num_tiles)
         left = self._rows.max_total[rows] - self._rows.num_tokens[rows]
         return launches * seconds / max(float(left.mean()), 1.0)
@@ -280,7 +280,9 @@ class DraftPrefill:
     def _tiles_within(self, seconds: float) -> int:
         """Return the tiles of the largest program that takes at most `seconds`."""
         shapes = self._shapes.catch_ups
-        known = [self._step_times.seconds.get(Round(one), math.inf) for one in shapes]
+        known = [
+            self._step_times.seconds.get(RoundKind(one), math.inf) for one in shapes
+        ]
         allowed = [
             shape.num_tiles
             for shape, one in zip(shapes, known, strict=True)

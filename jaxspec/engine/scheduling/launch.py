@@ -12,7 +12,7 @@ from jaxspec.engine.scheduling.kv_cache import PageTables
 from jaxspec.engine.scheduling.request import Request, Status
 from jaxspec.engine.scheduling.row_table import RowTable
 from jaxspec.engine.scheduling.stages import Admitted, Chunk
-from jaxspec.engine.speculation.step_times import Round
+from jaxspec.engine.speculation.step_times import RoundKind
 from jaxspec.engine.structured_output import Failure, GrammarState
 from jaxspec.program.plan import (
     NO_TOKEN,
@@ -71,7 +71,7 @@ class Launch:
         is_measure: `seconds` is typical of such rounds: the previous launch was of the
             same kind. Otherwise it may include host work for another program, for which
             the device had to wait.
-        round: Its program and number of drafts, which determine the time of a round.
+        round_kind: Its program and K, which determine the time of a round.
     """
 
     plan: StepPlan
@@ -87,12 +87,12 @@ class Launch:
     expected_s: float | None = None
     seconds: float = 0.0
     is_measure: bool = True
-    round: Round = field(init=False)
+    round_kind: RoundKind = field(init=False)
 
     def __post_init__(self) -> None:
         is_drafting = self.shape.num_draft_tokens > 0
         num_draft_tokens = int(self.drafts.max(initial=0)) if is_drafting else 0
-        self.round = Round(self.shape, num_draft_tokens)
+        self.round_kind = RoundKind(self.shape, num_draft_tokens)
 
     @property
     def num_rounds(self) -> int:

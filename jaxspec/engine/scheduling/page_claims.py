@@ -21,7 +21,7 @@ from jaxspec.engine.scheduling.stages import (
     PrefillBudget,
 )
 from jaxspec.engine.scheduling.waiting_queue import WaitingQueue
-from jaxspec.engine.speculation.step_times import Round
+from jaxspec.engine.speculation.step_times import RoundKind
 from jaxspec.program.plan import TILE
 
 
@@ -92,8 +92,8 @@ class PageClaimer:
             return 1
         if has_draft_model and shape.num_draft_tokens and table.lags(rows).any():
             return 1
-        round_ = Round(shape, decode.num_draft_tokens)
-        count = self._pacer.num_rounds(round_, shape.max_rounds)
+        round_kind = RoundKind(shape, decode.num_draft_tokens)
+        count = self._pacer.num_rounds(round_kind, shape.max_rounds)
         count = min(count, table.rounds_left(rows, decode.drafts))
         while count > 1 and not has_pages(self._tables, self._growing(decode, count)):
             count -= 1

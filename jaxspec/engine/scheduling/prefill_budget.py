@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from jaxspec.engine.scheduling.programs import Shapes
 from jaxspec.engine.scheduling.request import Request
 from jaxspec.engine.scheduling.stages import Decode, PacedChunk, PrefillBudget
-from jaxspec.engine.speculation.step_times import Round, StepTimes
+from jaxspec.engine.speculation.step_times import RoundKind, StepTimes
 from jaxspec.program.plan import TILE, StepShape
 
 MAX_SLOWDOWN = 1.5
@@ -50,7 +50,7 @@ class Pacer:
 
     def record(
         self,
-        round_: Round,
+        round_kind: RoundKind,
         seconds: float,
         charged_s: float | None = None,
         *,
@@ -63,25 +63,25 @@ class Pacer:
             is_measure: As for `StepTimes.record`.
         """
         seconds = self.step_times.record(
-            round_, seconds, charged_s, is_measure=is_measure
+            round_kind, seconds, charged_s, is_measure=is_measure
         )
         if charged_s is not None:
             self.saved_s += charged_s - seconds
-        if not round_.shape.chunk:
+        if not round_kind.shape.chunk:
             self.spare_s = (MAX_SLOWDOWN - 1) * seconds
 
     def begin(self, chunk: PacedChunk) -> None:
         """Apply the balance of a chunk that `chunk` has returned."""
         self.saved_s, self._num_waited = chunk.saved_s, chunk.num_waited
 
-    def num_rounds(self, round_: Round, max_rounds: int) -> int:
+    def num_rounds(self, round_kind: RoundKind, max_rounds: int) -> int:
         """Return how many such rounds one launch may run, at most `max_rounds`."""
-        seconds = self.step_times.expected(round_)
+        seconds = self.step_times.expected(round_kind)
         if seconds is None:
             return 1  # measure one round first
         return max(min(int(MAX_LAUNCH_S / seconds), max_rounds), 1)
 
-    def fastest(self, num_tokens: int, rounds: list[Round]) -> int:
+    def fastest(self, num_tokens: int, rounds: list[RoundKind]) -> int:
         """Return the index of the largest round needed to prefill in the least time.
 
         A launch computes its program's full size, padding included: two of 64 tokens
@@ -106,7 +106,7 @@ class Pacer:
             programs.append((chunk, share * seconds))
         return _soonest(num_tokens, programs)[-1]
 
-    def chunk(self, plain: Round, mixed: list[Round]) -> PacedChunk:
+    def chunk(self, plain: RoundKind, mixed: list[RoundKind]) -> PacedChunk:
         """Return the prompt tokens that the next round may include.
 
         Args:
@@ -129,7 +129,7 @@ class Pacer:
         saved_s = min(self.saved_s + allowance, max_saved_s + cost) - cost
         return PacedChunk(chosen, cost, saved_s, num_waited)
 
-    def _costs_of(self, base: float, mixed: list[Round]) -> list[float]:
+    def _costs_of(self, base: float, mixed: list[RoundKind]) -> list[float]:
         """Return the times of rounds; unknown ones in proportion to the one before.
 
         If no time is known, only the smallest chunk is tried.
@@ -193,9 +193,9 @@ class PrefillPlanner:
         if is_streaming:
             num_tiles = 0  # if no row can decode, prompts wait for the next read
             if decode.shape is not None and shapes:
-                mixed = [Round(shape, num_draft_tokens) for shape in shapes]
+                mixed = [RoundKind(shape, num_draft_tokens) for shape in shapes]
                 account = self._pacer.chunk(
-                    Round(decode.shape, num_draft_tokens), mixed
+                    RoundKind(decode.shape, num_draft_tokens), mixed
                 )
                 num_tiles = account.num_tokens // TILE
         return PrefillBudget(tuple(shapes), num_tiles, account, missing)
@@ -218,7 +218,7 @@ class PrefillPlanner:
             if shape.num_seqs >= num_seqs - 1 or shape.num_tiles >= num_tiles
         ]
         usable = usable or shapes
-        rounds = [Round(shape, decode.num_draft_tokens) for shape in usable]
+        rounds = [RoundKind(shape, decode.num_draft_tokens) for shape in usable]
         best = usable[self._pacer.fastest(num_tiles * TILE, rounds)]
         return shapes[: shapes.index(best) + 1]
 

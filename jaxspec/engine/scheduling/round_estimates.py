@@ -13,7 +13,7 @@ from jaxspec.engine.scheduling.row_table import RowTable
 from jaxspec.engine.speculation.acceptance import AcceptanceRates, Kind
 from jaxspec.engine.speculation.constants import CONSTANTS
 from jaxspec.engine.speculation.policy import RoundEstimates, SpeculationPolicy
-from jaxspec.engine.speculation.step_times import Round, StepTimes
+from jaxspec.engine.speculation.step_times import RoundKind, StepTimes
 from jaxspec.program.plan import COUPLED, Features, StepShape
 from jaxspec.program.wire import StepResult
 
@@ -140,7 +140,7 @@ class RoundEstimator:
             if shape is None or (k and not has_side_branches and shape.template):
                 found.append(None)
             else:
-                found.append(self._step_times.expected(Round(shape, k)))
+                found.append(self._step_times.expected(RoundKind(shape, k)))
         return found
 
     def record_runs(self, launch: Launch, result: StepResult) -> None:
@@ -177,14 +177,14 @@ class RoundEstimator:
             self._policy.end_exploration()
         if launch.shape.chunk or not count:
             return
-        num_draft_tokens = launch.round.num_draft_tokens
+        num_draft_tokens = launch.round_kind.num_draft_tokens
         num_emitted, plain_s = count, None
         if num_draft_tokens:  # otherwise nothing is compared
             num_emitted = int(result.num_emitted[:count].sum())
             plain = self._shapes.select(count, 0, 0, launch.shape.features)
             self._shapes.request_compile(plain.missing)
             if plain.shape is not None:
-                plain_s = self._step_times.expected(Round(plain.shape))
+                plain_s = self._step_times.expected(RoundKind(plain.shape))
         self._policy.record_round(
             count, num_draft_tokens, num_emitted, launch.seconds, plain_s
         )
