@@ -79,17 +79,17 @@ class Calibrator:
     def _run(self, scheduler: Scheduler, round_kind: RoundKind) -> None:
         """Time a round over dummy sequences."""
         self.timed.add(round_kind)
-        pages, size = scheduler.pages, self._config.page_size
+        pool, size = scheduler.pool, self._config.page_size
         tree = scheduler.shapes.tree(self._config.num_draft_tokens)
         lookahead = 8 * tree.max_emitted + tree.num_rows - tree.max_emitted
         context = min(CONTEXT, self._config.max_model_len - lookahead)
         count = -(-(context + lookahead) // size)
-        if context < TILE or count > pages.num_free:
+        if context < TILE or count > pool.num_free:
             return
-        taken = pages.take(count)
+        taken = pool.take(count)
         try:
             with AsLaunchErrors():
                 seconds = self._runner.time_round(round_kind, taken, context)
         finally:
-            pages.release(taken)
+            pool.release(taken)
         self._step_times.seed(round_kind, seconds)

@@ -454,13 +454,13 @@ class LLMEngine:
     @exclusive
     def load(self) -> Load:
         """Return the current load of the engine."""
-        scheduler, pages = self.scheduler, self.scheduler.pages
+        scheduler, pool = self.scheduler, self.scheduler.pool
         policy, acceptance = self.policy, self.acceptance
         return Load(
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting),
             num_deferred=scheduler.num_deferred,
-            kv_usage=1 - pages.num_free / pages.num_pages,
+            kv_usage=1 - pool.num_free / pool.num_pages,
             sleep_level=self._sleep.level,
             num_compiles=self.runner.num_compiles,
             compile_s=self.runner.compile_s,

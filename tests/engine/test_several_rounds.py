@@ -195,7 +195,7 @@ def test_rounds_are_limited_by_free_pages(num_free):
     loop.scheduler.add(request)
     while not loop.launches or loop.launches[-1].num_rounds < STEPS:
         loop.step()
-    pages = loop.scheduler.pages
+    pages = loop.scheduler.pool
     taken = pages.take(pages.num_free - num_free)
     count = len(loop.launches)
     loop.step()

@@ -68,7 +68,7 @@ class Scheduler:
         self.step_times = step_times or StepTimes()
         self.acceptance = acceptance or make_acceptance(config, policy)
         self.tables = PageTables(config, self.stats, page_events)
-        self.pages = self.tables.pool
+        self.pool = self.tables.pool
         speculative = config.speculative
         longest_drafted = speculative.max_model_len if speculative else None
         longest_drafted = longest_drafted or config.max_model_len
@@ -132,7 +132,7 @@ class Scheduler:
 
     def reset_prefix_cache(self) -> bool:
         """Drop all pages of ended requests; return False while any page is in use."""
-        return self.pages.reset()
+        return self.pool.reset()
 
     @property
     def _max_draft_tokens(self) -> int:
@@ -451,7 +451,7 @@ class Scheduler:
         for part in advance.parts:
             if part.is_broken:
                 # No later request may reuse these pages.
-                self.pages.forget(part.request.pages)
+                self.pool.forget(part.request.pages)
         if result.is_draft_broken[: len(launch.rows)].any():
             self.policy.stop("the draft model's numbers are NaN or infinite")
         if self.policy.stop_reason is not None:
@@ -493,13 +493,13 @@ class Scheduler:
             self._preempt(request)
         for request in self.waiting:
             request.num_unread = 0
-        is_forgotten = self.pages.reset()
+        is_forgotten = self.pool.reset()
         assert is_forgotten, "a page is in use"
 
     def check_idle(self) -> None:
         """Assert that ended requests hold nothing: only cached pages are left."""
         assert not self.has_unfinished()
-        self.pages.check()
+        self.pool.check()
         self.rows.check()
-        assert self.pages.num_free == self.pages.num_pages, "a page is in use"
+        assert self.pool.num_free == self.pool.num_pages, "a page is in use"
         assert len(self.rows.free) == self.config.max_num_seqs, "a row is taken"

@@ -135,7 +135,7 @@ def state_of(loop: Loop, programs: SomePrograms) -> list[Any]:
     known = [vars(one) | {"page_keys": None} for one in requests]
     parts = (
         scheduler.rows,
-        scheduler.pages,
+        scheduler.pool,
         scheduler.pacer,
         scheduler.policy,
         scheduler.acceptance,
