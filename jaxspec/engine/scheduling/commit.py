@@ -46,25 +46,25 @@ def commit(
     for index, (tile, request) in enumerate(
         zip(launch.plan.tiles, launch.tiled, strict=True)
     ):
-        found = _prompt_logprobs(result, index, tile, request)
+        prompt_logprobs = _prompt_logprobs(result, index, tile, request)
         part = _commit_first(result, index, request, rows) if tile.is_last else None
         if part is not None:
             stats.num_generated_tokens += len(part.token_ids)
             if request.only_final_output and not part.is_done:
                 advance.only_final.append(request)
                 continue
-            part.prompt_logprobs = found
+            part.prompt_logprobs = prompt_logprobs
             advance.parts.append(part)
         elif request.status is not Status.FINISHED:
             if tile.is_last:
                 advance.late.append(request)
-            if found is not None:
+            if prompt_logprobs is not None:
                 advance.parts.append(
                     Progress(
                         request=request,
                         token_ids=[],
                         is_done=False,
-                        prompt_logprobs=found,
+                        prompt_logprobs=prompt_logprobs,
                     )
                 )
     return advance
@@ -188,9 +188,9 @@ def _commit_first(
     if request.row < 0:
         request.num_unread -= 1
     else:
-        one = np.array([request.row])
+        row = np.array([request.row])
         new = np.array([0 if is_broken or request.is_late else 1])
-        rows.count_read(one, np.zeros(1, np.int64), new)
+        rows.count_read(row, np.zeros(1, np.int64), new)
     if is_broken:
         return Progress(request=request, token_ids=[], is_done=True, is_broken=True)
     if request.is_late:
@@ -212,8 +212,8 @@ def _prompt_logprobs(
     result: StepResult, index: int, tile: Tile, request: Request
 ) -> TokenLogprobs | None:
     """Return the prompt logprobs of a tile that were not returned before."""
-    found = result.prompt_logprobs
-    if found is None or request.features.num_prompt_logprobs is None:
+    logprobs = result.prompt_logprobs
+    if logprobs is None or request.features.num_prompt_logprobs is None:
         return None
     # Position t has the logprobs of token t + 1; the last belongs to a generated token.
     end = tile.start + len(tile.tokens)
@@ -223,8 +223,8 @@ def _prompt_logprobs(
         return None
     request.num_prompt_logprobs = last
     # Tokens are right-aligned in their tile.
-    return _pick(found, (index, slice(TILE - end + first, TILE - end + last)))
+    return _pick(logprobs, (index, slice(TILE - end + first, TILE - end + last)))
 
 
-def _pick(found: TokenLogprobs, where: slice | tuple[int, slice]) -> TokenLogprobs:
-    return TokenLogprobs(*(values[where] for values in found))
+def _pick(logprobs: TokenLogprobs, where: slice | tuple[int, slice]) -> TokenLogprobs:
+    return TokenLogprobs(*(values[where] for values in logprobs))

@@ -280,13 +280,11 @@ class DraftPrefill:
     def _tiles_within(self, seconds: float) -> int:
         """Return the tiles of the largest program that takes at most `seconds`."""
         shapes = self._shapes.catch_ups
-        known = [
-            self._step_times.seconds.get(RoundKind(one), math.inf) for one in shapes
-        ]
+        times = self._step_times.seconds
         allowed = [
             shape.num_tiles
-            for shape, one in zip(shapes, known, strict=True)
-            if one <= seconds
+            for shape in shapes
+            if times.get(RoundKind(shape), math.inf) <= seconds
         ]
         return max(allowed, default=shapes[0].num_tiles)
 

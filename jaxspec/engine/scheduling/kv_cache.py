@@ -184,13 +184,13 @@ class PagePool:
 
     def find(self, keys: Iterable[bytes]) -> list[int]:
         """Return the pages of the longest prefix of keys that are in the cache."""
-        found = []
+        pages = []
         for key in keys:
             page = self._page_of.get(key)
             if page is None:
                 break
-            found.append(page)
-        return found
+            pages.append(page)
+        return pages
 
     def reset(self) -> bool:
         """Drop all keys; do nothing and return False while any page is in use."""
@@ -264,14 +264,14 @@ class PageTables:
         """Return the number of full pages once the leading positions are written."""
         return min(num_complete, request.num_tokens - self._num_ahead) // self.page_size
 
-    def begin(self, request: Request, found: list[int]) -> None:
+    def begin(self, request: Request, cached: list[int]) -> None:
         """Assign a request the pages that were found in the prefix cache."""
         assert not request.pages
-        self.pool.share(found)
-        request.pages = list(found)
-        request.num_registered = len(found)
-        request.num_prefilled = len(found) * self.page_size
-        request.num_draft_cached = self.pool.num_draft_cached(found) * self.page_size
+        self.pool.share(cached)
+        request.pages = list(cached)
+        request.num_registered = len(cached)
+        request.num_prefilled = len(cached) * self.page_size
+        request.num_draft_cached = self.pool.num_draft_cached(cached) * self.page_size
         if request.num_cached_tokens is None:
             request.num_cached_tokens = request.num_prefilled
             if request.can_read_prefix_cache and self._root(request) is not None:
@@ -413,32 +413,32 @@ class PlannedPages:
 
     def find(self, request: Request) -> list[int | None]:
         """Return a waiting request's cached pages; None for pages the plan fills."""
-        found = list[int | None]()
+        pages = list[int | None]()
         for key in self._tables.reusable_keys(request):
             page = self._find(key)
             if page is None and key not in self._new_keys:
                 break
-            found.append(page)
-        return found
+            pages.append(page)
+        return pages
 
     def _find(self, key: bytes) -> int | None:
         page = self._pool._page_of.get(key)
         return None if page in self._evicted else page
 
-    def num_revived(self, found: Iterable[int | None]) -> int:
-        """Count the found pages that have no holder yet."""
-        return len(self._free_of(found))
+    def num_revived(self, cached: Iterable[int | None]) -> int:
+        """Count the cached pages that have no holder yet."""
+        return len(self._free_of(cached))
 
-    def _free_of(self, found: Iterable[int | None]) -> set[int]:
+    def _free_of(self, cached: Iterable[int | None]) -> set[int]:
         is_free = self._pool.is_free
         return {
             page
-            for page in found
+            for page in cached
             if page is not None and page not in self._revived and is_free(page)
         }
 
-    def begin(self, request: Request, found: list[int | None], end: int) -> None:
+    def begin(self, request: Request, cached: list[int | None], end: int) -> None:
         """Admit a request whose prompt is prefilled up to a position."""
-        self._revived |= self._free_of(found)
-        self.grow(request, end + 1, len(found))
-        self.register(request, len(found), end)
+        self._revived |= self._free_of(cached)
+        self.grow(request, end + 1, len(cached))
+        self.register(request, len(cached), end)

@@ -181,13 +181,13 @@ class LaunchBuilder:
         chunk, request = admitted.chunk, admitted.chunk.request
         request.tokens_to_prefill = request.tokens(0, request.num_tokens)
         keys = self._tables.reusable_keys(request)[: admitted.num_found]
-        found = self._tables.pool.find(keys)
-        assert len(found) == admitted.num_found, "a planned page was evicted"
+        cached = self._tables.pool.find(keys)
+        assert len(cached) == admitted.num_found, "a planned page was evicted"
         self._rows.admit(request, longest)
-        self._tables.begin(request, found)
+        self._tables.begin(request, cached)
         request.status = Status.PREFILL
         self.admissions.append(_admission(request))
-        self.updates += [(request.row, i, page) for i, page in enumerate(found)]
+        self.updates += [(request.row, i, page) for i, page in enumerate(cached)]
         self.updates += self._tables.grow(request, chunk.end + 1)
         self.prefill(chunk)
 

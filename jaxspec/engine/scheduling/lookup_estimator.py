@@ -76,8 +76,8 @@ class TextIndex:
             self._earlier.append(-1)
             return
         word = 0
-        for one in tokens[-self._key :]:
-            word = (word ^ one) * _PRIME & _WORD
+        for value in tokens[-self._key :]:
+            word = (word ^ value) * _PRIME & _WORD
         bucket = (word ^ word >> 15) & self._mask
         self._earlier.append(self._latest[bucket])
         self._latest[bucket] = place
@@ -130,10 +130,10 @@ class TextIndex:
             place = earlier[-1]
         else:
             word = 0
-            for one in newest[-self._key :]:
-                word = (word ^ one) * _PRIME & _WORD
+            for value in newest[-self._key :]:
+                word = (word ^ value) * _PRIME & _WORD
             place = self._latest[(word ^ word >> 15) & self._mask]
-        best, found, last = self._key, [], len(newest) - 1
+        best, places, last = self._key, [], len(newest) - 1
         longest = min(longest, len(newest))
         for _ in range(MAX_COMPARED):
             if place < 0:
@@ -142,11 +142,11 @@ class TextIndex:
             while length < room and tokens[place - length] == newest[last - length]:
                 length += 1
             if length > best:
-                best, found = length, [place]
+                best, places = length, [place]
             elif length == best:
-                found.append(place)
+                places.append(place)
             place = earlier[place]
-        return best, found
+        return best, places
 
     def after(self, place: int, count: int) -> list[int]:
         """Return `count` tokens after a position, repeated if the text ends before."""
@@ -172,7 +172,9 @@ def best_text(texts: list[list[int]], min_share: int) -> list[int]:
         agreeing, expected, count = texts, 0, 0
         for place, token in enumerate(text):
             agreeing = [
-                one for one in agreeing if len(one) > place and one[place] == token
+                other
+                for other in agreeing
+                if len(other) > place and other[place] == token
             ]
             share = len(agreeing) * unit
             if share < min_share:
@@ -345,7 +347,7 @@ class LookupEstimator:
         texts = list[list[int]]()
         if places and length >= rule.shortest:
             count = min(rule.limits[length], request.num_draft_tokens)
-            texts = [index.after(one, count) for one in places[: rule.num_matches]]
+            texts = [index.after(place, count) for place in places[: rule.num_matches]]
         if self._answers is not None:
             other, others = self._answers.find(request, index.tokens, rule)
             if others and (not texts or other > length):
@@ -358,7 +360,7 @@ class LookupEstimator:
         rows = np.flatnonzero(self._reached.any(axis=1) | (self._num_rounds > 0))
         if not len(rows):
             return None
-        found = PredictedRounds(
+        predicted = PredictedRounds(
             rows,
             self._reached[rows],
             self._accepted[rows],
@@ -368,4 +370,4 @@ class LookupEstimator:
         for counts in (self._reached, self._accepted, self._num_rounds):
             counts[rows] = 0
         self._num_compared = 0
-        return found
+        return predicted

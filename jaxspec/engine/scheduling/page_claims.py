@@ -57,8 +57,8 @@ class PageClaimer:
         if has_pages(self._tables, claims):
             return PageClaims(tuple(claims), rows, drafts, chunks, num_rounds)
         grants = grant_by_rank(self._tables, claims, running, self._waiting.rank)
-        unserved = [one.request.row for one in grants if not one.is_granted]
-        unserved += [one.row for grant in grants for one in grant.preempted]
+        unserved = [grant.request.row for grant in grants if not grant.is_granted]
+        unserved += [request.row for grant in grants for request in grant.preempted]
         is_served = ~np.isin(rows, unserved)
         return PageClaims(
             grants,
@@ -132,7 +132,7 @@ def chunks_of(prefilling: Iterable[Request], num_tiles: int) -> tuple[Chunk, ...
 
 def has_pages(tables: PageTables, claims: Iterable[Grant]) -> bool:
     """Return whether the pool has enough pages for all claims."""
-    needed = sum(tables.missing(one.request, one.num_tokens) for one in claims)
+    needed = sum(tables.missing(claim.request, claim.num_tokens) for claim in claims)
     return needed <= tables.pool.num_free
 
 
@@ -150,7 +150,7 @@ def grant_by_rank(
     left, preempted = sorted(running, key=rank), set[int]()
     num_free, released = tables.pool.num_free, Counter[int]()
     grants = list[Grant]()
-    for claim in sorted(claims, key=lambda one: rank(one.request)):
+    for claim in sorted(claims, key=lambda claim: rank(claim.request)):
         request, victims = claim.request, list[Request]()
         if request.row in preempted:
             continue

@@ -92,9 +92,9 @@ class Pacer:
         Args:
             rounds: From the smallest chunk.
         """
-        known = [self.step_times.seconds.get(one) for one in rounds]
-        chunks = [one.shape.chunk for one in rounds]
-        measured = [index for index, one in enumerate(known) if one is not None]
+        known = [self.step_times.seconds.get(kind) for kind in rounds]
+        chunks = [kind.shape.chunk for kind in rounds]
+        measured = [index for index, time_s in enumerate(known) if time_s is not None]
         if not measured:
             return len(rounds) - 1
         programs = []
@@ -117,7 +117,8 @@ class Pacer:
         if base is None:  # measure one round first
             return PacedChunk(0, None, self.saved_s, self._num_waited)
         allowance = MAX_SLOWDOWN * base
-        costs, chunks = self._costs_of(base, mixed), [one.shape.chunk for one in mixed]
+        costs = self._costs_of(base, mixed)
+        chunks = [kind.shape.chunk for kind in mixed]
         chosen, cost = 0, base
         for size, seconds in zip(chunks, costs, strict=True):
             if seconds <= (allowance + self.saved_s) * ROUNDING:
@@ -134,12 +135,12 @@ class Pacer:
 
         If no time is known, only the smallest chunk is tried.
         """
-        found = [self.step_times.seconds.get(one) for one in mixed]
-        if found[0] is None:
+        times = [self.step_times.seconds.get(kind) for kind in mixed]
+        if times[0] is None:
             return [base] + [math.inf] * (len(mixed) - 1)
-        chunks = [one.shape.chunk for one in mixed]
-        costs = [found[0]]
-        for index, known in enumerate(found[1:], 1):
+        chunks = [kind.shape.chunk for kind in mixed]
+        costs = [times[0]]
+        for index, known in enumerate(times[1:], 1):
             if known is None:
                 more = costs[-1] - base
                 known = base + more * chunks[index] / chunks[index - 1]
@@ -244,10 +245,10 @@ def _soonest(
     if not programs:
         return math.inf, 0, 0
     *smaller, (chunk, seconds) = programs
-    found = [_soonest(num_tokens, smaller)]
+    ways = [_soonest(num_tokens, smaller)]
     for count in (num_tokens // chunk, -(-num_tokens // chunk)):
         if count:
             rest_s, launches, _ = _soonest(num_tokens - count * chunk, smaller)
-            found.append((count * seconds + rest_s, count + launches, len(smaller)))
+            ways.append((count * seconds + rest_s, count + launches, len(smaller)))
     # Among equals: the fewest launches, then the smallest program.
-    return min(found)
+    return min(ways)

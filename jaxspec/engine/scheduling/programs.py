@@ -255,10 +255,10 @@ class Shapes:
         wanted = min(-(-tokens // TILE) * TILE * self._config.max_num_seqs, budget)
         chunks = sorted({shape.chunk for shape in listed})
         last = next((chunk for chunk in chunks if chunk >= wanted), chunks[-1])
-        kept = [shape for shape in listed if shape.chunk <= last]
+        chosen = [shape for shape in listed if shape.chunk <= last]
         if not with_on_demand:
-            kept = [shape for shape in kept if shape not in self._on_demand]
-        return list(dict.fromkeys(kept))
+            chosen = [shape for shape in chosen if shape not in self._on_demand]
+        return list(dict.fromkeys(chosen))
 
     def is_on_demand(self, shape: StepShape) -> bool:
         """Whether a program is compiled on demand; a larger one serves until then."""
@@ -314,12 +314,12 @@ class Shapes:
         self._refresh()
         need = num_seqs, num_draft_tokens, num_prompt_tokens, features
         key = *need, may_request_on_demand, has_side_branches
-        found = self._found.get(key)
-        if found is None:
-            found = self._found[key] = self._select(
+        selection = self._found.get(key)
+        if selection is None:
+            selection = self._found[key] = self._select(
                 *need, may_request_on_demand, has_side_branches
             )
-        return found
+        return selection
 
     def _select(
         self,
@@ -411,11 +411,11 @@ class Shapes:
         # Stable sort: among equal sizes the cheapest features remain first.
         return sorted(
             able,
-            key=lambda one: (
-                one.num_draft_tokens,
-                one.chunk,
-                one.num_seqs,
-                not self._is_chain(one),
+            key=lambda shape: (
+                shape.num_draft_tokens,
+                shape.chunk,
+                shape.num_seqs,
+                not self._is_chain(shape),
             ),
         )
 

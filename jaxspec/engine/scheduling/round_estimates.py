@@ -82,27 +82,27 @@ class RoundEstimator:
 
     def count_lookups(self) -> None:
         """Add the acceptance estimated by lookups since the last call."""
-        found = self._lookups and self._lookups.take()
-        if found:
-            self.acceptance.record_predicted(*found)
+        predicted = self._lookups and self._lookups.take()
+        if predicted:
+            self.acceptance.record_predicted(*predicted)
 
     def missing(
         self, rows: np.ndarray, max_drafts: np.ndarray, features: Features
     ) -> list[StepShape | None]:
         """Return the missing programs, without which choices cannot be compared."""
         draft_lengths = sorted({0, int(max_drafts.max())})
-        found = list[StepShape | None]()
+        missing = list[StepShape | None]()
         for has_side_branches in (False, True):
             if has_side_branches or self._shapes.has_chains:
-                found += [
+                missing += [
                     self._shapes.select(
                         len(rows), k, 0, features, has_side_branches=has_side_branches
                     ).missing
                     for k in draft_lengths
                 ]
             if not has_side_branches and self._has_draft_model:
-                found.append(self._draft_prefill.missing(rows))
-        return found
+                missing.append(self._draft_prefill.missing(rows))
+        return missing
 
     def estimate(
         self, rows: np.ndarray, max_drafts: np.ndarray, features: Features
@@ -132,16 +132,16 @@ class RoundEstimator:
         self, num_seqs: int, max_k: int, features: Features, *, has_side_branches: bool
     ) -> list[float | None]:
         """Return the time of a round by K, None where unknown."""
-        found: list[float | None] = []
+        seconds: list[float | None] = []
         for k in range(max_k + 1):
             shape = self._shapes.find(
                 num_seqs, k, 0, features, has_side_branches=has_side_branches
             )
             if shape is None or (k and not has_side_branches and shape.template):
-                found.append(None)
+                seconds.append(None)
             else:
-                found.append(self._step_times.expected(RoundKind(shape, k)))
-        return found
+                seconds.append(self._step_times.expected(RoundKind(shape, k)))
+        return seconds
 
     def record_runs(self, launch: Launch, result: StepResult) -> None:
         """Record the number of newest tokens that a lookup predicted in a row."""

@@ -139,9 +139,9 @@ class RowTable:
     def owners_of(self, rows: list[int]) -> list[Request]:
         """Return the requests in these rows."""
         requests = self.requests
-        found = [request for row in rows if (request := requests[row]) is not None]
-        assert len(found) == len(rows), f"of rows {rows} some are free"
-        return found
+        owners = [request for row in rows if (request := requests[row]) is not None]
+        assert len(owners) == len(rows), f"of rows {rows} some are free"
+        return owners
 
     def features(self, rows: np.ndarray) -> Features:
         """Return the program features that a launch of these decoding rows needs."""

@@ -112,8 +112,8 @@ class Scheduler:
 
     @property
     def _has_draft_model(self) -> bool:
-        has_one = self.config.draft_model_config is not None
-        return has_one and not self.policy.is_stopped
+        is_configured = self.config.draft_model_config is not None
+        return is_configured and not self.policy.is_stopped
 
     def add(self, request: Request) -> None:
         """Queue a request."""
@@ -123,7 +123,8 @@ class Scheduler:
     def num_deferred(self) -> int:
         """Number of waiting requests whose program is not compiled yet."""
         return sum(
-            not self._admitter.has_program(one, self.running) for one in self.waiting
+            not self._admitter.has_program(request, self.running)
+            for request in self.waiting
         )
 
     def has_unfinished(self) -> bool:
@@ -152,7 +153,7 @@ class Scheduler:
     def _prefilling(self) -> list[Request]:
         if np.count_nonzero(self.rows.is_decoding) == len(self.running):
             return []  # most rounds; hundreds of requests may run
-        return [one for one in self.running if one.status is Status.PREFILL]
+        return [request for request in self.running if request.status is Status.PREFILL]
 
     def plan(self) -> Launch | None:
         """Plan the next launch; return None if one must be read first."""
@@ -337,7 +338,7 @@ class Scheduler:
         parts = decode, budget, claims, admissions
         if not (claims.chunks or admissions.admitted):
             return LaunchPlan(*parts, decode.shape if len(claims.rows) else None)
-        chunks = [*claims.chunks, *(one.chunk for one in admissions.admitted)]
+        chunks = [*claims.chunks, *(admitted.chunk for admitted in admissions.admitted)]
         features = self.rows.features(claims.rows)
         for chunk in chunks:
             features |= chunk.request.features

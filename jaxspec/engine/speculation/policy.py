@@ -176,7 +176,7 @@ class SpeculationPolicy:
     @property
     def num_stops(self) -> int:
         """How often a loss budget was used up."""
-        return sum(one.num_closed for one in self._budgets.values())
+        return sum(budget.num_closed for budget in self._budgets.values())
 
     @property
     def is_stopped(self) -> bool:

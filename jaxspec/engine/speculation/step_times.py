@@ -82,9 +82,9 @@ class StepTimes:
             None if no smaller or no larger K was measured: the cost of more drafts
             than were ever tried is unknown.
         """
-        found = self.seconds.get(round_kind)
-        if found is not None:
-            return found
+        measured = self.seconds.get(round_kind)
+        if measured is not None:
+            return measured
         shape, num_draft_tokens = round_kind
         known = {
             k: seconds
