@@ -343,7 +343,7 @@ class AsyncLLMEngine:
     async def _each_driver(
         self, function_of: Callable[[EngineDriver], Callable[[LLMEngine], T]]
     ) -> list[T]:
-        called = [one.thread.call(function_of(one)) for one in self._drivers]
+        called = [driver.thread.call(function_of(driver)) for driver in self._drivers]
         return await asyncio.gather(*map(_done, called))
 
 
@@ -368,6 +368,8 @@ def _check_sound(output: RequestOutput) -> None:
     Raises:
         EngineGenerateError: With the reason.
     """
-    for one in output.outputs:
-        if one.finish_reason == "error":
-            raise EngineGenerateError(f"{one.stop_reason} Other requests continue.")
+    for completion in output.outputs:
+        if completion.finish_reason == "error":
+            raise EngineGenerateError(
+                f"{completion.stop_reason} Other requests continue."
+            )

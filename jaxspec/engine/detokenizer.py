@@ -261,7 +261,7 @@ class LogprobStream:
         chosen: Sequence[int] = (),
     ) -> LogprobsOnePosition:
         # As in vLLM: the token itself comes first, wherever it ranks.
-        found: dict[int, tuple[float, int | None]] = {
+        candidates: dict[int, tuple[float, int | None]] = {
             token: (float(values.own[index]), int(values.rank[index]))
         }
         returns_all = num_requested == -1 or chosen
@@ -272,14 +272,14 @@ class LogprobStream:
             ranks = {candidate: rank for rank, candidate in enumerate(top_ids, 1)}
             own = values.chosen[index, : len(chosen)].tolist()
             for candidate, value in zip(chosen, own, strict=True):
-                found.setdefault(candidate, (value, ranks.get(candidate)))
+                candidates.setdefault(candidate, (value, ranks.get(candidate)))
         else:
             top = values.top[index, :count].tolist()
             for rank, (other, value) in enumerate(zip(top_ids, top, strict=True), 1):
-                found.setdefault(other, (value, rank))
+                candidates.setdefault(other, (value, rank))
         return {
             candidate: Logprob(value, rank, self._text(candidate))
-            for candidate, (value, rank) in found.items()
+            for candidate, (value, rank) in candidates.items()
         }
 
     def _text(self, token: int) -> str | None:

@@ -374,10 +374,10 @@ def make_controls(
     return None if controls == TokenControls() else controls
 
 
-def _bad_words(given: list[str], tokenizer: Tokenizer) -> tuple[Word, ...]:
+def _bad_words(texts: list[str], tokenizer: Tokenizer) -> tuple[Word, ...]:
     """Spell every word in token ids, as the start of a text and after a space."""
     words: list[Word] = []
-    for text in given:
+    for text in texts:
         bare = text.lstrip(" ")
         for form in (bare, f" {bare}") if bare else (text,):
             ids = tokenizer.encode(
@@ -394,15 +394,15 @@ def _bad_words(given: list[str], tokenizer: Tokenizer) -> tuple[Word, ...]:
             words.append(tuple(ids))
     unique = dict.fromkeys(words)
     # A word that ends in another bad word is covered by it.
-    kept = tuple(
+    spellings = tuple(
         word
         for word in unique
         if not any(word[start:] in unique for start in range(1, len(word)))
     )
-    if len(kept) > MAX_BAD_WORDS:
+    if len(spellings) > MAX_BAD_WORDS:
         allowed = f"at most {MAX_BAD_WORDS} spellings in token ids"
-        raise _too_many("bad_words", allowed, len(kept))
-    return kept
+        raise _too_many("bad_words", allowed, len(spellings))
+    return spellings
 
 
 def _check_some_left(

@@ -419,8 +419,8 @@ class LLMEngine:
         self._end(ids, "abort")
 
     def _end(self, ids: Iterable[str], reason: str) -> None:
-        for one in ids:
-            for request in self.output_processor.requests_of(one):
+        for request_id in ids:
+            for request in self.output_processor.requests_of(request_id):
                 self.scheduler.finish(request, reason, None)
                 self.output_processor.close(request)
 

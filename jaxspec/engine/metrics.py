@@ -334,8 +334,8 @@ class EngineMetrics:
             ),
             self._gauge("memory_limit_bytes", plan.facts.limit_bytes or 0),
             *(
-                self._gauge("memory_page_bytes", one.page_bytes, model=name)
-                for name, one in (
+                self._gauge("memory_page_bytes", model.page_bytes, model=name)
+                for name, model in (
                     ("target", plan.facts.target),
                     ("draft", plan.facts.draft),
                 )
@@ -440,7 +440,7 @@ class EngineMetrics:
             return []
         rounds = stats.num_draft_rounds
         emitted = stats.num_accepted_tokens + stats.num_side_tokens + rounds
-        kept = stats.accepted_per_position
+        accepted = stats.accepted_per_position
         counters = {
             "num_drafts": rounds,
             "num_draft_tokens": stats.num_draft_tokens,
@@ -455,7 +455,7 @@ class EngineMetrics:
         per_position = Vector(
             name="spec_decode_num_accepted_tokens_per_pos",
             labels=dict(self._labels),
-            values=[*kept, *[0] * (width - len(kept))],
+            values=[*accepted, *[0] * (width - len(accepted))],
         )
         return [
             *(self._counter(f"spec_decode_{key}", n) for key, n in counters.items()),

@@ -119,12 +119,12 @@ class OriginStream:
             num_side_tokens: Accepted draft tokens of side branches. The token after
                 them is a bonus token.
         """
-        own = "target"
+        last = "target"
         if num_draft_tokens:
             is_bonus = num_accepted == num_draft_tokens or num_side_tokens
-            own = "bonus" if is_bonus else "recovered"
+            last = "bonus" if is_bonus else "recovered"
         self._origins += ["draft"] * num_accepted + ["leaf"] * num_side_tokens
-        self._origins += [own] * (num_tokens - num_accepted - num_side_tokens)
+        self._origins += [last] * (num_tokens - num_accepted - num_side_tokens)
 
     def keep(self, count: int) -> None:
         """Drop all but the first `count` tokens."""
@@ -350,8 +350,8 @@ class OutputProcessor:
                 parent, index = stream.parent
                 parent.add(index, output)
                 parents[parent.request_id] = parent
-        made = (parent.make_output() for parent in parents.values())
-        outputs += [output for output in made if output is not None]
+        of_parents = (parent.make_output() for parent in parents.values())
+        outputs += [output for output in of_parents if output is not None]
         for output in outputs:
             if output.finished:
                 self.parents.pop(output.request_id, None)

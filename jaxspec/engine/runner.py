@@ -192,13 +192,13 @@ class Runner:
             return
         self.temporary_bytes = max(self.temporary_bytes, analysis.temp_size_in_bytes)
         self.code_bytes += analysis.generated_code_size_in_bytes
-        found = self.temporary_bytes + self.code_bytes
-        if found > plan.workspace_bytes and not self._has_warned:
+        num_bytes = self.temporary_bytes + self.code_bytes
+        if num_bytes > plan.workspace_bytes and not self._has_warned:
             self._has_warned = True
             _log.warning(
                 "Programs take %s of a device, and %s were planned; %s are left. If "
                 "memory runs out, lower max_num_seqs=%d, or gpu_memory_utilization.",
-                shown_bytes(found),
+                shown_bytes(num_bytes),
                 shown_bytes(plan.workspace_bytes),
                 shown_bytes(plan.left_bytes),
                 plan.sizes.num_seqs,
@@ -327,10 +327,10 @@ class Runner:
         self, round_kind: RoundKind, pages: Sequence[int], context: int, num_runs: int
     ) -> float:
         shape, pool = round_kind.shape, self.pool
-        kept = self.state.rows
+        saved_rows = self.state.rows
         temperature = 0.0 if shape.features.is_greedy else 1.0
-        made = dummy_rows(pool, pages, context, temperature)
-        rows = put(made, replicated(self.mesh))
+        dummies = dummy_rows(pool, pages, context, temperature)
+        rows = put(dummies, replicated(self.mesh))
         self.state = dataclasses.replace(self.state, rows=rows)
         tile = Tile(row=0, start=0, tokens=np.zeros(TILE, np.int32), is_last=False)
         plan = StepPlan(
@@ -349,7 +349,7 @@ class Runner:
                 jax.block_until_ready((results, self.state))
                 seconds.append((time.perf_counter() - start) / count)
         finally:
-            self.state = dataclasses.replace(self.state, rows=kept)
+            self.state = dataclasses.replace(self.state, rows=saved_rows)
         return min(seconds[1:])
 
     def fetch(self, result: jax.Array, shape: StepShape) -> StepResult | CaughtUp:
@@ -437,10 +437,10 @@ def _to_host(array: jax.Array) -> "_HostParts":
     return _HostParts(parts)
 
 
-def _from_host(array: jax.Array, kept: "_HostParts") -> jax.Array:
+def _from_host(array: jax.Array, saved: "_HostParts") -> jax.Array:
     """Restore a deleted array with its placement."""
     return jax.make_array_from_callback(
-        array.shape, array.sharding, lambda index: kept.parts[_place(index)]
+        array.shape, array.sharding, lambda index: saved.parts[_place(index)]
     )
 
 
@@ -648,9 +648,9 @@ def most_pool_share(utilization: float | None) -> float:
     A share that the user has set for jax has priority. `build_mesh` sets the same
     variable, so a value that equals our own default is not taken for the user's.
     """
-    found = pool_share(utilization)
-    is_own = f"{found:g}" == f"{_own_pool_share(utilization):g}"
-    return _own_pool_share(1.0) if is_own else found
+    share = pool_share(utilization)
+    is_own = f"{share:g}" == f"{_own_pool_share(utilization):g}"
+    return _own_pool_share(1.0) if is_own else share
 
 
 def choose_dtype(name: str, mesh: Mesh) -> jnp.dtype:
