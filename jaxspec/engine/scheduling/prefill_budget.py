@@ -75,7 +75,7 @@ class Pacer:
         self.saved_s, self._num_waited = chunk.saved_s, chunk.num_waited
 
     def num_rounds(self, round_kind: RoundKind, max_rounds: int) -> int:
-        """Return how many such rounds one launch may run, at most `max_rounds`."""
+        """Return the number of rounds that a launch may run, up to `max_rounds`."""
         seconds = self.step_times.expected(round_kind)
         if seconds is None:
             return 1  # measure one round first
