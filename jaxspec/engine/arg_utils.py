@@ -153,12 +153,13 @@ class EngineArgs:
             It changes the speed, but no text.
         max_model_len: Default: the context that the model was trained for, at most
             8192.
-        max_num_seqs: Most requests that run at once. Default: 256 on a TPU or GPU, or
-            less if programs for 256 would leave little memory for pages; 8 on a CPU.
-        max_num_batched_tokens: Most prompt tokens prefilled in one step. Default: 2048
-            on a TPU or GPU, or less if memory is short; 512 on a CPU. A program for
-            more than 2048 is compiled once that many tokens wait. At most 128 with
-            `batch_invariant`.
+        max_num_seqs: Maximum number of requests that run at once. Default: 256 on a TPU
+            or GPU, or less if programs for 256 would leave little memory for pages; 8
+            on a CPU.
+        max_num_batched_tokens: Maximum number of prompt tokens prefilled in one step.
+            Default: 2048 on a TPU or GPU, or less if memory is short; 512 on a CPU. A
+            program for more than 2048 is compiled once that many tokens wait. At most
+            128 with `batch_invariant`.
         block_size: Tokens per page of the KV memory.
         gpu_memory_utilization: Share of a device's memory that weights, programs and
             pages take together: pages get the memory that the others leave. Default:
@@ -193,8 +194,8 @@ class EngineArgs:
             fewer are clearly faster and leave most of the pages.
         scheduling_policy: "fcfs": first come, first served; "priority": lower
             `priority` first.
-        max_logprobs: Most logprobs that a request may ask for per token; -1 allows the
-            whole vocabulary, if it is small.
+        max_logprobs: Maximum number of logprobs that a request may ask for per token;
+            -1 allows the whole vocabulary, if it is small.
         load_format: Format of the weights; "dummy": random weights for a config.json.
         skip_tokenizer_init: Read no tokenizer: prompts and outputs are token ids.
         generation_config: "auto" reads the model's recommended sampling parameters,
@@ -205,10 +206,10 @@ class EngineArgs:
             depend neither on its drafts nor on other requests, also on a TPU or GPU
             (on a CPU they never do). Slower: see docs/lossless.md.
             VLLM_BATCH_INVARIANT=1 in the environment turns it on as well.
-        num_scheduler_steps: Most rounds of one launch, in a loop on the device. A
-            launch has several rounds only if no request waits and all running requests
-            return only their final output. They take 30 ms at most, and end with the
-            first round that ends a sequence.
+        num_scheduler_steps: Maximum number of rounds of one launch, in a loop on the
+            device. A launch has several rounds only if no request waits and all running
+            requests return only their final output. They take 30 ms at most, and end
+            with the first round that ends a sequence.
         scan_layers: Compile one loop over each model's layers instead of every layer.
             Programs compile in about half the time; rounds may be slower, and are on a
             GPU or CPU. Texts are the same.

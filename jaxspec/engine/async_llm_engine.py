@@ -329,7 +329,7 @@ class AsyncLLMEngine:
         """End all requests and threads; waiting callers get `EngineDeadError`.
 
         Args:
-            timeout: Most seconds to wait for the current step.
+            timeout: Maximum number of seconds to wait for the current step.
         """
         for driver in self._drivers:
             driver.thread.stop(0)  # all end at once, and not one after the other

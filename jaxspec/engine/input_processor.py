@@ -304,10 +304,10 @@ class InputProcessor:
 
 
 def _check_ends(ends: tuple[int, ...]) -> None:
-    most = MAX_STOP_IDS - MAX_STOP_TOKEN_IDS
-    if len(set(ends)) > most:
+    max_ends = MAX_STOP_IDS - MAX_STOP_TOKEN_IDS
+    if len(set(ends)) > max_ends:
         raise ConfigError(
-            f"The model has {len(set(ends))} end token ids; at most {most} are "
+            f"The model has {len(set(ends))} end token ids; at most {max_ends} are "
             f"supported, with {MAX_STOP_TOKEN_IDS} stop_token_ids besides: name fewer "
             "as eos_token_id in generation_config.json.",
             parameter="eos_token_id",

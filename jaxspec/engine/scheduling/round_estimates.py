@@ -149,24 +149,26 @@ class RoundEstimator:
         if lookups is None or not count:
             return
         emitted = np.where(result.is_broken[:count], 0, result.num_emitted[:count])
-        is_there = (self._rows.owner[launch.rows] == launch.owners) & (emitted > 0)
+        is_counted = (self._rows.owner[launch.rows] == launch.owners) & (emitted > 0)
         if launch.drafts.any():
             drafts = np.minimum(result.num_draft_tokens[:count], launch.drafts)
             accepted = result.num_accepted[:count]
             is_whole = (drafts > 0) & (accepted >= drafts)
-            runs = np.where(is_whole, accepted, 0)[is_there]
-            self.acceptance.set_match_runs(launch.rows[is_there], runs)
+            runs = np.where(is_whole, accepted, 0)[is_counted]
+            self.acceptance.set_match_runs(launch.rows[is_counted], runs)
         elif not self._policy.num_draft_tokens:
-            there = np.flatnonzero(
-                is_there & (self._rows.num_draft_tokens[launch.rows] > 0)
+            followed = np.flatnonzero(
+                is_counted & (self._rows.num_draft_tokens[launch.rows] > 0)
             )
             runs = [
                 lookups.follow(launch.decoding[index], new)
                 for index, new in zip(
-                    there.tolist(), emitted[there].tolist(), strict=True
+                    followed.tolist(), emitted[followed].tolist(), strict=True
                 )
             ]
-            self.acceptance.set_match_runs(launch.rows[there], np.array(runs, np.int64))
+            self.acceptance.set_match_runs(
+                launch.rows[followed], np.array(runs, np.int64)
+            )
             if not set(RECONSIDER_RUNS).isdisjoint(runs):
                 self._policy.reconsider()
 
