@@ -425,12 +425,12 @@ class EngineArgs:
         if draft is not None:
             draft = replace(draft, scan_layers=self.scan_layers)
         model, draft = _quantized(self, model, draft, head, speculative)
-        kept = None
+        draft_token_ids = None
         if draft is not None and speculative is not None:
             is_dummy = self.load_format == "dummy"
-            kept = kept_tokens(speculative, model, draft, is_dummy=is_dummy)
-            if kept is not None:
-                draft = replace(draft, draft_vocab_size=len(kept))
+            draft_token_ids = kept_tokens(speculative, model, draft, is_dummy=is_dummy)
+            if draft_token_ids is not None:
+                draft = replace(draft, draft_vocab_size=len(draft_token_ids))
         num_pages = self.num_gpu_blocks_override
         if num_pages is None:
             widths = kv_widths(
@@ -475,7 +475,7 @@ class EngineArgs:
             speculative=speculative,
             draft_model_config=draft,
             head_config=head,
-            draft_token_ids=kept,
+            draft_token_ids=draft_token_ids,
             generation_defaults=_generation_defaults(self, folder),
             enable_prefix_caching=self.enable_prefix_caching is not False,
             max_logprobs=_max_logprobs(self.max_logprobs, model.vocab_size),
@@ -704,17 +704,17 @@ def _generation_defaults(args: EngineArgs, folder: Path) -> dict[str, Any]:
     elif args.generation_config != "auto":
         name = args.generation_config
         source = _fetched(args, name, "generation_config", weights=False)
-    found = recommended_sampling(source, args.override_generation_config)
+    recommended = recommended_sampling(source, args.override_generation_config)
     try:
-        SamplingParams(**found).validate_for(_ANY_VOCAB_SIZE)
+        SamplingParams(**recommended).validate_for(_ANY_VOCAB_SIZE)
     except RequestError as error:
         place = "override_generation_config"
         if source is not None:
             place += f" and generation_config.json of {source}"
         raise ConfigError(
-            f"{place}: {error}", parameter="generation_config", value=found
+            f"{place}: {error}", parameter="generation_config", value=recommended
         ) from error
-    return found
+    return recommended
 
 
 def _max_logprobs(given: Any, vocab_size: int) -> int:

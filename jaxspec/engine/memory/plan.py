@@ -448,10 +448,10 @@ def _pages_left(facts: MemoryFacts, sizes: Sizes, budget: int) -> int:
     get the same number.
     """
     taken = facts.used_bytes + facts.weight_bytes + facts.workspace_bytes(sizes)
-    found = min(max(budget - taken, 0) // facts.page_bytes, facts.max_pages)
-    step = 1 << max(found.bit_length() - 7, 0)
-    rounded = found // step * step
-    return rounded if rounded >= facts.pages_per_seq else found
+    num_pages = min(max(budget - taken, 0) // facts.page_bytes, facts.max_pages)
+    step = 1 << max(num_pages.bit_length() - 7, 0)
+    rounded = num_pages // step * step
+    return rounded if rounded >= facts.pages_per_seq else num_pages
 
 
 def _check_kv_bytes(facts: MemoryFacts, given: int) -> None:
@@ -525,16 +525,16 @@ def _remedy(
 
 def _on_the_same(plan: MemoryPlan, budget: int, needed: int) -> list[str]:
     """Return settings that need no more devices, but change texts or the context."""
-    facts, found = plan.facts, []
+    facts, settings = plan.facts, []
     if not facts.target.form:  # not quantized yet
         for kind, share in QUANTIZED_SHARE.items():
             if needed - facts.target.weight_bytes * (1 - share) <= budget:
-                found.append(f"quantization={kind!r}, which changes texts")
+                settings.append(f"quantization={kind!r}, which changes texts")
                 break
     num_tokens = _pages_left(facts, plan.sizes, budget) * facts.page_size
     if num_tokens >= LEAST_CONTEXT:
-        found.append(f"max_model_len={num_tokens}")
-    return found
+        settings.append(f"max_model_len={num_tokens}")
+    return settings
 
 
 def _has_room(facts: MemoryFacts, given: GivenSizes, share: float) -> bool:
