@@ -283,14 +283,14 @@ class RandomPolicy(SpeculationPolicy):
         super().__init__(*arguments)
         self.random = np.random.default_rng(seed)
 
-    def is_due(self, num_seqs: int, most: int) -> bool:
+    def is_due(self, num_seqs: int, max_k: int) -> bool:
         # Each choice lasts some rounds, or draft prefill would never end.
-        return most > 0 and self.random.random() < 0.15
+        return max_k > 0 and self.random.random() < 0.15
 
     def choose(self, estimates: RoundEstimates) -> None:
-        most = len(estimates.seconds) - 1
+        max_k = len(estimates.seconds) - 1
         self.choice = Choice(
-            num_drafts=int(self.random.integers(0, most + 1)),
+            num_draft_tokens=int(self.random.integers(0, max_k + 1)),
             has_side_branches=bool(self.random.integers(2)),
         )
 

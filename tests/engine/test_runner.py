@@ -20,7 +20,7 @@ from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.engine.multihost.channel import Followers, shape_values
 from jaxspec.engine.program_cache import ProgramCache
 from jaxspec.engine.runner import build_mesh, choose_dtype
-from jaxspec.engine.speculation.step_times import Round
+from jaxspec.engine.speculation.step_times import RoundKind
 from jaxspec.errors import ConfigError
 from jaxspec.models import cpu
 from jaxspec.program.grammar import native_masks
@@ -176,7 +176,7 @@ def test_a_program_is_timed_as_it_runs_in_an_engine(monkeypatch):
     rows = timed.state.rows
     shape = StepShape(num_seqs=1, num_draft_tokens=0, max_prompt_tokens=0)
     # The first run has waited for others, the first row was disturbed.
-    assert timed.time_round(Round(shape, 0), [0, 1, 2, 3], 8) == 3.0
+    assert timed.time_round(RoundKind(shape, 0), [0, 1, 2, 3], 8) == 3.0
     assert len(begun) == 7
     same = jax.tree.map(lambda one, other: one is other, timed.state.rows, rows)
     assert all(jax.tree.leaves(same))

@@ -39,8 +39,8 @@ class MovingPolicy(SpeculationPolicy):
 
     cap = 8
 
-    def limit(self, num_running: int) -> int:
-        return min(super().limit(num_running), self.cap)
+    def max_draft_tokens(self, num_running: int) -> int:
+        return min(super().max_draft_tokens(num_running), self.cap)
 
 
 class Traffic(RuleBasedStateMachine):
@@ -96,7 +96,7 @@ class Traffic(RuleBasedStateMachine):
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
         request = self.alive.pop(data.draw(st.integers(0, len(self.alive) - 1)))
-        pages = self.loop.scheduler.pages
+        pages = self.loop.scheduler.pool
         free = pages.num_free
         is_running = request.row >= 0
         self.loop.scheduler.finish(request, "abort", None)

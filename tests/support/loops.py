@@ -170,7 +170,7 @@ class Loop:
                         self.scheduler.finish(part.request, "length", None)
                         self.finished.append(part.request)
             self.scheduler.rows.check()
-        self.scheduler.pages.check()
+        self.scheduler.pool.check()
         self.scheduler.step_times.check()
         self.scheduler.acceptance.check()
         return self.scheduler.has_unfinished() or bool(self.launched)

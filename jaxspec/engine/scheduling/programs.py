@@ -80,7 +80,7 @@ class Shapes:
     `select` requests no compile: callers pass missing programs to `request_compile`.
 
     Attributes:
-        max_tiles: Most prompt tiles in one launch.
+        max_tiles: Maximum number of prompt tiles in one launch.
         draft_prefills: Draft prefill programs, the smallest first; none without a draft
             model.
     """
@@ -215,14 +215,14 @@ class Shapes:
             )
         }
 
-    def tree(self, num_drafts: int) -> Tree:
-        """Return the tree whose rows a round with `num_drafts` levels writes.
+    def tree(self, num_draft_tokens: int) -> Tree:
+        """Return the tree whose rows a round with `num_draft_tokens` levels writes.
 
         The engine's whole tree, even if fewer levels are requested: rows of deeper
         levels may precede rows of requested ones.
         """
-        if self._template is None or not num_drafts:
-            return Tree.chain(num_drafts)
+        if self._template is None or not num_draft_tokens:
+            return Tree.chain(num_draft_tokens)
         return self._template
 
     def form(self, features: Features) -> Features:
@@ -262,10 +262,10 @@ class Shapes:
         wanted = min(-(-tokens // TILE) * TILE * self._config.max_num_seqs, budget)
         chunks = sorted({shape.max_prompt_tokens for shape in listed})
         last = next((chunk for chunk in chunks if chunk >= wanted), chunks[-1])
-        kept = [shape for shape in listed if shape.max_prompt_tokens <= last]
+        chosen = [shape for shape in listed if shape.max_prompt_tokens <= last]
         if not with_on_demand:
-            kept = [shape for shape in kept if shape not in self._on_demand]
-        return list(dict.fromkeys(kept))
+            chosen = [shape for shape in chosen if shape not in self._on_demand]
+        return list(dict.fromkeys(chosen))
 
     def is_on_demand(self, shape: StepShape) -> bool:
         """Whether a program is compiled on demand; a larger one serves until then."""
@@ -305,25 +305,28 @@ class Shapes:
         num_prompt_tokens: int = 0,
         features: Features = SAMPLED,
         *,
-        is_brief: bool = False,
+        may_request_on_demand: bool = True,
         has_side_branches: bool = True,
     ) -> Selection:
         """Return the programs that serve a launch.
 
         Args:
             num_prompt_tokens: Rounded up to tiles, and down to `max_tiles`.
-            is_brief: Few such launches will follow: request no program that is only
-                compiled on demand.
+            may_request_on_demand: The missing program may be one that is compiled on
+                demand. If few such launches will follow, it must not, unless no other
+                program serves.
             has_side_branches: The drafts include the engine's side branches. If not, a
                 program with side branches serves until one without is compiled.
         """
         self._refresh()
         need = num_seqs, num_draft_tokens, num_prompt_tokens, features
-        key = *need, is_brief, has_side_branches
-        found = self._found.get(key)
-        if found is None:
-            found = self._found[key] = self._select(*need, is_brief, has_side_branches)
-        return found
+        key = *need, may_request_on_demand, has_side_branches
+        selection = self._found.get(key)
+        if selection is None:
+            selection = self._found[key] = self._select(
+                *need, may_request_on_demand, has_side_branches
+            )
+        return selection
 
     def _select(
         self,
@@ -331,7 +334,7 @@ class Shapes:
         num_draft_tokens: int,
         num_prompt_tokens: int,
         features: Features,
-        is_brief: bool,
+        may_request_on_demand: bool,
         has_side_branches: bool,
     ) -> Selection:
         tokens = min(-(-num_prompt_tokens // TILE), self.max_tiles) * TILE
@@ -340,7 +343,11 @@ class Shapes:
         )
         compiled = next((shape for shape in able if shape in self._programs), None)
         best = next(
-            (shape for shape in able if not (is_brief and shape in self._on_demand)),
+            (
+                shape
+                for shape in able
+                if may_request_on_demand or shape not in self._on_demand
+            ),
             able[0],
         )
         is_better = compiled is None or able.index(best) < able.index(compiled)
@@ -411,11 +418,11 @@ class Shapes:
         # Stable sort: among equal sizes the cheapest features remain first.
         return sorted(
             able,
-            key=lambda one: (
-                one.num_draft_tokens,
-                one.max_prompt_tokens,
-                one.num_seqs,
-                not self._is_chain(one),
+            key=lambda shape: (
+                shape.num_draft_tokens,
+                shape.max_prompt_tokens,
+                shape.num_seqs,
+                not self._is_chain(shape),
             ),
         )
 
@@ -448,13 +455,14 @@ def largest_chunk(
     return _tiled(min(num_batched_tokens, max(longest, FIRST_CHUNK)))
 
 
-def _sizes_up_to(most: int) -> list[int]:
-    """Return batch sizes from 1 to `most`, at about equal ratios."""
-    power = most.bit_length() - 1
+def _sizes_up_to(max_seqs: int) -> list[int]:
+    """Return batch sizes from 1 to `max_seqs`, at about equal ratios."""
+    power = max_seqs.bit_length() - 1
     steps = range(NUM_SIZES)
     exponents = {-(-power * step // (NUM_SIZES - 1)) for step in steps}
     # From both ends: single sequences and full batches are the most common.
-    return sorted((1 << one for one in exponents), key=lambda n: n not in (1, most))
+    sizes = (1 << exponent for exponent in exponents)
+    return sorted(sizes, key=lambda size: size not in (1, max_seqs))
 
 
 def _tiled(tokens: int) -> int:

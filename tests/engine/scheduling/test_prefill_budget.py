@@ -14,7 +14,7 @@ from jaxspec.engine.scheduling.prefill_budget import (
     Pacer,
 )
 from jaxspec.engine.scheduling.request import Status
-from jaxspec.engine.speculation.step_times import Round, StepTimes
+from jaxspec.engine.speculation.step_times import RoundKind, StepTimes
 from jaxspec.program.plan import StepShape
 from jaxspec.sampling_params import RequestOutputKind
 from tests.support.loops import MODEL, Loop, make_config, make_requests
@@ -22,8 +22,10 @@ from tests.support.loops import MODEL, Loop, make_config, make_requests
 CHUNKS = (32, 128, 512, 2048)
 
 
-def round_of(chunk: int) -> Round:
-    return Round(StepShape(num_seqs=4, num_draft_tokens=3, max_prompt_tokens=chunk), 3)
+def round_of(chunk: int) -> RoundKind:
+    return RoundKind(
+        StepShape(num_seqs=4, num_draft_tokens=3, max_prompt_tokens=chunk), 3
+    )
 
 
 PLAIN = round_of(0)
@@ -34,7 +36,7 @@ def make_pacer() -> Pacer:
     return Pacer(StepTimes())
 
 
-def begin_chunk(pacer: Pacer, mixed: list[Round]) -> tuple[int, float | None]:
+def begin_chunk(pacer: Pacer, mixed: list[RoundKind]) -> tuple[int, float | None]:
     before = pacer.saved_s
     chunk = pacer.chunk(PLAIN, mixed)
     assert pacer.saved_s == before and pacer.chunk(PLAIN, mixed) == chunk

@@ -169,13 +169,13 @@ def test_few_launches_without_drafts_request_no_compile():
     programs = SomePrograms(largest)
     shapes = make_shapes(programs, **DEFAULT)
     for _ in range(2):
-        assert find(shapes, 8, 0, 64, is_brief=True) == largest
+        assert find(shapes, 8, 0, 64, may_request_on_demand=False) == largest
         assert [shape.name for shape in programs.asked] == ["8x5+64_sampled"]
     assert find(shapes, 8, 0, 64) == largest
     assert programs.asked[-1].name == "8x0+64_sampled"
     # Once compiled, it is used.
     programs.add(programs.asked[-1])
-    assert find(shapes, 8, 0, 64, is_brief=True) == programs.asked[-1]
+    assert find(shapes, 8, 0, 64, may_request_on_demand=False) == programs.asked[-1]
 
 
 def test_draft_prefill_uses_the_smallest_fitting_program():
@@ -281,11 +281,11 @@ def test_large_chunk_is_requested_by_waiting_tokens():
     programs = SomePrograms()
     shapes = make_shapes(programs, **LARGE)
     programs.add(shapes.all()[0])
-    for is_brief in (False, True):
-        find(shapes, 1, 0, FIRST_CHUNK, SAMPLED, is_brief=is_brief)
+    for may in (True, False):
+        find(shapes, 1, 0, FIRST_CHUNK, SAMPLED, may_request_on_demand=may)
         assert not programs.asked
         for tokens in (FIRST_CHUNK + 1, 10**6):
-            find(shapes, 1, 0, tokens, SAMPLED, is_brief=is_brief)
+            find(shapes, 1, 0, tokens, SAMPLED, may_request_on_demand=may)
             assert programs.asked == [
                 dataclasses.replace(shapes.all()[0], max_prompt_tokens=8192)
             ]

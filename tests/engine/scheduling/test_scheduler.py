@@ -135,7 +135,7 @@ def state_of(loop: Loop, programs: SomePrograms) -> list[Any]:
     known = [vars(one) | {"page_keys": None} for one in requests]
     parts = (
         scheduler.rows,
-        scheduler.pages,
+        scheduler.pool,
         scheduler.pacer,
         scheduler.policy,
         scheduler.acceptance,
@@ -514,7 +514,7 @@ def test_no_draft_prefill_without_need():
 
 
 def time_plain_rounds(policy: SpeculationPolicy) -> None:
-    policy._explored = Choice(num_drafts=0)
+    policy._explored = Choice(num_draft_tokens=0)
     policy._explore_left = CONSTANTS.explore_rounds
 
 
@@ -552,7 +552,7 @@ def test_idle_policy_is_evaluated_once_in_some_rounds(monkeypatch):
 
     def choose_none(known) -> None:
         choose(known)
-        policy.choice, policy._explored = Choice(num_drafts=0), None
+        policy.choice, policy._explored = Choice(num_draft_tokens=0), None
         policy._rounds_left = CONSTANTS.idle_look_rounds
         chosen_at.append(len(loop.launches))
 
@@ -794,7 +794,7 @@ def test_draft_model_is_probed_once_at_a_time(monkeypatch):
     loop = Loop(config, seed=0)
     loop.fastest_s, loop.prompt_token_s = 1e-4, 1e-7
     policy, in_flight = loop.scheduler.policy, 0
-    policy.choice = Choice(num_drafts=0)
+    policy.choice = Choice(num_draft_tokens=0)
     monkeypatch.setattr(policy, "is_due", lambda *_: False)
     begin_probe, record = policy.begin_probe, policy.record_draft_prefill
 
