@@ -112,10 +112,10 @@ class RoundEstimates:
             rates[0, 1:-1] = 0
         return rates
 
-    def trial_drafts(self, shape: int) -> int:
+    def trial_drafts(self, *, is_chain: bool) -> int:
         """Return the largest K that costs no more than the smallest."""
-        times = self.times()[shape]
-        if shape == 0 and self.is_whole_tree:
+        times = self.times()[int(is_chain)]
+        if not is_chain and self.is_whole_tree:
             return len(times) - 1
         return int(np.flatnonzero(times <= CONSTANTS.hysteresis * times[1])[-1])
 
@@ -130,13 +130,15 @@ def best_choice(estimates: RoundEstimates, current: Choice) -> Choice:
         max_k = len(estimates.seconds) - 1
         return replace(current, num_draft_tokens=max_k, has_side_branches=True)
     rates = estimates.rates(current.num_draft_tokens)
-    shape = int(len(rates) > 1 and not current.has_side_branches)
+    is_chain = len(rates) > 1 and not current.has_side_branches
     k = min(current.num_draft_tokens, rates.shape[1] - 1)
     best = np.unravel_index(int(rates.argmax()), rates.shape)
-    if rates[best] > CONSTANTS.hysteresis * rates[shape, k]:
-        shape, k = (int(one) for one in best)
-    gain = float(rates[shape, k] / rates[0, 0] - 1)
-    return replace(current, num_draft_tokens=k, has_side_branches=not shape, gain=gain)
+    if rates[best] > CONSTANTS.hysteresis * rates[int(is_chain), k]:
+        is_chain, k = bool(best[0]), int(best[1])
+    gain = float(rates[int(is_chain), k] / rates[0, 0] - 1)
+    return replace(
+        current, num_draft_tokens=k, has_side_branches=not is_chain, gain=gain
+    )
 
 
 class SpeculationPolicy:
@@ -270,25 +272,25 @@ class SpeculationPolicy:
     def _explore(self, estimates: RoundEstimates) -> None:
         """Begin to measure the alternative that ran least recently, if affordable."""
         choice, times = self.choice, estimates.times()
-        max_k, shape = times.shape[1] - 1, int(not self.choice.has_side_branches)
+        max_k, is_chain = times.shape[1] - 1, not self.choice.has_side_branches
         alternatives = list[Choice]()
         if choice.num_draft_tokens:
             alternatives.append(replace(choice, num_draft_tokens=0))
             if choice.num_draft_tokens < max_k:
                 alternatives.append(replace(choice, num_draft_tokens=max_k))
-            if shape:
+            if is_chain:
                 k = max_k if estimates.is_whole_tree else choice.num_draft_tokens
                 alternatives.append(
                     replace(choice, num_draft_tokens=k, has_side_branches=True)
                 )
         elif not estimates.is_observable:
-            k = estimates.trial_drafts(min(shape, len(times) - 1))
+            k = estimates.trial_drafts(is_chain=is_chain and len(times) > 1)
             alternatives.append(replace(choice, num_draft_tokens=k))
         if not alternatives:
             return
         chosen = min(alternatives, key=self._last_run)
-        shape = int(len(times) > 1 and not chosen.has_side_branches)
-        seconds = float(times[shape, chosen.num_draft_tokens])
+        is_chain = len(times) > 1 and not chosen.has_side_branches
+        seconds = float(times[int(is_chain), chosen.num_draft_tokens])
         price_s = CONSTANTS.explore_rounds * seconds
         if self._budget.can_pay(price_s):
             self._budget.pay(price_s)
