@@ -34,10 +34,10 @@ def leaf_paths(num_levels: int, num_leaves: int) -> tuple[Path, ...]:
 
 
 def read_paths(written: object) -> tuple[Path, ...]:
-    """Return the paths of a tree, from a list of tuples or vLLM's string of one.
+    """Return the paths of a tree, given as a list of tuples or (as in vLLM) its text.
 
     Raises:
-        ConfigError: It is not such a list, not a tree, or too large.
+        ConfigError: `written` is not such a list, not a tree, or too large.
     """
     allowed = "a list of tuples such as '[(0,), (1,), (0, 0)]'"
     found = written

@@ -236,7 +236,10 @@ class HalfMatrix(NativeMatrix):
         made = cls(_panels_of(values, jnp.bfloat16), *values.shape)
         is_there = not isinstance(values, jax.ShapeDtypeStruct)
         if is_there and not np.array_equal(made.values, values, equal_nan=True):
-            raise ValueError(f"values of a {values.shape} matrix are not bfloat16's")
+            raise ValueError(
+                f"matrix of shape {values.shape} has values that bfloat16 cannot "
+                "represent exactly"
+            )
         return made
 
     @property

@@ -51,7 +51,7 @@ _log = logging.getLogger(__name__)
 ENGINE_DEAD = 1
 # Seconds to send the final chunks of requests aborted after the shutdown timeout.
 FLUSH_TIMEOUT_S = 5
-# Interval at which a second signal is checked for.
+# Seconds between checks for a second signal.
 POLL_S = 0.1
 LOG_FORMAT = "%(levelname)s %(asctime)s [%(name)s] %(message)s"
 

@@ -188,7 +188,7 @@ class ResponseStore:
         return True
 
     def delete(self, response_id: str, owner: str = "") -> None:
-        """Delete a response; its server stops generating it.
+        """Delete a response; the server that generates it stops generating it.
 
         Raises:
             ResponseNotFoundError: It is not stored.
@@ -198,7 +198,10 @@ class ResponseStore:
             raise ResponseNotFoundError(response_id)
 
     def cancel(self, response_id: str, owner: str = "") -> None:
-        """Mark a response as cancelled; its server stops at its next heartbeat."""
+        """Mark a response as cancelled.
+
+        The server that generates it stops generating it at its next heartbeat.
+        """
         change = "update responses set is_cancelled = 1 where owner = ? and id = ?"
         self._execute(change, owner, _as_bytes(response_id))
 

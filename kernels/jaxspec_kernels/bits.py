@@ -121,8 +121,8 @@ def check_scales(kv_pages: KvPages, *, in_lanes: bool) -> None:
     page_size = kv_pages.shape[1]
     if in_lanes and page_size & (page_size - 1):
         raise NotImplementedError(
-            f"page_size {page_size}: a TPU's kernels take pages of int8 whose "
-            "size is a power of two"
+            f"the TPU kernels need a power of two as page_size of int8 pages, got "
+            f"{page_size}"
         )
 
 
@@ -131,9 +131,9 @@ def check_storage(kv_pages: KvPages) -> None:
     is_scaled = isinstance(kv_pages, ScaledPages)
     if not is_scaled and kv_pages.dtype not in (*_FLOATS, *_BITS):
         raise NotImplementedError(
-            f"pages of {jnp.dtype(kv_pages.dtype)}: keys and values are kept as "
-            "bfloat16, float16, float32 or float8_e4m3fn, as bits of bfloat16 in "
-            "uint16 or of float8_e4m3fn in uint8, or as `ScaledPages` of int8"
+            f"KV pages of type {jnp.dtype(kv_pages.dtype)} are not supported: use "
+            "bfloat16, float16, float32, float8_e4m3fn, the raw bits of bfloat16 (as "
+            "uint16) or of float8_e4m3fn (as uint8), or int8 `ScaledPages`"
         )
 
 

@@ -34,9 +34,9 @@ def implementation_for(platform: str) -> str:
     """
     if platform not in _OF_PLATFORM:
         raise NotImplementedError(
-            f"no kernels for platform {platform!r}; there are for "
-            f"{', '.join(_OF_PLATFORM)}. "
-            "implementation='reference' runs wherever XLA does, slowly"
+            f"no kernels for platform {platform!r}, only for "
+            f"{', '.join(_OF_PLATFORM)}; implementation='reference' runs on every "
+            "platform of XLA, but slowly"
         )
     found = _OF_PLATFORM[platform]
     if found == "cpu" and not native.is_available():

@@ -106,8 +106,9 @@ def read_gguf(path: str | Path) -> GgufFile:
         count = _integer(file, "split.count", 1)
         if max(count, 1) != 1 + len(others):
             raise CheckpointError(
-                f"{first} is one of {count} shards: keep them in one folder, named "
-                "NAME-00001-of-0000N.gguf as they were made"
+                f"{first} is one of {count} shards, but {1 + len(others)} were found: "
+                "keep all shards in one folder under their original names, "
+                "NAME-00001-of-0000N.gguf"
             )
         tensors = dict(file.tensors)
         for other in others:

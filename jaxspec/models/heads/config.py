@@ -459,8 +459,8 @@ class MedusaConfig(HeadConfig):
             raise wrong_argument(ConfigError, "lm_heads", allowed, self.lm_heads)
         if self.is_trimmed and not self.lm_heads:
             raise ConfigError(
-                f"This medusa head has truncated_vocab_size={self.draft_vocab_size} "
-                "and no lm_head of its own for it.",
+                f"This medusa head has truncated_vocab_size={self.draft_vocab_size}, "
+                "so it needs an lm_head of its own, but has none.",
                 parameter="truncated_vocab_size",
                 value=self.draft_vocab_size,
             )

@@ -171,8 +171,8 @@ def feed_forward_block(
     activation = network.activation
     if hidden_size % block or activation not in (GELU, SILU):
         raise ValueError(
-            f"blocks of {block} of {hidden_size}, activated by {activation!r}: a "
-            f"divisor and one of {GELU!r}, {SILU!r} are needed"
+            f"block must divide hidden_size={hidden_size}, got {block}; activation "
+            f"must be {GELU!r} or {SILU!r}, got {activation!r}"
         )
     run = dispatch.choose(
         "decoder_blocks", _MODULES, implementation, "feed_forward_block"
