@@ -100,8 +100,8 @@ def make_parser(
     """Make the tool parser for one answer; None if it may not call.
 
     Args:
-        choice: The request's.
-        name: Name of the server's parser.
+        choice: Tools and `tool_choice` of the request.
+        name: Name of the parser in the server's settings.
     """
     if choice.kind == "none":
         return None
