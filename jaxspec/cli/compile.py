@@ -79,11 +79,12 @@ def run(options: argparse.Namespace) -> None:
     args = engine_args(vars(options))
     if options.output is not None:
         args = dataclasses.replace(args, compilation_cache_dir=options.output)
-    # Programs do not depend on the weights: none are fetched.
+    # Programs do not depend on the values of weights, so no weights are downloaded.
     config = dataclasses.replace(args, load_format="dummy").create_engine_config()
     folder = _writable(config.compilation_cache_dir)
     for rank in range(config.data_parallel_size):
-        # Each engine has its own programs: a program is compiled for certain devices.
+        # Each data-parallel engine has its own programs, because a program is compiled
+        # for certain devices.
         own = dataclasses.replace(config, data_parallel_rank=rank)
         _fill(options, own, folder)
 

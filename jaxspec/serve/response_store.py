@@ -128,7 +128,7 @@ class ResponseStore:
         return added is None or bool(added)
 
     def update(self, stored: Stored, owner: str = "") -> None:
-        """Replace a response that this server has added; do nothing if it was evicted."""
+        """Replace a response that this server has added, unless it was evicted."""
         change = "update responses set is_unfinished = ?, seen = ?, response = ?, "
         change += "messages = ?, events = '', "
         change += "number = (select max(number) + 1 from responses) "

@@ -25,8 +25,9 @@ _LINE_ENDS = {ord(one): f"\\u{ord(one):04x}" for one in "\x85\u2028\u2029"}
 _write_whole = json.JSONEncoder(
     ensure_ascii=False, allow_nan=False, separators=(",", ":")
 ).encode
-# Nesting levels of a response that are serialized one by one. The log-probabilities of
-# one token are below these: in an event, its response, output, item, content and part.
+# Depth to which a large response is serialized entry by entry. The log-probabilities of
+# one token are at most this deep: in an event, its response, output, item, content and
+# part.
 _LEVELS = 8
 # Maximum number of values of a response that is serialized in the event loop: that
 # takes milliseconds.
