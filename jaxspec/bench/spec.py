@@ -59,7 +59,7 @@ class Cell:
 
     @property
     def is_unclear(self) -> bool:
-        """Whether the fastest repeat reaches `MIN_GAIN` although this K does not pay."""
+        """Whether the fastest repeat reaches `MIN_GAIN`, but the K does not pay."""
         return not self.pays and self.speed_up["most"] >= MIN_GAIN
 
     def __str__(self) -> str:

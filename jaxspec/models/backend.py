@@ -1,8 +1,9 @@
 """Where a model's operations run: which kernels, split over which devices.
 
 XLA splits matrix products by itself, following the placement of the weights. It cannot
-split a kernel, so attention runs under `shard_map` on each device's heads. The
-reference implementation does too: eight CPU devices test the split of every backend.
+split a kernel, so attention runs under `shard_map` on each device's heads. So does the
+reference implementation, so that tests on eight CPU devices cover the split that every
+backend uses.
 """
 
 import functools
@@ -23,7 +24,7 @@ from jaxspec_kernels.dispatch import resolve
 
 @dataclass(frozen=True, kw_only=True)
 class Backend:
-    """The default is one device, and the kernels of jax's default backend.
+    """The kernels and the devices of a model; by default one device of jax's default.
 
     Attributes:
         implementation: As in `jaxspec_kernels.dispatch`.
@@ -42,7 +43,7 @@ class Backend:
 
     @property
     def has_blocks(self) -> bool:
-        """Whether half a layer may run as one operation, without `write`, `attend`."""
+        """Whether half a layer may run as one operation, not `write` and `attend`."""
         return resolve("decoder_blocks", self.implementation) == "cpu"
 
     def split(

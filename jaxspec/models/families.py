@@ -88,7 +88,7 @@ class Family:
     turns: Turns | None = None
 
 
-# Also used for tokenizers without a model, which have no family.
+# Turns for tokenizers without a model, whose family is unknown.
 DEFAULT_TURNS = GemmaTurns()
 
 _FAMILIES = (
@@ -109,7 +109,7 @@ _FAMILIES = (
 )
 # By the `model_type` of HuggingFace's config.json.
 FAMILIES = {name: one for one in _FAMILIES for name in one.layout.model_types}
-# Related models that users try, by the first part of their `model_type`.
+# Reasons why related models are not supported, by the first part of their `model_type`.
 _UNSUPPORTED = {
     "gemma3n": "Gemma 3n has layers of another kind (AltUp, embeddings per layer).",
     "gemma4": "Gemma 4 has layers of another kind (shared KV, embeddings per layer).",

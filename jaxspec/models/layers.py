@@ -71,7 +71,7 @@ def rotate(
 
 
 def gate_block(intermediate_size: int) -> int:
-    """Consecutive rows of gate (and of up) in the fused projection."""
+    """Return how many rows of the gate, then of up, alternate in the fused matrix."""
     return math.gcd(intermediate_size, 128)
 
 
@@ -130,8 +130,8 @@ def attend(
     query = params["q_proj"].multiply(inputs).reshape(tokens, -1, head_dim)
     key_value = params["kv_proj"].multiply(inputs)
     key_value = key_value.reshape(tokens, -1, 2, head_dim)
-    # In the type of the pages: tensor cores cannot multiply float32 queries with
-    # bfloat16 keys, and HuggingFace rounds queries too.
+    # Queries are rounded to the type of the pages: tensor cores cannot multiply float32
+    # queries with bfloat16 keys, and HuggingFace rounds queries too.
     query = rotate(normalise(q_norm, query), tables).astype(params["q_proj"].dtype)
     key = rotate(normalise(k_norm, key_value[:, :, 0]), tables)
     value = key_value[:, :, 1]
@@ -167,7 +167,7 @@ def attention_block(
     """Return `stream + after(attend(before(stream)))`, and the pages.
 
     Args:
-        settings: As of `attend`.
+        settings: The other arguments of `attend`.
     """
     if backend.has_blocks and cpu.are_native(params):
         return cpu.attention_block(

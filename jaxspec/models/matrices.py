@@ -28,7 +28,7 @@ class Matrix(ABC):
     @classmethod
     @abstractmethod
     def of(cls, values: Any) -> "Matrix":
-        """Make the form from placed values, or its shapes from their shape."""
+        """Make the matrix from values on devices, or from their abstract shape."""
 
     @property
     @abstractmethod

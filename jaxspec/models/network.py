@@ -24,9 +24,9 @@ from jaxspec_kernels.bits import KvPools
 
 Pages = KvPools
 
-# With XLA's products a pass over this number of rows takes as long as over one row:
-# rows that would be pads may be used. With products in C++ it takes somewhat longer,
-# and nothing is padded.
+# With XLA's products, a pass over this number of rows takes as long as over one row, so
+# the rows that would be padding may have tokens. With products in C++, a pass takes
+# somewhat longer per row, and nothing is padded.
 FREE_ROWS = cpu.MIN_ROWS
 
 

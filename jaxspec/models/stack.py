@@ -23,9 +23,9 @@ from jaxspec.models.matrices import Matrix
 from jaxspec.models.params import ParamPath, Params
 from jaxspec_kernels.bits import KvPages, KvPools
 
-LAYERS = "layers"  # their parameters' place in the tree
-# (layer number, parameters, input, batch, pages) -> (output, pages)
-Layer = Callable[[int, Params, Array, TokenBatch, KvPages], tuple[Array, KvPages]]
+LAYERS = "layers" # key of the layers' parameters in the tree # (layer number,
+parameters, input, batch, pages) -> (output, pages) Layer = Callable[[int, Params,
+Array, TokenBatch, KvPages], tuple[Array, KvPages]]
 
 
 def run_layers(
@@ -90,7 +90,8 @@ def _scan(
     start = stream, kv_pages
     stacks = {str(kind): params[str(kind)] for kind in range(period)}
     (last, kv_pages), found = jax.lax.scan(turn, start, (numbers, stacks))
-    # `last` is not one of these: XLA can drop them all if no output is read.
+    # `last` is kept apart from these, so that XLA can drop all of these if no output of
+    # a layer is read.
     between = (
         jax.lax.index_in_dim(found[number % period], number // period, keepdims=False)
         for number in range(config.num_scanned - 1)
@@ -135,10 +136,11 @@ def _with_barriers(params: Params) -> Params:
 def _batch_of(
     batch: TokenBatch, turn: Int[Array, ""], turns: int, pool: tuple[int, ...]
 ) -> TokenBatch:
-    """The batch with the page ids and slots of one turn's layers.
+    """Return the batch with the page ids and slots of one loop iteration's layers.
 
-    A pool holds its layers' pages one layer after another: page i of the turn's layer
-    is page `turn * num_pages + i` of the pool. Pad slots remain past the pool's end.
+    A pool holds its layers' pages one layer after another: page i of the layer in
+    iteration `turn` is page `turn * num_pages + i` of the pool. Pad slots remain past
+    the pool's end.
     """
     num_pages = pool[0] // turns
     num_slots = num_pages * pool[1]
@@ -189,7 +191,7 @@ def _room_for(leaf: Any, count: int) -> Any:
 def _put(whole: Any, part: Any, entry: int) -> Any:
     if isinstance(part, jax.ShapeDtypeStruct):
         return whole
-    # Only a compiled function can write into its argument.
+    # Compiled, because only a compiled function can write into a donated argument.
     write = jax.jit(_write, donate_argnums=0, out_shardings=whole.sharding)  # noqa: TID251
     return write(whole, part, np.int32(entry))
 

@@ -45,7 +45,7 @@ from jaxspec_checkpoints.quantization import (
 from jaxspec_checkpoints.quantization import quantized as quantize_tensor
 from jaxspec_kernels.rejection_sampling import noise
 
-# Makes one parameter's values, or their shape.
+# Returns the values of one parameter, or their abstract shape.
 Make = Callable[[ParamPath, ParamSpec, NamedSharding], Any]
 
 
@@ -58,10 +58,10 @@ def declare(
     are_bfloat16: bool | None = None,
     is_trained: bool = False,
 ) -> Specs:
-    """All parameters of a network, in the forms that these devices use.
+    """Return the declarations of all parameters, as these devices store them.
 
     Args:
-        are_bfloat16: As for `choose_forms`; None takes it from the model's files.
+        are_bfloat16: As for `choose_forms`; None: as the model's files say.
         is_trained: As for `choose_forms`.
     """
     parts = num_parts(mesh, mesh_axes)
@@ -211,7 +211,8 @@ def reader(
                 parts, sharding=sharding, dtype=kind, on_bytes=on_bytes, **rows
             )
         own = [quantize_tensor(part, spec.scheme) for part in parts]
-        # The values first: quantizing while reading produces the scales with them.
+        # Read the values first: the scales of a tensor that is quantized while it is
+        # read exist only after that.
         values = place(
             [one.values for one in own],
             sharding=sharding,
@@ -252,7 +253,7 @@ def describer(dtype: jnp.dtype) -> Make:
 def make_each(
     specs: Specs, make: Make, *, mesh: Mesh, mesh_axes: tuple[str, ...]
 ) -> Iterator[tuple[ParamPath, Any]]:
-    """Make the parameters one after the other, each in its form."""
+    """Make the parameters one after the other, each as its device stores it."""
     for path, spec in specs.items():
         yield path, spec.wrap(make(path, spec, spec.sharding(mesh, mesh_axes)))
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 LOSSES = ("lk", "kl", "tv", "nla")
-# Hybrid loss: how fast its weight moves from KL to 1 - acceptance.
+# Rate at which the hybrid loss moves its weight from KL to 1 - acceptance.
 _ETA = 3.0
 
 
@@ -75,7 +75,8 @@ def loss_of(
     if kind == "tv":
         return mean(1 - found.acceptance, is_counted)
     if kind == "nla":
-        # Without any overlap acceptance is 0, and its logarithm has no usable gradient.
+        # If the distributions do not overlap, acceptance is 0, and its logarithm has no
+        # usable gradient.
         return mean(-jnp.log(jnp.maximum(found.acceptance, 1e-6)), is_counted)
     assert kind == "lk", kind
     accepted = mean(found.acceptance, is_counted)

@@ -14,7 +14,8 @@ from jaxspec.models.backend import Backend
 from jaxspec.models.batch import Region, TokenBatch
 from jaxspec_kernels.bits import KvPages, ScaledPages
 
-# Queries whose scores are computed at a time: all at once would be the largest array.
+# Number of queries whose attention scores are computed at a time. The scores of all
+# queries would be the largest array in memory.
 BLOCK = 128
 _MASKED = -1e30
 
@@ -37,7 +38,7 @@ class RowsBackend(Backend):
 
     @property
     def has_blocks(self) -> bool:
-        """False: such operations write to pages and have no gradients."""
+        """False: operations for half a layer write to pages and have no gradients."""
         return False
 
     def write(

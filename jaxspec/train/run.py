@@ -53,7 +53,7 @@ from jaxspec_checkpoints.layout import TIE
 
 _log = logging.getLogger(__name__)
 
-# Options that may differ between a run and the one that resumes it.
+# Options that may differ between a run and the run that resumes it.
 _FREE = {"out", "work", "eval_every", "save_every", "method_name", "run"}
 SETTINGS = "settings.json"
 # Default number of the target's tokens that a head can propose.
@@ -319,7 +319,8 @@ def _text(options: argparse.Namespace, folder: Path, work: Path) -> Text:
                 num_tokens=options.tokens,
                 seed=options.seed,
             )
-    # Only now: a run that failed earlier can be repeated with other settings.
+    # Settings are saved only now, so that a run that failed before can be repeated with
+    # other settings.
     work.mkdir(parents=True, exist_ok=True)
     settings = json.dumps(_settings(options), indent=2)
     (work / SETTINGS).write_text(f"{settings}\n", encoding="utf-8")

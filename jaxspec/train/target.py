@@ -26,7 +26,7 @@ from jaxspec.models.trimmed import EMBEDDING, HEAD
 from jaxspec.sharding import TARGET_MESH_AXES, kv_copies, num_parts
 from jaxspec.train.rows import RowsBackend, no_keys, rows_batch
 
-# Tokens of every row whose logits are computed at a time.
+# Number of tokens per row whose logits are computed at a time.
 _CHUNK = 64
 
 
@@ -186,7 +186,8 @@ class StateFiles:
         with bar:
             for start in range(0, count, batch_rows):
                 some = tokens[start : start + batch_rows]
-                # One program for all: the last batch is padded with its first row.
+                # The last batch is padded with its first row, so that all batches use
+                # one program.
                 missing = batch_rows - len(some)
                 whole = np.concatenate([some, np.repeat(some[:1], missing, axis=0)])
                 for file, values in zip(files, read(whole), strict=True):

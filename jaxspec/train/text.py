@@ -19,7 +19,7 @@ from jaxspec.text.tokenizer import Tokenizer
 
 # Start of an answer in a conversation in Gemma's turn format.
 ANSWER = "<start_of_turn>model\n"
-# Prompt lengths of texts without turns; one is drawn for each text.
+# Prompt lengths in tokens for texts without turns; one is drawn for each text.
 PROMPT_TOKENS = 16, 64
 # Sampling of continuations: (share of the documents, temperature, top_p).
 WAYS = ((0.4, 0.0, 1.0), (0.4, 0.8, 0.95), (0.2, 1.0, 1.0))
@@ -48,7 +48,7 @@ class Text:
         return len(self.tokens)
 
     def rows(self, numbers: Any) -> "Text":
-        """Some of the rows."""
+        """Return the rows with these indices."""
         return Text(
             tokens=self.tokens[numbers],
             sizes=self.sizes[numbers],
@@ -181,7 +181,8 @@ def write_text(
     """
     random = np.random.default_rng(seed)
     shares, documents, written = [way[0] for way in WAYS], [], 0
-    # Prompts per call: enough for all tokens if every answer were half a row.
+    # Prompts per call: enough to write all missing tokens if every answer fills half a
+    # row.
     count = max(64, 2 * num_tokens // length)
     for start in range(0, len(prompts), count):
         some = prompts[start : start + count]

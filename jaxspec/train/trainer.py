@@ -337,8 +337,8 @@ class Trainer:
         `greedy` the share of drafts that are the target's most likely token.
         """
         rows, sums, count = self.schedule.rows, [0.0, 0.0], 0.0
-        # Remaining rows that do not fill a batch are dropped: they would need another
-        # program.
+        # The last rows are dropped if they do not fill a batch, as a smaller batch
+        # would need another program.
         for start in range(0, len(self._held_out) - rows + 1, rows):
             numbers = np.arange(start, start + rows)
             batch, states = self._given(self._held_out, self._read[1], numbers)

@@ -47,7 +47,7 @@ _FIXED = {
 _LOCAL, _GLOBAL = "sliding_attention", "full_attention"
 # Gemma 3's rotary bases if a file states none.
 _THETAS = {_LOCAL: 10_000.0, _GLOBAL: 1_000_000.0}
-# Period of Gemma 3's kinds of layers; the last of a period is global.
+# Gemma 3's layers repeat with this period: five local layers, then a global one.
 _PERIOD = 6
 _MAX_PERIOD = 1024
 
@@ -87,7 +87,8 @@ class GemmaConfig(ModelConfig, ABC):
         query_pre_attn_scalar: Queries are divided by the root of this.
         attn_logit_softcapping: Cap c of `c * tanh(x / c)` on scores; None for no cap.
         final_logit_softcapping: The same on logits.
-        sliding_window: Tokens a local layer sees, the query's own included.
+        sliding_window: Number of tokens that a local layer attends to, the query's own
+            included.
         local_pattern: Whether each of the first layers is local; it repeats.
         local_rope, global_rope: Rotary embedding of local and of global layers.
         tie_word_embeddings: Whether the embedding is the LM head as well.
@@ -203,7 +204,7 @@ class Gemma3Config(GemmaConfig):
                 f"{error}.", parameter=name, value=config.get(name)
             ) from error
         _check_fixed(text)
-        # transformers does not read a soft cap of attention either.
+        # Ignore a soft cap of attention scores, as transformers does for Gemma 3.
         text = {**text, "attn_logit_softcapping": None}
         caps = dict(final_logit_softcapping=None)
         # All other keys with defaults are in the text config.
@@ -277,7 +278,8 @@ def _local_pattern(config: Mapping[str, Any]) -> tuple[bool, ...]:
             name, allowed = f"layer_types[{layer}]", f"{_LOCAL!r} or {_GLOBAL!r}"
             raise wrong_argument(UnsupportedError, name, allowed, kind)
     local = tuple(kind == _LOCAL for kind in kinds)
-    # The shortest repeating pattern: a model of few layers also fits longer ones.
+    # Take the shortest repeating pattern. The layers of a small model may fit longer
+    # patterns too.
     period = next(
         count
         for count in range(1, num_layers + 1)

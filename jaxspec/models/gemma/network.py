@@ -145,7 +145,8 @@ def forward(
     streams, kv_pages = run_layers(config, params, stream, batch, kv_pages, run)
     stream = streams[-1]
     normed = normalise(norm(params["final_norm"]), stream)
-    # The norm's own statistic: a NaN or infinity in a row makes it NaN or infinite.
+    # Tested on the variance that the final norm computes anyway: a NaN or infinity in a
+    # row makes it NaN or infinite.
     is_finite = jnp.isfinite(mean_square(stream)[:, 0])
     return Hidden(normed, is_finite, streams), kv_pages
 

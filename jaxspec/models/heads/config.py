@@ -36,13 +36,13 @@ class HeadConfig(ABC):
     """Base of the configs of heads.
 
     Attributes:
-        target_hidden_size, vocab_size: The target's.
+        target_hidden_size, vocab_size: Hidden size and vocabulary size of the target.
         draft_vocab_size: Tokens that the head can propose; fewer than the target's if
             the vocabulary is trimmed.
     """
 
     kind: ClassVar[str]
-    # Whether it has keys and values of its own, in pages.
+    # Whether the head has keys and values of its own, in KV pages.
     has_pages: ClassVar[bool] = False
 
     target_hidden_size: int
@@ -67,7 +67,7 @@ class HeadConfig(ABC):
 
     @property
     def max_drafts(self) -> int | None:
-        """Most drafts in a row that it can propose; None: any number."""
+        """Maximum number of drafts in a row that it can propose; None: no limit."""
         return None
 
     def kv_bytes_per_token(self, dtype_bytes: int, scale_bytes: int = 0) -> int:
@@ -259,7 +259,7 @@ class EagleConfig(LayerConfig):
         )
 
     def to_file(self) -> dict[str, Any]:
-        # `bias` is a key of the paper's own code.
+        # `bias` is the key that the code of the EAGLE paper reads.
         return self.layer_to_file() | dict(bias=self.has_bias)
 
 
@@ -312,7 +312,8 @@ class Eagle3Config(LayerConfig):
             target_hidden_size=config.get("target_hidden_size")
             or values["hidden_size"],
             target_layers=_target_layers(config),
-            # If a file of speculators leaves it out, vLLM assumes true.
+            # If a config.json that the library speculators wrote has no such key, vLLM
+            # assumes true.
             norm_before_residual=bool(
                 config.get("norm_before_residual", is_speculators)
             ),
@@ -351,7 +352,7 @@ class Eagle3Config(LayerConfig):
 
 
 _LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
-# Of the layer, in its config.json and here.
+# Names of the layer's sizes in its config.json, and in this class.
 _LAYER_SIZES = {
     "hidden_size": "hidden_size",
     "intermediate_size": "intermediate_size",

@@ -2,8 +2,8 @@
 
 The inputs of a row are a token and the target's hidden states at the token before it,
 from three layers, fused to the head's width. At tokens that the target has not read
-yet, the layer's own output replaces them. Its keys and values are in pages like those
-of any layer, at the slot of the row.
+yet, the layer's own output replaces the target's hidden states. Its keys and values are
+in pages like those of any layer, at the slot of the row.
 
 The layer is Llama's (SiLU, no caps, no post-norms) for any target: other engines train
 and run this form. References: Li et al. 2025, arXiv:2503.01840.

@@ -36,7 +36,8 @@ from jaxspec.sharding import DRAFT_MESH_AXES, kv_copies, num_parts, put
 from jaxspec_checkpoints import CheckpointError, Tensor
 from jaxspec_checkpoints.heads import EAGLE3, write_head
 
-# Tensors of token ids: offsets from the head's own ids, or the ids themselves.
+# Tensors that map the head's token ids to the target's: as offsets from the head's ids,
+# or as the ids themselves.
 _OFFSETS, _IDS = "d2t", "token_map"
 
 
@@ -48,7 +49,7 @@ def functions_of_head(config: HeadConfig) -> Any:
 def declare_head(
     config: HeadConfig, *, dtype: jnp.dtype, mesh: Mesh, mesh_axes: tuple[str, ...]
 ) -> Specs:
-    """All parameters, in the forms that these devices use."""
+    """Return the declarations of all parameters, as these devices store them."""
     copies = 1
     if isinstance(config, LayerConfig):
         parts = num_parts(mesh, mesh_axes)
