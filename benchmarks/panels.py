@@ -27,7 +27,7 @@ LOAD_PANELS = (
     ("median_ttft_ms", "time to first token, ms", 1.0),
 )
 UNLIMITED = math.inf
-# Offset between temperatures, so that no whisker covers another.
+# Horizontal offset between the temperatures of a K, so that whiskers do not overlap.
 _OFFSET = 0.06
 CEILINGS = {
     "measured": (
@@ -48,7 +48,7 @@ PARTS = {
 }
 _HOST = drawing.MARKS[1]
 _STACK_WIDTH, _HOST_WIDTH = 0.5, 0.22
-# From the center of the device's bar to the center of the host's.
+# Distance between the centers of the device's bar and the host's bar.
 _HOST_SHIFT = (_STACK_WIDTH + _HOST_WIDTH) / 2 + 0.03
 
 
@@ -95,7 +95,8 @@ def load_figure(entries: Sequence[drawing.Result]) -> Figure:
     axis, rows = _load_layout(entries)
     with drawing.style():
         figure = _new_figure(len(rows), LOAD_NOTE, entries[0])
-        # A server may draft nothing under some loads; only the others are labelled.
+        # Only loads with drafts are labelled, because a server may draft nothing under
+        # some loads.
         forced = [one for one in entries if drawing.forced_acceptance(one)]
         drawing.head(figure, "A server under load", (forced or entries)[0])
         grid = figure.subplots(len(rows), len(LOAD_PANELS), sharex=True, squeeze=False)

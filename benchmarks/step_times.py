@@ -1,4 +1,4 @@
-"""Times of the step program alone: plain steps, rounds with drafts, the target's pass.
+"""Measures the step program alone: plain steps, rounds with drafts, the target's pass.
 
 There is no engine and no text: sequences start after a context that was never
 prefilled, and launches do not wait for results. Times do not depend on the values of
@@ -37,7 +37,7 @@ from jaxspec.program.wire import PlanLayout, StepResult
 from jaxspec.sharding import DRAFT_MESH_AXES, make_mesh, replicated
 
 PAGE_SIZE = 16
-# XLA compiles several programs at once, each on a core or two.
+# Number of programs to compile at once: XLA uses one or two cores for each.
 MAX_COMPILES = 8
 
 
@@ -121,7 +121,7 @@ class Models:
     def abstract(
         cls, target: ModelConfig, draft: ModelConfig, setting: Setting, mesh: Mesh
     ) -> "Models":
-        """Make shapes of weights, for a device that need not be present."""
+        """Make abstract weights, to compile for a device that need not be present."""
         dtype = jnp.dtype(setting.dtype)
         form: Any = functools.partial(abstract_params, dtype=dtype, mesh=mesh)
         return cls(

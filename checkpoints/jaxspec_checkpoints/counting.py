@@ -25,12 +25,12 @@ from jaxspec_checkpoints.errors import CheckpointError
 from jaxspec_checkpoints.files import expand, readable
 from jaxspec_checkpoints.trimming import IDS
 
-# Characters that are tokenized together.
+# Number of characters that are tokenized in one call.
 _BATCH_CHARACTERS = 1 << 20
 # Keys of a JSON line: its text, or a prompt and its completion.
 _KEYS = ("text", "prompt", "completion")
 Encode = Callable[[list[str]], Iterable[list[int]]]
-# Fractions of the vocabulary that the report lists.
+# The report lists the coverage of 1/16, 1/8, 1/4 and 1/2 of the vocabulary.
 _SHARES = (16, 8, 4, 2)
 
 
@@ -65,7 +65,7 @@ class Counts:
         return float(self.frequency[self.ranked[:size]].sum() / total)
 
     def report(self) -> str:
-        """Fractions of the texts that smaller vocabularies cover."""
+        """Return which fraction of the texts' tokens smaller vocabularies cover."""
         vocab_size = len(self.frequency)
         lines = [
             f"{self.frequency.sum():,} tokens of {self.num_texts:,} texts; "

@@ -143,7 +143,8 @@ def read_config(
     """
     files = model_files(folder)
     if GGUF in files or "config.json" not in files:
-        # A GGUF file has its own numbers: a config.json next to it is often a stub.
+        # Read the config from the GGUF file itself: a config.json next to it is often a
+        # stub.
         checkpoint = open_checkpoint(folder, layouts)
         return checkpoint.config, checkpoint.generation_config
     generation = files.get("generation_config.json")

@@ -25,9 +25,9 @@ MANIFEST = "manifest.ocdbt"
 _DRIVERS = {".zarray": "zarr", "zarr.json": "zarr3"}
 _ARRAYS = ("jax.Array", "np.ndarray")
 _INDEX_CACHE = {"cache_pool#ocdbt": {"total_bytes_limit": 64 * 2**20}}
-# Bytes that a writer buffers before it writes a file.
+# Number of bytes that TensorStore buffers before it writes a file.
 _COMMIT_BYTES = 4 * BLOCK_BYTES
-# Memory that TensorStore uses in addition to the values of chunks.
+# Bytes of memory that TensorStore uses in addition to the values of chunks.
 _SLACK_BYTES = 2**20
 # Errors that TensorStore raises for damaged files.
 _FAULTS = (ValueError, OSError, KeyError, IndexError)
@@ -136,8 +136,9 @@ def open_arrays(folder: Path) -> dict[str, StoredArray]:
     base = {"driver": "file", "path": f"{folder.resolve()}/"}
     is_database = (folder / MANIFEST).is_file()
     store = {"driver": "ocdbt", "base": base} if is_database else base
-    # Older versions of Orbax omit chunks of zeros. In a database, absence is reliable:
-    # its index names every chunk. Without one, a lost file looks the same.
+    # Older versions of Orbax do not write chunks that are all zeros. In OCDBT storage a
+    # missing chunk is known to be zeros, as an index lists every chunk that exists.
+    # Without that index, a lost file would look the same, so missing chunks are errors.
     is_strict = metadata.get("store_array_data_equal_to_fill_value") or not is_database
     context = ts.Context(_INDEX_CACHE)
     try:

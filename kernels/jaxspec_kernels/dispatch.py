@@ -18,7 +18,8 @@ _log = logging.getLogger(__name__)
 
 IMPLEMENTATIONS: tuple[str, ...] = ("reference", "cpu", "tpu", "gpu")
 
-# By jax's names of platforms: "gpu" for real devices, "cuda" for described ones.
+# Implementation by jax's name of the platform: GPUs are "gpu" if present, and "cuda" if
+# programs are only compiled for them.
 _OF_PLATFORM = {"cpu": "cpu", "tpu": "tpu", "gpu": "gpu", "cuda": "gpu"}
 
 

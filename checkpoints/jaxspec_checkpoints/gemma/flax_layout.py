@@ -29,7 +29,8 @@ class View:
         leaf: Path of the array below the root of the tree.
         fixed: Index of the first axes.
         order: The other axes, counted from the first of them, in canonical order.
-        row_axes: Number of axes in `order` that form the rows; the others form columns.
+        row_axes: Number of leading axes in `order` that form the rows; the others form
+            the columns.
     """
 
     leaf: str

@@ -11,7 +11,7 @@ from typing import Any
 from jaxspec_checkpoints.errors import CheckpointError
 from jaxspec_checkpoints.layout import EMBEDDING, FlaxForm, Layout, Sizes
 
-# Gemma 2's; Gemma 3 has another tokenizer.
+# Gemma 2's vocabulary size. Gemma 3 has another tokenizer.
 VOCAB_SIZE = 256000
 GEMMA3_VOCAB_SIZE = 262144
 TURN_MARKERS = ("<start_of_turn>", "<end_of_turn>")
@@ -250,7 +250,8 @@ def _gemma2_config_of(name: str) -> dict[str, Any] | None:
 
 
 def _gemma3_config_of(name: str) -> dict[str, Any] | None:
-    # Models from quantization-aware training: in the type of the others.
+    # Models from quantization-aware training have unquantized weights under a longer
+    # name.
     name = re.sub("-qat-[a-z0-9_]+-unquantized$", "", name)
     size = _published_size(name, "gemma-?3", _GEMMA3_SIZES)
     return None if size is None else gemma3_config(size)

@@ -32,7 +32,8 @@ _SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL)
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _DEFAULT_ALIGNMENT = 32
-# A file changed less than this ago may change again within one tick of its clock.
+# Nanoseconds after a change before a file's header is cached. Two changes within one
+# tick of the file system's clock have the same time stamp.
 _SETTLED_NS = 2 * 10**9
 _MAX_DIMENSIONS = 4
 # Limits far above those of real models: 262,144 tokens make a header of 6.5 MB.
@@ -330,7 +331,7 @@ class _Header:
         if kind not in _DTYPES:
             name = "an array" if kind == _ARRAY else f"type {kind}"
             self._fail(f"the values of {key!r:.80} are of {name}, which is not read")
-        # A copy, or the array would keep the whole buffer.
+        # Copy the values; a view would keep the whole buffer in memory.
         values = np.frombuffer(
             self._take(count * _DTYPES[kind].itemsize), _DTYPES[kind]
         )

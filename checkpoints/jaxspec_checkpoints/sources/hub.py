@@ -19,7 +19,8 @@ from jaxspec_checkpoints.checkpoint import SIDE_FILES
 from jaxspec_checkpoints.errors import CheckpointError
 from jaxspec_checkpoints.files import expand
 
-# The hub's patterns match whole paths, and `*` crosses folders.
+# Patterns of the files to fetch. The hub matches them with whole paths, and `*` also
+# matches slashes.
 _WEIGHTS = (
     "*.safetensors",
     "*.safetensors.index.json",

@@ -25,7 +25,8 @@ from jaxspec_kernels.sums import row_sums
 # pay for empty slots.
 BLOCK_TOKENS = 128
 
-# A product of one row with the keys is summed in another order than one of several.
+# Minimum rows of a product with the keys: a product of a single row is summed in
+# another order.
 MIN_ROWS = 2
 
 _MASKED = -1e30  # finite: exp(_MASKED - _MASKED) must not be NaN in a row without keys

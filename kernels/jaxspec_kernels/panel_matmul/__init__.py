@@ -18,7 +18,7 @@ __all__ = ["WIDTH", "Panels", "QuantizedPanels", "from_panels", "from_quantized_
 __all__ += ["panel_form", "panel_matmul", "panel_rows", "quantized_form"]
 __all__ += ["quantized_panels", "to_panels"]
 
-# Outputs of one panel.
+# Number of matrix outputs in one panel.
 WIDTH = 32
 _MODULES = {"reference": "reference", "cpu": "cpu"}
 # Types of quantized panels; a uint8 holds two 4-bit values.

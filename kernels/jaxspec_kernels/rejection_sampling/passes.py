@@ -326,7 +326,8 @@ def statistics(
         maximum, at, total = jax.lax.cond(
             is_sampled.any(), lambda: walked(True), lambda: walked(False)
         )
-    # Read the first tile with the maximum again to find the lowest id that has it.
+    # Read the first tile that contains the maximum again, to find the lowest id that
+    # has it.
     every = jnp.arange(rows, dtype=jnp.int32)
     top = part.rows(logits, every, at, 0, part.tile)
     _, best = lowest(clean(top, part.ids(at)), part.ids(at))
