@@ -168,7 +168,7 @@ def attention(
 
 
 def _page_range(case: attention_cases.Case, kv_len: Array) -> tuple[Array, Array]:
-    """Return the first page that queries of each sequence see, and the last plus one."""
+    """Return the first page that each sequence reads, and the last one plus 1."""
     end = -(-kv_len // case.page_size)
     if case.window is None:
         return jnp.zeros_like(end), end

@@ -134,14 +134,14 @@ def read_texts(path: str | Path) -> Iterator[str]:
                     elif not is_json:
                         yield line
         except (lzma.LZMAError, EOFError, UnicodeDecodeError) as error:
-            raise CheckpointError(f"{path} is no text: {error}") from error
+            raise CheckpointError(f"{path} is not UTF-8 text: {error}") from error
 
 
 def _text_of(line: str, where: str) -> str:
     try:
         document: Any = json.loads(line)
     except (RecursionError, ValueError) as error:
-        raise CheckpointError(f"{where} is no JSON: {error}") from error
+        raise CheckpointError(f"{where} is not JSON: {error}") from error
     document = document if isinstance(document, dict) else {}
     found = [document.get(key) for key in _KEYS]
     parts = [one for one in found if isinstance(one, str)]

@@ -203,7 +203,7 @@ class _Parts:
         """Raise `CheckpointError` if there are tensors that no matrix uses."""
         for name, tensor in self._tensors.items():
             raise CheckpointError(
-                f"tensor '{self.module}.{name}' is no part of a quantized matrix "
+                f"tensor '{self.module}.{name}' is not part of a quantized matrix "
                 f"({tensor.source})"
             )
 

@@ -145,7 +145,7 @@ def open_arrays(folder: Path) -> dict[str, StoredArray]:
         keys = ts.KvStore.open(store, context=context).result().list().result()
     except _FAULTS as error:
         raise CheckpointError(
-            f"{folder} is no readable Orbax folder, fetch it again: {error}"
+            f"{folder} is not a readable Orbax folder, fetch it again: {error}"
         ) from error
     opening = {}
     for name, driver in sorted(_names(keys).items()):
@@ -185,7 +185,7 @@ def _listed(folder: Path, metadata: Mapping[str, Any]) -> list[str]:
         ]
     except (AttributeError, KeyError, TypeError) as error:
         raise CheckpointError(
-            f"{folder / METADATA} is no description of a tree of arrays, fetch it "
+            f"{folder / METADATA} is not a description of a tree of arrays, fetch it "
             f"again: {error!r}"
         ) from error
 

@@ -35,7 +35,7 @@ def read_token_map(path: str | Path, vocab_size: int) -> list[int]:
     path = expand(path)
     with readable(path):
         if not path.is_file():
-            raise CheckpointError(f"{path} is no file")
+            raise CheckpointError(f"{path} is not a file")
         if path.suffix in (".pt", ".bin", ".pth"):
             raise CheckpointError(
                 f"{path} is a pickle, which can run anything: write its ids as a JSON "

@@ -162,7 +162,7 @@ def _check_destination(
         )
     parent = destination.parent
     if not parent.is_dir():
-        raise CheckpointError(f"{parent} is no folder: make it first")
+        raise CheckpointError(f"{parent} is not a folder: make it first")
     if parent.resolve().is_relative_to(checkpoint.folder.resolve()):
         raise CheckpointError(
             f"{destination} lies within the checkpoint that is read, "

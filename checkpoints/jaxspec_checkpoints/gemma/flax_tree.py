@@ -200,7 +200,7 @@ def read_tree(
     if embedder is None:
         found = ", ".join(sorted(paths.values())[:4]) or "no tensor"
         raise CheckpointError(
-            f"the checkpoint has no tensor 'transformer/{EMBEDDER}', so it is no Gemma "
+            f"the checkpoint has no tensor 'transformer/{EMBEDDER}', so it is not a Gemma "
             f"as Kaggle has it; found: {found} ({folder})"
         )
     root = embedder.removesuffix(EMBEDDER)

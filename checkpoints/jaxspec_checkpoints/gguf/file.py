@@ -191,7 +191,7 @@ def shown(value: Any) -> str:
 
 
 def _fail(path: Path, reason: str) -> NoReturn:
-    raise CheckpointError(f"{path} is no usable GGUF file: {reason}")
+    raise CheckpointError(f"{path} is not a usable GGUF file: {reason}")
 
 
 class _Header:

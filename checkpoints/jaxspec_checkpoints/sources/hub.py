@@ -174,7 +174,7 @@ def _explained(name: str, revision: str | None) -> Iterator[None]:
         if reason is None:
             raise
         raise CheckpointError(
-            f"{name!r} is no folder here, and cannot be fetched from the Hugging Face "
+            f"{name!r} is not a folder here, and cannot be fetched from the Hugging Face "
             f"Hub: {reason}"
         ) from error
 
