@@ -248,8 +248,8 @@ def _rounds(
     }
     found = profile(lambda: programs[most].run(repeats=1))
     num_rounds = 2 * models.setting.steps  # rounds of the timed run and of its warm-up
-    about = {"what": "profile", "num_drafts": most, "num_rounds": num_rounds} yield row
-    | about | found
+    about = {"what": "profile", "num_drafts": most, "num_rounds": num_rounds}
+    yield row | about | found
 
 
 def measure_huggingface(name: str, options: argparse.Namespace) -> Iterator[Row]:

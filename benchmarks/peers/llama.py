@@ -20,10 +20,10 @@ LONGEST_START_S = 120.0
 MOST_DRAFTS = ("--spec-draft-n-max", "--draft-max")
 FEWEST_DRAFTS = ("--spec-draft-n-min", "--draft-min")
 LEAST_PROBABILITY = ("--spec-draft-p-min", "--draft-p-min")
-KIND_OF_DRAFT = "draft-simple"  # drafts by a second model; older versions lack the
-option DRAFT_THREADS = ("--spec-draft-threads", "--threads-draft") DRAFT_KEY_TYPE =
-("--spec-draft-type-k", "--cache-type-k-draft") DRAFT_VALUE_TYPE =
-("--spec-draft-type-v", "--cache-type-v-draft")
+KIND_OF_DRAFT = "draft-simple"  # a draft model; older versions lack the option
+DRAFT_THREADS = ("--spec-draft-threads", "--threads-draft")
+DRAFT_KEY_TYPE = ("--spec-draft-type-k", "--cache-type-k-draft")
+DRAFT_VALUE_TYPE = ("--spec-draft-type-v", "--cache-type-v-draft")
 
 
 class Server:

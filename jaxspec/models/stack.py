@@ -23,9 +23,9 @@ from jaxspec.models.matrices import Matrix
 from jaxspec.models.params import ParamPath, Params
 from jaxspec_kernels.bits import KvPages, KvPools
 
-LAYERS = "layers" # key of the layers' parameters in the tree # (layer number,
-parameters, input, batch, pages) -> (output, pages) Layer = Callable[[int, Params,
-Array, TokenBatch, KvPages], tuple[Array, KvPages]]
+LAYERS = "layers"  # key of the layers' parameters in the tree
+# (layer number, parameters, input, batch, pages) -> (output, pages)
+Layer = Callable[[int, Params, Array, TokenBatch, KvPages], tuple[Array, KvPages]]
 
 
 def run_layers(

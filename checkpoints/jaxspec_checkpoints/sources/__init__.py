@@ -97,7 +97,7 @@ def _service(extra: str, name: str) -> Any:
         return importlib.import_module(f"{__name__}.{extra}")
     except ImportError as error:
         raise CheckpointError(
-            f"{name!r} is not a folder here, and fetching it needs the extra {extra!r}, "
-            f'which is not installed: run pip install -e ".[{extra}]" in the checkout, '
+            f"{name!r} is not a folder here, and fetching it needs the extra "
+            f'{extra!r}, which is not installed: run pip install -e ".[{extra}]" in the checkout, '
             "or download the model by other means and pass its folder"
         ) from error

@@ -174,8 +174,8 @@ def _explained(name: str, revision: str | None) -> Iterator[None]:
         if reason is None:
             raise
         raise CheckpointError(
-            f"{name!r} is not a folder here, and cannot be fetched from the Hugging Face "
-            f"Hub: {reason}"
+            f"{name!r} is not a folder here, and cannot be fetched from the Hugging "
+            f"Face Hub: {reason}"
         ) from error
 
 
