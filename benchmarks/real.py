@@ -60,7 +60,7 @@ def prompts() -> list[tuple[str, str]]:
 
 
 def measure_open() -> float:
-    """Median seconds to read the header of the file, vocabulary included."""
+    """Return the median seconds to read the header of the file, vocabulary included."""
     code = (
         "import time; from jaxspec_checkpoints import open_checkpoint, packaged_gemma3;"
         "path = packaged_gemma3(); start = time.monotonic(); open_checkpoint(path);"

@@ -349,7 +349,7 @@ def rivals_of(work: Work) -> dict[str, Rival]:
 
 
 def _heads(work: Work) -> tuple[Array, Array, Array]:
-    """Query, keys and values with heads third: `[seq, token, head, head_dim]`."""
+    """Return query, keys and values as `[seq, token, head, head_dim]`."""
     case = work.case
     length = case.context
     if case.window is not None:

@@ -60,7 +60,7 @@ class Counts:
         return list(dict.fromkeys([*self.special, *rest]))
 
     def share_of(self, size: int) -> float:
-        """Fraction of all counted tokens that are among the first `size` of the map."""
+        """Return which fraction of all counted tokens is in the map's first `size`."""
         total = self.frequency.sum()
         return float(self.frequency[self.ranked[:size]].sum() / total)
 

@@ -156,7 +156,7 @@ class Layout:
         return next(found, None)
 
     def is_model_first(self, sizes: Sizes) -> bool:
-        """Whether the Flax tree of a size has `gating_einsum` as (2, model, hidden)."""
+        """Return whether a size's `gating_einsum` in Flax is (2, model, hidden)."""
         return self.flax is not None and (
             self.published_name(sizes) in self.flax.model_first
         )

@@ -356,7 +356,7 @@ def _scales(parts: _Parts, scheme: Scheme, shape: tuple[int, ...]) -> Tensor:
 def _awq(
     parts: _Parts, scheme: Scheme, given: Mapping[str, Any], last: _Last
 ) -> QuantizedTensor:
-    """AutoAWQ: [features, outputs / 8] words, outputs in its own order."""
+    """Read AutoAWQ's [features, outputs / 8] words, with outputs in its own order."""
     words, scales = parts.take("qweight"), parts.take("scales")
     zeros = parts.maybe("qzeros")
     shape = words.shape[1] * 8, words.shape[0]
@@ -373,7 +373,7 @@ def _awq(
 def _gptq(
     parts: _Parts, scheme: Scheme, given: Mapping[str, Any], last: _Last
 ) -> QuantizedTensor:
-    """AutoGPTQ: [features / 8, outputs] words, and zero points stored minus one."""
+    """Read AutoGPTQ's [features / 8, outputs] words; zero points are minus one."""
     words, scales, zeros = (
         parts.take(name) for name in ("qweight", "scales", "qzeros")
     )

@@ -119,7 +119,7 @@ class MixedScheme:
         return found
 
     def describe(self) -> str:
-        """In words: `Q5_0, Q8_0 as int8 in groups of 32, Q4_K unpacked (gguf)`."""
+        """Describe it: `Q5_0, Q8_0 as int8 in groups of 32, Q4_K unpacked (gguf)`."""
         kinds: dict[str, list[str]] = {}
         for kind in sorted({kind for _, kind in self.types}):
             scheme = GGUF_SCHEMES.get(kind)
@@ -204,7 +204,7 @@ class QuantizedTensor(Tensor):
         return held + self.scales.num_bytes
 
     def head(self, num_rows: int) -> "QuantizedTensor":
-        """The first rows only."""
+        """Return the first rows only."""
         return quantized_tensor(self.values.head(num_rows), self.scales.head(num_rows))
 
     def blocks(self) -> Iterator[tuple[int, np.ndarray]]:
@@ -242,7 +242,7 @@ class _Derived(Tensor):
     make: Callable[[int, np.ndarray], np.ndarray]
 
     def head(self, num_rows: int) -> Tensor:
-        """The first rows only."""
+        """Return the first rows only."""
         shape = num_rows, *self.shape[1:]
         return replace(self, shape=shape, origin=self.origin.head(num_rows))
 

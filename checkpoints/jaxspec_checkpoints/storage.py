@@ -105,7 +105,7 @@ class Slabs:
         return values
 
     def _context(self) -> ts.Context:
-        """Cache large enough for the chunks that two neighbouring slabs can share."""
+        """Return a cache for the chunks that two neighboring slabs can share."""
         array, extents = self._array, []
         for axis, (size, chunk) in enumerate(
             zip(array.shape, array.chunks, strict=True)

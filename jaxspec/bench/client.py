@@ -116,7 +116,7 @@ def data_of(response: httpx.Response) -> Iterator[str]:
 
 @functools.cache
 def _trusted() -> ssl.SSLContext:
-    """TLS context, cached: reading the certificates takes a while."""
+    """Return a TLS context; cached, as reading the certificates takes a while."""
     return httpx.create_ssl_context()
 
 

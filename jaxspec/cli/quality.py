@@ -81,7 +81,7 @@ def main(arguments: Sequence[str] | None = None, prog: str = PROG) -> int:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Measure, write and print.
+    """Measure the quality; write `quality.json` and print the results.
 
     Raises:
         ConfigError: An option is invalid; nothing has been written.

@@ -87,7 +87,7 @@ def _check_tree(paths: tuple[Path, ...], written: object) -> None:
 
 
 def has_side_paths(parents: tuple[int, ...]) -> bool:
-    """Whether a draft off the main chain is continued by further drafts.
+    """Return whether a draft off the main chain is continued by further drafts.
 
     Args:
         parents: As `parents_of` gives them.

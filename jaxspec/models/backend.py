@@ -127,14 +127,14 @@ class Backend:
         return attend(query, kv_pages, table, region.kv_len, mask)
 
     def vocab_axes(self, vocab_size: int) -> tuple[str, ...] | None:
-        """Axes that split the vocabulary; None if each device holds all of it."""
+        """Return the axes that split the vocabulary; None if it is not split."""
         if self.mesh is None or self.mesh.size == 1:
             return None
         parts = num_parts(self.mesh, self.mesh_axes)
         return None if vocab_size % parts else self.mesh_axes
 
     def _head_axes(self, num_q_heads: int, num_kv_heads: int) -> Any:
-        """Axes that split query heads together with their KV heads; None for none."""
+        """Return the axes that split query heads and their KV heads, or None."""
         if self.mesh is None:
             return None
         parts = num_parts(self.mesh, self.mesh_axes)

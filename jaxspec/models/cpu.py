@@ -57,7 +57,7 @@ _log = logging.getLogger(__name__)
 
 @functools.cache
 def instructions() -> str:
-    """Instruction sets of this CPU from /proc/cpuinfo; empty if unknown."""
+    """Return instruction sets of this CPU from /proc/cpuinfo; empty if unknown."""
     path = Path("/proc/cpuinfo")
     lines = path.read_text().splitlines() if path.exists() else []
     found = (line for line in lines if line.startswith(("flags", "Features")))
@@ -65,7 +65,7 @@ def instructions() -> str:
 
 
 def has_bfloat16() -> bool:
-    """Whether XLA multiplies bfloat16 with instructions of the CPU.
+    """Return whether XLA multiplies bfloat16 with instructions of the CPU.
 
     Without them it converts every weight to float32 on each use, six times slower than
     float32 weights.
@@ -302,7 +302,7 @@ class QuantizedMatrix(NativeMatrix):
 
 
 def are_native(params: Mapping[str, Any]) -> bool:
-    """Whether operations in C++ can read all of these matrices."""
+    """Return whether operations in C++ can read all of these matrices."""
     return all(isinstance(one, NativeMatrix) for one in params.values())
 
 
@@ -350,7 +350,7 @@ def feed_forward_block(
 
 
 def _panels_of(values: Any, dtype: Any) -> Any:
-    """An (out, features) matrix, or its shape, in panels of a type."""
+    """Pack an (out, features) matrix in panels of a type, or its abstract shape."""
     placement = replicated(values.sharding.mesh)
     if isinstance(values, jax.ShapeDtypeStruct):
         form = panel_form(values.shape, jnp.dtype(dtype).itemsize)
@@ -406,7 +406,7 @@ class PanelMatrix(DenseMatrix):
 
     @classmethod
     def fits(cls, shape: tuple[int, ...]) -> bool:
-        """Whether its outputs divide into panels."""
+        """Return whether the matrix's outputs divide into panels."""
         return shape[0] % XLA_WIDTH == 0
 
     @classmethod

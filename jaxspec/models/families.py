@@ -127,12 +127,12 @@ def family_of(config: ModelConfig) -> Family:
 
 
 def layouts() -> dict[str, Layout]:
-    """The layouts of all families, by `model_type`."""
+    """Return the layouts of all families, by `model_type`."""
     return {name: family.layout for name, family in FAMILIES.items()}
 
 
 def published_config(name: str) -> dict[str, Any] | None:
-    """The `config.json` of a published model, by its name; None if there is none."""
+    """Return the `config.json` of a published model by its name; None if unknown."""
     found = (layout.config_of(name) for layout in layouts().values())
     return next((config for config in found if config is not None), None)
 

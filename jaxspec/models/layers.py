@@ -19,7 +19,7 @@ Tables = tuple[Float[Array, "token 1 half"], Float[Array, "token 1 half"]]
 
 
 def mean_square(inputs: Float[Array, "... model"]) -> Float[Array, "... 1"]:
-    """Variance of each row, used by its norm."""
+    """Return the variance of each row, used by its norm."""
     return row_sums(jnp.square(inputs)) / inputs.shape[-1]
 
 
@@ -40,7 +40,7 @@ def normalise(
 def rope_tables(
     positions: Int[Array, " token"], head_dim: int, theta: float, factor: float = 1.0
 ) -> Tables:
-    """Cosine and sine of every position's angles, in float32.
+    """Return cosine and sine of every position's angles, in float32.
 
     Args:
         factor: Positions are divided by this (linear scaling).
@@ -81,7 +81,7 @@ def gated_feed_forward(
     *,
     activation: str,
 ) -> Float[Array, "row model"]:
-    """`down(activation(gate(inputs)) * up(inputs))`.
+    """Return `down(activation(gate(inputs)) * up(inputs))`.
 
     Args:
         params: `gate_up_proj`, whose rows alternate in blocks of `gate_block`, and
@@ -187,7 +187,7 @@ def feed_forward_block(
     activation: str,
     backend: Backend,
 ) -> Float[Array, "row model"]:
-    """`stream + after(gated_feed_forward(before(stream)))`; `after` may be None."""
+    """Return `stream + after(gated_feed_forward(before(stream)))`."""
     if backend.has_blocks and cpu.are_native(params):
         block = gate_block(params["down_proj"].shape[1])
         return cpu.feed_forward_block(

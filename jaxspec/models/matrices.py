@@ -22,7 +22,7 @@ class Matrix(ABC):
 
     @classmethod
     def fits(cls, shape: tuple[int, ...]) -> bool:
-        """Whether a matrix of this shape can have the form."""
+        """Return whether a matrix of this shape can have the form."""
         return True
 
     @classmethod
@@ -49,7 +49,7 @@ class Matrix(ABC):
     def multiply(
         self, inputs: Float[Array, "token features"]
     ) -> Float[Array, "token out"]:
-        """Products of rows with the transposed matrix, in float32."""
+        """Return products of rows with the transposed matrix, in float32."""
 
     @abstractmethod
     def rows(self, index: Int[Array, " token"]) -> Float[Array, "token features"]:

@@ -50,7 +50,7 @@ class Functions(Protocol):
     """The functions of a family's network module; `config` is the family's."""
 
     def param_specs(self, config: Any) -> Specs:
-        """All parameters, in the order in which random ones are numbered."""
+        """Declare all parameters, in the order in which random ones are numbered."""
         ...
 
     def forward(
@@ -67,7 +67,7 @@ class Functions(Protocol):
     def logits(
         self, config: Any, params: Params, rows: Float[Array, "row model"]
     ) -> Float[Array, "row _"]:
-        """Float32 logits of normalised rows, a column for each row of the head.
+        """Return float32 logits of normalised rows, a column for each row of the head.
 
         The head is `params["head"]` if present, else the embedding.
         """
@@ -95,7 +95,7 @@ class Network:
         return jax.tree.map(lambda part: part[:count], hidden), kv_pages
 
     def logits(self, rows: Float[Array, "row model"]) -> Float[Array, "row vocab"]:
-        """Float32 logits of normalised rows, over the whole vocabulary."""
+        """Return float32 logits of normalised rows, over the whole vocabulary."""
 
         def multiply(rows: Array) -> Array:
             return self.functions.logits(self.config, self.params, rows)
@@ -125,12 +125,12 @@ def build_network(
     params: Params,
     backend: Backend = Backend(),  # noqa: B008 frozen
 ) -> Network:
-    """The network of a config over its parameters; usable inside jit."""
+    """Make the network of a config over its parameters; usable inside jit."""
     functions = functions_of(config)
     return Network(config=config, params=params, backend=backend, functions=functions)
 
 
 def functions_of(config: ModelConfig) -> Functions:
-    """The functions of a config's family."""
+    """Return the functions of a config's family."""
     module: Any = importlib.import_module(family_of(config).network)
     return module

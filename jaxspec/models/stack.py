@@ -70,7 +70,7 @@ def _scan(
     kv_pages: KvPools,
     layer: Layer,
 ) -> tuple[tuple[Array, ...], KvPools]:
-    """`run_layers` as a loop; the pools are its state, so it writes them in place."""
+    """Run the layers as a loop; pools are its state, so it writes them in place."""
     turns, period = config.num_turns, config.period
 
     def turn(

@@ -299,7 +299,7 @@ def abstract_params(
     mesh: Mesh,
     mesh_axes: tuple[str, ...] = TARGET_MESH_AXES,
 ) -> Params:
-    """Shapes and placement of parameters, for compiling before they are loaded."""
+    """Return parameters' shapes and placement, to compile before they are loaded."""
     params = _make_all(
         config, describer(dtype), dtype=dtype, mesh=mesh, mesh_axes=mesh_axes
     )
@@ -317,7 +317,7 @@ def random_params(
     mesh_axes: tuple[str, ...] = TARGET_MESH_AXES,
     token_ids: Sequence[int] | None = None,
 ) -> Params:
-    """Random parameters, placed like loaded ones: for tests and `load_format=dummy`.
+    """Make random parameters, placed like loaded ones, for tests and dummy weights.
 
     Each device makes only its own shards. The values are the same on any mesh, and
     exact in bfloat16 if the model's files are. Matrices, which are (out, in), have a
@@ -383,7 +383,7 @@ def _random_matrix(
     block: int,
     copies: int,
 ) -> Array:
-    """Uniform values from a hash of their indices: XLA writes no other array.
+    """Make uniform values from a hash of their indices; XLA writes no other array.
 
     Args:
         stored: Type that the values are rounded to.

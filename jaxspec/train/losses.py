@@ -61,7 +61,7 @@ def compare(
 def mean(
     values: Float[Array, " token"], is_counted: Bool[Array, " token"]
 ) -> Float[Array, ""]:
-    """Mean over the tokens that count."""
+    """Return the mean over the tokens that count."""
     count = jnp.maximum(is_counted.astype(jnp.float32).sum(), 1.0)
     return jnp.where(is_counted, values, 0.0).sum() / count
 

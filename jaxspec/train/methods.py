@@ -67,7 +67,7 @@ class Method(Protocol):
     def num_passes(self) -> int: ...
 
     def init(self, target: Target, seed: int, token_ids: np.ndarray | None) -> Params:
-        """Initial float32 parameters, placed on the target's mesh."""
+        """Make initial float32 parameters, placed on the target's mesh."""
         ...
 
     def hidden(
@@ -77,7 +77,7 @@ class Method(Protocol):
         tokens: Int[Array, "row token"],
         states: States,
     ) -> list[Float[Array, "row_token model"]]:
-        """Output of each pass for all rows, before logits."""
+        """Return the output of each pass for all rows, before logits."""
         ...
 
     def logits(
@@ -87,7 +87,7 @@ class Method(Protocol):
         number: int,
         hidden: Float[Array, "row_token model"],
     ) -> Float[Array, "row_token draft_vocab"]:
-        """Logits of a pass's output."""
+        """Return logits of a pass's output."""
         ...
 
     def save(self, folder: Path, params: Params, target: Target) -> None:
@@ -139,7 +139,7 @@ class _LayerMethod(_Head):
     num_passes: int = 3
 
     def _rows(self, params: Params, states: States) -> Float[Array, "row_token model"]:
-        """The target's hidden states that the first pass takes."""
+        """Return the target's hidden states that the first pass takes."""
         raise NotImplementedError
 
     def hidden(

@@ -111,7 +111,7 @@ class Reader:
     def log_probs(
         self, tokens: Int[np.ndarray, "row token"]
     ) -> Float[Array, "row token vocab"]:
-        """Log-probabilities of the token after each, given all tokens up to it."""
+        """Return log-probabilities of the next token at every token."""
         return self._run(self._params, jnp.asarray(tokens))
 
 
@@ -174,7 +174,7 @@ def _compared(
     own: Float[Array, "row token vocab"],
     tokens: Int[Array, "row token"],
 ) -> Float[Array, "number row token-1"]:
-    """Per token: both losses, KL(theirs || own), and whether the argmax agrees."""
+    """Return both losses, KL(theirs || own) and argmax agreement, per token."""
     theirs, own = theirs[:, :-1], own[:, :-1]
     losses = [
         -jnp.take_along_axis(one, tokens[:, 1:, None], axis=2)[..., 0]
@@ -206,6 +206,6 @@ def cut(
 
 
 def chosen(texts: Iterable[str], count: int) -> list[str]:
-    """About `count` of the texts, evenly chosen."""
+    """Return about `count` of the texts, evenly chosen."""
     every = list(texts)
     return every[:: max(len(every) // count, 1)]

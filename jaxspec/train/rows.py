@@ -144,7 +144,7 @@ def no_keys(
     dtype: jnp.dtype,
     num_passes: int = 1,
 ) -> Num[Array, "pass_row token two_kv_head head_dim"]:
-    """A layer's pages before the first pass over rows: zeros."""
+    """Return a layer's pages before the first pass over rows: zeros."""
     rows, length = tokens.shape
     return jnp.zeros((num_passes * rows, length, 2 * num_kv_heads, head_dim), dtype)
 

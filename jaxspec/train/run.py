@@ -144,7 +144,7 @@ def _common(config: Any, draft_vocab_size: int | None) -> dict[str, Any]:
 
 
 def _layer(options: argparse.Namespace, config: Any) -> dict[str, Any]:
-    """Sizes of a head's decoder layer, from the options and the target."""
+    """Return sizes of a head's decoder layer, from the options and the target."""
     return dict(
         hidden_size=config.hidden_size,
         intermediate_size=options.intermediate_size or config.intermediate_size,
@@ -238,7 +238,7 @@ def _draft(options: argparse.Namespace, config: Any, folder: Path) -> DraftMetho
 
 
 def _pard(options: argparse.Namespace, config: Any, folder: Path) -> DraftMethod:
-    """A draft model with a mask token, by default one that occurs in no text."""
+    """Make a draft model with a mask token, by default one that occurs in no text."""
     draft = _draft(options, config, folder)
     mask = options.mask_token
     if mask is None:
@@ -279,7 +279,7 @@ def load_target(options: argparse.Namespace, folder: Path, config: Any) -> Targe
 
 
 def _mesh_and_dtype(options: argparse.Namespace) -> tuple[Mesh, Any]:
-    """Mesh and type of the target.
+    """Return the mesh and type of the target.
 
     Raises:
         ConfigError: The devices cannot be divided so, or do not support the type.
@@ -344,7 +344,7 @@ def _states(
 
 
 def _settings(options: argparse.Namespace) -> dict[str, Any]:
-    """Options that a resumed run must match, as JSON stores them."""
+    """Return options that a resumed run must match, as JSON stores them."""
     given = {name: value for name, value in vars(options).items() if name not in _FREE}
     return json.loads(json.dumps(given))
 

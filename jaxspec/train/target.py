@@ -51,7 +51,7 @@ def logits_of(
     rows: Float[Array, "row model"],
     token_ids: Int[Array, " draft_vocab"] | None,
 ) -> Float[Array, "row draft_vocab"]:
-    """The target's logits of normalised rows, for `token_ids` or (None) all tokens."""
+    """Return the target's logits of normalised rows, for `token_ids` or all tokens."""
     if token_ids is not None:
         head = DenseMatrix(head.values[token_ids])  # pyright: ignore[reportAttributeAccessIssue]
     return functions_of(config).logits(config, {EMBEDDING: head, HEAD: head}, rows)
@@ -92,7 +92,7 @@ class Target:
         return {name: self.params[name] for name in names if name in self.params}
 
     def by_row(self) -> NamedSharding:
-        """Placement of arrays of rows, split along the data axis."""
+        """Return the placement of arrays of rows, split along the data axis."""
         return NamedSharding(self.mesh, PartitionSpec("data"))
 
     def reader(self, layers: Sequence[int]) -> Any:
@@ -200,7 +200,7 @@ class StateFiles:
             file.flush()  # pyright: ignore[reportAttributeAccessIssue]
 
     def read(self, numbers: np.ndarray) -> States:
-        """The states of some rows."""
+        """Return the states of some rows."""
         order = np.argsort(numbers)  # read the memory map forwards
         back = np.argsort(order)
         found = [file[numbers[order]][back] for file in self._files]

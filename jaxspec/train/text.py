@@ -211,7 +211,7 @@ def write_text(
 
 
 def frequent_tokens(text: Text, count: int, vocab_size: int) -> np.ndarray:
-    """The tokens that the target writes most often, for a trimmed vocabulary."""
+    """Return the target's most frequent tokens, for a trimmed vocabulary."""
     place = np.arange(text.tokens.shape[1])[None]
     counts = (place >= text.starts[:, None]) & (place < text.sizes[:, None])
     frequency = np.bincount(text.tokens[counts], minlength=vocab_size)

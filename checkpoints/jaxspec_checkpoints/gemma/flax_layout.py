@@ -44,7 +44,7 @@ class View:
         return len(self.fixed) + self.order[0]
 
     def step(self, shape: tuple[int, ...]) -> int:
-        """Rows at one index of `axis` in an array of `shape`: head_dim or 1."""
+        """Return the number of rows at an index of `axis`: head_dim or 1."""
         sizes = [shape[len(self.fixed) + axis] for axis in self.order]
         return math.prod(sizes[1 : self.row_axes])
 

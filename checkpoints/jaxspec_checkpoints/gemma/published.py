@@ -78,7 +78,7 @@ _OTHER_MODALITIES = ("vision_tower", "multi_modal_projector")
 def layer_shapes(
     sizes: Sizes, *, has_qk_norm: bool = False
 ) -> dict[str, tuple[int, ...]]:
-    """Shape of every tensor of one layer, by its name within the layer."""
+    """Return the shape of every tensor of one layer, by its name within the layer."""
     model, hidden = sizes.hidden_size, sizes.intermediate_size
     queries = sizes.num_q_heads * sizes.head_dim
     keys = sizes.num_kv_heads * sizes.head_dim
@@ -104,7 +104,7 @@ def layer_shapes(
 def tensor_shapes(
     sizes: Sizes, *, has_qk_norm: bool = False
 ) -> dict[str, tuple[int, ...]]:
-    """Shape of every tensor of a model, by its canonical name."""
+    """Return the shape of every tensor of a model, by its canonical name."""
     shapes: dict[str, tuple[int, ...]] = {
         EMBEDDING: (sizes.vocab_size, sizes.hidden_size)
     }

@@ -278,7 +278,7 @@ class _PackedTensor(QuantizedTensor):
     """Dequantizes blocks directly, without an array of all scales."""
 
     def head(self, num_rows: int) -> "_PackedTensor":
-        """The first rows only."""
+        """Return the first rows only."""
         return replace(
             self,
             shape=(num_rows, *self.shape[1:]),

@@ -146,7 +146,7 @@ def _pieces(
 
 
 def _trainer(tokens: list[str], ids: dict[str, int]) -> bytes:
-    """Fields of TrainerSpec. The library finds special tokens by their pieces."""
+    """Return the fields of TrainerSpec, in which pieces name special tokens."""
     # model_type, vocab_size, byte_fallback
     fields = _varints({3: _BPE, 4: len(tokens), 35: 1})
     for offset, name in enumerate(_SPECIAL):
@@ -158,7 +158,7 @@ def _trainer(tokens: list[str], ids: dict[str, int]) -> bytes:
 
 
 def _normalizer(has_prefix: bool) -> bytes:
-    """Fields of NormalizerSpec: only spaces are replaced."""
+    """Return fields of NormalizerSpec: only spaces are replaced."""
     name = _message(b"\x0a", b"identity")
     # add_dummy_prefix, remove_extra_whitespaces, escape_whitespaces
     return name + _varints({3: int(has_prefix), 4: 0, 5: 1})

@@ -221,7 +221,7 @@ def _values(
     defaults: Mapping[str, Any],
     generation: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """The fields that both generations read alike."""
+    """Return the fields that both generations read alike."""
     values = {ours: config[theirs] for theirs, ours in SIZES.items()}
     values |= {name: config.get(name, value) for name, value in defaults.items()}
     if values["tie_word_embeddings"] is None:  # as if left out
@@ -321,7 +321,7 @@ def _first(*values: object) -> object:
 
 
 def _scaling(name: str, value: object) -> dict[str, Any]:
-    """Rotary parameters with `rope_type`, which older files call `type`."""
+    """Return rotary parameters with `rope_type`, which older files call `type`."""
     given = _mapping(name, value)
     kind = given.get("rope_type") or given.get("type") or "default"
     return {**given, "rope_type": kind}

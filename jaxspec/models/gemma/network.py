@@ -57,7 +57,7 @@ _QK_NORM_TENSORS = {
 
 
 def param_specs(config: GemmaConfig) -> Specs:
-    """Every parameter: shape, logical axes, split unit, tensors."""
+    """Declare every parameter: shape, logical axes, split unit, tensors."""
     model, hidden, head = config.hidden_size, config.intermediate_size, config.head_dim
     queries, keys = config.num_q_heads * head, config.num_kv_heads * head
     blocks = 2 * gate_block(hidden)
@@ -154,7 +154,7 @@ def forward(
 def logits(
     config: GemmaConfig, params: Params, rows: Float[Array, "row model"]
 ) -> Float[Array, "row _"]:
-    """Float32 logits of normalised rows, soft-capped where the config has a cap.
+    """Return float32 logits of normalised rows, soft-capped if the config has a cap.
 
     By the tied embedding, an untied head, or a trimmed one (`jaxspec.models.trimmed`).
     """

@@ -98,7 +98,7 @@ class HeadConfig(ABC):
 
     @abstractmethod
     def to_file(self) -> dict[str, Any]:
-        """Content of vLLM's `config.json` of such a head, without the target's name."""
+        """Return vLLM's `config.json` of such a head, without the target's name."""
 
     def check_target(self, target: ModelConfig, name: str = "the target") -> None:
         """Reject a target that the head was not trained for.
@@ -172,7 +172,7 @@ class LayerConfig(HeadConfig):
         return 2 * self.num_kv_heads * head_bytes
 
     def layer_to_file(self) -> dict[str, Any]:
-        """The layer's sizes under the names of HuggingFace's Llama config."""
+        """Return the layer's sizes under the names of HuggingFace's Llama config."""
         layer = {theirs: getattr(self, ours) for theirs, ours in _LAYER_SIZES.items()}
         return layer | dict(
             model_type="llama",
@@ -333,7 +333,7 @@ class Eagle3Config(LayerConfig):
         return content
 
     def layers_of(self, target: ModelConfig) -> tuple[int, ...]:
-        """Numbers of target layers after which the residual stream is read."""
+        """Return numbers of target layers after which the residual stream is read."""
         if self.target_layers is not None:
             return self.target_layers
         return default_layers(target.num_layers)
@@ -373,7 +373,7 @@ _FIXED = {
 
 
 def default_layers(num_layers: int) -> tuple[int, ...]:
-    """The layers that vLLM and SGLang use if a head names none: low, middle, high.
+    """Return the layers that vLLM and SGLang use by default: low, middle, high.
 
     If two of them would be the same, in a target of few layers, they are spaced evenly.
     """

@@ -164,7 +164,7 @@ def _check_tensors(config: HeadConfig, tensors: dict[str, Tensor]) -> None:
 
 
 def tensor_shapes(config: HeadConfig) -> dict[str, tuple[int, ...]]:
-    """Shape of every tensor of weights in a head's file, by vLLM's names."""
+    """Return the shapes of all weight tensors in a head's file, by vLLM's names."""
     return {
         name: (spec.shape[0] // len(spec.tensors), *spec.shape[1:])
         for spec in functions_of_head(config).param_specs(config).values()
@@ -179,7 +179,7 @@ def abstract_head(
     mesh: Mesh,
     mesh_axes: tuple[str, ...] = DRAFT_MESH_AXES,
 ) -> Params:
-    """Shapes and placement of parameters, for compiling before they are loaded."""
+    """Return parameters' shapes and placement, to compile before they are loaded."""
     specs = declare_head(config, dtype=dtype, mesh=mesh, mesh_axes=mesh_axes)
     params = _make_head(specs, describer(dtype), None, mesh, mesh_axes)
     if config.is_trimmed:
@@ -195,7 +195,7 @@ def init_head(
     mesh_axes: tuple[str, ...] = DRAFT_MESH_AXES,
     token_ids: np.ndarray | None = None,
 ) -> Params:
-    """Initial float32 parameters for training, as plain matrices.
+    """Make initial float32 parameters for training, as plain matrices.
 
     Matrices have a standard deviation of 1/sqrt(in). Those of Medusa's blocks are
     zeros, so that every head starts with the target's own output. Norm weights are
@@ -227,7 +227,7 @@ def random_head(
     mesh: Mesh,
     mesh_axes: tuple[str, ...] = DRAFT_MESH_AXES,
 ) -> Params:
-    """Random parameters, placed like loaded ones: for `load_format="dummy"`.
+    """Make random parameters, placed like loaded ones, for `load_format="dummy"`.
 
     A trimmed vocabulary keeps the first tokens.
     """

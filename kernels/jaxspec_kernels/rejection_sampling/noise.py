@@ -5,12 +5,12 @@ from jaxtyping import Array, Float, UInt32
 
 
 def exponential(first: Array, second: Array, ids: Array) -> Float[Array, "..."]:
-    """Exponential noise by a counter hash of two words and ids; strictly positive."""
+    """Return exponential noise, a counter hash of two words and ids; positive."""
     return -jnp.log(uniform(first, second, ids))
 
 
 def uniform(first: Array, second: Array, ids: Array) -> Float[Array, "..."]:
-    """Uniforms by a counter hash of two words and ids, strictly between 0 and 1.
+    """Return uniforms, a counter hash of two words and ids, between 0 and 1.
 
     References: the finaliser of MurmurHash3 (Appleby 2011).
     """
