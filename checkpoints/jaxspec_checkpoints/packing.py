@@ -373,7 +373,7 @@ def _awq(
 def _gptq(
     parts: _Parts, scheme: Scheme, given: Mapping[str, Any], last: _Last
 ) -> QuantizedTensor:
-    """Read AutoGPTQ's [features / 8, outputs] words; zero points are minus one."""
+    """Read AutoGPTQ's words [features / 8, outputs]; it stores zero points - 1."""
     words, scales, zeros = (
         parts.take(name) for name in ("qweight", "scales", "qzeros")
     )

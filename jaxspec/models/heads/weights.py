@@ -113,8 +113,8 @@ def _read_token_ids(
         return None
     if table is None:
         raise CheckpointError(
-            f"no tensor {name!r}, which says what the head's {config.draft_vocab_size} "
-            f"tokens are of the target's {config.vocab_size}"
+            f"no tensor {name!r}, which maps the head's {config.draft_vocab_size} "
+            f"tokens to the target's {config.vocab_size}"
         )
     if table.shape != (config.draft_vocab_size,) or table.dtype.kind != "i":
         raise CheckpointError(

@@ -52,8 +52,8 @@ def quantized_form(
     (outputs, features), is_half = shape, dtype == jnp.int4
     if features % (2 * num_groups if is_half else num_groups):
         raise ValueError(
-            f"{num_groups} groups of {features} features: whole groups are needed, of "
-            "an even number of values of 4 bits"
+            f"{features} features must divide into {num_groups} groups of equal size, "
+            "which must be even for 4-bit values"
         )
     count = -(-outputs // WIDTH)
     values = (count, features // (2 if is_half else 1), WIDTH)
