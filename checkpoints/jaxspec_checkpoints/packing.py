@@ -311,8 +311,8 @@ def _check_order(parts: _Parts, name: str, scheme: Scheme, num_features: int) ->
     if (ids == -1).all() or np.array_equal(ids, np.arange(num_features) // size):
         return
     raise CheckpointError(
-        f"tensor '{parts.module}.{name}' has groups of features in an order of their "
-        f"own, which is not supported ({order.source})"
+        f"tensor '{parts.module}.{name}' reorders the features of groups (desc_act), "
+        f"which is not supported ({order.source})"
     )
 
 

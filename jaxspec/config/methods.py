@@ -64,7 +64,7 @@ class Method:
 
     @property
     def shortest_match(self) -> int:
-        """Fewest tokens that a suffix lookup must match."""
+        """Minimum number of tokens that a suffix lookup must match."""
         return LONG_MATCH if self.has_draft_model else SHORT_MATCH
 
 

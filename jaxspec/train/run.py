@@ -232,7 +232,8 @@ def _draft(options: argparse.Namespace, config: Any, folder: Path) -> DraftMetho
     )
     content: Mapping[str, Any] = read_config(folder)[0]
     new = {key: value for key, value in content.items() if key != "layer_types"}
-    # Its embedding is a projection of the target's, and is its head too.
+    # The new draft's embedding is a projection of the target's, and is also its LM
+    # head.
     new |= sizes | {TIE: True}
     return DraftMethod(config=config_from_hf(new), hf_config=new)
 

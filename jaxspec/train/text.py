@@ -57,7 +57,7 @@ class Text:
 
     @property
     def num_written(self) -> int:
-        """Number of tokens that count."""
+        """Number of tokens that count in the loss."""
         return int((self.sizes - self.starts).sum())
 
     def save(self, path: Path) -> None:

@@ -63,7 +63,7 @@ class GemmaTurns:
     def _turn(self, number: int, position: int, role: str) -> str:
         """Return Gemma's name of a role; reject a role that is out of turn."""
         name, turn = f"messages[{position}]['role']", ("user", "model")[number % 2]
-        # The first words of two of the errors are those of Gemma's own templates.
+        # Two of the errors below begin with the words of Gemma's own templates.
         if role == SYSTEM and not self.folds_system:
             raise RequestError(
                 f"System role not supported: {name} must be {one_of(_ROLES)}, got "

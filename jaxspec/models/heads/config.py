@@ -476,7 +476,8 @@ class MedusaConfig(HeadConfig):
         cls, config: Mapping[str, Any], names: Collection[str]
     ) -> "MedusaConfig":
         """See `HeadConfig.from_file`."""
-        # The keys of vLLM, of speculators, and of the paper's own code.
+        # vLLM, the library speculators and the code of the Medusa paper use different
+        # keys.
         hidden: Any = config.get("hidden_size") or config.get("medusa_hidden_size")
         vocab: Any = config.get("vocab_size") or config.get("medusa_vocab_size")
         heads: Any = config.get("num_heads") or config.get("medusa_num_heads")

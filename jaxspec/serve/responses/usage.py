@@ -25,7 +25,7 @@ class Usage:
         self._cached[number] = output.num_cached_tokens or 0
 
     def add_text(self, index: int, num_tokens: int) -> None:
-        """Count new tokens of the text with an index."""
+        """Count new tokens of the choice with this index."""
         self._texts[index] = self._texts.get(index, 0) + num_tokens
 
     def total(self) -> dict[str, Any]:

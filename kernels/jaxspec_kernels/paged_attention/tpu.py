@@ -394,7 +394,7 @@ def paged_attention(
     )
     pools = jax.tree.leaves(kv_pages)
     if not interpret:
-        # XLA would copy a pool that fits in VMEM there, and back.
+        # Keep pools in HBM: XLA would copy one that fits in VMEM there and back.
         pools = [pltpu.with_memory_space_constraint(pool, pltpu.HBM) for pool in pools]
     mixed = pl.pallas_call(
         kernel,

@@ -15,7 +15,7 @@ def uniform(first: Array, second: Array, ids: Array) -> Float[Array, "..."]:
     References: the finaliser of MurmurHash3 (Appleby 2011).
     """
     bits = _mix(_mix(ids.astype(jnp.uint32) + first) ^ second)
-    # The centre of its cell, so never 0 or 1.
+    # Take the center of each cell, so that a uniform is never 0 or 1.
     return ((bits >> 9).astype(jnp.float32) + 0.5) * jnp.float32(2.0**-23)
 
 

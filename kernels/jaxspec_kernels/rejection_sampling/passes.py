@@ -165,7 +165,7 @@ class Slice:
         return tile.reshape(*tile.shape[:-1], -1, self.lanes).sum(axis=-2)
 
     def local(self, tokens: Int[Array, "*batch"]) -> tuple[Array, Array]:
-        """Return columns of tokens, and whether this device holds them."""
+        """Return the tokens' columns in this slice, and whether the slice has them."""
         column = tokens - self.offset
         is_held = (column >= 0) & (column < self.columns) & (tokens < self.vocab_size)
         return jnp.clip(column, 0, self.columns - 1), is_held
