@@ -121,8 +121,7 @@ def check_scales(kv_pages: KvPages, *, in_lanes: bool) -> None:
     page_size = kv_pages.shape[1]
     if in_lanes and page_size & (page_size - 1):
         raise NotImplementedError(
-            f"the TPU kernels need a power of two as page_size of int8 pages, got "
-            f"{page_size}"
+            f"page_size {page_size}: for int8 pages the TPU kernels need a power of two"
         )
 
 
