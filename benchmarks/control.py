@@ -96,9 +96,9 @@ class Rounds:
         record_time = engine.scheduler.record_time
 
         def note(launch: Launch, seconds: float) -> None:
-            if not launch.shape.chunk:
-                expected_s = engine.step_times.expected(launch.round)
-                drafts, now = launch.round.num_drafts, time.monotonic()
+            if not launch.shape.max_prompt_tokens:
+                expected_s = engine.step_times.expected(launch.round_kind)
+                drafts, now = launch.round_kind.num_draft_tokens, time.monotonic()
                 count = len(launch.rows)
                 self.seen.append(Round(now, drafts, count, seconds, expected_s))
             record_time(launch, seconds)

@@ -234,7 +234,9 @@ class Program(_Setup):
         super().__init__(
             models, seqs=seqs, num_drafts=num_drafts, draft=draft, acceptance=acceptance
         )
-        self.shape = StepShape(num_seqs=seqs, num_draft_tokens=num_drafts, chunk=0)
+        self.shape = StepShape(
+            num_seqs=seqs, num_draft_tokens=num_drafts, max_prompt_tokens=0
+        )
         arguments = (*self.params, self.forms)
         options = models.setting.compiler_options
         self.compiled = lower_step(self._config, self.shape, arguments).compile(options)

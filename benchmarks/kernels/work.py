@@ -25,7 +25,11 @@ from jaxtyping import Array
 from benchmarks.kernels.clock import Arrays, Spread, measure
 from jaxspec_kernels import paged_attention, tuning, write_kv_pages
 from jaxspec_kernels.paged_attention import cases as attention_cases
-from jaxspec_kernels.rejection_sampling import STANDARD, Controls, rejection_sampling
+from jaxspec_kernels.rejection_sampling import (
+    STANDARD,
+    SamplingValues,
+    rejection_sampling,
+)
 from jaxspec_kernels.rejection_sampling import cases as sampling_cases
 from jaxspec_kernels.write_kv_pages import cases as writing_cases
 
@@ -243,7 +247,7 @@ def sampling(
             probs,
             logits,
             full(case.drafts, jnp.int32),
-            Controls(
+            SamplingValues(
                 full(temperature, jnp.float32),
                 full(0, jnp.int32),
                 full(top_p, jnp.float32),

@@ -26,7 +26,7 @@ from jaxspec.errors import UnsupportedError
 from jaxspec.jax_settings import own_settings
 from jaxspec.models.network import build_network
 from jaxspec.models.trimmed import EMBEDDING, HEAD, TOKEN_IDS
-from jaxspec.program.propose.proposal import Context, Proposal
+from jaxspec.program.propose.proposal import Proposal, ProposerContext
 from jaxspec.program.rows import Active, append, gather, truncate
 from jaxspec.program.state import EngineState
 from jaxspec.program.step_context import ProgramConfig
@@ -240,11 +240,11 @@ def _active(state: EngineState, rows: Array) -> Active:
 def _draft(
     config: ProgramConfig, tree: Tree, params: Any, state: EngineState, rows: Array
 ) -> tuple[EngineState, Proposal]:
-    context = Context(
+    context = ProposerContext(
         active=_active(state, rows),
         token_pages=state.token_pages,
         tree=tree,
-        wanted=jnp.full(rows.shape, tree.num_levels, jnp.int32),
+        wanted_levels=jnp.full(rows.shape, tree.num_levels, jnp.int32),
         pool=config.pool,
         prompts=None,
         backend=config.backend,
@@ -283,8 +283,8 @@ def verify_part(
         tree=tree,
     )
     target = build_network(config.target, params[0], config.backend(TARGET_MESH_AXES))
-    hidden, pages = target.hidden(region, state.target_pages)
-    logits, _ = logits_of(target, hidden.rows, tokens.size)
+    output, pages = target.forward(region, state.target_pages)
+    logits, _ = logits_of(target, output.hidden_states, tokens.size)
     return dataclasses.replace(state, target_pages=pages), logits
 
 

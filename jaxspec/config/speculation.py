@@ -245,7 +245,7 @@ class SpeculativeConfig:
         )
 
     @property
-    def is_greedy(self) -> bool:
+    def drafts_argmax(self) -> bool:
         """Whether drafts are the argmax, also of requests that sample."""
         return self.draft_sample_method == "greedy"
 

@@ -138,10 +138,10 @@ def attend(
     kv_pages = backend.write(kv_pages, key, value, batch.slot_mapping, num_q_heads)
     mixed, start = [], 0
     for region in batch.regions:
-        here = query[start : start + region.num_rows]
+        region_query = query[start : start + region.num_rows]
         start += region.num_rows
         attended = backend.attend(
-            here.reshape(-1, region.num_queries, *here.shape[1:]),
+            region_query.reshape(-1, region.num_queries, *region_query.shape[1:]),
             kv_pages,
             region,
             scale=scale,

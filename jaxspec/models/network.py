@@ -30,17 +30,17 @@ Pages = KvPools
 FREE_ROWS = cpu.MIN_ROWS
 
 
-class Hidden(NamedTuple):
-    """Output of the layers.
+class ForwardOutput(NamedTuple):
+    """Result of a forward pass.
 
     Attributes:
-        rows: After the final norm.
+        hidden_states: Output of the last layer, after the final norm.
         is_finite: Rows computed without NaN or infinity.
         streams: The residual stream, before the first layer and after each. XLA drops
             the unused ones.
     """
 
-    rows: Float[Array, "token model"]
+    hidden_states: Float[Array, "token model"]
     is_finite: Bool[Array, " token"]
     streams: tuple[Float[Array, "token model"], ...]
 
@@ -60,8 +60,8 @@ class Functions(Protocol):
         batch: TokenBatch,
         kv_pages: Pages,
         backend: Backend,
-    ) -> tuple[Hidden, Pages]:
-        """Run all layers; returns the rows and the updated pages per layer."""
+    ) -> tuple[ForwardOutput, Pages]:
+        """Run all layers; return their output and the updated pages per layer."""
         ...
 
     def logits(
@@ -83,16 +83,18 @@ class Network:
     backend: Backend
     functions: Functions
 
-    def hidden(self, batch: TokenBatch, kv_pages: Pages) -> tuple[Hidden, Pages]:
-        """Run all layers; returns the rows and the updated pages per layer."""
+    def forward(
+        self, batch: TokenBatch, kv_pages: Pages
+    ) -> tuple[ForwardOutput, Pages]:
+        """Run all layers; return their output and the updated pages per layer."""
         count = batch.tokens.shape[0]
         padded = batch
         if not self._are_rows_independent:
             padded = cpu.pad_batch(batch, kv_pages[0].shape[0] * kv_pages[0].shape[1])
-        hidden, kv_pages = self.functions.forward(
+        output, kv_pages = self.functions.forward(
             self.config, self.params, padded, kv_pages, self.backend
         )
-        return jax.tree.map(lambda part: part[:count], hidden), kv_pages
+        return jax.tree.map(lambda part: part[:count], output), kv_pages
 
     def logits(self, rows: Float[Array, "row model"]) -> Float[Array, "row vocab"]:
         """Return float32 logits of normalised rows, over the whole vocabulary."""

@@ -46,17 +46,17 @@ def run_layers(
     Returns:
         The input with the outputs of all layers, and the updated pages.
     """
-    own = params[LAYERS]
+    layer_params = params[LAYERS]
     streams, updated = [stream], []
     if config.num_turns:
         scanned, pools = _scan(
-            config, own, stream, batch, kv_pages[: config.period], layer
+            config, layer_params, stream, batch, kv_pages[: config.period], layer
         )
         streams, updated = [*scanned], [*pools]
         stream, kv_pages = streams[-1], kv_pages[config.period :]
     numbers = range(config.num_scanned, config.num_layers)
     for number, pages in zip(numbers, kv_pages, strict=True):
-        stream, pages = layer(number, own[str(number)], stream, batch, pages)
+        stream, pages = layer(number, layer_params[str(number)], stream, batch, pages)
         streams.append(stream)
         updated.append(pages)
     return tuple(streams), tuple(updated)
@@ -74,14 +74,16 @@ def _scan(
     turns, period = config.num_turns, config.period
 
     def turn(
-        carry: tuple[Array, KvPools], given: tuple[Array, Params]
+        carry: tuple[Array, KvPools], inputs: tuple[Array, Params]
     ) -> tuple[tuple[Array, KvPools], tuple[Array, ...]]:
-        (stream, pools), (number, own) = carry, given
-        own = _with_barriers(own)
-        here = _batch_of(batch, number, turns, pools[0].shape)
+        (stream, pools), (number, layer_params) = carry, inputs
+        layer_params = _with_barriers(layer_params)
+        turn_batch = _batch_of(batch, number, turns, pools[0].shape)
         streams, updated = [], []
         for kind, pool in zip(range(period), pools, strict=True):
-            stream, pool = layer(kind, own[str(kind)], stream, here, pool)
+            stream, pool = layer(
+                kind, layer_params[str(kind)], stream, turn_batch, pool
+            )
             streams.append(stream)
             updated.append(pool)
         return (stream, tuple(updated)), tuple(streams)
@@ -89,11 +91,11 @@ def _scan(
     numbers = jnp.arange(turns, dtype=jnp.int32)
     start = stream, kv_pages
     stacks = {str(kind): params[str(kind)] for kind in range(period)}
-    (last, kv_pages), found = jax.lax.scan(turn, start, (numbers, stacks))
+    (last, kv_pages), outputs = jax.lax.scan(turn, start, (numbers, stacks))
     # `last` is kept apart from these, so that XLA can drop all of these if no output of
     # a layer is read.
     between = (
-        jax.lax.index_in_dim(found[number % period], number // period, keepdims=False)
+        jax.lax.index_in_dim(outputs[number % period], number // period, keepdims=False)
         for number in range(config.num_scanned - 1)
     )
     return (stream, *between, last), kv_pages

@@ -342,8 +342,8 @@ class DraftMethod:
                 assert config.mask_token_id is not None
                 tokens = jnp.full_like(tokens, config.mask_token_id)
             network = build_network(config, params, RowsBackend(number=number))
-            hidden, pages = network.hidden(rows_batch(tokens, number), pages)
-            found.append(hidden.rows)
+            output, pages = network.forward(rows_batch(tokens, number), pages)
+            found.append(output.hidden_states)
         return found
 
     def logits(

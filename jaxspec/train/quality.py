@@ -97,8 +97,10 @@ class Reader:
         def log_probs(params: Any, tokens: jax.Array) -> jax.Array:
             network = build_network(config, params, backend)
             empty = no_keys(tokens, config.num_kv_heads, config.head_dim, computed)
-            hidden, _ = network.hidden(rows_batch(tokens), (empty,) * config.num_layers)
-            logits = network.logits(hidden.rows).astype(jnp.float32)
+            output, _ = network.forward(
+                rows_batch(tokens), (empty,) * config.num_layers
+            )
+            logits = network.logits(output.hidden_states).astype(jnp.float32)
             return jax.nn.log_softmax(logits, axis=-1).reshape(*tokens.shape, -1)
 
         self._run = jax.jit(log_probs)

@@ -119,9 +119,9 @@ def target_states(
     config, (rows, length) = target.config, tokens.shape
     network = build_network(config, params, RowsBackend())
     empty = no_keys(tokens, target.num_kv_heads, config.head_dim, target.dtype)
-    hidden, _ = network.hidden(rows_batch(tokens), (empty,) * config.num_layers)
-    last = hidden.rows.reshape(rows, length, -1)
-    chosen = [hidden.streams[layer].reshape(rows, length, -1) for layer in layers]
+    output, _ = network.forward(rows_batch(tokens), (empty,) * config.num_layers)
+    last = output.hidden_states.reshape(rows, length, -1)
+    chosen = [output.streams[layer].reshape(rows, length, -1) for layer in layers]
     width = last.shape[-1]
     streams = (
         jnp.stack(chosen, axis=2) if chosen else jnp.zeros((*last.shape[:2], 0, width))

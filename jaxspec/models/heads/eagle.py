@@ -67,13 +67,13 @@ def forward(
         batch: `tokens` is not read: `embedded` replaces it.
         hidden: At the token before, from the target or an earlier pass.
     """
-    own = params["layer"]
+    layer_params = params["layer"]
     joined = jnp.concatenate([embedded.astype(hidden.dtype), hidden], axis=-1)
     stream = params["fc"]["weight"].multiply(joined)
     if config.has_bias:
         stream += params["fc"]["bias"].astype(stream.dtype)[None]
     mixed, kv_pages = attend(
-        own["attention"],
+        layer_params["attention"],
         stream,
         kv_pages,
         batch=batch,
@@ -83,9 +83,9 @@ def forward(
         backend=backend,
     )
     stream = feed_forward_block(
-        own["feed_forward"],
+        layer_params["feed_forward"],
         stream + mixed,
-        before=Norm(own["post_attention_norm"], config.rms_norm_eps),
+        before=Norm(layer_params["post_attention_norm"], config.rms_norm_eps),
         after=None,
         activation=SILU,
         backend=backend,

@@ -142,14 +142,14 @@ def forward(
         batch: `tokens` is not read: `embedded` replaces it.
         hidden: At the token before, fused or from an earlier pass.
     """
-    own = params["layer"]
+    layer_params = params["layer"]
     norm = functools.partial(Norm, epsilon=config.rms_norm_eps)
-    normed = normalise(norm(own["hidden_norm"]), hidden)
+    normed = normalise(norm(layer_params["hidden_norm"]), hidden)
     rows = jnp.concatenate(
-        [normalise(norm(own["input_norm"]), embedded), normed], axis=-1
+        [normalise(norm(layer_params["input_norm"]), embedded), normed], axis=-1
     )
     mixed, kv_pages = attend(
-        own["attention"],
+        layer_params["attention"],
         rows,
         kv_pages,
         batch=batch,
@@ -160,9 +160,9 @@ def forward(
     )
     stream = (normed if config.norm_before_residual else hidden) + mixed
     stream = feed_forward_block(
-        own["feed_forward"],
+        layer_params["feed_forward"],
         stream,
-        before=norm(own["post_attention_norm"]),
+        before=norm(layer_params["post_attention_norm"]),
         after=None,
         activation=SILU,
         backend=backend,

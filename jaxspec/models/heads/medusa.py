@@ -42,7 +42,7 @@ def forward(
     config: MedusaConfig, params: Params, rows: Float[Array, "row model"]
 ) -> tuple[Float[Array, "row model"], ...]:
     """Return each head's output for the target's normalized last hidden states."""
-    found = []
+    outputs = []
     for head in range(config.num_heads):
         stream, blocks = rows, params["blocks"][str(head)]
         for block in range(config.num_blocks):
@@ -50,8 +50,8 @@ def forward(
             if config.has_bias:
                 inner += blocks[str(block)]["bias"].astype(inner.dtype)[None]
             stream = stream + jax.nn.silu(inner)
-        found.append(stream)
-    return tuple(found)
+        outputs.append(stream)
+    return tuple(outputs)
 
 
 def logits(

@@ -63,7 +63,7 @@ def page_routes(serving: Serving) -> APIRouter:
         return {
             "model": serving.settings.model_name,
             "max_draft_tokens": serving.config.num_draft_tokens,
-            "num_drafts": choice.num_drafts,
+            "num_drafts": choice.num_draft_tokens,
             "gain": choice.gain,
             "may_draft": choice.may_draft,
             "max_model_len": serving.config.max_model_len,

@@ -25,8 +25,8 @@ from jaxspec_kernels.sums import row_sums
 # pay for empty slots.
 BLOCK_TOKENS = 128
 
-# Minimum rows of a product with the keys: a product of a single row is summed in
-# another order.
+# At least two rows, so that plain decoding and verification give a query the same
+# bits: XLA sums the product of one row with the keys in another order.
 MIN_ROWS = 2
 
 _MASKED = -1e30  # finite: exp(_MASKED - _MASKED) must not be NaN in a row without keys
