@@ -64,7 +64,7 @@ def main() -> None:
         vars(options).update(QUICK)
     if options.num_tokens < 2 or options.repeats < 1 or options.prompts_per_domain < 1:
         raise SystemExit("--num-tokens must be at least 2, the other counts 1")
-    # Before the run: the load shows whether the machine was idle.
+    # Read the load before the run: it shows whether the machine was idle.
     device = warn_unless_quiet()
     chosen = load_prompts(options.corpus, options.prompts_per_domain)
     print(f"Prompts: {options.prompts_per_domain} per domain, from {chosen.source}")

@@ -67,8 +67,8 @@ class Mark:
     """The style of one series, distinct even without its color.
 
     Attributes:
-        color: Of lines, and of the edges and hatches of bars.
-        fill: Of bars, and of markers.
+        color: Color of lines, and of the edges and hatches of bars.
+        fill: Color of bars, and of markers.
     """
 
     color: str

@@ -62,7 +62,7 @@ class Work:
     """One case on the device.
 
     Attributes:
-        run: The public function; takes `implementation`.
+        run: The public function of the operation; takes `implementation`.
         call: `call(run, carry, number, *arrays)` is the result of call `number`.
         follow: `follow(carry, result)` is what the next call starts from, so that no
             compiler can leave a call out or make two at once.

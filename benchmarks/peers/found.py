@@ -137,7 +137,7 @@ def huggingface() -> Peer:
     return Peer(
         name="HuggingFace",
         script="hf.py",
-        # Its assisted generation takes one sequence.
+        # transformers' assisted generation supports one sequence only.
         modes={PLAIN: 8192, DRAFT: 1, NGRAM: 1},
         missing=f"not installed: {', '.join(missing)} (extra hf)" if missing else None,
     )

@@ -32,14 +32,14 @@ class Checkpoint:
 
     Attributes:
         format: "hf", "kaggle", "orbax" or "gguf".
-        layout: The tensors of its family.
+        layout: Layout of the tensors of its family.
         folder: Where the weights are; for a GGUF file that was named, the file.
         config: Content of HuggingFace's `config.json`; derived from the shapes if the
             format has none.
         generation_config: Content of `generation_config.json`, or empty.
         tensors: By canonical name; complete, with the shapes of the config. Until the
             checkpoint is `resolved`, `lm_head.weight` may be a copy of the embedding.
-        side_files: By name, those of `SIDE_FILES` that exist.
+        side_files: Paths of those of `SIDE_FILES` that exist, by name.
         made_files: Side files derived from the format's metadata: functions that return
             their contents.
     """

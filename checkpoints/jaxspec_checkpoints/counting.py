@@ -118,7 +118,8 @@ def read_texts(path: str | Path) -> Iterator[str]:
     """Yield the texts of a file, one after the other.
 
     Raises:
-        CheckpointError: It cannot be read, or a line is not an object with a text.
+        CheckpointError: The file cannot be read, or a line is not an object with a
+            text.
     """
     path = expand(path)
     is_packed = path.suffix == ".xz"

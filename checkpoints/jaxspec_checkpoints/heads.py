@@ -72,7 +72,7 @@ class HeadFiles:
     Attributes:
         kind: One of `KINDS`.
         config: Content of its `config.json`.
-        tensors: By vLLM's names.
+        tensors: Tensors by vLLM's names.
     """
 
     kind: str

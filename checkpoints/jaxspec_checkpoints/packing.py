@@ -446,7 +446,8 @@ def packed(
     In the layout of compressed-tensors; matrices are quantized while they are read.
 
     Raises:
-        CheckpointError: It is quantized already, or groups do not divide a matrix.
+        CheckpointError: The model is quantized already, or groups do not divide a
+            matrix.
     """
     if config.get("quantization_config") is not None:
         raise CheckpointError(

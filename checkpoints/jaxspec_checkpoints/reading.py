@@ -35,8 +35,8 @@ INCOMPLETE = "INCOMPLETE"
 # Key of a GGUF file in `model_files`.
 GGUF = "model.gguf"
 
-# In the order of detection; see README.md for how to add one. Our own format precedes
-# Kaggle's, because both contain a folder that Orbax wrote.
+# Formats in the order of detection; see README.md for how to add one. Our own format
+# precedes Kaggle's, because both contain a folder that Orbax wrote.
 _FORMATS = {
     "hf": (is_huggingface, open_huggingface),
     "orbax": (is_own, open_own),
@@ -54,8 +54,8 @@ def open_checkpoint(
         layouts: Layouts of the families that it may belong to, by `model_type`.
 
     Raises:
-        CheckpointError: It is not a folder, of no known format, or its parts do not fit
-            together; no weight has been loaded.
+        CheckpointError: `folder` is not a folder, has no known format, or its parts do
+            not fit together; no weight has been loaded.
     """
     folder = expand(folder)
     with readable(folder):

@@ -38,7 +38,7 @@ def server_url(url: str) -> str:
     """Check and normalize the URL of a server.
 
     Raises:
-        ConfigError: It is not an HTTP URL.
+        ConfigError: `url` is not an HTTP URL.
     """
     try:
         parts = urlsplit(url)

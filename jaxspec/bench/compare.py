@@ -78,7 +78,7 @@ class Form:
     """A form of drafts: a chain, a chain with leaves, or a tree.
 
     Attributes:
-        name: The form's text on the command line.
+        name: The form as written on the command line.
         number: K of a chain, side leaves per draft, or the number of drafts of a tree.
     """
 
@@ -91,7 +91,7 @@ class Form:
         """Parse a form.
 
         Raises:
-            ConfigError: It is not a form, or its tree is invalid.
+            ConfigError: `name` is not a form, or its tree is invalid.
         """
         kind, has_number, number = name.partition("=")
         if name.startswith(("[", "(")):

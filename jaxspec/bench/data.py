@@ -112,7 +112,7 @@ def read_prompts(path: Path) -> list[Prompt]:
     """Read a file of prompts.
 
     Raises:
-        ConfigError: It cannot be read, is empty, or has an invalid line.
+        ConfigError: The file cannot be read, is empty, or has an invalid line.
     """
     try:
         # Not `splitlines`: a JSON string may contain U+2028 and other line separators.

@@ -240,7 +240,7 @@ class Measured:
     """Alternating runs of several modes.
 
     Attributes:
-        runs: By mode, in the order of the repeats.
+        runs: Runs of each mode, in the order of the repeats.
         num_discarded: Number of runs after the warm-up that were discarded, because
             programs were compiled in them.
     """

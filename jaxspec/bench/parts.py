@@ -58,9 +58,9 @@ class Parts:
     Attributes:
         num_draft_tokens: Depth of the drafts (K); 0 is a plain round.
         num_nodes: Draft tokens per sequence; more than K with side branches.
-        draft_s: The proposers' passes and lookups.
-        verify_s: The target's pass, up to logits.
-        accept_s: Acceptance, and the update of the state.
+        draft_s: Seconds of the proposers' passes and lookups.
+        verify_s: Seconds of the target's pass, up to logits.
+        accept_s: Seconds of acceptance, and of the update of the state.
         num_bytes: Bytes of weights, keys and values that these passes read.
     """
 

@@ -74,7 +74,7 @@ def run(options: argparse.Namespace) -> None:
     devices = importlib.import_module("jaxspec.engine.memory.device_descriptions")
     if options.device is not None:
         devices.check_device(options.device)
-        # Only the CPU is used, whatever else is installed.
+        # Compiling for other devices needs only jax's CPU backend.
         importlib.import_module("jax").config.update("jax_platforms", "cpu")
     args = engine_args(vars(options))
     if options.output is not None:

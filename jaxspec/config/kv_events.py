@@ -81,7 +81,7 @@ class KvEventsConfig:
         """Read `kv_events_config`: a dict, or None.
 
         Raises:
-            ConfigError: It is neither, or has an unknown key or a wrong value.
+            ConfigError: The value is neither, or has an unknown key or a wrong value.
         """
         if given is None or isinstance(given, cls):
             return given or cls()

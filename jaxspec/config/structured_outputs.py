@@ -159,7 +159,7 @@ class StructuredOutputsConfig:
         """Read `structured_outputs_config`: a dict, or None.
 
         Raises:
-            ConfigError: It is neither, or has an unknown key or a wrong value.
+            ConfigError: The value is neither, or has an unknown key or a wrong value.
             UnsupportedError: A value is not supported.
         """
         if given is None or isinstance(given, cls):

@@ -90,7 +90,7 @@ def has_side_paths(parents: tuple[int, ...]) -> bool:
     """Return whether a draft off the main chain is continued by further drafts.
 
     Args:
-        parents: As `parents_of` gives them.
+        parents: Parent of each draft, as `parents_of` returns them.
     """
     chain = range(ROOT, len(parents) - 1)
     length = sum(
@@ -167,7 +167,7 @@ def count_ranks(
     """Count compared and accepted drafts of a tree, by place.
 
     Args:
-        parents: The tree, as from `parents_of`.
+        parents: Parent of each draft, as `parents_of` returns them.
         ends: Number of rounds by (levels with drafts, row at which the round ended):
             row 0 if no draft was accepted, else the last accepted draft's index + 1.
     """

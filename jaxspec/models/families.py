@@ -107,7 +107,7 @@ _FAMILIES = (
         turns=GemmaTurns(folds_system=True),
     ),
 )
-# By the `model_type` of HuggingFace's config.json.
+# Families by the `model_type` of HuggingFace's config.json.
 FAMILIES = {name: one for one in _FAMILIES for name in one.layout.model_types}
 # Reasons why related models are not supported, by the first part of their `model_type`.
 _UNSUPPORTED = {
@@ -145,7 +145,7 @@ def config_from_hf(
     End tokens in `generation`, the content of `generation_config.json`, are added.
 
     Raises:
-        ConfigError: Another architecture, or a size is missing.
+        ConfigError: The architecture is not supported, or a size is missing.
         NotImplementedError: A variant that the family's network does not compute.
     """
     model_type = config.get("model_type")

@@ -39,7 +39,7 @@ def run_layers(
     """Run all layers, one after the other.
 
     Args:
-        params: The whole network's.
+        params: Parameters of the whole network.
         layer: Computes one layer. In scanned form it is called only for the first
             `config.period` layers.
 

@@ -63,7 +63,7 @@ def with_kept_rows(
     """Add the kept rows of a trimmed head to a checkpoint's tensors.
 
     Args:
-        specs: Of the whole model.
+        specs: Declarations of all parameters of the model.
         token_ids: The tokens kept, ascending; their number is the config's.
     """
     assert (config.draft_vocab_size is None) == (token_ids is None)

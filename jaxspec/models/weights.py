@@ -1,4 +1,4 @@
-"""From canonical tensors (HuggingFace names, (out, in)) to a network's parameters.
+"""Makes a network's parameters of canonical tensors (HuggingFace names, (out, in)).
 
 Loaded, random and abstract parameters all follow from `declare`. `jaxspec_checkpoints`
 reads files and places each device's shard.
@@ -349,7 +349,7 @@ def random_params(
                 make = _quantizing(make, spec.scheme)
                 groups = spec.scheme.num_groups(spec.shape[1])
                 placed = sharding, scales_sharding(sharding, groups)
-            # Only a compiled function allocates only the shards.
+            # Compiled: only a compiled function allocates the shards alone.
             makers[kind] = jax.jit(make, out_shardings=placed)  # noqa: TID251
         key = jax.random.fold_in(jax.random.key(np.uint32(seed)), number)
         made = makers[kind](jax.random.key_data(key))

@@ -420,7 +420,7 @@ async def _log_of(serving: Serving, owner: str, response: dict[str, Any]) -> Eve
     """Return the event log of a response, finished or not.
 
     Raises:
-        RequestError: It is not a stream, or another server is generating it.
+        RequestError: The response is not a stream, or another server generates it.
         ResponseNotFoundError: It is not stored.
     """
     log = serving.background.log((owner, response["id"]))

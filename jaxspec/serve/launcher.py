@@ -161,7 +161,7 @@ def run(options: Options) -> int:
     find_max_connections(options.listening.limit_concurrency)
     bound = _bind(options.listening)
     try:
-        # For the time before and after the server handles signals itself.
+        # Handles signals before the server handles them itself, and afterwards.
         with interrupts_end(lambda: _release(bound, options.listening)):
             engines = make_engines(options.engine)
             warm_up(engines, options.warm_up)
@@ -287,7 +287,7 @@ def warm_up(engines: Sequence[LLMEngine], extent: str) -> None:
         return
     params = _unusual(engines[0]) if extent == "all" else ()
     for engine in engines:
-        # In a thread of its own, which does not delay the exit of the process.
+        # Warm-up runs in a thread of its own, which does not delay an exit.
         engine.start_warm_up(params)
     if extent == "plain":
         return

@@ -283,7 +283,7 @@ def connect(path: str | None) -> sqlite3.Connection:
     Only the user of this process may read or write the file.
 
     Raises:
-        ConfigError: It cannot be opened, or is not a response store.
+        ConfigError: The file cannot be opened, or is not a response store.
     """
     connection = None
     try:

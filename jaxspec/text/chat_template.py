@@ -52,7 +52,7 @@ class ChatTemplate:
         """Compile `text`; `source` is its name in error messages.
 
         Raises:
-            ConfigError: It is not a valid template.
+            ConfigError: `text` is not a valid template.
         """
         self.text, self.source = text, source
         environment = _environment()
@@ -218,7 +218,7 @@ def given_template(given: object) -> ChatTemplate:
     """Read a `chat_template` argument: a template, or the path of a file with one.
 
     Raises:
-        ConfigError: It is neither.
+        ConfigError: The value is neither.
     """
     allowed = "a Jinja template or the path of a file with one"
     if isinstance(given, ChatTemplate):

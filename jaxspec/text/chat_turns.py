@@ -82,7 +82,8 @@ def read_messages(
             allowed is decided when the conversation is rendered.
 
     Raises:
-        RequestError: It is not a list of messages, or a message has no role or text.
+        RequestError: `messages` is not a list of messages, or a message has no role or
+            text.
     """
     if not isinstance(messages, (list, tuple)) or not messages:
         allowed = "a list of at least one {'role': ..., 'content': ...}"
@@ -139,7 +140,7 @@ def read_variables(variables: object) -> dict[str, Any]:
     """Check `chat_template_kwargs`; return a copy.
 
     Raises:
-        RequestError: It is not a dict of plain data by name.
+        RequestError: The value is not a dict of plain data by name.
     """
     name, allowed = "chat_template_kwargs", "a dict of plain data by name"
     if variables is None:
@@ -194,7 +195,7 @@ def map_texts(value: Any, change: Callable[[str], str], depth: int = 0) -> Any:
     """Copy plain data with its texts changed, except names of roles and fields.
 
     Raises:
-        RequestError: It contains something other than plain data, or is too deep.
+        RequestError: The data contain other types, or are nested too deep.
     """
     if depth > MAX_DEPTH:
         allowed = f"nested {MAX_DEPTH} deep at most"

@@ -150,8 +150,9 @@ class JsonPieces:
         return call_native(encode, text, add_special_tokens=False).ids
 
     def decode(self, ids: list[int]) -> str:
-        # Not the library's own decoder, which also replaces valid characters next to an
-        # incomplete one: streamed text would then change afterwards.
+        # The library's own decoder is not used, because it also replaces valid
+        # characters next to an incomplete one: streamed text would then change
+        # afterwards.
         data = b"".join(map(self._bytes_of, ids))
         text = data.decode("utf-8", errors="surrogateescape")
         return re.sub("[\udc80-\udcff]", "\ufffd", text)

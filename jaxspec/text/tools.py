@@ -55,7 +55,7 @@ def read_tools(tools: object) -> list[Tool]:
     """Read OpenAI's `tools`; None means no tools.
 
     Raises:
-        RequestError: It is not a list of functions with schemas.
+        RequestError: The value is not a list of functions with schemas.
     """
     if tools is None:
         return []

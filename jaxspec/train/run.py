@@ -354,7 +354,7 @@ def _check_same(work: Path, options: argparse.Namespace) -> None:
     """Check that a resumed run has the settings of the run before.
 
     Raises:
-        ConfigError: One of them differs.
+        ConfigError: A setting differs.
     """
     given, path = _settings(options), work / SETTINGS
     if not path.exists():

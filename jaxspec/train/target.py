@@ -62,9 +62,9 @@ class Target:
     """A loaded target.
 
     Attributes:
-        name: As the user gave it.
+        name: Name of the target, as the user gave it.
         folder: Where its files are.
-        dtype: The type of its weights.
+        dtype: Type of its weights.
     """
 
     name: str

@@ -299,5 +299,5 @@ GEMMA3 = Layout(
         config=gemma3_config,
     ),
 )
-# By the `model_type` of a config.json: the families that this package supports.
+# Families that this package supports, by the `model_type` of a config.json.
 LAYOUTS = {name: layout for layout in (GEMMA2, GEMMA3) for name in layout.model_types}

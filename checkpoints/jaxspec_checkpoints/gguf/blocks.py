@@ -28,7 +28,7 @@ class BlockType:
     """How a type stores its elements.
 
     Attributes:
-        name: In ggml's spelling.
+        name: Name of the type, as ggml spells it.
         num_elements: Elements per block.
         num_bytes: Bytes per block.
         dtype: Type of the dequantized numbers: float32 for every quantized type.
@@ -210,7 +210,7 @@ def _other(
     )
 
 
-# By the number of each type in a file.
+# Types by their number in a file.
 TYPES = {
     0: BlockType(name="F32", num_bytes=4),
     1: BlockType(name="F16", num_bytes=2, dtype=np.dtype(np.float16)),

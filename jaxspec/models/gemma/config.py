@@ -57,7 +57,7 @@ class Rope:
     """Rotary embedding of one kind of layers.
 
     Attributes:
-        theta: The base.
+        theta: Base of the rotary frequencies.
         factor: Positions are divided by this (linear scaling).
     """
 
@@ -69,7 +69,7 @@ class Rope:
         """Check the values of a file.
 
         Raises:
-            ConfigError: One of them is not a number above 0.
+            ConfigError: A value is not a number above 0.
         """
         limits: Any = dict(low=0, open_low=True)
         return cls(
@@ -86,7 +86,7 @@ class GemmaConfig(ModelConfig, ABC):
     Attributes:
         query_pre_attn_scalar: Queries are divided by the root of this.
         attn_logit_softcapping: Cap c of `c * tanh(x / c)` on scores; None for no cap.
-        final_logit_softcapping: The same on logits.
+        final_logit_softcapping: Cap of the logits, likewise; None for no cap.
         sliding_window: Number of tokens that a local layer attends to, the query's own
             included.
         local_pattern: Whether each of the first layers is local; it repeats.

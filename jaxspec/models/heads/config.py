@@ -104,10 +104,10 @@ class HeadConfig(ABC):
         """Reject a target that the head was not trained for.
 
         Args:
-            name: The target's, for the error.
+            name: Name of the target, for the error.
 
         Raises:
-            ConfigError: Another hidden size, vocabulary, or number of layers.
+            ConfigError: The target's hidden size, vocabulary or layers differ.
         """
         for size, theirs in (
             ("target_hidden_size", target.hidden_size),
@@ -537,7 +537,7 @@ def read_head(folder: str | Path) -> tuple[HeadConfig, dict[str, Tensor]]:
     """Read a folder's head config and find its tensors; no weight is read.
 
     Raises:
-        ConfigError: It holds no known head, or a size is missing.
+        ConfigError: The folder holds no known head, or a size is missing.
         NotImplementedError: A variant that the network does not compute.
     """
     try:

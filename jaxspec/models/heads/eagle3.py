@@ -63,7 +63,7 @@ def layer_specs(config: LayerConfig, width: int) -> Specs:
     """Declare a Llama decoder layer, and its token embedding if it has one.
 
     Args:
-        width: Of the rows that attention takes.
+        width: Width of the rows that attention reads.
     """
     model, hidden, head = config.hidden_size, config.intermediate_size, config.head_dim
     queries, keys = config.num_q_heads * head, config.num_kv_heads * head

@@ -70,8 +70,8 @@ def load_head(
     """Read the head in a folder into its shards, cast to `dtype`.
 
     Raises:
-        ConfigError: It holds no head, or one for another target, or its tensors do not
-            match its config.json; nothing was read then.
+        ConfigError: The folder holds no head, or one for another target, or its tensors
+            do not match its config.json; nothing was read then.
         NotImplementedError: A variant that the network does not compute.
     """
     config, tensors = read_head(folder)

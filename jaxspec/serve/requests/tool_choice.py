@@ -57,7 +57,7 @@ def read_choice(body: ChatBody) -> ToolChoice:
     """Read `tools` and `tool_choice` of a request.
 
     Raises:
-        RequestError: They are invalid, or contradict each other.
+        RequestError: The fields are invalid, or contradict each other.
     """
     if body.tools == []:
         message = "`tools` must not be an empty array."
