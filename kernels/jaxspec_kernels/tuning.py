@@ -122,7 +122,7 @@ def read(path: Traversable, device_kind: str) -> dict[str, Any]:
     for name in PROVENANCE:
         value = table.get(name)
         if not isinstance(value, str) or not value:
-            problem = f"has {name} = {value!r}, which must be a non-empty string"
+            problem = f"says {name} = {value!r}, which must be a non-empty string"
             raise _broken(path, problem)
     if table["device"] != device_kind:
         raise _broken(path, f"was measured on {table['device']}, not on {device_kind}")
