@@ -310,7 +310,7 @@ def placed_forms(shapes: Any, mesh: Mesh) -> Any:
 
 
 def compile_all(makers: Mapping[Any, Callable[[], Any]]) -> dict[Any, Any]:
-    """Compile programs in parallel: XLA releases the GIL."""
+    """Compile programs in parallel threads; XLA releases the GIL meanwhile."""
     with ThreadPoolExecutor(MAX_COMPILES) as threads:
         futures = {name: threads.submit(make) for name, make in makers.items()}
         return {name: future.result() for name, future in futures.items()}

@@ -95,7 +95,7 @@ def _fill(options: argparse.Namespace, config: EngineConfig, folder: Path) -> No
     mesh = devices.describe_mesh(options.device, config)
     memory = importlib.import_module("jaxspec.engine.memory.probe")
     config, mesh, _ = memory.spread_draft(config, mesh, device=options.device)
-    # The shapes of programs include the numbers of pages and rows, which this sets.
+    # Set the numbers of pages and rows, on which the shapes of programs depend.
     config, _ = memory.fit(config, mesh, device=options.device)
     program, forms = devices.describe(config, mesh)
     xla = importlib.import_module("jaxspec.engine.runner").options_of(config, mesh)

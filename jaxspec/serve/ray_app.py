@@ -447,7 +447,7 @@ def _free_ports() -> int:
 
 
 class _Listener(uvicorn.Server):
-    """Leaves signals to Ray."""
+    """A uvicorn server that leaves signals to Ray."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

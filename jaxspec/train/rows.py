@@ -67,7 +67,7 @@ class RowsBackend(Backend):
         soft_cap: float | None,
         window: int | None,
     ) -> Float[Array, "row token q_head head_dim"]:
-        """See the class."""
+        """Attend to the rows' keys, as described at the class."""
         del region
         assert not isinstance(kv_pages, ScaledPages)
         rows, length, q_heads, head_dim = query.shape
