@@ -24,9 +24,9 @@ from jaxspec_kernels.bits import KvPools
 
 Pages = KvPools
 
-# With XLA's products a pass over this number of rows takes as long as over one row:
-# rows that would be pads may be used. With products in C++ it takes somewhat longer,
-# and nothing is padded.
+# With XLA's products, a pass over this number of rows takes as long as over one row, so
+# the rows that would be padding may have tokens. With products in C++, a pass takes
+# somewhat longer per row, and nothing is padded.
 FREE_ROWS = cpu.MIN_ROWS
 
 
@@ -50,7 +50,7 @@ class Functions(Protocol):
     """The functions of a family's network module; `config` is the family's."""
 
     def param_specs(self, config: Any) -> Specs:
-        """All parameters, in the order in which random ones are numbered."""
+        """Declare all parameters, in the order in which random ones are numbered."""
         ...
 
     def forward(
@@ -67,7 +67,7 @@ class Functions(Protocol):
     def logits(
         self, config: Any, params: Params, rows: Float[Array, "row model"]
     ) -> Float[Array, "row _"]:
-        """Float32 logits of normalised rows, a column for each row of the head.
+        """Return float32 logits of normalised rows, a column for each row of the head.
 
         The head is `params["head"]` if present, else the embedding.
         """
@@ -97,7 +97,7 @@ class Network:
         return jax.tree.map(lambda part: part[:count], output), kv_pages
 
     def logits(self, rows: Float[Array, "row model"]) -> Float[Array, "row vocab"]:
-        """Float32 logits of normalised rows, over the whole vocabulary."""
+        """Return float32 logits of normalised rows, over the whole vocabulary."""
 
         def multiply(rows: Array) -> Array:
             return self.functions.logits(self.config, self.params, rows)
@@ -127,12 +127,12 @@ def build_network(
     params: Params,
     backend: Backend = Backend(),  # noqa: B008 frozen
 ) -> Network:
-    """The network of a config over its parameters; usable inside jit."""
+    """Make the network of a config over its parameters; usable inside jit."""
     functions = functions_of(config)
     return Network(config=config, params=params, backend=backend, functions=functions)
 
 
 def functions_of(config: ModelConfig) -> Functions:
-    """The functions of a config's family."""
+    """Return the functions of a config's family."""
     module: Any = importlib.import_module(family_of(config).network)
     return module

@@ -23,7 +23,7 @@ from jaxspec.models.matrices import Matrix
 from jaxspec.models.params import ParamPath, Params
 from jaxspec_kernels.bits import KvPages, KvPools
 
-LAYERS = "layers"  # their parameters' place in the tree
+LAYERS = "layers"  # key of the layers' parameters in the tree
 # (layer number, parameters, input, batch, pages) -> (output, pages)
 Layer = Callable[[int, Params, Array, TokenBatch, KvPages], tuple[Array, KvPages]]
 
@@ -39,7 +39,7 @@ def run_layers(
     """Run all layers, one after the other.
 
     Args:
-        params: The whole network's.
+        params: Parameters of the whole network.
         layer: Computes one layer. In scanned form it is called only for the first
             `config.period` layers.
 
@@ -70,7 +70,7 @@ def _scan(
     kv_pages: KvPools,
     layer: Layer,
 ) -> tuple[tuple[Array, ...], KvPools]:
-    """`run_layers` as a loop; the pools are its state, so it writes them in place."""
+    """Run the layers as a loop; pools are its state, so it writes them in place."""
     turns, period = config.num_turns, config.period
 
     def turn(
@@ -92,7 +92,8 @@ def _scan(
     start = stream, kv_pages
     stacks = {str(kind): params[str(kind)] for kind in range(period)}
     (last, kv_pages), outputs = jax.lax.scan(turn, start, (numbers, stacks))
-    # `last` is not one of these: XLA can drop them all if no output is read.
+    # `last` is kept apart from these, so that XLA can drop all of these if no output of
+    # a layer is read.
     between = (
         jax.lax.index_in_dim(outputs[number % period], number // period, keepdims=False)
         for number in range(config.num_scanned - 1)
@@ -137,10 +138,11 @@ def _with_barriers(params: Params) -> Params:
 def _batch_of(
     batch: TokenBatch, turn: Int[Array, ""], turns: int, pool: tuple[int, ...]
 ) -> TokenBatch:
-    """The batch with the page ids and slots of one turn's layers.
+    """Return the batch with the page ids and slots of one loop iteration's layers.
 
-    A pool holds its layers' pages one layer after another: page i of the turn's layer
-    is page `turn * num_pages + i` of the pool. Pad slots remain past the pool's end.
+    A pool holds its layers' pages one layer after another: page i of the layer in
+    iteration `turn` is page `turn * num_pages + i` of the pool. Pad slots remain past
+    the pool's end.
     """
     num_pages = pool[0] // turns
     num_slots = num_pages * pool[1]
@@ -191,7 +193,7 @@ def _room_for(leaf: Any, count: int) -> Any:
 def _put(whole: Any, part: Any, entry: int) -> Any:
     if isinstance(part, jax.ShapeDtypeStruct):
         return whole
-    # Only a compiled function can write into its argument.
+    # Compiled, because only a compiled function can write into a donated argument.
     write = jax.jit(_write, donate_argnums=0, out_shardings=whole.sharding)  # noqa: TID251
     return write(whole, part, np.int32(entry))
 

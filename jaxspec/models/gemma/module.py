@@ -46,7 +46,7 @@ class Gemma(nnx.Module):
         return self._bound().forward(batch, kv_pages)
 
     def logits(self, hidden: Float[Array, "row model"]) -> Float[Array, "row vocab"]:
-        """Float32 logits of normalised rows; see `network.logits`."""
+        """Return float32 logits of normalised rows; see `network.logits`."""
         return self._bound().logits(hidden)
 
     def _bound(self) -> Network:

@@ -57,7 +57,7 @@ _QK_NORM_TENSORS = {
 
 
 def param_specs(config: GemmaConfig) -> Specs:
-    """Every parameter: shape, logical axes, split unit, tensors."""
+    """Declare every parameter: shape, logical axes, split unit, tensors."""
     model, hidden, head = config.hidden_size, config.intermediate_size, config.head_dim
     queries, keys = config.num_q_heads * head, config.num_kv_heads * head
     blocks = 2 * gate_block(hidden)
@@ -149,7 +149,8 @@ def forward(
     streams, kv_pages = run_layers(config, params, stream, batch, kv_pages, run)
     stream = streams[-1]
     normed = normalise(norm(params["final_norm"]), stream)
-    # The norm's own statistic: a NaN or infinity in a row makes it NaN or infinite.
+    # Tested on the variance that the final norm computes anyway: a NaN or infinity in a
+    # row makes it NaN or infinite.
     is_finite = jnp.isfinite(mean_square(stream)[:, 0])
     return ForwardOutput(normed, is_finite, streams), kv_pages
 
@@ -157,7 +158,7 @@ def forward(
 def logits(
     config: GemmaConfig, params: Params, rows: Float[Array, "row model"]
 ) -> Float[Array, "row _"]:
-    """Float32 logits of normalised rows, soft-capped where the config has a cap.
+    """Return float32 logits of normalised rows, soft-capped if the config has a cap.
 
     By the tied embedding, an untied head, or a trimmed one (`jaxspec.models.trimmed`).
     """

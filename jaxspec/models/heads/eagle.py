@@ -29,7 +29,7 @@ from jaxspec_kernels.decoder_blocks import SILU, Norm
 
 
 def param_specs(config: EagleConfig) -> Specs:
-    """Every parameter: shape, logical axes, split unit, tensors."""
+    """Declare every parameter: shape, logical axes, split unit, tensors."""
     model = config.hidden_size
     specs = {
         ("fc", "weight"): matrix_spec(model, 2 * model, ("model", "model"), "fc"),
@@ -99,7 +99,7 @@ def logits(
     hidden: Float[Array, "row model"],
     target: Matrix,
 ) -> Float[Array, "row vocab"]:
-    """Logits of the layer's output.
+    """Return logits of the layer's output.
 
     Args:
         target: The target's output matrix. Its soft cap is omitted, as in other

@@ -74,7 +74,7 @@ def paged_attention(
             page_table, number * block_pages, block_pages, axis=1
         )
 
-        # By head, as the products below need them: moved once, not twice.
+        # Pages by head, as the products below need them, so that they are moved once.
         def read(pool: Array) -> Array:
             return pool.at[pages[:, None], :, heads].get(mode="clip")
 

@@ -50,11 +50,11 @@ def rejection_sampling(
 
     The target's distribution is the softmax of its logits after temperature, top-k,
     top-p and min-p, in that order; logits equal to a filter's cutoff are all kept.
-    Emitted tokens follow it exactly, up to float32 rounding and the 24 bits of a
-    uniform. The probabilities are never written to memory: one pass over the logits
-    yields row statistics and the draft tokens' probabilities, top-k and top-p add a few
-    passes if a sequence uses them, and then only the row that the token is drawn from
-    is read again. Sequences with different rules share a batch:
+    Emitted tokens follow it exactly, up to float32 rounding and the 24-bit resolution
+    of the uniform random numbers. The probabilities are never written to memory: one
+    pass over the logits yields row statistics and the draft tokens' probabilities,
+    top-k and top-p add a few passes if a sequence uses them, and then only the row that
+    the token is drawn from is read again. Sequences with different rules share a batch:
 
     - greedy (temperature 0, `rule` is ignored): drafts are accepted while they equal
       the argmax (lowest id on ties); the next token is the argmax.

@@ -40,7 +40,7 @@ def draw(
     distribution = Distribution(*(values[row] for values in distribution))
 
     def read(number: Array, within: Array | int, size: int) -> tuple[Array, Array]:
-        """Target probabilities and residual in `size` columns of each row."""
+        """Return target probabilities and residual in `size` columns of each row."""
         ids = shard.ids(number, within, size)
         columns = shard.rows(logits, row, number, within, size)
         target = normalise(

@@ -29,7 +29,8 @@ from jaxspec_kernels.rejection_sampling.passes import (
 )
 from jaxspec_kernels.rejection_sampling.reference import Kernels
 
-# 16 logits per thread, in loads of 16 bytes; 6 rows of 256,000 are 378 programs.
+# Columns per tile: 16 logits per thread, in loads of 16 bytes. 6 rows of 256,000
+# columns are 378 programs.
 TILE, NUM_WARPS = 4096, 8
 
 

@@ -97,13 +97,13 @@ class VocabShard:
         return jax.lax.axis_index(self.axis_name)
 
     def start(self, number: Int[Array, "*tiles"]) -> Int[Array, "*tiles"]:
-        """First column of a tile; the last tile overlaps its neighbour."""
+        """Return the first column of a tile; the last tile overlaps its neighbour."""
         return jnp.minimum(number * self.tile, self.columns - self.tile)
 
     def ids(
         self, number: Int[Array, " n"], within: Array | int = 0, size: int = 0
     ) -> Int[Array, "n size"]:
-        """Ids of each tile's columns; `NO_ID` for padding and for repeated columns.
+        """Return the ids of tiles' columns; `NO_ID` for padding and repeated columns.
 
         Args:
             within: First column to return, counted from the tile's first.
@@ -118,7 +118,7 @@ class VocabShard:
     def read(
         self, logits: Float[Array, "row vocab"], number: Int[Array, ""]
     ) -> tuple[Float[Array, "row tile"], Int[Array, "1 tile"]]:
-        """A tile of every row in float32, and its ids; -inf where there is no token."""
+        """Return a tile of every row in float32, and its ids; -inf for padding."""
         tile = jax.lax.dynamic_slice_in_dim(logits, self.start(number), self.tile, 1)
         ids = self.ids(number[None])
         return clean(tile, ids), ids
@@ -126,7 +126,7 @@ class VocabShard:
     def rows(
         self, array: Array, row: Array, number: Array, within: Array | int, size: int
     ) -> Float[Array, "n size"]:
-        """For each n, `size` columns of row n, starting `within` a tile."""
+        """Return `size` columns of row n for each n, starting `within` a tile."""
 
         def read(row: Array, start: Array) -> Array:
             return jax.lax.dynamic_slice(array, (row, start), (1, size))[0]
@@ -159,27 +159,27 @@ class VocabShard:
         return row_sums(sums)[..., 0]
 
     def fold(self, tile: Float[Array, "*batch tile"]) -> Float[Array, "*batch lane"]:
-        """Partial sums of a tile."""
+        """Return partial sums of a tile."""
         if self.tile == self.lanes:
             return tile
         return tile.reshape(*tile.shape[:-1], -1, self.lanes).sum(axis=-2)
 
     def local(self, tokens: Int[Array, "*batch"]) -> tuple[Array, Array]:
-        """Columns of tokens, and whether this device holds them."""
+        """Return the tokens' columns in this slice, and whether the slice has them."""
         column = tokens - self.offset
         is_held = (column >= 0) & (column < self.columns) & (tokens < self.vocab_size)
         return jnp.clip(column, 0, self.columns - 1), is_held
 
     def psum(self, values: Array) -> Array:
-        """The sum over devices."""
+        """Return the sum over devices."""
         return values if not self.axis_name else jax.lax.psum(values, self.axis_name)
 
     def pmax(self, values: Array) -> Array:
-        """The largest over devices."""
+        """Return the maximum over devices."""
         return values if not self.axis_name else jax.lax.pmax(values, self.axis_name)
 
     def pmin(self, values: Array) -> Array:
-        """The smallest over devices."""
+        """Return the minimum over devices."""
         return values if not self.axis_name else jax.lax.pmin(values, self.axis_name)
 
 
@@ -206,7 +206,7 @@ class Draft(NamedTuple):
         within: Array | int,
         size: int,
     ) -> Float[Array, "seq size"]:
-        """`size` columns of one row per sequence, each starting `within` a tile."""
+        """Return `size` columns of one row per sequence, starting `within` a tile."""
         if self.probs is None:
             token = jnp.take_along_axis(self.tokens, index[:, None], axis=1)
             return (token == shard.ids(number, within, size)).astype(jnp.float32)
@@ -233,7 +233,7 @@ class Draft(NamedTuple):
 
 
 def clean(logits: Array, ids: Array) -> Array:
-    """Logits as float32; NaN, padding and repeated columns become -inf."""
+    """Return logits as float32; NaN, padding and repeated columns become -inf."""
     logits = jnp.minimum(logits.astype(jnp.float32), LARGEST)
     return jnp.where(jnp.isnan(logits) | (ids == NO_ID), -jnp.inf, logits)
 
@@ -290,7 +290,7 @@ def statistics(
     tokens: Int[Array, " row"],
     is_sampled: Bool[Array, " row"] | None,
 ) -> Statistics:
-    """Maximum, its id, the sum of exp, and one logit, of this device's slice.
+    """Return maximum, its id, sum of exp, and one logit, for this device's slice.
 
     Args:
         is_sampled: Rows that need the sum; if no row does, sums are 0. None: no row
@@ -331,7 +331,8 @@ def statistics(
         maximum, at, total = jax.lax.cond(
             is_sampled.any(), lambda: walked(True), lambda: walked(False)
         )
-    # Read the first tile with the maximum again to find the lowest id that has it.
+    # Read the first tile that contains the maximum again, to find the lowest id that
+    # has it.
     every = jnp.arange(rows, dtype=jnp.int32)
     top = shard.rows(logits, every, at, 0, shard.tile)
     _, best = lowest(clean(top, shard.ids(at)), shard.ids(at))

@@ -358,7 +358,7 @@ def _longest(
     joint: Float[Array, "seq draft+1"],
     residual_mass: Float[Array, "seq draft-1"],
 ) -> Int[Array, " seq"]:
-    """Return the length of the longest prefix that passes its own test."""
+    """Return the length of the longest prefix of drafts that the block rule accepts."""
     prefix_joint = joint[:, 1:]
     room = residual_mass + 1.0 - prefix_joint[:, :-1]
     inner = jnp.where(room > 0, residual_mass / jnp.where(room > 0, room, 1.0), 1.0)

@@ -14,7 +14,7 @@ from jaxspec_kernels.rejection_sampling.passes import (
     to_weights,
 )
 
-# exp of less than this is 0 in float32, denormals included.
+# The exp of a number below this is 0 in float32, even with denormals.
 UNDERFLOW = -104.0
 
 

@@ -19,8 +19,8 @@ from jaxspec_kernels.rejection_sampling import passes, reference
 from jaxspec_kernels.rejection_sampling.passes import Statistics, VocabShard
 from jaxspec_kernels.rejection_sampling.reference import Kernels
 
-# Two buffers of 32 rows of TILE float32 columns are 4 MiB, a quarter of the VMEM that a
-# kernel may use on v5e.
+# Rows and columns per block. Two buffers of 32 rows of TILE float32 columns are 4 MiB,
+# a quarter of the VMEM that a kernel may use on v5e.
 TILE = 16_384
 BLOCK_ROWS = 32
 
