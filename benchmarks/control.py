@@ -1,24 +1,25 @@
-"""What choosing K brings: adaptive drafts beside every fixed K and plain decoding.
+"""Compares adaptive K with every fixed K and with plain decoding.
 
     python -m benchmarks.control --json FILE [--parts cells step ...]
 
-Engines without drafts, with K as requests ask and with K chosen run in one process, in
-turn: their speeds are compared repeat by repeat. Parts:
+Engines without drafts, with a fixed K and with a chosen K run in one process, in turn;
+their speeds are compared per repeat. Parts:
 
-- `cells`: acceptance forced to some values, at some batch sizes: adaptive against the
-  best fixed K and against plain decoding; K, probes, and rounds as expected.
-- `step`: forced acceptance that changes between 0.9 and 0 every five seconds: tokens/s
-  over time, and the time until they are within a tenth of where they settle.
-- `ramp`: requests come, up to the most at once, and go: tokens/s and K over time.
-- `foreign`: texts by domain with the real rule, greedy and sampled without a seed.
-- `free`: an engine with drafts that makes none, against one that has none, and another
-  like that one: in several sets of engines, since engines that are alike differ.
-- `short`: single requests of 96 tokens, from submission to the last token, on held-out
-  prompts: adaptive by plain, warm; and the first request of new engines whose
-  programs are in the cache.
+- `cells`: at several forced acceptance rates and batch sizes, compares adaptive K with
+the best fixed K and with plain decoding; also records K, probes, and measured and
+expected round times. - `step`: forced acceptance that jumps between 0.9 and 0 every
+five seconds: tokens/s
+  over time, and the time until they are within a tenth of the settled value.
+- `ramp`: the number of requests rises to the maximum and falls: tokens/s and K.
+- `foreign`: texts of several domains with real acceptance, greedy and sampled without a
+seed. - `free`: cost of drafts that are not used: an engine with a draft model whose K
+is 0, against two equal engines without drafts, whose difference is the noise. Repeated
+with several sets of engines. - `short`: time from submission to the last token of
+single requests of 96 tokens on held-out prompts, adaptive / plain: in warm engines, and
+for the first request of new engines whose programs are in the compilation cache.
 
-Every part is written as it ends, with the goals that it misses. Acceptance is forced
-but in `foreign`, so texts mean nothing there.
+The result file is written after every part, with the goals that were missed. Acceptance
+is forced except in `foreign` and `short`, so texts mean nothing.
 """
 
 import argparse
@@ -67,35 +68,37 @@ from jaxspec.sampling_params import RequestOutputKind, SamplingParams
 PARTS = ("cells", "step", "ramp", "free", "foreign", "short")
 RESULT = Path(__file__).with_name("results") / "control-cpu.json"
 MOST_DRAFTS = 5
-CHANCES, BATCHES = (0.0, 0.3, 0.5, 0.7, 0.9), (1, 4, 8, 16)
-SIZES = (1, 8)  # of `step` and `free`
+ACCEPTANCE_RATES, BATCHES = (0.0, 0.3, 0.5, 0.7, 0.9), (1, 4, 8, 16)
+SIZES = (1, 8)  # batch sizes of `step` and `free`
 MAX_MODEL_LEN, LONGEST_PROMPT = 2048, 512
-# Of `step`: the acceptance of its phases, the seconds of each and of a bin.
-STEP_CHANCES = (0.9, 0.0, 0.9, 0.0, 0.9, 0.0)
+# For `step`: acceptance of each phase, seconds per phase, and seconds per bin of the
+# plot.
+STEP_ACCEPTANCE = (0.9, 0.0, 0.9, 0.0, 0.9, 0.0)
 PHASE_S, BIN_S = 5.0, 0.1
-# Of `free`: two plain engines of one process differ by up to 5 %, always in the same
-# direction, by where their arrays lie.
+# For `free`: number of sets of engines. Two plain engines of one process differ by up
+# to 5 %, always in the same direction, depending on the addresses of their arrays.
 FREE_SETS, FREE_REPEATS = 4, 4
-# Of `short`: prompts of each domain and of our own, new tokens, new engines.
+# For `short`: number of prompts per domain, of bundled prompts, of new tokens, and of
+# new engines.
 SHORT_PER_DOMAIN, SHORT_BUNDLED, SHORT_TOKENS, SHORT_SETS = 3, 5, 96, 5
-RAMP_S, RAMP_BIN_S, RAMP_CHANCE = 30.0, 0.5, 0.7
-# What --quick changes: enough to see that everything works, no more.
+RAMP_S, RAMP_BIN_S, RAMP_ACCEPTANCE = 30.0, 0.5, 0.7
+# Settings of --quick, which only tests that the benchmark works.
 QUICK = {"repeats": 1, "num_tokens": 64, "warm_up_s": 0.5, "phase_s": 1.0, "ramp_s": 4}
 
 _names = (f"control-{number}" for number in itertools.count())
 
 
 class Rounds:
-    """Notes the rounds of an engine that have no prompts in them."""
+    """Records the launches of an engine that prefill nothing."""
 
     def __init__(self, engine: LLMEngine):
         self.seen: list[Round] = []
         record_time = engine.scheduler.record_time
 
         def note(launch: Launch, seconds: float) -> None:
-            if not launch.shape.chunk:
-                expected_s = engine.step_times.expected(launch.round)
-                drafts, now = launch.round.num_drafts, time.monotonic()
+            if not launch.shape.max_prompt_tokens:
+                expected_s = engine.step_times.expected(launch.round_kind)
+                drafts, now = launch.round_kind.num_draft_tokens, time.monotonic()
                 count = len(launch.rows)
                 self.seen.append(Round(now, drafts, count, seconds, expected_s))
             record_time(launch, seconds)
@@ -104,14 +107,14 @@ class Rounds:
 
 
 class Way(NamedTuple):
-    """An engine, and the most drafts that its requests ask for."""
+    """One mode to compare: an engine, and the maximum K of its requests."""
 
     engine: LLMEngine
     num_drafts: int
 
 
 class Engines:
-    """The engines of all parts, each made when it is first asked for."""
+    """Owns the engines that the parts use; each is made on first use."""
 
     def __init__(self, options: argparse.Namespace, *, is_warm: bool = True):
         self._options, self._is_warm = options, is_warm
@@ -123,12 +126,12 @@ class Engines:
 
     @cached_property
     def alike(self) -> LLMEngine:
-        """As `plain`, made in the same way."""
+        """A second engine with the settings of `plain`."""
         return self._make()
 
     @cached_property
     def forced(self) -> dict[str, LLMEngine]:
-        """With acceptance that `force` chooses."""
+        """Engines with forced acceptance, which `force` changes."""
         rule = {
             "rejection_sample_method": "synthetic",
             "synthetic_acceptance_rates": [0.5**i for i in range(1, MOST_DRAFTS + 1)],
@@ -137,7 +140,7 @@ class Engines:
 
     @cached_property
     def judged(self) -> dict[str, LLMEngine]:
-        """With acceptance by the models."""
+        """Engines whose drafts are verified by the target."""
         return {name: self._make(name, {}) for name in (FIXED, ADAPTIVE)}
 
     def _make(self, controller: str = "", rule: Mapping[str, Any] = {}) -> LLMEngine:
@@ -166,7 +169,7 @@ class Engines:
         return engine
 
     def drop(self, name: str) -> None:
-        """Free engines that no part needs any more: each maps many programs."""
+        """Free engines that no later part needs: each maps many programs."""
         for engine in vars(self).pop(name, {}).values():
             self.rounds.pop(engine)
             engine.shutdown()
@@ -180,7 +183,7 @@ class Engines:
         gc.collect()
 
     def ways(self, drafted: Mapping[str, LLMEngine], fixed: Sequence[int]) -> "Ways":
-        """Plain decoding, some fixed K, and adaptive ones, by name."""
+        """Return the modes by name: plain decoding, some fixed K, and adaptive K."""
         found = {PLAIN: Way(self.plain, 0)}
         found |= {str(k): Way(drafted[FIXED], k) for k in fixed}
         return found | {ADAPTIVE: Way(drafted[ADAPTIVE], MOST_DRAFTS)}
@@ -189,17 +192,17 @@ class Engines:
 Ways = dict[str, Way]
 
 
-def force(engine: LLMEngine, chance: float) -> None:
-    """Keep every draft with this chance from the next launch on."""
+def force(engine: LLMEngine, acceptance: float) -> None:
+    """Accept every draft with this probability from the next launch on."""
     before = engine.runner.state.forced_acceptance
-    assert before is not None, "its acceptance is judged"
-    chances = jax.device_put(np.full(before.shape, chance, "f4"), before.sharding)
-    state = dataclasses.replace(engine.runner.state, forced_acceptance=chances)
+    assert before is not None, "an engine with real acceptance"
+    rates = jax.device_put(np.full(before.shape, acceptance, "f4"), before.sharding)
+    state = dataclasses.replace(engine.runner.state, forced_acceptance=rates)
     engine.runner.state = state
 
 
 def sampling(num_tokens: int, num_drafts: int, temperature: float) -> SamplingParams:
-    # As they come: so it is known when all of a batch decode.
+    # Requests are streamed, so that it is known when all of a batch decode.
     return SamplingParams(
         max_tokens=num_tokens,
         ignore_eos=True,
@@ -217,7 +220,7 @@ def alternate(
     *,
     temperature: float = 0.0,
 ) -> dict[str, Any]:
-    """Decode batches in all ways in turn; what they come to, without the warm-up."""
+    """Decode batches in all modes in turn; return the results without the warm-up."""
     speeds: dict[str, list[float]] = {name: [] for name in ways}
     adaptive = ways[ADAPTIVE].engine
     seen, rounds, counted = engines.rounds[adaptive].seen, list[Round](), Counter()
@@ -226,7 +229,7 @@ def alternate(
         return sum(way.engine.runner.num_compiles for way in ways.values())
 
     def speed(name: str, prompts: list[list[int]]) -> float:
-        """Tokens/s while all of a batch run."""
+        """Return tokens/s while all requests of a batch run."""
         way = ways[name]
         params = sampling(options.num_tokens, way.num_drafts, temperature)
         batch = Batch(prompts=prompts, params=[params] * len(prompts))
@@ -247,12 +250,12 @@ def alternate(
         counted.update(counts(adaptive))
         counted.subtract(before)
     found = compare(speeds) | counted | {"by_num_drafts": by_num_drafts(rounds)}
-    # None, or the times of that run are those of a compiler beside it.
+    # Number of compilations, which must be 0: compiling in the background slows a run.
     return found | {"num_compiles": num_compiles() - compiled}
 
 
 def counts(engine: LLMEngine) -> Counter:
-    """What the policy has counted so far."""
+    """Return the counters of the policy that chooses K."""
     names = ("num_probes", "num_stops", "saved_s", "lost_s")
     return Counter({name: getattr(engine.policy, name) for name in names})
 
@@ -262,7 +265,7 @@ def sizes_of(options: argparse.Namespace, wanted: Sequence[int]) -> list[int]:
 
 
 def bundled_ids(engines: Engines, count: int) -> list[list[int]]:
-    """Token ids of our own prompts, in turn."""
+    """Return token ids of the bundled prompts, repeated."""
     tokenizer = engines.plain.tokenizer
     found = itertools.cycle(read_prompts(BUNDLED))
     return [one.token_ids(tokenizer) for one in itertools.islice(found, count)]
@@ -271,12 +274,12 @@ def bundled_ids(engines: Engines, count: int) -> list[list[int]]:
 def cells(engines: Engines, options: argparse.Namespace) -> list[dict[str, Any]]:
     ways = engines.ways(engines.forced, options.fixed)
     rows = []
-    places = list(itertools.product(sizes_of(options, BATCHES), CHANCES))
-    for size, chance in tqdm(places, desc="cells"):
+    places = list(itertools.product(sizes_of(options, BATCHES), ACCEPTANCE_RATES))
+    for size, acceptance in tqdm(places, desc="cells"):
         for engine in engines.forced.values():
-            force(engine, chance)
+            force(engine, acceptance)
         found = alternate(engines, ways, [bundled_ids(engines, size)], options)
-        rows.append({"batch": size, "acceptance": chance} | found)
+        rows.append({"batch": size, "acceptance": acceptance} | found)
     return rows
 
 
@@ -322,11 +325,11 @@ def drive(
     lengths: Sequence[int],
     before_step: Callable[[float], object] = lambda now: None,
 ) -> tuple[list[Mark], float]:
-    """Keep requests running, as many as is wanted at a time; marks, and the start.
+    """Keep a number of requests running; return token counts over time, and the start.
 
     Args:
-        lengths: Tokens of one request after the other.
-        before_step: Called with the seconds so far.
+        lengths: Numbers of tokens of the requests, in order.
+        before_step: Called with the elapsed seconds.
     """
     engine, running = way.engine, deque[str]()
     asks = zip(itertools.cycle(prompts), itertools.cycle(lengths), strict=False)
@@ -355,52 +358,53 @@ def drive(
 
 def step(engines: Engines, options: argparse.Namespace) -> list[dict[str, Any]]:
     adaptive, phase_s = engines.forced[ADAPTIVE], options.phase_s
-    seen, seconds = engines.rounds[adaptive].seen, phase_s * len(STEP_CHANCES)
+    seen, seconds = engines.rounds[adaptive].seen, phase_s * len(STEP_ACCEPTANCE)
     rows = []
     for size in tqdm(sizes_of(options, SIZES), desc="step"):
         prompts, phase = bundled_ids(engines, size), -1
-        force(adaptive, STEP_CHANCES[0])
+        force(adaptive, STEP_ACCEPTANCE[0])
 
         def turn(now: float) -> None:
             nonlocal phase
             if int(now // phase_s) != phase:
                 phase = int(now // phase_s)
-                force(adaptive, STEP_CHANCES[phase])
+                force(adaptive, STEP_ACCEPTANCE[phase])
 
         given: dict[str, Any] = dict(
             wanted=lambda now, size=size: size,
-            # All of a batch do not end at once, and after some seconds the texts are
-            # as long as ever: rounds over longer ones take longer.
+            # Different lengths: the requests of a batch do not end together, and the
+            # mean length, on which the round time depends, soon is constant.
             lengths=range(256, 768, 64),
         )
-        # As long as the other: rounds of plain decoding change with the lengths too.
+        # Plain decoding runs for the same time, as its round times depend on the
+        # lengths too.
         marks, _ = drive(Way(engines.plain, 0), prompts, seconds, **given)
         plain = rates(marks, seconds, BIN_S)
         way, begin = Way(adaptive, MOST_DRAFTS), len(seen)
         marks, start = drive(way, prompts, seconds, before_step=turn, **given)
         found = rates(marks, seconds, BIN_S)
-        told = []
-        for number, chance in enumerate(STEP_CHANCES):
+        phases = []
+        for number, acceptance in enumerate(STEP_ACCEPTANCE):
             first, last = (round(i * phase_s / BIN_S) for i in (number, number + 1))
             level, settle_s = settle(found[first:last], BIN_S)
-            phase_row = {"acceptance": chance, "tokens_per_s": level}
+            phase_row = {"acceptance": acceptance, "tokens_per_s": level}
             phase_row["plain_tokens_per_s"], _ = settle(plain[first:last], BIN_S)
-            told.append(phase_row | {"settle_s": settle_s})
+            phases.append(phase_row | {"settle_s": settle_s})
         drafts = mean_drafts(seen[begin:], start, seconds, BIN_S)
-        row = {"batch": size, "plain_tokens_per_s": plain, "phases": told}
+        row = {"batch": size, "plain_tokens_per_s": plain, "phases": phases}
         rows.append(row | {"tokens_per_s": found, "num_drafts": drafts})
     return rows
 
 
 def ramp_size(now: float, seconds: float, most: int) -> int:
-    """Requests at a time: from 1 up to the most at half-time, and back."""
+    """Return the number of requests: from 1 to `most` at half-time, and back."""
     return 1 + round((most - 1) * (1 - abs(2 * now / seconds - 1)))
 
 
 def ramp(engines: Engines, options: argparse.Namespace) -> dict[str, Any]:
     seconds, most = options.ramp_s, options.max_num_seqs
     for engine in engines.forced.values():
-        force(engine, RAMP_CHANCE)
+        force(engine, RAMP_ACCEPTANCE)
     prompts, found = bundled_ids(engines, most), dict[str, Any]()
     lengths = np.random.default_rng(0).integers(64, 512, 64).tolist()
     ways = engines.ways(engines.forced, [MOST_DRAFTS])
@@ -423,7 +427,7 @@ def ramp(engines: Engines, options: argparse.Namespace) -> dict[str, Any]:
     middles = (np.arange(round(seconds / RAMP_BIN_S)) + 0.5) * RAMP_BIN_S
     total = {name: one["num_tokens"] for name, one in found.items()}
     return {
-        "acceptance": RAMP_CHANCE,
+        "acceptance": RAMP_ACCEPTANCE,
         "num_seqs": [ramp_size(now, seconds, most) for now in middles],
         "adaptive_by_plain": total[ADAPTIVE] / total[PLAIN],
         "adaptive_by_fixed": total[ADAPTIVE] / total[str(MOST_DRAFTS)],
@@ -432,7 +436,7 @@ def ramp(engines: Engines, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def short(engines: Engines, options: argparse.Namespace) -> dict[str, Any]:
-    """Ratios of seconds of single requests: each prompt, and the first of engines."""
+    """Return ratios of times: for each prompt, and for first requests of engines."""
 
     def seconds(way: Way, tokens: list[int]) -> float:
         params = sampling(SHORT_TOKENS, way.num_drafts, 0.0)
@@ -469,11 +473,16 @@ def make_parser() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--json", type=Path, default=RESULT, help="where the result is written")
+    add("--json", type=Path, default=RESULT, help="path of the result")
     add("--parts", nargs="+", choices=PARTS, default=PARTS)
     add("--num-tokens", type=int, default=300, help="new tokens of every request")
-    add("--repeats", type=int, default=5, help="runs in every way that count")
-    add("--warm-up-s", type=float, default=3.0, help="adaptive runs that do not count")
+    add("--repeats", type=int, default=5, help="measured runs of every way")
+    add(
+        "--warm-up-s",
+        type=float,
+        default=3.0,
+        help="adaptive runs before the measured ones",
+    )
     add("--max-num-seqs", type=int, default=max(BATCHES), help="no larger batches")
     add("--prompts", type=Path, nargs="+", default=[BUNDLED], help="of `foreign`")
     add("--prompts-per-domain", type=int, default=2)
@@ -485,10 +494,10 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def kept_parts(path: Path, measured: Sequence[str]) -> dict[str, Any]:
-    """What an earlier run found in the parts that are not measured now."""
+    """Return the earlier results of the parts that are not measured now."""
     found = json.loads(path.read_text()) if path.exists() else {}
-    told = found.get("measured", {})
-    kept = {name: told[name] for name in told if name not in measured}
+    about = found.get("measured", {})
+    kept = {name: about[name] for name in about if name not in measured}
     return {name: found[name] for name in kept} | {"measured": kept}
 
 
@@ -520,16 +529,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if name == "step":
             print(step_table(result[name]))
         elif name == "ramp":
-            told = {key: result[name][f"adaptive_by_{key}"] for key in (PLAIN, FIXED)}
+            ratios = {key: result[name][f"adaptive_by_{key}"] for key in (PLAIN, FIXED)}
             print(
                 "ramp, adaptive by "
-                + ", ".join(f"{k} {v:.3f}" for k, v in told.items())
+                + ", ".join(f"{k} {v:.3f}" for k, v in ratios.items())
             )
         elif name == "short":
             print(short_line(result[name]))
         else:
             print(speed_table(name, result[name]))
-    print("\n".join(f"Missed: {told}" for told in result["misses"]))
+    print("\n".join(f"Missed: {goal}" for goal in result["misses"]))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Owns how figures look: sizes, marks that stay apart in grey, labels, files.
+"""The style of figures: sizes, marks that differ in grayscale, labels, files.
 
-Figures are objects: no state of pyplot, no display. What one shows is also written down
-in words and numbers, so that two can be compared on machines whose fonts differ.
+Figures are objects: no pyplot state, no display. Each also has a description in words
+and numbers, so that figures can be compared on machines with different fonts.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from matplotlib.text import Annotation
 from matplotlib.ticker import FixedLocator
 
 FONT_SIZE, NOTE_SIZE = 9.0, 7.0
-# Characters of a note's font in an inch, at most.
+# Maximum characters per inch in the font of a note.
 NOTE_WIDTH = 18.5
 # Points from the edge of the axes to a label, and from one label to the next.
 LABEL_DISTANCE, LABEL_GAP = 3.0, 11.0
@@ -40,19 +40,19 @@ STYLE: dict[str, Any] = {
     "lines.linewidth": 1.5,
     "lines.markersize": 5.0,
     "savefig.dpi": 200,
-    # The same picture gives the same bytes.
+    # With a fixed salt, the same figure gives the same bytes of SVG.
     "svg.hashsalt": "jaxspec",
     "xtick.labelsize": 8.0,
     "ytick.labelsize": 8.0,
 }
-# With the underscore, which keeps it out of legends.
+# matplotlib leaves a label that begins with an underscore out of legends.
 _END_OF_LINE = "_end of a line"
 
-# An int passes for a float where types are read, but not where tests check values.
+# The static type checker accepts an int for a float; the type checks in tests do not.
 Number = float | int
 Spread = Mapping[str, Number]
-# Arguments that a note tells, where there are any.
-_TOLD = {
+# Arguments that a note shows, if set.
+_SHOWN = {
     "num_speculative_tokens": "K = {}",
     "num_prompts": "{} prompts",
     "batch_size": "batch {}",
@@ -64,11 +64,11 @@ Result = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Mark:
-    """What tells one thing from another, without its colour as well.
+    """The style of one series, distinct even without its color.
 
     Attributes:
-        color: Of lines, and of the edges and hatches of bars.
-        fill: Of bars, and of markers.
+        color: Color of lines, and of the edges and hatches of bars.
+        fill: Color of bars, and of markers.
     """
 
     color: str
@@ -80,7 +80,7 @@ class Mark:
 
 PLAIN = Mark(color="0.35", fill="0.92", marker="o", line="--")
 SPECULATIVE = Mark(color="#1b3f73", fill="#8fb3dc", marker="s", hatch="////")
-# For any number of other things, in turn.
+# Styles of series without a style of their own, used in turn.
 MARKS = (
     SPECULATIVE,
     Mark(color="#a8560d", fill="#f6d5ae", marker="^", line="--", hatch="----"),
@@ -91,31 +91,31 @@ MARKS = (
 
 @contextlib.contextmanager
 def style() -> Iterator[None]:
-    """Draw as figures here look, whatever the user's own settings are."""
+    """Apply the style, independent of the user's settings."""
     with matplotlib.style.context(["default", STYLE]):
         yield
 
 
 def new_figure(width: Number, height: Number, note: str) -> Figure:
-    """An empty figure with a note at its foot.
+    """Make an empty figure with a note at its foot.
 
     Args:
-        width: In inches, as the next.
+        width: In inches, like `height`.
     """
     figure = Figure(figsize=(width, height), layout="constrained")
     most = round(width * NOTE_WIDTH)
-    told = "\n".join(textwrap.fill(line, most) for line in note.splitlines())
-    figure.supxlabel(told, x=0.01, ha="left", fontsize=NOTE_SIZE, color="0.35")
+    wrapped = "\n".join(textwrap.fill(line, most) for line in note.splitlines())
+    figure.supxlabel(wrapped, x=0.01, ha="left", fontsize=NOTE_SIZE, color="0.35")
     return figure
 
 
 def head(
     figure: Figure, title: str, result: Result, *, forced: str | None = None
 ) -> None:
-    """Put a title above a figure; if acceptance was forced, it says so.
+    """Put a title above a figure, with a remark if acceptance was forced.
 
     Args:
-        forced: How, in words, where `forced_acceptance` cannot know.
+        forced: How acceptance was forced, in words, if the result does not record it.
     """
     forced = forced or forced_acceptance(result)
     if forced:
@@ -124,25 +124,26 @@ def head(
 
 
 def forced_acceptance(result: Result) -> str:
-    """How acceptance was forced, in words; "" if the models decided."""
-    chances = result.get("forced_acceptance")
-    if chances is None:
+    """Return how acceptance was forced, in words; "" if it was not."""
+    rates = result.get("forced_acceptance")
+    if rates is None:
         return ""
-    told = [f"{chance:g}" for chance in chances]
-    return f"acceptance forced to {', '.join(told if len(set(told)) > 1 else told[:1])}"
+    shown = [f"{rate:g}" for rate in rates]
+    shown = shown if len(set(shown)) > 1 else shown[:1]
+    return f"acceptance forced to {', '.join(shown)}"
 
 
 def provenance(result: Result) -> str:
-    """What was measured, where and when, for a note."""
+    """Return where, when and how a result was measured, for a note."""
     arguments, machine = dict(result["arguments"]), result["machine"]
     if result["benchmark"] == "spec":
-        arguments.pop("num_speculative_tokens")  # the axes have all that were measured
+        arguments.pop("num_speculative_tokens")  # the axes show it
     target = result.get("target") or result.get("model_id") or arguments["model"]
     draft = result.get("draft") or arguments.get("speculative_model")
     cores = machine["cores"]
     where = f"{machine['cpu']}, {cores} core{'' if cores == 1 else 's'}"
     if result["benchmark"] == "serve":
-        where = f"a server, asked from {where}"
+        where = f"a server, client on {where}"
     device = result.get("device")
     if isinstance(device, Mapping):
         if device["platform"] != "cpu":
@@ -150,7 +151,7 @@ def provenance(result: Result) -> str:
         where = f"{device['dtype']} on {where}"
     how = "".join(
         f"{words.format(arguments[name])}, "
-        for name, words in _TOLD.items()
+        for name, words in _SHOWN.items()
         if arguments.get(name) is not None
     )
     changed = " with local changes" if result["has_changes"] else ""
@@ -164,7 +165,7 @@ def provenance(result: Result) -> str:
 def line(
     axes: Axes, xs: Sequence[Number], spreads: Sequence[Spread], mark: Mark
 ) -> None:
-    """A line through medians, with a whisker from the least to the most of each."""
+    """Draw a line through medians, with whiskers from minimum to maximum."""
     axes.errorbar(
         xs,
         [one["median"] for one in spreads],
@@ -186,7 +187,7 @@ def bars(
     width: float = 0.8,
     label: str | None = None,
 ) -> None:
-    """Bars as high as medians, with a whisker from the least to the most of each."""
+    """Draw bars of medians, with whiskers from minimum to maximum."""
     axes.bar(
         xs,
         [one["median"] for one in spreads],
@@ -201,28 +202,28 @@ def bars(
 
 
 def single(value: Number) -> Spread:
-    """What was not repeated, or does not vary."""
+    """Return the spread of a single value."""
     return {"median": value, "least": value, "most": value}
 
 
 def _whiskers(spreads: Sequence[Spread]) -> Any:
-    """Lengths below and above the medians; None where nothing was repeated."""
-    # A mean over equal values may round to beyond them.
+    """Return lengths below and above the medians; None without a spread."""
+    # The mean of equal values may round to a value outside of them.
     below = [max(one["median"] - one["least"], 0.0) for one in spreads]
     above = [max(one["most"] - one["median"], 0.0) for one in spreads]
     return (below, above) if any(below) or any(above) else None
 
 
 def start_at_zero(axes: Axes) -> None:
-    """Let heights be read from zero; comes after all that is drawn, which it shows."""
+    """Start the y axis at zero; call it after everything is drawn."""
     axes.set_ylim(0, 1.02 * axes.get_ylim()[1])
 
 
 def label_end(axes: Axes, y: Number, text: str, color: str = "black") -> None:
-    """Write what a line is at the right edge; `save` parts labels that are too close.
+    """Label a line at the right edge; `save` separates labels that are too close.
 
     Args:
-        y: Where the line ends.
+        y: End of the line.
     """
     axes.annotate(
         text,
@@ -239,9 +240,9 @@ def label_end(axes: Axes, y: Number, text: str, color: str = "black") -> None:
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Write a figure in the form that the suffix names; the same one, the same bytes.
+    """Write a figure in the format of the suffix; equal figures give equal bytes.
 
-    An SVG holds as its description what `described` says.
+    An SVG has the text of `described` as its description.
     """
     kind = path.suffix.lower().removeprefix(".")
     metadata: dict[str, dict[str, Any]] = {
@@ -249,7 +250,7 @@ def save(figure: Figure, path: Path) -> None:
         "pdf": {"CreationDate": None},
     }
     with style():
-        figure.draw_without_rendering()  # now it is known where everything lies
+        figure.draw_without_rendering()  # fixes the layout
         for axes in figure.axes:
             _part_labels(axes, figure.dpi / 72)
         figure.savefig(path, format=kind, metadata=metadata.get(kind))
@@ -270,10 +271,10 @@ def _part_labels(axes: Axes, dots_per_point: float) -> None:
 
 
 def parted(heights: Sequence[Number], gap: Number) -> list[float]:
-    """The nearest heights in the same order that are at least `gap` apart.
+    """Return the nearest heights in the same order that are at least `gap` apart.
 
-    Nearest by least squares: heights less the gaps below them must not fall, and where
-    they do, neighbours take their mean.
+    Least squares (isotonic regression): heights minus the gaps below them must not
+    decrease; where they do, neighbors get their mean.
     """
     order = np.argsort(heights, kind="stable")
     groups: list[list[float]] = []
@@ -290,7 +291,7 @@ def parted(heights: Sequence[Number], gap: Number) -> list[float]:
 
 
 def described(figure: Figure) -> str:
-    """All that a figure shows, without where on the paper it does."""
+    """Return everything that a figure shows, without positions on the page."""
     lines = []
     lines += [figure.get_suptitle(), figure.get_supxlabel()]
     for legend in figure.legends:
@@ -299,10 +300,10 @@ def described(figure: Figure) -> str:
         lines += [axes.get_title(), axes.get_xlabel(), axes.get_ylabel()]
         for axis in (axes.xaxis, axes.yaxis):
             if isinstance(axis.get_major_locator(), FixedLocator):
-                told = axis.get_major_formatter().format_ticks(
+                ticks = axis.get_major_formatter().format_ticks(
                     list(axis.get_ticklocs())
                 )
-                lines.append(" | ".join(told))
+                lines.append(" | ".join(ticks))
         lines += [_numbers(one.get_xydata()) for one in axes.lines]
         for collection in axes.collections:
             lines += [_numbers(path.vertices) for path in collection.get_paths()]

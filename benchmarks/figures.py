@@ -2,8 +2,8 @@
 
     python -m benchmarks.figures
 
-writes benchmarks/figures/*.svg; a result that is not there is told, and the rest drawn.
-Needs what the extra `bench` brings, and no jax.
+writes benchmarks/figures/*.svg; missing results are reported, and the rest is drawn.
+Needs the extra `bench`, not jax.
 """
 
 import argparse
@@ -38,7 +38,7 @@ Result = dict[str, Any]
 
 
 def draw_all(results: Path) -> tuple[dict[str, Figure], list[str]]:
-    """Every figure that there is a result for, by name; and what is missing."""
+    """Draw every figure that has a result, by name; also return what is missing."""
     figures: dict[str, Figure] = {}
     missing: list[str] = []
     if lines := _lines(results / SERVE):
@@ -73,7 +73,7 @@ def draw_all(results: Path) -> tuple[dict[str, Figure], list[str]]:
 
 
 def _lines(path: Path) -> list[Result]:
-    """The results in a file, one a line or one over many; none without the file."""
+    """Read the results of a file: JSON, or one per line; none without the file."""
     if not path.is_file():
         return []
     text = path.read_text(encoding="utf-8")
@@ -84,7 +84,7 @@ def _lines(path: Path) -> list[Result]:
 
 
 def by_domain(result: Result) -> Figure:
-    """Acceptance and speed-up by the kind of text, of `make bench`."""
+    """Draw acceptance and speed-up by domain, from `make bench`."""
     modes = result["modes"]
     domains = list(modes["greedy"]["rows"])
     repeats, count = result["arguments"]["repeats"], modes["greedy"]["rows"]["all"]
@@ -97,13 +97,13 @@ def by_domain(result: Result) -> Figure:
         figure = drawing.new_figure(WIDTH, HEIGHT, note + drawing.provenance(result))
         drawing.head(figure, "Acceptance and speed-up by the kind of text", result)
         grid = figure.subplots(1, 2)
-        for number, (mode, told) in enumerate(modes.items()):
-            rows = [told["rows"][domain] for domain in domains]
+        for number, (mode, result_of) in enumerate(modes.items()):
+            rows = [result_of["rows"][domain] for domain in domains]
             xs = [place + 0.4 * number - 0.2 for place in range(len(domains))]
             rates = [drawing.single(row["acceptance_rate"]) for row in rows]
             mark = drawing.MARKS[number]
             drawing.bars(
-                grid[0], xs, rates, mark, width=0.4, label=_controls(mode, told)
+                grid[0], xs, rates, mark, width=0.4, label=_controls(mode, result_of)
             )
             drawing.bars(grid[1], xs, [_range(row) for row in rows], mark, width=0.4)
         for axes, title in zip(
@@ -118,8 +118,8 @@ def by_domain(result: Result) -> Figure:
     return figure
 
 
-def _controls(mode: str, told: Result) -> str:
-    controls = told["controls"]
+def _controls(mode: str, result: Result) -> str:
+    controls = result["controls"]
     if not controls["temperature"]:
         return mode
     return f"temperature {controls['temperature']:g}, top-p {controls['top_p']:g}"
@@ -131,12 +131,12 @@ def _range(row: Result) -> drawing.Spread:
 
 
 def by_method(results: list[Result]) -> Figure:
-    """Speed-up of every way to propose drafts, at batch 1, a panel for each result."""
-    note = "Speed-up: medians of runs in turn, whiskers from the least to the most.\n"
+    """Draw the speed-up of every proposer at batch 1, a panel per result."""
+    note = "Speed-up: medians of runs in turn, whiskers from minimum to maximum.\n"
     with drawing.style():
-        told = note + "\n".join(map(drawing.provenance, results))
-        figure = drawing.new_figure(WIDTH, HEIGHT + 0.6, told)
-        drawing.head(figure, "Ways to propose drafts, by plain decoding", {})
+        note += "\n".join(map(drawing.provenance, results))
+        figure = drawing.new_figure(WIDTH, HEIGHT + 0.6, note)
+        drawing.head(figure, "Speed-up of every proposer over plain decoding", {})
         grid = figure.subplots(1, len(results), squeeze=False)[0]
         for axes, result in zip(grid, results, strict=True):
             names = [one["name"].split()[0] for one in result["methods"]]
@@ -179,7 +179,7 @@ CONTROLLED_SIZES = (1, 8)
 
 
 def control_figures(result: Result) -> dict[str, Figure]:
-    """Of the parts that were run."""
+    """Draw the parts that were run."""
     kinds = {"cells": by_acceptance, "step": over_steps, "ramp": over_ramp}
     names = {"cells": "adaptive", "step": "adaptive-step", "ramp": "adaptive-ramp"}
     return {
@@ -193,16 +193,16 @@ def control_figures(result: Result) -> dict[str, Figure]:
 def _controlled(
     result: Result, title: str, note: str, panels: int
 ) -> Iterator[list[Axes]]:
-    """Panels side by side under a title."""
+    """Draw panels side by side under a title."""
     with drawing.style():
-        told = f"{note}\n{drawing.provenance(result)}"
-        figure = drawing.new_figure(WIDTH, HEIGHT, told)
+        note = f"{note}\n{drawing.provenance(result)}"
+        figure = drawing.new_figure(WIDTH, HEIGHT, note)
         drawing.head(figure, title, {}, forced="acceptance forced as labelled")
         yield list(figure.subplots(1, panels, squeeze=False)[0])
 
 
 def by_acceptance(result: Result) -> Figure:
-    """Speed against plain decoding by forced acceptance, K fixed and chosen."""
+    """Draw the speed-up by forced acceptance, K fixed and chosen."""
     most, found = result["num_drafts"], dict[int, list[Result]]()
     for row in result["cells"]:
         if row["batch"] in CONTROLLED_SIZES:
@@ -211,26 +211,26 @@ def by_acceptance(result: Result) -> Figure:
         f"Fixed: K = {most} in every round. Adaptive: K of every round chosen, up to "
         f"{most}. {_control_note(result)}, whiskers from the lowest to the highest."
     )
-    title = "Decoding with drafts by plain decoding, K fixed and adaptive"
+    title = "Speed-up over plain decoding, K fixed and adaptive"
     with _controlled(result, title, note, len(found)) as grid:
         for axes, (size, rows) in zip(grid, found.items(), strict=True):
             axes.axhline(1.0, color="0.35", linewidth=1.0)
             for kind, mark in CONTROLLED.items():
                 speeds = [row[f"{kind}_by_plain"] for row in rows]
                 drawing.line(axes, [row["acceptance"] for row in rows], speeds, mark)
-                told = kind if kind == "adaptive" else f"K = {most}"
-                drawing.label_end(axes, speeds[-1]["median"], told, mark.color)
+                label = kind if kind == "adaptive" else f"K = {most}"
+                drawing.label_end(axes, speeds[-1]["median"], label, mark.color)
             axes.set_title(f"batch {size}")
-            axes.set_xlabel("chance of a draft to be accepted")
+            axes.set_xlabel("acceptance rate")
             drawing.start_at_zero(axes)
         grid[0].set_ylabel("speed-up")
     return _figure_of(grid)
 
 
 def over_steps(result: Result) -> Figure:
-    """Tokens/s over time while the forced acceptance jumps."""
+    """Draw tokens/s over time while the forced acceptance jumps."""
     rows, phase_s = result["step"], result["arguments"]["phase_s"]
-    title = "Adaptive drafts where the acceptance jumps"
+    title = "Adaptive K while the acceptance jumps"
     note = "Shaded: acceptance 0, elsewhere 0.9. Dashed: plain decoding."
     with _controlled(result, title, note, len(rows)) as grid:
         for axes, row in zip(grid, rows, strict=True):
@@ -248,20 +248,20 @@ def over_steps(result: Result) -> Figure:
 
 
 def over_ramp(result: Result) -> Figure:
-    """Tokens/s, and K beside requests, while these come and go."""
-    told, most = result["ramp"], result["num_drafts"]
-    title = "Adaptive drafts while requests come and go"
-    note = f"Forced acceptance {told['acceptance']:g}. Right: mean K, and requests."
-    width = result["arguments"]["ramp_s"] / len(told["num_seqs"])
+    """Draw tokens/s, K and the number of requests while requests come and go."""
+    ramp, most = result["ramp"], result["num_drafts"]
+    title = "Adaptive K while requests come and go"
+    note = f"Forced acceptance {ramp['acceptance']:g}. Right: mean K, and requests."
+    width = result["arguments"]["ramp_s"] / len(ramp["num_seqs"])
     with _controlled(result, title, note, 2) as grid:
         labels = {"plain": "plain", str(most): f"K = {most}", "adaptive": "adaptive"}
         marks = {"plain": drawing.PLAIN, str(most): CONTROLLED["fixed"]}
         for name, label in labels.items():
             mark = marks.get(name, drawing.SPECULATIVE)
-            _series(grid[0], told["ways"][name]["tokens_per_s"], width, mark, label)
-        drafts = told["ways"]["adaptive"]["num_drafts"]
+            _series(grid[0], ramp["ways"][name]["tokens_per_s"], width, mark, label)
+        drafts = ramp["ways"]["adaptive"]["num_drafts"]
         _series(grid[1], drafts, width, drawing.SPECULATIVE, "mean K")
-        _series(grid[1], told["num_seqs"], width, drawing.PLAIN, "requests")
+        _series(grid[1], ramp["num_seqs"], width, drawing.PLAIN, "requests")
         for axes, name in zip(grid, ("tokens/s", "K, requests"), strict=True):
             axes.set_title(name)
             axes.set_xlabel("seconds")
@@ -277,9 +277,9 @@ def _series(
     mark: drawing.Mark,
     label: str | None = None,
 ) -> None:
-    """A line through the middles of bins, of those that have a value."""
-    told = [(i, value) for i, value in enumerate(values) if value is not None]
-    xs, ys = [(i + 0.5) * width for i, _ in told], [value for _, value in told]
+    """Draw a line through the middles of the bins that have a value."""
+    points = [(i, value) for i, value in enumerate(values) if value is not None]
+    xs, ys = [(i + 0.5) * width for i, _ in points], [value for _, value in points]
     axes.plot(xs, ys, color=mark.color, linestyle=mark.line, label=label)
 
 
@@ -295,7 +295,7 @@ def _figure_of(grid: list[Axes]) -> Figure:
 
 
 def _gpu_figures(results: Path) -> dict[str, Figure]:
-    """Of every GPU that was measured; dry runs mean nothing."""
+    """Draw the figures of every measured GPU, without dry runs."""
     kinds: dict[str, Callable[[Result], Figure | None]] = {
         "speed-up": gpu_speed_up,
         "bandwidth": gpu_bandwidth,
@@ -321,37 +321,37 @@ def _rows(result: Result, **wanted: Any) -> list[Result]:
 
 
 def gpu_speed_up(result: Result) -> Figure | None:
-    """Speed-up by K of every pair, at each forced acceptance, with its ceiling."""
+    """Draw each pair's speed-up by K and forced acceptance, with its ceiling."""
     rounds = _rows(result, what="round", acceptance="synthetic")
     if not rounds:
         return None
     pairs = list(dict.fromkeys(row["pair"] for row in rounds))
     note = (
-        "Solid: measured, medians, whiskers from the least to the most. Dotted: the "
+        "Solid: measured, medians, whiskers from minimum to maximum. Dotted: the "
         "ceiling E / (1 + K c), with the measured cost c of a draft's step.\n"
     )
     with drawing.style():
         figure = drawing.new_figure(WIDTH, HEIGHT + 0.4, note + _gpu_provenance(result))
-        title = "Rounds of K drafts by plain steps, full-size Gemma 2"
-        told = "acceptance forced as labelled, random weights"
-        drawing.head(figure, title, {}, forced=told)
+        title = "Speed-up of rounds over plain steps, full-size Gemma 2"
+        forced = "acceptance forced as labelled, random weights"
+        drawing.head(figure, title, {}, forced=forced)
         grid = figure.subplots(1, len(pairs), sharey=True, squeeze=False)
         for axes, pair in zip(grid[0], pairs, strict=True):
             here = [row for row in rounds if row["pair"] == pair]
             _gpu_panel(axes, here)
             axes.set_title(f"{GPU_LABELS.get(pair, pair)}, batch {here[0]['batch']}")
-            axes.set_xlabel("K, drafts a round")
-        drawing.start_at_zero(grid[0][0])  # and with it the others
+            axes.set_xlabel("K, drafts per round")
+        drawing.start_at_zero(grid[0][0])  # the axes share it
         grid[0][0].set_ylabel("speed-up")
     return figure
 
 
 def _gpu_panel(axes: Axes, rows: Iterable[Result]) -> None:
     axes.axhline(1.0, color="0.35", linewidth=1.0)
-    by_chance: dict[float, list[Result]] = {}
+    by_acceptance_rate: dict[float, list[Result]] = {}
     for row in rows:
-        by_chance.setdefault(row["forced_acceptance"], []).append(row)
-    for number, (chance, found) in enumerate(sorted(by_chance.items())):
+        by_acceptance_rate.setdefault(row["forced_acceptance"], []).append(row)
+    for number, (acceptance, found) in enumerate(sorted(by_acceptance_rate.items())):
         found.sort(key=lambda row: row["num_drafts"])
         mark = drawing.MARKS[number % len(drawing.MARKS)]
         counts = [row["num_drafts"] for row in found]
@@ -360,13 +360,13 @@ def _gpu_panel(axes: Axes, rows: Iterable[Result]) -> None:
         speeds = [_speed_up(row) for row in found]
         solid = drawing.Mark(color=mark.color, fill=mark.fill, marker=mark.marker)
         drawing.line(axes, counts, speeds, solid)
-        height, told = speeds[-1]["median"], f"acceptance {chance:g}"
-        drawing.label_end(axes, height, told, mark.color)
+        height, label = speeds[-1]["median"], f"acceptance {acceptance:g}"
+        drawing.label_end(axes, height, label, mark.color)
         axes.set_xticks(counts)
 
 
 def _speed_up(row: Result) -> drawing.Spread:
-    """With the spread of the round's time; the plain step's is not in it."""
+    """Return the speed-up, with the spread of the round time only."""
     round_us = row["round_us"]
     by_median = row["speed_up"] * round_us["median"]
     return {
@@ -377,11 +377,11 @@ def _speed_up(row: Result) -> drawing.Spread:
 
 
 def gpu_bandwidth(result: Result) -> Figure | None:
-    """Share of the copy's bandwidth that plain steps reach, and the goal."""
+    """Draw the share of a copy's bandwidth that plain steps reach, and the goal."""
     steps = _rows(result, what="plain")
     if not steps:
         return None
-    # The draft is measured beside every target: the first time counts.
+    # The draft is measured with every target: use the first measurement.
     by_place: dict[tuple[str, int], Result] = {}
     for row in steps:
         by_place.setdefault((row["model"], row["batch"]), row)
@@ -390,7 +390,7 @@ def gpu_bandwidth(result: Result) -> Figure | None:
     goal = result["goals"]["plain_share_of_bandwidth"]
     note = (
         "Bytes of weights, keys and values read once, by the time of a step and a "
-        "copy's bytes/s; medians, whiskers from the least to the most.\n"
+        "copy's bytes/s; medians, whiskers from minimum to maximum.\n"
     )
     with drawing.style():
         figure = drawing.new_figure(WIDTH, HEIGHT, note + _gpu_provenance(result))
@@ -451,8 +451,8 @@ def main(arguments: list[str] | None = None) -> None:
     for name, figure in figures.items():
         drawing.save(figure, options.output / f"{name}.svg")
         print(f"Drawn: {name}.svg")
-    for told in missing:
-        print(f"Not there: {told}")
+    for one in missing:
+        print(f"Missing: {one}")
 
 
 if __name__ == "__main__":

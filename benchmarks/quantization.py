@@ -1,19 +1,20 @@
-"""What quantization does to the bundled pair: its texts' likelihood, bytes and speed.
+"""Quality, bytes and speed of the bundled pair under quantization.
 
-Of every form of the target: perplexity of documents that training did not see, KL
-divergence of its distributions from those of the weights as they are, and how often
-both want the same token. Of every type of keys and values: acceptance, greedy and
-sampled with seeds, and how many texts are the same. Of pairs of forms, on a CPU at
-batch 1: tokens per second, plain and with drafts, and acceptance; also with a draft
-whose head is cut to a quarter of the vocabulary. Prints a line per row and writes
-benchmarks/results/quantization-cpu.json, where parts that are skipped stay as they
-were. See docs/quantization.md.
+- Quality of every weight type of the target: perplexity of documents that training did
+  not see, KL divergence from the original, and the share of equal top tokens.
+- Acceptance with every KV cache type, greedy and sampled with seeds, and the number of
+  equal texts.
+- Speed of pairs of types on a CPU at batch 1: tokens per second, plain and with drafts,
+  and acceptance; also with a draft whose LM head is cut to a quarter.
 
-With `--trimmed` nothing but acceptance of drafts whose heads are cut: of the bundled
-prompts and of documents, greedy and at temperature 1; see docs/drafts.md.
+Prints a line per row and writes benchmarks/results/quantization-cpu.json; skipped parts
+keep their earlier results. See docs/quantization.md.
 
-With `--tables` nothing runs: it prints what was recorded, and what drafts of published
-sizes can bring by the bytes that passes read.
+`--trimmed` measures only the acceptance of drafts with a cut LM head, with the bundled
+prompts and with documents, greedy and at temperature 1; see docs/drafts.md.
+
+`--tables` runs nothing: it prints the recorded tables, and the bounds for published
+sizes that follow from bytes.
 """
 
 import argparse
@@ -56,29 +57,29 @@ MODES: dict[str, dict[str, Any]] = {
     "sampled": {"temperature": 0.8, "top_p": 0.95, "seed": 0},
 }
 KV_KINDS = ("auto", *KV_POOLS)
-# Kind, whether the embedding is kept in int8 as well, and what keys and values are.
+# Weight type, whether the embedding is int8, and KV cache type.
 Form = tuple[str | None, bool, str]
 FORMS: tuple[Form, ...] = (
     (None, False, "auto"),
     *((*form, "auto") for form in itertools.product(VALUE_TYPES, (False, True))),
     *((None, False, kind) for kind in KV_POOLS),
 )
-# Of 8,192 tokens, those that a trimmed draft keeps.
+# Tokens of 8,192 that a trimmed draft keeps.
 TRIMMED = 2048
-# Heads whose acceptance is compared: all tokens, and the first of a map. In all rounds
-# drafts are drawn with the seeds of requests, so that the texts are the same.
+# Numbers of tokens in the compared LM heads. Drafts are sampled with the requests'
+# seeds, so that texts do not depend on the head.
 HEADS = (None, 4096, TRIMMED)
 HEAD_MODES: dict[str, dict[str, Any]] = {
     "greedy": GREEDY,
     "temperature 1": {"temperature": 1.0, "seed": 0},
 }
 DOCUMENTS_PER_DOMAIN = 5
-# What is told of each part: they need not be of one run.
+# Machine and versions are recorded per part, as parts may come from different runs.
 ABOUT = ("date", "commit", "has_changes", "arguments", "dtype", "machine")
 
 
 class Pair(NamedTuple):
-    """Forms of target and draft; the option of embeddings is for both."""
+    """Weight types of target and draft, and whether both embeddings are int8."""
 
     target: str | None
     draft: str | None
@@ -102,10 +103,10 @@ PAIRS = (
 )
 
 
-# Of published sizes: target, then draft; what is accepted, and the trimmed vocabulary.
+# Published sizes: target and draft; acceptance, and the size of a trimmed vocabulary.
 CEILING_PAIRS = (("9b", "2b"), ("27b", "2b"))
 CEILING_ACCEPTANCE, CEILING_TRIMMED = 0.8, 32_768
-# No more drafts in a round are looked at.
+# Largest K that is considered.
 CEILING_DRAFTS = 16
 
 
@@ -114,20 +115,22 @@ def make_parser() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--tables", action="store_true", help="only print the tables of before")
-    add("--corpus", type=Path, help="folder with valid.jsonl.xz, for what is read")
-    add("--documents", type=int, default=40, help="about as many, of all domains")
-    add("--length", type=int, default=256, help="tokens of a piece of a document")
-    add("--rows", type=int, default=4, help="pieces that are read together")
+    add("--tables", action="store_true", help="only print the recorded tables")
+    add("--corpus", type=Path, help="folder with valid.jsonl.xz")
+    add(
+        "--documents", type=int, default=40, help="approximate number, from all domains"
+    )
+    add("--length", type=int, default=256, help="tokens per piece of a document")
+    add("--rows", type=int, default=4, help="pieces per batch")
     add("--num-tokens", type=int, default=128, help="new tokens of every request")
-    add("--num-prompts", type=int, default=8, help="about as many, evenly chosen")
+    add("--num-prompts", type=int, default=8, help="approximate number, evenly chosen")
     add("--num-speculative-tokens", type=int, default=4)
     add("--repeats", type=int, default=5, help="runs of every prompt in every mode")
     add("--dtype", default="float32")
-    add("--skip-speed", action="store_true", help="only what is read")
-    add("--skip-quality", action="store_true", help="only what is timed")
-    add("--skip-acceptance", action="store_true", help="not under keys and values")
-    add("--trimmed", action="store_true", help="only acceptance of heads that are cut")
+    add("--skip-speed", action="store_true", help="skip speeds")
+    add("--skip-quality", action="store_true", help="skip quality")
+    add("--skip-acceptance", action="store_true", help="skip acceptance by KV type")
+    add("--trimmed", action="store_true", help="only acceptance with a cut LM head")
     add("--other-map", type=Path, help="a token map to compare with the draft's own")
     add("--output", type=Path, default=PATH)
     return parser
@@ -143,7 +146,7 @@ def main() -> None:
     if options.trimmed:
         options.skip_quality = options.skip_acceptance = options.skip_speed = True
     if options.corpus is None and (options.trimmed or not options.skip_quality):
-        raise SystemExit("--corpus is missing: what is read is read from there")
+        raise SystemExit("--corpus FOLDER is required: it has the documents")
     device = warn_unless_quiet()
     quality = [] if options.skip_quality else list(measure_quality(options))
     every = list(bundled("prompts.jsonl"))
@@ -170,7 +173,7 @@ def main() -> None:
 
 
 def measure_quality(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """A row for every form, the one without quantization first."""
+    """Yield a row per weight type, the original first."""
     folder = model_folder(TARGET, "model")
     texts = chosen(read_texts(options.corpus / "valid.jsonl.xz"), options.documents)
     tokenizer = Tokenizer.from_folder(str(folder))
@@ -190,8 +193,8 @@ def measure_quality(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
             kv_kind=kv_kind,
             dtype=options.dtype,
         )
-        told = f"weights {kind or 'as they are'}, keys and values {kv_kind}"
-        found = compare(plain, reader, pieces, num_rows=options.rows, told=told)
+        title = f"weights {kind or 'as they are'}, keys and values {kv_kind}"
+        found = compare(plain, reader, pieces, num_rows=options.rows, title=title)
         row = {
             "kind": kind,
             "has_int8_embedding": has_embedding,
@@ -209,9 +212,9 @@ def measure_quality(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
 def measure_acceptance(
     prompts: list[tuple[str, str]], options: argparse.Namespace
 ) -> Iterator[dict[str, Any]]:
-    """A row for every type of keys and values: drafts that stay, greedy and sampled.
+    """Yield acceptance by KV cache type, greedy and sampled.
 
-    Every round has all drafts that it may have, and nothing is timed.
+    K is fixed, and nothing is timed.
     """
     plain_texts: dict[str, list[list[int]]] = {}
     for kv_kind in KV_KINDS:
@@ -220,13 +223,13 @@ def measure_acceptance(
             counts, texts = accepted(engine, prompts, controls, options, kv_kind)
             first = plain_texts.setdefault(mode, texts)
             row = {"kv_cache_dtype": kv_kind, "mode": mode, **counts}
-            row |= told_of_texts(texts, first)
+            row |= equal_texts(texts, first)
             print(json.dumps(row))
             yield row
 
 
 def measure_trimmed(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """A row for every head, set of prompts and mode; texts must not change."""
+    """Yield a row per LM head, set of prompts and mode; texts must not change."""
     prompts = {
         "prompts": list(bundled("prompts.jsonl")),
         "documents": [
@@ -245,8 +248,9 @@ def measure_trimmed(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         pair = Pair(None, None, draft_vocab_size=size)
         engine = engine_of(pair, options, token_map=token_map)
         for name, mode in itertools.product(prompts, HEAD_MODES):
-            controls, told = HEAD_MODES[mode], f"{size or 'all'} tokens, {name}, {mode}"
-            counts, texts = accepted(engine, prompts[name], controls, options, told)
+            controls = HEAD_MODES[mode]
+            label = f"{size or 'all'} tokens, {name}, {mode}"
+            counts, texts = accepted(engine, prompts[name], controls, options, label)
             first = plain_texts.setdefault((name, mode), texts)
             row = {
                 "draft_vocab_size": size,
@@ -254,7 +258,7 @@ def measure_trimmed(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 "prompts": name,
                 "mode": mode,
                 **counts,
-                **told_of_texts(texts, first),
+                **equal_texts(texts, first),
             }
             print(json.dumps(row))
             yield row
@@ -266,14 +270,14 @@ def accepted(
     prompts: list[tuple[str, str]],
     controls: dict[str, Any],
     options: argparse.Namespace,
-    told: str,
+    label: str,
 ) -> tuple[dict[str, Any], list[list[int]]]:
-    """How many drafts stay in one text after the other, and the texts."""
-    # Until all programs are there, some rounds have no drafts.
+    """Run one request after the other; return acceptance counts and texts."""
+    # Wait for all programs: until they are compiled, some rounds have no drafts.
     engine.start_warm_up()
     engine.wait_for_programs()
     before, texts = Acceptance.of(engine.stats), []
-    for _, prompt in tqdm(prompts, desc=told):
+    for _, prompt in tqdm(prompts, desc=label):
         params = sampling(
             options.num_tokens, options.num_speculative_tokens, **controls
         )
@@ -289,13 +293,13 @@ def accepted(
     return counts, texts
 
 
-def told_of_texts(texts: list[list[int]], first: list[list[int]]) -> dict[str, int]:
+def equal_texts(texts: list[list[int]], first: list[list[int]]) -> dict[str, int]:
     same = sum(one == other for one, other in zip(first, texts, strict=True))
     return {"same_texts": same, "num_texts": len(texts)}
 
 
 def run_one(engine: LLMEngine, prompt: str, params: SamplingParams) -> Sequence[int]:
-    """The tokens of one request by itself."""
+    """Return the tokens of a single request."""
     engine.add_request("0", prompt, params)
     while True:
         for output in engine.step():
@@ -308,7 +312,7 @@ def measure_speed(
     prompts: list[tuple[str, str]],
     options: argparse.Namespace,
 ) -> Iterator[dict[str, Any]]:
-    """A row for every pair of forms; all engines take turns at every prompt."""
+    """Yield a row per pair of types; all engines take turns at every prompt."""
     runs: list[list[PromptRuns]] = [[] for _ in PAIRS]
     for prompt in tqdm(prompts, desc="prompts"):
         for engine, own in zip(engines, runs, strict=True):
@@ -331,11 +335,11 @@ def measure_speed(
 
 
 def pass_bytes(size: str, kind: str | None, num_logits: int | None = None) -> float:
-    """What a pass of a published size reads of its weights.
+    """Return the bytes of weights that a pass of a published size reads.
 
     Args:
-        kind: Of its matrices; the embedding, which makes the logits, is int8 then.
-        num_logits: Tokens that it can propose; None: all.
+        kind: Type of its matrices; the embedding, as LM head, is int8 then.
+        num_logits: Rows of the LM head; None: all.
     """
     config = published_config(size)
     sizes = Sizes(
@@ -360,24 +364,24 @@ def pass_bytes(size: str, kind: str | None, num_logits: int | None = None) -> fl
 
 
 def ceiling_lines() -> list[str]:
-    """Lines of a table: the most that a draft can bring a target in bfloat16."""
+    """Return a table of upper bounds of the speed-up of bfloat16 targets."""
     names = [f"{target}<-{draft}" for target, draft in CEILING_PAIRS]
-    cells = [f"{name}{more}" for name in names for more in ("", ", trimmed")]
-    lines = [f"| draft | {' | '.join(cells)} |", "|---|" + "--:|" * len(cells)]
+    columns = [f"{name}{more}" for name in names for more in ("", ", trimmed")]
+    lines = [f"| draft | {' | '.join(columns)} |", "|---|" + "--:|" * len(columns)]
     for kind in (None, "int8", "int4"):
-        told = [kind or "bfloat16"]
+        cells = [kind or "bfloat16"]
         for target, draft in CEILING_PAIRS:
             for num_logits in (None, CEILING_TRIMMED):
                 cost = pass_bytes(draft, kind, num_logits) / pass_bytes(target, None)
                 rates = [CEILING_ACCEPTANCE] * CEILING_DRAFTS
                 count, best = best_num_draft_tokens(rates, cost)
-                told.append(f"{best:.2f} (K = {count})")
-        lines.append(f"| {' | '.join(told)} |")
+                cells.append(f"{best:.2f} (K = {count})")
+        lines.append(f"| {' | '.join(cells)} |")
     return lines
 
 
 def speed_lines(record: dict[str, Any]) -> list[str]:
-    """Lines of the table of all pairs that were timed, in both types."""
+    """Return the table of all timed pairs, in both arithmetic types."""
     kinds = ("float32", "bfloat16")
     lines = [
         "| target | draft | megabytes | accepted | "
@@ -391,7 +395,7 @@ def speed_lines(record: dict[str, Any]) -> list[str]:
         size = first["draft_vocab_size"]
         trimmed = f", {size:,} tokens" if size else ""
         target, draft = (first[name] or "bfloat16" for name in ("target", "draft"))
-        told = [
+        cells = [
             target + (more if first["target"] else ""),
             draft + (more if first["draft"] else "") + trimmed,
             f"{first['target_bytes'] / 1e6:.1f} + {first['draft_bytes'] / 1e6:.1f}",
@@ -400,13 +404,13 @@ def speed_lines(record: dict[str, Any]) -> list[str]:
         for row in rows:
             for name in ("plain", "speculative"):
                 speed, ratio = row[f"{name}_tokens_per_s"], row[f"{name}_ratio"]
-                told.append(f"{speed:.0f} ({ratio:.2f})")
-        lines.append(f"| {' | '.join(told)} |")
+                cells.append(f"{speed:.0f} ({ratio:.2f})")
+        lines.append(f"| {' | '.join(cells)} |")
     return lines
 
 
 def trimmed_lines(record: dict[str, Any]) -> list[str]:
-    """Lines of the table of heads that are cut: how many drafts stay."""
+    """Return the table of acceptance with cut LM heads."""
     columns = list(itertools.product(("prompts", "documents"), HEAD_MODES))
     lines = [
         "| of 8,192 tokens | "
@@ -436,10 +440,10 @@ def engine_of(
     token_map: str | None = None,
     **changes: Any,
 ) -> LLMEngine:
-    """The pair in these forms.
+    """Make an engine of a pair.
 
     Args:
-        token_map: Another one than the draft's own.
+        token_map: A token map that replaces the draft's own.
     """
     return make_engine(
         options,

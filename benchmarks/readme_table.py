@@ -1,6 +1,6 @@
-"""Write tables of results: of `make bench` into README.md, the others into our own.
+"""Writes tables of results into README.md and benchmarks/README.md.
 
-`--check` changes nothing and fails when a page does not hold its table.
+`--check` changes nothing and fails if a page does not have its table.
 """
 
 import argparse
@@ -27,7 +27,7 @@ NOT_MEASURED = "Not measured yet: run `make bench` on a quiet machine."
 
 
 def newest_result(folder: Path) -> dict[str, Any] | None:
-    """The latest full result by its own date; quick runs do not count."""
+    """Return the latest full result; quick runs do not count."""
     found = [
         json.loads(path.read_text(encoding="utf-8"))
         for path in folder.glob("cpu_pair-*.json")
@@ -37,7 +37,7 @@ def newest_result(folder: Path) -> dict[str, Any] | None:
 
 
 def readme_table(result: dict[str, Any] | None) -> str:
-    """The Markdown between the two marks."""
+    """Return the Markdown of the result of `make bench`, for README.md."""
     if result is None:
         return NOT_MEASURED
     rows = [
@@ -70,9 +70,8 @@ def _notes(result: dict[str, Any]) -> list[str]:
         f"{arguments['num_speculative_tokens']}, batch 1, {arguments['num_tokens']} "
         f"new tokens, {result['dtype']}; medians of {arguments['repeats']} runs of "
         f"{row['num_prompts']} prompts ({result['prompts']['source']}). The speed-up "
-        "is the median of the ratios of runs side by side, not the ratio of the two "
-        "medians beside it. Greedy text "
-        "is the same with and without speculation for "
+        "is the median of ratios of paired runs, not the ratio of the two medians. "
+        "Greedy text is the same with and without speculation for "
         f"{row['num_equal']} of {row['num_prompts']} prompts.",
     ]
     peers = result["huggingface"]
@@ -94,7 +93,7 @@ def _notes(result: dict[str, Any]) -> list[str]:
 
 
 def _measured(result: dict[str, Any]) -> str:
-    """When, on what and with what."""
+    """Return the date, machine and versions of a result."""
     machine, versions = result["machine"], result["versions"]
     changed = " with local changes" if result["has_changes"] else ""
     return (
@@ -106,24 +105,24 @@ def _measured(result: dict[str, Any]) -> str:
 
 
 def _memory(startup: dict[str, Any]) -> str:
-    """Peak memory, which results before the field's present name had wrong."""
+    """Return the sentence on peak memory; empty for results without the field."""
     peaks = [start.get("peak_resident_bytes") for start in startup.values()]
     return "" if None in peaks else f" Peak memory: {max(peaks) / MIB:.0f} MiB."
 
 
 def hf_speed(found: dict[str, Any]) -> float:
-    """Median over prompts of the medians over repeats, in tokens/s."""
+    """Return tokens/s: the median over prompts of the medians over repeats."""
     return median(median(speeds) for speeds in found["tokens_per_s"])
 
 
 def peers_result(folder: Path) -> dict[str, Any] | None:
-    """The result of `python -m benchmarks.peers`, if there is one."""
+    """Return the result of `python -m benchmarks.peers`, if there is one."""
     path = folder / "peers-cpu.json"
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
 
 def forms_table(folder: Path) -> str:
-    """Every result of `jaxspec.bench spec --forms`: its cells, and what follows."""
+    """Return the table of all results of `jaxspec.bench spec --forms`, with notes."""
     rows = [
         "| prompts, temperature, batch | form | drafts | tokens per round | round, ms "
         "| plain round, ms | times as fast as plain | least |",
@@ -146,13 +145,13 @@ def forms_table(folder: Path) -> str:
 
 
 def prompts_of(result: dict[str, Any]) -> str:
-    """Which prompts a result of `jaxspec.bench spec` is of, in words."""
+    """Return the name of the prompts of a result of `jaxspec.bench spec`."""
     given = result["arguments"]["dataset_path"]
     return "bundled" if given is None else Path(given).stem.replace("_", " ")
 
 
 def methods_table(folder: Path) -> str:
-    """Every result of `jaxspec.bench spec --all-methods`."""
+    """Return the table of all results of `jaxspec.bench spec --all-methods`."""
     rows = [
         "| prompts, temperature, batch | method | K | acceptance by position "
         "| tokens per round | round, ms | times as fast as plain | least | MiB |",
@@ -169,13 +168,14 @@ def methods_table(folder: Path) -> str:
 
 
 def _method_row(prompts: str, one: dict[str, Any], point: dict[str, Any]) -> str:
-    told, ratio = point["speculative"], point["decode_speed_up"]
-    rates = told["acceptance"]["acceptance_rate_per_position"]
+    speculative, ratio = point["speculative"], point["decode_speed_up"]
+    round_ms = speculative["round_s"]["median"] * 1e3
+    rates = speculative["acceptance"]["acceptance_rate_per_position"]
     return (
         f"| {prompts}, {point['temperature']:g}, {point['batch_size']} "
         f"| {one['name'].split()[0]} | {one['num_levels']} "
         f"| {' '.join(f'{rate:.2f}' for rate in rates)} "
-        f"| {point['tokens_per_round']:.2f} | {told['round_s']['median'] * 1e3:.1f} "
+        f"| {point['tokens_per_round']:.2f} | {round_ms:.1f} "
         f"| {ratio['median']:.2f} | {ratio['least']:.2f} "
         f"| {one['memory_bytes'] / MIB:.1f} |"
     )
@@ -196,7 +196,7 @@ def _form_row(prompts: str, one: dict[str, Any], point: dict[str, Any]) -> str:
 
 
 def replace_table(readme: str, table: str, begin: str, end: str) -> str:
-    """Put `table` between two marks of `readme`."""
+    """Return `readme` with `table` between the marks `begin` and `end`."""
     before, found_begin, rest = readme.partition(begin)
     _, found_end, after = rest.partition(end)
     if not found_begin or not found_end:
@@ -212,10 +212,10 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=HERE / "results")
     options = parser.parse_args()
     own = readme_table(newest_result(options.results))
-    beside = peers_table(peers_result(options.results))
+    peers = peers_table(peers_result(options.results))
     tables = [
         (options.readme, own, BEGIN, END),
-        (options.peers_page, beside, PEERS_BEGIN, PEERS_END),
+        (options.peers_page, peers, PEERS_BEGIN, PEERS_END),
         (options.peers_page, forms_table(options.results), FORMS_BEGIN, FORMS_END),
         (
             options.peers_page,

@@ -1,9 +1,9 @@
-"""Times of the step program alone: plain steps, rounds of drafts, the target's pass.
+"""Measures the step program alone: plain steps, rounds with drafts, the target's pass.
 
-No engine and no text: sequences begin in the middle, after a context that nobody fed,
-and launches follow one another without a look at what they gave. Times do not depend on
-what is in the weights or the pages, nor on how many drafts stay, so weights are random
-and acceptance is forced.
+There is no engine and no text: sequences start after a context that was never
+prefilled, and launches do not wait for results. Times do not depend on the values of
+weights or pages, nor on the number of accepted drafts, so weights are random and
+acceptance is forced.
 """
 
 import dataclasses
@@ -37,19 +37,19 @@ from jaxspec.program.wire import PlanLayout, StepResult
 from jaxspec.sharding import DRAFT_MESH_AXES, make_mesh, replicated
 
 PAGE_SIZE = 16
-# XLA compiles several programs at once, each on a core or two.
+# Number of programs to compile at once: XLA uses one or two cores for each.
 MAX_COMPILES = 8
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """How much is run, and on what.
+    """Sizes of the runs.
 
     Attributes:
-        context: Known tokens of every sequence at the start of each run.
-        steps: Launches of one run.
-        repeats: Runs of which the median is told.
-        compiler_options: XLA's, by the names of its flags.
+        context: Known tokens per sequence at the start of each run.
+        steps: Launches per run.
+        repeats: Runs; the median is reported.
+        compiler_options: XLA flags by name.
     """
 
     context: int = 1024
@@ -59,7 +59,7 @@ class Setting:
     compiler_options: dict[str, str | bool] | None = None
 
     def pool(self, seqs: int, vocab_size: int, num_drafts: int) -> PoolShape:
-        """Room for the context and all that a run adds to it."""
+        """Return a pool for the context and the tokens of a run."""
         longest = self.context + (self.steps + 1) * (num_drafts + 1)
         table = -(-longest // PAGE_SIZE)
         return PoolShape(
@@ -73,12 +73,12 @@ class Setting:
 
 @dataclass(kw_only=True)
 class Timed:
-    """One program over some launches.
+    """Result of one program.
 
     Attributes:
-        step_s: Of one launch, over the runs.
-        tokens: Per launch and sequence, over all runs.
-        accepted, drafted: Drafts, over all runs.
+        step_s: Seconds per launch, spread over the runs.
+        tokens: Tokens per launch and sequence, over all runs.
+        accepted, drafted: Numbers of draft tokens, over all runs.
     """
 
     step_s: Spread
@@ -89,9 +89,9 @@ class Timed:
 
 @dataclass(frozen=True, kw_only=True)
 class Models:
-    """A target and, maybe, its draft, on one device.
+    """A target and optionally its draft, on one device.
 
-    Parameters may be shapes alone: programs are compiled from those, and not run.
+    Parameters may be shapes only: such programs can be compiled, not run.
     """
 
     target: ModelConfig
@@ -105,7 +105,7 @@ class Models:
     def random(
         cls, target: ModelConfig, draft: ModelConfig, setting: Setting
     ) -> "Models":
-        """Random weights, made on the first device there is."""
+        """Make random weights on the first device."""
         mesh, dtype = make_mesh(1), jnp.dtype(setting.dtype)
         make = functools.partial(random_params, dtype=dtype, mesh=mesh)
         return cls(
@@ -121,7 +121,7 @@ class Models:
     def abstract(
         cls, target: ModelConfig, draft: ModelConfig, setting: Setting, mesh: Mesh
     ) -> "Models":
-        """The shapes of weights, for a device that need not be there."""
+        """Make abstract weights, to compile for a device that need not be present."""
         dtype = jnp.dtype(setting.dtype)
         form: Any = functools.partial(abstract_params, dtype=dtype, mesh=mesh)
         return cls(
@@ -134,7 +134,7 @@ class Models:
         )
 
     def draft_alone(self) -> "Models":
-        """The draft as a model of its own."""
+        """Return the draft model as a target."""
         assert self.draft is not None
         assert self.draft_params is not None
         return Models(
@@ -146,26 +146,26 @@ class Models:
 
     @property
     def weight_bytes(self) -> int:
-        """Of the target: what a plain step reads once."""
+        """Bytes of the target's weights, which a plain step reads once."""
         leaves = jax.tree.leaves(self.target_params)
         return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
 
     def kv_bytes(self, seqs: int) -> int:
-        """Keys and values of the target that a plain step reads, at the start."""
+        """Return bytes of the target's KV that a plain step reads at the start."""
         dtype_bytes = jnp.dtype(self.setting.dtype).itemsize
         return seqs * self.setting.context * self.target.kv_bytes_per_token(dtype_bytes)
 
 
 class _Setup:
-    """Sequences in the middle of their texts, and room for what a run adds.
+    """Sequences with a context, and pages for the tokens of a run.
 
     Args:
-        draft: Whose pages are kept beside the target's; None for nobody's.
-        chances: Of each draft to stay; None where the rules decide.
+        draft: The model whose pages are allocated next to the target's, if any.
+        acceptance: Forced acceptance probability of each draft; None: not forced.
 
     Attributes:
-        params: What a program reads and leaves as it is, or the shapes of that.
-        forms: Shapes of what it is given and updates in place.
+        params: Parameters of the program, or their shapes.
+        forms: Shapes of the donated state.
     """
 
     def __init__(
@@ -175,7 +175,7 @@ class _Setup:
         seqs: int,
         num_drafts: int,
         draft: ModelConfig | None,
-        chances: tuple[float, ...] | None = None,
+        acceptance: tuple[float, ...] | None = None,
     ):
         self.models, self._seqs, self._num_drafts = models, seqs, num_drafts
         setting, vocab_size = models.setting, models.target.vocab_size
@@ -186,14 +186,14 @@ class _Setup:
             target=models.target, proposers=proposers, pool=self.pool, mesh=models.mesh
         )
         self.params = (models.target_params, (models.draft_params,) * len(proposers))
-        self._chances = chances
+        self._acceptance = acceptance
         self.forms = self._make_forms()
 
     def _make_forms(self) -> EngineState:
-        """The state's shapes and placement."""
-        small = jax.eval_shape(lambda: self._small(self._chances))
+        """Return the state's shapes and placement."""
+        small = jax.eval_shape(lambda: self._small(self._acceptance))
         rows, token_pages, forced = placed_forms(small, self.models.mesh)
-        forms: Any = EngineState  # of arrays that are not there
+        forms: Any = EngineState  # shapes instead of arrays
         return forms(
             rows=rows,
             token_pages=token_pages,
@@ -201,15 +201,15 @@ class _Setup:
             forced_acceptance=forced,
         )
 
-    def _small(self, chances: tuple[float, ...] | None) -> tuple[Any, ...]:
-        """All of a state but the pages of the models."""
-        forced = None if chances is None else jnp.array(chances, jnp.float32)
+    def _small(self, acceptance: tuple[float, ...] | None) -> tuple[Any, ...]:
+        """Return the state without the pages of the models."""
+        forced = None if acceptance is None else jnp.array(acceptance, jnp.float32)
         rows = begun_rows(self.pool, self.models.setting.context)
         return rows, init_token_pages(self.pool), forced
 
-    def _make_state(self, chances: tuple[float, ...] | None) -> EngineState:
+    def _make_state(self, acceptance: tuple[float, ...] | None) -> EngineState:
         forms: Any = self.forms
-        rows, token_pages, forced = jax.device_put(self._small(chances), self._whole)
+        rows, token_pages, forced = jax.device_put(self._small(acceptance), self._whole)
         return EngineState(
             rows=rows,
             token_pages=token_pages,
@@ -220,7 +220,7 @@ class _Setup:
 
 
 class Program(_Setup):
-    """The step of one K, compiled, and a state to run it on."""
+    """The compiled step of one K, and its state."""
 
     def __init__(
         self,
@@ -228,13 +228,15 @@ class Program(_Setup):
         *,
         seqs: int = 1,
         num_drafts: int = 0,
-        chances: tuple[float, ...] | None = None,
+        acceptance: tuple[float, ...] | None = None,
     ):
         draft = models.draft if num_drafts else None
         super().__init__(
-            models, seqs=seqs, num_drafts=num_drafts, draft=draft, chances=chances
+            models, seqs=seqs, num_drafts=num_drafts, draft=draft, acceptance=acceptance
         )
-        self.shape = StepShape(num_seqs=seqs, num_draft_tokens=num_drafts, chunk=0)
+        self.shape = StepShape(
+            num_seqs=seqs, num_draft_tokens=num_drafts, max_prompt_tokens=0
+        )
         arguments = (*self.params, self.forms)
         options = models.setting.compiler_options
         self.compiled = lower_step(self._config, self.shape, arguments).compile(options)
@@ -245,18 +247,18 @@ class Program(_Setup):
         return jax.device_put(vector, self._whole)
 
     def run(
-        self, chances: tuple[float, ...] | None = None, *, repeats: int | None = None
+        self, acceptance: tuple[float, ...] | None = None, *, repeats: int | None = None
     ) -> Timed:
-        """Launch the steps of each repeat, one behind the other, and wait for the last.
+        """Launch the steps of each repeat in order, and wait for the last.
 
         Args:
-            chances: In place of those that it was made with.
-            repeats: In place of the setting's.
+            acceptance: Overrides the forced acceptance.
+            repeats: Overrides the setting.
         """
         setting = self.models.setting
         repeats = setting.repeats if repeats is None else repeats
-        chances = self._chances if chances is None else chances
-        state, plan = self._make_state(chances), self._make_plan()
+        acceptance = self._acceptance if acceptance is None else acceptance
+        state, plan = self._make_state(acceptance), self._make_plan()
         rows = jax.device_get(state.rows)
         seconds, emitted, accepted, drafted = [], 0, 0, 0
         for repeat in range(repeats + 1):
@@ -273,12 +275,12 @@ class Program(_Setup):
                 continue  # the first run warms caches and clocks
             seconds.append(took_s / setting.steps)
             for result in jax.device_get(results):
-                told = StepResult.unpack(np.asarray(result), self.shape)
-                assert not told.is_broken.any(), "NaN or infinity in random weights"
-                emitted += int(told.num_emitted.sum())
-                accepted += int(told.num_accepted.sum())
-                drafted += int(told.num_draft.sum())
-            # Another seed for the same places, so that repeats are no repetition.
+                step = StepResult.unpack(np.asarray(result), self.shape)
+                assert not step.is_broken.any(), "NaN or infinity in random weights"
+                emitted += int(step.num_emitted.sum())
+                accepted += int(step.num_accepted.sum())
+                drafted += int(step.num_draft_tokens.sum())
+            # A new seed, so that repeats draw other numbers.
             rows = dataclasses.replace(rows, seed=rows.seed + np.uint32(1))
         count = repeats * setting.steps * self._seqs
         return Timed(
@@ -290,7 +292,7 @@ class Program(_Setup):
 
 
 def begun_rows(pool: PoolShape, context: int, temperature: float = 0.0) -> Rows:
-    """Sequences with pages of their own, in the middle of their texts."""
+    """Make rows of sequences with a context and pages of their own."""
     count = pool.num_rows
     table = np.arange(count * pool.table_len).reshape(count, pool.table_len)
     seed = np.arange(2 * count, dtype=np.uint32).reshape(count, 2) + 17
@@ -299,7 +301,7 @@ def begun_rows(pool: PoolShape, context: int, temperature: float = 0.0) -> Rows:
 
 
 def placed_forms(shapes: Any, mesh: Mesh) -> Any:
-    """The same on every device of the mesh."""
+    """Replicate shapes on all devices of the mesh."""
     whole = replicated(mesh)
     return jax.tree.map(
         lambda form: jax.ShapeDtypeStruct(form.shape, form.dtype, sharding=whole),
@@ -308,14 +310,14 @@ def placed_forms(shapes: Any, mesh: Mesh) -> Any:
 
 
 def compile_all(makers: Mapping[Any, Callable[[], Any]]) -> dict[Any, Any]:
-    """Make programs at the same time: XLA leaves Python while it compiles."""
+    """Compile programs in parallel threads; XLA releases the GIL meanwhile."""
     with ThreadPoolExecutor(MAX_COMPILES) as threads:
         futures = {name: threads.submit(make) for name, make in makers.items()}
         return {name: future.result() for name, future in futures.items()}
 
 
 class TargetPass(_Setup):
-    """What the target does in a round of K drafts, by itself: K = 0 is plain."""
+    """The target's part of a round with K drafts; K = 0 is plain decoding."""
 
     def __init__(self, models: Models, *, seqs: int = 1, num_drafts: int = 0):
         super().__init__(models, seqs=seqs, num_drafts=num_drafts, draft=None)
@@ -337,13 +339,13 @@ class TargetPass(_Setup):
             proposal = Proposal(tokens[:, :-1], drafts)
         state, logits = verify_part(*given, state, rows, proposal)
         state, (_, _, emitted) = accept_part(*given, state, rows, (proposal, logits))
-        # What comes out goes in: no call can begin before the one before has ended. All
-        # tokens come out, also the plain pass's one, which nobody reads: what is not
-        # asked for is not computed, the last layer and the vocabulary of it.
+        # The output is the next input, so calls run one after the other. All tokens are
+        # returned, also the unused one of a plain pass: XLA would drop the last layer
+        # and the LM head of an unused result.
         return state, emitted.tokens
 
     def run(self) -> Spread:
-        """Call it as often as the setting says, one behind the other."""
+        """Run the setting's number of calls in order."""
         setting, state = self.models.setting, self._make_state(None)
         shape = self._seqs, self._num_drafts + 1
         tokens = jax.device_put(jnp.zeros(shape, jnp.int32), self._whole)

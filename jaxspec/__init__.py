@@ -3,27 +3,27 @@
 Reading order, from a user's call down to the device:
 
 1. `jaxspec.llm`: text in, text out, with `jaxspec.conversations` and
-   `jaxspec.beam_search` (which texts a search keeps). `jaxspec.__main__` and
-   `jaxspec.cli` are the command line, `jaxspec.serve` is the server, `jaxspec.bench`
-   measures, `jaxspec.train` trains heads and drafts.
+   `jaxspec.beam_search`. `jaxspec.__main__` and `jaxspec.cli` are the command line,
+   `jaxspec.serve` is the server, `jaxspec.bench` has benchmarks, `jaxspec.train` trains
+   heads and drafts.
 2. `jaxspec.sampling_params`, `jaxspec.inputs`, `jaxspec.outputs`, `jaxspec.logprobs`,
-   `jaxspec.metrics`: what goes in and out. `jaxspec.errors`: what is refused.
-3. `jaxspec.text`: the way between text and tokens, and the turns of a chat.
+   `jaxspec.metrics`: types of inputs and outputs. `jaxspec.errors`: argument checks.
+3. `jaxspec.text`: tokenization and chat formats.
 4. `jaxspec.engine.arg_utils` and `jaxspec.config`: arguments become one configuration;
-   `jaxspec.engine.memory` says what fits, `jaxspec.engine.loader` makes an engine.
+   `jaxspec.engine.memory` plans memory, `jaxspec.engine.loader` makes an engine.
 5. `jaxspec.engine.llm_engine`: add a request, step, collect outputs;
    `jaxspec.engine.async_llm_engine` does so for event loops, in a thread.
-6. `jaxspec.engine.scheduling`: what the next step does.
-7. `jaxspec.engine.runner`: the door between the host and the device.
+6. `jaxspec.engine.scheduling`: decides what the next step does.
+7. `jaxspec.engine.runner`: the interface between host and device.
 8. `jaxspec.program.step`: the program; then `jaxspec.program.propose`,
    `jaxspec.program.target_pass`, `jaxspec.program.verify` and
    `jaxspec.program.tree.verify`.
-9. `jaxspec.models.gemma.network`: the network. `jaxspec.sharding`: how it lies on
-   devices. `jaxspec.jax_settings`: what it is traced under.
+9. `jaxspec.models.gemma.network`: the network. `jaxspec.sharding`: its placement on
+   devices. `jaxspec.jax_settings`: the jax settings under which it is traced.
 
-Besides: what all command lines share (`jaxspec.command_line`), how processes end
-while an engine is alive (`jaxspec.exit`), the bars that `LLM` and the server show
-(`jaxspec.progress`), and vLLM's import paths: `jaxspec.entrypoints`, `jaxspec.envs`,
+Others: common parts of all command lines (`jaxspec.command_line`), the exit of
+processes with live engines (`jaxspec.exit`), progress bars (`jaxspec.progress`), and
+vLLM's import paths: `jaxspec.entrypoints`, `jaxspec.envs`,
 `jaxspec.exceptions`, `jaxspec.logger`, `jaxspec.lora`, `jaxspec.sequence`,
 `jaxspec.tool_parsers`, `jaxspec.usage`, `jaxspec.utils`, `jaxspec.v1`,
 `jaxspec.version`.
@@ -48,7 +48,7 @@ __all__ = [
     "__version__",
 ]
 
-# Public as well, but imported on first use: these reach jax, which takes seconds.
+# Public as well, but imported on first use: these import jax, which takes seconds.
 _LAZY = {
     "AsyncEngineArgs": "jaxspec.engine.arg_utils",
     "AsyncLLMEngine": "jaxspec.engine.async_llm_engine",

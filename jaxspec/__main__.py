@@ -1,6 +1,6 @@
 """Owns `jaxspec` and `python -m jaxspec`: the subcommands and their arguments.
 
-Imports what a subcommand needs only when it runs: jax takes seconds, `--help` must not.
+Imports the subcommand's module only when it runs: jax takes seconds, `--help` must not.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from jaxspec.exit import end, interrupts_end
 from jaxspec.version import __version__
 
 _MODULES = {"generate": "jaxspec.cli.generate", "chat": "jaxspec.cli.chat"}
-# Command lines of their own, with the engine's flags.
+# Subcommands with their own parsers, which have the engine's flags.
 _OWN = {
     "serve": "jaxspec.serve.__main__",
     "plan": "jaxspec.cli.plan",
@@ -26,46 +26,44 @@ _OWN = {
     "bench": "jaxspec.bench.__main__",
 }
 PROG = "python -m jaxspec"
-# Keys of --speculative-config in place of flags.
-_NAMING_DRAFTS = {"model", "method"}
-_SAYING_HOW_MANY = {"num_speculative_tokens", TREE_KEY}
+# Keys of --speculative-config that name a proposer, and that set the number of drafts.
+_PROPOSER_KEYS = {"model", "method"}
+_COUNT_KEYS = {"num_speculative_tokens", TREE_KEY}
 
 
 def make_parser(prog: str = PROG) -> CommandParser:
-    """The parser of the whole command line; `command` names the module that runs."""
+    """Make the parser of all subcommands."""
     parser = CommandParser(
         prog=prog,
         description="Speculative decoding for Gemma 2 and 3.",
     )
-    told = f"jaxspec {__version__}"
-    parser.add_argument("-v", "--version", action="version", version=told)
+    version = f"jaxspec {__version__}"
+    parser.add_argument("-v", "--version", action="version", version=version)
     commands = parser.add_subparsers(
         title="subcommands", metavar="COMMAND", dest="command"
     )
     generate = commands.add_parser(
         "generate",
-        help="continue a prompt, and show what speculation gained",
+        help="continue a prompt, and show the speed-up of speculation",
         description="Stream the answer to PROMPT, then run the same request without "
         "speculation and compare the two.",
     )
     _add_generate_arguments(generate)
     chat = commands.add_parser(
         "chat",
-        help="talk in the terminal, with models loaded here or a server's",
-        description="Answer line by line; /help lists the commands there are.",
+        help="chat in the terminal, with models loaded here or with a server",
+        description="Answer line by line; /help lists all commands.",
     )
     _add_chat_arguments(chat)
     commands.add_parser("serve", help="serve a model with OpenAI's API")
     commands.add_parser(
         "plan",
-        help="tell what an engine would take of a device, which need not be here",
+        help="show the memory plan of an engine, also for devices that are not present",
     )
     commands.add_parser(
-        "compile", help="compile programs ahead, also for devices that are not here"
+        "compile", help="compile programs ahead, also for devices that are not present"
     )
-    commands.add_parser(
-        "quality", help="measure what quantization took from a checkpoint's texts"
-    )
+    commands.add_parser("quality", help="measure the effect of quantization on texts")
     commands.add_parser("bench", help="measure plain decoding and speculation")
     for name, subparser in commands.choices.items():
         subparser.set_defaults(module=_MODULES.get(name))
@@ -75,12 +73,12 @@ def make_parser(prog: str = PROG) -> CommandParser:
 def _add_chat_arguments(parser: argparse.ArgumentParser) -> None:
     server = parser.add_argument_group("a server, in place of models loaded here")
     server.add_argument(
-        "--url", help="of a server with OpenAI's API, as http://127.0.0.1:8000"
+        "--url", help="server with OpenAI's API, such as http://127.0.0.1:8000"
     )
     server.add_argument(
         "--api-key",
         metavar="KEY",
-        help="for the server (default: the environment's OPENAI_API_KEY)",
+        help="the server's API key (default: OPENAI_API_KEY of the environment)",
     )
     _add_model_arguments(parser.add_argument_group("models"))
     _add_sampling_arguments(parser.add_argument_group("sampling"), max_tokens=512)
@@ -123,14 +121,14 @@ def _add_model_arguments(models: argparse._ArgumentGroup) -> None:
     models.add_argument(
         "--speculative-model",
         metavar="NAME",
-        help="the draft model, or '[ngram]' to copy from the text itself (default: no "
-        f"drafts; with the default model: {BUNDLED_DRAFT})",
+        help="draft model, or '[ngram]' to copy from the text itself (default: no "
+        f"speculation; with the default model: {BUNDLED_DRAFT})",
     )
     models.add_argument(
         "--ngram-prompt-lookup-max",
         metavar="N",
         type=int,
-        help="most tokens that '[ngram]' looks for (it needs this)",
+        help="maximum n-gram length of '[ngram]', which requires this",
     )
     models.add_argument(
         "--num-speculative-tokens",
@@ -142,29 +140,29 @@ def _add_model_arguments(models: argparse._ArgumentGroup) -> None:
         "--speculative-config",
         metavar="JSON",
         type=json_flag,
-        help="what else there is to say of drafts, as '{\"draft_vocab_size\": 2048}'",
+        help="further options of speculation, such as '{\"draft_vocab_size\": 2048}'",
     )
     models.add_argument("--dtype", default="auto", help="auto, bfloat16 or float32")
     models.add_argument(
         "--quantization",
         metavar="KIND",
-        help="keep the model's matrices in int8, int4 or fp8; it changes texts",
+        help="store the model's matrices in int8, int4 or fp8; changes texts",
     )
     models.add_argument(
         "--speculative-model-quantization",
         metavar="KIND",
-        help="the same for the draft model: it changes the speed alone",
+        help="the same for the draft model; changes only the speed",
     )
     models.add_argument(
         "--quantize-embedding",
         action="store_true",
-        help="keep the embedding of models that are quantized in int8",
+        help="store the embedding of quantized models in int8",
     )
     models.add_argument(
         "--compilation-cache-dir",
         metavar="DIR",
         default="auto",
-        help="where compiled programs are kept (default: the user's cache folder)",
+        help="folder of compiled programs (default: the user's cache folder)",
     )
 
 
@@ -195,12 +193,12 @@ def _add_sampling_arguments(
         help="same seed, same text (default above temperature 0: 0)",
     )
     sampling.add_argument(
-        "--ignore-eos", action="store_true", help="go on after the end of the text"
+        "--ignore-eos", action="store_true", help="continue after the end of the text"
     )
 
 
 def main(arguments: Sequence[str] | None = None, prog: str = PROG) -> int:
-    """Run one command line; returns the exit code."""
+    """Run one command line; return the exit code."""
     given = sys.argv[1:] if arguments is None else list(arguments)
     parser = make_parser(prog)
     if given and given[0] in _OWN:
@@ -222,24 +220,25 @@ def main(arguments: Sequence[str] | None = None, prog: str = PROG) -> int:
 
 
 def _choose_models(options: argparse.Namespace) -> None:
-    """Settle the models and how many drafts: the bundled pair where none is named.
+    """Set the default models and number of drafts.
 
-    A named target without drafts runs alone.
+    Without a model: the bundled pair. A named target without a proposer runs without
+    speculation.
     """
     config = options.speculative_config
     given = set(config) if isinstance(config, dict) else set()
-    has_drafts = options.speculative_model is not None or bool(given & _NAMING_DRAFTS)
+    has_drafts = options.speculative_model is not None or bool(given & _PROPOSER_KEYS)
     if options.model is None:
         options.model = BUNDLED_TARGET
         if not has_drafts:
             options.speculative_model, has_drafts = BUNDLED_DRAFT, True
-    is_counted = options.num_speculative_tokens is not None or given & _SAYING_HOW_MANY
+    is_counted = options.num_speculative_tokens is not None or given & _COUNT_KEYS
     if has_drafts and not is_counted:
         options.num_speculative_tokens = DEFAULT_DRAFT_TOKENS
 
 
 def script() -> NoReturn:
-    """Run as the program `jaxspec`, which is installed with the package."""
+    """Entry point of the installed program `jaxspec`."""
     end(main(prog="jaxspec"))
 
 

@@ -1,8 +1,8 @@
-"""Owns beam search: which texts of a prompt are kept, and how they are compared.
+"""Owns beam search, by vLLM's rules.
 
-By vLLM's rules: each step continues every open text by its most likely tokens, twice as
-many as texts are kept, and keeps the best of all of them; those that end are set aside.
-The caller asks the engine for one more token of each open text, step by step.
+Each step extends every open beam by its `2 * beam_width` most likely tokens, and keeps
+the best `beam_width` of all these; beams that end are collected separately. The caller
+requests one more token of each open beam from the engine, step by step.
 """
 
 import math
@@ -21,20 +21,20 @@ from jaxspec.sampling_params import (
 )
 from jaxspec.text.tokenizer import Tokenizer
 
-# Tokens by which each open text may go on, for every text that is kept: with fewer,
-# ends of texts would leave too few that go on. HuggingFace has as many.
+# Candidates per open beam, as a multiple of beam_width: with fewer, beams that end
+# could leave too few open ones. The same as HuggingFace's.
 CANDIDATES = 2
 
 
 @dataclass(kw_only=True)
 class BeamSearchSequence:
-    """One text.
+    """One beam.
 
     Attributes:
-        tokens: The prompt's, then its own, with the one that ended it.
-        logprobs: What the model said at each of its own tokens.
-        cum_logprob: Sum of the log-probabilities of its own tokens.
-        text: Of all its tokens; None before the search has ended.
+        tokens: Tokens of the prompt and the generated ones, with the end token.
+        logprobs: Logprobs at each generated token.
+        cum_logprob: Sum of the log-probabilities of the generated tokens.
+        text: Text of all tokens; None before the search has ended.
         finish_reason: "stop" or "length"; None while it is open.
         stop_reason: The token that ended it.
     """
@@ -50,7 +50,7 @@ class BeamSearchSequence:
 
 @dataclass(kw_only=True)
 class BeamSearchOutput:
-    """What came of one prompt.
+    """Result of one prompt's beam search.
 
     Attributes:
         sequences: The best texts, the best first.
@@ -65,12 +65,12 @@ def get_beam_search_score(
     eos_token_id: int | Collection[int],
     length_penalty: float = 1.0,
 ) -> float:
-    """Return what texts are compared by: their log-probability by their length.
+    """Return a beam's score, `cumulative_logprob / length**length_penalty`.
 
-    The prompt's tokens count, and an end of text does not, as in vLLM.
+    The length includes the prompt and excludes the end token, as in vLLM.
 
     Args:
-        eos_token_id: That end texts, one or several.
+        eos_token_id: One or several tokens that end a text.
     """
     ends = (eos_token_id,) if isinstance(eos_token_id, int) else eos_token_id
     length = len(tokens) - (tokens[-1] in ends)
@@ -78,7 +78,7 @@ def get_beam_search_score(
 
 
 class _Candidate(NamedTuple):
-    """An open text with one more token."""
+    """An open beam with one more token."""
 
     before: BeamSearchSequence
     token: int
@@ -94,7 +94,7 @@ class _Candidate(NamedTuple):
 
 
 class BeamSearch:
-    """The search that continues one prompt."""
+    """The beam search of one prompt."""
 
     def __init__(
         self,
@@ -104,22 +104,22 @@ class BeamSearch:
         end_ids: Collection[int],
         max_model_len: int,
     ):
-        """Begin.
+        """Start with the prompt as the only beam.
 
         Args:
-            end_ids: Tokens that end texts.
-            max_model_len: Texts end there at the latest.
+            end_ids: Tokens that end a text.
+            max_model_len: Maximum length of a text, with its prompt.
         """
         self._prompt, self._params = prompt, params
         self._ends = frozenset() if params.ignore_eos else frozenset(end_ids)
         num_prompt = len(prompt.token_ids)
         self._longest = min(num_prompt + params.max_tokens, max_model_len)
         self._open = [BeamSearchSequence(tokens=list(prompt.token_ids))]
-        # The best of those that ended, the best first.
+        # The best ended beams, the best first.
         self._ended: list[BeamSearchSequence] = []
 
     def prompts(self) -> list[TokensPrompt]:
-        """The open texts, each to be continued by a token; none where it has ended."""
+        """Return the open beams, to extend by a token each; empty after the end."""
         prompts: list[TokensPrompt] = []
         for one in self._open:
             prompts.append({"prompt_token_ids": one.tokens})
@@ -127,14 +127,14 @@ class BeamSearch:
                 prompts[-1]["cache_salt"] = self._prompt.cache_salt
         return prompts
 
-    def advance(self, told: Sequence[RequestOutput]) -> None:
-        """Go on by a token.
+    def advance(self, outputs: Sequence[RequestOutput]) -> None:
+        """Extend the beams by a token.
 
         Args:
-            told: What came of each of the open texts, asked for with `step_params`.
+            outputs: Output of each open beam, generated with `step_params`.
         """
         found: list[_Candidate] = []
-        for before, output in zip(self._open, told, strict=True):
+        for before, output in zip(self._open, outputs, strict=True):
             if output.outputs[0].finish_reason == "abort":
                 self._close("abort")
                 return
@@ -144,8 +144,8 @@ class BeamSearch:
                 _Candidate(before, token, position, before.cum_logprob + entry.logprob)
                 for token, entry in position.items()
             ]
-        # Those that go on have one length, and those that end another. Python's sort
-        # keeps the order of those that are equally good.
+        # All candidates that end have equal length, and so have all others: within
+        # each group the penalty changes no order. Python's sort is stable.
         found.sort(key=lambda one: one.cum_logprob, reverse=True)
         width = self._params.beam_width
         for one in [one for one in found if one.token in self._ends][:width]:
@@ -153,8 +153,8 @@ class BeamSearch:
             ended.finish_reason, ended.stop_reason = "stop", one.token
             self._ended.append(ended)
         self._ended = self._best(self._ended)
-        going_on = [one for one in found if one.token not in self._ends][:width]
-        self._open = [one.as_sequence() for one in going_on]
+        still_open = [one for one in found if one.token not in self._ends][:width]
+        self._open = [one.as_sequence() for one in still_open]
         if self._open and len(self._open[0].tokens) == self._longest:
             self._close("length")
         elif not self._can_improve():
@@ -169,29 +169,29 @@ class BeamSearch:
         return get_beam_search_score(one.tokens, one.cum_logprob, self._ends, penalty)
 
     def _can_improve(self) -> bool:
-        """Whether an open text may still be one of the best.
+        """Return whether an open beam may still become one of the best.
 
-        Its log-probability only falls, and its length is between that of now, if the
-        next token ends it, and the longest.
+        Its log-probability can only fall, and its final length is between the current
+        one, if the next token ends it, and the maximum.
         """
         if len(self._ended) < self._params.beam_width:
             return True
-        least, penalty = self._score(self._ended[-1]), self._params.length_penalty
+        worst, penalty = self._score(self._ended[-1]), self._params.length_penalty
         for one in self._open:
             length = self._longest if penalty > 0 else len(one.tokens)
-            if one.cum_logprob / length**penalty > least:
+            if one.cum_logprob / length**penalty > worst:
                 return True
         return False
 
     def _close(self, reason: str) -> None:
-        """End the open texts."""
+        """End the open beams."""
         for one in self._open:
             one.finish_reason = reason
         self._ended = self._best([*self._ended, *self._open])
         self._open = []
 
     def output(self, tokenizer: Tokenizer) -> BeamSearchOutput:
-        """Return the best texts, with their prompts, once nothing is open."""
+        """Return the best texts, with their prompts, after the search has ended."""
         assert not self._open
         for one in self._ended:
             one.text = tokenizer.decode(one.tokens)
@@ -200,10 +200,10 @@ class BeamSearch:
     def request_output(
         self, request_id: str, tokenizer: Tokenizer, params: SamplingParams
     ) -> RequestOutput:
-        """Return the best texts, without their prompts, as other requests give them.
+        """Return the best texts, without their prompts, as an ordinary output.
 
         Args:
-            params: How many log-probabilities are told, and what is shown of tokens.
+            params: Number of logprobs to return, and options of detokenization.
         """
         assert not self._open
         start = len(self._prompt.token_ids)
@@ -217,7 +217,9 @@ class BeamSearch:
                     text=self._text(one, tokenizer, params),
                     token_ids=one.tokens[start:],
                     cumulative_logprob=one.cum_logprob,
-                    logprobs=_told(one.tokens[start:], one.logprobs, params.logprobs),
+                    logprobs=_top_logprobs(
+                        one.tokens[start:], one.logprobs, params.logprobs
+                    ),
                     finish_reason=one.finish_reason,
                     stop_reason=one.stop_reason,
                 )
@@ -238,40 +240,44 @@ class BeamSearch:
 
 
 def step_params(
-    params: BeamSearchParams, *, vocab_size: int, max_logprobs: int, num_told: int = 0
+    params: BeamSearchParams,
+    *,
+    vocab_size: int,
+    max_logprobs: int,
+    num_logprobs: int = 0,
 ) -> SamplingParams:
-    """Return what each step asks the engine for.
+    """Return the sampling parameters of each step.
 
     Args:
-        max_logprobs: That the engine tells of a token.
-        num_told: That are to be told of each token in the end; -1 for all.
+        max_logprobs: Maximum number of logprobs that the engine returns per token.
+        num_logprobs: Number to return per token of the result; -1 for all.
 
     Raises:
-        RequestError: The engine does not tell as many as the search needs.
+        RequestError: `max_logprobs` is too small for the beam width.
     """
     wanted = min(CANDIDATES * params.beam_width, vocab_size)
     if wanted > max_logprobs:
         allowed = f"at most {max_logprobs // CANDIDATES}"
         hint = (
-            f"It is chosen among {CANDIDATES} times as many tokens, and the engine's "
-            f"max_logprobs is {max_logprobs}."
+            f"The search needs {CANDIDATES} * beam_width logprobs per token, and the "
+            f"engine's max_logprobs is {max_logprobs}."
         )
         width = params.beam_width
         raise wrong_argument(RequestError, "beam_width", allowed, width, hint)
     return SamplingParams(
         max_tokens=1,
         temperature=0.0,
-        logprobs=-1 if num_told == -1 else max(wanted, num_told),
-        # What ends a text is for the search to say.
+        logprobs=-1 if num_logprobs == -1 else max(wanted, num_logprobs),
+        # The search itself handles end tokens.
         ignore_eos=True,
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
 
 
-def _told(
+def _top_logprobs(
     tokens: Sequence[int], positions: list[LogprobsOnePosition], count: int | None
 ) -> list[LogprobsOnePosition] | None:
-    """What a request wants to know of each token: itself, and the most likely ones."""
+    """Return each token's logprob and those of the `count` most likely tokens."""
     if count is None:
         return None
     most = math.inf if count == -1 else count

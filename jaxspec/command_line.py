@@ -20,7 +20,7 @@ from jaxspec_checkpoints import CheckpointError
 WRONG_ARGUMENT = 2
 # The exit code of a command that failed.
 FAILED = 1
-# Of a flag that is meant, as difflib counts: "prot" is 0.75 near "port".
+# Minimum difflib ratio of a suggested flag: "prot" and "port" have 0.75.
 NEAR = 0.7
 
 
@@ -29,14 +29,14 @@ class CommandError(Exception):
 
 
 class CommandParser(argparse.ArgumentParser):
-    """Says in two lines what is wrong: argparse's own usage can have a hundred."""
+    """Reports errors in two lines: argparse's usage message can have a hundred."""
 
     def parse_known_args(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[Any, list[str]]:
-        """Parse a command line; what is not known ends the program.
+        """Parse a command line; unknown arguments exit the program.
 
-        A subcommand's parser is asked this way, too, and knows its own flags.
+        Also called for a subcommand's parser, which knows its own flags.
         """
         options, unknown = super().parse_known_args(args, namespace)
         if unknown:
@@ -45,12 +45,12 @@ class CommandParser(argparse.ArgumentParser):
         return options, unknown
 
     def error(self, message: str) -> NoReturn:
-        """End the program, as argparse does where a value is wrong or missing."""
+        """Exit the program; argparse calls this for a wrong or missing value."""
         self._refuse(message)
 
     def _refuse(self, message: str, unknown: Sequence[str] = ()) -> NoReturn:
         hint = f"See {self.prog} --help."
-        # Dashes are alike in all flags: with them "--typo" would be near "--dtype".
+        # Compared without dashes: with them "--typo" would be near "--dtype".
         flags = {flag.lstrip("-"): flag for flag in self._option_string_actions}
         for argument in unknown:
             name = argument.partition("=")[0].lstrip("-")
@@ -62,7 +62,7 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def _without_values(arguments: Sequence[str]) -> list[str]:
-    """Return unknown arguments without values of flags: one may be a secret."""
+    """Return unknown arguments without values of flags, which may be secrets."""
     names: list[str] = []
     for before, argument in zip(("", *arguments), arguments, strict=False):
         if argument.startswith("-"):
@@ -73,13 +73,13 @@ def _without_values(arguments: Sequence[str]) -> list[str]:
 
 
 def bearer(api_key: str | None) -> dict[str, str]:
-    """Return the headers that send a key to a server.
+    """Return the headers that send an API key to a server.
 
     Args:
         api_key: None or "" for the environment's OPENAI_API_KEY, if there is one.
 
     Raises:
-        ArgumentError: A header cannot hold it.
+        ArgumentError: The key is not valid in a header.
     """
     key = api_key or os.environ.get("OPENAI_API_KEY")
     if not key:
@@ -90,19 +90,20 @@ def bearer(api_key: str | None) -> dict[str, str]:
 
 
 def run_command(prog: str, run: Callable[[], int | None]) -> int:
-    """Run a command; returns the exit code, and says on stderr what was wrong.
+    """Run a command; print its errors to stderr and return the exit code.
 
     Args:
-        prog: What the command is called in its messages.
+        prog: Name of the command in messages.
         run: Returns an exit code; None is 0.
     """
     before = warnings.formatwarning
-    # Python's own form adds a line of source, which tells a user nothing.
+    # Python's own format adds a source line, which is useless to a user.
     warnings.formatwarning = lambda message, *_, **__: f"{prog}: warning: {message}\n"
-    # A text has characters that a terminal's encoding may lack.
+    # Generated text may have characters that the terminal's encoding lacks.
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
-    # As in arguments: `check_utf8` names a byte that is not UTF-8, and no line is lost.
+    # As for arguments: `check_utf8` reports a byte that is not UTF-8, and reading goes
+    # past it.
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="surrogateescape")
     try:
@@ -121,7 +122,7 @@ def run_command(prog: str, run: Callable[[], int | None]) -> int:
 
 
 def flag_type(kind: Any) -> Any:
-    """What turns a flag's text into a value of a field's type."""
+    """Return the argparse type for a dataclass field's type."""
     is_union = isinstance(kind, types.UnionType)
     members = [one for one in typing.get_args(kind) if one is not types.NoneType]
     kind = members[0] if is_union else kind
@@ -131,7 +132,7 @@ def flag_type(kind: Any) -> Any:
 
 
 def json_flag(text: str) -> Any:
-    """Read a flag's value that is JSON."""
+    """Parse a flag's value as JSON."""
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
@@ -140,7 +141,7 @@ def json_flag(text: str) -> Any:
 
 
 def documented(*classes: type) -> dict[str, str]:
-    """Read what docstrings say of attributes."""
+    """Return the descriptions of attributes in classes' docstrings, by name."""
     found: dict[str, str] = {}
     for one in classes:
         name = ""
@@ -152,5 +153,5 @@ def documented(*classes: type) -> dict[str, str]:
                 found[name] = text
             elif indent > 8 and name:
                 found[name] += f" {text}"
-    # argparse takes "%" for a value of its own.
+    # argparse formats help texts with "%".
     return {name: text.replace("%", "%%") for name, text in found.items()}

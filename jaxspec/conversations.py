@@ -1,4 +1,4 @@
-"""Owns what `LLM.chat` takes: one conversation or several, and how they are written."""
+"""Owns the input of `LLM.chat`: conversations, and options of rendering them."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
@@ -13,25 +13,25 @@ Conversations = Sequence[Message] | Sequence[Sequence[Message]]
 
 
 class ChatOptions(TypedDict, total=False):
-    """How conversations are written.
+    """Options of rendering conversations.
 
     Attributes:
         add_generation_prompt: Open the model's turn; on unless set.
-        continue_final_message: Let the model go on with the last message.
+        continue_final_message: Let the model continue the last message.
         chat_template: Used in place of the model's: a Jinja template, or the path of a
             file with one.
-        chat_template_kwargs: More variables for the template. One that it does not read
-            changes nothing.
+        chat_template_kwargs: Further variables for the template. One that it does not
+            read has no effect.
         chat_template_content_format: "auto" or "string": contents are texts.
-        parse_special_tokens: Let special pieces spelled in messages count. Without it
-            "<end_of_turn>" in a message is text and cannot end its turn.
-        strict_roles: Refuse what the template refuses. Without it the user's turn says
-            what a system or a developer does where there is no turn for them, and user
-            messages in a row are one turn.
-        tools: Functions that the model may call, as in OpenAI's API. Answers are texts
-            as ever: calls in them are in the form that the model was told, a JSON list
-            of `{"name": ..., "parameters": {...}}` unless a template says otherwise.
-        tokenization_kwargs: Not supported; `mm_processor_kwargs` neither.
+        parse_special_tokens: Encode special pieces in messages as special tokens.
+            Without it "<end_of_turn>" in a message is text and cannot end its turn.
+        strict_roles: Refuse what the template refuses. Without it, texts of a system or
+            developer are merged into the user's turn if the template has no place for
+            them, and consecutive user messages are merged.
+        tools: Functions that the model may call, as in OpenAI's API. Outputs are texts
+            as usual: calls in them have the format that the prompt describes, a JSON
+            list of `{"name": ..., "parameters": {...}}` unless a template has another.
+        tokenization_kwargs, mm_processor_kwargs: Not supported.
     """
 
     add_generation_prompt: bool
@@ -49,12 +49,12 @@ class ChatOptions(TypedDict, total=False):
 def write_conversations(
     tokenizer: Tokenizer, messages: object, options: ChatOptions
 ) -> list[TokensPrompt]:
-    """Write one conversation, or each of a list of them, as prompts.
+    """Render one conversation, or each of a list of them, as prompts.
 
     Raises:
-        RequestError: The roles do not take turns, or an option cannot be used.
+        RequestError: The roles do not alternate, or an option cannot be used.
         ConfigError: `chat_template` cannot be used.
-        UnsupportedError: An option asks for what there is not.
+        UnsupportedError: An option is not supported.
     """
     own: dict[str, Any] = dict(options)
     unknown = own.keys() - ChatOptions.__annotations__.keys()
@@ -64,7 +64,7 @@ def write_conversations(
         refuse(name, own.pop(name, None))
     content_format = own.pop("chat_template_content_format", "auto")
     if content_format not in ("auto", "string"):
-        allowed = "'auto' or 'string': contents are given to the template as texts"
+        allowed = "'auto' or 'string': the template gets contents as texts"
         name = "chat_template_content_format"
         raise wrong_argument(RequestError, name, allowed, content_format)
     if own.get("chat_template") is not None:
@@ -87,6 +87,6 @@ def write_conversations(
                 parameter=error.parameter,
                 value=error.value,
             ) from error
-        # The ids decide: in the text a message may spell a turn marker.
+        # The engine uses the ids: the text may contain a message's turn marker.
         prompts.append({"prompt": text, "prompt_token_ids": token_ids})
     return prompts

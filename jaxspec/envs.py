@@ -11,7 +11,7 @@ _READ = ("VLLM_API_KEY", "VLLM_BATCH_INVARIANT")
 
 
 def is_set(name: str) -> bool:
-    """Return whether a variable of vLLM's is taken from the environment."""
+    """Return whether a variable is set in the environment and has an effect here."""
     return name in _READ and name in os.environ
 
 
@@ -27,6 +27,6 @@ def __getattr__(name: str) -> object:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     raise AttributeError(
         f"{__name__} has no {name}: of vLLM's environment variables only "
-        f"{' and '.join(_READ)} are read. What others set in vLLM is an argument of "
-        "LLM and EngineArgs, or a flag of the server."
+        f"{' and '.join(_READ)} are read. In place of others use arguments of LLM and "
+        "EngineArgs, or flags of the server."
     )

@@ -1,7 +1,7 @@
 """Owns the errors a caller can cause, and the argument checks that raise them.
 
-Every message says what was given, what is allowed and, where there is one, the way out.
-Knows nothing about which arguments exist.
+Every message has the given value, the allowed values and, if there is one, a fix.
+Independent of which arguments exist.
 """
 
 import difflib
@@ -29,7 +29,7 @@ class ArgumentError(Exception):
 
     Attributes:
         parameter: Name of the argument as the caller spelled it, if one is at fault.
-        value: What was given for it.
+        value: Its value.
     """
 
     def __init__(
@@ -41,34 +41,33 @@ class ArgumentError(Exception):
 
 
 class ConfigError(ArgumentError, ValueError):
-    """An engine argument, a model folder or a combination of them cannot work."""
+    """An engine argument, a model folder or a combination of them is invalid."""
 
 
 class RequestError(ArgumentError, ValueError):
-    """A prompt or a sampling parameter of one request cannot work."""
+    """A prompt or a sampling parameter of one request is invalid."""
 
 
 class UnsupportedError(ArgumentError, NotImplementedError):
-    """The request makes sense, but this engine does not do it."""
+    """The request is meaningful, but this engine does not support it."""
 
 
 class EngineGenerateError(Exception):
-    """A step that a request took part in failed; the engine goes on without it."""
+    """A step of this request failed; the engine continues without the request."""
 
 
 class EngineDeadError(Exception):
-    """The engine has ended, and answers nobody any more."""
+    """The engine has ended, and accepts no more requests."""
 
     def __init__(self, message: str = ""):
         super().__init__(
             message
-            or "The engine has stopped. See the log for what went wrong, and "
-            "make a new one."
+            or "The engine has stopped. See the log for the reason, and make a new one."
         )
 
 
 class NativePanicError(Exception):
-    """A library in Rust panicked: a fault of its own, met by one call."""
+    """A library in Rust panicked: a bug of the library, in one call."""
 
 
 def is_panic(error: BaseException) -> bool:
@@ -81,7 +80,7 @@ def is_panic(error: BaseException) -> bool:
 
 @contextmanager
 def named_in(place: str) -> Iterator[None]:
-    """Have errors of arguments begin with where those were read."""
+    """Prefix argument errors raised within by the place of the arguments."""
     try:
         yield
     except ArgumentError as error:
@@ -91,7 +90,7 @@ def named_in(place: str) -> Iterator[None]:
 
 
 def nearest(name: str, known: Iterable[str], otherwise: str) -> str:
-    """What helps whoever gave an unknown name: one that is like it, or `otherwise`."""
+    """Return "did you mean ...?" for an unknown name, or `otherwise`."""
     close = difflib.get_close_matches(name, list(known), n=1)
     return f"did you mean {close[0]}?" if close else otherwise
 
@@ -103,14 +102,14 @@ def wrong_argument(
     value: object,
     hint: str = "",
     *,
-    told_as: str = "",
+    described_as: str = "",
 ) -> ArgumentError:
-    """Make the error that says `name` must be `allowed`, and what it is instead.
+    """Make the error "`name` must be `allowed`, got `value`".
 
     Args:
-        told_as: What the message calls it, where `name` is too short for that.
+        described_as: Replaces `name` in the message, where that is too short.
     """
-    called, got = told_as or name, shown(value)
+    called, got = described_as or name, shown(value)
     if is_secret(name):
         got, value = "another value, which is not shown", None
     message = f"{called} must be {allowed}, got {got}. {hint}".rstrip()
@@ -118,13 +117,13 @@ def wrong_argument(
 
 
 def is_secret(name: str) -> bool:
-    """Return whether an argument or flag is a secret's, or a misspelling of one."""
+    """Return whether the name is that of a secret argument, or a misspelling of it."""
     plain = name.lstrip("-").replace("-", "_")
     return bool(difflib.get_close_matches(plain, SECRET_ARGUMENTS, n=1, cutoff=0.8))
 
 
 def escaped(text: str) -> str:
-    r"""Return a text in one line, for logs: whoever sent it cannot forge further ones.
+    r"""Return a text in one line: a client's text must not forge log lines.
 
     Characters that are not printable become `\n`, `\x1b`, `\u2028`.
     """
@@ -139,14 +138,14 @@ def escaped(text: str) -> str:
 def read_keys(
     name: str, given: object, known: Collection[str], *, has_dashes: bool = False
 ) -> dict[str, Any]:
-    """Return the keys and values of a dict of settings, all of them known.
+    """Check a dict of settings; return its keys and values.
 
     Args:
-        name: The argument that holds it.
-        has_dashes: "a-b" is read as "a_b".
+        name: Name of the argument.
+        has_dashes: Read "a-b" as "a_b".
 
     Raises:
-        ConfigError: It is no dict, or has an unknown key.
+        ConfigError: It is not a dict, or has an unknown key.
     """
     if not isinstance(given, Mapping):
         allowed = "a dict with keys among " + ", ".join(known)
@@ -167,14 +166,14 @@ def read_keys(
 
 
 def one_of(choices: Iterable[object]) -> str:
-    """Name all choices, as what is allowed."""
+    """List all choices, for an error message."""
     return "one of " + ", ".join(map(repr, choices))
 
 
 def shown(value: object) -> str:
-    """Write a value for a message: a long one would hide what is wrong with it."""
+    """Write a value for a message, shortened if it is long."""
     if isinstance(value, str | bytes | list | tuple):
-        value = value[: MAX_SHOWN + 1]  # a whole prompt takes long to write
+        value = value[: MAX_SHOWN + 1]  # the repr of a whole prompt takes long
     text = repr(value)
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
 
@@ -207,12 +206,12 @@ def check_integer(
     low: int,
     high: int | None = None,
     hint: str = "",
-    told_as: str = "",
+    described_as: str = "",
 ) -> int:
-    """Return `value` as an int if it is an integer in `[low, high]`; a bool is none.
+    """Return `value` as an int if it is an integer in `[low, high]`, not a bool.
 
     Args:
-        told_as: As for `wrong_argument`.
+        described_as: As for `wrong_argument`.
     """
     if isinstance(value, numbers.Integral) and not isinstance(value, bool):
         number = int(value)
@@ -221,7 +220,7 @@ def check_integer(
     allowed = f"an integer from {low} to {high}"
     if high is None:
         allowed = f"an integer of at least {low}"
-    raise wrong_argument(error, name, allowed, value, hint, told_as=told_as)
+    raise wrong_argument(error, name, allowed, value, hint, described_as=described_as)
 
 
 def check_number(
@@ -276,7 +275,7 @@ def check_choice(
 
 
 def check_strings(error: type[ArgumentError], name: str, value: object) -> list[str]:
-    """Return `value` as a list if it is one of non-empty strings; None is empty."""
+    """Return `value` if it is a list of non-empty strings; None is an empty list."""
     allowed = "a list of non-empty strings"
     if value is None:
         return []
@@ -289,10 +288,10 @@ def check_strings(error: type[ArgumentError], name: str, value: object) -> list[
 
 
 def plain_values(value: Any) -> Any:
-    """Return an array as Python's lists and numbers, and anything else as it is.
+    """Return an array as Python lists and numbers, and any other value unchanged.
 
-    An array is numpy's, jax's, torch's, or a column of pandas': what has `tolist` and a
-    number of dimensions. One without dimensions is a number.
+    Arrays are those of numpy, jax and torch, and columns of pandas: objects with
+    `tolist` and `ndim`. An array without dimensions becomes a number.
     """
     is_array = hasattr(value, "tolist") and hasattr(value, "ndim")
     return value.tolist() if is_array else value
@@ -314,18 +313,18 @@ def check_token_id(
     token: object,
     vocab_size: int | None = None,
     *,
-    told_as: str = "",
+    described_as: str = "",
 ) -> int:
-    """Return `token`, one of the ids that `name` holds, if it can be one.
+    """Return `token`, one of the ids in `name`, if it is a valid token id.
 
     Args:
-        vocab_size: It must be below this; None if nobody knows yet.
-        told_as: As for `wrong_argument`; by default any of them.
+        vocab_size: Upper bound; None if it is not known yet.
+        described_as: As for `wrong_argument`; "Every id of `name`" by default.
     """
     high, hint = None, ""
     if vocab_size is not None:
         high, hint = vocab_size - 1, f"The vocabulary has {vocab_size} tokens."
-    told_as = told_as or f"Every id of {name}"
+    described_as = described_as or f"Every id of {name}"
     return check_integer(
-        error, name, token, low=0, high=high, hint=hint, told_as=told_as
+        error, name, token, low=0, high=high, hint=hint, described_as=described_as
     )

@@ -1,8 +1,8 @@
-"""Alias of `jaxspec.errors`, where vLLM has what a wrong request raises."""
+"""Alias of `jaxspec.errors` at vLLM's import path."""
 
 from jaxspec.errors import RequestError
 
-# With `parameter` and `value`, as vLLM's; a ValueError as well.
+# Has `parameter` and `value` and is a ValueError, like vLLM's.
 VLLMValidationError = RequestError
 
 __all__ = ["VLLMValidationError"]

@@ -1,12 +1,12 @@
-"""How processes end while engines are alive.
+"""Exit of the process while engines are alive.
 
 XLA cannot cancel a compilation, which takes seconds to minutes. The commands of this
-package end at once by `os._exit`, which frees nothing that XLA still uses.
+package exit at once by `os._exit`, which frees nothing that XLA still uses.
 
-User scripts end as Python does: it ends a daemon thread when that thread returns from
+User scripts exit normally: Python ends a daemon thread when that thread returns from
 native code, and C++ code on its stack then aborts the process. Engines therefore finish
-their native work before that (`finish_at_exit`), and exit waits for native calls that
-daemon threads make without an engine's lock (`call_native`).
+their native work before that (`finish_at_exit`), and the exit waits for native calls
+that daemon threads make without an engine's lock (`call_native`).
 """
 
 import atexit
@@ -26,9 +26,9 @@ from jaxspec.errors import NativePanicError, is_panic
 
 T = TypeVar("T")
 
-# The shell's status for an interrupt.
+# Exit status of an interrupt, as in shells.
 INTERRUPTED = 128 + signal.SIGINT
-# The name of an engine's thread that compiles.
+# Name of an engine's compiler thread.
 COMPILER_THREAD = "jaxspec-compiler"
 
 _log = logging.getLogger(__name__)
@@ -36,25 +36,26 @@ _log = logging.getLogger(__name__)
 
 @runtime_checkable
 class Finishing(Protocol):
-    """An object with native code in threads that Python does not wait for."""
+    """An object that runs native code in daemon threads."""
 
     def begin_exit(self) -> None:
-        """Begin nothing more; called for all objects before the first `finish_exit`."""
+        """Start no more calls; called on all objects before the first `finish_exit`."""
         ...
 
     def finish_exit(self) -> None:
-        """Wait for native code that has begun."""
+        """Wait for running native calls."""
         ...
 
 
 _unfinished: weakref.WeakSet[Finishing] = weakref.WeakSet()
-# Ids of the threads that are in `call_native`.
+# Ids of the threads in `call_native`.
 _in_native: set[int] = set()
 _has_exited = threading.Event()
-# At exit Python runs all finalizers in the turn of the first one made. jax makes some
-# while it traces: run before `_finish`, they would break a trace that it waits for.
+# One atexit hook, registered with the first finalizer, runs all of them; hooks run in
+# reverse order. This registers it before `_finish`, to run later: jax makes finalizers
+# while it traces, which would break a trace that `_finish` waits for.
 weakref.finalize(_unfinished, lambda: None)
-# A forked process has none of the threads, and locks may be held for ever.
+# A forked process has none of the threads, and some locks may never be released.
 os.register_at_fork(after_in_child=_unfinished.clear)
 os.register_at_fork(after_in_child=_in_native.clear)
 
@@ -62,8 +63,7 @@ os.register_at_fork(after_in_child=_in_native.clear)
 def call_native(function: Callable[..., T], *arguments: Any, **named: Any) -> T:
     """Call into a native library that may release the interpreter's lock.
 
-    Once the interpreter exits, a call from another thread than the main one never
-    returns.
+    Once the interpreter exits, a call in a daemon thread never returns.
 
     Raises:
         NativePanicError: A library in Rust panicked. Other errors pass unchanged.
@@ -73,7 +73,7 @@ def call_native(function: Callable[..., T], *arguments: Any, **named: Any) -> T:
     try:
         if not is_nested:
             _in_native.add(thread)
-            _stay_if_exiting(thread)
+            _block_if_exiting(thread)
         return function(*arguments, **named)
     except BaseException as error:
         if is_panic(error):
@@ -84,18 +84,18 @@ def call_native(function: Callable[..., T], *arguments: Any, **named: Any) -> T:
             _in_native.discard(thread)
 
 
-def _stay_if_exiting(thread: int) -> None:
-    """Block a daemon thread for ever while the interpreter exits."""
+def _block_if_exiting(thread: int) -> None:
+    """Block a daemon thread forever while the interpreter exits."""
     if _has_exited.is_set() and threading.current_thread().daemon:
         _in_native.discard(thread)
         threading.Event().wait()
 
 
 def finish_at_exit(one: Finishing) -> None:
-    """Have an object finish when the interpreter exits, if it is still alive.
+    """Finish an object when the interpreter exits, if it is still alive.
 
-    Called after `jax` is imported, so that jax is cleaned up later. Threads that are
-    not daemons, and may use the object, have ended by then.
+    Must be called after `jax` is imported, so that jax is cleaned up later. Other than
+    daemon threads have ended by then.
     """
     atexit.unregister(_finish)
     atexit.register(_finish)
@@ -113,42 +113,43 @@ def _finish() -> None:
         try:
             one.finish_exit()
         except Exception:  # noqa: BLE001 - the others must finish too
-            _log.exception("An engine did not finish in order when the process ended")
+            _log.exception("An engine did not shut down cleanly at exit")
 
 
 def end(status: int) -> NoReturn:
-    """End the process with what a program has returned: all that it had to do is done.
+    """Exit with a status, without waiting for a running compile.
 
-    While nothing is compiled this is `sys.exit`.
+    Without one this is `sys.exit`.
     """
     if not is_compiling():
         sys.exit(status)
     logging.shutdown()
     for file in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
+        with contextlib.suppress(OSError, ValueError):  # the reader may have gone
             file.flush()
     os._exit(status)
 
 
 def is_compiling() -> bool:
-    """Whether a thread of this process is at a program."""
+    """Return whether a compiler thread of this process is running."""
     return any(thread.name == COMPILER_THREAD for thread in threading.enumerate())
 
 
 @contextmanager
 def interrupts_end(release: Callable[[], object] = lambda: None) -> Iterator[None]:
-    """Have Ctrl-C end the process, for as long as there is nothing to end in order.
+    """Let Ctrl-C exit the process at once, while nothing needs a clean shutdown.
 
-    As an exception it would come out of whatever goes on at a start: a library that is
-    being imported makes another error of it, a callback loses it.
+    During startup a KeyboardInterrupt could be raised anywhere: a library that is being
+    imported may turn it into another error, and a callback may lose it.
 
     Args:
-        release: Called before; gives back what would stay, such as a socket's file.
+        release: Called first, to release what would outlive the process, such as a
+            socket's file.
     """
 
     def end_now(*_: object) -> None:
         release()
-        # Not by `print`, which the interrupt may have come in the middle of.
+        # Not `print`: the interrupt may have hit a call of it.
         os.write(2, b"\nInterrupted.\n")
         os._exit(INTERRUPTED)
 

@@ -1,7 +1,6 @@
-"""Owns the forms a prompt may have, and what makes one unusable.
+"""Owns the types of prompts, and their checks.
 
-Everything wrong with a prompt is found here, on the host, before a request exists.
-Knows tokenizers only as something that encodes text.
+Every error of a prompt is raised here, on the host, before a request exists.
 """
 
 import warnings
@@ -20,8 +19,8 @@ from jaxspec.errors import (
 
 _FORMS = "a string, a list of token ids, or a dict with 'prompt' or 'prompt_token_ids'"
 _UNSUPPORTED_KEYS = {
-    "multi_modal_data": "the engine reads text only",
-    "mm_processor_kwargs": "the engine reads text only",
+    "multi_modal_data": "only text is supported",
+    "mm_processor_kwargs": "only text is supported",
     "prompt_embeds": "prompts are given as text or token ids",
     "encoder_prompt": "Gemma has no encoder",
     "decoder_prompt": "Gemma has no encoder",
@@ -29,14 +28,14 @@ _UNSUPPORTED_KEYS = {
 
 
 class TextPrompt(TypedDict):
-    """A prompt as text; only prompts of one `cache_salt` share cached pages."""
+    """A prompt as text; only prompts with equal `cache_salt` share cached pages."""
 
     prompt: str
     cache_salt: NotRequired[str]
 
 
 class TokensPrompt(TypedDict):
-    """A prompt as token ids; `prompt` is only carried along to the output."""
+    """A prompt as token ids; `prompt` is only copied to the output."""
 
     prompt_token_ids: list[int]
     prompt: NotRequired[str]
@@ -48,7 +47,7 @@ PromptType = str | list[int] | TextPrompt | TokensPrompt
 
 @runtime_checkable
 class Encoder(Protocol):
-    """What turns text into token ids."""
+    """Encodes text as token ids."""
 
     def encode(self, text: str) -> list[int]: ...
 
@@ -58,7 +57,7 @@ class ParsedPrompt:
     """A checked prompt; `text` is None when only token ids were given.
 
     Attributes:
-        cache_salt: Only prompts of one salt share cached pages.
+        cache_salt: Only prompts with equal salts share cached pages.
     """
 
     text: str | None
@@ -67,10 +66,10 @@ class ParsedPrompt:
 
 
 def split_prompts(prompts: Any) -> list[Any]:
-    """Return the prompts of a call that may hold one prompt or a list of them.
+    """Return a list of prompts, given one prompt or a list of them.
 
-    Arrays are taken as the lists that they hold: of strings or rows, they are prompts,
-    of numbers, they are one.
+    Arrays are read as lists: an array of strings or rows is a list of prompts, an array
+    of numbers is one prompt.
     """
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
@@ -79,17 +78,17 @@ def split_prompts(prompts: Any) -> list[Any]:
         allowed = f"{_FORMS}; or a list of these"
         raise wrong_argument(RequestError, "prompts", allowed, prompts)
     listed = [plain_values(item) for item in listed]
-    # One number makes the list a prompt; `parse_prompt` says what else is in it.
+    # A list with any number is one prompt; `parse_prompt` reports other entries.
     return (
         [listed] if any(isinstance(item, (int, float)) for item in listed) else listed
     )
 
 
 def join_token_ids(prompts: Any, prompt_token_ids: Any) -> list[Any]:
-    """Bring the older pair (prompts, prompt_token_ids) into one list of prompts.
+    """Combine the deprecated pair (prompts, prompt_token_ids) into a list of prompts.
 
     Raises:
-        RequestError: Neither is given, or both and not of one length.
+        RequestError: Neither is given, or both with different lengths.
     """
     if prompt_token_ids is None:
         if prompts is None:
@@ -106,8 +105,8 @@ def join_token_ids(prompts: Any, prompt_token_ids: Any) -> list[Any]:
     texts = [None] * len(all_ids) if prompts is None else split_prompts(prompts)
     if len(texts) != len(all_ids):
         raise RequestError(
-            f"prompts and prompt_token_ids must have one length, got {len(texts)} and "
-            f"{len(all_ids)}.",
+            "prompts and prompt_token_ids must have equal lengths, got "
+            f"{len(texts)} and {len(all_ids)}.",
             parameter="prompt_token_ids",
             value=len(all_ids),
         )
@@ -122,17 +121,17 @@ def parse_prompt(
 ) -> ParsedPrompt:
     """Check one prompt and encode it.
 
-    An empty string is a prompt: the text then starts from the beginning token alone.
+    An empty string is a valid prompt: its only token is bos.
 
     Args:
-        prompt: What the caller gave, not trusted to be a `PromptType`.
-        tokenizer: Encodes text; adds the beginning token.
+        prompt: The caller's prompt, of any type.
+        tokenizer: Encodes text; adds the bos token.
         vocab_size: Token ids must be below this.
-        max_model_len: Longest sequence; a prompt must leave room for one more token.
+        max_model_len: Maximum sequence length; a prompt must leave room for one token.
 
     Raises:
-        RequestError: Names what is wrong and what is allowed.
-        NotImplementedError: The prompt holds more than text.
+        RequestError: The prompt is invalid or too long.
+        NotImplementedError: The prompt contains something other than text.
     """
     text, given_ids = _text_and_ids(prompt)
     if given_ids is None:
@@ -158,7 +157,7 @@ def parse_prompt(
 
 
 def _text_and_ids(prompt: object) -> tuple[str | None, Any]:
-    """Take the prompt apart: its text, its token ids, or both."""
+    """Return a prompt's text, its token ids, or both."""
     prompt = plain_values(prompt)
     if isinstance(prompt, str):
         return prompt, None
@@ -204,7 +203,7 @@ def _check_ids(given: Any, vocab_size: int) -> list[int]:
             name,
             plain_values(token),
             vocab_size,
-            told_as=f"{name}[{at}]",
+            described_as=f"{name}[{at}]",
         )
         for at, token in enumerate(given)
     ]

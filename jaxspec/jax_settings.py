@@ -4,8 +4,8 @@ A user may set `jax_enable_x64` or `jax_disable_jit` for other code in the proce
 of these change results, others break tracing. Programs are traced, compiled and called
 under the settings below, for one thread and one block at a time.
 
-Not set are checks that programs pass as they are: strict dtype promotion, no rank
-promotion, no reuse of keys. All tests run under these.
+Strict dtype promotion, no rank promotion and no reuse of keys are not set: programs
+satisfy them anyway, and all tests run with these checks.
 """
 
 from collections.abc import Iterator
@@ -16,8 +16,8 @@ import jax
 
 from jaxspec.errors import ConfigError
 
-# Values by the names of jax's context managers. Program caches need not tell programs
-# apart by these settings.
+# Values by the names of jax's context managers. They are the same for every program, so
+# program caches do not include them in their keys.
 OWN_SETTINGS: dict[str, Any] = {
     "enable_x64": False,
     "disable_jit": False,
@@ -31,7 +31,7 @@ OWN_SETTINGS: dict[str, Any] = {
     # The engine reports NaN per request, and logits have infinities on purpose.
     "debug_nans": False,
     "debug_infs": False,
-    # Objects that a trace keeps on purpose, such as a grammar callback, pass for leaks.
+    # Reports objects that a trace keeps on purpose, such as a grammar callback.
     "check_tracer_leaks": False,
     "transfer_guard": "allow",
 }
@@ -41,7 +41,7 @@ OWN_SETTINGS: dict[str, Any] = {
 def own_settings() -> Iterator[None]:
     """Apply our settings in this thread, and restore the user's afterwards.
 
-    Takes about 20 us. A decorator as well.
+    Takes about 20 us. Can also be used as a decorator.
     """
     with ExitStack() as stack:
         for name, value in OWN_SETTINGS.items():
@@ -57,7 +57,7 @@ def find_devices() -> list[Any]:
     """
     try:
         return jax.devices()
-    # An assertion fails in jax where the plugin is installed and finds no GPU.
+    # jax raises AssertionError if its plugin is installed and finds no GPU.
     except (RuntimeError, AssertionError) as error:
         named = jax.config.values["jax_platforms"]
         reason = str(error).partition(" (set JAX_PLATFORMS")[0].rstrip(".")

@@ -1,7 +1,7 @@
 """Owns `LLM`, the offline interface: a list of prompts in, a list of outputs out.
 
-Only hands requests to the engine and collects what comes back, in the order of the
-prompts. Knows nothing about scheduling or devices.
+Passes requests to the engine and collects its outputs in the order of the prompts.
+Independent of scheduling and devices.
 """
 
 import itertools
@@ -65,12 +65,12 @@ class LLM:
         """Load the models; `engine_arguments` are the other fields of `EngineArgs`.
 
         Args:
-            warm_up: Compile now what ordinary requests need, rather than when the
-                first ones come; see the method of that name.
+            warm_up: Compile the programs of ordinary requests now, instead of when the
+                first ones come; see the method `warm_up`.
 
         Raises:
-            ConfigError: An argument cannot work, or there is none of that name.
-            NotImplementedError: An argument asks for what the engine does not do.
+            ConfigError: An argument is invalid or unknown.
+            NotImplementedError: An argument asks for an unsupported feature.
         """
         args = EngineArgs(
             model=model,
@@ -87,14 +87,14 @@ class LLM:
             else LLMEngine.from_engine_args(args)
         )
         self._request_ids = map(str, itertools.count())
-        # The attributes below are used while the engine's lock is held.
+        # The attributes below are protected by the engine's lock.
         self._unfinished: dict[str, tuple[Any, SamplingParams, int]] = {}
         self._finished: dict[str, RequestOutput] = {}
-        # Errors of steps that ended a request, until its own call raises them.
+        # Errors of steps that ended a request, until that request's call raises them.
         self._failures: dict[str, Exception] = {}
-        # With the thread that enqueued the request.
+        # By request: the thread that enqueued it.
         self._enqueued: dict[str, int] = {}
-        # Calls that run, by request.
+        # Running calls, by request.
         self._calls: dict[str, _Call] = {}
         if warm_up:
             self.warm_up()
@@ -113,16 +113,16 @@ class LLM:
         return self.llm_engine.tokenizer
 
     def set_tokenizer(self, tokenizer: Tokenizer) -> None:
-        """Go on with another form of the same tokenizer: another chat template.
+        """Replace the tokenizer by one with the same pieces, for its chat template.
 
         Raises:
-            RequestError: Requests run.
-            ConfigError: It is no tokenizer of this package's, or has other pieces.
+            RequestError: Requests are running.
+            ConfigError: It is not a `Tokenizer` of this package, or has other pieces.
         """
         self.llm_engine.set_tokenizer(tokenizer)
 
     def get_world_size(self) -> int:
-        """Return the number of devices that targets are spread over."""
+        """Return the number of devices of all engines."""
         config = self.llm_engine.config
         return config.tensor_parallel_size * config.data_parallel_size
 
@@ -140,7 +140,7 @@ class LLM:
         lora_request: Any = None,
         priority: int | Sequence[int] | None = None,
     ) -> list[RequestOutput]:
-        """Continue every prompt; outputs come in the order of the prompts.
+        """Generate texts for every prompt; return outputs in the order of the prompts.
 
         Every request is checked before the first one runs.
 
@@ -148,15 +148,15 @@ class LLM:
             prompts: One prompt or a list: strings, token ids or dicts.
             sampling_params: One for all prompts, or one each; None for
                 `get_default_sampling_params()`.
-            use_tqdm: Show a progress bar; or what makes one in place of `tqdm`.
-            prompt_token_ids: The older way to give token ids.
+            use_tqdm: Show a progress bar; or a function to use in place of `tqdm`.
+            prompt_token_ids: Deprecated; pass token ids as `prompts`.
             lora_request: Not supported.
             priority: One for all prompts, or one each, for
                 `scheduling_policy="priority"`: lower values go first.
 
         Raises:
-            RequestError: A prompt or its parameters cannot work; nothing was run.
-            NotImplementedError: A parameter asks for what the engine does not do.
+            RequestError: A prompt or its parameters are invalid; nothing was run.
+            NotImplementedError: A parameter asks for an unsupported feature.
         """
         prompt_list = join_token_ids(prompts, prompt_token_ids)
         refuse("lora_request", lora_request)
@@ -186,7 +186,7 @@ class LLM:
     def wait_for_completion(
         self, use_tqdm: bool | Callable[..., Any] = True
     ) -> list[RequestOutput]:
-        """Run the requests enqueued since the last call; outputs in that order.
+        """Run the requests enqueued since the last call; return outputs in that order.
 
         These are the requests of this thread or, if it has none, of all threads.
         """
@@ -226,7 +226,7 @@ class LLM:
         request_ids += [prepared.request_id for prepared, _ in requests]
         with self.llm_engine.lock:
             for prepared, request in requests:
-                self.llm_engine.admit(prepared)
+                self.llm_engine.add_prepared(prepared)
                 self._unfinished[prepared.request_id] = request
 
     def chat(
@@ -242,16 +242,17 @@ class LLM:
         """Answer one conversation, or each of a list of them.
 
         Args:
-            messages: Dicts with `role` and `content`; user and assistant take turns,
-                and a system's text is said in the user's where the model has none.
+            messages: Dicts with `role` and `content`; user and assistant alternate, and
+                a system's text is merged into the user's turn if the model has no
+                system role.
             sampling_params: As for `generate`.
             use_tqdm: As for `generate`.
             lora_request: Not supported.
             priority: As for `generate`, one per conversation.
-            options: How they are written: `chat_template` and more, see `ChatOptions`.
+            options: `chat_template` and others, see `ChatOptions`.
 
         Raises:
-            RequestError: The roles do not take turns, or as for `generate`.
+            RequestError: The roles do not alternate, or as for `generate`.
             ConfigError: `chat_template` cannot be used.
         """
         return self.generate(
@@ -287,19 +288,19 @@ class LLM:
         use_tqdm: bool | Callable[..., Any] = False,
         concurrency_limit: int | None = None,
     ) -> list[BeamSearchOutput]:
-        """Look for the most likely texts of every prompt; see `BeamSearchParams`.
+        """Search the most likely texts of every prompt; see `BeamSearchParams`.
 
-        Each token of each text is a request of its own, whose prompt is cached; none
-        is drafted.
+        Each token of each beam is a request of its own, whose prompt is cached, without
+        speculation.
 
         Args:
             prompts: As for `generate`.
             lora_request: Not supported.
             use_tqdm: As for `generate`.
-            concurrency_limit: Prompts to search for at once; None for all.
+            concurrency_limit: Prompts to search concurrently; None for all.
 
         Raises:
-            RequestError: A prompt or a parameter cannot work; nothing was run.
+            RequestError: A prompt or a parameter is invalid; nothing was run.
         """
         refuse("lora_request", lora_request)
         if not isinstance(params, BeamSearchParams):
@@ -332,15 +333,15 @@ class LLM:
     def _run_searches(
         self, searches: list[BeamSearch], step: SamplingParams, progress: Progress
     ) -> None:
-        """Go on by a token until all have ended."""
+        """Extend all beams, token by token, until all searches have ended."""
         while searches:
             prompts = [search.prompts() for search in searches]
             with self._own_requests() as request_ids:
                 self._add(request_ids, list(itertools.chain(*prompts)), step, None)
                 self._run(request_ids, lambda output: None)
-                told = iter(self._take(request_ids))
+                outputs = iter(self._take(request_ids))
             for search, open_texts in zip(searches, prompts, strict=True):
-                search.advance(list(itertools.islice(told, len(open_texts))))
+                search.advance(list(itertools.islice(outputs, len(open_texts))))
                 if not search.prompts():
                     tokenizer = self.get_tokenizer()
                     progress.add(search.request_output("", tokenizer, step))
@@ -348,17 +349,17 @@ class LLM:
 
     def encode(self, *_: object, **__: object) -> None:
         raise NotImplementedError(
-            "encode() belongs to pooling models; Gemma generates text. To get token "
-            "ids use get_tokenizer().encode(text)."
+            "encode() is for pooling models; Gemma generates text. To get token ids "
+            "use get_tokenizer().encode(text)."
         )
 
     def embed(self, *_: object, **__: object) -> None:
         raise NotImplementedError(
-            "embed() belongs to pooling models; Gemma generates text."
+            "embed() is for pooling models; Gemma generates text."
         )
 
     def get_metrics(self) -> list[Metric]:
-        """Return counts and distributions since the start, in vLLM's names.
+        """Return counts and distributions since the start, with vLLM's names.
 
         Raises:
             ConfigError: Stat logging is off; pass `disable_log_stats=False`.
@@ -368,7 +369,7 @@ class LLM:
     def reset_prefix_cache(
         self, reset_running_requests: bool = False, reset_connector: bool = False
     ) -> bool:
-        """Forget the pages of ended requests; see `LLMEngine.reset_prefix_cache`."""
+        """Drop the pages of ended requests; see `LLMEngine.reset_prefix_cache`."""
         return self.llm_engine.reset_prefix_cache(
             reset_running_requests, reset_connector
         )
@@ -378,7 +379,7 @@ class LLM:
         self.llm_engine.sleep(level)
 
     def wake_up(self, tags: list[str] | None = None) -> None:
-        """Bring back what `sleep` freed: all, or "weights" or "kv_cache" alone."""
+        """Restore what `sleep` freed: all, or only "weights" or "kv_cache"."""
         self.llm_engine.wake_up(tags)
 
     def warm_up(
@@ -386,12 +387,12 @@ class LLM:
         prompt_tokens: int | None = None,
         sampling_params: SamplingParams | Sequence[SamplingParams] = (),
     ) -> None:
-        """Compile what requests need now, rather than when the first one comes.
+        """Compile the programs of requests now, instead of when the first one comes.
 
         Args:
-            prompt_tokens: Longest prompt to expect; None for any.
-            sampling_params: Also for requests like these, if they ask for logprobs,
-                penalties, bias, masks of tokens or structured outputs.
+            prompt_tokens: Length of the longest expected prompt; None for any.
+            sampling_params: Also compile for requests like these, if they use logprobs,
+                penalties, bias, token masks or structured outputs.
         """
         if isinstance(sampling_params, SamplingParams):
             sampling_params = [sampling_params]
@@ -399,28 +400,32 @@ class LLM:
             self.llm_engine.warm_up(prompt_tokens, sampling_params)
 
     def wait_for_programs(self) -> None:
-        """Return when no program that requests asked for is being compiled any more.
+        """Wait until all programs that requests have needed are compiled.
 
-        What a request needs is compiled beside it while it runs in a larger program:
-        call this after the first requests of a kind and before those that are timed.
+        A request's own program is compiled in the background while it runs in a larger
+        one: call this after the first requests of a kind and before timing others.
         """
         with watch_compiles(self.llm_engine):
             self.llm_engine.wait_for_programs()
 
     def start_profile(self, folder: str = "jaxspec_profile") -> None:
-        """Record what the devices do, for TensorBoard or Perfetto, into a folder."""
+        """Start a profile of the devices in a folder, for TensorBoard or Perfetto."""
         with self.llm_engine.lock:
             self.llm_engine.runner.start_profile(folder)
 
     def stop_profile(self) -> None:
-        """Write what was recorded."""
+        """Stop the profile and write it."""
         with self.llm_engine.lock:
             self.llm_engine.runner.stop_profile()
 
     def _collect(
         self, request_ids: list[str], use_tqdm: bool | Callable[..., Any]
     ) -> list[RequestOutput]:
-        """Run until all have ended; what else was enqueued is kept."""
+        """Run until these requests have ended; return their outputs.
+
+        The last running call also runs all other requests to their end; their outputs
+        remain for later calls.
+        """
         with self.llm_engine.lock:
             num_missing = sum(one not in self._finished for one in request_ids)
         progress = Progress(num_missing, use_tqdm)
@@ -430,9 +435,9 @@ class LLM:
 
     @contextmanager
     def _own_requests(self) -> Iterator[list[str]]:
-        """Give an empty list; abort the requests in it where the block within fails.
+        """Yield an empty list of request ids; abort these requests if the block fails.
 
-        Also when the user interrupts: the next call must find an idle engine.
+        Also on KeyboardInterrupt: the next call must find an idle engine.
         """
         request_ids: list[str] = []
         try:
@@ -451,7 +456,7 @@ class LLM:
         """Return the outputs of requests that have ended.
 
         Raises:
-            EngineGenerateError: A step failed that another call took, and ended some.
+            EngineGenerateError: A step in another call failed and ended some of them.
             RequestError: Some were aborted. In both cases the others are removed from
                 `request_ids`, and the next `wait_for_completion` returns their outputs.
         """
@@ -472,8 +477,8 @@ class LLM:
                 f"{failures[0]!r}. {advice}"
             ) from failures[0]
         raise RequestError(
-            f"Requests {names} ended without an output: they were aborted, or a call "
-            f"before this one failed and ended all that ran. {advice}",
+            f"Requests {names} ended without an output: they were aborted, or an "
+            f"earlier call failed and ended all running requests. {advice}",
             parameter="request_id",
             value=lost,
         )
@@ -495,7 +500,7 @@ class LLM:
             is_running = True
             while is_running:
                 with self.llm_engine.lock:
-                    is_running = not self._is_over(call)
+                    is_running = not self._advance_and_check(call)
                     if is_running:
                         self._step(call)
                     ended, call.ended = call.ended, []
@@ -506,8 +511,8 @@ class LLM:
                 for request_id in request_ids:
                     self._calls.pop(request_id, None)
 
-    def _is_over(self, call: "_Call") -> bool:
-        """Whether a call has nothing left to wait for or to do."""
+    def _advance_and_check(self, call: "_Call") -> bool:
+        """Advance `num_ended`; return whether a call can stop stepping the engine."""
         while call.num_ended < len(call.request_ids):
             if self.llm_engine.is_unfinished(call.request_ids[call.num_ended]):
                 return False
@@ -516,7 +521,7 @@ class LLM:
         return not (is_last and self.llm_engine.has_unfinished_requests())
 
     def _step(self, call: "_Call") -> None:
-        """Take a step, and give the outputs to the calls that wait for them."""
+        """Run a step, and pass the outputs to the calls that wait for them."""
         try:
             for output in self.llm_engine.step():
                 request_id = output.request_id
@@ -533,10 +538,10 @@ class LLM:
             raise
 
     def _is_failure_of(self, call: "_Call", error: Exception) -> bool:
-        """Keep a step's error for the other calls whose requests it has ended.
+        """Store a step's error for the other calls whose requests it has ended.
 
         Returns:
-            Whether it is also, or only, this call's.
+            Whether this call must raise it.
         """
         lost = self._lost()
         self._failures |= dict.fromkeys(lost, error)
@@ -545,9 +550,9 @@ class LLM:
         return is_ours or not others or isinstance(error, EngineDeadError)
 
     def _add_again(self, call: "_Call") -> None:
-        """Begin other calls' requests again, which an interrupt of this one has ended.
+        """Restart other calls' requests, which an interrupt of this one has ended.
 
-        None of their outputs has been returned: requests report only their end.
+        None of their outputs has been returned yet: requests are FINAL_ONLY.
         """
         for request_id in self._lost():
             if self._calls.get(request_id) is not call:
@@ -555,7 +560,7 @@ class LLM:
                 self.llm_engine.add_request(request_id, prompt, params, priority=rank)
 
     def _lost(self) -> list[str]:
-        """Requests that have no output, and that the engine does not have any more."""
+        """Return the requests that the engine has dropped without an output."""
         return [
             request_id
             for request_id in self._unfinished
@@ -571,7 +576,7 @@ class _Call:
 
     Attributes:
         num_ended: Length of the prefix of `request_ids` that has ended.
-        ended: Outputs that the call has not seen yet.
+        ended: Outputs that the call has not processed yet.
     """
 
     request_ids: list[str]
@@ -580,7 +585,7 @@ class _Call:
 
 
 def _one_per_prompt(params: Any, num_prompts: int) -> list[SamplingParams]:
-    """Return copies that report only finished requests, one for each prompt."""
+    """Return FINAL_ONLY copies of the parameters, one for each prompt."""
     if isinstance(params, SamplingParams):
         params = [params] * num_prompts
     if not isinstance(params, (list, tuple)):

@@ -1,7 +1,7 @@
-"""Owns `Logprob`, what is said about one candidate token at one position.
+"""Owns `Logprob`, the log-probability of one candidate token at one position.
 
 A text's logprobs are a list of dicts, or `FlatLogprobs`: the same content in a few long
-lists, for callers who keep many.
+lists, which use less memory.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -24,13 +24,15 @@ class Logprob:
     decoded_token: str | None = None
 
 
-# By token id, for one position: the token that came, then the most likely ones.
+# By token id, for one position: the generated token, then the most likely ones.
 LogprobsOnePosition = dict[int, Logprob]
 
 
 @dataclass
 class FlatLogprobs(Sequence[Any]):
-    """Reads like a list of dicts; position i is what `starts[i]` to `ends[i]` hold.
+    """Behaves like a list of dicts, one per position.
+
+    Position i has the entries from `start_indices[i]` to `end_indices[i]`.
 
     A position without logprobs (the first of a prompt) reads as None.
     """
@@ -43,7 +45,7 @@ class FlatLogprobs(Sequence[Any]):
     decoded_tokens: list[str | None] = field(default_factory=list)
 
     def append(self, position: LogprobsOnePosition | None) -> None:
-        """Add what is said about one more position."""
+        """Append a position."""
         self.start_indices.append(len(self.token_ids))
         for token, entry in (position or {}).items():
             self.token_ids.append(token)
@@ -53,7 +55,7 @@ class FlatLogprobs(Sequence[Any]):
         self.end_indices.append(len(self.token_ids))
 
     def extend(self, positions: Iterable[Any]) -> None:
-        """Add what is said about several more positions."""
+        """Append several positions."""
         for position in positions:
             self.append(position)
 

@@ -1,6 +1,6 @@
-"""Owns the forms of a measured value, with vLLM's names and fields.
+"""Owns the types of metrics, with vLLM's names and fields.
 
-Names of metrics are those of vLLM, without the ending `_total` that Prometheus adds.
+Names of metrics are those of vLLM, without the suffix `_total` that Prometheus adds.
 """
 
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(kw_only=True)
 class Metric:
-    """A name and the labels that tell its values apart."""
+    """A metric's name and labels."""
 
     name: str
     labels: dict[str, str]
@@ -37,11 +37,13 @@ class Gauge(Metric):
 
 @dataclass(kw_only=True)
 class Histogram(Metric):
-    """How often a value was seen at all, and up to each bound.
+    """A histogram of observed values.
 
     Attributes:
-        sum: Of all values.
-        buckets: By bound, "+Inf" the last: how many values were not above it.
+        count: Number of values.
+        sum: Sum of all values.
+        buckets: By upper bound, the last of which is "+Inf": number of values that are
+            not above it.
     """
 
     count: int

@@ -1,7 +1,6 @@
-"""Owns what a caller gets back: texts, timings, and what speculation did for them.
+"""Owns the outputs of requests: texts, timings, and acceptance of draft tokens.
 
-Names are vLLM's, of today and of the older `RequestMetrics`. Knows nothing about how
-the values come about.
+Names are vLLM's, including those of its older `RequestMetrics`.
 """
 
 import dataclasses
@@ -17,13 +16,13 @@ class RequestSpecDecodeMetrics:
     """Counts of the speculative steps of one request.
 
     Attributes:
-        histogram: Entry i counts the steps that kept exactly i draft tokens.
+        histogram: Entry i counts the steps that accepted exactly i draft tokens.
         num_draft_tokens: Draft tokens proposed in all steps together.
         proposals: Entry i counts the steps that proposed exactly i draft tokens.
-        is_synthetic: Acceptance was given, by the rule "synthetic": it says nothing
-            about the models, and the text means nothing.
-        stop_reason: Why the engine makes no drafts any more; None while it can. Drafts
-            that do not pay are no reason.
+        is_synthetic: Acceptance was simulated, by the rule "synthetic": it is unrelated
+            to the models, and the text is meaningless.
+        stop_reason: The failure that ended speculation in this engine; None while it
+            works, also while K is 0 because drafts would not pay off.
     """
 
     histogram: list[int]
@@ -41,7 +40,7 @@ class RequestSpecDecodeMetrics:
         return cls(histogram=counts, proposals=counts.copy(), is_synthetic=is_synthetic)
 
     def snapshot(self) -> "RequestSpecDecodeMetrics":
-        """Copy the counts as they are now."""
+        """Return a copy of the current counts."""
         return dataclasses.replace(
             self, histogram=self.histogram.copy(), proposals=self.proposals.copy()
         )
@@ -60,17 +59,17 @@ class RequestSpecDecodeMetrics:
 
     @property
     def num_accepted_draft_tokens(self) -> int:
-        """Draft tokens kept; the target's own token of each step is not among them."""
-        return sum(kept * steps for kept, steps in enumerate(self.histogram))
+        """Accepted draft tokens, without the target's own token of each step."""
+        return sum(count * steps for count, steps in enumerate(self.histogram))
 
     @property
     def acceptance_rate(self) -> float:
-        """Accepted by proposed draft tokens; 0 before the first step."""
+        """Accepted draft tokens / proposed ones; 0 before the first step."""
         return _ratio(self.num_accepted_draft_tokens, self.num_draft_tokens)
 
     @property
     def mean_acceptance_length(self) -> float:
-        """Tokens per speculative step, the target's own included."""
+        """Tokens per speculative step, including the target's own."""
         return 1 + _ratio(self.num_accepted_draft_tokens, self.num_spec_steps)
 
     @property
@@ -80,9 +79,9 @@ class RequestSpecDecodeMetrics:
 
     @property
     def acceptance_rate_per_position(self) -> list[float]:
-        """Entry i: share of all steps that kept draft token i (counted from 0)."""
-        kept = [sum(self.histogram[i + 1 :]) for i in range(len(self.histogram) - 1)]
-        return [_ratio(count, self.num_spec_steps) for count in kept]
+        """Entry i: share of all steps that accepted draft token i (counted from 0)."""
+        counts = [sum(self.histogram[i + 1 :]) for i in range(len(self.histogram) - 1)]
+        return [_ratio(count, self.num_spec_steps) for count in counts]
 
 
 @dataclass(kw_only=True)
@@ -91,10 +90,10 @@ class RequestStateStats:
 
     `arrival_time` is wall-clock time, as of `time.time()`. The fields ending in `_ts`
     are in seconds of one monotonic clock, 0.0 until the event has happened. The
-    properties carry the names of vLLM's older `RequestMetrics`: wall-clock times.
+    properties have the names of vLLM's older `RequestMetrics` and are wall-clock times.
 
     Attributes:
-        queued_ts: The engine took the request; it arrived then.
+        queued_ts: Time at which the engine received the request, at `arrival_time`.
         first_token_latency: Seconds from arrival to the first token.
     """
 
@@ -145,19 +144,19 @@ class RequestStateStats:
         return self.arrival_time + (timestamp - self.queued_ts)
 
 
-# Origins of tokens that the target did not have to draw by themselves.
+# Origins of accepted draft tokens.
 DRAFTED = frozenset({"draft", "leaf"})
 
 
 class TokenOrigin(NamedTuple):
-    """One generated token and who drew it.
+    """One generated token and its origin.
 
     Attributes:
-        text: What it added to the text; texts of all tokens, joined, are the text.
-        origin: "draft" for a draft that was accepted, "leaf" for one that stood beside
-            the chain of first choices, "recovered" for the target's own token in place
-            of one that was not, "bonus" for the target's after drafts that all were,
-            or after a leaf, "target" where there were no drafts.
+        text: The text that it added; joined over all tokens this is the whole text.
+        origin: "draft" for an accepted draft token of the main chain, "leaf" for one of
+            a side branch, "recovered" for the target's token in place of a rejected
+            one, "bonus" for the target's token after all drafts were accepted or after
+            a leaf, "target" for a token without drafts.
     """
 
     text: str
@@ -170,13 +169,13 @@ class CompletionOutput:
     """One generated text.
 
     Attributes:
-        index: Which of the request's `n` texts this is.
-        cumulative_logprob: Sum over the tokens; None unless logprobs were asked for.
+        index: Index among the request's `n` texts.
+        cumulative_logprob: Sum over the tokens; None unless logprobs are requested.
         logprobs: By position.
         finish_reason: "stop", "length", "abort" or "error"; None while it runs.
-        stop_reason: The stop string or stop token id that ended it; after an error,
-            what went wrong; None for others.
-        token_origins: Who drew each token; None unless that was asked for.
+        stop_reason: The stop string or stop token id that ended it; after an error, its
+            message; otherwise None.
+        token_origins: Origin of each token; None unless requested.
         routed_experts, sampling_mask, weight_versions: vLLM's; always None.
     """
 
@@ -195,11 +194,11 @@ class CompletionOutput:
     weight_versions: None = None
 
     def finished(self) -> bool:
-        """Return whether nothing more will be added."""
+        """Return whether the text is complete."""
         return self.finish_reason is not None
 
     def extend(self, following: "CompletionOutput") -> None:
-        """Append what was generated after this output."""
+        """Append the next part of the text."""
         self.text += following.text
         self.token_ids = [*self.token_ids, *following.token_ids]
         if self.logprobs is None or following.logprobs is None:
@@ -219,12 +218,12 @@ class CompletionOutput:
 
 @dataclass(kw_only=True)
 class RequestOutput:
-    """A request and what was generated for it.
+    """A request and its generated texts.
 
     Attributes:
-        prompt: None when the prompt was given as token ids.
-        outputs: One per text asked for.
-        finished: All of them have ended.
+        prompt: None if the prompt was given as token ids.
+        outputs: One per requested text.
+        finished: Whether all of them have ended.
         num_cached_tokens: Prompt tokens whose keys and values were already in pages.
         num_cache_creation_tokens, prompt_token_id_logprobs, kv_transfer_params:
             vLLM's; always None.
@@ -246,7 +245,7 @@ class RequestOutput:
     kv_transfer_params: None = None
 
     def freeze(self) -> None:
-        """Keep the counts and times of now; the engine goes on with its own."""
+        """Copy counts and times, which the engine continues to update."""
         if self.metrics is not None:
             self.metrics = dataclasses.replace(self.metrics)
         for completion in self.outputs:
@@ -258,8 +257,8 @@ class RequestOutput:
         """Merge a later output of the same request into this one.
 
         Args:
-            next_output: Made after this one.
-            aggregate: Its texts continue this one's; otherwise they replace them.
+            next_output: The later output.
+            aggregate: Append its texts to this one's; otherwise replace these.
         """
         assert next_output.request_id == self.request_id
         self.finished |= next_output.finished

@@ -1,4 +1,4 @@
-"""What `LLM` shows as it works: requests that ended, speed, programs compiled."""
+"""Progress bars: finished requests, speed, programs being compiled."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,17 +13,17 @@ _DONE = "Processed prompts"
 
 @runtime_checkable
 class Announcer(Protocol):
-    """An engine, which says what it compiles."""
+    """An engine that reports the programs it compiles."""
 
     def announce_compiles(self, announce: Callable[[str], None] | None) -> None: ...
 
 
 class Progress:
-    """A bar of requests that have ended; shows nothing where that is not wanted.
+    """A bar of finished requests.
 
     Args:
-        total: How many will end.
-        use_tqdm: Whether to show it; or what makes one in place of `tqdm`.
+        total: Number of requests.
+        use_tqdm: Whether to show the bar; or a function to use in place of `tqdm`.
     """
 
     def __init__(self, total: int, use_tqdm: bool | Callable[..., Any]):
@@ -40,19 +40,19 @@ class Progress:
 
     @contextmanager
     def watch(self, engine: Announcer) -> Iterator[None]:
-        """Show also what the engine compiles meanwhile."""
+        """Also show programs that the engine compiles meanwhile."""
         with self._bar:
             if not self._is_shown:  # another thread's bar may show them
                 yield
                 return
-            engine.announce_compiles(self._tell)
+            engine.announce_compiles(self._describe)
             try:
                 yield
             finally:
                 engine.announce_compiles(None)
 
     def add(self, output: RequestOutput) -> None:
-        """Count a request that has ended."""
+        """Count a finished request."""
         self._num_input += len(output.prompt_token_ids or ())
         self._num_output += sum(len(text.token_ids) for text in output.outputs)
         if self._is_shown:
@@ -60,8 +60,8 @@ class Progress:
             self._bar.postfix = _speed(self._num_input, self._num_output, seconds)
             self._bar.update(1)
 
-    def _tell(self, what: str) -> None:
-        self._bar.set_description(what or _DONE)
+    def _describe(self, program: str) -> None:
+        self._bar.set_description(program or _DONE)
 
 
 @contextmanager
@@ -69,13 +69,13 @@ def watch_compiles(engine: Announcer) -> Iterator[None]:
     """Show a bar of programs as they are compiled."""
     with tqdm(desc="Compiling", unit=" programs", dynamic_ncols=True) as bar:
 
-        def tell(what: str) -> None:
-            if what:
-                bar.set_description_str(what)
+        def show(program: str) -> None:
+            if program:
+                bar.set_description_str(program)
             else:
                 bar.update(1)
 
-        engine.announce_compiles(tell)
+        engine.announce_compiles(show)
         try:
             yield
         finally:

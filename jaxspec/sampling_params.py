@@ -1,7 +1,7 @@
-"""Owns what a caller may ask of one request: vLLM's names and defaults.
+"""Owns the parameters of one request, with vLLM's names and defaults.
 
-Values are normalised and checked on the host before anything else happens. Knows
-nothing about models; what an engine allows is passed to `validate_for`.
+Values are normalized and checked on the host before anything else happens. Independent
+of models; `validate_for` is given the limits of an engine.
 """
 
 import copy
@@ -28,20 +28,20 @@ from jaxspec.errors import (
     wrong_argument,
 )
 
-# Below this a temperature counts as zero: the most likely token is taken.
+# A temperature below this counts as zero: greedy decoding.
 GREEDY_TEMPERATURE = 1e-5
 # Logits divided by less than this overflow the exponent of float32 probabilities.
 MIN_TEMPERATURE = 0.01
 # The step program compares each token with a fixed number of stop ids.
 MAX_STOP_TOKEN_IDS = 32
-# It has room for so many ids that a request wants to be told of, as vLLM has.
+# The step program's capacity for logprob_token_ids of one request, as in vLLM.
 MAX_LOGPROB_TOKEN_IDS = 128
 
 _REPLACED = {
     "best_of": "use n and choose among outputs yourself",
     "use_beam_search": "call LLM.beam_search, or sample with n",
     "length_penalty": "it belongs to beam search: see BeamSearchParams",
-    "early_stopping": "it belonged to beam search, which ends when it is sure",
+    "early_stopping": "beam search ends when its result can no longer change",
     "guided_decoding": "use structured_outputs",
     "logits_processors": "use logit_bias, allowed_token_ids or bad_words",
     "truncate_prompt_tokens": "cut the list of prompt token ids before the call",
@@ -57,10 +57,10 @@ _FLAGS = (
 
 
 class RequestOutputKind(Enum):
-    """What each `RequestOutput` of a request carries.
+    """Content of each `RequestOutput` of a request.
 
-    CUMULATIVE: everything generated so far. DELTA: what is new since the last one.
-    FINAL_ONLY: nothing until the request has ended.
+    CUMULATIVE: everything generated so far. DELTA: only what is new since the last one.
+    FINAL_ONLY: one output after the request has ended.
     """
 
     CUMULATIVE = 0
@@ -78,39 +78,40 @@ _FIXED = (bool, int, float, str, type(None), RequestOutputKind)
 @no_type_check
 @dataclass(kw_only=True)
 class SamplingParams:
-    """How to sample one request and when to stop.
+    """Sampling and stopping of one request.
 
-    Fields may be assigned later: the engine checks them again when it takes the request
-    (`validate_for`) and keeps a copy.
+    Fields may be assigned later: the engine checks them again when it admits the
+    request (`validate_for`) and keeps a copy.
 
     Attributes:
-        temperature: Logits are divided by it; 0 takes the most likely token.
+        temperature: Divides the logits; 0 is greedy.
         top_k: Keep this many most likely tokens; 0 or -1 keeps all.
         top_p: Keep the most likely tokens up to this much probability.
         min_p: Drop tokens less likely than this times the most likely one.
-        seed: Same seed, same text, whatever else runs; None draws from the engine's.
+        seed: The same seed gives the same text, whatever else runs; None uses the
+            engine's seed.
         stop: Strings that end the text; they are cut off unless
             `include_stop_str_in_output`.
-        n: Texts to make of one prompt; with a `seed`, text i has the seed `seed + i`.
-        presence_penalty: Taken from the logit of every token that was generated.
-        frequency_penalty: The same, times how often it was generated.
+        n: Texts to generate per prompt; with a `seed`, text i has the seed `seed + i`.
+        presence_penalty: Subtracted from the logit of every generated token.
+        frequency_penalty: The same, times the number of its occurrences.
         repetition_penalty: Divides positive logits, and multiplies negative ones, of
             tokens in the prompt or generated.
-        logprobs: Tell the log-probability of each generated token and of this many
-            most likely ones, before penalties and temperature. -1 tells all.
+        logprobs: Return the log-probability of each generated token and of this number
+            of most likely ones, before penalties and temperature. -1 returns all.
         prompt_logprobs: The same for the tokens of the prompt.
-        logprob_token_ids: Tell the log-probabilities of these token ids with each
+        logprob_token_ids: Return the log-probabilities of these token ids with each
             generated token, in place of the most likely ones. `logprobs` may be left
             out, or be their number.
-        flat_logprobs: Give logprobs as `FlatLogprobs`, with fewer objects.
+        flat_logprobs: Return logprobs as `FlatLogprobs`, with fewer objects.
         logit_bias: Added to the logits of these token ids.
         allowed_token_ids: No other token is generated.
         bad_words: Never generated, with or without a space before them.
-        max_tokens: Most tokens to generate; None for as many as the context holds.
-        min_tokens: No end of text before this many tokens.
-        spaces_between_special_tokens: Of no effect: Gemma's pieces bring their own.
-        extra_args: `{"num_speculative_tokens": k}` drafts at most k tokens a step;
-            `{"return_token_origins": True}` tells `CompletionOutput.token_origins`.
+        max_tokens: Maximum number of tokens to generate; None for the context's limit.
+        min_tokens: No end of text before this number of tokens.
+        spaces_between_special_tokens: No effect: Gemma's pieces contain their spaces.
+        extra_args: `{"num_speculative_tokens": k}` limits the draft tokens per step;
+            `{"return_token_origins": True}` returns `CompletionOutput.token_origins`.
     """
 
     n: int = 1
@@ -153,7 +154,7 @@ class SamplingParams:
     trace_decode_token_ids: list[int] | None = None
 
     def __new__(cls, **given: object):
-        """Refuse unknown names with the reason, before the fields are set."""
+        """Refuse unknown names, with a hint, before the fields are set."""
         known = {item.name for item in dataclasses.fields(cls)}
         for name in given.keys() - known:
             hint = _REPLACED.get(name) or nearest(name, known, "see SamplingParams.")
@@ -173,9 +174,9 @@ class SamplingParams:
 
     @classmethod
     def from_optional(cls, **given: Any) -> "SamplingParams":
-        """Make parameters from keywords where None means the default.
+        """Make parameters from keywords for which None means the default.
 
-        `max_tokens=None` keeps its own meaning: up to the end of the context.
+        `max_tokens=None` still means up to the end of the context.
         """
         kept: dict[str, Any] = {
             name: value
@@ -186,7 +187,7 @@ class SamplingParams:
 
     def clone(self) -> "SamplingParams":
         """Return an independent copy."""
-        # Of every request; `deepcopy` of the whole takes ten times as long.
+        # Called for every request; `deepcopy` of the whole takes ten times as long.
         made = object.__new__(type(self))
         for name, value in vars(self).items():
             is_fixed = isinstance(value, _FIXED)
@@ -195,19 +196,19 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the most likely token is taken instead of drawing one."""
+        """Whether decoding is greedy."""
         return self.temperature < GREEDY_TEMPERATURE
 
     @property
     def num_logprobs(self) -> int | None:
-        """Tokens to tell of beside each generated one; None tells nothing."""
+        """Logprobs to return in addition to each generated token's; None for none."""
         if self.logprobs is None and self.logprob_token_ids:
             return len(self.logprob_token_ids)
         return self.logprobs
 
     @property
     def num_speculative_tokens(self) -> int | None:
-        """Most draft tokens a step for this request; None for the engine's number."""
+        """Maximum draft tokens per step of this request; None for the engine's."""
         return (self.extra_args or {}).get("num_speculative_tokens")
 
     @property
@@ -221,13 +222,13 @@ class SamplingParams:
         num_draft_tokens: int | None = None,
         max_logprobs: int | None = None,
     ) -> None:
-        """Check everything again, and against the engine that will run the request.
+        """Check all fields again, also against the limits of the engine.
 
         Args:
             vocab_size: Token ids must be below this.
             num_draft_tokens: The engine's draft tokens per step; None skips the check.
-            max_logprobs: Most logprobs the engine tells per token; None skips the
-                check.
+            max_logprobs: The engine's maximum number of logprobs per token; None skips
+                the check.
 
         Raises:
             RequestError: Names the field, its value and the allowed range.
@@ -250,18 +251,18 @@ class SamplingParams:
                 wanted,
                 low=0,
                 high=num_draft_tokens,
-                hint="The upper end is the engine's num_speculative_tokens.",
+                hint="The upper limit is the engine's num_speculative_tokens.",
             )
         for name in ("logprobs", "prompt_logprobs"):
-            asked = getattr(self, name)
-            if asked is None or max_logprobs is None:
+            given = getattr(self, name)
+            if given is None or max_logprobs is None:
                 continue
-            if (vocab_size if asked == -1 else asked) > max_logprobs:
+            if (vocab_size if given == -1 else given) > max_logprobs:
                 allowed = f"at most {max_logprobs}"
-                hint = "The upper end is the engine's max_logprobs."
-                if asked == -1:
-                    hint = f"-1 asks for all {vocab_size} tokens. {hint}"
-                raise wrong_argument(RequestError, name, allowed, asked, hint)
+                hint = "The upper limit is the engine's max_logprobs."
+                if given == -1:
+                    hint = f"-1 means all {vocab_size} tokens. {hint}"
+                raise wrong_argument(RequestError, name, allowed, given, hint)
 
     def _number(self, name: str, **limits: Any) -> None:
         value = check_number(RequestError, name, getattr(self, name), **limits)
@@ -277,7 +278,7 @@ class SamplingParams:
         self._number("frequency_penalty", low=-2, high=2)
         self._number("repetition_penalty", low=0, open_low=True)
         if not 2**-126 <= self.repetition_penalty < 2**127:
-            allowed = "above 0 and a number that float32 holds"
+            allowed = "above 0 and within the range of float32"
             given = self.repetition_penalty
             raise wrong_argument(RequestError, "repetition_penalty", allowed, given)
         self._number("temperature", low=0, high=2)
@@ -292,7 +293,7 @@ class SamplingParams:
             hint = "Text i of n has the seed + i." if self.n > 1 else ""
             self._integer("seed", low=-(2**63), high=2**63 - self.n, hint=hint)
             if self.seed < -1 <= self.seed + self.n - 1:
-                allowed = "such that no text of n has the seed -1, which is none"
+                allowed = "such that no text of n has the seed -1, which means no seed"
                 raise wrong_argument(RequestError, "seed", allowed, self.seed, hint)
         for name in _FLAGS:
             check_flag(RequestError, name, getattr(self, name))
@@ -310,8 +311,8 @@ class SamplingParams:
         self.stop = check_strings(RequestError, "stop", stop)
         if self.stop and not self.detokenize:
             raise RequestError(
-                f"stop={self.stop!r} needs detokenize=True: stop strings are looked "
-                "for in the text. Use stop_token_ids to stop without text.",
+                f"stop={self.stop!r} needs detokenize=True: stop strings are searched "
+                "in the text. Use stop_token_ids to stop without text.",
                 parameter="stop",
                 value=self.stop,
             )
@@ -320,7 +321,7 @@ class SamplingParams:
         )
         if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
             raise RequestError(
-                f"stop_token_ids may hold at most {MAX_STOP_TOKEN_IDS} ids, got "
+                f"stop_token_ids may have at most {MAX_STOP_TOKEN_IDS} ids, got "
                 f"{len(self.stop_token_ids)}: {self.stop_token_ids!r}.",
                 parameter="stop_token_ids",
                 value=self.stop_token_ids,
@@ -329,9 +330,9 @@ class SamplingParams:
     def _check_logprobs(self) -> None:
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is True:
-                setattr(self, name, 1)  # as in vLLM, for OpenAI's older form
+                setattr(self, name, 1)  # as in vLLM, for OpenAI's older API
             if getattr(self, name) is not None:
-                hint = "-1 asks for the whole vocabulary."
+                hint = "-1 means the whole vocabulary."
                 self._integer(name, low=-1, hint=hint)
         if self.logprob_token_ids is None:
             return
@@ -342,7 +343,7 @@ class SamplingParams:
             allowed = f"at most {MAX_LOGPROB_TOKEN_IDS} ids"
             raise wrong_argument(RequestError, name, allowed, len(chosen))
         if self.logprobs not in (None, len(chosen)):
-            allowed = f"{len(chosen)}, as many as logprob_token_ids, or left out"
+            allowed = f"{len(chosen)}, the number of logprob_token_ids, or left out"
             raise wrong_argument(RequestError, "logprobs", allowed, self.logprobs)
 
     def _check_token_choices(self) -> None:
@@ -362,7 +363,7 @@ class SamplingParams:
 
     def _check_greedy(self) -> None:
         if self.is_greedy:
-            # Nothing is drawn, so nothing is left to filter.
+            # Greedy decoding does not sample, so the filters have no effect.
             self.temperature, self.top_p, self.top_k, self.min_p = 0.0, 1.0, 0, 0.0
             if self.n > 1:
                 hint = "Every text would be the same."
@@ -381,17 +382,17 @@ class SamplingParams:
 @no_type_check
 @dataclass(kw_only=True)
 class BeamSearchParams:
-    """How `LLM.beam_search` searches.
+    """Parameters of `LLM.beam_search`.
 
     Attributes:
-        beam_width: Texts to keep, and to return.
-        max_tokens: Most tokens of each, beside the prompt's.
-        ignore_eos: Go on behind ends of text.
-        temperature: Of no effect: nothing is drawn, and texts are compared by the
-            model's own log-probabilities, as in vLLM.
-        length_penalty: Log-probabilities are divided by the length, the prompt's
-            included, to this power: above 0 longer texts are preferred.
-        include_stop_str_in_output: The server's texts show the token that ends them.
+        beam_width: Number of texts to keep at each step, and to return.
+        max_tokens: Maximum number of generated tokens of each.
+        ignore_eos: Continue after an end of text.
+        temperature: No effect: nothing is sampled, and texts are compared by the
+            model's unmodified log-probabilities, as in vLLM.
+        length_penalty: Log-probabilities are divided by the length, with the prompt's,
+            to this power: above 0 longer texts are preferred.
+        include_stop_str_in_output: The server's texts include the token that ends them.
     """
 
     beam_width: int
@@ -432,7 +433,7 @@ def _logit_bias(given: object) -> dict[int, float]:
 def _extra_args(given: object) -> dict[str, Any]:
     drafts, origins = names = "num_speculative_tokens", "return_token_origins"
     if not isinstance(given, Mapping) or given.keys() - set(names):
-        allowed = f"a dict with no keys but {drafts!r} and {origins!r}"
+        allowed = f"a dict with no keys other than {drafts!r} and {origins!r}"
         raise wrong_argument(RequestError, "extra_args", allowed, given)
     extra = {key: value for key, value in given.items() if value is not None}
     if drafts in extra:

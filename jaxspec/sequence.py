@@ -1,4 +1,4 @@
-"""Alias of `jaxspec.logprobs`, where older scripts look for `Logprob`."""
+"""Alias of `jaxspec.logprobs` at vLLM's older import path of `Logprob`."""
 
 from jaxspec.logprobs import Logprob
 

@@ -1,4 +1,4 @@
-"""The mesh, and which logical axis goes to which mesh axis: one table.
+"""Owns the device mesh, and the mapping of logical axes to mesh axes.
 
 The target's tensor parallelism spans `model x replica`, the draft's only `model`, so
 that a draft can have fewer shards than the target on the same devices.
@@ -16,10 +16,10 @@ from jaxspec.jax_settings import find_devices
 
 MESH_AXES = ("data", "replica", "model")
 
-# Every logical axis that is split; the others ("model") are whole on every device.
+# Logical axes that are sharded; the others ("model") are replicated.
 SPLIT_AXES = ("vocab", "q_head", "kv_head", "hidden")
-# The draft's axis first: a device's part of the target's vocabulary then lies within
-# its part of the draft's.
+# The draft's axis first: a device's shard of the target's vocabulary is then within its
+# shard of the draft's.
 TARGET_MESH_AXES = ("model", "replica")
 DRAFT_MESH_AXES = ("model",)
 
@@ -29,13 +29,13 @@ def make_mesh(
     draft_tensor_parallel_size: int | None = None,
     devices: Sequence[Any] | None = None,
 ) -> Mesh:
-    """A mesh of `tensor_parallel_size` devices, factored for the draft's shards.
+    """Make a mesh of `tensor_parallel_size` devices, factored for the draft's shards.
 
     Args:
-        devices: Those to take of, or what stands for them.
+        devices: Devices, or descriptions of devices, of which to use the first ones.
 
     Raises:
-        ConfigError: there are fewer devices than that, or jax finds none.
+        ConfigError: There are fewer devices, or jax finds none.
     """
     devices = find_devices() if devices is None else devices
     if tensor_parallel_size > len(devices):
@@ -55,10 +55,10 @@ def own_devices(
     data_parallel_size: int = 1,
     data_parallel_rank: int = 0,
 ) -> Sequence[Any]:
-    """The devices of one of several engines: each has as many, one after the other.
+    """Return the devices of one of several engines: consecutive groups of equal size.
 
     Raises:
-        ConfigError: All of them together have more than there are.
+        ConfigError: The engines need more devices than there are.
     """
     if data_parallel_size == 1:
         return devices
@@ -77,15 +77,16 @@ def own_devices(
 
 
 def num_parts(mesh: Mesh, mesh_axes: tuple[str, ...]) -> int:
-    """How many devices these axes split something over."""
+    """Return the number of shards along these mesh axes."""
     return int(np.prod([mesh.shape[name] for name in mesh_axes], dtype=np.int64))
 
 
 def kv_copies(num_q_heads: int, num_kv_heads: int, parts: int) -> int:
-    """How often each KV head is laid out, so that every device holds those it reads.
+    """Return the number of copies of each KV head, so that every device has its own.
 
-    Where there are more devices than KV heads, a device's query heads share one, and it
-    holds a copy of that one instead of all. 1 where that does not come out even.
+    With more devices than KV heads, the query heads of a device all use the same KV
+    head, so each device stores a copy of only that head. Returns 1 if the heads cannot
+    be divided evenly among the devices.
     """
     is_even = parts % num_kv_heads == 0 and num_q_heads % parts == 0
     return parts // num_kv_heads if is_even and parts > num_kv_heads else 1
@@ -99,12 +100,12 @@ def named_sharding(
     unit: int = 1,
     mesh_axes: tuple[str, ...] = TARGET_MESH_AXES,
 ) -> NamedSharding:
-    """Placement of an array with these logical axes.
+    """Return the sharding of an array with these logical axes.
 
-    An axis that the mesh does not divide is replicated.
+    An axis whose size is not divisible is replicated.
 
     Args:
-        unit: Elements of the split axis that stay together: head_dim for heads.
+        unit: Elements of a sharded axis that must not be separated: head_dim for heads.
     """
     parts = num_parts(mesh, mesh_axes)
     spec = [
@@ -115,14 +116,14 @@ def named_sharding(
 
 
 def put(values: Any, sharding: NamedSharding) -> Any:
-    """Bring host arrays to where a sharding says, those of this process alone.
+    """Copy host arrays to the devices of a sharding.
 
-    Where devices are others' too, every process has the same values and brings its own
-    parts. `jax.device_put` would compare them between processes in a collective of its
-    own, for each array: 3.4 ms in place of 0.1 (two processes of one CPU).
+    With several processes, every process has the same values and copies its own shards.
+    `jax.device_put` would compare the values between processes in a collective per
+    array: 3.4 ms instead of 0.1 ms (two processes on one CPU).
 
     Args:
-        values: A tree of numpy's arrays.
+        values: A pytree of numpy arrays.
     """
     if sharding.is_fully_addressable:
         return jax.device_put(values, sharding)
@@ -135,5 +136,5 @@ def put(values: Any, sharding: NamedSharding) -> Any:
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-    """The same copy on every device."""
+    """Return the sharding with a full copy on every device."""
     return NamedSharding(mesh, PartitionSpec())

@@ -1,4 +1,4 @@
-"""Alias of the version, where vLLM has it."""
+"""Alias of the version at vLLM's import path."""
 
 from jaxspec import __version__
 

@@ -1,6 +1,6 @@
-"""Owns the process-wide settings of a test run; knows nothing about jaxspec.
+"""Process-wide settings of a test run.
 
-It must not import jaxspec: tests import it, after the settings are made.
+This file must not import jaxspec: tests import it after the settings are made.
 """
 
 import contextlib
@@ -12,48 +12,51 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import jaxtyping
 import pytest
 
 from tests.support.programs import quick_flags
 
-# Bytecode is kept for the processes that tests start, and for the next run.
+# Bytecode cache for processes that tests start, and for the next run.
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
-# Read once, when jax starts, so they are set before its import. Eight devices let
-# sharded programs run on a CPU; a run on an accelerator names its own platform.
+# jax reads these once, at import. Eight devices let sharded programs run on a CPU; a
+# run on an accelerator sets its own platform.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 DEVICE_FLAG = "--xla_force_host_platform_device_count"
 if DEVICE_FLAG not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {DEVICE_FLAG}=8"
-# Not for accelerators: their compilers know some of these flags as well.
+# Not for accelerators, whose compilers also read some of these flags.
 if os.environ["JAX_PLATFORMS"] == "cpu" and not os.environ.get("JAXSPEC_AOT"):
     os.environ["XLA_FLAGS"] = quick_flags()
 
-# torch's threads wait for one another busily: with as many test processes as cores,
+# torch's threads busy-wait for each other: with one test process per core,
 # HuggingFace's tiny models took ten times as long on two threads as on one.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# Programs that engines keep where nobody says where: with those of this checkout.
-KEPT = Path(__file__).parents[1] / ".pytest_cache"
+TESTS = Path(__file__).parent
+
+# Default program cache of engines: a folder of this checkout.
+KEPT = TESTS.parent / ".pytest_cache"
 USERS_CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
 os.environ["XDG_CACHE_HOME"] = str(KEPT / "user")
 
-# Operations in C++, as they were built when jaxspec was installed.
+# Operations in C++, as built when jaxspec was installed.
 os.environ.setdefault("JAXSPEC_NATIVE", str(USERS_CACHE / "jaxspec" / "native"))
 
-# Compilers for accelerators that are not here. They live in a folder of their own, and
-# the tests that compile with them, marked `aot`, run in processes of their own (see
-# test_aot.py): jax looks for devices of theirs when it starts, and a process that had
-# loaded them crashed when it stored a program for the CPU.
+# Compilers for accelerators without the devices. They are in a separate folder, and the
+# tests that use them, marked `aot`, run in separate processes (see test_aot.py): jax
+# looks for their devices at start, and a process that had loaded them crashed when it
+# stored a program for the CPU.
 if os.environ.get("JAXSPEC_AOT"):
     sys.path.append(str(Path(sys.prefix) / "aot"))
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the CUDA plugin's lines, in every process, that there is no GPU."""
+    """Suppress the CUDA plugin's log lines about missing GPUs."""
     stderr = os.dup(2)
     try:
         with open(os.devnull, "w") as nowhere:
@@ -67,53 +70,75 @@ def _quiet() -> Iterator[None]:
 with _quiet():
     import jax  # the environment above must be set first
     from jax._src.interpreters.pxla import _cached_lowering_to_hlo
+    from jax._src.lru_cache import LRUCache
     from jax._src.pjit import _pjit_lower
     from jaxlib.mlir import ir
 
     jax.devices()
 
-gc.disable()  # until all is imported: see pytest_collection_finish
+gc.disable()  # until imports are done: see pytest_collection_finish
 
 MARKED_PLATFORMS = ("tpu", "gpu")
 LONGEST = ("test_aot.py",)
 
-# Every compiled program takes about nine mappings of memory. Linux allows a process
-# 65,530 of them, and LLVM ends it when there are no more.
+# Every compiled program takes about nine memory mappings. Linux allows a process
+# 65,530, and LLVM aborts when they run out.
 MAPPINGS = Path("/proc/self/maps")
-# Tens of thousands of lines, and 6,000 take 5 ms to read.
+# The list of mappings: reading 6,000 lines takes 5 ms, and there may be tens of
+# thousands.
 LOOK_EVERY_S = 1.0
 LOOKED_TS = pytest.StashKey[float]()
 MOST_MAPPINGS = 30_000
 MOST_MAPPINGS_OF_A_FILE = 45_000
 
-# JAX keeps the MLIR module of every jitted function after it is compiled. Each module
-# has a context of 1.4 MB, and MLIR searches all contexts when it makes another one.
+# JAX keeps the MLIR module of every compiled function. Each has a context of 1.4 MB,
+# and MLIR searches all contexts when it creates another.
 MAX_MLIR_CONTEXTS = 200
 
-# Tests of the host's code, which hardly trace programs, and how long it is checked in
-# each that every call fits its annotations: that took four fifths of the longest ones.
+# Tests of host code, which rarely trace programs, and the seconds for which type checks
+# of calls are active in each: they took four fifths of the longest tests' time.
 HOST_FOLDERS = ("bench", "checkpoints", "cli", "engine", "serve", "tests", "text")
 CHECKED_S = 0.5
 
-# A reused key passes every chi-square test, a silent broadcast or promotion most
-# comparisons: here each is an error.
+# A reused key passes every chi-square test, and a silent broadcast or promotion most
+# comparisons: here both are errors.
 jax.config.update("jax_debug_key_reuse", True)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 
+# A time limit of one example fails on a busy machine.
+hypothesis.settings.register_profile("jaxspec", deadline=None)
+hypothesis.settings.load_profile("jaxspec")
+
+
 def pytest_configure(config: pytest.Config) -> None:
-    """Share compiled programs between tests, and with the next run in this checkout."""
+    """Share compiled programs between processes, and with later runs in this checkout.
+
+    Also small ones: loading one takes a third of its compile time, and tests compile
+    tens of thousands.
+    """
     cache: Path = config.rootpath / ".pytest_cache" / "jax"
+    LRUCache.put = _put_whole
     jax.config.update("jax_compilation_cache_dir", str(cache))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+
+
+def _put_whole(self: LRUCache, key: str, value: bytes) -> None:
+    """Write an entry of jax's cache so that no process can read part of it.
+
+    jax writes in place. Reading part of an entry is a warning, which is an error here.
+    """
+    part = self.path / f"{key}.{os.getpid()}.{threading.get_ident()}"
+    part.write_bytes(value)
+    part.replace(self.path / f"{key}-cache")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests for a device that is not here; begin with the longest tests.
+    """Skip tests for missing devices; run the longest tests first.
 
-    Processes take tests from one another, but not the one that is running: a long one
-    that comes last would run alone.
+    Processes take over waiting tests of others, but not the running one: a long test at
+    the end would run alone.
     """
     items.sort(key=lambda item: item.path.name not in LONGEST)
     for platform in MARKED_PLATFORMS:
@@ -124,10 +149,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Leave what was imported out of every collection of garbage, now and later.
+    """Exclude imported objects from garbage collection.
 
-    A million objects of torch, transformers and jax: one collection takes a second, and
-    together they were a quarter of the time that the imports take.
+    torch, transformers and jax have a million objects: one collection takes a second,
+    and collections took a quarter of the import time.
     """
     gc.freeze()
     gc.enable()
@@ -135,7 +160,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None):
-    """Let go of compiled programs where a process has very many, best between files."""
+    """Drop compiled programs if a process has too many, preferably between files."""
     yield
     if ir.Context._get_live_count() > MAX_MLIR_CONTEXTS:
         _pjit_lower.cache_clear()
@@ -153,26 +178,32 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None):
 
 @pytest.fixture
 def unchecked_types() -> Iterator[None]:
-    """Without type checks of calls, for tests that make millions of the same.
+    """Disable type checks of calls, for tests that make millions of equal calls.
 
-    They take most of such a test's time, and every other test makes those calls too.
+    The checks would take most of the time, and other tests check the same calls.
     """
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)
 
 
+def _folder(path: Path) -> str:
+    """Return the folder of tests/ that holds a file, at any depth, or "tests"."""
+    inside = path.relative_to(TESTS).parts
+    return inside[0] if len(inside) > 1 else TESTS.name
+
+
 @pytest.fixture(autouse=True)
 def _slow_tests_do_not_check_types(request: pytest.FixtureRequest) -> Iterator[None]:
-    """What takes long makes the same calls very many times.
+    """Disable type checks in long tests, which repeat the same calls.
 
-    On the host, calls are checked for a while in every test: all kinds of them are made
-    by then. Programs are traced once, and checked in the tests of their parts; what is
-    compiled for devices that are not here is traced from the same.
+    Tests of host code check calls only for the first seconds, which cover all kinds of
+    calls. Programs are traced once and checked in the tests of their parts, also those
+    compiled for other devices.
     """
     if any(map(request.node.get_closest_marker, ("slow", "long_suite", "aot"))):
         request.getfixturevalue("unchecked_types")
-    elif request.path.parent.name in HOST_FOLDERS:
+    elif _folder(request.path) in HOST_FOLDERS:
         end = threading.Timer(
             CHECKED_S, jaxtyping.config.update, ("jaxtyping_disable", True)
         )

@@ -1,13 +1,12 @@
-"""Long suites: proofs that run in full only when what they read has changed.
+"""Long suites: tests that run in full only when their sources have changed.
 
-A long suite is the tests marked `@pytest.mark.long_suite(name=...)`: mutants, compiles
-for devices that are not here, long counts. `make test` leaves them out and runs one
-example of most; `make long-suites`, and `make test-all` after all other tests, run
-those whose digest is not the one recorded when they last passed, and record it.
-`--all` runs all.
+A long suite is the tests marked `@pytest.mark.long_suite(name=...)`: mutants, programs
+for other devices, long counts. `make test` excludes them and runs one example of most;
+`make long-suites`, and `make test-all` after all other tests, run those whose digest
+differs from the one recorded when they last passed, and record it. `--all` runs all.
 
-The digest is of what the tests import, without comments and docstrings, of recorded
-results that they compare with, and of the versions of jax and of the compilers.
+The digest covers the modules that the tests import, without comments and docstrings,
+recorded results that they compare with, and the versions of jax and of the compilers.
 """
 
 import argparse
@@ -36,13 +35,13 @@ from tests.support.programs import users_flags
 
 ROOT = Path(__file__).parents[1]
 RECORD = ROOT / "benchmarks" / "results" / "long_suites.json"
-# Where the Makefile installs compilers for TPU and GPU.
+# Folder into which the Makefile installs compilers for TPU and GPU.
 COMPILERS = Path(sys.prefix) / "aot"
-# Each long suite has the machine for itself, and computes all the time.
+# Long suites run one at a time and keep all cores busy.
 ARGUMENTS = ("-q", "-n", "auto", "--maxprocesses", "4", "--dist", "worksteal")
-# Folders that own packages are found in.
+# Folders that contain our packages.
 BASES = ("", "kernels", "checkpoints")
-# What every program for a CPU calls.
+# Modules that every program for a CPU calls.
 NATIVE = tuple(f"kernels/jaxspec_kernels/native/*.{kind}" for kind in ("cc", "h"))
 KERNELS = ("kernels/jaxspec_kernels/", "tests/")
 PROGRAM = (*KERNELS, "jaxspec/program/", "jaxspec/models/", "jaxspec/sharding.py")
@@ -54,11 +53,11 @@ class LongSuite:
     """Tests that are due when one of their sources has changed.
 
     Attributes:
-        files: The test files that the marked tests are in.
-        reads: Folders and files; what the tests import from elsewhere (configuration,
-            checkpoints, text) does not change what they prove.
+        files: Test files with the marked tests.
+        reads: Folders and files whose changes count; imports from elsewhere
+            (configuration, checkpoints, text) do not affect the result.
         data: Further files that they read, as globs.
-        needs_compilers: For TPU and GPU; see `aot` in tests/conftest.py.
+        needs_compilers: Needs those for TPU and GPU; see `aot` in tests/conftest.py.
     """
 
     name: str
@@ -68,7 +67,7 @@ class LongSuite:
     needs_compilers: bool = False
 
     def sources(self) -> list[Path]:
-        """Every file whose change makes the long suite due."""
+        """Files whose change makes the long suite due."""
         own = {
             path
             for path in _imported([ROOT / file for file in self.files])
@@ -79,7 +78,7 @@ class LongSuite:
         return sorted(own)
 
     def digest(self) -> str:
-        """What is recorded when the long suite has passed."""
+        """Digest of the sources, recorded when the long suite passes."""
         digest = hashlib.sha256()
         for path in self.sources():
             text = path.read_text(encoding="utf-8")
@@ -136,7 +135,7 @@ SUITES = (
             "tests/e2e/test_heads.py",
             "tests/e2e/test_lossless.py",
             "tests/e2e/test_pard.py",
-            "tests/e2e/test_told_bits.py",
+            "tests/e2e/test_logprob_bits.py",
         ),
         reads=ENGINE,
     ),
@@ -215,9 +214,9 @@ SUITES = (
 def members(
     suite: str, values: Iterable[Any], *, is_example: Callable[[Any], bool]
 ) -> list[Any]:
-    """Parameters of a test: examples are always run, the others with the suite.
+    """Parameters of a test: examples always run, the others only with the suite.
 
-    A value that is a tuple is several parameters.
+    A tuple stands for several parameters.
     """
     mark = pytest.mark.long_suite(name=suite)
     return [
@@ -230,7 +229,7 @@ def members(
 
 
 def code_of(text: str) -> str:
-    """A module without comments, docstrings and empty lines."""
+    """Source of a module without comments, docstrings and empty lines."""
     lines = text.splitlines()
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type == tokenize.COMMENT:
@@ -251,7 +250,7 @@ def code_of(text: str) -> str:
 
 
 def _imported(files: list[Path]) -> set[Path]:
-    """Files of this repository that some files import, and those import, and so on."""
+    """Files of this repository that some files import, directly or indirectly."""
     found: set[Path] = set()
     wanted = list(files)
     while wanted:
@@ -265,7 +264,7 @@ def _imported(files: list[Path]) -> set[Path]:
 
 @functools.cache
 def _names(text: str) -> tuple[str, ...]:
-    """What a module imports: modules, and names that may be such."""
+    """Names that a module imports: modules, and names that may be modules."""
     found: list[str] = []
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
@@ -277,7 +276,7 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 def _files_of(name: str) -> Iterator[Path]:
-    """The file of a module; none where the name is of something in one."""
+    """The file of a module; none if the name is not a module."""
     for base in BASES:
         place = ROOT / base / name.replace(".", "/")
         for path in (place.with_suffix(".py"), place / "__init__.py"):
@@ -286,23 +285,23 @@ def _files_of(name: str) -> Iterator[Path]:
 
 
 def recorded() -> dict[str, dict[str, object]]:
-    """What was written when each long suite last passed."""
+    """Records of the last pass of each long suite."""
     return json.loads(RECORD.read_text()) if RECORD.exists() else {}
 
 
 def _compiler_versions() -> list[str]:
-    """Of the compilers for TPU and GPU, as far as they are installed."""
+    """Versions of the installed compilers for TPU and GPU."""
     there = metadata.distributions(path=[str(COMPILERS)])
     return sorted(f"{one.name} {one.version}" for one in there)
 
 
 def is_due(suite: LongSuite) -> bool:
-    """Whether a long suite has never passed with the sources as they are."""
+    """Whether a long suite has not passed with the current sources."""
     return recorded().get(suite.name, {}).get("digest") != suite.digest()
 
 
 def compilers_environment() -> dict[str, str]:
-    """For a process of pytest that compiles for TPU and GPU."""
+    """Environment of a pytest process that compiles for TPU and GPU."""
     return os.environ | {
         "JAXSPEC_AOT": "1",
         "JAX_ENABLE_COMPILATION_CACHE": "false",
@@ -311,10 +310,11 @@ def compilers_environment() -> dict[str, str]:
 
 
 def run(suite: LongSuite, arguments: list[str]) -> int:
-    """Run a long suite in full; if it passes, record that it did. Returns the status.
+    """Run a long suite in full; if it passes, record that. Return the exit status.
 
     Args:
-        arguments: Further ones of pytest; what they may have left out is not recorded.
+        arguments: Additional pytest arguments. With any, nothing is recorded: they
+            may exclude tests.
     """
     digest, start = suite.digest(), time.monotonic()
     words = [sys.executable, "-m", "pytest", *ARGUMENTS, *arguments]
@@ -325,7 +325,7 @@ def run(suite: LongSuite, arguments: list[str]) -> int:
         words.append(f"--junitxml={report}")
         done = subprocess.run(words, cwd=ROOT, env=environment, check=False)
         status = done.returncode
-        # Where compilers are missing, tests are skipped.
+        # Without compilers, tests are skipped.
         is_whole = not arguments and status == 0 and _num_left_out(report) == 0
     if is_whole:
         row = {
@@ -345,15 +345,19 @@ def _num_left_out(report: Path) -> int:
 
 
 def main() -> int:
-    """Run the long suites that are due, one by one; the first failure ends it."""
+    """Run the due long suites one by one; stop at the first failure."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--all", action="store_true", help="also those not due")
     parser.add_argument(
-        "--list", action="store_true", help="say which are due, and why"
+        "--all", action="store_true", help="include suites that are not due"
     )
-    parser.add_argument("--name", action="append", help="only these")
     parser.add_argument(
-        "--minutes", type=float, help="start no long suite later; those left stay due"
+        "--list", action="store_true", help="list all suites, and whether each is due"
+    )
+    parser.add_argument("--name", action="append", help="run only these suites")
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        help="start no suite after this time; the others remain due",
     )
     options, arguments = parser.parse_known_args()
     chosen = [one for one in SUITES if not options.name or one.name in options.name]
@@ -367,7 +371,7 @@ def main() -> int:
     for number, one in enumerate(due, 1):
         if options.minutes and time.monotonic() - start > 60 * options.minutes:
             left = ", ".join(suite.name for suite in due[number - 1 :])
-            print(f"{options.minutes:g} minutes are over; still due: {left}")
+            print(f"{options.minutes:g} minutes have passed; still due: {left}")
             break
         print(f"Long suite {number} of {len(due)}: {one.name}", flush=True)
         status = run(one, arguments)

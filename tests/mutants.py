@@ -1,4 +1,4 @@
-"""Known bugs of speculative decoding, put into the code one at a time.
+"""Known bugs of speculative decoding, inserted into the code one at a time.
 
 A mutant rewrites one place of one function; its check, taken from the tests, must fail.
 `python tests/mutants.py` prints the table and exits with 1 if a mutant survives.
@@ -11,8 +11,8 @@ from collections.abc import Callable
 from tests.models.test_trimmed import check_kept_logits
 from tests.program.propose.test_answer_cache import (
     check_every_place,
+    check_not_stored,
     check_other_salts,
-    check_what_is_not_entered,
 )
 from tests.program.propose.test_draft_model import (
     LEAVES,
@@ -110,8 +110,8 @@ MUTANTS = [
     mutant(
         "draft_reuses_one_uniform",
         "sampling.sample_draft",
-        "randomness.DRAFT + randomness.NUM_ROLES * jnp.asarray(index)",
-        "randomness.DRAFT + 0 * jnp.asarray(index)",
+        "randomness.purpose(randomness.DRAFT, jnp.asarray(index))",
+        "randomness.purpose(randomness.DRAFT, 0 * jnp.asarray(index))",
         check=lambda: check_rounds("standard"),
     ),
     mutant(
@@ -215,7 +215,7 @@ MUTANTS = [
         check=check_chosen_texts,
     ),
     mutant(
-        "lookup_drafts_what_is_not_known",
+        "lookup_drafts_unknown_tokens",
         "propose/ngram_match.find_matches",
         "offset % num_known[:, :, None]",
         "offset",
@@ -250,7 +250,7 @@ MUTANTS = [
         check=check_chosen_suffixes,
     ),
     mutant(
-        "suffix_takes_the_longest_whatever_follows",
+        "suffix_ignores_the_expected_number_of_accepted_drafts",
         "propose/suffix.choose",
         "jnp.argmax(expected, axis=1)",
         "jnp.argmax(expected > 0, axis=1)",
@@ -264,35 +264,35 @@ MUTANTS = [
         check=check_chosen_suffixes,
     ),
     mutant(
-        "suffix_drafts_what_is_seldom",
+        "suffix_drafts_rare_continuations",
         "propose/suffix.choose",
         "(share >= min_share)",
         "(share > 0)",
         check=check_chosen_suffixes,
     ),
     mutant(
-        "corpus_ignores_salts",
+        "answer_cache_ignores_salts",
         "propose/answer_cache.find_answers",
         "(salt == own)",
         "(salt == salt)",
         check=check_other_salts,
     ),
     mutant(
-        "corpus_enters_prompts",
+        "answer_cache_stores_prompts",
         "propose/answer_cache.store_answers",
         "place >= active.num_prompt[:, None] - 1",
         "place >= -1",
-        check=check_what_is_not_entered,
+        check=check_not_stored,
     ),
     mutant(
-        "corpus_loses_what_comes_fast",
+        "answer_cache_skips_tokens_of_long_rounds",
         "propose/answer_cache.store_answers",
         "count = AFTER + num_new - 1",
         "count = AFTER",
         check=check_every_place,
     ),
     mutant(
-        "corpus_finds_an_entry_twice",
+        "answer_cache_finds_an_entry_twice",
         "propose/answer_cache.find_answers",
         "(length < more)",
         "(length <= BEFORE)",
@@ -313,7 +313,7 @@ MUTANTS = [
         check=lambda: check_tree_drafts(SIDE_PATHS),
     ),
     mutant(
-        "leaves_leave_their_keys_behind",
+        "accepted_leaves_are_not_moved",
         "tree/compact_kv.compact_kv",
         "(path != level)",
         "(path == 0)",
@@ -322,47 +322,47 @@ MUTANTS = [
     mutant(
         "paths_are_moved_beyond_their_ends",
         "tree/compact_kv.compact_kv",
-        "(level <= jnp.asarray(tree.depths)[row][:, None])",
+        "(level <= jnp.asarray(tree.depths)[tree_row][:, None])",
         "(level > 0)",
         check=check_moves,
     ),
     mutant(
-        "scanned_layers_share_the_first_ones_slots",
+        "scanned_layers_use_the_first_layers_slots",
         "tree/compact_kv._layer_slots",
         "slots[None] + turn * size, turns * size)",
         "slots[None] + 0 * turn, turns * size)",
         check=lambda: check_moves(3),
     ),
     mutant(
-        "what_follows_a_leaf_is_drawn_with_the_leafs_noise",
+        "token_after_a_leaf_uses_the_leafs_noise",
         "tree/verify._follow_branches",
         "active.num_tokens + count",
         "active.num_tokens + count - 1",
         check=lambda: check_same_words("branched"),
     ),
     mutant(
-        "what_follows_a_leaf_is_drawn_with_the_noise_of_the_rounds_start",
+        "token_after_a_leaf_uses_the_noise_of_the_rounds_start",
         "tree/verify._follow_branches",
         "active.num_tokens + count",
         "active.num_tokens",
         check=lambda: check_same_words("leaves"),
     ),
     mutant(
-        "what_follows_a_leaf_comes_from_the_row_before_it",
+        "token_after_a_leaf_uses_the_row_before_it",
         "tree/verify._follow_branches",
         "rows, row[:, None, None], axis=1",
         "rows, steps[2][:, None, None], axis=1",
         check=lambda: check_exact_distribution("leaves", "block"),
     ),
     mutant(
-        "a_leaf_is_any_draft_of_its_token",
+        "leaf_matches_any_draft_with_its_token",
         "tree/verify._follow_branches",
         "(parents == row[:, None])",
         "(parents >= row[:, None])",
         check=lambda: check_same_words("branched"),
     ),
     mutant(
-        "leaves_are_taken_by_what_follows_them",
+        "leaves_are_accepted_by_the_token_after_them",
         "tree/verify._follow_branches",
         'tokens = tokens.at[seq, place].set(token, mode="drop")',
         "is_matched &= token % 2 == 1\n"
@@ -372,74 +372,74 @@ MUTANTS = [
         check=lambda: check_exact_distribution("leaves", "standard"),
     ),
     mutant(
-        "levels_that_nobody_wants_are_walked",
+        "unwanted_levels_are_accepted",
         "tree/verify._usable_nodes",
-        "(depth <= num_draft[:, None])",
+        "(depth <= num_draft_tokens[:, None])",
         "(depth > 0)",
         check=check_few_levels,
     ),
     mutant(
-        "drafts_without_slots_are_walked",
+        "drafts_without_slots_are_accepted",
         "tree/verify._usable_nodes",
         "(slot < max_model_len)",
         "(slot < max_model_len + 2)",
         check=check_last_slots,
     ),
     mutant(
-        "what_stands_beside_is_ranked_without_noise",
+        "side_drafts_are_ranked_without_noise",
         "propose/draft_sampling._add_noise",
         "active.is_coupled[:, None, None], noisy, logits",
         "active.is_coupled[:, None, None], logits, logits",
         check=lambda: check_tree_drafts(LEAVES, rule=COUPLED),
     ),
     mutant(
-        "what_is_drawn_stands_beside_itself",
+        "sampled_draft_is_its_own_sibling",
         "propose/draft_sampling._top_tokens",
         "scores = jnp.where(ids == best[:, :, None], -jnp.inf, scores)",
         "scores = jnp.where(ids == vocab, -jnp.inf, scores)",
         check=lambda: check_tree_drafts(LEAVES),
     ),
     mutant(
-        "accepted_drafts_of_a_side_path_keep_their_slots_in_the_draft_models_pages",
+        "accepted_side_path_is_not_moved_in_the_draft_models_pages",
         "tree/compact_kv.compact_kv",
         "run_if(is_moved.any(), move, pages)",
         "pages",
         check=check_next_round,
     ),
     mutant(
-        "matches_that_have_left_a_path_go_on_beside_it",
+        "matches_that_differ_from_a_path_continue_it",
         "propose/ngram_match.fill_tree",
         "here = agrees[:, rows] & is_known[:, None]",
         "here = agrees[:, rows * 0] & is_known[:, None]",
         check=check_branches,
     ),
     mutant(
-        "the_oldest_match_stands_beside",
+        "side_drafts_prefer_the_oldest_match",
         "propose/ngram_match.fill_tree",
         "votes * count - order",
         "votes * count + order",
         check=check_branches,
     ),
     trimmed(
-        "what_a_trimmed_head_says_is_said_of_the_token_before",
+        "trimmed_logits_are_shifted_by_one_token",
         "to_target_vocab",
         "at[:, params[TOKEN_IDS]]",
         "at[:, params[TOKEN_IDS] - 1]",
     ),
     trimmed(
-        "tokens_that_were_cut_have_a_logit_like_any",
+        "removed_tokens_have_logit_zero",
         "to_target_vocab",
         "LOWEST, logits.dtype",
         "0.0, logits.dtype",
     ),
     trimmed(
-        "rows_of_a_trimmed_head_stand_for_tokens_in_another_order",
+        "trimmed_token_ids_are_reversed",
         "put_token_ids",
         "np.asarray(token_ids, np.int32)",
         "np.asarray(token_ids, np.int32)[::-1]",
     ),
     trimmed(
-        "a_trimmed_head_has_the_first_rows",
+        "trimmed_head_keeps_the_first_rows",
         "with_kept_rows",
         "rows_of(tensors[name], token_ids)",
         "rows_of(tensors[name], range(len(token_ids)))",
@@ -448,7 +448,7 @@ MUTANTS = [
 
 
 def main() -> int:
-    """Run all mutants; the number of survivors decides the exit status."""
+    """Run all mutants; return whether any survives."""
     survivors = 0
     for check in dict.fromkeys(one.check for one in MUTANTS):
         check()  # without a mutant it must pass

@@ -1,6 +1,6 @@
 """Programs of most kinds compile for TPU and GPU; the long suites have all of them.
 
-In a process of its own: see `JAXSPEC_AOT` in conftest.py.
+In a separate process: see `JAXSPEC_AOT` in conftest.py.
 """
 
 import subprocess
@@ -29,7 +29,7 @@ def test_examples_compile():
         pytest.skip("no compilers for TPU and GPU: make .venv/.installed-test")
 
 
-def test_every_file_that_compiles_is_here():
+def test_every_aot_file_is_listed():
     marked = [
         path.relative_to(ROOT).as_posix()
         for path in (ROOT / "tests").rglob("test_*.py")

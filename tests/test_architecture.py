@@ -1,4 +1,4 @@
-"""The round in docs/architecture.md is the one that the engine runs."""
+"""The round in docs/architecture.md equals the engine's."""
 
 import re
 from pathlib import Path
@@ -58,7 +58,7 @@ def test_engine_runs_the_documented_round(rule: str, temperature: float):
         first = [
             result
             for plan, shape, result in rounds
-            if plan.tiles and not shape.is_catch_up
+            if plan.tiles and not shape.is_draft_prefill
         ]
         text = [*prompt, int(first[-1].tile_token[0])]
         for plan, _, result in rounds:
@@ -68,12 +68,12 @@ def test_engine_runs_the_documented_round(rule: str, temperature: float):
                 lambda tokens: hf_logits(target, np.array(tokens)),
                 lambda tokens: hf_logits(draft, np.array(tokens)),
                 text,
-                int(result.num_draft[0]),
+                int(result.num_draft_tokens[0]),
                 jnp.array(admission.seed, jnp.uint32),
                 temperature,
                 rule == "coupled",
             )
-            count = int(result.num_emitted[0])  # fewer where the text ends
+            count = int(result.num_emitted[0])  # fewer at the end of the text
             added, num_rounds = added[len(text) :][:count], num_rounds + 1
             assert result.tokens[0, :count].tolist() == added, num_rounds
             text += added

@@ -1,6 +1,6 @@
-"""Searches over distributions that are written down, against every text there is.
+"""Beam search over given distributions equals an exhaustive search over all texts.
 
-On models: tests/e2e/test_beam_search.py.
+tests/e2e/test_beam_search.py tests it on models.
 """
 
 import itertools
@@ -27,11 +27,11 @@ VOCAB, END = 4, 1
 PROMPT = [2, 3]
 TOKENIZER = StubTokenizer(16)
 
-Text = tuple[list[int], float]  # its own tokens, and their log-probability
+Text = tuple[list[int], float]  # generated tokens, and their log-probability
 
 
 class Distribution:
-    """What follows every text, drawn anew for each."""
+    """A random next-token distribution for every text."""
 
     def __init__(self, seed: int, sharpness: float = 1.0):
         self._seed, self._sharpness = seed, sharpness
@@ -44,7 +44,7 @@ class Distribution:
         return logits - np.log(np.exp(logits).sum())
 
     def position(self, tokens: list[int], count: int) -> LogprobsOnePosition:
-        """What the engine tells: the most likely tokens, best first."""
+        """The engine's logprobs: the most likely tokens, best first."""
         distribution = self(tokens)
         best = np.argsort(-distribution)[:count].tolist()
         return {
@@ -53,7 +53,7 @@ class Distribution:
         }
 
 
-def told(position: LogprobsOnePosition, reason: str = "length") -> RequestOutput:
+def output_of(position: LogprobsOnePosition, reason: str = "length") -> RequestOutput:
     completion = CompletionOutput(
         index=0, text="", token_ids=[0], logprobs=[position], finish_reason=reason
     )
@@ -77,7 +77,7 @@ def run(distribution: Distribution, longest: int = 96, **given: Any) -> BeamSear
         positions = [
             distribution.position(one["prompt_token_ids"], count) for one in prompts
         ]
-        search.advance(list(map(told, positions)))
+        search.advance(list(map(output_of, positions)))
     return search
 
 
@@ -119,7 +119,7 @@ def check(first: list[Text], second: list[Text]) -> None:
 
 @pytest.mark.parametrize("ignore_eos", [False, True])
 @pytest.mark.parametrize("penalty", [-1.0, 0.0, 1.0, 3.0])
-def test_a_wide_search_finds_the_best_of_all_texts(penalty: float, ignore_eos: bool):
+def test_wide_beam_search_finds_the_best_texts(penalty: float, ignore_eos: bool):
     width, most = VOCAB**3, 4
     ends = () if ignore_eos else (END,)
     for seed in range(3):
@@ -139,7 +139,7 @@ def test_a_wide_search_finds_the_best_of_all_texts(penalty: float, ignore_eos: b
 def textbook(
     distribution: Distribution, width: int, most: int, penalty: float
 ) -> list[Text]:
-    """The rules once more, without looking whether it is worth while to go on."""
+    """The rules of beam search, without early termination."""
     texts: list[Text] = [([], 0.0)]
     ended: list[Text] = []
     for _ in range(most):
@@ -159,7 +159,7 @@ def textbook(
 
 @pytest.mark.parametrize("penalty", [-1.0, 0.0, 0.5, 2.0])
 @pytest.mark.parametrize("width", [1, 2, 3])
-def test_a_narrow_search_follows_the_rules(width: int, penalty: float):
+def test_narrow_search_follows_the_rules(width: int, penalty: float):
     num_asked = 0
     for seed in range(10):
         distribution = Distribution(seed, sharpness=2.0)
@@ -169,8 +169,8 @@ def test_a_narrow_search_follows_the_rules(width: int, penalty: float):
         given = {"beam_width": width, "max_tokens": 6, "length_penalty": penalty}
         check(found(run(distribution, **given)), expected)
         num_asked -= distribution.num_asked
-    # It ends when nothing can get better, and says the same. Where long texts are
-    # preferred by far, something always can.
+    # Early termination gives the same result. With a strong preference for long texts
+    # the search cannot end early.
     assert (num_asked > 0) == (penalty < 2 or width == 1)
 
 
@@ -184,14 +184,14 @@ def test_how_texts_end():
         assert (one.finish_reason, one.stop_reason) == why
         assert len(one.logprobs) == len(one.tokens) - len(PROMPT)
         assert one.text == TOKENIZER.decode(one.tokens)
-    # The context is an end as well.
+    # The context length ends a text as well.
     search = run(
         Distribution(0), longest=4, beam_width=2, max_tokens=9, ignore_eos=True
     )
     assert {len(tokens) for tokens, _ in found(search)} == {2}
 
 
-def test_as_a_request_gives_it():
+def test_search_from_request_parameters():
     distribution = Distribution(1)
     search = run(distribution, beam_width=3, max_tokens=3)
     whole = search.output(TOKENIZER).sequences
@@ -222,11 +222,11 @@ def test_as_a_request_gives_it():
         assert one.text == TOKENIZER.decode(one.token_ids)
 
 
-def test_an_abort_ends_a_search():
+def test_abort_ends_a_search():
     search = search_of(BeamSearchParams(beam_width=2, max_tokens=5))
     distribution = Distribution(0)
-    search.advance([told(distribution.position(PROMPT, VOCAB))])
-    search.advance([told({}, "abort") for _ in search.prompts()])
+    search.advance([output_of(distribution.position(PROMPT, VOCAB))])
+    search.advance([output_of({}, "abort") for _ in search.prompts()])
     assert not search.prompts()
     reasons = [one.finish_reason for one in search.output(TOKENIZER).sequences]
     assert "abort" in reasons
@@ -258,11 +258,11 @@ def test_wrong_parameters(wrong: dict[str, Any], name: str):
     assert refused.value.parameter == name
 
 
-def test_a_search_may_be_too_wide():
+def test_too_wide_search_is_rejected():
     params = BeamSearchParams(beam_width=11, max_tokens=3)
     with pytest.raises(RequestError, match="at most 10, got 11.*max_logprobs is 20"):
         step_params(params, vocab_size=256, max_logprobs=20)
-    # All there are is enough.
-    step = step_params(params, vocab_size=16, max_logprobs=20, num_told=-1)
+    # logprobs=-1 is enough for any width.
+    step = step_params(params, vocab_size=16, max_logprobs=20, num_logprobs=-1)
     assert step.logprobs == -1
     assert step_params(params, vocab_size=16, max_logprobs=20).logprobs == 16

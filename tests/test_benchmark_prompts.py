@@ -1,4 +1,4 @@
-"""Which prompts benchmarks take: of a corpus, or of our own list."""
+"""Prompts of benchmarks: from a corpus, or from our own list."""
 
 import json
 import lzma
@@ -10,7 +10,7 @@ from benchmarks.measure import DOMAINS, OPEN_TURN, load_prompts, prompt_of
 
 
 def corpus_of(folder: Path, count: int) -> Path:
-    """So many documents of each domain, each a conversation with a number in it."""
+    """A corpus of `count` numbered conversations per domain."""
     with lzma.open(folder / "valid.jsonl.xz", "wt", encoding="utf-8") as lines:
         for number in range(count):
             for domain in DOMAINS:
@@ -20,10 +20,10 @@ def corpus_of(folder: Path, count: int) -> Path:
     return folder
 
 
-def test_prompts_are_spread_over_a_corpus(tmp_path):
+def test_prompts_are_spread_over_the_corpus(tmp_path):
     chosen = load_prompts(corpus_of(tmp_path, 5), 2)
     assert list(chosen.by_domain) == list(DOMAINS)
-    # Every second of five, and of these the first two.
+    # Every second of five, and the first two of these.
     assert chosen.by_domain["math"] == [f"math 0{OPEN_TURN}", f"math 2{OPEN_TURN}"]
     assert chosen.digest == load_prompts(tmp_path, 2).digest
     assert chosen.digest != load_prompts(tmp_path, 1).digest
@@ -31,14 +31,14 @@ def test_prompts_are_spread_over_a_corpus(tmp_path):
         load_prompts(tmp_path, 6)
 
 
-def test_a_folder_without_a_corpus_is_refused(tmp_path):
+def test_folder_without_a_corpus_is_rejected(tmp_path):
     with pytest.raises(
         SystemExit, match=r"--corpus must be a folder with valid\.jsonl"
     ):
         load_prompts(tmp_path, 1)
 
 
-def test_a_text_is_cut_at_the_end_of_a_word():
+def test_text_is_cut_at_the_end_of_a_word():
     text = "word " * 200
     prompt = prompt_of(text)
     assert prompt is not None

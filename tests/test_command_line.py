@@ -1,4 +1,4 @@
-"""How command lines are read, their exit codes, and what they say of an error."""
+"""Parsing of command lines, exit codes, and error messages."""
 
 import io
 import sys
@@ -27,30 +27,30 @@ def fail(error: BaseException) -> None:
         (KeyboardInterrupt(), 130, "\nInterrupted.\n"),
     ],
 )
-def test_an_error_is_said_in_a_line(error, status, said, capsys):
+def test_errors_take_one_line(error, status, said, capsys):
     assert run_command("program", lambda: fail(error)) == status
     assert capsys.readouterr().err == said
 
 
-def test_warnings_are_a_line(capsys):
+def test_warnings_take_one_line(capsys):
     before = warnings.formatwarning
 
     def warn() -> None:
-        told = warnings.formatwarning("K is 5.", UserWarning, "file.py", 7, "x = 5")
-        print(told, end="")
+        text = warnings.formatwarning("K is 5.", UserWarning, "file.py", 7, "x = 5")
+        print(text, end="")
 
     assert run_command("program", warn) == 0
     assert capsys.readouterr().out == "program: warning: K is 5.\n"
     assert warnings.formatwarning is before
 
 
-def test_a_fault_of_the_program_is_not_hidden():
+def test_bugs_are_not_hidden():
     with pytest.raises(ZeroDivisionError):
         run_command("program", lambda: fail(ZeroDivisionError()))
 
 
 @pytest.mark.parametrize(("returned", "status"), [(None, 0), (0, 0), (3, 3)])
-def test_the_status_is_the_commands(returned, status, capsys):
+def test_exit_status_is_the_commands(returned, status, capsys):
     assert run_command("program", lambda: returned) == status
     assert capsys.readouterr() == ("", "")
 
@@ -86,7 +86,7 @@ def parser() -> CommandParser:
         ("--prot=3 bench", "program: error: unrecognized|mean --port?"),
     ],
 )
-def test_a_wrong_command_line_is_told_in_two_lines(line, said, capsys):
+def test_wrong_command_line_takes_two_lines(line, said, capsys):
     with pytest.raises(SystemExit) as end:
         parser().parse_args(line.split())
     assert end.value.code == 2
@@ -96,12 +96,12 @@ def test_a_wrong_command_line_is_told_in_two_lines(line, said, capsys):
         assert words in part
 
 
-def test_a_right_command_line_is_read():
+def test_valid_command_line_is_parsed():
     options = parser().parse_args(["--port", "3", "bench", "--batch-size", "4"])
     assert (options.port, options.command, options.batch_size) == (3, "bench", "4")
 
 
-def test_unknown_flags_are_told_without_values(capsys):
+def test_unknown_flags_are_reported_without_values(capsys):
     made = CommandParser(prog="program", allow_abbrev=False)
     made.add_argument("model", nargs="?")
     with pytest.raises(SystemExit):
@@ -111,7 +111,7 @@ def test_unknown_flags_are_told_without_values(capsys):
     assert "hush" not in shown
 
 
-def test_a_key_that_no_header_can_hold_is_not_quoted():
+def test_invalid_key_is_not_quoted():
     assert bearer("k") == {"Authorization": "Bearer k"}
     with pytest.raises(ArgumentError, match="printable ASCII") as refused:
         bearer("hush\nX-Other: 1")

@@ -31,7 +31,7 @@ SPEEDS = {
 def test_speeds_are_compared_repeat_by_repeat():
     found = compare(SPEEDS)
     assert found["best_num_drafts"] == 5
-    # In the second repeat the machine was slow for all of them.
+    # In the second repeat the machine was slow for all engines.
     assert found["adaptive_by_best"] == pytest.approx(
         {"median": 147 / 150, "least": 150 / 160, "most": 79 / 80}
     )
@@ -41,7 +41,7 @@ def test_speeds_are_compared_repeat_by_repeat():
     found = compare(slow)
     assert found["best_num_drafts"] == 0
     assert found["adaptive_by_best"]["median"] == pytest.approx(1.1)
-    # The most drafts, not the best K.
+    # The largest K, not the best K.
     assert found["fixed_by_plain"]["median"] == 0.5
 
 
@@ -57,20 +57,20 @@ ROUNDS = [
 ]
 
 
-def test_tokens_belong_to_the_bin_in_which_they_were_read():
+def test_tokens_belong_to_the_bin_of_their_time():
     marks = [Mark(0.05, 1), Mark(0.09, 4), Mark(0.15, 5), Mark(0.41, 9)]
     assert rates(marks, 0.5, 0.1) == [40, 10, 0, 0, 40]
-    # What comes after the end does not count.
+    # Tokens after the end do not count.
     assert rates(marks, 0.4, 0.2) == [25, 0]
 
 
-def test_a_phase_settles_when_nearly_as_much_is_made_as_at_its_end():
+def test_phase_settles_at_nearly_its_final_speed():
     level, settle_s = settle([50, 50, 50, 60, 95, 105, 100, 100, 100, 100], 0.1)
     assert level == 100
-    # Three bins together: 95, 105 and 100 are the first with a mean of 90 at least.
+    # Three bins: 95, 105 and 100 are the first with a mean of at least 90.
     assert settle_s == pytest.approx(0.4)
     assert settle([100.0] * 10, 0.1) == (100, 0)
-    # Faster than later is settled: nothing was lost.
+    # A phase that is faster than its end is settled: nothing was lost.
     assert settle([300.0, 200.0, *[100.0] * 8], 0.1) == (100, 0)
 
 
@@ -79,8 +79,8 @@ def row_of(**changes: Any) -> dict[str, Any]:
     return {"batch": 1} | compare(SPEEDS) | counted | changes
 
 
-def test_sets_of_engines_come_to_one_row():
-    """The spread is of the sets, not of what a set varies by in itself."""
+def test_sets_of_engines_are_merged_into_one_row():
+    """The spread is that between sets, not within a set."""
 
     def row(alike: float, drafts: dict[str, Any]) -> dict[str, Any]:
         speeds = {
@@ -110,7 +110,7 @@ def one(value: float) -> dict[str, float]:
     return {"median": value, "least": value, "most": value}
 
 
-def test_goals_that_are_missed_are_told():
+def test_missed_goals_are_reported():
     def phases(plain: float) -> list[dict[str, float | None]]:
         found = [(0.9, 100.0, 3.0), (0.0, 50.0, 1.0), (0.9, 100.0, 1.1)]
         names = "acceptance", "tokens_per_s", "settle_s"
@@ -123,7 +123,7 @@ def test_goals_that_are_missed_are_told():
         "cells": [row_of(acceptance=0.7)],
         "free": [row_of()],
         "foreign": [row_of(domain="math", temperature=0.0)],
-        # The first phase is the start, of which nothing is asked.
+        # The first phase is the start, which has no goal.
         "step": [{"batch": 1, "phases": phases(50.0)[:2]}],
         "ramp": {"adaptive_by_plain": 0.98},
     }
@@ -151,11 +151,11 @@ def test_goals_that_are_missed_are_told():
     ]
 
 
-def test_a_quick_run_changes_options_that_there_are():
+def test_quick_run_changes_existing_options():
     assert vars(make_parser().parse_args([])).keys() >= QUICK.keys()
 
 
-def test_parts_that_are_not_measured_again_are_kept(tmp_path):
+def test_unmeasured_parts_are_kept(tmp_path):
     path = tmp_path / "found.json"
     assert kept_parts(path, ["free"]) == {"measured": {}}
     about = {"cells": {"date": "earlier"}, "free": {"date": "earlier"}}

@@ -1,4 +1,4 @@
-"""Rows of `make bench`, from runs of which the times are known."""
+"""Rows of `make bench`, from runs with known times."""
 
 import argparse
 
@@ -11,7 +11,7 @@ from tests.support.fake_engines import make_fake_engine
 
 
 def run(seconds: float, num_rounds: int, *, token: int = 7, kept: int = 0) -> Run:
-    """21 tokens, the first of them the prompt's; drafts are two a round."""
+    """21 tokens, the first sampled after the prompt; two drafts per round."""
     drafted = Acceptance(
         num_drafts=num_rounds if kept else 0,
         num_draft_tokens=2 * num_rounds if kept else 0,
@@ -31,7 +31,7 @@ def run(seconds: float, num_rounds: int, *, token: int = 7, kept: int = 0) -> Ru
     )
 
 
-def test_a_row_holds_medians_over_prompts_of_medians_over_repeats():
+def test_row_has_medians_over_prompts_of_medians_over_repeats():
     first = PromptRuns(
         domain="math",
         num_prompt_tokens=4,

@@ -1,6 +1,6 @@
-"""The files of deploy/: what they name exists, and they are what their readers take.
+"""The files of deploy/: names in them exist, and they match their schemas.
 
-Nothing here builds an image or talks to a cluster.
+No test builds an image or connects to a cluster.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from jaxspec.engine.arg_utils import AsyncEngineArgs
 from jaxspec.serve import ray_app
 from jaxspec.serve.app import make_app
 from jaxspec.serve.flags import make_parser
-from jaxspec.serve.launcher import LAST_WORDS_S
+from jaxspec.serve.launcher import FLUSH_TIMEOUT_S
 from jaxspec.serve.settings import ServerSettings
 from tests.support.fake_engines import serve
 
@@ -60,14 +60,15 @@ LEADING, FOLLOWING = (
 
 
 def definition(name: str, version: str) -> Any:
-    """The schema of a kind that is no part of Kubernetes, as its project publishes it.
+    """The published schema of a kind that is not part of Kubernetes.
 
-    They are of a megabyte and more, and lie beside the checkout where there are any.
+    Schemas have a megabyte and more; they are read from outside of the checkout, if
+    present.
     """
     path = ROOT.parent / "shared" / "k8s" / name
     if not path.exists():
         pytest.skip(f"no {path} here")
-    # The C++ parser reads it in a second, the other in twenty.
+    # The C++ parser reads it in a second, the Python parser in twenty.
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     versions = yaml.load(path.read_text(), loader)["spec"]["versions"]
     (found,) = (one for one in versions if one["name"] == version)
@@ -75,7 +76,7 @@ def definition(name: str, version: str) -> Any:
 
 
 def strict(schema: Any) -> Any:
-    """A schema that refuses what it does not know, as an API server warns of it."""
+    """A schema that rejects unknown fields, of which an API server warns."""
     if isinstance(schema, list):
         return [strict(one) for one in schema]
     if not isinstance(schema, dict):
@@ -90,7 +91,7 @@ def strict(schema: Any) -> Any:
 
 
 def instructions() -> list[tuple[str, str]]:
-    """What the Dockerfile says, an instruction and its arguments each."""
+    """The Dockerfile's instructions, each with its arguments."""
     lines = (DEPLOY / "Dockerfile").read_text().splitlines()
     text = "\n".join(line for line in lines if not line.startswith("#"))
     joined = text.replace("\\\n", " ").splitlines()
@@ -98,12 +99,12 @@ def instructions() -> list[tuple[str, str]]:
     return [(name, arguments.strip()) for name, _, arguments in found]
 
 
-def told(name: str) -> str:
+def argument_of(name: str) -> str:
     (arguments,) = (one for kind, one in instructions() if kind == name)
     return arguments
 
 
-def test_the_image_has_what_the_wheel_is_made_of():
+def test_image_has_the_wheels_sources():
     copied = [one.split()[:-1] for kind, one in instructions() if kind == "COPY"]
     sources = {name for names in copied for name in names}
     assert all((ROOT / name).exists() for name in sources)
@@ -114,18 +115,18 @@ def test_the_image_has_what_the_wheel_is_made_of():
     assert sources == needed
 
 
-def test_image_and_manifest_run_the_server_alike():
-    program, command, *flags = json.loads(told("ENTRYPOINT"))
+def test_image_and_manifest_run_the_same_server():
+    program, command, *flags = json.loads(argument_of("ENTRYPOINT"))
     assert f"{program} {command}" == "jaxspec serve"
     given = make_parser("x").parse_args([*flags, *SERVER["args"]])
     assert given.host == "0.0.0.0"
     (port,) = SERVER["ports"]
-    assert str(given.port) == told("EXPOSE") == str(port["containerPort"])
+    assert str(given.port) == argument_of("EXPOSE") == str(port["containerPort"])
     folders = {one["mountPath"] for one in SERVER["volumeMounts"]}
-    assert folders == set(json.loads(told("VOLUME")))
+    assert folders == set(json.loads(argument_of("VOLUME")))
     assert Path(given.compilation_cache_dir).parent.as_posix() in folders
     user = POD["spec"]["securityContext"]["runAsUser"]
-    assert told("USER") == f"{user}:{user}"
+    assert argument_of("USER") == f"{user}:{user}"
     volumes = {one["name"] for one in POD["spec"]["volumes"]}
     assert {one["name"] for one in SERVER["volumeMounts"]} == volumes
     chips = SERVER["resources"]["limits"]["google.com/tpu"]
@@ -133,14 +134,14 @@ def test_image_and_manifest_run_the_server_alike():
     assert SERVER["resources"]["requests"] == SERVER["resources"]["limits"]
 
 
-def test_a_pod_has_time_to_end():
+def test_pod_has_time_to_shut_down():
     given = make_parser("x").parse_args(SERVER["args"])
     pause = SERVER["lifecycle"]["preStop"]["sleep"]["seconds"]
-    needed = pause + given.shutdown_timeout + LAST_WORDS_S
+    needed = pause + given.shutdown_timeout + FLUSH_TIMEOUT_S
     assert POD["spec"]["terminationGracePeriodSeconds"] > needed
 
 
-def test_probes_ask_what_is_served():
+def test_probes_use_existing_endpoints():
     async def use(engine: Any) -> None:
         app: Any = make_app(engine, ServerSettings())
         served = set(app.openapi()["paths"])
@@ -150,12 +151,12 @@ def test_probes_ask_what_is_served():
             assert asked["port"] == SERVER["ports"][0]["name"]
 
     serve(use)
-    # It is 503 until a program is compiled: nobody may take that for death.
+    # /health is 503 until a program is compiled, which must not restart the pod.
     startup = SERVER["startupProbe"]
     assert startup["periodSeconds"] * startup["failureThreshold"] >= 1800
 
 
-def test_all_mean_the_same_pods():
+def test_selectors_match_the_same_pods():
     labels = POD["metadata"]["labels"]
     selectors = [
         REPLICAS["Deployment"]["spec"]["selector"]["matchLabels"],
@@ -176,11 +177,11 @@ def test_all_mean_the_same_pods():
     assert backend["name"] == POOLED["InferencePool"]["metadata"]["name"]
 
 
-def test_kuberay_takes_the_ray_service():
+def test_ray_service_matches_kuberays_schema():
     schema = definition("rayservice.yaml", RAY["apiVersion"].partition("/")[2])
     whole = {"apiVersion", "kind", "metadata", "spec"}
     assert set(RAY) == whole
-    # Of `metadata` a definition says nothing: Kubernetes knows it.
+    # Definitions do not describe `metadata`, which Kubernetes defines.
     schema["properties"]["metadata"] = {"required": ["name"]}
     jsonschema.validate(RAY, schema)
     for change in ("specs", "spec.rayClusterConfigs", "spec.rayClusterConfig.hosts"):
@@ -196,7 +197,7 @@ def test_kuberay_takes_the_ray_service():
             jsonschema.validate(wrong, schema)
 
 
-def test_lws_takes_the_hosts():
+def test_hosts_match_the_lws_schema():
     schema = definition("lws.yaml", GROUP["apiVersion"].partition("/")[2])
     schema["properties"]["metadata"] = {"required": ["name"]}
     jsonschema.validate(GROUP, schema)
@@ -211,7 +212,7 @@ def test_lws_takes_the_hosts():
 
 
 def of_host(rank: int) -> argparse.Namespace:
-    """The command line of a host, with what LeaderWorkerSet puts in."""
+    """The command line of a host, with LeaderWorkerSet's variables filled in."""
     (container,) = (LEADING if rank == 0 else FOLLOWING)["spec"]["containers"]
     known = {"$(LWS_WORKER_INDEX)": str(rank), "$(LWS_LEADER_ADDRESS)": "leader"}
     given = []
@@ -223,7 +224,7 @@ def of_host(rank: int) -> argparse.Namespace:
     return make_parser("x").parse_args(given)
 
 
-def test_all_hosts_are_started_alike():
+def test_all_hosts_have_the_same_command_line():
     size = GROUP["spec"]["leaderWorkerTemplate"]["size"]
     lines = [of_host(rank) for rank in range(size)]
     arguments = [AsyncEngineArgs.from_cli_args(one) for one in lines]
@@ -235,7 +236,7 @@ def test_all_hosts_are_started_alike():
         own = dataclasses.replace(config, node_rank=0, headless=False)
         assert own == configs[0]
     leader = {"node_rank": 0, "headless": False}
-    # What `serve` makes of a model that stands alone.
+    # The defaults of `serve` for a model without a draft.
     known = [
         {**vars(one), "model": line.model_tag} | leader
         for one, line in zip(arguments, lines, strict=True)
@@ -253,30 +254,30 @@ def test_all_hosts_are_started_alike():
     assert ports["http"] == lines[0].port
 
 
-def test_hosts_have_a_secret_of_their_own_and_time_to_end():
+def test_hosts_have_a_secret_and_time_to_shut_down():
     for template in (LEADING, FOLLOWING):
         (container,) = template["spec"]["containers"]
         mounts = {one["name"]: one["mountPath"] for one in container["volumeMounts"]}
         volumes = {one["name"]: one for one in template["spec"]["volumes"]}
         assert mounts.keys() == volumes.keys()
         assert "secret" in volumes["hosts"] and mounts["hosts"] == "/hosts"
-        assert set(json.loads(told("VOLUME"))) < set(mounts.values())
+        assert set(json.loads(argument_of("VOLUME"))) < set(mounts.values())
     line = of_host(0)
     assert Path(line.hosts_secret_file).parent.as_posix() == "/hosts"
     pause = LEADER["lifecycle"]["preStop"]["sleep"]["seconds"]
-    needed = pause + line.shutdown_timeout + LAST_WORDS_S
+    needed = pause + line.shutdown_timeout + FLUSH_TIMEOUT_S
     for template in (LEADING, FOLLOWING):
         assert template["spec"]["terminationGracePeriodSeconds"] > needed
-    # When one process ends all do, and so they are started.
+    # If one process ends, all end, so all are restarted together.
     policy = GROUP["spec"]["leaderWorkerTemplate"]["restartPolicy"]
     assert policy == "RecreateGroupOnPodRestart"
-    # Requests go to the leader alone.
+    # Only the leader receives requests.
     selector = GROUPED["Service"]["spec"]["selector"]
     assert selector.items() <= LEADING["metadata"]["labels"].items()
     assert "labels" not in FOLLOWING.get("metadata", {})
 
 
-def test_ray_serves_the_application_that_there_is():
+def test_ray_serves_the_existing_application():
     (application,) = RAY_CONFIG["applications"]
     module, _, name = application["import_path"].partition(":")
     assert (module, getattr(ray_app, name)) == (ray_app.__name__, ray_app.build)
@@ -288,7 +289,7 @@ def test_ray_serves_the_application_that_there_is():
     assert placement.ray_actor_options is not None
     assert placement.ray_actor_options["resources"] == {"TPU": chips}
     assert placement.ray_actor_options["num_cpus"] <= int(limits["cpu"])
-    # A replica takes all chips of a worker: there are never more than workers.
+    # A replica takes all chips of a worker: at most one replica per worker.
     (deployment,) = application["deployments"]
     assert deployment["name"] == ray_app.NAME
     scaling = deployment["autoscaling_config"]
@@ -300,7 +301,7 @@ def test_ray_serves_the_application_that_there_is():
     assert ports == {"serve": listening["port"], "metrics": placement.metrics_port}
     assert listening["host"] == placement.metrics_host == "0.0.0.0"
     grace = WORKERS["template"]["spec"]["terminationGracePeriodSeconds"]
-    assert grace > options.shutdown_timeout + LAST_WORDS_S
+    assert grace > options.shutdown_timeout + FLUSH_TIMEOUT_S
 
 
 def test_ray_has_an_image_with_ray():
@@ -310,11 +311,11 @@ def test_ray_has_an_image_with_ray():
     assert version.split(".")[:2] == least.split(".")
     (head,) = HEAD["template"]["spec"]["containers"]
     assert head["image"] == WORKER["image"]
-    user = told("USER").partition(":")[0]
+    user = argument_of("USER").partition(":")[0]
     for spec in (HEAD["template"]["spec"], WORKERS["template"]["spec"]):
         assert str(spec["securityContext"]["runAsUser"]) == user
     folders = {one["mountPath"] for one in WORKER["volumeMounts"]}
-    assert folders == set(json.loads(told("VOLUME")))
+    assert folders == set(json.loads(argument_of("VOLUME")))
 
 
 @pytest.mark.parametrize(
@@ -325,9 +326,9 @@ def test_ray_has_an_image_with_ray():
         ("cuda,ray", "hub,kaggle,cuda,ray", "wget"),
     ],
 )
-def test_what_an_image_is_made_of(extra: str, extras: str, package: str):
-    """The first lines of its `RUN`, in a shell."""
-    begin = told("RUN").partition("&& if")[0]
+def test_image_extras(extra: str, extras: str, package: str):
+    """Runs the first lines of `RUN` in a shell."""
+    begin = argument_of("RUN").partition("&& if")[0]
     said = f'EXTRA={extra}; {begin}; echo "$extras $package"'
     done = subprocess.run(["sh", "-ec", said], capture_output=True, text=True)
     assert done.stdout.strip() == f"{extras} {package}".strip(), done.stderr
@@ -336,7 +337,7 @@ def test_what_an_image_is_made_of(extra: str, extras: str, package: str):
 
 
 @pytest.mark.parametrize("kind", REPLICAS)
-def test_kubernetes_takes_the_replicas(kind: str):
+def test_replicas_match_the_kubernetes_schema(kind: str):
     schemas = pytest.importorskip("kubernetes_validate")
     schemas.validate(REPLICAS[kind], "1.31", strict=True)
     wrong = REPLICAS[kind] | {"specs": {}}
@@ -344,7 +345,7 @@ def test_kubernetes_takes_the_replicas(kind: str):
         schemas.validate(wrong, "1.31", strict=True)
 
 
-def test_the_linter_of_dockerfiles_has_no_complaints():
+def test_dockerfile_passes_the_linter():
     places = f"{Path(sys.prefix) / 'bin'}{os.pathsep}{os.environ['PATH']}"
     linter = shutil.which("hadolint", path=places)
     if linter is None:

@@ -17,7 +17,7 @@ from jaxspec.errors import (
 )
 
 
-def test_the_tree():
+def test_error_hierarchy():
     assert issubclass(ConfigError, ValueError)
     assert issubclass(RequestError, ValueError)
     assert issubclass(UnsupportedError, NotImplementedError)
@@ -25,32 +25,32 @@ def test_the_tree():
         assert issubclass(error, ArgumentError)
 
 
-def test_a_wrong_argument_carries_what_was_given():
+def test_wrong_argument_error_has_parameter_and_value():
     error = wrong_argument(ConfigError, "seed", "an integer", "x", "Try 0.")
     assert str(error) == "seed must be an integer, got 'x'. Try 0."
     assert (error.parameter, error.value) == ("seed", "x")
     assert isinstance(error, ConfigError)
 
 
-def test_a_long_value_is_cut_in_the_message_only():
+def test_long_value_is_cut_only_in_the_message():
     error = wrong_argument(RequestError, "prompt", "short", "y" * 1000)
     assert len(str(error)) < 300
     assert error.value == "y" * 1000
 
 
 @pytest.mark.parametrize("value", [1, 3])
-def test_both_ends_of_an_integer_range_belong_to_it(value: int):
+def test_integer_ranges_include_both_ends(value: int):
     assert check_integer(ConfigError, "k", value, low=1, high=3) == value
 
 
 @pytest.mark.parametrize("value", [0, 4, True, 2.0, "2", None])
-def test_outside_an_integer_range(value: object):
+def test_rejects_integers_out_of_range(value: object):
     with pytest.raises(ConfigError, match="k must be an integer from 1 to 3, got"):
         check_integer(ConfigError, "k", value, low=1, high=3)
 
 
 @pytest.mark.parametrize("value", [0, -1, 1.01, math.nan, math.inf, True, "1", None])
-def test_outside_a_number_range(value: object):
+def test_rejects_numbers_out_of_range(value: object):
     with pytest.raises(RequestError, match=r"p must be a number in \(0, 1\], got"):
         check_number(RequestError, "p", value, low=0, high=1, open_low=True)
 
@@ -72,13 +72,13 @@ def test_ends_of_a_number_range(
         check_number(RequestError, "p", value, low=low, high=high, open_low=open_low)
 
 
-def test_a_number_becomes_a_float():
+def test_number_becomes_a_float():
     number = check_number(RequestError, "p", 0, low=0, high=1)
     assert (number, type(number)) == (0.0, float)
 
 
 @pytest.mark.parametrize("value", [0, 1, "True", None])
-def test_only_a_bool_is_a_flag(value: object):
+def test_flags_must_be_bool(value: object):
     assert check_flag(ConfigError, "flag", False) is False
     with pytest.raises(ConfigError, match="flag must be True or False, got"):
         check_flag(ConfigError, "flag", value)
@@ -91,7 +91,7 @@ def test_only_a_listed_choice_is_allowed(value: object):
         check_choice(ConfigError, "mode", value, ("a", "b"))
 
 
-def test_strings_have_bytes():
+def test_strings_must_be_encodable():
     assert check_strings(RequestError, "stop", ["é", "x"]) == ["é", "x"]
     with pytest.raises(RequestError, match="stop must be text that UTF-8 can encode"):
         check_strings(RequestError, "stop", ["a", "\ud800"])

@@ -1,4 +1,4 @@
-"""How programs end: with their status, whatever is compiled, at Ctrl-C at once."""
+"""Programs end with their status, even while compiling, and at once on Ctrl-C."""
 
 import signal
 import subprocess
@@ -17,16 +17,16 @@ from jaxspec.exit import COMPILER_THREAD, end, is_compiling
 threading.Thread(target=time.sleep, args=({seconds},), name=COMPILER_THREAD).start()
 logging.basicConfig()
 """
-TELLS = """
+PRINTS = """
 logging.getLogger().warning("logged")
-print("told", end="")
+print("printed", end="")
 assert is_compiling() == {is_compiling}
 end(3)
 """
 STARTS = """
 import signal, time
 from jaxspec.exit import interrupts_end
-# Whoever runs the tests may ignore it.
+# The parent process may ignore SIGINT.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 class Loses:
     def __del__(self):
@@ -59,29 +59,29 @@ del engines[2]
 threading.Timer(0.3, print, ["the thread has ended"]).start()
 print("ends", flush=True)
 if not os.fork():
-    raise SystemExit(0)  # says nothing but what other handlers say
+    raise SystemExit(0)  # prints only the other handlers' lines
 os.wait()
 raise SystemExit(7)
 """
 
 
 @pytest.mark.parametrize("is_compiling", [False, True])
-def test_an_end_with_a_status_and_all_that_was_told(is_compiling: bool):
+def test_end_flushes_output_and_exits_with_the_status(is_compiling: bool):
     seconds = 100 if is_compiling else 0
     code = COMPILES.format(seconds=seconds)
     code += "" if is_compiling else "time.sleep(0.2)"
-    code += TELLS.format(is_compiling=is_compiling)
+    code += PRINTS.format(is_compiling=is_compiling)
     start = time.monotonic()
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT
     )
     assert time.monotonic() - start < 60
-    assert (done.returncode, done.stdout) == (3, "told"), done.stderr
+    assert (done.returncode, done.stdout) == (3, "printed"), done.stderr
     assert done.stderr == "WARNING:root:logged\n"
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no fork")
-def test_engines_finish_at_the_exit_in_order():
+def test_engines_finish_in_order_at_exit():
     done = subprocess.run(
         [sys.executable, "-c", FINISHES], capture_output=True, text=True, cwd=ROOT
     )
@@ -100,8 +100,8 @@ def test_engines_finish_at_the_exit_in_order():
     assert "RuntimeError: out of order" in done.stderr
 
 
-def test_an_interrupt_of_a_start_is_not_lost():
-    """Raised as an exception it would be, in a `__del__` for one."""
+def test_interrupt_during_start_is_not_lost():
+    """An exception would be lost, for example in a `__del__`."""
     with subprocess.Popen(
         [sys.executable, "-c", STARTS],
         stdout=subprocess.PIPE,
@@ -117,10 +117,10 @@ def test_an_interrupt_of_a_start_is_not_lost():
     assert error == "\nInterrupted.\n"
 
 
-def test_interrupts_are_handled_as_before_afterwards():
+def test_interrupt_handler_is_restored():
     before = signal.getsignal(signal.SIGINT)
     try:
-        # In a shell's background job they are ignored from the start.
+        # In a shell's background job interrupts are ignored from the start.
         handler = signal.default_int_handler
         signal.signal(signal.SIGINT, handler)
         with interrupts_end():

@@ -1,4 +1,4 @@
-"""The figures in git show the results in git, and a README shows every figure."""
+"""Committed figures match the committed results, and a README shows every figure."""
 
 import json
 import subprocess
@@ -24,7 +24,7 @@ PAIR = max((ROOT / "benchmarks" / "results").glob("cpu_pair-*.json"))
 
 
 def committed(name: str) -> list[dict[str, Any]]:
-    """The results of a file: one, or one a line."""
+    """The results of a file: one, or one per line."""
     return figures._lines(figures.RESULTS / name)
 
 
@@ -60,12 +60,12 @@ def ticks_of(axes: Axes) -> list[str]:
     return [label.get_text() for label in axes.get_xticklabels()]
 
 
-def test_committed_figures_are_those_of_the_committed_results():
+def test_committed_figures_match_the_results():
     found, _ = figures.draw_all(figures.RESULTS)
     paths = {path.stem: path for path in figures.FIGURES.glob("*.svg")}
     hint = "run make figures, and remove what it no longer draws"
     assert paths.keys() == found.keys(), hint
-    # In words and numbers: where glyphs and lines lie depends on a machine's fonts.
+    # Descriptions are compared: positions of glyphs and lines depend on fonts.
     for name, path in paths.items():
         assert description_of(path) == drawing.described(found[name]), f"{name}: {hint}"
 
@@ -91,11 +91,11 @@ def test_missing_results_are_reported_and_the_rest_drawn(tmp_path, capsys):
     assert not list(output.iterdir())
     (results / figures.SERVE).write_text(json.dumps(committed(figures.SERVE)[0]))
     figures.main(arguments)
-    assert capsys.readouterr().out.startswith("Drawn: load.svg\nNot there: spec-cpu")
+    assert capsys.readouterr().out.startswith("Drawn: load.svg\nMissing: spec-cpu")
     assert [path.name for path in output.iterdir()] == ["load.svg"]
 
 
-def test_speed_up_acceptance_and_parts_are_those_of_the_sweep():
+def test_sweep_figures_match_the_results():
     (result,) = committed(figures.SPEC)
     found = spec_figures(result)
     for axes, point in zip(found["speed_up"].axes, result["points"], strict=True):
@@ -124,7 +124,7 @@ def test_acceptance_is_weighted_by_rounds():
     ]
     first, second = kept_by_position(runs, 2)
     assert first == pytest.approx({"median": 0.7, "least": 0.4, "most": 0.8})
-    # The second run accepted nothing so deep.
+    # The second run accepted no drafts at this position.
     assert second == pytest.approx({"median": 0.3, "least": 0.0, "most": 0.4})
 
 
@@ -140,7 +140,7 @@ def test_server_under_load_has_both_modes_and_whiskers():
         e["plain"]["output_throughput"] for e in entries if e["max_concurrency"] == 16
     ]
     assert ys_of(speed.lines[1])[-1] == np.median(plain)
-    # By rate, and of a server without drafts or a plain run.
+    # By rate, with a server without drafts, and a plain run.
     rates = [dict(entries[0], max_concurrency=None) for _ in range(3)]
     for entry, rate in zip(rates, (2.0, "inf", 0.5), strict=True):
         entry["request_rate"] = rate
@@ -150,7 +150,7 @@ def test_server_under_load_has_both_modes_and_whiskers():
     assert labels_of(ttft) == ["as served"]
 
 
-def test_domains_are_those_of_the_newest_full_result(tmp_path):
+def test_domains_come_from_the_newest_full_result(tmp_path):
     result = json.loads(PAIR.read_text())
     quick = result["arguments"] | {"quick": True}
     changes = (
@@ -220,15 +220,15 @@ def gpu_result(**changes: Any) -> dict[str, Any]:
             "batch": 1,
             "acceptance": "synthetic",
             "num_drafts": count,
-            "forced_acceptance": chance,
+            "forced_acceptance": rate,
             "round_us": spread(100.0 * (1 + count * cost)),
             "speed_up": 0.9 * best,
             "ceiling": best,
         }
         for pair, cost in (("9b-2b", 0.3), ("27b-2b", 0.1))
         for count in (8, 1, 4, 2)
-        for chance in (0.6, 0.8)
-        for best in [sum(chance**i for i in range(count + 1)) / (1 + count * cost)]
+        for rate in (0.6, 0.8)
+        for best in [sum(rate**i for i in range(count + 1)) / (1 + count * cost)]
     ]
     steps = [
         {
@@ -271,7 +271,7 @@ def test_gpu_is_drawn_with_its_ceilings_and_the_goal(tmp_path):
     assert xs_of(ceiling) == xs_of(ours) == [1, 2, 4, 8]
     assert ys_of(ceiling)[0] == pytest.approx(1.6 / 1.1)
     assert ys_of(ours) == pytest.approx([0.9 * one for one in ys_of(ceiling)])
-    # A round that took a tenth less was faster.
+    # A round that took a tenth less time was faster.
     span = [0.9 * 1.6 / 1.1 / 1.1, 0.9 * 1.6 / 1.1 / 0.9]
     assert spans_of(axes)[0] == pytest.approx(span)
     assert labels_of(axes) == ["acceptance 0.6", "acceptance 0.8"]
@@ -295,7 +295,7 @@ def test_gpu_is_drawn_with_its_ceilings_and_the_goal(tmp_path):
         ),
     ],
 )
-def test_gpu_run_that_came_to_little_draws_what_there_is(changes, names, tmp_path):
+def test_incomplete_gpu_run_draws_the_available_figures(changes, names, tmp_path):
     (tmp_path / "gpu-a.json").write_text(json.dumps(gpu_result(**changes)))
     assert list(figures.draw_all(tmp_path)[0]) == names
 
@@ -304,19 +304,19 @@ def test_gpu_run_that_came_to_little_draws_what_there_is(changes, names, tmp_pat
     ("heights", "placed"),
     [
         ([30, 0], [30, 0]),
-        # Each moves half of what is missing.
+        # Each moves half of the missing distance.
         ([12, 10], [16, 6]),
         ([10, 10, 10], [0, 10, 20]),
         # The third is pushed by the two below, and pushes them.
         ([0, 4, 12, 90], [-14 / 3, 16 / 3, 46 / 3, 90]),
     ],
 )
-def test_labels_are_parted_and_move_little(heights, placed):
+def test_labels_are_separated_with_small_moves(heights, placed):
     assert drawing.parted(heights, 10) == pytest.approx(placed)
 
 
 @pytest.mark.parametrize("suffix", [".svg", ".pdf", ".png"])
-def test_same_figure_is_the_same_bytes_whatever_the_settings(suffix, tmp_path):
+def test_figures_are_reproducible_under_any_settings(suffix, tmp_path):
     def draw() -> Figure:
         return load_figure(committed(figures.SERVE)[:1])
 

@@ -1,4 +1,4 @@
-"""The benchmark of full-size models, run with tiny ones: every part of it works."""
+"""The benchmark of full-size models, run with tiny ones, to test every part."""
 
 import argparse
 import json
@@ -24,7 +24,7 @@ def options_of(*more: str) -> argparse.Namespace:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", [[], ["--scan-layers"]], ids=["each", "scanned"])
-def test_a_pair_is_measured_in_all_ways(form):
+def test_pair_is_measured_in_all_parts(form):
     rows = list(gpu.run_part("9b-2b", options_of("--context", "16", *form)))
     by_kind = {}
     for row in rows:
@@ -40,7 +40,7 @@ def test_a_pair_is_measured_in_all_ways(form):
     forced, real = by_kind["round"]
     assert (forced["acceptance"], real["acceptance"]) == ("synthetic", "standard")
     # 3 steps of a draft, twice. Random models with tied embeddings repeat their last
-    # token, so that a real rule keeps their drafts; a forced chance of 0 keeps none.
+    # token, so a real rule accepts their drafts; a forced rate of 0 accepts none.
     assert (forced["drafted"], forced["accepted"]) == (6, 0)
     assert forced["tokens_per_round"] == 1
     assert forced["ceiling"] < 1
@@ -51,7 +51,7 @@ def test_a_pair_is_measured_in_all_ways(form):
     assert sum(one["share"] for one in profile["kernels"]) <= 1.001
 
 
-def test_full_shapes_are_the_published_ones():
+def test_full_shapes_are_published_ones():
     options = gpu.make_parser().parse_args([])
     assert gpu.config_of("27b", options)["hidden_size"] == 4608
     assert gpu.setting_of(options).context == 1024
@@ -60,12 +60,12 @@ def test_full_shapes_are_the_published_ones():
         pair = gpu.configs_of("27b-2b", gpu.make_parser().parse_args(form))
         assert [one.scan_layers for one in pair] == [bool(form)] * 2
     pool = Setting(context=100, steps=10).pool(8, 512, 4)
-    # Pages for the context and five tokens of every step, and of one more.
+    # Pages for the context, five tokens of every step, and those of one more step.
     assert pool.max_model_len >= 100 + 11 * 5
     assert pool.num_pages == 8 * pool.table_len
 
 
-def test_what_was_measured_is_kept_when_a_part_fails(tmp_path, monkeypatch):
+def test_measurements_are_kept_if_a_part_fails(tmp_path, monkeypatch):
     output = tmp_path / "result.json"
     seen = []
 
@@ -98,7 +98,7 @@ def test_what_was_measured_is_kept_when_a_part_fails(tmp_path, monkeypatch):
 
 @pytest.fixture
 def child(monkeypatch, tmp_path: Path):
-    """Makes a part run lines of a shell, which writes its number to `$0.pids`."""
+    """Return a function that makes a part run shell lines; pids go to `$0.pids`."""
     path = tmp_path / "python"
     monkeypatch.setattr(gpu.sys, "executable", str(path))
 
@@ -111,7 +111,7 @@ def child(monkeypatch, tmp_path: Path):
 
 
 def have_ended(pids: Path) -> bool:
-    """Whether all of them end, which takes a moment where nobody waits for them."""
+    """Whether all processes end; without a parent to reap them it takes a moment."""
     for _ in range(100):
         states = [Path("/proc", pid, "stat") for pid in pids.read_text().split()]
         if not any(path.exists() and " Z " not in path.read_text() for path in states):
@@ -120,8 +120,8 @@ def have_ended(pids: Path) -> bool:
     return False
 
 
-def test_a_process_that_takes_too_long_is_killed_with_what_it_started(child):
-    """What it started holds the pipe too: as long as that lives, there may be more."""
+def test_slow_process_is_killed_with_its_children(child):
+    """A child process also holds the pipe, so reading would not end while it lives."""
     more = "sleep 60 &", "echo $! >> $0.pids", "exec sleep 60"
     pids = child("echo '{\"what\": 1}'", "echo not json", *more)
     first, last = gpu.run_child("9b-2b", 1.0, [])
@@ -133,7 +133,7 @@ def test_a_process_that_takes_too_long_is_killed_with_what_it_started(child):
     assert have_ended(pids)
 
 
-def test_a_part_ends_when_nobody_reads_on(child):
+def test_part_ends_when_its_reader_closes(child):
     pids = child("echo '{\"what\": 1}'", "exec sleep 60")
     rows = gpu.rows_of("9b-2b", time.monotonic() + 60, [])
     assert next(rows) == {"what": 1}
@@ -142,12 +142,12 @@ def test_a_part_ends_when_nobody_reads_on(child):
 
 
 @pytest.mark.parametrize("given", [None, 0.5])
-def test_a_part_takes_most_of_the_memory_unless_it_is_told(child, monkeypatch, given):
+def test_part_preallocates_memory_unless_configured(child, monkeypatch, given):
     name = "XLA_PYTHON_CLIENT_MEM_FRACTION"
     monkeypatch.delenv(name, raising=False)
     if given is not None:
         monkeypatch.setenv(name, str(given))
-    # Half a line, as of one that was killed while it wrote, is none.
+    # An incomplete line, as from a killed process, is ignored.
     child(f'echo "{{\\"what\\": ${name}}}"', "printf '{\"half'")
     expected = gpu.MEMORY_FRACTION if given is None else given
     assert list(gpu.run_child("9b-2b", 60, [])) == [{"what": expected}]
@@ -163,7 +163,7 @@ def heeds_interrupts():
 
 @pytest.mark.usefixtures("heeds_interrupts")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
-def test_a_signal_ends_the_run_and_the_part(monkeypatch, tmp_path, number):
+def test_signal_ends_the_run_and_the_part(monkeypatch, tmp_path, number):
     output, ended = tmp_path / "result.json", []
 
     def child(*_):
@@ -185,8 +185,8 @@ def test_a_signal_ends_the_run_and_the_part(monkeypatch, tmp_path, number):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_drafts", [0, 2])
-def test_a_pass_computes_what_a_round_needs(num_drafts):
-    """The tokens of a plain pass are no one's input, and are computed all the same."""
+def test_pass_computes_all_that_a_round_needs(num_drafts):
+    """Tokens of a plain pass are computed although no later pass reads them."""
     setting = gpu.setting_of(options_of("--context", "16"))
     config = config_from_hf(gpu.config_of("9b", options_of()))
     models = Models.random(config, config, setting)
@@ -199,7 +199,7 @@ def test_a_pass_computes_what_a_round_needs(num_drafts):
 
 
 @pytest.mark.slow
-def test_shapes_of_weights_compile_the_program_that_weights_do():
+def test_abstract_weights_compile_the_same_program():
     config = config_from_hf(gpu.config_of("9b", options_of()))
     setting = gpu.setting_of(options_of("--context", "16"))
     models = Models.random(config, config, setting)
@@ -215,7 +215,7 @@ def test_shapes_of_weights_compile_the_program_that_weights_do():
         assert str(made.memory_analysis()) == str(abstract.memory_analysis())
 
 
-def test_kernels_are_summed_up():
+def test_kernel_times_are_summed():
     found = clock.summarise([("a", 1.0), ("b", 2.5), ("a", 0.5)])
     assert found["device_s"] == 4.0
     assert found["kernels"] == [
@@ -225,9 +225,9 @@ def test_kernels_are_summed_up():
 
 
 @pytest.mark.slow
-def test_huggingface_beside_it():
+def test_huggingface_is_measured_too():
     rows = list(gpu.run_part("hf-2b", options_of("--context", "16")))
     assert [row["is_compiled"] for row in rows] == [False, True]
-    # A long text less a short one: with tiny shapes the clock's noise may be more.
+    # The difference of a long and a short text; tiny models are within timing noise.
     for row in rows:
         assert row["step_us"]["least"] <= row["step_us"]["median"] < 1e6

@@ -1,6 +1,6 @@
-"""Imports stand at the top, are absolute, work, and are declared dependencies.
+"""Imports are at the top, absolute, working, and declared as dependencies.
 
-Their direction is checked by import-linter, with the contracts in pyproject.toml.
+import-linter checks their direction, with the contracts in pyproject.toml.
 """
 
 import ast
@@ -26,8 +26,8 @@ MODULES = [
     for path in sorted((folder / package).rglob("*.py"))
 ]
 
-# Modules that nothing imports at its top, but for those that need the same extra; and
-# the extra that brings what they need.
+# Modules that only modules with the same extra import at the top; and the extra that
+# installs their dependencies.
 NEED_AN_EXTRA = {
     "jaxspec/train/run.py": "train",
     "jaxspec/train/trainer.py": "train",
@@ -54,7 +54,7 @@ def imports_of(tree: ast.AST) -> list[Import]:
 
 
 def declared_distributions(extra: str | None) -> set[str]:
-    """What `pip install` brings, with one extra or none, in normalised spelling."""
+    """Distributions that `pip install` installs, with one extra or none, normalized."""
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     project = tomllib.loads(text)["project"]
     requirements = list(project["dependencies"])
@@ -67,7 +67,7 @@ def declared_distributions(extra: str | None) -> set[str]:
 @pytest.mark.parametrize(
     ("folder", "path"), MODULES, ids=[str(path) for _, path in MODULES]
 )
-def test_imports_stand_at_the_top_and_are_absolute(folder: Path, path: Path) -> None:
+def test_imports_are_at_the_top_and_absolute(folder: Path, path: Path) -> None:
     tree = ast.parse((folder / path).read_text(encoding="utf-8"))
     for node in imports_of(tree):
         where = f"{path}:{node.lineno}"
@@ -79,7 +79,7 @@ def test_imports_stand_at_the_top_and_are_absolute(folder: Path, path: Path) -> 
 
 
 def test_third_party_imports_are_declared() -> None:
-    # `make demo` installs no extra: an import that only an extra brings breaks it.
+    # `make demo` installs no extra: an import that needs one would break it.
     distributions = packages_distributions()
     undeclared = [
         f"{path}: {name}"

@@ -55,7 +55,7 @@ def parse(prompt: object) -> ParsedPrompt:
         ([2] * (MAX_MODEL_LEN - 1), None, [2] * (MAX_MODEL_LEN - 1)),
     ],
 )
-def test_every_form_of_a_prompt(prompt: object, text: str, token_ids: list[int]):
+def test_all_prompt_forms_are_parsed(prompt: object, text: str, token_ids: list[int]):
     parsed = parse(prompt)
     assert (parsed.text, parsed.token_ids) == (text, token_ids)
     assert all(type(token) is int for token in parsed.token_ids)
@@ -87,7 +87,7 @@ def test_every_form_of_a_prompt(prompt: object, text: str, token_ids: list[int])
         ("\ud800", "'\\ud800'", "UTF-8"),
     ],
 )
-def test_a_bad_prompt_says_what_was_given_and_what_is_allowed(
+def test_bad_prompt_error_has_value_and_allowed(
     prompt: object, given: str, allowed: str
 ):
     with pytest.raises(RequestError) as caught:
@@ -97,12 +97,12 @@ def test_a_bad_prompt_says_what_was_given_and_what_is_allowed(
     assert caught.value.parameter is not None
 
 
-def test_the_context_limit_is_named():
+def test_error_names_the_context_limit():
     with pytest.raises(RequestError, match=r"max_model_len=12"):
         parse("a" * 12)
 
 
-def test_text_without_tokens_is_no_prompt():
+def test_empty_prompt_is_rejected():
     with pytest.raises(RequestError, match=r"at least one token, got ''"):
         parse_prompt("", Nothing(), VOCAB_SIZE, MAX_MODEL_LEN)
 
@@ -110,12 +110,12 @@ def test_text_without_tokens_is_no_prompt():
 @pytest.mark.parametrize(
     "key", ["multi_modal_data", "mm_processor_kwargs", "prompt_embeds"]
 )
-def test_more_than_text_is_not_supported(key: str):
+def test_multimodal_prompts_are_rejected(key: str):
     with pytest.raises(NotImplementedError, match=rf"{key}.*17"):
         parse({"prompt": "ab", key: 17})
 
 
-def test_a_long_bad_prompt_is_shortened_in_the_message():
+def test_long_bad_prompt_is_shortened_in_the_message():
     with pytest.raises(RequestError) as caught:
         parse({"prompt_token_ids": "x" * 10_000})
     assert len(str(caught.value)) < 400
@@ -144,16 +144,18 @@ def test_a_long_bad_prompt_is_shortened_in_the_message():
         (UserList(["ab", "cd"]), ["ab", "cd"]),
     ],
 )
-def test_one_prompt_and_many_are_told_apart(prompts: Any, expected: list[Any]):
+def test_single_and_multiple_prompts_are_distinguished(
+    prompts: Any, expected: list[Any]
+):
     assert split_prompts(prompts) == expected
 
 
 @pytest.mark.parametrize("prompts", [None, 3, {"a", "b"}])
-def test_what_holds_no_prompts_is_refused(prompts: Any):
+def test_rejects_values_without_prompts(prompts: Any):
     with pytest.raises(RequestError, match=r"a list of these, got"):
         split_prompts(prompts)
 
 
-def test_an_array_of_token_ids_may_be_a_parameter():
+def test_token_ids_may_be_an_array():
     params = SamplingParams(stop_token_ids=cast(Any, torch.tensor([2, 7])))
     assert params.stop_token_ids == [2, 7]

@@ -1,4 +1,4 @@
-"""Programs and texts do not depend on the user's jax settings."""
+"""Programs and texts are independent of the user's jax settings."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -57,7 +57,7 @@ def test_settings_of_the_user_are_restored():
 
 def test_programs_are_the_same_under_other_settings(tmp_path):
     runner = pair.engine().runner
-    shape = StepShape(num_seqs=2, num_draft_tokens=pair.NUM_DRAFT, chunk=32)
+    shape = StepShape(num_seqs=2, num_draft_tokens=pair.NUM_DRAFT, max_prompt_tokens=32)
     arguments = (*runner.params, runner.state)
 
     def made() -> tuple[str, Any]:
@@ -87,7 +87,7 @@ def test_texts_are_the_same_under_other_settings():
         assert tokens_of(generate(engine, PROMPTS, params)) == expected
 
 
-def test_a_platform_that_cannot_start_is_named(monkeypatch):
+def test_error_names_a_platform_that_cannot_start(monkeypatch):
     def fail() -> None:
         raise AssertionError
 

@@ -1,4 +1,4 @@
-"""The rules that a script can check: names, mirrored tests, one list."""
+"""Layout rules: module names, mirrored tests, one list of checks."""
 
 import ast
 import re
@@ -77,11 +77,11 @@ TESTED_ELSEWHERE: dict[str, tuple[str, str]] = {
     ),
     "jaxspec/engine/scheduling/launch.py": (
         "tests/engine/scheduling/test_commit.py",
-        "a launch is what is committed",
+        "a commit takes a launch",
     ),
     "jaxspec/engine/scheduling/round_estimates.py": (
         "tests/engine/scheduling/test_lookup_estimator.py",
-        "estimates are tested by the choices made of them",
+        "estimates are tested by the choices made from them",
     ),
     "jaxspec/engine/scheduling/slow_masks.py": (
         "tests/e2e/test_grammars.py",
@@ -97,7 +97,7 @@ TESTED_ELSEWHERE: dict[str, tuple[str, str]] = {
     ),
     "jaxspec/engine/speculation/constants.py": (
         "tests/engine/speculation/test_policy.py",
-        "they are the policy's",
+        "they are part of the policy",
     ),
     "jaxspec/models/__init__.py": (
         "tests/models/gemma/test_module.py",
@@ -109,11 +109,11 @@ TESTED_ELSEWHERE: dict[str, tuple[str, str]] = {
     ),
     "jaxspec/models/gemma/turns.py": (
         "tests/text/test_chat_turns.py",
-        "turns are how a chat is written",
+        "a chat is written in turns",
     ),
     "jaxspec/models/matrices.py": (
         "tests/models/test_cpu.py",
-        "every form is tested like the dense one, and against it",
+        "every form is tested against the dense one",
     ),
     "jaxspec/models/variables.py": (
         "tests/models/gemma/test_module.py",
@@ -125,11 +125,11 @@ TESTED_ELSEWHERE: dict[str, tuple[str, str]] = {
     ),
     "jaxspec/models/params.py": (
         "tests/models/test_weights.py",
-        "a declaration is what weights are made of",
+        "weights are made from declarations",
     ),
     "jaxspec/__init__.py": (
         "tests/test_public_names.py",
-        "what it owns is the list of public names",
+        "it contains only the list of public names",
     ),
     "jaxspec/config/model.py": (
         "tests/config/test_engine.py",
@@ -137,7 +137,7 @@ TESTED_ELSEWHERE: dict[str, tuple[str, str]] = {
     ),
     "jaxspec/serve/app.py": (
         "tests/serve/test_generation.py",
-        "every endpoint is asked through it",
+        "every endpoint is called through it",
     ),
     "jaxspec/serve/serving.py": (
         "tests/serve/test_generation.py",
@@ -145,7 +145,7 @@ TESTED_ELSEWHERE: dict[str, tuple[str, str]] = {
     ),
     "jaxspec/logger.py": (
         "tests/test_vllm_paths.py",
-        "it is there to be imported",
+        "it only needs to be importable",
     ),
     "jaxspec/envs.py": (
         "tests/test_vllm_paths.py",
@@ -153,7 +153,7 @@ TESTED_ELSEWHERE: dict[str, tuple[str, str]] = {
     ),
     "jaxspec/program/propose/ngram_match.py": (
         "tests/program/propose/test_ngram.py",
-        "one match is a lookup; several: test_suffix.py beside it",
+        "one match is tested as a lookup, several in test_suffix.py",
     ),
     "jaxspec/program/propose/eagle.py": (
         "tests/e2e/test_heads.py",
@@ -169,7 +169,7 @@ TESTED_ELSEWHERE: dict[str, tuple[str, str]] = {
     ),
     "jaxspec/program/propose/hidden_cache.py": (
         "tests/support/heads.py",
-        "what it keeps is what the heads' drafts are made of",
+        "the heads' drafts are made from the states it stores",
     ),
     "jaxspec/program/propose/draft_sampling.py": (
         "tests/mutants.py",
@@ -187,7 +187,7 @@ TESTED_ELSEWHERE: dict[str, tuple[str, str]] = {
 
 
 def defines_something(path: Path) -> bool:
-    """Whether a module holds code of its own; an alias or a reading order does not."""
+    """Whether a module defines something; aliases and reading orders do not."""
     tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
     return any(
         isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
@@ -196,9 +196,9 @@ def defines_something(path: Path) -> bool:
 
 
 def mirrors_of(path: Path, stems: Counter[str]) -> list[Path]:
-    """Where a module's tests may stand: mirrored, or flat if its name is unique."""
+    """Allowed paths of a module's tests: mirrored, or flat if its name is unique."""
     if path.parts[0] == "kernels":
-        # An operation is a folder of modules with one test file for all of them.
+        # An operation is a folder of modules with one common test file.
         unit = path.parts[2].removesuffix(".py").strip("_")
         return [Path("tests/kernels", f"test_{unit}.py")]
     if path.stem == "__init__":
@@ -211,7 +211,7 @@ def mirrors_of(path: Path, stems: Counter[str]) -> list[Path]:
 
 
 def source_modules() -> list[Path]:
-    """Modules of jaxspec, without `LEAVES`, and of jaxspec_kernels that hold code."""
+    """Modules with code of jaxspec (without `LEAVES`) and jaxspec_kernels."""
     leaves = {Path("jaxspec", name) for name in LEAVES}
     return [
         path
@@ -222,7 +222,7 @@ def source_modules() -> list[Path]:
     ]
 
 
-def test_names_say_what_a_file_owns() -> None:
+def test_module_names_are_specific() -> None:
     vague = [
         str(path)
         for path in FILES
@@ -246,7 +246,7 @@ def test_every_module_has_tests() -> None:
     assert not untested, "\n".join(untested)
 
 
-def test_list_of_modules_tested_elsewhere_is_true() -> None:
+def test_modules_tested_elsewhere_are_imported_there() -> None:
     modules = {str(path) for path in source_modules()}
     for module, (test, reason) in TESTED_ELSEWHERE.items():
         assert module in modules, f"{module} is gone"

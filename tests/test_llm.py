@@ -1,4 +1,4 @@
-"""`LLM` over a stand-in engine; the real one is tested under tests/e2e."""
+"""`LLM` over a fake engine; tests/e2e tests the real one."""
 
 from typing import Any
 
@@ -42,7 +42,7 @@ class Echo:
         self.prompts: list[Any] = []
         self.priorities: list[int] = []
         self.num_steps = 0
-        self.tell: Any = None
+        self.announce: Any = None
         self.warmed_up: Any = None
         self.is_shut_down = False
 
@@ -63,7 +63,7 @@ class Echo:
         request: Any = (prompt, params, priority)
         return Prepared(request_id, [request])
 
-    def admit(self, prepared: Prepared) -> None:
+    def add_prepared(self, prepared: Prepared) -> None:
         request: Any = prepared.requests[0]
         prompt, params, priority = request
         self.priorities.append(priority)
@@ -82,16 +82,16 @@ class Echo:
             self.waiting.pop(request_id, None)
 
     def announce_compiles(self, announce: Any) -> None:
-        self.tell = announce
+        self.announce = announce
 
     def warm_up(self, prompt_tokens: int | None = None, params: Any = ()) -> None:
         self.warmed_up = prompt_tokens, list(params)
         for what in ("Compiling one", "", "Compiling two", ""):
-            self.tell(what)
+            self.announce(what)
 
     def wait_for_programs(self) -> None:
-        self.tell("Compiling three")
-        self.tell("")
+        self.announce("Compiling three")
+        self.announce("")
 
     def shutdown(self) -> None:
         self.is_shut_down = True
@@ -104,8 +104,8 @@ class Echo:
         if prompt == "fail":
             raise ZeroDivisionError
         if prompt == "new shape":
-            self.tell("Compiling 4 sequences")
-            self.tell("")
+            self.announce("Compiling 4 sequences")
+            self.announce("")
         if isinstance(prompt, dict):
             prompt = prompt.get("prompt") or prompt["prompt_token_ids"]
         text = prompt if isinstance(prompt, str) else "".join(map(chr, prompt))
@@ -141,10 +141,10 @@ def texts(outputs: list[RequestOutput]) -> list[str]:
     return [output.outputs[0].text for output in outputs]
 
 
-def test_outputs_come_in_the_order_of_the_prompts(llm: LLM):
+def test_outputs_are_in_the_order_of_prompts(llm: LLM):
     outputs = llm.generate(["ab", "cd", "ef"], use_tqdm=False)
     assert texts(outputs) == ["ba", "dc", "fe"]
-    # A second call goes on counting its requests.
+    # A second call continues the numbering of requests.
     assert texts(llm.generate("gh", use_tqdm=False)) == ["hg"]
     assert [int(name) for name in engine_of(llm).params] == [0, 1, 2, 3]
 
@@ -162,7 +162,7 @@ def test_one_or_several_parameters(llm: LLM):
     assert [params.max_tokens for params in used] == [5, 6, 5, 5, 3]
     assert used[-1].temperature == 0.6
     assert {params.output_kind for params in used} == {RequestOutputKind.FINAL_ONLY}
-    # The caller's own objects stay as they were.
+    # The caller's objects are unchanged.
     assert given[0].output_kind is RequestOutputKind.CUMULATIVE
 
 
@@ -176,27 +176,27 @@ def test_one_or_several_parameters(llm: LLM):
 def test_bad_parameters(
     llm: LLM, params: Any, allowed: str, monkeypatch: pytest.MonkeyPatch
 ):
-    # As users run it: jaxtyping would find the wrong type first.
+    # Without type checks, as for users: jaxtyping would report the wrong type first.
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
     with pytest.raises(RequestError, match=allowed):
         llm.generate(["a", "b"], params, use_tqdm=False)
     assert not engine_of(llm).waiting
 
 
-def test_a_bad_prompt_leaves_nothing_running(llm: LLM):
+def test_bad_prompt_leaves_nothing_running(llm: LLM):
     with pytest.raises(RequestError, match="bad prompt"):
         llm.generate(["a", "bad", "b"], use_tqdm=False)
     assert not engine_of(llm).waiting
     assert engine_of(llm).num_steps == 0
 
 
-def test_an_interrupted_call_leaves_nothing_running(llm: LLM):
+def test_interrupted_call_leaves_nothing_running(llm: LLM):
     with pytest.raises(KeyboardInterrupt):
         llm.generate(["a", "interrupt"], use_tqdm=False)
     assert not engine_of(llm).waiting
 
 
-def test_token_ids_the_older_way(llm: LLM):
+def test_deprecated_prompt_token_ids(llm: LLM):
     with pytest.warns(DeprecationWarning, match="prompt_token_ids="):
         outputs = llm.generate(prompt_token_ids=[[97, 98], [99]], use_tqdm=False)
     assert texts(outputs) == ["ba", "c"]
@@ -206,7 +206,7 @@ def test_token_ids_the_older_way(llm: LLM):
         llm.generate(use_tqdm=False)
 
 
-def test_the_progress_bar_shows_speeds(llm: LLM, capsys: pytest.CaptureFixture[str]):
+def test_progress_bar_shows_speeds(llm: LLM, capsys: pytest.CaptureFixture[str]):
     llm.generate(["ab", "cd"])
     shown = capsys.readouterr().err
     assert "Processed prompts: 100%" in shown
@@ -220,7 +220,7 @@ TURN = {"role": "user", "content": "hi"}
 ANSWER = {"role": "assistant", "content": "Well"}
 
 
-def test_a_conversation_or_several(llm: LLM):
+def test_one_or_several_conversations(llm: LLM):
     opened = "<bos><start_of_turn>user\nhi<end_of_turn>\n<start_of_turn>model\n"
     expected = {"prompt": opened, "prompt_token_ids": TOKENIZER.encode(opened)}
     assert texts(llm.chat([TURN], use_tqdm=False)) == [opened[::-1]]
@@ -236,7 +236,7 @@ def test_a_conversation_or_several(llm: LLM):
     assert engine_of(llm).prompts[-1]["prompt"] == f"{opened}Well"
 
 
-def test_a_chat_template_of_the_engine(monkeypatch: pytest.MonkeyPatch):
+def test_chat_template_of_the_engine(monkeypatch: pytest.MonkeyPatch):
     def make_runner(config: EngineConfig) -> Runner:
         runner = object.__new__(Runner)
         runner.compiles_in_background, runner.config, runner.memory = (
@@ -254,7 +254,7 @@ def test_a_chat_template_of_the_engine(monkeypatch: pytest.MonkeyPatch):
         LLM("jaxspec/tiny-gemma2", chat_template="no/template")
 
 
-def test_conversations_may_wait(llm: LLM):
+def test_conversations_can_be_enqueued(llm: LLM):
     request_ids = llm.enqueue_chat([[TURN], [TURN, ANSWER, TURN]], priority=[2, 1])
     assert len(request_ids) == 2
     assert engine_of(llm).prompts[1]["prompt"].count("<start_of_turn>") == 4
@@ -263,7 +263,7 @@ def test_conversations_may_wait(llm: LLM):
     assert [output.request_id for output in outputs] == request_ids
 
 
-def test_options_reach_the_one_who_writes_conversations(llm: LLM):
+def test_chat_options_reach_the_template(llm: LLM):
     llm.chat([TURN], use_tqdm=False, chat_template="<bos>{{ messages[0].content }}!")
     assert engine_of(llm).prompts[0]["prompt"] == "<bos>hi!"
     tool = {"type": "function", "function": {"name": "weather"}}
@@ -289,13 +289,13 @@ def test_arguments_reach_the_engine(monkeypatch: pytest.MonkeyPatch):
     assert engine_of(again).args == EngineArgs(model="folder", max_num_seqs=2)
 
 
-def test_an_unknown_argument_names_the_nearest(monkeypatch: pytest.MonkeyPatch):
+def test_unknown_argument_error_suggests_the_nearest(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(jaxspec.llm, "LLMEngine", Echo)
     with pytest.raises(ConfigError, match=r"max_seqs \(given 3\).*max_num_seqs"):
         LLM("folder", max_seqs=3)
 
 
-def test_the_reset_of_running_requests_reaches_the_engine(llm: LLM):
+def test_reset_of_running_requests_reaches_the_engine(llm: LLM):
     engine, _ = make_fake_engine()
     engine.add_request("a", [1, 2, 3], SamplingParams(max_tokens=9))
     engine.step()
@@ -312,18 +312,18 @@ def test_leaving_the_context_shuts_down(llm: LLM):
 
 
 @pytest.mark.parametrize("name", ["encode", "embed"])
-def test_what_other_models_do(llm: LLM, name: str):
+def test_methods_for_other_models_are_rejected(llm: LLM, name: str):
     with pytest.raises(NotImplementedError, match="support|pooling"):
         getattr(llm, name)(["a"])
 
 
 @pytest.mark.parametrize("option", [{"lora_request": "x"}])
-def test_options_that_are_not_supported(llm: LLM, option: dict[str, Any]):
+def test_unsupported_options_are_rejected(llm: LLM, option: dict[str, Any]):
     with pytest.raises(NotImplementedError, match=next(iter(option))):
         llm.generate("a", **option)
 
 
-def test_priorities_go_with_their_prompts(llm: LLM):
+def test_priorities_belong_to_their_prompts(llm: LLM):
     llm.generate(["a", "b"], use_tqdm=False, priority=[3, -1])
     llm.generate(["a"], use_tqdm=False)
     llm.chat([TURN], use_tqdm=False, priority=[7])
@@ -340,7 +340,7 @@ def test_enqueued_prompts_wait_for_their_own_call(llm: LLM):
     second = llm.enqueue("ef")
     assert [*first, *second] == ["0", "1", "2"]
     assert engine_of(llm).num_steps == 0
-    # A call in between gets its own outputs only.
+    # A call in between gets only its own outputs.
     assert texts(llm.generate(["gh"], use_tqdm=False)) == ["hg"]
     assert texts(llm.wait_for_completion(use_tqdm=False)) == ["ba", "dc", "fe"]
     assert llm.wait_for_completion(use_tqdm=False) == []
@@ -351,18 +351,18 @@ def test_enqueued_prompts_wait_for_their_own_call(llm: LLM):
         llm.enqueue("a", lora_request="x")
 
 
-def test_enqueued_prompts_that_are_gone_are_named(llm: LLM):
+def test_error_names_lost_enqueued_prompts(llm: LLM):
     ids = llm.enqueue(["a", "b", "c"])
     llm.llm_engine.abort_request([ids[1]])
     with pytest.raises(RequestError, match="Requests 1 ended without an output"):
         llm.wait_for_completion(use_tqdm=False)
-    # The others are not lost with it.
+    # The other requests are not lost.
     assert texts(llm.wait_for_completion(use_tqdm=False)) == ["a", "c"]
     assert llm.wait_for_completion(use_tqdm=False) == []
 
 
 @pytest.mark.parametrize("fails", ["bar", "interrupt", "step"])
-def test_nothing_is_kept_of_a_call_that_failed(llm: LLM, fails: str):
+def test_failed_call_leaves_no_state(llm: LLM, fails: str):
     def broken(**_: object) -> None:
         raise ZeroDivisionError
 
@@ -380,7 +380,7 @@ def test_nothing_is_kept_of_a_call_that_failed(llm: LLM, fails: str):
     assert texts(llm.generate(["cd"], use_tqdm=False)) == ["dc"]
 
 
-def test_an_interrupted_wait_leaves_nothing_running(llm: LLM):
+def test_interrupted_wait_leaves_nothing_running(llm: LLM):
     llm.enqueue(["a", "interrupt"])
     with pytest.raises(KeyboardInterrupt):
         llm.wait_for_completion(use_tqdm=False)
@@ -388,23 +388,23 @@ def test_an_interrupted_wait_leaves_nothing_running(llm: LLM):
     assert llm.wait_for_completion(use_tqdm=False) == []
 
 
-def test_the_bar_names_what_is_being_compiled(
+def test_progress_bar_names_programs_being_compiled(
     llm: LLM, capsys: pytest.CaptureFixture[str]
 ):
     llm.generate(["new shape"])
     shown = capsys.readouterr().err
     assert "Compiling 4 sequences" in shown
     assert shown.rstrip().rsplit("\r", 1)[-1].startswith("Processed prompts: 100%")
-    assert engine_of(llm).tell is None
+    assert engine_of(llm).announce is None
 
 
-def test_everything_can_be_compiled_at_the_start(
+def test_all_programs_can_be_compiled_at_the_start(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.setattr(jaxspec.llm, "LLMEngine", Echo)
     llm = LLM("folder", warm_up=True)
     assert "Compiling two: 2 programs" in capsys.readouterr().err
-    assert engine_of(llm).tell is None
+    assert engine_of(llm).announce is None
     assert engine_of(llm).warmed_up == (None, [])
     params = SamplingParams(logprobs=2)
     llm.warm_up(7, params)
@@ -412,4 +412,4 @@ def test_everything_can_be_compiled_at_the_start(
     capsys.readouterr()
     llm.wait_for_programs()
     assert "Compiling three: 1 program" in capsys.readouterr().err
-    assert engine_of(llm).tell is None
+    assert engine_of(llm).announce is None

@@ -5,12 +5,12 @@ import pytest
 from jaxspec.logprobs import Logprob
 
 
-def test_fields_are_those_of_vllm():
+def test_fields_equal_vllms():
     entry = Logprob(-0.5)
     assert dataclasses.astuple(entry) == (-0.5, None, None)
     assert Logprob(-0.5, 1, "a") == Logprob(logprob=-0.5, rank=1, decoded_token="a")
 
 
-def test_it_cannot_be_changed():
+def test_logprob_is_immutable():
     with pytest.raises(dataclasses.FrozenInstanceError):
         Logprob(-0.5).rank = 2  # pyright: ignore[reportAttributeAccessIssue]

@@ -1,4 +1,4 @@
-"""A long suite is due when, and only when, what it proves something of has changed."""
+"""A long suite is due if and only if one of its sources has changed."""
 
 import json
 import re
@@ -22,7 +22,7 @@ is no comment"""
 '''
 
 
-def test_every_mark_names_a_suite_that_has_the_file():
+def test_every_mark_names_a_suite_with_its_file():
     marked = set()
     for path in (ROOT / "tests").rglob("test_*.py"):
         text = path.read_text(encoding="utf-8")
@@ -34,20 +34,20 @@ def test_every_mark_names_a_suite_that_has_the_file():
 
 
 @pytest.mark.parametrize("one", SUITES, ids=lambda one: one.name)
-def test_sources_are_there(one: LongSuite):
+def test_sources_exist(one: LongSuite):
     sources = {path.relative_to(ROOT).as_posix() for path in one.sources()}
     assert set(one.files) <= sources
     assert any(source.startswith(("kernels/", "jaxspec/")) for source in sources)
     for place in one.reads:
         assert any(source.startswith(place) for source in sources), place
     for glob in one.data:
-        # Tunings are there once a device has been tuned for.
+        # Tuning files exist only for devices that have been tuned.
         assert "tuned" in glob or list(ROOT.glob(glob)), glob
 
 
 @pytest.fixture
 def one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LongSuite:
-    """A long suite in a repository of its own."""
+    """A long suite in a temporary repository."""
     files = {
         "tests/test_a.py": "from jaxspec.engine.b import c\nimport jaxspec.text\n",
         "jaxspec/engine/b.py": "from jaxspec import config\nc = 1\n",
@@ -81,7 +81,7 @@ def one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LongSuite:
         ("jaxspec/engine/unread.py", False),
     ],
 )
-def test_what_makes_it_due(one: LongSuite, file: str, *, is_read: bool):
+def test_changed_sources_make_it_due(one: LongSuite, file: str, *, is_read: bool):
     record = {"one": {"digest": one.digest()}}
     long_suites.RECORD.write_text(json.dumps(record))
     assert not long_suites.is_due(one)
@@ -95,13 +95,13 @@ def test_what_makes_it_due(one: LongSuite, file: str, *, is_read: bool):
     assert not long_suites.is_due(one)
 
 
-def test_it_is_due_until_it_has_passed(one: LongSuite, monkeypatch: pytest.MonkeyPatch):
+def test_suite_is_due_until_it_passes(one: LongSuite, monkeypatch: pytest.MonkeyPatch):
     assert long_suites.is_due(one)
     test = long_suites.ROOT / "tests" / "test_a.py"
     mark = f"import pytest\n\n\n@pytest.mark.long_suite(name={one.name!r})\n"
     mark += "def test_it():\n"
     monkeypatch.setattr(long_suites, "ARGUMENTS", ("-q", "-p", "no:cacheprovider"))
-    # Importing the plugins takes longer than everything else here.
+    # Importing plugins would take most of the time.
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     test.write_text(f"{mark}    raise ValueError\n")
     assert long_suites.run(one, []) == 1
@@ -118,7 +118,7 @@ def test_it_is_due_until_it_has_passed(one: LongSuite, monkeypatch: pytest.Monke
     assert long_suites.recorded()["one"]["digest"] == one.digest()
 
 
-def test_code_is_what_is_left_without_what_is_said():
+def test_code_excludes_comments_and_docstrings():
     assert long_suites.code_of(MODULE) == (
         "def double(value):\n    return 2 * value\n"
         'NAME = """# a string\nis no comment"""'
@@ -128,7 +128,7 @@ def test_code_is_what_is_left_without_what_is_said():
 @pytest.mark.parametrize(
     ("name", "is_due"), [("page_writes", True), ("attention_calls", False)]
 )
-def test_another_compiler_makes_due_what_it_compiles(name, is_due, monkeypatch):
+def test_new_compiler_makes_its_suites_due(name, is_due, monkeypatch):
     (one,) = (one for one in SUITES if one.name == name)
     before = one.digest()
     monkeypatch.setattr(long_suites, "_compiler_versions", lambda: ["libtpu 9.9"])

@@ -1,4 +1,4 @@
-"""The command line: what `python -m jaxspec` accepts, refuses and shows."""
+"""The command line `python -m jaxspec`: arguments, errors and output."""
 
 import argparse
 import re
@@ -31,7 +31,7 @@ def jaxspec(*arguments: str, lines: str = "") -> subprocess.CompletedProcess[str
     )
 
 
-def test_the_bundled_pair_answers():
+def test_bundled_pair_generates():
     done = jaxspec(
         *("generate", "Tell me a short story about a dragon."),
         *("--max-tokens", "8", "--num-speculative-tokens", "1", "--ignore-eos"),
@@ -47,7 +47,7 @@ def test_the_bundled_pair_answers():
 
 
 @pytest.mark.slow
-def test_drafts_may_come_from_the_text():
+def test_generate_with_ngram_drafts():
     done = jaxspec(
         *("generate", "one two three one two three one two", "--raw", "--ignore-eos"),
         *("--speculative-model", "[ngram]", "--ngram-prompt-lookup-max", "2"),
@@ -67,7 +67,7 @@ def test_version(capsys):
 
 
 @pytest.mark.parametrize("arguments", [[], ["--help"]])
-def test_help_lists_what_there_is_without_importing_jax(arguments):
+def test_help_lists_commands_without_importing_jax(arguments):
     code = (
         "import sys, jaxspec.__main__ as command_line\n"
         "try: command_line.main(sys.argv[1:])\n"
@@ -105,7 +105,7 @@ def test_defaults_are_the_bundled_pair(monkeypatch):
     assert not seen[1].is_compared
 
 
-def test_a_chat_has_the_same_models_or_a_servers(monkeypatch):
+def test_chat_uses_the_default_models_or_a_server(monkeypatch):
     seen: list[argparse.Namespace] = []
     monkeypatch.setattr(chat, "run", seen.append)
     assert command_line.main(["chat"]) == 0
@@ -128,7 +128,7 @@ def test_named_model_runs_without_drafts(monkeypatch):
     assert (pair.speculative_model, pair.num_speculative_tokens) == ("y", 5)
 
 
-def test_drafts_may_be_named_in_a_config(monkeypatch):
+def test_drafts_can_be_set_in_a_config(monkeypatch):
     seen: list[argparse.Namespace] = []
     monkeypatch.setattr(generate, "run", seen.append)
     folder = str(model_folder("jaxspec/tiny-gemma2", "--model"))
@@ -147,11 +147,11 @@ def test_drafts_may_be_named_in_a_config(monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_bundled_pair_talks():
+def test_bundled_pair_chats():
     flags = ("--max-tokens", "8", "--num-speculative-tokens", "1", "--ignore-eos")
-    # Drafts in every round: whether they pay here says nothing.
+    # Drafts in every round: timings here are meaningless.
     flags = (*flags, "--speculative-config", '{"controller": "fixed"}')
-    # The first short texts may be over before the program that drafts is compiled.
+    # The first short texts may end before the program with drafts is compiled.
     lines = "Tell me a story.\n" * 60 + "/k 0\nAnd then?\n"
     done = jaxspec("chat", *flags, lines=lines)
     assert done.returncode == 0, done.stderr
@@ -187,7 +187,7 @@ def test_the_bundled_pair_talks():
         (["--model", "none", "--speculative-model", "none"], "model must be .* 'none'"),
     ],
 )
-def test_a_wrong_value_is_one_line_and_code_2(arguments, said, capsys):
+def test_wrong_value_prints_one_line_and_exits_with_2(arguments, said, capsys):
     assert command_line.main(["generate", "hi", *arguments]) == 2
     shown = capsys.readouterr()
     assert shown.out == ""
@@ -210,7 +210,7 @@ def test_a_wrong_value_is_one_line_and_code_2(arguments, said, capsys):
         (["chat", "hi"], "unrecognized arguments: hi"),
     ],
 )
-def test_a_wrong_form_is_code_2_and_two_lines(arguments, said, capsys):
+def test_wrong_usage_prints_two_lines_and_exits_with_2(arguments, said, capsys):
     with pytest.raises(SystemExit) as end:
         command_line.main(arguments)
     assert end.value.code == 2
@@ -223,7 +223,7 @@ def test_a_wrong_form_is_code_2_and_two_lines(arguments, said, capsys):
     assert hint == ("Did you mean --model?" if "modle" in said else expected)
 
 
-def test_an_interrupt_ends_cleanly(monkeypatch, capsys):
+def test_interrupt_ends_cleanly(monkeypatch, capsys):
     def interrupted(_: argparse.Namespace) -> None:
         raise KeyboardInterrupt
 
@@ -232,7 +232,7 @@ def test_an_interrupt_ends_cleanly(monkeypatch, capsys):
     assert capsys.readouterr().err == "\nInterrupted.\n"
 
 
-def test_a_bug_is_not_hidden(monkeypatch):
+def test_exceptions_propagate(monkeypatch):
     def broken(_: argparse.Namespace) -> None:
         raise ValueError("a bug")
 
@@ -241,7 +241,7 @@ def test_a_bug_is_not_hidden(monkeypatch):
         command_line.main(["generate", "hi"])
 
 
-def test_bench_has_a_command_line_of_its_own(capsys):
+def test_bench_has_its_own_command_line(capsys):
     assert command_line.main(["bench"]) == 0
     shown = capsys.readouterr().out
     assert shown.startswith("usage: python -m jaxspec bench [-h]")
@@ -250,13 +250,13 @@ def test_bench_has_a_command_line_of_its_own(capsys):
     assert line.startswith("python -m jaxspec bench latency: error: --batch-size must")
 
 
-def test_serving_has_a_command_line_of_its_own(capsys):
+def test_serve_has_its_own_command_line(capsys):
     assert command_line.main(["serve", "m", "--quantization", "int3"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("python -m jaxspec serve: error: quantization")
 
 
-def test_the_program_that_is_installed(monkeypatch, capsys):
+def test_installed_program(monkeypatch, capsys):
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
     assert scripts == {"jaxspec": "jaxspec.__main__:script"}
     monkeypatch.setattr(sys, "argv", ["jaxspec", "generate", "hi", "--dtype", "int8"])

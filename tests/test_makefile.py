@@ -1,4 +1,4 @@
-"""`make test` leaves long proofs out, `make test-all` runs them, and both can fail."""
+"""`make test` excludes long suites, `make test-all` runs them, and both can fail."""
 
 import os
 import shutil
@@ -11,7 +11,7 @@ from jaxspec.engine.arg_utils import _cache_dir
 from jaxspec.engine.program_cache import MAX_BYTES
 
 ROOT = Path(__file__).parents[1]
-# The stand-in for Python ends with the given status: pytest, or the long suites.
+# A fake Python that exits with a given status for pytest, or for the long suites.
 PYTHON = """#!/bin/sh
 case "$*" in
   *tests.long_suites*) echo suites: "$*"; exit $SUITES ;;
@@ -32,7 +32,7 @@ def venv(tmp_path):
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="no make here")
-def test_clean_tells_where_programs_stay(tmp_path, monkeypatch):
+def test_clean_prints_the_program_cache_folder(tmp_path, monkeypatch):
     shutil.copy(ROOT / "Makefile", tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
     words = ["make", "VENV=venv", "clean"]
@@ -56,7 +56,9 @@ def test_clean_tells_where_programs_stay(tmp_path, monkeypatch):
         ("long-suites", 0, 1, ["suites"], False),
     ],
 )
-def test_what_a_target_runs(venv, target, *, tests, suites, runs, is_green):
+def test_make_targets_run_the_right_tests(
+    venv, target, *, tests, suites, runs, is_green
+):
     words = ["make", f"VENV={venv}", target, "PYTEST_ARGS=-k x"]
     environment = os.environ | {"TESTS": str(tests), "SUITES": str(suites)}
     made = subprocess.run(
@@ -68,5 +70,7 @@ def test_what_a_target_runs(venv, target, *, tests, suites, runs, is_green):
     assert all(
         ("not slow" in call) == (target == "test") for call in calls if "pytest" in call
     )
-    assert not any("--all" in call for call in calls)  # what is on record is proven
+    assert not any(
+        "--all" in call for call in calls
+    )  # suites that are not due do not run
     assert (made.returncode == 0) == is_green, made.stderr

@@ -14,6 +14,6 @@ from jaxspec.metrics import Counter, Gauge, Histogram, Vector
         (Histogram, ["count", "sum", "buckets"]),
     ],
 )
-def test_fields_are_those_of_vllm(kind: type, own: list[str]):
+def test_fields_equal_vllms(kind: type, own: list[str]):
     names = [item.name for item in dataclasses.fields(kind)]
     assert names == ["name", "labels", *own]

@@ -1,4 +1,4 @@
-"""Every known bug is seen by its check."""
+"""The check of every known bug detects it."""
 
 import importlib
 
@@ -8,7 +8,7 @@ from tests.long_suites import members
 from tests.mutants import MUTANTS
 from tests.support.mutation import Mutant, applied, is_killed
 
-# The first is of accepting, over several rounds; the other of where a run ends.
+# The first is about acceptance over several rounds, the other about ends of texts.
 EXAMPLES = "shared_uniform_accept_and_sample", "stop_inside_run_ignored"
 
 
@@ -21,7 +21,7 @@ def test_mutant_is_killed(one: Mutant):
     assert is_killed(one), f"{one.name} survived: {one.old} -> {one.new}"
 
 
-def test_mutants_are_taken_out_again():
+def test_mutants_are_removed_again():
     for one in MUTANTS:
         module = importlib.import_module(one.module)
         real = getattr(module, one.function)

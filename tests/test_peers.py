@@ -1,4 +1,4 @@
-"""The run beside other engines, with children that only pretend to be engines."""
+"""The comparison with other engines, with fake engines as child processes."""
 
 import json
 import time
@@ -16,7 +16,7 @@ from benchmarks.peers.turns import usable_cores
 
 FOLDER = Path(found.HERE)
 ROOT = FOLDER.parents[1]
-# An engine whose text is its prompt's first token and what follows it.
+# An engine whose text counts up from its prompt's first token.
 FAKE = f"""
 import os, subprocess, sys, time
 sys.path.insert(0, {str(FOLDER)!r})
@@ -52,7 +52,7 @@ AROUND: dict[str, Any] = {"cores": usable_cores()[:1], "environment": {}}
 
 
 def fake(folder: Path, name: str, **changes: Any) -> Peer:
-    """A peer whose child does what the given lines say."""
+    """A peer whose child process runs the given lines."""
     lines = {"setup": "", "run": "", "compiles": 0}
     lines |= {key: changes.pop(key) for key in list(lines) if key in changes}
     text = FAKE
@@ -94,7 +94,7 @@ def test_rows_compare_medians_and_texts():
     assert second["ours_over_theirs"] == round(10 / 4.5, 3)
     assert (second["num_equal"], second["num_texts"]) == (1, 2)
     assert "acceptance_rate" not in second
-    # Nothing of ours to compare with: not the same mode.
+    # No row of ours with the same mode.
     assert "ours_over_theirs" not in third
     assert third["acceptance_rate"] == 0.4
     assert third["mean_acceptance_length"] == 3.0
@@ -110,7 +110,7 @@ def test_ratios_are_of_the_same_kind(change):
     assert ("num_texts" in row) == ("dtype" not in change)
 
 
-def test_ours_holds_k_where_others_do_and_chooses_it_in_rows_of_its_own():
+def test_ours_has_rows_with_fixed_and_adaptive_k():
     options = command.make_parser().parse_args([])
     held, chosen = found.find_peers(options)[:2]
     assert (held.name, held.task) == (OURS, {"controller": "fixed"})
@@ -129,7 +129,7 @@ def test_texts_without_an_end_are_compared_up_to_it():
     assert rows([ours, theirs])[1]["num_equal"] == 1
 
 
-def test_a_run_of_all(tmp_path, monkeypatch, capsys):
+def test_full_run(tmp_path, monkeypatch, capsys):
     dying = 'if len(prompts) > 1: sys.exit(f"no room in {__file__}")'
     peers = [
         fake(tmp_path, "jaxspec"),
@@ -168,7 +168,7 @@ def test_a_run_of_all(tmp_path, monkeypatch, capsys):
     assert "| single | plain |" in capsys.readouterr().out
 
 
-def test_runs_alternate_and_are_kept_when_it_is_stopped(tmp_path, monkeypatch):
+def test_runs_alternate_and_are_kept_when_stopped(tmp_path, monkeypatch):
     order = tmp_path / "order"
     write = f"print(self.task['mode'], file=open({str(order)!r}, 'a'))"
     output = tmp_path / "result.json"
@@ -186,7 +186,7 @@ def test_runs_alternate_and_are_kept_when_it_is_stopped(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         run_fakes(monkeypatch, tmp_path, [peer], "--batch-sizes", "3")
     assert seen == [0, 1, 2, 2]
-    # A short one first, to warm up; then in turn, the second time from the end.
+    # A short warm-up first; then in turn, the second time in reverse order.
     assert order.read_text().split() == ["plain"] * 2 + ["n-gram"] * 3
 
 
@@ -208,7 +208,7 @@ def test_runs_that_compile_do_not_count(tmp_path, monkeypatch):
     assert order.read_text().split() == ["3"] * 5, "3 that compile, a warm-up, a run"
 
 
-def test_who_is_late_is_ended_with_all_it_started(tmp_path, monkeypatch):
+def test_late_peer_is_killed_with_its_children(tmp_path, monkeypatch):
     mark = tmp_path / "mark"
     later = f"import time; time.sleep(2); open({str(mark)!r}, 'w')"
     start = f"subprocess.Popen([sys.executable, '-c', {later!r}]); time.sleep(60)"
@@ -221,11 +221,11 @@ def test_who_is_late_is_ended_with_all_it_started(tmp_path, monkeypatch):
     assert not mark.exists()
 
 
-def test_a_text_of_another_length_is_an_error(tmp_path):
+def test_text_of_wrong_length_is_an_error(tmp_path):
     peer = fake(tmp_path, "jaxspec", run="num_tokens -= 1")
     child = Child(peer.command(), {"mode": "plain"}, **AROUND, limit_s=30.0)
     try:
-        with pytest.raises(PeerError, match="2 texts of 4 tokens .* came 2 of .3."):
+        with pytest.raises(PeerError, match="2 texts of 4 tokens, got 2 of .3."):
             child.ask({"prompts": [[1], [2]], "batch_size": 2, "num_tokens": 4}, 30.0)
     finally:
         child.close()
@@ -242,12 +242,12 @@ def test_a_text_of_another_length_is_an_error(tmp_path):
         (["--peers", "vllm"], "--peers are of jaxspec, .*HuggingFace.*got vllm"),
     ],
 )
-def test_what_cannot_be_measured_is_refused(arguments, message):
+def test_invalid_options_are_rejected(arguments, message):
     with pytest.raises(SystemExit, match=message):
         command.main(arguments)
 
 
-def test_peers_say_what_they_lack(tmp_path):
+def test_peers_report_missing_requirements(tmp_path):
     options = command.make_parser().parse_args(
         ["--vllm-python", str(tmp_path / "python"), "--llama-server", "llama-server"]
     )
@@ -259,7 +259,7 @@ def test_peers_say_what_they_lack(tmp_path):
 
 
 class Lengths:
-    """An engine that gives as many of each prompt's first token as are wanted."""
+    """An engine that repeats each prompt's first token."""
 
     def __init__(self):
         self.batches: list[list[list[int]]] = []
@@ -272,7 +272,7 @@ class Lengths:
         return {"rounds": 3 * len(self.batches)}
 
 
-def test_prompts_of_one_length_are_in_one_batch_and_texts_in_their_order():
+def test_equal_length_prompts_share_a_batch_in_order():
     engine: Any = Lengths()
     prompts = [[1, 1, 1], [2], [3, 3], [4]]
     found = run(engine, prompts, batch_size=2, num_tokens=2)
@@ -309,7 +309,7 @@ def table_of(*rows: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def test_a_line_for_every_engine_and_mode():
+def test_table_has_a_line_per_engine_and_mode():
     table = peers_table(
         table_of(
             table_row("jaxspec", 300.0),
@@ -346,7 +346,7 @@ def test_a_line_for_every_engine_and_mode():
     assert "is ahead" not in table
 
 
-def test_where_others_are_ahead_and_why():
+def test_table_lists_where_others_are_ahead():
     found = [
         table_row("fast", 400.0, ours_over_theirs=0.99),
         table_row("fast", 400.0, ours_over_theirs=1.0, batch_size=8),

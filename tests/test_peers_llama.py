@@ -1,4 +1,4 @@
-"""The child that runs llama.cpp's server, with a program that pretends to be one."""
+"""The child process that runs llama.cpp's server, with a fake server."""
 
 import importlib
 import os
@@ -18,7 +18,7 @@ OPTIONS = (
     "\n--spec-draft-threads N\n--spec-draft-type-k T\n--spec-draft-type-v T"
     "\n--spec-type none,draft-simple\n--draft-max, --draft N  has been removed"
 )
-# Goes on from the last token of a prompt; tells what it was started with.
+# Counts up from the last token of a prompt; logs its command line.
 SERVER = f"""#!{sys.executable}
 import json, sys
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -97,7 +97,7 @@ def test_servers_of_two_batch_sizes(tmp_path):
             found = ask(child, size)
             texts = [[first + place for place in range(4)] for first in range(8, 11)]
             assert found["token_ids"] == texts[:size]
-            # Of 4 tokens the first is the prompt's and 2 are accepted.
+            # 4 tokens: the first is sampled after the prompt, 2 are accepted drafts.
             counts = {"drafted": 4 * size, "accepted": 2 * size, "rounds": size}
             assert found["counts"] == counts
             time.sleep(0.3)  # others have their turn
@@ -134,7 +134,7 @@ ENDS = "import json, sys; '--port' in sys.argv and exit(1)"
         ("import json, sys", ENDS, "llama-server did not come up"),
     ],
 )
-def test_a_server_that_does_not_do_it(tmp_path, before, after, message):
+def test_faulty_servers_are_reported(tmp_path, before, after, message):
     child = start(tmp_path, "draft", SERVER.replace(before, after, 1))
     try:
         with pytest.raises(PeerError, match=message):

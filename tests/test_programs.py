@@ -1,4 +1,4 @@
-"""What tests ask XLA for in the users' name is what users get."""
+"""`USERS_COMPILER` equals the XLA options of users."""
 
 import os
 import subprocess
@@ -6,7 +6,7 @@ import sys
 
 from tests.support.programs import QUICK_COMPILER, USERS_COMPILER, flags_of, users_flags
 
-# Flags are read once in a process.
+# A process reads flags only once.
 CODE = """
 from jaxlib import xla_client
 print(xla_client.CompileOptions().SerializeAsString())
@@ -14,7 +14,7 @@ print(xla_client.CompileOptions().SerializeAsString())
 
 
 def options_with(flags: list[str]) -> str:
-    """What XLA is asked for in a process with these flags."""
+    """XLA's compile options in a process with these flags."""
     words = [sys.executable, "-c", CODE]
     environment = os.environ | {"XLA_FLAGS": " ".join(flags)}
     done = subprocess.run(
@@ -30,7 +30,7 @@ def test_users_options_are_xlas_defaults():
     assert options_with(flags_of(QUICK_COMPILER)) != defaults
 
 
-def test_users_flags_are_those_that_the_tests_did_not_add(monkeypatch):
+def test_users_flags_exclude_the_tests_flags(monkeypatch):
     given = ["--xla_cpu_use_fusion_emitters=true", "--xla_dump_to=here"]
     flags = [given[0], *flags_of(QUICK_COMPILER), given[1]]
     monkeypatch.setenv("XLA_FLAGS", " ".join(flags))

@@ -1,4 +1,4 @@
-"""The bar counts what ended and names what is compiled; or nothing is shown."""
+"""The progress bar counts finished requests and names programs being compiled."""
 
 from collections.abc import Callable
 
@@ -9,10 +9,10 @@ from jaxspec.progress import Progress, watch_compiles
 
 
 class Engine:
-    tell: Callable[[str], None] | None = None
+    announce: Callable[[str], None] | None = None
 
     def announce_compiles(self, announce: Callable[[str], None] | None) -> None:
-        self.tell = announce
+        self.announce = announce
 
 
 def output_of(num_input: int, num_output: int) -> RequestOutput:
@@ -26,15 +26,15 @@ def output_of(num_input: int, num_output: int) -> RequestOutput:
     )
 
 
-def test_requests_that_ended_are_counted(capsys: pytest.CaptureFixture[str]):
+def test_finished_requests_are_counted(capsys: pytest.CaptureFixture[str]):
     engine, progress = Engine(), Progress(2, True)
     with progress.watch(engine):
         progress.add(output_of(3, 5))
-        assert engine.tell is not None
-        engine.tell("Compiling 4 sequences")
-        engine.tell("")
+        assert engine.announce is not None
+        engine.announce("Compiling 4 sequences")
+        engine.announce("")
         progress.add(output_of(1, 0))
-    assert engine.tell is None
+    assert engine.announce is None
     shown = capsys.readouterr().err
     assert "Processed prompts: 100%" in shown
     assert "2/2" in shown
@@ -42,25 +42,25 @@ def test_requests_that_ended_are_counted(capsys: pytest.CaptureFixture[str]):
     assert " toks/s, output: " in shown
 
 
-def test_nothing_is_shown_where_that_is_asked(capsys: pytest.CaptureFixture[str]):
+def test_disabled_bar_shows_nothing(capsys: pytest.CaptureFixture[str]):
     engine, progress = Engine(), Progress(1, False)
     with progress.watch(engine):
-        assert engine.tell is None
+        assert engine.announce is None
         progress.add(output_of(3, 5))
     assert capsys.readouterr().err == ""
 
 
-def test_a_hidden_bar_leaves_the_listener_of_another_thread():
+def test_hidden_bar_keeps_another_threads_listener():
     engine = Engine()
     with Progress(1, True).watch(engine):
-        listener = engine.tell
+        listener = engine.announce
         with Progress(1, False).watch(engine):
-            assert engine.tell == listener
-        assert engine.tell == listener
-    assert engine.tell is None
+            assert engine.announce == listener
+        assert engine.announce == listener
+    assert engine.announce is None
 
 
-def test_speeds_are_tokens_by_seconds():
+def test_speeds_are_tokens_per_second():
     class Bar:
         format_dict = {"elapsed": 2.0}
         postfix, count = "", 0
@@ -94,11 +94,11 @@ def test_speeds_are_tokens_by_seconds():
 def test_programs_are_counted(capsys: pytest.CaptureFixture[str]):
     engine = Engine()
     with pytest.raises(KeyboardInterrupt), watch_compiles(engine):
-        assert engine.tell is not None
-        engine.tell("Compiling one")
-        engine.tell("")
+        assert engine.announce is not None
+        engine.announce("Compiling one")
+        engine.announce("")
         raise KeyboardInterrupt
-    assert engine.tell is None
+    assert engine.announce is None
     shown = capsys.readouterr().err
     assert "Compiling one" in shown
     assert "1 programs" in shown

@@ -39,7 +39,7 @@ def test_light_names_do_not_import_jax():
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
-def test_every_public_name_is_listed_and_found_where_vllm_has_it():
+def test_public_names_are_listed_and_at_vllms_paths():
     listed = dir(jaxspec)
     for name in ("LLM", "LLMEngine", "EngineArgs", "SamplingParams", "__version__"):
         assert name in listed
@@ -48,6 +48,6 @@ def test_every_public_name_is_listed_and_found_where_vllm_has_it():
     assert jaxspec.AsyncEngineArgs is args.AsyncEngineArgs
 
 
-def test_an_unknown_name_is_an_attribute_error():
+def test_unknown_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match="PoolingParams"):
         _ = jaxspec.PoolingParams

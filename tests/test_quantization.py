@@ -1,4 +1,4 @@
-"""What the documentation says of quantization is what was recorded, in its words."""
+"""Figures on quantization in the documentation match the recorded results."""
 
 import json
 from pathlib import Path
@@ -22,7 +22,7 @@ DOCS = ROOT / "docs" / "quantization.md"
 DRAFTS = ROOT / "docs" / "drafts.md"
 
 
-def test_every_form_is_recorded_and_told():
+def test_every_form_is_recorded_and_documented():
     record = json.loads(PATH.read_text(encoding="utf-8"))
     text = DOCS.read_text(encoding="utf-8")
     keys = ("kind", "has_int8_embedding", "kv_cache_dtype")
@@ -44,12 +44,12 @@ def test_every_form_is_recorded_and_told():
         )
 
 
-def test_acceptance_under_every_type_of_keys_and_values_is_recorded_and_told():
+def test_acceptance_with_every_kv_type_is_documented():
     record = json.loads(PATH.read_text(encoding="utf-8"))
     lines = DOCS.read_text(encoding="utf-8").splitlines()
     rows = {(row["kv_cache_dtype"], row["mode"]): row for row in record["acceptance"]}
     assert list(rows) == [(kind, mode) for kind in KV_KINDS for mode in MODES]
-    # The record's own type is that of the part that was measured last.
+    # The record's top-level type is that of the last measured part.
     dtype = record["measured"]["acceptance"]["dtype"]
     for kind in KV_KINDS:
         cells = [dtype if kind == "auto" else kind]
@@ -60,27 +60,27 @@ def test_acceptance_under_every_type_of_keys_and_values_is_recorded_and_told():
         assert f"| {' | '.join(cells)} |" in lines
 
 
-def test_speeds_are_those_that_were_measured():
+def test_speeds_match_the_measurements():
     record = json.loads(PATH.read_text(encoding="utf-8"))
     lines = speed_lines(record)
     assert len(lines) == 2 + len(PAIRS)
     assert "\n".join(lines) in DOCS.read_text(encoding="utf-8")
 
 
-def test_ceilings_are_those_of_bytes():
+def test_ceilings_follow_from_bytes():
     assert "\n".join(ceiling_lines()) in DOCS.read_text(encoding="utf-8")
     # 2.6 billion parameters, of which 0.59 make logits.
     assert round(pass_bytes("2b", None) / 2e9, 2) == 2.61
     head = pass_bytes("2b", None) - pass_bytes("2b", None, 1)
     assert round(head / 2e9, 2) == 0.59
-    # Scales are a float32 for each output, or for 128 features of 4 bits.
+    # One float32 scale per output, or per 128 features in int4.
     assert 0.5 < pass_bytes("2b", "int8") / pass_bytes("2b", None) < 0.501
     layers = pass_bytes("2b", "int4", 1) / pass_bytes("2b", None, 1)
     assert round(layers, 3) == round((4 + 32 / 128) / 16, 3)
 
 
-def test_acceptance_of_cut_heads_is_what_was_recorded():
-    """In the other page, and in a table that `--tables` prints."""
+def test_acceptance_of_trimmed_heads_matches_the_record():
+    """In another page, and in a table that `--tables` prints."""
     record = json.loads(PATH.read_text(encoding="utf-8"))
     assert "\n".join(trimmed_lines(record)) in DRAFTS.read_text(encoding="utf-8")
     rows = record["trimmed"]
@@ -88,7 +88,7 @@ def test_acceptance_of_cut_heads_is_what_was_recorded():
     assert tuple(dict.fromkeys(own)) == HEADS
     for row in rows:
         assert row["mode"] in HEAD_MODES
-        # What a draft cannot propose changes no text.
+        # Tokens that a draft cannot propose change no text.
         assert row["same_texts"] == row["num_texts"], row
         rate = row["num_accepted"] / row["num_draft_tokens"]
         assert rate == row["acceptance_rate"]

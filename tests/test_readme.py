@@ -1,4 +1,4 @@
-"""The README is true: its table, its links, its code and what it says is missing."""
+"""The README is consistent: tables, links, code, and notes on missing results."""
 
 import json
 import re
@@ -93,7 +93,7 @@ def result(**changes: Any) -> dict[str, Any]:
 
 
 def write_table(folder: Path, results: list[dict[str, Any]], *options: str) -> Done:
-    """Run the script on a README of its own; what is between the marks is stale."""
+    """Run the script on a README with stale text between the marks."""
     readme = folder / "README.md"
     if not readme.exists():
         marks = "".join((MARKS, PEER_MARKS, FORM_MARKS, METHOD_MARKS))
@@ -106,12 +106,12 @@ def write_table(folder: Path, results: list[dict[str, Any]], *options: str) -> D
     return python(TABLE_SCRIPT, *pages, "--results", folder, *options)
 
 
-def test_the_table_is_that_of_the_newest_result():
+def test_table_is_the_newest_results():
     done = python(TABLE_SCRIPT, "--check")
     assert done.returncode == 0, done.stderr
 
 
-def test_without_a_result_the_readme_says_so(tmp_path):
+def test_readme_reports_missing_results(tmp_path):
     assert write_table(tmp_path, []).returncode == 0
     text = (tmp_path / "README.md").read_text()
     expected = "Not measured yet: run `make bench` on a quiet machine.\n"
@@ -121,7 +121,7 @@ def test_without_a_result_the_readme_says_so(tmp_path):
     assert text == f"above\n{marks}\nbelow\n"
 
 
-def test_the_newest_full_result_becomes_the_table(tmp_path):
+def test_newest_full_result_becomes_the_table(tmp_path):
     quick = {**result()["arguments"], "quick": True}
     results = [
         result(date="2026-11-20T10:00:00", commit="older"),
@@ -166,7 +166,7 @@ def test_forms_and_methods_have_a_row_for_every_point():
                     assert f" {point['tokens_per_round']:.2f} " in row
 
 
-def test_links_lead_somewhere():
+def test_links_have_targets():
     benchmarks = ROOT / "benchmarks"
     folders = (ROOT, benchmarks, benchmarks / "monitoring")
     pages = [folder / "README.md" for folder in folders]
@@ -202,7 +202,7 @@ def test_named_tests_exist():
         assert re.search(rf"^def {name}\b", file.read_text("utf-8"), re.M), name
 
 
-def test_names_with_links_are_in_the_files():
+def test_linked_names_are_in_their_files():
     page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     (flow,) = re.findall(r"^## How a request is served\n(.*?)^## ", page, re.M | re.S)
     named = re.findall(r"^\d+\. \[`([\w.]+)`\]\(\.\./([\w./]+\.py)\)", flow, re.M)
@@ -237,7 +237,7 @@ def test_targets_of_make_exist():
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
 
 
-def test_nobody_is_sent_to_the_other_project():
+def test_no_command_installs_the_other_project():
     # On PyPI the name belongs to an X-ray library.
     assert "another project" in README
     for page in ROOT.glob("**/*.md"):
@@ -246,10 +246,10 @@ def test_nobody_is_sent_to_the_other_project():
             assert not re.search(r"pip install (-\S+ )*[\"']?jaxspec\b", text), page
 
 
-def test_the_code_runs():
+def test_readme_code_runs():
     # One session: later blocks use what earlier ones made.
     blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    # Nobody waits for the program that is still being compiled beside the engine.
+    # Exit without waiting for programs that are still being compiled.
     end = "import os, sys\nsys.stdout.flush()\nos._exit(0)\n"
     done = python("-W", "error", "-c", "\n".join([*blocks, end]))
     assert done.returncode == 0, done.stderr
@@ -258,7 +258,7 @@ def test_the_code_runs():
 
 
 @pytest.mark.slow
-def test_a_quick_benchmark_gives_a_table(tmp_path):
+def test_quick_benchmark_makes_a_table(tmp_path):
     path = tmp_path / "cpu_pair-0.json"
     done = python(
         *(BENCHMARK, "--quick", "--skip-huggingface", "--output", path),
@@ -274,7 +274,7 @@ def test_a_quick_benchmark_gives_a_table(tmp_path):
     assert greedy["all"]["num_equal"] == greedy["all"]["num_prompts"] == 5
     assert greedy["all"]["acceptance_rate"] <= 1
     startup = measured["startup"]
-    # Compiling takes memory. The peak of the benchmark itself would be the same twice.
+    # Compiling takes memory: the benchmark process's own peak would be equal in both.
     memory = {kind: start["peak_resident_bytes"] for kind, start in startup.items()}
     assert 100 * 2**20 < memory["warm"] < memory["cold"]
     assert startup["warm"]["first_token_s"] < startup["cold"]["first_token_s"]

@@ -11,7 +11,7 @@ from jaxspec.config.structured_outputs import StructuredOutputsParams
 from jaxspec.errors import RequestError
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams
 
-# vLLM's fields and defaults, written down from the reference, not from the class.
+# vLLM's fields and defaults, from the reference, not from the class.
 VLLM_DEFAULTS = {
     "n": 1,
     "presence_penalty": 0.0,
@@ -53,7 +53,7 @@ VLLM_DEFAULTS = {
     "trace_decode_token_ids": None,
 }
 
-# Field, refused value, what the message says is allowed.
+# Field, rejected value, allowed values in the message.
 REFUSED = [
     ("n", 0, "at least 1"),
     ("n", 1.5, "an integer"),
@@ -108,7 +108,7 @@ REFUSED = [
     ("logit_bias", {5: 101.0}, "[-100, 100]"),
     ("allowed_token_ids", [], "at least one"),
     ("bad_words", [""], "non-empty"),
-    ("extra_args", {"draft": 3}, "no keys but 'num_speculative_tokens' and"),
+    ("extra_args", {"draft": 3}, "no keys other than 'num_speculative_tokens' and"),
     ("extra_args", {"return_token_origins": 1}, "True or False"),
     ("extra_args", {"num_speculative_tokens": -1}, "at least 0"),
     ("extra_args", 3, "a dict"),
@@ -123,7 +123,7 @@ def faulty_part(value: Any) -> object:
     return value[-1] if isinstance(value, list) and value else value
 
 
-def test_fields_and_defaults_are_those_of_vllm():
+def test_fields_and_defaults_equal_vllms():
     params = SamplingParams()
     assert {
         item.name: getattr(params, item.name) for item in fields(params)
@@ -131,7 +131,7 @@ def test_fields_and_defaults_are_those_of_vllm():
 
 
 @pytest.mark.parametrize(("name", "value", "allowed"), REFUSED)
-def test_a_bad_value_names_field_value_and_range(name: str, value: Any, allowed: str):
+def test_bad_value_error_has_field_value_and_range(name: str, value: Any, allowed: str):
     with pytest.raises(RequestError) as caught:
         SamplingParams(**{name: value})
     message = str(caught.value)
@@ -143,7 +143,7 @@ def test_a_bad_value_names_field_value_and_range(name: str, value: Any, allowed:
     assert name in caught.value.parameter
 
 
-def test_the_error_carries_parameter_and_value():
+def test_error_has_parameter_and_value():
     with pytest.raises(RequestError) as caught:
         SamplingParams(top_p=1.5)
     assert (caught.value.parameter, caught.value.value) == ("top_p", 1.5)
@@ -167,7 +167,7 @@ def test_the_error_carries_parameter_and_value():
         ("max_tokens", None),
     ],
 )
-def test_the_ends_of_the_ranges_are_allowed(name: str, value: Any):
+def test_ends_of_ranges_are_allowed(name: str, value: Any):
     assert getattr(SamplingParams(**{name: value}), name) == value
 
 
@@ -197,7 +197,7 @@ def test_values_are_normalised():
 
 
 @pytest.mark.parametrize("temperature", [0, 0.0, 9e-6])
-def test_greedy_takes_filters_off(temperature):
+def test_greedy_disables_filters(temperature):
     params = SamplingParams(temperature=temperature, top_p=0.5, top_k=3, min_p=0.2)
     assert params.is_greedy
     assert (params.top_p, params.top_k, params.min_p) == (1.0, 0, 0.0)
@@ -209,13 +209,13 @@ def test_sampling_keeps_filters():
     assert (params.top_p, params.top_k, params.min_p) == (0.5, 3, 0.2)
 
 
-def test_a_tiny_temperature_is_raised_with_a_warning():
+def test_tiny_temperature_is_raised_with_a_warning():
     with pytest.warns(UserWarning, match=r"0\.001 is raised to 0\.01"):
         params = SamplingParams(temperature=0.001)
     assert params.temperature == 0.01
 
 
-def test_greedy_gives_one_text_only():
+def test_greedy_allows_only_one_text():
     with pytest.raises(RequestError, match=r"n must be 1 at temperature 0, got 2"):
         SamplingParams(temperature=0, n=2)
 
@@ -238,7 +238,7 @@ def test_stop_strings_need_text():
         ("temprature", "did you mean temperature?"),
     ],
 )
-def test_a_gone_or_misspelled_field_says_what_to_use(name: str, successor: Any):
+def test_removed_or_misspelled_field_error_has_a_hint(name: str, successor: Any):
     given: dict[str, Any] = {name: 3}
     with pytest.raises(RequestError) as caught:
         SamplingParams(**given)
@@ -263,7 +263,7 @@ def test_ids_must_be_in_the_vocabulary(given):
         params.validate_for(100)
 
 
-def test_ids_to_be_told_of():
+def test_logprob_token_ids_are_validated():
     chosen = [5, 9]
     assert SamplingParams().num_logprobs is None
     assert SamplingParams(logprobs=4).num_logprobs == 4
@@ -271,7 +271,9 @@ def test_ids_to_be_told_of():
     assert SamplingParams(logprob_token_ids=chosen).num_logprobs == 2
     assert SamplingParams(logprob_token_ids=chosen, logprobs=2).num_logprobs == 2
     for count in (3, -1, 0):
-        with pytest.raises(RequestError, match="logprobs must be 2, as many as logpr"):
+        with pytest.raises(
+            RequestError, match="logprobs must be 2, the number of logpr"
+        ):
             SamplingParams(logprob_token_ids=chosen, logprobs=count)
     SamplingParams(logprob_token_ids=list(range(128)))
     with pytest.raises(RequestError, match="logprob_token_ids must be at most 128 ids"):
@@ -305,7 +307,7 @@ def test_logprobs_are_at_most_the_engines(name: str):
             params.validate_for(100, max_logprobs=20)
 
 
-def test_a_field_assigned_later_is_checked_by_validate_for():
+def test_validate_for_checks_assigned_fields():
     params = SamplingParams()
     params.temperature = 5.0
     with pytest.raises(RequestError, match=r"temperature must be .* got 5\.0"):
@@ -321,7 +323,7 @@ def test_from_optional_drops_none_except_for_max_tokens():
     assert SamplingParams.from_optional(top_k=4).top_k == 4
 
 
-def test_a_clone_is_independent():
+def test_clone_is_independent():
     params = SamplingParams(
         stop=["a"],
         temperature=0.5,
@@ -345,7 +347,7 @@ def test_a_clone_is_independent():
     assert pickle.loads(pickle.dumps(params)) == params
 
 
-def test_no_text_of_several_has_the_seed_that_stands_for_none():
+def test_seeds_of_several_texts_avoid_the_reserved_value():
     for seed in (-3, 0, None):
         SamplingParams(n=2, seed=seed)
     for count in (2, 5):
@@ -354,6 +356,6 @@ def test_no_text_of_several_has_the_seed_that_stands_for_none():
 
 
 @pytest.mark.parametrize("wrong", [1e-50, 1e39])
-def test_a_repetition_penalty_that_float32_does_not_hold(wrong):
+def test_rejects_repetition_penalty_outside_float32(wrong):
     with pytest.raises(RequestError, match="repetition_penalty.*float32"):
         SamplingParams(repetition_penalty=wrong)

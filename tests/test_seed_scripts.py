@@ -44,20 +44,20 @@ LLAMA_NAMES = {
     "meta-llama/Meta-Llama-3-70B": "jaxspec/tiny-gemma2",
     "meta-llama/Meta-Llama-3-8B": "jaxspec/tiny-gemma2-draft",
 }
-# What the script itself does not look at.
+# Checks of values that the script does not read.
 CHECKS = """
 (completion,) = outputs[0].outputs
 assert len(completion.token_ids) == 16 or completion.finish_reason == "stop"
 assert llm.get_tokenizer().decode(completion.token_ids) == completion.text
 assert llm.llm_engine.runner.num_launches > 0
-# A first text may be there before the program that drafts is.
+# A first text may finish before the program with drafts is compiled.
 llm.wait_for_programs()
 ((completion,),) = [one.outputs for one in llm.generate(prompts, sampling_params)]
 assert completion.spec_decode_metrics.num_draft_tokens > 0
 """
 
 
-# The same today, with what an evaluation of drafts reads.
+# The same with today's arguments, and the metrics of an evaluation.
 METRICS_SCRIPT = """\
 from vllm import LLM, SamplingParams
 from vllm.v1.metrics.reader import Counter, Vector
@@ -118,8 +118,8 @@ assert again[0].outputs[0].text == outputs[0].outputs[0].text
 """
 
 
-# Streaming with the asynchronous engine, as older posts show it: a stream that nobody
-# reads comes first, under the same id, and nobody says how many tokens to draft.
+# Streaming with the asynchronous engine, as in older posts: an unread stream with the
+# same id comes first, and the number of drafts is not given.
 ASYNC_SCRIPT = """\
 import asyncio
 import uuid
@@ -165,7 +165,7 @@ assert not engine.is_running
 """
 
 
-# Over four devices, as a guide to production has it.
+# Over four devices, as in a deployment guide.
 PARALLEL_SCRIPT = """\
 from vllm import LLM, SamplingParams
 
@@ -202,7 +202,7 @@ python -m vllm.entrypoints.openai.api_server \\
 
 
 def renamed(script: str, names: dict[str, str] = NAMES) -> str:
-    """The script with its import and its models replaced, and nothing else."""
+    """The script with only its import and its models replaced."""
     for theirs, ours in names.items():
         assert theirs in script
         script = script.replace(theirs, ours)
@@ -219,7 +219,7 @@ def run_script(
     """Run a script for vLLM, its names replaced, and return what it printed.
 
     Args:
-        expected: How the warnings begin that it may give.
+        expected: Prefixes of allowed warnings.
     """
     whole = renamed(script, names) + checks
     ignored = [part for one in expected for part in ("-W", f"ignore:{one}")]
@@ -262,7 +262,7 @@ def test_tensor_parallel_arguments():
     assert len(text.removeprefix("Generated text: ").strip()) > 10
 
 
-def test_the_command_of_a_server(monkeypatch: pytest.MonkeyPatch):
+def test_server_command(monkeypatch: pytest.MonkeyPatch):
     command = renamed(PARALLEL_COMMAND, LLAMA_NAMES).replace("\\\n", "")
     _, _, module, *arguments = shlex.split(command)
     seen: list[Options] = []

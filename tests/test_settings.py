@@ -1,4 +1,4 @@
-"""The settings of conftest.py are in force: each one, if lost, is lost silently."""
+"""The settings of conftest.py are in force; losing one would not be noticed."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Logical axes go to mesh axes, whole units at a time, or stay whole."""
+"""Logical axes are split over mesh axes by whole units, or replicated."""
 
 import jax
 import jax.numpy as jnp
@@ -53,8 +53,8 @@ def test_split_axes_span_the_target(axis):
     assert sharding.shard_shape((16, 4)) == (2, 4)
 
 
-def test_draft_is_split_over_the_model_axis_alone():
-    # 12 goes into the draft's two shards, not into the target's eight.
+def test_draft_is_split_only_over_the_model_axis():
+    # 12 divides into the draft's two shards, but not into the target's eight.
     sharding = named_sharding(
         make_mesh(8, 2), ("model", "hidden"), (4, 12), mesh_axes=DRAFT_MESH_AXES
     )
@@ -64,7 +64,7 @@ def test_draft_is_split_over_the_model_axis_alone():
 
 
 @pytest.mark.parametrize("axis", ["model", None])
-def test_other_axes_are_whole(axis):
+def test_other_axes_are_replicated(axis):
     sharding = named_sharding(make_mesh(8), (axis,), (16,))
     assert sharding.spec == PartitionSpec(None)
 
@@ -72,9 +72,9 @@ def test_other_axes_are_whole(axis):
 @pytest.mark.parametrize(
     ("size", "unit", "shard"),
     [
-        (64, 8, 8),  # 8 heads of 8: one each
-        (32, 8, 32),  # 4 heads for 8 devices: all of them everywhere
-        (96, 8, 96),  # 12 heads do not go into 8 shards
+        (64, 8, 8),  # 8 heads of 8: one per device
+        (32, 8, 32),  # 4 heads for 8 devices: replicated
+        (96, 8, 96),  # 12 heads do not divide into 8 shards
         (64, 1, 8),
         (60, 1, 60),
     ],

@@ -1,4 +1,4 @@
-"""Import lines of scripts written for vLLM, with the package's name replaced."""
+"""Import lines of vLLM scripts work with the package's name replaced."""
 
 import ast
 import importlib
@@ -53,7 +53,7 @@ from vllm.version import __version__
 
 
 @pytest.mark.parametrize("line", IMPORTS.splitlines())
-def test_an_import_of_vllm_works_with_the_name_replaced(line: str):
+def test_vllm_import_works_with_the_name_replaced(line: str):
     (statement,) = ast.parse(re.sub(r"\bvllm\b", "jaxspec", line)).body
     assert isinstance(statement, ast.Import | ast.ImportFrom)
     if isinstance(statement, ast.Import):
@@ -73,18 +73,18 @@ def test_an_import_of_vllm_works_with_the_name_replaced(line: str):
         ("jaxspec.version", "__version__", "jaxspec"),
     ],
 )
-def test_an_alias_is_the_same_object(alias: str, name: str, home: str):
+def test_alias_is_the_same_object(alias: str, name: str, home: str):
     first, second = (importlib.import_module(path) for path in (alias, home))
     assert getattr(first, name) is getattr(second, name)
 
 
-def test_ids_for_requests_differ():
+def test_request_ids_differ():
     ids = {random_uuid() for _ in range(100)}
     assert len(ids) == 100
     assert all(re.fullmatch("[0-9a-f]{32}", one) for one in ids)
 
 
-def test_an_adapter_can_be_named_and_is_refused_when_used():
+def test_adapter_request_is_rejected_when_used():
     adapter = LoRARequest("sql", 1, "adapters/sql")
     assert (adapter.lora_name, adapter.lora_int_id) == ("sql", 1)
     llm = object.__new__(LLM)
@@ -92,7 +92,7 @@ def test_an_adapter_can_be_named_and_is_refused_when_used():
         llm.generate("a", lora_request=adapter)
 
 
-def test_a_wrong_request_raises_what_vllms_does():
+def test_wrong_request_raises_vllms_error():
     with pytest.raises(VLLMValidationError) as refused:
         SamplingParams(temperature=-1)
     assert isinstance(refused.value, ValueError)
@@ -107,12 +107,12 @@ def test_other_environment_variables_are_not_read(monkeypatch):
     assert not hasattr(envs, "__wrapped__")
 
 
-def test_nothing_is_reported():
+def test_usage_is_not_reported():
     assert not is_usage_stats_enabled()
     assert UsageContext("LLM_CLASS") is UsageContext.LLM_CLASS
 
 
-def test_a_logger_says_a_thing_once(caplog: pytest.LogCaptureFixture):
+def test_logger_logs_once(caplog: pytest.LogCaptureFixture):
     caplog.set_level("DEBUG", "script")
     logger = init_logger("script")
     for value in (1, 1, 2):
@@ -138,7 +138,7 @@ def test_flags_may_have_underscores():
 
 
 @pytest.mark.parametrize("kind", [EngineArgs, AsyncEngineArgs])
-def test_the_engines_arguments_as_flags(kind: type[EngineArgs]):
+def test_engine_arguments_as_flags(kind: type[EngineArgs]):
     parser = kind.add_cli_args(FlexibleArgumentParser())
     parser.add_argument("--num-prompts", type=int)
     line = "--model m --max_num_seqs 3 -tp 2 --no-enable-prefix-caching"
@@ -149,7 +149,7 @@ def test_the_engines_arguments_as_flags(kind: type[EngineArgs]):
     assert made == kind(model="m", enable_prefix_caching=False, **expected)
 
 
-def test_metrics_are_told_apart_by_their_class():
+def test_metrics_are_distinguished_by_class():
     counter = Counter(name="vllm:num_preemptions", labels={}, value=3)
     assert counter == Counter(name="vllm:num_preemptions", labels={}, value=3)
     assert not isinstance(counter, importlib.import_module("jaxspec.metrics").Gauge)

@@ -1,9 +1,9 @@
 """Times calls on a device.
 
-Two figures, because launching costs as much as a small kernel: one call by itself from
-Python, until its result is there; and one call of many in a loop inside one program,
-where each call needs the result of the one before. `profile` sums jax's profile of one
-run by kernel.
+Two times are measured, because a launch takes as long as a small kernel: the time of a
+single call from Python until its result is ready, and the time per call of many calls
+in a loop inside one program, where each call needs the result of the one before.
+`profile` sums jax's profile of one run by kernel.
 """
 
 import collections
@@ -40,7 +40,7 @@ class Spread:
         )
 
     def in_microseconds(self) -> dict[str, float]:
-        """As a result file has it."""
+        """Return the times in microseconds, as in result files."""
         return {
             "median": round(self.median_s * 1e6, 3),
             "least": round(self.least_s * 1e6, 3),
@@ -49,7 +49,7 @@ class Spread:
 
 
 def loop_of(step: Callable[..., Any], rounds: int) -> Callable[..., Any]:
-    """Return `carry = loop(carry, *turns)`: so many rounds of one step per turn."""
+    """Return `loop(carry, *turns)`, which runs one step per turn, `rounds` times."""
 
     def loop(carry: Any, *turns: Arrays) -> Any:
         def body(number: Array, carry: Any) -> Any:
@@ -74,12 +74,12 @@ def measure(
     """Time `carry = step(carry, number, *arrays)`, about `calls` times in one program.
 
     Args:
-        turns: The arrays of one call after the other. Several turns are for arrays so
-            small that the second call in a row would find them in a cache.
+        turns: The arrays of consecutive calls. Several turns keep small arrays from
+            being in a cache at the next call.
     """
     rounds = -(-calls // len(turns))
-    # The carry is a pool of pages at times: a copy of it for every timing is not what
-    # is asked. The first copy spares the caller's array, which donation takes away.
+    # The carry may be a pool of pages, so it is donated: a copy per timing would be
+    # measured too. The first copy preserves the caller's array.
     program = jax.jit(loop_of(step, rounds), donate_argnums=0)
     carry = jax.block_until_ready(program(jax.tree.map(jnp.copy, carry), *turns))
     seconds = []
@@ -91,10 +91,10 @@ def measure(
 
 
 def copy_bandwidth(num_bytes: int, *, calls: int, repeats: int) -> float:
-    """Return GB/s, read and written, of a program that rewrites so many bytes."""
+    """Return GB/s, read and written, of a program that rewrites `num_bytes`."""
 
     def step(words: Array, number: Array) -> Array:
-        return words ^ (words >> 1)  # no two of these can be made one
+        return words ^ (words >> 1)  # consecutive steps cannot be fused
 
     words = jnp.arange(num_bytes // 4, dtype=jnp.uint32)
     spread = measure(step, words, [()], calls=calls, repeats=repeats)
@@ -102,14 +102,15 @@ def copy_bandwidth(num_bytes: int, *, calls: int, repeats: int) -> float:
 
 
 def profile(run: Callable[[], object]) -> dict[str, Any]:
-    """Run once under jax's profiler; what took how long on the device.
+    """Run once under jax's profiler; return the device time of each kernel.
 
     Args:
         run: Waits for what it launches.
 
     Returns:
         `device_s`, and `kernels`: name, calls, seconds and share, the longest first.
-        Of a device without a timeline of its own (the CPU), the threads of XLA.
+        For a device without a timeline of its own (the CPU), times are those of XLA's
+        threads.
     """
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
@@ -119,7 +120,7 @@ def profile(run: Callable[[], object]) -> dict[str, Any]:
 
 
 def _events(data: Any) -> Iterable[tuple[str, float]]:
-    """Name and seconds of all that ran on the device."""
+    """Yield the name and the seconds of each kernel that ran on the device."""
     planes = list(data.planes)
     on_device = [plane for plane in planes if plane.name.startswith("/device:")]
     for plane in on_device or planes:

@@ -1,17 +1,16 @@
-"""Speeds of this engine and of its peers on the bundled pair, on a CPU, in one run.
+"""Measures this engine and its peers with the bundled pair, on a CPU, in one run.
 
     python -m benchmarks.peers --vllm-python PYTHON --openvino-python PYTHON \
         --llama-server PATH --llama-convert PATH
 
-Greedy, the same token ids, the same number of new tokens whatever the text, the same
-cores. Every peer runs in a process of its own that stays up; runs alternate between all
-of them, so that a slow moment of the machine hits all alike. Timed is the whole: from
-handing over the prompts until the last token is back. Rows are written as they come,
-so that the run may be stopped; it stops by itself when `--minutes` are over.
+Greedy, the same token ids, number of new tokens and cores. Every peer runs in a process
+of its own that remains alive; runs alternate between all of them, so that a slow moment
+of the machine affects all. The time is from passing the prompts to the last token. Rows
+are written as they come, so that the run may be stopped; it ends after `--minutes`.
 
 Reading order: `answer` (the child's side, which runs in the environment of its peer);
-the children `ours`, `hf`, `ov`, `llama` and `vllm_cpu`; `found` (which peers there are,
-what they need, their processes); `cells` (what is measured, rows and table); `turns`.
+the children `ours`, `hf`, `ov`, `llama` and `vllm_cpu`; `found` (the peers, their
+models and processes); `cells` (cells, rows and table); `turns`.
 """
 
 import argparse
@@ -31,16 +30,16 @@ from jaxspec.bench.report import commit, machine, now, num_cores, versions
 from jaxspec.text.tokenizer import Tokenizer
 
 RESULT = Path(__file__).parents[1] / "results" / "peers-cpu.json"
-# Of the options, what a result tells; the others are paths of a machine.
+# Options that the result records; the others are paths of this machine.
 SHOWN = (
     *("num_prompts", "single_prompts", "num_tokens", "num_speculative_tokens"),
     *("batch_sizes", "threads", "repeats", "minutes", "dtype", "bfloat16", "peers"),
 )
-# The list that we wrote has no more; the same ones again, where more are wanted.
+# Number of bundled prompts; if more are needed, they repeat.
 MOST_PER_DOMAIN = 3
 TIMED = (
-    "from handing over the prompts, as token ids, until the last token is back; "
-    "tokens/s are new tokens by that time"
+    "from passing the prompts, as token ids, to the last token; tokens/s are new "
+    "tokens by that time"
 )
 
 
@@ -72,7 +71,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def check(options: argparse.Namespace) -> None:
-    """Refuse what cannot be measured, before anything is started."""
+    """Reject impossible options before anything is started."""
     cores = num_cores()
     if options.threads is None:
         options.threads = [1, 2] if cores > 1 else [1]
@@ -100,7 +99,7 @@ def chosen_peers(options: argparse.Namespace) -> dict[str, Peer]:
 
 
 def in_turn(chosen: PromptSet) -> list[str]:
-    """Prompts with one of every domain after the other."""
+    """Interleave the prompts of all domains."""
     groups = zip(*chosen.by_domain.values(), strict=True)
     return [text for group in groups for text in group]
 
@@ -116,7 +115,7 @@ def token_ids(texts: list[str]) -> list[list[int]]:
 
 @contextlib.contextmanager
 def models_folder(wanted: Path | None) -> Iterator[Path]:
-    """Where peers find what is made of the weights: kept, or for this run only."""
+    """Yield the folder of converted models: kept, or for this run only."""
     if wanted is not None:
         wanted.mkdir(parents=True, exist_ok=True)
         yield wanted.resolve()
@@ -126,7 +125,7 @@ def models_folder(wanted: Path | None) -> Iterator[Path]:
 
 
 def header(options: argparse.Namespace, chosen: PromptSet) -> dict[str, Any]:
-    """What identifies a result; paths of this machine stay out."""
+    """Return what identifies a result, without paths of this machine."""
     return {
         "benchmark": "peers",
         "date": now(),
@@ -157,7 +156,7 @@ def main(arguments: list[str] | None = None) -> None:
         turns = Turns(options, peers, prompts, result)
         turns.prepare()
         for place, threads in enumerate(options.threads):
-            # No number of threads takes all of the time.
+            # Each number of threads gets an equal share of the remaining time.
             turns.measure(threads, 1 / (len(options.threads) - place))
     print(peers_table(turns.result))
 

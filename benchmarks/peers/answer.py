@@ -1,7 +1,7 @@
-"""A child's side of the run: loads one engine, then times what its parent asks for.
+"""A child's side of the run: loads one engine, then times its parent's requests.
 
-The clock is here, so that it is the same for all. Nothing but the standard library:
-this runs in every peer's own environment.
+The clock is here, so that it is the same for all. Imports only the standard library, as
+it runs in every peer's own environment.
 """
 
 import json
@@ -13,29 +13,29 @@ from typing import Any, Protocol
 
 
 class Engine(Protocol):
-    """What a child must be able to do.
+    """The interface of a child's engine.
 
     Attributes:
-        version: Of the library.
-        settings: What was chosen that changes speed.
+        version: Version of the library.
+        settings: Settings that affect speed.
     """
 
     version: str
     settings: dict[str, Any]
 
     def generate(self, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
-        """So many greedy tokens after each prompt, all prompts at once."""
+        """Return `num_tokens` greedy tokens per prompt, for one batch of prompts."""
         ...
 
     def counts(self) -> dict[str, int]:
-        """Totals so far, of: rounds, drafted, accepted, compiles. Unknown ones lack."""
+        """Return totals of rounds, drafts, accepted drafts and compiles, if known."""
         ...
 
 
 def answer(load: Callable[[dict[str, Any]], Engine]) -> None:
     """Read a task, load, then answer every line of stdin with one line of JSON."""
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
-    # From here on, what libraries print is no answer.
+    # Output of libraries must not mix with answers.
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
 
     def say(found: dict[str, Any]) -> None:
@@ -51,9 +51,10 @@ def answer(load: Callable[[dict[str, Any]], Engine]) -> None:
 def run(
     engine: Engine, prompts: list[list[int]], batch_size: int, num_tokens: int
 ) -> dict[str, Any]:
-    """Time all prompts, so many at once: from handing them over to the last token."""
+    """Time all prompts in batches, from passing them to the last token."""
     before, seconds = engine.counts(), 0.0
-    # Prompts of about one length in a batch: few pads for those who pad.
+    # Sort by length: batches of similar lengths need little padding in engines that
+    # pad.
     order = sorted(range(len(prompts)), key=lambda number: len(prompts[number]))
     tokens: list[list[int]] = [[]] * len(prompts)
     for first in range(0, len(prompts), batch_size):
@@ -65,7 +66,7 @@ def run(
         lengths = sorted({len(one) for one in found})
         if len(found) != len(batch) or lengths != [num_tokens]:
             raise ValueError(
-                f"{len(batch)} texts of {num_tokens} tokens were asked for, came "
+                f"requested {len(batch)} texts of {num_tokens} tokens, got "
                 f"{len(found)} of {lengths}"
             )
         for number, one in zip(numbers, found, strict=True):

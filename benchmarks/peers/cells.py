@@ -1,4 +1,4 @@
-"""What is measured: cells, the rows made of them, and the table for the README."""
+"""Cells of the measurement, the rows made of them, and the table for the README."""
 
 import json
 from dataclasses import dataclass, field
@@ -7,26 +7,27 @@ from statistics import median
 from typing import Any
 
 HERE = Path(__file__).parent
-# Why others are ahead, by "peer" or "peer mode"; written by whoever finds it out.
+# File with the reasons why a peer is ahead, by "peer" or "peer mode"; written by hand.
 WHY = HERE / "behind.json"
 NOT_MEASURED = "Not measured yet: run `python -m benchmarks.peers` on a quiet machine."
 OURS = "jaxspec"
-# The same with K as it chooses, its default: ratios of peers are by `OURS`.
+# Name of this engine with its default, which chooses K. Ratios of peers are relative to
+# `OURS`.
 CHOSEN = f"{OURS} (K chosen)"
 PLAIN, DRAFT, NGRAM = MODES = ("plain", "draft", "n-gram")
-# Tokens after which a text is over; some peers never choose one where they must go on.
+# End tokens; some peers cannot continue after one, and are kept from sampling it.
 END_TOKENS = (1, 107)
 
 
 @dataclass(kw_only=True)
 class Cell:
-    """One peer in one mode, with so many sequences at once, on so many threads.
+    """One peer in one mode, at one batch size and number of threads.
 
     Attributes:
-        bans_end: The peer is not given a way to go on after the end of a text: it is
-            kept from ending it. Texts are then compared up to there.
-        answers: Of its child, run by run.
-        failed: Why there are no more.
+        bans_end: The peer cannot continue after an end token, so end tokens are banned,
+            and texts are compared up to the first one of ours.
+        answers: The answers of its child, one per run.
+        failed: Why there are no further runs.
     """
 
     peer: str
@@ -40,7 +41,7 @@ class Cell:
 
     @property
     def speeds(self) -> list[float]:
-        """New tokens by the whole time, prompts included, of every run."""
+        """Return new tokens per second for every run, prefill included."""
         return [
             sum(map(len, one["token_ids"])) / one["seconds"] for one in self.answers
         ]
@@ -50,15 +51,16 @@ class Cell:
         return self.answers[-1]["token_ids"] if self.answers else []
 
     def kind(self, *, peer: str | None = None) -> tuple[Any, ...]:
-        """What two cells share that may be compared."""
+        """Return the key that comparable cells share."""
         names = (peer or self.peer, self.mode, self.dtype)
         return (*names, self.batch_size, self.threads)
 
 
 def rows(cells: list[Cell]) -> list[dict[str, Any]]:
-    """A row of every cell, with its ratio to ours and the share of equal texts."""
+    """Return a row per cell, with its ratio to ours and the share of equal texts."""
     ours = {cell.kind(): median(cell.speeds) for cell in cells if cell.answers}
-    # Greedy texts of ours are the same on any path, so any run of all prompts serves.
+    # This engine's greedy texts do not depend on drafts or batches, so any of its runs
+    # of all prompts is a reference.
     plain = (OURS, PLAIN, "float32")
     texts = [one.texts for one in cells if (one.peer, one.mode, one.dtype) == plain]
     reference = max(texts, key=len, default=[])
@@ -74,9 +76,9 @@ def rows(cells: list[Cell]) -> list[dict[str, Any]]:
         if cell.answers:
             row |= _speed(cell)
             row |= _acceptance(cell)
-            beside = ours.get(cell.kind(peer=OURS))
-            if beside is not None and cell.peer not in (OURS, CHOSEN):
-                row["ours_over_theirs"] = round(beside / median(cell.speeds), 3)
+            own = ours.get(cell.kind(peer=OURS))
+            if own is not None and cell.peer not in (OURS, CHOSEN):
+                row["ours_over_theirs"] = round(own / median(cell.speeds), 3)
             if cell.dtype == "float32":
                 row |= _equality(cell, reference)
         if cell.failed:
@@ -95,7 +97,7 @@ def _speed(cell: Cell) -> dict[str, Any]:
 
 
 def _acceptance(cell: Cell) -> dict[str, float]:
-    """Over all runs; what a peer does not tell is left out."""
+    """Return acceptance over all runs, without values that a peer does not report."""
 
     def total(name: str) -> int:
         return sum(one["counts"].get(name, 0) for one in cell.answers)
@@ -110,7 +112,7 @@ def _acceptance(cell: Cell) -> dict[str, float]:
 
 
 def _equality(cell: Cell, reference: list[list[int]]) -> dict[str, Any]:
-    """How many texts are ours; they begin with the same prompts."""
+    """Count the texts that equal ours."""
     pairs = list(zip(cell.texts, reference, strict=False))
     if cell.bans_end:
         pairs = [_until_end(theirs, ours) for theirs, ours in pairs]
@@ -129,10 +131,10 @@ def _until_end(theirs: list[int], ours: list[int]) -> tuple[list[int], list[int]
 def peers_table(
     result: dict[str, Any] | None, why: dict[str, str] | None = None
 ) -> str:
-    """Tokens/s of every engine, mode, batch size and number of threads.
+    """Return the table of tokens/s by engine, mode, batch size and threads.
 
     Args:
-        why: In place of what `behind.json` holds.
+        why: Replaces `behind.json`.
     """
     if result is None:
         return NOT_MEASURED
@@ -194,9 +196,9 @@ def _notes(result: dict[str, Any]) -> list[str]:
     )
     changed = " with local changes" if result["has_changes"] else ""
     lines = [
-        "New tokens by the whole time, prompts included, in tokens/s; in brackets ours "
-        "by theirs with the same drafts: above 1 ours is faster. Greedy, float32 "
-        f"unless said, {arguments['num_tokens']} new tokens, K = "
+        "New tokens/s of the whole time, prompts included; in brackets our speed by "
+        "theirs with the same kind of drafts: above 1 ours is faster. Greedy, float32 "
+        f"unless noted, {arguments['num_tokens']} new tokens, K = "
         f"{arguments['num_speculative_tokens']}, n-grams of up to "
         f"{result['lookup_max']} tokens; medians of up to {arguments['repeats']} runs "
         f"in turn, of {arguments['single_prompts']} prompts one by one and of "
@@ -216,13 +218,13 @@ def _notes(result: dict[str, Any]) -> list[str]:
         ("Ended early, and fewer runs than others", _places(failed, is_measured=True)),
     ):
         if found:
-            told = "; ".join(f"{what}: {reason}" for what, reason in found.items())
-            lines.append(f"{title}: {told}.")
+            reasons = "; ".join(f"{what}: {reason}" for what, reason in found.items())
+            lines.append(f"{title}: {reasons}.")
     return lines
 
 
 def _places(failed: list[dict[str, Any]], *, is_measured: bool) -> dict[str, str]:
-    """Reasons by where they hold: those of one peer for one reason in one place."""
+    """Return reasons by place, grouped by peer and reason."""
     found: dict[tuple[str, str], list[str]] = {}
     for row in failed:
         if ("median_tokens_per_s" in row) == is_measured:
@@ -237,7 +239,7 @@ def _places(failed: list[dict[str, Any]], *, is_measured: bool) -> dict[str, str
 
 
 def _behind(result: dict[str, Any], why: dict[str, str]) -> list[str]:
-    """Where others are ahead, by how much at most, and why."""
+    """Return where peers are ahead, by how much at most, and why."""
     ratios: dict[tuple[str, str], dict[str, list[float]]] = {}
     for row in result["rows"]:
         if "ours_over_theirs" in row:

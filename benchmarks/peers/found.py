@@ -1,4 +1,4 @@
-"""Which peers this machine has, what is made for them first, and their processes."""
+"""The peers of this machine, the models made for them, and their processes."""
 
 import argparse
 import contextlib
@@ -25,9 +25,9 @@ HERE = Path(__file__).parent
 MODELS = {"target": bundled_target(), "draft": bundled_draft()}
 LONGEST_EXPORT_S = 600.0
 
-# Stand for paths in the command of an export.
+# Placeholders for paths in an export command.
 SOURCE, MADE = "{source}", "{made}"
-# A reason stands in a table.
+# Maximum characters of a reason, which is shown in a table.
 MOST_CHARACTERS = 200
 
 
@@ -36,17 +36,18 @@ class Peer:
     """How one engine is run.
 
     Attributes:
-        script: Of the child, beside this file.
-        python: That runs the child.
-        modes: With the most sequences at once that each can do.
-        environment: Beside this process's own.
-        missing: Why it cannot be run here; None if it can.
+        script: The child's script in this folder.
+        python: The interpreter that runs the child.
+        modes: The largest batch size of each mode.
+        environment: Additional environment variables.
+        missing: Reason why the peer cannot run here; None if it can.
         bans_end: See `Cell`.
-        export: A command that makes a model of a folder with weights in float32; empty
-            if it reads our folders.
-        suffix: Of what `export` makes.
-        has_queue: It takes any number of prompts and fills its batch by itself.
-        note: What its texts or speeds must be read with.
+        export: A command that converts a folder with float32 weights; empty if the peer
+            reads our folders.
+        suffix: File suffix of the exported model.
+        has_queue: Whether the peer accepts any number of prompts and fills its batch
+            itself.
+        note: A remark on its texts or speeds.
     """
 
     name: str
@@ -66,7 +67,7 @@ class Peer:
         return [self.python, str(HERE / self.script)]
 
     def environment_of(self, cores: list[int]) -> dict[str, str]:
-        """What its process finds around it, with as many threads as cores."""
+        """Return its process's environment, with a thread per core."""
         threads = str(len(cores))
         found = os.environ | {
             "OMP_NUM_THREADS": threads,
@@ -74,7 +75,7 @@ class Peer:
             "HF_HUB_OFFLINE": "1",
         }
         if self.python != sys.executable:
-            # Our packages are not for other interpreters.
+            # Other interpreters must not import our packages.
             found.pop("PYTHONPATH", None)
         cores_bound = ",".join(map(str, cores))
         return found | {
@@ -83,7 +84,7 @@ class Peer:
         }
 
     def models(self, folder: Path) -> dict[str, str]:
-        """Target and draft as it wants them, made in `folder` if they are not there.
+        """Return target and draft in its format, made in `folder` if missing.
 
         Raises:
             PeerError: They cannot be made.
@@ -109,9 +110,9 @@ class Peer:
 
 
 def find_peers(options: argparse.Namespace) -> list[Peer]:
-    """All that this script knows, in the order of its tables."""
+    """Return all known peers, in the order of the tables."""
     return [
-        # As many drafts as the others make.
+        # K is fixed, as for the other engines.
         Peer(name=OURS, script="ours.py", has_queue=True, task={"controller": "fixed"}),
         Peer(
             name=CHOSEN,
@@ -136,7 +137,7 @@ def huggingface() -> Peer:
     return Peer(
         name="HuggingFace",
         script="hf.py",
-        # Its assisted generation takes one sequence.
+        # transformers' assisted generation supports one sequence only.
         modes={PLAIN: 8192, DRAFT: 1, NGRAM: 1},
         missing=f"not installed: {', '.join(missing)} (extra hf)" if missing else None,
     )
@@ -179,7 +180,7 @@ def _llama(server: str | None, converter: str | None, python: str) -> Peer:
 def _vllm(python: str | None) -> Peer:
     if python is None:
         return Peer(name="vLLM", script="vllm_cpu.py", missing="no --vllm-python")
-    # It comes with Intel's OpenMP, and wants it before any other.
+    # vLLM comes with Intel's OpenMP, which must be loaded before any other.
     library = Path(python).absolute().parents[1] / "lib" / "libiomp5.so"
     return Peer(
         name="vLLM",
@@ -192,7 +193,7 @@ def _vllm(python: str | None) -> Peer:
             "VLLM_NO_USAGE_STATS": "1",
             # In one process: on one core its three processes, which wait for each other
             # by polling, gave 40 and 250 tokens/s (batch 1 and 8) where one gave 52 and
-            # 315. Then nobody sets what it sets for the process with the threads.
+            # 315. The OpenMP settings of its worker process must then be set here.
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "KMP_AFFINITY": "granularity=fine,explicit,proclist=[{cores}]",
             "KMP_BLOCKTIME": "5",
@@ -237,12 +238,12 @@ def run_export(command: list[str]) -> None:
 
 
 class PeerError(Exception):
-    """A peer did not do what it was asked; the message is a reason for a table."""
+    """A peer failed; the message is the reason that the table shows."""
 
 
 @contextlib.contextmanager
 def on_cores(cores: list[int]) -> Iterator[None]:
-    """Let processes that are started here run on these cores only, where it can be."""
+    """Restrict processes that are started within to these cores, if the system can."""
     if not hasattr(os, "sched_setaffinity"):
         yield
         return
@@ -255,7 +256,7 @@ def on_cores(cores: list[int]) -> Iterator[None]:
 
 
 class Child:
-    """A process that answers lines of JSON; see `answer`.
+    """A child process that answers lines of JSON; see `answer`.
 
     Attributes:
         about: Version and settings, as the child says when it has loaded.
@@ -270,7 +271,7 @@ class Child:
         environment: Mapping[str, str],
         limit_s: float,
     ):
-        # What it says to people; an end of it becomes a reason.
+        # The child's other output; its end becomes the reason if the child fails.
         self._log = tempfile.TemporaryFile()
         try:
             with on_cores(cores):
@@ -281,7 +282,8 @@ class Child:
                     stderr=self._log,
                     text=True,
                     env=dict(environment),
-                    # A group of its own: what it starts ends with it.
+                    # The child gets a process group of its own, so that its own
+                    # children end with it.
                     start_new_session=True,
                 )
         except BaseException:
@@ -294,10 +296,11 @@ class Child:
             raise
 
     def ask(self, request: dict[str, Any], limit_s: float) -> dict[str, Any]:
-        """One question, one answer.
+        """Send one question and return its answer.
 
         Raises:
-            PeerError: It has ended, or takes longer than `limit_s`; it is gone then.
+            PeerError: The child has ended, or takes longer than `limit_s` and was
+                killed.
         """
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -333,7 +336,7 @@ class Child:
             os.killpg(self._process.pid, signal.SIGKILL)
 
     def close(self) -> None:
-        """End it and all that it has started."""
+        """Kill the child and all processes that it has started."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         with contextlib.suppress(BrokenPipeError):
@@ -347,6 +350,6 @@ class Child:
 
 
 def shorten(reason: str) -> str:
-    """A reason without folders of this machine, and not too long."""
+    """Shorten a reason, and remove folders of this machine from it."""
     text = re.sub(r"(?<![\w.])/(?:[^\s/:'\"]+/)+", "", reason)
     return text if len(text) <= MOST_CHARACTERS else text[:MOST_CHARACTERS] + "…"

@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM
 class HuggingFace:
     """A model and, in mode "draft", its assistant.
 
-    A hook on the target counts its passes: transformers itself does not tell what was
-    accepted. Plain decoding runs without it.
+    A hook on the target counts its passes: transformers does not report
+    acceptance. Plain decoding runs without it.
     """
 
     def __init__(self, task: dict[str, Any]):
@@ -22,7 +22,7 @@ class HuggingFace:
         self._more: dict[str, Any] = {}
         if task["mode"] == "draft":
             assistant = self._load(task["draft"])
-            # As many drafts in every round, however sure the assistant is.
+            # K drafts in every round, whatever the assistant's confidence.
             config = assistant.generation_config
             config.num_assistant_tokens = task["num_drafts"]
             config.num_assistant_tokens_schedule = "constant"
@@ -71,7 +71,7 @@ class HuggingFace:
         return found
 
     def _sum_up(self, prompt_length: int, num_tokens: int) -> None:
-        """One text: every pass gives a token of its own beside the drafts it keeps."""
+        """Add the counts of one text: a pass gives accepted drafts and one token."""
         first, *others = self._pass_widths
         self._pass_widths = []
         drafted = [first - prompt_length, *(width - 1 for width in others)]

@@ -1,7 +1,7 @@
 """llama.cpp's `llama-server`, one for every batch size; see `answer`.
 
-The server's time includes its HTTP, over new connections for every batch: it closes
-those that nothing comes over for some seconds, which others' turns take.
+The time includes HTTP, over new connections for every batch: the server closes
+connections that are idle during other peers' turns.
 """
 
 import http.client
@@ -19,8 +19,8 @@ LONGEST_START_S = 120.0
 # Names of one option in several versions of the server.
 MOST_DRAFTS = ("--spec-draft-n-max", "--draft-max")
 FEWEST_DRAFTS = ("--spec-draft-n-min", "--draft-min")
-LEAST_CHANCE = ("--spec-draft-p-min", "--draft-p-min")
-KIND_OF_DRAFT = "draft-simple"  # a model of its own; older versions do not ask
+LEAST_PROBABILITY = ("--spec-draft-p-min", "--draft-p-min")
+KIND_OF_DRAFT = "draft-simple"  # a draft model; older versions lack the option
 DRAFT_THREADS = ("--spec-draft-threads", "--threads-draft")
 DRAFT_KEY_TYPE = ("--spec-draft-type-k", "--cache-type-k-draft")
 DRAFT_VALUE_TYPE = ("--spec-draft-type-v", "--cache-type-v-draft")
@@ -33,7 +33,7 @@ class Server:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        # Its log goes where the other output of this child goes.
+        # The server's log goes to the output of this process.
         self._process = subprocess.Popen([*command, "--port", str(port)])
         self._connections = [
             http.client.HTTPConnection("127.0.0.1", port, timeout=300)
@@ -56,11 +56,11 @@ class Server:
             return False
         return response.status == http.client.OK
 
-    def ask(self, bodies: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    def ask(self, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Send requests at once, each over a connection of its own."""
         for connection in self._connections:
             connection.close()  # the next request opens it again
-        return list(self._pool.map(self._ask, self._connections, bodies))
+        return list(self._pool.map(self._ask, self._connections, requests))
 
     def _ask(
         self, connection: http.client.HTTPConnection, body: dict[str, Any]
@@ -93,8 +93,8 @@ class LlamaCpp:
             wanted = {
                 MOST_DRAFTS: str(task["num_drafts"]),
                 FEWEST_DRAFTS: "0",
-                # As many drafts in every round, however sure the draft is.
-                LEAST_CHANCE: "0",
+                # K drafts in every round, whatever the draft's confidence.
+                LEAST_PROBABILITY: "0",
                 DRAFT_THREADS: threads,
                 DRAFT_KEY_TYPE: "f32",
                 DRAFT_VALUE_TYPE: "f32",
@@ -120,7 +120,7 @@ class LlamaCpp:
         return self._servers[batch_size]
 
     def generate(self, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
-        bodies = [
+        requests = [
             {
                 "prompt": prompt,
                 "n_predict": num_tokens,
@@ -132,13 +132,14 @@ class LlamaCpp:
             }
             for prompt in prompts
         ]
-        answers = self._server(len(prompts)).ask(bodies)
+        answers = self._server(len(prompts)).ask(requests)
         for one in answers:
             drafted = one["timings"].get("draft_n", 0)
             accepted = one["timings"].get("draft_n_accepted", 0)
             self._counts["drafted"] += drafted
             self._counts["accepted"] += accepted
-            # The first token is the prompt's; all others are a round's own or accepted.
+            # The first token comes from prefill; each other token is accepted, or is
+            # the target's own token of a round.
             self._counts["rounds"] += num_tokens - 1 - accepted if drafted else 0
         if self._task["mode"] == "draft" and not self._counts["drafted"]:
             raise RuntimeError("llama-server made no drafts")
@@ -153,7 +154,7 @@ class LlamaCpp:
 
 
 def option(about: str, names: tuple[str, ...]) -> str:
-    """The first of some names that the server's help knows."""
+    """Return the first of some option names that the server's help lists."""
     for name in names:
         if re.search(rf"(?<![\w-]){name}(?![\w-])", about):
             return name

@@ -9,7 +9,7 @@ from jaxspec import LLM, SamplingParams
 
 
 class Ours:
-    """One `LLM`, as its defaults make it; prefixes are not shared, nor by others."""
+    """One `LLM` with default settings, without prefix caching, as for all peers."""
 
     def __init__(self, task: dict[str, Any]):
         drafting: dict[str, Any] = {
@@ -46,7 +46,7 @@ class Ours:
 
     def counts(self) -> dict[str, int]:
         engine = self._llm.llm_engine
-        # Programs that the runs before asked for: nothing is made beside the next one.
+        # Programs requested by earlier runs: nothing compiles during the next run.
         engine.wait_for_programs()
         return {
             "rounds": engine.stats.num_draft_rounds,

@@ -1,4 +1,4 @@
-"""The run: children that stay up, asked in turn, and rows written as they come."""
+"""The run: children that remain alive, used in turn; rows written as they come."""
 
 import argparse
 import json
@@ -14,7 +14,8 @@ from jaxspec.bench.report import num_cores, write_whole
 
 LOOKUP_MAX = 4
 ROOM = 512  # tokens for a prompt
-# Runs of ours that compile do not count; which programs it needs depends on the texts.
+# Runs of this engine that compile do not count; which programs are needed depends on
+# the texts.
 MOST_COMPILING_RUNS = 16
 LONGEST_ANSWER_S = 300.0
 LONGEST_COMPILING_S = 1800.0
@@ -25,8 +26,8 @@ class Turns:
     """All cells, the children that fill them, and the result so far.
 
     Attributes:
-        result: What is written, with `rows` as far as they are.
-        left_s: Time that is left for all; runs of ours that compile take none of it.
+        result: The written result, with the rows so far.
+        left_s: Remaining seconds; runs of this engine that compile do not count.
     """
 
     def __init__(
@@ -46,7 +47,7 @@ class Turns:
         self.left_s, self._end = 60 * options.minutes, time.monotonic()
 
     def prepare(self) -> None:
-        """Find out who can take part, and make what they need of the weights."""
+        """Find the available peers, and convert the weights for them."""
         for name, peer in self._peers.items():
             reason = peer.missing
             if reason is None:
@@ -60,10 +61,10 @@ class Turns:
         self._write()
 
     def measure(self, threads: int, share: float) -> None:
-        """All that runs on so many threads, in turn, until done or time is over.
+        """Run all cells of a number of threads in turn, until done or out of time.
 
         Args:
-            share: Of the time that is left.
+            share: Share of the remaining time.
         """
         cells, cores = self._make_cells(threads), usable_cores()[:threads]
         self._cells += cells
@@ -105,7 +106,7 @@ class Turns:
         return found
 
     def _fill(self, cell: Cell, cores: list[int]) -> None:
-        """One run of a cell, or the reason why there is none."""
+        """Run a cell once, or record why it cannot run."""
         if cell.failed:
             return
         if time.monotonic() >= self._end:
@@ -121,7 +122,7 @@ class Turns:
                 self._is_warm.add(cell.kind())
             cell.answers.append(self._ask(cell))
         except PeerError as error:
-            # Its child is gone; the other batch sizes get a new one.
+            # The child has ended; the peer's other batch sizes get a new one.
             if name in self._children:
                 self._children.pop(name).close()
             if time.monotonic() < self._end:
@@ -152,7 +153,7 @@ class Turns:
         return child
 
     def _ask(self, cell: Cell, *, is_short: bool = False) -> dict[str, Any]:
-        """One run, repeated while it compiles; a short one is a batch, to warm up."""
+        """Run until a run compiles nothing; a short run is one warm-up batch."""
         size, options = cell.batch_size, self._options
         wanted = options.single_prompts if size == 1 else options.num_prompts
         has_queue = self._peers[cell.peer].has_queue and 1 < size == self._most
@@ -168,17 +169,17 @@ class Turns:
             if not answer["counts"].get("compiles"):
                 return answer
             self._end += time.monotonic() - start
-        # It is not gone, but of no use.
+        # The child is alive, but its runs cannot be used.
         raise PeerError(f"compiled something in {MOST_COMPILING_RUNS} runs in a row")
 
     def _limit_s(self, cell: Cell) -> float:
-        """Longest time for one answer of a child; ours may compile."""
+        """Return the time limit of one answer; ours may compile."""
         if cell.peer in (OURS, CHOSEN):
             return LONGEST_COMPILING_S
         return min(max(self._end - time.monotonic(), 1.0), LONGEST_ANSWER_S)
 
     def _write(self) -> None:
-        """Write what there is, so that nothing is lost when the run is stopped."""
+        """Write the result so far, so that the run may be stopped."""
         self.result["rows"] = rows(self._cells)
         text = json.dumps(self.result, indent=1) + "\n"
         write_whole(text, self._options.output)
@@ -191,7 +192,7 @@ class Turns:
 def start(
     peer: Peer, task: dict[str, Any], *, cores: list[int], limit_s: float
 ) -> Child:
-    """A peer's process, which has loaded its models."""
+    """Start a peer's process, and wait until it has loaded its models."""
     return Child(
         peer.command(),
         task | peer.task | {"threads": len(cores)},
@@ -202,7 +203,7 @@ def start(
 
 
 def usable_cores() -> list[int]:
-    """Numbers of the cores that this process may run on."""
+    """Return the cores that this process may run on."""
     if hasattr(os, "sched_getaffinity"):
         return sorted(os.sched_getaffinity(0))
     return list(range(num_cores()))

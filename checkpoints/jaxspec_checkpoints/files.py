@@ -1,4 +1,4 @@
-"""Owns the rules for files of a checkpoint: they are inside its folder, and readable.
+"""Rules for a checkpoint's files: inside its folder, and readable.
 
 A folder may come from anywhere, so a symlink or an index in it must not reach other
 files of this machine.
@@ -16,13 +16,13 @@ from jaxspec_checkpoints.errors import CheckpointError
 
 
 def expand(path: str | Path) -> Path:
-    """Put the home directory for `~`; a user who does not exist stays as written."""
+    """Replace `~` by the home directory; leave the path of an unknown user as it is."""
     return Path(os.path.expanduser(path))
 
 
 @contextmanager
 def readable(folder: Path) -> Iterator[None]:
-    """Turn what the system says of the files in `folder` into a `CheckpointError`."""
+    """Turn the system's errors about files in `folder` into a `CheckpointError`."""
     try:
         yield
     except OSError as error:
@@ -32,14 +32,14 @@ def readable(folder: Path) -> Iterator[None]:
 
 
 def check_inside(folder: Path, path: Path) -> Path:
-    """Return `path` if what it stands for lies in `folder`.
+    """Return `path` if its target lies in `folder`.
 
-    A snapshot in the HuggingFace cache consists of symlinks to `blobs` beside
+    A snapshot in the HuggingFace cache consists of symlinks to `blobs` next to
     `snapshots`, and those may be symlinks to `blobs` of the whole cache; both are
     allowed.
 
     Raises:
-        CheckpointError: It is a symlink to somewhere else.
+        CheckpointError: `path` is a symlink to a place outside `folder`.
     """
     try:
         root, real = folder.resolve(), path.resolve()
@@ -74,7 +74,7 @@ def check_tree(folder: Path) -> None:
 
 
 def side_files(*folders: Path) -> dict[str, Path]:
-    """Return the files that belong to a model; an earlier folder goes first."""
+    """Return the files that belong to a model; earlier folders take precedence."""
     found: dict[str, Path] = {}
     for folder in folders:
         for name in SIDE_FILES:
@@ -88,7 +88,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object.
 
     Raises:
-        CheckpointError: The file cannot be read, or holds something else.
+        CheckpointError: The file cannot be read, or does not hold an object.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -100,7 +100,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def listing(folder: Path) -> str:
-    """Describe what a folder holds, for messages."""
+    """Describe the content of a folder, for messages."""
     if not folder.is_dir():
         return "a file, no folder" if folder.exists() else "no such folder"
     names = sorted(path.name for path in folder.iterdir())

@@ -1,8 +1,8 @@
-"""Heads on disk: what SafeAILab, SpecForge, SGLang, vLLM and speculators write.
+"""Reads heads as SafeAILab, SpecForge, SGLang, vLLM and speculators write them.
 
-A head is a small network on the hidden states of a target. Owns how a folder says which
-kind it holds and what each writer calls its tensors; all names become vLLM's. Knows
-nothing of sizes: `jaxspec.models.heads` does.
+A head is a small network on the hidden states of a target. This module recognizes the
+kind of head in a folder and renames each writer's tensors to vLLM's names. Sizes are
+checked in `jaxspec.models.heads`.
 """
 
 import json
@@ -23,16 +23,17 @@ from jaxspec_checkpoints.tensor import Tensor
 
 EAGLE, EAGLE3, MEDUSA = "eagle", "eagle3", "medusa"
 KINDS = (EAGLE, EAGLE3, MEDUSA)
-# Recognized, so that the error can name it; support was removed.
+# A kind of head that is not supported. It is recognized so that the error can name it.
 MLP_SPECULATOR = "mlp_speculator"
 MLP_SPECULATOR_REMOVED = (
     "MLP speculators were removed: none has been published for Gemma. Use an "
     f"{EAGLE3!r}, {EAGLE!r} or {MEDUSA!r} head."
 )
 
-# Of a file that some writers of Medusa heads use in place of model.safetensors.
+# File that some writers of Medusa heads use in place of model.safetensors.
 _MEDUSA_FILE = "medusa_lm_head.safetensors"
-# A writer's spelling, and vLLM's. The first pattern that fits a name is applied.
+# By kind of head: patterns of tensor names as other libraries write them, and vLLM's
+# name. The first pattern that matches is applied.
 _SPELLINGS: dict[str, tuple[tuple[str, str], ...]] = {
     EAGLE: (
         (r"fusion_fc\.(.*)", r"fc.\1"),
@@ -44,22 +45,23 @@ _SPELLINGS: dict[str, tuple[tuple[str, str], ...]] = {
         (r"model\.(.*)", r"\1"),
     ),
     MEDUSA: (
-        # The paper's own: head, then block or, at last, the head's matrix.
+        # Names in the code of the Medusa paper: number of the head, then of its block;
+        # the last one is the head's LM head.
         (r"(?:medusa_heads?\.)?(\d+)\.(\d+)\.linear\.(.*)", r"blocks.\1.layers.\2.\3"),
         (r"(?:medusa_heads?\.)?(\d+)\.\d+\.weight", r"lm_heads.\1.weight"),
         (r"medusa_heads?\.(.*)", r"\1"),
     ),
 }
-# The only tensors that are not read, by vLLM's names. Any other unknown name is an
+# The only tensors that are skipped, by vLLM's names. Any other unknown name is an
 # error. No head computes with these: each follows from other tensors or the config, or
 # is a matrix that the method takes from the target.
 _NOT_READ = {
     "t2d": KINDS,  # the inverse of d2t
-    "rotary_emb.inv_freq": KINDS,  # of rope_theta
+    "rotary_emb.inv_freq": KINDS,  # follows from rope_theta
     "layers.0.self_attn.rotary_emb.inv_freq": KINDS,
-    "verifier_norm.weight": KINDS,  # the target's, for training
+    "verifier_norm.weight": KINDS,  # the target's, used in training
     "verifier_lm_head.weight": KINDS,
-    "lm_head.weight": (EAGLE,),  # EAGLE's logits are the target's of its output
+    "lm_head.weight": (EAGLE,),  # EAGLE's output goes through the target's LM head
 }
 
 
@@ -70,7 +72,7 @@ class HeadFiles:
     Attributes:
         kind: One of `KINDS`.
         config: Content of its `config.json`.
-        tensors: By vLLM's names.
+        tensors: Tensors by vLLM's names.
     """
 
     kind: str
@@ -80,9 +82,9 @@ class HeadFiles:
 
 
 def kind_of_head(config: Mapping[str, Any]) -> str | None:
-    """Tell from the content of a `config.json` which kind of head it is, if it is one.
+    """Return the kind of head that a `config.json` describes; None if it is no head.
 
-    Those of speculators that are none of `KINDS` go by their own name.
+    Kinds of speculators outside of `KINDS` are returned by their own name.
     """
     named = config.get("speculators_model_type")
     if named is not None:
@@ -91,7 +93,8 @@ def kind_of_head(config: Mapping[str, Any]) -> str | None:
     if any("eagle3" in name.lower() for name in names):
         return EAGLE3
     is_eagle = any("eagle" in name.lower() for name in names)
-    # The paper's own code, and whoever writes like it, calls the head a Llama.
+    # The code of the EAGLE paper, and code that follows it, writes model_type "llama"
+    # for the head.
     is_layer = config.get("model_type") == "llama" and (
         config.get("num_hidden_layers") == 1
     )
@@ -106,7 +109,7 @@ def read_head_config(folder: str | Path) -> tuple[str, Mapping[str, Any]]:
     """Return the kind of the head in a folder, and the content of its `config.json`.
 
     Raises:
-        CheckpointError: The folder holds no head, or none of `KINDS`.
+        CheckpointError: The folder holds no head, or one not in `KINDS`.
     """
     folder = expand(folder)
     with readable(folder):
@@ -131,23 +134,23 @@ def read_head_config(folder: str | Path) -> tuple[str, Mapping[str, Any]]:
 
 
 def _may_join(folder: Path) -> bool:
-    """Whether a folder may hold what joins a token with a hidden state: EAGLE's `fc`.
+    """Return whether a folder may hold EAGLE's `fc`, which joins a token and a state.
 
-    Without, it is a model of one layer, whose config.json says the same.
+    Without it, the folder is a model of one layer with the same config.json.
     """
     try:
         names = read_tensors(folder, more_types=INTEGERS)
-    except CheckpointError:  # `open_head` says what is wrong with its files
+    except CheckpointError:  # `open_head` reports errors in its files
         return True
     return any(_our_spelling(EAGLE, name) == "fc.weight" for name in names)
 
 
 def open_head(folder: str | Path) -> HeadFiles:
-    """Find out what head a folder holds; no weight is read.
+    """Recognize the head in a folder; no weight is read.
 
     Raises:
-        CheckpointError: It holds none that is known, its weights are no safetensors, or
-            two tensors have one name in vLLM's spelling.
+        CheckpointError: The folder holds no known head, its weights are not
+            safetensors, or two tensors have the same vLLM name.
     """
     folder = expand(folder)
     kind, config = read_head_config(folder)
@@ -188,7 +191,7 @@ def _our_spelling(kind: str, name: str) -> str:
 def write_head(
     folder: str | Path, config: Mapping[str, Any], arrays: Mapping[str, np.ndarray]
 ) -> None:
-    """Write a head as vLLM reads it: into a new folder, or nothing at all.
+    """Write a head as vLLM reads it, into a new folder, atomically.
 
     Raises:
         CheckpointError: The folder exists already.
@@ -208,7 +211,7 @@ def write_head(
             name: np.ascontiguousarray(array) for name, array in arrays.items()
         }
         save_file(contiguous, inside / SINGLE, metadata={"format": "pt"})
-        # Safetensors makes the file readable by its owner alone.
+        # Safetensors makes the file readable by its owner only.
         (inside / SINGLE).chmod(0o644)
         text = json.dumps(dict(config), indent=2) + "\n"
         (inside / "config.json").write_text(text, encoding="utf-8")

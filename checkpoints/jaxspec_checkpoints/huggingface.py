@@ -26,14 +26,14 @@ from jaxspec_checkpoints.tensor import Tensor
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
-# The format's names of types, where numpy has the type. The others are shown by name.
+# Safetensors' names of types that numpy has. Error messages show other types by name.
 _DTYPES = {"F32": np.float32, "BF16": ml_dtypes.bfloat16, "F16": np.float16}
-# Of token ids and masks, which are no weights.
+# Types of token ids and masks, which are not weights.
 INTEGERS = {"I64": np.int64, "I32": np.int32, "BOOL": np.bool_}
 
 
 def is_huggingface(folder: Path) -> bool:
-    """Whether the folder has weights in this format."""
+    """Return whether the folder has weights in this format."""
     return (folder / SINGLE).is_file() or (folder / INDEX).is_file()
 
 
@@ -42,7 +42,7 @@ def open_huggingface(folder: Path, layouts: Mapping[str, Layout]) -> Checkpoint:
 
     Raises:
         CheckpointError: A file is missing, truncated or outside the folder, or the
-            tensors are not those of config.json.
+            tensors do not match config.json.
     """
     found = side_files(folder)
     if "config.json" not in found:
@@ -79,7 +79,7 @@ def huggingface_names(folder: Path) -> list[str]:
     try:
         return list(safe_open(folder / SINGLE, framework="numpy").keys())
     except (SafetensorError, OSError) as error:
-        message = f"{folder / SINGLE} is no readable safetensors file: {error}"
+        message = f"{folder / SINGLE} is not a readable safetensors file: {error}"
         raise CheckpointError(message) from error
 
 
@@ -89,11 +89,11 @@ def read_tensors(
     file: str = SINGLE,
     more_types: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, Tensor]:
-    """Return every tensor of a folder by name; the bytes are read when asked for.
+    """Return every tensor of a folder by name; bytes are read on demand.
 
     Args:
-        file: What the one file is called, where there is no index.
-        more_types: Allowed beside those of weights; `INTEGERS` are some.
+        file: Name of the single file, if there is no index.
+        more_types: Allowed in addition to those of weights, such as `INTEGERS`.
 
     Raises:
         CheckpointError: There is no `model.safetensors` or index, a shard is missing
@@ -141,7 +141,7 @@ def _open_file(path: Path, types: Mapping[str, Any]) -> dict[str, Tensor]:
         file = safe_open(path, framework="numpy")
         return {name: _describe(path, file, name, types) for name in file.keys()}
     except (SafetensorError, OSError) as error:
-        message = f"{path} is no readable safetensors file: {error}"
+        message = f"{path} is not a readable safetensors file: {error}"
         raise CheckpointError(message) from error
 
 
@@ -155,7 +155,7 @@ def _describe(path: Path, file: Any, name: str, types: Mapping[str, Any]) -> Ten
         )
 
     def read_rows(start: int, stop: int) -> np.ndarray:
-        # One without axes has no rows.
+        # A tensor without axes has no rows.
         return rows[start:stop] if shape else file.get_tensor(name)
 
     dtype = np.dtype(types[kind])
@@ -168,7 +168,7 @@ def _describe(path: Path, file: Any, name: str, types: Mapping[str, Any]) -> Ten
 def _byte_reader(
     path: Path, name: str, shape: tuple[int, ...], dtype: np.dtype
 ) -> Callable[[int, int], np.ndarray]:
-    """Reads rows of a type of one byte that the library has no numpy type for."""
+    """Return a reader of rows of a one-byte type that the library cannot load."""
     row_bytes = int(np.prod(shape[1:], dtype=np.int64))
 
     def read(start: int, stop: int) -> np.ndarray:
@@ -188,6 +188,8 @@ def _weight_map(index: Path) -> dict[str, str]:
     if not isinstance(weight_map, dict) or not all(
         isinstance(shard, str) for shard in weight_map.values()
     ):
-        message = f"{index} is no index: it needs a `weight_map` of tensors to files"
+        message = (
+            f"{index} is not an index: it needs a `weight_map` of tensors to files"
+        )
         raise CheckpointError(message)
     return weight_map

@@ -1,4 +1,4 @@
-"""Kaggle folders: an Orbax tree of Flax names, its tokenizer beside or above it."""
+"""Kaggle folders: an Orbax tree with Flax names, its tokenizer next to or above it."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -27,7 +27,7 @@ from jaxspec_checkpoints.tensor import Tensor
 
 
 def is_kaggle(folder: Path) -> bool:
-    """Whether the folder is an Orbax tree, or has one as a direct child."""
+    """Return whether the folder is an Orbax tree, or has one as a direct child."""
     return is_orbax(folder) or bool(_variants(folder))
 
 
@@ -39,7 +39,7 @@ def open_kaggle(folder: Path, layouts: Mapping[str, Layout]) -> Checkpoint:
 
     Raises:
         CheckpointError: There are several trees, a file is damaged or outside the
-            folder, or the tensors are not those of a Gemma whose sizes are known.
+            folder, or the tensors do not match a Gemma of a known size.
     """
     weights = _weights(folder)
     found = _side_files(weights)
@@ -71,7 +71,7 @@ def open_kaggle(folder: Path, layouts: Mapping[str, Layout]) -> Checkpoint:
 
 
 def kaggle_files(folder: Path) -> dict[str, Path]:
-    """Return the files of the model beside the tree, by name.
+    """Return the files of the model next to the tree, by name.
 
     Raises:
         CheckpointError: There are several trees, or a file is outside the folder.
@@ -84,7 +84,7 @@ def _side_files(weights: Path) -> dict[str, Path]:
 
 
 def _weights(folder: Path) -> Path:
-    """Find the tree: the folder itself, or the one child that is one."""
+    """Return the tree: the folder itself, or its only child that is one."""
     if is_orbax(folder):
         return folder
     variants = _variants(folder)
@@ -99,19 +99,19 @@ def _weights(folder: Path) -> Path:
 
 def _variants(folder: Path) -> list[Path]:
     children = sorted(folder.iterdir()) if folder.is_dir() else []
-    # A mounted disk has a `lost+found` that only root may enter.
+    # A mounted disk has a `lost+found` that only root can read.
     open_to_us = [path for path in children if os.access(path, os.R_OK | os.X_OK)]
     return [path for path in open_to_us if path.is_dir() and is_orbax(path)]
 
 
 def _layout_of_tree(tree: FlaxTree, layouts: Mapping[str, Layout]) -> Layout:
-    """Find the family by the names in a tree, where there is no `config.json`."""
+    """Return the family that matches the names in a tree without `config.json`."""
     for layout in layouts.values():
         if layout.flax is not None and layout.flax.has_qk_norm == tree.has_qk_norm:
             return layout
     raise CheckpointError(
         f"{tree.folder} has no config.json, and its tree is of no known family. Put "
-        "the model's config.json beside it"
+        "the model's config.json next to it"
     )
 
 
@@ -120,7 +120,7 @@ def _published(folder: Path, layout: Layout, sizes: Sizes) -> dict[str, Any]:
     if size is None or layout.flax is None:
         raise CheckpointError(
             f"{folder} has no config.json, and the shapes are those of no published "
-            f"{layout.title}: found {sizes}. Put the model's config.json beside it"
+            f"{layout.title}: found {sizes}. Put the model's config.json next to it"
         )
     return layout.flax.config(size)
 
@@ -134,16 +134,16 @@ def write_kaggle(
     dtype: np.dtype | None,
     on_bytes: Callable[[int], object],
 ) -> None:
-    """Write the flat form, padded and oriented as published, into a folder of its own.
+    """Write the flat layout, padded and oriented as published, into its own folder.
 
     Args:
-        layout: Of the model's family.
-        dtype: What the values are cast to; None keeps each tensor's own.
+        layout: Layout of the model's family.
+        dtype: Type to cast values to; None keeps each tensor's own.
         on_bytes: Called with the number of bytes after each write.
 
     Raises:
         CheckpointError: A tensor is damaged or cannot be cast, the LM head is untied,
-            or the sizes leave it open which way `gating_einsum` is.
+            or the sizes do not determine the orientation of `gating_einsum`.
     """
     if layout.flax is None:
         raise CheckpointError(f"Kaggle's format has no form for {layout.title}")
@@ -163,8 +163,8 @@ def write_kaggle(
     if sizes.hidden_size == sizes.intermediate_size:
         raise CheckpointError(
             f"hidden_size and intermediate_size are both {sizes.hidden_size}: a reader "
-            "could not tell which way gating_einsum is, so Kaggle's format cannot hold "
-            "this model"
+            "could not determine the orientation of gating_einsum, so Kaggle's format "
+            "cannot hold this model"
         )
     shapes = leaf_shapes(sizes, num_rows=sizes.vocab_size + pads, **form)
     written: dict[str, tuple[str, np.dtype]] = {}
@@ -199,7 +199,7 @@ def write_kaggle(
 
 
 def _keys(leaf: str) -> tuple[str, str]:
-    """The flat form: a path for the outer key, and always a dict within."""
+    """Return the keys of the flat layout: the path, then the key of the inner dict."""
     outer, _, inner = leaf.rpartition("/")
     if inner in ("scale", "w", "input_embedding"):
         return f"transformer/{outer}", inner

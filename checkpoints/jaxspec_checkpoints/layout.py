@@ -1,7 +1,7 @@
-"""Owns the canonical layout: what there is to say of any family's tensors.
+"""The canonical layout: a description of any family's tensors.
 
-The names and the (out, in) order are HuggingFace's; every format is read into this and
-written from it. Knows nothing of files.
+Names and the (out, in) order are HuggingFace's; every format is read into this layout
+and written from it. Knows nothing about files.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,17 +14,17 @@ from jaxspec_checkpoints.errors import CheckpointError
 from jaxspec_checkpoints.tensor import Tensor
 
 EMBEDDING = "model.embed_tokens.weight"
-# Of a model whose embedding and LM head differ; a model with one matrix has none.
+# LM head of a model whose embedding differs from it; models with one matrix omit it.
 HEAD = "lm_head.weight"
 TIE = "tie_word_embeddings"
 DTYPES = ("float32", "bfloat16", "float16")
-# First parts of the canonical names, after `model.`.
+# First parts of canonical names after `model.`.
 _PARTS = ("embed_tokens.", "layers.", "norm.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """The numbers that decide the shapes."""
+    """The numbers that determine the shapes."""
 
     vocab_size: int
     hidden_size: int
@@ -36,10 +36,10 @@ class Sizes:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> "Sizes":
-        """Take the sizes out of the content of a HuggingFace `config.json`.
+        """Read the sizes from the content of a HuggingFace `config.json`.
 
         Raises:
-            CheckpointError: A size is none.
+            CheckpointError: A size is not a positive integer.
         """
         names = {
             "vocab_size": "vocab_size",
@@ -64,16 +64,16 @@ class Sizes:
 
 @dataclass(frozen=True, kw_only=True)
 class FlaxForm:
-    """What differs between the Flax trees of families.
+    """Differences between the Flax trees of families.
 
     Attributes:
-        name: Begins the name of a folder that holds a tree.
+        name: Prefix of the name of a folder that holds a tree.
         has_qk_norm: Whether heads of queries and keys are normalized.
-        pad_rows: Rows that are written after the vocabulary.
+        pad_rows: Padding rows to write after the vocabulary.
         model_first: Published sizes whose `gating_einsum` is (2, model, hidden); all
             others have (2, hidden, model).
-        skipped: First parts of paths that are not the text model's.
-        config: The `config.json` of a published size.
+        skipped: First parts of paths that do not belong to the text model.
+        config: Returns the `config.json` of a published size.
     """
 
     name: str
@@ -86,22 +86,22 @@ class FlaxForm:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """What is particular to the tensors of one family.
+    """Describes the tensors of one family.
 
     Attributes:
-        title: What people call the family.
-        model_types: The `model_type` of each `config.json` that describes one.
+        title: Name of the family, for messages.
+        model_types: Each `model_type` in `config.json` that means this family.
         tensor_shapes: Shape of every tensor of a model, by its canonical name.
-        published: Sizes of the models that there are, by their names.
-        turn_markers: Pieces that begin and end a turn of a chat, where it has any.
-        pad_rows: That some formats have after the vocabulary; no token has them.
-        config_of: The `config.json` of a published model, by a name that it has in a
-            hub; None for names of no such model.
+        published: Sizes of the published models, by name.
+        turn_markers: Pieces that begin and end a turn of a chat, if any.
+        pad_rows: Rows that some formats have after the vocabulary; no token has them.
+        config_of: Returns the `config.json` of a published model, given its name on a
+            hub; None for other names.
         text_config: Returns the flat `config.json` of the text model, with the format's
-            defaults filled in; applied twice, it changes nothing.
-        prefixes: What files write before `layers`, `embed_tokens` and `norm`.
-        skipped: First parts of names of tensors that are not the text model's.
-        flax: The form of its Flax trees, where it has any.
+            defaults filled in; idempotent.
+        prefixes: Prefixes that files have before `layers`, `embed_tokens` and `norm`.
+        skipped: First parts of names of tensors that do not belong to the text model.
+        flax: Layout of its Flax trees, if any.
     """
 
     title: str
@@ -119,10 +119,10 @@ class Layout:
     def canonical_tensors(
         self, tensors: Mapping[str, Tensor], vocab_size: int
     ) -> dict[str, Tensor]:
-        """Rename a file's tensors, without those of other modalities and pad rows.
+        """Rename a file's tensors; drop other modalities and padding rows.
 
         Raises:
-            CheckpointError: Two tensors of the file stand for the same one.
+            CheckpointError: Two tensors of the file have the same canonical name.
         """
         found: dict[str, Tensor] = {}
         for name, tensor in tensors.items():
@@ -156,20 +156,20 @@ class Layout:
         return next(found, None)
 
     def is_model_first(self, sizes: Sizes) -> bool:
-        """Whether the Flax tree of a size has `gating_einsum` as (2, model, hidden)."""
+        """Return whether a size's `gating_einsum` in Flax is (2, model, hidden)."""
         return self.flax is not None and (
             self.published_name(sizes) in self.flax.model_first
         )
 
 
 def layout_of(config: Mapping[str, Any], layouts: Mapping[str, Layout]) -> Layout:
-    """Find the layout that the content of a `config.json` asks for.
+    """Return the layout for the content of a `config.json`.
 
     Args:
         layouts: By `model_type`; a config without one means the first.
 
     Raises:
-        CheckpointError: It is of another architecture.
+        CheckpointError: The architecture is not supported.
     """
     kind = config.get("model_type", next(iter(layouts)))
     if not isinstance(kind, str) or kind not in layouts:
@@ -181,13 +181,13 @@ def layout_of(config: Mapping[str, Any], layouts: Mapping[str, Layout]) -> Layou
 
 
 def must_be_tied(config: Mapping[str, Any]) -> bool | None:
-    """Return what `check_tensors` needs to know of a `config.json`: False or None.
+    """Return False if a `config.json` requires an LM head of its own, else None.
 
-    "Tied" is the format's default, which exporters write for any model, so it says
+    "Tied" is the format's default, which exporters write for any model, so it means
     nothing: `lm_head.weight` decides (`Checkpoint.resolved`).
 
     Raises:
-        CheckpointError: `tie_word_embeddings` is no boolean.
+        CheckpointError: `tie_word_embeddings` is not a boolean.
     """
     value = config.get(TIE)
     if value is not None and not isinstance(value, bool):
@@ -207,14 +207,15 @@ def check_tensors(
     """Check that `tensors` are exactly the model that the config describes.
 
     Args:
-        is_tied: Whether the embedding is the LM head, so that `lm_head.weight` must be
-            absent; False: it must be there; None: it may be there.
+        is_tied: True: the embedding is the LM head, and `lm_head.weight` must be
+            absent; False: it must be present; None: it may be present.
 
     Raises:
-        CheckpointError: Names the first tensor that is unknown, missing, or of another
-            shape or a type that is no weight's, with what was found and expected.
+        CheckpointError: Names the first tensor that is unknown, missing, or has another
+            shape or a type that weights cannot have, with what was found and expected.
     """
-    # A number of layers that is out of all proportion would fill the memory below.
+    # Reject an absurd number of layers: the names of their tensors, made below, would
+    # fill the memory.
     if sizes.num_layers > max(1000, len(tensors)):
         raise CheckpointError(
             f"config.json asks for num_hidden_layers={sizes.num_layers}, and the "
@@ -262,9 +263,9 @@ def _unknown(name: str, tensor: Tensor, layout: Layout, sizes: Sizes) -> str:
 
 
 def common_dtype(tensors: Mapping[str, Tensor]) -> np.dtype:
-    """The type of most bytes, which is what a report calls the checkpoint's type.
+    """Return the type of most bytes, which reports call the checkpoint's type.
 
-    Of weights: not the one of packed values.
+    Packed values are skipped, as their type is not one of weights.
     """
     sizes: dict[np.dtype, int] = {}
     for tensor in tensors.values():

@@ -41,7 +41,7 @@ VERSION = 1
 
 
 def is_own(folder: Path) -> bool:
-    """Whether the folder was written by this package."""
+    """Return whether this package wrote the folder."""
     return (folder / MANIFEST).is_file()
 
 
@@ -49,8 +49,8 @@ def open_own(folder: Path, layouts: Mapping[str, Layout]) -> Checkpoint:
     """Check a folder and describe it; no weight is read.
 
     Raises:
-        CheckpointError: It is of another version, a file is missing, damaged or outside
-            the folder, or the manifest, the arrays and config.json disagree.
+        CheckpointError: The folder has another version, a file is missing, damaged or
+            outside the folder, or the manifest, the arrays and config.json disagree.
     """
     found = side_files(folder)
     if "config.json" not in found:
@@ -157,7 +157,7 @@ def write_own(
     """Write weights, then the manifest; chunks are rows, so reading rows is cheap.
 
     Args:
-        dtype: What the values are cast to; None keeps each tensor's own.
+        dtype: Type to cast values to; None keeps each tensor's own.
         on_bytes: Called with the number of bytes after each write.
 
     Raises:

@@ -1,10 +1,10 @@
-"""Owns how quantized matrices lie in files: names, packing and zero points.
+"""Layouts of quantized matrices in files: names, packing and zero points.
 
-Three published forms are read: those of compressed-tensors, AutoAWQ ("awq") and
-AutoGPTQ ("gptq"). Ours is the first of them: `packed` writes what vLLM reads as well.
+Three published layouts are read: those of compressed-tensors, AutoAWQ ("awq") and
+AutoGPTQ ("gptq"). The first is also written: vLLM reads the result of `packed`.
 
-Activations are never quantized here. Of checkpoints that were made for it the weights
-are read, and the scales of activations left aside.
+Activations are never quantized here. For checkpoints with quantized activations the
+weights are read, and the scales of activations are ignored.
 """
 
 from collections.abc import Callable, Mapping
@@ -31,25 +31,25 @@ from jaxspec_checkpoints.quantization import (
 from jaxspec_checkpoints.tensor import Tensor
 
 COMPRESSED, AWQ, GPTQ = METHODS
-# The formats of safetensors' names of types, beside those of weights.
+# Safetensors' names of types that are not types of weights.
 PACKED_TYPES = {
     "I8": np.int8,
     "I32": np.int32,
     "I64": np.int64,
     "F8_E4M3": ml_dtypes.float8_e4m3fn,
 }
-# Of numbers in a 32-bit word, which output each is of: AutoAWQ's order.
+# AutoAWQ's order: the output that each number in a 32-bit word belongs to.
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-# What files say of activations.
+# Tensors about quantized activations, which are ignored.
 _ASIDE = ("input_scale", "input_zero_point")
 _PACK, _PLAIN_INTS, _FLOATS = "pack-quantized", "int-quantized", "float-quantized"
 
 
 def scheme_of(config: Mapping[str, Any]) -> Scheme | MixedScheme | None:
-    """How the content of a `config.json` says that matrices are kept; None if plainly.
+    """Return the quantization that a `config.json` describes; None if there is none.
 
     Raises:
-        CheckpointError: In a way that is not read here.
+        CheckpointError: The quantization is not supported.
     """
     given = config.get("quantization_config")
     if given is None:
@@ -82,7 +82,7 @@ def scheme_of(config: Mapping[str, Any]) -> Scheme | MixedScheme | None:
         is_symmetric = not given.get("zero_point", True)
     if bits == 8 and not is_symmetric:
         _refuse(method, "sym", "true for 8 bits", False)
-    # Less their zero points, values have five bits.
+    # 4-bit values minus a zero point need five bits, so they are stored as int8.
     kind = INT4 if bits == 4 and is_symmetric else INT8
     return Scheme(kind=kind, group_size=None if size == -1 else size, method=method)
 
@@ -139,9 +139,9 @@ def _refuse(method: str, name: str, allowed: str, value: Any) -> NoReturn:
 def unpack(
     config: Mapping[str, Any], tensors: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """The tensors of a file by their canonical names, quantized ones as matrices.
+    """Return a file's tensors by canonical name; quantized ones as `QuantizedTensor`.
 
-    Nothing but shapes and group indices is read.
+    Reads only shapes and group indices.
 
     Raises:
         CheckpointError: Parts of a matrix are missing or do not fit each other, or a
@@ -182,13 +182,13 @@ def unpack(
 
 
 class _Parts:
-    """The tensors of one matrix, each of which is taken once."""
+    """The tensors of one matrix, each of which is used once."""
 
     def __init__(self, module: str, tensors: dict[str, Tensor]):
         self.module, self._tensors = module, tensors
 
     def take(self, name: str) -> Tensor:
-        """Raises `CheckpointError` where it is missing."""
+        """Remove and return a tensor; raise `CheckpointError` if it is missing."""
         if name not in self._tensors:
             raise CheckpointError(
                 f"the checkpoint has no tensor '{self.module}.{name}'; of the same "
@@ -200,16 +200,16 @@ class _Parts:
         return self._tensors.pop(name, None)
 
     def check_empty(self) -> None:
-        """Raises `CheckpointError` for what has no part in a matrix."""
+        """Raise `CheckpointError` if there are tensors that no matrix uses."""
         for name, tensor in self._tensors.items():
             raise CheckpointError(
-                f"tensor '{self.module}.{name}' is no part of a quantized matrix "
+                f"tensor '{self.module}.{name}' is not part of a quantized matrix "
                 f"({tensor.source})"
             )
 
 
 class _Last:
-    """The matrix that was unpacked last: rows of it are asked for one by one."""
+    """Caches the matrix that was unpacked last, as rows are read one by one."""
 
     def __init__(self):
         self._key: object = None
@@ -217,7 +217,7 @@ class _Last:
 
     def get(self, key: str, make: Callable[[], Any]) -> Any:
         if key != self._key:
-            self._key = self._value = None  # never two of them
+            self._key = self._value = None  # free the old one first
             self._key, self._value = key, make()
         return self._value
 
@@ -225,10 +225,10 @@ class _Last:
 def unpacked_words(
     words: np.ndarray, bits: int, order: tuple[int, ...] | None = None
 ) -> np.ndarray:
-    """Numbers without signs of the 32-bit words of each row, the lowest bits first.
+    """Split the 32-bit words of each row into unsigned numbers, lowest bits first.
 
     Args:
-        order: Which number of a word's each of its parts is.
+        order: Index in the result of each number of a word.
     """
     count = 32 // bits
     shifts = np.arange(count, dtype=np.uint32) * np.uint32(bits)
@@ -239,7 +239,7 @@ def unpacked_words(
 
 
 def packed_words(values: np.ndarray, bits: int) -> np.ndarray:
-    """The inverse of `unpacked_words`; zeros fill the last word."""
+    """Undo `unpacked_words`; zeros fill the last word."""
     count = 32 // bits
     values = np.pad(values, ((0, 0), (0, -values.shape[1] % count)))
     parts = values.astype(np.uint32).reshape(len(values), -1, count)
@@ -291,19 +291,19 @@ def _compressed(
 
 
 def _narrowed(values: np.ndarray, scheme: Scheme, origin: Tensor) -> np.ndarray:
-    """Whole numbers in the scheme's type; raises where it does not have one."""
+    """Return integers in the scheme's type; raise if one of them does not fit."""
     least, most = (-8, 7) if scheme.kind == INT4 else (-128, 127)
     if values.size and not least <= values.min() <= values.max() <= most:
         raise CheckpointError(
             f"{origin.source} has values from {values.min()} to {values.max()}, which "
-            f"{scheme.kind} has not: the zero points are not those that config.json "
-            "says"
+            f"{scheme.kind} cannot hold: the zero points are not those that "
+            "config.json describes"
         )
     return values.astype(scheme.value_type)
 
 
 def _check_order(parts: _Parts, name: str, scheme: Scheme, num_features: int) -> None:
-    """Refuse groups of features in an order of their own; -1 everywhere is none."""
+    """Reject a matrix with reordered features; -1 everywhere means no order."""
     order = parts.maybe(name)
     if order is None:
         return
@@ -311,8 +311,8 @@ def _check_order(parts: _Parts, name: str, scheme: Scheme, num_features: int) ->
     if (ids == -1).all() or np.array_equal(ids, np.arange(num_features) // size):
         return
     raise CheckpointError(
-        f"tensor '{parts.module}.{name}' has groups of features in an order of their "
-        f"own, which is not supported ({order.source})"
+        f"tensor '{parts.module}.{name}' reorders the features of groups (desc_act), "
+        f"which is not supported ({order.source})"
     )
 
 
@@ -326,7 +326,7 @@ def _check_zeros(parts: _Parts) -> None:
 
 
 def _scales(parts: _Parts, scheme: Scheme, shape: tuple[int, ...]) -> Tensor:
-    """[out, group] scales in float32; one of a whole matrix is that of every output."""
+    """Return [out, group] scales in float32; a single one applies to all outputs."""
     given = parts.take("weight_scale")
     form = shape[0], scheme.num_groups(shape[1])
     is_one = int(np.prod(given.shape, dtype=np.int64)) == 1 and form != (1, 1)
@@ -356,7 +356,7 @@ def _scales(parts: _Parts, scheme: Scheme, shape: tuple[int, ...]) -> Tensor:
 def _awq(
     parts: _Parts, scheme: Scheme, given: Mapping[str, Any], last: _Last
 ) -> QuantizedTensor:
-    """AutoAWQ: [features, outputs / 8] words, outputs in an order of their own."""
+    """Read AutoAWQ's [features, outputs / 8] words, with outputs in its own order."""
     words, scales = parts.take("qweight"), parts.take("scales")
     zeros = parts.maybe("qzeros")
     shape = words.shape[1] * 8, words.shape[0]
@@ -373,7 +373,7 @@ def _awq(
 def _gptq(
     parts: _Parts, scheme: Scheme, given: Mapping[str, Any], last: _Last
 ) -> QuantizedTensor:
-    """AutoGPTQ: [features / 8, outputs] words, and zero points that lack one."""
+    """Read AutoGPTQ's words [features / 8, outputs]; it stores zero points - 1."""
     words, scales, zeros = (
         parts.take(name) for name in ("qweight", "scales", "qzeros")
     )
@@ -393,7 +393,7 @@ def _gptq(
 
 
 def _less(values: np.ndarray, zeros: np.ndarray) -> np.ndarray:
-    """[feature, out] values less the [group, out] zero points."""
+    """Subtract [group, out] zero points from [feature, out] values."""
     groups = values.reshape(len(zeros), -1, values.shape[1])
     return (groups - zeros.astype(np.int16)[:, None]).reshape(values.shape)
 
@@ -407,7 +407,7 @@ def _transposed(
     unpacked: Callable[[], np.ndarray],
     last: _Last,
 ) -> QuantizedTensor:
-    """A matrix of a file in which features are rows."""
+    """Describe a matrix of a file in which features are rows."""
     form = shape[0], scheme.num_groups(shape[1])
     if scales.shape != form[::-1]:
         raise CheckpointError(
@@ -441,12 +441,13 @@ def _transposed(
 def packed(
     config: Mapping[str, Any], tensors: Mapping[str, Tensor], scheme: Scheme
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The content of a `config.json` and the tensors of a model that is quantized.
+    """Return the `config.json` and the tensors of the quantized model.
 
-    As compressed-tensors has them; matrices are quantized while they are read.
+    In the layout of compressed-tensors; matrices are quantized while they are read.
 
     Raises:
-        CheckpointError: It is quantized already, or groups do not divide a matrix.
+        CheckpointError: The model is quantized already, or groups do not divide a
+            matrix.
     """
     if config.get("quantization_config") is not None:
         raise CheckpointError(
@@ -471,11 +472,11 @@ def packed(
             source=f"{tensor.source} (shape)",
             read=lambda start, stop, form=form: form[start:stop],
         )
-    return dict(config) | {"quantization_config": _told(scheme)}, found
+    return dict(config) | {"quantization_config": _config_entry(scheme)}, found
 
 
 def _words(values: Tensor, bits: int) -> Tensor:
-    """Values in 32-bit words, row by row, as numbers without signs."""
+    """Pack values into 32-bit words, row by row, as unsigned numbers."""
     num_rows, features = values.shape
 
     def make(start: int, rows: np.ndarray) -> np.ndarray:
@@ -486,7 +487,7 @@ def _words(values: Tensor, bits: int) -> Tensor:
     )
 
 
-def _told(scheme: Scheme) -> dict[str, Any]:
+def _config_entry(scheme: Scheme) -> dict[str, Any]:
     weights = dict(
         num_bits=4 if scheme.kind == INT4 else 8,
         type="float" if scheme.kind == FP8 else "int",

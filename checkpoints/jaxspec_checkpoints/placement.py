@@ -1,4 +1,4 @@
-"""Owns the way of a tensor from its file to the devices that hold its shards.
+"""Moves a tensor from its file to the devices that hold its shards.
 
 File -> blocks of rows -> cast -> one host buffer per different shard -> devices. At any
 time the host holds one parameter's shards and one block, however large the model is.
@@ -28,13 +28,13 @@ def place(
     """Read one parameter and put every device's shard where it belongs.
 
     Args:
-        parts: The tensors it is made of, of one shape. Several are fused: their rows
+        parts: The tensors it consists of, of one shape. Several are fused: their rows
             alternate, `block` of each at a time.
         sharding: Which device gets which rows and columns; devices with the same
             index get copies of one buffer.
-        dtype: What the values are cast to on the way.
-        block: Rows of one part that stay together.
-        copies: How often each block is repeated, together with those of the other
+        dtype: Type to cast values to.
+        block: Rows of one part that are kept together.
+        copies: Number of times each block is repeated, together with those of the other
             parts: a head's keys and values, for several devices.
         on_bytes: Called with the number of bytes after each read.
 
@@ -43,7 +43,7 @@ def place(
     """
     rows, *columns = parts[0].shape
     shape = (rows * len(parts) * copies, *columns)
-    # A shard is known by its bounds: devices that hold copies share one buffer.
+    # A shard is identified by its bounds: devices that hold copies share one buffer.
     owners: dict[Index, list[Any]] = {}
     for device, index in sharding.addressable_devices_indices_map(shape).items():
         assert index is not None
@@ -61,7 +61,7 @@ def place(
                 for index, buffer in buffers.items():
                     _copy(values, ids, index, buffer)
             on_bytes(values.nbytes)
-    # One shard at a time: the host's copy is gone before the next one travels.
+    # One shard at a time: the host's copy is freed before the next one is sent.
     shards = []
     for index, devices in owners.items():
         buffer = buffers.pop(index)
@@ -79,7 +79,7 @@ def _bounds(index: tuple[slice, ...], shape: tuple[int, ...]) -> Index:
 def _copy(
     values: np.ndarray, ids: np.ndarray, index: Index, buffer: np.ndarray
 ) -> None:
-    """Copy what of these rows, which go to rows `ids`, belongs to one shard."""
+    """Copy these rows, which go to rows `ids`, as far as they belong to one shard."""
     (first, stop), *columns = index
     kept = slice(*np.searchsorted(ids, (first, stop)))
     if kept.start == kept.stop:

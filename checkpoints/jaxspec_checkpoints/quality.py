@@ -1,8 +1,8 @@
-"""Owns `quality.json`: what quantization took from a checkpoint's texts, as measured.
+"""Reads and writes `quality.json`: the measured loss of quality by quantization.
 
-It stands beside the weights. `python -m jaxspec quality` measures and writes it,
-`inspect` shows it; nothing else reads it, and `convert` leaves it behind, as it is
-about these weights.
+It is stored next to the weights. `python -m jaxspec quality` measures and writes it,
+`inspect` shows it; nothing else reads it, and `convert` does not copy it, as it
+describes these weights.
 """
 
 import json
@@ -20,20 +20,21 @@ QUALITY = "quality.json"
 
 @dataclass(frozen=True, kw_only=True)
 class Quality:
-    """A quantized model beside the weights that it was made of, on the same texts.
+    """Quality of a quantized model and of its unquantized weights on the same texts.
 
     Attributes:
-        reference: Name of the model with those weights.
-        texts: Names of the files that were read.
-        dtype: What both models computed in.
-        num_tokens: Predicted in all.
-        length: Tokens of a piece of text, each of which is read by itself.
-        weight_bytes: Of the quantized model, as a device holds it.
-        perplexity: Of the texts.
-        reference_perplexity: The reference's.
+        reference: Name of the model with the unquantized weights.
+        texts: Names of the files with the texts.
+        dtype: Type in which both models computed.
+        num_tokens: Number of predicted tokens.
+        length: Tokens per piece of text; pieces are evaluated independently.
+        weight_bytes: Bytes of the quantized model's weights on a device.
+        perplexity: Perplexity of the texts.
+        reference_perplexity: Perplexity of the reference.
         kl_nats_per_token: Mean KL divergence of the model's distributions from the
             reference's.
-        share_of_same_first: Tokens at which both find the same one most likely.
+        share_of_same_first: Fraction of tokens at which both models find the same token
+            most likely.
     """
 
     reference: str
@@ -48,7 +49,7 @@ class Quality:
     share_of_same_first: float
 
     def line(self) -> str:
-        """All of it in one line."""
+        """Return all of it in one line."""
         return (
             f"perplexity {self.perplexity:.2f} ({self.reference}: "
             f"{self.reference_perplexity:.2f}), KL {self.kl_nats_per_token:.5f} nats a "
@@ -57,10 +58,10 @@ class Quality:
         )
 
     def table(self, form: str) -> str:
-        """The same in Markdown, for a model card.
+        """Return a Markdown table for a model card.
 
         Args:
-            form: What the quantized model is called.
+            form: Name of the quantized model.
         """
         rows = (
             ("weights", "bytes", "perplexity", "KL, nats/token", "same first token"),
@@ -78,10 +79,10 @@ class Quality:
 
 
 def write_quality(folder: Path, quality: Quality) -> Path:
-    """Write it into a checkpoint's folder, whole or not at all; return where.
+    """Write it into a checkpoint's folder, atomically; return the path.
 
     Args:
-        folder: Or a GGUF file, which it is written next to.
+        folder: The folder, or a GGUF file, next to which it is written.
 
     Raises:
         CheckpointError: The folder cannot be written to.
@@ -105,7 +106,7 @@ def _place(folder: Path) -> Path:
 
 
 def read_quality(folder: Path) -> Quality | None:
-    """What has been measured of the checkpoint in a folder; None if nobody has.
+    """Return the measurements of the checkpoint in a folder; None without any.
 
     Raises:
         CheckpointError: The file is damaged.

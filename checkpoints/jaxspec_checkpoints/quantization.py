@@ -1,8 +1,8 @@
-"""Owns what a quantized matrix is: values of few bits, and scales to multiply them by.
+"""Quantized matrices: values of few bits, and scales to multiply them by.
 
 A weight is its value times the scale of its output and group of features. `quantize`
-makes both of rows of numbers, on the host or within a jitted function; tensors do it
-block by block while they are read, so that a model is never there in both forms.
+computes both from rows of numbers, on the host or in a jitted function; tensors do it
+block by block while they are read, so that a model is never in memory in both forms.
 """
 
 import math
@@ -18,32 +18,34 @@ from jaxspec_checkpoints.errors import CheckpointError
 from jaxspec_checkpoints.tensor import BLOCK_BYTES, Tensor
 
 INT8, INT4, FP8 = "int8", "int4", "fp8"
-# What a value is kept as, and the largest that a scheme makes. Ranges are symmetric:
-# a zero stays one, and no offset has to be added to products.
+# Type of each scheme's values, and the largest value. Ranges are symmetric, so that
+# zero remains zero and products need no offset.
 VALUE_TYPES = {
     INT8: (np.dtype(np.int8), 127.0),
     INT4: (np.dtype(ml_dtypes.int4), 7.0),
     FP8: (np.dtype(ml_dtypes.float8_e4m3fn), 448.0),
 }
-# What a checkpoint's config.json calls how it was quantized, where it can be read.
+# Names in config.json of the quantization methods that can be read.
 METHODS = ("compressed-tensors", "awq", "gptq")
-# The method of a file that has a type for each tensor.
+# Name of the quantization method of a GGUF file, in which each tensor has its own type.
 GGUF = "gguf"
-# Features that share a scale, by default; None is all of an output.
+# Default number of features that share a scale; None: all features of an output share
+# one.
 GROUP_SIZES = {INT8: None, INT4: 128, FP8: None}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scheme:
-    """How the matrices of a model's layers are kept.
+    """How the matrices of a model's layers are quantized.
 
     Attributes:
         kind: "int8", "int4" or "fp8" (e4m3).
-        group_size: Features that share a scale; None: all of an output.
-        has_embedding: Whether the embedding, which is the LM head as well, is kept in
-            int8, with a scale for each row.
-        method: Of a checkpoint that is quantized already, what its config.json calls
-            the method; None: weights are quantized while they are loaded.
+        group_size: Number of features that share a scale; None: all features of an
+            output share one.
+        has_embedding: Whether the embedding, which is also the LM head, is quantized to
+            int8, with a scale per row.
+        method: Name in config.json of the method of a quantized checkpoint; None:
+            weights are quantized while they are loaded.
     """
 
     kind: str
@@ -58,7 +60,7 @@ class Scheme:
 
     @property
     def of_embedding(self) -> "Scheme | None":
-        """How the embedding is kept; None where it is left as it is."""
+        """Return the scheme of the embedding; None if it is not quantized."""
         return Scheme(kind=INT8) if self.has_embedding else None
 
     def of_tensors(self, names: Sequence[str]) -> "Scheme | None":
@@ -66,19 +68,19 @@ class Scheme:
         return self if ".layers." in names[0] else self.of_embedding
 
     def num_groups(self, num_features: int) -> int:
-        """Scales of one output."""
+        """Return the number of scales per output."""
         return num_features // (self.group_size or num_features)
 
     def describe(self) -> str:
-        """In words: `int4 in groups of 128`."""
+        """Describe the scheme in words: `int4 in groups of 128`."""
         each = "per output" if self.group_size is None else ""
         shown = f"{self.kind} {each or f'in groups of {self.group_size}'}"
         shown += ", embedding int8 per row" if self.has_embedding else ""
         return shown if self.method is None else f"{shown} ({self.method})"
 
 
-# Types of a GGUF file that are values times scales, and the scheme that holds their
-# numbers exactly. Types with minima or tables of values have no such scheme.
+# Types of a GGUF file whose numbers are values times scales, and a scheme that holds
+# them exactly. Types with minima or tables of values have no such scheme.
 GGUF_SCHEMES = {
     "Q4_0": Scheme(kind=INT4, group_size=32),
     "Q5_0": Scheme(kind=INT8, group_size=32),
@@ -90,7 +92,7 @@ GGUF_SCHEMES = {
 
 @dataclass(frozen=True, kw_only=True)
 class MixedScheme:
-    """How a model is kept whose file has a type for each tensor (GGUF).
+    """Quantization of a model whose file has a type per tensor (GGUF).
 
     Attributes:
         types: The canonical name of each matrix and its type in the file.
@@ -108,8 +110,8 @@ class MixedScheme:
     def of_tensors(self, names: Sequence[str]) -> Scheme | None:
         """Return the scheme that holds all of these tensors exactly.
 
-        None if one of them has no scheme: the matrix is then kept in the type of the
-        rows that it is multiplied with.
+        None if one of them has no scheme: the matrix then gets the type of the rows
+        that it is multiplied with.
         """
         found = shared_scheme([self._schemes.get(name) for name in names])
         if found is None and self.has_embedding and ".layers." not in names[0]:
@@ -117,7 +119,7 @@ class MixedScheme:
         return found
 
     def describe(self) -> str:
-        """In words: `Q5_0, Q8_0 as int8 in groups of 32, Q4_K unpacked (gguf)`."""
+        """Describe it: `Q5_0, Q8_0 as int8 in groups of 32, Q4_K unpacked (gguf)`."""
         kinds: dict[str, list[str]] = {}
         for kind in sorted({kind for _, kind in self.types}):
             scheme = GGUF_SCHEMES.get(kind)
@@ -129,9 +131,9 @@ class MixedScheme:
 
 
 def shared_scheme(schemes: Sequence[Scheme | None]) -> Scheme | None:
-    """Return the scheme that holds matrices of all of these exactly, or None.
+    """Return a scheme that holds matrices of all of these exactly, or None.
 
-    Whole numbers of 4 bits are some of 8, and a group's scale is that of its parts.
+    4-bit integers are also 8-bit ones, and a group's scale is valid for its parts.
     """
     found = [scheme for scheme in schemes if scheme is not None]
     if len(found) < len(schemes):
@@ -146,18 +148,18 @@ def shared_scheme(schemes: Sequence[Scheme | None]) -> Scheme | None:
 
 
 def named_scheme(kind: str, *, has_embedding: bool = False) -> Scheme:
-    """What one of the names `VALUE_TYPES` asks for while loading."""
+    """Return the scheme for one of the names `VALUE_TYPES`, for use while loading."""
     return Scheme(kind=kind, group_size=GROUP_SIZES[kind], has_embedding=has_embedding)
 
 
 def quantize(rows: Any, scheme: Scheme, xp: Any = np) -> tuple[Any, Any]:
-    """Values [out, features] and float32 scales [out, group] of rows.
+    """Quantize rows to values [out, features] and float32 scales [out, group].
 
-    Rounds to the nearest value, of two equally near to the even one. The largest of a
-    group becomes the largest value.
+    Rounds to nearest, ties to even. The largest number of a group becomes the largest
+    value.
 
     Args:
-        xp: numpy, or jax.numpy for arrays of a device.
+        xp: numpy, or jax.numpy for arrays on a device.
     """
     dtype, largest = VALUE_TYPES[scheme.kind]
     num_rows, features = rows.shape
@@ -172,20 +174,20 @@ def quantize(rows: Any, scheme: Scheme, xp: Any = np) -> tuple[Any, Any]:
 
 
 def dequantize(values: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """The float32 numbers that [out, features] values stand for."""
+    """Dequantize [out, features] values to float32."""
     numbers = values.astype(np.float32).reshape(*scales.shape, -1)
     return (numbers * scales[:, :, None]).reshape(values.shape)
 
 
 def stored_bytes(shape: tuple[int, ...], dtype: np.dtype) -> int:
-    """What values take on a device: two of 4 bits share a byte."""
+    """Return the bytes of values on a device: two 4-bit values share a byte."""
     count = int(np.prod(shape, dtype=np.int64))
     return -(-count // 2) if dtype == ml_dtypes.int4 else count * dtype.itemsize
 
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizedTensor(Tensor):
-    """A matrix that is kept as values and scales, and reads as its float32 numbers.
+    """A matrix stored as values and scales; reading it returns float32 numbers.
 
     Attributes:
         values: [out, features].
@@ -197,12 +199,12 @@ class QuantizedTensor(Tensor):
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of values and scales; `num_bytes` are those of the numbers."""
+        """Bytes of values and scales; `num_bytes` are those of the float32 numbers."""
         held = stored_bytes(self.values.shape, self.values.dtype)
         return held + self.scales.num_bytes
 
     def head(self, num_rows: int) -> "QuantizedTensor":
-        """The first rows only."""
+        """Return the first rows only."""
         return quantized_tensor(self.values.head(num_rows), self.scales.head(num_rows))
 
     def blocks(self) -> Iterator[tuple[int, np.ndarray]]:
@@ -212,14 +214,14 @@ class QuantizedTensor(Tensor):
 
 
 def held_bytes(tensor: Tensor) -> int:
-    """Bytes of a tensor as it is kept."""
+    """Return the bytes of a tensor as stored."""
     if isinstance(tensor, QuantizedTensor):
         return tensor.held_bytes
     return tensor.num_bytes
 
 
 def quantized_tensor(values: Tensor, scales: Tensor) -> QuantizedTensor:
-    """The matrix of values and scales that are read from somewhere."""
+    """Combine values and scales to a matrix."""
 
     def read(start: int, stop: int) -> np.ndarray:
         return dequantize(values.read(start, stop), scales.read(start, stop))
@@ -240,7 +242,7 @@ class _Derived(Tensor):
     make: Callable[[int, np.ndarray], np.ndarray]
 
     def head(self, num_rows: int) -> Tensor:
-        """The first rows only."""
+        """Return the first rows only."""
         shape = num_rows, *self.shape[1:]
         return replace(self, shape=shape, origin=self.origin.head(num_rows))
 
@@ -256,10 +258,10 @@ def derived(
     shape: tuple[int, ...],
     dtype: Any,
 ) -> Tensor:
-    """What is made of another tensor's rows, whose hash is checked as they pass.
+    """Describe a tensor computed from the rows of another, whose hash is checked.
 
     Args:
-        make: Of the first row's number and some rows, as many rows.
+        make: Takes the first row's number and rows; returns the same number of rows.
     """
     return _Derived(
         shape=shape,
@@ -272,12 +274,12 @@ def derived(
 
 
 def quantized(tensor: Tensor, scheme: Scheme) -> QuantizedTensor:
-    """A matrix that is quantized block by block as its values are read.
+    """Quantize a matrix block by block as its values are read.
 
-    A matrix that is quantized already keeps its numbers where the scheme can hold them
-    (see `shared_scheme`), and is else quantized again: an LM head, to int8 rows. The
-    scales of others exist once the values were read; before, reading the scales reads
-    the matrix.
+    A matrix that is already quantized keeps its numbers if the scheme can hold them
+    (see `shared_scheme`), and is else quantized again: an LM head, to int8 rows. For
+    others, scales exist once the values have been read; reading scales first reads the
+    matrix.
 
     Raises:
         CheckpointError: Groups do not divide the features.
@@ -321,10 +323,7 @@ def quantized(tensor: Tensor, scheme: Scheme) -> QuantizedTensor:
 
 
 def _regrouped(tensor: QuantizedTensor, scheme: Scheme) -> QuantizedTensor | None:
-    """The same numbers as values of the scheme's type and scales of its groups.
-
-    None if the scheme cannot hold them.
-    """
+    """Return the same numbers in the scheme's type and groups; None if impossible."""
     num_rows, num_groups = tensor.scales.shape
     needed = scheme.num_groups(tensor.shape[1])
     kinds = tensor.values.dtype, scheme.value_type

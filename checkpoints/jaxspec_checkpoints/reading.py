@@ -1,8 +1,7 @@
-"""Owns `open_checkpoint`: tells the formats apart by what is in a folder.
+"""Detects the format of a folder and opens it (`open_checkpoint`).
 
-A GGUF file is named itself, or by the folder that holds it.
-
-Of a folder it also tells the files that are not weights.
+A GGUF file is passed itself, or as the folder that holds it. Files other than weights
+are found here too (`model_files`, `read_config`).
 """
 
 from collections.abc import Mapping
@@ -30,14 +29,14 @@ from jaxspec_checkpoints.kaggle import is_kaggle, kaggle_files, open_kaggle
 from jaxspec_checkpoints.layout import Layout
 from jaxspec_checkpoints.orbax import is_own, open_own, own_names
 
-# A mark beside a folder that `write_checkpoint` has not finished.
+# Marker file next to a folder that `write_checkpoint` has not finished.
 INCOMPLETE = "INCOMPLETE"
 
-# Under which `model_files` has a GGUF file.
+# Key of a GGUF file in `model_files`.
 GGUF = "model.gguf"
 
-# In the order they are asked; see README.md for how to add one. Our own goes before
-# Kaggle's, because both have a folder that Orbax wrote.
+# Formats in the order of detection; see README.md for how to add one. Our own format
+# precedes Kaggle's, because both contain a folder that Orbax wrote.
 _FORMATS = {
     "hf": (is_huggingface, open_huggingface),
     "orbax": (is_own, open_own),
@@ -49,14 +48,14 @@ _FORMATS = {
 def open_checkpoint(
     folder: str | Path, layouts: Mapping[str, Layout] = LAYOUTS
 ) -> Checkpoint:
-    """Find out the format of a folder and check that it is a whole model.
+    """Detect the format of a folder and check that it is a whole model.
 
     Args:
-        layouts: Of the families that it may be of, by their `model_type`.
+        layouts: Layouts of the families that it may belong to, by `model_type`.
 
     Raises:
-        CheckpointError: It is no folder, of no known format, or what is in it does not
-            fit together; nothing has been loaded.
+        CheckpointError: `folder` is not a folder, has no known format, or its parts do
+            not fit together; no weight has been loaded.
     """
     folder = expand(folder)
     with readable(folder):
@@ -89,8 +88,8 @@ def _open(folder: Path, layouts: Mapping[str, Layout]) -> Checkpoint:
 def lists_head(folder: str | Path) -> bool:
     """Return whether the weights in a folder list an LM head of its own.
 
-    Reads names only. Of a folder that cannot be opened it is False: `open_checkpoint`
-    says what is wrong with it.
+    Reads names only. False for a folder that cannot be opened: `open_checkpoint`
+    reports the reason.
     """
     folder = expand(folder)
     try:
@@ -109,10 +108,10 @@ def lists_head(folder: str | Path) -> bool:
 
 
 def model_files(folder: str | Path) -> dict[str, Path]:
-    """Return config, tokenizer and what else describes a model, by name.
+    """Return config, tokenizer and other files that describe a model, by name.
 
-    Also for a folder that has no weights, such as a tokenizer's. A GGUF file, whose
-    metadata describe the model, is under the name `GGUF`.
+    Also for a folder without weights, such as a tokenizer's. A GGUF file, whose
+    metadata describe the model, has the key `GGUF`.
 
     Raises:
         CheckpointError: A file is a symlink to outside the folder, or the folder cannot
@@ -133,18 +132,19 @@ def read_config(
 ) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     """Return the contents of `config.json` and `generation_config.json`.
 
-    The first is derived from the weights' shapes where a format has none, the second is
+    The first is derived from the weights' shapes if a format has none; the second is
     then empty.
 
     Args:
-        layouts: As of `open_checkpoint`.
+        layouts: As in `open_checkpoint`.
 
     Raises:
         CheckpointError: The folder has neither config nor weights, or a file is broken.
     """
     files = model_files(folder)
     if GGUF in files or "config.json" not in files:
-        # A GGUF file has its own numbers: a config.json beside it is often a stub.
+        # Read the config from the GGUF file itself: a config.json next to it is often a
+        # stub.
         checkpoint = open_checkpoint(folder, layouts)
         return checkpoint.config, checkpoint.generation_config
     generation = files.get("generation_config.json")

@@ -1,4 +1,4 @@
-"""Owns what `inspect` says of a checkpoint: format, sizes, and what is replicated."""
+"""The report of `inspect` on a checkpoint: format, sizes, and replicated parts."""
 
 import math
 
@@ -14,7 +14,7 @@ _FORMATS = {
     "orbax": "jaxspec Orbax",
     "gguf": "llama.cpp GGUF",
 }
-# The tensor-parallel sizes of the machines people have.
+# Common tensor-parallel sizes.
 TENSOR_PARALLEL_SIZES = (1, 2, 4, 8)
 
 
@@ -65,10 +65,10 @@ def describe(checkpoint: Checkpoint) -> str:
 
 
 def replicated(sizes: Sizes, num_devices: int) -> dict[str, str]:
-    """What every one of `num_devices` holds whole, by the last part of its name.
+    """Return the parts that every one of `num_devices` holds whole, by name.
 
-    A tensor is split along heads, feed-forward rows or vocabulary; where the devices do
-    not divide these, each gets all of it. Norms are never split.
+    A tensor is split along heads, feed-forward rows or vocabulary; if the number of
+    devices does not divide these, each device gets all of it. Norms are never split.
     """
     whole: dict[str, str] = dict.fromkeys(
         (
@@ -80,7 +80,7 @@ def replicated(sizes: Sizes, num_devices: int) -> dict[str, str]:
         ),
         "norms",
     )
-    # Gate and up rows are stored in alternating blocks, which stay whole.
+    # Gate and up rows are stored in alternating blocks, which are not split.
     num_blocks = sizes.intermediate_size // math.gcd(sizes.intermediate_size, 128)
     groups = [
         (
@@ -101,14 +101,14 @@ def replicated(sizes: Sizes, num_devices: int) -> dict[str, str]:
 
 
 def _holds_one_head(sizes: Sizes, num_devices: int) -> bool:
-    """Whether a device holds a copy of the one KV head that it reads, and no other."""
+    """Return whether a device holds a copy of the one KV head it reads and no other."""
     is_even = num_devices % sizes.num_kv_heads == 0
     is_even &= sizes.num_q_heads % num_devices == 0
     return is_even and num_devices > sizes.num_kv_heads
 
 
 def size(num_bytes: float) -> str:
-    """Return bytes as people say them: `5.23 GB`."""
+    """Return bytes in readable form: `5.23 GB`."""
     for unit in ("bytes", "kB", "MB", "GB"):
         if num_bytes < 1000 or unit == "GB":
             break
@@ -117,7 +117,7 @@ def size(num_bytes: float) -> str:
 
 
 def _files(checkpoint: Checkpoint) -> str:
-    """Names of the files that describe the model, and of those that can be made."""
+    """Return the files that describe the model, and those that can be generated."""
     made = [f"{name} (from metadata)" for name in sorted(checkpoint.made_files)]
     return ", ".join([*checkpoint.side_files, *made]) or "no config, no tokenizer"
 

@@ -1,6 +1,6 @@
-"""Owns writing HuggingFace's safetensors files, a block of rows at a time.
+"""Writes HuggingFace's safetensors files, a block of rows at a time.
 
-The library's own writer takes whole files from memory. The format is a length, a JSON
+The library's own writer needs whole files in memory. The format is a length, a JSON
 header, and the bytes in the order of the header.
 """
 
@@ -32,9 +32,9 @@ def write_huggingface(
     """Write `model.safetensors`, or shards and their index if there are several.
 
     Args:
-        dtype: What the values are cast to; None keeps each tensor's own.
+        dtype: Type to cast values to; None keeps each tensor's own.
         on_bytes: Called with the number of bytes after each write.
-        max_shard_bytes: A shard has no more, unless a single tensor has.
+        max_shard_bytes: Limit of a shard, except for a single larger tensor.
 
     Raises:
         CheckpointError: A tensor is damaged or cannot be cast.

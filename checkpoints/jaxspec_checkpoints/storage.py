@@ -1,6 +1,6 @@
-"""Owns Orbax folders on disk: which arrays there are, reading and writing in parts.
+"""Orbax folders on disk: lists arrays, reads and writes them in parts.
 
-Orbax keeps arrays in TensorStore. This module uses TensorStore itself, because Orbax
+Orbax stores arrays with TensorStore. This module uses TensorStore itself, because Orbax
 restores and saves whole arrays only. Knows nothing of models: names are the file's own.
 """
 
@@ -21,26 +21,26 @@ from jaxspec_checkpoints.tensor import BLOCK_BYTES
 
 METADATA = "_METADATA"
 MANIFEST = "manifest.ocdbt"
-# Each array has one of these below its name: zarr 2, zarr 3.
+# Each array has one of these files below its name: zarr 2, zarr 3.
 _DRIVERS = {".zarray": "zarr", "zarr.json": "zarr3"}
 _ARRAYS = ("jax.Array", "np.ndarray")
 _INDEX_CACHE = {"cache_pool#ocdbt": {"total_bytes_limit": 64 * 2**20}}
-# What a writer holds before it makes a file of it.
+# Number of bytes that TensorStore buffers before it writes a file.
 _COMMIT_BYTES = 4 * BLOCK_BYTES
-# What TensorStore keeps beside the values of chunks.
+# Bytes of memory that TensorStore uses in addition to the values of chunks.
 _SLACK_BYTES = 2**20
-# TensorStore reports what is wrong with a file by one of these.
+# Errors that TensorStore raises for damaged files.
 _FAULTS = (ValueError, OSError, KeyError, IndexError)
 
 
 @dataclass(frozen=True, kw_only=True)
 class StoredArray:
-    """One array of a folder; nothing of it is in memory.
+    """One array of a folder; not in memory.
 
     Attributes:
         name: In the file's spelling: keys of the tree joined with dots.
-        chunks: Shape of the pieces that are read and decoded as one.
-        spec: How TensorStore finds it.
+        chunks: Shape of the pieces that are read and decoded at once.
+        spec: TensorStore's specification of the array.
     """
 
     name: str
@@ -59,8 +59,8 @@ class StoredArray:
 class Slabs:
     """Reads one array along one axis, so that each chunk is decoded once.
 
-    A chunk may be as large as the array. It is kept until the last slab is read, and
-    then dropped with everything else.
+    A chunk may be as large as the array. It is cached until the last slab is read, then
+    everything is freed.
     """
 
     def __init__(
@@ -74,14 +74,14 @@ class Slabs:
         """Read along `axis`, at index `fixed` of the first axes.
 
         Args:
-            length: Where the last slab ends, if that is before the end of the axis.
+            length: End of the last slab, if it is before the end of the axis.
         """
         self._array, self._axis, self._fixed = array, axis, fixed
         self._length = array.shape[axis] if length is None else length
         self._store: ts.TensorStore | None = None
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Return `[start, stop)` of the axis; the axes of `fixed` are gone.
+        """Return `[start, stop)` of the axis, without the axes of `fixed`.
 
         Raises:
             CheckpointError: A file is truncated, missing or damaged.
@@ -105,7 +105,7 @@ class Slabs:
         return values
 
     def _context(self) -> ts.Context:
-        """Room for the chunks that two neighbouring slabs can share."""
+        """Return a cache for the chunks that two neighboring slabs can share."""
         array, extents = self._array, []
         for axis, (size, chunk) in enumerate(
             zip(array.shape, array.chunks, strict=True)
@@ -117,10 +117,10 @@ class Slabs:
 
 
 def is_orbax(folder: Path) -> bool:
-    """Whether Orbax has written a tree of arrays into `folder` itself."""
+    """Return whether `folder` itself is an Orbax tree of arrays."""
     if (folder / METADATA).is_file() or (folder / MANIFEST).is_file():
         return True
-    # Orbax of 2023 and before: a msgpack file for the tree, a folder for each array.
+    # Orbax up to 2023: a msgpack file for the tree, a folder per array.
     return (folder / "checkpoint").is_file() and any(folder.rglob(".zarray"))
 
 
@@ -128,23 +128,24 @@ def open_arrays(folder: Path) -> dict[str, StoredArray]:
     """Return every array of an Orbax folder by its name; no values are read.
 
     Raises:
-        CheckpointError: Something points outside the folder, is damaged, or listed in
-            the metadata and not there.
+        CheckpointError: A path points outside the folder, a file is damaged, or an
+            array in the metadata is missing.
     """
     check_tree(folder)
     metadata = _read_metadata(folder)
     base = {"driver": "file", "path": f"{folder.resolve()}/"}
     is_database = (folder / MANIFEST).is_file()
     store = {"driver": "ocdbt", "base": base} if is_database else base
-    # Older versions of Orbax leave out chunks of zeros. In a database that is known
-    # to be whole: its index names every chunk. Without one, a lost file looks the same.
+    # Older versions of Orbax do not write chunks that are all zeros. In OCDBT storage a
+    # missing chunk is known to be zeros, as an index lists every chunk that exists.
+    # Without that index, a lost file would look the same, so missing chunks are errors.
     is_strict = metadata.get("store_array_data_equal_to_fill_value") or not is_database
     context = ts.Context(_INDEX_CACHE)
     try:
         keys = ts.KvStore.open(store, context=context).result().list().result()
     except _FAULTS as error:
         raise CheckpointError(
-            f"{folder} is no readable Orbax folder, fetch it again: {error}"
+            f"{folder} is not a readable Orbax folder, fetch it again: {error}"
         ) from error
     opening = {}
     for name, driver in sorted(_names(keys).items()):
@@ -175,7 +176,7 @@ def _read_metadata(folder: Path) -> dict[str, Any]:
 
 
 def _listed(folder: Path, metadata: Mapping[str, Any]) -> list[str]:
-    """Names of the arrays that the metadata of a tree speaks of."""
+    """Return the names of the arrays in a tree's metadata."""
     try:
         return [
             ".".join(str(key["key"]) for key in leaf["key_metadata"])
@@ -184,13 +185,13 @@ def _listed(folder: Path, metadata: Mapping[str, Any]) -> list[str]:
         ]
     except (AttributeError, KeyError, TypeError) as error:
         raise CheckpointError(
-            f"{folder / METADATA} is no description of a tree of arrays, fetch it "
+            f"{folder / METADATA} is not a description of a tree of arrays, fetch it "
             f"again: {error!r}"
         ) from error
 
 
 def _names(keys: list[bytes]) -> dict[str, str]:
-    """Names of the arrays among the keys of a store, with the driver of each."""
+    """Return the names of the arrays among a store's keys, and the driver of each."""
     found = {}
     for key in keys:
         name, _, file = key.decode(errors="replace").rpartition("/")
@@ -225,12 +226,12 @@ def _describe(folder: Path, name: str, spec: Any, opening: Any) -> StoredArray:
 class ArrayWriter:
     """Writes a folder that Orbax restores, a part of an array at a time.
 
-    Use it as a context: its end writes the metadata, without which the folder is none.
-    Values are not compressed: reading them would then cost more than the disk saves.
+    A context manager: its exit writes the metadata that make the folder valid. Values
+    are not compressed: decompression would cost more time than the disk saves.
     """
 
     def __init__(self, folder: Path):
-        """Write into `folder`, which is made."""
+        """Create `folder` to write into."""
         folder.mkdir()
         self._folder = folder
         self._context = ts.Context(_INDEX_CACHE)

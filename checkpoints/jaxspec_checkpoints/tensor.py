@@ -1,4 +1,4 @@
-"""Owns `Tensor`: one named array of a checkpoint that is read by rows, when asked.
+"""Defines `Tensor`: one named array of a checkpoint, whose rows are read on demand.
 
 Nothing is read before `rows`, so a checkpoint larger than the host's memory can be
 checked, converted and placed.
@@ -21,9 +21,9 @@ class Tensor:
     """One array in canonical form: HuggingFace's name and (out, in) order.
 
     Attributes:
-        source: Where the bytes are, for messages: file and the name in it.
-        read: Rows `[start, stop)` of the first axis as a host array.
-        sha256: Of the row-major little-endian bytes, where the format records it.
+        source: Location of the bytes, for messages: file and name in it.
+        read: Returns rows `[start, stop)` of the first axis as a host array.
+        sha256: Hash of the row-major little-endian bytes, if the format records it.
     """
 
     shape: tuple[int, ...]
@@ -60,7 +60,7 @@ class Tensor:
             )
 
     def head(self, num_rows: int) -> "Tensor":
-        """Return the first rows only; a hash of all rows says nothing about them."""
+        """Return the first rows only, without a hash: it covers all rows."""
         return replace(self, shape=(num_rows, *self.shape[1:]), sha256=None)
 
     def whole(self) -> np.ndarray:
@@ -94,7 +94,7 @@ class _WithCopies(Tensor):
     copies: tuple[Tensor, ...]
 
     def blocks(self) -> Iterator[tuple[int, np.ndarray]]:
-        """See `Tensor.blocks`; raises as well where a copy has other bytes."""
+        """See `Tensor.blocks`; also raises if a copy has other bytes."""
         tensors = self.origin, *self.copies
         for (start, rows), *others in zip(*(t.blocks() for t in tensors), strict=True):
             for copy, (_, theirs) in zip(self.copies, others, strict=True):

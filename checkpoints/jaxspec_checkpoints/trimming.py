@@ -1,7 +1,7 @@
-"""Owns token maps: the tokens that a draft may propose, most frequent first.
+"""Reads token maps: the tokens that a draft may propose, most frequent first.
 
-A map is a JSON file, beside a draft's weights or anywhere: of a list of token ids the
-first so many are kept, so that one file serves every size. Knows nothing of networks.
+A map is a JSON file, in a draft's folder or elsewhere. The first N of its token ids are
+kept, so that one file serves every size N. Knows nothing of networks.
 
 References: Zhao et al. 2025, arXiv:2502.14856 (FR-Spec).
 """
@@ -18,23 +18,24 @@ from jaxspec_checkpoints.files import expand, readable
 from jaxspec_checkpoints.quantization import QuantizedTensor, quantized_tensor
 from jaxspec_checkpoints.tensor import BLOCK_BYTES, Tensor
 
-# The key of the ids, where a map is an object that says more.
+# Key of the token ids, if the map is a JSON object with further entries.
 IDS = "token_ids"
 
 
 def read_token_map(path: str | Path, vocab_size: int) -> list[int]:
-    """Read the ids of a map, in its order.
+    """Read the ids of a map, in order.
 
     Args:
-        vocab_size: Tokens that there are; no id may be beyond.
+        vocab_size: Size of the vocabulary; ids must be below it.
 
     Raises:
-        CheckpointError: It is no such file, or names a token twice or one that is none.
+        CheckpointError: The file is malformed, or names a token twice or an unknown
+            one.
     """
     path = expand(path)
     with readable(path):
         if not path.is_file():
-            raise CheckpointError(f"{path} is no file")
+            raise CheckpointError(f"{path} is not a file")
         if path.suffix in (".pt", ".bin", ".pth"):
             raise CheckpointError(
                 f"{path} is a pickle, which can run anything: write its ids as a JSON "
@@ -69,7 +70,7 @@ class _Rows(Tensor):
     ids: np.ndarray
 
     def blocks(self) -> Iterator[tuple[int, np.ndarray]]:
-        # All of the origin is read, so that its hash is checked.
+        # Read all of the source, so that its hash is checked.
         for start, rows in self.origin.blocks():
             first, stop = np.searchsorted(self.ids, (start, start + len(rows)))
             if first < stop:
@@ -77,7 +78,7 @@ class _Rows(Tensor):
 
 
 def rows_of(tensor: Tensor, ids: Sequence[int]) -> Tensor:
-    """Some rows of a matrix, in ascending order of their numbers."""
+    """Select rows of a matrix, in ascending order of their numbers."""
     chosen = np.asarray(ids, np.int64)
     assert len(chosen) and (np.diff(chosen) > 0).all(), "rows are not ascending"
     assert chosen[0] >= 0 and chosen[-1] < tensor.shape[0], "there are no such rows"
@@ -89,7 +90,7 @@ def rows_of(tensor: Tensor, ids: Sequence[int]) -> Tensor:
     def read(start: int, stop: int) -> np.ndarray:
         found, wanted = [], chosen[start:stop]
         while len(wanted):
-            # As far as a block of rows reaches.
+            # Number of the wanted ids that lie in this block of rows.
             count = int(np.searchsorted(wanted, wanted[0] + step))
             some, wanted = wanted[:count], wanted[count:]
             rows = tensor.read(int(some[0]), int(some[-1]) + 1)

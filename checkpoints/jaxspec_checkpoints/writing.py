@@ -1,4 +1,4 @@
-"""Owns `write_checkpoint`: a whole model into a new folder, or nothing at all."""
+"""Writes a whole model into a new folder, atomically (`write_checkpoint`)."""
 
 import functools
 import json
@@ -29,7 +29,8 @@ from jaxspec_checkpoints.quantization import (
 from jaxspec_checkpoints.reading import INCOMPLETE
 from jaxspec_checkpoints.shards import MAX_SHARD_BYTES, write_huggingface
 
-# Headers, indexes and metadata are far less than this share of a model.
+# Required free space / bytes of the weights. Headers, indexes and metadata are far less
+# than 1 % of a model.
 _ROOM = 1.01
 
 Writer = Callable[..., None]
@@ -53,19 +54,19 @@ def write_checkpoint(
 ) -> None:
     """Write a model with its tokenizer and settings in one of the formats.
 
-    Everything goes into a hidden folder beside `destination` and gets its name in one
-    step. Until then `open_checkpoint` refuses it, because of a mark beside it. The host
-    holds a few blocks of rows at a time, never a whole tensor or model.
+    Everything is written into a hidden folder next to `destination`, which is then
+    renamed. Until then `open_checkpoint` rejects it because of a marker file next to
+    it. The host holds a few blocks of rows at a time, never a whole tensor or model.
 
     Args:
-        destination: A folder that does not exist yet; the one above it does.
+        destination: A folder that does not exist yet, in a folder that does.
         to: "hf", "kaggle" or "orbax".
-        dtype: What the weights are cast to; None keeps them bit for bit. A model that
-            is quantized becomes what it stands for, in float32 if nothing is said.
-        quantization: Quantize matrices of layers to "int8", "int4" or "fp8"; in names
-            and packing of compressed-tensors.
+        dtype: Type to cast weights to; None keeps them bit for bit. A quantized model
+            is dequantized, to float32 by default.
+        quantization: Quantize matrices of layers to "int8", "int4" or "fp8"; names and
+            packing are those of compressed-tensors.
         progress: Show a bar with bytes per second.
-        max_shard_bytes: Of one file of format "hf".
+        max_shard_bytes: Limit of one file of format "hf".
 
     Raises:
         CheckpointError: `destination` exists, the disk is too small, a tensor is
@@ -110,10 +111,10 @@ def write_checkpoint(
 def _quantized(
     checkpoint: Checkpoint, kind: str, *, to: str, dtype: str | None
 ) -> Checkpoint:
-    """The same model, its matrices packed.
+    """Return the same model with quantized, packed matrices.
 
     Raises:
-        CheckpointError: There is no such quantization, or it does not go with the rest.
+        CheckpointError: The quantization is unknown, or conflicts with other arguments.
     """
     if kind not in VALUE_TYPES:
         allowed = ", ".join(VALUE_TYPES)
@@ -135,10 +136,10 @@ def _quantized(
 def _write(
     checkpoint: Checkpoint, destination: Path, write: Writer, kind: np.dtype | None
 ) -> None:
-    """Write into a temporary folder, which goes away in any case, and rename."""
+    """Write into a temporary folder, which is removed in any case, and rename."""
     parent, name = destination.parent, destination.name
     with tempfile.TemporaryDirectory(dir=parent, prefix=f".{name}.") as temporary:
-        # The mark stays behind when the folder gets its name, in one step.
+        # The marker remains until the folder has been renamed, in one step.
         mark = Path(temporary) / INCOMPLETE
         mark.write_text("What an unfinished conversion left: delete this folder.\n")
         folder = Path(temporary) / name
@@ -153,14 +154,15 @@ def _write(
 def _check_destination(
     checkpoint: Checkpoint, destination: Path, num_bytes: int
 ) -> None:
-    # A dangling symlink does not `exist`, and is in the way.
+    # `lexists`, because a dangling symlink does not `exist`, but its name cannot be
+    # used.
     if os.path.lexists(destination):
         raise CheckpointError(
             f"{destination} exists already: name a folder that does not, or delete it"
         )
     parent = destination.parent
     if not parent.is_dir():
-        raise CheckpointError(f"{parent} is no folder: make it first")
+        raise CheckpointError(f"{parent} is not a folder: make it first")
     if parent.resolve().is_relative_to(checkpoint.folder.resolve()):
         raise CheckpointError(
             f"{destination} lies within the checkpoint that is read, "
@@ -188,7 +190,7 @@ def _write_side_files(
     if is_mixed or any(
         isinstance(one, QuantizedTensor) for one in checkpoint.tensors.values()
     ):
-        config.pop("quantization_config", None)  # numbers are written
+        config.pop("quantization_config", None)  # weights are written dequantized
     config["torch_dtype"] = (kind or common_dtype(checkpoint.tensors)).name
     if "dtype" in config:
         config["dtype"] = config["torch_dtype"]
@@ -199,7 +201,7 @@ def _write_side_files(
 
 
 def _sync(folder: Path) -> None:
-    """Bring a whole folder to the disk, so that its new name means a whole model."""
+    """Flush a whole folder to disk, so that its new name means a whole model."""
     for path in sorted(folder.rglob("*"), reverse=True):
         _sync_one(path)
     _sync_one(folder)

@@ -1,13 +1,13 @@
 """Write the model card from measured figures; its prose is in `model_card.md`.
 
-Knows the form of the card and measures nothing.
+Knows the layout of the card and measures nothing.
 """
 
 import string
 from pathlib import Path
 from typing import Any
 
-# How tokens are chosen, where acceptance is told.
+# Ways of sampling for which acceptance is reported.
 WAYS = ("sampled", "greedy")
 TEMPLATE = Path(__file__).with_name("model_card.md")
 
@@ -54,7 +54,7 @@ def repeated_table(repeated: dict[str, dict[str, float]]) -> str:
 
 
 def quality_table(rows: list[dict[str, Any]]) -> str:
-    """What quantized matrices do, as `benchmarks.quantization` has measured it."""
+    """Return the effect of quantization, as measured by `benchmarks.quantization`."""
     if not rows:
         return "Not measured for this pair: `python -m benchmarks.quantization` does."
     lines = []
@@ -77,7 +77,7 @@ def quality_table(rows: list[dict[str, Any]]) -> str:
 
 
 def head_table(heads: dict[str, dict[str, Any]]) -> str:
-    """What heads for the target propose, by places ahead, as training measured it."""
+    """Return the bundled heads' acceptance per position, as measured in training."""
     if not heads:
         return "None is bundled: `python -m jaxspec.train` makes one."
     lines = [
@@ -93,13 +93,13 @@ def head_table(heads: dict[str, dict[str, Any]]) -> str:
 
 
 def runs(training: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return what is told of the pair's training, after that of the pair before."""
+    """Return the facts of each training run; the pair's own run is the last."""
     before = training.get("start")
     return [*(runs(before) if before else []), training]
 
 
 def steps_and_tokens(training: dict[str, Any], name: str) -> dict[str, str]:
-    """How long a model was trained; of each run where there were several."""
+    """Return steps and tokens of a model's training, for each run."""
     steps = [run[f"{name}_steps"] for run in runs(training)]
     tokens = sum(run["rows"] * 512 * run[f"{name}_steps"] for run in runs(training))
     return {
@@ -109,7 +109,7 @@ def steps_and_tokens(training: dict[str, Any], name: str) -> dict[str, str]:
 
 
 def commands(training: dict[str, Any]) -> str:
-    """Return the command lines, in order, that make such a pair."""
+    """Return the command lines, in order, that train this pair."""
     lines, start = list[str](), ""
     for number, run in enumerate(runs(training), start=1):
         place = f"--corpus CORPUS --work WORK{number}"
@@ -132,7 +132,7 @@ def commands(training: dict[str, Any]) -> str:
 
 
 def render(results: dict[str, Any], hashes: dict[str, str]) -> str:
-    """Return the card; `results` is what the evaluation measured and read."""
+    """Return the card; `results` are the figures of the evaluation."""
     training = results["training"]
     return string.Template(TEMPLATE.read_text(encoding="utf-8")).substitute(
         target_params=f"{results['num_params']['target']:,}",

@@ -1,4 +1,4 @@
-"""Owns the training text: the SentencePiece model, packed token rows.
+"""Prepares the training text: the SentencePiece model, packed token rows.
 
 Knows nothing about networks. A document is one line of `*.jsonl.xz` with the keys
 `domain`, `source` and `text`; conversations are already in Gemma's turn format.
@@ -12,8 +12,8 @@ import sentencepiece
 PAD_ID, EOS_ID, BOS_ID, UNK_ID = 0, 1, 2, 3
 START_OF_TURN_ID, END_OF_TURN_ID = 106, 107
 
-# How often each domain is drawn. The conversational domains are small and are what a
-# demo shows, so they are seen more often than their share of the text.
+# Sampling weight of each domain. The conversational domains are small but are what
+# demos show, so they are drawn more often than their share of the text.
 DOMAIN_WEIGHTS = {
     "math": 0.26,
     "shell": 0.22,
@@ -71,7 +71,7 @@ def train_tokenizer(documents: list[dict[str, str]], vocab_size: int) -> bytes:
 def tokenize(
     documents: list[dict[str, str]], processor: sentencepiece.SentencePieceProcessor
 ) -> dict[str, list[np.ndarray]]:
-    """Token ids by domain, each document as `<bos> ... <eos>`.
+    """Return token ids by domain, each document as `<bos> ... <eos>`.
 
     The turn markers are user-defined symbols, so they encode to ids 106 and 107.
     """
@@ -85,8 +85,8 @@ def tokenize(
 class PackedRows:
     """Endless rows of `length + 1` tokens with segment ids, drawn by domain weight.
 
-    Short documents are packed side by side (the segment id keeps attention apart);
-    long ones are cut at the row's end and continued in a later row of the domain.
+    Short documents are packed into one row (segment ids separate their attention); long
+    ones are cut at the row's end and continued in a later row of the domain.
     """
 
     def __init__(
@@ -113,13 +113,13 @@ class PackedRows:
         tokens = np.full(self.length + 1, PAD_ID, np.int32)
         segments = np.zeros(self.length + 1, np.int32)
         filled, segment = 0, 1
-        # One domain a row, so that a domain's weight is its share of tokens.
+        # One domain per row, so that a domain's weight is its share of tokens.
         domain = self.domains[self.random.choice(len(self.domains), p=self.weights)]
         while filled <= self.length:
             document = self._next_document(domain)
             room = self.length + 1 - filled
             if len(document) > room:
-                # The last token is kept: it is the first input of the next row.
+                # Keep the last token: it is the first input of the next row.
                 self.pending[domain] = document[room - 1 :]
                 document = document[:room]
             tokens[filled : filled + len(document)] = document

@@ -1,10 +1,10 @@
-"""Continue prompts with a dense KV cache: the fast way to let the target write text.
+"""Continue prompts with a dense KV cache: the fast way to generate the target's text.
 
-Every row is one stream of `length` positions that all rows share: a prompt is fed token
-by token, its continuation is sampled, and when that ends the row's next prompt follows
-at once. No step is spent on finished rows, and the result is already a packed row with
-segment ids, as training wants it. Positions inside a document differ from the row's by
-a constant, which rotary attention does not see.
+Every row is one stream of `length` positions: a prompt is fed token by token, its
+continuation is sampled, and when that ends the row's next prompt follows at once. No
+step is spent on finished rows, and the result is a packed row with segment ids, as
+training needs it. Positions inside a document differ from the row's by a constant,
+which does not change rotary attention.
 """
 
 import functools
@@ -20,19 +20,19 @@ BLOCK = 128
 # Halvings of the interval [-NUCLEUS_RANGE, 0] in which the top-p cut is searched.
 NUCLEUS_STEPS, NUCLEUS_RANGE = 13, 16.0
 TEMPERATURE, TOP_P = 0.8, 0.95
-# Labels of a token: this many of the target's log-probabilities, best first.
+# Labels per token: this many of the target's highest log-probabilities, best first.
 NUM_LABELS = 64
 
 
 class Mix(NamedTuple):
-    """How many rows of a batch are drawn in which way; greedy rows come first."""
+    """Number of rows of a batch per way of sampling; greedy rows come first."""
 
     greedy: int
     nucleus: int  # TEMPERATURE, TOP_P
     full: int  # temperature 1, the whole distribution
 
     def names(self) -> list[str]:
-        """The way of each row."""
+        """Return the way of each row."""
         return [
             name
             for name, count in zip(self._fields, self, strict=True)
@@ -58,7 +58,7 @@ class Cache(NamedTuple):
 
 
 class Stream(NamedTuple):
-    """What a row remembers between positions; all [row]."""
+    """State of a row between positions; all [row]."""
 
     token: jax.Array
     prompt: jax.Array  # index of the current document in the queue
@@ -77,7 +77,7 @@ def narrow(params: network.Params) -> network.Params:
 
 
 def _rotate(inputs: jax.Array, position: jax.Array, theta: float) -> jax.Array:
-    """Rotary embedding of one position; inputs [row, head, head_dim]."""
+    """Apply the rotary embedding of one position; inputs [row, head, head_dim]."""
     half = inputs.shape[-1] // 2
     frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
     angle = position.astype(jnp.float32) * frequency
@@ -118,7 +118,7 @@ def _logits(
     position: jax.Array,
     first: jax.Array,
 ) -> tuple[jax.Array, Cache]:
-    """Feed one token a row; return logits [row, vocab] and the grown cache."""
+    """Run one token per row; return logits [row, vocab] and the extended cache."""
     rows, kv_heads = token.shape[0], config["num_key_value_heads"]
     theta, offset = config["rope_theta"], position % BLOCK
     stream = network.embed(params, config, token)
@@ -161,7 +161,7 @@ def label(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _draw(weights: jax.Array, uniform: jax.Array) -> jax.Array:
-    """Draw one index a row in proportion to `weights` [row, vocab]."""
+    """Draw one index per row in proportion to `weights` [row, vocab]."""
     # Inverse distribution function in two levels: a cumulative sum over all of the
     # vocabulary costs XLA:CPU as much as a layer.
     rows, vocab = weights.shape
@@ -182,7 +182,7 @@ def _draw(weights: jax.Array, uniform: jax.Array) -> jax.Array:
 
 
 def _nucleus(weights: jax.Array, top_p: float) -> jax.Array:
-    """Zero the weights outside the smallest set that holds `top_p` of their sum."""
+    """Set weights to 0 outside the smallest set that holds `top_p` of their sum."""
     goal = top_p * jnp.sum(weights, axis=-1, keepdims=True)
 
     def halve(_: int, bounds: tuple[jax.Array, jax.Array]):

@@ -1,7 +1,7 @@
-"""Train the draft towards the target's labelled distribution.
+"""Train the draft on the target's labelled distributions.
 
-Knows shards (see `sample.py`) and the draft; the target itself is needed only once, for
-the draft's first embedding.
+Reads shards (see `sample.py`) and trains the draft; the target itself is needed only
+once, for the draft's first embedding.
 """
 
 from pathlib import Path
@@ -73,12 +73,12 @@ def label_loss(
     *,
     kind: str = "kl",
 ) -> jax.Array:
-    """Mean loss over the labelled tokens.
+    """Return the mean loss over the labelled tokens.
 
     Args:
-        kind: One of `jaxspec.train.losses.LOSSES`, made of KL(target || draft), the
-            other tokens being one class, and of the chance of a labelled token to stay:
-            lower bounds of those over all tokens.
+        kind: One of `jaxspec.train.losses.LOSSES`. They combine KL(target || draft),
+            with all unlabelled tokens as one class, and the acceptance probability of
+            labelled tokens: lower bounds of the values over all tokens.
     """
     logits = network.forward(params, config, tokens, segments)
     ids, likely = (part.reshape(len(logits), -1) for part in labels)
@@ -102,9 +102,10 @@ def label_loss(
 def init_draft(
     config: dict[str, Any], target: network.Params, seed: int
 ) -> network.Params:
-    """Random weights, with the target's embedding projected onto its main directions.
+    """Return random weights, with the target's embedding projected to fewer dimensions.
 
-    It is scaled to the size of a random embedding.
+    The projection keeps its principal directions and has the scale of a random
+    embedding.
     """
     params = network.init_params(config, seed)
     name = "model.embed_tokens.weight"

@@ -1,7 +1,7 @@
-"""Measure the exported pair: validation loss, and how much of the draft is accepted.
+"""Measure the exported pair: validation loss and acceptance rate.
 
-Reads only what was exported, so the figures are those of the shipped bf16 weights. How
-much greedy text repeats itself is measured too.
+Reads only exported files, so the figures are those of the shipped bf16 weights. Also
+measures how much the greedy text repeats itself.
 """
 
 import math
@@ -25,7 +25,7 @@ LENGTH = 512
 MICRO_ROWS = 4
 # Rows of the target's own text per domain and way; a row is LENGTH tokens.
 WRITTEN_ROWS = 12
-# Greedy texts per domain that are looked through for what they repeat; their lengths.
+# Greedy texts per domain in which repetition is measured; their lengths.
 NUM_TEXTS, PROMPT_TOKENS, TEXT_TOKENS = 32, 32, 256
 
 Model = tuple[network.Params, dict[str, Any]]
@@ -101,7 +101,7 @@ def text_losses(
 def write_text(
     target: Model, by_domain: dict[str, list[np.ndarray]], seed: int
 ) -> dict[str, np.ndarray]:
-    """Let the target continue validation prompts; one half greedy, one half sampled."""
+    """Let the target continue validation prompts: one half greedy, one half sampled."""
     params, config = target
     domains = [domain for domain in sorted(by_domain) for _ in range(WRITTEN_ROWS)] * 2
     mix = decode.Mix(greedy=len(domains) // 2, nucleus=0, full=len(domains) // 2)
@@ -117,12 +117,12 @@ def write_text(
 def acceptance(
     target: Model, draft: Model, rows: dict[str, np.ndarray]
 ) -> dict[str, dict[str, float]]:
-    """Return by domain what a speculative step would keep of one draft token.
+    """Return by domain the acceptance rate of a single draft token.
 
-    `sampled` is the chance at temperature 1, the mean of sum(min(target, draft)) over
-    text sampled at temperature 1; `greedy` is how often both choose the same token,
-    over greedy text, and `greedy_new` the same where no 4-gram is repeated: text that
-    goes round in circles is easy to guess. Only tokens that the target wrote count.
+    `sampled` is its probability at temperature 1, the mean of sum(min(target, draft))
+    over text sampled at temperature 1; `greedy` is how often both models choose the
+    same token, over greedy text, and `greedy_new` the same where no 4-gram is repeated:
+    loops are easy to guess. Only tokens that the target wrote count.
     """
     target_config, draft_config = target[1], draft[1]
 
@@ -165,7 +165,7 @@ def acceptance(
 
 
 def ends_repeated_4_gram(tokens: np.ndarray, segments: np.ndarray) -> np.ndarray:
-    """Return where [row, token] the last four tokens stood in the same text before."""
+    """Return [row, token]: the last four tokens occurred earlier in the same text."""
     found = np.zeros(tokens.shape, bool)
     for row, (text, parts) in enumerate(zip(tokens, segments, strict=True)):
         seen = set()
@@ -177,7 +177,7 @@ def ends_repeated_4_gram(tokens: np.ndarray, segments: np.ndarray) -> np.ndarray
 
 
 def repeated_4_grams(texts: Sequence[Sequence[int]]) -> float:
-    """Share of the 4-grams of all texts that stood in the same text before."""
+    """Return the share of all 4-grams that occurred earlier in the same text."""
     grams = [list(zip(*(text[at:] for at in range(4)), strict=False)) for text in texts]
     num_grams = sum(map(len, grams))
     return 1 - sum(len(set(each)) for each in grams) / num_grams if num_grams else 0.0

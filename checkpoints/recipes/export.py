@@ -1,6 +1,6 @@
 """Write the pair as HuggingFace folders: bf16 weights, configuration, tokenizer.
 
-Knows file formats; neither training nor text.
+Knows file formats, but neither training nor text.
 """
 
 import csv
@@ -84,14 +84,14 @@ def save_weights(folder: Path, params: network.Params) -> None:
         for name, value in params.items()
     }
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    # Safetensors makes the file readable by its owner alone.
+    # Safetensors makes the file readable by its owner only.
     (folder / "model.safetensors").chmod(0o644)
 
 
 def write_tokenizer_json(folder: Path) -> None:
     """Write the tokenizer once more, for readers without sentencepiece."""
     path = folder / "tokenizer.json"
-    path.unlink(missing_ok=True)  # it would be read in place of the model
+    path.unlink(missing_ok=True)  # it would be read in place of tokenizer.model
     tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder)
     tokenizer.backend_tokenizer.save(str(path), pretty=False)
 
@@ -109,7 +109,7 @@ def read_weights(folder: Path) -> network.Params:
 
 
 def write_credits(attribution: Path, path: Path) -> None:
-    """Write title, author and source of every CC BY story; pictures were not used."""
+    """Write title, author and source of every CC BY story; no pictures were used."""
     with attribution.open(encoding="utf-8", newline="") as lines:
         stories = list(csv.reader(lines, delimiter="\t", quoting=csv.QUOTE_NONE))
     written = ["title\tcredit\tsource"]

@@ -1,10 +1,10 @@
-"""Unlearn loops: what the target repeats in its own greedy text is made unlikely.
+"""Unlearn loops: make repetitions in the target's own greedy text unlikely.
 
-Sequence-level unlikelihood of Welleck et al., 2019 (arXiv:1908.04319, section 5.2): a
-step's rows are three quarters corpus, whose next tokens are made likely as ever, and
-one quarter greedy text of the target as it was last saved, of which the last token of
-every 4-gram that the target has written before in that text is made unlikely. What
-stands in the prompt may be copied.
+Sequence-level unlikelihood of Welleck et al., 2019 (arXiv:1908.04319, section 5.2):
+three quarters of a step's rows are corpus with the usual next-token loss, and one
+quarter is greedy text of the last saved target. There, the last token of every 4-gram
+that the target has written before in the same text is made unlikely. Copying from the
+prompt is not penalized.
 """
 
 from pathlib import Path
@@ -19,7 +19,7 @@ import numpy as np
 import sample
 import training
 
-# Of so many rows of a step the last is greedy text.
+# The last of every SHARE rows of a step is greedy text.
 SHARE = 4
 # Texts that are written at a time, and new tokens in each.
 NUM_WRITTEN, MAX_NEW = 48, 256
@@ -29,7 +29,7 @@ DOMAIN = "stories"
 def last_of_repeated(
     tokens: np.ndarray, segments: np.ndarray, is_written: np.ndarray, size: int = 4
 ) -> np.ndarray:
-    """Which tokens end `size` written tokens that stood in their document before.
+    """Return which tokens end `size` written tokens that occurred before in a document.
 
     All arrays are [row, position].
     """
@@ -39,7 +39,7 @@ def last_of_repeated(
         for end in range(size, tokens.shape[1] + 1):
             here = np.s_[row, end - size : end]
             if is_written[here].all() and len(set(segments[here].tolist())) == 1:
-                # A document's number is part of its phrases: each is by itself.
+                # Phrases include the document's number: documents do not mix.
                 phrase = (int(segments[row, end - 1]), *tokens[here].tolist())
                 found[row, end - 1] = phrase in seen
                 seen.add(phrase)
@@ -47,7 +47,7 @@ def last_of_repeated(
 
 
 class MixedRows:
-    """Corpus rows, and as every `SHARE`th greedy text of the target in `state`."""
+    """Corpus rows; every `SHARE`th row is greedy text of the target in `state`."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class MixedRows:
         self.written: list[np.ndarray] = []
 
     def _write(self) -> None:
-        """Let the target write anew where it has been saved since."""
+        """Let the target write new texts if it has been saved since the last time."""
         saved_at = self.state.stat().st_mtime_ns
         if saved_at == self.saved_at:
             return
@@ -90,12 +90,12 @@ class MixedRows:
             for name in ("tokens", "segments", "is_written")
         )
         is_repeated = last_of_repeated(tokens, segments, is_written > 0)
-        # A row has one token more where it is learnt from, as the last is not read.
+        # Training rows have one token more, as the last is not an input.
         end = ((0, 0), (0, 1))
         self.written = [np.pad(array, end) for array in (tokens, segments, is_repeated)]
 
     def batch(self, rows: int) -> tuple[np.ndarray, ...]:
-        """Return tokens, segments, what is unlearnt, and which rows are corpus."""
+        """Return tokens, segments, tokens to unlearn, and which rows are corpus."""
         self._write()
         is_given = np.arange(rows) % SHARE < SHARE - 1
         given = self.rows.batch(int(is_given.sum()))
@@ -121,17 +121,17 @@ def mixed_loss(
     *,
     weight: float,
 ) -> jax.Array:
-    """Cross-entropy of corpus rows, and `weight` times the unlikelihood of repeats.
+    """Return cross-entropy of corpus rows + `weight` * unlikelihood of repeats.
 
-    The unlikelihood, -log(1 - p), is a mean over all tokens of greedy rows, so that it
-    weighs less the less they repeat.
+    The unlikelihood, -log(1 - p), is a mean over all tokens of greedy rows, so that its
+    weight falls as they repeat less.
     """
     mask = training.next_token_mask(segments).reshape(len(tokens), -1)
     losses = training.next_token_losses(params, config, tokens, segments)
     losses = losses.reshape(mask.shape)
     given, written = mask * is_given[:, None], mask * ~is_given[:, None]
     repeated = written * is_repeated[:, 1:]
-    # log(1 - p), where a loss is -log(p); it is bounded for tokens that are certain.
+    # log(1 - p), where a loss is -log(p); bounded for tokens with p near 1.
     unlikelihood = -jnp.log(-jnp.expm1(-jnp.maximum(losses, 1e-6)))
     return jnp.sum(losses * given) / jnp.maximum(jnp.sum(given), 1) + weight * (
         jnp.sum(unlikelihood * repeated) / jnp.maximum(jnp.sum(written), 1)

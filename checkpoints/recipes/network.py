@@ -1,6 +1,6 @@
-"""The training form of Gemma 2: dense causal attention, float32 residual, bf16 matmuls.
+"""Gemma 2 for training: dense causal attention, float32 residual, bf16 matmuls.
 
-The serving form (paged KV, `jaxspec.models.gemma.network`) is tested against
+The serving implementation (paged KV, `jaxspec.models.gemma.network`) is tested against
 HuggingFace; this one exports to the same HuggingFace names, so a mistake here shows as
 a loss there.
 """
@@ -15,7 +15,7 @@ Params = dict[str, jax.Array]
 
 
 def draft_config(target: dict[str, Any]) -> dict[str, Any]:
-    """The draft's config.json: the target's family, shallow and narrow."""
+    """Return the draft's config.json: the target's family, shallow and narrow."""
     return target | dict(
         hidden_size=256,
         intermediate_size=512,
@@ -26,7 +26,7 @@ def draft_config(target: dict[str, Any]) -> dict[str, Any]:
 
 
 def target_config(vocab_size: int) -> dict[str, Any]:
-    """The target's config.json, in HuggingFace's fields."""
+    """Return the target's config.json, in HuggingFace's fields."""
     return dict(
         architectures=["Gemma2ForCausalLM"],
         model_type="gemma2",
@@ -59,7 +59,7 @@ def target_config(vocab_size: int) -> dict[str, Any]:
 
 
 def init_params(config: dict[str, Any], seed: int) -> Params:
-    """Random float32 weights under HuggingFace's names; matrices are (out, in)."""
+    """Return random float32 weights by HuggingFace's names; matrices are (out, in)."""
     random = np.random.default_rng(seed)
     model, hidden = config["hidden_size"], config["intermediate_size"]
     head_dim = config["head_dim"]
@@ -112,7 +112,7 @@ def _to_bf16(values: jax.Array) -> jax.Array:
 
 @jax.custom_vjp
 def linear(inputs: jax.Array, weight: jax.Array) -> jax.Array:
-    """`inputs @ weight.T` in bf16 with a float32 result; inputs [token, in]."""
+    """Return `inputs @ weight.T` in bf16 with a float32 result; inputs [token, in]."""
     return _matmul(_to_bf16(inputs), weight, 1, 1)
 
 
@@ -136,7 +136,7 @@ def rms_norm(inputs: jax.Array, weight: jax.Array, epsilon: float) -> jax.Array:
 
 
 def rotate(inputs: jax.Array, theta: float) -> jax.Array:
-    """Rotary embedding, HuggingFace's half-split form; inputs [row, token, head, d]."""
+    """Apply the rotary embedding in half-split order; inputs [row, token, head, d]."""
     half = inputs.shape[-1] // 2
     frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
     angle = jnp.arange(inputs.shape[1], dtype=jnp.float32)[:, None] * frequency
@@ -157,7 +157,7 @@ def attention(
     cap: float,
     block: int = 128,
 ) -> jax.Array:
-    """Causal attention over blocks of queries; keys out of reach are never touched."""
+    """Attend causally, in blocks of queries; keys out of reach are not read."""
     rows, length = segments.shape
     mixed = []
     for start in range(0, length, block):
@@ -177,7 +177,7 @@ def attention(
 
 
 def layers_of(params: Params, config: dict[str, Any]) -> list[Params]:
-    """Return one dict a layer; names lose their `model.layers.N.` prefix."""
+    """Return one dict per layer; names lose their `model.layers.N.` prefix."""
     layers = []
     for number in range(config["num_hidden_layers"]):
         prefix = f"model.layers.{number}."
@@ -192,7 +192,7 @@ def layers_of(params: Params, config: dict[str, Any]) -> list[Params]:
 
 
 def window_of(number: int, config: dict[str, Any], length: int) -> int:
-    """How many positions layer `number` sees: layer 0 is local, then they alternate."""
+    """Return the window of layer `number`: layer 0 is local, then they alternate."""
     return config["sliding_window"] if number % 2 == 0 else length
 
 

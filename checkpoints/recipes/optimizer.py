@@ -1,4 +1,4 @@
-"""Muon for the matrices, Adam for the rest: the steps that a short run needs.
+"""Muon for matrices, Adam for other parameters: few steps suffice for a short run.
 
 References: Jordan et al. 2024, "Muon: an optimizer for hidden layers";
 Kingma and Ba 2015, arXiv:1412.6980.
@@ -11,12 +11,12 @@ import jax.numpy as jnp
 
 ADAM_BETAS = (0.9, 0.95)
 MUON_MOMENTUM = 0.95
-# Adam's rate as a share of Muon's, which counts in units of a matrix's spectral norm.
+# Adam's rate as a share of Muon's, which is in units of a matrix's spectral norm.
 ADAM_RATE = 0.15
 
 
 def is_matrix(name: str) -> bool:
-    """Whether Muon handles this parameter: hidden matrices, not the embedding."""
+    """Return whether Muon updates a parameter: all matrices but the embedding."""
     return "_proj" in name
 
 
@@ -41,7 +41,7 @@ def _dot(left: jax.Array, right: jax.Array, right_axis: int) -> jax.Array:
 
 
 def orthogonalize(matrix: jax.Array) -> jax.Array:
-    """Newton-Schulz iteration towards the nearest semi-orthogonal matrix."""
+    """Approximate the nearest semi-orthogonal matrix by Newton-Schulz iterations."""
     wide = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.T
     wide = wide / (jnp.linalg.norm(wide) + 1e-7)
     for _ in range(5):
@@ -59,7 +59,7 @@ def update(
     rate: jax.Array,
     step: jax.Array,
 ) -> tuple[dict[str, jax.Array], dict[str, Any]]:
-    """One optimizer step; `rate` is Muon's learning rate, `step` counts from 1."""
+    """Make one optimizer step; `rate` is Muon's learning rate, `step` counts from 1."""
     norm = jnp.sqrt(sum(jnp.sum(jnp.square(grad)) for grad in grads.values()))
     clip = jnp.minimum(1.0, 1.0 / (norm + 1e-6))
     first, second, updated = {}, {}, {}

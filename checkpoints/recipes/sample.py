@@ -1,10 +1,10 @@
-"""Write labelled rows: the target's own text, and corpus text with its opinion of it.
+"""Write labelled rows: the target's own text, and corpus text with its predictions.
 
 A shard is an `.npz` of `[row, position]` arrays: `tokens`, `segments`, `is_written`
 (drawn by the target, not given), `ids` and `log_probs` (the target's most likely next
-tokens, `[row, position, label]`), and per row `domains` and `ways`. Labels come with
-the logits that sampling needs anyway and cost 8 % of it; a forward pass in the draft's
-training would cost more than the draft.
+tokens, `[row, position, label]`), and per row `domains` and `ways`. Labels come from
+the logits that sampling needs anyway and cost 8 % of its time; running the target in
+the draft's training would cost more than the draft.
 """
 
 from collections.abc import Iterator
@@ -23,17 +23,17 @@ LENGTH = 512
 ROWS = 128  # rows of one shard
 MAX_NEW = 192
 MAX_PROMPT = 128
-# How text is drawn: 40 % greedy, 40 % temperature 0.8 with top-p 0.95, 20 % plain.
+# Ways of sampling: 40 % greedy, 40 % temperature 0.8 with top-p 0.95, 20 % plain.
 MIX = decode.Mix(greedy=51, nucleus=51, full=26)
 CHAT_DOMAINS = ("math", "shell")
 
 
 def chat_prompt(document: np.ndarray) -> np.ndarray | None:
-    """Return the document up to where its first answer begins, if that is short."""
+    """Return the document up to the start of its first answer, if that is short."""
     turns = np.flatnonzero(document == corpus.START_OF_TURN_ID)
     if len(turns) < 2 or turns[1] + 3 > MAX_PROMPT:
         return None
-    # The marker, "model" and the newline are a token each.
+    # The marker, "model" and the newline are one token each.
     return document[: turns[1] + 3]
 
 
@@ -42,7 +42,7 @@ def text_prompt(document: np.ndarray, random: np.random.Generator) -> np.ndarray
     size = int(random.integers(16, 65))
     start = 0
     if len(document) > LENGTH and random.random() < 0.5:
-        # Fiction and code have few documents; their starts alone would repeat.
+        # Fiction and code have few documents; their beginnings alone would repeat.
         start = int(random.integers(1, len(document) - size))
     body = document[start + 1 if start == 0 else start :]
     return np.concatenate([[corpus.BOS_ID], body[: size - 1]])
@@ -51,7 +51,7 @@ def text_prompt(document: np.ndarray, random: np.random.Generator) -> np.ndarray
 def prompts_of(
     domain: str, documents: list[np.ndarray], random: np.random.Generator
 ) -> Iterator[np.ndarray]:
-    """Yield prompts without end, every document once before any comes again."""
+    """Yield prompts without end: all documents once, then all again."""
     while True:
         for index in random.permutation(len(documents)):
             document = documents[index]
@@ -75,7 +75,7 @@ def queue(
         domain: prompts_of(domain, by_domain[domain], random)
         for domain in sorted(set(chosen))
     }
-    # A prompt has at least 13 tokens and is followed by one at least.
+    # A prompt has at least 13 tokens and at least one is written after it.
     tokens = np.zeros((len(chosen), length // 14 + 2, MAX_PROMPT), np.int32)
     sizes = np.zeros(tokens.shape[:2], np.int32)
     for row, domain in enumerate(chosen):
@@ -161,7 +161,7 @@ def label_shards(
         )
 
     for number in tqdm(range(-(-tokens // (ROWS * LENGTH))), desc="corpus shards"):
-        # Drawn for a shard that exists too: the next one must not repeat it.
+        # Draw also for a shard that exists: the next one must not repeat it.
         drawn, segments = (array[:, :-1] for array in rows.batch(ROWS))
         path = folder / f"corpus-{number:04d}.npz"
         if path.exists():
@@ -194,7 +194,7 @@ def label_shards(
 def greedy_agreement(
     params: network.Params, config: dict[str, Any], shard: Path, *, rows: int = 16
 ) -> float:
-    """Share of greedily written tokens that a full forward pass chooses as well."""
+    """Return the share of greedily written tokens that a full forward pass chooses."""
     with np.load(shard) as arrays:
         is_greedy = arrays["ways"] == "greedy"
         tokens, segments, is_written = (

@@ -54,7 +54,7 @@ def stage_tokenizer(args: Any) -> None:
 def start_of(
     args: Any, name: str, init: Callable[[], network.Params]
 ) -> Callable[[], network.Params]:
-    """Return what makes the weights of step 0: those of `--start`, or `init`."""
+    """Return a function that makes the first weights: those of `--start`, or `init`."""
     if args.start is None:
         return init
     return functools.partial(export.read_weights, args.start / name)
@@ -78,7 +78,7 @@ def stage_target(args: Any) -> None:
 
 
 def load_target(args: Any) -> network.Params:
-    """Return the target as it is exported: rounded to bf16."""
+    """Return the target as exported: rounded to bf16."""
     params, _, _ = training.load_state(args.work / "target.safetensors")
     return decode.narrow(params)
 
@@ -155,7 +155,7 @@ def stage_evaluate(args: Any) -> None:
 
 
 def training_facts(args: Any) -> dict[str, Any]:
-    """Return how the pair was made, as the training logs tell it."""
+    """Return how the pair was trained, from the training logs."""
     facts: dict[str, Any] = {"rows": args.rows, "weights": corpus.DOMAIN_WEIGHTS}
     if args.start is not None:
         before = json.loads((args.start / "evaluation.json").read_text("utf-8"))
@@ -185,11 +185,11 @@ def main() -> None:
     parser.add_argument("--corpus", type=Path, required=True)
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--out", type=Path, help="where `export` writes the pair")
-    parser.add_argument("--start", type=Path, help="an exported pair to go on from")
+    parser.add_argument("--start", type=Path, help="an exported pair to continue from")
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--cooldown", type=int, default=200)
     parser.add_argument(
-        "--rows", type=int, default=16, help="rows of 512 tokens a step"
+        "--rows", type=int, default=16, help="rows of 512 tokens per step"
     )
     parser.add_argument("--micro-rows", type=int, default=4)
     parser.add_argument("--rate", type=float, default=0.02)
@@ -197,10 +197,10 @@ def main() -> None:
         "--unlikelihood",
         type=float,
         default=0.0,
-        help="weight of what makes repeats of the target unlikely (loops.py); it must "
-        "have been saved before",
+        help="weight of the loss that makes the target's repetitions unlikely "
+        "(loops.py); the target must have been saved before",
     )
-    parser.add_argument("--loss", choices=LOSSES, default="kl", help="of the draft")
+    parser.add_argument("--loss", choices=LOSSES, default="kl", help="the draft's loss")
     parser.add_argument("--save-every", type=int, default=25)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--written-tokens", type=int, default=1_200_000)

@@ -1,7 +1,7 @@
 """The training loop of both models, and its state on disk.
 
-Knows nothing about where batches come from or what the loss means. A resumed run draws
-and drops the batches it has already seen, so it ends at the same parameters.
+Knows neither where batches come from nor what the loss means. A resumed run draws and
+drops the batches it has already seen, so it ends at the same parameters.
 """
 
 import json
@@ -23,7 +23,7 @@ WARMUP = 30
 
 
 class Rows(Protocol):
-    """A source of batches: tokens, segment ids, and what else the loss takes."""
+    """A source of batches: tokens, segment ids, and other arguments of the loss."""
 
     def batch(self, rows: int) -> tuple[Any, ...]: ...
 
@@ -54,12 +54,12 @@ def load_state(path: Path) -> tuple[network.Params, dict[str, Any], int]:
 
 
 def schedule(step: int, *, steps: int, cooldown: int, peak: float) -> float:
-    """Warm up, stay at `peak`, fall to zero over the last `cooldown` steps."""
+    """Warm up, hold `peak`, fall to zero over the last `cooldown` steps."""
     return peak * min(1.0, (step + 1) / WARMUP, (steps - step) / max(cooldown, 1))
 
 
 def next_token_mask(segments: jax.Array) -> jax.Array:
-    """Which positions have their next token in the same document: `[row * token]`."""
+    """Return which positions have their next token in the same document."""
     inside = (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] > 0)
     return inside.reshape(-1).astype(jnp.float32)
 
@@ -67,7 +67,7 @@ def next_token_mask(segments: jax.Array) -> jax.Array:
 def next_token_losses(
     params: network.Params, config: dict[str, Any], tokens: jax.Array, segs: jax.Array
 ) -> jax.Array:
-    """Cross-entropy of each next token, nats: `[row * token]`."""
+    """Return the cross-entropy of each next token in nats, `[row * token]`."""
     logits = network.forward(params, config, tokens[:, :-1], segs[:, :-1])
     log_sum = jax.nn.logsumexp(logits, axis=-1)
     chosen = jnp.take_along_axis(logits, tokens[:, 1:].reshape(-1, 1), axis=-1)[:, 0]
@@ -77,7 +77,7 @@ def next_token_losses(
 def text_loss(
     params: network.Params, config: dict[str, Any], tokens: jax.Array, segs: jax.Array
 ) -> jax.Array:
-    """Mean cross-entropy, nats per token."""
+    """Return the mean cross-entropy in nats per token."""
     mask = next_token_mask(segs)
     losses = next_token_losses(params, config, tokens, segs)
     return jnp.sum(losses * mask) / jnp.sum(mask)
@@ -87,7 +87,7 @@ def step_function(loss_fn: Callable[..., jax.Array], parts: int) -> Callable[...
     """Return the jitted update: gradients of `parts` slices of the batch, one step."""
 
     def update(params, moments, batch, rate, step):
-        # Gradients of a few rows at a time: the logits stay in cache.
+        # Gradients of a few rows at a time: the logits fit in cache.
         grads, loss = jax.tree.map(jnp.zeros_like, params), 0.0
         size = len(batch[0]) // parts
         for part in range(parts):
@@ -114,8 +114,8 @@ def train(
     """Minimise `loss_fn(params, *batch)` from `start_params()` or from `state`.
 
     Args:
-        args: `steps`, `cooldown`, `rows`, `micro_rows`, `rate`, `save_every`: what the
-            command line of the same names says.
+        args: `steps`, `cooldown`, `rows`, `micro_rows`, `rate`, `save_every`, as on the
+            command line.
     """
     if state.exists():
         params, moments, start = load_state(state)

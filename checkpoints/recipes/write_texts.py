@@ -1,9 +1,9 @@
-"""Let the bundled target continue training documents: what its draft should propose.
+"""Let the bundled target continue training documents, for its draft's token map.
 
     python checkpoints/recipes/write_texts.py --corpus CORPUS --out written.jsonl
     python -m jaxspec_checkpoints trim .../tiny/draft written.jsonl
 
-makes the draft's token map. Some minutes on two cores.
+The second command writes the map. Takes some minutes on two cores.
 """
 
 import argparse
@@ -19,12 +19,12 @@ from jaxspec.engine.model_folders import BUNDLED_TARGET
 from jaxspec.train.text import read_documents, read_prompts, write_text
 
 LENGTH, DOCUMENT_CHARACTERS = 256, 3000
-# About what comes of a document, so that there are enough of them.
+# Tokens that a document yields on average, used to draw enough documents.
 TOKENS_EACH = 100
 
 
 def choose(path: Path, count: int, seed: int) -> list[str]:
-    """Beginnings of about `count` documents, by the weights of their domains."""
+    """Return beginnings of about `count` documents, by the weights of their domains."""
     texts: dict[str, list[str]] = {}
     for document in read_documents(path):
         texts.setdefault(document["domain"], []).append(document["text"])

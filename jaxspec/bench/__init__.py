@@ -1,8 +1,8 @@
-"""`python -m jaxspec.bench`: how fast a pair is, and whether speculation pays.
+"""`python -m jaxspec.bench`: the speed of an engine, and whether speculation pays.
 
 Reading order: `__main__` and `flags` (the four subcommands), `data` (prompts),
 `measure` (runs of one engine), `acceptance`, `parts` (time of a round), `summary` and
-`report`. The subcommands are `whole` (latency and throughput), `spec` with `compare`,
-which load engines by `offline`, and `serve`, with `client`, `traffic`, `scrape` and
-`serve_report`.
+`report`. The subcommands are `whole` (latency and throughput) and `spec` with
+`compare`, which load engines with `offline`, and `serve`, with `client`, `traffic`,
+`scrape` and `serve_report`.
 """

@@ -1,6 +1,6 @@
-"""Owns `python -m jaxspec.bench`: how a wrong command line or a failure is shown.
+"""Owns `python -m jaxspec.bench`.
 
-Imports what a subcommand needs only when it runs: jax takes seconds, `--help` must not.
+Imports the subcommand's module only when it runs: jax takes seconds, `--help` must not.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ PROG = "python -m jaxspec.bench"
 
 
 def main(arguments: Sequence[str] | None = None, prog: str = PROG) -> int:
-    """Run one command line; returns the exit code."""
+    """Run one command line; return the exit code."""
     parser = make_parser(prog)
     options = parse_flags(parser, arguments)
     if options.command is None:

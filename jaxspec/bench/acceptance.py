@@ -1,11 +1,11 @@
-"""Counts of draft tokens, their rates, and the speed-up that rates and cost allow.
+"""Counts of draft tokens, acceptance rates, and the speed-up that they allow.
 
-A round of K draft tokens costs 1 + K c plain rounds, c being the cost of a draft pass
-by that of a target pass, and gives 1 + a_1 + a_1 a_2 + ... tokens, a_i being the
-probability that draft i is accepted if those before it are (Leviathan et al. 2023,
-arXiv:2211.17192, theorem 3.8, with one rate per position). The target's pass over K + 1
-positions is taken to cost as much as over one: an upper bound, too generous where
-arithmetic and not memory limits the speed.
+A round of K draft tokens takes as long as 1 + K c plain rounds, where c is the time of
+a draft pass divided by that of a target pass, and yields 1 + a_1 + a_1 a_2 + ...
+tokens, where a_i is the probability that draft i is accepted if those before it are
+(Leviathan et al. 2023, arXiv:2211.17192, theorem 3.8, with one rate per position). The
+target's pass over K + 1 positions is assumed to cost the same as over one: an upper
+bound, too high where arithmetic and not memory limits the speed.
 """
 
 from collections import Counter
@@ -22,9 +22,10 @@ class Acceptance:
     """Counts of the draft tokens of some rounds.
 
     Attributes:
-        num_drafts: Rounds, per sequence, that proposed anything.
+        num_drafts: Number of rounds that proposed drafts, counted per sequence.
         per_position: Entry i counts rounds that accepted draft i (from 0).
-        num_side_tokens: Accepted draft tokens of side branches, not counted in these.
+        num_side_tokens: Number of accepted draft tokens of side branches, which
+            `per_position` does not count.
         tree_ends: As `EngineStats.tree_ends`.
     """
 
@@ -69,17 +70,17 @@ class Acceptance:
 
     @property
     def rate(self) -> float:
-        """Accepted by proposed draft tokens."""
+        """Accepted draft tokens / proposed ones."""
         return self.num_accepted / max(self.num_draft_tokens, 1)
 
     @property
     def mean_length(self) -> float:
-        """Tokens per drafting round with the target's own, without side branches."""
+        """Mean tokens per drafting round, side branches not counted."""
         return 1 + self.num_accepted / max(self.num_drafts, 1)
 
     @property
     def tokens_per_round(self) -> float:
-        """Tokens per drafting round, side branches included."""
+        """Mean tokens per drafting round, side branches counted."""
         return self.mean_length + self.num_side_tokens / max(self.num_drafts, 1)
 
     @property
@@ -92,10 +93,10 @@ class Acceptance:
         """Entry i: probability that draft i is accepted if all before it are."""
         before = (self.num_drafts, *self.per_position)
         pairs = zip(self.per_position, before, strict=False)
-        return [kept / max(reached, 1) for kept, reached in pairs]
+        return [accepted / max(reached, 1) for accepted, reached in pairs]
 
     def as_json(self) -> dict[str, Any]:
-        """Return counts and rates under the names of the glossary."""
+        """Return counts and rates, under the names of a result."""
         return {
             "num_drafts": self.num_drafts,
             "num_draft_tokens": self.num_draft_tokens,
@@ -107,7 +108,7 @@ class Acceptance:
 
 
 def expected_length(conditional_rates: Sequence[float]) -> float:
-    """Tokens per round: 1 + a_1 + a_1 a_2 + ... + a_1 ... a_K."""
+    """Return the tokens per round: 1 + a_1 + a_1 a_2 + ... + a_1 ... a_K."""
     length = reached = 1.0
     for rate in conditional_rates:
         reached *= rate
@@ -116,7 +117,7 @@ def expected_length(conditional_rates: Sequence[float]) -> float:
 
 
 def speed_up_ceiling(conditional_rates: Sequence[float], cost_ratio: float) -> float:
-    """Upper bound of the speed-up with one draft token per rate."""
+    """Return the upper bound of the speed-up with one draft token per rate."""
     num_draft_tokens = len(conditional_rates)
     return expected_length(conditional_rates) / (1 + num_draft_tokens * cost_ratio)
 
@@ -124,7 +125,7 @@ def speed_up_ceiling(conditional_rates: Sequence[float], cost_ratio: float) -> f
 def best_num_draft_tokens(
     conditional_rates: Sequence[float], cost_ratio: float
 ) -> tuple[int, float]:
-    """The K with the highest ceiling, and it; (0, 1.0) if drafts can only lose."""
+    """Return the best K and its speed-up ceiling; (0, 1.0) if no K can be faster."""
     ceilings = [
         speed_up_ceiling(conditional_rates[:k], cost_ratio)
         for k in range(len(conditional_rates) + 1)

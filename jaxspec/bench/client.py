@@ -1,6 +1,6 @@
-"""HTTP requests to a server with OpenAI's API: one streamed answer and its times.
+"""HTTP client of a server with OpenAI's API: streamed answers and their times.
 
-Each request has a connection of its own, no proxy, no compression and no time limit.
+Each request has its own connection, no proxy, no compression and no time limit.
 """
 
 import contextlib
@@ -23,10 +23,10 @@ _HEADERS = {"Accept": "*/*", "Accept-Encoding": "identity", "Connection": "close
 
 
 class HttpError(Exception):
-    """No answer, no HTTP, or an error status.
+    """A server sent no response, a response that is not HTTP, or an error status.
 
     Attributes:
-        status: The status of an answer that is an error.
+        status: HTTP status of an error response.
     """
 
     def __init__(self, message: str, status: int | None = None):
@@ -38,7 +38,7 @@ def server_url(url: str) -> str:
     """Check and normalize the URL of a server.
 
     Raises:
-        ConfigError: It is no URL of HTTP.
+        ConfigError: `url` is not an HTTP URL.
     """
     try:
         parts = urlsplit(url)
@@ -58,10 +58,10 @@ async def request(
     body: Mapping[str, Any] | None = None,
     headers: Mapping[str, str] | None = None,
 ) -> AsyncIterator[httpx.Response]:
-    """Send a request (POST with a body, else GET); yields the answer as it begins.
+    """Send a request (POST with a body, else GET); yield the response as it begins.
 
     Raises:
-        HttpError: No connection, or no HTTP.
+        HttpError: The connection failed, or the response is not HTTP.
     """
     method = "GET" if body is None else "POST"
     headers = {**_HEADERS, **(headers or {})}
@@ -76,10 +76,10 @@ async def request(
 
 
 async def fetch(url: str, headers: Mapping[str, str] | None = None) -> str:
-    """The text at a URL.
+    """Return the text at a URL.
 
     Raises:
-        HttpError: No answer, or a status other than 200.
+        HttpError: No response, or a status other than 200.
     """
     async with request(url, headers=headers) as answer:
         text = (await answer.aread()).decode(errors="replace")
@@ -90,16 +90,16 @@ async def fetch(url: str, headers: Mapping[str, str] | None = None) -> str:
 
 
 class Events:
-    """Server-sent events, whatever pieces they arrive in.
+    """Incremental parser of server-sent events.
 
-    Lines end at line feeds alone: a text may hold other line separators.
+    Lines end at line feeds only: a text may contain other line separators.
     """
 
     def __init__(self):
         self._rest = b""
 
     def read(self, piece: bytes) -> Iterator[str]:
-        """Add a piece; yields the data of every complete line."""
+        """Add bytes; yield the data of every complete line."""
         *lines, self._rest = (self._rest + piece).split(b"\n")
         for line in lines:
             name, _, data = line.decode(errors="replace").strip().partition(":")
@@ -108,7 +108,7 @@ class Events:
 
 
 def data_of(response: httpx.Response) -> Iterator[str]:
-    """Data of the events of a stream, as they come."""
+    """Yield the data of a stream's events as they arrive."""
     events = Events()
     for piece in response.iter_bytes():
         yield from events.read(piece)
@@ -116,7 +116,7 @@ def data_of(response: httpx.Response) -> Iterator[str]:
 
 @functools.cache
 def _trusted() -> ssl.SSLContext:
-    """TLS context, cached: reading the certificates takes a while."""
+    """Return a TLS context; cached, as reading the certificates takes a while."""
     return httpx.create_ssl_context()
 
 
@@ -125,12 +125,12 @@ class Answer:
     """The answer to one request, and its times.
 
     Attributes:
-        ttft_s: From the request to the first piece of text.
-        inter_token_s: Between pieces, which may hold several tokens.
-        latency_s: From the request to the last piece.
-        num_output_tokens: As the server counts them, or the number of pieces.
-        error: Why it failed; "" if it did not.
-        status: The status of an answer that is an error.
+        ttft_s: Seconds from the request to the first chunk of text.
+        inter_token_s: Seconds between chunks, each of which may have several tokens.
+        latency_s: Seconds from the request to the last chunk.
+        num_output_tokens: The server's count, or else the number of chunks.
+        error: Error message; "" for success.
+        status: HTTP status of an error response.
     """
 
     start_s: float = 0.0
@@ -150,7 +150,7 @@ class Answer:
         return (self.latency_s - self.ttft_s) / gaps if gaps > 0 else None
 
     def times(self) -> list[float]:
-        """When each piece came."""
+        """Return the arrival time of each chunk."""
         found = [self.start_s + self.ttft_s]
         for gap in self.inter_token_s:
             found.append(found[-1] + gap)
@@ -162,8 +162,8 @@ class Client:
     """Sends prompts to one endpoint of one server.
 
     Attributes:
-        url: Of the server, without the endpoint.
-        fields: Of every request: the model, sampling.
+        url: URL of the server, without the endpoint.
+        fields: Common fields of all requests: model and sampling.
     """
 
     url: str
@@ -172,7 +172,7 @@ class Client:
     headers: Mapping[str, str]
 
     def body(self, prompt: Prompt) -> dict[str, Any]:
-        """The request for a prompt; usage is requested, as it counts tokens."""
+        """Return the request body for a prompt; it requests usage, to count tokens."""
         content: dict[str, Any] = {"prompt": prompt.text}
         if self.endpoint.endswith(CHAT_ENDING):
             content = {"messages": [{"role": "user", "content": prompt.text}]}
@@ -180,7 +180,7 @@ class Client:
         return {**content, **own, **self.fields}
 
     async def ask(self, prompt: Prompt) -> Answer:
-        """Send one request and read its whole answer, which has any failure."""
+        """Send one request and read the whole answer; failures are in its `error`."""
         answer = Answer(start_s=now())
         url = f"{self.url}{self.endpoint}"
         try:
@@ -215,7 +215,7 @@ async def _read(response: httpx.Response, answer: Answer) -> None:
             break
         event = json.loads(data)
         if not isinstance(event, dict):
-            raise HttpError(f"not an answer of OpenAI's API: {data[:200]!r}")
+            raise HttpError(f"not a response of OpenAI's API: {data[:200]!r}")
         if "error" in event:
             answer.error = json.dumps(event["error"])
             return
@@ -240,4 +240,4 @@ async def _read(response: httpx.Response, answer: Answer) -> None:
     if not is_done:
         answer.error = "the stream broke off"
     elif not num_pieces:
-        answer.error = "the answer holds no text"
+        answer.error = "the answer has no text"

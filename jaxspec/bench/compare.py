@@ -1,8 +1,8 @@
-"""`spec --forms` and `spec --all-methods`: compare ways to propose drafts.
+"""`spec --forms` and `spec --all-methods`: compare forms of drafts, or methods.
 
-Drafts belong to an engine, so each way has an engine of its own, one after the other,
-on the same prompts. In each, plain decoding runs in turn with the drafts, and speeds
-are compared with it: a slow moment of the machine affects both.
+Each has an engine of its own, one after the other, with the same prompts. In each
+engine plain decoding alternates with speculation, and speeds are relative to it: a slow
+phase of the machine affects both.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from jaxspec.bench.measure import Measured
 from jaxspec.bench.offline import PLAIN, SPECULATIVE, Offline, open_offline, sweep_of
 from jaxspec.bench.parts import Parts
 from jaxspec.bench.report import forced_line, milliseconds, table, write
-from jaxspec.bench.summary import is_equal, parts_table, speed_ups, summarise
+from jaxspec.bench.summary import is_equal, parts_table, speed_ups, summarize
 from jaxspec.config.engine import EngineConfig
 from jaxspec.config.methods import (
     DEFAULT_DRAFT_TOKENS,
@@ -54,18 +54,21 @@ from jaxspec_checkpoints import read_config
 from jaxspec_checkpoints.heads import KINDS, kind_of_head
 
 CHAIN, LEAVES, BEST, TREE = "chain", "leaves", "best", "tree"
-# The number of a form that is named without one; of a chain, the K of the flags.
+# The number that a form on the command line has if the user gives none. 0 for a chain
+# means the K of the other flags.
 DEFAULTS = {CHAIN: 0, LEAVES: 1, BEST: 16}
 ALLOWED_FORMS = (
-    "chain, chain=K, leaves=W (W drafts beside each of a chain's), best=N (the tree "
-    "of at most N drafts that should be the fastest, by what the forms before it have "
-    "shown) or a tree such as '[(0,), (1,), (0, 0)]'"
+    "chain, chain=K, leaves=W (W side leaves per draft of a chain), best=N (the tree "
+    "of at most N drafts that is predicted to be fastest from the measurements of the "
+    "forms before it) or a tree such as '[(0,), (1,), (0, 0)]'"
 )
-# A smaller gain over the fastest chain is not worth another form.
+# Minimum speed relative to the fastest chain at which a form with side branches is
+# recommended.
 MIN_GAIN = 1.02
-# Places of a tree with fewer comparisons have no known acceptance.
+# Minimum number of times that a tree's node was compared with the target's token before
+# its acceptance rate is used.
 MIN_COMPARED = 50
-# Flags of a draft model, which go from the command line to every method that has one.
+# Options that every method with a draft model takes from the command line.
 _OF_MODEL = ("model", "draft_tensor_parallel_size")
 Ranks = dict[Place, Hits]
 
@@ -75,7 +78,7 @@ class Form:
     """A form of drafts: a chain, a chain with leaves, or a tree.
 
     Attributes:
-        name: As on the command line.
+        name: The form as written on the command line.
         number: K of a chain, side leaves per draft, or the number of drafts of a tree.
     """
 
@@ -88,7 +91,7 @@ class Form:
         """Parse a form.
 
         Raises:
-            ConfigError: It is no form, or no tree.
+            ConfigError: `name` is not a form, or its tree is invalid.
         """
         kind, has_number, number = name.partition("=")
         if name.startswith(("[", "(")):
@@ -102,7 +105,7 @@ class Form:
         return cls(name, kind, count)
 
     def of(self, given: SpeculativeConfig, best: str | None) -> SpeculativeConfig:
-        """The same drafts in this form.
+        """Return the configuration with this form of drafts.
 
         Args:
             best: The chosen tree, if this is `best`.
@@ -126,10 +129,10 @@ class Form:
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """A way to propose drafts.
+    """A method of proposing drafts.
 
     Attributes:
-        name: The method's, with the folder's if it is one of `--all-methods`.
+        name: The method's name, with the folder's if it is from `--all-methods`.
         config: The `speculative_config` of its engine.
     """
 
@@ -142,9 +145,9 @@ class Found:
     """Measurements of one engine.
 
     Attributes:
-        entry: Of the result: a point for every batch size and temperature.
-        acceptance: Of the first point.
-        parts: Of its rounds at the smallest batch size, the plain one first.
+        entry: Entry of the result, with a point per batch size and temperature.
+        acceptance: Acceptance at the first point.
+        parts: Parts of its rounds at the smallest batch size, the plain round first.
     """
 
     speculative: SpeculativeConfig
@@ -160,11 +163,11 @@ class Found:
 
 
 def run(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Compare forms or methods; returns what `--json` prints.
+    """Compare forms or methods; return the results that `--json` prints.
 
     Raises:
-        ArgumentError: A flag cannot work; nothing was run.
-        BenchError: Nothing that was measured means anything.
+        ArgumentError: A flag is invalid; nothing was run.
+        BenchError: The measurement is invalid.
     """
     flag = "--forms" if options.all_methods is None else "--all-methods"
     if options.draft_tokens is not None:
@@ -201,14 +204,14 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
 def _forms(
     options: argparse.Namespace, done: Sequence[Found]
 ) -> Iterator[tuple[Offline, dict[str, Any]]]:
-    """An engine for every form, with its name; the last `done` is the one before."""
+    """Yield an engine for every form, with its name; `done` has the earlier results."""
     forms = [Form.read(name) for name in options.forms]
     for number, form in enumerate(forms):
         if form.kind == BEST and not {CHAIN, LEAVES} & {f.kind for f in forms[:number]}:
-            allowed = f"{CHAIN} or {LEAVES} before {form.name}, to choose a tree by"
+            allowed = f"{CHAIN} or {LEAVES} before {form.name}, which needs their data"
             raise wrong_argument(ConfigError, "--forms", allowed, options.forms)
     if any(form.kind == BEST for form in forms) and not options.parts:
-        hint = "It needs the cost of rounds, part by part."
+        hint = "It needs the cost of each part of a round."
         raise wrong_argument(ConfigError, "--parts", f"on with {BEST}", False, hint)
     for form in forms:
         best = _choose(form, done) if form.kind == BEST else None
@@ -232,7 +235,7 @@ def _forms(
 def _methods(
     options: argparse.Namespace, done: Sequence[Found]
 ) -> Iterator[tuple[Offline, dict[str, Any]]]:
-    """An engine for every method, with its name."""
+    """Yield an engine for every method, with its name."""
     for method in methods_of(options):
         changed = copy.copy(options)
         for name in SPECULATIVE_NAMES:
@@ -256,15 +259,15 @@ def _open(
     offline = open_offline(
         changed, num_prompts=number, num_seqs=sizes[-1], change=change
     )
-    offline.options = options  # as they were given
+    offline.options = options  # as given on the command line
     return offline
 
 
 def methods_of(options: argparse.Namespace) -> list[Method]:
-    """All methods there are for the target of a command line.
+    """Return all methods for the target of a command line.
 
     Raises:
-        ConfigError: A folder holds neither a head nor a draft model.
+        ConfigError: A folder has neither a head nor a draft model.
     """
     args = vars(engine_args(dict(vars(options))))
     given = merge_speculative_arguments(args) or {}
@@ -292,12 +295,12 @@ def methods_of(options: argparse.Namespace) -> list[Method]:
 
 
 def _of_folder(name: str, count: int) -> Method:
-    """The method of a folder: a head, or a draft model of either kind."""
+    """Return the method of a folder: a head, or a draft model of either kind."""
     folder = model_folder(name, "--all-methods")
     kind = kind_of_head(read_config(folder)[0])
     if kind in KINDS:
-        most = read_dummy(folder).max_drafts
-        count = count if most is None else min(count, most)
+        max_drafts = read_dummy(folder).max_drafts
+        count = count if max_drafts is None else min(count, max_drafts)
     else:
         has_mask = config_from_folder(folder).mask_token_id is not None
         kind = PARD if has_mask else DRAFT_MODEL
@@ -314,14 +317,14 @@ def _of_folder(name: str, count: int) -> Method:
 def measure(
     offline: Offline, identity: Mapping[str, Any], device: Mapping[str, Any]
 ) -> Found:
-    """All batch sizes and temperatures on one engine, over all full batches.
+    """Measure all batch sizes and temperatures on one engine, over all full batches.
 
     Args:
-        identity: What names the drafts in a result.
+        identity: Fields that name the form or method in a result.
         device: As from `Offline.device`.
     """
     sizes, temperatures = sweep_of(offline.options)
-    # Drafts are measured whether they pay or not.
+    # Fixed K: drafts are measured even if they do not pay.
     offline.engine.policy.is_adaptive = False
     speculative, memory = offline.engine.config.speculative, offline.engine.memory
     assert speculative is not None
@@ -354,8 +357,8 @@ def measure(
                     "temperature": temperature,
                     "batch_size": size,
                     "num_discarded_runs": measured.num_discarded,
-                    PLAIN: summarise(measured.runs[PLAIN]),
-                    SPECULATIVE: summarise(runs),
+                    PLAIN: summarize(measured.runs[PLAIN]),
+                    SPECULATIVE: summarize(runs),
                     "decode_speed_up": speed_ups(measured, SPECULATIVE, is_decode=True),
                     "tokens_per_round": acceptances[-1].tokens_per_round,
                 }
@@ -384,31 +387,31 @@ def measure(
 
 
 def _name_of(entry: Mapping[str, Any]) -> str:
-    """The form or method of a result's entry."""
+    """Return the form or method of a result's entry."""
     return entry["form"] if "form" in entry else entry["name"]
 
 
 def ranks_of(speculative: SpeculativeConfig, acceptance: Acceptance) -> Ranks:
-    """Comparisons and hits of drafts by place; all of a chain are first choices."""
+    """Return how often drafts were compared and accepted, by place in the tree."""
     if speculative.parents is not None:
         return count_ranks(speculative.parents, acceptance.tree_ends)
     reached = (acceptance.num_drafts, *acceptance.per_position)
     pairs = zip(reached, acceptance.per_position, strict=False)
     return {
-        Place(False, depth, 0): Hits(compared, kept)
-        for depth, (compared, kept) in enumerate(pairs, start=1)
+        Place(False, depth, 0): Hits(compared, accepted)
+        for depth, (compared, accepted) in enumerate(pairs, start=1)
     }
 
 
 def round_cost(timed: Iterable[tuple[Parts, bool]]) -> RoundCost:
-    """Seconds of rounds of any tree, from those whose parts were timed.
+    """Return a function that predicts the seconds of a round of any tree.
 
-    The target's pass depends on the rows, the proposer's on its passes: interpolated
-    between timed sizes, extrapolated from the last two.
+    The target's time depends on the number of nodes: it is interpolated between timed
+    sizes, and extrapolated from the last two. The proposer's depends on its passes.
 
     Args:
-        timed: Parts, and whether the draft model's passes took whole trees. If none
-            did, the cost of such passes is taken to grow as the target's.
+        timed: Timed parts, and whether the draft model's passes processed whole trees.
+            If none did, the cost of such a pass is assumed to grow like the target's.
     """
     rows: dict[int, list[float]] = {}
     passes: dict[bool, list[float]] = {False: [], True: []}
@@ -418,7 +421,8 @@ def round_cost(timed: Iterable[tuple[Parts, bool]]) -> RoundCost:
             passes[has_side_paths].append(one.draft_s / one.num_draft_tokens)
     counts = sorted(rows)
     assert len(counts) > 1 and passes[False], "neither a chain nor leaves were timed"
-    # Only noise makes a larger tree cheaper than a smaller one.
+    # A larger tree measured as cheaper than a smaller one is noise: use the larger time
+    # for both.
     times = np.maximum.accumulate([median(rows[count]) for count in counts])
     slope = (times[-1] - times[-2]) / (counts[-1] - counts[-2])
 
@@ -436,10 +440,10 @@ def round_cost(timed: Iterable[tuple[Parts, bool]]) -> RoundCost:
 
 
 def _choose(form: Form, done: Sequence[Found]) -> str | None:
-    """The tree that should be fastest at the first temperature and batch size.
+    """Return the tree predicted to be fastest at the first point.
 
     Returns:
-        None if plain decoding should be.
+        None if plain decoding is predicted to be faster.
     """
     ranks: Ranks = {}
     for found in done:
@@ -462,7 +466,7 @@ def _choose(form: Form, done: Sequence[Found]) -> str | None:
     written = str(list(best.paths))
     print(
         f"{form.name}: {len(best.paths)} drafts, {best.tokens:.2f} tokens in "
-        f"{milliseconds(best.seconds)} ms on the device should be the best:\n"
+        f"{milliseconds(best.seconds)} ms on the device are predicted to be best:\n"
         f"speculative_token_tree = {written!r}\n"
     )
     return written
@@ -471,7 +475,7 @@ def _choose(form: Form, done: Sequence[Found]) -> str | None:
 def _places(
     entries: Sequence[Mapping[str, Any]],
 ) -> dict[tuple[float, int], list[tuple[Mapping[str, Any], Mapping[str, Any]]]]:
-    """Entries with their points, by temperature and batch size."""
+    """Return each entry with its point, grouped by temperature and batch size."""
     found: dict[tuple[float, int], list[Any]] = {}
     for entry in entries:
         for point in entry["points"]:
@@ -481,7 +485,7 @@ def _places(
 
 
 def entry_table(entries: Sequence[Mapping[str, Any]]) -> str:
-    """All forms or methods of a result, at every temperature and batch size."""
+    """Format all forms or methods of a result, by temperature and batch size."""
     columns = ["temperature, batch, drafts", "K", "nodes", "acceptance by position"]
     columns += ["tokens/round", "round, ms", "plain, ms", "speed-up", "least", "MiB"]
     rows = [columns]
@@ -507,13 +511,13 @@ def entry_table(entries: Sequence[Mapping[str, Any]]) -> str:
                 ]
             )
     return (
-        "Drafts by plain decoding in the same engine (medians); MiB: the proposer and "
-        f"its pages:\n{table(rows)}"
+        "Speed-ups against plain decoding in the same engine (medians); MiB: the "
+        f"proposer and its pages:\n{table(rows)}"
     )
 
 
 def answer(entries: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Say in words what to choose, at each temperature and batch size."""
+    """Return sentences on the best choice at each temperature and batch size."""
     lines = []
     for (temperature, size), found in _places(entries).items():
         speeds = [(point["decode_speed_up"]["median"], entry) for entry, point in found]
@@ -521,22 +525,25 @@ def answer(entries: Sequence[Mapping[str, Any]]) -> list[str]:
         text = _chosen(speeds)
         lines.append(f"Temperature {temperature:g}, batch {size}: {text}")
     lines.append(
-        f"Side branches are chosen over the fastest chain for {MIN_GAIN:g} times its "
-        "speed; speeds are by plain decoding."
+        "Side branches are chosen if they are at least "
+        f"{MIN_GAIN:g} times as fast as the fastest chain."
     )
     return lines
 
 
 def _chosen(speeds: Sequence[tuple[float, Mapping[str, Any]]]) -> str:
-    """The answer at one place, from speed-ups and entries, the fastest first."""
+    """Return the best choice from speed-ups and entries, the fastest first."""
     speed, best = speeds[0]
     if speed < MIN_GAIN:
-        return f"no drafts; {_name_of(best)} would be {speed:.2f} times as fast."
+        return (
+            f"use no drafts; {_name_of(best)} would be {speed:.2f} times as fast as "
+            "plain decoding."
+        )
     chains = [one for one in speeds if one[1]["num_nodes"] == one[1]["num_levels"]]
     if chains and speed < MIN_GAIN * chains[0][0]:
         speed, best = chains[0]
     others = [one for one in speeds if one[1] is not best]
-    text = f"{_name_of(best)}, {speed:.2f} times as fast"
+    text = f"choose {_name_of(best)}, {speed:.2f} times as fast as plain decoding"
     if others:
-        text += f"; the next is {_name_of(others[0][1])}, {others[0][0]:.2f}"
+        text += f"; the next is {_name_of(others[0][1])}, {others[0][0]:.2f} times"
     return f"{text}."

@@ -1,7 +1,6 @@
-"""Owns the prompts of a benchmark: where they come from, and their tokens.
+"""Owns the prompts of a benchmark: data sets and their encoding.
 
-Knows nothing of engines or servers; an offline run has a tokenizer and gets token ids,
-a run against a server sends texts.
+Offline runs use token ids, runs against a server use texts.
 """
 
 import itertools
@@ -16,12 +15,13 @@ from jaxspec.text.tokenizer import Tokenizer
 
 DATASETS = ("bundled", "random", "custom", "prefix_repetition")
 BUNDLED = Path(__file__).with_name("prompts.jsonl")
-# A line of a prompts file: a bare text, or a conversation, whose first turn is asked.
+# The allowed lines of a prompts file, for error messages: a text, or a conversation,
+# whose first turn is used.
 LINE = (
     'a line of JSON with "prompt" (a text) or "turns" (a list of texts, the first of '
-    "which is asked as a user's turn)"
+    "which is sent as a user's turn)"
 )
-# Every one is at least one token of any vocabulary.
+# Words of random prompts. Each is at least one token in any vocabulary.
 WORDS = (
     "time year people way day man thing woman life child world school state family "
     "student group country problem hand part place case week company system program "
@@ -36,8 +36,8 @@ class Prompt:
     """One prompt.
 
     Attributes:
-        is_turn: A user's turn that the model answers, not a text that it continues.
-        num_tokens: The prompt is cut to so many tokens; None leaves it as it is.
+        is_turn: A user's turn to be answered, not a text to be continued.
+        num_tokens: Truncate the prompt to this number of tokens; None does not.
     """
 
     text: str
@@ -46,7 +46,7 @@ class Prompt:
     num_tokens: int | None = None
 
     def token_ids(self, tokenizer: Tokenizer) -> list[int]:
-        """The ids that an engine is given."""
+        """Return the ids to pass to an engine."""
         if self.is_turn and tokenizer.has_turns:
             turn = {"role": "user", "content": self.text}
             return tokenizer.write_chat([turn])[1]
@@ -55,14 +55,14 @@ class Prompt:
 
 @dataclass(frozen=True, kw_only=True)
 class Dataset:
-    """What prompts a command line asks for, in vLLM's names.
+    """A data set of prompts, with the names of vLLM's flags.
 
     Attributes:
-        path: Of "custom": a file with `LINE` on every line.
-        input_len: Of "random": tokens of a prompt (words, where there is no tokenizer).
-        prefix_len: Of "prefix_repetition", as the next two: what prompts share,
-        suffix_len: what each has of its own,
-        num_prefixes: and how many different beginnings there are.
+        path: For "custom": a file with `LINE` on every line.
+        input_len: For "random": tokens per prompt (words, without a tokenizer).
+        prefix_len: For "prefix_repetition": tokens of the shared prefix.
+        suffix_len: For "prefix_repetition": tokens of each prompt after the prefix.
+        num_prefixes: For "prefix_repetition": number of different prefixes.
     """
 
     name: str = "bundled"
@@ -81,14 +81,14 @@ class Dataset:
             check_integer(ConfigError, _flag(name), getattr(self, name), low=1)
         check_integer(ConfigError, _flag("prefix_len"), self.prefix_len, low=0)
         if (self.path is not None) != (self.name == "custom"):
-            allowed = "a file with prompts, for --dataset-name custom and no other"
+            allowed = "a file with prompts if and only if --dataset-name is custom"
             raise wrong_argument(ConfigError, "--dataset-path", allowed, self.path)
 
     def prompts(self, count: int) -> list[Prompt]:
-        """So many prompts; those of a file in turn, as often as it takes.
+        """Return `count` prompts, repeating those of a file as often as necessary.
 
         Raises:
-            ConfigError: The file cannot be read, or a line of it is no prompt.
+            ConfigError: The file cannot be read, or has an invalid line.
         """
         if self.name in ("bundled", "custom"):
             found = read_prompts(self.path or BUNDLED)
@@ -112,10 +112,10 @@ def read_prompts(path: Path) -> list[Prompt]:
     """Read a file of prompts.
 
     Raises:
-        ConfigError: It cannot be read, holds none, or has a line that is no prompt.
+        ConfigError: The file cannot be read, is empty, or has an invalid line.
     """
     try:
-        # Not `splitlines`: a JSON string may hold U+2028 and other ends of lines.
+        # Not `splitlines`: a JSON string may contain U+2028 and other line separators.
         lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(

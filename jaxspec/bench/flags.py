@@ -1,4 +1,4 @@
-"""The command line of the benchmarks, with vLLM's names where it has them."""
+"""The command line of the benchmarks, with vLLM's names where they exist."""
 
 import argparse
 import json
@@ -16,7 +16,7 @@ MODULES = {
     "spec": "jaxspec.bench.spec",
 }
 BATCH_SIZES, TEMPERATURES = (1, 4, 8), (0.0, 0.8)
-# Flags that were removed, and what to do instead.
+# Removed flags, and their replacements.
 REMOVED = {
     "--plot": "save the result and draw it with `python -m benchmarks.figures` in a "
     "checkout",
@@ -26,10 +26,10 @@ REMOVED = {
 
 
 def make_parser(prog: str) -> argparse.ArgumentParser:
-    """The parser of the whole command line."""
+    """Make the parser of all subcommands."""
     parser = CommandParser(
         prog=prog,
-        description="Measure plain decoding and speculation, in turn and in one "
+        description="Measure plain decoding and speculation, alternately in one "
         "process.",
         allow_abbrev=False,
     )
@@ -37,23 +37,23 @@ def make_parser(prog: str) -> argparse.ArgumentParser:
         title="subcommands", metavar="COMMAND", dest="command"
     )
     _add_latency(_command(commands, "latency", "one batch, from start to end"))
-    _add_throughput(_command(commands, "throughput", "many prompts that all wait"))
-    _add_serve(
-        _command(commands, "serve", "requests to a server with OpenAI's API, any one")
+    _add_throughput(
+        _command(commands, "throughput", "many prompts, all queued at the start")
     )
+    _add_serve(_command(commands, "serve", "requests to any server with OpenAI's API"))
     _add_spec(
         _command(
             commands,
             "spec",
-            "whether speculation pays here: sweeps K, batch and temperature, and says "
-            "so in words",
+            "whether speculation pays here: sweeps K, batch size and temperature, and "
+            "prints a summary",
         )
     )
     return parser
 
 
 class _Removed(argparse.Action):
-    """A flag that was removed: an error that says what to do instead."""
+    """A removed flag: an error that names the replacement."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any, **__: Any) -> None:
         flag = self.option_strings[0]
@@ -72,58 +72,58 @@ def _command(commands: Any, name: str, text: str) -> argparse.ArgumentParser:
 
 
 def _add_latency(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("what is measured")
+    group = parser.add_argument_group("measurement")
     group.add_argument("--batch-size", type=int, default=8, help="default: %(default)s")
     _add_repeats(group, num_iters=10)
     _add_offline(parser, output_len=128)
 
 
 def _add_throughput(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("what is measured")
+    group = parser.add_argument_group("measurement")
     group.add_argument(
         "--num-prompts",
         type=int,
         default=100,
-        help="they run --max-num-seqs at a time (default: %(default)s)",
+        help="run --max-num-seqs at a time (default: %(default)s)",
     )
     _add_repeats(group, num_iters=3)
     _add_offline(parser, output_len=128)
 
 
 def _add_spec(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("what is measured")
+    group = parser.add_argument_group("measurement")
     add = group.add_argument
     add(
         "--draft-tokens",
         type=int,
         nargs="+",
         metavar="K",
-        help="values of K (default: all up to --num-speculative-tokens that have "
-        "programs)",
+        help="values of K (default: 1, 2, 3 and 5 below --num-speculative-tokens, and "
+        "that number)",
     )
     add(
         "--forms",
         nargs="+",
         metavar="FORM",
-        help="compare forms of drafts in place of values of K, an engine for each: "
+        help="compare forms of drafts instead of values of K, with an engine for each: "
         "chain, chain=K, leaves=W, best=N or a tree such as '[(0,), (1,), (0, 0)]'. "
-        "best=N writes the speculative_token_tree of at most N drafts that should be "
-        "the fastest by what the forms before it have shown",
+        "best=N prints the speculative_token_tree of at most N drafts that is "
+        "predicted to be fastest from the measurements of the forms before it",
     )
     add(
         "--all-methods",
         nargs="*",
         metavar="FOLDER",
-        help="compare every way to propose drafts in place of values of K, an engine "
-        "for each: n-grams, suffixes, the draft model that the flags name, alone and "
-        "with these, and the heads and draft models in these folders (of the bundled "
-        "target its bundled head, unless there are others)",
+        help="compare all methods instead of values of K, with an engine for each: "
+        "n-grams, suffixes, the draft model that the flags name, alone and combined "
+        "with these, and the heads and draft models in the given folders (default for "
+        "the bundled target: its bundled heads)",
     )
     add(
         "--num-prompts",
         type=int,
-        help="of --forms and --all-methods: they run a batch at a time (default: the "
-        "largest batch)",
+        help="for --forms and --all-methods: number of prompts, run one batch at a "
+        "time (default: the largest batch size)",
     )
     add(
         "--batch-sizes",
@@ -151,29 +151,30 @@ def _add_repeats(group: argparse._ArgumentGroup, *, num_iters: int) -> None:
         "--num-iters",
         type=int,
         default=num_iters,
-        help="timed runs of every mode (default: %(default)s)",
+        help="timed runs per mode (default: %(default)s)",
     )
     add(
         "--num-iters-warmup",
         type=int,
         default=1,
-        help="runs before them, at least until nothing is compiled any more",
+        help="minimum number of untimed runs before them; more run until nothing is "
+        "compiled",
     )
     add(
         "--parts",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="also time the parts of a round, which compiles programs for them",
+        help="also time the parts of a round, which compiles additional programs",
     )
     _add_json(group)
-    add("--output-json", type=Path, metavar="FILE", help="writes the JSON to a file")
+    add("--output-json", type=Path, metavar="FILE", help="write the JSON to a file")
 
 
 def _add_json(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--json",
         action="store_true",
-        help="prints all figures as a line of JSON; tables go to standard error",
+        help="print all figures as a line of JSON; tables go to stderr",
     )
 
 
@@ -186,15 +187,15 @@ def _add_offline(
     group.add_argument(
         "--disable-detokenize",
         action="store_true",
-        help="leave the texts out of what is timed",
+        help="do not detokenize in timed runs",
     )
     group = parser.add_argument_group("drafts")
     group.add_argument(
         "--forced-acceptance",
         type=float,
-        metavar="CHANCE",
-        help="keep every draft with this chance, from 0 to 1, if those before it are "
-        "kept: for weights whose text means nothing. Every output says so",
+        metavar="PROBABILITY",
+        help="accept every draft with this probability, from 0 to 1, if those before "
+        "it are accepted: for weights whose text is meaningless. All outputs state it",
     )
     AsyncEngineArgs.add_cli_args(parser)
 
@@ -205,20 +206,20 @@ def _add_data(parser: argparse.ArgumentParser, *, output_len: int) -> None:
     add(
         "--dataset-name",
         choices=DATASETS,
-        help="default: a few that we wrote, or custom with --dataset-path. The text of "
-        "random ones means nothing, nor does the acceptance measured on it",
+        help="default: the bundled prompts, or custom with --dataset-path. The text of "
+        "random prompts, and the acceptance on it, are meaningless",
     )
     add(
         "--dataset-path",
         type=Path,
         metavar="FILE",
-        help='lines of JSON with "prompt", or with "turns", whose first is asked',
+        help='lines of JSON with "prompt", or with "turns", of which the first is used',
     )
     add(
         *("--input-len", "--random-input-len"),
         type=int,
         default=32,
-        help="of random prompts (default: %(default)s)",
+        help="tokens of random prompts (default: %(default)s)",
     )
     add(
         *("--output-len", "--random-output-len", "--custom-output-len"),
@@ -244,7 +245,7 @@ def _add_sampling(
         "--ignore-eos",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="generate --output-len tokens whatever the text (default: yes)",
+        help="always generate --output-len tokens (default: yes)",
     )
 
 
@@ -259,10 +260,10 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
         default="/v1/completions",
         help="/v1/completions (default) or /v1/chat/completions",
     )
-    add("--model", help="default: the first that the server names")
-    add("--api-key", help="default: the environment's OPENAI_API_KEY")
+    add("--model", help="default: the first model that the server lists")
+    add("--api-key", help="default: OPENAI_API_KEY of the environment")
     add("--ready-check-timeout-sec", type=float, default=600.0)
-    _add_load(parser.add_argument_group("what is measured"))
+    _add_load(parser.add_argument_group("load"))
     _add_data(parser, output_len=128)
     sampling = parser.add_argument_group("sampling")
     _add_sampling(sampling)
@@ -288,7 +289,7 @@ def _add_load(group: argparse._ArgumentGroup) -> None:
         type=int,
         nargs="+",
         metavar="N",
-        help="requests at a time at most; several are a sweep, and one given twice is "
+        help="maximum concurrent requests; several are a sweep, and one given twice is "
         "measured twice (default: no limit)",
     )
     add(
@@ -302,14 +303,14 @@ def _add_load(group: argparse._ArgumentGroup) -> None:
     add(
         "--compare-plain",
         action=argparse.BooleanOptionalAction,
-        help="every point also with num_speculative_tokens=0 in the requests, which "
-        "jaxspec's server knows (default: where its metrics tell of drafts)",
+        help="measure every point also with num_speculative_tokens=0 in the requests, "
+        "which jaxspec's server supports (default: if its metrics report drafts)",
     )
     add("--seed", type=int, default=0)
 
 
 def dataset(options: argparse.Namespace) -> Dataset:
-    """The prompts that the flags name; a file needs no `--dataset-name`."""
+    """Return the data set that the flags name; a file implies "custom"."""
     name = options.dataset_name
     if name is None:
         name = "bundled" if options.dataset_path is None else "custom"
@@ -328,17 +329,17 @@ def _add_saving(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     _add_json(group)
     add("--percentile-metrics", default="ttft,tpot,itl", help="of ttft,tpot,itl,e2el")
-    add("--metric-percentiles", default="99", help="as 50,90,99")
+    add("--metric-percentiles", default="99", help="such as 50,90,99")
     add(
         "--goodput",
         nargs="+",
         metavar="NAME:MS",
-        help="count requests within these limits, as ttft:200 tpot:50",
+        help="count requests within these limits, such as ttft:200 tpot:50",
     )
     add("--save-result", action="store_true")
-    add("--save-detailed", action="store_true", help="with every request's own times")
+    add("--save-detailed", action="store_true", help="with the times of every request")
     add("--result-dir", type=Path, default=Path())
-    add("--result-filename", help="default: by time and load")
+    add("--result-filename", help="default: made from time and load")
 
 
 def _json(text: str) -> Any:

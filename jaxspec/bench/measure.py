@@ -1,8 +1,8 @@
-"""Owns timed runs of one engine: what a batch of requests took, step by step.
+"""Owns timed runs of one engine: the times of a batch of requests, step by step.
 
-Modes (plain, and so many drafts a round) run in turn in one process with one set of
-weights, so that a slow moment of the machine hits them all. A run in which a program
-was compiled says nothing and is repeated.
+Modes (plain, and different K) alternate in one process with one set of weights, so that
+a slow phase of the machine affects all of them. A run in which a program was compiled
+is discarded and repeated.
 """
 
 import itertools
@@ -18,7 +18,8 @@ from jaxspec.errors import EngineGenerateError
 from jaxspec.outputs import RequestOutput
 from jaxspec.sampling_params import SamplingParams
 
-# Which sizes rounds have depends on what is accepted, so a run may meet a new one late.
+# Maximum number of discarded runs. The shapes of launches depend on acceptance, so that
+# even a late run may need a new program.
 MOST_COMPILING_RUNS = 32
 
 _request_ids = (f"bench-{number}" for number in itertools.count())
@@ -26,7 +27,7 @@ _request_ids = (f"bench-{number}" for number in itertools.count())
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """Requests that come at one moment.
+    """Requests that arrive at the same time.
 
     Attributes:
         params: One for each prompt.
@@ -38,11 +39,11 @@ class Batch:
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """A stretch of decoding.
+    """An interval of decoding.
 
     Attributes:
-        num_seqs: Requests that decoded all the time; None where they came and went.
-        host_s: Seconds of `step` without waiting for the device.
+        num_seqs: Number of decoding requests; None if it varied.
+        host_s: Seconds in `step` without waiting for the device.
     """
 
     seconds: float
@@ -67,18 +68,18 @@ class Span:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What one batch took.
+    """Times and counts of one batch.
 
     Attributes:
-        elapsed_s: From the first request to the last token.
-        token_ids: Of each request, in the order of the batch.
-        first_token_s: From a request to its first token, for each.
-        per_token_s: From the first token to the last by the tokens between, of each
-            request with more than one.
-        inter_token_s: Between two outputs of a request, one of which may hold several
-            tokens; empty where requests give only their last output.
-        decode: While all requests decoded; or, where they never did at once, from the
-            first token of any to the last. None for one token each.
+        elapsed_s: Seconds from the first request to the last token.
+        token_ids: Generated token ids of each request, in the order of the batch.
+        first_token_s: Seconds from the arrival to the first token, of each request.
+        per_token_s: Seconds per token after the first, of each request with more than
+            one.
+        inter_token_s: Seconds between two outputs of a request, each of which may have
+            several tokens; empty for FINAL_ONLY requests.
+        decode: The interval in which all requests decoded; if there is none, from the
+            first token of any request to the last. None with one token each.
     """
 
     elapsed_s: float
@@ -96,7 +97,7 @@ class Run:
 
     @property
     def output_tokens_per_s(self) -> float:
-        """Generated tokens by the whole time, prompts included."""
+        """Generated tokens per second of the whole run, prefill included."""
         return self.num_output_tokens / self.elapsed_s
 
 
@@ -105,9 +106,9 @@ def run_batch(
     batch: Batch,
     show: Callable[[RequestOutput], object] = lambda output: None,
 ) -> Run:
-    """Run requests on an idle engine, none of whose pages are reused.
+    """Run requests on an idle engine, without cached pages.
 
-    Programs that launches ask for may still be made when it ends.
+    Programs that launches have requested may still be compiling when this returns.
 
     Args:
         show: Called with every output as it comes.
@@ -125,7 +126,7 @@ def run_batch(
             engine.add_request(name, {"prompt_token_ids": prompt}, params)
         while engine.has_unfinished_requests():
             outputs = engine.step()
-            watch.see(outputs)
+            watch.record(outputs)
             for output in outputs:
                 (completion,) = output.outputs
                 if completion.finish_reason == "error":
@@ -159,7 +160,7 @@ def run_batch(
 
 @dataclass(frozen=True, kw_only=True)
 class _Mark:
-    """The counts at a moment when outputs came."""
+    """The engine's counts at a time at which outputs came."""
 
     time_s: float
     num_tokens: int
@@ -170,7 +171,7 @@ class _Mark:
 
 
 class _Watch:
-    """Notes when tokens come, and what the engine has counted then."""
+    """Records the arrival times of tokens, and the engine's counts at these times."""
 
     def __init__(self, engine: LLMEngine, ids: list[str]):
         self._stats, self._num_requests = engine.stats, len(ids)
@@ -182,8 +183,8 @@ class _Watch:
         self._num_before = engine.stats.num_generated_tokens
         self.start_s = time.monotonic()
 
-    def see(self, outputs: list[RequestOutput]) -> None:
-        """Take in what one step has returned; it may be nothing."""
+    def record(self, outputs: list[RequestOutput]) -> None:
+        """Record the outputs of one step, if there are any."""
         num_tokens = self._stats.num_generated_tokens - self._num_before
         num_known = self.marks[-1].num_tokens if self.marks else 0
         if not outputs and num_tokens == num_known:
@@ -209,13 +210,14 @@ class _Watch:
         )
 
     def decode(self) -> Span | None:
-        """The span by which speeds are computed; see `Run.decode`."""
+        """Return the interval for computing speeds; see `Run.decode`."""
         together = [
             mark
             for mark in self.marks
             if mark.num_started == self._num_requests and not mark.num_finished
         ]
-        # The mark at which the first ends still belongs to it: all decoded until then.
+        # The interval includes the mark at which the first request ends, because all
+        # requests decoded until then.
         if together:
             after = self.marks[self.marks.index(together[-1]) + 1]
             return _span(together[0], after, self._num_requests)
@@ -235,11 +237,12 @@ def _span(begin: _Mark, end: _Mark, num_seqs: int | None) -> Span:
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """Runs of several modes, in turn.
+    """Alternating runs of several modes.
 
     Attributes:
-        runs: By mode, repeat by repeat.
-        num_discarded: Runs after the warm-up that compiled something.
+        runs: Runs of each mode, in the order of the repeats.
+        num_discarded: Number of runs after the warm-up that were discarded, because
+            programs were compiled in them.
     """
 
     runs: Mapping[str, list[Run]]
@@ -247,7 +250,7 @@ class Measured:
 
     @classmethod
     def join(cls, each: "Sequence[Measured]") -> "Measured":
-        """Take the runs of several batches as repeats of one."""
+        """Combine the runs of several batches, as if they were repeats of one batch."""
         runs = {
             name: [r for one in each for r in one.runs[name]] for name in each[0].runs
         }
@@ -256,11 +259,11 @@ class Measured:
 
 @dataclass(kw_only=True)
 class Bench:
-    """An engine, and how often it is measured.
+    """An engine, and the number of its runs.
 
     Attributes:
         advance: Called after every run that counts, for a progress bar.
-        max_s: Begin no more repeats after so many seconds; each mode has one.
+        max_s: Start no more repeats after this time; each mode has at least one.
     """
 
     engine: LLMEngine
@@ -270,17 +273,17 @@ class Bench:
     max_s: float = math.inf
 
     def alternate(self, modes: Mapping[str, Batch]) -> Measured:
-        """Run all modes in turn; every other repeat begins with the last.
+        """Run all modes alternately; every other repeat in reversed order.
 
         Raises:
-            BenchError: Every run compiles something.
+            BenchError: Programs are compiled in too many runs.
         """
         for batch in modes.values():
             self.warm_up(batch)
         return self.repeat(modes)
 
     def repeat(self, modes: Mapping[str, Batch]) -> Measured:
-        """Do what `alternate` does after its warm-up."""
+        """Run all modes alternately, without the warm-up of `alternate`."""
         start_s = time.monotonic()
         runs: dict[str, list[Run]] = {name: [] for name in modes}
         num_discarded = 0
@@ -294,14 +297,14 @@ class Bench:
                     if num_discarded > MOST_COMPILING_RUNS:
                         raise BenchError(
                             f"{num_discarded} runs were discarded because programs "
-                            "were compiled in them; there is no end in sight."
+                            "were compiled in them: the measurement does not settle."
                         )
                 runs[name].append(run)
                 self.advance()
         return Measured(runs=runs, num_discarded=num_discarded)
 
     def warm_up(self, batch: Batch) -> None:
-        """Run until nothing is compiled any more, and as often as was asked for."""
+        """Run until `num_warmups` runs have compiled nothing."""
         num_quiet = 0
         for _ in range(MOST_COMPILING_RUNS):
             num_quiet += self._run(batch) is not None

@@ -1,6 +1,6 @@
-"""What `latency`, `throughput` and `spec` share: an engine, prompts, sampling.
+"""Common parts of `latency`, `throughput` and `spec`: engine, prompts, sampling.
 
-Wrong arguments are rejected before the weights are read.
+Invalid arguments are rejected before the weights are read.
 """
 
 import argparse
@@ -42,10 +42,10 @@ PLAIN, SPECULATIVE = "plain", "speculative"
 
 @dataclass(kw_only=True)
 class Offline:
-    """A workload and the engine that it runs on.
+    """A workload and its engine.
 
     Attributes:
-        prompts: Token ids, as many as the command needs.
+        prompts: Token ids of each prompt.
     """
 
     options: argparse.Namespace
@@ -61,21 +61,21 @@ class Offline:
     def forced_acceptance(self) -> list[float] | None:
         """Forced acceptance probability of each draft; None if drafts are verified."""
         speculative = self.engine.config.speculative
-        chances = speculative.forced_acceptance if speculative else None
-        return None if chances is None else list(chances)
+        forced = speculative.forced_acceptance if speculative else None
+        return None if forced is None else list(forced)
 
     def new_result(self, benchmark: str) -> dict[str, Any]:
-        """The header of a result, and whether its acceptance was forced."""
+        """Return the header of a result, with its forced acceptance."""
         forced = {"forced_acceptance": self.forced_acceptance}
         return header(benchmark, self.options) | forced
 
     def print_label(self) -> None:
-        """Say before any figure that acceptance was forced, if it was."""
+        """Print a warning if acceptance is forced."""
         if self.forced_acceptance is not None:
             print(forced_line(self.forced_acceptance))
 
     def must_agree(self, temperature: float) -> bool:
-        """Whether drafts may not change a text: greedy ones, if drafts are verified."""
+        """Return whether speculation must not change texts: if greedy and verified."""
         return temperature == 0 and self.forced_acceptance is None
 
     def batch(
@@ -98,7 +98,7 @@ class Offline:
         """Yield a `Bench` with a progress bar of `num_runs` runs."""
         with tqdm(total=num_runs, desc="Runs", dynamic_ncols=True) as bar:
             self.engine.announce_compiles(
-                lambda what: bar.set_description(what or "Runs")
+                lambda program: bar.set_description(program or "Runs")
             )
             try:
                 yield Bench(
@@ -110,18 +110,18 @@ class Offline:
             finally:
                 self.engine.announce_compiles(None)
 
-    def parts(self, size: int, ladder: Sequence[int]) -> list[Parts]:
-        """Measure the parts of a round of `size` sequences, for each K of `ladder`."""
+    def parts(self, size: int, draft_lengths: Sequence[int]) -> list[Parts]:
+        """Measure the parts of a round of `size` sequences, for each draft length."""
         if not self.options.parts:
             return []
         return [
             found
-            for k in tqdm(ladder, desc=f"Parts of a round, batch {size}")
+            for k in tqdm(draft_lengths, desc=f"Parts of a round, batch {size}")
             for found in measure_parts(self.engine, self.batch(k, slice(size)), [k])
         ]
 
     def device(self) -> dict[str, Any]:
-        """The devices, their copy bandwidth, and the cost of a draft pass in bytes."""
+        """Return the devices, their copy bandwidth, and the cost ratio of a draft."""
         runner = self.engine.runner
         devices = list(runner.mesh.devices.flat)
         return {
@@ -135,10 +135,10 @@ class Offline:
 
 
 def sweep_of(options: argparse.Namespace) -> tuple[list[int], list[float]]:
-    """Batch sizes and temperatures of `spec`; `options` gets the lowest temperature.
+    """Return batch sizes and temperatures; set `options` to the lowest temperature.
 
     Raises:
-        ConfigError: One of them cannot be, or nothing would be decoded.
+        ConfigError: A value is invalid, or nothing would be decoded.
     """
     sizes = sorted(set(options.batch_sizes))
     for size in sizes:
@@ -158,14 +158,14 @@ def open_offline(
     num_seqs: int | None,
     change: Callable[[EngineConfig], EngineConfig] = lambda config: config,
 ) -> Offline:
-    """Check a command line, then load what it names.
+    """Check a command line, then load the engine and the prompts.
 
     Args:
-        num_seqs: Sequences that must run at once; None for what the flags say.
-        change: Changes the configuration that the flags name.
+        num_seqs: Sequences that must run concurrently; None for the flags' number.
+        change: Changes the configuration of the flags.
 
     Raises:
-        ArgumentError: Something cannot work; nothing was run.
+        ArgumentError: An argument is invalid; nothing was run.
     """
     for name in ("num_iters", "output_len"):
         flag = "--" + name.replace("_", "-")
@@ -177,7 +177,7 @@ def open_offline(
     if config.data_parallel_size > 1:
         raise UnsupportedError(
             f"--data-parallel-size {config.data_parallel_size}: this measures one "
-            "engine. `bench serve` measures a server, which may have several.",
+            "engine. Use `bench serve` with a server, which may have several.",
             parameter="data_parallel_size",
             value=config.data_parallel_size,
         )
@@ -198,10 +198,10 @@ def sampling(
     is_streamed: bool = True,
     **changes: Any,
 ) -> SamplingParams:
-    """Sampling parameters as the flags say.
+    """Return the sampling parameters of the flags.
 
     Raises:
-        RequestError: A value is not allowed.
+        RequestError: A value is invalid.
     """
     values: dict[str, Any] = {
         "max_tokens": options.output_len,
@@ -224,25 +224,25 @@ def _config(options: argparse.Namespace, num_seqs: int | None) -> EngineConfig:
             raise wrong_argument(
                 ConfigError,
                 "--max-num-seqs",
-                f"at least {num_seqs}, the batch that is measured",
+                f"at least {num_seqs}, the measured batch size",
                 args.max_num_seqs,
             )
         args.max_num_seqs = args.max_num_seqs or num_seqs
     config = args.create_engine_config()
-    chance = options.forced_acceptance
-    return config if chance is None else _forced(config, chance)
+    probability = options.forced_acceptance
+    return config if probability is None else _forced(config, probability)
 
 
-def _forced(config: EngineConfig, chance: float) -> EngineConfig:
-    check_number(ConfigError, "--forced-acceptance", chance, low=0, high=1)
+def _forced(config: EngineConfig, probability: float) -> EngineConfig:
+    check_number(ConfigError, "--forced-acceptance", probability, low=0, high=1)
     if config.speculative is None:
         raise ConfigError(
-            "--forced-acceptance is for drafts, and these flags name none: give "
+            "--forced-acceptance needs drafts, and these flags name none: give "
             "--speculative-model or --speculative-config.",
             parameter="--forced-acceptance",
-            value=chance,
+            value=probability,
         )
-    speculative = config.speculative.with_forced_acceptance(chance)
+    speculative = config.speculative.with_forced_acceptance(probability)
     return dataclasses.replace(config, speculative=speculative)
 
 
@@ -252,7 +252,7 @@ def _token_ids(
     config: EngineConfig,
     output_len: int,
 ) -> list[list[int]]:
-    """Token ids of prompts; raises if prompt and output are too long."""
+    """Encode prompts; raise if prompt and output are too long."""
     found = [prompt.token_ids(tokenizer) for prompt in prompts]
     room = config.max_model_len - output_len
     longest = max(map(len, found))

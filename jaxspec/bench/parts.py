@@ -1,9 +1,9 @@
-"""Time the parts of a round on the device: drafting, the target's pass, the verdict.
+"""Time the parts of a round on the device: drafting, target pass, verification.
 
-A round is one program. Its parts are compiled alone and run over an engine's state in
-the middle of decoding, with the functions that the round calls. They change no length,
-so they disturb nothing: the next round overwrites what they write. The time of a
-program that only returns the state is subtracted.
+A round is one program. Its parts are compiled separately, from the functions that the
+round calls, and run on an engine's state in the middle of decoding. They change no
+length, so the next round overwrites their writes. The time of a program that only
+returns the state is subtracted.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ from jaxspec.errors import UnsupportedError
 from jaxspec.jax_settings import own_settings
 from jaxspec.models.network import build_network
 from jaxspec.models.trimmed import EMBEDDING, HEAD, TOKEN_IDS
-from jaxspec.program.propose.proposal import Context, Proposal
+from jaxspec.program.propose.proposal import Proposal, ProposerContext
 from jaxspec.program.rows import Active, append, gather, truncate
 from jaxspec.program.state import EngineState
 from jaxspec.program.step_context import ProgramConfig
@@ -37,30 +37,31 @@ from jaxspec.program.tree.tree import Tree, template_of
 from jaxspec.program.tree.verify import verify_tree
 from jaxspec.sharding import TARGET_MESH_AXES
 
-# Tokens that every sequence has beyond its prompt when parts are timed.
+# Minimum generated tokens of every sequence when parts are timed.
 FIRST_TOKENS = 4
 CALLS = 20
-# More than the caches of a CPU; a fraction of an accelerator's memory.
+# Bytes to copy when bandwidth is measured: more than the caches of a CPU, a fraction of
+# an accelerator's memory.
 COPIED_BYTES = 256 * 2**20
 COPY_REPEATS = 8
 
 Params = tuple[Any, Any]
-# From parameters, state, rows and what earlier parts made.
+# A function of parameters, state, rows and the results of earlier parts.
 Part = Callable[..., tuple[EngineState, Any]]
 _request_ids = (f"parts-{number}" for number in itertools.count())
 
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """Seconds that the parts of one round take.
+    """Seconds of the parts of one round.
 
     Attributes:
         num_draft_tokens: Depth of the drafts (K); 0 is a plain round.
-        num_nodes: Draft tokens of a sequence; more than K with side branches.
-        draft_s: The proposers' passes and lookups.
-        verify_s: The target's pass to logits.
-        accept_s: The verdict, and the state written by it.
-        num_bytes: Weights, keys and values that these passes read.
+        num_nodes: Draft tokens per sequence; more than K with side branches.
+        draft_s: Seconds of the proposers' passes and lookups.
+        verify_s: Seconds of the target's pass, up to logits.
+        accept_s: Seconds of acceptance, and of the update of the state.
+        num_bytes: Bytes of weights, keys and values that these passes read.
     """
 
     num_seqs: int
@@ -90,16 +91,16 @@ class Parts:
 
 @own_settings()
 def measure_parts(
-    engine: LLMEngine, batch: Batch, ladder: Sequence[int], *, calls: int = CALLS
+    engine: LLMEngine, batch: Batch, draft_lengths: Sequence[int], *, calls: int = CALLS
 ) -> list[Parts]:
-    """Time the parts of rounds of each K in `ladder`, over a whole batch at once.
+    """Time the parts of rounds of each draft length (K), over a whole batch.
 
     Args:
         engine: Idle, before and after.
-        batch: At most as many requests as the engine runs at a time.
+        batch: At most `max_num_seqs` requests.
 
     Raises:
-        UnsupportedError: Several hosts have the model.
+        UnsupportedError: The engine spans several hosts.
     """
     if engine.runner.followers is not None:
         raise UnsupportedError(
@@ -110,7 +111,8 @@ def measure_parts(
     ids = list(itertools.islice(_request_ids, len(batch.prompts)))
     try:
         for name, prompt, params in zip(ids, batch.prompts, batch.params, strict=True):
-            # No request may end before the last one has begun.
+            # Requests have no end, so that none ends before the last one has begun to
+            # decode.
             endless = params.clone()
             endless.max_tokens, endless.ignore_eos = None, True
             engine.add_request(name, {"prompt_token_ids": prompt}, endless)
@@ -121,12 +123,14 @@ def measure_parts(
             if len(running) == len(ids) and least >= FIRST_TOKENS:
                 break
         assert len(running) == len(ids), "requests ended before they could be timed"
-        engine.wait_for_programs()  # they would share the processor
+        engine.wait_for_programs()  # compiling would share the processor
         rows = jnp.asarray([request.row for request in running], jnp.int32)
         kv_len = sum(
             one.num_prompt_tokens + one.stats.num_generation_tokens for one in running
         )
-        return [_parts(engine, rows, k, kv_len=kv_len, calls=calls) for k in ladder]
+        return [
+            _parts(engine, rows, k, kv_len=kv_len, calls=calls) for k in draft_lengths
+        ]
     finally:
         engine.abort_request(ids)
         while engine.has_unfinished_requests():
@@ -158,7 +162,7 @@ def _parts(
 
 
 def tree_of(engine: LLMEngine, num_draft_tokens: int) -> Tree:
-    """The drafts of a round: the engine's tree where it is as deep, else a chain."""
+    """Return the engine's tree if it has this depth, else a chain."""
     tree = template_of(engine.config.speculative)
     if tree is not None and tree.num_levels == num_draft_tokens:
         return tree
@@ -166,10 +170,10 @@ def tree_of(engine: LLMEngine, num_draft_tokens: int) -> Tree:
 
 
 def round_bytes(engine: LLMEngine, num_draft_tokens: int, kv_len: int) -> int:
-    """Bytes that a round must read: each model's weights, keys and values, per pass.
+    """Return the bytes that a round reads: each pass's weights, keys and values.
 
     Args:
-        kv_len: Positions of all sequences together.
+        kv_len: Total positions of all sequences.
     """
     target, proposers = engine.runner.params
     passes: list[tuple[Any, Any, int]] = [(engine.config.model_config, target, 1)]
@@ -187,7 +191,7 @@ def round_bytes(engine: LLMEngine, num_draft_tokens: int, kv_len: int) -> int:
 
 
 def _matrices(params: Any) -> list[Any]:
-    """Return the weights that a pass reads in full: not a separate embedding."""
+    """Return the weights that a pass reads in full, without a separate embedding."""
     if {EMBEDDING, HEAD} <= params.keys():
         unread = EMBEDDING, TOKEN_IDS
         params = {name: one for name, one in params.items() if name not in unread}
@@ -195,25 +199,26 @@ def _matrices(params: Any) -> list[Any]:
 
 
 def cost_ratio(engine: LLMEngine) -> float:
-    """Bytes of a draft pass by bytes of a target pass: c where memory sets the pace."""
+    """Return bytes of a draft pass / bytes of a target pass (c if memory-bound)."""
     target = round_bytes(engine, 0, 0)
     return (round_bytes(engine, 1, 0) - target) / target
 
 
 class _Timer:
-    """Runs parts over an engine's state."""
+    """Times parts on an engine's state."""
 
     def __init__(self, engine: LLMEngine, rows: Array, calls: int):
         self._runner, self._rows, self._calls = engine.runner, rows, calls
 
     def time(self, part: Part, *made: Any) -> tuple[float, Any]:
-        """Median seconds of a part until the device has done it, and what it made.
+        """Return the median seconds of a part on the device, and its result.
 
         Args:
-            made: By the parts before it.
+            made: Results of earlier parts.
         """
         runner, seconds, result = self._runner, [], None
-        # The state is donated, as in a round: copies of all pages would be timed too.
+        # Donates the state, as a round does: otherwise copying all pages would be
+        # timed too.
         lowered = jax.jit(part, donate_argnums=(1,)).lower(
             runner.params, runner.state, self._rows, *made
         )
@@ -235,25 +240,25 @@ def _active(state: EngineState, rows: Array) -> Active:
 def _draft(
     config: ProgramConfig, tree: Tree, params: Any, state: EngineState, rows: Array
 ) -> tuple[EngineState, Proposal]:
-    context = Context(
+    context = ProposerContext(
         active=_active(state, rows),
         token_pages=state.token_pages,
         tree=tree,
-        wanted=jnp.full(rows.shape, tree.num_levels, jnp.int32),
+        wanted_levels=jnp.full(rows.shape, tree.num_levels, jnp.int32),
         pool=config.pool,
         prompts=None,
         backend=config.backend,
         adjuster=lambda axes: None,
         target=params[0],
     )
-    proposal, kept = None, []
+    proposal, states = None, []
     for one, own, before in zip(
         config.proposers, params[1], state.proposers, strict=True
     ):
         proposal, after = one.propose(own, before, context, proposal)
-        kept.append(after)
+        states.append(after)
     assert proposal is not None, "no proposer"
-    return dataclasses.replace(state, proposers=tuple(kept)), proposal
+    return dataclasses.replace(state, proposers=tuple(states)), proposal
 
 
 def verify_part(
@@ -264,7 +269,7 @@ def verify_part(
     rows: Array,
     proposal: Proposal | None,
 ) -> tuple[EngineState, Array]:
-    """The target's pass over the newest tokens and drafts, to logits."""
+    """Run the target's pass over the newest tokens and drafts, up to logits."""
     active = _active(state, rows)
     tokens = active.last_tokens[:, 1:]
     if proposal is not None:
@@ -278,8 +283,8 @@ def verify_part(
         tree=tree,
     )
     target = build_network(config.target, params[0], config.backend(TARGET_MESH_AXES))
-    hidden, pages = target.hidden(region, state.target_pages)
-    logits, _ = logits_of(target, hidden.rows, tokens.size)
+    output, pages = target.forward(region, state.target_pages)
+    logits, _ = logits_of(target, output.hidden_states, tokens.size)
     return dataclasses.replace(state, target_pages=pages), logits
 
 
@@ -291,16 +296,16 @@ def accept_part(
     rows: Array,
     made: tuple[Proposal | None, Array],
 ) -> tuple[EngineState, Any]:
-    """The verdict on drafts, its tokens written; the lengths that follow, and those."""
+    """Verify the drafts and write the accepted tokens; also return the new lengths."""
     proposal, logits = made
     active, backend = _active(state, rows), config.backend(TARGET_MESH_AXES)
-    fed = active.last_tokens[:, 1:]
+    tokens = active.last_tokens[:, 1:]
     if proposal is not None:
-        fed = jnp.concatenate([fed, proposal.tokens], axis=1)
+        tokens = jnp.concatenate([tokens, proposal.tokens], axis=1)
     decision = verify_tree(
         tree,
         proposal,
-        fed,
+        tokens,
         logits,
         jnp.full_like(rows, tree.num_levels),
         active,
@@ -335,10 +340,11 @@ def copy_bandwidth(
     repeats: int = COPY_REPEATS,
     clock: Callable[[], float] = time.perf_counter,
 ) -> float:
-    """Bytes/s of the fastest of several copies, read and written together."""
+    """Return the bytes/s, read plus written, of the fastest of several copies."""
     count = num_bytes // 4
     array = jax.device_put(jnp.ones(count, jnp.float32), device)
-    # In place, or a CPU spends its time on new pages. `copy` may do nothing.
+    # Negate in place: writing new memory would cost a CPU page faults. Not `copy`,
+    # which XLA may elide.
     negate = jax.jit(jnp.negative, donate_argnums=0)
     seconds = []
     for _ in range(repeats + 1):
@@ -346,4 +352,4 @@ def copy_bandwidth(
         start = clock()
         array = jax.block_until_ready(negate(array))
         seconds.append(clock() - start)
-    return 2 * 4 * count / min(seconds[1:])  # the first one is compiled
+    return 2 * 4 * count / min(seconds[1:])  # the first call includes compiling

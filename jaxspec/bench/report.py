@@ -1,4 +1,4 @@
-"""Results: their header, medians and spread, tables, files."""
+"""Benchmark results: header, statistics, tables, files."""
 
 import argparse
 import datetime
@@ -18,12 +18,13 @@ from jaxspec.command_line import CommandError
 from jaxspec.errors import ConfigError
 
 PACKAGES = ("jax", "jaxlib", "flax", "numpy", "torch", "transformers")
-# Processor features that decide how fast bfloat16 is.
+# Processor features that determine the speed of bfloat16.
 WIDE_FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
-# Measurements write here: a run must not change the commit of the next one.
+# Folders that measurements write to. Changes in them do not count as changes since the
+# commit.
 WRITTEN = ("kernels/jaxspec_kernels/tuned", "benchmarks/results")
 PERCENTILES = (10, 25, 50, 75, 90, 99)
-# Arguments that are secret, or mean nothing in a result.
+# Arguments that are left out of a result, because they are secret or irrelevant.
 HIDDEN = ("hf_token", "api_key", "command", "json", "output_json", "result_dir")
 HIDDEN += ("plot", "append_result", "metadata")  # removed flags
 
@@ -33,7 +34,7 @@ class BenchError(CommandError):
 
 
 def header(benchmark: str, options: argparse.Namespace) -> dict[str, Any]:
-    """What identifies a result: when, which code, which machine, all arguments."""
+    """Return the date, commit, machine, versions and arguments of a result."""
     return {
         "benchmark": benchmark,
         "date": now(),
@@ -49,7 +50,7 @@ def header(benchmark: str, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def write_whole(text: str, path: Path) -> None:
-    """Write a file at once: if stopped, the old text remains."""
+    """Replace a file atomically: if interrupted, the old text remains."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f"{path.name}.part")
     part.write_text(text, encoding="utf-8")
@@ -57,7 +58,7 @@ def write_whole(text: str, path: Path) -> None:
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """The median of repeats, the least and the most."""
+    """Return median, minimum and maximum of repeats."""
     return {
         "median": float(np.median(values)),
         "least": float(min(values)),
@@ -66,24 +67,24 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float]:
-    """Mean and percentiles of many values; empty without any."""
+    """Return mean and percentiles of values; empty without any."""
     if not len(values):
         return {}
     found = {str(p): float(np.percentile(values, p)) for p in PERCENTILES}
     return {"mean": float(np.mean(values)), **found}
 
 
-def forced_line(chances: Sequence[float]) -> str:
-    """The warning of every output if acceptance was forced."""
-    listed = ", ".join(f"{chance:g}" for chance in chances)
+def forced_line(probabilities: Sequence[float]) -> str:
+    """Return the warning of every output with forced acceptance."""
+    listed = ", ".join(f"{one:g}" for one in probabilities)
     return (
-        f"ACCEPTANCE IS FORCED (synthetic): draft i stays with chance i of {listed} if "
-        "those before it do. Texts mean nothing."
+        "ACCEPTANCE IS FORCED (synthetic): draft i is accepted with probability i of "
+        f"{listed} if those before it are. Texts are meaningless."
     )
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
-    """Aligned columns: the first to the left, the others to the right."""
+    """Align columns: the first to the left, the others to the right."""
     columns = range(max(map(len, rows)))
     widths = [max(len(row[i]) for row in rows if i < len(row)) for i in columns]
     return "\n".join(
@@ -96,7 +97,7 @@ def table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def milliseconds(seconds: float | None) -> str:
-    """For a cell of a table."""
+    """Format a table cell."""
     return "-" if seconds is None else f"{seconds * 1e3:.2f}"
 
 
@@ -104,7 +105,7 @@ def check_writable(path: Path | None, flag: str) -> None:
     """Check before measuring that a file can be written.
 
     Raises:
-        ConfigError: The folder is not there, or may not be written to.
+        ConfigError: The folder does not exist, or cannot be written to.
     """
     if path is None:
         return
@@ -119,14 +120,14 @@ def check_writable(path: Path | None, flag: str) -> None:
 
 
 def write(result: dict[str, Any], path: Path | None) -> None:
-    """Write a result to a file, if one was named, as one line of JSON."""
+    """Write a result to a file, if one is given, as one line of JSON."""
     line = json.dumps(result, allow_nan=False)
     if path is not None:
         path.write_text(line + "\n", encoding="utf-8")
 
 
 def _as_json(value: Any) -> Any:
-    """An argument as a result has it, without folders of this machine."""
+    """Convert an argument for a result, without folders of this machine."""
     is_folder = isinstance(value, str) and value[:1] == "/" and os.path.exists(value)
     if isinstance(value, Path) or is_folder:
         return Path(value).name
@@ -138,13 +139,13 @@ def _as_json(value: Any) -> Any:
 
 
 def now() -> str:
-    """The time in UTC, without the zone."""
+    """Return the time in UTC, without the zone."""
     found = datetime.datetime.now(datetime.UTC).replace(tzinfo=None)
     return found.isoformat(timespec="seconds")
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python and of the packages in use."""
+    """Return versions of Python and of the packages in use."""
     found = {"python": platform.python_version()}
     for name in ("jaxspec-decoding", *PACKAGES):
         try:
@@ -155,14 +156,14 @@ def versions() -> dict[str, str]:
 
 
 def num_cores() -> int:
-    """Cores that this process may run on."""
+    """Return the number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def machine() -> dict[str, Any]:
-    """Processor, cores and load."""
+    """Return processor, cores and load."""
     info, lines = Path("/proc/cpuinfo"), dict[str, str]()
     if info.is_file():
         for line in info.read_text(errors="replace").splitlines():
@@ -179,7 +180,7 @@ def machine() -> dict[str, Any]:
 
 
 def commit(checkout: Path | None = None) -> dict[str, Any]:
-    """The commit of a checkout (by default, this one) and whether it has changes."""
+    """Return the commit of a checkout (default: this one), and if it has changes."""
     root = Path(jaxspec.__file__).parents[1] if checkout is None else checkout
     git = ["git", "-C", str(root)]
     status = ["status", "--porcelain", "--untracked-files=no", "--", ":/"]

@@ -1,4 +1,4 @@
-"""Read draft counts, in vLLM's names, and compiles from a server's /metrics."""
+"""Read draft counts (vLLM's metrics) and compiles from a server's /metrics."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +21,7 @@ _FORCED = "jaxspec:synthetic_acceptance_info"
 
 @dataclass(frozen=True, kw_only=True)
 class Scrape:
-    """A server's counts at one moment, of all its engines together.
+    """A server's counts at one time, summed over its engines.
 
     Attributes:
         acceptance: None if the server reports no drafts.
@@ -38,7 +38,7 @@ class Scrape:
 
 def read_scrape(text: str) -> Scrape:
     """Parse Prometheus' text format."""
-    counts, kept = dict.fromkeys(_FIELDS.values(), 0), dict[int, int]()
+    counts, accepted = dict.fromkeys(_FIELDS.values(), 0), dict[int, int]()
     has_drafts, num_compiles, forced, num_warming = False, None, None, 0
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
@@ -48,15 +48,15 @@ def read_scrape(text: str) -> Scrape:
                 has_drafts = True
             elif sample.name == _PER_POSITION:
                 position = int(sample.labels["position"])
-                kept[position] = kept.get(position, 0) + value
+                accepted[position] = accepted.get(position, 0) + value
             elif sample.name == _COMPILES:
                 num_compiles = (num_compiles or 0) + value
             elif sample.name == _WARMING:
                 num_warming += int(sample.value)
             elif sample.name == _FORCED:
                 forced = tuple(map(float, sample.labels["chances"].split(",")))
-    width = max(kept, default=-1) + 1
-    per_position = tuple(kept.get(position, 0) for position in range(width))
+    width = max(accepted, default=-1) + 1
+    per_position = tuple(accepted.get(position, 0) for position in range(width))
     fields: dict[str, Any] = {**counts, "per_position": per_position}
     acceptance = Acceptance(**fields)
     return Scrape(

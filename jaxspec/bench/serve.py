@@ -1,6 +1,6 @@
 """`serve`: measure any server with OpenAI's API, at one load or over a sweep.
 
-A server of jaxspec is measured twice at every load, the second time without drafts.
+A jaxspec server is measured twice at every load, with and without drafts.
 """
 
 import argparse
@@ -45,10 +45,10 @@ SERVED, PLAIN = "as served", "plain"
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """A command line that has been checked.
+    """A checked command line.
 
     Attributes:
-        url: Of the server.
+        url: URL of the server.
         loads: One, or the points of a sweep.
     """
 
@@ -61,7 +61,7 @@ class Task:
     def save(self, entry: dict[str, Any], load: Load) -> None:
         """Write the result of one load, if requested.
 
-        A sweep into one named file is a line for every load.
+        A sweep into one named file has a line per load.
         """
         path = _saved_to(self.options, load)
         if path is None:
@@ -73,11 +73,11 @@ class Task:
 
 @dataclass(frozen=True, kw_only=True)
 class Site:
-    """A server that answers.
+    """A server that responds.
 
     Attributes:
         has_metrics: Its /metrics reports drafts or compiles.
-        has_plain: Every load is measured without drafts as well.
+        has_plain: Every load is also measured without drafts.
     """
 
     client: Client
@@ -85,14 +85,14 @@ class Site:
     has_plain: bool
 
     async def scrape(self) -> Scrape:
-        """The server's current counts."""
+        """Return the server's current counts."""
         if not self.has_metrics:
             return Scrape()
         text = await fetch(f"{self.client.url}/metrics", self.client.headers)
         return read_scrape(text)
 
-    async def quiet(self) -> Scrape:
-        """The same, once the server compiles nothing."""
+    async def scrape_idle(self) -> Scrape:
+        """Wait until the server compiles nothing; return its counts."""
         found = await self.scrape()
         if found.num_warming:
             print(f"The server compiles {found.num_warming} programs", file=sys.stderr)
@@ -103,11 +103,11 @@ class Site:
 
 
 def run(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Run the subcommand; returns what `--json` prints.
+    """Run the subcommand; return the results that `--json` prints.
 
     Raises:
-        ArgumentError: A flag cannot work; nothing was sent.
-        BenchError: The server does not answer.
+        ArgumentError: A flag is invalid; nothing was sent.
+        BenchError: The server does not respond.
     """
     task = read_task(options)
     try:
@@ -117,10 +117,10 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def read_task(options: argparse.Namespace) -> Task:
-    """Check everything that can be wrong before anything is sent.
+    """Check all flags before anything is sent.
 
     Raises:
-        ConfigError: Names the flag, its value and the allowed ones.
+        ConfigError: Names the flag, its value and the allowed values.
     """
     if not options.endpoint.startswith("/") or not options.endpoint.endswith(ENDINGS):
         allowed = "a path that ends in /completions or /chat/completions"
@@ -168,7 +168,7 @@ def _wanted(options: argparse.Namespace) -> Wanted:
     try:
         shares = [float(share) for share in text.split(",")]
     except ValueError as error:
-        allowed = "numbers from 0 to 100, with commas between"
+        allowed = "numbers from 0 to 100, separated by commas"
         raise wrong_argument(ConfigError, flag, allowed, text) from error
     for share in shares:
         check_number(ConfigError, flag, share, low=0, high=100)
@@ -187,7 +187,7 @@ def _wanted(options: argparse.Namespace) -> Wanted:
 
 
 def _saved_to(options: argparse.Namespace, load: Load) -> Path | None:
-    """The file for the result of a load; None for no file."""
+    """Return the file for the result of a load; None to write none."""
     if not (options.save_result or options.save_detailed):
         return None
     name = options.result_filename
@@ -209,7 +209,7 @@ async def _run(task: Task) -> list[dict[str, Any]]:
         modes[PLAIN] = {"num_speculative_tokens": 0}
     points, entries = [], []
     for number, load in enumerate(task.loads):
-        # In turn, so that a slow moment of the machine affects both.
+        # The modes alternate, so that a slow phase of the machine affects both.
         names = list(modes)[:: -1 if number % 2 else 1]
         found = {name: await _point(task, site, modes[name], load) for name in names}
         for name in modes:
@@ -229,14 +229,14 @@ async def _run(task: Task) -> list[dict[str, Any]]:
 async def _point(
     task: Task, site: Site, fields: Mapping[str, Any], load: Load
 ) -> dict[str, Any]:
-    """Metrics of one load; repeats a run in which the server compiled something."""
+    """Measure one load; repeat a run in which the server compiled something."""
     for _ in range(MAX_COMPILING_RUNS):
-        before = await site.quiet()
+        before = await site.scrape_idle()
         answers, seconds = await _send(task, site, fields, load)
-        after = await site.quiet()
+        after = await site.scrape_idle()
         if after.num_compiles == before.num_compiles:
             break
-        print("The server compiled programs: this run does not count", file=sys.stderr)
+        print("The server compiled programs: this run is repeated", file=sys.stderr)
     else:
         raise BenchError(
             f"The server compiled programs in {MAX_COMPILING_RUNS} runs in a row: "
@@ -264,7 +264,7 @@ async def _send(
     task: Task, site: Site, fields: Mapping[str, Any], load: Load
 ) -> tuple[list[Answer], float]:
     if site.has_plain:
-        # Without it the second run finds the prompts of the first in the cache.
+        # Otherwise the second run would find the prompts of the first in the cache.
         fields = {**fields, "cache_salt": f"bench-{time.time_ns()}"}
     fields = {**site.client.fields, **fields}
     client = dataclasses.replace(site.client, fields=fields)
@@ -274,7 +274,7 @@ async def _send(
 
 
 async def _open(task: Task) -> Site:
-    """Wait until a request is answered; find the model's name and the metrics."""
+    """Wait until a request succeeds; find the model's name and the metrics."""
     limit_s, headers = (
         task.options.ready_check_timeout_sec,
         bearer(task.options.api_key),
@@ -284,10 +284,10 @@ async def _open(task: Task) -> Site:
         client, reason, status = await _try(task, headers)
         if client is not None:
             break
-        # A busy or starting server is retried, a refusal is not.
+        # Retries a busy or starting server, but not after a refusal.
         is_refused = status is not None and 400 <= status < 500 and status != 429
         if is_refused or time.monotonic() >= end:
-            raise BenchError(f"The server answers no request: {reason}")
+            raise BenchError(f"No request succeeded: {reason}")
         if not has_warned:
             print(
                 f"Waiting up to {limit_s:g} s for the server: {reason}", file=sys.stderr
@@ -295,7 +295,7 @@ async def _open(task: Task) -> Site:
             has_warned = True
         await asyncio.sleep(POLL_S)
     found, has_plain = Scrape(), task.options.compare_plain
-    with contextlib.suppress(HttpError, ValueError):  # others may have no metrics
+    with contextlib.suppress(HttpError, ValueError):  # not every server has metrics
         found = read_scrape(await fetch(f"{task.url}/metrics", headers))
     if has_plain is None:
         has_plain = found.acceptance is not None and found.num_compiles is not None
@@ -305,7 +305,7 @@ async def _open(task: Task) -> Site:
 async def _try(
     task: Task, headers: Mapping[str, str]
 ) -> tuple[Client | None, str, int | None]:
-    """A client, if one request is answered; else the reason and the status."""
+    """Return a client if a request succeeds; else None, the reason and the status."""
     options = task.options
     try:
         model = options.model or await _first_model(task.url, headers)
@@ -330,7 +330,7 @@ async def _first_model(url: str, headers: Mapping[str, str]) -> str:
 
 
 def _fields(options: argparse.Namespace, model: str) -> dict[str, Any]:
-    """Fields of every request, without neutral values: other servers may not know."""
+    """Return the fields of every request, without defaults, which may be unknown."""
     fields: dict[str, Any] = {
         "model": model,
         "max_tokens": options.output_len,
@@ -346,7 +346,7 @@ def _fields(options: argparse.Namespace, model: str) -> dict[str, Any]:
 def _entry(
     task: Task, site: Site, load: Load, found: Mapping[str, dict[str, Any]]
 ) -> dict[str, Any]:
-    """The result of one load: vLLM's keys, and the plain run inside."""
+    """Return the result of one load: vLLM's keys, and the plain run as a field."""
     rate, options = load.request_rate, task.options
     is_chat = options.endpoint.endswith(CHAT_ENDING)
     entry = header("serve", options) | {
@@ -364,7 +364,7 @@ def _entry(
 def sweep_table(
     points: Sequence[tuple[Load, str, dict[str, Any]]], wanted: Wanted
 ) -> str:
-    """One row per load: throughput and median times."""
+    """Format one row per load: throughput and median times."""
     times = [f"{metric.upper()} ms" for metric in wanted.metrics]
     rows = [["load", "mode", "tokens/s", *times]]
     for load, mode, found in points:

@@ -1,4 +1,4 @@
-"""Metrics of a run against a server: vLLM's JSON keys and closing block."""
+"""Metrics of a run against a server, with vLLM's JSON keys and text format."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ from jaxspec.bench.client import Answer
 from jaxspec.bench.report import forced_line
 from jaxspec.bench.traffic import Load
 
-# Section titles of vLLM's block.
+# Section titles in the summary that vLLM's `bench serve` prints.
 TITLES = {
     "ttft": "Time to First Token",
     "tpot": "Time per Output Token (excl. 1st token)",
@@ -24,10 +24,10 @@ WIDTH = 50
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """Metrics that are printed; a result's JSON has all of them.
+    """Metrics to print; a result's JSON has all of them.
 
     Attributes:
-        metrics: Some of `TITLES`.
+        metrics: Names of the metrics, keys of `TITLES`.
         goodput_ms: By metric, the limit in ms of a request that counts as good.
     """
 
@@ -42,7 +42,7 @@ def figures(
     wanted: Wanted,
     acceptance: Acceptance | None,
 ) -> dict[str, Any]:
-    """Metrics of a run, under the keys of vLLM's results."""
+    """Return the metrics of a run, under the keys of vLLM's results."""
     good = [answer for answer in answers if not answer.error]
     num_output = sum(answer.num_output_tokens for answer in good)
     num_input = sum(answer.num_prompt_tokens for answer in good)
@@ -78,7 +78,7 @@ def figures(
 
 
 def details(answers: Sequence[Answer]) -> dict[str, Any]:
-    """Every request's own times, in seconds, as vLLM saves them."""
+    """Return the times of every request, in seconds, as vLLM saves them."""
     return {
         "input_lens": [answer.num_prompt_tokens for answer in answers],
         "output_lens": [answer.num_output_tokens for answer in answers],
@@ -90,7 +90,7 @@ def details(answers: Sequence[Answer]) -> dict[str, Any]:
 
 
 def times_ms(answers: Sequence[Answer], metric: str) -> list[float]:
-    """All values of one of `TITLES`, in milliseconds."""
+    """Return all values of a metric of `TITLES`, in milliseconds."""
     if metric == "itl":
         return [1e3 * gap for answer in answers for gap in answer.inter_token_s]
     values = [_time_s(answer, metric) for answer in answers]
@@ -103,7 +103,7 @@ def _time_s(answer: Answer, metric: str) -> float | None:
 
 
 def _is_within(answer: Answer, limits_ms: Mapping[str, float]) -> bool:
-    """Whether a request is within every limit; one token meets any TPOT."""
+    """Return whether a request meets every limit; one token meets any TPOT."""
     times = {name: _time_s(answer, name) for name in limits_ms}
     return all(1e3 * (times[name] or 0) <= limit for name, limit in limits_ms.items())
 
@@ -124,7 +124,7 @@ def _statistics(
 
 
 def _peaks(answers: Sequence[Answer]) -> tuple[float, int]:
-    """Most tokens, and most concurrent requests, in any second of the run."""
+    """Return the maximum tokens and concurrent requests in any second of the run."""
     if not answers:
         return 0.0, 0
     begin = min(answer.start_s for answer in answers)
@@ -133,7 +133,7 @@ def _peaks(answers: Sequence[Answer]) -> tuple[float, int]:
     tokens, requests = np.zeros(num_seconds), np.zeros(num_seconds, int)
     for answer in answers:
         times = np.array(answer.times()) - begin
-        # A piece may hold several tokens: spread them evenly.
+        # A chunk may have several tokens: spread all tokens evenly over the chunks.
         share = answer.num_output_tokens / len(times)
         np.add.at(tokens, np.clip(times.astype(int), 0, num_seconds - 1), share)
         first = math.floor(answer.start_s - begin)
@@ -142,7 +142,7 @@ def _peaks(answers: Sequence[Answer]) -> tuple[float, int]:
 
 
 def block(found: Mapping[str, Any], load: Load, wanted: Wanted) -> str:
-    """The text that vLLM's `bench serve` ends with."""
+    """Format the summary that vLLM's `bench serve` prints."""
     rows: list[tuple[str, Any]] = [
         ("Successful requests:", found["completed"]),
         ("Failed requests:", found["failed"]),

@@ -1,7 +1,7 @@
 """`spec`: whether speculation pays, with which K, and up to which batch size.
 
-Plain decoding and every K run in turn for every batch size and temperature. Decoding
-with the whole batch running is compared, prompts excluded. `--forms` and
+Plain decoding and every K alternate for every batch size and temperature. The speed of
+decoding with the whole batch is compared, without prefill. `--forms` and
 `--all-methods` compare drafts of several engines instead: see `compare`.
 """
 
@@ -22,14 +22,15 @@ from jaxspec.bench.summary import (
     is_equal,
     parts_table,
     speed_ups,
-    summarise,
+    summarize,
 )
 from jaxspec.errors import ConfigError, wrong_argument
 
-# A smaller gain is not worth a second model in memory.
+# Minimum median speed-up over plain decoding at which a K counts as worth using.
 MIN_GAIN = 1.02
-# Values of K that are measured by default, beside the engine's own. All run in its
-# programs, whose target pass has room for the most drafts.
+# Values of K measured by default, besides the engine's own. All use the engine's
+# programs, whose target pass computes the engine's K + 1 positions for any smaller K
+# too.
 SWEEP = (1, 2, 3, 5)
 
 
@@ -38,7 +39,8 @@ class Cell:
     """One K at one batch size and temperature.
 
     Attributes:
-        speed_up: Against plain decoding: median, least and most of the repeats.
+        speed_up: Speed / that of plain decoding: median, minimum, maximum of the
+            repeats.
         num_runs: Repeats.
         acceptance_rate: None if nothing was drafted.
     """
@@ -52,12 +54,12 @@ class Cell:
 
     @property
     def pays(self) -> bool:
-        """Whether every repeat was faster than plain, and the median worth it."""
+        """Whether every repeat beat plain decoding, the median by `MIN_GAIN`."""
         return self.speed_up["least"] > 1 and self.speed_up["median"] >= MIN_GAIN
 
     @property
     def is_unclear(self) -> bool:
-        """Whether some repeats were worth it and others were not."""
+        """Whether the fastest repeat reaches `MIN_GAIN`, but the K does not pay."""
         return not self.pays and self.speed_up["most"] >= MIN_GAIN
 
     def __str__(self) -> str:
@@ -69,17 +71,17 @@ class Cell:
 
 
 def run(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Run the subcommand; returns what `--json` prints.
+    """Run the subcommand; return the results that `--json` prints.
 
     Raises:
-        ArgumentError: A flag cannot work; nothing was run.
-        BenchError: Nothing that was measured means anything.
+        ArgumentError: A flag is invalid; nothing was run.
+        BenchError: The measurement is invalid.
     """
     if options.forms or options.all_methods is not None:
         return compare.run(options)
     sizes, temperatures = sweep_of(options)
     offline = open_offline(options, num_prompts=sizes[-1], num_seqs=sizes[-1])
-    # Every K is measured, whether it pays or not.
+    # Fixed K: every K is measured even if it does not pay.
     offline.engine.policy.is_adaptive = False
     counts = _counts(offline, options.draft_tokens)
     result, device = offline.new_result("spec"), offline.device()
@@ -134,19 +136,19 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def _counts(offline: Offline, wanted: Sequence[int] | None) -> list[int]:
-    """The values of K to measure: those of the flag, or some up to the engine's."""
-    most = offline.engine.policy.compiled_drafts[-1]
-    if not most:
+    """Return the values of K to measure: the flag's, or defaults up to the engine's."""
+    max_k = offline.engine.policy.compiled_drafts[-1]
+    if not max_k:
         raise ConfigError(
             "spec measures speculation, and these flags name no drafts: give "
             "--speculative-model or --speculative-config.",
             parameter="speculative_model",
         )
     for k in wanted or ():
-        if not 1 <= k <= most:
-            allowed = f"from 1 to --num-speculative-tokens={most}"
+        if not 1 <= k <= max_k:
+            allowed = f"from 1 to --num-speculative-tokens={max_k}"
             raise wrong_argument(ConfigError, "--draft-tokens", allowed, k)
-    return sorted({*(wanted or (*(k for k in SWEEP if k < most), most))})
+    return sorted({*(wanted or (*(k for k in SWEEP if k < max_k), max_k))})
 
 
 def _point(
@@ -155,15 +157,15 @@ def _point(
     size: int,
     ratios: Mapping[int, Mapping[str, float]],
 ) -> tuple[list[Cell], dict[str, Any]]:
-    """All K at one batch size and temperature: cells, and the point of a result.
+    """Return all K of one batch size and temperature, as cells and as a result.
 
     Args:
-        ratios: Cost of drafts, by K.
+        ratios: Cost ratios of drafts, by K.
     """
     cells, by_k = [], {}
     for k in ratios:
         runs = measured.runs[str(k)]
-        ratio, found = speed_ups(measured, str(k), is_decode=True), summarise(runs)
+        ratio, found = speed_ups(measured, str(k), is_decode=True), summarize(runs)
         found["decode_speed_up"] = ratio
         found["ceiling"] = against_ceiling(
             runs, num_draft_tokens=k, ratios=ratios[k], speed_up=ratio
@@ -184,14 +186,14 @@ def _point(
         "temperature": temperature,
         "batch_size": size,
         "num_discarded_runs": measured.num_discarded,
-        PLAIN: summarise(measured.runs[PLAIN]),
+        PLAIN: summarize(measured.runs[PLAIN]),
         "by_num_draft_tokens": by_k,
     }
     return cells, entry
 
 
 def _ceilings(entry: dict[str, Any]) -> list[str]:
-    """The best K of one point against its ceilings."""
+    """Compare the best K of one point with its ceilings."""
     k, best = max(
         entry["by_num_draft_tokens"].items(),
         key=lambda pair: pair[1]["decode_speed_up"]["median"],
@@ -203,7 +205,7 @@ def _ceilings(entry: dict[str, Any]) -> list[str]:
 
 
 def cell_table(cells: Sequence[Cell]) -> str:
-    """Speed-ups by K, a row for every temperature and batch size."""
+    """Format speed-ups by K, a row for every temperature and batch size."""
     counts = sorted({cell.num_draft_tokens for cell in cells})
     rows = [["temperature, batch", *(f"K = {k}" for k in counts), "acceptance"]]
     by_place: dict[tuple[float, int], list[Cell]] = {}
@@ -220,13 +222,13 @@ def cell_table(cells: Sequence[Cell]) -> str:
             ]
         )
     return (
-        "Decoding with drafts by plain decoding (medians); acceptance at the highest "
-        f"K:\n{table(rows)}"
+        "Speed-up of decoding against plain decoding (medians); acceptance at the "
+        f"highest K:\n{table(rows)}"
     )
 
 
 def answer(cells: Sequence[Cell]) -> list[str]:
-    """Say in words whether drafts pay, with which K, and up to which batch size."""
+    """Return sentences on whether drafts pay, with which K, up to which batch size."""
     lines = []
     for temperature in sorted({cell.temperature for cell in cells}):
         best: dict[int, Cell] = {}
@@ -242,7 +244,7 @@ def answer(cells: Sequence[Cell]) -> list[str]:
 
 
 def _answer_at(best: dict[int, Cell]) -> str:
-    """The answer at one temperature, from the best K of every batch size."""
+    """Return the sentences for one temperature, from the best K of each batch size."""
     best = dict(sorted(best.items()))
     paying = [size for size, cell in best.items() if cell.pays]
     unclear = [size for size, cell in best.items() if cell.is_unclear]

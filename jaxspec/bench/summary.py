@@ -14,8 +14,8 @@ from jaxspec.bench.parts import Parts
 from jaxspec.bench.report import milliseconds, percentiles, spread, table
 
 
-def summarise(runs: Sequence[Run]) -> dict[str, Any]:
-    """Medians and spread over repeats; times of requests over all of them."""
+def summarize(runs: Sequence[Run]) -> dict[str, Any]:
+    """Return medians and spread over repeats, and times over all their requests."""
     decodes = [run.decode for run in runs if run.decode is not None]
     acceptance = sum((run.acceptance for run in runs), Acceptance())
     found: dict[str, Any] = {
@@ -41,10 +41,10 @@ def summarise(runs: Sequence[Run]) -> dict[str, Any]:
 
 
 def speed_ups(measured: Measured, mode: str, *, is_decode: bool) -> dict[str, float]:
-    """Speed of a mode by that of plain decoding, over pairs of runs.
+    """Return the speed of a mode / that of plain decoding, over pairs of runs.
 
     Args:
-        is_decode: Compare decoding alone, where there is any; else the whole time.
+        is_decode: Compare decoding only, if there is any; else the whole time.
     """
 
     def speed(run: Run) -> float:
@@ -57,7 +57,7 @@ def speed_ups(measured: Measured, mode: str, *, is_decode: bool) -> dict[str, fl
 
 
 def is_equal(measured: Measured, mode: str) -> bool:
-    """Whether every run of a mode returned the texts of its plain run."""
+    """Return whether every run of a mode has the texts of its plain run."""
     pairs = zip(measured.runs[mode], measured.runs[PLAIN], strict=True)
     return all(ours.token_ids == plain.token_ids for ours, plain in pairs)
 
@@ -65,7 +65,7 @@ def is_equal(measured: Measured, mode: str) -> bool:
 def cost_ratios(
     bytes_ratio: float, parts: Sequence[Parts], num_draft_tokens: int
 ) -> dict[str, float]:
-    """Cost of a draft pass by that of a plain round: bytes and, if timed, seconds."""
+    """Return cost of a draft pass / a plain round, in bytes and in time if timed."""
     found, by_count = {"bytes": bytes_ratio}, {p.num_draft_tokens: p for p in parts}
     plain, drafted = by_count.get(0), by_count.get(num_draft_tokens)
     if num_draft_tokens and plain and drafted and plain.device_s:
@@ -80,11 +80,14 @@ def against_ceiling(
     ratios: Mapping[str, float],
     speed_up: Mapping[str, float],
 ) -> dict[str, Any] | None:
-    """The ceiling at the measured acceptance, and the share reached; None undrafted.
+    """Return the ceilings at the measured acceptance, and the shares reached.
 
     Args:
         ratios: As from `cost_ratios`; there is a ceiling for each.
-        speed_up: Median, least and most over the repeats.
+        speed_up: Median, minimum and maximum over the repeats.
+
+    Returns:
+        None if there were no drafts.
     """
     acceptance = sum((run.acceptance for run in runs), Acceptance())
     if not acceptance.num_drafts:
@@ -115,11 +118,11 @@ def parts_table(
     device: Mapping[str, Any],
     speed_ups: Mapping[int, float] | None = None,
 ) -> str:
-    """Time of the parts of rounds, and their bandwidth.
+    """Format the times of the parts of rounds, and their bandwidth.
 
     Args:
         device: As from `Offline.device`.
-        speed_ups: Measured, by K; the best is marked.
+        speed_ups: Measured speed-ups, by K; the best is marked.
     """
     rows = [["K", "draft", "verify", "accept", "ms", "GB/s", "of copy"]]
     speed_ups = {0: 1.0} | dict(speed_ups or {})
@@ -145,7 +148,7 @@ def parts_table(
 
 
 def ceiling_lines(found: Mapping[str, Any], num_draft_tokens: int) -> list[str]:
-    """A sentence for the ceiling of every cost."""
+    """Return a sentence for the ceiling of every cost ratio."""
     return [
         f"ceiling at this acceptance, K = {num_draft_tokens}, "
         f"c = {one['cost_ratio']:.3f} ({name}): {one['speed_up_ceiling']:.2f}, "

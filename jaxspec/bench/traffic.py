@@ -1,4 +1,4 @@
-"""When requests start, and how many run at a time."""
+"""Arrival times and concurrency of requests."""
 
 import asyncio
 import contextlib
@@ -20,7 +20,7 @@ class Load:
 
     Attributes:
         request_rate: Requests/s; infinity sends all at once.
-        max_concurrency: Most requests at a time; None for no limit.
+        max_concurrency: Maximum concurrent requests; None for no limit.
         burstiness: Shape of the gamma distribution of the times between requests: 1
             is a Poisson process, less is burstier, more is more even.
     """
@@ -31,14 +31,15 @@ class Load:
     seed: int = 0
 
     def starts(self, count: int) -> list[float]:
-        """Seconds from the beginning to each request."""
+        """Return the start time of each request, in seconds."""
         if np.isinf(self.request_rate):
             return [0.0] * count
         draw = np.random.default_rng(self.seed)
         scale = 1 / (self.request_rate * self.burstiness)
         gaps = draw.gamma(self.burstiness, scale, count)
         starts = gaps.cumsum()
-        # Scaled so that a run takes the time that its rate says.
+        # Scale the start times so that the last request starts at count / request_rate
+        # seconds.
         return (starts * (count / self.request_rate / starts[-1])).tolist()
 
 

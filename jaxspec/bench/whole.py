@@ -1,7 +1,7 @@
-"""`latency` and `throughput`: a set of prompts, plain and with drafts in turn.
+"""`latency` and `throughput`: a set of prompts, alternately plain and with drafts.
 
-`latency` is one batch from the first request to the last token; `throughput` has more
-prompts than run at a time, all waiting from the start.
+`latency` times one batch from the first request to the last token; `throughput` has
+more prompts than run at a time, all queued at the start.
 """
 
 import argparse
@@ -20,17 +20,17 @@ from jaxspec.bench.summary import (
     is_equal,
     parts_table,
     speed_ups,
-    summarise,
+    summarize,
 )
 from jaxspec.errors import ConfigError, check_integer
 
 
 def run(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Run either subcommand; returns what `--json` prints.
+    """Run either subcommand; return the results that `--json` prints.
 
     Raises:
-        ArgumentError: A flag cannot work; nothing was run.
-        BenchError: Nothing that was measured means anything.
+        ArgumentError: A flag is invalid; nothing was run.
+        BenchError: The measurement is invalid.
     """
     is_latency = options.command == "latency"
     if is_latency:
@@ -45,7 +45,8 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
     result, device = offline.new_result(options.command), offline.device()
     count = offline.num_draft_tokens
     parts = offline.parts(size, sorted({0, count}))
-    # Throughput has no streams, for which prefill would wait; hence no ITL.
+    # Throughput requests are not streamed, because the scheduler would delay prefill
+    # for streams. So they have no inter-token latency.
     modes = {PLAIN: offline.batch(0, is_streamed=is_latency)}
     if count:
         modes[SPECULATIVE] = offline.batch(count, is_streamed=is_latency)
@@ -59,7 +60,8 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
     )
     offline.engine.shutdown()
     offline.print_label()
-    # vLLM's figures are of the engine as the flags say.
+    # The keys that vLLM prints describe the engine as configured, with drafts if it has
+    # any.
     ours = found[SPECULATIVE if count else PLAIN]
     lines, own = _latency(ours) if is_latency else _throughput(ours, number)
     blocks = [comparison(found, count)]
@@ -74,7 +76,7 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def _latency(ours: dict[str, Any]) -> tuple[list[str], dict[str, Any]]:
-    """Seconds of whole batches: lines to print, and vLLM's keys."""
+    """Return latencies of whole batches: lines to print, and vLLM's keys."""
     latencies = ours["elapsed_s"]
     shares = {str(p): float(np.percentile(latencies, p)) for p in PERCENTILES}
     average = float(np.mean(latencies))
@@ -88,7 +90,7 @@ def _latency(ours: dict[str, Any]) -> tuple[list[str], dict[str, Any]]:
 
 
 def _throughput(ours: dict[str, Any], number: int) -> tuple[list[str], dict[str, Any]]:
-    """Requests/s and tokens/s: lines to print, and vLLM's keys."""
+    """Return requests/s and tokens/s: lines to print, and vLLM's keys."""
     requests_per_s = ours["requests_per_s"]["median"]
     output_per_s = ours["output_tokens_per_s"]["median"]
     num_tokens = ours["num_prompt_tokens"] + ours["num_output_tokens"]
@@ -115,12 +117,12 @@ def compared(
     ratios: Mapping[str, float],
     must_agree: bool,
 ) -> dict[str, Any]:
-    """Both modes, the speed-up and the ceiling, as a result has them.
+    """Return both modes, the speed-up and the ceiling, as fields of a result.
 
     Args:
-        must_agree: Drafts may not change a text: report whether they did.
+        must_agree: Also report whether the texts of both modes are equal.
     """
-    found: dict[str, Any] = {name: summarise(r) for name, r in measured.runs.items()}
+    found: dict[str, Any] = {name: summarize(r) for name, r in measured.runs.items()}
     found["num_discarded_runs"] = measured.num_discarded
     if SPECULATIVE not in measured.runs:
         return found
@@ -138,7 +140,7 @@ def compared(
 
 
 def comparison(found: Mapping[str, Any], num_draft_tokens: int) -> str:
-    """`compared` as text."""
+    """Format the fields of `compared`."""
     modes = {name: found[name] for name in (PLAIN, SPECULATIVE) if name in found}
     lines = [mode_table(modes)]
     if SPECULATIVE in modes:
@@ -151,7 +153,7 @@ def comparison(found: Mapping[str, Any], num_draft_tokens: int) -> str:
         ]
         lines.append(f"speed-up by speculation: {', '.join(speeds)}")
         if "acceptance" not in modes[SPECULATIVE]:
-            lines.append("no drafts were made: the engine expected none to pay (K = 0)")
+            lines.append("no drafts: the engine predicted that none would pay (K = 0)")
     if "is_equal" in found:
         lines.append(f"greedy texts: {'equal' if found['is_equal'] else 'different'}")
     if found.get("ceiling"):
@@ -160,7 +162,7 @@ def comparison(found: Mapping[str, Any], num_draft_tokens: int) -> str:
 
 
 def mode_table(summaries: Mapping[str, dict[str, Any]]) -> str:
-    """The modes side by side: speeds, times in ms, acceptance."""
+    """Format the modes side by side: speeds, times in ms, acceptance."""
     modes = summaries.values()
     rows = [["", *summaries]]
     for label, name in (

@@ -1,7 +1,7 @@
-"""What `python -m jaxspec` shows in a terminal.
+"""The subcommands of `python -m jaxspec`.
 
-Reading order: `generate` (one prompt, then what speculation gained), `chat` (a
-conversation with an engine or a server), `terminal` (how accepted drafts look), `plan`
-(what an engine would take of devices), `compile` (its programs, before it starts),
-`quality` (what quantization took from a checkpoint's texts).
+Reading order: `generate` (one prompt, and the speed-up of speculation), `chat` (a
+conversation with an engine or a server), `terminal` (colored output), `plan` (memory
+plan of an engine), `compile` (compiles an engine's programs ahead of time), `quality`
+(the effect of quantization on texts).
 """

@@ -1,6 +1,6 @@
-"""Owns `python -m jaxspec chat`: a conversation with an engine of its own, or a server.
+"""Owns `python -m jaxspec chat`: a conversation with its own engine, or a server.
 
-Answers go to standard output and all else to standard error, so that a pipe gets texts.
+Answers go to stdout and everything else to stderr, so that answers can be piped.
 """
 
 import argparse
@@ -32,40 +32,40 @@ from jaxspec.outputs import DRAFTED, RequestOutput
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams
 from jaxspec.serve.responses.usage import request_metrics
 
-# With it `input` has a history, and lines can be edited; not every system has it.
+# Importing readline gives `input` a history and line editing. Not every system has it.
 if importlib.util.find_spec("readline") is not None:
     importlib.import_module("readline")
 
 PROMPT = "> "
 HELP = """\
-/help            this list
-/clear           forget the conversation
+/help            show this list
+/clear           start a new conversation
 /temperature T   0 takes the most likely token
-/k K             draft at most K tokens a round; 0 none
-/quit            end, as Ctrl-D does; Ctrl-C stops an answer"""
+/k K             draft at most K tokens per round; 0 for none
+/quit            end, like Ctrl-D; Ctrl-C stops an answer"""
 
 Message = dict[str, str]
-# For a server to say that it is there.
+# Seconds to wait for a server's response when checking that it runs.
 CHECK_S = 10
 
-# How an answer is asked for, in the names of the server's API.
+# Fields of a request, with the names of the server's API.
 Fields = dict[str, Any]
 
-# No connection, one that breaks off, an answer that is not OpenAI's.
+# Errors of connections, and of parsing responses that are not in OpenAI's format.
 _BROKEN = (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError)
 
 
 class BackendError(CommandError):
-    """An answer failed, or the server gave none."""
+    """A request failed, or the server did not respond."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """What is new of an answer.
+    """A new part of an answer.
 
     Attributes:
-        finish_reason: Of the last part.
-        metrics: Of the last part: the server's `metrics`, where it tells them.
+        finish_reason: Set in the last part.
+        metrics: The server's `metrics`, in the last part if the server returns them.
     """
 
     pieces: list[Piece] = field(default_factory=list)
@@ -81,10 +81,10 @@ class ChatBackend(Protocol):
     """Answers conversations."""
 
     def answer(self, messages: list[Message], fields: Fields) -> Parts:
-        """Answer the last message; leaving early ends the request.
+        """Answer the last message; closing the generator early ends the request.
 
         Raises:
-            ArgumentError: The engine refuses it.
+            ArgumentError: The engine refuses the request.
             BackendError: The server refuses it or cannot be reached.
         """
         ...
@@ -93,17 +93,17 @@ class ChatBackend(Protocol):
 
 
 class EngineBackend:
-    """Answers by an engine in this process."""
+    """Answers with an engine in this process."""
 
     def __init__(self, engine: LLMEngine):
         self._engine = engine
         self._numbers = itertools.count()
         self._is_writing = False
 
-    def tell_compile(self, what: str | None) -> None:
-        """Note what is compiled, unless an answer is on the screen."""
-        if what and not self._is_writing:
-            _note(f"[{what}]")
+    def show_compile(self, program: str | None) -> None:
+        """Print the program being compiled, unless an answer is being printed."""
+        if program and not self._is_writing:
+            _print_note(f"[{program}]")
 
     def answer(self, messages: list[Message], fields: Fields) -> Parts:
         given = dict(fields)
@@ -118,7 +118,7 @@ class EngineBackend:
         self._engine.add_request(name, prompt, params)
         try:
             while self._engine.has_unfinished_requests():
-                with _interrupt_postponed():
+                with _delay_interrupt():
                     outputs = self._engine.step()
                 for part in map(_part_of, outputs):
                     self._is_writing = True
@@ -146,8 +146,8 @@ def _part_of(output: RequestOutput) -> Part:
 
 
 @contextlib.contextmanager
-def _interrupt_postponed() -> Iterator[None]:
-    """Raise what Ctrl-C raises after a step: within one it would break the engine."""
+def _delay_interrupt() -> Iterator[None]:
+    """Raise KeyboardInterrupt after a step only: within one it breaks the engine."""
     seen: list[int] = []
     before = signal.signal(signal.SIGINT, lambda number, _: seen.append(number))
     try:
@@ -159,7 +159,7 @@ def _interrupt_postponed() -> Iterator[None]:
 
 
 class ServerBackend:
-    """Answers by a server that speaks OpenAI's API, ours or another."""
+    """Answers with a server that has OpenAI's API, ours or another."""
 
     def __init__(self, url: str, *, model: str | None, api_key: str | None):
         self._base = url.rstrip("/").removesuffix("/v1") + "/v1"
@@ -171,10 +171,10 @@ class ServerBackend:
         self._headers = bearer(api_key)
 
     def check(self) -> None:
-        """Find out whether a server is there, before anything is typed.
+        """Check that the server responds, before the user types anything.
 
         Raises:
-            ArgumentError: None answers, or it does not let us in.
+            ArgumentError: It does not respond, or refuses the API key.
         """
         models = f"{self._base}/models"
         try:
@@ -182,7 +182,7 @@ class ServerBackend:
         except _BROKEN as error:
             reason = str(error).rstrip(".") or repr(error)
             raise ArgumentError(
-                f"No server answers at {self._base}: {reason}. Start one "
+                f"No server responds at {self._base}: {reason}. Start one "
                 "(python -m jaxspec serve), or correct --url, for example to "
                 "http://127.0.0.1:8000."
             ) from error
@@ -207,7 +207,7 @@ class ServerBackend:
             raise BackendError(f"{self._url}: {error!r}") from error
 
     def close(self) -> None:
-        """Do nothing: every answer has a connection of its own."""
+        """Do nothing: every request has its own connection."""
 
 
 def _parts_in(chunk: dict[str, Any]) -> Iterator[Part]:
@@ -219,25 +219,25 @@ def _parts_in(chunk: dict[str, Any]) -> Iterator[Part]:
         text = choice["delta"].get("content") or ""
         pieces = [Piece(text, False)]
         if "token_origins" in choice:
-            told = choice["token_origins"]
-            pieces = [Piece(one["text"], one["origin"] in DRAFTED) for one in told]
+            origins = choice["token_origins"]
+            pieces = [Piece(one["text"], one["origin"] in DRAFTED) for one in origins]
         yield Part(pieces=pieces, finish_reason=choice["finish_reason"])
 
 
 def _reason(response: httpx.Response) -> str:
-    """What a server says of a failure, in vLLM's form or in another."""
+    """Return the message of an error response, in vLLM's format or another."""
     try:
-        told = json.loads(response.read())["error"]
+        error = json.loads(response.read())["error"]
     except (ValueError, KeyError, TypeError):
         return f"{response.url}: {response.status_code} {response.reason_phrase}"
-    return told["message"] if isinstance(told, dict) else str(told)
+    return error["message"] if isinstance(error, dict) else str(error)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the subcommand; returns the exit code.
+    """Run the subcommand; return the exit code.
 
     Raises:
-        ArgumentError: An option cannot work.
+        ArgumentError: An option is invalid.
     """
     chosen = {name: getattr(options, name) for name in SAMPLING_OPTIONS}
     fields = {name: value for name, value in chosen.items() if value is not None}
@@ -250,14 +250,15 @@ def run(options: argparse.Namespace) -> int:
         session.run()
     finally:
         backend.close()
-    # Somebody who types has seen the failure; a script needs the status.
+    # An interactive user has seen the failure; a script needs an exit status for it.
     return FAILED if session.has_failed and not is_terminal else 0
 
 
 def _make_backend(options: argparse.Namespace, *, is_terminal: bool) -> ChatBackend:
     if options.url is not None:
         if options.speculative_model is not None:
-            message = "--speculative-model is for models loaded here, not for --url."
+            message = "--speculative-model cannot be combined with --url: it applies "
+            message += "to models loaded in this process."
             raise ArgumentError(message)
         server = ServerBackend(
             options.url, model=options.model, api_key=options.api_key
@@ -267,20 +268,20 @@ def _make_backend(options: argparse.Namespace, *, is_terminal: bool) -> ChatBack
     engine = load_engine(options, is_chat=True)
     backend = EngineBackend(engine)
     if is_terminal:
-        engine.announce_compiles(backend.tell_compile)
+        engine.announce_compiles(backend.show_compile)
     return backend
 
 
 def _warm_up(backend: ChatBackend, fields: Fields) -> None:
-    """Compile what short answers need: the first one would wait in its midst."""
-    _note("Compiling ...")
+    """Compile the programs of short answers, so that the first answer does not wait."""
+    _print_note("Compiling ...")
     short = {"max_tokens": WARM_UP_TOKENS, "ignore_eos": True}
     for _ in backend.answer([{"role": "user", "content": "!"}], fields | short):
         pass
 
 
 class ChatSession:
-    """One conversation: reads a line, shows the answer, and again.
+    """One conversation: reads lines, and prints the answer to each.
 
     Attributes:
         has_failed: Whether an answer has failed.
@@ -290,21 +291,21 @@ class ChatSession:
         """Begin a conversation.
 
         Args:
-            fields: How answers are asked for.
-            is_terminal: Somebody types; else lines come from a file.
+            fields: Fields of every request.
+            is_terminal: The input is interactive; otherwise lines come from a file.
         """
         self._backend, self._fields = backend, dict(fields)
         self._is_terminal = is_terminal
         self._messages: list[Message] = []
         self.has_failed = False
         self._printer = Printer(sys.stdout)
-        self._printer.has_colours &= is_terminal
+        self._printer.has_colors &= is_terminal
         self._printer.has_lines &= is_terminal
 
     def run(self) -> None:
-        """Go on until the input ends or somebody quits."""
+        """Run until the input ends or the user quits."""
         if self._is_terminal:
-            _note(HELP)
+            _print_note(HELP)
             self._printer.explain()
         for line in self._lines():
             if line == "/quit":
@@ -323,7 +324,7 @@ class ChatSession:
             except KeyboardInterrupt:
                 if not self._is_terminal:
                     raise
-                _note("\nCtrl-D or /quit ends.")
+                _print_note("\nCtrl-D or /quit ends.")
 
     def _handle(self, line: str) -> None:
         command, _, value = line.partition(" ")
@@ -332,22 +333,25 @@ class ChatSession:
                 case "/clear" if not value:
                     self._messages = []
                 case "/temperature":
-                    told = check_number(
+                    self._fields["temperature"] = check_number(
                         RequestError, command, _number(value), low=0, high=2
                     )
-                    self._fields["temperature"] = told
                 case "/k":
-                    told = check_integer(RequestError, command, _number(value), low=0)
-                    self._fields["num_speculative_tokens"] = told
+                    self._fields["num_speculative_tokens"] = check_integer(
+                        RequestError, command, _number(value), low=0
+                    )
                 case "/help" if not value:
-                    _note(HELP)
+                    _print_note(HELP)
                 case _:
-                    _note(f"No command {line!r}.\n{HELP}")
+                    _print_note(f"No command {line!r}.\n{HELP}")
         except RequestError as error:
-            _note(str(error))
+            _print_note(str(error))
 
     def _ask(self, question: str) -> None:
-        """Show the answer to a message, and remember both, or what there is of it."""
+        """Print the answer to a message; add both to the conversation.
+
+        An answer that was stopped is added as far as it was printed.
+        """
         messages = [*self._messages, {"role": "user", "content": question}]
         answer, end, reason = "", "broken off", None
         self._printer.begin_line()
@@ -367,36 +371,36 @@ class ChatSession:
                 raise
             end = "stopped"
         except (ArgumentError, BackendError) as error:
-            _note(f"\nerror: {error}" if answer else f"error: {error}")
+            _print_note(f"\nerror: {error}" if answer else f"error: {error}")
             self.has_failed = True
             return
         print(flush=True)
-        _note(f"[{end}]")
+        _print_note(f"[{end}]")
         if answer:
             self._messages = [*messages, {"role": "assistant", "content": answer}]
 
 
 def closing_line(last: Part) -> str:
-    """What the last part of an answer tells about it: its end, speed and drafts."""
-    told = ["cut off at --max-tokens"] if last.finish_reason == "length" else []
+    """Describe a finished answer from its last part: end, speed and acceptance."""
+    parts = ["cut off at --max-tokens"] if last.finish_reason == "length" else []
     metrics = last.metrics or {}
     speed = metrics.get("tokens_per_second")
     if speed is not None:
-        told.append(f"{speed:.1f} tokens/s")
+        parts.append(f"{speed:.1f} tokens/s")
     drafts = metrics.get("speculative_decoding")
     if drafts and drafts["num_draft_tokens"]:
-        told.append(f"{drafts['draft_acceptance_rate']:.0%} of the drafts accepted")
-        told.append(f"{drafts['mean_acceptance_length']:.2f} tokens a round")
-    return ", ".join(told) or "end"
+        parts.append(f"{drafts['draft_acceptance_rate']:.0%} of the drafts accepted")
+        parts.append(f"{drafts['mean_acceptance_length']:.2f} tokens a round")
+    return ", ".join(parts) or "end"
 
 
 def _number(text: str) -> Any:
-    """The number that a text spells; other texts as they are, for an error to show."""
+    """Parse a number; return any other text unchanged, for the error message."""
     for kind in (int, float):
         with contextlib.suppress(ValueError):
             return kind(text)
     return text
 
 
-def _note(text: str) -> None:
+def _print_note(text: str) -> None:
     print(text, file=sys.stderr, flush=True)

@@ -1,6 +1,6 @@
-"""Owns `python -m jaxspec compile`: programs for an engine that starts later.
+"""Owns `python -m jaxspec compile`: compiles an engine's programs ahead of time.
 
-Reads no weights. Imports jax only once the command line is right.
+Reads no weights. Imports jax only after the command line has been checked.
 """
 
 import argparse
@@ -26,75 +26,76 @@ PROG = "python -m jaxspec compile"
 
 
 def make_parser(prog: str) -> argparse.ArgumentParser:
-    """The parser of the command line."""
+    """Make the parser of the command line."""
     parser = CommandParser(
         prog=prog,
-        description="Compile what an engine with these arguments needs, without its "
-        "weights, into a folder that the engine is given as --compilation-cache-dir. "
+        description="Compile the programs of an engine with these arguments, without "
+        "its weights, into a folder to pass to the engine as --compilation-cache-dir. "
         "Without a model: the bundled pair.",
-        epilog="Programs for structured outputs are not kept: they call back into "
+        epilog="Programs for structured outputs cannot be saved: they call back into "
         "their process.",
         allow_abbrev=False,
     )
-    group = parser.add_argument_group("what is compiled, and for what")
+    group = parser.add_argument_group("compilation")
     group.add_argument(
         "--device",
         metavar="NAME",
-        help="devices that need not be here: v5e-1, v5e-8, v6e-1, h200 and others (an "
-        "unknown name lists them; default: those that are here)",
+        help="devices to compile for, which need not be present: v5e-1, v5e-8, v6e-1, "
+        "h200 and others (an unknown name lists them; default: this machine's)",
     )
     group.add_argument(
         "--output",
         metavar="FOLDER",
-        help="where programs go (default: --compilation-cache-dir)",
+        help="folder of the programs (default: --compilation-cache-dir)",
     )
     group.add_argument(
         "--warm-up",
         choices=("plain", "all"),
         default="plain",
-        help="what plain requests need (default), or also what logprobs, penalties and "
-        "masks do",
+        help="plain: programs of plain requests (default); all: also those for "
+        "logprobs, penalties and masks",
     )
     AsyncEngineArgs.add_cli_args(parser)
     return parser
 
 
 def main(arguments: Sequence[str] | None = None, prog: str = PROG) -> int:
-    """Run one command line; returns the exit code."""
+    """Run one command line; return the exit code."""
     options = parse_flags(make_parser(prog), arguments)
     return run_command(prog, lambda: run(options))
 
 
 def run(options: argparse.Namespace) -> None:
-    """Fill the folder and print what that took.
+    """Compile into the folder and print times and sizes.
 
     Raises:
-        ArgumentError: An option cannot work; nothing has been compiled.
+        ArgumentError: An option is invalid; nothing has been compiled.
     """
     devices = importlib.import_module("jaxspec.engine.memory.device_descriptions")
     if options.device is not None:
         devices.check_device(options.device)
-        # Whatever else is installed, nothing runs on it: this process is the command's.
+        # Compiling for other devices needs only jax's CPU backend.
         importlib.import_module("jax").config.update("jax_platforms", "cpu")
     args = engine_args(vars(options))
     if options.output is not None:
         args = dataclasses.replace(args, compilation_cache_dir=options.output)
-    # Programs are the same for whatever weights: none is fetched.
+    # Programs do not depend on the values of weights, so no weights are downloaded.
     config = dataclasses.replace(args, load_format="dummy").create_engine_config()
     folder = _writable(config.compilation_cache_dir)
     for rank in range(config.data_parallel_size):
-        # Of every engine for its own devices: a program knows which it is for.
+        # Each data-parallel engine has its own programs, because a program is compiled
+        # for certain devices.
         own = dataclasses.replace(config, data_parallel_rank=rank)
         _fill(options, own, folder)
 
 
 def _fill(options: argparse.Namespace, config: EngineConfig, folder: Path) -> None:
-    """Compile the programs of one engine, and print what that took."""
+    """Compile the programs of one engine, and print times and sizes."""
     devices = importlib.import_module("jaxspec.engine.memory.device_descriptions")
     mesh = devices.describe_mesh(options.device, config)
     memory = importlib.import_module("jaxspec.engine.memory.probe")
     config, mesh, _ = memory.spread_draft(config, mesh, device=options.device)
-    # Programs are for a number of pages and rows: those that the engine will have.
+    # Set the numbers of pages and rows, on which the shapes of programs depend.
     config, _ = memory.fit(config, mesh, device=options.device)
     program, forms = devices.describe(config, mesh)
     xla = importlib.import_module("jaxspec.engine.runner").options_of(config, mesh)
@@ -112,14 +113,14 @@ def _fill(options: argparse.Namespace, config: EngineConfig, folder: Path) -> No
     print(table(rows))
     device = options.device or mesh.devices.flat[0].device_kind
     print(f"{len(rows)} programs for {device} written to {folder}", end="")
-    print(f", {num_there} were there" if num_there else "")
+    print(f", {num_there} were already there" if num_there else "")
 
 
 def wanted_shapes(config: EngineConfig, extent: str) -> list[StepShape]:
-    """The programs that requests can need.
+    """Return the shapes of the programs that requests can need.
 
     Args:
-        extent: "plain", or "all" for features whose programs can be kept.
+        extent: "plain", or "all" for all features whose programs can be saved.
     """
     features = [GREEDY, SAMPLED]
     if extent == "all":
@@ -128,7 +129,7 @@ def wanted_shapes(config: EngineConfig, extent: str) -> list[StepShape]:
 
 
 def table(rows: Sequence[tuple[str, float, float, int]]) -> str:
-    """One line for each program, and their sum."""
+    """Format one line for each program, and their sum."""
     if not rows:
         return ""
     _, *columns = zip(*rows, strict=True)
@@ -143,14 +144,14 @@ def table(rows: Sequence[tuple[str, float, float, int]]) -> str:
 
 
 def _writable(given: str | None) -> Path:
-    """The folder, made if it is not there.
+    """Return the folder, created if necessary.
 
     Raises:
-        ConfigError: There is none, or nothing can be written to it.
+        ConfigError: No folder is given, or it cannot be written to.
     """
     if given is None:
         raise ConfigError(
-            "There is nowhere to write programs to: name a folder with --output.",
+            "There is no folder to write programs to: name one with --output.",
             parameter="output",
             value=given,
         )

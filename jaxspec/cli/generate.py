@@ -1,6 +1,6 @@
-"""Owns `python -m jaxspec generate`: one prompt streamed, then what speculation gained.
+"""Owns `python -m jaxspec generate`: streams a text, then compares plain decoding.
 
-Uses the engine as any caller would: `add_request` and `step`.
+Uses the engine's public interface: `add_request` and `step`.
 """
 
 import argparse
@@ -22,11 +22,14 @@ from jaxspec.text.tokenizer import Tokenizer
 
 # Options that are fields of `SamplingParams`.
 SAMPLING_OPTIONS = ("max_tokens", *SAMPLING_FIELDS, "seed", "ignore_eos")
-# Compiles all programs of a longer request: those of the prompt and of a round.
+# Tokens to generate in the warm-up: enough to compile all programs that a longer
+# request needs, for its prompt and for a round.
 WARM_UP_TOKENS = 3
-# A short run varies: of 0.1 s, speed-ups from 0.79 to 1.86 were seen on one machine.
+# Maximum number of timed runs per mode. Short runs vary: runs of 0.1 s gave speed-ups
+# from 0.79 to 1.86 on one machine.
 REPEATS = 7
-# No repeat begins later: a large model is measured once.
+# Seconds after which no further repeat begins, so that a large model is measured only
+# once.
 REPEAT_S = 5.0
 
 
@@ -34,7 +37,7 @@ def run(options: argparse.Namespace) -> None:
     """Run the subcommand.
 
     Raises:
-        ArgumentError: An option cannot work; nothing has run on the device.
+        ArgumentError: An option is invalid; nothing has run on the device.
     """
     params, notes = _sampling(options)
     engine = load_engine(options, is_chat=bool(options.is_chat))
@@ -78,10 +81,10 @@ def load_engine(options: argparse.Namespace, *, is_chat: bool) -> LLMEngine:
     """Load the models that the options name, for one request at a time.
 
     Args:
-        is_chat: Whether the model will be sent conversations.
+        is_chat: Require a model trained on conversations.
 
     Raises:
-        ArgumentError: An option cannot work, or the model was not trained on
+        ArgumentError: An option is invalid, or the model was not trained on
             conversations; nothing has been loaded.
     """
     args = EngineArgs(
@@ -102,8 +105,8 @@ def load_engine(options: argparse.Namespace, *, is_chat: bool) -> LLMEngine:
     if is_chat and can_hold_template(folder) and folder_template(folder) is None:
         raise ArgumentError(
             f"--model {options.model} has no chat template: it was not trained on "
-            "conversations, and would not answer. Choose an instruction-tuned model, "
-            'or let it continue a text: python -m jaxspec generate "TEXT" --raw.'
+            "conversations. Choose an instruction-tuned model, or let it continue a "
+            'text: python -m jaxspec generate "TEXT" --raw.'
         )
     start = time.monotonic()
     drafts = options.speculative_model
@@ -117,9 +120,9 @@ def load_engine(options: argparse.Namespace, *, is_chat: bool) -> LLMEngine:
 
 
 def _shown(engine: LLMEngine, prompt: list[int], params: SamplingParams) -> Run:
-    """Decode a text, writing it as it comes."""
+    """Decode a text, and print it as it is generated."""
     printer = Printer(sys.stdout)
-    if printer.has_colours:
+    if printer.has_colors:
         params = params.clone()
         params.extra_args = {"return_token_origins": True}
     run = run_batch(
@@ -127,13 +130,13 @@ def _shown(engine: LLMEngine, prompt: list[int], params: SamplingParams) -> Run:
         Batch(prompts=[prompt], params=[params]),
         lambda output: printer.show(pieces_of(output.outputs[0])),
     )
-    print("\n" if printer.has_colours else "")
+    print("\n" if printer.has_colors else "")
     printer.explain()
     return run
 
 
 def _sampling(options: argparse.Namespace) -> tuple[SamplingParams, list[str]]:
-    """The request's parameters, and what to tell the user about them."""
+    """Return the request's parameters, and notes about them for the user."""
     given = {name: getattr(options, name) for name in SAMPLING_OPTIONS}
     params = SamplingParams(**given, output_kind=RequestOutputKind.DELTA)
     if params.is_greedy or params.seed is not None:
@@ -144,9 +147,9 @@ def _sampling(options: argparse.Namespace) -> tuple[SamplingParams, list[str]]:
 
 
 def encode(tokenizer: Tokenizer, text: str, *, is_chat: bool) -> list[int]:
-    """Token ids of a text as a user's turn that the model answers, or as it is.
+    """Encode a text as a user's turn to answer, or as a plain prompt to continue.
 
-    In a turn, special tokens that the text spells are ordinary text.
+    In a turn, special pieces in the text are ordinary text.
     """
     check_utf8(ArgumentError, "the prompt", text)
     if not is_chat:
@@ -155,14 +158,14 @@ def encode(tokenizer: Tokenizer, text: str, *, is_chat: bool) -> list[int]:
 
 
 def without_speculation(params: SamplingParams) -> SamplingParams:
-    """The same request, decoded one token a round."""
+    """Return the same parameters with K = 0."""
     plain = params.clone()
     plain.extra_args = {"num_speculative_tokens": 0}
     return plain
 
 
 def warm_up(engine: LLMEngine, prompt: list[int], params: SamplingParams) -> None:
-    """Build every program that decoding `prompt` with `params` needs."""
+    """Compile every program that decoding `prompt` with `params` needs."""
     short = params.clone()
     assert short.max_tokens is not None
     short.max_tokens = min(short.max_tokens, WARM_UP_TOKENS)
@@ -176,13 +179,13 @@ def decode(engine: LLMEngine, prompt: list[int], params: SamplingParams) -> Run:
 
 
 def median_speed(runs: Sequence[Run]) -> float | None:
-    """Median speed after the first token; None where no run has a second one."""
+    """Return the median tokens/s after the first token; None if no run has a second."""
     speeds = [speed for speed in map(tokens_per_s, runs) if speed]
     return median(speeds) if speeds else None
 
 
 def tokens_per_s(run: Run) -> float | None:
-    """Speed after the first token; None when there was no second one."""
+    """Return the tokens/s after the first token; None if there is no second one."""
     took_s = run.per_token_s[0] if run.per_token_s else 0.0
     return 1 / took_s if took_s else None
 
@@ -193,13 +196,14 @@ def comparison(
     *,
     has_drafts: bool = True,
 ) -> str:
-    """The table under the text: both modes side by side, at most 80 columns wide.
+    """Format the table of both modes, at most 80 columns wide.
 
     Args:
         speculative: Repeats of one request; medians are shown.
-        plain: The same request without drafts, each run beside one of the others.
-        has_drafts: Whether the first runs had a proposer. Without one they are plain,
-            and there are no others.
+        plain: The same request without drafts, one run after each of the others; None
+            to leave them out.
+        has_drafts: Whether the engine has a proposer. Without one, `speculative` has
+            plain runs and `plain` is None.
     """
     modes = [speculative] if plain is None else [speculative, plain]
     rows = [
@@ -226,7 +230,7 @@ def comparison(
             ("mean acceptance length", f"{drafts.mean_length:.2f}"),
         ]
     elif has_drafts:
-        notes.append("No drafts were made: the engine expected none to pay (K = 0).")
+        notes.append("No drafts: the engine predicted that they would not pay (K = 0).")
     if plain is not None:
         pairs = [
             (tokens_per_s(ours), tokens_per_s(other))
@@ -251,7 +255,7 @@ def comparison(
 
 
 def difference(left: list[int], right: list[int]) -> str:
-    """Say "equal", or at which token (counted from 1) two texts part."""
+    """Return "equal", or the first token (counted from 1) at which two texts differ."""
     if left == right:
         return "equal"
     shared = zip(left, right, strict=False)
@@ -267,7 +271,7 @@ def _number(value: float | None, form: str, unit: str = "") -> str:
 def _setting(
     engine: LLMEngine, options: argparse.Namespace, params: SamplingParams
 ) -> str:
-    """The line above the table: what ran, and where."""
+    """Format the line above the table: model, device, K and sampling."""
     runner = engine.runner
     device = runner.mesh.devices.flat[0]
     how = "greedy"

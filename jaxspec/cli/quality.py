@@ -1,6 +1,6 @@
-"""Owns `python -m jaxspec quality`: what quantization took from a checkpoint's texts.
+"""Owns `python -m jaxspec quality`: measures the effect of quantization on texts.
 
-Imports jax only once the command line is right.
+Imports jax only after the command line has been checked.
 """
 
 import argparse
@@ -21,19 +21,19 @@ from jaxspec_checkpoints.quality import Quality, write_quality
 
 PROG = "python -m jaxspec quality"
 DTYPES = ("float32", "bfloat16")
-# The least that there is to say of a number, and its flag.
+# Minimum values of integer flags.
 _COUNTS = {"documents": 1, "length": 2, "rows": 1, "tensor_parallel_size": 1}
 
 
 def make_parser(prog: str) -> argparse.ArgumentParser:
-    """The parser of the command line."""
+    """Make the parser of the command line."""
     parser = CommandParser(
         prog=prog,
-        description="Read texts with a quantized checkpoint and with the weights that "
-        "it was made of, and tell what quantization changed: perplexity, KL divergence "
-        "of the distributions, and how often both want the same token. Writes "
-        "quality.json into the checkpoint's folder, which `python -m "
-        "jaxspec_checkpoints inspect` shows, and prints a table for its model card.",
+        description="Compare a quantized checkpoint with its unquantized original on "
+        "texts: perplexity, KL divergence of the distributions, and how often the most "
+        "likely tokens are equal. Writes quality.json into the checkpoint's folder, "
+        "which `python -m jaxspec_checkpoints inspect` shows, and prints a table for "
+        "its model card.",
         allow_abbrev=False,
     )
     parser.add_argument(
@@ -43,47 +43,53 @@ def make_parser(prog: str) -> argparse.ArgumentParser:
         "--reference",
         metavar="NAME",
         required=True,
-        help="folder or name of the same model with weights that are not quantized",
+        help="folder or name of the same model without quantization",
     )
     parser.add_argument(
         "--text",
         metavar="FILE",
         nargs="+",
         required=True,
-        help="what is read: .jsonl with text, or prompt and completion; anything else "
-        "is one text; either may be .xz",
+        help="texts to read: .jsonl with text, or prompt and completion; any other "
+        "file is one text; both may be .xz",
     )
     add = parser.add_argument
-    add("--documents", metavar="N", type=int, default=40, help="about as many texts")
-    add("--length", metavar="N", type=int, default=256, help="tokens of a piece")
-    add("--rows", metavar="N", type=int, default=4, help="pieces read together")
+    add(
+        "--documents",
+        metavar="N",
+        type=int,
+        default=40,
+        help="approximate number of texts",
+    )
+    add("--length", metavar="N", type=int, default=256, help="tokens per piece")
+    add("--rows", metavar="N", type=int, default=4, help="pieces per batch")
     add("--dtype", default=DTYPES[0], help="of both: float32 (default) or bfloat16")
     add(
         "--tensor-parallel-size",
         metavar="N",
         type=int,
         default=1,
-        help="devices that share both models (default: 1)",
+        help="devices over which both models are sharded (default: 1)",
     )
     return parser
 
 
 def main(arguments: Sequence[str] | None = None, prog: str = PROG) -> int:
-    """Run one command line; returns the exit code."""
+    """Run one command line; return the exit code."""
     options = make_parser(prog).parse_args(arguments)
     return run_command(prog, lambda: run(options))
 
 
 def run(options: argparse.Namespace) -> None:
-    """Measure, write and print.
+    """Measure the quality; write `quality.json` and print the results.
 
     Raises:
-        ConfigError: An option cannot work; nothing has been written.
-        CheckpointError: A folder or a text cannot be read, or not be written to.
+        ConfigError: An option is invalid; nothing has been written.
+        CheckpointError: A folder or a text cannot be read, or the result not written.
     """
-    for name, least in _COUNTS.items():
+    for name, low in _COUNTS.items():
         flag = f"--{name.replace('_', '-')}"
-        check_integer(ConfigError, flag, getattr(options, name), low=least)
+        check_integer(ConfigError, flag, getattr(options, name), low=low)
     check_choice(ConfigError, "--dtype", options.dtype, DTYPES)
     folder = model_folder(options.model, "--model")
     reference = model_folder(options.reference, "--reference")
@@ -108,7 +114,7 @@ def run(options: argparse.Namespace) -> None:
         quality.Reader(one, mesh, dtype=options.dtype) for one in (reference, folder)
     )
     found = quality.compare(
-        plain, own, pieces, num_rows=options.rows, told="reading with both models"
+        plain, own, pieces, num_rows=options.rows, title="reading with both models"
     )
     made = Quality(
         reference=Path(options.reference).name or reference.resolve().name,
@@ -123,27 +129,27 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _check_models(options: argparse.Namespace, folder: Path, reference: Path) -> str:
-    """Refuse two that cannot be compared; returns what the first is quantized to."""
+    """Refuse models that cannot be compared; return the first one's quantization."""
     name = "--reference"
     own, plain = open_checkpoint(folder), open_checkpoint(reference)
     scheme = scheme_of(own.config)
     if scheme is None:
-        hint = "Its weights are as they are; see `jaxspec_checkpoints convert`."
+        hint = "Its weights are not quantized; see `jaxspec_checkpoints convert`."
         allowed = "a quantized checkpoint"
         raise wrong_argument(ConfigError, "--model", allowed, options.model, hint)
     if scheme_of(plain.config) is not None:
         hint = "It is quantized itself."
-        allowed = "a model as it was before"
+        allowed = "an unquantized model"
         raise wrong_argument(ConfigError, name, allowed, options.reference, hint)
     if own.sizes != plain.sizes:
-        allowed = f"a model of the sizes of {options.model}"
+        allowed = f"a model with the sizes of {options.model}"
         hint = f"It has {plain.sizes}, and the other {own.sizes}."
         raise wrong_argument(ConfigError, name, allowed, options.reference, hint)
     return scheme.describe()
 
 
 def _texts_of(name: str) -> list[str]:
-    """Of .jsonl a text a line; anything else is one."""
+    """Return the texts of a file: each line of a .jsonl file, else the whole file."""
     found = list(read_texts(name))
     is_lines = ".jsonl" in Path(name).suffixes[-2:]
     return found if is_lines else ["".join(found)]

@@ -1,7 +1,4 @@
-"""Owns what the command line shows of a text as it comes.
-
-Accepted drafts in green, and lines that end between words.
-"""
+"""Prints streamed text: accepted drafts in green, lines wrapped at words."""
 
 import os
 import shutil
@@ -17,7 +14,7 @@ _TAB = 8
 
 @runtime_checkable
 class Screen(Protocol):
-    """The part of a text file that is needed to write to it."""
+    """The methods of a text file that are needed to write to it."""
 
     def write(self, text: str, /) -> int: ...
     def flush(self) -> None: ...
@@ -25,58 +22,59 @@ class Screen(Protocol):
 
 
 class Piece(NamedTuple):
-    """What one token added to a text, or several."""
+    """Text added by one token, or by several with the same origin."""
 
     text: str
     is_draft: bool
 
 
 def pieces_of(output: CompletionOutput) -> list[Piece]:
-    """Cut a new part of a text by who drew it, if the output tells that."""
+    """Split a new part of a text by the origin of its tokens, if that is known."""
     if output.token_origins is None:
         return [Piece(output.text, False)]
     return [Piece(one.text, one.origin in DRAFTED) for one in output.token_origins]
 
 
 class Printer:
-    """Writes a text as it comes; on a terminal, accepted drafts are green.
+    """Prints streamed text; on a terminal, accepted drafts are green.
 
     Attributes:
-        has_colours: Whether it is a terminal that shows colours, and they are wanted.
-        has_lines: Whether it is a terminal, whose lines are to end between words.
+        has_colors: Whether the file is a terminal with colors, without NO_COLOR.
+        has_lines: Whether the file is a terminal, whose lines are wrapped at words.
     """
 
     def __init__(self, file: Screen):
         self._file = file
         is_able = os.environ.get("TERM") != "dumb"
         self.has_lines = file.isatty() and is_able
-        self.has_colours = self.has_lines and not os.environ.get("NO_COLOR")
+        self.has_colors = self.has_lines and not os.environ.get("NO_COLOR")
         self.begin_line()
 
     def begin_line(self) -> None:
-        """Say that the cursor is at the beginning of a line."""
+        """Record that the cursor is at the beginning of a line."""
         self._column = 0
-        self._word: list[Piece] = []  # what the line ends with, letter by letter
+        self._word: list[Piece] = []  # the last word of the line, letter by letter
 
     def show(self, pieces: Iterable[Piece]) -> None:
-        # A full line leaves the cursor where terminals differ: the last place is free.
+        # The last column stays free, because terminals differ in where they put the
+        # cursor after a full line.
         width = shutil.get_terminal_size().columns - 1
         for text, is_draft in pieces:
             self._write(self._fitted(text, is_draft, width), is_draft)
         self._file.flush()
 
     def explain(self) -> None:
-        """Say what the colour means, where there is one."""
-        if self.has_colours:
+        """Print the meaning of the color, if colors are used."""
+        if self.has_colors:
             self.show([Piece("Green", True)])
             self.show([Piece(": drafts that the target accepted.\n", False)])
 
     def _write(self, text: str, is_draft: bool) -> None:
-        is_green = is_draft and text and self.has_colours
+        is_green = is_draft and text and self.has_colors
         self._file.write(f"{_GREEN}{text}{_PLAIN}" if is_green else text)
 
     def _fitted(self, text: str, is_draft: bool, width: int) -> str:
-        """A text as it is to be written now; a word that is too long is moved."""
+        """Return the text to write; move a word that does not fit to the next line."""
         if not self.has_lines:
             return text
         fitted = ""
@@ -92,16 +90,17 @@ class Printer:
                 self._move_word()
             fitted += letter
             self._column += columns
-            # Scripts whose letters are wide may break anywhere.
+            # Lines may break after any two-column letter (as in Chinese), not only at
+            # spaces.
             is_end = letter.isspace() or columns == 2
             self._word = [] if is_end else [*self._word, Piece(letter, is_draft)]
         return fitted
 
     def _move_word(self) -> None:
-        """Go on in a new line, with the word that the old one ends with."""
+        """Begin a new line, and move the last word of the old one to it."""
         word = self._word
         columns = sum(self._columns_of(letter) for letter, _ in word)
-        if columns == self._column:  # it has filled the line
+        if columns == self._column:  # the word fills the whole line
             word, columns = [], 0
         if word:
             self._file.write(f"\x1b[{columns}D\x1b[K")

@@ -1,6 +1,6 @@
 """Owns the engine's configuration: model sizes, engine sizes.
 
-Everything here is frozen and checked when it is made, so the code below never asks
+Everything here is frozen and checked when it is made; other code does not check it
 again. Knows nothing about command lines, folders of model hubs or older argument names:
 `jaxspec.engine.arg_utils` turns those into an `EngineConfig`.
 """
@@ -29,15 +29,16 @@ from jaxspec_checkpoints import CheckpointError, files, model_files, read_config
 from jaxspec_checkpoints.reading import GGUF
 
 DTYPES = ("auto", "float32", "bfloat16")
-# What pages of keys and values hold: "auto" is what weights are.
+# Types of keys and values in pages; "auto" is the type of the weights.
 KV_INT8, KV_FP8 = "int8", "fp8"
 KV_CACHE_DTYPES = ("auto", KV_INT8, KV_FP8)
-# With vLLM's other name of one.
+# Accepted names, with vLLM's second name of fp8.
 KV_CACHE_NAMES = {name: name for name in KV_CACHE_DTYPES} | {"fp8_e4m3": KV_FP8}
-# Bytes of a number, and of the scale that a head's numbers of one token share.
+# Bytes per value, and bytes per scale. The values of one token and head share a scale.
 _KV_BYTES = {KV_INT8: (1, 4), KV_FP8: (1, 0)}
 SCHEDULING_POLICIES = ("fcfs", "priority")
-# What "auto" becomes is known on the device only; float32 is the larger outcome.
+# Upper bound of the bytes per value. "auto" becomes float32 or bfloat16 only once the
+# device is known, so it counts as float32.
 MAX_DTYPE_BYTES = {"auto": 4, "float32": 4, "bfloat16": 2}
 MAX_PAGE_SIZE = 256
 MAX_LOGPROBS = 1024  # per token: every launch copies them to the host
@@ -45,15 +46,15 @@ MAX_SCHEDULER_STEPS = 64  # a result has room for all of them
 
 
 def draft_hint(target: ModelConfig) -> str:
-    """Say which draft models fit a target."""
+    """Return advice on which draft models fit a target."""
     return f"Choose a draft of the target's family. {target.draft_hint}".rstrip()
 
 
 def kv_widths(kv_cache_dtype: str, dtype_bytes: int) -> tuple[int, int]:
-    """Bytes of a number of a key or value, and of the scale of a token and head.
+    """Return the bytes of a value in the pages, and of the scale per token and head.
 
     Args:
-        dtype_bytes: Of a number of the weights.
+        dtype_bytes: Bytes of a value of the weights.
     """
     return _KV_BYTES.get(kv_cache_dtype, (dtype_bytes, 0))
 
@@ -61,13 +62,13 @@ def kv_widths(kv_cache_dtype: str, dtype_bytes: int) -> tuple[int, int]:
 @no_type_check
 @dataclass(frozen=True, kw_only=True)
 class GivenSizes:
-    """What the user has said of an engine's sizes; None leaves it to the devices.
+    """The sizes that the user has set; None: chosen for the devices.
 
     Attributes:
         num_pages: `num_gpu_blocks_override`.
         gpu_memory_utilization: Share of a device's memory, in (0, 1], that weights,
             programs and pages may take together.
-        kv_cache_memory_bytes: What the pages of both models may take of one device.
+        kv_cache_memory_bytes: Bytes of one device for the pages of both models.
         draft_tensor_parallel_size: Devices that share a copy of the draft model.
     """
 
@@ -92,25 +93,25 @@ class GivenSizes:
 @no_type_check
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """Everything the engine is built from.
+    """The configuration of an engine.
 
     Fields without a line here are arguments of the engine, which `EngineArgs` explains
     under the same names, with their defaults.
 
     Attributes:
         model: Folder of the target model.
-        data_parallel_rank: Which of `data_parallel_size` engines this one is, from 0.
+        data_parallel_rank: Number of this engine among `data_parallel_size`, from 0.
         num_pages: Pages of the pool that target and draft share.
-        given: Which of the sizes are the user's: the others are those of a CPU until
-            `jaxspec.engine.memory.probe` has seen the devices. None: all of them.
-        head_config: Of a head in place of a draft model: a `HeadConfig` of
-            `jaxspec.models.heads.config`.
-        draft_token_ids: What a draft model may propose whose vocabulary is trimmed,
-            ascending; None: all tokens.
+        given: The sizes that the user has set. The others have defaults for a CPU until
+            `jaxspec.engine.memory.probe` replaces them. None: all sizes are the user's.
+        head_config: `HeadConfig` of a head (`jaxspec.models.heads.config`), if there is
+            one instead of a draft model.
+        draft_token_ids: Ascending ids that a trimmed draft model may propose; None: all
+            tokens.
         generation_defaults: Sampling parameters that the model folder recommends.
-        compilation_cache_dir: Where compiled programs are kept; None for nowhere.
-        structured_outputs: What holds for forms of texts where requests say nothing.
-        kv_events: Where KV events are published.
+        compilation_cache_dir: Folder of compiled programs; None to save none.
+        structured_outputs: Defaults for structured outputs.
+        kv_events: Settings of KV events.
         hosts: Settings of a target over several processes; None for one process.
     """
 
@@ -185,7 +186,7 @@ class EngineConfig:
             check_integer(ConfigError, name, getattr(self, name), low=1)
         assert 0 <= self.data_parallel_rank < self.data_parallel_size
         if self.hosts is not None and self.data_parallel_size > 1:
-            hint = "Engines side by side are servers of their own, each with its hosts."
+            hint = "Start a separate server, with its own hosts, for each engine."
             raise wrong_argument(
                 ConfigError,
                 "data_parallel_size",
@@ -214,10 +215,12 @@ class EngineConfig:
         self._check_draft()
 
     def check_pages(self) -> None:
-        """Reject more sequences than pages, once the number of pages is known.
+        """Check that there are at least as many pages as sequences.
+
+        Called once the number of pages is known.
 
         Raises:
-            ConfigError: There are more.
+            ConfigError: `max_num_seqs` is larger than the number of pages.
         """
         check_integer(
             ConfigError,
@@ -283,8 +286,8 @@ class EngineConfig:
             is_tree = speculative.speculative_token_tree is not None
             name = TREE_KEY if is_tree else "num_speculative_tokens"
             hint = (
-                f"A head of kind {head.kind!r} proposes as many tokens in a row as it "
-                f"was trained for: the one in {speculative.model} has {most}."
+                f"The head in {speculative.model} ({head.kind!r}) was trained to "
+                f"propose at most {most} tokens in a row."
             )
             allowed = f"a tree of at most {most} levels" if is_tree else f"1 to {most}"
             value = getattr(speculative, name)
@@ -307,7 +310,7 @@ class EngineConfig:
 
     @property
     def num_logprobs(self) -> int:
-        """Most likely tokens that a launch returns, if any request needs them."""
+        """Number of most likely tokens that a launch with logprobs returns."""
         return min(self.max_logprobs, self.model_config.vocab_size)
 
     @property
@@ -320,12 +323,12 @@ class EngineConfig:
 
     @property
     def num_draft_tokens(self) -> int:
-        """Drafts per step, one after the other; 0 without speculation."""
+        """Maximum depth of the drafts of a round (K); 0 without speculation."""
         return self.speculative.num_levels if self.speculative else 0
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object; a file that holds none is a `ConfigError`."""
+    """Read a JSON object; raise `ConfigError` if the file has none."""
     try:
         return files.read_json(path)
     except CheckpointError as error:
@@ -335,7 +338,7 @@ def read_json(path: Path) -> dict[str, Any]:
 def read_generation_config(folder: str | Path) -> Mapping[str, Any]:
     """Return the folder's `generation_config.json`, empty if there is none.
 
-    That of a GGUF file is in its metadata.
+    For a GGUF file, it is read from the metadata.
     """
     found = model_files(folder)
     path = found.get("generation_config.json")
@@ -348,9 +351,9 @@ class ServedModel:
     """The properties of `llm.llm_engine.model_config` that scripts for vLLM read.
 
     Attributes:
-        model: Its folder.
-        tokenizer: That of its tokenizer.
-        served_model_name: What answers call it.
+        model: Folder of the model.
+        tokenizer: Folder of the tokenizer.
+        served_model_name: Name of the model in responses.
         dtype: "float32" or "bfloat16".
         max_model_len: Longest sequence, prompt and generated tokens together.
     """
@@ -363,7 +366,7 @@ class ServedModel:
         self.max_model_len = config.max_model_len
 
     def get_vocab_size(self) -> int:
-        """Return the rows of the network's output, pads included."""
+        """Return the rows of the network's output, padding included."""
         return self._network.vocab_size
 
     def get_hidden_size(self) -> int:
@@ -373,5 +376,5 @@ class ServedModel:
         return self._network.head_dim
 
     def get_sliding_window(self) -> int | None:
-        """Return the tokens that a local layer sees; None where there is none."""
+        """Return the window of local layers in tokens; None without local layers."""
         return getattr(self._network, "sliding_window", None)

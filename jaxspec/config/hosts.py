@@ -1,6 +1,6 @@
-"""Owns what a process has to know of the others where a target is spread over hosts.
+"""Settings of a target that is spread over the processes of several hosts.
 
-The arguments have vLLM's names, but for the secret. Knows nothing of sockets.
+The arguments have vLLM's names, except the secret. Knows nothing about sockets.
 """
 
 from dataclasses import dataclass
@@ -10,9 +10,9 @@ from typing import no_type_check
 from jaxspec.errors import ConfigError, check_flag, check_integer, wrong_argument
 
 MAX_HOSTS = 1024
-# The channel of plans has the port after the one that jax.distributed has.
+# The control channel uses the port after that of jax.distributed.
 MAX_MASTER_PORT = 2**16 - 2
-# As long as jax waits for its own processes.
+# The default of jax.distributed.
 DEFAULT_TIMEOUT_S = 300
 MIN_SECRET_BYTES = 16
 
@@ -20,16 +20,17 @@ MIN_SECRET_BYTES = 16
 @no_type_check
 @dataclass(frozen=True, kw_only=True)
 class HostsConfig:
-    """One of several processes that run one target; the others' differ in few fields.
+    """Settings of one of several processes that run one target.
 
     Attributes:
-        nnodes: Processes, one on each host.
-        node_rank: Which one this is. 0, the leader, has the engine and the server.
-        master_addr: The leader's address, as all of them reach it.
-        master_port: Of jax.distributed there; the port after it is the plans'.
+        nnodes: Number of processes, one on each host.
+        node_rank: Number of this process. The leader, 0, has the engine and the server.
+        master_addr: Address at which all processes reach the leader.
+        master_port: Port of jax.distributed there; the next one is the control
+            channel's.
         headless: This process is a follower, and serves no requests.
         secret_file: File with a secret that is the same for all processes.
-        timeout_s: How long one waits for the others at the start.
+        timeout_s: Seconds that processes wait for each other at the start.
     """
 
     nnodes: int
@@ -70,7 +71,7 @@ class HostsConfig:
             if self.headless:
                 advice = "leave --headless out: process 0 has the engine and the server"
             raise ConfigError(
-                f"headless={self.headless} does not go with node_rank="
+                f"headless={self.headless} contradicts node_rank="
                 f"{self.node_rank}: {advice}.",
                 parameter="headless",
                 value=self.headless,
@@ -88,10 +89,10 @@ class HostsConfig:
         hosts_secret_file: str | None,
         distributed_timeout_seconds: int | None,
     ) -> "HostsConfig | None":
-        """Check the engine's arguments; None where one process is all there is.
+        """Check the engine's arguments; return None for a single process.
 
         Raises:
-            ConfigError: They cannot work, or one is missing.
+            ConfigError: Arguments contradict each other, or one is missing.
         """
         check_integer(ConfigError, "nnodes", nnodes, low=1, high=MAX_HOSTS)
         if nnodes == 1:
@@ -103,9 +104,9 @@ class HostsConfig:
             return None
         if hosts_secret_file is None:
             raise ConfigError(
-                f"nnodes={nnodes} needs hosts_secret_file: a file with the same "
-                f"{MIN_SECRET_BYTES} bytes or more on every host, by which processes "
-                "know each other. `openssl rand -hex 32` makes some.",
+                f"nnodes={nnodes} needs hosts_secret_file: a file with the same secret "
+                f"of {MIN_SECRET_BYTES} bytes or more on every host, with which the "
+                "processes sign their messages. `openssl rand -hex 32` makes one.",
                 parameter="hosts_secret_file",
                 value=None,
             )
@@ -122,19 +123,19 @@ class HostsConfig:
 
     @property
     def is_follower(self) -> bool:
-        """Whether this process does what another one says."""
+        """Whether this process runs the leader's commands."""
         return self.node_rank > 0
 
     @property
     def plans_port(self) -> int:
-        """Where the leader listens for those that follow."""
+        """Port at which the leader listens for followers."""
         return self.master_port + 1
 
     def read_secret(self) -> bytes:
-        """Read what all processes know; white space around it does not count.
+        """Read the secret, without white space around it.
 
         Raises:
-            ConfigError: The file cannot be read, or holds too little.
+            ConfigError: The file cannot be read, or the secret is too short.
         """
         name, path = "hosts_secret_file", self.secret_file
         try:
@@ -148,8 +149,8 @@ class HostsConfig:
             ) from error
         if len(secret) < MIN_SECRET_BYTES:
             raise ConfigError(
-                f"{name} {path!r} holds {len(secret)} bytes, and must hold "
-                f"{MIN_SECRET_BYTES} at least: `openssl rand -hex 32` makes some.",
+                f"{name} {path!r} holds {len(secret)} bytes, and must hold at least "
+                f"{MIN_SECRET_BYTES}: `openssl rand -hex 32` makes a secret.",
                 parameter=name,
                 value=path,
             )

@@ -1,6 +1,6 @@
-"""Owns what an engine is told about telling others of its pages.
+"""Settings of KV events, which publish the pages of an engine's prefix cache.
 
-Keys and defaults are those of vLLM's `KVEventsConfig`. Knows nothing of sockets.
+Keys and defaults are those of vLLM's `KVEventsConfig`. Knows nothing about sockets.
 """
 
 from dataclasses import dataclass, fields
@@ -27,16 +27,19 @@ class KvEventsConfig:
     """Where an engine publishes the pages of its prefix cache, with vLLM's names.
 
     Attributes:
-        enable_kv_cache_events: Tell it at all.
+        enable_kv_cache_events: Publish events.
         publisher: "zmq", or "null" for none; None is "zmq" if events are enabled.
-        endpoint: Of a PUB socket, which is bound if it has a "*" or "::" in it, or is a
-            file (ipc://), and connects otherwise. The port of engine N of several is N
-            more.
+        endpoint: Address of a PUB socket. It is bound if the address has a "*" or "::"
+            or is a file (ipc://); otherwise it connects. With data parallelism, N is
+            added to the port of engine N.
         replay_endpoint: Address at which the last batches can be requested again.
-        buffer_steps: How many those are.
-        hwm: Batches that wait for a slow subscriber; it misses later ones.
-        max_queue_size: Batches that wait to be sent; later ones are dropped.
-        topic: What subscribers choose by; llm-d wants "kv@<pod>@<model>".
+        buffer_steps: Number of batches for replay.
+        hwm: Maximum number of batches queued for a slow subscriber (ZeroMQ's high-water
+            mark); it misses later ones.
+        max_queue_size: Maximum number of batches waiting to be sent; later ones are
+            dropped.
+        topic: ZeroMQ topic, by which subscribers filter; llm-d needs
+            "kv@<pod>@<model>".
     """
 
     enable_kv_cache_events: bool = False
@@ -75,10 +78,10 @@ class KvEventsConfig:
 
     @classmethod
     def read(cls, given: object) -> "KvEventsConfig":
-        """Make one of what `kv_events_config` may be: a dict, or None.
+        """Read `kv_events_config`: a dict, or None.
 
         Raises:
-            ConfigError: It is none of that, has an unknown key or a wrong value.
+            ConfigError: The value is neither, or has an unknown key or a wrong value.
         """
         if given is None or isinstance(given, cls):
             return given or cls()

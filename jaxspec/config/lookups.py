@@ -1,7 +1,7 @@
-"""Which drafts a lookup makes of the matches that it finds: a rule, as data.
+"""The rule by which a lookup turns the matches it finds into drafts, as data.
 
-The device follows it (`jaxspec.program.propose`), and so does the host where it watches
-what drafts would have brought (`jaxspec.engine.scheduling.lookup_estimator`).
+The device applies it (`jaxspec.program.propose`), and so does the host to estimate the
+acceptance of lookups (`jaxspec.engine.scheduling.lookup_estimator`).
 """
 
 import math
@@ -10,24 +10,27 @@ from dataclasses import dataclass
 from jaxspec.config.methods import NGRAM
 from jaxspec.config.speculation import SpeculativeConfig
 
-# Matches that are counted, at most: the latest. Older ones would outvote them: with 8,
-# continuations by the bundled target got a thirtieth fewer tokens a round than with 1.
+# Maximum number of matches whose continuations are compared, latest first. Older
+# matches would outvote the latest ones: with 8 matches, a round of the bundled target
+# had 3 % fewer tokens than with 1.
 NUM_MATCHES = 4
-# What 1 is in shares of them: every number of matches divides it, so that shares are
-# integers, and sums of them equal wherever they are computed.
+# Shares of matches are counted in units of 1 / WHOLE. Every number of matches divides
+# WHOLE, so that shares and their sums are integers, equal on host and device.
 WHOLE = math.lcm(*range(1, NUM_MATCHES + 1))
 
 
 @dataclass(frozen=True, kw_only=True)
 class LookupRule:
-    """How far matches are trusted.
+    """Limits on the drafts from matches.
 
     Attributes:
-        limits: Most drafts after a match of 0, 1, ... tokens; no more are compared.
-        shortest: Fewest tokens of a match.
-        min_share: Of the matches that are counted, at least so many must agree with a
-            draft and those before it, in parts of `WHOLE`.
-        num_matches: Of equally long matches so many are counted, the latest.
+        limits: Entry i: maximum number of drafts after a match of i tokens. Longer
+            matches than the last entry are not searched.
+        shortest: Minimum number of tokens of a match.
+        min_share: Minimum share of the counted matches that continue with a draft and
+            the drafts before it, in units of 1 / `WHOLE`; other drafts are not made.
+        num_matches: Maximum number of matches of equal length that are counted, latest
+            first.
     """
 
     limits: tuple[int, ...]
@@ -37,7 +40,7 @@ class LookupRule:
 
     @classmethod
     def of(cls, speculative: SpeculativeConfig) -> "LookupRule":
-        """What a configuration with a lookup asks for."""
+        """Return the rule of a configuration with a lookup."""
         info = speculative.method_info
         assert info.lookup is not None
         if info.lookup == NGRAM:
@@ -62,23 +65,23 @@ class LookupRule:
         return cls(
             limits=draft_limits(depth, factor, speculative.num_levels),
             shortest=info.shortest_match,
-            # 0.3 of 12 is 3.6, whatever binary fractions make of it.
+            # Rounded first: 0.3 of 12 is 3.6, but not exactly in binary fractions.
             min_share=math.ceil(round(min_prob * WHOLE, 6)),
             num_matches=NUM_MATCHES,
         )
 
     @property
     def longest(self) -> int:
-        """Most tokens that are compared."""
+        """Maximum number of tokens of a match."""
         return len(self.limits) - 1
 
 
 def draft_limits(depth: int, factor: float, most: int) -> tuple[int, ...]:
-    """Most drafts after a match of 0, 1, ... tokens.
+    """Return the maximum number of drafts after a match of 0, 1, ... tokens.
 
-    As in vLLM: `factor` drafts for a token that matches, and no more than `depth`
-    tokens of match and drafts together. Whoever matches more tokens matches fewer as
-    well, and is not trusted less.
+    As in vLLM: `factor` drafts per matching token, and at most `depth` tokens of match
+    and drafts together. A longer match includes the shorter ones, so the limits do not
+    decrease.
     """
     limits = [0]
     for length in range(1, depth):

@@ -1,7 +1,7 @@
 """The speculative methods: one row each.
 
 A new method is a row of `METHODS` and a proposer. The parts of its name, split at "+",
-are the proposers (`jaxspec.program.propose`) that are asked, in this order.
+are its proposers (`jaxspec.program.propose`), in the order in which they are tried.
 """
 
 from dataclasses import dataclass
@@ -9,13 +9,14 @@ from typing import Any
 
 from jaxspec.errors import UnsupportedError, wrong_argument
 
-# Compiled draft lengths end here. Looked-up drafts take no passes of a draft model.
+# Largest K of methods without a pass of a model per draft, and of methods with one.
 MAX_DRAFT_TOKENS = 16
 MAX_MODEL_DRAFT_TOKENS = 8
 DEFAULT_DRAFT_TOKENS = 5
-# Fewest tokens of a match. In prose at temperature 1 a third of the rounds match one
-# token, and a tenth of their drafts are accepted. A match of four replaces the drafts
-# of a draft model.
+# Minimum tokens of a match, without and with a draft model as fallback. Not 1: in prose
+# at temperature 1 a third of the rounds match one token, and a tenth of their drafts
+# are accepted. With a draft model, a match replaces its drafts only from four tokens
+# on.
 SHORT_MATCH, LONG_MATCH = 2, 4
 
 NGRAM, SUFFIX = "ngram", "suffix"
@@ -25,14 +26,17 @@ PARD = "pard"
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """What one method proposes with.
+    """The proposers of one method, and its limits.
 
     Attributes:
-        lookup: Lookup in the text, "ngram" or "suffix", whose keys the method takes.
-        weights: What its folder holds, "draft_model" or "head"; None: it has none.
+        lookup: Lookup in the text that the method uses, "ngram" or "suffix"; None for
+            none. The method accepts the arguments of that lookup.
+        weights: Kind of weights in its folder, "draft_model" or "head"; None without
+            a folder.
         has_one_pass: One pass over the weights makes all draft tokens of a round.
-        extends_side_branches: Drafts off the main chain can be continued.
-        max_draft_tokens: Most draft tokens in a row.
+        extends_side_branches: Side branches of a draft tree can be longer than one
+            token.
+        max_draft_tokens: Maximum number of draft tokens in a row.
         default_draft_tokens: Draft tokens in a row if the user gives no number.
     """
 
@@ -45,7 +49,7 @@ class Method:
 
     @property
     def has_draft_model(self) -> bool:
-        """Whether a second language model proposes, at least where no text matches."""
+        """Whether a second language model proposes, always or where no text matches."""
         return self.weights == DRAFT_MODEL
 
     @property
@@ -60,12 +64,12 @@ class Method:
 
     @property
     def shortest_match(self) -> int:
-        """Fewest tokens that a suffix lookup must match."""
+        """Minimum number of tokens that a suffix lookup must match."""
         return LONG_MATCH if self.has_draft_model else SHORT_MATCH
 
 
-# A lookup that needs no weights has a second row that adds a draft model:
-# see `with_draft_model`.
+# Each lookup has two rows: alone, and with a draft model as its fallback (see
+# `with_draft_model`).
 METHODS = {
     "ngram": Method(lookup=NGRAM, max_draft_tokens=MAX_DRAFT_TOKENS),
     "ngram+draft_model": Method(lookup=NGRAM, weights=DRAFT_MODEL),
@@ -78,7 +82,8 @@ METHODS = {
     "eagle": Method(weights=HEAD, extends_side_branches=False),
     "eagle3": Method(weights=HEAD, extends_side_branches=False),
     "medusa": Method(weights=HEAD, has_one_pass=True),
-    # Trained to make all drafts in one pass, in the places of mask tokens (PARD).
+    # PARD: a draft model that was trained to make all drafts in one pass, each in place
+    # of a mask token.
     "pard": Method(
         weights=DRAFT_MODEL, has_one_pass=True, max_draft_tokens=MAX_DRAFT_TOKENS
     ),
@@ -91,12 +96,13 @@ SUFFIX_DEFAULTS: dict[str, Any] = {
     "suffix_decoding_min_token_prob": 0.1,
     "suffix_decoding_max_cached_requests": 0,
 }
-# Keys of `SpeculativeConfig` that belong to one lookup, and its name in errors.
+# Name of each lookup in error messages, and the keys of `SpeculativeConfig` that only
+# this lookup uses.
 LOOKUPS = {
     NGRAM: ("n-gram", ("prompt_lookup_max", "prompt_lookup_min")),
     SUFFIX: ("suffix", tuple(SUFFIX_DEFAULTS)),
 }
-# For errors.
+# Ends the error messages about a missing or unknown source of drafts.
 SOURCES_OF_DRAFTS = (
     "Drafts come from a whole model of the target's family, from a head, which is a "
     "small network on the hidden states of the target that it was trained for "
@@ -106,7 +112,7 @@ SOURCES_OF_DRAFTS = (
 
 
 def method_of(name: Any) -> Method:
-    """Row of a method.
+    """Return the row of a method.
 
     Raises:
         UnsupportedError: There is no such method.

@@ -1,7 +1,7 @@
-"""Owns the numbers that any network has: what the engine and its memory ask.
+"""Sizes of a network that all model families have, as engine and memory plan need them.
 
-What only one family has is in its own config, a subclass; `jaxspec.models.families`
-reads them. Knows nothing of the engine that runs the network.
+A family's own values are in its subclass; `jaxspec.models.families` reads them. Knows
+nothing about the engine that runs the network.
 """
 
 from abc import ABC, abstractmethod
@@ -14,7 +14,7 @@ from jaxspec_checkpoints import CheckpointError
 from jaxspec_checkpoints.packing import scheme_of
 from jaxspec_checkpoints.quantization import FP8, INT8, MixedScheme, Scheme
 
-# Their names in a config.json, and here; they have no sensible default.
+# Sizes that every config.json must have: their names in the file and in `ModelConfig`.
 SIZES = {
     "vocab_size": "vocab_size",
     "hidden_size": "hidden_size",
@@ -24,7 +24,7 @@ SIZES = {
     "num_key_value_heads": "num_kv_heads",
     "head_dim": "head_dim",
 }
-# AMD's name of `mask_token_id` in a config.json, and vLLM's.
+# Key of `mask_token_id` in a config.json: the name that AMD's models use, and vLLM.
 MASK_TOKEN = "pard_token"
 
 
@@ -32,27 +32,28 @@ MASK_TOKEN = "pard_token"
 @no_type_check
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(ABC):
-    """The numbers of a decoder with grouped-query attention.
+    """Configuration of a decoder with grouped-query attention.
 
     Attributes:
-        eos_token_ids: Any of these ends a text.
-        mask_token_id: What stands in places whose tokens are to be proposed, in the one
-            pass of a draft model that was trained for it (PARD); None of others.
-        draft_vocab_size: Of a draft whose vocabulary is trimmed, rows of its head: the
-            tokens that it can propose; None: all.
-        stored_dtype: Type of the weights in their files; "" where that is not said.
-        scan_layers: Have one loop over layers that are alike in programs, in place of
-            every layer by itself; parameters and pages are laid out for it. Layers
-            after the last whole period are by themselves. No number of the model's, but
-            of what is made of it.
-        quantization: How its matrices are kept; None: in the type of the rows that they
-            are multiplied with.
+        eos_token_ids: Tokens that end a text.
+        mask_token_id: Input token at the positions to propose, for a draft model that
+            was trained to propose them in one pass (PARD); None for others.
+        draft_vocab_size: Number of tokens that a draft model with a trimmed LM head can
+            propose, which is the number of the head's rows; None: all tokens.
+        stored_dtype: Type of the weights in their files; "" if unknown.
+        scan_layers: Compile one loop over equal layers, instead of every layer;
+            parameters and pages are laid out for it. Layers after the last whole period
+            are compiled separately. Set by the engine, not by the model's files.
+        quantization: Quantization of its matrices; None: they have the type of the
+            activations.
     """
 
-    # What users call the family, and which of its models draft for which.
+    # The family's name for users, and advice on which of its models can draft for
+    # which.
     family: ClassVar[str] = "this model"
     draft_hint: ClassVar[str] = ""
-    # Why float16 is refused; None: bfloat16 is taken in its place, with a warning.
+    # Reason for which float16 is rejected. None: float16 is replaced by bfloat16, with
+    # a warning.
     float16_error: ClassVar[str | None] = None
 
     vocab_size: int
@@ -98,7 +99,7 @@ class ModelConfig(ABC):
     def _check_groups(self) -> None:
         scheme = self.quantization
         if not isinstance(scheme, Scheme) or scheme.group_size is None:
-            return  # groups of a file's own types divide its matrices
+            return  # the types of a GGUF file divide its matrices
         for features in (
             self.hidden_size,
             self.num_q_heads * self.head_dim,
@@ -127,18 +128,18 @@ class ModelConfig(ABC):
         End tokens in `generation`, that of `generation_config.json`, are added.
 
         Raises:
-            ConfigError: A size is missing, or a value is no such number.
+            ConfigError: A size is missing, or a value is not allowed.
             NotImplementedError: A variant that the family's network does not compute.
         """
 
     @property
     def period(self) -> int:
-        """After so many layers their kinds begin anew: those are a turn of a loop."""
+        """Number of layers per loop iteration: the kinds of layers then repeat."""
         return 1
 
     @property
     def num_turns(self) -> int:
-        """Turns of a loop over layers; 0 where every layer is by itself."""
+        """Number of iterations of the loop over layers; 0 without `scan_layers`."""
         return self.num_layers // self.period if self.scan_layers else 0
 
     @property
@@ -148,9 +149,9 @@ class ModelConfig(ABC):
 
     @property
     def layers_of_pools(self) -> tuple[int, ...]:
-        """How many layers share each pool of pages.
+        """Number of layers that share each array of pages.
 
-        Scanned layers of a kind share one; each of the others has its own.
+        Scanned layers of a kind share one; each other layer has its own.
         """
         shared = (self.num_turns,) * min(self.period, self.num_scanned)
         return shared + (1,) * (self.num_layers - self.num_scanned)
@@ -159,8 +160,8 @@ class ModelConfig(ABC):
         """Return the bytes of keys and values of one token in all layers.
 
         Args:
-            dtype_bytes: Of a number.
-            scale_bytes: Of what a head's keys, or its values, are multiplied with.
+            dtype_bytes: Bytes of one value.
+            scale_bytes: Bytes of the scale of a head's keys, or of its values.
         """
         head_bytes = self.head_dim * dtype_bytes + scale_bytes
         return 2 * self.num_layers * self.num_kv_heads * head_bytes
@@ -169,28 +170,29 @@ class ModelConfig(ABC):
 def end_tokens(
     config: Mapping[str, Any], generation: Mapping[str, Any]
 ) -> tuple[Any, ...]:
-    """Join the end tokens of both files: copies of one model differ in theirs."""
+    """Join the end tokens of both files: copies of one model differ in them."""
     tokens: list[Any] = []
     for source in (config, generation):
         given = source.get("eos_token_id")
         given = given if isinstance(given, list) else [given]
         tokens += [token for token in given if token is not None]
     first = [token for at, token in enumerate(tokens) if token not in tokens[:at]]
-    # 1 is the format's default, for folders where neither file names one.
+    # Token 1 is the default of HuggingFace's format, for folders in which neither file
+    # names an end token.
     return tuple(first) or (1,)
 
 
 def stored_dtype(config: Mapping[str, Any]) -> str:
-    """The type of the weights that a config.json names; "" if it is none of ours."""
-    said = config.get("dtype") or config.get("torch_dtype")
-    return said if said in ("float32", "bfloat16", "float16") else ""
+    """Return the type of the weights in a config.json; "" if it is not supported."""
+    dtype = config.get("dtype") or config.get("torch_dtype")
+    return dtype if dtype in ("float32", "bfloat16", "float16") else ""
 
 
 def stored_scheme(config: Mapping[str, Any]) -> Scheme | MixedScheme | None:
-    """How the matrices of a checkpoint are quantized; None: not at all.
+    """Return the quantization of a checkpoint's matrices, or None.
 
     Raises:
-        ConfigError: In a way that is not read.
+        ConfigError: The quantization is not supported.
     """
     try:
         return scheme_of(config)

@@ -10,7 +10,7 @@ from jaxspec.config.model import ModelConfig
 from jaxspec.errors import ConfigError, UnsupportedError, named_in, wrong_argument
 from jaxspec_checkpoints.quantization import GGUF, METHODS, VALUE_TYPES, named_scheme
 
-# While loading, or as vLLM names what a checkpoint was quantized by.
+# Kinds to quantize to while loading, and vLLM's names of quantized checkpoints.
 QUANTIZATIONS = (*VALUE_TYPES, *METHODS, GGUF)
 
 
@@ -18,7 +18,7 @@ def check_quantization(name: str, value: Any) -> None:
     """Reject an unknown quantization kind.
 
     Raises:
-        NotImplementedError: It is none of `QUANTIZATIONS`.
+        NotImplementedError: The kind is not one of `QUANTIZATIONS`.
     """
     if value not in (None, *QUANTIZATIONS):
         kinds = ", ".join(map(repr, VALUE_TYPES))
@@ -39,16 +39,16 @@ def quantize_model(
     argument: str,
     folder: str,
 ) -> ModelConfig:
-    """The model with its matrices kept as the user, or its own checkpoint, says.
+    """Return the model with the quantization of the user, or of its checkpoint.
 
     Args:
-        kind: One of `QUANTIZATIONS`; None: what the checkpoint says.
-        has_embedding: Keep the embedding in int8 as well, if matrices are quantized.
-        argument: What `kind` was given as.
+        kind: One of `QUANTIZATIONS`; None: that of the checkpoint.
+        has_embedding: Store the embedding in int8 as well, if matrices are quantized.
+        argument: Name of the argument, for errors.
 
     Raises:
-        ConfigError: The checkpoint is quantized already, or otherwise than said, or
-            groups do not divide its matrices.
+        ConfigError: The checkpoint has another quantization already, or none, or groups
+            do not divide its matrices.
     """
     scheme = model.quantization
     if kind is not None and kind != (scheme and scheme.method):

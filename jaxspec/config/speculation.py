@@ -37,14 +37,17 @@ from jaxspec.errors import (
     wrong_argument,
 )
 
-# The program compares this many tokens at every position of every sequence.
+# Maximum `prompt_lookup_max`: the program compares this many tokens at every position
+# of every sequence.
 MAX_PROMPT_LOOKUP = 32
-# A suffix lookup compares one token fewer than this.
+# Maximum `suffix_decoding_max_tree_depth`. A suffix lookup compares one token fewer
+# than this.
 MAX_TREE_DEPTH = 64
-# About 60 kB each are kept on the device.
+# Maximum `suffix_decoding_max_cached_requests`; each takes about 60 kB on the device.
 MAX_CACHED_REQUESTS = 4096
 
-# The rule for benchmarks: drafts are accepted at random, and texts are meaningless.
+# An acceptance rule for benchmarks: drafts are accepted at random, so that texts are
+# meaningless.
 SYNTHETIC = "synthetic"
 ADAPTIVE, FIXED = "adaptive", "fixed"
 _CHOICES = {
@@ -52,7 +55,7 @@ _CHOICES = {
     "draft_sample_method": ("probabilistic", "greedy"),
     "controller": (ADAPTIVE, FIXED),
 }
-# Lowest values of integers that may be None.
+# Minimum values of the integer arguments that may also be None.
 _LOWEST = {
     "disable_by_batch_size": 2,
     "max_model_len": 1,
@@ -70,46 +73,50 @@ class SpeculativeConfig:
         method: A name in `jaxspec.config.methods.METHODS`. "draft_model" is a second
             language model; "pard" is one that makes all drafts in one pass (vLLM's
             `parallel_drafting`); "ngram" copies what followed the same tokens earlier
-            in the sequence; "suffix" copies as many tokens as the length of the match
-            and the agreement of other matches justify; "ngram+draft_model" and
-            "suffix+draft_model" ask the draft model where nothing matches, the latter
+            in the sequence; "suffix" does the same, with more tokens after longer
+            matches and where several matches agree; "ngram+draft_model" and
+            "suffix+draft_model" use the draft model where nothing matches, the latter
             also where the match is short; "eagle", "eagle3" and "medusa" are heads on
             the target's hidden states.
         model: Folder of the draft model or head; None for "ngram" and "suffix".
-        quantization: Form of the draft model's matrices, as the engine's
-            `quantization` of the target's; None: as in the checkpoint.
+        quantization: Quantization of the draft model's matrices, with the same values
+            as the engine's `quantization`; None: as in the checkpoint.
         draft_vocab_size: Number of tokens, the most frequent ones, that a draft model
-            may propose (FR-Spec). Its output matrix is cut to those: a pass is cheaper,
-            and texts are the same. None: all, or all in `draft_token_map`.
-        draft_token_map: JSON file of token ids, most frequent first, for a cut output
-            matrix. Default: `draft_token_map.json` in the draft model's folder, which
-            `python -m jaxspec_checkpoints trim` writes.
-        num_speculative_tokens: Most draft tokens per step; a request may ask for fewer.
-            With a tree, its number of drafts.
-        num_side_leaves: Alternatives at the place of each draft: its next best tokens.
-            If the target chooses one of them, the step yields one token more.
+            may propose (FR-Spec). The LM head is cut to their rows, which makes a pass
+            cheaper and changes no text. None: all, or all in `draft_token_map`.
+        draft_token_map: JSON file of token ids, most frequent first, for a cut LM head.
+            Default: `draft_token_map.json` in the draft model's folder, which `python
+            -m jaxspec_checkpoints trim` writes.
+        num_speculative_tokens: Maximum number of draft tokens per step (K); a request
+            may ask for fewer. With a draft tree, the number of its drafts.
+        num_side_leaves: Number of alternatives to each draft that are verified too: the
+            next most likely tokens of the draft model. If the target chooses one of
+            them, the step yields one token more.
         speculative_token_tree: Shape of the draft tree, as vLLM writes it: a list of
             tuples, or its string. None: a chain.
         controller: "adaptive" chooses K by measured times and acceptance; "fixed"
-            always uses the most.
+            always uses `num_speculative_tokens`.
         rejection_sample_method: Acceptance rule for requests that sample without a
             seed; requests with a seed use "coupled". "block" samples from the same
-            distribution as "standard" and accepts at least as many drafts on average.
+            distribution as "standard" and accepts no fewer drafts on average.
             "synthetic" is for benchmarks: the next two arguments give the acceptance.
         synthetic_acceptance_rates: Entry i: share of rounds that accept drafts 0 to i.
         synthetic_acceptance_length: Mean tokens per step, including the target's own.
-            Its whole part is always reached, the rest randomly.
+            Every step yields its integer part; the fraction is the probability of one
+            token more.
         draft_sample_method: Sample drafts from the draft's distribution, or take its
             argmax.
         disable_by_batch_size: With more running requests, no drafts are made.
-        max_model_len: Longest sequence that drafts are made for, in tokens.
+        max_model_len: Maximum length in tokens of a sequence for which drafts are made.
         draft_tensor_parallel_size: Devices that one copy of the draft is spread over.
-        prompt_lookup_max: Longest match of an n-gram lookup, in tokens.
-        prompt_lookup_min: Shortest match of an n-gram lookup, in tokens.
-        suffix_decoding_max_tree_depth: Most tokens of a match and its drafts together.
-        suffix_decoding_max_spec_factor: Most drafts per token of the match.
-        suffix_decoding_min_token_prob: Smallest share of the matches that must agree
-            with a draft and those before it.
+        prompt_lookup_max: Maximum length of a match of an n-gram lookup, in tokens.
+        prompt_lookup_min: Minimum length of a match of an n-gram lookup, in tokens.
+        suffix_decoding_max_tree_depth: Maximum number of tokens of a match and its
+            drafts together.
+        suffix_decoding_max_spec_factor: Maximum number of drafts per token of the
+            match.
+        suffix_decoding_min_token_prob: Minimum share of the matches that continue with
+            a draft and the drafts before it; other drafts are not made.
         suffix_decoding_max_cached_requests: Number of past requests with the same
             `cache_salt` whose answers are searched as well.
     """
@@ -150,9 +157,8 @@ class SpeculativeConfig:
                 self.num_speculative_tokens,
                 low=1,
                 high=most,
-                hint="The step program is compiled for a ladder of draft lengths that "
-                f"ends at {most} for method {self.method!r}; to decode without drafts, "
-                f"{way_out}.",
+                hint=f"The largest number for method {self.method!r} is {most}; to "
+                f"decode without drafts, {way_out}.",
             )
         else:
             self._check_tree(info)
@@ -166,7 +172,7 @@ class SpeculativeConfig:
 
     @property
     def method_info(self) -> Method:
-        """Row of the method."""
+        """Properties of the method."""
         return method_of(self.method)
 
     @cached_property
@@ -184,7 +190,7 @@ class SpeculativeConfig:
 
     @cached_property
     def num_levels(self) -> int:
-        """Most drafts on one path that a round may accept: K."""
+        """Maximum number of drafts that a round accepts (K): the tree's depth."""
         if self.speculative_token_tree is None:
             return self.num_speculative_tokens
         return max(map(len, read_paths(self.speculative_token_tree)))
@@ -196,7 +202,7 @@ class SpeculativeConfig:
 
     @property
     def is_one_tree(self) -> bool:
-        """Whether drafts are made all or none: fewer levels are not cheaper."""
+        """Whether K is all levels or 0, as drafting fewer levels is not cheaper."""
         return self.speculative_token_tree is not None and self.parents is not None
 
     @property
@@ -220,7 +226,8 @@ class SpeculativeConfig:
         """Return a copy that accepts each draft with this probability, in order.
 
         Raises:
-            ConfigError: It is no probability, or acceptance is forced already.
+            ConfigError: The value is not a probability, or acceptance is forced
+                already.
         """
         check_number(ConfigError, "forced acceptance", probability, low=0, high=1)
         if self.rejection_sample_method == SYNTHETIC:
@@ -238,7 +245,7 @@ class SpeculativeConfig:
         )
 
     @property
-    def is_greedy(self) -> bool:
+    def drafts_argmax(self) -> bool:
         """Whether drafts are the argmax, also of requests that sample."""
         return self.draft_sample_method == "greedy"
 
@@ -255,17 +262,17 @@ class SpeculativeConfig:
             allowed = f"a tree of at most {most} levels for method {self.method!r}"
             raise wrong_argument(ConfigError, TREE_KEY, allowed, written)
         if not info.extends_side_branches and has_side_paths(parents_of(paths)):
-            allowed = f"a chain with leaves beside it for method {self.method!r}"
+            allowed = f"a chain with leaves for method {self.method!r}"
             hint = (
-                "Only the chain of first choices is continued; 'medusa' and draft "
-                "models take any tree."
+                "This method continues only the chain of most probable tokens; "
+                "'medusa' and draft models support any tree."
             )
             raise wrong_argument(UnsupportedError, TREE_KEY, allowed, written, hint)
         if self.num_speculative_tokens != len(paths):
             raise wrong_argument(
                 ConfigError,
                 "num_speculative_tokens",
-                f"{len(paths)}, as many as {TREE_KEY} has, or left out",
+                f"{len(paths)}, the number of drafts in {TREE_KEY}, or left out",
                 self.num_speculative_tokens,
             )
 
@@ -285,11 +292,11 @@ class SpeculativeConfig:
         if self.parents is not None and self.rejection_sample_method == SYNTHETIC:
             name = name if self.num_side_leaves else TREE_KEY
             allowed = f"left out with rejection_sample_method={SYNTHETIC!r}"
-            hint = "Forced acceptance is of drafts one after the other."
+            hint = "Forced acceptance supports only a chain of drafts."
             raise wrong_argument(ConfigError, name, allowed, getattr(self, name), hint)
 
     def _check_weights(self, info: Method) -> None:
-        """Reject a folder, and keys of its weights, that the method does not take."""
+        """Reject a folder, and arguments about its weights, that the method ignores."""
         left_out = f"left out for method {self.method!r}"
         if info.weights and self.model is None:
             allowed = f"a folder for method {self.method!r}"
@@ -306,7 +313,7 @@ class SpeculativeConfig:
         if not info.has_draft_model:
             hint = "It cuts the head of a draft model."
             if info.has_head:
-                hint = "A head's own files say which tokens it can propose."
+                hint = "A head's files define the tokens that it can propose."
             self._check_left_out(("draft_vocab_size", "draft_token_map"), hint)
         if self.draft_vocab_size is not None:
             name = "draft_vocab_size"
@@ -334,7 +341,7 @@ class SpeculativeConfig:
             allowed = f"a list of num_speculative_tokens={count} numbers"
             raise wrong_argument(ConfigError, names[0], allowed, rates)
         for place, rate in enumerate(rates):
-            # Whoever keeps a draft has kept those before it.
+            # Rounds that accept this draft also accept the drafts before it.
             most = rates[place - 1] if place else 1
             name = f"{names[0]}[{place}]"
             check_number(ConfigError, name, rate, low=0, high=most)
@@ -367,8 +374,8 @@ class SpeculativeConfig:
             self.suffix_decoding_max_tree_depth,
             low=shortest + 1,
             high=MAX_TREE_DEPTH,
-            hint="It is the most tokens of a match and its drafts together, and "
-            f"{shortest} must match for method {self.method!r}.",
+            hint="It limits the tokens of a match and its drafts together, and at "
+            f"least {shortest} must match for method {self.method!r}.",
         )
         name = "suffix_decoding_max_spec_factor"
         hint = "It is the number of drafts for every token that matches."
@@ -396,8 +403,8 @@ class SpeculativeConfig:
                 "rejection_sample_method",
                 f"'coupled' with {name}={cached}",
                 self.rejection_sample_method,
-                "By any other rule a text that is drawn without a seed would depend on "
-                "the answers of other requests.",
+                "With another rule, texts sampled without a seed would depend on the "
+                "answers of other requests.",
             )
 
     def _check_left_out(self, names: Iterable[str], hint: str) -> None:

@@ -1,9 +1,8 @@
-"""Owns what form a text must have: vLLM's names and rules.
+"""Structured outputs: the form of a generated text, with vLLM's names and rules.
 
-`StructuredOutputsParams` is of a request, `StructuredOutputsConfig` of an engine.
-
-Knows the fields and how they may be combined; what they mean to a vocabulary is
-`jaxspec.engine.structured_output`'s.
+`StructuredOutputsParams` belongs to a request, `StructuredOutputsConfig` to an engine.
+Owns the fields and their combinations; `jaxspec.engine.structured_output` turns them
+into masks.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,9 +23,9 @@ from jaxspec.errors import (
 _KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 _JSON_FLAGS = ("disable_any_whitespace", "disable_additional_properties")
 _BACKENDS = ("auto", "guidance")
-# Between two parts of JSON: nothing, a space, or a line break with the indentation of
-# its level: 16 columns are eight levels of `json.dumps(..., indent=2)`. JSON itself
-# sets no bound, and a model that is unsure writes white space until `max_tokens`.
+# The white space allowed between two parts of JSON: none, one space, or a line break
+# with an indentation. 16 columns are eight levels of `json.dumps(..., indent=2)`. JSON
+# itself sets no bound, and an uncertain model generates white space until `max_tokens`.
 DEFAULT_WHITESPACE_PATTERN = r" |\r?\n( {0,16}|\t{0,8})"
 
 
@@ -36,21 +35,21 @@ DEFAULT_WHITESPACE_PATTERN = r" |\r?\n( {0,16}|\t{0,8})"
 class StructuredOutputsParams:
     """The form of a generated text: exactly one of the first five fields.
 
-    A text is complete when the form is; then only the model's end tokens may follow.
-    One that `max_tokens` or a stop string cuts short is a beginning of the form.
+    Once a text matches the form and cannot be continued, only the model's end tokens
+    may follow. A text that ends early, by `max_tokens` or a stop string, is a prefix of
+    a matching text.
 
     Attributes:
         json: A JSON schema, as a dict or as its text.
         regex: A regular expression that the whole text matches.
         choice: The texts to choose from.
-        grammar: A context-free grammar, in Lark's or in GBNF's form.
+        grammar: A context-free grammar, in Lark's or GBNF's notation.
         json_object: True: any JSON object.
         disable_any_whitespace: No white space between the parts of JSON.
-        disable_additional_properties: Objects of the schema that do not speak of
+        disable_additional_properties: Objects of the schema that do not set
             `additionalProperties` allow none.
-        whitespace_pattern: Regular expression of the white space that JSON may have at
-            one place, between two of its parts. By default a space, or a line break
-            and up to 16 columns.
+        whitespace_pattern: Regular expression of the white space between two parts of
+            JSON. Default: a space, or a line break and up to 16 columns.
     """
 
     json: str | dict[str, Any] | None = None
@@ -90,7 +89,7 @@ class StructuredOutputsParams:
 
     @property
     def kind(self) -> str:
-        """The one field that is given."""
+        """Name of the one field that is set."""
         return next(name for name in _KINDS if getattr(self, name) is not None)
 
     def _check_kind(self) -> None:
@@ -101,7 +100,7 @@ class StructuredOutputsParams:
             "json": (texts or isinstance(value, Mapping), "a JSON schema"),
             "regex": (texts, "a regular expression"),
             "choice": (_is_choice(value), "a list of at least one string"),
-            "grammar": (texts, "a grammar in Lark's or GBNF's form"),
+            "grammar": (texts, "a grammar in Lark's or GBNF's notation"),
             "json_object": (value is True, "True"),
         }[kind]
         if not is_right:
@@ -112,17 +111,17 @@ class StructuredOutputsParams:
 @no_type_check
 @dataclass(frozen=True, kw_only=True)
 class StructuredOutputsConfig:
-    """What an engine does about forms where a request says nothing; vLLM's names.
+    """An engine's defaults for structured outputs, with vLLM's names.
 
     Attributes:
-        backend: "auto" or "guidance": grammars are llguidance's.
-        disable_fallback: Without effect: there is nothing to fall back to.
+        backend: "auto" or "guidance"; both are llguidance.
+        disable_fallback: Without effect: there is no other backend.
         disable_any_whitespace: No white space between the parts of JSON.
-        disable_additional_properties: Objects of a schema that do not speak of
+        disable_additional_properties: Objects of a schema that do not set
             `additionalProperties` allow none.
-        whitespace_pattern: Regular expression of the white space that JSON may have at
-            one place. Ours; None is `DEFAULT_WHITESPACE_PATTERN`.
-        reasoning_parser: "" only, and so its plugin: Gemma marks no thinking.
+        whitespace_pattern: Regular expression of the white space between two parts of
+            JSON. vLLM does not have it; None is `DEFAULT_WHITESPACE_PATTERN`.
+        reasoning_parser: Only "", like its plugin: Gemma marks no thinking.
         enable_in_reasoning: Without effect.
     """
 
@@ -157,11 +156,11 @@ class StructuredOutputsConfig:
 
     @classmethod
     def read(cls, given: object) -> "StructuredOutputsConfig":
-        """Make one of what `structured_outputs_config` may be: a dict, or None.
+        """Read `structured_outputs_config`: a dict, or None.
 
         Raises:
-            ConfigError: It is none of that, has an unknown key or a wrong value.
-            UnsupportedError: A value asks for what there is not.
+            ConfigError: The value is neither, or has an unknown key or a wrong value.
+            UnsupportedError: A value is not supported.
         """
         if given is None or isinstance(given, cls):
             return given or cls()
@@ -189,11 +188,11 @@ def _check_white_space(
 
 
 def check_structured_outputs(given: object) -> None:
-    """Check the field of `SamplingParams`, whose parts may have been assigned.
+    """Check the field of `SamplingParams`; its attributes may have been changed.
 
     Raises:
-        RequestError: It is neither None nor `StructuredOutputsParams`, or its parts do
-            not go together.
+        RequestError: It is neither None nor `StructuredOutputsParams`, or its values
+            contradict each other.
     """
     if given is None:
         return

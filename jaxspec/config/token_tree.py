@@ -1,10 +1,11 @@
-"""Trees of drafts as users write them: paths from the newest token, as in vLLM.
+"""Draft trees as users write them: one path per draft, as in vLLM.
 
-`(0,)` is the most probable next token, `(1,)` the second; `(1, 0)` is the most probable
-one after that. The device's view of the same is `jaxspec.program.tree.tree`.
+A path begins after the newest token: `(0,)` is the most probable next token, `(1,)` the
+second most probable, `(1, 0)` the most probable token after `(1,)`.
+`jaxspec.program.tree.tree` converts a tree to arrays for the device.
 
-Which tree is worth its rows follows from how often drafts of a depth and rank have been
-what the target wanted, and from what rounds cost.
+`best_tree` finds the tree with the most expected tokens per second, from acceptance
+rates by depth and rank and from the times of rounds.
 """
 
 import ast
@@ -19,7 +20,8 @@ from jaxspec.errors import ConfigError, wrong_argument
 Path = tuple[int, ...]
 
 TREE_KEY = "speculative_token_tree"
-# Attention sees which rows see which as bits, and the target is fed them all at once.
+# Maximum number of drafts of a tree: the attention mask of a tree's row is a 64-bit
+# set, and one target pass verifies all drafts.
 MAX_NODES = 64
 ROOT = -1
 
@@ -34,10 +36,10 @@ def leaf_paths(num_levels: int, num_leaves: int) -> tuple[Path, ...]:
 
 
 def read_paths(written: object) -> tuple[Path, ...]:
-    """The paths of a tree, from vLLM's string of a list of tuples, or from the list.
+    """Return the paths of a tree, given as a list of tuples or (as in vLLM) its text.
 
     Raises:
-        ConfigError: It is no such list, or no tree, or too large.
+        ConfigError: `written` is not such a list, not a tree, or too large.
     """
     allowed = "a list of tuples such as '[(0,), (1,), (0, 0)]'"
     found = written
@@ -67,11 +69,11 @@ def _is_path(entry: object) -> bool:
 
 
 def _check_tree(paths: tuple[Path, ...], written: object) -> None:
-    """Refuse what misses a draft that others continue or stand behind."""
+    """Reject duplicate paths, and paths without their parent or previous sibling."""
     known: set[Path] = set()
     for path in paths:
         if path in known:
-            hint = f"{path} is there twice."
+            hint = f"{path} appears twice."
             raise wrong_argument(ConfigError, TREE_KEY, "a tree", written, hint)
         known.add(path)
     for path in paths:
@@ -85,10 +87,10 @@ def _check_tree(paths: tuple[Path, ...], written: object) -> None:
 
 
 def has_side_paths(parents: tuple[int, ...]) -> bool:
-    """Whether drafts of side branches have children.
+    """Return whether a draft off the main chain is continued by further drafts.
 
     Args:
-        parents: As `parents_of` gives them.
+        parents: Parent of each draft, as `parents_of` returns them.
     """
     chain = range(ROOT, len(parents) - 1)
     length = sum(
@@ -101,10 +103,10 @@ def has_side_paths(parents: tuple[int, ...]) -> bool:
 
 
 def parents_of(paths: Iterable[Path]) -> tuple[int, ...]:
-    """Of each draft the one that it continues, or `ROOT`.
+    """Return the parent of each draft: its index, or `ROOT`.
 
-    First the chain of the most probable ones, then the others, level by level: a round
-    that stays on the chain finds keys and values where they belong.
+    The main chain comes first, then the others, level by level: after a round that
+    accepts only the main chain, keys and values are in their final places.
     """
     ordered = sorted(paths, key=lambda path: (any(path), len(path), path))
     index = {path: number for number, path in enumerate(ordered)}
@@ -112,12 +114,12 @@ def parents_of(paths: Iterable[Path]) -> tuple[int, ...]:
 
 
 class Place(NamedTuple):
-    """Where a draft stands in a tree; drafts of one place are taken to be alike.
+    """The place of a draft in a tree; drafts of one place share an acceptance rate.
 
     Attributes:
-        is_side: Some draft before it was not the first choice at its place.
-        depth: Drafts from the newest token to it, itself included.
-        rank: Drafts that come before it, of those that continue the same one.
+        is_side: One of its ancestors has a rank above 0.
+        depth: Number of drafts on its path, itself included.
+        rank: Its rank among its siblings, from 0.
     """
 
     is_side: bool
@@ -126,11 +128,11 @@ class Place(NamedTuple):
 
 
 class Hits(NamedTuple):
-    """How often drafts of a place were compared with what the target wants, and kept.
+    """How often drafts at a place were compared with the target's token, and kept.
 
-    A draft is compared wherever the one that it continues was kept, whatever became of
-    those beside it: `rate` is the chance that the target wants it, not that it does
-    once it has rejected the others.
+    A draft counts as compared if its parent was accepted, also if a sibling was: `rate`
+    is the probability that the target's token is this draft, not the probability after
+    its siblings were rejected.
     """
 
     compared: int
@@ -142,11 +144,11 @@ class Hits(NamedTuple):
 
 
 class BestTree(NamedTuple):
-    """A tree, and what it should bring.
+    """A tree, and its expected tokens and time.
 
     Attributes:
-        tokens: A round's, on average, the target's own included.
-        seconds: That a round should take.
+        tokens: Mean tokens per round, the target's own included.
+        seconds: Expected seconds per round.
     """
 
     paths: tuple[Path, ...]
@@ -154,20 +156,20 @@ class BestTree(NamedTuple):
     seconds: float
 
 
-# From levels, drafts, and whether drafts beside the spine are continued, the seconds of
-# a round.
+# Returns the seconds of a round, given the tree's depth, its number of drafts, and
+# whether side branches are continued.
 RoundCost = Callable[[int, int, bool], float]
 
 
 def count_ranks(
     parents: tuple[int, ...], ends: Mapping[tuple[int, int], int]
 ) -> dict[Place, Hits]:
-    """Count by place what became of the drafts of a tree.
+    """Count compared and accepted drafts of a tree, by place.
 
     Args:
-        parents: The tree, as `parents_of` has it.
-        ends: Rounds, by how many levels counted and by the row at which they ended: 0
-            for none, else one more than the last draft that stayed.
+        parents: Parent of each draft, as `parents_of` returns them.
+        ends: Number of rounds by (levels with drafts, row at which the round ended):
+            row 0 if no draft was accepted, else the last accepted draft's index + 1.
     """
     paths: list[Path] = [()]
     ranks = Counter[int]()
@@ -191,12 +193,12 @@ def most_tokens(
 ) -> tuple[tuple[Path, ...], float]:
     """Return the tree, limited in drafts and levels, with the most expected tokens.
 
-    By dynamic programming over how the drafts below one are shared out among those that
-    continue it: what a draft brings depends on its place alone.
+    Dynamic programming over the division of drafts among siblings: the expected tokens
+    of a subtree depend only on its place and size.
 
     Args:
-        rates: Chance of a draft to be what the target wants, if those before it are; a
-            place that is missing has none.
+        rates: Probability that a draft is the target's token if its ancestors are; a
+            place that is not in the mapping has probability 0.
 
     Returns:
         Its paths, and its mean number of accepted drafts per round.
@@ -209,17 +211,17 @@ def most_tokens(
 def _sharing(
     rates: Mapping[Place, float], num_levels: int
 ) -> Callable[[int], tuple[tuple[Path, ...], float]]:
-    """`most_tokens` by the number of drafts: one knows what another has found out."""
+    """Return `most_tokens` as a function of the number of drafts, with cached parts."""
     most = max((place.rank for place in rates), default=-1)
 
     @functools.cache
     def grow(
         is_side: bool, depth: int, rank: int, count: int
     ) -> tuple[float, tuple[int, ...]]:
-        """Share `count` drafts out to those of a rank and above that continue a draft.
+        """Divide `count` drafts among the siblings from `rank` on, with their subtrees.
 
         Returns:
-            What they bring, and how many stand below each of them.
+            Their expected accepted drafts, and the number of drafts below each sibling.
         """
         best: tuple[float, tuple[int, ...]] = 0.0, ()
         if rank > most or depth > num_levels:
@@ -249,18 +251,20 @@ def best_tree(
     num_nodes: int,
     num_levels: int,
 ) -> BestTree:
-    """The tree that brings the most tokens per second; without paths, plain decoding.
+    """Return the tree with the most tokens per second; no paths mean plain decoding.
 
     Args:
         rates: As for `most_tokens`.
-        seconds: Of a round. More levels, drafts and side paths may not make it faster.
-        num_nodes: Most drafts.
-        num_levels: Most of them one after the other.
+        seconds: Seconds of a round; must not decrease with levels, drafts or side
+            branches.
+        num_nodes: Maximum number of drafts.
+        num_levels: Maximum depth.
     """
     best = BestTree((), 1.0, seconds(0, 0, False))
     main_chain = {place: rate for place, rate in rates.items() if not place.is_side}
     for levels in range(1, num_levels + 1):
-        # Without rates of side branches, drafts beyond the main chain are leaves.
+        # First without the rates of side branches: then all drafts off the main chain
+        # are leaves, which may cost less than continued branches.
         for known in (main_chain, rates):
             share = _sharing(known, levels)
             for count in range(levels, num_nodes + 1):

@@ -1,7 +1,6 @@
-"""Owns which tokens a draft model of a trimmed vocabulary keeps, as the user says.
+"""Selects the tokens of a draft model's trimmed vocabulary.
 
-Maps are files of `jaxspec_checkpoints.trimming`; what a head is cut to them by is
-`jaxspec.models.trimmed`.
+`jaxspec_checkpoints.trimming` reads the maps; `jaxspec.models.trimmed` trims the head.
 """
 
 from collections.abc import Collection, Mapping
@@ -25,15 +24,15 @@ def kept_tokens(
     *,
     is_dummy: bool,
 ) -> tuple[int, ...] | None:
-    """The ids that a draft model may propose, ascending; None where that is all.
+    """Return the ascending ids that a draft model may propose; None for all.
 
     Args:
-        is_dummy: Weights are random. Then no token is more frequent than another, and
-            without a map the first ones are kept.
+        is_dummy: Whether weights are random. If so, the first tokens are kept if there
+            is no map.
 
     Raises:
-        ConfigError: There is no map or a wrong one, it has fewer tokens than are
-            wanted, or a special token of the models is not among them.
+        ConfigError: The map is missing, wrong or too short, or the kept tokens lack a
+            special token of the models.
     """
     if not speculative.is_trimmed:
         return None
@@ -65,7 +64,7 @@ def kept_tokens(
         if size >= vocab_size:
             raise ConfigError(
                 f"{_MAP}={speculative.draft_token_map!r} names all {vocab_size} tokens "
-                f"of the draft model: say with {_SIZE} how many of them are kept.",
+                f"of the draft model: set {_SIZE} to the number of tokens to keep.",
                 parameter=_SIZE,
             )
     if size > len(ranked):
@@ -81,13 +80,13 @@ def kept_tokens(
 
 
 def check_special_tokens(kept: Collection[int], special: Mapping[str, int]) -> None:
-    """Refuse a trimmed vocabulary in which no text would begin, end or change turns.
+    """Reject a trimmed vocabulary without all special tokens.
 
     Args:
-        special: Ids by what they are called.
+        special: Ids of special tokens by name.
 
     Raises:
-        ConfigError: Names all that are missing.
+        ConfigError: Names all missing tokens.
     """
     known = set(kept)
     missing = [
@@ -109,7 +108,7 @@ def _special_tokens(model: ModelConfig) -> dict[str, int]:
 
 
 def _ranked(speculative: SpeculativeConfig, vocab_size: int) -> list[int] | None:
-    """The ids of the map, in its order; None where there is none."""
+    """Return the ids of the map, in its order; None without a map."""
     path: str | Path | None = speculative.draft_token_map
     assert speculative.model is not None
     try:

@@ -1,7 +1,7 @@
-"""Owns `EngineArgs`: what users pass, in vLLM's names, turned into one `EngineConfig`.
+"""Owns `EngineArgs`: users' arguments with vLLM's names, turned into an `EngineConfig`.
 
 Knows nothing about devices: sizes that depend on them are those of a CPU here, and
-`jaxspec.engine.memory.probe` replaces what the user has not given.
+`jaxspec.engine.memory.probe` replaces the ones that the user has not given.
 """
 
 import argparse
@@ -67,11 +67,11 @@ _log = logging.getLogger(__name__)
 DEFAULT_PAGE_SIZE = 16
 DEFAULT_MAX_MODEL_LEN = 8192
 BUNDLED_DRAFT_TOKENS = 5
-# Arguments that choose drafts: with one of them the bundled draft is not taken.
-_ASKS_FOR_DRAFTS = ("speculative_config", "spec_model", "spec_method")
-_ASKS_FOR_DRAFTS += ("speculative_model",)
+# Arguments that choose drafts: with one of them the bundled draft is not used.
+_DRAFT_ARGUMENTS = ("speculative_config", "spec_model", "spec_method")
+_DRAFT_ARGUMENTS += ("speculative_model",)
 
-# Where the fields change their subject, on a command line.
+# First fields of the argument groups of a command line.
 _FIRST_SPECULATIVE, _FIRST_OTHER = "speculative_config", "pipeline_parallel_size"
 _SHORT = {"tensor_parallel_size": "-tp", "data_parallel_size": "-dp"}
 _DTYPES = {
@@ -82,7 +82,7 @@ _DTYPES = {
     "half": "bfloat16",
     "float16": "bfloat16",
 }
-# Arguments that ask for something this engine does not do, and what may be passed.
+# Arguments of features that this engine does not have, and the allowed values.
 _ONLY: dict[str, tuple[Any, ...]] = {
     "pipeline_parallel_size": (1,),
     "cpu_offload_gb": (0,),
@@ -99,19 +99,19 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "typical_acceptance_sampler_posterior_threshold": (None,),
     "typical_acceptance_sampler_posterior_alpha": (None,),
 }
-# Of these the other values were removed.
+# Arguments whose other values were removed, and the reason.
 _REMOVED = dict.fromkeys(
     [name for name in _ONLY if "acceptance" in name], TYPICAL_REMOVED
 )
 
 
 def bundled_pair(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments that stand for a model which is not named.
+    """Return the arguments of the bundled models, for users who name no model.
 
     Args:
-        given: Arguments by name, of which those that choose drafts count.
+        given: Arguments by name; only those that choose drafts are used.
     """
-    if any(given[name] is not None for name in _ASKS_FOR_DRAFTS):
+    if any(given[name] is not None for name in _DRAFT_ARGUMENTS):
         return {"model": BUNDLED_TARGET}
     pair: dict[str, Any] = {
         "model": BUNDLED_TARGET,
@@ -131,7 +131,7 @@ class EngineArgs:
     Attributes:
         model: The target: a folder, a .gguf file, an id of the Hugging Face Hub (for a
             GGUF file with its type, owner/name:Q4_K_M), a Kaggle handle, or the name
-            of a bundled model. Default: the bundled pair, or the bundled target where
+            of a bundled model. Default: the bundled pair, or the bundled target if
             drafts are chosen.
         tokenizer: The same, for the tokenizer; the target's by default.
         revision: Branch, tag or commit of `model` on the Hugging Face Hub. The draft's
@@ -142,77 +142,81 @@ class EngineArgs:
             a file with one.
         dtype: "auto" is bfloat16 where the device has it. "half" becomes bfloat16
             for Gemma 2, and is refused for Gemma 3, whose values exceed float16.
-        quantization: How the target's matrices are kept: "int8" and "fp8" with a scale
-            for each output, "int4" with one for each group of 128 features; they are
-            quantized while they are loaded. Default: as the checkpoint has them; of one
-            that is quantized already vLLM's name of its method ("compressed-tensors",
-            "awq", "gptq") may be given as well. It changes texts: see
-            docs/quantization.md.
-        quantize_embedding: Keep the embedding, which is the LM head too, in int8, of
-            those models that are quantized.
-        speculative_model_quantization: The same as `quantization`, of the draft model:
-            it changes the speed, and no text.
-        max_model_len: Default: what the model was trained for, at most 8192.
-        max_num_seqs: Most requests that run at once. Default: 256 on a TPU or GPU, less
-            where programs for so many would leave little for pages; 8 on a CPU.
-        max_num_batched_tokens: Most prompt tokens prefilled in one step. Default: 2048
-            on a TPU or GPU, less where memory is short; 512 on a CPU. For more than
-            2048 a program is compiled once so many wait; `batch_invariant` has 128.
+        quantization: Quantize the target's matrices while they are loaded: "int8" and
+            "fp8" with a scale for each output, "int4" with one for each group of 128
+            features. Default: as in the checkpoint. For a checkpoint that is quantized
+            already, vLLM's name of its method ("compressed-tensors", "awq", "gptq") is
+            accepted as well. It changes texts: see docs/quantization.md.
+        quantize_embedding: Store the embedding, which is also the LM head, in int8, in
+            models that are quantized.
+        speculative_model_quantization: The same as `quantization`, for the draft model.
+            It changes the speed, but no text.
+        max_model_len: Default: the context that the model was trained for, at most
+            8192.
+        max_num_seqs: Maximum number of requests that run at once. Default: 256 on a TPU
+            or GPU, or less if programs for 256 would leave little memory for pages; 8
+            on a CPU.
+        max_num_batched_tokens: Maximum number of prompt tokens prefilled in one step.
+            Default: 2048 on a TPU or GPU, or less if memory is short; 512 on a CPU. A
+            program for more than 2048 is compiled once that many tokens wait. At most
+            128 with `batch_invariant`.
         block_size: Tokens per page of the KV memory.
         gpu_memory_utilization: Share of a device's memory that weights, programs and
-            pages take together: pages get what the others leave. Default: 0.92; on a
-            CPU, pages take no share unless it is given, but are enough for
-            `max_num_seqs` full sequences, at most 512 MiB, never less than one.
-        kv_cache_memory_bytes: What the pages of both models take of each device, in
-            place of what `gpu_memory_utilization` leaves.
-        num_gpu_blocks_override: Pages of the KV memory, in place of either.
-        kv_cache_dtype: What keys and values of all models are kept as: "auto" is the
-            type of the weights; "int8", with a scale for each token and head, and
-            "fp8" (or "fp8_e4m3"), without scales, take half of bfloat16's memory. They
-            change texts: see docs/quantization.md.
+            pages take together: pages get the memory that the others leave. Default:
+            0.92. On a CPU the default is pages for `max_num_seqs` full sequences, at
+            most 512 MiB, but at least for one sequence.
+        kv_cache_memory_bytes: Bytes of each device for the pages of both models,
+            instead of the rest of `gpu_memory_utilization`.
+        num_gpu_blocks_override: Number of pages, instead of either of these.
+        kv_cache_dtype: Type of the keys and values of all models: "auto" is the type of
+            the weights; "int8", with a scale for each token and head, and "fp8" (or
+            "fp8_e4m3"), without scales, take half of bfloat16's memory. They change
+            texts: see docs/quantization.md.
         tensor_parallel_size: Devices that share a copy of the target.
-        data_parallel_size: Engines side by side, each with models and pages of its own
-            on `tensor_parallel_size` devices; a request goes to the least loaded. Of
+        data_parallel_size: Number of engines, each with its own models and pages on
+            `tensor_parallel_size` devices; a request goes to the least loaded. Used by
             `LLM`, `AsyncLLMEngine` and the server.
-        nnodes: Hosts that share a copy of the target, with a process on each, started
+        nnodes: Hosts that share a copy of the target, with one process on each, started
             with the same arguments; all their devices together are
             `tensor_parallel_size`.
-        node_rank: Which of them this process is, from 0. That one has the engine and
-            the server; the others are `python -m jaxspec.serve --headless`.
-        master_addr: The address of process 0, as all of them reach it.
-        master_port: Of jax.distributed on that address; the next one is used as well.
-        headless: Do as process 0 does, and serve nobody.
-        hosts_secret_file: Has the same content on every host, 16 bytes or more, by
-            which the processes know each other.
-        distributed_timeout_seconds: How long they wait for each other at the start.
-            Default: 300.
+        node_rank: Number of this process, from 0. Process 0 has the engine and the
+            server; the others are `python -m jaxspec.serve --headless`.
+        master_addr: Address of process 0, at which all processes reach it.
+        master_port: Port of jax.distributed there; the next port is used as well.
+        headless: Follow process 0, and serve no requests.
+        hosts_secret_file: File with the same secret of 16 bytes or more on every host,
+            with which the processes sign their messages.
+        distributed_timeout_seconds: Seconds that the processes wait for each other at
+            the start. Default: 300.
         enable_prefix_caching: Reuse the pages of prompts that begin alike (default).
         speculative_draft_tensor_parallel_size: Devices that share a copy of the draft
-            model. Default: as many as the target's, or fewer where that is clearly
-            faster by an estimate and leaves most of the pages.
-        scheduling_policy: "fcfs": who came first; "priority": lower `priority` first.
-        max_logprobs: Most logprobs that a request may ask for per token; -1 allows the
-            whole vocabulary, where that is small.
-        load_format: What folders hold; "dummy": random weights, by a config.json alone.
-        skip_tokenizer_init: Read no tokenizer: token ids go in and come out.
+            model. Default: all of the target's, or fewer if an estimate shows that
+            fewer are clearly faster and leave most of the pages.
+        scheduling_policy: "fcfs": first come, first served; "priority": lower
+            `priority` first.
+        max_logprobs: Maximum number of logprobs that a request may ask for per token;
+            -1 allows the whole vocabulary, if it is small.
+        load_format: Format of the weights; "dummy": random weights for a config.json.
+        skip_tokenizer_init: Read no tokenizer: prompts and outputs are token ids.
         generation_config: "auto" reads the model's recommended sampling parameters,
             "vllm" reads none, anything else is the folder to read them from.
-        compilation_cache_dir: Keeps compiled programs between runs; "auto" is
-            `jaxspec` in the user's cache folder, None keeps none.
-        batch_invariant: Decode in one width, so that a request's logits do not depend
-            on its drafts or its neighbours on a TPU or GPU either (on a CPU they never
-            do). Slower: see docs/lossless.md. VLLM_BATCH_INVARIANT=1 in the environment
-            turns it on as well.
-        num_scheduler_steps: Most rounds that one launch may run, in a loop on the
-            device: where nobody waits, and nobody looks at tokens before the last. As
-            many as take 30 ms at most, and up to the first that ends a sequence.
-        scan_layers: Have one loop over each model's layers in programs, in place of
-            every layer by itself. They compile in about half the time; rounds may
-            be slower, and are on a GPU or CPU. Texts are the same.
-        structured_outputs_config: What holds for forms of texts where requests say
-            nothing: keys of `StructuredOutputsConfig`, as disable_any_whitespace.
-        kv_events_config: Who is told which prefixes have pages, for gateways that route
-            by them: keys of `KvEventsConfig`. Nobody, unless enable_kv_cache_events.
+        compilation_cache_dir: Folder that keeps compiled programs between runs; "auto"
+            is `jaxspec` in the user's cache folder, None keeps none.
+        batch_invariant: Decode in programs of one width, so that a request's logits
+            depend neither on its drafts nor on other requests, also on a TPU or GPU
+            (on a CPU they never do). Slower: see docs/lossless.md.
+            VLLM_BATCH_INVARIANT=1 in the environment turns it on as well.
+        num_scheduler_steps: Maximum number of rounds of one launch, in a loop on the
+            device. A launch has several rounds only if no request waits and all running
+            requests return only their final output. They take 30 ms at most, and end
+            with the first round that ends a sequence.
+        scan_layers: Compile one loop over each model's layers instead of every layer.
+            Programs compile in about half the time; rounds may be slower, and are on a
+            GPU or CPU. Texts are the same.
+        structured_outputs_config: Defaults for structured outputs, with keys of
+            `StructuredOutputsConfig`, e.g. disable_any_whitespace.
+        kv_events_config: Publish which prefixes have pages, for gateways that route by
+            them: keys of `KvEventsConfig`. Off, unless enable_kv_cache_events is true.
     """
 
     # None only until `__post_init__`.
@@ -275,7 +279,7 @@ class EngineArgs:
     ngram_prompt_lookup_max: int | None = None
     ngram_prompt_lookup_min: int | None = None
 
-    # Only the values of `_ONLY`; anything else is an error.
+    # Only the values in `_ONLY` are allowed.
     pipeline_parallel_size: int = 1
     cpu_offload_gb: float = 0
     enable_chunked_prefill: bool | None = None
@@ -289,7 +293,7 @@ class EngineArgs:
     typical_acceptance_sampler_posterior_threshold: float | None = None
     typical_acceptance_sampler_posterior_alpha: float | None = None
 
-    # Accepted and without effect: they steer parts of vLLM that have no counterpart.
+    # Accepted, without effect: they control parts of vLLM that do not exist here.
     trust_remote_code: bool = False
     tokenizer_mode: str = "auto"
     enforce_eager: bool = False
@@ -307,7 +311,7 @@ class EngineArgs:
     speculative_disable_mqa_scorer: bool = False
 
     def __new__(cls, **given: object):
-        """Refuse an unknown name with the nearest known one."""
+        """Reject an unknown name, and suggest the nearest known one."""
         known = [item.name for item in fields(cls)]
         for name in sorted(given.keys() - set(known)):
             hint = nearest(name, known, f"see {cls.__name__}.")
@@ -345,20 +349,20 @@ class EngineArgs:
 
     @classmethod
     def add_cli_args(cls, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        """Add a flag for every field; returns the parser."""
-        told = documented(*cls.__mro__[:-1])
+        """Add a flag for every field; return the parser."""
+        help_texts = documented(*cls.__mro__[:-1])
         group = parser.add_argument_group("model and engine")
         for item in fields(cls):
             if item.name == _FIRST_SPECULATIVE:
                 group = parser.add_argument_group("speculation")
             elif item.name == _FIRST_OTHER:
-                title = "vLLM's, refused unless they are left as they are, or of no "
-                group = parser.add_argument_group(f"{title}effect")
+                title = "vLLM's arguments without effect or with one allowed value"
+                group = parser.add_argument_group(title)
             flags = ["--" + item.name.replace("_", "-")]
             flags += [_SHORT[item.name]] if item.name in _SHORT else []
             default = None if item.default is MISSING else item.default
             options: dict[str, Any] = {"dest": item.name, "default": default}
-            options["help"] = told.get(item.name)
+            options["help"] = help_texts.get(item.name)
             members = typing.get_args(item.type) or (item.type,)
             if item.name == "served_model_name":
                 options |= {"nargs": "+", "metavar": "NAME"}
@@ -374,15 +378,15 @@ class EngineArgs:
 
     @classmethod
     def from_cli_args(cls, args: argparse.Namespace) -> Self:
-        """Make the arguments of a command line that `add_cli_args` had a part in."""
+        """Make the arguments from a parsed command line with `add_cli_args` flags."""
         names = [item.name for item in fields(cls)]
         return cls(**{name: getattr(args, name) for name in names})
 
     def read_hosts(self) -> HostsConfig | None:
-        """Read what is said of several hosts; None where nothing is.
+        """Return the settings of several hosts; None for a single host.
 
         Raises:
-            ConfigError: It cannot work.
+            ConfigError: The arguments contradict each other, or one is missing.
         """
         return HostsConfig.read(
             nnodes=self.nnodes,
@@ -395,11 +399,11 @@ class EngineArgs:
         )
 
     def create_engine_config(self) -> EngineConfig:
-        """Read the model folders, fill in the defaults and check the whole.
+        """Read the model folders, fill in defaults, and check all arguments.
 
         Raises:
             ConfigError: Names the argument, its value and the allowed ones.
-            NotImplementedError: The engine does not do this.
+            NotImplementedError: The engine does not support a value.
         """
         self.__post_init__()
         folder = _fetched(self, self.model, "model", revision=self.revision)
@@ -421,12 +425,12 @@ class EngineArgs:
         if draft is not None:
             draft = replace(draft, scan_layers=self.scan_layers)
         model, draft = _quantized(self, model, draft, head, speculative)
-        kept = None
+        draft_token_ids = None
         if draft is not None and speculative is not None:
             is_dummy = self.load_format == "dummy"
-            kept = kept_tokens(speculative, model, draft, is_dummy=is_dummy)
-            if kept is not None:
-                draft = replace(draft, draft_vocab_size=len(kept))
+            draft_token_ids = kept_tokens(speculative, model, draft, is_dummy=is_dummy)
+            if draft_token_ids is not None:
+                draft = replace(draft, draft_vocab_size=len(draft_token_ids))
         num_pages = self.num_gpu_blocks_override
         if num_pages is None:
             widths = kv_widths(
@@ -445,7 +449,7 @@ class EngineArgs:
             )
         elif self.max_num_seqs is None and isinstance(num_pages, int):
             sizes["max_num_seqs"] = max(min(CPU_SIZES.num_seqs, num_pages), 1)
-        # Arguments without a line here are passed on as they are.
+        # Arguments without a line here are passed unchanged.
         values: dict[str, Any] = _passed_on(self, EngineConfig)
         values |= dict(
             model=str(folder),
@@ -471,7 +475,7 @@ class EngineArgs:
             speculative=speculative,
             draft_model_config=draft,
             head_config=head,
-            draft_token_ids=kept,
+            draft_token_ids=draft_token_ids,
             generation_defaults=_generation_defaults(self, folder),
             enable_prefix_caching=self.enable_prefix_caching is not False,
             max_logprobs=_max_logprobs(self.max_logprobs, model.vocab_size),
@@ -488,7 +492,7 @@ class EngineArgs:
 @no_type_check
 @dataclass(kw_only=True)
 class AsyncEngineArgs(EngineArgs):
-    """Arguments of the asynchronous engine; what it adds has no effect here."""
+    """Arguments of the asynchronous engine; its own fields have no effect here."""
 
     enable_log_requests: bool = False
     disable_log_requests: bool = True
@@ -512,7 +516,7 @@ def _tokenizer_folder(args: EngineArgs, folder: Path) -> Path:
 
 
 def _passed_on(args: EngineArgs, record: Any) -> dict[str, Any]:
-    """Arguments that a record has fields for, under the same names."""
+    """Return the arguments for which a record has fields of the same names."""
     names = {item.name for item in fields(record)}
     return {
         item.name: getattr(args, item.name)
@@ -528,7 +532,10 @@ def _or(value: Any, default: Any) -> Any:
 def _speculative(
     args: EngineArgs, max_model_len: int
 ) -> tuple[SpeculativeConfig | None, ModelConfig | None, HeadConfig | None, int | None]:
-    """The speculation, the draft model or head, its devices if they have been said."""
+    """Return the speculation, draft model, head, and the number of draft devices.
+
+    The number of devices is None unless the user has set it.
+    """
     merged = merge_speculative_arguments(vars(args))
     if merged is None:
         return None, None, None, None
@@ -546,15 +553,15 @@ def _speculative(
             UserWarning,
             stacklevel=4,
         )
-    most = None if draft is None else draft.max_position_embeddings
+    max_positions = None if draft is None else draft.max_position_embeddings
     longest = check_integer(
         ConfigError,
         "speculative_max_model_len",
-        merged.get("max_model_len", most or max_model_len),
+        merged.get("max_model_len", max_positions or max_model_len),
         low=1,
-        high=most,
+        high=max_positions,
         hint=""
-        if most is None
+        if max_positions is None
         else "The upper end is the draft's max_position_embeddings.",
     )
     merged["max_model_len"] = min(longest, max_model_len)
@@ -567,10 +574,10 @@ def _speculative(
 def _read_draft(
     args: EngineArgs, merged: dict[str, Any]
 ) -> tuple[ModelConfig | None, HeadConfig | None]:
-    """What the folder of drafts says; sets `model`, and a head's `method` if missing.
+    """Read the draft's folder; set `model`, and a head's `method` if missing.
 
     Raises:
-        ConfigError: There is no such folder, or it holds something else.
+        ConfigError: There is no such folder, or it has neither a model nor a head.
     """
     name, method = merged["model"], merged.get("method")
     is_head = method is not None and method_of(method).has_head
@@ -607,10 +614,11 @@ def _is_head(folder: Path) -> bool:
 def _without_pads(
     model: ModelConfig, draft: ModelConfig | None
 ) -> tuple[ModelConfig, ModelConfig | None]:
-    """Drop the rows of padding by which one of two equal vocabularies is longer.
+    """Drop the padding rows by which one of two equal vocabularies is longer.
 
-    More than exporters add is another vocabulary, which `EngineConfig` refuses; rows
-    that a tokenizer has pieces for are missed when the tokenizer is read.
+    A larger difference than exporters' padding means another vocabulary, which
+    `EngineConfig` rejects. `read_tokenizer` rejects a vocabulary that has lost rows
+    with pieces.
     """
     pad_rows = family_of(model).layout.pad_rows
     if draft is None or abs(model.vocab_size - draft.vocab_size) > pad_rows:
@@ -626,12 +634,12 @@ def _quantized(
     head: HeadConfig | None,
     speculative: SpeculativeConfig | None,
 ) -> tuple[ModelConfig, ModelConfig | None]:
-    """Both models with their matrices kept as the user or their checkpoints say.
+    """Return both models with the quantization of the user or their checkpoints.
 
     Raises:
-        ConfigError: A checkpoint is quantized already, groups do not divide, or an
-            embedding is to be quantized and no model is.
-        NotImplementedError: A head is to be quantized.
+        ConfigError: A checkpoint is quantized already, groups do not divide its
+            matrices, or `quantize_embedding` is set and no model is quantized.
+        NotImplementedError: Quantization of a head.
     """
     kind = None if speculative is None else speculative.quantization
     name = "speculative_model_quantization"
@@ -652,11 +660,11 @@ def _quantized(
             folder=str(speculative and speculative.model),
         )
     elif head is not None and kind is not None:
-        hint = "A head is small beside its target, and stays as it is."
+        hint = "A head is much smaller than its target, and is never quantized."
         raise wrong_argument(UnsupportedError, name, "None for a head", kind, hint)
     schemes = [one.quantization for one in (model, draft) if one is not None]
     if has_embedding and not any(schemes):
-        hint = f"It goes with quantization or {name}, and neither model is quantized."
+        hint = f"It needs quantization or {name}: neither model is quantized."
         raise wrong_argument(ConfigError, "quantize_embedding", "False", True, hint)
     return model, draft
 
@@ -696,17 +704,17 @@ def _generation_defaults(args: EngineArgs, folder: Path) -> dict[str, Any]:
     elif args.generation_config != "auto":
         name = args.generation_config
         source = _fetched(args, name, "generation_config", weights=False)
-    found = recommended_sampling(source, args.override_generation_config)
+    recommended = recommended_sampling(source, args.override_generation_config)
     try:
-        SamplingParams(**found).validate_for(_ANY_VOCAB_SIZE)
+        SamplingParams(**recommended).validate_for(_ANY_VOCAB_SIZE)
     except RequestError as error:
         place = "override_generation_config"
         if source is not None:
             place += f" and generation_config.json of {source}"
         raise ConfigError(
-            f"{place}: {error}", parameter="generation_config", value=found
+            f"{place}: {error}", parameter="generation_config", value=recommended
         ) from error
-    return found
+    return recommended
 
 
 def _max_logprobs(given: Any, vocab_size: int) -> int:
@@ -717,7 +725,7 @@ def _max_logprobs(given: Any, vocab_size: int) -> int:
             f"an integer from 0 to {MAX_LOGPROBS}",
             given,
             f"-1 means all {vocab_size} tokens of this vocabulary, and every launch "
-            "would bring them to the host for every token.",
+            "would copy them to the host for every token.",
         )
     return vocab_size if given == -1 else given
 
@@ -730,7 +738,7 @@ def _cache_dir(given: str | None) -> str | None:
         caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     except RuntimeError:  # neither HOME nor an entry in the list of users
         _log.warning(
-            "This user has no home directory, and compiled programs are not kept: set "
+            "This user has no home directory, so compiled programs are not saved: set "
             "HOME, XDG_CACHE_HOME or compilation_cache_dir"
         )
         return None

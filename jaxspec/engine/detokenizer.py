@@ -39,7 +39,7 @@ class TextStream:
         self._joined = ""
         # Text after `_joined`. Joined when it is read: otherwise a long text would be
         # copied for each token.
-        self._late: list[str] = []
+        self._pieces: list[str] = []
         self._ids: list[int] = []
         self._read = 0  # ids whose text is in `_text`
         self._start = 0  # the first id of the context, which is decoded again
@@ -48,15 +48,15 @@ class TextStream:
 
     @property
     def _text(self) -> str:
-        if self._late:
-            self._joined += "".join(self._late)
-            self._late.clear()
+        if self._pieces:
+            self._joined += "".join(self._pieces)
+            self._pieces.clear()
         return self._joined
 
     @_text.setter
     def _text(self, text: str) -> None:
         self._joined = text
-        self._late.clear()
+        self._pieces.clear()
 
     @property
     def text(self) -> str:
@@ -91,7 +91,7 @@ class TextStream:
         """Add tokens of a request without stop strings; return the new text."""
         self._ids += token_ids
         if self._params.detokenize and self._read and self._append_plain():
-            return self._late[-1]
+            return self._pieces[-1]
         before = len(self._text)
         self._advance(is_end=False)
         return self._text[before:]
@@ -143,7 +143,7 @@ class TextStream:
             if text is None:
                 return False
             new += text
-        self._late.append(new)
+        self._pieces.append(new)
         self._known, self._read = None, len(self._ids)
         return True
 
@@ -187,8 +187,8 @@ def _start_of_stop(text: str, stop: str) -> int:
 class LogprobStream:
     """Logprobs of one growing text and of its prompt.
 
-    Launches return `max_logprobs` candidates of the engine, and values for the most ids
-    that a request may name; here they are cut to what the request asked for.
+    Launches return `max_logprobs` candidates, and values for the most ids that a
+    request may name; here they are cut to the number that the request wants.
 
     Attributes:
         cumulative: Sum of the logprobs of the text's tokens; None if not requested.
@@ -214,13 +214,13 @@ class LogprobStream:
 
     def push(self, token_ids: list[int], values: TokenLogprobs | None) -> None:
         """Add generated tokens; entry i of `values` belongs to token i."""
-        asked = self._params.num_logprobs
-        if asked is None or self.cumulative is None or not token_ids:
+        num_requested = self._params.num_logprobs
+        if num_requested is None or self.cumulative is None or not token_ids:
             return
         assert values is not None, "a launch without logprobs"
         own = values.own.tolist()
         for index, token in enumerate(token_ids):
-            position = self._position(token, values, index, asked, self._chosen)
+            position = self._position(token, values, index, num_requested, self._chosen)
             self._logprobs.append(position)
             self._own.append(own[index])
             self.cumulative += own[index]
@@ -238,47 +238,48 @@ class LogprobStream:
 
     def push_prompt(self, values: TokenLogprobs) -> None:
         """Add the next part of the prompt."""
-        asked = self._params.prompt_logprobs
-        if asked is None:
+        num_requested = self._params.prompt_logprobs
+        if num_requested is None:
             return
         for index in range(len(values.own)):
             token = self._prompt_ids[len(self._prompt)]
-            self._prompt.append(self._position(token, values, index, asked))
+            self._prompt.append(self._position(token, values, index, num_requested))
 
     @property
     def prompt(self) -> Logprobs | None:
         """Logprobs by position of the prompt; None for the first."""
         is_whole = len(self._prompt) == len(self._prompt_ids)
-        asked = self._params.prompt_logprobs is not None
-        return self._prompt if asked and is_whole else None
+        is_requested = self._params.prompt_logprobs is not None
+        return self._prompt if is_requested and is_whole else None
 
     def _position(
         self,
         token: int,
         values: TokenLogprobs,
         index: int,
-        asked: int,
+        num_requested: int,
         chosen: Sequence[int] = (),
     ) -> LogprobsOnePosition:
         # As in vLLM: the token itself comes first, wherever it ranks.
-        found: dict[int, tuple[float, int | None]] = {
+        candidates: dict[int, tuple[float, int | None]] = {
             token: (float(values.own[index]), int(values.rank[index]))
         }
-        count = values.top_ids.shape[-1] if asked == -1 or chosen else asked
+        returns_all = num_requested == -1 or chosen
+        count = values.top_ids.shape[-1] if returns_all else num_requested
         top_ids = values.top_ids[index, :count].tolist()
         if chosen:
             # The rank of a token is known only among the most probable ones.
             ranks = {candidate: rank for rank, candidate in enumerate(top_ids, 1)}
             own = values.chosen[index, : len(chosen)].tolist()
             for candidate, value in zip(chosen, own, strict=True):
-                found.setdefault(candidate, (value, ranks.get(candidate)))
+                candidates.setdefault(candidate, (value, ranks.get(candidate)))
         else:
             top = values.top[index, :count].tolist()
             for rank, (other, value) in enumerate(zip(top_ids, top, strict=True), 1):
-                found.setdefault(other, (value, rank))
+                candidates.setdefault(other, (value, rank))
         return {
             candidate: Logprob(value, rank, self._text(candidate))
-            for candidate, (value, rank) in found.items()
+            for candidate, (value, rank) in candidates.items()
         }
 
     def _text(self, token: int) -> str | None:

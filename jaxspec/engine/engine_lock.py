@@ -17,9 +17,8 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-# The class of reentrant locks in C. A `with` statement calls its `__exit__` directly:
-# an interrupt cannot come in between, as it could in a method written in Python, and
-# leave the lock held for ever.
+# The class of reentrant locks in C. A `with` statement calls its `__exit__` directly.
+# In a method written in Python, an interrupt could prevent the release of the lock.
 _RLock: Any = type(threading.RLock())
 
 

@@ -1,7 +1,7 @@
-"""Calls llguidance: compiles grammars, and follows one text with a matcher.
+"""Calls llguidance: compiles grammars, and matches one text with each matcher.
 
-No other module calls the library. Every call goes through `call_library`: whatever the
-library raises, a Rust panic included, becomes a `GrammarFailure` of one request.
+No other module calls the library. Every call goes through `call_library`, which turns
+any error of the library, a Rust panic included, into a `GrammarFailure` of one request.
 """
 
 import contextlib
@@ -22,19 +22,19 @@ from jaxspec.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
 
-# Of stack, for each character of a grammar. The library calls itself for every rule of
-# a chain, and a full stack ends the process: 4,000 rules of 13 characters took 8 MiB.
+# Stack per character of a grammar. The library recurses for every rule of a chain, and
+# a full stack ends the process: 4,000 rules of 13 characters took 8 MiB.
 STACK_BYTES = 4096
 LEAST_STACK_BYTES = 2**24
 # Fuel of one mask: 0.1 to 0.5 s on one core of a server.
 MASK_FUEL = 5_000_000
-# The most that a machine spends: 15 to 65 million were measured.
+# Upper bound on the fuel used per second: 15 to 65 million were measured.
 FUEL_PER_S = 100_000_000
 # The default of `max_items_in_row` is 2,000: an `anyOf` of 2,500 objects failed after
 # "{". Items of one mask: an `anyOf` of 5,000 objects needs fewer than 10,000. With the
 # default of 50,000 a mask of an ambiguous grammar takes 2.0 s, with 20,000 0.15 s.
 MAX_ITEMS_IN_ROW, MAX_MASK_ITEMS = 100_000, 20_000
-_KEPT_LIMITS: dict[str, Any] = dict(
+_SHARED_LIMITS: dict[str, Any] = dict(
     max_items_in_row=MAX_ITEMS_IN_ROW,
     step_max_items=MAX_MASK_ITEMS,
     step_lexer_fuel=MASK_FUEL,
@@ -42,22 +42,22 @@ _KEPT_LIMITS: dict[str, Any] = dict(
 )
 # Fuel to compile a grammar: 0.4 s. 20,000 random labels of 30 characters compile.
 COMPILE_LIMITS = llguidance.LLParserLimits(
-    initial_lexer_fuel=20_000_000, **_KEPT_LIMITS
+    initial_lexer_fuel=20_000_000, **_SHARED_LIMITS
 )
-# The fuel of compiling is also that of the tokens read before the first mask. It must
-# not run out there: where it did would depend on when the matcher was rebuilt.
-LIMITS = llguidance.LLParserLimits(initial_lexer_fuel=2**40, **_KEPT_LIMITS)
-# Estimates of memory: of a grammar, of each character of its text, and of the states
-# that a lexer caches in a second of CPU time. Measured: 53 to 131 bytes a character for
-# long grammars, 40 to 175 MB a second.
+# The initial fuel also pays for the tokens read before the first mask. It must not run
+# out there: the failing token would depend on when the matcher was rebuilt.
+LIMITS = llguidance.LLParserLimits(initial_lexer_fuel=2**40, **_SHARED_LIMITS)
+# Memory estimates: per grammar, per character of its text, and for the states that a
+# lexer caches per second of CPU time. Measured: 53 to 131 bytes per character for long
+# grammars, 40 to 175 MB per second.
 GRAMMAR_BYTES, BYTES_PER_CHARACTER, LEXER_BYTES_PER_S = 2**17, 200, 500 * 2**20
 # Stop reasons of a complete text.
 _COMPLETE = {"NoExtension", "EndOfSentence"}
-# Characters that mean something in a regular expression.
+# Characters with a meaning in regular expressions.
 _SYNTAX = re.compile(r"[\\.+*?()|\[\]{}^$#&~-]")
-# `threading.stack_size` is of the process: all compilers take turns, or one would take
-# the other's size for the usual one and leave it behind. A thread that somebody else
-# starts in between reserves more address space than it needs, which is harmless.
+# `threading.stack_size` is one value per process. Without the lock, a compiler could
+# read another's size as the usual one, and restore it at its end. A thread started by
+# other code meanwhile reserves more address space than it needs, which is harmless.
 _stack_size_lock = threading.Lock()
 
 
@@ -80,7 +80,7 @@ def call_library(function: Callable[..., T], *arguments: Any, **named: Any) -> T
     """Call into the library.
 
     Raises:
-        GrammarFailure: It raised an error, or panicked.
+        GrammarFailure: The library raised an error, or panicked.
     """
     try:
         return call_native(function, *arguments, **named)
@@ -90,7 +90,7 @@ def call_library(function: Callable[..., T], *arguments: Any, **named: Any) -> T
 
 
 def _failure(reason: str) -> GrammarFailure:
-    """Describe an error in which a matcher is, without what it quotes."""
+    """Return the failure for a matcher's error text, without quoted input."""
     reason = reason.strip().partition("\n")[0] or "no reason given"
     if reason.startswith("panic"):
         return GrammarFailure("panic", f"the grammar library failed: {reason}")
@@ -102,27 +102,27 @@ def _failure(reason: str) -> GrammarFailure:
 
 
 def grammar_of_regex(pattern: str) -> str:
-    """Return a regular expression in the library's own form."""
+    """Convert a regular expression to the library's format."""
     return call_library(llguidance.LLMatcher.grammar_from_regex, pattern)
 
 
 def grammar_of_choices(choices: Sequence[str]) -> str:
-    """Return a list of texts in the library's own form.
+    """Convert a list of texts to the library's format.
 
-    One regular expression: as alternatives of a rule, 20,000 take 0.2 s for the first
-    mask and are more than the library's limit on items.
+    The result is one regular expression: as alternatives of a rule, 20,000 texts take
+    0.2 s for the first mask, and exceed the library's limit on items.
     """
     distinct = dict.fromkeys(choices)
     return grammar_of_regex("|".join(_SYNTAX.sub(r"\\\g<0>", one) for one in distinct))
 
 
 def grammar_of_rules(rules: str) -> str:
-    """Return a grammar in Lark's or GBNF's form in the library's own form."""
+    """Convert a Lark or GBNF grammar to the library's format."""
     return call_library(llguidance.grammar_from, "grammar", rules)
 
 
 def grammar_of_schema(schema: str, options: Any) -> str:
-    """Return a JSON schema in the library's own form."""
+    """Convert a JSON schema to the library's format."""
     return call_library(
         llguidance.LLMatcher.grammar_from_json_schema, schema, overrides=options
     )
@@ -169,13 +169,13 @@ class _Pieces:
     special_token_ids: list[int] = []
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_id: int):
-        # A token without bytes never matches: special ones, pad rows of the network.
+        # Tokens without bytes never match: special tokens, padding rows of the network.
         self.tokens = [tokenizer.token_bytes(token) for token in range(vocab_size)]
         self.eos_token_id = eos_token_id
         self._tokenizer = tokenizer
 
     def __call__(self, text: str | bytes) -> list[int]:
-        # The library tries bytes first, and keeps to them where they work once.
+        # The library tries bytes first, and uses them from then on if that works.
         if isinstance(text, bytes):
             text = text.decode()
         return self._tokenizer.encode(
@@ -200,7 +200,7 @@ class _Lexer:
 
     @property
     def is_used_up(self) -> bool:
-        """Whether it may have spent the fuel of a mask by now: after 50 ms."""
+        """Whether its time, above 50 ms, may have used the fuel of one mask."""
         return self.spent_s > MASK_FUEL / FUEL_PER_S
 
 
@@ -208,37 +208,37 @@ class Grammar:
     """A compiled grammar.
 
     Args:
-        text: The constraint in llguidance's own form.
+        text: The constraint in llguidance's format.
 
     Attributes:
-        warnings: What the library ignores of it.
+        warnings: Messages about parts that the library ignores.
 
     Raises:
-        GrammarFailure: It is not valid, or no text matches it.
+        GrammarFailure: The grammar is not valid, or no text matches it.
     """
 
     def __init__(self, text: str, vocabulary: Vocabulary):
         self._text, self.vocabulary = text, vocabulary
         self.warnings: list[str] = []
-        # None once it is used up: its memory is released with its last matcher.
+        # None once it is used up, so that its memory is freed with its last matcher.
         self._shared: _Lexer | None = self._with_stack(self._compile)
         self.drop_used_lexer()
 
     @property
     def num_bytes(self) -> int:
-        """Upper estimate of the memory that it keeps."""
+        """Upper estimate of the grammar's memory."""
         shared, text = self._shared, len(self._text)
         lexer = 0 if shared is None else shared.num_bytes
         return GRAMMAR_BYTES + BYTES_PER_CHARACTER * text + lexer
 
     def drop_used_lexer(self) -> None:
-        """Let go of a lexer that is used up."""
+        """Drop the shared lexer if it is used up."""
         shared = self._shared
         if shared is not None and shared.is_used_up:
             self._shared = None
 
     def shared_lexer(self) -> _Lexer:
-        """Return a lexer that several matchers use, and that is not used up.
+        """Return a lexer that is not used up, which matchers share.
 
         A copy takes microseconds; a new lexer 0.5 ms, or 0.1 s for 20,000 labels.
 
@@ -254,12 +254,12 @@ class Grammar:
         """Make a lexer that no other matcher uses.
 
         Raises:
-            GrammarFailure: The library fails.
+            GrammarFailure: The library failed.
         """
         return self._with_stack(self._make)
 
     def _with_stack(self, make: Callable[[], _Lexer]) -> _Lexer:
-        """Call a function in a thread that has the stack for this grammar."""
+        """Call a function in a thread with enough stack for this grammar."""
         size = LEAST_STACK_BYTES + STACK_BYTES * len(self._text)
         with ThreadPoolExecutor(1) as thread:
             with _stack_size_lock:
@@ -281,7 +281,7 @@ class Grammar:
             raise GrammarFailure("other", messages[0].strip())
         self.warnings = messages
         lexer = self._make()
-        # A cycle of references is valid to the library until its first mask.
+        # The library reports a cycle of references only with the first mask.
         first = call_library(lexer.native.deep_copy)
         start = time.thread_time()
         call_library(first.compute_bitmask)
@@ -307,18 +307,18 @@ class Grammar:
 
 
 class Matcher:
-    """Follows one text through a grammar.
+    """Matches one text with a grammar.
 
-    A mask, and whether there is one, depends on the tokens before it alone, whatever
-    other masks were computed. The library's own limits do not: a lexer that has cached
-    more states spends less fuel on a mask and is nearer to its limit on states, and a
-    lexer that has failed never recovers. So the verdict is that of a new lexer, which
-    reads the text and computes this mask. It is asked when the lexer in use fails, and
-    when that lexer has worked so long that it could have spent the fuel of a mask.
-    Before that a new one cannot fail: all it has to do, the one in use has done.
+    A mask, and whether it can be computed, depends only on the tokens before it, not on
+    other masks. The library's limits violate this: a lexer with more cached states uses
+    less fuel for a mask and is nearer to its limit on states, and a lexer that has
+    failed never recovers. So the result that counts is that of a new lexer, which reads
+    the text and computes this mask. A new lexer is used when the present one fails, and
+    when the present one's time could have used the fuel of a mask. Before that a new
+    lexer cannot fail: the present one has already done all of its work.
 
     Attributes:
-        tokens: Consumed so far.
+        tokens: Tokens consumed so far.
     """
 
     def __init__(self, grammar: Grammar):
@@ -337,13 +337,13 @@ class Matcher:
         return self._grammar.vocabulary.end_mask
 
     def read(self, token: int) -> bool:
-        """Consume a token that the mask before it allows; return whether it did.
+        """Consume a token that the mask before it allows; return whether it was.
 
-        Not consumed are tokens after a complete text, and end tokens that the library
-        does not take.
+        Tokens after a complete text, and end tokens that the library does not accept,
+        are not consumed.
 
         Raises:
-            GrammarFailure: The library failed, or refuses the token.
+            GrammarFailure: The library failed, or rejects the token.
         """
         if self._is_complete():
             return False
@@ -359,11 +359,11 @@ class Matcher:
             self.tokens.append(token)
             return True
         length = len(self.tokens) + 1
-        self._start_alone([*self.tokens, token])
+        self._restart([*self.tokens, token])
         return len(self.tokens) == length
 
     def back_to(self, length: int) -> None:
-        """Forget all but the first tokens.
+        """Remove all but the first `length` tokens.
 
         Raises:
             GrammarFailure: The library failed.
@@ -378,26 +378,26 @@ class Matcher:
         if is_done:
             del self.tokens[length:]
         else:
-            self._start_alone(self.tokens[:length])
+            self._restart(self.tokens[:length])
 
     def mask(self) -> np.ndarray:
-        """Compute which tokens may follow, as bits of words.
+        """Compute which tokens may follow, as bits of 32-bit words.
 
         Raises:
-            GrammarFailure: The library cannot say.
+            GrammarFailure: The library failed.
         """
         bits = None
-        with contextlib.suppress(GrammarFailure):  # it may be that of this lexer alone
+        with contextlib.suppress(GrammarFailure):  # a new lexer may succeed
             bits = self._certain_bits()
         if bits is None:
-            self._start_alone(self.tokens)
+            self._restart(self.tokens)
             bits = self._bits()
         return np.frombuffer(bits, np.uint32)
 
     def _certain_bits(self) -> bytes | None:
-        """Compute a mask; return None where a new lexer must confirm it."""
+        """Compute a mask; return None if a new lexer must confirm it."""
         if self._lexer.is_used_up:
-            if self._is_alone:
+            if self._has_own_lexer:
                 return None
             self._start(self._grammar.shared_lexer(), self.tokens)
         bits = self._bits()
@@ -433,22 +433,22 @@ class Matcher:
     def _call(self, method: str, *arguments: Any) -> Any:
         return call_library(getattr(self._native, method), *arguments)
 
-    def _start_alone(self, tokens: list[int]) -> None:
+    def _restart(self, tokens: list[int]) -> None:
         """Read a text with a lexer that no other matcher uses.
 
-        The fuel of reading does not count: a mask has its own.
+        The time for this does not count: the fuel of a mask is separate.
 
         Raises:
-            GrammarFailure: The library failed, or refuses a token.
+            GrammarFailure: The library failed, or rejects a token.
         """
-        self._spend(math.inf)  # for matchers that share it
+        self._spend(math.inf)  # other matchers stop using the old lexer
         self.tokens = tokens
         self._start(self._grammar.new_lexer(), tokens)
-        self._lexer.spent_s, self._is_alone = 0.0, True
+        self._lexer.spent_s, self._has_own_lexer = 0.0, True
 
     def _start(self, lexer: _Lexer, tokens: list[int]) -> None:
         """Read a text with another lexer."""
-        self._lexer, self.tokens, self._is_alone = lexer, tokens, False
+        self._lexer, self.tokens, self._has_own_lexer = lexer, tokens, False
         self._native = call_library(lexer.native.deep_copy)
         if not tokens:
             return

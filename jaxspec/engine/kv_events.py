@@ -173,8 +173,8 @@ class KvEventPublisher:
 
         They include batches that were dropped, or are still queued.
         """
-        client, *_, asked = router.recv_multipart()
-        start = int.from_bytes(asked, "big")
+        client, *_, requested = router.recv_multipart()
+        start = int.from_bytes(requested, "big")
         with self._lock:
             kept = list(self._kept)
         for number, payload in kept:

@@ -2,7 +2,7 @@
 
 `speculative_model=` and its companions, `speculative_config={...}` and `spec_model=`
 may be mixed as long as they do not contradict each other. Knows nothing about folders
-and models: `jaxspec.engine.arg_utils` looks at those.
+and models: `jaxspec.engine.arg_utils` reads those.
 """
 
 import re
@@ -49,18 +49,18 @@ SPECULATIVE_NAMES = {
     "ngram_prompt_lookup_max": "prompt_lookup_max",
     "ngram_prompt_lookup_min": "prompt_lookup_min",
 }
-# vLLM's older names of rules that decide which drafts stay.
+# vLLM's older names of acceptance rules.
 _OLD_RULES = {"rejection_sampler": "standard"}
 # vLLM's spellings of n-gram drafts, as a model and as a method.
 _NGRAM_MODELS = ("ngram", "[ngram]")
 _NGRAM_METHODS = ("ngram", "[ngram]", "ngram_gpu")
 # vLLM's default, in tokens.
 _DEFAULT_PROMPT_LOOKUP = 5
-# vLLM's older way to name a kind of draft in place of a model.
+# vLLM's older notation for a kind of draft in place of a model.
 _KIND = re.compile(r"\[.*\]")
 _SPECULATIVE_KEYS = tuple(item.name for item in fields(SpeculativeConfig))
-# Keys that change nothing here: what they tune does not exist, but for the draft's
-# revision, which `EngineArgs` takes from what the caller gave.
+# Keys without effect here: they tune parts that do not exist. Except "revision", which
+# `EngineArgs` reads from the caller's dict.
 _SPECULATIVE_NO_EFFECT = (
     "enforce_eager",
     "revision",
@@ -73,7 +73,7 @@ _SPECULATIVE_LATER = (
     "use_heterogeneous_vocab",
     "num_speculative_tokens_per_batch_size",
 )
-# Keys of features that were removed, and what to use in place of them.
+# Keys of removed features, and the alternatives.
 _DYNAMIC = (
     "Dynamic trees were removed: they reached 0.59 to 1.05 of plain decoding. Use a "
     f"static tree ({TREE_KEY}), num_side_leaves or a chain."
@@ -88,9 +88,9 @@ _SPECULATIVE_REMOVED = {
     "posterior_threshold": TYPICAL_REMOVED,
     "posterior_alpha": TYPICAL_REMOVED,
 }
-# vLLM's way to give the draft's keys and values a type of their own.
+# vLLM's key for a separate type of the draft's keys and values.
 _KV_CACHE_DTYPE = "kv_cache_dtype"
-# vLLM's way to say that a draft model makes all drafts in one pass.
+# vLLM's key for a draft model that makes all drafts in one pass.
 _PARALLEL = "parallel_drafting"
 
 
@@ -100,12 +100,12 @@ def merge_speculative_arguments(
     """Join the three generations of `arguments` into keys of `SpeculativeConfig`.
 
     Returns:
-        None when nothing asks for speculation.
+        None if no argument enables speculation.
 
     Raises:
-        ConfigError: One thing was given twice with different values, a key is unknown,
-            or there is no draft model to go with the rest.
-        NotImplementedError: A kind of speculation that does not exist here yet.
+        ConfigError: Two arguments set one key to different values, a key is unknown, or
+            the draft model is missing.
+        NotImplementedError: The kind of speculation is not supported.
     """
     config = arguments.get("speculative_config")
     given = {}
@@ -126,7 +126,7 @@ def merge_speculative_arguments(
             )
     merged = {key: value for key, (_, value) in given.items()}
     if merged == {"rejection_sample_method": "standard"}:
-        # The older default, spelled out; it asks for nothing by itself.
+        # The default of the older arguments; it does not enable speculation.
         return None
     if config is not None and not given:
         raise ConfigError(
@@ -155,7 +155,7 @@ def merge_speculative_arguments(
     if info.lookup == SUFFIX:
         merged = SUFFIX_DEFAULTS | merged
         if merged["suffix_decoding_max_cached_requests"]:
-            # Texts may not depend on others' answers: see `SpeculativeConfig`.
+            # Texts must not depend on other requests' answers: see `SpeculativeConfig`.
             merged.setdefault("rejection_sample_method", "coupled")
     if TREE_KEY in merged:
         # vLLM's meaning: every draft of the tree counts.
@@ -218,25 +218,25 @@ def _normalised_keys(config: object) -> dict[str, Any]:
 
 
 def _settle_kv_cache_dtype(merged: dict[str, Any], target: str) -> None:
-    """Refuse a type of the draft's keys and values that is not the target's.
+    """Reject a type of the draft's keys and values that is not the target's.
 
     Args:
         target: `kv_cache_dtype` of the engine.
     """
-    kept = merged.pop(_KV_CACHE_DTYPE, target)
+    cache_dtype = merged.pop(_KV_CACHE_DTYPE, target)
     name = f"speculative_config[{_KV_CACHE_DTYPE!r}]"
-    check_choice(ConfigError, name, kept, tuple(KV_CACHE_NAMES))
-    if KV_CACHE_NAMES[kept] != KV_CACHE_NAMES[target]:
+    check_choice(ConfigError, name, cache_dtype, tuple(KV_CACHE_NAMES))
+    if KV_CACHE_NAMES[cache_dtype] != KV_CACHE_NAMES[target]:
         hint = (
-            "The draft's keys and values are kept as the target's, in the same pages: "
+            "The draft's keys and values have the target's type, in the same pages: "
             f"leave it out, or set {_KV_CACHE_DTYPE} for both."
         )
         allowed = f"left out or {target!r}, which the target has"
-        raise wrong_argument(UnsupportedError, name, allowed, kept, hint)
+        raise wrong_argument(UnsupportedError, name, allowed, cache_dtype, hint)
 
 
 def _settle_method(merged: dict[str, Any]) -> None:
-    """Give n-gram drafts one spelling; refuse what goes with another method."""
+    """Normalize the method's name; reject keys of other methods."""
     method, model = merged.get("method"), merged.get("model")
     if _PARALLEL in merged:
         method = _settle_parallel(method, merged.pop(_PARALLEL))
@@ -279,7 +279,7 @@ def _settle_method(merged: dict[str, Any]) -> None:
 
 
 def _settle_parallel(method: Any, is_parallel: Any) -> Any:
-    """The method that vLLM's `parallel_drafting` makes of another."""
+    """Apply vLLM's `parallel_drafting` to a method."""
     check_flag(ConfigError, _PARALLEL, is_parallel)
     if is_parallel == (method == PARD):
         return method
@@ -297,7 +297,7 @@ def _settle_parallel(method: Any, is_parallel: Any) -> Any:
 
 
 def _refuse_keys_of_others(merged: Mapping[str, Any], method: str) -> None:
-    """Refuse keys of a lookup that the method does not use."""
+    """Reject keys of a lookup that the method does not use."""
     for owner, (title, keys) in LOOKUPS.items():
         other_way = " (or speculative_model to '[ngram]')" if owner == NGRAM else ""
         for key in keys:
@@ -312,16 +312,16 @@ def _refuse_keys_of_others(merged: Mapping[str, Any], method: str) -> None:
 
 
 def _settle_lookup(merged: dict[str, Any], *, is_first_generation: bool) -> None:
-    """Fill in how many tokens are looked up, by the rules of the arguments' age.
+    """Fill in the lookup lengths, by the rules of the arguments' generation.
 
-    `speculative_model="[ngram]"` must name the most, and the fewest is 1; the dict's
-    method NGRAM takes 5 for both, or the one that is given.
+    `speculative_model="[ngram]"` requires the longest length, and the shortest defaults
+    to 1. With method NGRAM in the dict, both default to the one that is given, or to 5.
     """
     most, fewest = (merged.get(key) for key in LOOKUPS[NGRAM][1])
     if is_first_generation and most is None:
         raise ConfigError(
             "speculative_model='[ngram]' requires ngram_prompt_lookup_max, the most "
-            f"tokens that are looked for; {_DEFAULT_PROMPT_LOOKUP} is a good number.",
+            f"tokens of a match; {_DEFAULT_PROMPT_LOOKUP} is a good number.",
             parameter="ngram_prompt_lookup_max",
         )
     if is_first_generation and fewest is None:

@@ -1,15 +1,15 @@
-"""Grammars: from `StructuredOutputsParams` to the masks of tokens that may come next.
+"""Structured outputs: from `StructuredOutputsParams` to masks of allowed next tokens.
 
-Owns the grammar state of every running request. The device asks for masks in the middle
-of its program, from a thread of its own, and may be rounds ahead of what the engine has
-read: a question brings the newest known tokens along, so nothing else is needed.
+Owns the grammar state of every running request. A program on the device requests masks
+through a host callback, in a thread of the device's, and may be rounds ahead of the
+engine: each request for masks includes the newest tokens.
 
-A program waits a short time for its masks. For a row whose masks take longer, it goes
-on with masks that allow the end token only; the scheduler drops the row's tokens,
-preempts the request, and admits it again when the mask has been computed.
+A program waits a short time for its masks. For a row whose masks take longer, it
+continues with masks that allow only the end token; the scheduler drops the row's
+tokens, preempts the request, and admits it again when the mask has been computed.
 
-Where the library fails, the mask allows the end token only. The engine drops the token
-that comes of it, and ends the request with an error (`GrammarState.failure_in`).
+If the library fails, the mask allows only the end token. The engine drops that token,
+and ends the request with an error (`GrammarState.failure_in`).
 """
 
 import itertools
@@ -53,11 +53,11 @@ EVERYTHING = np.uint32(0xFFFFFFFF)
 # CPU time of a mask above which the next one is computed between launches. Masks of
 # 8,192 tokens take 0.01 to 2 ms as a rule.
 SLOW_MASK_S = 0.02
-# Wall time that a program waits for the masks of one row, and for those of all rows. A
-# round with 5 drafts asks 6 times: other rows wait 0.9 s at most.
+# Wall time that a program waits for the masks of one row, and of all rows. A round with
+# 5 drafts requests masks 6 times: other rows wait 0.9 s at most.
 MAX_ROW_WAIT_S, MAX_WAIT_S = 0.05, 0.15
-# Masks of a text that are computed between launches after a late one, for each time
-# that one was late.
+# Masks computed between launches after the first late mask of a text; n times this
+# number after the n-th.
 NUM_SLOW_MASKS = 16
 # Threads that still compute masks for which a program has stopped waiting.
 MAX_LATE_THREADS = 4
@@ -65,12 +65,11 @@ MAX_LATE_THREADS = 4
 MAX_TEXT_S = 10.0
 # Threads that compute masks between launches.
 NUM_MASK_THREADS = 2
-# Memory of grammars that are kept ready, the most recent ones: requests often come with
-# the same.
-MAX_KEPT_BYTES = 64 * 2**20
-# Keys of "x-guidance", by which a schema itself speaks to llguidance.
+# Memory of cached grammars, the most recently used ones: requests often share one.
+MAX_CACHED_BYTES = 64 * 2**20
+# Keys of "x-guidance", llguidance's options in a schema.
 _WHITE_SPACE_OPTIONS = {"whitespace_flexible", "whitespace_pattern"}
-# Of a schema: keywords whose value is data, and those with schemas by name.
+# Keywords of a schema whose values are data, and those whose values are named schemas.
 _DATA = {"const", "enum", "default", "examples"}
 _NAMED_SCHEMAS = {"properties", "patternProperties", "dependentSchemas"}
 _NAMED_SCHEMAS |= {"$defs", "definitions"}
@@ -81,7 +80,7 @@ class Failure(NamedTuple):
     """Where the grammar of a text failed, and why.
 
     Attributes:
-        tokens: Of the text before the mask that could not be computed.
+        tokens: Tokens of the text before the mask that could not be computed.
         kind: See `GrammarFailure`.
     """
 
@@ -94,20 +93,20 @@ class Failure(NamedTuple):
 class GrammarState:
     """The state of one request's grammar.
 
-    Invariant: the matcher has consumed the first of `tokens`. It takes no more once
-    the text is complete, and only end tokens follow then, or once it has failed.
+    Invariant: the matcher has consumed a prefix of `tokens`: all of them, unless the
+    text is complete, and only end tokens follow, or the matcher has failed.
 
     Attributes:
-        grammar_id: The device's name for it; 0 before the first launch.
-        stop_ids: Tokens that end the sequence: none of them before it has
-            `min_tokens`, unless the text is complete.
-        failures: Texts that `tokens` begins with or may still become, after which the
-            library has failed.
-        lock: Held while masks are computed, by whichever thread does it.
+        grammar_id: Its id on the device; 0 before the first launch.
+        stop_ids: Tokens that end the sequence. They are masked before `min_tokens`,
+            unless the text is complete.
+        failures: Failures after a prefix of `tokens`, or after a text of which `tokens`
+            is a prefix.
+        lock: Held by any thread that computes masks.
         spent_s: CPU time spent on the text so far.
-        late_length: Tokens before the mask that a launch did not wait for, until the
-            text is ready again. Tokens after them mean nothing.
-        ready: Tokens of a slow text, and the mask after them: the next launch of it
+        late_length: Number of tokens before the late mask, until the mask has been
+            computed. Later tokens are invalid.
+        ready: Number of tokens of a slow text, and the mask after them: its next launch
             has no drafts.
     """
 
@@ -118,7 +117,7 @@ class GrammarState:
     grammar_id: int = 0
     tokens: list[int] = field(default_factory=list)
     failures: tuple[Failure, ...] = ()
-    # Masks by the drafts before them: the target asks again for those of the draft.
+    # Masks by the drafts before them: the target's pass requests the draft's again.
     known_masks: dict[tuple[int, ...], np.ndarray] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
     spent_s: float = 0.0
@@ -132,13 +131,13 @@ class GrammarState:
     def is_slow(self) -> bool:
         """Whether the next mask is computed between launches: see `is_ready`.
 
-        The newest one took more than `SLOW_MASK_S`, or one was late. Then the text has
-        no drafts.
+        True after a mask that took more than `SLOW_MASK_S`, and for a while after a
+        late mask. A slow text has no drafts.
         """
         return self._num_slow > 0
 
     def ready_mask(self, num_tokens: int) -> np.ndarray | None:
-        """Return the mask of a text that `is_ready`; None for any other.
+        """Return the mask of a text for which `is_ready` is true, else None.
 
         Args:
             num_tokens: See `sync`.
@@ -149,7 +148,7 @@ class GrammarState:
         return mask if num_tokens - self.num_prompt == length else None
 
     def set_late(self, num_tokens: int) -> None:
-        """Note that a launch does not wait for the masks after the known tokens.
+        """Record that a launch does not wait for the masks after the known tokens.
 
         Args:
             num_tokens: See `sync`.
@@ -161,7 +160,7 @@ class GrammarState:
     def is_ready(self, text: list[int], threads: Executor) -> bool:
         """Return whether the mask after a text is known; start computing it if not.
 
-        No launch of this text may be unread.
+        The text must have no unread launches.
         """
         if self._computing is not None and not self._computing.done():
             return False
@@ -181,7 +180,7 @@ class GrammarState:
 
     @property
     def computing(self) -> Future[None] | None:
-        """What `is_ready` has started last."""
+        """The computation that `is_ready` started last."""
         return self._computing
 
     def compute(self, text: list[int]) -> None:
@@ -191,9 +190,9 @@ class GrammarState:
             self._mask_after(())
 
     def failure_in(self, text: list[int]) -> Failure | None:
-        """Return the failure after which a text has tokens, if there is one.
+        """Return a failure after which the text has further tokens, or None.
 
-        Called by the engine's thread, while others compute masks.
+        Called by the engine's thread, while other threads compute masks.
         """
         for failure in self.failures:
             length = len(failure.tokens)
@@ -206,12 +205,12 @@ class GrammarState:
 
         Args:
             num_tokens: Known tokens of the sequence, its prompt included.
-            newest: The last of them; those before are known here.
+            newest: The last of them; the earlier ones must be known here.
         """
         length = num_tokens - self.num_prompt
-        assert length >= 0, "asked about a sequence before its prompt was in"
+        assert length >= 0, "masks were requested before the prompt was prefilled"
         first = max(length - len(newest), 0)
-        assert first <= len(self.tokens), "the device is further ahead than it tells"
+        assert first <= len(self.tokens), "tokens before the newest ones are missing"
         new = list(newest[len(newest) - (length - first) :])
         known = self.tokens[first:]
         same = 0
@@ -262,9 +261,9 @@ class GrammarState:
         self.spent_s += time.thread_time() - start
 
     def masks(self, drafts: Sequence[int], first: int, masks: np.ndarray) -> None:
-        """Write the masks after the known tokens and `first` drafts, one more per row.
+        """Write masks: row i is the mask after the known tokens and `first + i` drafts.
 
-        Rows after a draft that is not allowed stay as they are: it is not accepted.
+        Rows after a forbidden draft are not written: that draft is not accepted.
         """
         known = len(self.tokens)
         for index, draft in enumerate(drafts[:first]):
@@ -287,7 +286,7 @@ class GrammarState:
             self._read(draft)
 
     def _mask_after(self, drafts: Sequence[int]) -> np.ndarray:
-        """Return the mask after some drafts, which have been read."""
+        """Return the mask after some drafts, which were read."""
         path = tuple(drafts)
         if path not in self.known_masks:
             self.known_masks[path] = self._mask()
@@ -324,12 +323,12 @@ def _allows(mask: np.ndarray, token: int) -> bool:
 
 
 class _Question(NamedTuple):
-    """What the device asks about one row.
+    """A request of the device for the masks of one row.
 
     Attributes:
-        num_tokens: See `GrammarState.sync`, as for `newest`.
-        first: Drafts before the first mask.
-        masks: Where the answer goes.
+        num_tokens, newest: See `GrammarState.sync`.
+        first: Number of drafts before the first mask.
+        masks: Receives the answer.
     """
 
     row: int
@@ -347,7 +346,7 @@ class _Question(NamedTuple):
 
 
 class _Job:
-    """Answers questions in a thread, for as long as somebody waits."""
+    """Answers questions in a thread, until `wait` gives up."""
 
     def __init__(self, questions: list[_Question]):
         self._questions = questions
@@ -371,7 +370,7 @@ class _Job:
             self._running.release()
 
     def wait(self, until: float) -> int:
-        """Wait while answers come; return the number of answers.
+        """Wait as long as answers arrive in time; return the number of answers.
 
         Args:
             until: Latest return, by `time.monotonic`.
@@ -391,14 +390,14 @@ class _Job:
 
 
 class _Worker:
-    """A thread that runs jobs. It ends after `stop`."""
+    """A thread that runs jobs until `stop`."""
 
     def __init__(self) -> None:
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread = threading.Thread(
             target=_run_jobs, args=(self._jobs,), name="jaxspec-launch-masks"
         )
-        # Nothing waits for it at exit, but for its calls into the library.
+        # At exit, only its calls into the library are waited for.
         self._thread.daemon = True
         self._thread.start()
         weakref.finalize(self, self._jobs.put, None).atexit = False
@@ -407,7 +406,7 @@ class _Worker:
         self._jobs.put(job)
 
     def stop(self) -> threading.Thread:
-        """Have the thread end with its job."""
+        """End the thread after its present job."""
         self._jobs.put(None)
         return self._thread
 
@@ -421,13 +420,13 @@ def _run_jobs(jobs: "queue.SimpleQueue[_Job | None]") -> None:
 class TokenMasks:
     """Host callback that computes grammar masks for each draft position.
 
-    Knows the grammar state of every running request by id. Requests and launches hold
-    the states: they are freed with them.
+    Knows the grammar state of every running request by id, through weak references:
+    requests and launches own the states.
 
     Called by one launch at a time.
 
     Attributes:
-        num_questions: Calls by the device.
+        num_questions: Number of calls by the device.
     """
 
     def __init__(self, vocab_size: int):
@@ -442,7 +441,7 @@ class TokenMasks:
         _all_masks.add(self)
 
     def add(self, state: GrammarState) -> None:
-        """Give a state the id by which the device asks for it, if it has none yet."""
+        """Give a state its id on the device, if it has none yet."""
         with self._lock:
             if not state.grammar_id:
                 state.grammar_id = next(_grammar_ids)
@@ -462,7 +461,7 @@ class TokenMasks:
         num_tokens, newest = np.asarray(num_tokens), np.asarray(newest)
         before = np.asarray(before)
         masks = np.full((len(ids), len(before), self._words), EVERYTHING)
-        # The target asks for a row more than there are drafts.
+        # The target's pass requests one row more than there are drafts.
         is_of_draft = len(before) <= drafts.shape[1]
         self.num_questions += 1
         questions: list[_Question] = []
@@ -474,7 +473,7 @@ class TokenMasks:
             ready = state.ready_mask(int(num_tokens[row]))
             is_late = state.late_length is not None
             if is_late or ready is not None or (is_of_draft and state.is_slow):
-                # Its drafts are rejected, or not used: no masks after them.
+                # Its drafts are rejected or not used: masks after them are not needed.
                 masks[row] = state.matcher.end_mask[: self._words]
                 if ready is not None and not (is_late or is_of_draft):
                     masks[row, 0] = ready[: self._words]
@@ -492,7 +491,7 @@ class TokenMasks:
             )
         late = self._answer(questions)
         if late:
-            masks = masks.copy()  # a thread may still write to the other
+            masks = masks.copy()  # a late thread may still write to the original
         for one in late:
             masks[one.row] = one.state.matcher.end_mask[: self._words]
         return masks
@@ -514,7 +513,7 @@ class TokenMasks:
             if worker is not None:
                 self._late_threads.append(worker.stop())
                 self._worker = None
-            # The first one is slow, and the others may not be: use another thread.
+            # The first one is slow; the others may be fast: use another thread.
             has_time = worker is not None and time.monotonic() < until
             for one in left[:1] if has_time else left:
                 one.state.set_late(one.num_tokens)
@@ -531,7 +530,7 @@ class TokenMasks:
         return self._worker
 
 
-# No two states of a process have one id: a program does not say which engine asks.
+# Ids are unique in the process: the callback does not know the program's engine.
 _grammar_ids = itertools.count(1)
 _all_masks: weakref.WeakSet[TokenMasks] = weakref.WeakSet()
 
@@ -549,20 +548,20 @@ def answer_masks(
     for masks in list(_all_masks):
         if any(one in masks for one in ids):
             return masks(grammar_id, num_tokens, newest, drafts, before)
-    # All requests have ended meanwhile.
+    # All requests have ended since the launch.
     return np.full((len(grammar_id), len(before), num_words), EVERYTHING)
 
 
 class GrammarCompiler:
-    """Makes matchers, in any thread; the vocabulary is read when the first is wanted.
+    """Makes matchers, in any thread; the vocabulary is read for the first one.
 
     Args:
         vocab_size: Rows of the network, at least the tokenizer's pieces.
         end_ids: The model's end tokens, which may follow a complete text.
-        config: What holds where a request says nothing.
+        config: Defaults for requests.
 
     Raises:
-        ConfigError: Its white space is no regular expression.
+        ConfigError: `whitespace_pattern` is not a regular expression.
     """
 
     def __init__(
@@ -576,7 +575,7 @@ class GrammarCompiler:
         self._config = config
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._end_ids = end_ids
-        self._kept: dict[str, Grammar] = {}
+        self._cache: dict[str, Grammar] = {}
         self._lock = threading.Lock()
 
     @cached_property
@@ -587,13 +586,13 @@ class GrammarCompiler:
         """Return a matcher at the beginning of a text.
 
         Raises:
-            RequestError: The schema, expression or grammar is not a valid one, or no
-                text matches it.
+            RequestError: The schema, expression or grammar is not valid, or no text
+                matches it.
         """
         try:
             text = _grammar_of(params, self._config)
             with self._lock:
-                grammar = self._kept.get(text)
+                grammar = self._cache.get(text)
             if grammar is None:
                 grammar = Grammar(text, self._vocabulary)
                 for message in grammar.warnings:
@@ -604,19 +603,19 @@ class GrammarCompiler:
         except (GrammarFailure, ValueError, TypeError, RecursionError) as error:
             raise _unusable(params, str(error)) from error
         with self._lock:
-            self._kept.pop(text, None)
-            self._kept[text] = grammar  # the most recent last
-            num_bytes = sum(one.num_bytes for one in self._kept.values())
-            while num_bytes > MAX_KEPT_BYTES and len(self._kept) > 1:
-                oldest = next(iter(self._kept))
-                num_bytes -= self._kept.pop(oldest).num_bytes
+            self._cache.pop(text, None)
+            self._cache[text] = grammar  # the most recent last
+            num_bytes = sum(one.num_bytes for one in self._cache.values())
+            while num_bytes > MAX_CACHED_BYTES and len(self._cache) > 1:
+                oldest = next(iter(self._cache))
+                num_bytes -= self._cache.pop(oldest).num_bytes
         return matcher
 
 
 def _grammar_of(
     params: StructuredOutputsParams, config: StructuredOutputsConfig
 ) -> str:
-    """The constraint in llguidance's own form."""
+    """Return the constraint in llguidance's format."""
     if params.regex is not None:
         return grammar_of_regex(params.regex)
     if params.choice is not None:
@@ -625,7 +624,7 @@ def _grammar_of(
         return grammar_of_rules(params.grammar)
     schema = _schema_of(params, config)
     options: Any = _json_options(params, config, schema)
-    # As text: the library follows a dict that holds itself until the stack is full.
+    # As text: with a dict that contains itself, the library overflows the stack.
     return grammar_of_schema(json.dumps(schema, allow_nan=False), options)
 
 
@@ -645,7 +644,7 @@ def _schema_of(
 
 
 def _closed(schema: Any) -> Any:
-    """The schema with no additional properties where it says nothing of them."""
+    """Set `additionalProperties` to false where the schema does not set it."""
     if isinstance(schema, list):
         return [_closed(part) for part in schema]
     if not isinstance(schema, Mapping):
@@ -666,18 +665,18 @@ def _json_options(
     config: StructuredOutputsConfig,
     schema: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """White space as the request says, or the schema itself, or else the engine."""
+    """Return white space options: the request's, else the schema's, else defaults."""
     if params.whitespace_pattern:
         return {"whitespace_pattern": params.whitespace_pattern}
     if params.disable_any_whitespace or params.whitespace_pattern == "":
-        # A schema's own pattern would go before the flag.
+        # A pattern in the schema would take precedence over the flag.
         return {"whitespace_pattern": None, "whitespace_flexible": False}
-    own = schema.get("x-guidance")
-    if isinstance(own, Mapping) and own.keys() & _WHITE_SPACE_OPTIONS:
+    options = schema.get("x-guidance")
+    if isinstance(options, Mapping) and options.keys() & _WHITE_SPACE_OPTIONS:
         return {}
     if config.disable_any_whitespace or config.whitespace_pattern == "":
         return {"whitespace_flexible": False}
-    # The library matches a pattern at most once at every place.
+    # The library matches the pattern at most once in each place.
     return {
         "whitespace_pattern": config.whitespace_pattern or DEFAULT_WHITESPACE_PATTERN
     }
@@ -691,7 +690,7 @@ def _check_pattern(pattern: str | None) -> None:
     except GrammarFailure as failure:
         raise ConfigError(
             f"structured_outputs_config has whitespace_pattern={pattern!r}, which is "
-            f"no regular expression: {failure}",
+            f"not a regular expression: {failure}",
             parameter="structured_outputs_config",
             value=pattern,
         ) from failure

@@ -1,11 +1,11 @@
-"""The networks: `families` says which there are.
+"""The networks; `families` lists them.
 
-Reading order: `batch` (what a forward pass is given), `network` (what the program asks
-of one), `gemma`, made of `layers` that a `stack` runs, `params` and `weights` (how
-parameters are declared, read and made), `matrices` and `quantized` (the forms they lie
-in), `trimmed` (a draft's head cut to some tokens), `backend` (kernels and devices),
-`cpu`. `heads` are small networks on a target's hidden states; `variables` shows
-parameters to Flax.
+Reading order: `batch` (the input of a forward pass), `network` (the interface that the
+program calls), `gemma`, made of `layers` that a `stack` runs, `params` and `weights`
+(how parameters are declared, read and made), `matrices` and `quantized` (the storage
+forms of matrices), `trimmed` (a draft model's head cut to some tokens), `backend`
+(kernels and devices), `cpu`. `heads` are small networks on a target's hidden states;
+`variables` presents parameters to Flax.
 """
 
 import importlib
@@ -13,7 +13,8 @@ from typing import Any
 
 
 def __getattr__(name: str) -> Any:
-    # On first use: it reaches jax and flax. `Gemma2` is the name in older scripts.
+    # Imported on first use, because it imports jax and flax. `Gemma2` is the name in
+    # older scripts.
     if name not in ("Gemma", "Gemma2"):
         raise AttributeError(f"module 'jaxspec.models' has no attribute {name!r}")
     return importlib.import_module("jaxspec.models.gemma.module").Gemma

@@ -1,8 +1,9 @@
 """Where a model's operations run: which kernels, split over which devices.
 
-XLA splits matrix products by itself from the placement of the weights. A kernel it
-cannot look into, so attention is given its heads device by device; the reference goes
-the same way, so that eight CPU devices prove the split of every backend.
+XLA splits matrix products by itself, following the placement of the weights. It cannot
+split a kernel, so attention runs under `shard_map` on each device's heads. So does the
+reference implementation, so that tests on eight CPU devices cover the split that every
+backend uses.
 """
 
 import functools
@@ -23,7 +24,7 @@ from jaxspec_kernels.dispatch import resolve
 
 @dataclass(frozen=True, kw_only=True)
 class Backend:
-    """The default is one device, and the kernels of jax's default backend.
+    """The kernels and the devices of a model; by default one device of jax's default.
 
     Attributes:
         implementation: As in `jaxspec_kernels.dispatch`.
@@ -37,18 +38,18 @@ class Backend:
 
     @property
     def device_kind(self) -> str | None:
-        """Which devices' measured tile sizes the kernels take."""
+        """The device whose measured tile sizes the kernels use."""
         return None if self.mesh is None else self.mesh.devices.flat[0].device_kind
 
     @property
     def has_blocks(self) -> bool:
-        """Whether half a layer may be one operation, without `write` and `attend`."""
+        """Whether half a layer may run as one operation, not `write` and `attend`."""
         return resolve("decoder_blocks", self.implementation) == "cpu"
 
     def split(
         self, function: Callable[..., Any], in_specs: Any, out_specs: Any
     ) -> Callable[..., Any]:
-        """`function` on every device's part of its arguments."""
+        """Return a function that runs on each device's part of the arguments."""
         if self.mesh is None or self.mesh.size == 1:
             return function
         return jax.shard_map(
@@ -56,7 +57,7 @@ class Backend:
             mesh=self.mesh,
             in_specs=in_specs,
             out_specs=out_specs,
-            check_vma=False,  # kernels do not say what varies
+            check_vma=False,  # kernels do not declare what varies by device
         )
 
     def write(
@@ -126,14 +127,14 @@ class Backend:
         return attend(query, kv_pages, table, region.kv_len, mask)
 
     def vocab_axes(self, vocab_size: int) -> tuple[str, ...] | None:
-        """The axes that split the vocabulary; None where every device has all of it."""
+        """Return the axes that split the vocabulary; None if it is not split."""
         if self.mesh is None or self.mesh.size == 1:
             return None
         parts = num_parts(self.mesh, self.mesh_axes)
         return None if vocab_size % parts else self.mesh_axes
 
     def _head_axes(self, num_q_heads: int, num_kv_heads: int) -> Any:
-        """The axes that split both, so that every query meets its own keys; or None."""
+        """Return the axes that split query heads and their KV heads, or None."""
         if self.mesh is None:
             return None
         parts = num_parts(self.mesh, self.mesh_axes)

@@ -1,6 +1,6 @@
-"""What a forward pass is given: one flat batch of tokens, cut into regions.
+"""The input of a forward pass: one flat batch of tokens, cut into regions.
 
-Projections see all rows at once, so that weights are read once; attention is called
+Projections take all rows at once, so that weights are read once; attention is called
 per region, because each has its own number of queries per sequence.
 """
 
@@ -17,9 +17,9 @@ from jaxtyping import Array, Bool, Int
 class Region:
     """`seq * num_queries` consecutive rows, sequence-major, right-aligned at `kv_len`.
 
-    Row t of sequence s lies at slot `kv_len[s] - num_queries + t` of its sequence; a
-    negative one is a pad. `ancestor_mask` says which of a sequence's rows each of them
-    sees, itself included; None is those up to itself.
+    Row t of sequence s has slot `kv_len[s] - num_queries + t` of its sequence; a
+    negative slot is a pad. `ancestor_mask[s, i, j]`: row i of a sequence attends to its
+    row j; None is causal.
     """
 
     page_table: Int[Array, "seq table"]

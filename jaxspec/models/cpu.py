@@ -1,11 +1,11 @@
-"""What CPUs need to be fast and exact, kept out of the networks.
+"""Code that networks need to be fast and bit-exact on CPUs.
 
-Matrices as operations in C++ read them, and those operations; and, where they are not
-available, what XLA:CPU needs. Each has its reason and the test that fails without it.
-Elsewhere for want of a better place: the sums of norms, `jaxspec_kernels.sums`
-(`tests/models/test_same_bits.py`), and pages of bf16 as uint16, `jaxspec_kernels.bits`
-(`tests/program/test_step.py`), and the largest by two maxima, not by argmax,
-`passes.lowest` (`tests/models/test_cpu.py`).
+Owns the matrix layouts that the C++ operations read, calls of those operations, and
+workarounds for XLA:CPU where they are not available. Each names its reason and the test
+that fails without it. Three more are elsewhere: the sums of norms in
+`jaxspec_kernels.sums` (`tests/models/test_same_bits.py`), bf16 pages as uint16 in
+`jaxspec_kernels.bits` (`tests/program/test_step.py`), and the largest value by two
+maxima instead of argmax in `passes.lowest` (`tests/models/test_cpu.py`).
 """
 
 import functools
@@ -38,15 +38,16 @@ from jaxspec_kernels.panel_matmul import (
     to_panels,
 )
 
-# XLA:CPU's products have from four rows on one order of sums for a row, however many
-# there are. With `row_sums`, and pads that are rows from the start, a row's bits do not
-# depend on those beside it: plain decoding equals verification bit for bit
-# (`tests/models/test_same_bits.py`). Elsewhere a few more rows cost nothing.
+# Minimum rows of a batch. From four rows on, XLA:CPU's products sum each row in the
+# same order, for any number of rows. With `row_sums`, and padding that is added as
+# tokens before the first layer, a row's bits do not depend on the other rows: plain
+# decoding equals verification bit for bit (`tests/models/test_same_bits.py`). On other
+# devices a few more rows cost nothing.
 MIN_ROWS = 4
 
-# XLA:CPU hands parts of a program to a library that has its own `exp` and `tanh`, and
-# whether it does depends on how large the arrays are. With its matmuls alone, what a
-# row becomes does not depend on the number of rows (`tests/kernels/test_sums.py`).
+# XLA:CPU offloads parts of a program, depending on array sizes, to a library with its
+# own `exp` and `tanh`. If only matmuls are offloaded, a row's result does not depend on
+# the number of rows (`tests/kernels/test_sums.py`).
 COMPILER_OPTIONS: dict[str, str | bool] = {
     "xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"
 }
@@ -56,7 +57,7 @@ _log = logging.getLogger(__name__)
 
 @functools.cache
 def instructions() -> str:
-    """What /proc/cpuinfo calls the instructions of this CPU; empty if it does not."""
+    """Return instruction sets of this CPU from /proc/cpuinfo; empty if unknown."""
     path = Path("/proc/cpuinfo")
     lines = path.read_text().splitlines() if path.exists() else []
     found = (line for line in lines if line.startswith(("flags", "Features")))
@@ -64,7 +65,7 @@ def instructions() -> str:
 
 
 def has_bfloat16() -> bool:
-    """Whether XLA multiplies bfloat16 with instructions of the CPU.
+    """Return whether XLA multiplies bfloat16 with instructions of the CPU.
 
     Without them it converts every weight to float32 on each use, six times slower than
     float32 weights.
@@ -76,7 +77,7 @@ def has_bfloat16() -> bool:
 
 @functools.cache
 def compiler_options() -> dict[str, str | bool] | None:
-    """What XLA is asked for on CPU devices; None where this XLA does not know it."""
+    """Compile options for CPU devices; None if this XLA does not know them."""
     nothing = jax.jit(lambda: 0, compiler_options=COMPILER_OPTIONS)  # noqa: TID251
     try:
         nothing.lower().compile()
@@ -85,7 +86,7 @@ def compiler_options() -> dict[str, str | bool] | None:
             raise
         _log.warning(
             "%s: with this version of jax, log-probabilities may differ in their last "
-            "bit by what is computed beside them",
+            "bit with the size of the batch",
             error,
         )
         return None
@@ -93,10 +94,10 @@ def compiler_options() -> dict[str, str | bool] | None:
 
 
 def pad_batch(batch: TokenBatch, num_slots: int) -> TokenBatch:
-    """The batch with `MIN_ROWS` tokens at least; pads are in no region.
+    """Pad the batch to at least `MIN_ROWS` tokens; pads are in no region.
 
-    As rows of their own, not as zeros after the embedding: XLA joins operations over
-    pads in another way, and other bits come out.
+    The pads are tokens, not zero rows after the embedding: XLA fuses operations over
+    padding differently, which changes bits.
     """
     missing = MIN_ROWS - batch.tokens.shape[0]
     if missing <= 0:
@@ -113,12 +114,12 @@ def pad_batch(batch: TokenBatch, num_slots: int) -> TokenBatch:
 def with_pads(
     function: Callable[[Array], Array], rows: Float[Array, "row features"]
 ) -> Float[Array, "row out"]:
-    """`function` of `MIN_ROWS` rows at least, without what it makes of pads."""
+    """Call `function` on at least `MIN_ROWS` rows; drop its results for pads."""
     return function(pad_rows(rows))[: rows.shape[0]]
 
 
 def pad_rows(rows: Array) -> Array:
-    """The rows, and pads of zeros up to `MIN_ROWS`."""
+    """Append rows of zeros up to `MIN_ROWS`."""
     missing = max(MIN_ROWS - rows.shape[0], 0)
     return jnp.pad(rows, [(0, missing)] + [(0, 0)] * (rows.ndim - 1))
 
@@ -131,12 +132,13 @@ def choose_form(
     are_bfloat16: bool = False,
     is_trained: bool = False,
 ) -> type[Matrix]:
-    """The form of a model's matrices on CPU devices.
+    """Choose how a model's matrices are stored on CPU devices.
 
     Args:
-        num_bytes: Of the whole model.
-        are_bfloat16: The values are bfloat16 ones, whatever `dtype` they have here.
-        is_trained: Gradients are taken through products, of which C++ knows nothing.
+        num_bytes: Bytes of the whole model.
+        are_bfloat16: The values are exact in bfloat16, whatever `dtype` stores them.
+        is_trained: Whether gradients are taken through products; C++ products have
+            none.
     """
     if num_devices == 1 and not is_trained and native.is_available():
         if dtype == jnp.float32 and are_bfloat16:
@@ -150,10 +152,10 @@ def choose_form(
 
 
 def choose_quantized_form(of_xla: type[Matrix], *, num_devices: int) -> type[Matrix]:
-    """The form of a model's quantized matrices on CPU devices.
+    """Choose the form of a model's quantized matrices on CPU devices.
 
     Args:
-        of_xla: Where operations in C++ do not serve.
+        of_xla: The class to use if the C++ operations are not available.
     """
     if num_devices == 1 and native.is_available():
         return QuantizedMatrix
@@ -163,7 +165,7 @@ def choose_quantized_form(of_xla: type[Matrix], *, num_devices: int) -> type[Mat
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, eq=False)
 class NativeMatrix(Matrix):
-    """A matrix in panels, which `jaxspec_kernels.native` multiplies.
+    """A matrix in panels, multiplied by `jaxspec_kernels.native`.
 
     Attributes:
         panels: As in `jaxspec_kernels.panel_matmul`, of the type of the weights.
@@ -198,18 +200,18 @@ class NativeMatrix(Matrix):
 
     @property
     def operand(self) -> Any:
-        """What operations are given for it."""
+        """The matrix as the argument of C++ operations."""
         return self.panels
 
     @property
     def values(self) -> np.ndarray:
-        """The numbers themselves, (out, features), for whoever reads them."""
+        """The matrix on the host, (out, features)."""
         return from_panels(np.asarray(self.panels), self.shape).astype(self.dtype)
 
     def multiply(
         self, inputs: Float[Array, "token features"]
     ) -> Float[Array, "token out"]:
-        """Sums are float32, of rows that are rounded to the weights' type."""
+        """Round rows to the weights' type; sum in float32."""
         return panel_matmul(
             inputs.astype(jnp.float32),
             self.operand,
@@ -225,18 +227,21 @@ class NativeMatrix(Matrix):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, eq=False)
 class HalfMatrix(NativeMatrix):
-    """A float32 matrix of values that bfloat16 has: exact, and half as much to read.
+    """A float32 matrix stored as bfloat16: exact, and half the bytes to read.
 
-    Checkpoints are published in bfloat16.
+    For checkpoints that were published in bfloat16, run with float32 arithmetic.
     """
 
     @classmethod
     def of(cls, values: Any) -> "HalfMatrix":
-        """Raises `ValueError` for values that bfloat16 does not have."""
+        """Raise `ValueError` for values that are not exact in bfloat16."""
         made = cls(_panels_of(values, jnp.bfloat16), *values.shape)
         is_there = not isinstance(values, jax.ShapeDtypeStruct)
         if is_there and not np.array_equal(made.values, values, equal_nan=True):
-            raise ValueError(f"values of a {values.shape} matrix are not bfloat16's")
+            raise ValueError(
+                f"matrix of shape {values.shape} has values that bfloat16 cannot "
+                "represent exactly"
+            )
         return made
 
     @property
@@ -247,9 +252,9 @@ class HalfMatrix(NativeMatrix):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, eq=False)
 class QuantizedMatrix(NativeMatrix):
-    """Values of few bits, which operations widen in registers, and their scales.
+    """Values of 4 or 8 bits, which C++ operations widen in registers, and their scales.
 
-    Rows are not rounded, whatever their type: they are multiplied in float32.
+    Rows of any type are multiplied in float32, not rounded.
 
     Attributes:
         panels: As in `QuantizedPanels`.
@@ -291,13 +296,13 @@ class QuantizedMatrix(NativeMatrix):
 
     @property
     def values(self) -> np.ndarray:
-        """The float32 numbers that they stand for, (out, features)."""
+        """The dequantized float32 matrix, (out, features)."""
         held = QuantizedPanels(np.asarray(self.panels), np.asarray(self.scales))
         return from_quantized_panels(held, self.shape)
 
 
 def are_native(params: Mapping[str, Any]) -> bool:
-    """Whether all of these matrices are what operations in C++ read."""
+    """Return whether operations in C++ can read all of these matrices."""
     return all(isinstance(one, NativeMatrix) for one in params.values())
 
 
@@ -345,7 +350,7 @@ def feed_forward_block(
 
 
 def _panels_of(values: Any, dtype: Any) -> Any:
-    """An (out, features) matrix, or its shape, in panels of a type."""
+    """Pack an (out, features) matrix in panels of a type, or its abstract shape."""
     placement = replicated(values.sharding.mesh)
     if isinstance(values, jax.ShapeDtypeStruct):
         form = panel_form(values.shape, jnp.dtype(dtype).itemsize)
@@ -356,11 +361,11 @@ def _panels_of(values: Any, dtype: Any) -> Any:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, eq=False)
 class Bfloat16Matrix(DenseMatrix):
-    """A matrix whose rows are looked up without a copy of it all.
+    """A matrix whose rows are looked up without converting all of it.
 
     XLA:CPU has no bf16 gather: it converts the whole table first, unless it can fuse
-    the two. In a loop it would rather move the conversion out, as the table is always
-    the same; that is what the barrier hides (`tests/program/test_hlo.py`).
+    the two. In a loop it would hoist the conversion, since the table does not change;
+    the barrier prevents that (`tests/program/test_hlo.py`).
     """
 
     def rows(self, index: Int[Array, " token"]) -> Float[Array, "token features"]:
@@ -368,28 +373,30 @@ class Bfloat16Matrix(DenseMatrix):
         return DenseMatrix(values).rows(index)
 
 
-# The implementation of operations in C++.
+# Name of the implementation whose operations are in C++.
 CPU = "cpu"
-# Outputs of one panel for XLA: the fastest of 32, 64, 96 and 128, with AVX-512.
+# Matrix outputs per panel for XLA's products: with AVX-512, the fastest of 32, 64, 96
+# and 128.
 XLA_WIDTH = 64
-# A batch wants its rows once for each panel. With more rows than this, or more bytes of
-# copies, the (out, in) form is faster.
+# Maximum rows, and bytes of copies, for which panels are used. The product copies its
+# rows once per panel; with more of them, the (out, in) matrix is faster.
 MAX_ROWS = 24
 MAX_COPIED_BYTES = 8 * 2**20
-# Of a model's parameters: beyond it, a second form is not worth its memory.
+# Maximum bytes of a model whose matrices are stored twice; for larger models the gain
+# in speed is not worth the memory.
 MAX_BYTES = 2**30
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, eq=False)
 class PanelMatrix(DenseMatrix):
-    """A float32 matrix and, beside it, the form that few rows are multiplied with.
+    """A float32 matrix stored twice: (out, in), and in panels for products of few rows.
 
-    A matmul of few rows takes as long as its matrix takes to read. XLA:CPU's float32
-    kernel copies an (out, in) matrix into blocks first, on every call, and takes two to
-    three times that. In panels, `XLA_WIDTH` outputs lie together, input by input, as
-    the kernel wants them: a batch of small matmuls, the same sums in the same order,
-    hence the same bits (`tests/models/test_cpu.py`).
+    A matmul of few rows takes as long as reading its matrix. XLA:CPU's float32 kernel
+    copies an (out, in) matrix into blocks first, on every call, and takes two to three
+    times as long. In panels, `XLA_WIDTH` outputs are adjacent for each input, the
+    kernel's own order: a batch of small matmuls, the same sums in the same order, hence
+    the same bits (`tests/models/test_cpu.py`).
 
     Attributes:
         panels: [panel, features, width].
@@ -399,7 +406,7 @@ class PanelMatrix(DenseMatrix):
 
     @classmethod
     def fits(cls, shape: tuple[int, ...]) -> bool:
-        """Whether its outputs divide into panels."""
+        """Return whether the matrix's outputs divide into panels."""
         return shape[0] % XLA_WIDTH == 0
 
     @classmethod
@@ -416,7 +423,7 @@ class PanelMatrix(DenseMatrix):
     def multiply(
         self, inputs: Float[Array, "token features"]
     ) -> Float[Array, "token out"]:
-        """Products with whichever form is faster for so many rows."""
+        """Multiply with the form that is faster for this number of rows."""
         inputs = inputs.astype(self.dtype)
         copied_bytes = self.panels.shape[0] * inputs.size * inputs.dtype.itemsize
         if inputs.shape[0] > MAX_ROWS or copied_bytes > MAX_COPIED_BYTES:

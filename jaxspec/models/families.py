@@ -1,10 +1,9 @@
-"""The families of networks that there are: one entry each.
+"""Registry of model families, and the way from a `config.json` to its family.
 
-The way from a model's `config.json` to whatever is particular to its family. Modules
-that reach jax are named, not imported: whoever reads configs does without it.
+Modules that import jax are given by name, so that configs can be read without jax.
 
-To add a family: a folder beside `gemma` with its config and a network module, and an
-entry below. `tests/models/llama.py` is one.
+To add a family: a folder next to `gemma` with its config and a network module, and an
+entry below. `tests/models/llama.py` is an example.
 """
 
 from collections.abc import Mapping
@@ -34,11 +33,11 @@ from jaxspec_checkpoints.gemma.published import GEMMA2, GEMMA3
 
 @runtime_checkable
 class Turns(Protocol):
-    """What writes conversations where a model has no chat template.
+    """Writes conversations for a model without a chat template.
 
     Attributes:
         markers: Pieces that begin and end a turn.
-        roles: That a message may have.
+        roles: Roles that a message may have.
     """
 
     @property
@@ -57,29 +56,29 @@ class Turns(Protocol):
         continue_final_message: bool,
         variables: Mapping[str, Any],
     ) -> str:
-        """Write a checked conversation, what it says marked.
+        """Write a checked conversation, with its texts marked.
 
         Args:
-            marks: `chat_turns.Marks`; None leaves the messages as they are.
-            pieces: "bos_token" and the like, with their spelling.
-            variables: Of templates.
+            marks: `chat_turns.Marks`; None leaves the messages unmarked.
+            pieces: Spelling of "bos_token" and other special tokens, by name.
+            variables: Template variables.
 
         Raises:
-            RequestError: The roles are not allowed or do not take turns.
+            RequestError: The roles are not allowed or do not alternate.
         """
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """What is particular to one family.
+    """Everything specific to one family.
 
     Attributes:
-        config: Its numbers, and how they are read.
-        architecture: What HuggingFace calls the class of its models.
+        config: Its config class, which also reads `config.json`.
+        architecture: HuggingFace's class name of its models.
         network: Module with the functions of `jaxspec.models.network.Functions`.
         layout: The tensors of a checkpoint, and which sizes were published.
-        turns: What writes chats where a model has no template, if anything does.
+        turns: Writes chats for a model without a template; None if not supported.
     """
 
     config: type[ModelConfig]
@@ -89,7 +88,7 @@ class Family:
     turns: Turns | None = None
 
 
-# Also of tokenizers that come without a model, and so without a family.
+# Turns for tokenizers without a model, whose family is unknown.
 DEFAULT_TURNS = GemmaTurns()
 
 _FAMILIES = (
@@ -108,9 +107,9 @@ _FAMILIES = (
         turns=GemmaTurns(folds_system=True),
     ),
 )
-# By the `model_type` of HuggingFace's config.json.
+# Families by the `model_type` of HuggingFace's config.json.
 FAMILIES = {name: one for one in _FAMILIES for name in one.layout.model_types}
-# Relatives of these that people try, by the first part of their `model_type`.
+# Reasons why related models are not supported, by the first part of their `model_type`.
 _UNSUPPORTED = {
     "gemma3n": "Gemma 3n has layers of another kind (AltUp, embeddings per layer).",
     "gemma4": "Gemma 4 has layers of another kind (shared KV, embeddings per layer).",
@@ -120,7 +119,7 @@ _UNSUPPORTED = {
 
 
 def family_of(config: ModelConfig) -> Family:
-    """The family that a model's numbers are those of."""
+    """Return the family of a model's config."""
     for family in FAMILIES.values():
         if type(config) is family.config:
             return family
@@ -128,12 +127,12 @@ def family_of(config: ModelConfig) -> Family:
 
 
 def layouts() -> dict[str, Layout]:
-    """The layouts of all families, by `model_type`."""
+    """Return the layouts of all families, by `model_type`."""
     return {name: family.layout for name, family in FAMILIES.items()}
 
 
 def published_config(name: str) -> dict[str, Any] | None:
-    """The `config.json` of a published model, by its name; None if there is none."""
+    """Return the `config.json` of a published model by its name; None if unknown."""
     found = (layout.config_of(name) for layout in layouts().values())
     return next((config for config in found if config is not None), None)
 
@@ -141,12 +140,12 @@ def published_config(name: str) -> dict[str, Any] | None:
 def config_from_hf(
     config: Mapping[str, Any], generation: Mapping[str, Any] | None = None
 ) -> Any:
-    """Read the content of a HuggingFace `config.json`; a config of the model's family.
+    """Read the content of a HuggingFace `config.json`; returns its family's config.
 
-    End tokens in `generation`, that of `generation_config.json`, are added.
+    End tokens in `generation`, the content of `generation_config.json`, are added.
 
     Raises:
-        ConfigError: Another architecture, or a size is missing.
+        ConfigError: The architecture is not supported, or a size is missing.
         NotImplementedError: A variant that the family's network does not compute.
     """
     model_type = config.get("model_type")
@@ -164,12 +163,12 @@ def config_from_hf(
 def config_from_folder(folder: str | Path) -> Any:
     """Read the config of a model folder, in any format of checkpoint.
 
-    Where the weights have an `lm_head.weight`, it is compared with the embedding: the
-    files' bytes decide whether the model has a head of its own.
+    If the weights have an `lm_head.weight`, it is compared with the embedding: the
+    files' bytes decide whether the model has a separate LM head.
 
     Raises:
-        ConfigError: There is none, or it is of no family's; or a checkpoint with an
-            `lm_head.weight` is damaged.
+        ConfigError: There is no config, or its family is unknown; or a checkpoint with
+            an `lm_head.weight` is damaged.
     """
     try:
         config, generation = read_config(folder, layouts())

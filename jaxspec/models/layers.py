@@ -1,4 +1,4 @@
-"""What decoders have in common: rotary positions, and attention over paged memory."""
+"""Layers that decoders share: norms, rotary embedding, attention, feed-forward."""
 
 import math
 from typing import Any
@@ -19,7 +19,7 @@ Tables = tuple[Float[Array, "token 1 half"], Float[Array, "token 1 half"]]
 
 
 def mean_square(inputs: Float[Array, "... model"]) -> Float[Array, "... 1"]:
-    """Of every row, the variance that its norm divides by."""
+    """Return the variance of each row, used by its norm."""
     return row_sums(jnp.square(inputs)) / inputs.shape[-1]
 
 
@@ -40,7 +40,7 @@ def normalise(
 def rope_tables(
     positions: Int[Array, " token"], head_dim: int, theta: float, factor: float = 1.0
 ) -> Tables:
-    """Cosine and sine of every position's angles, in float32.
+    """Return cosine and sine of every position's angles, in float32.
 
     Args:
         factor: Positions are divided by this (linear scaling).
@@ -71,7 +71,7 @@ def rotate(
 
 
 def gate_block(intermediate_size: int) -> int:
-    """Rows of gate (and of up) that lie together in the fused projection."""
+    """Return how many rows of the gate, then of up, alternate in the fused matrix."""
     return math.gcd(intermediate_size, 128)
 
 
@@ -81,7 +81,7 @@ def gated_feed_forward(
     *,
     activation: str,
 ) -> Float[Array, "row model"]:
-    """`down(activation(gate(inputs)) * up(inputs))`.
+    """Return `down(activation(gate(inputs)) * up(inputs))`.
 
     Args:
         params: `gate_up_proj`, whose rows alternate in blocks of `gate_block`, and
@@ -112,7 +112,7 @@ def attend(
     window: int | None = None,
     backend: Backend,
 ) -> tuple[Float[Array, "row model"], KvPages]:
-    """Write the new keys and values, then attend; returns (output, kv_pages).
+    """Write the new keys and values, then attend; return (output, kv_pages).
 
     Grouped-query attention. Rows in no region are pads.
 
@@ -120,7 +120,8 @@ def attend(
         params: `q_proj`, `kv_proj` (a head's key rows, then its value rows: the order
             of the pages) and `o_proj`.
         num_q_heads: Query heads; the KV heads may be repeated for the devices.
-        scale: Of the scores, and with `soft_cap` c they become `c * tanh(score / c)`.
+        scale: Multiplies the scores.
+        soft_cap: With cap c, scaled scores become `c * tanh(score / c)`; None for none.
         q_norm, k_norm: Applied to each head of the queries and of the keys, before the
             rotation; one weight of head_dim for all heads. None for none.
         window: Tokens that a query sees, its own included; None for all.
@@ -129,18 +130,18 @@ def attend(
     query = params["q_proj"].multiply(inputs).reshape(tokens, -1, head_dim)
     key_value = params["kv_proj"].multiply(inputs)
     key_value = key_value.reshape(tokens, -1, 2, head_dim)
-    # In the type of the pages: float32 queries on bfloat16 keys would take products
-    # that no tensor core has, and HuggingFace rounds them too.
+    # Queries are rounded to the type of the pages: tensor cores cannot multiply float32
+    # queries with bfloat16 keys, and HuggingFace rounds queries too.
     query = rotate(normalise(q_norm, query), tables).astype(params["q_proj"].dtype)
     key = rotate(normalise(k_norm, key_value[:, :, 0]), tables)
     value = key_value[:, :, 1]
     kv_pages = backend.write(kv_pages, key, value, batch.slot_mapping, num_q_heads)
     mixed, start = [], 0
     for region in batch.regions:
-        here = query[start : start + region.num_rows]
+        region_query = query[start : start + region.num_rows]
         start += region.num_rows
         attended = backend.attend(
-            here.reshape(-1, region.num_queries, *here.shape[1:]),
+            region_query.reshape(-1, region.num_queries, *region_query.shape[1:]),
             kv_pages,
             region,
             scale=scale,
@@ -163,10 +164,10 @@ def attention_block(
     backend: Backend,
     **settings: Any,
 ) -> tuple[Float[Array, "row model"], KvPages]:
-    """`stream + after(attend(before(stream)))`, and the pages.
+    """Return `stream + after(attend(before(stream)))`, and the pages.
 
     Args:
-        settings: As of `attend`.
+        settings: The other arguments of `attend`.
     """
     if backend.has_blocks and cpu.are_native(params):
         return cpu.attention_block(
@@ -186,7 +187,7 @@ def feed_forward_block(
     activation: str,
     backend: Backend,
 ) -> Float[Array, "row model"]:
-    """`stream + after(gated_feed_forward(before(stream)))`; `after` None is none."""
+    """Return `stream + after(gated_feed_forward(before(stream)))`."""
     if backend.has_blocks and cpu.are_native(params):
         block = gate_block(params["down_proj"].shape[1])
         return cpu.feed_forward_block(

@@ -1,10 +1,11 @@
-"""The forms in which a device holds a matrix, and what a network asks of any of them.
+"""The storage forms of a matrix on a device, and the interface that networks use.
 
-A form is chosen once, by `jaxspec.models.weights.choose_forms`, from the platform and
-the type of the weights. Networks multiply and look rows up; how the numbers lie is the
-form's business alone.
+`jaxspec.models.weights.choose_forms` chooses a form once, from the platform and the
+type of the weights. Networks multiply and look up rows; only the form knows how the
+numbers are stored.
 
-To add a form: a subclass of `Matrix` that is a pytree, and its condition there.
+To add a form: a subclass of `Matrix` that is a pytree, and its condition in
+`choose_forms`.
 """
 
 from abc import ABC, abstractmethod
@@ -17,22 +18,22 @@ from jaxtyping import Array, Float, Int
 
 
 class Matrix(ABC):
-    """An (out, features) matrix, HuggingFace's order, whatever its form; a pytree."""
+    """An (out, features) matrix, HuggingFace's order, in some form; a pytree."""
 
     @classmethod
     def fits(cls, shape: tuple[int, ...]) -> bool:
-        """Whether a matrix of this shape can have the form."""
+        """Return whether a matrix of this shape can have the form."""
         return True
 
     @classmethod
     @abstractmethod
     def of(cls, values: Any) -> "Matrix":
-        """Make the form of placed values; or its shapes, of the shape of values."""
+        """Make the matrix from values on devices, or from their abstract shape."""
 
     @property
     @abstractmethod
     def shape(self) -> tuple[int, ...]:
-        """Of the matrix, not of what holds it."""
+        """Shape of the matrix, not of the arrays that store it."""
 
     @property
     @abstractmethod
@@ -48,20 +49,20 @@ class Matrix(ABC):
     def multiply(
         self, inputs: Float[Array, "token features"]
     ) -> Float[Array, "token out"]:
-        """Products of rows with the transposed matrix, in float32."""
+        """Return products of rows with the transposed matrix, in float32."""
 
     @abstractmethod
     def rows(self, index: Int[Array, " token"]) -> Float[Array, "token features"]:
-        """Some of its rows in float32; an index beyond the last means the last."""
+        """Look up rows, in float32; an index past the end returns the last row."""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, eq=False)
 class DenseMatrix(Matrix):
-    """The numbers themselves.
+    """The matrix as one array.
 
     Attributes:
-        values: [out, features]; as in any tree, the array or whatever stands for it.
+        values: [out, features]: an array, or its abstract shape.
     """
 
     values: Any
@@ -85,10 +86,10 @@ class DenseMatrix(Matrix):
     def multiply(
         self, inputs: Float[Array, "token features"]
     ) -> Float[Array, "token out"]:
-        """Contracts both second axes.
+        """Contract both second axes.
 
         For this form XLA:CPU has a bf16 kernel whose cost does not grow between 2 and
-        16 rows, which is what verification needs.
+        16 rows, the range of verification.
         """
         return product(inputs.astype(self.dtype), self.values, (((1,), (1,)), ((), ())))
 
@@ -97,7 +98,7 @@ class DenseMatrix(Matrix):
 
 
 def product(inputs: Array, weights: Array, dimension_numbers: Any) -> Array:
-    """`dot_general` of operands in the weights' type, summed in float32."""
+    """Return `dot_general` of operands in the weights' type, summed in float32."""
     return jax.lax.dot_general(
         inputs,
         weights,

@@ -1,7 +1,8 @@
-"""A network as the program sees it: tokens in, rows and logits out.
+"""The interface of a network to the program: tokens in, rows and logits out.
 
-Families give plain functions over a tree of parameters (`jaxspec.models.gemma.network`
-is one); `build_network` binds them to the parameters of a launch.
+Families provide plain functions over a tree of parameters, such as
+`jaxspec.models.gemma.network`; `build_network` binds them to the parameters of a
+launch.
 """
 
 import importlib
@@ -23,32 +24,33 @@ from jaxspec_kernels.bits import KvPools
 
 Pages = KvPools
 
-# With XLA's products a pass over so many rows takes as long as over one: what pads fill
-# may be used. With those in C++ it takes somewhat longer, and nothing is padded.
+# With XLA's products, a pass over this number of rows takes as long as over one row, so
+# the rows that would be padding may have tokens. With products in C++, a pass takes
+# somewhat longer per row, and nothing is padded.
 FREE_ROWS = cpu.MIN_ROWS
 
 
-class Hidden(NamedTuple):
-    """What the layers make of tokens.
+class ForwardOutput(NamedTuple):
+    """Result of a forward pass.
 
     Attributes:
-        rows: Normalised.
-        is_finite: Rows that came of numbers, without NaN or infinity.
-        streams: The residual stream, before the first layer and after each. What nobody
-            reads of it is not kept: XLA drops it.
+        hidden_states: Output of the last layer, after the final norm.
+        is_finite: Rows computed without NaN or infinity.
+        streams: The residual stream, before the first layer and after each. XLA drops
+            the unused ones.
     """
 
-    rows: Float[Array, "token model"]
+    hidden_states: Float[Array, "token model"]
     is_finite: Bool[Array, " token"]
     streams: tuple[Float[Array, "token model"], ...]
 
 
 @runtime_checkable
 class Functions(Protocol):
-    """What a family's network module offers; `config` is one of the family's."""
+    """The functions of a family's network module; `config` is the family's."""
 
     def param_specs(self, config: Any) -> Specs:
-        """All parameters, in the order in which random ones are numbered."""
+        """Declare all parameters, in the order in which random ones are numbered."""
         ...
 
     def forward(
@@ -58,16 +60,16 @@ class Functions(Protocol):
         batch: TokenBatch,
         kv_pages: Pages,
         backend: Backend,
-    ) -> tuple[Hidden, Pages]:
-        """Run all layers; returns the rows and the updated pages per layer."""
+    ) -> tuple[ForwardOutput, Pages]:
+        """Run all layers; return their output and the updated pages per layer."""
         ...
 
     def logits(
         self, config: Any, params: Params, rows: Float[Array, "row model"]
     ) -> Float[Array, "row _"]:
-        """Float32 logits of normalised rows, a column for each row of the head.
+        """Return float32 logits of normalised rows, a column for each row of the head.
 
-        The head is `params["head"]` where there is one, else the embedding.
+        The head is `params["head"]` if present, else the embedding.
         """
         ...
 
@@ -81,32 +83,34 @@ class Network:
     backend: Backend
     functions: Functions
 
-    def hidden(self, batch: TokenBatch, kv_pages: Pages) -> tuple[Hidden, Pages]:
-        """Run all layers; returns the rows and the updated pages per layer."""
+    def forward(
+        self, batch: TokenBatch, kv_pages: Pages
+    ) -> tuple[ForwardOutput, Pages]:
+        """Run all layers; return their output and the updated pages per layer."""
         count = batch.tokens.shape[0]
         padded = batch
-        if not self._are_rows_apart:
+        if not self._are_rows_independent:
             padded = cpu.pad_batch(batch, kv_pages[0].shape[0] * kv_pages[0].shape[1])
-        hidden, kv_pages = self.functions.forward(
+        output, kv_pages = self.functions.forward(
             self.config, self.params, padded, kv_pages, self.backend
         )
-        return jax.tree.map(lambda part: part[:count], hidden), kv_pages
+        return jax.tree.map(lambda part: part[:count], output), kv_pages
 
     def logits(self, rows: Float[Array, "row model"]) -> Float[Array, "row vocab"]:
-        """Float32 logits of normalised rows, over the whole vocabulary."""
+        """Return float32 logits of normalised rows, over the whole vocabulary."""
 
         def multiply(rows: Array) -> Array:
             return self.functions.logits(self.config, self.params, rows)
 
-        if self._are_rows_apart:
+        if self._are_rows_independent:
             found = multiply(rows)
         else:
             found = cpu.with_pads(multiply, rows)
         return to_target_vocab(self.params, found, self.config.vocab_size)
 
     @property
-    def _are_rows_apart(self) -> bool:
-        """Whether no row's bits depend on the number of rows, even without pads."""
+    def _are_rows_independent(self) -> bool:
+        """Whether a row's bits are independent of the number of rows without pads."""
         return all(
             isinstance(one, cpu.NativeMatrix)
             for one in jax.tree.leaves(self.params, is_leaf=_is_matrix)
@@ -123,12 +127,12 @@ def build_network(
     params: Params,
     backend: Backend = Backend(),  # noqa: B008 frozen
 ) -> Network:
-    """The network of a config over its parameters; usable inside jit."""
+    """Make the network of a config over its parameters; usable inside jit."""
     functions = functions_of(config)
     return Network(config=config, params=params, backend=backend, functions=functions)
 
 
 def functions_of(config: ModelConfig) -> Functions:
-    """The functions of a config's family."""
+    """Return the functions of a config's family."""
     module: Any = importlib.import_module(family_of(config).network)
     return module

@@ -1,7 +1,7 @@
-"""A parameter's one declaration.
+"""The declaration of a parameter.
 
-Its random values, abstract shape, placement and the tensors that are read into it all
-follow from a `ParamSpec`: see `jaxspec.models.weights`.
+Its random values, abstract shape, placement and the tensors read into it all follow
+from its `ParamSpec`: see `jaxspec.models.weights`.
 """
 
 import math
@@ -27,12 +27,12 @@ class ParamSpec:
 
     Attributes:
         axes: Logical axis of each dimension, of those in `jaxspec.sharding`.
-        tensors: Canonical names of what it is made of. The rows of several alternate:
-            each gives `unit / len(tensors)` at a time.
-        unit: Elements of the split axis that stay on one device: a head's.
-        copies: How often every `unit` of rows is repeated, for several devices.
-        form: How a matrix is stored; a vector is an array.
-        scheme: How it is quantized; None: not at all.
+        tensors: Canonical names of the tensors it is made of. The rows of several
+            alternate, in runs of `unit / len(tensors)`.
+        unit: Elements of the split axis that stay on one device, such as a head's.
+        copies: Times that every `unit` of rows is repeated, for several devices.
+        form: Storage form of a matrix; a vector is an array.
+        scheme: Quantization scheme; None if it is not quantized.
     """
 
     shape: tuple[int, ...]
@@ -45,17 +45,17 @@ class ParamSpec:
 
     @property
     def num_values(self) -> int:
-        """Of all rows and columns, before a form adds any."""
+        """Number of values, without those that a form adds."""
         return math.prod(self.shape)
 
     def sharding(self, mesh: Mesh, mesh_axes: tuple[str, ...]) -> NamedSharding:
-        """Which device holds which of its rows and columns."""
+        """Return the placement of its rows and columns on the devices."""
         return named_sharding(
             mesh, self.axes, self.shape, unit=self.unit, mesh_axes=mesh_axes
         )
 
     def wrap(self, values: Array | jax.ShapeDtypeStruct | Quantized) -> Any:
-        """The parameter that the network is given, of its values or their shape."""
+        """Return the network's parameter, made from its values or their shape."""
         return values if len(self.shape) == 1 else self.form.of(values)
 
 

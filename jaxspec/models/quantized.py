@@ -1,6 +1,6 @@
-"""Forms of quantized matrices: what XLA multiplies, and how their parts are placed.
+"""Forms of quantized matrices that XLA multiplies, and the placement of their parts.
 
-Products read the values as they lie: XLA converts them within the fusion of the dot, so
+Products read the values as stored: XLA converts them within the fusion of the dot, so
 that no matrix of the rows' type is ever written (`tests/models/test_quantized_aot.py`).
 A CPU's forms are in `jaxspec.models.cpu`.
 """
@@ -21,12 +21,12 @@ from jaxspec_checkpoints.quantization import Scheme, stored_bytes
 
 @dataclass(frozen=True, kw_only=True)
 class Quantized:
-    """A matrix as it is read: placed arrays, or what stands for them.
+    """A quantized matrix as read from a file: placed arrays, or their abstract shapes.
 
     Attributes:
         values: [out, features], of the scheme's type.
         scales: [out, group], float32.
-        dtype: What rows are rounded to before they are multiplied with it.
+        dtype: Type that rows are rounded to before they are multiplied with it.
     """
 
     values: Any
@@ -35,9 +35,9 @@ class Quantized:
 
 
 def scales_sharding(sharding: NamedSharding, num_groups: int) -> NamedSharding:
-    """Where the [out, group] scales are of values that lie so.
+    """Return the placement of [out, group] scales, from that of the values.
 
-    With their outputs; and with their features, where groups divide as those do.
+    Split as the outputs are, and as the features are if groups divide likewise.
     """
     outputs, features = sharding.spec
     names = (features,) if isinstance(features, str) else features or ()
@@ -49,12 +49,12 @@ def scales_sharding(sharding: NamedSharding, num_groups: int) -> NamedSharding:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, eq=False)
 class ScaledMatrix(Matrix):
-    """A scale for each output: products of the values are multiplied by it.
+    """One scale per output, which multiplies the products of the values.
 
     Attributes:
         values: [out, features], int8, int4 or float8_e4m3fn.
         scales: [out], float32.
-        row_type: What rows are rounded to.
+        row_type: Type that rows are rounded to.
     """
 
     values: Any
@@ -88,7 +88,7 @@ class ScaledMatrix(Matrix):
     def multiply(
         self, inputs: Float[Array, "token features"]
     ) -> Float[Array, "token out"]:
-        """All values are numbers of the rows' type: converting them is exact."""
+        """Multiply; converting the values to the rows' type is exact."""
         outputs = product(
             inputs.astype(self.dtype),
             self.values.astype(self.dtype),
@@ -104,15 +104,15 @@ class ScaledMatrix(Matrix):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, eq=False)
 class GroupedMatrix(Matrix):
-    """Scales for groups of features: each group is a product of its own.
+    """Scales for groups of features: one product per group.
 
-    Groups are the leading axis, and a batch of the dot: of an (out, features) matrix a
-    TPU would copy the values into this order, on every call.
+    Groups are the leading axis, the batch of the dot: a TPU would copy the values of an
+    (out, features) matrix into this order on every call.
 
     Attributes:
         values: [group, feature of the group, out].
         scales: [group, out], float32.
-        row_type: What rows are rounded to.
+        row_type: Type that rows are rounded to.
     """
 
     values: Any
@@ -121,7 +121,7 @@ class GroupedMatrix(Matrix):
 
     @classmethod
     def of(cls, values: Quantized) -> "GroupedMatrix":
-        """Reorder on the devices; the matrix is there twice, and no other."""
+        """Reorder on the devices; needs memory for a second copy of the matrix."""
         matrix, scales = values.values, values.scales
         outputs, features = scales.sharding.spec
         mesh, groups = scales.sharding.mesh, scales.shape[1]
@@ -159,7 +159,7 @@ class GroupedMatrix(Matrix):
     def multiply(
         self, inputs: Float[Array, "token features"]
     ) -> Float[Array, "token out"]:
-        """Sums of groups are float32, and so is their sum."""
+        """Multiply; group sums and their total are float32."""
         groups, size, _ = self.values.shape
         split = inputs.astype(self.dtype).reshape(-1, groups, size)
         outputs = product(  # [group, token, out]
@@ -187,5 +187,6 @@ def _groups_first(values: Array, num_groups: int) -> Array:
 
 
 def _reshaped(array: Array, make: Any, sharding: NamedSharding) -> Array:
-    # Only a compiled function makes nothing but the shards.
+    # Compiled, because only a compiled function allocates the shards without the whole
+    # array.
     return jax.jit(make, out_shardings=sharding)(array)  # noqa: TID251

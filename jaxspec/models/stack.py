@@ -1,10 +1,10 @@
-"""The two forms of a network's layers: each by itself, or scanned.
+"""The two forms of a network's layers: separate, or scanned.
 
-By itself, a layer has its own parameters, its own pages and its own operations in a
-program. Scanned (`ModelConfig.scan_layers`), the layers that are alike share one array
-for each parameter and one pool of pages, and a program has one loop over them, as long
-whatever the depth, which is compiled sooner. Layers after the last whole period are by
-themselves in this form as well. Both forms compute the same.
+A separate layer has its own parameters, its own pages and its own operations in a
+program. Scanned (`ModelConfig.scan_layers`), layers of the same kind share one array
+for each parameter and one pool of pages, and the program has one loop over them: its
+size does not depend on the depth, and it compiles faster. Layers after the last whole
+period are separate in this form as well. Both forms compute the same.
 """
 
 import dataclasses
@@ -23,8 +23,8 @@ from jaxspec.models.matrices import Matrix
 from jaxspec.models.params import ParamPath, Params
 from jaxspec_kernels.bits import KvPages, KvPools
 
-LAYERS = "layers"  # their parameters' place in the tree
-# Of a layer's number, parameters, input, batch and pages: its output, and the pages.
+LAYERS = "layers"  # key of the layers' parameters in the tree
+# (layer number, parameters, input, batch, pages) -> (output, pages)
 Layer = Callable[[int, Params, Array, TokenBatch, KvPages], tuple[Array, KvPages]]
 
 
@@ -39,24 +39,24 @@ def run_layers(
     """Run all layers, one after the other.
 
     Args:
-        params: The whole network's.
-        layer: What a layer does. Of scanned layers it is called for the first
-            `config.period`, which stand for all of them.
+        params: Parameters of the whole network.
+        layer: Computes one layer. In scanned form it is called only for the first
+            `config.period` layers.
 
     Returns:
         The input with the outputs of all layers, and the updated pages.
     """
-    own = params[LAYERS]
+    layer_params = params[LAYERS]
     streams, updated = [stream], []
     if config.num_turns:
         scanned, pools = _scan(
-            config, own, stream, batch, kv_pages[: config.period], layer
+            config, layer_params, stream, batch, kv_pages[: config.period], layer
         )
         streams, updated = [*scanned], [*pools]
         stream, kv_pages = streams[-1], kv_pages[config.period :]
     numbers = range(config.num_scanned, config.num_layers)
     for number, pages in zip(numbers, kv_pages, strict=True):
-        stream, pages = layer(number, own[str(number)], stream, batch, pages)
+        stream, pages = layer(number, layer_params[str(number)], stream, batch, pages)
         streams.append(stream)
         updated.append(pages)
     return tuple(streams), tuple(updated)
@@ -70,18 +70,20 @@ def _scan(
     kv_pages: KvPools,
     layer: Layer,
 ) -> tuple[tuple[Array, ...], KvPools]:
-    """The same by a loop; the pools are its state, so that it writes them in place."""
+    """Run the layers as a loop; pools are its state, so it writes them in place."""
     turns, period = config.num_turns, config.period
 
     def turn(
-        carry: tuple[Array, KvPools], given: tuple[Array, Params]
+        carry: tuple[Array, KvPools], inputs: tuple[Array, Params]
     ) -> tuple[tuple[Array, KvPools], tuple[Array, ...]]:
-        (stream, pools), (number, own) = carry, given
-        own = _apart(own)
-        here = _batch_of(batch, number, turns, pools[0].shape)
+        (stream, pools), (number, layer_params) = carry, inputs
+        layer_params = _with_barriers(layer_params)
+        turn_batch = _batch_of(batch, number, turns, pools[0].shape)
         streams, updated = [], []
         for kind, pool in zip(range(period), pools, strict=True):
-            stream, pool = layer(kind, own[str(kind)], stream, here, pool)
+            stream, pool = layer(
+                kind, layer_params[str(kind)], stream, turn_batch, pool
+            )
             streams.append(stream)
             updated.append(pool)
         return (stream, tuple(updated)), tuple(streams)
@@ -89,10 +91,11 @@ def _scan(
     numbers = jnp.arange(turns, dtype=jnp.int32)
     start = stream, kv_pages
     stacks = {str(kind): params[str(kind)] for kind in range(period)}
-    (last, kv_pages), found = jax.lax.scan(turn, start, (numbers, stacks))
-    # `last` is not one of these: XLA can drop them all where no output is wanted.
+    (last, kv_pages), outputs = jax.lax.scan(turn, start, (numbers, stacks))
+    # `last` is kept apart from these, so that XLA can drop all of these if no output of
+    # a layer is read.
     between = (
-        jax.lax.index_in_dim(found[number % period], number // period, keepdims=False)
+        jax.lax.index_in_dim(outputs[number % period], number // period, keepdims=False)
         for number in range(config.num_scanned - 1)
     )
     return (stream, *between, last), kv_pages
@@ -100,7 +103,7 @@ def _scan(
 
 @dataclasses.dataclass(frozen=True)
 class _StackEntry:
-    """One layer's matrix in a stack, with a barrier behind its products.
+    """One layer's matrix in a stack, with a barrier after its products.
 
     Without the barrier XLA moves a reshape of the products (to heads, or to blocks)
     into the product, reshapes the matrix for it, and on a TPU copies the matrix out of
@@ -122,8 +125,8 @@ class _StackEntry:
         return jax.lax.optimization_barrier(self.matrix.multiply(inputs))
 
 
-def _apart(params: Params) -> Params:
-    """Wrap the matrices that XLA multiplies; those multiplied in C++ stay."""
+def _with_barriers(params: Params) -> Params:
+    """Wrap the matrices that XLA multiplies, but not those multiplied in C++."""
 
     def entry(node: Any) -> Any:
         is_of_xla = isinstance(node, Matrix) and not isinstance(node, NativeMatrix)
@@ -135,16 +138,17 @@ def _apart(params: Params) -> Params:
 def _batch_of(
     batch: TokenBatch, turn: Int[Array, ""], turns: int, pool: tuple[int, ...]
 ) -> TokenBatch:
-    """The batch with the page ids and slots of one turn's layers.
+    """Return the batch with the page ids and slots of one loop iteration's layers.
 
-    Layer by layer the pages of a pool lie behind one another: what would be page i of
-    a layer's own is page `turn * num_pages + i`. Slots that are pads stay beyond all.
+    A pool holds its layers' pages one layer after another: page i of the layer in
+    iteration `turn` is page `turn * num_pages + i` of the pool. Pad slots remain past
+    the pool's end.
     """
     num_pages = pool[0] // turns
     num_slots = num_pages * pool[1]
     slots = batch.slot_mapping
     slots = jnp.where(slots < num_slots, slots + turn * num_slots, turns * num_slots)
-    # Entries behind a sequence's last page may become anything: they are not read.
+    # Entries past a sequence's last page may become invalid: they are not read.
     regions = tuple(
         dataclasses.replace(one, page_table=one.page_table + turn * num_pages)
         for one in batch.regions
@@ -153,9 +157,9 @@ def _batch_of(
 
 
 def stacked_place(config: ModelConfig, path: ParamPath) -> tuple[ParamPath, int] | None:
-    """Where a parameter goes in the scanned form: which stack, and which entry of it.
+    """Return a parameter's stack in the scanned form, and its entry there.
 
-    None where it stays by itself.
+    None if it is not stacked.
     """
     if path[0] != LAYERS or int(path[1]) >= config.num_scanned:
         return None
@@ -164,9 +168,9 @@ def stacked_place(config: ModelConfig, path: ParamPath) -> tuple[ParamPath, int]
 
 
 def put(whole: Any, part: Any, entry: int, count: int) -> Any:
-    """`part` as one entry of a stack of `count` of them, which is made at the first.
+    """Write `part` into a stack of `count` entries, which the first call creates.
 
-    In place: of no parameter there are ever two whole stacks.
+    In place: no parameter ever has two whole stacks in memory.
 
     Args:
         whole, part: Trees of arrays, or of their shapes.
@@ -189,7 +193,7 @@ def _room_for(leaf: Any, count: int) -> Any:
 def _put(whole: Any, part: Any, entry: int) -> Any:
     if isinstance(part, jax.ShapeDtypeStruct):
         return whole
-    # Only a compiled function writes into what it is given.
+    # Compiled, because only a compiled function can write into a donated argument.
     write = jax.jit(_write, donate_argnums=0, out_shardings=whole.sharding)  # noqa: TID251
     return write(whole, part, np.int32(entry))
 

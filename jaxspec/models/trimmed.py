@@ -1,9 +1,9 @@
-"""A trimmed vocabulary: the rows of a head that are kept, and its logits' way back.
+"""A trimmed vocabulary: keep some rows of a draft's head, and widen its logits again.
 
-A small model spends much of a pass on the logits of tokens that hardly ever come. Cut
-to the most frequent ones, its head is a fraction of the matrix. Tokens without a row
-have probability 0 in the draft's distribution, so rules that compare it with the
-target's remain exact. Input tokens may be any: the embedding is whole.
+A small model spends much of a pass on the logits of rare tokens. A head cut to the most
+frequent tokens is a fraction of the matrix. Tokens without a row have probability 0 in
+the draft's distribution, so rules that compare it with the target's remain exact. Any
+token may be an input: the embedding is complete.
 
 References: Zhao et al. 2025, arXiv:2502.14856 (FR-Spec).
 """
@@ -24,26 +24,26 @@ from jaxspec.sharding import put, replicated
 from jaxspec_checkpoints import Tensor
 from jaxspec_checkpoints.trimming import rows_of
 
-# Places in a tree of parameters. A family's logits are products with the head where it
-# has one, else with the embedding.
+# Keys in a tree of parameters. A network multiplies by the head to get logits if the
+# tree has one, else by the embedding.
 EMBEDDING, HEAD = "embedding", "head"
-# Which of the target's tokens each row of a trimmed head stands for: int32, ascending.
+# Key of the target's token id for each row of a trimmed head: int32, ascending.
 TOKEN_IDS = "token_ids"
-# Logits of tokens that a head cannot propose. Finite: where a grammar allows none of
-# those that it can, one of the allowed is drawn, and not of nothing. By no temperature
-# does a distribution see the difference.
+# Logit of tokens that a head cannot propose. Finite, so that some token can be sampled
+# when a grammar allows none that the head can propose. At every temperature its
+# probability is 0.
 LOWEST = -1e9
 
 
 def head_of(params: Mapping[str, Any]) -> Any:
-    """Return the matrix of logits: the head, or the embedding where they are one."""
+    """Return the output matrix: the head, or the embedding if they are tied."""
     return params[HEAD] if HEAD in params else params[EMBEDDING]
 
 
 def trimmed_specs(config: ModelConfig, specs: Specs) -> Specs:
-    """The same parameters, of the head only the rows that the config keeps.
+    """Trim the declared head to the rows that the config keeps.
 
-    Where embedding and head are one matrix, the head becomes a second one.
+    A head tied to the embedding becomes a separate matrix.
     """
     if config.draft_vocab_size is None:
         return specs
@@ -60,11 +60,11 @@ def with_kept_rows(
     tensors: Mapping[str, Tensor],
     token_ids: Sequence[int] | None,
 ) -> Mapping[str, Tensor]:
-    """A checkpoint's tensors and, of a trimmed head, what its rows are read from.
+    """Add the kept rows of a trimmed head to a checkpoint's tensors.
 
     Args:
-        specs: Of the whole model.
-        token_ids: What is kept, as many as the config says, ascending.
+        specs: Declarations of all parameters of the model.
+        token_ids: The tokens kept, ascending; their number is the config's.
     """
     assert (config.draft_vocab_size is None) == (token_ids is None)
     if token_ids is None:
@@ -75,7 +75,7 @@ def with_kept_rows(
 
 
 def _kept(name: str) -> str:
-    """What a trimmed head is called among canonical tensors; no checkpoint has it."""
+    """Name of a trimmed head among canonical tensors; no checkpoint contains it."""
     return f"{name}, kept rows"
 
 
@@ -97,7 +97,7 @@ def put_token_id_forms(params: Params, count: int, mesh: Mesh) -> None:
 def to_target_vocab(
     params: Mapping[str, Any], logits: Float[Array, "row _"], vocab_size: int
 ) -> Float[Array, "row vocab"]:
-    """Logits over the target's vocabulary: `LOWEST` for what a head cannot propose."""
+    """Widen logits to the target's vocabulary: `LOWEST` for tokens without a row."""
     if TOKEN_IDS not in params:
         return logits
     nothing = jnp.full((logits.shape[0], vocab_size), LOWEST, logits.dtype)

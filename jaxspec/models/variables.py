@@ -1,6 +1,6 @@
 """A network's declared parameters as Flax variables, and back.
 
-For Flax modules around networks that are functions: theirs are `nnx.Param`s with the
+For Flax modules that wrap functional networks: the variables are `nnx.Param`s with the
 metadata `axes` and `unit`, named as in the tree.
 """
 
@@ -13,7 +13,7 @@ from jaxspec.models.params import Params, Specs
 
 
 def as_variables(specs: Specs, dtype: jnp.dtype) -> dict[str, Any]:
-    """A tree of parameters, zeros until they are replaced."""
+    """Make a tree of parameters, filled with zeros."""
     flat = {
         path: nnx.Param(jnp.zeros(spec.shape, dtype), axes=spec.axes, unit=spec.unit)
         for path, spec in specs.items()
@@ -22,14 +22,14 @@ def as_variables(specs: Specs, dtype: jnp.dtype) -> dict[str, Any]:
 
 
 def as_module(tree: Any) -> Any:
-    """A module of a tree of variables; a variable stays one."""
+    """Make a module from a tree of variables; a single variable is returned as is."""
     if not isinstance(tree, dict):
         return tree
     return nnx.Dict({name: as_module(part) for name, part in tree.items()})
 
 
 def bound_params(module: nnx.Module, specs: Specs) -> Params:
-    """The tree that the network's functions are given, of a module's variables."""
+    """Return the parameter tree of a module, as the network's functions take it."""
     state = nnx.to_flat_state(nnx.state(module, nnx.Param))
     values = {tuple(map(str, path)): variable[...] for path, variable in state}
     flat = {path: spec.wrap(values[path]) for path, spec in specs.items()}

@@ -1,7 +1,7 @@
-"""From canonical tensors (HuggingFace names, (out, in)) to a network's parameters.
+"""Makes a network's parameters of canonical tensors (HuggingFace names, (out, in)).
 
-Read, random and abstract parameters follow alike from what `declare` says. Reading
-files and bringing each device its shard is `jaxspec_checkpoints`' business.
+Loaded, random and abstract parameters all follow from `declare`. `jaxspec_checkpoints`
+reads files and places each device's shard.
 """
 
 import itertools
@@ -45,7 +45,7 @@ from jaxspec_checkpoints.quantization import (
 from jaxspec_checkpoints.quantization import quantized as quantize_tensor
 from jaxspec_kernels.rejection_sampling import noise
 
-# Makes one parameter's values, or their shape.
+# Returns the values of one parameter, or their abstract shape.
 Make = Callable[[ParamPath, ParamSpec, NamedSharding], Any]
 
 
@@ -58,11 +58,11 @@ def declare(
     are_bfloat16: bool | None = None,
     is_trained: bool = False,
 ) -> Specs:
-    """All parameters of a network in the form in which these devices hold them.
+    """Return the declarations of all parameters, as these devices store them.
 
     Args:
-        are_bfloat16: As of `choose_forms`; None is what the model's files say.
-        is_trained: As of `choose_forms`.
+        are_bfloat16: As for `choose_forms`; None: as the model's files say.
+        is_trained: As for `choose_forms`.
     """
     parts = num_parts(mesh, mesh_axes)
     if are_bfloat16 is None:
@@ -81,7 +81,7 @@ def declare(
 
 
 def with_schemes(config: ModelConfig, specs: Specs) -> Specs:
-    """Return the declarations with the scheme that each matrix is quantized by.
+    """Return the declarations with each matrix's quantization scheme.
 
     Layers that share one stack of a scanned network share its scheme.
     """
@@ -109,12 +109,12 @@ def choose_forms(
     are_bfloat16: bool = False,
     is_trained: bool = False,
 ) -> Specs:
-    """Declarations with the form that these devices hold each of them in.
+    """Return the declarations with each parameter's form on these devices.
 
     Args:
-        specs: With the schemes of matrices that are quantized.
-        copies: How often every KV head is laid out.
-        are_bfloat16: The values are bfloat16 ones, whatever `dtype` says.
+        specs: With the schemes of quantized matrices.
+        copies: Copies of every KV head.
+        are_bfloat16: The values are exact in bfloat16, whatever `dtype` stores them.
         is_trained: Gradients are taken through the network.
     """
     num_bytes = sum(spec.num_values for spec in specs.values()) * dtype.itemsize
@@ -153,16 +153,16 @@ def load_params(
     progress: str | None = None,
     is_trained: bool = False,
 ) -> Params:
-    """Read canonical tensors into their shards, cast to `dtype`; the params tree.
+    """Read canonical tensors into their shards, cast to `dtype`; return the tree.
 
     Args:
-        token_ids: Of a trimmed head, the tokens that it keeps, ascending.
+        token_ids: The tokens that a trimmed head keeps, ascending.
         progress: Title of a progress bar; it appears when loading takes a while.
         is_trained: Gradients will be taken through the network.
 
     Raises:
-        CheckpointError: A tensor is unknown, missing, or has another shape than the
-            config says (nothing was read then), or its bytes are damaged.
+        CheckpointError: A tensor is unknown or missing, or its shape is not the
+            config's (nothing was read then), or its bytes are damaged.
     """
     specs = functions_of(config).param_specs(config)
     is_tied = all(HEAD not in spec.tensors for spec in specs.values())
@@ -174,7 +174,7 @@ def load_params(
         desc=progress,
         unit="B",
         unit_scale=True,
-        delay=1.0,  # a small model is there before anyone wonders
+        delay=1.0,  # none for a small model
         disable=progress is None,
     ) as bar:
         params = _make_all(
@@ -200,7 +200,7 @@ def reader(
     dtype: jnp.dtype,
     on_bytes: Callable[[int], object] = lambda count: None,
 ) -> Make:
-    """Reads parameters into their shards, cast to `dtype` or quantized on the way."""
+    """Return a `Make` that reads parameters, cast to `dtype` or quantized."""
 
     def read(path: ParamPath, spec: ParamSpec, sharding: NamedSharding) -> Any:
         parts = [tensors[name] for name in spec.tensors]
@@ -211,7 +211,8 @@ def reader(
                 parts, sharding=sharding, dtype=kind, on_bytes=on_bytes, **rows
             )
         own = [quantize_tensor(part, spec.scheme) for part in parts]
-        # The values first: scales of what is quantized on the way come with them.
+        # Read the values first: the scales of a tensor that is quantized while it is
+        # read exist only after that.
         values = place(
             [one.values for one in own],
             sharding=sharding,
@@ -231,7 +232,7 @@ def reader(
 
 
 def describer(dtype: jnp.dtype) -> Make:
-    """Says what shape and placement parameters have."""
+    """Return a `Make` of shapes and placements."""
 
     def describe(path: ParamPath, spec: ParamSpec, sharding: NamedSharding) -> Any:
         form = partial(jax.ShapeDtypeStruct, spec.shape)
@@ -252,7 +253,7 @@ def describer(dtype: jnp.dtype) -> Make:
 def make_each(
     specs: Specs, make: Make, *, mesh: Mesh, mesh_axes: tuple[str, ...]
 ) -> Iterator[tuple[ParamPath, Any]]:
-    """What `make` gives for each parameter, in its form, one after the other."""
+    """Make the parameters one after the other, each as its device stores it."""
     for path, spec in specs.items():
         yield path, spec.wrap(make(path, spec, spec.sharding(mesh, mesh_axes)))
 
@@ -267,7 +268,7 @@ def _make_all(
     are_bfloat16: bool | None = None,
     is_trained: bool = False,
 ) -> Params:
-    """The tree of what `make` gives for each parameter, layers as the network wants."""
+    """Make the tree of parameters, with layers separate or stacked as configured."""
     specs = declare(
         config,
         dtype=dtype,
@@ -298,7 +299,7 @@ def abstract_params(
     mesh: Mesh,
     mesh_axes: tuple[str, ...] = TARGET_MESH_AXES,
 ) -> Params:
-    """Shapes and placement of parameters, for compiling before there are any."""
+    """Return parameters' shapes and placement, to compile before they are loaded."""
     params = _make_all(
         config, describer(dtype), dtype=dtype, mesh=mesh, mesh_axes=mesh_axes
     )
@@ -316,15 +317,14 @@ def random_params(
     mesh_axes: tuple[str, ...] = TARGET_MESH_AXES,
     token_ids: Sequence[int] | None = None,
 ) -> Params:
-    """Random parameters, placed like loaded ones: for tests and `load_format=dummy`.
+    """Make random parameters, placed like loaded ones, for tests and dummy weights.
 
-    Each is made where it stays, its shards alone and nothing beside them, and has the
-    same values on any mesh: bfloat16 ones where the model's files have those. Matrices,
-    which are (out, in), have a standard deviation of 1/sqrt(in); vectors (norm weights)
-    are zeros.
+    Each device makes only its own shards. The values are the same on any mesh, and
+    exact in bfloat16 if the model's files are. Matrices, which are (out, in), have a
+    standard deviation of 1/sqrt(in); vectors (norm weights) are zeros.
 
     Args:
-        token_ids: As of `load_params`.
+        token_ids: As for `load_params`.
     """
     assert config.draft_vocab_size == (token_ids and len(token_ids))
     makers: dict[Any, Callable[[jax.Array], Any]] = {}
@@ -349,7 +349,7 @@ def random_params(
                 make = _quantizing(make, spec.scheme)
                 groups = spec.scheme.num_groups(spec.shape[1])
                 placed = sharding, scales_sharding(sharding, groups)
-            # Only a compiled function makes nothing but the shards.
+            # Compiled: only a compiled function allocates the shards alone.
             makers[kind] = jax.jit(make, out_shardings=placed)  # noqa: TID251
         key = jax.random.fold_in(jax.random.key(np.uint32(seed)), number)
         made = makers[kind](jax.random.key_data(key))
@@ -370,7 +370,7 @@ def random_params(
 
 
 def _quantizing(make: Callable[[Array], Array], scheme: Scheme) -> Callable[..., Any]:
-    """The same matrix as values and scales."""
+    """Return `make` with its matrix quantized to values and scales."""
     return lambda words: quantize(make(words), scheme, jnp)
 
 
@@ -383,10 +383,10 @@ def _random_matrix(
     block: int,
     copies: int,
 ) -> Array:
-    """Uniform values by a hash of where they stand: XLA writes nothing but them.
+    """Make uniform values from a hash of their indices; XLA writes no other array.
 
     Args:
-        stored: What the values are rounded to.
+        stored: Type that the values are rounded to.
         block: Rows that are repeated together, `copies` times.
     """
     row, column = (jax.lax.broadcasted_iota(jnp.uint32, shape, axis) for axis in (0, 1))
@@ -399,10 +399,10 @@ def _random_matrix(
 
 
 def tensors_of(specs: Specs, params: Params) -> dict[str, np.ndarray]:
-    """The canonical tensors that a tree was made of: what `load_params` would read.
+    """Return a tree's canonical tensors; the inverse of `load_params`.
 
     Args:
-        params: Of unscanned layers, in any placement that this process can read.
+        params: With separate layers, in any placement that this process can read.
     """
     tensors: dict[str, np.ndarray] = {}
     for path, spec in specs.items():
@@ -410,7 +410,7 @@ def tensors_of(specs: Specs, params: Params) -> dict[str, np.ndarray]:
         for key in path:
             node = node[key]
         values = np.asarray(node if len(spec.shape) == 1 else node.values)
-        assert spec.copies == 1, "KV heads are there several times"
+        assert spec.copies == 1, "KV heads are repeated"
         block = spec.unit // len(spec.tensors)
         rows = values.reshape(-1, len(spec.tensors), block, *values.shape[1:])
         for number, name in enumerate(spec.tensors):

@@ -2,8 +2,8 @@
 
 The host makes a call in every round. Flattening trees, class by class and dictionary by
 dictionary, is a quarter of the call's time for six layers; and each array costs a
-microsecond or two, also one that the program returns unchanged. So a program takes
-lists, and a plain one takes no array of a draft model.
+microsecond or two, even one that the program returns unchanged. So a program takes
+lists, and a plain program takes no arrays of a draft model.
 """
 
 import dataclasses
@@ -29,14 +29,14 @@ def used_arguments(
     target, params, state = arguments
     if _is_drafting(shape):
         return arguments
-    rest = [one.rests_without_drafts for one in proposers]
-    params = tuple(
-        None if rests else own for rests, own in zip(rest, params, strict=True)
-    )
-    kept = tuple(
-        None if rests else own for rests, own in zip(rest, state.proposers, strict=True)
-    )
-    state = dataclasses.replace(state, proposers=kept, forced_acceptance=None)
+    is_unused = [one.is_unused_without_drafts for one in proposers]
+
+    def drop_unused(parts: Sequence[Any]) -> tuple[Any, ...]:
+        pairs = zip(is_unused, parts, strict=True)
+        return tuple(None if unused else part for unused, part in pairs)
+
+    params, used = drop_unused(params), drop_unused(state.proposers)
+    state = dataclasses.replace(state, proposers=used, forced_acceptance=None)
     return target, params, state
 
 
@@ -46,7 +46,7 @@ def flatten(arguments: Arguments) -> tuple[list[Any], list[Any]]:
 
 
 def _is_drafting(shape: StepShape) -> bool:
-    return shape.num_draft_tokens > 0 or shape.is_catch_up
+    return shape.num_draft_tokens > 0 or shape.is_draft_prefill
 
 
 class Arrays:
@@ -68,7 +68,9 @@ class Arrays:
         # number of state arrays used. Arrays that plain programs do not use come last.
         self._calls: list[tuple[list[Array], int]] = []
         for num_drafts in (0, 1):
-            shape = StepShape(num_seqs=1, num_draft_tokens=num_drafts, chunk=0)
+            shape = StepShape(
+                num_seqs=1, num_draft_tokens=num_drafts, max_prompt_tokens=0
+            )
             weights, _ = flatten(used_arguments(proposers, shape, (*params, state)))
             _, places = flatten(used_arguments(proposers, shape, (*params, numbers)))
             assert places == list(range(len(places))), "unused arrays are not last"
@@ -85,7 +87,7 @@ class Arrays:
         return jax.tree.unflatten(self._structure, self._leaves)
 
     @property
-    def are_given_away(self) -> bool:
+    def is_state_consumed(self) -> bool:
         """Whether a call has consumed the state without storing a new one."""
         return self._leaves[0].is_deleted()
 

@@ -65,12 +65,12 @@ def _local_logprobs(
         return values if axes is None else jax.lax.pmax(values, axes)
 
     largest = most(logits.max(axis=1))
-    amount = total(row_sums(jnp.exp(logits - largest[:, None]))[:, 0])
+    exp_sum = total(row_sums(jnp.exp(logits - largest[:, None]))[:, 0])
 
     def logprob(values: Array) -> Array:
         # The difference first: logits are large where their sum rounds.
         shape = -1, *(1,) * (values.ndim - 1)
-        return (values - largest.reshape(shape)) - jnp.log(amount).reshape(shape)
+        return (values - largest.reshape(shape)) - jnp.log(exp_sum).reshape(shape)
 
     column = tokens - first
     is_here = (column >= 0) & (column < size)
@@ -133,9 +133,9 @@ def chosen_ids(
 
     Junk for a request without such ids; None if the shape has none.
     """
-    if not shape.features.num_told_ids:
+    if not shape.features.num_logprob_token_ids:
         return None
-    return controls.told_ids.at[active.row].get(mode="clip")
+    return controls.logprob_token_ids.at[active.row].get(mode="clip")
 
 
 def empty_logprobs(
@@ -145,7 +145,7 @@ def empty_logprobs(
     num_top = shape.features.num_logprobs
     if num_top is None:
         return None
-    numbers = num_columns(num_top, shape.features.num_told_ids)
+    numbers = num_columns(num_top, shape.features.num_logprob_token_ids)
     return jnp.zeros((*tokens.shape, numbers), jnp.int32)
 
 

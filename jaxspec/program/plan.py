@@ -29,7 +29,7 @@ MAX_CONTROLLED = 4
 MAX_BIAS = 1024
 MAX_BAD_WORDS = 64
 MAX_BAD_WORD_LEN = 8
-MAX_TOLD_IDS = 128  # as in vLLM
+MAX_LOGPROB_TOKEN_IDS = 128  # as in vLLM
 # As a column's size: words of 32 bits that hold one bit per token of the vocabulary.
 VOCAB_WORDS = -1
 
@@ -45,7 +45,7 @@ class Features:
     """Optional parts of a program, beyond temperature, top-k, top-p and min-p.
 
     Attributes:
-        is_greedy: Every request takes the argmax: the program has no sampling in it.
+        all_greedy: Every request takes the argmax: the program has no sampling in it.
         has_controls: Penalties, logit bias, allowed ids, bad words.
         has_grammar: Token masks that the host makes from the drafts.
         num_logprobs: Most probable tokens returned per generated token; None returns no
@@ -53,7 +53,7 @@ class Features:
         num_prompt_logprobs: The same for the tokens of prompts.
     """
 
-    is_greedy: bool = False
+    all_greedy: bool = False
     has_controls: bool = False
     has_grammar: bool = False
     num_logprobs: int | None = None
@@ -62,7 +62,7 @@ class Features:
     def __or__(self, other: "Features") -> "Features":
         """The features of a launch with requests of both."""
         return Features(
-            is_greedy=self.is_greedy and other.is_greedy,
+            all_greedy=self.all_greedy and other.all_greedy,
             has_controls=self.has_controls or other.has_controls,
             has_grammar=self.has_grammar or other.has_grammar,
             num_logprobs=_most(self.num_logprobs, other.num_logprobs),
@@ -86,13 +86,13 @@ class Features:
             "prompt-logprobs": self.num_prompt_logprobs is not None,
         }
         names = [name for name, has_one in extras.items() if has_one]
-        return "_".join(["greedy" if self.is_greedy else "sampled", *names])
+        return "_".join(["greedy" if self.all_greedy else "sampled", *names])
 
     @property
-    def num_told_ids(self) -> int:
+    def num_logprob_token_ids(self) -> int:
         """Number of logprobs per generated token for ids that a request chose."""
-        is_told = self.has_controls and self.num_logprobs is not None
-        return MAX_TOLD_IDS if is_told else 0
+        has_ids = self.has_controls and self.num_logprobs is not None
+        return MAX_LOGPROB_TOKEN_IDS if has_ids else 0
 
     def covers(self, other: "Features") -> bool:
         """Whether a program of these features serves requests that need `other`."""
@@ -100,7 +100,7 @@ class Features:
 
 
 # Features of a launch without requests: the neutral element of `|`.
-NO_FEATURES = Features(is_greedy=True)
+NO_FEATURES = Features(all_greedy=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,11 +111,10 @@ class StepShape:
         num_seqs: Rows of the decode region.
         num_draft_tokens: K, the most drafts of a sequence, which may want fewer; 0
             leaves the draft model out of the program.
-        chunk: Prompt tokens, a multiple of `TILE` (or 0).
+        max_prompt_tokens: Room for prompt tokens, a multiple of `TILE`; 0 for none.
         features: Optional parts that the requests of the launch need.
-        is_catch_up: Draft-prefill launch: no sequence decodes. The draft model reads
-            prompts and tokens that only the target has read, and compares the tokens
-            with its own.
+        is_draft_prefill: No sequence decodes. The draft model reads prompts and tokens
+            that only the target has read, and compares the tokens with its own.
         max_rounds: Most rounds of a launch; their number is data. With 1 there is no
             loop.
         template: The engine's tree of drafts, of K levels; None: a chain.
@@ -123,9 +122,9 @@ class StepShape:
 
     num_seqs: int
     num_draft_tokens: int
-    chunk: int
+    max_prompt_tokens: int
     features: Features = Features()
-    is_catch_up: bool = False
+    is_draft_prefill: bool = False
     max_rounds: int = 1
     template: Tree | None = None
 
@@ -138,9 +137,14 @@ class StepShape:
         return hash(tuple(getattr(self, one.name) for one in dataclasses.fields(self)))
 
     @classmethod
-    def catch_up(cls, chunk: int) -> "StepShape":
+    def draft_prefill(cls, max_prompt_tokens: int) -> "StepShape":
         """The program of a draft prefill."""
-        return cls(num_seqs=0, num_draft_tokens=0, chunk=chunk, is_catch_up=True)
+        return cls(
+            num_seqs=0,
+            num_draft_tokens=0,
+            max_prompt_tokens=max_prompt_tokens,
+            is_draft_prefill=True,
+        )
 
     @property
     def name(self) -> str:
@@ -149,9 +153,9 @@ class StepShape:
         `8x5x4_sampled` may run four such rounds; in `8x5t10` ten drafts form a tree of
         five levels.
         """
-        if self.is_catch_up:
-            return f"catch-up+{self.chunk}"
-        chunk = f"+{self.chunk}" if self.chunk else ""
+        if self.is_draft_prefill:
+            return f"draft-prefill+{self.max_prompt_tokens}"
+        chunk = f"+{self.max_prompt_tokens}" if self.max_prompt_tokens else ""
         rounds = f"x{self.max_rounds}" if self.max_rounds > 1 else ""
         tree = self.tree
         nodes = "" if tree.is_chain else f"t{tree.num_nodes}"
@@ -179,7 +183,7 @@ class StepShape:
     @property
     def num_tiles(self) -> int:
         """Tiles of the prefill region."""
-        return self.chunk // TILE
+        return self.max_prompt_tokens // TILE
 
     @property
     def max_controlled(self) -> int:
@@ -248,8 +252,8 @@ def column(
     default: Any = dataclasses.MISSING,
 ) -> Any:
     """A field of a record that is sent to the device."""
-    made = Column(dtype, shape, pad, is_right_aligned)
-    return field(default=default, metadata={"column": made})
+    declared = Column(dtype, shape, pad, is_right_aligned)
+    return field(default=default, metadata={"column": declared})
 
 
 def columns(record: Any) -> dict[str, Column]:
@@ -271,8 +275,8 @@ class RequestValues:
     """
 
     num_prompt: Any = column(np.int32)  # tokens of the prompt; the others are output
-    min_total: Any = column(np.int32)  # no stop id before so many tokens are known
-    max_total: Any = column(np.int32)  # the sequence ends at so many tokens
+    min_total: Any = column(np.int32)  # stop ids are masked below this number of tokens
+    max_total: Any = column(np.int32)  # the sequence ends at this number of tokens
     temperature: Any = column(np.float32)  # 0 is greedy
     top_k: Any = column(np.int32)  # 0 keeps everything
     top_p: Any = column(np.float32, pad=1)
@@ -293,7 +297,7 @@ class ControlValues:
     allowed: Any = column(np.uint32, VOCAB_WORDS)  # a bit per token of the vocabulary
     # A match of the other columns forbids the last one.
     bad_words: Any = column(np.int32, MAX_BAD_WORDS, MAX_BAD_WORD_LEN, pad=NO_TOKEN)
-    told_ids: Any = column(np.int32, MAX_TOLD_IDS, pad=NO_TOKEN)
+    logprob_token_ids: Any = column(np.int32, MAX_LOGPROB_TOKEN_IDS, pad=NO_TOKEN)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -309,8 +313,8 @@ class TokenControls:
         allowed: The tokens that may be generated; None for all.
         bad_words: At most `MAX_BAD_WORDS` sequences of at most `MAX_BAD_WORD_LEN`
             tokens that the output may not contain.
-        told: At most `MAX_TOLD_IDS` tokens whose logprobs are returned with those of
-            every generated token.
+        logprob_token_ids: At most `MAX_LOGPROB_TOKEN_IDS` tokens whose logprobs are
+            returned with those of every generated token.
     """
 
     presence_penalty: float = 0.0
@@ -319,13 +323,14 @@ class TokenControls:
     bias: tuple[tuple[int, float], ...] = ()
     allowed: tuple[int, ...] | None = None
     bad_words: tuple[tuple[int, ...], ...] = ()
-    told: tuple[int, ...] = ()
+    logprob_token_ids: tuple[int, ...] = ()
 
     def values(self, vocab_size: int) -> ControlValues:
         """The values that are sent to the device."""
         assert len(self.bias) <= MAX_BIAS, f"{len(self.bias)} biased tokens"
         assert len(self.bad_words) <= MAX_BAD_WORDS, "too many bad words"
-        assert len(self.told) <= MAX_TOLD_IDS, f"{len(self.told)} tokens to tell of"
+        num_ids = len(self.logprob_token_ids)
+        assert num_ids <= MAX_LOGPROB_TOKEN_IDS, f"{num_ids} logprob token ids"
         bad_words = columns(ControlValues)["bad_words"].empty()
         for index, word in enumerate(self.bad_words):
             assert 0 < len(word) <= MAX_BAD_WORD_LEN, f"a bad word of {len(word)}"
@@ -344,7 +349,7 @@ class TokenControls:
             bias_values=[value for _, value in self.bias],
             allowed=bits.astype(np.uint32),
             bad_words=bad_words,
-            told_ids=self.told,
+            logprob_token_ids=self.logprob_token_ids,
         )
 
 

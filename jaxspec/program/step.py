@@ -1,4 +1,4 @@
-"""The step program: propose, target pass, verify and commit, as one executable.
+"""The step program: propose, run and verify the target, append; one executable.
 
 The only `jax.jit` that requests run in. Static: the shapes and model configs. Donated:
 the engine's state. The host passes one plan vector and reads one result vector.
@@ -22,7 +22,7 @@ from jaxspec.program.propose.proposal import Observer, Proposal, Seen
 from jaxspec.program.rows import Emitted, append, gather, truncate
 from jaxspec.program.state import EngineState
 from jaxspec.program.step_context import ProgramConfig, StepContext
-from jaxspec.program.target_pass import TargetPass, Verified, narrow_widths
+from jaxspec.program.target_pass import TargetPass, Verified, fewer_drafts
 from jaxspec.program.tree.tree import Tree
 from jaxspec.program.verify import force_one, verify
 from jaxspec.program.wire import PlanLayout, result_layout
@@ -48,7 +48,8 @@ def speculative_step(
     and up to K + 1 tokens. Prompt tiles share the target's pass; where a prompt ends,
     its first token is sampled. A draft-prefill launch runs the draft models alone, over
     prompts and other tokens that only the target has read. Rejected keys and values
-    remain in their slots and are overwritten: only lengths say what is visible.
+    remain in their slots and are overwritten later: attention sees only the slots below
+    a sequence's length.
 
     Args:
         proposer_params: Those of each proposer; None for one without, and in programs
@@ -59,7 +60,7 @@ def speculative_step(
         The new state, and the vector that `StepResult.unpack` reads.
     """
     context = StepContext.read(config, shape, state, plan)
-    if shape.is_catch_up:
+    if shape.is_draft_prefill:
         return _draft_prefill(context, proposer_params, state)
     state = dataclasses.replace(
         state, rows=context.rows, token_pages=context.token_pages
@@ -79,28 +80,29 @@ def _run_round(
 ) -> tuple[EngineState, dict[str, Array]]:
     """Run one round; the state after it, and the parts of its result."""
     active, shape = context.active, context.shape
-    proposal, num_draft, proposers = _propose(
+    proposal, num_draft_tokens, proposers = _propose(
         context, target_params, proposer_params, state.proposers
     )
-    target = TargetPass.of(context, target_params, state, num_draft)
-    tokens = active.last_tokens[:, 1:]
+    target = TargetPass.of(context, target_params, state, num_draft_tokens)
+    inputs = active.last_tokens[:, 1:]
     if proposal is not None:
-        tokens = jnp.concatenate([tokens, proposal.tokens], axis=1)
-    widths = narrow_widths(context.config.proposers, shape)
-    if proposal is not None and widths:
-        verified = target.run_narrowest(widths, proposal, tokens, state.target_pages)
+        inputs = jnp.concatenate([inputs, proposal.tokens], axis=1)
+    fewer = fewer_drafts(context.config.proposers, shape)
+    if proposal is not None and fewer:
+        verified = target.run_narrowest(fewer, proposal, inputs, state.target_pages)
     else:
-        verified = target.run(proposal, tokens, state.target_pages)
+        verified = target.run_and_verify(proposal, inputs, state.target_pages)
 
-    tokens = verified.tokens
+    new_tokens = verified.tokens
     if verified.tree_row is not None:
-        tokens = tokens[:, : shape.tree.max_emitted]
-    emitted = truncate(tokens, verified.num_accepted_nodes + 1, active)
+        new_tokens = new_tokens[:, : shape.tree.max_emitted]
+    emitted = truncate(new_tokens, verified.num_accepted_nodes + 1, active)
     rows, token_pages = append(context.rows, context.token_pages, active, emitted)
-    # From here on with the new pages: reading the old ones makes XLA copy the pool.
+    # Use only the new `token_pages` below: a later read of the old ones would force XLA
+    # to copy the pool.
     context = dataclasses.replace(context, rows=rows, token_pages=token_pages)
-    result = _result(emitted, verified, proposal, num_draft)
-    if shape.chunk:
+    result = _result(emitted, verified, proposal, num_draft_tokens)
+    if shape.max_prompt_tokens:
         context, first = _finish_prompts(context, verified)
         result |= first
     proposers = _observe(
@@ -126,13 +128,13 @@ def _run_rounds(
     state: EngineState,
     context: StepContext,
 ) -> tuple[EngineState, Int[Array, " result"]]:
-    """Run as many rounds as the plan says, or up to the first that ends a sequence.
+    """Run the plan's number of rounds, or up to the first that ends a sequence.
 
     Each round is the same as a launch of its own. The host must read the end of a
     sequence, or a NaN, before it can plan the next round.
     """
     shape, num_rounds = context.shape, context.fields["num_rounds"]
-    assert not shape.chunk, "prompts need launches of one round"
+    assert not shape.max_prompt_tokens, "prompts need launches of one round"
     layout = result_layout(shape)
 
     def run_next(carry: _Loop) -> _Loop:
@@ -165,21 +167,23 @@ def _propose(
     params: ProposerParams,
     states: tuple[Any, ...],
 ) -> tuple[Proposal | None, Int[Array, " seq"], tuple[Any, ...]]:
-    """Return the drafts, the number that counts per sequence, and proposers' states."""
-    active, given = context.active, context.for_proposers(target)
-    proposal, after = None, []
-    for proposer, own, state in zip(
+    """Return the drafts, the number of valid ones, and the proposers' states."""
+    active, proposer_context = context.active, context.for_proposers(target)
+    proposal, new_states = None, []
+    for proposer, own_params, state in zip(
         context.config.proposers, params, states, strict=True
     ):
         if context.shape.tree.num_nodes:
-            proposal, state = proposer.propose(own, state, given, proposal)
-        after.append(state)
-    # The host may not have read yet how close the end is; drafts past it do not count.
+            proposal, state = proposer.propose(
+                own_params, state, proposer_context, proposal
+            )
+        new_states.append(state)
+    # The host may not have read yet how close the end is: drafts past it are padding.
     room = jnp.maximum(active.max_total - active.num_tokens - 1, 0)
-    num_draft = jnp.minimum(context.fields["decode_draft"], room)
+    num_draft_tokens = jnp.minimum(context.fields["decode_num_draft_tokens"], room)
     if proposal is not None:
-        num_draft = jnp.minimum(num_draft, proposal.num_drafts)
-    return proposal, num_draft, tuple(after)
+        num_draft_tokens = jnp.minimum(num_draft_tokens, proposal.num_drafts)
+    return proposal, num_draft_tokens, tuple(new_states)
 
 
 def _draft_prefill(
@@ -189,12 +193,12 @@ def _draft_prefill(
 
     The first proposer with a model gives the estimate; the others only prefill.
     """
-    given = context.for_proposers(None)
+    proposer_context = context.for_proposers(None)
     tiles, rows, num_rows = context.tiles, context.rows, context.pool.num_rows
-    following = jnp.concatenate(
+    next_tokens = jnp.concatenate(
         [tiles.tokens[:, 1:], context.fields["tile_next_token"][:, None]], axis=1
     )
-    is_known = tiles.is_token & (following != NO_TOKEN)
+    is_known = tiles.is_token & (next_tokens != NO_TOKEN)
     is_known &= (tiles.row < num_rows)[:, None]
     # The user chose the tokens of the prompt: only the one after its last counts.
     num_prompt = rows.num_prompt.at[tiles.row].get(mode="clip")
@@ -202,14 +206,16 @@ def _draft_prefill(
     active = gather(rows, context.token_pages, tiles.row).repeat(TILE)
     is_known &= active.is_active.reshape(is_known.shape)
     active = dataclasses.replace(active, num_tokens=tiles.position.reshape(-1) + 1)
-    following = jnp.where(is_known, following, NO_TOKEN).reshape(-1)
-    acceptance, after = None, []
-    for proposer, own, before in zip(
+    next_tokens = jnp.where(is_known, next_tokens, NO_TOKEN).reshape(-1)
+    acceptance, new_states = None, []
+    for proposer, own_params, state_before in zip(
         context.config.proposers, params, state.proposers, strict=True
     ):
-        kept, found = proposer.catch_up(own, before, given, active, following)
-        acceptance = found if acceptance is None else acceptance
-        after.append(kept)
+        new_state, estimated = proposer.draft_prefill(
+            own_params, state_before, proposer_context, active, next_tokens
+        )
+        acceptance = estimated if acceptance is None else acceptance
+        new_states.append(new_state)
     assert acceptance is not None, "no proposer has a draft model"
     if state.forced_acceptance is not None:
         acceptance = force_one(state.forced_acceptance, active).astype(jnp.float32)
@@ -218,7 +224,7 @@ def _draft_prefill(
         state,
         rows=rows,
         token_pages=context.token_pages,
-        proposers=tuple(after),
+        proposers=tuple(new_states),
     )
     result = {"acceptance_probabilities": acceptance.reshape(is_known.shape)}
     return state, jnp.concatenate(result_layout(context.shape).flatten(result))
@@ -240,14 +246,17 @@ def _observe(
     Returns:
         The states of all proposers.
     """
-    given, shape, after = context.for_proposers(target), context.shape, []
+    proposer_context, new_states = context.for_proposers(target), []
+    shape = context.shape
     tiles, next_tile_tokens, first_row = context.tiles, None, None
     if first_tokens is not None:
-        following = context.fields["tile_next_token"]
-        following = jnp.where(tiles.is_last, first_tokens, following)
-        next_tile_tokens = jnp.concatenate([tiles.tokens[:, 1:], following[:, None]], 1)
+        next_token = context.fields["tile_next_token"]
+        next_token = jnp.where(tiles.is_last, first_tokens, next_token)
+        next_tile_tokens = jnp.concatenate(
+            [tiles.tokens[:, 1:], next_token[:, None]], 1
+        )
         first_row = jnp.where(tiles.is_last, tiles.row, context.pool.num_rows)
-    for proposer, own, state in zip(
+    for proposer, own_params, state in zip(
         context.config.proposers, params, states, strict=True
     ):
         if isinstance(proposer, Observer):
@@ -255,7 +264,7 @@ def _observe(
             seen = Seen(
                 tuple(verified.streams[layer] for layer in layers),
                 tuple(verified.tile_streams[layer] for layer in layers)
-                if shape.chunk
+                if shape.max_prompt_tokens
                 else None,
                 shape.tree,
                 verified.num_accepted_nodes,
@@ -264,16 +273,16 @@ def _observe(
                 next_tile_tokens,
                 first_row,
             )
-            state = proposer.observe(own, state, given, seen)
-        after.append(state)
-    return tuple(after)
+            state = proposer.observe(own_params, state, proposer_context, seen)
+        new_states.append(state)
+    return tuple(new_states)
 
 
 def _result(
     emitted: Emitted,
     verified: Verified,
     proposal: Proposal | None,
-    num_draft: Int[Array, " seq"],
+    num_draft_tokens: Int[Array, " seq"],
 ) -> dict[str, Array]:
     is_draft_broken = None if proposal is None else proposal.is_broken
     if is_draft_broken is None:
@@ -281,7 +290,7 @@ def _result(
     result = {
         "tokens": emitted.tokens,
         "num_emitted": emitted.num_emitted,
-        "num_draft": num_draft,
+        "num_draft_tokens": num_draft_tokens,
         # A sequence that ends inside an accepted run keeps only the drafts before it.
         "num_accepted": jnp.minimum(verified.num_accepted, emitted.num_emitted),
         "is_done": emitted.is_done,
@@ -315,7 +324,7 @@ def _finish_prompts(
         token_pages,
         row,
         num_tokens=tiles.start + tiles.length,
-        is_greedy=context.shape.features.is_greedy,
+        all_greedy=context.shape.features.all_greedy,
     )
     ending = dataclasses.replace(context, active=active)
     adjust, backend = ending.adjuster(), context.backend
@@ -332,11 +341,11 @@ def _finish_prompts(
         "tile_is_broken": verified.is_tile_broken,
     }
     chosen = ending.logprob_ids()
-    found = logprobs.maybe_logprobs(
+    token_logprobs = logprobs.maybe_logprobs(
         logits, token[:, None], chosen, shape=context.shape, backend=backend
     )
-    if found is not None:
-        result["tile_logprobs"] = found[:, 0]
+    if token_logprobs is not None:
+        result["tile_logprobs"] = token_logprobs[:, 0]
     rows, token_pages = append(rows, token_pages, active, emitted)
     context = dataclasses.replace(context, rows=rows, token_pages=token_pages)
     return context, result

@@ -20,22 +20,26 @@ from jaxspec.program.propose.proposal import Proposal
 from jaxspec.program.rows import Active
 from jaxspec.program.sampling import (
     Numbers,
-    controls_of,
     draw_numbers,
     forbid_early_stop,
+    sampling_values_of,
 )
 from jaxspec.program.tree.tree import Tree
 from jaxspec.sharding import num_parts
-from jaxspec_kernels.rejection_sampling import Controls, Verdict, rejection_sampling
+from jaxspec_kernels.rejection_sampling import (
+    SamplingValues,
+    Verdict,
+    rejection_sampling,
+)
 
 
 class _Inputs(NamedTuple):
-    """What a verdict takes of each sequence, besides logits and probabilities."""
+    """Inputs of a verdict per sequence, besides logits and probabilities."""
 
     tokens: Int[Array, "seq draft"]
-    num_draft: Int[Array, " seq"]
+    num_draft_tokens: Int[Array, " seq"]
     active: Active
-    controls: Controls | None
+    sampling_values: SamplingValues | None
     numbers: Numbers
     num_forced: Int[Array, " seq"] | None
 
@@ -43,7 +47,7 @@ class _Inputs(NamedTuple):
 def verify(
     proposal: Proposal | None,
     logits: Float[Array, "token vocab"],
-    num_draft: Int[Array, " seq"],
+    num_draft_tokens: Int[Array, " seq"],
     active: Active,
     backend: Backend,
     *,
@@ -57,14 +61,15 @@ def verify(
 
     Args:
         proposal: None for no drafts.
-        logits: The model's own, sequence-major: row i of a sequence follows its i-th
-            draft.
-        num_draft: Drafts of each sequence that count.
+        logits: The model's own, sequence-major. Row i predicts the token in the place
+            of draft i (from 0); the last row, the token after all drafts.
+        num_draft_tokens: Valid drafts of each sequence: columns at or past it are
+            padding.
         tree: A chain with a node for each draft.
         adjust: Applies the requests' controls to logits; None without controls.
         forced_acceptance: As for `force`, at least one per draft; None forces nothing.
     """
-    vocab_size, seqs = logits.shape[1], num_draft.shape[0]
+    vocab_size, seqs = logits.shape[1], num_draft_tokens.shape[0]
     tokens, probs = jnp.zeros((seqs, 0), jnp.int32), None
     if proposal is not None:
         tokens, probs = proposal.tokens, proposal.probs
@@ -76,12 +81,13 @@ def verify(
         rows = adjust(rows, tokens)
     # One uniform for each draft and one for the token after them, keyed by the position
     # where the round starts.
-    purposes = jnp.arange(width, dtype=jnp.int32)[None] * randomness.NUM_ROLES
-    purposes = (purposes + randomness.ACCEPT).at[:, -1].set(randomness.SAMPLE)
+    index = jnp.arange(width, dtype=jnp.int32)[None]
+    purposes = randomness.purpose(randomness.ACCEPT, index)
+    purposes = purposes.at[:, -1].set(randomness.SAMPLE)
     numbers = draw_numbers(active, purposes, 0, width=width)
     num_forced = None
     if forced_acceptance is not None and draft:
-        num_forced = force(forced_acceptance[:draft], num_draft, active)
+        num_forced = force(forced_acceptance[:draft], num_draft_tokens, active)
 
     axes, local_vocab = backend.vocab_axes(vocab_size), vocab_size
     if axes is not None:
@@ -95,7 +101,14 @@ def verify(
     return backend.split(run, (columns, columns, whole), whole)(
         rows,
         probs,
-        _Inputs(tokens, num_draft, active, controls_of(active), numbers, num_forced),
+        _Inputs(
+            tokens,
+            num_draft_tokens,
+            active,
+            sampling_values_of(active),
+            numbers,
+            num_forced,
+        ),
     )
 
 
@@ -110,7 +123,7 @@ def verify_group(
     """Decide some sequences at once, on each device's part of the vocabulary.
 
     Args:
-        probs: Distributions of the drafts; None where each was certain.
+        probs: Distributions of the drafts; None if each draft is a point mass.
         vocab_size: Of the whole vocabulary.
     """
     count, width, _ = logits.shape
@@ -126,8 +139,8 @@ def verify_group(
         inputs.tokens,
         probs,
         logits,
-        inputs.num_draft,
-        inputs.controls,
+        inputs.num_draft_tokens,
+        inputs.sampling_values,
         rule=active.rule,
         accept_uniform=None if uniform is None else uniform[:, :-1],
         sample_uniform=None if uniform is None else uniform[:, -1],
@@ -159,21 +172,21 @@ def verify_groups(
         (logits, inputs),
     )
     # Draft-major, as they were made: reordering all of them would be a copy.
-    num_draft, rows = 0, None
+    num_drafts, rows = 0, None
     if probs is not None:
-        num_draft = probs.shape[1]
+        num_drafts = probs.shape[1]
         rows = probs.swapaxes(0, 1).reshape(-1, probs.shape[2])
 
     def verify_slice(item: tuple[Array, tuple[Array, _Inputs]]) -> Verdict:
         start, (logits, inputs) = item
-        own = None
+        group_probs = None
         if rows is not None:
-            starts = (start + index * seqs for index in range(num_draft))
-            own = jnp.stack(
-                [jax.lax.dynamic_slice_in_dim(rows, one, size) for one in starts],
+            starts = (start + index * seqs for index in range(num_drafts))
+            group_probs = jnp.stack(
+                [jax.lax.dynamic_slice_in_dim(rows, first, size) for first in starts],
                 axis=1,
             )
-        return verify_one(logits, own, inputs)
+        return verify_one(logits, group_probs, inputs)
 
     starts = jnp.arange(0, seqs, size, dtype=jnp.int32)
     verdicts = jax.lax.map(verify_slice, (starts, groups))
@@ -193,19 +206,21 @@ def _group_size(shape: tuple[int, ...]) -> int:
 
 
 def force(
-    probabilities: Float[Array, " draft"], num_draft: Int[Array, " seq"], active: Active
+    probabilities: Float[Array, " draft"],
+    num_draft_tokens: Int[Array, " seq"],
+    active: Active,
 ) -> Int[Array, " seq"]:
     """Number of drafts to accept in each sequence, whatever the models compute.
 
     Draft i is accepted with probability i if the drafts before it are. The uniforms are
     those of the rules, keyed by the request's seed and where the round starts.
     """
-    shape = num_draft.shape[0], probabilities.shape[0]
+    shape = num_draft_tokens.shape[0], probabilities.shape[0]
     index = jnp.broadcast_to(jnp.arange(shape[1], dtype=jnp.int32)[None], shape)
     seed = jnp.broadcast_to(active.seed[:, None], (*shape, 2))
     start = jnp.broadcast_to(active.num_tokens[:, None], shape)
     uniform = randomness.uniform(seed, start, randomness.ACCEPT, index)
-    is_accepted = (uniform < probabilities[None]) & (index < num_draft[:, None])
+    is_accepted = (uniform < probabilities[None]) & (index < num_draft_tokens[:, None])
     return jnp.cumprod(is_accepted.astype(jnp.int32), axis=1).sum(axis=1)
 
 

@@ -98,7 +98,7 @@ class PlanLayout(Layout):
 
         fields = {
             "decode_row": row(shape=(seqs,)),
-            "decode_draft": Column(shape=(seqs,)),
+            "decode_num_draft_tokens": Column(shape=(seqs,)),
             "page_update": row(shape=(3, self.max_page_updates)),
             "tile_length": Column(shape=(tiles,)),
             **records("tile", Tile, tiles),
@@ -138,7 +138,7 @@ class PlanLayout(Layout):
         if plan.decode:
             decode = np.array(plan.decode, np.int32)
             self.view(vector, "decode_row")[: len(decode)] = decode[:, 0]
-            self.view(vector, "decode_draft")[: len(decode)] = decode[:, 1]
+            self.view(vector, "decode_num_draft_tokens")[: len(decode)] = decode[:, 1]
         if plan.pages:
             pages, count = np.array(plan.pages, np.int32), self.max_page_updates
             assert len(pages) <= count, f"{len(pages)} page updates over {count}"
@@ -239,9 +239,11 @@ def _sizes(shape: StepShape) -> dict[str, int]:
     if not shape.tree.is_chain:
         sizes["seq_of_trees"] = seqs
     if features.num_logprobs is not None:
-        sizes["told"] = num_columns(features.num_logprobs, features.num_told_ids)
+        sizes["logprob"] = num_columns(
+            features.num_logprobs, features.num_logprob_token_ids
+        )
     if features.num_prompt_logprobs is not None:
-        sizes["prompted"] = num_columns(features.num_prompt_logprobs)
+        sizes["prompt_logprob"] = num_columns(features.num_prompt_logprobs)
     return sizes
 
 
@@ -253,7 +255,7 @@ class StepResult:
 
     Attributes:
         tokens: `[seq, K + 1]`, the first `num_emitted[s]` of row s count.
-        num_draft: Draft tokens proposed: a lookup may find fewer than requested.
+        num_draft_tokens: Draft tokens proposed: a lookup may find fewer than requested.
         num_accepted: Draft tokens among `tokens`, the first ones, on the main chain.
         num_accepted_nodes: Accepted drafts, side branches included, even past the end
             of the text; None in a chain.
@@ -273,7 +275,7 @@ class StepResult:
 
     tokens: np.ndarray = _part("seq emitted")
     num_emitted: np.ndarray = _part("seq")
-    num_draft: np.ndarray = _part("seq")
+    num_draft_tokens: np.ndarray = _part("seq")
     num_accepted: np.ndarray = _part("seq")
     is_done: np.ndarray = _part("seq", bool)
     is_broken: np.ndarray = _part("seq", bool)
@@ -283,9 +285,11 @@ class StepResult:
     tile_is_broken: np.ndarray = _part("tile", bool)
     num_accepted_nodes: np.ndarray | None = _part("seq_of_trees", default=None)
     tree_row: np.ndarray | None = _part("seq_of_trees", default=None)
-    logprobs: TokenLogprobs | None = _part("seq emitted told", default=None)
-    tile_logprobs: TokenLogprobs | None = _part("tile told", default=None)
-    prompt_logprobs: TokenLogprobs | None = _part("tile token prompted", default=None)
+    logprobs: TokenLogprobs | None = _part("seq emitted logprob", default=None)
+    tile_logprobs: TokenLogprobs | None = _part("tile logprob", default=None)
+    prompt_logprobs: TokenLogprobs | None = _part(
+        "tile token prompt_logprob", default=None
+    )
     later: tuple["StepResult", ...] = ()
 
     @property
@@ -305,7 +309,7 @@ class StepResult:
     @classmethod
     def _of_round(cls, vector: np.ndarray, shape: StepShape) -> "StepResult":
         values = _read(vector, shape)
-        num_chosen = shape.features.num_told_ids
+        num_chosen = shape.features.num_logprob_token_ids
         for name in ("logprobs", "tile_logprobs"):
             if name in values:
                 values[name] = TokenLogprobs.read(values[name], num_chosen)
@@ -316,7 +320,7 @@ class StepResult:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CaughtUp:
+class DraftPrefillResult:
     """The result of a draft-prefill launch.
 
     Attributes:
@@ -328,12 +332,12 @@ class CaughtUp:
     acceptance_probabilities: np.ndarray = _part("tile token", np.float32)
 
     @property
-    def rounds(self) -> tuple["CaughtUp"]:
+    def rounds(self) -> tuple["DraftPrefillResult"]:
         """Itself: a launch has one."""
         return (self,)
 
     @classmethod
-    def unpack(cls, vector: np.ndarray, shape: StepShape) -> "CaughtUp":
+    def unpack(cls, vector: np.ndarray, shape: StepShape) -> "DraftPrefillResult":
         """Read the vector that `step.speculative_step` returns."""
         return cls(**_read(vector, shape))
 
@@ -347,7 +351,9 @@ class ResultLayout(Layout):
 
     def __init__(self, shape: StepShape):
         sizes, parts = _sizes(shape), {}
-        for one in dataclasses.fields(CaughtUp if shape.is_catch_up else StepResult):
+        for one in dataclasses.fields(
+            DraftPrefillResult if shape.is_draft_prefill else StepResult
+        ):
             if "part" in one.metadata:
                 words, dtype = one.metadata["part"]
                 if sizes.keys() >= set(words.split()):

@@ -1,6 +1,6 @@
-"""Owns `python -m jaxspec.serve`: how a wrong command line is shown.
+"""Owns `python -m jaxspec.serve`.
 
-Imports the engine only when it runs: jax takes seconds, `--help` must not.
+Imports the engine only when it runs: importing jax takes seconds, `--help` must not.
 """
 
 import importlib
@@ -15,7 +15,7 @@ PROG = "python -m jaxspec.serve"
 
 
 def main(arguments: Sequence[str] | None = None, prog: str = PROG) -> int:
-    """Serve as a command line says; returns the exit code."""
+    """Parse the command line and serve; return the exit code."""
 
     def run() -> int:
         with interrupts_end():

@@ -9,13 +9,13 @@ from fastapi.middleware.cors import CORSMiddleware
 import jaxspec
 from jaxspec.engine.async_llm_engine import AsyncLLMEngine
 from jaxspec.serve.development import development_routes
-from jaxspec.serve.errors import add_refusals
+from jaxspec.serve.errors import add_error_handlers
 from jaxspec.serve.generation import generation_routes
 from jaxspec.serve.metrics import CountRequests, HttpMetrics, metric_routes
 from jaxspec.serve.middleware import (
     ApiKeys,
     BodyLimit,
-    RequestBodies,
+    BodyTimeout,
     RequestIds,
     RootPath,
 )
@@ -30,18 +30,18 @@ def make_app(
     settings: ServerSettings,
     lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]] | None = None,
 ) -> FastAPI:
-    """Make the application; it neither starts nor ends the engine.
+    """Make the application; it neither starts nor shuts down the engine.
 
-    Its `state.serving` is what the endpoints share.
+    Its `state.serving` is the `Serving` that the endpoints share.
 
     Args:
-        lifespan: What is around the application's life, for whoever runs it.
+        lifespan: Context of the application's life, as FastAPI's `lifespan`.
     """
     has_docs = not settings.disable_fastapi_docs
     app = FastAPI(
         title="jaxspec",
         version=jaxspec.__version__,
-        docs_url=None,  # ours loads nothing from elsewhere: see `page`
+        docs_url=None,  # our own page loads nothing from other hosts: see `page`
         redoc_url=None,
         openapi_url="/openapi.json" if has_docs else None,
         lifespan=lifespan,
@@ -58,8 +58,8 @@ def make_app(
         page_routes(serving),
     ):
         app.include_router(router)
-    add_refusals(app)
-    # The last one added sees a request first.
+    add_error_handlers(app)
+    # The middleware added last handles a request first.
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)
     if settings.api_keys:
         app.add_middleware(ApiKeys, keys=settings.api_keys)
@@ -75,7 +75,7 @@ def make_app(
         app.add_middleware(RequestIds)
     app.add_middleware(CountRequests, counts=counts)
     app.add_middleware(
-        RequestBodies,
+        BodyTimeout,
         timeout_s=settings.timeout_read_body,
         admission=serving.admission,
     )

@@ -1,7 +1,7 @@
 """Owns the limits on connections: their number, and the time for a request to arrive.
 
-uvicorn has neither a limit on the time in which a request must arrive, nor one on
-connections that a client can understand.
+uvicorn has no time limit for a request to arrive, and its limit on connections gives
+clients no error that they can parse.
 """
 
 import asyncio
@@ -23,30 +23,32 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from jaxspec.errors import ConfigError, wrong_argument
 from jaxspec.serve.admission import Admission
 from jaxspec.serve.errors import error_body, respond
-from jaxspec.serve.middleware import RequestBodies
+from jaxspec.serve.middleware import BodyTimeout
 
 _log = logging.getLogger(__name__)
 
-# More than the default queue and batch hold together, with room for idle ones.
+# Default limit: more connections than the default queue and batch hold requests, so
+# that there is room for idle ones.
 MAX_CONNECTIONS = 4096
-# Connections over the limit that get a whole answer; further ones are closed.
+# Maximum connections over the limit whose requests are read before the 503 response;
+# further ones get it at once and are closed.
 NUM_REFUSING = 64
-# Descriptors for files and sockets of the process itself.
+# File descriptors reserved for the process's own files and sockets.
 NUM_OWN_DESCRIPTORS = 64
-# Soft limit of descriptors at the start, where the hard limit permits; as in vLLM.
+# Soft limit of descriptors set at startup if the hard limit permits; as in vLLM.
 NUM_DESCRIPTORS = 65_535
-# A full server still answers what watches it, so that it is not restarted.
-WATCHED_PATHS = ("/health", "/ping", "/metrics")
+# Paths that a server at its limit still serves, so that monitoring does not restart it.
+MONITORING_PATHS = ("/health", "/ping", "/metrics")
 RETRY_AFTER_S = 1
 LOG_INTERVAL_S = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class ConnectionLimits:
-    """Limits that hold for each connection of a server.
+    """Limits on the connections of a server.
 
     Attributes:
-        max_connections: Requests on further connections are refused.
+        max_connections: Requests on connections over this number are refused.
         read_headers_s: Seconds for the headers of a request to arrive.
         read_body_s: Seconds for the body of a refused request to arrive.
     """
@@ -57,7 +59,7 @@ class ConnectionLimits:
 
 
 def find_max_connections(given: int | None) -> int:
-    """Return the limit on connections: the given one, or what descriptors permit.
+    """Return the limit on connections: the given one, or as file descriptors permit.
 
     Raises:
         ConfigError: The process may not open enough file descriptors.
@@ -70,16 +72,16 @@ def find_max_connections(given: int | None) -> int:
     if soft == resource.RLIM_INFINITY:
         return given or MAX_CONNECTIONS
     num_open = len(os.listdir("/dev/fd"))
-    most = soft - num_open - NUM_REFUSING - NUM_OWN_DESCRIPTORS
-    if most < 1 or (given or 0) > most:
+    num_free = soft - num_open - NUM_REFUSING - NUM_OWN_DESCRIPTORS
+    if num_free < 1 or (given or 0) > num_free:
         raise wrong_argument(
             ConfigError,
             "--limit-concurrency",
-            f"at most {max(most, 0)} where a process may open {soft} files",
+            f"at most {max(num_free, 0)} where a process may open {soft} files",
             given,
             "Raise that limit with `ulimit -n`.",
         )
-    return given or min(most, MAX_CONNECTIONS)
+    return given or min(num_free, MAX_CONNECTIONS)
 
 
 def limited_http(limits: ConnectionLimits, admission: Admission) -> Any:
@@ -94,9 +96,10 @@ def limited_http(limits: ConnectionLimits, admission: Admission) -> Any:
 class LimitedProtocol(H11Protocol):
     """HTTP/1.1 that limits connections, and the time for headers to arrive.
 
-    The clock runs while a request is expected or arrives, except on an idle connection
-    after an answer, which has uvicorn's keep-alive timeout. It stops when the headers
-    are complete: `RequestBodies` limits the time of bodies, and answers take any time.
+    The timer runs from the opening of the connection, or from the first bytes of a
+    further request, until the headers are complete. An idle connection after a response
+    has uvicorn's keep-alive timeout, a body has `BodyTimeout`, and a response has no
+    limit.
     """
 
     def __init__(
@@ -104,10 +107,10 @@ class LimitedProtocol(H11Protocol):
     ):
         super().__init__(*args, **kwargs)
         self._limits, self._admission = limits, admission
-        self._clock: asyncio.TimerHandle | None = None
+        self._timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
-        """Start the clock; refuse a connection over the limit."""
+        """Start the timer; refuse a connection over the limit."""
         super().connection_made(transport)
         num_over = len(self.connections) - self._limits.max_connections
         if num_over > 0:
@@ -116,42 +119,42 @@ class LimitedProtocol(H11Protocol):
             if num_over > NUM_REFUSING:
                 self._refuse(503, full.message, ("Retry-After", str(RETRY_AFTER_S)))
                 return
-            # An unread body is read, for the client to see the answer.
-            whole = RequestBodies(full, self._limits.read_body_s, self._admission)
+            # Reads the unused body, so that the client receives the response.
+            whole = BodyTimeout(full, self._limits.read_body_s, self._admission)
             self.app = cast(Any, whole)
-        self._set_clock()
+        self._update_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop the clock."""
+        """Stop the timer."""
         super().connection_lost(exc)
-        self._stop_clock()
+        self._stop_timer()
 
     def data_received(self, data: bytes) -> None:
-        """Stop the clock if a request is complete, else start it if it stands."""
+        """Stop the timer if the headers are complete; otherwise let it run."""
         super().data_received(data)
-        self._set_clock()
+        self._update_timer()
 
     def on_response_complete(self) -> None:
-        """Start the clock if the next request is already arriving."""
+        """Start the timer if the next request is already arriving."""
         super().on_response_complete()
-        self._set_clock()
+        self._update_timer()
 
-    def _set_clock(self) -> None:
-        is_answering = self.cycle is not None and not self.cycle.response_complete
+    def _update_timer(self) -> None:
+        is_responding = self.cycle is not None and not self.cycle.response_complete
         is_idle = self.timeout_keep_alive_task is not None
-        if is_answering or is_idle or self.transport.is_closing():
-            self._stop_clock()
-        elif self._clock is None:
+        if is_responding or is_idle or self.transport.is_closing():
+            self._stop_timer()
+        elif self._timer is None:
             seconds = self._limits.read_headers_s
-            self._clock = self.loop.call_later(seconds, self._time_out)
+            self._timer = self.loop.call_later(seconds, self._time_out)
 
-    def _stop_clock(self) -> None:
-        if self._clock is not None:
-            self._clock.cancel()
-            self._clock = None
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
     def _time_out(self) -> None:
-        self._clock = None
+        self._timer = None
         if self.transport.is_closing():
             return
         self._admission.num_timeouts["headers"] += 1
@@ -164,11 +167,11 @@ class LimitedProtocol(H11Protocol):
                 "(--timeout-read-headers).",
             )
         else:
-            # A client that has not begun a request expects no answer.
+            # A client that has sent nothing expects no response.
             self.transport.close()
 
     def _refuse(self, status: int, message: str, *headers: tuple[str, str]) -> None:
-        """Answer before the headers of a request are there, and close."""
+        """Send an error before the request's headers are complete, and close."""
         body = json.dumps(error_body(status, message)).encode()
         fields = [("Content-Type", "application/json"), ("Connection", "close")]
         fields += [("Content-Length", str(len(body))), *headers]
@@ -183,29 +186,29 @@ class LimitedProtocol(H11Protocol):
 
 
 class _Full:
-    """Answers 503 in place of an application, except at `WATCHED_PATHS`."""
+    """Application that returns 503, except at `MONITORING_PATHS`."""
 
     def __init__(self, app: Any, max_connections: int):
         self._app: ASGIApp = app
         self.message = (
-            f"The server has {max_connections} connections, the most that it accepts "
+            f"The server has its maximum of {max_connections} connections "
             "(--limit-concurrency). Try again later."
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["path"].removeprefix(scope.get("root_path", ""))
-        if scope["type"] != "http" or path in WATCHED_PATHS:
+        if scope["type"] != "http" or path in MONITORING_PATHS:
             await self._app(scope, receive, send)
             return
         headers = {"Retry-After": str(RETRY_AFTER_S), "Connection": "close"}
-        answer = respond(503, error_body(503, self.message), headers)
-        await answer(scope, receive, send)
+        response = respond(503, error_body(503, self.message), headers)
+        await response(scope, receive, send)
 
 
 class DescriptorWatch:
     """Reports in log and metrics that no file descriptor is free.
 
-    The event loop does not: uvloop closes the connections that it cannot accept.
+    The event loop does not report it: uvloop closes connections it cannot accept.
     """
 
     def __init__(self, admission: Admission):
@@ -213,8 +216,8 @@ class DescriptorWatch:
         self._is_short = False
         self._logged_at: float | None = None
 
-    def look(self) -> None:
-        """Try to open a file, and report if that has changed since the last look."""
+    def update(self) -> None:
+        """Try to open a file; report if the result differs from the last call's."""
         is_short = False
         try:
             os.close(os.open(os.devnull, os.O_RDONLY))
@@ -233,8 +236,8 @@ class DescriptorWatch:
         ):
             self._logged_at = now
             _log.error(
-                "No file descriptor is free: new connections are closed without an "
-                "answer. Raise the limit with `ulimit -n`, or lower "
+                "No file descriptor is free: new connections are closed without a "
+                "response. Raise the limit with `ulimit -n`, or lower "
                 "--limit-concurrency. Further shortages are logged once a minute, and "
                 "counted as jaxspec:descriptor_shortages."
             )

@@ -1,6 +1,6 @@
-"""Owns the endpoints of whoever develops or runs the server, off by default.
+"""Owns the development endpoints, off by default.
 
-They need no API key, and anybody who reaches them can stop the model.
+They need no API key: any client that reaches them can stop the model.
 """
 
 from typing import Annotated, Any
@@ -11,7 +11,7 @@ from jaxspec.serve.serving import Serving
 
 
 def development_routes(serving: Serving) -> APIRouter:
-    """Make /sleep, /wake_up and /is_sleeping, where they are on."""
+    """Make /sleep, /wake_up and /is_sleeping if they are enabled."""
     router, engine = APIRouter(), serving.engine
     if not serving.settings.server_dev_mode:
         return router
@@ -24,13 +24,13 @@ def development_routes(serving: Serving) -> APIRouter:
 
     @router.post("/wake_up")
     async def wake_up(tags: Annotated[list[str] | None, Query()] = None) -> Response:
-        """Bring back what /sleep freed: all, or `tags=weights`, `tags=kv_cache`."""
+        """Restore the memory that /sleep freed; `tags` selects weights or kv_cache."""
         await engine.wake_up(tags or None)
         return Response()
 
     @router.get("/is_sleeping")
     async def is_sleeping() -> dict[str, Any]:
-        """Tell whether any part is off the devices."""
+        """Return whether any part is off the devices."""
         return {"is_sleeping": await engine.is_sleeping()}
 
     return router

@@ -1,4 +1,4 @@
-"""Owns how a failure is told to a client: vLLM's error JSON, and the HTTP status."""
+"""Owns error responses: vLLM's error JSON, and the HTTP status."""
 
 import json
 import logging
@@ -16,9 +16,9 @@ from jaxspec.serve.response_store import ResponseNotFoundError
 
 _log = logging.getLogger(__name__)
 
-# Of the many things wrong with a body the first few are told.
-MAX_TOLD = 5
-# A message may quote what was sent: not all of it, where that is long.
+# Maximum number of invalid fields that the error for one request body lists.
+MAX_REPORTED_FAULTS = 5
+# Maximum characters of an error message, which may quote a long request.
 MAX_MESSAGE = 2000
 _TYPES = {
     400: "BadRequestError",
@@ -29,14 +29,14 @@ _TYPES = {
 
 
 class ModelNotFoundError(Exception):
-    """A request is for a model that is not served."""
+    """A request names a model that is not served."""
 
 
 class OverloadedError(Exception):
     """The queue is full.
 
     Attributes:
-        retry_after_s: When it is worth trying again.
+        retry_after_s: Seconds after which the client should retry.
     """
 
     def __init__(self, message: str, retry_after_s: int):
@@ -45,26 +45,27 @@ class OverloadedError(Exception):
 
 
 class TimeLimitError(Exception):
-    """A request took longer than the server allows."""
+    """A request took longer than `max_request_s`."""
 
 
 def error_body(status: int, message: str, param: str | None = None) -> dict[str, Any]:
     """Return vLLM's error JSON."""
     kind = _TYPES.get(status) or HTTPStatus(status).phrase
-    told = {"message": _cut(message), "type": kind, "param": param and _cut(param)}
-    told["code"] = status
-    return {"error": told}
+    error = {"message": _cut(message), "type": kind, "param": param and _cut(param)}
+    error["code"] = status
+    return {"error": error}
 
 
 def _cut(text: str) -> str:
     return text if len(text) <= MAX_MESSAGE else f"{text[:MAX_MESSAGE]}..."
 
 
-def refusal_of(error: BaseException) -> tuple[int, dict[str, Any]]:
-    """Return the status and the JSON that tell of an error."""
+def status_and_body(error: BaseException) -> tuple[int, dict[str, Any]]:
+    """Return the HTTP status and the JSON body of an error's response."""
     match error:
         case ArgumentError():
-            # Also of what is not supported: another request would be answered.
+            # Also for UnsupportedError. Not 501, because the server can serve other
+            # requests.
             return 400, error_body(400, str(error), error.parameter)
         case ModelNotFoundError():
             return 404, error_body(404, str(error), "model")
@@ -76,24 +77,24 @@ def refusal_of(error: BaseException) -> tuple[int, dict[str, Any]]:
             return 504, error_body(504, str(error))
         case EngineDeadError() | EngineGenerateError():
             return 500, error_body(500, str(error))
-    # What went wrong inside is for the log, not for strangers.
+    # Internal details go to the log, not to clients.
     return 500, error_body(500, "Internal server error; see the server's log.")
 
 
 def respond(
     status: int, body: Mapping[str, Any], headers: Mapping[str, str] | None = None
 ) -> Response:
-    """Make a response of an error's JSON.
+    """Make the response with an error's JSON.
 
-    ASCII: a message may quote half of a surrogate pair, which UTF-8 does not have.
+    The text is ASCII: a message may quote a lone surrogate, which UTF-8 cannot encode.
     """
     text = json.dumps(body)
     return Response(text, status, headers, media_type="application/json")
 
 
 async def refuse_argument(request: Request, error: Exception) -> Response:
-    """Answer a request that failed."""
-    status, body = refusal_of(error)
+    """Respond to a request that failed with an expected error."""
+    status, body = status_and_body(error)
     headers = {}
     if isinstance(error, OverloadedError):
         headers["Retry-After"] = str(error.retry_after_s)
@@ -101,7 +102,7 @@ async def refuse_argument(request: Request, error: Exception) -> Response:
 
 
 async def refuse_fields(request: Request, error: Exception) -> Response:
-    """Answer a request whose body or query is not what the endpoint takes."""
+    """Respond to a request whose body or query does not fit the endpoint's schema."""
     assert isinstance(error, RequestValidationError)
     found = error.errors()
     content_type = request.headers.get("content-type", "").partition(";")[0].strip()
@@ -109,28 +110,28 @@ async def refuse_fields(request: Request, error: Exception) -> Response:
     if is_of_body and content_type.lower() != "application/json":
         message = "The body must be JSON, of Content-Type application/json."
         return respond(415, error_body(415, message))
-    told = [_fault(fault) for fault in found[:MAX_TOLD]]
-    if len(found) > MAX_TOLD:
-        told.append(f"and {len(found) - MAX_TOLD} more")
-    return respond(400, error_body(400, "; ".join(told), _field(found[0])))
+    messages = [_fault(fault) for fault in found[:MAX_REPORTED_FAULTS]]
+    if len(found) > MAX_REPORTED_FAULTS:
+        messages.append(f"and {len(found) - MAX_REPORTED_FAULTS} more")
+    return respond(400, error_body(400, "; ".join(messages), _field(found[0])))
 
 
 async def refuse_route(request: Request, error: Exception) -> Response:
-    """Answer what no endpoint takes: an unknown path, a wrong method."""
+    """Respond to an `HTTPException`, such as an unknown path or a wrong method."""
     assert isinstance(error, HTTPException)
     body = error_body(error.status_code, str(error.detail))
     return respond(error.status_code, body, error.headers)
 
 
 async def refuse_crash(request: Request, error: Exception) -> Response:
-    """Answer a request that met a fault of ours; the log has its traceback."""
-    return respond(*refusal_of(error))
+    """Respond to a request that met an unexpected error; the log has its traceback."""
+    return respond(*status_and_body(error))
 
 
 def _field(fault: Mapping[str, Any]) -> str | None:
-    """Name the field at fault, as "messages.0.role".
+    """Return the field at fault, such as "messages.0.role".
 
-    Which of several types pydantic tried there, as "prompt.list[str]", is left out.
+    Leaves out the type that pydantic tried there, such as "list[str]" of a union.
     """
     if fault["type"] == "json_invalid":
         return None
@@ -143,14 +144,15 @@ def _field(fault: Mapping[str, Any]) -> str | None:
 
 def _fault(fault: Mapping[str, Any]) -> str:
     if fault["type"] == "json_invalid":
-        return f"The body is no JSON: {fault['ctx']['error']} at {fault['loc'][-1]}"
+        reason, position = fault["ctx"]["error"], fault["loc"][-1]
+        return f"The body is not valid JSON: {reason} at {position}"
     field = _field(fault)
     message = fault["msg"].removeprefix("Value error, ")
     return message if field is None else f"{field}: {message}"
 
 
-def add_refusals(app: FastAPI) -> None:
-    """Have every failure told in one form."""
+def add_error_handlers(app: FastAPI) -> None:
+    """Give every error response the same form."""
     app.add_exception_handler(RequestValidationError, refuse_fields)
     app.add_exception_handler(HTTPException, refuse_route)
     expected = (ArgumentError, ModelNotFoundError, ResponseNotFoundError)

@@ -1,6 +1,7 @@
-"""Owns the command line of the server, and the file that may stand in for it.
+"""Owns the command line of the server, and its YAML equivalent (`--config`).
 
-Every field of `AsyncEngineArgs` is a flag, as in vLLM; so is what the server adds.
+Every field of `AsyncEngineArgs` is a flag, as in vLLM; so is every `ServerSettings`
+field.
 """
 
 import argparse
@@ -24,20 +25,20 @@ WARM_UPS = ("none", "plain", "all")
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
 
 _LISTS = ("api_keys", "allowed_origins", "allowed_methods", "allowed_headers")
-# Fields of the settings whose flags have other names, as vLLM's do.
+# Settings whose flag has another name than the field, because vLLM names it so.
 _RENAMED = {"api_keys": "api_key"}
-# Where every value is text.
-_SAID = {"true": True, "false": False}
+# Booleans as text, for sources whose values are all strings.
+_BOOLEANS = {"true": True, "false": False}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
-    """A command line that has been read.
+    """A parsed command line.
 
     Attributes:
-        listening: `host`, `port`, `uds` and what else uvicorn needs.
-        warm_up: What is compiled before requests ask for it: one of `WARM_UPS`.
-        shutdown_timeout: Seconds that requests have to end after a signal.
+        listening: `host`, `port`, `uds` and uvicorn's other options.
+        warm_up: Programs compiled before a request needs them: one of `WARM_UPS`.
+        shutdown_timeout: Seconds for running requests to finish after a signal.
     """
 
     engine: AsyncEngineArgs
@@ -48,11 +49,11 @@ class Options:
 
 
 def read_flags(prog: str, arguments: Sequence[str]) -> Options:
-    """Read a command line; a wrong one ends the program, as argparse does.
+    """Parse a command line; an invalid one exits the program, as argparse does.
 
     Raises:
-        ConfigError: A value cannot work.
-        UnsupportedError: One asks for what the engine does not do.
+        ConfigError: A value is invalid.
+        UnsupportedError: A flag asks for an unsupported feature.
     """
     parser = make_parser(prog)
     arguments = [dashed(argument) for argument in arguments]
@@ -64,15 +65,16 @@ def read_flags(prog: str, arguments: Sequence[str]) -> Options:
 
 
 def read_values(prog: str, values: Mapping[str, Any]) -> Options:
-    """Read flags by their names, as a file has them.
+    """Parse flags given by name.
 
     Args:
-        prog: What the values are for, as errors call it.
-        values: By name, with or without dashes; "true" and "false" are flags as well.
+        prog: Name of the program or application in error messages.
+        values: By name, with or without dashes; the texts "true" and "false" set
+            boolean flags too.
 
     Raises:
-        ConfigError: There is no such flag, or a value cannot work.
-        UnsupportedError: One asks for what the engine does not do.
+        ConfigError: A flag is unknown, or a value is invalid.
+        UnsupportedError: A flag asks for an unsupported feature.
     """
     parser = make_parser(prog, _ValuesParser)
     allowed = "flags of `python -m jaxspec.serve` by name"
@@ -80,7 +82,7 @@ def read_values(prog: str, values: Mapping[str, Any]) -> Options:
 
 
 class _ValuesParser(CommandParser):
-    """Raises where a command line would end the program."""
+    """Raises `ConfigError` where a command line would exit the program."""
 
     def _refuse(self, message: str, unknown: Sequence[str] = ()) -> NoReturn:
         raise ConfigError(f"{self.prog}: {message}.", parameter=None, value=None)
@@ -90,7 +92,7 @@ def _options(given: argparse.Namespace) -> Options:
     values = vars(given)
     name, count = "--api-server-count", values["api_server_count"]
     if count != 1:
-        hint = "One process serves; start several servers behind a proxy instead."
+        hint = "A server is one process; run several servers behind a proxy instead."
         raise wrong_argument(ConfigError, name, "1", count, hint)
     engine = engine_args(values)
     served = values["served_model_name"] or [values["model"]]
@@ -113,24 +115,24 @@ def _options(given: argparse.Namespace) -> Options:
 
 
 def engine_args(values: dict[str, Any]) -> AsyncEngineArgs:
-    """Make the engine's arguments of flags that `add_cli_args` has added.
+    """Make the engine's arguments from flags that `add_cli_args` has added.
 
     Args:
-        values: As argparse returns them; the model is settled in them as well.
+        values: As argparse returns them; `model` is set in place.
 
     Raises:
-        ConfigError: A value cannot work.
-        UnsupportedError: One asks for what the engine does not do.
+        ConfigError: A value is invalid.
+        UnsupportedError: A flag asks for an unsupported feature.
     """
     _choose_model(values)
     return AsyncEngineArgs.from_cli_args(argparse.Namespace(**values))
 
 
 def _choose_model(values: dict[str, Any]) -> None:
-    """Settle the model: as an argument, as a flag, or the bundled pair."""
+    """Set `model`: the positional argument, the flag, or the bundled pair."""
     tag, name = values.get("model_tag"), values["model"]
     if tag is not None and name is not None and tag != name:
-        allowed = f"left out, or {tag!r}, which stands alone on the command line"
+        allowed = f"left out, or equal to the positional argument {tag!r}"
         raise wrong_argument(ConfigError, "--model", allowed, name)
     values["model"] = tag or name
     if values["model"] is None:
@@ -138,7 +140,7 @@ def _choose_model(values: dict[str, Any]) -> None:
 
 
 def dashed(argument: str) -> str:
-    """Spell a flag with dashes, however it was spelled; vLLM takes both."""
+    """Replace underscores in a flag's name by dashes; vLLM accepts both."""
     if not argument.startswith("--"):
         return argument
     name, equals, value = argument.partition("=")
@@ -148,23 +150,23 @@ def dashed(argument: str) -> str:
 def parse_flags(
     parser: argparse.ArgumentParser, arguments: Sequence[str] | None
 ) -> argparse.Namespace:
-    """Read a command line with flags in either spelling; None: the process's own."""
+    """Parse arguments with flags in either spelling; None: those of the process."""
     given = sys.argv[1:] if arguments is None else arguments
     return parser.parse_args([dashed(argument) for argument in given])
 
 
 def _flattened(name: str, values: Sequence[str]) -> Iterator[str]:
-    """Read what vLLM takes as JSON: `--allowed-origins '["*"]'`.
+    """Parse list flags, which vLLM also accepts as JSON: `--allowed-origins '["*"]'`.
 
     Raises:
-        ConfigError: A value that begins as a JSON list is none.
+        ConfigError: A value begins as a JSON list but is not valid JSON.
     """
     for value in values:
         if value.startswith("["):
             try:
                 yield from json.loads(value)
             except json.JSONDecodeError as error:
-                allowed = "texts, or a JSON list of them"
+                allowed = "strings, or a JSON list of strings"
                 raise wrong_argument(ConfigError, name, allowed, value) from error
         else:
             yield value
@@ -175,20 +177,20 @@ def _config_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--config",
         metavar="FILE",
-        help="YAML with flags by name; flags of the command line win",
+        help="YAML file with flags by name; the command line takes precedence",
     )
     return parser
 
 
 def _from_file(path: Path, parser: argparse.ArgumentParser) -> Iterator[str]:
-    """Read a file of flags as if they stood on the command line."""
+    """Read a file of flags as command-line arguments."""
     allowed = "a YAML file with flags by name"
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         reason = str(error)
         if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
-            # The whole message quotes lines of the file, which may hold keys.
+            # The full message quotes lines of the file, which may contain API keys.
             reason = f"{error.problem} in line {error.problem_mark.line + 1}"
         raise ConfigError(
             f"--config must be {allowed}, got {str(path)!r}: {reason}",
@@ -199,7 +201,7 @@ def _from_file(path: Path, parser: argparse.ArgumentParser) -> Iterator[str]:
         return
     if not isinstance(content, dict):
         raise ConfigError(
-            f"--config must be {allowed}, got {str(path)!r}, which holds a "
+            f"--config must be {allowed}, got {str(path)!r}, which contains a "
             f"{type(content).__name__}.",
             parameter="config",
             value=str(path),
@@ -210,19 +212,19 @@ def _from_file(path: Path, parser: argparse.ArgumentParser) -> Iterator[str]:
 def _written(
     values: Mapping[str, Any], parser: argparse.ArgumentParser, place: str, allowed: str
 ) -> Iterator[str]:
-    """Write flags by name as a command line has them.
+    """Convert flags given by name to command-line arguments.
 
     Args:
-        place: Where they stand, which the error for an unknown one begins with.
+        place: Where they were read; the error for an unknown flag names it.
     """
     actions = parser._option_string_actions
     for key, value in values.items():
         flag = f"--{key}".replace("_", "-")
         if flag not in actions or flag in ("--config", "--help"):
-            hint = "See --help for the flags there are."
+            hint = "See --help for all flags."
             raise wrong_argument(ConfigError, place, allowed, key, hint)
         if isinstance(actions[flag], argparse.BooleanOptionalAction):
-            value = _SAID.get(value, value) if isinstance(value, str) else value
+            value = _BOOLEANS.get(value, value) if isinstance(value, str) else value
         if isinstance(value, bool):
             yield flag if value else flag.replace("--", "--no-", 1)
         elif isinstance(value, list) and not _holds_objects(value):
@@ -238,7 +240,7 @@ def _holds_objects(values: list[Any]) -> bool:
 
 
 def make_parser(prog: str, kind: type[CommandParser] = CommandParser) -> CommandParser:
-    """Make the parser of the whole command line."""
+    """Make the parser of the complete command line."""
     parser = kind(
         prog=prog,
         description="Serve a Gemma model with OpenAI's API. Without a model: the "
@@ -250,14 +252,14 @@ def make_parser(prog: str, kind: type[CommandParser] = CommandParser) -> Command
         "model_tag", nargs="?", metavar="MODEL", help="the same as --model"
     )
     _add_listening(parser.add_argument_group("listening"))
-    _add_life(parser.add_argument_group("start and end"))
-    _add_settings(parser.add_argument_group("answers and limits"))
+    _add_lifecycle(parser.add_argument_group("startup and shutdown"))
+    _add_settings(parser.add_argument_group("responses and limits"))
     AsyncEngineArgs.add_cli_args(parser)
     return parser
 
 
 def listening_flags() -> frozenset[str]:
-    """Name the flags of the socket, as `Options.listening` has them."""
+    """Return the names of the socket's flags, as in `Options.listening`."""
     parser = argparse.ArgumentParser(add_help=False)
     _add_listening(parser.add_argument_group())
     return frozenset(action.dest for action in parser._actions)
@@ -266,54 +268,53 @@ def listening_flags() -> frozenset[str]:
 def _add_listening(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add("--host", default="127.0.0.1", help="default: this machine only")
-    add("--port", type=int, default=8000, help="default: %(default)s; 0: any")
-    add("--uds", metavar="PATH", help="a Unix socket, in place of host and port")
-    add("--ssl-certfile", metavar="FILE", help="with it, HTTPS")
-    add("--ssl-keyfile", metavar="FILE", help="where the certificate's has no key")
-    add("--ssl-ca-certs", metavar="FILE", help="who signs clients' certificates")
+    add("--port", type=int, default=8000, help="default: %(default)s; 0: any free port")
+    add("--uds", metavar="PATH", help="Unix socket, in place of host and port")
+    add("--ssl-certfile", metavar="FILE", help="certificate; enables HTTPS")
+    add("--ssl-keyfile", metavar="FILE", help="default: the key in --ssl-certfile")
+    add("--ssl-ca-certs", metavar="FILE", help="CAs that sign client certificates")
     add(
         "--ssl-cert-reqs",
         type=int,
         choices=(0, 1, 2),
         default=0,
-        help="whether clients bring certificates: 0 no, 1 they may, 2 they must",
+        help="client certificates: 0 none, 1 optional, 2 required",
     )
-    add("--root-path", default="", help="what a proxy takes off every path, or leaves")
+    add("--root-path", default="", help="path prefix under which a proxy serves this")
     add(
         "--limit-concurrency",
         metavar="N",
         type=_positive(int),
-        help="connections at a time; requests on further ones get 503, except for "
-        "/health, /ping and /metrics (default: 4096, or what `ulimit -n` permits)",
+        help="concurrent connections; requests on further ones get 503, except for "
+        "/health, /ping and /metrics (default: 4096, or as `ulimit -n` permits)",
     )
     add(
         "--timeout-keep-alive",
         metavar="SECONDS",
         type=_positive(float),
         default=5.0,
-        help="an idle connection is closed after an answer (default: %(default)g)",
+        help="time until an idle connection is closed (default: %(default)g)",
     )
     add(
         "--timeout-read-headers",
         metavar="SECONDS",
         type=_positive(float),
         default=DEFAULT_READ_HEADERS_S,
-        help="for the headers of a request to arrive (default: %(default)g); of its "
-        "body: --timeout-read-body",
+        help="time for the headers of a request to arrive (default: %(default)g); for "
+        "its body see --timeout-read-body",
     )
     add(
         "--api-server-count",
         type=int,
         default=1,
-        help="1: one process serves, and there are no others; start several servers "
-        "behind a proxy instead",
+        help="only 1 is supported; run several servers behind a proxy instead",
     )
     add("--uvicorn-log-level", choices=LOG_LEVELS, default="info")
     add("--disable-uvicorn-access-log", action=argparse.BooleanOptionalAction)
 
 
 def _positive(kind: Callable[[str], float]) -> Callable[[str], float]:
-    """Return the type of a flag whose numbers are above 0 and finite."""
+    """Return the argparse type of a finite number above 0."""
 
     def read(text: str) -> float:
         value = kind(text)
@@ -321,39 +322,40 @@ def _positive(kind: Callable[[str], float]) -> Callable[[str], float]:
             raise argparse.ArgumentTypeError(f"must be above 0, got {text}")
         return value
 
-    # argparse names it in errors: "invalid int value".
+    # argparse shows this name in errors: "invalid int value".
     read.__name__ = kind.__name__
     return read
 
 
-def _add_life(group: argparse._ArgumentGroup) -> None:
+def _add_lifecycle(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--warm-up",
         choices=WARM_UPS,
         default="plain",
-        help="what is compiled unasked: what plain requests need (default), beside "
-        "them, and /health says 503 until the first program is there; all, also for "
-        "logprobs, penalties, masks and structured outputs, before the server listens",
+        help="programs to compile before a request needs them. plain (default): those "
+        "of plain requests, in the background; /health returns 503 until the first is "
+        "compiled. all: also those for logprobs, penalties, masks and structured "
+        "outputs, before the server accepts connections",
     )
     group.add_argument(
         "--shutdown-timeout",
         metavar="SECONDS",
         type=int,
         default=30,
-        help="for requests to end after SIGTERM (default: %(default)s); a second "
-        "signal ends the server at once",
+        help="time for running requests to finish after SIGTERM (default: "
+        "%(default)s); a second signal stops the server at once",
     )
 
 
 def _add_settings(group: argparse._ArgumentGroup) -> None:
-    told = documented(ServerSettings)
+    help_texts = documented(ServerSettings)
     choices = {"per_request_spec_decode_metrics": SPEC_METRICS}
     for item in dataclasses.fields(ServerSettings):
         if item.name == "served_model_names":
-            continue  # an argument of the engine
+            continue  # already an engine argument
         flag = "--" + _RENAMED.get(item.name, item.name).replace("_", "-")
         options: dict[str, Any] = {"dest": item.name, "default": item.default}
-        options["help"] = told.get(item.name)
+        options["help"] = help_texts.get(item.name)
         if item.name in _LISTS:
             options |= {"nargs": "+", "metavar": "TEXT"}
         elif item.type is bool:

@@ -22,8 +22,8 @@ from jaxspec.errors import (
 )
 from jaxspec.inputs import TokensPrompt
 from jaxspec.sampling_params import SamplingParams
-from jaxspec.serve.errors import refusal_of
-from jaxspec.serve.load_report import ASKED, load_header
+from jaxspec.serve.errors import status_and_body
+from jaxspec.serve.load_report import REQUEST_HEADER, load_header
 from jaxspec.serve.middleware import MAX_ID
 from jaxspec.serve.requests.params import field_of, make_beams, make_params
 from jaxspec.serve.requests.protocol import (
@@ -34,13 +34,13 @@ from jaxspec.serve.requests.protocol import (
 )
 from jaxspec.serve.requests.response_input import (
     as_chat,
+    flat_tool_names,
     messages_of,
-    naming_tools_flat,
 )
 from jaxspec.serve.requests.tool_choice import check_form, read_choice
 from jaxspec.serve.requests.tool_parsers import ToolParserManager
 from jaxspec.serve.response_store import (
-    BEAT_S,
+    HEARTBEAT_S,
     UNFINISHED,
     ResponseNotFoundError,
     Stored,
@@ -48,7 +48,7 @@ from jaxspec.serve.response_store import (
 from jaxspec.serve.responses.chat_completions import ChatWriter
 from jaxspec.serve.responses.completions import CompletionWriter
 from jaxspec.serve.responses.response_writers import Numbered, Writer
-from jaxspec.serve.responses.responses import ResponseWriter, is_kept
+from jaxspec.serve.responses.responses import ResponseWriter, is_stored
 from jaxspec.serve.serving import Serving, new_id
 from jaxspec.serve.streaming import (
     SHORT_ANSWER,
@@ -66,16 +66,17 @@ _log = logging.getLogger(__name__)
 AnyBody = TypeVar("AnyBody", bound=GenerationBody)
 Answer = Callable[[Serving, AnyBody, Request], Coroutine[Any, Any, Response]]
 
-# What proxies write down for a client that left.
+# The status that nginx logs for a client that disconnected.
 CLIENT_GONE = 499
-# Bytes of a kept response that are read in a millisecond.
+# Maximum bytes of a stored response that is parsed in the event loop: that takes a
+# millisecond.
 SHORT_BYTES = 2**17
-# Between two looks for what another server has done.
+# Seconds between checks of whether another server has stopped a cancelled response.
 POLL_S = 0.1
 
 
 def generation_routes(serving: Serving) -> APIRouter:
-    """Make the endpoints of completions, chats and responses, kept ones included."""
+    """Make the endpoints of completions, chats and (stored) responses."""
     router = APIRouter()
 
     @router.post("/v1/completions")
@@ -90,7 +91,7 @@ def generation_routes(serving: Serving) -> APIRouter:
 
     @router.post("/v1/responses")
     async def create_response(body: ResponseBody, request: Request) -> Response:
-        """Answer a conversation in OpenAI's newer form."""
+        """Answer a conversation, with OpenAI's Responses API."""
         return await _respond(serving, request, body, _answer)
 
     @router.get("/v1/responses/{response_id}")
@@ -100,15 +101,16 @@ def generation_routes(serving: Serving) -> APIRouter:
         stream: bool = False,
         starting_after: Annotated[int | None, Query(ge=0)] = None,
     ) -> Response:
-        """Return a response that is kept, as it is now, or its events as they come."""
+        """Return a stored response in its current state, or stream its events."""
         owner = _owner(request)
-        response = (await _kept(serving, owner, response_id)).response
+        response = (await _read_stored(serving, owner, response_id)).response
         if stream:
             log = await _log_of(serving, owner, response)
-            return EventStream(_followed(serving, log, starting_after))
+            return EventStream(_follow_events(serving, log, starting_after))
         if starting_after is not None:
             raise RequestError(
-                "starting_after numbers an event of a stream: ask with stream=true.",
+                "starting_after is the number of a stream's event: it needs "
+                "stream=true.",
                 parameter="starting_after",
                 value=starting_after,
             )
@@ -116,12 +118,13 @@ def generation_routes(serving: Serving) -> APIRouter:
 
     @router.post("/v1/responses/{response_id}/cancel")
     async def cancel_response(request: Request, response_id: str) -> Response:
-        """End the making of a response in the background; then return it."""
+        """Cancel a background response, and return it."""
         owner = _owner(request)
-        if not (await _kept(serving, owner, response_id)).response["background"]:
+        stored = await _read_stored(serving, owner, response_id)
+        if not stored.response["background"]:
             raise RequestError(
-                "Only a response of background=True can be cancelled: of others the "
-                "connection is closed.",
+                "Only a response with background=True can be cancelled. To cancel "
+                "any other, close its connection.",
                 parameter="response_id",
                 value=response_id,
             )
@@ -129,24 +132,24 @@ def generation_routes(serving: Serving) -> APIRouter:
             await serving.background.cancel((owner, response_id))
         else:
             await _cancel_elsewhere(serving, owner, response_id)
-        return await _json(serving, (await _kept(serving, owner, response_id)).response)
+        stored = await _read_stored(serving, owner, response_id)
+        return await _json(serving, stored.response)
 
     @router.delete("/v1/responses/{response_id}")
     async def delete_response(request: Request, response_id: str) -> Response:
-        """Forget a response; one that is being made ends."""
+        """Delete a response; cancel it if it is unfinished."""
         owner = _owner(request)
         if not serving.responses.has(response_id, owner):
             raise ResponseNotFoundError(response_id)
         await serving.background.cancel((owner, response_id))
         serving.responses.delete(response_id, owner)
-        told = {"id": response_id, "object": "response", "deleted": True}
-        return JSONResponse(told)
+        return JSONResponse({"id": response_id, "object": "response", "deleted": True})
 
     return router
 
 
-async def _kept(serving: Serving, owner: str, response_id: str) -> Stored:
-    """Read a response that is kept; see `ResponseStore.get`."""
+async def _read_stored(serving: Serving, owner: str, response_id: str) -> Stored:
+    """Read a stored response; see `ResponseStore.get`."""
     size = serving.responses.num_bytes(response_id, owner)
     read = partial(serving.responses.get, response_id, owner)
     return await serving.write(read, is_large=size > SHORT_BYTES)
@@ -160,16 +163,16 @@ async def _json(serving: Serving, content: dict[str, Any]) -> Response:
 
 
 def _owner(request: Request) -> str:
-    """Return who sends a request: a digest of its API key, "" where none is needed."""
+    """Return a request's owner: a digest of its API key, "" without API keys."""
     return getattr(request.state, "owner", "")
 
 
 async def _cancel_elsewhere(serving: Serving, owner: str, response_id: str) -> None:
-    """Have another server stop making a response, and wait until it has."""
+    """Cancel a response that another server generates; wait until it has stopped."""
     serving.responses.cancel(response_id, owner)
-    end = asyncio.get_running_loop().time() + 2 * BEAT_S
+    end = asyncio.get_running_loop().time() + 2 * HEARTBEAT_S
     while asyncio.get_running_loop().time() < end:
-        response = (await _kept(serving, owner, response_id)).response
+        response = (await _read_stored(serving, owner, response_id)).response
         if response["status"] not in UNFINISHED:
             return
         await asyncio.sleep(POLL_S)
@@ -188,12 +191,13 @@ async def _respond(
         raise
     except BaseException as error:
         if is_panic(error):
-            # The server's own handlers know subclasses of Exception only.
+            # Starlette's error handlers accept subclasses of Exception only.
             raise NativePanicError(f"a native library panicked: {error}") from error
         raise
-    if ASKED in request.headers:
+    if REQUEST_HEADER in request.headers:
         load = await serving.engine.get_load()
-        response.headers.update(load_header(load, request.headers[ASKED]))
+        load_format = request.headers[REQUEST_HEADER]
+        response.headers.update(load_header(load, load_format))
     return response
 
 
@@ -218,7 +222,7 @@ async def _chat(serving: Serving, body: ChatBody, request: Request) -> Response:
 
 
 def _is_long(content: object) -> bool:
-    """Return whether texts in a part of a body take long to encode."""
+    """Return whether the texts of a field take long to encode."""
     left, waiting = LONG_CHARACTERS, [content]
     while waiting and left >= 0:
         one = waiting.pop()
@@ -232,7 +236,7 @@ def _is_long(content: object) -> bool:
 
 
 def _is_long_chat(body: ChatBody) -> bool:
-    """Return whether a chat has a grammar, which may be new, or long texts."""
+    """Return whether a chat has long texts, or a grammar, which may need compiling."""
     shaped = (body.structured_outputs, body.response_format, body.tools)
     return any(one is not None for one in shaped) or _is_long(body.messages)
 
@@ -255,10 +259,10 @@ def _read_chat(
 
 
 def _adjusted(serving: Serving, body: ChatBody) -> ChatBody:
-    """Let the parser of calls change a request, if the model may call.
+    """Apply the tool parser's `adjust_request` if the model may choose to call.
 
     Raises:
-        RequestError: It may not, on this server.
+        RequestError: The server was started without automatic tool choice.
     """
     if read_choice(body).kind != "auto":
         return body
@@ -267,7 +271,8 @@ def _adjusted(serving: Serving, body: ChatBody) -> ChatBody:
         raise RequestError(
             '"auto" tool choice requires --enable-auto-tool-choice and '
             "--tool-call-parser to be set (which is gemma by default). Start the "
-            'server so, or pass tool_choice="required", a function, or "none".',
+            "server with the first flag, or pass tool_choice="
+            '"required", a function, or "none".',
             parameter="tool_choice",
             value=body.tool_choice,
         )
@@ -282,7 +287,7 @@ async def _answer(serving: Serving, body: ResponseBody, request: Request) -> Res
     earlier = await _earlier(serving, owner, body.previous_response_id)
     messages = messages_of(body, earlier)
     chat = as_chat(body, messages)
-    with naming_tools_flat():
+    with flat_tool_names():
         chat, prompt, params = await serving.engine.run_in_thread(
             partial(_read_chat, serving, chat), is_long=_is_long_chat(chat)
         )
@@ -293,23 +298,24 @@ async def _answer(serving: Serving, body: ResponseBody, request: Request) -> Res
         return await _generate(serving, body, [prompt], params, writer)
     size = _check_size(serving, writer, [prompt])
     outputs = serving.outputs(writer.id, [prompt], params, body.priority or 0)
-    response = writer.tell("queued")
+    response = writer.write_status("queued")
     log = EventLog() if body.stream else None
     work = _make(serving, writer, outputs, log, may_be_large=size > SHORT_ANSWER)
     await serving.background.start((owner, writer.id), work, log)
     if log is None:
         return JSONResponse(response)
-    # Who follows it may leave, and come back: it goes on.
-    return EventStream(_followed(serving, log))
+    # Generation continues if the client disconnects, which may stream it again later.
+    return EventStream(_follow_events(serving, log))
 
 
 def _response_id(serving: Serving, body: ResponseBody, request: Request) -> str:
-    """Return what the id of a response is made of: no earlier one is replaced.
+    """Return the request id from which a response's id is made.
 
-    A header that was used before, as in several requests of one trace, gives a new id.
+    An X-Request-Id in use, as by several requests of one trace, is replaced by a new
+    id, so that no stored response is overwritten.
 
     Raises:
-        RequestError: It cannot be part of a path, or the body's is in use.
+        RequestError: The id has a "/", or the body's `request_id` is in use.
     """
     owner, given = _owner(request), _id(body, request)
     is_of_body = given == body.request_id
@@ -321,27 +327,27 @@ def _response_id(serving: Serving, body: ResponseBody, request: Request) -> str:
     if not (is_used or serving.responses.has(response_id, owner)):
         return given
     if is_of_body:
-        allowed = "that of no response that is kept or being made"
+        allowed = "an id that no stored or unfinished response has"
         raise wrong_argument(RequestError, name, allowed, given)
     return new_id()
 
 
 def _check_background(serving: Serving, body: ResponseBody) -> None:
-    """Check that a response for which nobody waits can be asked for later.
+    """Check that a background response will be stored.
 
     Raises:
-        UnsupportedError: It is not kept.
+        UnsupportedError: The response would not be stored.
     """
     if not body.background:
         return
-    other = ""
+    conflict = ""
     if not serving.responses.is_on:
-        other = "a server that keeps no responses (--max-response-store-bytes 0)"
-    elif not is_kept(serving, body):
-        other = "store=False: nobody could ask for the response later"
-    if other:
+        conflict = "a server that stores no responses (--max-response-store-bytes 0)"
+    elif not is_stored(serving, body):
+        conflict = "store=False: the response could not be retrieved"
+    if conflict:
         raise UnsupportedError(
-            f"background=True does not go with {other}.",
+            f"background=True cannot be combined with {conflict}.",
             parameter="background",
             value=True,
         )
@@ -350,17 +356,17 @@ def _check_background(serving: Serving, body: ResponseBody) -> None:
 async def _earlier(
     serving: Serving, owner: str, response_id: str | None
 ) -> list[dict[str, Any]]:
-    """The conversation up to an earlier response.
+    """Return the conversation up to and including an earlier response.
 
     Raises:
-        RequestError: It is still being made.
-        ResponseNotFoundError: It is not kept.
+        RequestError: The response is unfinished.
+        ResponseNotFoundError: It is not stored.
     """
     if response_id is None:
         return []
-    response, messages = await _kept(serving, owner, response_id)
+    response, messages = await _read_stored(serving, owner, response_id)
     if response["status"] in UNFINISHED:
-        allowed = "the id of a response that has been made"
+        allowed = "the id of a finished response"
         name = "previous_response_id"
         raise wrong_argument(RequestError, name, allowed, response_id)
     return messages
@@ -374,15 +380,15 @@ async def _make(
     *,
     may_be_large: bool,
 ) -> None:
-    """Make a response for which nobody waits, and keep it.
+    """Generate and store a background response.
 
     Args:
-        log: Notes its events, which are kept with it; None where they are not wanted.
-        may_be_large: It may take long to write.
+        log: Records its events, which are stored with it; None if it is not a stream.
+        may_be_large: Serializing it may take long.
     """
     end = None
     try:
-        writer.tell("in_progress")
+        writer.write_status("in_progress")
         async with contextlib.aclosing(outputs):
             if log is None:
                 finished = [one async for one in outputs]
@@ -392,30 +398,30 @@ async def _make(
                 async for chunk in writer.chunks(outputs):
                     log.add(chunk)
     except asyncio.CancelledError:
-        end = writer.tell("cancelled")
+        end = writer.write_status("cancelled")
         raise
     except BaseException as error:
         if not (isinstance(error, Exception) or is_panic(error)):
             raise
-        status, body = refusal_of(error)
-        say = _log.exception if status == 500 else _log.info
-        say("A response in the background failed: %s", escaped(str(error)))
-        end = writer.tell("failed", body["error"]["message"])
+        status, body = status_and_body(error)
+        log_error = _log.exception if status == 500 else _log.info
+        log_error("A background response failed: %s", escaped(str(error)))
+        end = writer.write_status("failed", body["error"]["message"])
     finally:
         if log is not None:
             if end is not None:
                 log.add(writer.last_event(end))
             log.end()
-            keep = partial(writer.keep_events, log.events)
-            await serving.write(keep, is_large=is_large(log.events))
+            store = partial(writer.store_events, log.events)
+            await serving.write(store, is_large=is_large(log.events))
 
 
 async def _log_of(serving: Serving, owner: str, response: dict[str, Any]) -> EventLog:
-    """The events of a response, which may be still being made.
+    """Return the event log of a response, finished or not.
 
     Raises:
-        RequestError: It was not made as a stream, or is being made elsewhere.
-        ResponseNotFoundError: It is not kept.
+        RequestError: The response is not a stream, or another server generates it.
+        ResponseNotFoundError: It is not stored.
     """
     log = serving.background.log((owner, response["id"]))
     if log is not None:
@@ -425,21 +431,20 @@ async def _log_of(serving: Serving, owner: str, response: dict[str, Any]) -> Eve
     events = await serving.write(read, is_large=size > SHORT_BYTES)
     if events:
         return EventLog(events, is_over=True)
-    reason = (
-        "Only a response of background=True and stream=True can be streamed again: "
-    )
-    reason += "leave stream out."
+    reason = "Only a response with background=True and stream=True can be streamed "
+    reason += "again: leave stream out."
     if response["status"] in UNFINISHED and response["background"]:
-        reason = "Another server makes this response, or it is no stream: its events "
-        reason += "can be streamed here once it is finished."
+        reason = "Either another server generates this response, and its events can be "
+        reason += "streamed here once it is finished, or it was made without "
+        reason += "stream=True."
     raise RequestError(reason, parameter="stream", value=True)
 
 
 @no_type_check  # asynchronous generators are not checked
-async def _followed(
+async def _follow_events(
     serving: Serving, log: EventLog, after: int | None = None
 ) -> AsyncGenerator[str, None]:
-    """Write a log's events, those behind number `after` or all."""
+    """Write a log's events, those after number `after` or all."""
     start = 0 if after is None else after + 1
     async with contextlib.aclosing(log.follow(start)) as followed:
         async for content in followed:
@@ -447,13 +452,13 @@ async def _followed(
 
 
 async def _event(serving: Serving, content: dict[str, Any]) -> str:
-    """Write an event: the last ones of a response hold all of it."""
+    """Serialize an event; the last ones of a response contain all of it."""
     large = is_large(content)
     return await serving.write(partial(event, content, in_parts=large), is_large=large)
 
 
 def _id(body: GenerationBody, request: Request) -> str:
-    """The id that the client chose, in a header or in the body, or a new one."""
+    """Return the client's request id, from a header or the body, or a new one."""
     given = request.headers.get("x-request-id", "")[:MAX_ID] or body.request_id
     return given or new_id()
 
@@ -480,16 +485,16 @@ async def _generate(
         return Response(content, media_type="application/json")
     chunks = _events(serving, writer, outputs)
     try:
-        # What fails before the first word has a status of its own.
+        # An error before the first output is returned with its own HTTP status.
         first = await anext(chunks)
     except BaseException:
         await chunks.aclose()
         raise
-    return EventStream(_resumed(first, chunks))
+    return EventStream(_prepend(first, chunks))
 
 
 def _check_size(serving: Serving, writer: Writer, prompts: list[TokensPrompt]) -> int:
-    """Return the most entries of an answer: see `Writer.check_size`."""
+    """Return the largest number of entries of a response: see `Writer.check_size`."""
     config = serving.config
     return writer.check_size(
         [len(one["prompt_token_ids"]) for one in prompts],
@@ -511,7 +516,7 @@ async def _events(
     except BaseException as error:
         if not has_begun or not (isinstance(error, Exception) or is_panic(error)):
             raise
-        status, body = refusal_of(error)
+        status, body = status_and_body(error)
         log = _log.exception if status == 500 else _log.info
         log("A stream ended early: %s", escaped(str(error)))
         yield event(body)
@@ -520,7 +525,7 @@ async def _events(
 
 
 @no_type_check  # asynchronous generators are not checked
-async def _resumed(
+async def _prepend(
     first: str, events: AsyncGenerator[str, None]
 ) -> AsyncGenerator[str, None]:
     async with contextlib.aclosing(events):

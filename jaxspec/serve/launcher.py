@@ -1,7 +1,7 @@
-"""Owns a server's life: the socket, the engine, warming up, signals, the end.
+"""Owns a server's life cycle: socket, engine, warm-up, signals, shutdown.
 
-The server listens at once; programs are made beside requests, which wait for the first
-one of them.
+By default the server listens at once and compiles in the background; requests wait for
+the first program.
 """
 
 import asyncio
@@ -47,19 +47,20 @@ from jaxspec.text.tokenizer import NoTokenizer
 
 _log = logging.getLogger(__name__)
 
-# How the program ends when the engine has.
+# Exit status after the engine has died.
 ENGINE_DEAD = 1
-# After the time that requests have to end: extra seconds to flush their final chunks.
-LAST_WORDS_S = 5
-# Between two looks for a second signal.
+# Seconds to send the final chunks of requests aborted after the shutdown timeout.
+FLUSH_TIMEOUT_S = 5
+# Seconds between checks for a second signal.
 POLL_S = 0.1
 LOG_FORMAT = "%(levelname)s %(asctime)s [%(name)s] %(message)s"
 
 
 class Server(uvicorn.Server):
-    """Ends after its requests when told to, and when the engine has died.
+    """Shuts down on a signal, or when the engine has died.
 
-    uvicorn's own would end with the signal's status.
+    On a signal, running requests may finish. uvicorn's own server would then exit with
+    the signal's status.
     """
 
     def __init__(self, config: uvicorn.Config, serving: Serving, timeout_s: int):
@@ -70,7 +71,7 @@ class Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Take SIGINT and SIGTERM for as long as the server runs."""
+        """Handle SIGINT and SIGTERM while the server runs."""
         numbers = (signal.SIGINT, signal.SIGTERM)
         before = {one: signal.signal(one, self.handle_exit) for one in numbers}
         try:
@@ -80,25 +81,25 @@ class Server(uvicorn.Server):
                 signal.signal(number, handler)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Begin to end; at the second signal, end."""
+        """Begin the shutdown; at the second signal, exit at once."""
         if self.should_exit:
             os._exit(128 + sig)
         self.should_exit = True
 
     async def on_tick(self, counter: int) -> bool:
-        """Look after the engine, some times a second."""
+        """Check the engine, several times a second."""
         if self._serving.engine.errored and not self.should_exit:
-            _log.error("The engine has ended: so does the server.")
+            _log.error("The engine has died: the server shuts down.")
             self.should_exit = True
-        self._warming.look()
-        self._descriptors.look()
+        self._warming.update()
+        self._descriptors.update()
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Take no more requests, and wait for those there are."""
+        """Accept no more requests, and wait for the running ones."""
         count = self._serving.admission.num_requests
         if count:
-            _log.info("%d requests have %d s to end", count, self._timeout_s)
+            _log.info("%d requests have %d s to finish", count, self._timeout_s)
         loop = asyncio.get_running_loop()
         end = loop.call_later(self._timeout_s, lambda: loop.create_task(self._abort()))
         try:
@@ -109,58 +110,58 @@ class Server(uvicorn.Server):
             end.cancel()
 
     async def _abort(self) -> None:
-        """Have what still runs answered with what there is."""
+        """End running requests with the text generated so far."""
         await self._serving.engine.abort(self._serving.admission.request_ids)
 
 
 class Warming:
-    """Says in the log when requests are served, and when all programs are there.
+    """Logs when requests are served, and when warm-up is complete.
 
-    Which program has been made the engine logs itself.
+    The engine itself logs each compiled program.
     """
 
     def __init__(self, engine: AsyncLLMEngine):
         self._engine, self._start = engine, time.monotonic()
         self._is_ready = self._is_over = not engine.num_warming
 
-    def look(self) -> None:
-        """Tell what has changed since the last look."""
+    def update(self) -> None:
+        """Log what has changed since the last call."""
         if self._is_over or not self._engine.is_ready:
             return
         seconds, left = time.monotonic() - self._start, self._engine.num_warming
         if not self._is_ready:
             self._is_ready = True
             _log.info(
-                "Requests are served after %.1f s; %d more programs are compiled "
-                "beside them",
+                "Requests are served after %.1f s; %d more programs are compiled in "
+                "the background",
                 seconds,
                 left,
             )
         if not left:
             self._is_over = True
-            _log.info("All programs are there after %.1f s", seconds)
+            _log.info("All programs are compiled after %.1f s", seconds)
             freeze_heap()
 
 
 def run(options: Options) -> int:
-    """Serve until a signal comes or the engine ends; returns the exit status.
+    """Serve until a signal arrives or the engine dies; return the exit status.
 
-    A process that follows another host's serves nobody, and ends with that one.
+    A follower of a multi-host engine accepts no requests, and exits with the leader.
 
     Raises:
-        ConfigError: An argument cannot work, or the address is taken.
-        NotImplementedError: An argument asks for what the engine does not do.
+        ConfigError: An argument is invalid, or the address is in use.
+        NotImplementedError: An argument asks for an unsupported feature.
     """
     set_up_log(options.listening.uvicorn_log_level)
     hosts = options.engine.read_hosts()
     if hosts is not None and hosts.is_follower:
         return _follow(options)
-    # What cannot work is found before minutes of compiling.
+    # Reports invalid arguments before minutes of compiling.
     _check_tls(options.listening)
     find_max_connections(options.listening.limit_concurrency)
     bound = _bind(options.listening)
     try:
-        # Until the server takes signals itself, and after that.
+        # Handles signals before the server handles them itself, and afterwards.
         with interrupts_end(lambda: _release(bound, options.listening)):
             engines = make_engines(options.engine)
             warm_up(engines, options.warm_up)
@@ -168,13 +169,13 @@ def run(options: Options) -> int:
             try:
                 return _serve(serving_engine, options, bound)
             finally:
-                serving_engine.shutdown(LAST_WORDS_S)
+                serving_engine.shutdown(FLUSH_TIMEOUT_S)
     finally:
         _release(bound, options.listening)
 
 
 def _follow(options: Options) -> int:
-    """Do as the leader does, on this host's devices."""
+    """Run the leader's launches on this host's devices."""
     with interrupts_end():
         follower = Follower.start(options.engine.create_engine_config())
     with _leader_decides():
@@ -184,9 +185,10 @@ def _follow(options: Options) -> int:
 
 @contextmanager
 def _leader_decides() -> Iterator[None]:
-    """Leave the end to the leader: requests of its would end with this process.
+    """Ignore the first signal: this process exits with the leader.
 
-    Where a group of hosts is stopped, all of them get a signal at once.
+    Stopping a group of hosts sends a signal to all of them at once, and the leader
+    needs its followers to finish running requests.
     """
     seen: list[int] = []
 
@@ -194,7 +196,7 @@ def _leader_decides() -> Iterator[None]:
         if seen:
             os._exit(128 + number)
         seen.append(number)
-        _log.warning("This process ends with the leader; a second signal ends it now")
+        _log.warning("This process exits with the leader; a second signal ends it now")
 
     numbers = (signal.SIGINT, signal.SIGTERM)
     before = {one: signal.signal(one, handle) for one in numbers}
@@ -206,9 +208,9 @@ def _leader_decides() -> Iterator[None]:
 
 
 class _RecordFormatter(logging.Formatter):
-    """Indents further lines of a record, tracebacks too.
+    """Indents all but the first line of a record, including tracebacks.
 
-    An error may quote what a client sent: no line of it looks like a record.
+    An error may quote a request: this way no line of it can look like a record.
     """
 
     def format(self, record: logging.LogRecord) -> str:
@@ -222,8 +224,8 @@ def set_up_log(level: str) -> None:
     handler.setFormatter(_RecordFormatter(LOG_FORMAT))
     logging.basicConfig(level=_level(level), handlers=[handler])
     if _level(level) == logging.INFO:
-        # jax tells, as information, which devices it did not find: "INTERNAL: Failed
-        # to open libtpu.so" wherever there is no TPU. Of what fails it warns.
+        # jax logs missing kinds of devices as information: "INTERNAL: Failed to open
+        # libtpu.so" on every machine without a TPU. Failures are warnings.
         logging.getLogger("jax._src.xla_bridge").setLevel(logging.WARNING)
 
 
@@ -237,8 +239,8 @@ def _serve(engine: AsyncLLMEngine, options: Options, bound: socket.socket) -> in
     )
     if given.limit_concurrency is None and limits.max_connections < MAX_CONNECTIONS:
         _log.warning(
-            "Files that a process may open permit %d connections, fewer than %d: raise "
-            "that limit with `ulimit -n`",
+            "The limit on open files permits %d connections, fewer than %d: raise it "
+            "with `ulimit -n`",
             limits.max_connections,
             MAX_CONNECTIONS,
         )
@@ -250,12 +252,12 @@ def _serve(engine: AsyncLLMEngine, options: Options, bound: socket.socket) -> in
         port=given.port,
         uds=given.uds,
         root_path=_root_path(given),
-        log_config=None,  # its records go to our handler
+        log_config=None,  # uvicorn's records go to our handler
         log_level=given.uvicorn_log_level,
         access_log=not given.disable_uvicorn_access_log,
-        # A fraction of a second is as good to the event loop.
+        # Annotated as int, but the event loop accepts fractions of a second.
         timeout_keep_alive=cast(int, given.timeout_keep_alive),
-        timeout_graceful_shutdown=timeout_s + LAST_WORDS_S,
+        timeout_graceful_shutdown=timeout_s + FLUSH_TIMEOUT_S,
         **_tls(given),
     )
     server = Server(config, app.state.serving, timeout_s)
@@ -266,27 +268,26 @@ def _serve(engine: AsyncLLMEngine, options: Options, bound: socket.socket) -> in
 
 
 def freeze_heap() -> None:
-    """Spare what lives as long as the server from being looked at over and over.
+    """Exclude all current objects from garbage collection.
 
-    With a compiler in memory a full collection stops all streams for a tenth of a
-    second.
+    With a compiler in memory a full collection stalls all streams for 0.1 s.
     """
     gc.collect()
     gc.freeze()
 
 
 def warm_up(engines: Sequence[LLMEngine], extent: str) -> None:
-    """Have programs made before requests ask for them.
+    """Compile programs before requests need them.
 
     Args:
-        extent: "none"; "plain", what plain requests need, beside the first of them; or
-            "all", before this returns.
+        extent: "none"; "plain" compiles the programs of plain requests in the
+            background; "all" compiles every program before returning.
     """
     if extent == "none":
         return
     params = _unusual(engines[0]) if extent == "all" else ()
     for engine in engines:
-        # In a thread for that, which need not end before the process does.
+        # Warm-up runs in a thread of its own, which does not delay an exit.
         engine.start_warm_up(params)
     if extent == "plain":
         return
@@ -296,7 +297,7 @@ def warm_up(engines: Sequence[LLMEngine], extent: str) -> None:
 
 
 def _unusual(engine: LLMEngine) -> list[SamplingParams]:
-    """Requests whose programs are not those of plain ones."""
+    """Return parameters of requests that need other programs than plain ones."""
     features: list[dict[str, Any]] = [
         {"logprobs": min(1, engine.config.num_logprobs)},
         {"presence_penalty": 1.0},
@@ -330,8 +331,8 @@ def _bind(given: Namespace) -> socket.socket:
             advice = "Remove the file if no server uses it, or choose another --uds."
         elif _is_of_host(error):
             name, where = "host", given.host
-            advice = "--host must be an address of this machine: 127.0.0.1 for itself, "
-            advice += "0.0.0.0 for all of its networks."
+            advice = "--host must be an address of this machine: 127.0.0.1 for local "
+            advice += "clients only, 0.0.0.0 for all networks."
         raise ConfigError(
             f"The server cannot listen on {where}: {str(error).rstrip('.')}. {advice}",
             parameter=name,
@@ -341,7 +342,7 @@ def _bind(given: Namespace) -> socket.socket:
 
 
 def _is_of_host(error: Exception) -> bool:
-    """Whether an address fails by its host: no name, not ours, or of another kind."""
+    """Return whether the host is at fault: unknown, not ours, or another family."""
     if isinstance(error, (socket.gaierror, UnicodeError)):
         return True
     numbers = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT, errno.EINVAL)
@@ -349,7 +350,7 @@ def _is_of_host(error: Exception) -> bool:
 
 
 def _release(bound: socket.socket, given: Namespace) -> None:
-    """Give the address back; a Unix socket's file would stay and be in the way."""
+    """Close the socket; delete a Unix socket's file, which would block a restart."""
     bound.close()
     if given.uds is not None:
         Path(given.uds).unlink(missing_ok=True)
@@ -364,16 +365,16 @@ def _address(bound: socket.socket, given: Namespace) -> str:
 
 
 def _root_path(given: Namespace) -> str:
-    """With a slash before it and none after, which would be there twice."""
+    """Return the root path with a leading slash and without a trailing one."""
     path = given.root_path.strip("/")
     return f"/{path}" if path else ""
 
 
 def _check_tls(given: Namespace) -> None:
-    """Read the certificates as uvicorn will.
+    """Load the certificates as uvicorn will.
 
     Raises:
-        ConfigError: They cannot be used, or one is missing.
+        ConfigError: A file is missing or cannot be used.
     """
     needs = [("ssl_keyfile", "ssl_certfile"), ("ssl_ca_certs", "ssl_certfile")]
     needs += [("ssl_cert_reqs", "ssl_certfile"), ("ssl_cert_reqs", "ssl_ca_certs")]
@@ -390,15 +391,15 @@ def _check_tls(given: Namespace) -> None:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     files = [given.ssl_certfile, given.ssl_keyfile, given.ssl_ca_certs]
     try:
-        # Without a password, OpenSSL would ask for one at the terminal.
+        # Without this callback OpenSSL would prompt for a password at the terminal.
         context.load_cert_chain(*files[:2], password=lambda: "")
         if given.ssl_ca_certs:
             context.load_verify_locations(given.ssl_ca_certs)
-    except OSError as error:  # ssl's own are of this kind
-        told = ", ".join(repr(one) for one in files if one)
+    except OSError as error:  # the base class of ssl's errors too
+        names = ", ".join(repr(one) for one in files if one)
         raise ConfigError(
-            f"HTTPS does not work with {told}: {error}. They must be PEM files, the "
-            "key of the certificate and without a password.",
+            f"HTTPS does not work with {names}: {error}. They must be PEM files; the "
+            "key must belong to the certificate and have no password.",
             parameter="ssl_certfile",
             value=given.ssl_certfile,
         ) from error

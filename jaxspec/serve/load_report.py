@@ -1,6 +1,6 @@
-"""Owns the header that tells a proxy how busy the engine is: ORCA's, as vLLM sends it.
+"""Owns the header that reports the engine's load to a proxy: ORCA's, as in vLLM.
 
-A request asks for it with a header of its own, which names the form.
+A request asks for it with a header that names the format.
 """
 
 import json
@@ -8,11 +8,12 @@ from collections.abc import Mapping
 
 from jaxspec.engine.metrics import Load
 
-ASKED, TOLD = "endpoint-load-metrics-format", "endpoint-load-metrics"
+REQUEST_HEADER = "endpoint-load-metrics-format"
+RESPONSE_HEADER = "endpoint-load-metrics"
 
 
 def load_header(load: Load, form: str) -> Mapping[str, str]:
-    """Return the header in a form: "text" or "json"; none in any other."""
+    """Return the header in the format "text" or "json"; none for any other."""
     values = {
         "kv_cache_usage_perc": float(load.kv_usage),
         "num_requests_waiting": float(load.num_waiting),
@@ -20,7 +21,7 @@ def load_header(load: Load, form: str) -> Mapping[str, str]:
     match form.lower():
         case "text":
             named = [f"named_metrics.{name}={one}" for name, one in values.items()]
-            return {TOLD: f"TEXT {', '.join(named)}"}
+            return {RESPONSE_HEADER: f"TEXT {', '.join(named)}"}
         case "json":
-            return {TOLD: f"JSON {json.dumps({'named_metrics': values})}"}
+            return {RESPONSE_HEADER: f"JSON {json.dumps({'named_metrics': values})}"}
     return {}

@@ -1,4 +1,4 @@
-"""Owns GET /metrics: what the engine and the server count, in Prometheus' text form."""
+"""Owns GET /metrics: counts of the engine and the server, in Prometheus' format."""
 
 import time
 from collections.abc import Iterable, Iterator
@@ -34,76 +34,74 @@ _FORMS: dict[type[metrics.Metric], Any] = {
     metrics.Vector: CounterMetricFamily,
     metrics.Histogram: HistogramMetricFamily,
 }
-# Any other method is counted as `OTHER`: clients may invent any number of them.
+# Any other method is counted as `OTHER`: clients may invent any number of methods.
 _METHODS = frozenset(("DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT"))
 OTHER = "other"
-# Of ours; vLLM's names are known.
+# Help texts of our own metrics; vLLM's are documented by vLLM.
 _HELP = {
-    "jaxspec:round_time_seconds": "From a launch, or the end of the one before, to "
-    "its tokens",
-    "jaxspec:round_time_predicted_seconds": "What that was expected to be, where "
-    "anything was known of such a launch",
-    "jaxspec:round_time_error_seconds": "By how much the two differed, in either "
-    "direction",
-    "jaxspec:host_time_seconds": "What a step takes besides waiting and compiling",
-    "jaxspec:draft_tokens_chosen": "Launches that decode, by their drafts per sequence",
-    "jaxspec:speculation_num_drafts": "Drafts per sequence as chosen now (K)",
-    "jaxspec:speculation_gain": "Tokens per second that K should bring, as a share of "
-    "what plain decoding does; 0 where that is not known",
-    "jaxspec:speculation_has_leaves": "Whether drafts have side leaves, or the rest of "
-    "their tree, beside the chain now (1), or would not pay (0)",
-    "jaxspec:speculation_saved_seconds": "Won against plain decoding, over rounds that "
-    "won",
-    "jaxspec:speculation_lost_seconds": "Lost against plain decoding, over rounds that "
-    "lost, and for asking the draft model",
-    "jaxspec:speculation_probes": "How often the draft model was asked while nothing "
-    "was drafted",
-    "jaxspec:speculation_stops": "How often drafts lost too much time and were left "
-    "out for a while",
-    "jaxspec:speculation_drafts_compared": "Draft tokens compared with what the target "
-    "wants: verified, up to a round's first rejection, or asked for without drafting",
-    "jaxspec:speculation_drafts_agreed": "How many of them stayed, or probably would "
-    "have",
-    "jaxspec:spec_decode_num_accepted_leaves": "Accepted drafts from beside the chain, "
-    "with side leaves or a tree",
-    "jaxspec:spec_decode_num_compared_by_rank": "Drafts of a tree whose chance it was, "
-    "as those before them were accepted: by depth from 1, by rank at their place from "
-    "0, after the chain of first choices or after a side path",
-    "jaxspec:spec_decode_num_accepted_by_rank": "How many of them were what the target "
-    "wanted",
-    "jaxspec:synthetic_acceptance_info": "Acceptance is given, not found: chance of "
-    "each draft to stay after those before it",
+    "jaxspec:round_time_seconds": "Time from a launch, or from the end of the previous "
+    "one, until its tokens are read",
+    "jaxspec:round_time_predicted_seconds": "Predicted time of the same launches, as "
+    "far as it could be predicted",
+    "jaxspec:round_time_error_seconds": "Sum of absolute errors of the predicted times",
+    "jaxspec:host_time_seconds": "Host time per step, without waiting for devices and "
+    "compiling",
+    "jaxspec:draft_tokens_chosen": "Decoding launches, by draft tokens per sequence",
+    "jaxspec:speculation_num_drafts": "Draft tokens per sequence chosen now (K)",
+    "jaxspec:speculation_gain": "Predicted tokens per second with K relative to plain "
+    "decoding, minus 1; 0 if unknown",
+    "jaxspec:speculation_has_leaves": "1 if drafts now have side leaves or side "
+    "branches besides the main chain, 0 if these would not pay off",
+    "jaxspec:speculation_saved_seconds": "Time won against plain decoding, summed over "
+    "the rounds that won",
+    "jaxspec:speculation_lost_seconds": "Time lost against plain decoding, summed over "
+    "the rounds that lost, and time of draft probes",
+    "jaxspec:speculation_probes": "Probes of the draft model while K was 0",
+    "jaxspec:speculation_stops": "How often speculation was paused because it had lost "
+    "too much time",
+    "jaxspec:speculation_failed": "1 after speculation has failed and stopped for good",
+    "jaxspec:speculation_drafts_compared": "Draft tokens compared with the target's: "
+    "verified, up to a round's first rejection, or probed while K was 0",
+    "jaxspec:speculation_drafts_agreed": "Compared draft tokens that were accepted, or "
+    "would have been",
+    "jaxspec:spec_decode_num_accepted_leaves": "Accepted draft tokens from side leaves "
+    "or side branches",
+    "jaxspec:spec_decode_num_compared_by_rank": "Draft tokens of a tree that were "
+    "verified after their parents were accepted: by depth from 1, by rank among their "
+    "siblings from 0, after the main chain or after a side branch",
+    "jaxspec:spec_decode_num_accepted_by_rank": "Those of them that were accepted",
+    "jaxspec:synthetic_acceptance_info": "Acceptance is simulated: probability that a "
+    "draft token is accepted after those before it",
     "jaxspec:grammar_failures": "Texts that ended with an error of their grammar",
-    "jaxspec:num_compiles": "Programs that were compiled",
-    "jaxspec:compile_seconds": "How long that took",
-    "jaxspec:warming": "Programs that are still to be compiled; 0 when all are there",
-    "jaxspec:memory_bytes": "Of one device, as planned at the start, by what it is for",
-    "jaxspec:memory_limit_bytes": "What a device has for that; 0 where nobody planned "
-    "by it, as on a CPU",
-    "jaxspec:memory_page_bytes": "Of one device, for keys and values of one page, by "
-    "model",
-    "jaxspec:memory_draft_bytes": "Of one device, for the draft model: weights, its "
-    "part of the pages, and what programs take more",
-    "jaxspec:memory_programs_found_bytes": "What the programs made so far take of a "
-    "device, as compilers tell",
-    "jaxspec:max_concurrency": "Sequences of max_model_len tokens that there are pages "
-    "for",
+    "jaxspec:num_compiles": "Programs compiled",
+    "jaxspec:compile_seconds": "Time spent compiling programs",
+    "jaxspec:warming": "Programs that warm-up has still to compile",
+    "jaxspec:memory_bytes": "Memory of one device as planned at startup, by use",
+    "jaxspec:memory_limit_bytes": "Memory of a device available to the plan; 0 if the "
+    "plan has no limit, as on a CPU",
+    "jaxspec:memory_page_bytes": "Memory of one device for the keys and values of one "
+    "page, by model",
+    "jaxspec:memory_draft_bytes": "Memory of one device for the draft model: weights, "
+    "its share of the pages, and the additional temporary memory of programs",
+    "jaxspec:memory_programs_found_bytes": "Memory of one device used by the programs "
+    "compiled so far, as reported by the compiler",
+    "jaxspec:max_concurrency": "Sequences of max_model_len tokens that the pages hold",
     "jaxspec:request_timeouts": "Requests whose headers or body did not arrive in time",
     "jaxspec:descriptor_shortages": "How often no file descriptor was free, so that "
     "new connections were closed",
-    "jaxspec:sequences_lost": "Sequences of max_model_len tokens that there would be "
-    "pages for as well without the draft model",
+    "jaxspec:sequences_lost": "Additional sequences of max_model_len tokens that the "
+    "pages would hold without the draft model",
 }
 
 
 class EngineFamilies(Collector):
-    """What an engine has counted, as Prometheus has it."""
+    """An engine's metrics as Prometheus metric families."""
 
     def __init__(self, found: Iterable[metrics.Metric]):
         self._found = list(found)
 
     def collect(self) -> Iterator[Metric]:
-        """Yield every metric, with all its values together."""
+        """Yield one family per metric name, with all its label values."""
         by_name: dict[str, list[metrics.Metric]] = {}
         for one in self._found:
             by_name.setdefault(one.name, []).append(one)
@@ -112,30 +110,32 @@ class EngineFamilies(Collector):
 
 
 def _family(name: str, values: list[metrics.Metric]) -> Metric:
-    words = name.partition(":")[2].replace("_", " ").capitalize()
-    text, labels = _HELP.get(name, words), list(values[0].labels)
+    default = name.partition(":")[2].replace("_", " ").capitalize()
+    text, labels = _HELP.get(name, default), list(values[0].labels)
     if isinstance(values[0], metrics.Vector):
         labels.append("position")
     family = _FORMS[type(values[0])](name, text, labels=labels)
     for one in values:
-        told = list(one.labels.values())
+        label_values = list(one.labels.values())
         match one:
             case metrics.Gauge() | metrics.Counter():
-                family.add_metric(told, one.value)
+                family.add_metric(label_values, one.value)
             case metrics.Vector():
                 for position, count in enumerate(one.values):
-                    family.add_metric([*told, str(position)], count)
+                    family.add_metric([*label_values, str(position)], count)
             case metrics.Histogram():
                 buckets = [(bound, float(n)) for bound, n in one.buckets.items()]
-                family.add_metric(told, buckets, one.sum)
+                family.add_metric(label_values, buckets, one.sum)
     return family
 
 
 class HttpMetrics:
-    """Counts requests by path and status, under the instrumentator's usual names.
+    """Counts requests by path and status.
+
+    The names are those of prometheus-fastapi-instrumentator, which vLLM uses.
 
     Attributes:
-        registry: Where they are found.
+        registry: Registry with the counts.
     """
 
     def __init__(self):
@@ -149,26 +149,25 @@ class HttpMetrics:
         )
         self._duration = Histogram(
             "http_request_duration_seconds",
-            "Seconds from a request to the end of its answer",
+            "Seconds from a request to the end of its response",
             labels,
             buckets=_COARSE_S,
             registry=registry,
         )
         self._fine_duration = Histogram(
             "http_request_duration_highr_seconds",
-            "The same, for all paths together and with more buckets",
+            "Seconds from a request to the end of its response, over all paths",
             buckets=_FINE_S,
             registry=registry,
         )
 
     def add(self, handler: str, method: str, status: int, took_s: float) -> None:
-        """Count a request that has been answered.
-
-        Every label has a bounded number of values, whatever clients send.
+        """Count a finished request.
 
         Args:
-            handler: The path of a route, not that of a request.
-            method: As the client sent it.
+            handler: Path of the route, not of the request: every label must have a
+                bounded number of values, whatever clients send.
+            method: HTTP method as the client sent it.
         """
         method = method if method in _METHODS else OTHER
         self._count.labels(handler, method, f"{status // 100}xx").inc()
@@ -177,7 +176,7 @@ class HttpMetrics:
 
 
 class CountRequests:
-    """Middleware that counts what passes."""
+    """Middleware that counts requests."""
 
     def __init__(self, app: ASGIApp, counts: HttpMetrics):
         self._app, self._counts = app, counts
@@ -188,16 +187,16 @@ class CountRequests:
             return
         status, start = 500, time.monotonic()
 
-        async def note(message: Message) -> None:
+        async def record_status(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
             await send(message)
 
         try:
-            await self._app(scope, receive, note)
+            await self._app(scope, receive, record_status)
         finally:
-            # Not the path itself: anybody can make up as many as they like.
+            # The route, not the request's path: clients may invent any number of paths.
             handler = getattr(scope.get("route"), "path", "none")
             took_s = time.monotonic() - start
             self._counts.add(handler, scope["method"], status, took_s)
@@ -209,11 +208,11 @@ def metric_routes(serving: Serving, counts: HttpMetrics) -> APIRouter:
 
     @router.get("/metrics")
     async def read_metrics() -> Response:
-        """Tell what was counted since the start."""
+        """Return all metrics since the start."""
         try:
             found = await serving.engine.get_metrics()
         except (ConfigError, EngineDeadError):
-            found = []  # it does not count, or does not any more
+            found = []  # statistics are off, or the engine has ended
         found += _admissions(serving)
         registry = CollectorRegistry(auto_describe=False)
         registry.register(EngineFamilies(found))

@@ -1,4 +1,4 @@
-"""Owns what a request must pass before any endpoint sees it."""
+"""Owns the checks that every request passes before it reaches an endpoint."""
 
 import asyncio
 import contextlib
@@ -15,10 +15,11 @@ from jaxspec.serve.errors import error_body, respond
 
 GUARDED = "/v1"
 MAX_ID = 256
-# Bytes of an unused body that are read and dropped, before the connection may be reset.
+# Maximum bytes of an unused body that are read and dropped; after them the connection
+# may be reset.
 MAX_DRAINED_BYTES = 2**30
-# What separates values in JSON, counted in texts as well: a few megabytes can hold more
-# than a million values, and nothing else is done while they are read.
+# Maximum number of JSON separators in a body, counting those inside strings. A few
+# megabytes can hold more than a million values, and parsing them blocks the event loop.
 MAX_MARKS = 300_000
 _MARKS = (b"{", b"[", b":", b",")
 _TOO_MANY = (
@@ -30,7 +31,7 @@ _TOO_MANY = (
 class ApiKeys:
     """Middleware that refuses requests under /v1 without a valid key.
 
-    The state of a request has its `owner`: a digest of the key.
+    Sets `owner`, a digest of the key, in the request's state.
     """
 
     def __init__(self, app: ASGIApp, keys: tuple[str, ...]):
@@ -51,10 +52,10 @@ class ApiKeys:
         await respond(401, {"error": "Unauthorized"}, headers)(scope, receive, send)
 
     def _owner(self, headers: Headers) -> str | None:
-        """Return who sends a request; None without a valid key."""
+        """Return the request's owner; None without a valid key."""
         scheme, _, key = headers.get("authorization", "").partition(" ")
         given = _digest(key.strip())
-        # Every key is compared, and digests have one length: time tells nothing.
+        # Compares every key, as digests of equal length: the time reveals nothing.
         found = [hmac.compare_digest(given, digest) for digest in self._digests]
         return given.hex() if any(found) and scheme.lower() == "bearer" else None
 
@@ -64,7 +65,7 @@ def _digest(key: str) -> bytes:
 
 
 class BodyLimit:
-    """Middleware that reads no body beyond a length, or of too many parts."""
+    """Middleware that refuses bodies with too many bytes or JSON values."""
 
     def __init__(self, app: ASGIApp, max_bytes: int):
         self._app, self._max_bytes = app, max_bytes
@@ -73,12 +74,13 @@ class BodyLimit:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        told = Headers(scope=scope).get("content-length", "")
-        if told.isdecimal() and int(told) > self._max_bytes:
-            # Before the body arrives: a client that expects 100 need not send it.
+        length = Headers(scope=scope).get("content-length", "")
+        if length.isdecimal() and int(length) > self._max_bytes:
+            # Respond before the body arrives, so that a client that waits for "100
+            # Continue" need not send it.
             body = error_body(413, self._message())
-            answer = respond(413, body, {"Connection": "close"})
-            await answer(scope, receive, send)
+            response = respond(413, body, {"Connection": "close"})
+            await response(scope, receive, send)
             return
         num_bytes = num_marks = 0
 
@@ -106,20 +108,20 @@ class BodyLimit:
         )
 
 
-class RequestBodies:
-    """Middleware that reads every body to its end, in a limited time.
+class BodyTimeout:
+    """Middleware that reads every body to its end, within a time limit.
 
     A connection that is closed while the client still sends is reset, and the client
-    may never see its answer. The last part of an answer to a request whose body was not
-    used therefore waits until the body has been read and dropped.
+    may never receive the response. The last part of a response to a request whose body
+    was not used therefore waits until the body has been read and dropped.
     """
 
     def __init__(self, app: ASGIApp, timeout_s: float, admission: Admission):
         """Wrap an application.
 
         Args:
-            timeout_s: Seconds for a body to arrive.
-            admission: Counts those that did not.
+            timeout_s: Seconds within which a body must arrive.
+            admission: Counts timeouts.
         """
         self._app, self._timeout_s, self._admission = app, timeout_s, admission
 
@@ -132,7 +134,7 @@ class RequestBodies:
 
         async def read() -> Message:
             nonlocal is_over
-            if is_over:  # only a disconnect follows, at any time
+            if is_over:  # only the client's disconnection follows
                 return await receive()
             try:
                 async with asyncio.timeout_at(end):
@@ -153,7 +155,7 @@ class RequestBodies:
             is_body = message["type"] == "http.response.body"
             if is_body and not message.get("more_body", False) and not is_over:
                 await send({**message, "more_body": True})
-                with contextlib.suppress(HTTPException):  # it has been answered
+                with contextlib.suppress(HTTPException):  # the response has been sent
                     await _drain(read)
                 message = {"type": "http.response.body", "body": b""}
             await send(message)
@@ -177,9 +179,9 @@ async def _drain(receive: Receive) -> None:
 
 
 class RootPath:
-    """Middleware that takes the root path off where a proxy has left it.
+    """Middleware that removes the root path if the proxy has left it in the path.
 
-    A server adds it to every path, as if a proxy always took it off.
+    uvicorn adds it to every path, assuming that the proxy has removed it.
     """
 
     def __init__(self, app: ASGIApp):
@@ -195,7 +197,7 @@ class RootPath:
 
 
 class RequestIds:
-    """Middleware that gives every answer the id of its request."""
+    """Middleware that sets X-Request-Id on every response."""
 
     def __init__(self, app: ASGIApp):
         self._app = app
@@ -206,7 +208,8 @@ class RequestIds:
             return
         headers = MutableHeaders(scope=scope)
         request_id = headers.get("x-request-id", "")[:MAX_ID] or uuid.uuid4().hex
-        # In place: the endpoint makes the answer's id of the same.
+        # Change the request's headers in place: the endpoint reads this header to make
+        # the response's id.
         headers["x-request-id"] = request_id
 
         async def add(message: Message) -> None:

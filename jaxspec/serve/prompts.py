@@ -1,6 +1,7 @@
-"""Owns the way from a request's text or messages to token ids.
+"""Converts a request's text or messages to token ids.
 
-Says what is too long before the engine sees it: vLLM's clients ask for the number.
+Refuses prompts that are too long before they reach the engine, with vLLM's message,
+from which clients parse the limit.
 """
 
 import json
@@ -23,7 +24,7 @@ from jaxspec.text.tokenizer import Tokenizer
 
 
 class Prompts:
-    """Makes prompts of requests, in any thread."""
+    """Makes the prompts of requests; may be used in any thread."""
 
     def __init__(
         self, config: EngineConfig, tokenizer: Tokenizer, settings: ServerSettings
@@ -39,10 +40,10 @@ class Prompts:
         """Encode every prompt of a request.
 
         Args:
-            max_tokens: That each may be followed by.
+            max_tokens: Maximum number of tokens to generate for each.
 
         Raises:
-            RequestError: There is none, there are too many, or one is too long.
+            RequestError: There is no prompt, there are too many, or one is too long.
         """
         given = body.prompt
         if given is None or given == "" or given == []:
@@ -70,13 +71,13 @@ class Prompts:
         return prompt, self.encode(prompt, body.add_special_tokens)
 
     def of_chat(self, body: ChatBody, max_tokens: int | None) -> TokensPrompt:
-        """Write a conversation.
+        """Render and encode a conversation.
 
         Raises:
-            RequestError: The roles do not take turns, or it is too long.
-            ConfigError: The template that came with it cannot be used.
+            RequestError: The roles do not alternate, or it is too long.
+            ConfigError: The request's chat template cannot be used.
         """
-        if body.chat_template is None:  # any other may leave messages out
+        if body.chat_template is None:  # a request's template may leave messages out
             contents = (message.get("content") for message in body.messages)
             texts = [text.strip() for text in contents if isinstance(text, str)]
             texts += [json.dumps(tool) for tool in self._tools(body) or ()]
@@ -87,15 +88,15 @@ class Prompts:
     def write(
         self, messages: list[dict[str, Any]], body: ConversationBody
     ) -> tuple[str, list[int]]:
-        """Write a conversation as text and as ids.
+        """Render a conversation; return its text and its token ids.
 
         Raises:
-            RequestError: The roles do not take turns, or an option cannot be used.
-            ConfigError: The template that came with it cannot be used.
+            RequestError: The roles do not alternate, or an option cannot be used.
+            ConfigError: The request's chat template cannot be used.
         """
-        # As in vLLM: the default gives way, what a request says does not.
-        says_both = body.continue_final_message and body.add_generation_prompt
-        if says_both and "add_generation_prompt" in body.model_fields_set:
+        # As in vLLM: only an explicit add_generation_prompt conflicts, not its default.
+        has_both = body.continue_final_message and body.add_generation_prompt
+        if has_both and "add_generation_prompt" in body.model_fields_set:
             raise RequestError(
                 "Cannot set both `continue_final_message` and `add_generation_prompt` "
                 "to True.",
@@ -115,34 +116,35 @@ class Prompts:
         )
 
     def _tools(self, body: ConversationBody) -> list[dict[str, Any]] | None:
-        """What the model is told of."""
-        is_silent = self._settings.exclude_tools_when_tool_choice_none
-        if is_silent and isinstance(body, ChatBody):
+        """Return the tools that the prompt lists."""
+        may_exclude = self._settings.exclude_tools_when_tool_choice_none
+        if may_exclude and isinstance(body, ChatBody):
             if read_choice(body).kind == "none":
                 return None
         return tools_as_given(body)
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """Encode a text that is not surely too long."""
+        """Encode a text, unless it is certainly too long."""
         self._check_length(text)
         return self._tokenizer.encode(text, add_special_tokens)
 
     def _check_length(self, text: str) -> None:
-        """Refuse a text that is surely too long: encoding it would take seconds."""
-        least = len(text.encode()) // self._longest_bytes
-        if least > self._config.max_model_len:
-            raise self._too_long(f"at least {least}", 1)
+        """Refuse a text that is certainly too long: encoding it would take seconds."""
+        min_tokens = len(text.encode()) // self._longest_bytes
+        if min_tokens > self._config.max_model_len:
+            raise self._too_long(f"at least {min_tokens}", 1)
 
     def _template(self, given: str | None) -> ChatTemplate | None:
         if given is None:
             return None
         if not self._settings.trust_request_chat_template:
             raise RequestError(
-                "Requests may bring a chat_template only where the server was started "
-                "with --trust-request-chat-template.",
+                "Requests may have a chat_template only if the server was started with "
+                "--trust-request-chat-template.",
                 parameter="chat_template",
             )
-        # Not by way of a path, which would have a client read the server's files.
+        # A request's template is never read as a path: a client could otherwise read
+        # the server's files.
         return ChatTemplate(given, "chat_template")
 
     def _finish(
@@ -173,7 +175,7 @@ class Prompts:
         if keep is None:
             return token_ids
         if keep == 0:
-            allowed = "at least 1, or -1 for what the context holds"
+            allowed = "at least 1, or -1 for as many tokens as fit"
             raise wrong_argument(RequestError, "truncate_prompt_tokens", allowed, 0)
         if keep == -1:
             keep = max(self._config.max_model_len - num_asked, 1)

@@ -1,8 +1,9 @@
-"""Owns the application of Ray Serve: replicas of the server, placed and kept by Ray.
+"""Owns the Ray Serve application: replicas of the server, managed by Ray.
 
-`serve run jaxspec.serve.ray_app:build model=... num_replicas=2`. Ray starts replicas,
-restarts what dies, scales and routes; a replica is the engine behind the application
-that `python -m jaxspec.serve` serves. Ray is imported when an application is built.
+`serve run jaxspec.serve.ray_app:build model=... num_replicas=2`. Ray starts, restarts
+and scales replicas, and routes requests to them. A replica is the engine with the
+application that `python -m jaxspec.serve` serves. Ray is imported when an application
+is built.
 """
 
 import asyncio
@@ -39,7 +40,7 @@ from jaxspec.errors import (
 from jaxspec.serve.app import make_app
 from jaxspec.serve.connections import ConnectionLimits, limited_http
 from jaxspec.serve.flags import Options, listening_flags, read_values
-from jaxspec.serve.launcher import LAST_WORDS_S, freeze_heap, set_up_log, warm_up
+from jaxspec.serve.launcher import FLUSH_TIMEOUT_S, freeze_heap, set_up_log, warm_up
 from jaxspec.serve.serving import Serving
 from jaxspec.serve.settings import DEFAULT_READ_HEADERS_S, ServerSettings
 
@@ -47,51 +48,53 @@ _log = logging.getLogger(__name__)
 
 NAME = "jaxspec"
 AFFINE_ROUTER = "ray.serve.experimental.consistent_hash_router"
-# Requests of a replica that does not say how many sequences it holds. Ray's own default
-# is 5, with which the batch would stay empty while requests wait in front of it.
+# Concurrent requests of a replica without max_num_seqs. With Ray's default, 5, the
+# batch would be nearly empty while requests wait in Ray's queue.
 MAX_ONGOING_REQUESTS = 256
-# Replicas of one machine listen on neighbouring ports, if they tell metrics.
+# Number of consecutive ports to try for a replica's metrics (replicas of one machine
+# use neighboring ports), and the highest port number.
 MAX_METRICS_PORTS, MAX_PORT = 64, 65535
-# Connections to the address where one replica shows its metrics.
+# Maximum connections to the metrics address of one replica.
 MAX_METRICS_CONNECTIONS = 64
 STRATEGIES = ("STRICT_SPREAD", "SPREAD", "PACK", "STRICT_PACK")
-TOLD_PATHS = ("/metrics", "/health")
-# Processes of a replica over several hosts are started here, and told of each other.
-OF_HOSTS = ("nnodes", "node_rank", "master_addr", "master_port", "headless")
-OF_HOSTS += ("hosts_secret_file",)
+MONITORING_PATHS = ("/metrics", "/health")
+# Flags of multi-host processes, which a replica sets itself.
+HOST_FLAGS = ("nnodes", "node_rank", "master_addr", "master_port", "headless")
+HOST_FLAGS += ("hosts_secret_file",)
 READY_POLL_S = 0.1
-# What a process asks for that a bundle of a placement group can have, and what else.
+# Keys of ray_actor_options that a placement group's bundle can reserve, and keys that
+# it cannot.
 BUNDLED = ("num_cpus", "num_gpus", "memory", "resources", "accelerator_type")
 NOT_BUNDLED = ("runtime_env",)
 _PLACE = "jaxspec.serve.ray_app:build"
-_HINT = "See deploy/README.md for what it takes besides the server's flags."
+_HINT = "See deploy/README.md for its arguments besides the server's flags."
 
 
 # No checks by jaxtyping in the tests: the class has its own, with better errors.
 @no_type_check
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """How many replicas there are, and where; names and meanings are Ray Serve's.
+    """Number and resources of the replicas; names and meanings are Ray Serve's.
 
-    A Serve config file can say all of Ray's under `deployments` as well, which wins.
-    But `ray_actor_options` of several `hosts` must be here: placement groups and the
-    processes beside the first are made from these alone.
+    `deployments` in a Serve config file overrides these. With several `hosts`,
+    `ray_actor_options` must be given here: only these determine the placement group
+    and the follower processes.
 
     Attributes:
-        num_replicas: Always so many; one, unless `autoscaling_config` is given.
+        num_replicas: Fixed number; 1 by default, without `autoscaling_config`.
         autoscaling_config: `min_replicas`, `max_replicas`, `target_ongoing_requests`...
-        ray_actor_options: What a replica needs, on each of its hosts, say
-            {"num_gpus": 1}: Ray hides GPUs from a replica that does not ask for them.
-        hosts: Processes of each replica, over which its target is spread; a placement
-            group has them all or none.
-        placement_group_strategy: "STRICT_SPREAD" for one on each machine; "PACK" for
-            as few machines as can be.
-        max_ongoing_requests: Requests that one replica is given at a time.
-        session_affinity: Send requests with one X-Session-Id to one replica, which has
-            their common prefix in its pages. Not behind HAProxy.
-        metrics_host: Where each replica tells its own /metrics and /health.
-        metrics_port: The first that is free from here on; None: only through Ray's
-            proxy, which asks any one replica.
+        ray_actor_options: Resources of a replica on each of its hosts, such as
+            {"num_gpus": 1}: Ray hides GPUs from a replica that does not request them.
+        hosts: Processes per replica, over which the target model is sharded; a
+            placement group reserves resources for all of them at once.
+        placement_group_strategy: "STRICT_SPREAD" for one process per machine; "PACK"
+            for as few machines as possible.
+        max_ongoing_requests: Concurrent requests per replica.
+        session_affinity: Route requests with the same X-Session-Id to the same
+            replica, which has their common prefix cached. Not behind HAProxy.
+        metrics_host: Host of each replica's own /metrics and /health.
+        metrics_port: First port to try; None: only through Ray's proxy, which forwards
+            to any one replica.
     """
 
     num_replicas: int | None = None
@@ -113,7 +116,7 @@ class Placement:
                 allowed = "a mapping, or JSON of one"
                 raise wrong_argument(ConfigError, name, allowed, getattr(self, name))
         if self.num_replicas is not None and self.autoscaling_config is not None:
-            hint = "Its initial_replicas says how many there are at first."
+            hint = "Its initial_replicas is the number at startup."
             allowed = "left out with autoscaling_config"
             name = "num_replicas"
             raise wrong_argument(ConfigError, name, allowed, self.num_replicas, hint)
@@ -132,42 +135,43 @@ class Placement:
 
     @property
     def bundle(self) -> dict[str, float]:
-        """What one process of a replica needs, as placement groups have it."""
-        asked = self.ray_actor_options or {}
-        named = {"CPU": asked.get("num_cpus", 1), "GPU": asked.get("num_gpus", 0)}
-        bundle = named | {"memory": asked.get("memory", 0)}
-        bundle |= asked.get("resources") or {}
-        if (kind := asked.get("accelerator_type")) is not None:
-            # So little that any number of processes fits: Ray's own way to ask for it.
+        """Resources of one process of a replica, as a placement group's bundle."""
+        options = self.ray_actor_options or {}
+        named = {"CPU": options.get("num_cpus", 1), "GPU": options.get("num_gpus", 0)}
+        bundle = named | {"memory": options.get("memory", 0)}
+        bundle |= options.get("resources") or {}
+        if (kind := options.get("accelerator_type")) is not None:
+            # Ray's own convention: a share so small that any number of processes fits.
             bundle[f"accelerator_type:{kind}"] = 0.001
         return {name: count for name, count in bundle.items() if count}
 
     def _check_bundle(self) -> None:
-        name, asked = "ray_actor_options", self.ray_actor_options or {}
+        name, options = "ray_actor_options", self.ray_actor_options or {}
         known = (*BUNDLED, *NOT_BUNDLED)
-        if not asked.keys() <= set(known):
-            allowed = "with several hosts a mapping of " + ", ".join(known)
-            hint = "Bundles of a placement group cannot ask for anything else."
-            raise wrong_argument(ConfigError, name, allowed, asked, hint)
-        if not isinstance(asked.get("resources"), dict | None):
+        if not options.keys() <= set(known):
+            allowed = "with several hosts a mapping with keys among " + ", ".join(known)
+            hint = "A placement group's bundle cannot reserve anything else."
+            raise wrong_argument(ConfigError, name, allowed, options, hint)
+        if not isinstance(options.get("resources"), dict | None):
             allowed = "a mapping, with a mapping of numbers as resources"
-            raise wrong_argument(ConfigError, name, allowed, asked)
+            raise wrong_argument(ConfigError, name, allowed, options)
         if not self.bundle:
-            allowed = "with several hosts a mapping that asks for something"
-            hint = "An empty bundle of a placement group has no place."
-            raise wrong_argument(ConfigError, name, allowed, asked, hint)
+            allowed = "with several hosts a mapping that requests some resource"
+            hint = "Ray does not accept an empty bundle in a placement group."
+            raise wrong_argument(ConfigError, name, allowed, options, hint)
 
 
 def build(arguments: dict[str, Any]) -> Any:
-    """Make the application of Ray Serve, a `ray.serve.Application`.
+    """Make the Ray Serve application, a `ray.serve.Application`.
 
     Args:
-        arguments: Flags of `python -m jaxspec.serve` by name, but those of its socket,
-            and the fields of `Placement`. On a command line all values are text.
+        arguments: Flags of `python -m jaxspec.serve` by name, except those of its
+            socket, and the fields of `Placement`. Values may be text, as on a command
+            line.
 
     Raises:
-        ConfigError: A value cannot work, or Ray is not there.
-        UnsupportedError: One asks for what the engine does not do.
+        ConfigError: A value is invalid, or Ray is not installed.
+        UnsupportedError: An argument asks for an unsupported feature.
     """
     return make_application(*read_arguments(arguments))
 
@@ -175,16 +179,16 @@ def build(arguments: dict[str, Any]) -> Any:
 def make_application(
     options: Options, placement: Placement, replica: type["Replica"] | None = None
 ) -> Any:
-    """Have Ray Serve run replicas; see `build`.
+    """Make the Ray Serve application of parsed arguments; see `build`.
 
     Args:
-        replica: The class of them, which Ray imports where they run.
+        replica: Class of the replicas; Ray imports it on their machines.
     """
     serve = _ray_serve()
     chosen: dict[str, Any] = {
         "name": NAME,
         "max_ongoing_requests": placement.max_ongoing_requests,
-        "graceful_shutdown_timeout_s": options.shutdown_timeout + LAST_WORDS_S,
+        "graceful_shutdown_timeout_s": options.shutdown_timeout + FLUSH_TIMEOUT_S,
         "graceful_shutdown_wait_loop_s": READY_POLL_S,
     }
     for name in ("num_replicas", "autoscaling_config", "ray_actor_options"):
@@ -200,11 +204,11 @@ def make_application(
 
 
 def read_arguments(arguments: Mapping[str, Any]) -> tuple[Options, Placement]:
-    """Read what `build` is given; needs no Ray.
+    """Parse the arguments of `build`; does not need Ray.
 
     Raises:
-        ConfigError: A value cannot work.
-        UnsupportedError: One asks for what the engine does not do.
+        ConfigError: A value is invalid.
+        UnsupportedError: An argument asks for an unsupported feature.
     """
     own = {item.name for item in fields(Placement)}
     named = {name.replace("-", "_"): value for name, value in arguments.items()}
@@ -212,21 +216,21 @@ def read_arguments(arguments: Mapping[str, Any]) -> tuple[Options, Placement]:
         raise wrong_argument(
             ConfigError,
             name,
-            "left out under Ray Serve, which listens itself",
+            "left out under Ray Serve, whose proxy listens",
             named[name],
-            "Say it in http_options of Serve's config file.",
-            told_as=f"{_PLACE}: {name}",
+            "Set it in http_options of Serve's config file.",
+            described_as=f"{_PLACE}: {name}",
         )
-    for name in OF_HOSTS:
+    for name in HOST_FLAGS:
         if name in named:
             allowed, value = "left out under Ray Serve", named[name]
-            hint = "Say with hosts over how many a replica is spread: it starts them."
+            hint = "Set hosts to the processes per replica: the replica starts them."
             raise wrong_argument(ConfigError, name, allowed, value, hint)
     flags = {name: value for name, value in named.items() if name not in own}
     placed = {name: _read(value) for name, value in named.items() if name in own}
     options = read_values(_PLACE, flags)
     if options.settings.enable_request_id_headers:
-        hint = "Ray Serve writes X-Request-Id into every answer, and would do it twice."
+        hint = "Ray Serve itself adds X-Request-Id to every response."
         name = "enable_request_id_headers"
         raise wrong_argument(ConfigError, name, "off under Ray Serve", True, hint)
     if "max_ongoing_requests" not in placed and options.engine.max_num_seqs:
@@ -235,7 +239,7 @@ def read_arguments(arguments: Mapping[str, Any]) -> tuple[Options, Placement]:
 
 
 def _read(value: Any) -> Any:
-    """Read a value that is JSON; another text is itself."""
+    """Parse a text as JSON; return it unchanged if it is not JSON."""
     if not isinstance(value, str):
         return value
     with contextlib.suppress(json.JSONDecodeError):
@@ -250,13 +254,13 @@ def _ray_serve() -> Any:
         raise ConfigError(
             f"{_PLACE} needs Ray Serve, which is not installed here ({error}). Install "
             "the extra `ray` on every machine of the cluster: from the checkout, "
-            "pip install '.[ray]'. One server needs none of it: python -m "
+            "pip install '.[ray]'. A single server does not need Ray: python -m "
             "jaxspec.serve."
         ) from error
 
 
 def _affine() -> dict[str, Any]:
-    """Ray's router by the hash of a session's name."""
+    """Return the deployment option for Ray's router by session id."""
     try:
         importlib.import_module(AFFINE_ROUTER)
     except ImportError as error:
@@ -270,92 +274,96 @@ def _affine() -> dict[str, Any]:
 
 
 class Replica:
-    """The engine behind the server's application, as Ray Serve runs it.
+    """The engine with the server's application, in an actor of Ray Serve.
 
-    Ray makes it in an actor, asks it for its application, and ends it once its requests
-    have. It is given requests when the first program is there.
+    The constructor returns, and Ray routes requests here, once the first program is
+    compiled. Ray stops a replica after its requests have finished.
     """
 
     def __init__(self, options: Options, placement: Placement):
         self._options, self._placement = options, placement
         set_up_log(options.listening.uvicorn_log_level)
         arguments = options.engine
-        # Kept, as Ray ends actors that nobody knows any more.
+        # References keep the actors alive: Ray ends unreferenced ones.
         self._followers: list[Any] = []
         with contextlib.ExitStack() as stack:
             if placement.hosts > 1:
                 secret = secrets.token_hex()
-                path = stack.enter_context(_kept_secret(secret))
-                hosts, self._followers, calls = _lead(options, placement, secret)
-                stack.enter_context(_followers_failures(calls))
+                path = stack.enter_context(_secret_file(secret))
+                hosts, self._followers, calls = _start_followers(
+                    options, placement, secret
+                )
+                stack.enter_context(_with_follower_errors(calls))
                 arguments = replace(arguments, **hosts, hosts_secret_file=path)
             engines = make_engines(arguments)
         warm_up(engines, options.warm_up)
         self.engine = AsyncLLMEngine(*engines)
-        # Behind a proxy it would be asked while others are ready.
+        # If the constructor returned earlier, Ray's proxy would send this replica
+        # requests that ready replicas could serve.
         while self.engine.num_warming and not self.engine.is_ready:
             time.sleep(READY_POLL_S)
         freeze_heap()
 
     async def __serve_build_asgi_app__(self) -> FastAPI:
-        return make_app(self.engine, self._options.settings, self._life)
+        return make_app(self.engine, self._options.settings, self._lifespan)
 
     async def check_health(self) -> None:
-        """Return unless the engine has ended: Ray replaces the replica that raises.
+        """Raise if the engine has died: Ray then replaces the replica.
 
-        Whether the engine is busy does not matter, as when it compiles.
+        A busy engine, as during a compile, is healthy.
 
         Raises:
-            EngineDeadError: It has.
+            EngineDeadError: The engine has died.
         """
         if self.engine.errored:
             raise self.engine.dead_error
 
     @contextlib.asynccontextmanager
-    async def _life(self, app: FastAPI) -> AsyncIterator[None]:
-        """Tell metrics meanwhile; Ray leaves when no request runs any more."""
+    async def _lifespan(self, app: FastAPI) -> AsyncIterator[None]:
+        """Serve metrics until Ray exits the context, when no request runs."""
         serving: Serving = app.state.serving
         settings = self._options.settings
         try:
             async with contextlib.AsyncExitStack() as stack:
                 if self._placement.metrics_port is not None:
                     await stack.enter_async_context(
-                        _listen(app, self._placement, settings)
+                        _serve_metrics(app, self._placement, settings)
                     )
                 yield
-                # Nobody is connected to these, so that Ray does not count them.
+                # Background responses have no connection: Ray does not wait for them.
                 await serving.background.wait(self._options.shutdown_timeout)
         finally:
-            await asyncio.to_thread(self.engine.shutdown, LAST_WORDS_S)
+            await asyncio.to_thread(self.engine.shutdown, FLUSH_TIMEOUT_S)
 
 
 class HostProcess:
-    """What Ray runs on every host of a replica but the first."""
+    """Ray actor of a replica on each of its hosts except the first."""
 
     def follow(
         self, arguments: AsyncEngineArgs, secret: str, log_level: str, **hosts: Any
     ) -> None:
-        """Do as the replica does, until it ends.
+        """Run the replica's launches on this host until the replica ends.
 
         Args:
-            hosts: What else `arguments` has to say of the processes.
+            hosts: Multi-host arguments to add to `arguments`.
         """
         set_up_log(log_level)
-        with _kept_secret(secret) as path:
+        with _secret_file(secret) as path:
             own = replace(arguments, **hosts, hosts_secret_file=path)
             follower = Follower.start(own.create_engine_config())
         follower.run()
 
 
-def _lead(
+def _start_followers(
     options: Options, placement: Placement, secret: str
 ) -> tuple[dict[str, Any], list[Any], list[Any]]:
-    """Start the other processes of this replica, each in a bundle of its own.
+    """Start the follower processes of this replica, each in a bundle of its own.
+
+    They connect to this process when its engine is constructed.
 
     Returns:
-        What the arguments of all processes have to say of them, the actors of the
-        others, and Ray's references of what these do. They find this process once its
-        engine is being made.
+        The multi-host arguments common to all processes, the followers' actors, and
+        Ray's references to their running calls.
     """
     ray: Any = importlib.import_module("ray")
     strategies: Any = importlib.import_module("ray.util.scheduling_strategies")
@@ -364,15 +372,17 @@ def _lead(
         "master_addr": ray.util.get_node_ip_address(),
         "master_port": _free_ports(),
     }
-    asked = placement.ray_actor_options or {"num_cpus": 1}
+    resources = placement.ray_actor_options or {"num_cpus": 1}
     actors, calls = [], []
     group = ray.util.get_current_placement_group()
     for rank in range(1, placement.hosts):
         strategy = strategies.PlacementGroupSchedulingStrategy(
             group, placement_group_bundle_index=rank
         )
-        made = ray.remote(HostProcess).options(**asked, scheduling_strategy=strategy)
-        actors.append(made.remote())
+        actor_class = ray.remote(HostProcess).options(
+            **resources, scheduling_strategy=strategy
+        )
+        actors.append(actor_class.remote())
         call = actors[-1].follow.remote(
             options.engine,
             secret,
@@ -386,11 +396,11 @@ def _lead(
 
 
 @contextlib.contextmanager
-def _followers_failures(calls: list[Any]) -> Iterator[None]:
-    """Add why followers have failed to what fails here.
+def _with_follower_errors(calls: list[Any]) -> Iterator[None]:
+    """Add the errors of failed followers to an error raised here.
 
-    Here it is only known that they did not come; the reason would be in the log of a
-    worker on another machine.
+    The leader only notices that they did not connect; the reason would be in the log
+    of a worker on another machine.
     """
     try:
         yield
@@ -401,20 +411,20 @@ def _followers_failures(calls: list[Any]) -> Iterator[None]:
         for call in ended:
             try:
                 ray.get(call)
-            except Exception as failure:  # noqa: BLE001 - whatever it is, it is told
-                # Ray's own has the text of a traceback.
+            except Exception as failure:  # noqa: BLE001 - any error is reported
+                # The text of Ray's own error is a whole traceback.
                 reason = getattr(failure, "cause", None) or failure
                 reasons.append(f"node_rank={calls.index(call) + 1}: {reason!r}")
         if not reasons:
             raise
         raise RuntimeError(
-            f"{error} Processes on other hosts had failed: {'; '.join(reasons)}."
+            f"{error} Processes on other hosts failed: {'; '.join(reasons)}."
         ) from error
 
 
 @contextlib.contextmanager
-def _kept_secret(secret: str) -> Iterator[str]:
-    """A file of this user's alone, for as long as it is needed."""
+def _secret_file(secret: str) -> Iterator[str]:
+    """Write a secret to a temporary file that only this user can read."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "secret"
         path.write_text(secret)
@@ -422,10 +432,10 @@ def _kept_secret(secret: str) -> Iterator[str]:
 
 
 def _free_ports() -> int:
-    """The first of two neighbouring ports that nobody listens on.
+    """Return the first of two consecutive free ports.
 
-    Another process may take one before the engine does: then the engine cannot be made,
-    and Ray starts the replica again.
+    If another process takes one before the engine does, the engine's construction
+    fails, and Ray restarts the replica.
     """
     while True:
         with socket.socket() as first, socket.socket() as second:
@@ -437,7 +447,7 @@ def _free_ports() -> int:
 
 
 class _Listener(uvicorn.Server):
-    """Leaves signals to Ray."""
+    """A uvicorn server that leaves signals to Ray."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -445,13 +455,13 @@ class _Listener(uvicorn.Server):
 
 
 @contextlib.asynccontextmanager
-async def _listen(
+async def _serve_metrics(
     app: FastAPI, placement: Placement, settings: ServerSettings
 ) -> AsyncIterator[None]:
-    """Tell one replica's metrics at an address of its own."""
+    """Serve this replica's metrics at an address of its own."""
 
-    async def told(scope: Scope, receive: Receive, send: Send) -> None:
-        known = scope["path"] in TOLD_PATHS
+    async def monitoring(scope: Scope, receive: Receive, send: Send) -> None:
+        known = scope["path"] in MONITORING_PATHS
         await (app if known else Response(status_code=404))(scope, receive, send)
 
     bound = _bind(placement)
@@ -462,7 +472,7 @@ async def _listen(
     )
     serving: Serving = app.state.serving
     config = uvicorn.Config(
-        told,
+        monitoring,
         http=limited_http(limits, serving.admission),
         ws="none",
         log_config=None,
@@ -481,7 +491,7 @@ async def _listen(
 
 
 def _bind(placement: Placement) -> socket.socket:
-    """Bind the first port that is free from `metrics_port` on."""
+    """Bind the first free port from `metrics_port` on."""
     host, first = placement.metrics_host, placement.metrics_port
     assert first is not None
     failed: OSError | None = None
@@ -496,8 +506,9 @@ def _bind(placement: Placement) -> socket.socket:
             continue
         return bound
     raise ConfigError(
-        f"Metrics cannot be told on {host}, at none of {MAX_METRICS_PORTS} ports from "
-        f"{first} on: {failed}. Choose another metrics_port or metrics_host.",
+        f"Metrics cannot be served on {host}: none of {MAX_METRICS_PORTS} ports from "
+        f"{first} on can be bound: {failed}. Choose another metrics_port or "
+        "metrics_host.",
         parameter="metrics_port",
         value=first,
     )

@@ -1,6 +1,6 @@
-"""Owns the responses that are kept, to be retrieved later or continued.
+"""Owns stored responses, which clients can retrieve or continue later.
 
-They are rows of an SQLite table: in memory, or in a file that outlives the server and
+They are rows of an SQLite table: in memory, or in a file that survives restarts and
 that several servers may share.
 """
 
@@ -22,15 +22,17 @@ from jaxspec.serve.streaming import EventLog, write_in_parts
 _log = logging.getLogger(__name__)
 
 IN_MEMORY = ":memory:"
-# In ASCII: a text of SQLite's has no surrogates.
+# Writes ASCII, because SQLite cannot store lone surrogates in its text columns.
 _encode = json.JSONEncoder(separators=(",", ":")).encode
 # Statuses of a response that is not finished.
 UNFINISHED = ("queued", "in_progress")
-# Between two signs that a server still makes its unfinished responses.
-BEAT_S = 2.0
-# Without a sign for so long, the server that made a response has ended.
+# Seconds between the heartbeats of a server with unfinished responses.
+HEARTBEAT_S = 2.0
+# Seconds without a heartbeat after which the server of an unfinished response counts as
+# ended.
 MAX_SILENCE_S = 30.0
-# Another server writes for some milliseconds at a time.
+# Seconds to wait for the file's lock, which other servers hold for milliseconds per
+# write.
 LOCK_TIMEOUT_S = 5.0
 _SIZE = " + ".join(
     f"length(cast({{row}}.{name} as blob))"
@@ -38,7 +40,8 @@ _SIZE = " + ".join(
 )
 _NEW_SIZE, _OLD_SIZE = _SIZE.format(row="new"), _SIZE.format(row="old")
 _ADD = "update response_totals set num_bytes = num_bytes"
-# Triggers keep the total, so that it is right whichever server writes.
+# Triggers maintain the total number of bytes, so that it is correct if several servers
+# share the file.
 _SCHEMA = (
     """
     create table if not exists responses (
@@ -68,7 +71,7 @@ Key = tuple[str, str]
 
 
 class ResponseNotFoundError(Exception):
-    """A request is about an earlier answer that is not kept."""
+    """A request names an earlier response that is not stored."""
 
     def __init__(self, response_id: str):
         super().__init__(f"Response with id '{response_id}' not found.")
@@ -82,21 +85,21 @@ class Stored(NamedTuple):
 
 
 class ResponseStore:
-    """Keeps the newest responses, up to a number of bytes in total.
+    """Stores the newest responses, up to a total number of bytes.
 
-    Responses belong to an owner, the API key that made them: other owners neither find
-    them nor replace them. Several servers may use one file. A server changes only the
+    A response belongs to an owner, the API key of its request: other owners can neither
+    find nor replace it. Several servers may share one file. A server changes only the
     responses that it has added itself.
 
-    A call takes some tens of microseconds, and longer for a large response: those come
-    from other threads than the event loop's.
+    A call takes tens of microseconds; those with large responses take longer, and must
+    be made in another thread than the event loop's.
     """
 
     def __init__(self, path: str | None, max_bytes: int):
-        """Open a file, which may hold responses already, or memory.
+        """Open the store's file, which may contain responses; without a path, memory.
 
         Raises:
-            ConfigError: The file cannot be opened, or is no such store.
+            ConfigError: The file cannot be opened, or is not a response store.
         """
         self._connection = connect(path)
         weakref.finalize(self, self._connection.close)
@@ -106,16 +109,16 @@ class ResponseStore:
 
     @property
     def is_on(self) -> bool:
-        """Whether any response is kept."""
+        """Whether responses are stored."""
         return self._max_bytes > 0
 
     def add(self, stored: Stored, owner: str = "") -> bool:
-        """Keep a new response; finished ones may go, the oldest first.
+        """Store a new response; may evict finished ones, the oldest first.
 
         A full disk is logged, and does not fail the request.
 
         Returns:
-            False if the owner has a response of that id, which stays.
+            False if the owner already has a response with that id, which is unchanged.
         """
         values = self._values(stored)
         change = f"insert into responses ({_COLUMNS}) values (?, ?, ?, ?, ?, ?, ?, '') "
@@ -125,7 +128,7 @@ class ResponseStore:
         return added is None or bool(added)
 
     def update(self, stored: Stored, owner: str = "") -> None:
-        """Replace a response that this server has added; nothing if it is gone."""
+        """Replace a response that this server has added, unless it was evicted."""
         change = "update responses set is_unfinished = ?, seen = ?, response = ?, "
         change += "messages = ?, events = '', "
         change += "number = (select max(number) + 1 from responses) "
@@ -134,9 +137,9 @@ class ResponseStore:
         self._write(change, *self._values(stored), *key)
 
     def put_events(self, response_id: str, events: list[Any], owner: str = "") -> None:
-        """Keep what was streamed of a response that this server has added.
+        """Store the streamed events of a response that this server has added.
 
-        `update` forgets it.
+        A later `update` of the response deletes these events.
         """
         change = "update responses set events = ? "
         change += "where owner = ? and id = ? and server = ?"
@@ -144,43 +147,43 @@ class ResponseStore:
         self._write(change, write_in_parts(events, _encode), *key)
 
     def events(self, response_id: str, owner: str = "") -> list[Any]:
-        """Find what was streamed of a response; nothing of one that was not.
+        """Return the stored events of a response; empty if it is not a stream.
 
         Raises:
-            ResponseNotFoundError: It was never kept, or is gone.
+            ResponseNotFoundError: It is not stored.
         """
         (text,) = self._find("events", response_id, owner)
         return json.loads(text) if text else []
 
     def get(self, response_id: str, owner: str = "") -> Stored:
-        """Find a response.
+        """Return a response.
 
         Its status is "failed" if its server ended before it was finished.
 
         Raises:
-            ResponseNotFoundError: It was never kept, or is gone.
+            ResponseNotFoundError: It is not stored.
         """
         wanted = "response, messages, is_unfinished, seen"
         *texts, is_unfinished, seen = self._find(wanted, response_id, owner)
         response, messages = map(json.loads, texts)
         if is_unfinished and time.time() - seen > MAX_SILENCE_S:
-            message = "The server ended before the response was made."
+            message = "The server ended before the response was finished."
             error = {"code": "server_error", "message": message}
             response |= {"status": "failed", "error": error}
         return Stored(response, messages)
 
     def num_bytes(self, response_id: str, owner: str = "") -> int:
-        """Return the size of all that is kept of a response.
+        """Return the stored size of a response, with its messages and events.
 
         Raises:
-            ResponseNotFoundError: It was never kept, or is gone.
+            ResponseNotFoundError: It is not stored.
         """
         size = _SIZE.format(row="responses")
         (num_bytes,) = self._find(size, response_id, owner)
         return num_bytes
 
     def has(self, response_id: str, owner: str = "") -> bool:
-        """Return whether an owner has a response of that id."""
+        """Return whether an owner has a response with that id."""
         try:
             self._find("number", response_id, owner)
         except ResponseNotFoundError:
@@ -188,25 +191,29 @@ class ResponseStore:
         return True
 
     def delete(self, response_id: str, owner: str = "") -> None:
-        """Forget a response; its server stops making it.
+        """Delete a response; the server that generates it stops generating it.
 
         Raises:
-            ResponseNotFoundError: It was never kept, or is gone.
+            ResponseNotFoundError: It is not stored.
         """
         change = "delete from responses where owner = ? and id = ? returning number"
         if not self._execute(change, owner, _as_bytes(response_id)):
             raise ResponseNotFoundError(response_id)
 
     def cancel(self, response_id: str, owner: str = "") -> None:
-        """Have the server that makes a response stop, at its next beat."""
+        """Mark a response as cancelled.
+
+        The server that generates it stops generating it at its next heartbeat.
+        """
         change = "update responses set is_cancelled = 1 where owner = ? and id = ?"
         self._execute(change, owner, _as_bytes(response_id))
 
-    def beat(self, making: Iterable[Key]) -> list[Key]:
-        """Report to other servers that this one still makes its unfinished responses.
+    def heartbeat(self, making: Iterable[Key]) -> list[Key]:
+        """Record that this server is still generating its unfinished responses.
 
         Returns:
-            Those of `making` that are deleted, or cancelled by another server.
+            Keys of the responses in `making` that were deleted, or cancelled by another
+            server.
 
         Raises:
             sqlite3.Error: The file cannot be written.
@@ -229,14 +236,14 @@ class ResponseStore:
         return is_unfinished, time.time(), *texts
 
     def _write(self, change: str, *values: object) -> list[Any] | None:
-        """Change a row, and make room; return its rows, None if that failed."""
+        """Execute a statement and evict rows over the limit; None on error."""
         try:
             with self._lock, self._connection:  # commits, or rolls back
                 self._execute("begin immediate")
                 found = self._execute(change, *values)
                 self._make_room()
         except sqlite3.Error:
-            _log.exception("A response could not be kept")
+            _log.exception("A response could not be stored")
             return None
         return found
 
@@ -266,23 +273,23 @@ class ResponseStore:
 
 
 def _as_bytes(response_id: str) -> bytes:
-    """Return an id as it lies in the table: a client's may be no text to SQLite."""
+    """Return an id as stored: SQLite cannot store every client's id as text."""
     return response_id.encode("utf-8", "surrogatepass")
 
 
 def connect(path: str | None) -> sqlite3.Connection:
-    """Open a store's file and make its tables; without a path, memory.
+    """Open a store's file and create its tables; without a path, memory.
 
     Only the user of this process may read or write the file.
 
     Raises:
-        ConfigError: It cannot be opened, or holds something else.
+        ConfigError: The file cannot be opened, or is not a response store.
     """
     connection = None
     try:
         if path:
             _make_private(path)
-        # Each statement is a transaction of its own, unless one is begun.
+        # Autocommit: each statement is a transaction of its own unless one is begun.
         connection = sqlite3.connect(
             path or IN_MEMORY,
             timeout=LOCK_TIMEOUT_S,
@@ -308,7 +315,7 @@ def connect(path: str | None) -> sqlite3.Connection:
 
 
 def _make_private(path: str) -> None:
-    """Make a file that only this user may read; SQLite's files beside it follow it."""
+    """Create a file that only this user may read; SQLite's WAL files get its mode."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         if os.fstat(descriptor).st_mode & 0o077:
@@ -318,7 +325,7 @@ def _make_private(path: str) -> None:
 
 
 def _make_tables(connection: sqlite3.Connection) -> None:
-    """Make the tables, and move rows of an earlier version, which had no owners."""
+    """Create the tables; migrate rows of the earlier schema, which had no owners."""
     found = connection.execute("pragma table_info(responses)").fetchall()
     names = {name for _, name, *_ in found}
     is_earlier = bool(names) and "owner" not in names
@@ -338,17 +345,17 @@ def _make_tables(connection: sqlite3.Connection) -> None:
 
 
 class Background:
-    """Responses that are made in the background, with no connection open.
+    """Background responses, which are generated without an open connection.
 
     Args:
-        beat: `ResponseStore.beat`, called every `BEAT_S` with those that are being
-            made. The ones that it returns are cancelled.
+        heartbeat: `ResponseStore.heartbeat`, called every `HEARTBEAT_S` with the
+            running responses. Those that it returns are cancelled.
     """
 
-    def __init__(self, beat: Callable[[Iterable[Key]], list[Key]]):
+    def __init__(self, heartbeat: Callable[[Iterable[Key]], list[Key]]):
         self._tasks: dict[Key, asyncio.Task[None]] = {}
         self._logs: dict[Key, EventLog] = {}
-        self._beat = beat
+        self._beat = heartbeat
         self._beating: asyncio.Task[None] | None = None
 
     async def start(
@@ -357,10 +364,11 @@ class Background:
         work: Coroutine[Any, Any, None],
         log: EventLog | None = None,
     ) -> None:
-        """Begin one, which keeps its own result; return once it has begun.
+        """Start a response; return once its task runs.
 
         Args:
-            log: Where it notes its events, for whoever wants to follow them.
+            work: Generates the response, and stores it.
+            log: Receives its events, for clients that follow them.
         """
         task = self._tasks[key] = asyncio.create_task(work)
         if log is not None:
@@ -373,33 +381,33 @@ class Background:
 
         task.add_done_callback(forget)
         if self._beating is None or self._beating.done():
-            self._beating = asyncio.create_task(self._go_on_beating())
-        # What is cancelled before it has begun could not keep that it was.
+            self._beating = asyncio.create_task(self._send_heartbeats())
+        # A task cancelled before it has started could not store its cancellation.
         await asyncio.sleep(0)
 
     def __contains__(self, key: Key) -> bool:
         return key in self._tasks
 
     def log(self, key: Key) -> EventLog | None:
-        """The events of one that is being made, if it notes any."""
+        """Return the event log of a running response, if it has one."""
         return self._logs.get(key)
 
     async def wait(self, timeout_s: float) -> bool:
-        """Wait for those that are being made; whether there is none any more."""
+        """Wait for running responses; return whether all have ended."""
         if self._tasks:
             await asyncio.wait(list(self._tasks.values()), timeout=timeout_s)
         return not self._tasks
 
     async def cancel(self, key: Key) -> None:
-        """End one that is being made; any other is left as it is."""
+        """Cancel a response if it is running, and wait until it has ended."""
         task = self._tasks.get(key)
         if task is not None:
             task.cancel()
             await asyncio.wait([task])
 
-    async def _go_on_beating(self) -> None:
+    async def _send_heartbeats(self) -> None:
         while self._tasks:
-            await asyncio.sleep(BEAT_S)
+            await asyncio.sleep(HEARTBEAT_S)
             try:
                 unwanted = self._beat(list(self._tasks))
             except sqlite3.Error:

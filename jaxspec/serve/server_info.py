@@ -1,4 +1,4 @@
-"""Owns the endpoints that tell about the server, and those of the tokenizer."""
+"""Owns the endpoints of health, version, load, models and the tokenizer."""
 
 import time
 from functools import partial
@@ -17,34 +17,35 @@ from jaxspec.serve.serving import Serving, new_id
 from jaxspec.text.tokenizer import NoTokenizer
 from jaxspec_checkpoints import model_files
 
-# While the first program is compiled, which takes seconds to minutes.
+# Seconds of the Retry-After header that is sent while the first program is compiled,
+# which takes seconds to minutes.
 RETRY_AFTER_S = 1
 
 
 def health_routes(serving: Serving) -> APIRouter:
-    """Make what load balancers ask: /health, /ping, /load, /version."""
+    """Make the endpoints for load balancers: /health, /ping, /load, /version."""
     router = APIRouter()
 
     async def health() -> Response:
-        """Answer 200; 503 before requests are served, and once the engine has ended."""
+        """Return 200; 503 until the first program is compiled or if the engine died."""
         try:
             serving.check_alive()
         except EngineDeadError:
             return Response(status_code=503)
         engine = serving.engine
         if not engine.is_ready:
-            told = {"status": "warming", "warming": engine.num_warming}
+            content = {"status": "warming", "warming": engine.num_warming}
             headers = {"Retry-After": str(RETRY_AFTER_S)}
-            return JSONResponse(told, status_code=503, headers=headers)
+            return JSONResponse(content, status_code=503, headers=headers)
         return Response(status_code=200)
 
-    # One route each: both methods of one would have the same name in /openapi.json.
+    # One route per method: two methods of one route have one name in /openapi.json.
     for path, method in (("/health", "GET"), ("/ping", "GET"), ("/ping", "POST")):
         router.add_api_route(path, health, methods=[method])
 
     @router.get("/version")
     async def version() -> dict[str, str]:
-        """Tell the version of jaxspec."""
+        """Return the version of jaxspec."""
         return {"version": jaxspec.__version__}
 
     if not serving.settings.enable_server_load_tracking:
@@ -52,19 +53,19 @@ def health_routes(serving: Serving) -> APIRouter:
 
     @router.get("/load")
     async def load() -> dict[str, int]:
-        """Tell how many prompts are being worked on."""
+        """Return the number of running prompts."""
         return {"server_load": serving.admission.num_requests}
 
     return router
 
 
-def what_is_made_up(config: EngineConfig) -> dict[str, bool]:
-    """Say which parts are synthetic, so that texts mean nothing; empty otherwise."""
-    told = {
+def synthetic_parts(config: EngineConfig) -> dict[str, bool]:
+    """Return what is synthetic, weights or acceptance; it makes texts meaningless."""
+    parts = {
         "synthetic_acceptance": config.is_synthetic,
         "random_weights": config.load_format == "dummy",
     }
-    return {name: True for name, is_so in told.items() if is_so}
+    return {name: True for name, is_synthetic in parts.items() if is_synthetic}
 
 
 def model_routes(serving: Serving) -> APIRouter:
@@ -82,7 +83,7 @@ def model_routes(serving: Serving) -> APIRouter:
             "root": serving.config.served_model_name,
             "parent": None,
             "max_model_len": serving.config.max_model_len,
-            **what_is_made_up(serving.config),
+            **synthetic_parts(serving.config),
             "permission": [
                 {
                     "id": f"modelperm-{new_id()}",
@@ -101,13 +102,13 @@ def model_routes(serving: Serving) -> APIRouter:
 
     @router.get("/v1/models")
     async def list_models() -> dict[str, Any]:
-        """List the names that requests may call the model."""
+        """List the served names of the model."""
         names = serving.settings.served_model_names
         return {"object": "list", "data": [card(name) for name in names]}
 
     @router.get("/v1/models/{name:path}")
     async def show_model(name: str) -> dict[str, Any]:
-        """Tell about one of them."""
+        """Return the entry of one name."""
         if name not in serving.settings.served_model_names:
             raise ModelNotFoundError(f"The model `{name}` does not exist.")
         return card(name)
@@ -116,7 +117,7 @@ def model_routes(serving: Serving) -> APIRouter:
 
 
 def token_routes(serving: Serving) -> APIRouter:
-    """Make POST /tokenize, POST /detokenize and, if it is on, GET /tokenizer_info."""
+    """Make POST /tokenize and /detokenize and, if enabled, GET /tokenizer_info."""
     router = APIRouter()
     tokenizer, config = serving.tokenizer, serving.config
 
@@ -131,7 +132,7 @@ def token_routes(serving: Serving) -> APIRouter:
 
     @router.post("/tokenize")
     async def tokenize(body: TokenizeBody) -> dict[str, Any]:
-        """Tell the token ids of a prompt or of a conversation."""
+        """Return the token ids of a prompt or of a conversation."""
         serving.check_body(body)
         given = body.messages if body.prompt is None else body.prompt
         is_long = len(str(given)) > LONG_CHARACTERS
@@ -150,10 +151,10 @@ def token_routes(serving: Serving) -> APIRouter:
 
     @router.post("/detokenize")
     async def detokenize(body: DetokenizeBody) -> dict[str, str]:
-        """Tell the text of token ids."""
+        """Return the text of token ids."""
         serving.check_body(body)
         if isinstance(tokenizer, NoTokenizer):
-            raise tokenizer.missing("A text of tokens", body.tokens)
+            raise tokenizer.missing("Decoding", body.tokens)
         for token in body.tokens:
             vocab_size = config.model_config.vocab_size
             check_token_id(RequestError, "tokens", token, vocab_size)
@@ -165,13 +166,13 @@ def token_routes(serving: Serving) -> APIRouter:
 
     @router.get("/tokenizer_info")
     async def tokenizer_info() -> dict[str, Any]:
-        """Tell what the tokenizer's folder says of it."""
+        """Return the tokenizer's configuration and chat template."""
         if isinstance(tokenizer, NoTokenizer):
-            raise tokenizer.missing("What is told of it", None)
+            raise tokenizer.missing("/tokenizer_info", None)
         path = model_files(config.tokenizer).get("tokenizer_config.json")
-        told = {"tokenizer_class": "GemmaTokenizer"} | (read_json(path) if path else {})
+        info = {"tokenizer_class": "GemmaTokenizer"} | (read_json(path) if path else {})
         if tokenizer.chat_template is not None:
-            told["chat_template"] = tokenizer.chat_template.text
-        return told
+            info["chat_template"] = tokenizer.chat_template.text
+        return info
 
     return router

@@ -1,4 +1,4 @@
-"""Owns what all endpoints share: the engine, the settings, who may come in."""
+"""Owns the state that all endpoints share: engine, settings, admission, storage."""
 
 import asyncio
 import contextlib
@@ -27,41 +27,42 @@ from jaxspec.serve.streaming import merge
 T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
-# Clients choose the names of fields: no more are remembered.
-MAX_TOLD_FIELDS = 1000
+# Maximum number of unknown field names to remember as logged. Clients choose the names,
+# so without a limit they could fill the memory.
+MAX_LOGGED_FIELDS = 1000
 
 
 class Serving:
-    """The engine as endpoints use it."""
+    """The engine and the state around it, as endpoints use them."""
 
     def __init__(self, engine: AsyncLLMEngine, settings: ServerSettings):
         self.engine, self.settings = engine, settings
-        # Neither changes while the engine's thread runs.
+        # Safe to read from this thread: neither changes while the engine's thread runs.
         self.config, self.tokenizer = engine.engine.config, engine.engine.tokenizer
         self.prompts = Prompts(self.config, self.tokenizer, settings)
         self.admission = Admission(settings, self.config.max_num_seqs)
         self.responses = ResponseStore(
             settings.response_store, settings.max_response_store_bytes
         )
-        self.background = Background(self.responses.beat)
-        # Responses that are being made, by key.
+        self.background = Background(self.responses.heartbeat)
+        # Writers of unfinished responses, by key.
         self.writers: weakref.WeakValueDictionary[Key, Any] = (
             weakref.WeakValueDictionary()
         )
         self._ignored: set[str] = set()
-        # Clients choose ids of requests, and may choose one twice.
+        # Makes ids in the engine unique: clients may use a request id twice.
         self._number = itertools.count()
 
     def check_body(self, body: Body) -> None:
-        """Check that a request is for the model there is, and its fields are known.
+        """Check a request's model and the names of its fields.
 
-        A field that is not known, also of an object in the request, is ignored and
-        logged once, as in vLLM. Chat templates other than a model's own may read any
-        field of a message.
+        An unknown field of the request or of an object in it is ignored and logged
+        once, as in vLLM. A chat template other than the model's own may read any field
+        of a message.
 
         Raises:
-            ModelNotFoundError: It is for another model.
-            RequestError: A field is not known, and the settings refuse those.
+            ModelNotFoundError: The request is for another model.
+            RequestError: A field is unknown, and `reject_unknown_fields` is set.
         """
         name = body.model
         if name is not None and name not in self.settings.served_model_names:
@@ -73,9 +74,11 @@ class Serving:
         for place, name, known in unknown_fields(body):
             if has_template and place.startswith("messages["):
                 continue
-            # One line for all entries of a list.
+            # Log one line for all entries of a list, not one for each index.
             logged = re.sub(r"\[[0-9]+\]", "[]", place) + name
-            is_known = logged in self._ignored or len(self._ignored) >= MAX_TOLD_FIELDS
+            is_known = (
+                logged in self._ignored or len(self._ignored) >= MAX_LOGGED_FIELDS
+            )
             if is_known and not is_strict:
                 continue
             hint = nearest(name, known, "it has no such field")
@@ -90,10 +93,10 @@ class Serving:
             )
 
     async def write(self, write: Callable[[], T], *, is_large: bool) -> T:
-        """Write or read an answer: a large one in a thread.
+        """Serialize, store or load a response: a large one in a thread.
 
-        A cancelled caller waits for the thread: else the thread could store the answer
-        after the caller has stored that it was cancelled.
+        A cancelled caller waits for the thread, which could otherwise store the
+        response after the caller has stored its cancellation.
         """
         if not is_large:
             return write()
@@ -105,10 +108,10 @@ class Serving:
             raise
 
     def check_alive(self) -> None:
-        """Check that the engine has not ended.
+        """Check that the engine runs.
 
         Raises:
-            EngineDeadError: It has.
+            EngineDeadError: It has died or was shut down.
         """
         if self.engine.errored or not self.engine.is_running:
             raise EngineDeadError
@@ -122,17 +125,17 @@ class Serving:
         priority: int,
         beams: BeamSearchParams | None = None,
     ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-        """Continue prompts, and yield what comes of each with its number.
+        """Generate for several prompts; yield each output with its prompt's number.
 
-        Leaving early aborts all of it.
+        Closing the generator early aborts all of them.
 
         Args:
-            beams: How texts are searched for, where they are not drawn.
+            beams: Parameters of a beam search; None to sample.
 
         Raises:
-            RequestError: The engine does not tell what a search needs.
+            RequestError: The engine returns too few logprobs for the beam search.
             OverloadedError: Too many requests wait already.
-            TimeLimitError: It took too long.
+            TimeLimitError: The request took longer than `max_request_s`.
         """
         ids = [f"{request_id}-{next(self._number)}" for _ in prompts]
         lengths = [len(prompt["prompt_token_ids"]) for prompt in prompts]
@@ -162,29 +165,29 @@ class Serving:
         priority: int,
         beams: BeamSearchParams,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Search for the texts of one prompt; they come all at once."""
+        """Run the beam search of one prompt; yield its single, final output."""
         processor = self.engine.engine.input_processor
         processor.checked(params)
         vocab_size = self.config.model_config.vocab_size
-        longest, told = self.config.max_model_len, self.config.max_logprobs
+        max_model_len = self.config.max_model_len
         step = step_params(
             beams,
             vocab_size=vocab_size,
-            max_logprobs=told,
-            num_told=params.logprobs or 0,
+            max_logprobs=self.config.max_logprobs,
+            num_logprobs=params.logprobs or 0,
         )
         search = BeamSearch(
-            parse_prompt(prompt, self.tokenizer, vocab_size, longest),
+            parse_prompt(prompt, self.tokenizer, vocab_size, max_model_len),
             beams,
             end_ids=processor.end_ids,
-            max_model_len=longest,
+            max_model_len=max_model_len,
         )
         while prompts := search.prompts():
-            told = await _together(
+            outputs = await _gather(
                 self._last(self.engine.generate(one, step, name, priority=priority))
                 for one, name in zip(prompts, _ids(request_id, beams), strict=False)
             )
-            search.advance(told)
+            search.advance(outputs)
         yield search.request_output(request_id, self.tokenizer, params)
 
     @staticmethod
@@ -198,12 +201,12 @@ class Serving:
 
 
 def _ids(request_id: str, beams: BeamSearchParams) -> list[str]:
-    """What the engine calls the texts of a search, at every step."""
+    """Return the engine's request ids of a search's beams, the same at every step."""
     return [f"{request_id}-{at}" for at in range(beams.beam_width)]
 
 
-async def _together(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Do several things at once; one that fails ends the others."""
+async def _gather(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Run coroutines concurrently; cancel the others if one fails."""
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
         return await asyncio.gather(*tasks)
@@ -224,8 +227,8 @@ async def _limited(
                 output = await anext(outputs, None)
         except TimeoutError as error:
             raise TimeLimitError(
-                f"The request took longer than {limit_s:g} s, the most that this "
-                "server allows (--max-request-s)."
+                f"The request took longer than {limit_s:g} s, the limit of this server "
+                "(--max-request-s)."
             ) from error
         if output is None:
             return

@@ -16,11 +16,12 @@ from jaxspec.serve.requests.tool_parsers import GEMMA, parser_class
 from jaxspec.serve.response_store import connect
 
 SPEC_METRICS = ("none", "summary")
-# A context of 8192 tokens is 40 kB of English; this is for lists of prompts.
+# One context of 8192 tokens is 40 kB of English; requests with a list of prompts need
+# more.
 DEFAULT_MAX_BODY_BYTES = 4 * 2**20
-# The largest body at 70 kB/s.
+# Seconds for headers and for the body. 60 s for the largest body is 70 kB/s.
 DEFAULT_READ_HEADERS_S, DEFAULT_READ_BODY_S = 30.0, 60.0
-# Some 20,000 responses, each of a prompt and an answer of 1,000 characters.
+# About 20,000 responses with a prompt and a text of 1,000 characters each.
 DEFAULT_RESPONSE_STORE_BYTES = 64 * 2**20
 _FLAGS = (
     "trust_request_chat_template",
@@ -45,52 +46,56 @@ _FLAGS = (
 @no_type_check
 @dataclass(frozen=True, kw_only=True)
 class ServerSettings:
-    """What the application needs to know; names are those of vLLM's flags.
+    """Settings of the application; names are those of vLLM's flags.
 
     Attributes:
-        served_model_names: What requests may call the model; answers give the first.
-        api_keys: One of them must come with every request under /v1; none, no check.
-            By default the one in VLLM_API_KEY of the environment.
-        allowed_origins: Of pages whose scripts may read answers; none by default.
-        response_role: Who speaks in answers to chats.
-        trust_request_chat_template: Let requests bring templates of their own. They
-            run in a sandbox, which does not limit the time they take.
+        served_model_names: Names by which requests may call the model; responses have
+            the first.
+        api_keys: Every request under /v1 must have one of them; no check if empty.
+            Default: VLLM_API_KEY of the environment.
+        allowed_origins: Origins of web pages that may read responses; none by default.
+        response_role: Role of generated chat messages.
+        trust_request_chat_template: Accept chat templates in requests. They run in a
+            sandbox, which does not limit their time.
         strict_roles: Refuse roles that the model's template refuses: for Gemma 2 a
-            system's and two user messages in a row. By default the user's turn says
-            both.
-        enable_auto_tool_choice: Let the model choose whether it calls tools: chats with
-            `tools` and without a `tool_choice`, or with "auto".
-        tool_call_parser: What finds calls in such answers, by name: "gemma" reads the
-            form in which the model is told of tools where its template has none.
-        tool_parser_plugin: A Python file that registers more of them, as vLLM's do.
-        exclude_tools_when_tool_choice_none: Do not tell the model of tools that
-            `tool_choice="none"` forbids. On, unlike in vLLM.
-        enable_request_id_headers: Answers carry X-Request-Id: the request's, or new.
-        enable_prompt_tokens_details: Tell how much of a prompt was cached.
-        enable_force_include_usage: Every chunk of a stream has token counts, unasked.
-        per_request_spec_decode_metrics: "summary" tells each request's acceptance.
-        enable_per_request_metrics: Tell each request's times.
-        enable_tokenizer_info_endpoint: GET /tokenizer_info tells what the tokenizer's
-            folder says of it, and the chat template.
-        enable_server_load_tracking: GET /load tells how many prompts are worked on.
-            On, unlike in vLLM.
-        return_tokens_as_token_ids: Log-probabilities are told of "token_id:7", where
-            requests do not say otherwise.
-        reject_unknown_fields: Refuse requests with a field that the endpoint, or an
-            object in the request, does not have. By default such fields are ignored,
-            and each is logged once.
-        max_body_bytes: Larger requests are refused.
+            system message and two user messages in a row. By default they are merged
+            into the user's turn.
+        enable_auto_tool_choice: Let the model choose whether to call tools: in chats
+            with `tools` and without a `tool_choice`, or with "auto".
+        tool_call_parser: Name of the parser that finds such calls. "gemma" reads the
+            format that the prompt describes if the model's template has no tools.
+        tool_parser_plugin: A Python file that registers further parsers, as in vLLM.
+        exclude_tools_when_tool_choice_none: Leave tools out of the prompt of requests
+            with `tool_choice="none"`. On by default, unlike in vLLM.
+        enable_request_id_headers: Responses have X-Request-Id: the request's, or new.
+        enable_prompt_tokens_details: Return the number of cached prompt tokens.
+        enable_force_include_usage: Every chunk of a stream has token counts, without
+            a request for them.
+        per_request_spec_decode_metrics: "summary" returns each request's acceptance.
+        enable_per_request_metrics: Return each request's times.
+        enable_tokenizer_info_endpoint: Serve GET /tokenizer_info, with the tokenizer's
+            configuration and the chat template.
+        enable_server_load_tracking: Serve GET /load, the number of running prompts. On
+            by default, unlike in vLLM.
+        return_tokens_as_token_ids: Write tokens in logprobs as "token_id:7" unless the
+            request sets this itself.
+        reject_unknown_fields: Refuse requests with an unknown field, also in an object
+            of the request. By default such fields are ignored, and each is logged
+            once.
+        max_body_bytes: Maximum bytes of a request body; larger requests are refused.
         timeout_read_body: Seconds for the body of a request to arrive.
-        max_num_queued_reqs: Texts that may wait for a place in the batch; more are
-            refused. None for no limit.
-        max_num_queued_tokens: The same, of the tokens of their prompts.
+        max_num_queued_reqs: Maximum number of sequences that may wait for a place in
+            the batch; requests that exceed it are refused. None for no limit.
+        max_num_queued_tokens: Maximum number of prompt tokens of the waiting sequences;
+            requests that exceed it are refused. None for no limit.
         max_request_s: Seconds that one request may take; None for no limit.
         disable_fastapi_docs: Serve neither /docs nor /openapi.json.
-        server_dev_mode: Serve /sleep, /wake_up and /is_sleeping, to whoever asks: what
-            VLLM_SERVER_DEV_MODE does to vLLM.
-        response_store: A file of sqlite's, in which responses (POST /v1/responses) are
-            kept for a later server as well; by default they are in memory.
-        max_response_store_bytes: How much of them is kept, the newest; 0: none.
+        server_dev_mode: Serve /sleep, /wake_up and /is_sleeping without an API key, as
+            vLLM does with VLLM_SERVER_DEV_MODE.
+        response_store: An SQLite file in which responses (POST /v1/responses) survive a
+            restart; by default they are in memory.
+        max_response_store_bytes: Maximum total bytes of stored responses, of which the
+            oldest are evicted first; 0 to store none.
     """
 
     served_model_names: tuple[str, ...] = ("model",)
@@ -131,7 +136,7 @@ class ServerSettings:
             check_strings(ConfigError, name, getattr(self, name))
         for key in self.api_keys:
             if not (key.isascii() and key.isprintable() and key == key.strip()):
-                allowed = "printable ASCII without white space around it"
+                allowed = "printable ASCII without white space at its ends"
                 raise wrong_argument(ConfigError, "api_keys", allowed, key)
         if not self.served_model_names:
             raise wrong_argument(ConfigError, "served_model_name", "a name", [])
@@ -160,5 +165,5 @@ class ServerSettings:
 
     @property
     def model_name(self) -> str:
-        """What answers call the model."""
+        """The model's name in responses."""
         return self.served_model_names[0]

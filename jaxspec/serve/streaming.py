@@ -1,6 +1,6 @@
-"""Owns streams: several read as one, one read by several, sent as events.
+"""Owns streams: merging several, sharing one among readers, sending events.
 
-A stream to a client ends when the client has gone.
+A stream to a client ends when the client disconnects.
 """
 
 import asyncio
@@ -16,24 +16,26 @@ T = TypeVar("T")
 
 DONE = "data: [DONE]\n\n"
 
-# Made once: `json.dumps` makes one for every text that is not written by default.
+# Made once: `json.dumps` with other than default options makes an encoder per call.
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
-# Characters at which clients cut lines (httpx: `str.splitlines`); JSON may hold them.
+# Characters at which clients split lines (httpx: `str.splitlines`), valid in JSON.
 _LINE_ENDS = {ord(one): f"\\u{ord(one):04x}" for one in "\x85\u2028\u2029"}
 
 
 _write_whole = json.JSONEncoder(
     ensure_ascii=False, allow_nan=False, separators=(",", ":")
 ).encode
-# Levels of an answer above the log-probabilities of one token: the deepest are those of
-# an event, its response, output, item, content and part.
+# Depth to which a large response is serialized entry by entry. The log-probabilities of
+# one token are at most this deep: in an event, its response, output, item, content and
+# part.
 _LEVELS = 8
-# Values of an answer that take milliseconds to write.
+# Maximum number of values of a response that is serialized in the event loop: that
+# takes milliseconds.
 SHORT_ANSWER = 4096
 
 
 def is_large(content: Any) -> bool:
-    """Whether a JSON value takes so long to write that it belongs into a thread."""
+    """Return whether a JSON value should be serialized in a thread."""
     level, count = [content], 0
     while level and count <= SHORT_ANSWER:
         inner: list[Any] = []
@@ -47,16 +49,17 @@ def is_large(content: Any) -> bool:
 
 
 def encoded(content: dict[str, Any]) -> bytes:
-    """Write a large answer; see `write_in_parts`."""
+    """Serialize a large response; see `write_in_parts`."""
     return write_in_parts(content).encode()
 
 
 def write_in_parts(
     value: Any, write: Callable[[Any], str] = _write_whole, levels: int = _LEVELS
 ) -> str:
-    """Write a large JSON value, for a thread other than the event loop's.
+    """Serialize a large JSON value in a thread other than the event loop's.
 
-    The encoder lets no other thread run: small parts are written one by one.
+    The encoder holds the interpreter's lock: serializing small parts one by one lets
+    other threads run in between.
     """
     if levels and isinstance(value, dict):
         fields = (
@@ -71,11 +74,11 @@ def write_in_parts(
 
 
 class ClientGoneError(Exception):
-    """Nobody waits for the answer any more."""
+    """The client has disconnected."""
 
 
 def event(content: Any, *, in_parts: bool = False) -> str:
-    """Write one event of a stream; one with a type is named by it.
+    """Serialize one server-sent event; its `type`, if any, is the event's name.
 
     Args:
         in_parts: See `write_in_parts`.
@@ -88,43 +91,44 @@ def event(content: Any, *, in_parts: bool = False) -> str:
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Do some work, as long as the client is there.
+    """Await some work; cancel it if the client disconnects.
 
     Args:
-        receive: Gives nothing more of the request but the client's leaving.
+        receive: ASGI's `receive` of a request that has been read, so that only the
+            message of its disconnection follows.
 
     Raises:
-        ClientGoneError: It has gone, and the work was cancelled.
+        ClientGoneError: The client has disconnected, and the work was cancelled.
     """
     task = asyncio.ensure_future(work)
-    leaving = asyncio.ensure_future(_gone(receive))
+    disconnect = asyncio.ensure_future(_disconnected(receive))
     try:
-        await asyncio.wait({task, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({task, disconnect}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
             raise ClientGoneError
         return task.result()
     finally:
-        for one in (task, leaving):
+        for one in (task, disconnect):
             one.cancel()
-        await asyncio.gather(task, leaving, return_exceptions=True)
+        await asyncio.gather(task, disconnect, return_exceptions=True)
 
 
-async def _gone(receive: Receive) -> None:
+async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
 class EventStream(StreamingResponse):
-    """Sends events as they come, until the last one or until the client has gone.
+    """Sends events as they come, until the last one or the client disconnects.
 
-    Its base, where the server speaks ASGI 2.4, waits for the next event of a client who
-    has left, and does not close the events.
+    With ASGI 2.4 the base class notices a disconnection only at the next event, and
+    does not close the generator.
     """
 
     media_type = "text/event-stream"
 
     def __init__(self, events: AsyncGenerator[str, None]):
-        # An intermediary that collects the events would undo the streaming.
+        # Proxies must not buffer or cache the events.
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         super().__init__(events, headers=headers)
         self._events = events
@@ -139,55 +143,55 @@ class EventStream(StreamingResponse):
 
 
 class EventLog:
-    """The events of one stream, for any number of readers, whenever they come.
+    """The events of one stream, which any number of readers can follow from any event.
 
     Attributes:
-        events: All so far.
+        events: All events so far.
     """
 
     def __init__(self, events: Sequence[Any] = (), *, is_over: bool = False):
         self.events = list(events)
         self._is_over = is_over
-        self._news = asyncio.Event()
+        self._changed = asyncio.Event()
 
     def add(self, content: Any) -> None:
-        """Go on."""
+        """Append an event."""
         self.events.append(content)
-        self._tell()
+        self._notify()
 
     def end(self) -> None:
-        """Say that nothing more comes."""
+        """Mark the stream as complete."""
         self._is_over = True
-        self._tell()
+        self._notify()
 
-    def _tell(self) -> None:
-        self._news.set()
-        self._news = asyncio.Event()
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
 
     @no_type_check  # asynchronous generators are not checked
     async def follow(self, start: int = 0) -> AsyncGenerator[Any, None]:
         """Yield the events from number `start` on, as they come."""
         while True:
-            # Before a look at the events: one that comes meanwhile sets it.
-            news = self._news
+            # Read before the events: one added during a `yield` sets this.
+            changed = self._changed
             while start < len(self.events):
                 yield self.events[start]
                 start += 1
             if self._is_over:
                 return
-            await news.wait()
+            await changed.wait()
 
 
 @no_type_check  # asynchronous generators are not checked
 async def merge(
     streams: list[AsyncGenerator[Any, None]],
 ) -> AsyncGenerator[tuple[int, Any], None]:
-    """Yield what any of the streams yields, with that stream's number.
+    """Yield the outputs of several streams as they come, each with its stream's index.
 
-    None runs ahead of its reader by more than one output. The first error of any ends
-    all; so does leaving early.
+    No stream runs ahead of the reader by more than one output. The first error closes
+    all streams; so does closing this generator.
     """
-    if len(streams) == 1:  # the usual case, and tasks cost more than the stream itself
+    if len(streams) == 1:  # the usual case; tasks would cost more than the stream
         async with contextlib.aclosing(streams[0]) as only:
             async for output in only:
                 yield 0, output

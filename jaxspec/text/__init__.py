@@ -1,5 +1,5 @@
-"""Text to tokens and back, and the turns of a chat.
+"""Tokenization and chat formats.
 
-Reading order: `tokenizer`, `pieces` (what its files hold), `chat_turns`,
-`chat_template`, `tools` (how a model is told of tools, and calls them).
+Reading order: `tokenizer`, `pieces` (vocabularies and their files), `chat_turns`,
+`chat_template`, `tools` (tools in the prompt, and tool calls).
 """

@@ -1,7 +1,7 @@
-"""Owns chat templates: where one is found, and how it is run.
+"""Owns chat templates: finding one, and rendering it.
 
-A template is a program that came with a model. It runs in Jinja's sandbox, with the
-names that the transformers library gives it, and sees plain data only.
+A template is code that comes with a model. It runs in Jinja's sandbox, with the names
+that the transformers library defines, and on plain data only.
 """
 
 import json
@@ -34,24 +34,25 @@ from jaxspec_checkpoints.gguf.file import read_gguf
 from jaxspec_checkpoints.gguf.tokenizer import chat_template
 from jaxspec_checkpoints.reading import GGUF
 
-# Put behind a message that is to be continued; like the marks, in no message.
+# Appended to the message that is to be continued, to find where to cut the rendered
+# text. A lone surrogate, which no message contains.
 _CUT = "\udfff"
 
 
 class ChatTemplate:
-    """A Jinja template that writes conversations.
+    """A Jinja template that renders conversations.
 
     Attributes:
-        text: As it came.
-        source: Names it in messages.
-        reads_tools: Whether it has a place for tools, their calls and results.
+        text: Source text.
+        source: Its name in error messages.
+        reads_tools: Whether it renders tools, their calls and results.
     """
 
     def __init__(self, text: str, source: str):
-        """Compile `text`; `source` names it in messages.
+        """Compile `text`; `source` is its name in error messages.
 
         Raises:
-            ConfigError: It is no template.
+            ConfigError: `text` is not a valid template.
         """
         self.text, self.source = text, source
         environment = _environment()
@@ -80,17 +81,18 @@ class ChatTemplate:
         variables: Mapping[str, Any],
         tools: list[Any] | None = None,
     ) -> str:
-        """Run the template on a checked conversation, what that says marked.
+        """Render a checked conversation, with the text of its messages marked.
 
         Args:
-            marks: None leaves the messages as they are.
-            pieces: "bos_token" and the like, with their spelling.
-            variables: More that the template may read, plain data, marked as well.
-            tools: OpenAI's, for a template that reads them.
+            marks: Hides special pieces in the messages' text; None leaves them
+                unmarked.
+            pieces: Texts of the special pieces by name: "bos_token" and others.
+            variables: Further variables of the template, plain data; marked as well.
+            tools: OpenAI's `tools`, for a template that reads them.
 
         Raises:
-            RequestError: The template refuses the messages or cannot write them.
-            ConfigError: The template does what the sandbox forbids.
+            RequestError: The template refuses the messages or fails on them.
+            ConfigError: The template violates the sandbox.
         """
         values = dict(
             pieces,
@@ -103,11 +105,12 @@ class ChatTemplate:
         if tools is not None:
             variables = {**variables, "tools": tools}
         if continue_final_message:
-            # The space shows whether the template trims: a trimmed end has lost it.
+            # After rendering, a missing space shows that the template trims the end of
+            # the message.
             last = messages[-1] | {"content": messages[-1]["content"] + f"{_CUT} "}
             messages = [*messages[:-1], last]
         plain = self._render(messages, {**values, **variables})
-        check_utf8(RequestError, f"What {self.source} writes", plain)
+        check_utf8(RequestError, f"The output of {self.source}", plain)
         if marks is None:
             return plain
         own: list[str] | None = None
@@ -116,19 +119,21 @@ class ChatTemplate:
             try:
                 marked = self._render(map_texts(messages, mark), hidden)
             except RequestError:
-                continue  # it refuses the marks, not the messages
+                continue  # the template refuses the marks, not the messages
             found = marks.split(marked)[1::2]
-            # The first two leave it nothing of which a piece could be made. It may look
-            # for something that they hide; then it must write the same without them.
+            # With the first two kinds of marks (all letters, first letters), no text of
+            # a message can form a special piece. The third kind hides only whole
+            # pieces, so the result counts as safe only if the template writes the same
+            # pieces as with the kind before.
             is_safe = mark != marks.on_pieces or found == own
             if is_safe and marks.off(marked) == plain:
                 return marked
             own = found
         raise RequestError(
-            f"{self.source} reads what the messages say, and they spell pieces such as "
-            f"{DEFAULT_TURNS.markers[1]}: its own cannot be told from theirs. Take "
-            "them out of the messages, or pass parse_special_tokens=True to let them "
-            "count.",
+            f"{self.source} depends on the messages' text, which contains special "
+            f"pieces such as {DEFAULT_TURNS.markers[1]}: these cannot be distinguished "
+            "from its own. Remove them from the messages, or pass "
+            "parse_special_tokens=True to encode them as special tokens.",
             parameter="messages",
             value=messages,
         )
@@ -139,8 +144,8 @@ class ChatTemplate:
         except _RefusedError as error:
             raise self._error(RequestError, f"refuses the messages: {error}") from error
         except jinja2.exceptions.SecurityError as error:
-            did = f"does what the sandbox of templates forbids: {error}"
-            raise self._error(ConfigError, did) from error
+            reason = f"does something that the sandbox forbids: {error}"
+            raise self._error(ConfigError, reason) from error
         except (
             jinja2.TemplateError,
             ArithmeticError,
@@ -152,31 +157,31 @@ class ChatTemplate:
             TypeError,
             ValueError,
         ) as error:
-            did = f"cannot write the messages: {type(error).__name__}: {error}"
-            raise self._error(RequestError, did) from error
+            reason = f"cannot render the messages: {type(error).__name__}: {error}"
+            raise self._error(RequestError, reason) from error
         if _CUT not in messages[-1]["content"]:
             return text
         head, found, rest = text.rpartition(_CUT)
         if not found:
-            did = "leaves the last message out: pass continue_final_message=False"
-            raise self._error(RequestError, did)
+            reason = "leaves out the last message: pass continue_final_message=False"
+            raise self._error(RequestError, reason)
         head = head.replace(f"{_CUT} ", "").replace(_CUT, "")
         return head if rest.startswith(" ") else head.rstrip()
 
-    def _error(self, kind: type[ArgumentError], did: str) -> ArgumentError:
+    def _error(self, kind: type[ArgumentError], reason: str) -> ArgumentError:
         name = "messages" if kind is RequestError else "chat_template"
-        return kind(f"{self.source} {did}.", parameter=name, value=self.source)
+        return kind(f"{self.source} {reason}.", parameter=name, value=self.source)
 
 
 def _check_free(variables: Mapping[str, Any], taken: set[str]) -> None:
     names = ", ".join(sorted(variables.keys() & taken))
     if names:
-        allowed = f"a dict without {names}: the template has its own"
+        allowed = f"a dict without {names}, which are set already"
         raise wrong_argument(RequestError, "chat_template_kwargs", allowed, variables)
 
 
 class _RefusedError(jinja2.TemplateError):
-    """What `raise_exception` in a template raises."""
+    """Raised by `raise_exception` in a template."""
 
 
 def _raise_exception(message: object) -> NoReturn:
@@ -184,7 +189,7 @@ def _raise_exception(message: object) -> NoReturn:
 
 
 class _Generation(Extension):
-    """`{% generation %}` tells training what the model wrote; here it does nothing."""
+    """`{% generation %}`, which marks the model's text for training; no effect here."""
 
     tags = {"generation"}
 
@@ -194,7 +199,7 @@ class _Generation(Extension):
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-    # Jinja's own filter escapes what HTML gives a meaning, such as "<".
+    # Jinja's own filter escapes characters of HTML such as "<".
     return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
 
@@ -210,10 +215,10 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 def given_template(given: object) -> ChatTemplate:
-    """Read what a caller gave as `chat_template`: a template, or a file's path.
+    """Read a `chat_template` argument: a template, or the path of a file with one.
 
     Raises:
-        ConfigError: It is neither.
+        ConfigError: The value is neither.
     """
     allowed = "a Jinja template or the path of a file with one"
     if isinstance(given, ChatTemplate):
@@ -223,7 +228,7 @@ def given_template(given: object) -> ChatTemplate:
     if any(letter in given for letter in "{}\n"):
         return ChatTemplate(given, "chat_template")
     path = expand(given)
-    # Not `path.is_file()`, which raises for a text that is too long for a path.
+    # `path.is_file()` would raise for a text that is too long for a path.
     if not os.path.isfile(path):
         hint = "No such file exists."
         raise wrong_argument(ConfigError, "chat_template", allowed, given, hint)
@@ -233,11 +238,12 @@ def given_template(given: object) -> ChatTemplate:
 def folder_template(folder: Path) -> ChatTemplate | None:
     """Return the template of a model, None if it has none.
 
-    It is in a file of its own, or under `chat_template` in `tokenizer_config.json` or
-    the older `chat_template.json`, or in the metadata of a GGUF file.
+    Searched are `chat_template.jinja`, then the key `chat_template` in
+    `tokenizer_config.json` and in the older `chat_template.json`, then a GGUF file's
+    metadata.
 
     Raises:
-        ConfigError: There is something that is no template.
+        ConfigError: The template is invalid.
     """
     files = folder_files(folder)
     if "chat_template.jinja" in files:
@@ -264,10 +270,11 @@ def folder_template(folder: Path) -> ChatTemplate | None:
 
 
 def can_hold_template(folder: Path) -> bool:
-    """Return whether a model's files have a place for a chat template.
+    """Return whether a model's files could contain a chat template.
 
-    Where they have one and it is empty, the model was not trained on conversations. A
-    `tokenizer.model` or `tokenizer.json` alone, as Kaggle has it, has no such place.
+    A model whose files could contain a template, but do not, was not trained on
+    conversations. A `tokenizer.model` or `tokenizer.json` alone, as from Kaggle, cannot
+    contain one.
     """
     return bool({"tokenizer_config.json", GGUF} & folder_files(folder).keys())
 

@@ -1,7 +1,7 @@
-"""Owns conversations: what one may hold.
+"""Validates conversations, and marks turn markers in the text of messages.
 
-Knows nothing of token ids. What is written is marked, so that the tokenizer can tell
-a turn marker that the format wrote from one that a message spells.
+Independent of token ids. The marks let the tokenizer distinguish a turn marker of the
+chat format from one in a message's text.
 """
 
 import itertools
@@ -12,18 +12,19 @@ from typing import Any
 from jaxspec.errors import RequestError, check_utf8, one_of, wrong_argument
 from jaxspec.models.families import DEFAULT_TURNS
 
-# Lone surrogates: UTF-8 has none, so no message can hold a mark of its own.
+# Marks are lone surrogates from this code point on. UTF-8 has none, so no message can
+# contain a mark.
 _FIRST_MARK = 0xD800
 _NAME = re.compile(r"[\w.-]+")
 
-# Roles of the model.
+# Role names of the model's own messages.
 _ANSWERS = ("assistant", "model")
 
-# Roles that clients of other models send.
+# Roles that are merged into the user's turn if the format has no turn for them.
 _FOLDED = ("system", "developer")
 
-# Parts of a content by their type, with the field that has the text: OpenAI's of chats
-# and of responses.
+# Types of content parts of OpenAI's chats and responses, with the field that contains
+# the text.
 _PARTS = {
     "text": "text",
     "input_text": "text",
@@ -31,17 +32,17 @@ _PARTS = {
     "refusal": "refusal",
 }
 
-# Of lists and dicts in messages and variables.
+# Maximum nesting of lists and dicts in messages and template variables.
 MAX_DEPTH = 64
 
 Message = dict[str, Any]
 
 
 class Marks:
-    """Swaps the letters of special pieces for marks, one for one, and back.
+    """Replaces each letter of special pieces by a mark, and marks by letters.
 
-    A marked text spells no special piece, alone or joined with other text. It keeps its
-    length, spaces and lines, so that a template treats it as it would the text.
+    A marked text contains no special piece, even when joined with other text. Length,
+    spaces and lines are unchanged, so that a template treats it like the text itself.
     """
 
     def __init__(self, special: Iterable[str]):
@@ -58,11 +59,11 @@ class Marks:
         return text.translate(self._on)
 
     def on_first(self, text: str) -> str:
-        """Mark only what a special piece can begin with."""
+        """Mark only letters with which a special piece can begin."""
         return text.translate(self._on_first)
 
     def on_pieces(self, text: str) -> str:
-        """Mark the special pieces that it spells, and nothing else."""
+        """Mark only the special pieces that the text contains."""
         parts = self.split(text)
         parts[1::2] = map(self.on, parts[1::2])
         return "".join(parts)
@@ -77,10 +78,12 @@ def read_messages(
     """Check a conversation; return copies whose content is one string.
 
     Args:
-        roles: Named where a message has none; what is written decides on the others.
+        roles: Roles to name in the error for a message without one. Whether a role is
+            allowed is decided when the conversation is rendered.
 
     Raises:
-        RequestError: It is no list of messages, or a message has no role or no text.
+        RequestError: `messages` is not a list of messages, or a message has no role or
+            text.
     """
     if not isinstance(messages, (list, tuple)) or not messages:
         allowed = "a list of at least one {'role': ..., 'content': ...}"
@@ -94,20 +97,20 @@ def read_messages(
 def fold_turns(
     messages: list[Message], is_refused: Callable[[list[Message]], bool]
 ) -> list[Message]:
-    """Let the user say what a format has no turn for: a system's or developer's text.
+    """Merge system and developer messages into user turns if the format needs that.
 
-    User texts in a row, of that or of the caller, become one turn, an empty line
-    between them. What the format takes stays as it is.
+    Consecutive user messages, original or converted, then become one turn, separated
+    by an empty line. A conversation that the format accepts is unchanged.
 
     Args:
         messages: A checked conversation.
-        is_refused: Whether the format refuses one.
+        is_refused: Returns whether the format refuses a conversation.
     """
     given = {message["role"] for message in messages}
     folded = [
         role
         for role in _FOLDED
-        if role in given and is_refused([_said_by(role), _said_by("user")])
+        if role in given and is_refused([_message_by(role), _message_by("user")])
     ]
     turns: list[Message] = []
     for message in messages:
@@ -117,7 +120,7 @@ def fold_turns(
     roles = [message["role"] for message in turns]
     if ("user", "user") not in itertools.pairwise(roles):
         return turns
-    if not folded and not is_refused([_said_by("user"), _said_by("user")]):
+    if not folded and not is_refused([_message_by("user"), _message_by("user")]):
         return turns
     joined = turns[:1]
     for message in turns[1:]:
@@ -129,15 +132,15 @@ def fold_turns(
     return joined
 
 
-def _said_by(role: str) -> Message:
+def _message_by(role: str) -> Message:
     return {"role": role, "content": "x"}
 
 
 def read_variables(variables: object) -> dict[str, Any]:
-    """Check what a caller gave as `chat_template_kwargs`; return a copy.
+    """Check `chat_template_kwargs`; return a copy.
 
     Raises:
-        RequestError: It is no dict of plain data by name.
+        RequestError: The value is not a dict of plain data by name.
     """
     name, allowed = "chat_template_kwargs", "a dict of plain data by name"
     if variables is None:
@@ -163,7 +166,7 @@ def _read_message(name: str, message: object, roles: Iterable[str]) -> Message:
         raise wrong_argument(RequestError, f"{name}['role']", one_of(roles), role)
     content = message.get("content")
     if content is None and (role in _ANSWERS or message.get("tool_calls")):
-        content = ""  # an answer that only calls functions, or was cut off at once
+        content = ""  # an answer that has only calls, or was cut off at its start
     content = _content(f"{name}['content']", content)
     whole = {**message, "content": content}
     return map_texts(whole, lambda text: check_utf8(RequestError, name, text))
@@ -181,7 +184,7 @@ def _content(name: str, content: object) -> str:
 
 
 def _part(part: object) -> object:
-    """Return a part's text, or what stands in its place."""
+    """Return a part's text, or another object if it has none."""
     if not isinstance(part, Mapping):
         return part
     field = _PARTS.get(str(part.get("type", "text")))
@@ -189,10 +192,10 @@ def _part(part: object) -> object:
 
 
 def map_texts(value: Any, change: Callable[[str], str], depth: int = 0) -> Any:
-    """Copy plain data with its texts changed; names of roles and fields stay.
+    """Copy plain data with its texts changed, except names of roles and fields.
 
     Raises:
-        RequestError: There is something in it that is no plain data, or too deep.
+        RequestError: The data contain other types, or are nested too deep.
     """
     if depth > MAX_DEPTH:
         allowed = f"nested {MAX_DEPTH} deep at most"

@@ -1,7 +1,7 @@
-"""Owns the two libraries that cut text into pieces, behind one interface: `Pieces`.
+"""Owns the two tokenizer libraries, behind one interface: `Pieces`.
 
-To `encode`, a special piece spelled in a text is ordinary text. Who may spell one is
-decided in `jaxspec.text.tokenizer`.
+`encode` treats special pieces in a text as ordinary text; `jaxspec.text.tokenizer`
+decides where they become special tokens.
 """
 
 import hashlib
@@ -27,13 +27,13 @@ _IMAGE_PIECE = "<image_soft_token>"
 
 @runtime_checkable
 class Pieces(Protocol):
-    """A vocabulary, and the rule that cuts text into it.
+    """A vocabulary, and the splitting of text into its pieces.
 
     Attributes:
         size: Number of pieces; their ids are 0 to `size - 1`.
-        named: Ids of the pieces bos, eos, pad and unk; -1 for one that is missing.
-        special: Pieces that are no text, with their ids.
-        digest: Of the file; files of one digest are one tokenizer.
+        named: Ids of the pieces bos, eos, pad and unk; -1 for a missing one.
+        special: Ids of the special pieces, by piece.
+        digest: Digest of the file: equal digests mean equal tokenizers.
     """
 
     size: int
@@ -44,9 +44,9 @@ class Pieces(Protocol):
     def encode(self, text: str) -> list[int]: ...
 
     def decode(self, ids: list[int]) -> str:
-        """Return the text of ids of which none is special.
+        """Return the text of ids without special ones.
 
-        Every byte that is part of no character reads as U+FFFD.
+        Every byte that is not part of a valid character becomes U+FFFD.
         """
         ...
 
@@ -56,7 +56,7 @@ class Pieces(Protocol):
 
 
 class SentencePieces:
-    """A `tokenizer.model`: what Gemma was trained with, and so the reference."""
+    """A `tokenizer.model`, with which Gemma was trained: the reference."""
 
     def __init__(self, model: bytes, markers: Sequence[str]):
         self.digest = hashlib.sha256(model).digest()
@@ -92,11 +92,11 @@ class SentencePieces:
 
 
 def _without_turns(model: bytes, markers: Sequence[str]) -> bytes:
-    """Make the turn markers control pieces, which no text can spell.
+    """Change the turn markers to control pieces, which `encode` never returns.
 
-    They are user-defined symbols in Gemma's files, and SentencePiece finds those in
-    every text. In the serialized model a piece is: 0x0a, the length, the text, 0x15,
-    four bytes of score, 0x18, the kind.
+    In Gemma's files the markers are user-defined symbols, which SentencePiece
+    recognizes in every text. The serialized model stores a piece as: 0x0a, the length,
+    the text, 0x15, four bytes of score, 0x18, the kind.
     """
     symbol, control = b"\x04", b"\x03"
     for piece in map(str.encode, markers):
@@ -107,11 +107,11 @@ def _without_turns(model: bytes, markers: Sequence[str]) -> bytes:
 
 
 class JsonPieces:
-    """A `tokenizer.json`, as HuggingFace's library reads it.
+    """A `tokenizer.json`, read with HuggingFace's library.
 
-    It parts from SentencePiece in two classes of text: runs of spaces or newlines that
-    are longer than the longest piece of them, which it cuts elsewhere, and symbols of
-    the model (`<unused0>`) that the file does not list as added tokens.
+    It differs from SentencePiece in two cases: runs of spaces or newlines longer than
+    the longest such piece, which it splits at other places, and symbols of the model
+    (`<unused0>`) that the file does not list as added tokens.
     """
 
     def __init__(self, content: bytes, markers: Sequence[str]):
@@ -119,14 +119,14 @@ class JsonPieces:
         library = call_native(tokenizers.Tokenizer.from_buffer, content)
         model = library.model
         if not isinstance(model, tokenizers.models.BPE) or not model.byte_fallback:
-            raise ValueError("it is no BPE model with bytes as its last resort")
+            raise ValueError("it is not a BPE model with byte fallback")
         library.no_truncation()
         library.no_padding()
-        library.encode_special_tokens = True  # as ordinary text, that is
+        library.encode_special_tokens = True  # encodes them as ordinary text
         self._library = library
         self.size = library.get_vocab_size(with_added_tokens=True)
-        # Files of Gemma 3 list a piece for images behind the vocabulary: texts have
-        # none, and the embedding's row for it is not read.
+        # Gemma 3's files list a piece for images after the vocabulary. It never occurs
+        # in texts, and its row of the embedding is not read.
         if self._find(_IMAGE_PIECE) == self.size - 1:
             self.size -= 1
         self.named = {
@@ -150,8 +150,9 @@ class JsonPieces:
         return call_native(encode, text, add_special_tokens=False).ids
 
     def decode(self, ids: list[int]) -> str:
-        # Not the library's own: it gives up whole characters beside a broken one, so a
-        # text that grows token by token would change what was shown already.
+        # The library's own decoder is not used, because it also replaces valid
+        # characters next to an incomplete one: streamed text would then change
+        # afterwards.
         data = b"".join(map(self._bytes_of, ids))
         text = data.decode("utf-8", errors="surrogateescape")
         return re.sub("[\udc80-\udcff]", "\ufffd", text)
@@ -171,13 +172,13 @@ class JsonPieces:
 
 
 def folder_files(folder: Path) -> dict[str, Path]:
-    """Return the files of a tokenizer and its model by name, none outside the folder.
+    """Return the files of a tokenizer and of its model's config, by name.
 
     Args:
-        folder: Of the model; or a GGUF file.
+        folder: The model's folder, or a GGUF file.
 
     Raises:
-        ConfigError: One is a symlink to somewhere else.
+        ConfigError: A file is a symlink that leads outside the folder.
     """
     try:
         return model_files(folder)
@@ -197,10 +198,10 @@ def read_pieces(folder: Path, markers: Sequence[str]) -> Pieces:
     """Read `tokenizer.model`, or else `tokenizer.json`, or else a GGUF's metadata.
 
     Args:
-        markers: Of turns: special pieces, whatever the file says they are.
+        markers: Turn markers, which are special pieces whatever their kind in the file.
 
     Raises:
-        ConfigError: There is neither, or it cannot be read.
+        ConfigError: None of these files exists, or the first that does cannot be read.
     """
     files = folder_files(folder)
     for name, kind, content_of, read in (
@@ -217,7 +218,7 @@ def read_pieces(folder: Path, markers: Sequence[str]) -> Pieces:
         except (NativePanicError, OSError, RuntimeError, ValueError) as error:
             raise _unreadable(files[name], kind, str(error)) from error
         if min(pieces.named["bos"], pieces.named["eos"]) < 0:
-            raise _unreadable(files[name], kind, "it has no begin or no end piece")
+            raise _unreadable(files[name], kind, "it has no bos or no eos piece")
         return pieces
     allowed = "a folder with a tokenizer.model or a tokenizer.json, or a GGUF file"
     hint = "There is no such file."

@@ -1,7 +1,6 @@
-"""Owns the way between text and token ids: pieces, special pieces, conversations.
+"""Owns the tokenizer: text and conversations to token ids, and ids to text.
 
-Knows nothing about requests; text that arrives piece by piece is put together in
-`jaxspec.engine.detokenizer`.
+Independent of requests; `jaxspec.engine.detokenizer` decodes text token by token.
 """
 
 import functools
@@ -19,7 +18,7 @@ from jaxspec.text.chat_template import (
 )
 from jaxspec.text.chat_turns import Marks, fold_turns, read_messages, read_variables
 from jaxspec.text.pieces import Pieces, read_pieces
-from jaxspec.text.tools import read_calls, read_tools, say_tools
+from jaxspec.text.tools import read_calls, read_tools, write_tools
 
 
 class Tokenizer:
@@ -28,10 +27,10 @@ class Tokenizer:
     Attributes:
         pieces: The vocabulary.
         vocab_size: Number of pieces; a network may have more rows than that.
-        all_special_ids: Ids that are no text: begin, end, pad, unknown, turn markers.
+        all_special_ids: Ids of special tokens: bos, eos, pad, unk, turn markers.
         has_turns: Whether the model has turns, and the vocabulary their markers.
-        chat_template: What writes conversations; None for the family's turns.
-        plain_texts: Of every token the text it has within any text.
+        chat_template: Renders conversations; None for the family's turns.
+        plain_texts: Text of every token whose text does not depend on its neighbors.
     """
 
     _turns: Turns | None = None
@@ -68,8 +67,8 @@ class Tokenizer:
 
         Args:
             chat_template: Used in place of the folder's: a template, or a file's path.
-            turns: Of the model's family. They write chats where the files have no place
-                for a template; where that place is empty, nothing does.
+            turns: Turns of the model's family, used if the files cannot contain a
+                template. If they could and do not, the tokenizer has no turns.
 
         Raises:
             ConfigError: There is no tokenizer, or a file cannot be read.
@@ -85,7 +84,7 @@ class Tokenizer:
 
     @property
     def digest(self) -> bytes | None:
-        """Of the file that was read; None where there was none."""
+        """Digest of the tokenizer's file; None without one."""
         return self.pieces.digest
 
     @property
@@ -98,9 +97,10 @@ class Tokenizer:
 
     @property
     def turn_end_ids(self) -> tuple[int, ...]:
-        """Ids that end an answer, whatever the model's files say.
+        """Token ids that end an answer, in addition to those in the model's files.
 
-        That is <end_of_turn> for a model with a chat template: it was tuned for turns.
+        <end_of_turn> if the model has a chat template, which means that it was trained
+        on turns; else none.
         """
         if not self.has_turns or self.chat_template is None or self._turns is None:
             return ()
@@ -108,12 +108,12 @@ class Tokenizer:
 
     @property
     def can_chat(self) -> bool:
-        """Whether conversations can be written: there are turns or a template."""
+        """Whether conversations can be rendered: there are turns or a template."""
         return self.has_turns or self.chat_template is not None
 
     @property
     def special_tokens(self) -> dict[str, int]:
-        """Ids of what begins, ends and pads texts and marks turns, by their pieces."""
+        """Ids of bos, eos, pad and the turn markers, by piece."""
         ids = [self.bos_token_id, self.eos_token_id, self.pad_token_id]
         if self.has_turns and self._turns is not None:
             ids += [self.pieces.special[piece] for piece in self._turns.markers]
@@ -129,9 +129,9 @@ class Tokenizer:
         """Return the ids of `text`.
 
         Args:
-            add_special_tokens: Start with the beginning token, unless the text does.
-            parse_special_tokens: Special pieces spelled in the text become their ids.
-                False takes them as the text they are, so that none can come out.
+            add_special_tokens: Start with the bos token, unless the text already does.
+            parse_special_tokens: Encode special pieces in the text as special tokens.
+                False encodes them as ordinary text.
         """
         if parse_special_tokens:
             token_ids = self._parse(text)
@@ -145,7 +145,7 @@ class Tokenizer:
     def __call__(
         self, text: str | Sequence[str], add_special_tokens: bool = True
     ) -> "Encoding":
-        """Return the ids of a text, or of several, as HuggingFace's tokenizers do."""
+        """Encode a text, or several, with the interface of HuggingFace's tokenizers."""
         if isinstance(text, str):
             token_ids = self.encode(text, add_special_tokens)
             return Encoding(input_ids=token_ids, attention_mask=[1] * len(token_ids))
@@ -157,14 +157,14 @@ class Tokenizer:
         return self.vocab_size
 
     def __bool__(self) -> bool:
-        return True  # also where it knows no piece
+        return True  # also if `__len__` is 0
 
     def get_vocab(self) -> dict[str, int]:
         """Return the ids by piece."""
         return {self.id_to_piece(token): token for token in range(self.vocab_size)}
 
     def convert_tokens_to_ids(self, tokens: str | Iterable[str]) -> int | list[int]:
-        """Return the id of a piece, or those of several; of no piece, unknown's."""
+        """Return the id of a piece, or the ids of several; unk's id if unknown."""
         if isinstance(tokens, str):
             return self._ids.get(tokens, self.unk_token_id)
         return [self._ids.get(piece, self.unk_token_id) for piece in tokens]
@@ -174,7 +174,7 @@ class Tokenizer:
         return self.get_vocab()
 
     def _parse(self, text: str, read: Callable[[str], str] = str) -> list[int]:
-        """Encode a text with special pieces; `read` is for the parts between them."""
+        """Encode a text with special pieces; `read` converts the parts between them."""
         token_ids: list[int] = []
         for part in self._marks.split(text):
             if part in self.pieces.special:
@@ -184,9 +184,9 @@ class Tokenizer:
         return token_ids
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
-        """Return the text of `ids`; pad rows of the network have none.
+        """Return the text of `ids`; ids of padding rows have none.
 
-        Bytes that are not UTF-8, such as an unfinished character, read as U+FFFD.
+        Bytes that are not UTF-8, such as an incomplete character, become U+FFFD.
         """
         text, ordinary = "", []
         for token in map(int, ids):
@@ -200,16 +200,16 @@ class Tokenizer:
         return text + self.pieces.decode(ordinary)
 
     def convert_ids_to_tokens(self, ids: Iterable[int]) -> list[str]:
-        """Return the pieces of the model, where U+2581 stands for a space."""
+        """Return the pieces of ids; U+2581 stands for a space."""
         return [self.id_to_piece(token) for token in ids]
 
     def id_to_piece(self, token_id: int) -> str:
-        """Return a piece as the model spells it; "" for a pad row of the network."""
+        """Return the piece of an id; "" for a padding row of the network."""
         is_piece = 0 <= token_id < self.vocab_size
         return self.pieces.id_to_piece(int(token_id)) if is_piece else ""
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return what a token adds to a text: nothing for a special one or a pad."""
+        """Return the bytes of a token's text; empty for special and padding ids."""
         if self.is_special(token_id):
             return b""
         piece = self.id_to_piece(token_id)
@@ -218,7 +218,7 @@ class Tokenizer:
         return piece.replace("\u2581", " ").encode()
 
     def is_byte(self, token_id: int) -> bool:
-        """Return whether the piece is one byte of a character without a piece."""
+        """Return whether the piece is one byte, used for characters without a piece."""
         return 0 <= token_id < self.vocab_size and self.pieces.is_byte(int(token_id))
 
     def is_special(self, token_id: int) -> bool:
@@ -237,12 +237,12 @@ class Tokenizer:
         parse_special_tokens: bool = False,
         strict_roles: bool = False,
     ) -> list[int] | str:
-        """Write a conversation; the other arguments are those of `write_chat`.
+        """Render a conversation; the other arguments are those of `write_chat`.
 
         Args:
             conversation: The messages, under HuggingFace's name.
-            tokenize: Return ids. The text (False) cannot tell a turn marker from one
-                that a message spells: encoding it lets messages end their turn.
+            tokenize: Return ids. With False, the text does not distinguish turn markers
+                from those in a message: encoding it lets messages end their turn.
         """
         text, token_ids = self.write_chat(
             conversation,
@@ -269,30 +269,30 @@ class Tokenizer:
         parse_special_tokens: bool = False,
         strict_roles: bool = False,
     ) -> tuple[str, list[int]]:
-        """Write a conversation as text and as ids.
+        """Render a conversation; return its text and its ids.
 
         Args:
-            messages: Each with `role` (user, then assistant or model, in turn; system
-                or developer) and `content`, a string or a list of text parts. Those of
-                an assistant may have `tool_calls`, and `tool` tells what they returned.
+            messages: Each with `role` (user and assistant or model, alternating; system
+                or developer; tool) and `content`, a string or a list of text parts. An
+                assistant's may have `tool_calls`; a tool's has their result.
             add_generation_prompt: End with the opening of the model's turn.
             continue_final_message: Leave the last turn open, to be continued.
             chat_template: Used in place of the model's: a template, or a file's path.
-            chat_template_kwargs: More variables for the template. One that it does not
-                read changes nothing.
+            chat_template_kwargs: Further variables for the template. One that it does
+                not read has no effect.
             tools: Functions that the model may call, as in OpenAI's API. A template
-                that reads `tools` is given them and the messages as they are; for any
-                other they are told as `jaxspec.text.tools` says.
-            parse_special_tokens: Special pieces spelled in messages become their ids.
+                that reads `tools` gets them and the messages unchanged; for any other
+                they are written as text, see `jaxspec.text.tools`.
+            parse_special_tokens: Encode special pieces in messages as special tokens.
                 Without it a message cannot end its turn.
-            strict_roles: Refuse what the template refuses. Without it the user's turn
-                says the text of a system or a developer where there is no turn for
-                them, and what tools there are and return; user messages in a row are
-                one turn.
+            strict_roles: Refuse what the template refuses. Without it, texts of a
+                system or developer, tools and their results are merged into the user's
+                turn if the template has no place for them, and consecutive user
+                messages are merged.
 
         Raises:
-            RequestError: The roles are not allowed or do not take turns, or the
-                template refuses the messages.
+            RequestError: The roles are not allowed or do not alternate, or the template
+                refuses the messages.
             ConfigError: The template cannot be used.
         """
         for name, flag in (
@@ -305,7 +305,7 @@ class Tokenizer:
         if continue_final_message and add_generation_prompt:
             raise RequestError(
                 "continue_final_message=True needs add_generation_prompt=False: the "
-                "last turn cannot both go on and be over.",
+                "last turn cannot be both continued and closed.",
                 parameter="continue_final_message",
                 value=True,
             )
@@ -325,8 +325,8 @@ class Tokenizer:
         has_place = template is not None and template.reads_tools
         if listed and strict_roles and not has_place:
             raise RequestError(
-                "tools need a chat_template that reads them, or leave out strict_roles "
-                "(a server's --strict-roles), and the user's turn says what there is.",
+                "With strict_roles (a server's --strict-roles), tools need a "
+                "chat_template that reads them. Without it the user's turn lists them.",
                 parameter="tools",
                 value=tools,
             )
@@ -352,8 +352,8 @@ class Tokenizer:
             return False
 
         def fold() -> list[dict[str, Any]]:
-            said = given if has_place else say_tools(given, listed)
-            return fold_turns(said, is_refused)
+            written = given if has_place else write_tools(given, listed)
+            return fold_turns(written, is_refused)
 
         try:
             marked = write(
@@ -366,9 +366,9 @@ class Tokenizer:
             if not strict_roles or fold() == given:
                 raise
             raise RequestError(
-                f"{error} Leave out strict_roles (a server's --strict-roles), and the "
-                "user's turn says what a system or a developer does, and user messages "
-                "in a row are one turn.",
+                f"{error} Without strict_roles (a server's --strict-roles), system and "
+                "developer messages, and consecutive user messages, are merged into "
+                "one user turn.",
                 parameter=error.parameter,
                 value=error.value,
             ) from error
@@ -376,7 +376,7 @@ class Tokenizer:
 
 
 class Encoding(dict[str, Any]):
-    """What a call of a tokenizer gives: by name, as keys and as attributes."""
+    """Result of calling a tokenizer, with fields as keys and as attributes."""
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -386,9 +386,9 @@ class Encoding(dict[str, Any]):
 
 
 class NoTokenizer(Tokenizer):
-    """Stands where no tokenizer was read: token ids go in and come out.
+    """Replaces the tokenizer of an engine without one: only token ids are possible.
 
-    Ids have no text, and whoever brings a text or a conversation is told why not.
+    Ids have no text; encoding a text or a conversation raises an error with the reason.
     """
 
     def __init__(self, reason: str):
@@ -402,7 +402,7 @@ class NoTokenizer(Tokenizer):
         self._reason = reason
 
     def missing(self, name: str, value: object) -> RequestError:
-        """Make the error for what was asked and needs a tokenizer."""
+        """Make the error for an operation that needs a tokenizer."""
         return RequestError(
             f"{name} needs a tokenizer, and there is none: {self._reason}. Give token "
             "ids as prompts, or name a tokenizer.",
@@ -442,11 +442,11 @@ def check_same_tokenizer(
     hint: str = "",
     names: tuple[str, str] = ("the target", "the draft"),
 ) -> None:
-    """Check that every id stands for the same piece; pad rows of a network have none.
+    """Check that every id has the same piece in both tokenizers.
 
     Args:
-        hint: Says which drafts fit the target.
-        names: Of target and draft, for the error.
+        hint: Names drafts that fit the target.
+        names: Names of target and draft in the error.
 
     Raises:
         ConfigError: Names the first piece that differs.
@@ -465,7 +465,7 @@ def check_same_tokenizer(
 
 
 def first_difference(one: Tokenizer, other: Tokenizer) -> int | None:
-    """Return the first id that stands for another piece; None if none does."""
+    """Return the first id whose pieces differ; None if all are equal."""
     if one is other or (one.digest is not None and one.digest == other.digest):
         return None
     for token in range(max(one.vocab_size, other.vocab_size)):
@@ -479,10 +479,10 @@ def _shown(piece: str) -> str:
 
 
 class PlainTexts(dict[int, str | None]):
-    """Every token's text within any text; None where its neighbours matter.
+    """Text of every token id; None for special tokens and for single bytes.
 
-    That is for bytes, which make characters together, and for special tokens. A text
-    is made when it is first asked for.
+    The text of a byte depends on its neighbors, as several bytes form a character.
+    Computed on first use.
     """
 
     def __init__(self, tokenizer: Tokenizer):

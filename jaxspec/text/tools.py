@@ -1,11 +1,11 @@
-"""Owns tools: how a model is told of functions, how it calls them, how calls are read.
+"""Owns the format of tool use: functions in the prompt, calls, and call results.
 
-Gemma was trained without any, and its turns have no place for them. The form is ours,
-after the one that Google describes for Gemma 3: the user's first turn lists the
+Gemma was trained without tools, and its chat format has no place for them. This format
+follows the one that Google describes for Gemma 3: the user's first turn lists the
 functions as JSON, an answer that calls is a JSON list of
-`{"name": ..., "parameters": {...}}`, and the user tells a result as
+`{"name": ..., "parameters": {...}}`, and the user returns a result as
 `{"name": ..., "result": ...}`. The prompt, the calls of earlier turns, the grammar of
-answers and their reader are all of this form.
+answers and `CallReader` all use it.
 """
 
 import json
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, no_type_check
 from jaxspec.errors import RequestError, check_utf8, wrong_argument
 from jaxspec.text.chat_turns import Message, map_texts
 
-_TOLD = """\
+_INSTRUCTIONS = """\
 You can call functions. To call, answer with nothing but a JSON list of calls:
 [{"name": function name, "parameters": {argument name: value}}]
 Put several calls into the list if several are needed, and answer in words if no \
@@ -24,7 +24,8 @@ function helps. What a function returns is told as \
 {"name": function name, "result": what it returned}. The functions:
 """
 _NO_PARAMETERS = {"type": "object", "properties": {}}
-# Of a call: the second is what OpenAI's API calls it, and many models do.
+# Keys under which a call may have its arguments. The second one is that of OpenAI's API
+# and of many models.
 _ARGUMENTS = ("parameters", "arguments")
 _SPACES = " \t\r\n"
 _FENCE = "```"
@@ -35,7 +36,7 @@ class Tool:
     """A function that a model may call.
 
     Attributes:
-        parameters: JSON schema of an object, the arguments by name.
+        parameters: JSON schema of an object, with the arguments by name.
     """
 
     name: str
@@ -43,18 +44,18 @@ class Tool:
     parameters: dict[str, Any]
 
     def as_json(self) -> str:
-        """Return what the model is told of it."""
-        told: dict[str, Any] = {"name": self.name}
+        """Return its description in the prompt."""
+        function: dict[str, Any] = {"name": self.name}
         if self.description is not None:
-            told["description"] = self.description
-        return _json(told | {"parameters": self.parameters})
+            function["description"] = self.description
+        return _json(function | {"parameters": self.parameters})
 
 
 def read_tools(tools: object) -> list[Tool]:
-    """Read OpenAI's `tools`; None or an empty list is none.
+    """Read OpenAI's `tools`; None means no tools.
 
     Raises:
-        RequestError: It is no list of functions with schemas.
+        RequestError: The value is not a list of functions with schemas.
     """
     if tools is None:
         return []
@@ -97,14 +98,14 @@ def _read_tool(name: str, tool: Any) -> Tool:
 def read_calls(messages: list[Message]) -> list[Message]:
     """Check calls of earlier turns; return copies whose arguments are dicts.
 
-    OpenAI's older form, a `function_call` and a message of the role "function", is
-    read as a call and its result.
+    OpenAI's deprecated format, a `function_call` and a message of the role "function",
+    is read as a call and its result.
 
     Args:
         messages: A checked conversation.
 
     Raises:
-        RequestError: A message has calls that are none, or arguments that are no JSON.
+        RequestError: A call is malformed, or its arguments are not a JSON object.
     """
     read: list[Message] = []
     call_id = ""
@@ -137,24 +138,24 @@ def _read_call(name: str, call: Any) -> dict[str, Any]:
         try:
             arguments = json.loads(arguments or "{}")
         except (ValueError, RecursionError) as error:
-            hint = f"It is no JSON: {error}."
+            hint = f"It is not valid JSON: {error}."
     if not isinstance(arguments, dict):
         where, allowed = f"{name}['function']['arguments']", "a JSON object, as text"
         raise wrong_argument(RequestError, where, allowed, arguments, hint)
     return call | {"function": function | {"arguments": arguments}}
 
 
-def say_tools(messages: list[Message], tools: list[Tool]) -> list[Message]:
-    """Write tools, calls and results as texts, for a format without a place for them.
+def write_tools(messages: list[Message], tools: list[Tool]) -> list[Message]:
+    """Write tools, calls and results as text, for a chat format without tools.
 
     Args:
-        messages: A checked conversation, its calls read.
+        messages: A conversation returned by `read_calls`.
 
     Returns:
-        Turns of a system, a user and the model: the system says what tools there are,
-        and the user what they returned.
+        Turns of system, user and model: the system's lists the tools, the user's
+        contain the results.
     """
-    said: list[Message] = []
+    turns: list[Message] = []
     names: dict[str, str] = {}  # of functions, by the ids of their calls
     for message in messages:
         calls = message.get("tool_calls") or []
@@ -162,24 +163,25 @@ def say_tools(messages: list[Message], tools: list[Tool]) -> list[Message]:
         if message["role"] == "tool":
             call_id = str(message.get("tool_call_id"))
             name = names.get(call_id) or message.get("name")
-            told = {"name": name} if name is not None else {}
-            text = _json(told | {"result": message["content"]})
-            said.append({"role": "user", "content": text})
+            result = {"name": name} if name is not None else {}
+            text = _json(result | {"result": message["content"]})
+            turns.append({"role": "user", "content": text})
         elif calls:
             texts = [message["content"].strip(), _calls_text(calls)]
             plain = {key: message[key] for key in message if key != "tool_calls"}
-            said.append(plain | {"content": "\n".join(filter(None, texts))})
+            turns.append(plain | {"content": "\n".join(filter(None, texts))})
         else:
-            said.append(message)
+            turns.append(message)
     if not tools:
-        return said
+        return turns
     listed = "[\n" + ",\n".join(tool.as_json() for tool in tools) + "\n]"
-    opening = {"role": "system", "content": _TOLD + listed}
-    if said[0]["role"] in ("system", "developer"):
-        first = said.pop(0)
-        both = "\n\n".join(filter(None, [first["content"].rstrip(), _TOLD + listed]))
+    text = _INSTRUCTIONS + listed
+    opening = {"role": "system", "content": text}
+    if turns[0]["role"] in ("system", "developer"):
+        first = turns.pop(0)
+        both = "\n\n".join(filter(None, [first["content"].rstrip(), text]))
         opening = first | {"content": both}
-    return [opening, *said]
+    return [opening, *turns]
 
 
 def _calls_text(calls: list[dict[str, Any]]) -> str:
@@ -194,15 +196,15 @@ def _json(value: Any) -> str:
 
 
 def calls_schema(tools: list[Tool], *, is_parallel: bool) -> dict[str, Any]:
-    """Return the JSON schema of an answer that calls some of these, and says no more.
+    """Return the JSON schema of an answer that consists of calls of some tools.
 
     Args:
-        is_parallel: Several calls may be in it.
+        is_parallel: Allow several calls.
     """
     parts: dict[str, Any] = {}
     used: list[Any] = []
     for number, tool in enumerate(tools):
-        # A schema with an `$id` is a resource of its own, within which its references
+        # An `$id` makes the schema a resource of its own, within which its references
         # are resolved.
         own = tool.parameters.get("$id")
         own = f"tool:{number}" if own is None or own in used else own
@@ -225,12 +227,12 @@ def calls_schema(tools: list[Tool], *, is_parallel: bool) -> dict[str, Any]:
 
 
 class Part(NamedTuple):
-    """What is new of an answer: words, or of a call its name or some of its arguments.
+    """A new part of an answer: text, a call's name, or some of its arguments.
 
     Attributes:
-        call: Which call, counted from 0; None for words.
-        name: Of the function, where the call begins.
-        text: Words, or arguments: those of a call make JSON together.
+        text: Plain text, or arguments: all parts of a call together are JSON.
+        call: Index of the call from 0; None for plain text.
+        name: Name of the function in the first part of a call.
     """
 
     text: str = ""
@@ -239,45 +241,46 @@ class Part(NamedTuple):
 
 
 class _NoCallError(Exception):
-    """What was read is no call after all."""
+    """The text read so far is not a call."""
 
 
 class CallReader:
-    """Finds the calls in an answer, whole or as it comes.
+    """Incremental parser of the calls in one answer.
 
-    A call stands at the beginning of a line: a JSON object with the name of a known
-    function and its arguments, alone or in a list, and perhaps in a Markdown fence.
-    Everything else is words. What may be a call is held back until that is known; then
-    arguments are passed on as they were written.
+    A call starts at the beginning of a line: a JSON object with the name of a known
+    function and its arguments, alone or in a list, optionally in a Markdown fence.
+    Everything else is plain text. Text that may be a call is held back until it is
+    known to be one or not. The arguments of a call are then passed on unchanged.
     """
 
     def __init__(self, names: Collection[str]):
         """Begin an answer; `names` are those of the functions."""
         self._names = names
         self._parts: list[Part] = []
-        # Read, and not yet known to be words or not.
+        # Letters that were read and held back, because they may be part of a call.
         self._held: list[str] = []
         self._num_calls = 0
         self._reading = self._read()
         next(self._reading)
 
-    def feed(self, text: str) -> list[Part]:
-        """Read more of it; returns what is known by then."""
+    def push(self, text: str) -> list[Part]:
+        """Parse more text; return the new parts."""
         for letter in text:
             self._held.append(letter)
             self._reading.send(letter)
-        return self._taken()
+        return self._drain()
 
     def end(self) -> list[Part]:
-        """Return what is left at the end: what only began like a call.
+        """Return the text held back at the end, unless a call precedes it.
 
-        Behind calls that is white space, a fence, or a call that was cut off.
+        After a call, the held text is dropped: it is white space, a Markdown fence, or
+        a call that was cut off.
         """
         if not self._num_calls:
-            self._say()
-        return self._taken()
+            self._release()
+        return self._drain()
 
-    def _taken(self) -> list[Part]:
+    def _drain(self) -> list[Part]:
         taken, self._parts = self._parts, []
         return taken
 
@@ -292,14 +295,13 @@ class CallReader:
         elif part.text or part.name is not None:
             self._parts.append(part)
 
-    def _say(self) -> None:
-        """Let go of what was held: it is words."""
+    def _release(self) -> None:
+        """Return held letters as plain text."""
         self._add(Part("".join(self._held)))
         self._held.clear()
 
-    # What follows is a generator of each part of the form. Each is sent one letter
-    # after the other, begins with the letter that it is given, and returns the first
-    # one that it does not take.
+    # One generator per grammar rule. Each starts with the letter passed to it, is sent
+    # one letter at a time, and returns the first letter that is not part of the rule.
 
     @no_type_check  # generators are not checked
     def _read(self) -> Generator[None, str, None]:
@@ -307,13 +309,13 @@ class CallReader:
         while True:
             try:
                 letter = yield from self._calls(letter)
-                continue  # behind calls there may be more, or words
+                continue  # more calls or plain text may follow
             except _NoCallError:
                 letter = self._held[-1]
-            self._say()
+            self._release()
             while letter != "\n":
                 letter = yield
-                self._say()
+                self._release()
             letter = yield
 
     @no_type_check
@@ -359,7 +361,7 @@ class CallReader:
                     raise _NoCallError
                 if arguments is not None:
                     self._begin(name, "".join(arguments))
-                    self._held.append(letter)  # it is read, and of no argument
+                    self._held.append(letter)  # read already, and not an argument's
             elif key in _ARGUMENTS and arguments is None and letter == "{":
                 if name is not None:
                     self._begin(name)
@@ -380,9 +382,9 @@ class CallReader:
     def _begin(self, name: str, arguments: str = "") -> None:
         self._add(Part(call=self._num_calls, name=name))
         self._num_calls += 1
-        self._argue(arguments)
+        self._add_arguments(arguments)
 
-    def _argue(self, text: str) -> None:
+    def _add_arguments(self, text: str) -> None:
         self._add(Part(text, call=self._num_calls - 1))
         self._held.clear()
 
@@ -390,16 +392,17 @@ class CallReader:
     def _object(
         self, letter: str, is_known: bool
     ) -> Generator[None, str, tuple[list[str], str]]:
-        """Read a JSON object up to its end, letter by letter; its inside is not judged.
+        """Read a JSON object up to its closing brace, without validating it.
 
         Args:
-            is_known: Pass it on as it comes.
+            is_known: The call's function is known, so its letters are passed on as they
+                come.
         """
         read, depth, is_text, is_escaped = [], 0, False, False
         while True:
             read.append(letter)
             if is_known:
-                self._argue(letter)
+                self._add_arguments(letter)
             if is_text:
                 is_text = is_escaped or letter != '"'
                 is_escaped = letter == "\\" and not is_escaped

@@ -1,6 +1,7 @@
-"""Owns `python -m jaxspec.train`: what is trained, and the command line's flags.
+"""Owns `python -m jaxspec.train`: its methods and its flags.
 
-Imports what trains only once the command line is right: jax takes seconds.
+Imports the training modules only after the command line is parsed: importing jax takes
+seconds.
 """
 
 import argparse
@@ -18,12 +19,12 @@ PROG = "python -m jaxspec.train"
 
 
 def make_parser(prog: str = PROG) -> CommandParser:
-    """The parser of the command line; `method` is what is trained."""
+    """Make the command line's parser; its `method` is the kind of proposer."""
     parser = CommandParser(
         prog=prog,
-        description="Train what proposes drafts for a target, on what the target "
-        "itself writes, and measure on other text of its how many would be accepted. "
-        "Ended and started again with the same arguments, it goes on where it was.",
+        description="Train a draft model or head for a target, on text that the target "
+        "generates, and measure the acceptance rate on held-out text. Run again with "
+        "the same arguments to resume an interrupted run.",
     )
     methods = parser.add_subparsers(title="methods", metavar="METHOD", dest="method")
     for name, (help_text, add_own) in METHODS.items():
@@ -40,77 +41,79 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
         "--data",
         required=True,
         metavar="FILE",
-        help=".jsonl or .jsonl.xz with a 'text' or 'prompt' a line; of a text in "
-        "Gemma's turns, what comes before the first answer is the prompt",
+        help=".jsonl or .jsonl.xz with a 'text' or 'prompt' in each line; the prompt "
+        "of a text in Gemma's turns is the part before the first answer",
     )
-    files.add_argument(
-        "--out", required=True, metavar="DIR", help="the folder that is made"
-    )
+    files.add_argument("--out", required=True, metavar="DIR", help="folder to create")
     files.add_argument(
         "--work",
         metavar="DIR",
-        help="where text and state are kept (default: DIR.work beside --out)",
+        help="folder for text and state (default: DIR.work next to --out)",
     )
     text = parser.add_argument_group("text")
     text.add_argument(
         "--text",
         choices=("written", "given"),
         default="written",
-        help="what the target writes to the prompts (default), or the file's own",
+        help="written: the target continues the prompts (default); given: the file's "
+        "own text",
     )
-    _number(text, "--tokens", 300_000, "tokens that the target writes")
-    _number(text, "--length", 256, "tokens of a row: of a prompt and its answer")
-    _number(text, "--max-num-seqs", 16, "sequences that are written at a time")
+    _number(text, "--tokens", 300_000, "tokens that the target generates")
+    _number(text, "--length", 256, "tokens of a row: a prompt and its answer")
+    _number(text, "--max-num-seqs", 16, "sequences generated at a time")
     text.add_argument(
         "--held-out",
         type=float,
         default=0.05,
         metavar="SHARE",
-        help="share of the rows that acceptance is measured on (default: %(default)s)",
+        help="share of the rows held out to measure acceptance (default: %(default)s)",
     )
     text.add_argument(
         "--states",
         choices=("recomputed", "cached"),
         default="recomputed",
-        help="the target's hidden states: for every step (default), or once, on disk",
+        help="the target's hidden states: recomputed in every step (default), or "
+        "cached on disk",
     )
     steps = parser.add_argument_group("steps")
-    _number(steps, "--steps", 1000, "how many")
+    _number(steps, "--steps", 1000, "number of steps")
     _number(steps, "--rows", 8, "rows of text in a step")
     steps.add_argument(
         "--learning-rate",
         type=float,
         default=1e-3,
         metavar="RATE",
-        help="at its peak; %(default)s, the default, suits some million parameters, "
-        "1e-4 a head for the 9B",
+        help="peak learning rate; the default, %(default)s, suits a few million "
+        "parameters, 1e-4 a head for the 9B",
     )
-    _number(steps, "--warmup-steps", 30, "steps in which the rate rises")
+    _number(steps, "--warmup-steps", 30, "steps in which the learning rate rises")
     steps.add_argument("--weight-decay", type=float, default=0.0, metavar="DECAY")
     steps.add_argument(
         "--clip",
         type=float,
         default=1.0,
         metavar="NORM",
-        help="longest gradient (default: %(default)s)",
+        help="clip gradients to this norm (default: %(default)s)",
     )
     steps.add_argument(
         "--loss",
         choices=("lk", "kl", "tv", "nla"),
         default="lk",
-        help="lk (default): KL that gives way to the share of rejected drafts; or one "
-        "of them: kl, tv; nla: minus the log of what is accepted",
+        help="lk (default): KL, shifting to the rejection probability as acceptance "
+        "rises; kl or tv: one of the two alone; nla: minus the log of the acceptance "
+        "probability",
     )
     steps.add_argument(
         "--decay",
         type=float,
         default=0.8,
         metavar="WEIGHT",
-        help="of a place ahead, beside the one before (default: %(default)s)",
+        help="weight of each position's loss relative to the position before it "
+        "(default: %(default)s)",
     )
-    _number(steps, "--eval-every", 100, "steps between measurements")
+    _number(steps, "--eval-every", 100, "steps between evaluations")
     _number(steps, "--save-every", 100, "steps between checkpoints")
-    _number(steps, "--seed", 0, "of what is drawn")
+    _number(steps, "--seed", 0, "seed of all random numbers")
     devices = parser.add_argument_group("devices")
     _number(
         devices,
@@ -119,16 +122,16 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
         "devices that share a copy of the models; the others share the rows of a step",
     )
     devices.add_argument(
-        "--dtype", default="auto", help="of the target: auto, bfloat16 or float32"
+        "--dtype", default="auto", help="type of the target: auto, bfloat16 or float32"
     )
 
 
 def _number(
     group: argparse._ArgumentGroup, flag: str, default: int | None, help_text: str
 ) -> None:
-    told = "" if default is None else " (default: %(default)s)"
+    suffix = "" if default is None else " (default: %(default)s)"
     group.add_argument(
-        flag, type=int, default=default, metavar="N", help=f"{help_text}{told}"
+        flag, type=int, default=default, metavar="N", help=f"{help_text}{suffix}"
     )
 
 
@@ -137,8 +140,13 @@ def _layers(text: str) -> tuple[int, ...]:
 
 
 def _add_eagle(group: argparse._ArgumentGroup) -> None:
-    _number(group, "--passes", 3, "drafts ahead that are trained")
-    _number(group, "--intermediate-size", None, "of the layer (default: the target's)")
+    _number(group, "--passes", 3, "number of consecutive drafts to train")
+    _number(
+        group,
+        "--intermediate-size",
+        None,
+        "intermediate size of the layer (default: the target's)",
+    )
 
 
 def _add_eagle3(group: argparse._ArgumentGroup) -> None:
@@ -147,25 +155,26 @@ def _add_eagle3(group: argparse._ArgumentGroup) -> None:
         "--layers",
         type=_layers,
         metavar="A,B,C",
-        help="after how many of the target's layers its hidden states are taken "
-        "(default: as vLLM, 2, half, all but 3)",
+        help="numbers of target layers after which hidden states are read (default: as "
+        "in vLLM, 2, half of all, all but 3)",
     )
     _number(
         group,
         "--draft-vocab-size",
         None,
-        "tokens that the head can propose, the most frequent (default: 32000, or all)",
+        "number of tokens that the head can propose, the most frequent ones (default: "
+        "32000, or all)",
     )
 
 
 def _add_medusa(group: argparse._ArgumentGroup) -> None:
-    _number(group, "--heads", 3, "places ahead")
+    _number(group, "--heads", 3, "number of heads, one per position ahead")
     _number(group, "--blocks", 1, "residual blocks of a head")
 
 
 def _add_draft(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
-        "--start", metavar="MODEL", help="a model to begin with; its sizes are kept"
+        "--start", metavar="MODEL", help="initial model, which determines the sizes"
     )
     for name in (
         "hidden-size",
@@ -174,16 +183,16 @@ def _add_draft(group: argparse._ArgumentGroup) -> None:
         "num-attention-heads",
         "num-key-value-heads",
     ):
-        _number(group, f"--{name}", None, "of a new model")
+        _number(group, f"--{name}", None, f"{name.replace('-', ' ')} of a new model")
 
 
 def _add_pard(group: argparse._ArgumentGroup) -> None:
-    _number(group, "--passes", 5, "drafts that one pass makes")
+    _number(group, "--passes", 5, "drafts that one pass proposes")
     _number(
         group,
         "--mask-token",
         None,
-        "the token in the places of drafts (default: the target's padding token)",
+        "token in the positions of drafts (default: the target's padding token)",
     )
     _add_draft(group)
 
@@ -198,11 +207,11 @@ METHODS = {
         _add_eagle3,
     ),
     "medusa": (
-        "Medusa heads: a residual network for each place ahead",
+        "Medusa heads: a residual network for each position ahead",
         _add_medusa,
     ),
     "pard": (
-        "a draft model that makes all drafts in one pass, in the places of masks",
+        "a draft model that proposes all drafts in one pass over mask tokens",
         _add_pard,
     ),
     "draft": (
@@ -213,7 +222,7 @@ METHODS = {
 
 
 def main(arguments: Sequence[str] | None = None, prog: str = PROG) -> int:
-    """Run one command line; returns the exit code."""
+    """Run one command line; return the exit code."""
     parser = make_parser(prog)
     options = parser.parse_args(arguments)
     if options.method is None:

@@ -1,9 +1,9 @@
-"""How far a head's opinion is from the target's, at every token.
+"""Losses between the draft's distribution and the target's, at every token.
 
-A draft token stays with probability sum(min(p, q)) of the target's p and the draft's
-q: that is what the LK losses raise. KL is the smooth way there, and teaches also where
-the two have nothing in common yet. References: Leviathan et al. 2023, arXiv:2211.17192
-(acceptance); "LK losses", arXiv:2602.23881.
+A draft token is accepted with probability sum(min(p, q)) of the target's p and the
+draft's q, which the LK losses maximize. KL is smooth, and has a useful gradient where
+the distributions do not overlap yet. References: Leviathan et al. 2023,
+arXiv:2211.17192 (acceptance); "LK losses", arXiv:2602.23881.
 """
 
 from typing import NamedTuple
@@ -13,18 +13,18 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 LOSSES = ("lk", "kl", "tv", "nla")
-# Of the hybrid: how fast KL gives way to 1 - acceptance.
+# Rate at which the hybrid loss moves its weight from KL to 1 - acceptance.
 _ETA = 3.0
 
 
 class Comparison(NamedTuple):
-    """Target and draft at every token.
+    """Comparison of target and draft at every token.
 
     Attributes:
         divergence: KL(target || draft) over the tokens that the draft can propose,
-            times the target's mass on them.
-        acceptance: The chance of a draft to stay.
-        agrees: Whether both find one token the most likely.
+            times the target's probability of them.
+        acceptance: Probability that a draft is accepted.
+        agrees: Whether both have the same most likely token.
     """
 
     divergence: Float[Array, " token"]
@@ -41,9 +41,9 @@ def compare(
     """Compare logits.
 
     Args:
-        target: Of the tokens that the draft can propose.
-        log_sum: Of the exponentials of all of the target's logits.
-        best: The largest of them.
+        target: The target's logits of the tokens that the draft can propose.
+        log_sum: Log of the sum of exponentials of all the target's logits.
+        best: The target's largest logit.
     """
     log_draft = jax.nn.log_softmax(draft, axis=-1)
     log_target = target - log_sum[:, None]
@@ -61,7 +61,7 @@ def compare(
 def mean(
     values: Float[Array, " token"], is_counted: Bool[Array, " token"]
 ) -> Float[Array, ""]:
-    """Of the tokens that count."""
+    """Return the mean over the tokens that count."""
     count = jnp.maximum(is_counted.astype(jnp.float32).sum(), 1.0)
     return jnp.where(is_counted, values, 0.0).sum() / count
 
@@ -69,13 +69,14 @@ def mean(
 def loss_of(
     kind: str, found: Comparison, is_counted: Bool[Array, " token"]
 ) -> Float[Array, ""]:
-    """The loss of one of `LOSSES`, the mean over the tokens that count."""
+    """Return one of `LOSSES`: the mean over the tokens that count."""
     if kind == "kl":
         return mean(found.divergence, is_counted)
     if kind == "tv":
         return mean(1 - found.acceptance, is_counted)
     if kind == "nla":
-        # What was never near has acceptance 0: its logarithm has no gradient to follow.
+        # If the distributions do not overlap, acceptance is 0, and its logarithm has no
+        # usable gradient.
         return mean(-jnp.log(jnp.maximum(found.acceptance, 1e-6)), is_counted)
     assert kind == "lk", kind
     accepted = mean(found.acceptance, is_counted)

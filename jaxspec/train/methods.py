@@ -1,7 +1,7 @@
-"""What is trained: heads, and draft models.
+"""Training methods: heads, and draft models.
 
-A method says which of the target's layers it looks at, how its parameters begin, what
-it makes of rows of text in each of its passes, and how it is written to a folder. Pass
+A method defines which of the target's layers it reads, its initial parameters, its
+output for rows of text in each of its passes, and how it is written to a folder. Pass
 i, at token t, proposes the token at t + `offset` + i + 1.
 """
 
@@ -45,28 +45,29 @@ from jaxspec_checkpoints.gguf.reading import tokenizer_files
 from jaxspec_checkpoints.reading import GGUF
 from jaxspec_checkpoints.writing import write_checkpoint
 
-# Of parameters while they are trained, and in the folder that an engine loads.
+# Types of the parameters: during training, and in the folder that an engine loads.
 FLOAT32, BFLOAT16 = jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16)
 
 
 @runtime_checkable
 class Method(Protocol):
-    """What the trainer asks of whatever it trains."""
+    """The interface of a method to the trainer."""
 
-    # 0 proposes the token after the one it is made at; 1 the one behind that, which is
-    # what a round asks for: the next token is known when it begins.
+    # Pass 0 at token t proposes token t + 1 if this is 0, and token t + 2 if it is 1.
+    # It is 1 for heads: their first draft follows a round's newest token, which the
+    # target has not read yet.
     offset: ClassVar[int]
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """After how many layers the target's residual stream is wanted."""
+        """Numbers of target layers after which the residual stream is read."""
         ...
 
     @property
     def num_passes(self) -> int: ...
 
     def init(self, target: Target, seed: int, token_ids: np.ndarray | None) -> Params:
-        """Float32 parameters to begin with, placed on the target's mesh."""
+        """Make initial float32 parameters, placed on the target's mesh."""
         ...
 
     def hidden(
@@ -76,7 +77,7 @@ class Method(Protocol):
         tokens: Int[Array, "row token"],
         states: States,
     ) -> list[Float[Array, "row_token model"]]:
-        """What each pass makes of all rows, before logits."""
+        """Return the output of each pass for all rows, before logits."""
         ...
 
     def logits(
@@ -86,7 +87,7 @@ class Method(Protocol):
         number: int,
         hidden: Float[Array, "row_token model"],
     ) -> Float[Array, "row_token draft_vocab"]:
-        """Logits of what a pass has made."""
+        """Return logits of a pass's output."""
         ...
 
     def save(self, folder: Path, params: Params, target: Target) -> None:
@@ -96,7 +97,7 @@ class Method(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class _Head:
-    """What heads have in common."""
+    """Base of the methods for heads."""
 
     config: HeadConfig
 
@@ -128,17 +129,17 @@ class _Head:
 
 @dataclass(frozen=True, kw_only=True)
 class _LayerMethod(_Head):
-    """Training-time test: each pass goes on from what the one before it made.
+    """Base of EAGLE methods: each pass reads the output of the pass before it.
 
     Attributes:
-        num_passes: How many drafts ahead are trained.
+        num_passes: Number of consecutive drafts that are trained.
     """
 
     config: LayerConfig
     num_passes: int = 3
 
     def _rows(self, params: Params, states: States) -> Float[Array, "row_token model"]:
-        """What the first pass is given of the target."""
+        """Return the target's hidden states that the first pass takes."""
         raise NotImplementedError
 
     def hidden(
@@ -170,7 +171,7 @@ class _LayerMethod(_Head):
 
 @dataclass(frozen=True, kw_only=True)
 class EagleMethod(_LayerMethod):
-    """What the layer makes is to stand for the target's last hidden states."""
+    """Trains the layer's output to predict the target's logits by its own matrix."""
 
     config: EagleConfig
 
@@ -189,7 +190,7 @@ class EagleMethod(_LayerMethod):
 
 @dataclass(frozen=True, kw_only=True)
 class Eagle3Method(_LayerMethod):
-    """The layer sees three of the target's, and has a matrix of logits of its own."""
+    """Trains a layer over three of the target's hidden states, with its own LM head."""
 
     config: Eagle3Config
 
@@ -199,13 +200,13 @@ class Eagle3Method(_LayerMethod):
         return self.config.target_layers
 
     def init(self, target: Target, seed: int, token_ids: np.ndarray | None) -> Params:
-        """The matrix of logits begins as the target's, with the norm before it."""
+        """Start with a copy of the target's output matrix and of the norm before it."""
         params = super().init(target, seed, token_ids)
         if self.config.hidden_size == target.config.hidden_size:
             table, placed = _values(head_of(target.params)), _values(params["lm_head"])
             if TOKEN_IDS in params:
                 table = table[params[TOKEN_IDS]]
-            # A copy: training writes into the memory of its parameters.
+            # A copy: training updates its parameters in place.
             table = jnp.array(table, jnp.float32, copy=True)
             table = jax.device_put(table, placed.sharding)
             params["lm_head"] = DenseMatrix(table)
@@ -233,7 +234,7 @@ class Eagle3Method(_LayerMethod):
 
 @dataclass(frozen=True, kw_only=True)
 class MedusaMethod(_Head):
-    """All heads look at the same hidden state."""
+    """Trains several heads that all read the same hidden state of the target."""
 
     config: MedusaConfig
 
@@ -265,14 +266,15 @@ class MedusaMethod(_Head):
 class DraftMethod:
     """A small model of the target's family, distilled from it.
 
-    One that is to make several drafts at once (PARD) has as many passes over a text. In
-    the first it is given the text; in the others masks, each in the place of a draft:
-    behind a token t they see what came up to t, and the masks of the passes before.
+    A model that proposes several drafts at once (PARD) is trained in one pass per
+    draft. The first pass reads the text, the others mask tokens in place of drafts: the
+    masks that follow token t attend to the text up to t and to the masks of earlier
+    passes at t.
 
     Attributes:
         hf_config: Content of its config.json.
-        start: Canonical tensors to begin with; None draws random ones.
-        num_passes: Drafts that it makes at once; of more than one, the config has a
+        start: Initial canonical tensors; None draws random ones.
+        num_passes: Drafts that it proposes at once; if more than one, the config has a
             mask token.
 
     References: An et al. 2025, arXiv:2504.18583.
@@ -290,9 +292,9 @@ class DraftMethod:
         return ()
 
     def init(self, target: Target, seed: int, token_ids: np.ndarray | None) -> Params:
-        """Those to begin with; or random matrices, and the target's embedding.
+        """Return the parameters of `start`, or random matrices with an embedding.
 
-        The embedding is projected onto its main directions.
+        The embedding is the target's, projected onto its main directions.
         """
         assert token_ids is None, "a draft model has the target's vocabulary"
         if self.start is not None:
@@ -308,7 +310,8 @@ class DraftMethod:
         random, flat = np.random.default_rng(seed), {}
         for path, spec in functions_of(self.config).param_specs(self.config).items():
             if len(spec.shape) == 1:
-                # Outputs begin small, so that a layer begins near the identity.
+                # The norms after a layer's blocks start small, so that the layer starts
+                # near the identity.
                 is_after = path[-1].startswith("post_")
                 values = np.full(spec.shape, -0.7 if is_after else 0.0)
             elif path == ("embedding",):
@@ -339,8 +342,8 @@ class DraftMethod:
                 assert config.mask_token_id is not None
                 tokens = jnp.full_like(tokens, config.mask_token_id)
             network = build_network(config, params, RowsBackend(number=number))
-            hidden, pages = network.hidden(rows_batch(tokens, number), pages)
-            found.append(hidden.rows)
+            output, pages = network.forward(rows_batch(tokens, number), pages)
+            found.append(output.hidden_states)
         return found
 
     def logits(
@@ -353,7 +356,7 @@ class DraftMethod:
         return build_network(self.config, params, RowsBackend()).logits(hidden)
 
     def save(self, folder: Path, params: Params, target: Target) -> None:
-        """A HuggingFace folder with the target's tokenizer and chat template."""
+        """Write a HuggingFace folder with the target's tokenizer and chat template."""
         specs = functions_of(self.config).param_specs(self.config)
         files = dict(model_files(target.folder))
         files.pop("config.json", None)
@@ -373,12 +376,12 @@ class DraftMethod:
 
 
 def _values(matrix: Any) -> Array:
-    """The numbers of a matrix, whatever other forms it has beside them."""
+    """Return a matrix as one array, whatever its form."""
     return matrix.values
 
 
 def _dense(params: Params) -> Params:
-    """The same tree with every matrix in its plain form, as training wants it."""
+    """Return the tree with every matrix in its plain form, as training needs it."""
     return jax.tree.map(
         lambda node: DenseMatrix(_values(node)) if isinstance(node, Matrix) else node,
         params,
@@ -387,12 +390,12 @@ def _dense(params: Params) -> Params:
 
 
 def main_directions(table: np.ndarray, width: int, *, size: float = 0.02) -> np.ndarray:
-    """An embedding in fewer dimensions, with entries of a size.
+    """Project an embedding to fewer dimensions, with entries of a given size.
 
-    The projection keeps its inner products best, and the output layer is made of those.
+    This projection preserves inner products best; the tied output layer computes them.
     """
     assert width <= table.shape[1]
-    _, directions = np.linalg.eigh(table.T @ table)  # eigenvalues rise
+    _, directions = np.linalg.eigh(table.T @ table)  # ascending eigenvalues
     projected = table @ directions[:, -width:]
     projected *= size / np.std(projected)
     return projected

@@ -1,7 +1,8 @@
-"""What a form of a model does to its texts: likelihoods, held against another form's.
+"""Compare the likelihoods of texts under two quantizations of a model.
 
-Both read pieces of text whole, in the same arithmetic; what differs is how weights, or
-keys and values, are kept. Knows nothing of files that results go into.
+Both models read the same pieces of text with the same arithmetic. They differ in how
+weights, or keys and values, are stored: unquantized or in fewer bits.
+`jaxspec_checkpoints.quality` writes the result files.
 """
 
 import dataclasses
@@ -27,7 +28,7 @@ from jaxspec_checkpoints import open_checkpoint
 from jaxspec_checkpoints.quantization import named_scheme
 from jaxspec_kernels.bits import ScaledPages, from_storage, to_storage
 
-# What keys and values are brought to where they are kept in eight bits.
+# Types that keys and values are rounded to if they are stored in eight bits.
 KV_POOLS: dict[str, Any] = {
     "int8": ScaledPages(jnp.zeros(0, jnp.int8), jnp.zeros(0)),
     "fp8": jnp.zeros(0, jnp.float8_e4m3fn),
@@ -36,10 +37,10 @@ KV_POOLS: dict[str, Any] = {
 
 @dataclass(frozen=True, kw_only=True)
 class RoundedRows(RowsBackend):
-    """Keys and values as pages would hold them: each depends on its token alone.
+    """Rounds keys and values as pages do, each token by itself.
 
     Attributes:
-        kv_kind: A name of `KV_POOLS`; any other one keeps them as they are.
+        kv_kind: A name of `KV_POOLS`; any other name leaves them unrounded.
     """
 
     kv_kind: str
@@ -47,7 +48,7 @@ class RoundedRows(RowsBackend):
     def write(
         self, kv_pages: Any, key: Any, value: Any, slot_mapping: Any, num_q_heads: int
     ) -> Any:
-        """Round them, and put them in their place."""
+        """Round keys and values, then store them."""
         pool = KV_POOLS.get(self.kv_kind)
         if pool is not None:
             key, value = (from_storage(to_storage(one, pool)) for one in (key, value))
@@ -55,10 +56,10 @@ class RoundedRows(RowsBackend):
 
 
 class Reader:
-    """A model in one form, which reads rows of text.
+    """A model with a given quantization, which reads rows of text.
 
     Attributes:
-        config: Of the model, with its form.
+        config: Config of the model, with its quantization.
     """
 
     @own_settings()
@@ -75,14 +76,14 @@ class Reader:
         """Load the model of a folder.
 
         Args:
-            kind: Quantize its matrices; None: as the folder has them.
+            kind: Quantization of its matrices; None keeps them as in the folder.
             has_embedding: Quantize the embedding as well, to int8.
             kv_kind: A name of `KV_POOLS`, or "auto".
-            dtype: What it computes in.
+            dtype: Type of the computations.
 
         Raises:
-            ConfigError: The folder's model is of no known family.
-            CheckpointError: It cannot be read.
+            ConfigError: The family of the folder's model is unknown.
+            CheckpointError: The model cannot be read.
         """
         config = config_from_folder(folder)
         if kind is not None:
@@ -96,34 +97,36 @@ class Reader:
         def log_probs(params: Any, tokens: jax.Array) -> jax.Array:
             network = build_network(config, params, backend)
             empty = no_keys(tokens, config.num_kv_heads, config.head_dim, computed)
-            hidden, _ = network.hidden(rows_batch(tokens), (empty,) * config.num_layers)
-            logits = network.logits(hidden.rows).astype(jnp.float32)
+            output, _ = network.forward(
+                rows_batch(tokens), (empty,) * config.num_layers
+            )
+            logits = network.logits(output.hidden_states).astype(jnp.float32)
             return jax.nn.log_softmax(logits, axis=-1).reshape(*tokens.shape, -1)
 
         self._run = jax.jit(log_probs)
 
     @property
     def num_bytes(self) -> int:
-        """Of all parameters, as they are held."""
+        """Stored bytes of all parameters."""
         return sum(leaf.nbytes for leaf in jax.tree.leaves(self._params))
 
     def log_probs(
         self, tokens: Int[np.ndarray, "row token"]
     ) -> Float[Array, "row token vocab"]:
-        """Of what comes behind each token, all that are before it known."""
+        """Return log-probabilities of the next token at every token."""
         return self._run(self._params, jnp.asarray(tokens))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """A form of a model, held against another on the same tokens.
+    """Results of a model compared with a reference model on the same tokens.
 
     Attributes:
-        num_tokens: That were predicted.
-        perplexity: exp of the form's mean loss.
-        reference_perplexity: The other's.
-        kl_nats_per_token: Mean of KL(other || form).
-        share_of_same_first: Where both find the same token most likely.
+        num_tokens: Number of predicted tokens.
+        perplexity: exp of the model's mean loss.
+        reference_perplexity: exp of the reference's mean loss.
+        kl_nats_per_token: Mean of KL(reference || model).
+        share_of_same_first: Share of tokens where both agree on the most likely token.
     """
 
     num_tokens: int
@@ -140,17 +143,17 @@ def compare(
     pieces: Int[np.ndarray, "piece token"],
     *,
     num_rows: int,
-    told: str,
+    title: str,
 ) -> Comparison:
-    """Have both read all pieces.
+    """Compare a model with a reference model on the same text.
 
     Args:
-        num_rows: Pieces that are read together; they divide the number of pieces.
-        told: What the bar of progress says.
+        num_rows: Pieces that are read together; divides the number of pieces.
+        title: Title of the progress bar.
     """
     assert len(pieces) % num_rows == 0
     sums = np.zeros(4)
-    for start in tqdm(range(0, len(pieces), num_rows), desc=told):
+    for start in tqdm(range(0, len(pieces), num_rows), desc=title):
         tokens = pieces[start : start + num_rows]
         each = _compared(
             reference.log_probs(tokens), reader.log_probs(tokens), jnp.asarray(tokens)
@@ -173,7 +176,7 @@ def _compared(
     own: Float[Array, "row token vocab"],
     tokens: Int[Array, "row token"],
 ) -> Float[Array, "number row token-1"]:
-    """By token: the loss of either, KL(theirs || own), and whether firsts agree."""
+    """Return both losses, KL(theirs || own) and argmax agreement, per token."""
     theirs, own = theirs[:, :-1], own[:, :-1]
     losses = [
         -jnp.take_along_axis(one, tokens[:, 1:, None], axis=2)[..., 0]
@@ -191,9 +194,9 @@ def cut(
     length: int,
     num_rows: int,
 ) -> Int[np.ndarray, "piece token"]:
-    """Whole pieces of `length` tokens, as many as `num_rows` divides; none is too few.
+    """Cut texts into pieces of `length` tokens; drop the rest of each text.
 
-    What is left at the end of a text is left out.
+    The number of pieces is a multiple of `num_rows`, 0 if there are too few.
     """
     pieces = []
     for text in texts:
@@ -205,6 +208,6 @@ def cut(
 
 
 def chosen(texts: Iterable[str], count: int) -> list[str]:
-    """About `count` of the texts, evenly chosen."""
+    """Return about `count` of the texts, evenly chosen."""
     every = list(texts)
     return every[:: max(len(every) // count, 1)]

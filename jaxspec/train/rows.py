@@ -14,30 +14,31 @@ from jaxspec.models.backend import Backend
 from jaxspec.models.batch import Region, TokenBatch
 from jaxspec_kernels.bits import KvPages, ScaledPages
 
-# Queries whose scores are there at once: those of all would be the largest array.
+# Number of queries whose attention scores are computed at a time. The scores of all
+# queries would be the largest array in memory.
 BLOCK = 128
 _MASKED = -1e30
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowsBackend(Backend):
-    """Attention over rows; what a network calls pages are the rows' keys and values.
+    """Attention over rows; the network's pages are the rows' keys and values.
 
     They are [pass * row, token, ...]: each pass over the same rows has its own (see
-    `no_keys`). In the first, token t of a row sees tokens up to t. In the passes after
-    it, t stands for a place further on, at the end of a chain of guesses that begins
-    behind token t: it sees the first pass's keys up to t, and of each later pass the
-    key at t alone (training-time test: Li et al. 2025, arXiv:2503.01840).
+    `no_keys`). In pass 0, token t of a row attends to tokens up to t. In pass n, t
+    stands for position t + n, the end of a chain of n drafts after token t: it attends
+    to the keys of pass 0 up to t, and to the key at t of each pass from 1 to n
+    (training-time test: Li et al. 2025, arXiv:2503.01840).
 
     Attributes:
-        number: Of the pass.
+        number: Number of the pass, from 0.
     """
 
     number: int = 0
 
     @property
     def has_blocks(self) -> bool:
-        """No: they would write to pages, and have no gradients."""
+        """False: operations for half a layer write to pages and have no gradients."""
         return False
 
     def write(
@@ -48,9 +49,9 @@ class RowsBackend(Backend):
         slot_mapping: Int[Array, " row_token"],
         num_q_heads: int,
     ) -> KvPages:
-        """Put a pass's keys (even) and values (odd) in their place."""
+        """Store a pass's keys (even) and values (odd)."""
         del slot_mapping, num_q_heads
-        assert not isinstance(kv_pages, ScaledPages)  # rows are kept as they are
+        assert not isinstance(kv_pages, ScaledPages)  # rows are not quantized
         both = jnp.stack([key, value], axis=2).astype(kv_pages.dtype)
         both = both.reshape(-1, *kv_pages.shape[1:])
         start = self.number * both.shape[0]
@@ -66,7 +67,7 @@ class RowsBackend(Backend):
         soft_cap: float | None,
         window: int | None,
     ) -> Float[Array, "row token q_head head_dim"]:
-        """See the class."""
+        """Attend to the rows' keys, as described at the class."""
         del region
         assert not isinstance(kv_pages, ScaledPages)
         rows, length, q_heads, head_dim = query.shape
@@ -77,7 +78,7 @@ class RowsBackend(Backend):
         first, *later = [(one[..., 0, :], one[..., 1, :]) for one in seen]
         grouped = query.astype(jnp.float32) * scale
         grouped = grouped.reshape(rows, length, kv_heads, -1, head_dim)
-        # Positions of a later pass are as much further on as its number.
+        # Token t of pass n is at position t + n.
         window = length + self.number if window is None else window
 
         def cap(scores: Array) -> Array:
@@ -85,7 +86,7 @@ class RowsBackend(Backend):
                 scores if soft_cap is None else jnp.tanh(scores / soft_cap) * soft_cap
             )
 
-        @jax.checkpoint  # of a block, the scores are made again for the gradient
+        @jax.checkpoint  # the gradient recomputes the scores of a block
         def attend_block(here: Array, first: tuple, later: list, seen: Array) -> Array:
             # r row  t query  s key  k kv head  g group  d head_dim
             scores = cap(jnp.einsum("rtkgd,rskd->rkgts", here, first[0]))
@@ -117,10 +118,10 @@ class RowsBackend(Backend):
 
 
 def rows_batch(tokens: Int[Array, "row token"], shift: int = 0) -> TokenBatch:
-    """Rows as a network takes them.
+    """Make a network's batch of rows.
 
     Args:
-        shift: Added to positions: the number of a pass.
+        shift: Added to positions: the number of the pass.
     """
     rows, length = tokens.shape
     region = Region(
@@ -143,7 +144,7 @@ def no_keys(
     dtype: jnp.dtype,
     num_passes: int = 1,
 ) -> Num[Array, "pass_row token two_kv_head head_dim"]:
-    """What a layer's pages are before the first pass over rows."""
+    """Return a layer's pages before the first pass over rows: zeros."""
     rows, length = tokens.shape
     return jnp.zeros((num_passes * rows, length, 2 * num_kv_heads, head_dim), dtype)
 
@@ -151,6 +152,6 @@ def no_keys(
 def shifted(
     rows: Num[Array, "row token *rest"], count: int
 ) -> Num[Array, "row token *rest"]:
-    """At every token what stands `count` further on; zeros at the end."""
+    """Shift rows left: entry t becomes entry t + `count`; zeros at the end."""
     pads = [(0, 0), (0, count)] + [(0, 0)] * (rows.ndim - 2)
     return jnp.pad(rows, pads)[:, count:]

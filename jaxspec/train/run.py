@@ -1,7 +1,7 @@
-"""A whole training: text, states, the loop, and the folder that an engine loads.
+"""A whole training run: text, states, the loop, and the folder that an engine loads.
 
-What it has done lies in a folder of its own, so that the same command goes on where it
-was ended: the text, the target's states if they are cached, the trainer's state.
+A work folder holds the text, the target's states if they are cached, and the trainer's
+state, so that the same command resumes an interrupted run.
 """
 
 import argparse
@@ -53,19 +53,19 @@ from jaxspec_checkpoints.layout import TIE
 
 _log = logging.getLogger(__name__)
 
-# What may differ between a run and the one that goes on with it.
+# Options that may differ between a run and the run that resumes it.
 _FREE = {"out", "work", "eval_every", "save_every", "method_name", "run"}
 SETTINGS = "settings.json"
-# Of the target's vocabulary, tokens that a head proposes unless told otherwise.
+# Default number of the target's tokens that a head can propose.
 DRAFT_VOCAB = 32_000
 
 
 @own_settings()
 def run(options: argparse.Namespace) -> Trainer:
-    """Do what a command line says; returns the trainer, at its last step.
+    """Train as the options say; return the trainer, at its last step.
 
     Raises:
-        ConfigError: An option cannot work; nothing has been computed then.
+        ConfigError: An option is invalid; nothing has been computed then.
     """
     out = Path(options.out)
     if out.exists():
@@ -119,7 +119,7 @@ def run(options: argparse.Namespace) -> Trainer:
 
 
 def make_method(options: argparse.Namespace, config: Any, folder: Path) -> Method:
-    """What is trained, in the sizes that the options and the target say."""
+    """Make the method that the options name, with their sizes and the target's."""
     make = {
         "eagle": _eagle,
         "eagle3": _eagle3,
@@ -144,7 +144,7 @@ def _common(config: Any, draft_vocab_size: int | None) -> dict[str, Any]:
 
 
 def _layer(options: argparse.Namespace, config: Any) -> dict[str, Any]:
-    """A decoder layer with the sizes of the target's."""
+    """Return sizes of a head's decoder layer, from the options and the target."""
     return dict(
         hidden_size=config.hidden_size,
         intermediate_size=options.intermediate_size or config.intermediate_size,
@@ -187,7 +187,7 @@ def _medusa(options: argparse.Namespace, config: Any) -> MedusaMethod:
     )
 
 
-# Sizes of a new draft model, by the names of a config.json.
+# Sizes of a new draft model, by their names in a config.json.
 _DRAFT_SIZES = (
     "hidden_size",
     "intermediate_size",
@@ -203,7 +203,7 @@ def _draft(options: argparse.Namespace, config: Any, folder: Path) -> DraftMetho
         wrong = [name for name, size in sizes.items() if size is not None]
         if wrong:
             raise ConfigError(
-                f"{wrong[0]} and start are given: the model in start has its sizes.",
+                f"{wrong[0]} and start are given: start determines the sizes.",
                 parameter=wrong[0],
                 value=sizes[wrong[0]],
             )
@@ -213,7 +213,7 @@ def _draft(options: argparse.Namespace, config: Any, folder: Path) -> DraftMetho
         if found.vocab_size != config.vocab_size:
             raise ConfigError(
                 f"start has vocab_size={found.vocab_size}, and the target has "
-                f"{config.vocab_size}: a draft proposes the target's tokens.",
+                f"{config.vocab_size}: a draft model needs the target's vocabulary.",
                 parameter="start",
                 value=options.start,
             )
@@ -223,7 +223,7 @@ def _draft(options: argparse.Namespace, config: Any, folder: Path) -> DraftMetho
     missing = [name for name, size in sizes.items() if size is None]
     if missing:
         raise ConfigError(
-            f"A draft needs start, a model to begin with, or its sizes: {missing[0]} "
+            f"A draft model needs start, an initial model, or its sizes: {missing[0]} "
             "is not given.",
             parameter=missing[0],
         )
@@ -232,13 +232,14 @@ def _draft(options: argparse.Namespace, config: Any, folder: Path) -> DraftMetho
     )
     content: Mapping[str, Any] = read_config(folder)[0]
     new = {key: value for key, value in content.items() if key != "layer_types"}
-    # Its embedding is made of the target's, and is its head too.
+    # The new draft's embedding is a projection of the target's, and is also its LM
+    # head.
     new |= sizes | {TIE: True}
     return DraftMethod(config=config_from_hf(new), hf_config=new)
 
 
 def _pard(options: argparse.Namespace, config: Any, folder: Path) -> DraftMethod:
-    """A draft model with a mask token, by default one that no text has."""
+    """Make a draft model with a mask token, by default one that occurs in no text."""
     draft = _draft(options, config, folder)
     mask = options.mask_token
     if mask is None:
@@ -254,10 +255,10 @@ def _pard(options: argparse.Namespace, config: Any, folder: Path) -> DraftMethod
 
 
 def load_target(options: argparse.Namespace, folder: Path, config: Any) -> Target:
-    """Read the target's weights onto all devices, `tensor_parallel_size` to a copy.
+    """Load the target onto all devices, a copy per `tensor_parallel_size` devices.
 
     Raises:
-        ConfigError: The devices do not divide by that.
+        ConfigError: The number of devices is not a multiple of it.
     """
     mesh, dtype = _mesh_and_dtype(options)
     params = load_params(
@@ -279,10 +280,10 @@ def load_target(options: argparse.Namespace, folder: Path, config: Any) -> Targe
 
 
 def _mesh_and_dtype(options: argparse.Namespace) -> tuple[Mesh, Any]:
-    """Place and type of the target.
+    """Return the mesh and type of the target.
 
     Raises:
-        ConfigError: The devices do not divide, or have no such type.
+        ConfigError: The devices cannot be divided so, or do not support the type.
     """
     parts, devices = options.tensor_parallel_size, find_devices()
     if len(devices) % parts:
@@ -293,7 +294,7 @@ def _mesh_and_dtype(options: argparse.Namespace) -> tuple[Mesh, Any]:
 
 
 def _text(options: argparse.Namespace, folder: Path, work: Path) -> Text:
-    """The text of an earlier run, or new; the settings are kept beside it."""
+    """Load the text of an earlier run, or make it; save the settings with it."""
     path = work / "text.npz"
     if path.exists():
         return Text.load(path)
@@ -319,7 +320,8 @@ def _text(options: argparse.Namespace, folder: Path, work: Path) -> Text:
                 num_tokens=options.tokens,
                 seed=options.seed,
             )
-    # Not before: a run that failed holds nothing that other settings would not fit.
+    # Settings are saved only now, so that a run that failed before can be repeated with
+    # other settings.
     work.mkdir(parents=True, exist_ok=True)
     settings = json.dumps(_settings(options), indent=2)
     (work / SETTINGS).write_text(f"{settings}\n", encoding="utf-8")
@@ -343,7 +345,7 @@ def _states(
 
 
 def _settings(options: argparse.Namespace) -> dict[str, Any]:
-    """Options that a resumed run must match, as JSON has them."""
+    """Return options that a resumed run must match, as JSON stores them."""
     given = {name: value for name, value in vars(options).items() if name not in _FREE}
     return json.loads(json.dumps(given))
 
@@ -352,7 +354,7 @@ def _check_same(work: Path, options: argparse.Namespace) -> None:
     """Check that a resumed run has the settings of the run before.
 
     Raises:
-        ConfigError: One of them differs.
+        ConfigError: A setting differs.
     """
     given, path = _settings(options), work / SETTINGS
     if not path.exists():
@@ -361,8 +363,8 @@ def _check_same(work: Path, options: argparse.Namespace) -> None:
     for name in sorted(given.keys() | before.keys()):
         if given.get(name) != before.get(name):
             raise ConfigError(
-                f"{work} holds a run with {name}={before.get(name)!r}, and now it is "
-                f"{given.get(name)!r}: give what was given, or another work folder.",
+                f"{work} holds a run with {name}={before.get(name)!r}, got "
+                f"{given.get(name)!r}: give the same value, or another work folder.",
                 parameter=name,
                 value=given.get(name),
             )

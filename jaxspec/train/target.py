@@ -1,8 +1,8 @@
-"""The target as the trainer sees it: what its layers make of rows of text.
+"""The target's hidden states for rows of text, which training needs.
 
 Recomputed for every batch, or cached in files: a head is then trained without running
-the target, for 2 bytes a number (three layers and the last: 3 KB a token at hidden size
-384).
+the target, at 2 bytes per number (three layers and the last: 3 KB per token at hidden
+size 384).
 """
 
 from collections.abc import Sequence
@@ -26,17 +26,17 @@ from jaxspec.models.trimmed import EMBEDDING, HEAD
 from jaxspec.sharding import TARGET_MESH_AXES, kv_copies, num_parts
 from jaxspec.train.rows import RowsBackend, no_keys, rows_batch
 
-# Tokens of every row whose logits are there at once.
+# Number of tokens per row whose logits are computed at a time.
 _CHUNK = 64
 
 
 class States(NamedTuple):
-    """What the target made of rows.
+    """The target's hidden states and logit statistics for rows.
 
     Attributes:
         streams: The residual stream after the chosen layers.
-        rows: The last one, normalised.
-        log_sum, best: Of the logits: log of the sum of exponentials, and the largest.
+        rows: The last hidden states, after the final norm.
+        log_sum, best: Log of the logits' sum of exponentials, and the largest logit.
     """
 
     streams: Float[Array, "row token layer model"]
@@ -51,7 +51,7 @@ def logits_of(
     rows: Float[Array, "row model"],
     token_ids: Int[Array, " draft_vocab"] | None,
 ) -> Float[Array, "row draft_vocab"]:
-    """The target's logits of normalised rows; of some tokens, or (None) of all."""
+    """Return the target's logits of normalised rows, for `token_ids` or all tokens."""
     if token_ids is not None:
         head = DenseMatrix(head.values[token_ids])  # pyright: ignore[reportAttributeAccessIssue]
     return functions_of(config).logits(config, {EMBEDDING: head, HEAD: head}, rows)
@@ -62,9 +62,9 @@ class Target:
     """A loaded target.
 
     Attributes:
-        name: As the user gave it.
+        name: Name of the target, as the user gave it.
         folder: Where its files are.
-        dtype: The type of its weights.
+        dtype: Type of its weights.
     """
 
     name: str
@@ -76,7 +76,7 @@ class Target:
 
     @property
     def num_kv_heads(self) -> int:
-        """As they are laid out: over many devices there are copies."""
+        """Number of stored KV heads, including copies for several devices."""
         config, parts = self.config, num_parts(self.mesh, TARGET_MESH_AXES)
         count = config.num_kv_heads
         return count * kv_copies(config.num_q_heads, count, parts)
@@ -87,16 +87,16 @@ class Target:
 
     @property
     def shared(self) -> Params:
-        """What drafts may share: the embedding, and the head where there is one."""
+        """Parameters that drafts may share: the embedding, and the head if untied."""
         names = EMBEDDING, HEAD
         return {name: self.params[name] for name in names if name in self.params}
 
     def by_row(self) -> NamedSharding:
-        """Placement of arrays of rows: each device of the data axis has some."""
+        """Return the placement of arrays of rows, split along the data axis."""
         return NamedSharding(self.mesh, PartitionSpec("data"))
 
     def reader(self, layers: Sequence[int]) -> Any:
-        """A compiled `tokens [row, token] -> States`."""
+        """Return a compiled function `tokens [row, token] -> States`."""
         run = jax.jit(
             lambda params, tokens: target_states(self, params, tokens, layers),
             out_shardings=self.by_row(),
@@ -114,14 +114,14 @@ def target_states(
 
     Args:
         params: The target's; an argument, so that a program does not contain them.
-        layers: After how many layers the residual stream is wanted.
+        layers: Numbers of layers after which the residual stream is returned.
     """
     config, (rows, length) = target.config, tokens.shape
     network = build_network(config, params, RowsBackend())
     empty = no_keys(tokens, target.num_kv_heads, config.head_dim, target.dtype)
-    hidden, _ = network.hidden(rows_batch(tokens), (empty,) * config.num_layers)
-    last = hidden.rows.reshape(rows, length, -1)
-    chosen = [hidden.streams[layer].reshape(rows, length, -1) for layer in layers]
+    output, _ = network.forward(rows_batch(tokens), (empty,) * config.num_layers)
+    last = output.hidden_states.reshape(rows, length, -1)
+    chosen = [output.streams[layer].reshape(rows, length, -1) for layer in layers]
     width = last.shape[-1]
     streams = (
         jnp.stack(chosen, axis=2) if chosen else jnp.zeros((*last.shape[:2], 0, width))
@@ -140,9 +140,9 @@ def target_states(
 
 
 class StateFiles:
-    """States of all rows of a text on disk, in bfloat16; whole, or made anew.
+    """States of all rows of a text on disk, in bfloat16.
 
-    Rows of a text are found by their number.
+    Indexed by the row's number. Incomplete files of an earlier run are made again.
     """
 
     def __init__(self, folder: Path, target: Target, layers: Sequence[int]):
@@ -150,7 +150,7 @@ class StateFiles:
         self._files: list[np.ndarray] = []
 
     def fill(self, tokens: np.ndarray, batch_rows: int) -> None:
-        """Have the states of every row; those of an earlier run are taken again."""
+        """Compute the states of every row, unless an earlier run has stored them."""
         done = self._folder / "done"
         if not done.exists():
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -186,7 +186,8 @@ class StateFiles:
         with bar:
             for start in range(0, count, batch_rows):
                 some = tokens[start : start + batch_rows]
-                # One program for all: the last batch is filled up with its first row.
+                # The last batch is padded with its first row, so that all batches use
+                # one program.
                 missing = batch_rows - len(some)
                 whole = np.concatenate([some, np.repeat(some[:1], missing, axis=0)])
                 for file, values in zip(files, read(whole), strict=True):
@@ -199,8 +200,8 @@ class StateFiles:
             file.flush()  # pyright: ignore[reportAttributeAccessIssue]
 
     def read(self, numbers: np.ndarray) -> States:
-        """The states of some rows."""
-        order = np.argsort(numbers)  # a map is read forwards
+        """Return the states of some rows."""
+        order = np.argsort(numbers)  # read the memory map forwards
         back = np.argsort(order)
         found = [file[numbers[order]][back] for file in self._files]
         narrow = [

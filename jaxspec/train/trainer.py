@@ -1,7 +1,7 @@
-"""The loop: batches, gradients, figures on held-out text, and its state on disk.
+"""The training loop: batches, gradients, evaluation, and its state on disk.
 
-Knows nothing of what is trained. Which rows a step sees follows from its number alone,
-so a run that was ended and goes on comes to the same parameters as one that was not.
+Independent of the method. The rows of a step depend only on its number, so a resumed
+run ends with the same parameters as an uninterrupted one.
 """
 
 import json
@@ -38,20 +38,21 @@ from jaxspec.train.rows import shifted
 from jaxspec.train.target import States, Target, logits_of
 from jaxspec.train.text import Text
 
-# What gives the states of rows: of their numbers in the text, and their tokens.
+# (numbers of rows in the text, their tokens) -> their states
 ReadStates = Callable[[np.ndarray, np.ndarray], States]
 
 
 @no_type_check
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """How long and how fast.
+    """Steps, learning rate and loss of a run.
 
     Attributes:
         rows: Rows of text in a step.
-        decay: Weight of a pass's loss, relative to the one before it.
-        warmup_steps: The rate rises in these and falls, by half a cosine, in the rest.
-        eval_every, save_every: Steps.
+        decay: Weight of a pass's loss, relative to the pass before it.
+        warmup_steps: Steps in which the learning rate rises; in the others it falls, by
+            half a cosine.
+        eval_every, save_every: Steps between evaluations, and between checkpoints.
     """
 
     steps: int = 1000
@@ -79,7 +80,7 @@ class Schedule:
         check_choice(ConfigError, "loss", self.loss, LOSSES)
 
     def optimizer(self) -> optax.GradientTransformation:
-        """Adam with decoupled decay, gradients clipped by their norm."""
+        """Return Adam with decoupled weight decay and clipping by global norm."""
         warmup_steps = min(self.warmup_steps, self.steps - 1)
         rate = optax.warmup_cosine_decay_schedule(
             init_value=self.learning_rate / (warmup_steps + 1),
@@ -108,15 +109,15 @@ def compare_passes(
     batch: Rows,
     states: States,
 ) -> list[tuple[Comparison, Any]]:
-    """Of every pass, target and draft at all tokens, and which of those count.
+    """Compare target and draft in each pass; also return which tokens count.
 
-    A token counts if the one that is proposed there has been written by the target.
+    A position counts if the target wrote the token that is proposed there.
     """
     length = batch.tokens.shape[1]
     place = jnp.arange(length, dtype=jnp.int32)[None]
     width = states.rows.shape[-1]
 
-    @partial(jax.checkpoint, static_argnums=(0,))  # logits are made twice, not kept
+    @partial(jax.checkpoint, static_argnums=(0,))  # logits are recomputed
     def compare_one(number: int, params: Params, hidden: Array, rows: Array):
         ahead = method.offset + number
         wanted = shifted(rows, ahead).reshape(-1, width).astype(jnp.float32)
@@ -145,16 +146,15 @@ def compare_passes(
 def programs_of(
     method: Method, target_config: Any, token_ids: Any, schedule: Schedule
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """What a step does, and what an evaluation does, of a batch of rows.
+    """Return the functions of a training step and of an evaluation, for one batch.
 
-    Both take the target's embedding and head (`Target.shared`), rows and the target's
-    states behind what they change or judge: `update(state, shared, rows, states) ->
-    state, loss`, and `judge(params, shared, rows, states)` -> of every pass, the share
-    of drafts that stay at temperature 1, of those that are the target's first choice,
-    and how many.
+    `update(state, shared, rows, states) -> state, loss`.
+    `evaluate(params, shared, rows, states)` -> for each pass, the share of drafts
+    accepted at temperature 1, the share equal to the target's argmax, and the number of
+    tokens that count. `shared` is `Target.shared`.
 
     Args:
-        token_ids: Of a trimmed vocabulary, or None.
+        token_ids: The tokens of a trimmed vocabulary, or None.
     """
 
     def passes(params: Params, shared: Params, batch: Rows, states: States):
@@ -174,7 +174,7 @@ def programs_of(
         value, gradient = jax.value_and_grad(loss)(state.params, *given)
         return state.apply_gradients(grads=gradient), value
 
-    def judge(params: Params, *given: Any) -> tuple[Array, Array, Array]:
+    def evaluate(params: Params, *given: Any) -> tuple[Array, Array, Array]:
         found = passes(params, *given)
         return (
             jnp.stack([mean(one.acceptance, counted) for one, counted in found]),
@@ -182,7 +182,7 @@ def programs_of(
             jnp.stack([counted.sum() for _, counted in found]),
         )
 
-    return update, judge
+    return update, evaluate
 
 
 class Trainer:
@@ -190,7 +190,7 @@ class Trainer:
 
     Attributes:
         state: Parameters, the optimizer's moments, and the number of steps done.
-        log: What was found at each evaluation.
+        log: Results of each evaluation.
     """
 
     def __init__(
@@ -205,13 +205,13 @@ class Trainer:
         token_ids: np.ndarray | None = None,
         work: Path | None = None,
     ):
-        """Begin, or go on with what `work` has.
+        """Start, or resume from the state in `work`.
 
         Args:
-            held_out: Text that is never trained on.
-            read_states: For either text.
-            token_ids: Of a trimmed vocabulary.
-            work: Folder for the state; None keeps none.
+            held_out: Text for evaluation, not used in training.
+            read_states: Readers for `text` and `held_out`.
+            token_ids: The tokens of a trimmed vocabulary.
+            work: Folder for the state; None saves none.
         """
         self._check_rows(schedule, target, text, held_out)
         self.schedule, self.log = schedule, []
@@ -243,14 +243,14 @@ class Trainer:
             if len(some) < schedule.rows:
                 raise ConfigError(
                     f"The {name} has {len(some)} rows, and a step takes rows="
-                    f"{schedule.rows}: give more data, or make the steps smaller.",
+                    f"{schedule.rows}: give more data, or lower rows.",
                     parameter="rows",
                     value=schedule.rows,
                 )
 
     @property
     def params(self) -> Params:
-        """Everything that is written of the method."""
+        """All parameters to write, with the ids of a trimmed vocabulary."""
         params = dict(self.state.params)
         if self._token_ids is not None:
             params[TOKEN_IDS] = self._token_ids
@@ -258,16 +258,16 @@ class Trainer:
 
     @property
     def step(self) -> int:
-        """Steps that are done."""
+        """Number of steps done."""
         return int(self.state.step)
 
     def _compile(self) -> None:
-        update, judge = programs_of(
+        update, evaluate = programs_of(
             self._method, self._target.config, self._token_ids, self.schedule
         )
         placed = jax.tree.map(lambda leaf: leaf.sharding, self.state)
         self._update = jax.jit(update, donate_argnums=0, out_shardings=(placed, None))
-        self._judge = jax.jit(judge)
+        self._evaluate_batch = jax.jit(evaluate)
 
     def run(self, progress: bool = True) -> None:
         """Train up to the last step of the schedule."""
@@ -319,7 +319,7 @@ class Trainer:
         return batch, read(numbers, some.tokens)
 
     def _rows_of(self, step: int) -> np.ndarray:
-        """The rows of a step: every row once before any comes again."""
+        """Return the numbers of a step's rows; an epoch has every row once."""
         count, rows = len(self._text), self.schedule.rows
         numbers = np.arange(step * rows, (step + 1) * rows)
         return np.array([self._order(int(at) // count)[at % count] for at in numbers])
@@ -331,17 +331,18 @@ class Trainer:
         return self._orders[epoch]
 
     def acceptance(self) -> dict[str, list[float]]:
-        """What the held-out text says of each pass, given that those before it stay.
+        """Measure each pass's acceptance on held-out text, after accepted drafts.
 
-        `sampled` is the mean chance of a draft to stay at temperature 1, `greedy` how
-        often it is the target's most likely token.
+        `sampled` is the mean probability that a draft is accepted at temperature 1,
+        `greedy` the share of drafts that are the target's most likely token.
         """
         rows, sums, count = self.schedule.rows, [0.0, 0.0], 0.0
-        # A rest of rows that does not fill a batch would compile a program of its own.
+        # The last rows are dropped if they do not fill a batch, as a smaller batch
+        # would need another program.
         for start in range(0, len(self._held_out) - rows + 1, rows):
             numbers = np.arange(start, start + rows)
             batch, states = self._given(self._held_out, self._read[1], numbers)
-            *means, counts = self._judge(
+            *means, counts = self._evaluate_batch(
                 self.state.params, self._target.shared, batch, states
             )
             counts = np.asarray(counts, np.float64)
@@ -405,7 +406,7 @@ class Trainer:
 
 
 def _placed(state: TrainState, mesh: Mesh) -> TrainState:
-    """The state with all of it on the mesh: what is not split is on every device."""
+    """Place all of the state on the mesh; unsplit arrays are replicated."""
 
     def place(leaf: Any) -> Array:
         leaf = jnp.asarray(leaf)

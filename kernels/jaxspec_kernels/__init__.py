@@ -1,12 +1,12 @@
 """Operations over paged KV memory, usable by any JAX engine.
 
 Reading order: `paged_attention`, `write_kv_pages`, `rejection_sampling`,
-`panel_matmul` (what CPUs multiply with), `decoder_blocks` (the halves of a layer, for
-CPUs too), `native` (the C++ of these), then `dispatch` (which implementation runs
-where) and `tuning` (measured tile sizes). Each operation is a folder: the public
-function and its contract in `__init__`, the specification in plain jnp in `reference`,
-and in `cases` the named shapes that tests and benchmarks share, where they do.
-`benchmarks/kernels` of the checkout measures and tunes.
+`panel_matmul` (matrix products on CPUs), `decoder_blocks` (halves of a layer, on CPUs),
+`native` (their C++), then `dispatch` (which implementation runs where) and `tuning`
+(measured tile sizes). Each operation is a folder: the public function and its contract
+in `__init__`, the specification in plain jnp in `reference`, and in `cases` the named
+shapes that tests and benchmarks share, if any. `benchmarks/kernels` of the repository
+measures and tunes.
 """
 
 from jaxspec_kernels.bits import storage_dtype

@@ -1,26 +1,26 @@
-"""What pages of keys and values hold: floats, their bits, or eight bits of each.
+"""Element types of pages: floats, bits of floats, or 8-bit values.
 
 XLA:CPU has no gather or scatter of bf16 or fp8: it converts the whole operand to a
 wider type and back, every page of the pool on every call, and a bitcast of the pool is
-a copy too. A pool of uint16 or uint8 is read and written in place; only the rows that
-are touched are bitcast.
+a copy too. A pool of uint16 or uint8 is read and written in place; only the accessed
+rows are bitcast.
 
-Quantized, a key or a value depends on its own token and head alone: on no other token
-of its page, which a scale for the page would have it do. So what is kept of a token is
-the same whether it was fed by itself, among drafts or with a prompt.
+A quantized key or value depends on its own token and head only. (With one scale per
+page it would depend on the page's other tokens.) So the stored values of a token are
+the same whether it was written alone, among drafts or with a prompt.
 
 - fp8 is e4m3 without a scale, as vLLM's default is: each number has an exponent of its
-  own, and a scale would help only those beyond 448, which become 448, or below 2^-6,
-  which are kept to 2^-10.
+  own. A scale would help only numbers beyond 448, which become 448, and numbers below
+  2^-6, which are rounded to within 2^-10.
 - int8 has a scale for each token and head, of its keys and of its values: the largest
-  magnitude becomes 127. With 256 numbers a head these are 1.6 % more bytes.
+  magnitude becomes 127. With 256 numbers per head, scales add 1.6 % to the bytes.
 
-On a TPU scales have a form of their own. The attention kernel copies page by page, so
-the scales of a page must be contiguous there. Of `[page, page_size, two_kv_head]` XLA
-would keep the pages in the lanes, and copy all scales in every layer for the kernel.
-Of `[page, 1, lane]` it keeps pages one after the other, in whole rows of 128 lanes.
-Kernels alone read and write them: a scatter of XLA would bring them all to on-chip
-memory and back where they fit, and for each number read and write 4 KiB where not.
+On TPU scales have a layout of their own. The attention kernel copies page by page, so
+the scales of a page must be contiguous. XLA would store `[page, page_size,
+two_kv_head]` with the pages in the lanes, and copy all scales in every layer for the
+kernel. It stores `[page, 1, lane]` page by page, in whole rows of 128 lanes. Only
+kernels read and write it: for a scatter, XLA would copy all scales to on-chip memory
+and back if they fit, and else read and write 4 KiB per number.
 """
 
 from dataclasses import dataclass, field
@@ -34,7 +34,7 @@ from jaxtyping import Array, Float, Int, Int8, Num
 FP8 = jnp.dtype(jnp.float8_e4m3fn)
 MAX_FP8, MAX_INT8 = 448.0, 127.0
 
-# Types of pools that hold bits, and what these are the bits of.
+# Integer types of pools that store raw bits, and the float types of these bits.
 _BITS = {jnp.dtype(jnp.uint16): jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.uint8): FP8}
 _FLOATS = (jnp.bfloat16, jnp.float16, jnp.float32, FP8)
 LANES = 128  # of a TPU's registers, and numbers in a row of a tile
@@ -47,11 +47,11 @@ class ScaledPages:
     """Pages of int8: a number is its value times the scale of its token and head.
 
     Attributes:
-        scales: float32 [page, page_size, two_kv_head]; in lanes [page, 1, lane]: that
-            of a slot in lane `head * page_size + offset`, and what is left of the last
-            128 lanes is not used. An array that is split over devices has the lanes of
-            each device's own heads one after the other.
-        is_in_lanes: Which of both; of a TPU the second.
+        scales: float32 [page, page_size, two_kv_head]; or in lanes, [page, 1, lane]:
+            the scale of a slot is in lane `head * page_size + offset`, and the rest of
+            the last 128 lanes is not used. In an array that is split over devices, the
+            lanes of one device's heads follow those of another's.
+        is_in_lanes: Whether scales are in lanes, as on TPU.
     """
 
     values: Int8[Array, "page page_size two_kv_head head_dim"]
@@ -68,12 +68,12 @@ class ScaledPages:
 
 
 KvPages = Num[Array, "page page_size two_kv_head head_dim"] | ScaledPages
-# Pages of all layers of a model. A pool that several layers share has more pages.
+# Pools of all layers of a model. A pool that several layers share has more pages.
 KvPools = tuple[Num[Array, "_ page_size two_kv_head head_dim"] | ScaledPages, ...]
 
 
 def storage_dtype(dtype: jnp.dtype, platform: str) -> jnp.dtype:
-    """Type of a page pool that holds `dtype` values on a platform."""
+    """Return the type of a page pool that holds `dtype` values on a platform."""
     dtype = jnp.dtype(dtype)
     if platform == "cpu":
         return {of: bits for bits, of in _BITS.items()}.get(dtype, dtype)
@@ -81,7 +81,7 @@ def storage_dtype(dtype: jnp.dtype, platform: str) -> jnp.dtype:
 
 
 def scaled_form(values: jax.ShapeDtypeStruct, platform: str) -> ScaledPages:
-    """Shapes and placement of pages of int8 on a platform, by those of their values."""
+    """Return shapes and shardings of int8 pages on a platform, given their values'."""
     pages, page_size, two_kv_heads, _ = values.shape
     shape, placement = values.shape[:3], values.sharding
     if isinstance(placement, NamedSharding):
@@ -99,16 +99,16 @@ def scaled_form(values: jax.ShapeDtypeStruct, platform: str) -> ScaledPages:
 
 
 def scale_lanes(page_size: int, two_kv_heads: int) -> int:
-    """Lanes of a page's scales on one device: whole rows."""
+    """Return the lanes of a page's scales on one device: whole rows."""
     return -(-page_size * two_kv_heads // LANES) * LANES
 
 
 def check_scales(kv_pages: KvPages, *, in_lanes: bool) -> None:
-    """Refuse `ScaledPages` of the form that an implementation does not read.
+    """Reject `ScaledPages` whose scales an implementation cannot read.
 
     Raises:
-        NotImplementedError: The scales are in lanes, or they are not; or they are, and
-            pages have a size that kernels find no token's lanes of.
+        NotImplementedError: The scales are in the other layout, or they are in lanes
+            and page_size is not a power of two.
     """
     if not isinstance(kv_pages, ScaledPages):
         return
@@ -121,55 +121,51 @@ def check_scales(kv_pages: KvPages, *, in_lanes: bool) -> None:
     page_size = kv_pages.shape[1]
     if in_lanes and page_size & (page_size - 1):
         raise NotImplementedError(
-            f"page_size {page_size}: a TPU's kernels take pages of int8 whose "
-            "size is a power of two"
+            f"page_size {page_size}: for int8 pages the TPU kernels need a power of two"
         )
 
 
 def check_storage(kv_pages: KvPages) -> None:
-    """Refuse pools of a type that no implementation reads.
-
-    Raises:
-        NotImplementedError: It is one of those.
-    """
+    """Raise `NotImplementedError` for pages of a type that no implementation reads."""
     is_scaled = isinstance(kv_pages, ScaledPages)
     if not is_scaled and kv_pages.dtype not in (*_FLOATS, *_BITS):
         raise NotImplementedError(
-            f"pages of {jnp.dtype(kv_pages.dtype)}: keys and values are kept as "
-            "bfloat16, float16, float32 or float8_e4m3fn, as bits of bfloat16 in "
-            "uint16 or of float8_e4m3fn in uint8, or as `ScaledPages` of int8"
+            f"KV pages of type {jnp.dtype(kv_pages.dtype)} are not supported: use "
+            "bfloat16, float16, float32, float8_e4m3fn, the raw bits of bfloat16 (as "
+            "uint16) or of float8_e4m3fn (as uint8), or int8 `ScaledPages`"
         )
 
 
 def to_storage(rows: Num[Array, "... head_dim"], pool: Any) -> Any:
-    """Rows as they are kept by `pool`, which has a type, or is `ScaledPages`.
+    """Convert rows to the type of `pool`.
 
-    A row that holds NaN stays NaN, so that it is detected. Of `ScaledPages` rows have
-    their scales beside them, whatever form the pool's are in.
+    A row that holds NaN remains NaN, so that it is detected. For `ScaledPages` the
+    result has one scale per row, whatever the layout of the pool's scales.
     """
     if isinstance(pool, ScaledPages):
         rows = rows.astype(jnp.float32)
-        # A product, not a quotient: XLA would make one of it or not, as it fuses.
+        # Multiply by the reciprocal: XLA may turn a division into that when it fuses,
+        # which would change bits.
         scales = jnp.abs(rows).max(axis=-1) * jnp.float32(1 / MAX_INT8)
-        # The maximum of many rows is a number in XLA:CPU, whatever they hold.
+        # XLA:CPU's maximum over many rows ignores NaN.
         scales = jnp.where(jnp.isnan(rows).any(axis=-1), jnp.nan, scales)
         inverse = jnp.where(scales > 0, 1.0 / scales, 0.0)
         values = jnp.round(rows * inverse[..., None])
         values = jnp.clip(values, -MAX_INT8, MAX_INT8).astype(jnp.int8)
         return ScaledPages(values, scales)
     dtype = jnp.dtype(pool.dtype)
-    kept = _BITS.get(dtype, dtype)
-    if kept == FP8:
-        # Beyond the largest number, a conversion gives NaN.
+    float_type = _BITS.get(dtype, dtype)
+    if float_type == FP8:
+        # Clip first: the conversion would turn numbers beyond the largest one into NaN.
         rows = jnp.clip(rows.astype(jnp.float32), -MAX_FP8, MAX_FP8)
-    rows = rows.astype(kept)
+    rows = rows.astype(float_type)
     return jax.lax.bitcast_convert_type(rows, dtype) if dtype in _BITS else rows
 
 
 def from_storage(rows: Any) -> Float[Array, "..."]:
-    """Rows of a pool as float32."""
+    """Convert rows of a pool to float32."""
     if isinstance(rows, ScaledPages):
-        assert not rows.is_in_lanes  # a pool's: see `read_scales`
+        assert not rows.is_in_lanes  # only a pool's scales are: see `read_scales`
         return rows.values.astype(jnp.float32) * rows.scales[..., None]
     dtype = jnp.dtype(rows.dtype)
     if dtype in _BITS:
@@ -180,7 +176,7 @@ def from_storage(rows: Any) -> Float[Array, "..."]:
 def read_scales(
     kv_pages: ScaledPages, page: Int[Array, " page"]
 ) -> Float[Array, "page page_size two_kv_head"]:
-    """The scales of these pages of a pool whose scales are in lanes."""
+    """Return the scales of these pages of a pool whose scales are in lanes."""
     lanes = kv_pages.scales.at[page, 0].get(mode="clip")
     return from_lanes(lanes, kv_pages.shape)
 
@@ -188,10 +184,10 @@ def read_scales(
 def from_lanes(
     lanes: Float[Array, "page lane"], shape: tuple[int, ...]
 ) -> Float[Array, "page page_size two_kv_head"]:
-    """Scales of whole pages, by slot and head.
+    """Reorder scales of whole pages from lanes to [page, page_size, two_kv_head].
 
     Args:
-        shape: Of the pool.
+        shape: Shape of the pool.
     """
     _, page_size, two_kv_heads, _ = shape
     used = lanes[:, : page_size * two_kv_heads]
@@ -201,6 +197,6 @@ def from_lanes(
 def lanes_of(
     offset: Int[Array, " token"], page_size: int, two_kv_heads: int
 ) -> Int[Array, "token two_kv_head"]:
-    """Where the scales of tokens lie in the lanes of their pages."""
+    """Return, for each token, the lanes of its page that hold its scales."""
     head = jnp.arange(two_kv_heads, dtype=jnp.int32)[None]
     return head * page_size + offset[:, None]

@@ -1,7 +1,7 @@
 """Chooses the implementation of an operation from the platform it will run on.
 
-A choice that the caller names is never replaced by another one, and neither is that of
-the platform: what it cannot do is an error.
+Neither an implementation that the caller names nor that of the platform is ever
+replaced by another one: it raises an error for calls that it cannot run.
 """
 
 import functools
@@ -18,25 +18,26 @@ _log = logging.getLogger(__name__)
 
 IMPLEMENTATIONS: tuple[str, ...] = ("reference", "cpu", "tpu", "gpu")
 
-# By jax's names of platforms: a device says "gpu", a described one "cuda".
+# Implementation by jax's name of the platform: GPUs are "gpu" if present, and "cuda" if
+# programs are only compiled for them.
 _OF_PLATFORM = {"cpu": "cpu", "tpu": "tpu", "gpu": "gpu", "cuda": "gpu"}
 
 
 def implementation_for(platform: str) -> str:
-    """Return the implementation that is meant for a platform.
+    """Return the name of a platform's implementation.
 
     Args:
-        platform: As in `device.platform`. A program that is compiled for a mesh asks
-            with the platform of the mesh's devices.
+        platform: As in `device.platform`; for a program that is compiled for a mesh,
+            the platform of the mesh's devices.
 
     Raises:
         NotImplementedError: There are no kernels for the platform.
     """
     if platform not in _OF_PLATFORM:
         raise NotImplementedError(
-            f"no kernels for platform {platform!r}; there are for "
-            f"{', '.join(_OF_PLATFORM)}. "
-            "implementation='reference' runs wherever XLA does, slowly"
+            f"no kernels for platform {platform!r}, only for "
+            f"{', '.join(_OF_PLATFORM)}; implementation='reference' runs on every "
+            "platform of XLA, but slowly"
         )
     found = _OF_PLATFORM[platform]
     if found == "cpu" and not native.is_available():
@@ -74,13 +75,12 @@ def choose(
 ) -> Callable[..., Any]:
     """Return the function that runs `operation`.
 
-    It has the operation's name unless `function` says another, in a module of the
-    operation's folder. Only the module that is chosen is imported: Pallas takes a
-    while to.
+    It has the operation's name, or that of `function`, and is in a module of the
+    operation's folder. Only the chosen module is imported: importing Pallas is slow.
 
     Args:
-        available: The module of each implementation that exists; `reference` always
-            does, and serves another platform too where it is as good as a kernel.
+        available: The module of each existing implementation; `reference` always
+            exists, and is also the module of platforms that need no kernel.
         implementation: As in `resolve`.
 
     Raises:

@@ -1,21 +1,21 @@
-"""Sums of rows, to the same bits whatever rows are beside them.
+"""Sums of rows whose bits do not depend on other rows.
 
-How XLA:CPU adds up a row depends on how many rows there are and on what it fuses the
-sum with: from 11 rows of 384 on, other bits come out. A product with a matrix of ones
-has one order for a row, with any number of rows.
+XLA:CPU's order of summation depends on the number of rows and on the operations it
+fuses the sum with: from 11 rows of 384 on, the bits change. A product with a matrix of
+ones adds up a row in one order, with any number of rows.
 """
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-# Of the product, at least: for a single column or row XLA:CPU takes another form of
-# product, which adds up in another order.
+# Minimum number of columns and of rows of the product. With a single one, XLA:CPU uses
+# another routine, which adds up in another order.
 COLUMNS, MIN_ROWS = 4, 2
 
 
 def row_sums(rows: Float[Array, "... number"]) -> Float[Array, "... 1"]:
-    """The sum of every row; on a CPU its bits are those of the row alone."""
+    """Return the sum of every row; on CPU its bits depend on that row only."""
     return jax.lax.platform_dependent(rows, cpu=_by_product, default=_plainly)
 
 

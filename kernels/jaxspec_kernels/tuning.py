@@ -1,8 +1,8 @@
 """Tile sizes that were measured on a device, as data.
 
-`tuned/<device kind>.json` is written by `python -m benchmarks.kernels.tune`, never by
-hand, and says where its numbers come from. A shape that was not measured has no entry:
-the kernel's own heuristics apply. This module asks no device: callers name its kind.
+`python -m benchmarks.kernels.tune` writes `tuned/<device kind>.json` with the origin of
+its numbers; it is never edited by hand. For a shape without an entry the kernel's own
+heuristics apply. This module queries no device: callers pass its kind.
 """
 
 import functools
@@ -15,7 +15,7 @@ from typing import Any
 from jaxspec_kernels import dispatch
 
 OPERATIONS = ("paged_attention", "rejection_sampling")
-# Where a table comes from; every one is a text that is not empty.
+# Fields that record the origin of a table; each is a non-empty string.
 PROVENANCE = ("device", "jax", "date", "command", "commit")
 
 Sizes = dict[str, int]
@@ -36,12 +36,12 @@ def attention_key(
 ) -> str:
     """Name the shapes of a call of `paged_attention`.
 
-    Sequences, queries and context count as the next power of two, since an engine's
-    differ from those that were measured.
+    Sequences, queries and context are rounded up to a power of two, as an engine's
+    differ from the measured ones.
 
     Args:
         context: Tokens that a row of the page table can hold.
-        dtype: Of the pages.
+        dtype: Type of the pages.
     """
     near = "all" if window is None else str(window)
     return (
@@ -55,8 +55,8 @@ def sampling_key(*, rows: int, columns: int, dtype: str) -> str:
     """Name the shapes of a call of `rejection_sampling`.
 
     Args:
-        rows: Of logits: sequences times (drafts + 1), as the next power of two.
-        columns: Of the vocabulary that one device holds.
+        rows: Rows of logits, sequences times (drafts + 1); rounded up likewise.
+        columns: Columns of the vocabulary that one device holds.
     """
     return f"rows{_power_of_two(rows)}-columns{columns}-{dtype}"
 
@@ -72,17 +72,17 @@ def file_name(device_kind: str) -> str:
 
 
 def folder() -> Traversable:
-    """Return the place of the tables that came with the package."""
+    """Return the folder of the tables in the package."""
     return importlib.resources.files("jaxspec_kernels") / "tuned"
 
 
 def sizes(
     operation: str, implementation: str, device_kind: str, key: str
 ) -> Sizes | None:
-    """Return the measured sizes for a call, None where nothing was measured.
+    """Return the measured sizes for a call; None if it was not measured.
 
     Args:
-        implementation: Which of them was measured: each has sizes of its own.
+        implementation: The measured implementation: each has sizes of its own.
         device_kind: As jax names it, `device.device_kind`.
         key: From `attention_key` or `sampling_key`.
 
@@ -108,10 +108,10 @@ def _table(place: Traversable, device_kind: str) -> Entries:
 
 
 def read(path: Traversable, device_kind: str) -> dict[str, Any]:
-    """Return a table that is well formed and of this device.
+    """Read a table.
 
     Raises:
-        ValueError: It is not.
+        ValueError: The table is malformed, or of another device.
     """
     try:
         table = json.loads(path.read_text(encoding="utf-8"))
@@ -122,7 +122,8 @@ def read(path: Traversable, device_kind: str) -> dict[str, Any]:
     for name in PROVENANCE:
         value = table.get(name)
         if not isinstance(value, str) or not value:
-            raise _broken(path, f"says {name} = {value!r}, where a text is needed")
+            problem = f"says {name} = {value!r}, which must be a non-empty string"
+            raise _broken(path, problem)
     if table["device"] != device_kind:
         raise _broken(path, f"was measured on {table['device']}, not on {device_kind}")
     entries = table.get("entries")
@@ -154,7 +155,7 @@ def _check_sizes(path: Traversable, where: str, found: Any) -> None:
 
 def _broken(path: Traversable, what: str) -> ValueError:
     return ValueError(
-        f"tuned table {path.name} {what}. Measure it anew on the device with "
+        f"tuned table {path.name} {what}. Measure it again on the device with "
         "`python -m benchmarks.kernels.tune --again`, or remove the file: the kernels' "
         "own heuristics then apply"
     )

@@ -1,7 +1,7 @@
-"""google-deepmind's `gemma` library as an oracle: its networks, fed with our weights.
+"""google-deepmind's `gemma` library as an oracle: its networks with our weights.
 
-The mapping to its parameters is written out here a second time, on purpose: the one in
-`jaxspec_checkpoints` is what the tests check.
+The mapping to its parameters is implemented here a second time, on purpose: the tests
+check the one in `jaxspec_checkpoints`.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ def published_networks() -> dict[str, Any]:
         pytest.skip(f"google-deepmind's gemma library is not installed: {INSTALL}")
     with _stand_ins():
         nn = importlib.import_module("gemma.gm.nn")
-        # Attributes import on first use: it must happen while the stand-ins are there.
+        # Attributes import on first use, which needs the stand-ins.
         kauldron = importlib.import_module("kauldron.kd")
         assert kauldron.nn.Identity
         assert kauldron.sharding
@@ -43,11 +43,11 @@ def published_networks() -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _stand_ins() -> Iterator[None]:
-    """Import the network without what it does not use.
+    """Import the network without unused dependencies.
 
-    Two imports would bring TensorFlow: `kauldron.typing` names its tensors in
+    Two imports would need TensorFlow: `kauldron.typing` names its tensors in
     annotations, and `gemma.gm.ckpts` reads checkpoints with a class that newer versions
-    of kauldron do not have. Of the second, only a list of paths is imported.
+    of kauldron do not have. The network uses only a list of paths from the latter.
     """
     tensorflow: Any = types.ModuleType("tensorflow")
     tensorflow.Tensor = type("Tensor", (), {})
@@ -64,7 +64,7 @@ def _stand_ins() -> Iterator[None]:
 
 @contextlib.contextmanager
 def own_rules() -> Iterator[None]:
-    """Leave the strict settings of our tests, which the library does not keep."""
+    """Relax our tests' strict jax settings, which the library violates."""
     with (
         jax.numpy_rank_promotion("allow"),
         jax.numpy_dtype_promotion("standard"),
@@ -76,11 +76,11 @@ def own_rules() -> Iterator[None]:
 def make_network(size: str, config: Mapping[str, Any], **changes: Any) -> Any:
     """Scale a published network down to the sizes of a `config.json`.
 
-    What tells the three apart, and `config.json` cannot say, is left as published: the
-    orientation of `gating_einsum`, and what queries are divided by.
+    Properties that `config.json` does not contain are kept as published: the
+    orientation of `gating_einsum`, and the scale of queries.
 
     Args:
-        changes: Fields of the library's own config, which go last.
+        changes: Fields of the library's own config, applied last.
     """
     network = published_networks()[size]
     published = network.config
@@ -138,7 +138,7 @@ def to_tree(
                 "kv_einsum": {
                     "w": np.stack([_heads(keys, kv_heads), _heads(values, kv_heads)])
                 },
-                # The transpose has the rows of a head together: (head x dim, model).
+                # The transpose groups the rows of a head: (head x dim, model).
                 "attn_vec_einsum": {
                     "w": np.stack(np.split(part("self_attn.o_proj").T, heads))
                 },

@@ -1,8 +1,8 @@
-"""Published outputs of real weights: what each kind says, and how ours is compared.
+"""Published outputs of real weights: the kinds of cases, and their comparisons.
 
-A golden file is a list of cases. Each names the models it holds for, where its values
-come from, and a kind, which is a key of `CHECKS`. One file has the published values of
-Gemma 2; another, of the same form, what HuggingFace's programs say of the bundled pair.
+A golden file is a list of cases. Each names its models, the source of its values, and a
+kind, which is a key of `CHECKS`. One file has the published values of Gemma 2; another,
+in the same format, HuggingFace's outputs for the bundled pair.
 """
 
 import functools
@@ -27,9 +27,9 @@ VARIABLE = "JAXSPEC_GEMMA2_DIR"
 PAGE_SIZE = 16
 # Rows of one pass over a long text: few enough for their logits, one compilation.
 CHUNK = 64
-# Beside the weights: pages, activations, the logits of a chunk.
+# Memory in addition to the weights: pages, activations, the logits of a chunk.
 ROOM = 1.3
-# How far bfloat16 moves two logits of one row apart, on top of what a case allows.
+# Additional tolerance for the difference of two logits in bfloat16.
 BFLOAT16_MARGIN = 0.5
 
 Case = Mapping[str, Any]
@@ -44,7 +44,7 @@ def model_folder(root: Path, name: str) -> Path | None:
     """Find a model below the folder that `VARIABLE` names.
 
     Raises:
-        ValueError: `root` is no folder, or holds no Gemma 2 at all.
+        ValueError: `root` is not a folder, or holds no Gemma 2.
     """
     if not root.is_dir() or not any(root.glob("gemma-2-*/")):
         raise ValueError(
@@ -63,12 +63,12 @@ def memory_bytes() -> int:
 
 
 def choose_dtype(num_parameters: int, available: int) -> str:
-    """Return float32 where it fits, for its tighter bounds, or else bfloat16."""
+    """Return float32 if it fits, for its tighter bounds, else bfloat16."""
     return "float32" if 4 * num_parameters * ROOM <= available else "bfloat16"
 
 
 class GoldenModel:
-    """One model, read when a case first needs it, in all ways that cases ask."""
+    """One model, loaded when a case first needs it, as an engine and as a network."""
 
     def __init__(self, folder: Path, cases: Sequence[Case], dtype: str | None = None):
         self.folder, self.cases = folder, cases
@@ -109,7 +109,7 @@ class GoldenModel:
 
     @functools.cached_property
     def paged(self) -> PagedModel:
-        """The same parameters, fed by hand: for logits, which `LLM` does not give."""
+        """The network with the same parameters, for logits, which `LLM` lacks."""
         engine = self.llm.llm_engine
         return PagedModel(
             engine.config.model_config,
@@ -120,12 +120,12 @@ class GoldenModel:
 
     def logits(self, tokens: Sequence[int], first: int = 0) -> np.ndarray:
         """Return logits of position `first` and all after it, `[token, vocab]`."""
-        # What an earlier text left in the pages is not read: it is behind the length.
+        # Keys of an earlier text in the pages are past the length, and not read.
         self.paged.length = 0
         kept = []
         for start in range(0, len(tokens), CHUNK):
             piece = np.asarray(tokens[start : start + CHUNK])
-            rows = self.paged.feed(piece, pads=CHUNK - len(piece))
+            rows = self.paged.run(piece, pads=CHUNK - len(piece))
             kept.append(rows[max(0, first - start) :])
         return np.concatenate(kept)
 
@@ -138,7 +138,7 @@ class GoldenModel:
 
 
 def prompt_of(case: Case) -> str:
-    """Return the prompt of a greedy case; a long one is written as repetitions."""
+    """Return the prompt of a greedy case; long ones are stored as repetitions."""
     return case.get("prefix", "") * case.get("num_prefixes", 0) + case["prompt"]
 
 
@@ -172,7 +172,7 @@ def check_logits(model: GoldenModel, case: Case) -> None:
 def check_greedy(model: GoldenModel, case: Case) -> None:
     """Every token is the best one, or within `margin` of it.
 
-    In the types that `exact_in` names, the engine must also say the text itself.
+    In the types in `exact_in`, the engine must also generate exactly this text.
     """
     prompt = model.tokenizer.encode(prompt_of(case))
     whole = model.tokenizer.encode(prompt_of(case) + case["text"])

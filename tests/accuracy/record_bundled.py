@@ -1,10 +1,10 @@
-"""Record what HuggingFace's programs say of the bundled pair: `golden/bundled.json`.
+"""Record HuggingFace's outputs for the bundled pair: `golden/bundled.json`.
 
 Run from the root of the checkout, when the pair changes:
 
     .venv/bin/python tests/accuracy/record_bundled.py
 
-Nothing here is jaxspec's but the folders of the pair.
+Uses nothing of jaxspec except the folders of the pair.
 """
 
 import json
@@ -57,7 +57,7 @@ class Reference:
             return self.model(torch.tensor([ids])).logits[0].double()
 
     def continuation(self, text: str, *, ignore_eos: bool) -> str:
-        """Take the best token again and again, with nothing kept in between."""
+        """Generate greedily, without a KV cache."""
         prompt = self.tokenizer.encode(text)
         known = list(prompt)
         while len(known) < len(prompt) + NEW_TOKENS:
@@ -79,7 +79,7 @@ class Reference:
 
 
 def values_of(reference: Reference) -> list[dict[str, Any]]:
-    """Record what needs one pass, or none."""
+    """Record values that need one pass, or none."""
     encode, decode = reference.tokenizer.encode, reference.tokenizer.decode
     embeddings, logits = [], []
     for prompt in PROMPTS:
@@ -142,11 +142,11 @@ def main() -> None:
         reference = Reference(PAIR / name)
         own = values_of(reference)
         if name == "target":
-            # One of the two is enough: an engine takes long to compile.
+            # One of the two models: an engine takes long to compile.
             own += texts_of(reference)
         cases += [{"models": [name], "source": source} | case for case in own]
     text = json.dumps({"cases": cases}, indent=1, ensure_ascii=False)
-    # Numbers of one row on one line.
+    # Numbers of a row on one line.
     text = re.sub(
         r"\[[\s\d.,e-]+\]", lambda row: "[" + " ".join(row[0][1:-1].split()) + "]", text
     )

@@ -17,7 +17,7 @@ from tests.checkpoints.models import FAMILIES
 from tests.support.oracles import make_hf_model
 
 SIZES = tuple(FAMILIES)
-# Local, global, local; caps and a window that make a difference everywhere.
+# Local, global, local; caps and a window that take effect everywhere.
 CHANGES: dict[str, Any] = dict(
     vocab_size=160,
     num_hidden_layers=3,
@@ -25,8 +25,8 @@ CHANGES: dict[str, Any] = dict(
     final_logit_softcapping=3.0,
     sliding_window=8,
 )
-# In the published 27B hidden_size / num_attention_heads is whole, and so it must be
-# here: the gemma library rounds it down.
+# hidden_size / num_attention_heads must be an integer, as in the published 27B: the
+# gemma library rounds it down.
 SIZE_CHANGES: dict[str, dict[str, int]] = {
     "2b": {},
     "9b": {},
@@ -40,13 +40,13 @@ SHARD_BYTES = 200_000
 def reference(size: str, *, is_draft: bool = False) -> Any:
     """Return a random model whose text does not repeat itself.
 
-    With tied embeddings a random model says its last token again and again, which keys
-    at wrong positions would not change. Loud layers and a final norm of random signs
-    end that. The draft is the same model with noise: it agrees often.
+    With tied embeddings a random model repeats its last token, even with keys at wrong
+    positions. Layers with large outputs and random signs in the final norm prevent
+    that. The draft is the same model with noise: it agrees often.
     """
     shape = FAMILIES[size] | CHANGES | SIZE_CHANGES[size]
     model = make_hf_model(seed=6, **shape)
-    # Texts of one length compare best; `ignore_eos` is the same of ours.
+    # Texts of a fixed length; ours use `ignore_eos`.
     model.generation_config.eos_token_id = None
     generator = torch.Generator().manual_seed(4)
     with torch.no_grad():
@@ -85,11 +85,11 @@ def _convert(to: str, model: Any, size: str, folder: Path) -> None:
 
 
 def _write_nested(model: Any, size: str, folder: Path) -> None:
-    """Save what the gemma library has in memory, by Orbax, without our writer."""
+    """Save the gemma library's own parameters with Orbax, without our writer."""
     config = model.config.to_dict()
     tree = gemma_library.to_tree(tensors_of(model), config, size)
     table = tree["embedder"]["input_embedding"]
-    # What is behind the vocabulary must not matter, so it is no zero.
+    # Rows past the vocabulary must not matter, so they are nonzero.
     pads = np.full((PAD_ROWS, table.shape[1]), 7, table.dtype)
     tree["embedder"]["input_embedding"] = np.concatenate([table, pads])
     model.config.save_pretrained(folder)
@@ -114,7 +114,7 @@ OPENED_AS = {
 
 
 def write(model: Any, size: str, folder: Path, *, kind: str) -> Path:
-    """Write a model and a tokenizer in one of `WRITERS`; returns `folder`."""
+    """Write a model and a tokenizer with one of `WRITERS`; return `folder`."""
     WRITERS[kind](model, size, folder)
     shutil.copyfile(bundled_target() / "tokenizer.model", folder / "tokenizer.model")
     return folder

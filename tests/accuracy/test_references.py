@@ -33,7 +33,7 @@ from tests.support.pair import greedy_margin
 from tests.support.programs import QUICK_COMPILER
 
 TOLERANCE = 1e-4
-# The window is 8: most queries of a local layer do not see the beginning.
+# The window is 8: most queries of a local layer do not see the first tokens.
 TOKENS = np.random.default_rng(1).integers(3, 160, 60)
 LENGTH = 64
 NUM_DRAFT = 3
@@ -50,7 +50,7 @@ def our_logits(size: str, params: Params) -> np.ndarray:
     ours = our_model(size)
     ours.params, ours.length = params, 0
     ours.kv_pages = tuple(jnp.full_like(layer, jnp.nan) for layer in ours.kv_pages)
-    return ours.feed(TOKENS)
+    return ours.run(TOKENS)
 
 
 def load(checkpoint: Checkpoint) -> Params:
@@ -81,7 +81,7 @@ PROMPTS = [TOKENS[:30].tolist(), TOKENS[40:41].tolist(), TOKENS[45:60].tolist()]
 
 @functools.cache
 def expected_texts(size: str) -> list[list[int]]:
-    """What `generate` of HuggingFace says; no two logits lie close anywhere in it."""
+    """HuggingFace's greedy texts, without near ties."""
     model = references.reference(size)
     texts = []
     for prompt in PROMPTS:
@@ -95,16 +95,16 @@ def expected_texts(size: str) -> list[list[int]]:
         margin = greedy_margin(prompt, texts[-1], model=model)
         assert margin > TOLERANCE, "a near tie: choose another seed"
     assert all(len(text) == LENGTH for text in texts)
-    # One token over and over would be right with wrong keys and values.
+    # A text that repeats one token could be right with wrong keys and values.
     assert sum(len(set(text)) for text in texts) > 12 * len(texts)
     return texts
 
 
 @functools.cache
 def first_runner(size: str) -> list[Runner]:
-    """Holds the runner whose executables the other formats use as well.
+    """A list for the first runner, whose executables the other formats share.
 
-    Executables take the parameters as arguments, and compiling is what costs time here.
+    Executables take the parameters as arguments, and compiling takes most of the time.
     """
     return []
 
@@ -118,12 +118,12 @@ def share_executables(size: str, runner: Runner) -> None:
 
 
 def make_llm(target: Path, draft: Path | None = None) -> LLM:
-    # Drafts in every round: how long rounds take here says nothing.
+    # Drafts in every round: timings here are meaningless.
     speculative = draft and dict(
         model=str(draft), num_speculative_tokens=NUM_DRAFT, controller="fixed"
     )
     with pytest.MonkeyPatch.context() as patch:
-        # Prompts are ids: the bundled tokenizer has more pieces than these networks.
+        # Prompts are ids: the bundled tokenizer has a larger vocabulary.
         tokenizer = StubTokenizer(references.reference("2b").config.vocab_size)
         patch.setattr(llm_engine, "read_tokenizer", lambda config: tokenizer)
         llm = LLM(
@@ -164,7 +164,7 @@ def test_greedy_texts_equal_huggingface(kind, size, tmp_path):
     )
     with make_llm(target, draft) as llm:
         share_executables(size, llm.llm_engine.runner)
-        # The first texts need not wait for the programs that make drafts.
+        # Otherwise the first texts would not wait for programs with drafts.
         assert texts_of(llm) == expected_texts(size)
         llm.llm_engine.runner.compiler.wait_for_all()
         stats = llm.llm_engine.stats
@@ -205,13 +205,13 @@ def test_logits_equal_the_gemma_library(size):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", references.SIZES)
-def test_every_feature_binds_in_the_gemma_library(size):
+def test_every_feature_has_an_effect_in_the_gemma_library(size):
     """Otherwise the comparison above would prove nothing about the feature."""
     model = references.reference(size)
     config = model.config.to_dict()
     tree = gemma_library.to_tree(references.tensors_of(model), config, size)
     network = gemma_library.make_network(size, config)
-    # The other way to divide the queries; in the scaled-down 2B 8 becomes 9.
+    # The other scale of queries: in the scaled-down 2B 8 becomes 9.
     ways = type(network.config.query_pre_attn_norm)
     other = {
         "2b": ways.BY_ONE_OVER_SQRT_EMBED_DIM_DIV_NUM_HEADS,
@@ -235,8 +235,8 @@ def test_every_feature_binds_in_the_gemma_library(size):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", references.SIZES)
-def test_published_sizes_are_those_of_the_gemma_library(size):
-    """Names and shapes of all parameters, and the numbers that no shape tells."""
+def test_published_sizes_match_the_gemma_library(size):
+    """Names and shapes of all parameters, and sizes that do not appear in shapes."""
     network = gemma_library.published_networks()[size]
     config = published_config(size)
     model = config_from_hf(config)

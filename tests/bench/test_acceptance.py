@@ -1,4 +1,4 @@
-"""Counts of drafts against rounds written out, and the ceilings that they allow."""
+"""Acceptance counts of explicit rounds, and speed-up ceilings."""
 
 import random
 
@@ -15,7 +15,7 @@ from jaxspec.engine.scheduling.stats import EngineStats
 
 
 def stats_of(rounds: list[tuple[int, int]]) -> EngineStats:
-    """An engine's counts of (drafts, accepted) rounds."""
+    """Return an engine's counts of (drafts, accepted) rounds."""
     stats = EngineStats()
     drafts, accepted = (np.array(column) for column in zip(*rounds, strict=True))
     stats.record_round(drafts, accepted, accepted + 1)
@@ -28,7 +28,7 @@ def test_rates_are_those_of_the_rounds():
     assert (found.num_drafts, found.num_draft_tokens, found.num_accepted) == (4, 12, 5)
     assert found.rate == 5 / 12
     assert found.mean_length == 1 + 5 / 4
-    # Kept at least 1, 2, 3 drafts: three rounds, one, one.
+    # Rounds that accepted at least 1, 2, 3 drafts: three, one, one.
     assert found.per_position_rates == [3 / 4, 1 / 4, 1 / 4]
     assert found.conditional_rates == [3 / 4, 1 / 3, 1 / 1]
     assert found.as_json()["acceptance_rate_per_position"] == [0.75, 0.25, 0.25]
@@ -52,7 +52,7 @@ def test_without_drafts_nothing_is_divided_by_zero():
     assert none.conditional_rates == none.per_position_rates == []
 
 
-def test_side_branches_count_beside_the_main_chain():
+def test_side_branches_are_counted_separately():
     one = Acceptance(
         num_drafts=4, num_accepted=6, num_side_tokens=2, tree_ends={(3, 1): 4}
     )
@@ -83,7 +83,7 @@ def test_expected_length_is_that_of_simulated_rounds():
             if draw.random() >= rate:
                 break
             total += 1
-    # One round's length has a deviation of about 1.2.
+    # A round's length has a standard deviation of about 1.2.
     assert expected_length(rates) == pytest.approx(total / rounds, abs=0.015)
     assert expected_length([0.5, 0.0, 1.0]) == 1.5
 
@@ -94,7 +94,7 @@ def test_expected_length_is_that_of_simulated_rounds():
         # 27B with a 2B draft, and 9B with it, at acceptance 0.8.
         ([0.8] * 10, 0.097, 6, 2.5),
         ([0.8] * 10, 0.285, 3, 1.59),
-        # A draft as expensive as its target only loses.
+        # A draft model as expensive as the target can only lose.
         ([0.99] * 3, 1.0, 0, 1.0),
         ([], 0.1, 0, 1.0),
     ],

@@ -1,4 +1,4 @@
-"""HTTP and event streams against a server that sends given bytes, in any pieces."""
+"""HTTP and event streams from a server that sends given bytes in pieces."""
 
 import asyncio
 import contextlib
@@ -21,7 +21,7 @@ USAGE = {"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 6}}
 async def sending(
     pieces: Sequence[bytes], received: list[bytes] | None = None
 ) -> AsyncIterator[str]:
-    """A server that reads one request and writes these pieces; yields its URL."""
+    """Run a server that reads one request and writes these pieces; yield its URL."""
     handlers: list[asyncio.Task[None]] = []
 
     async def answer_one(
@@ -50,7 +50,7 @@ async def sending(
         for handler in handlers:
             handler.cancel()
         await asyncio.gather(*handlers, return_exceptions=True)
-        await asyncio.sleep(0)  # let go of closed connections
+        await asyncio.sleep(0)  # lets the loop finish closed connections
 
 
 async def answer_to(pieces: Sequence[bytes]) -> tuple[int, bytes]:
@@ -86,7 +86,7 @@ def test_broken_http_is_an_error(pieces, message):
 
 def test_pieces_arrive_before_the_end():
     async def first_piece() -> bytes:
-        # The stream stays open: waiting for its end takes for ever.
+        # The stream remains open: waiting for its end would block forever.
         pieces = [CHUNKED, b"3\r\none\r\n"] + [b""] * 10_000
         async with sending(pieces) as url, request(f"{url}/x") as response:
             async for piece in response.aiter_raw():
@@ -140,8 +140,8 @@ def client_of(url: str = "http://h", endpoint: str = "/v1/completions") -> Clien
     return Client(url=url, endpoint=endpoint, fields={"model": "m"}, headers={})
 
 
-def events(*told: Any) -> bytes:
-    lines = [one if isinstance(one, str) else json.dumps(one) for one in told]
+def events(*items: Any) -> bytes:
+    lines = [one if isinstance(one, str) else json.dumps(one) for one in items]
     return "".join(f"data: {line}\r\n\r\n" for line in lines).encode()
 
 
@@ -153,8 +153,8 @@ def delta(said: str | None) -> dict[str, Any]:
     return {"choices": [{"delta": {"content": said}}]}
 
 
-def answered(*pieces: bytes, status: str = "200 OK") -> Answer:
-    """The client's answer to a body of these pieces."""
+def answer_from(*pieces: bytes, status: str = "200 OK") -> Answer:
+    """Return the client's answer for a body of these pieces."""
 
     async def ask() -> Answer:
         head = CHUNKED.replace(b"200 OK", status.encode())
@@ -178,29 +178,29 @@ def test_requests_are_streams_with_usage():
 def test_answer_has_text_and_times(form, monkeypatch):
     ticks = itertools.count(100.0)
     monkeypatch.setattr(module, "now", lambda: next(ticks))
-    # A role before the text is no token; nor is a comment.
-    told = [form(""), form("ab"), form("cd"), form("ef"), USAGE, "[DONE]"]
-    found = answered(events(*told[:2]) + b": ping\r\n\r\n", events(*told[2:]))
+    # Neither a role before the text nor a comment is a token.
+    sent = [form(""), form("ab"), form("cd"), form("ef"), USAGE, "[DONE]"]
+    found = answer_from(events(*sent[:2]) + b": ping\r\n\r\n", events(*sent[2:]))
     assert (found.error, found.text) == ("", "abcdef")
     assert (found.num_prompt_tokens, found.num_output_tokens) == (3, 6)
-    # Sent at 100; the events come at 101 to 106, those with text at 102, 103, 104.
+    # The request is sent at 100; events arrive at 101 to 106, with text at 102 to 104.
     assert (found.ttft_s, found.inter_token_s, found.latency_s) == (2, [1, 1], 4)
     assert found.tpot_s == (4 - 2) / 5
     assert found.times() == [102, 103, 104]
 
 
 def test_events_may_be_cut_anywhere():
-    # U+2028 and U+0085 are text, not ends of lines.
+    # U+2028 and U+0085 are text, not line ends.
     said = json.dumps(text("a\u2028b\u0085ä"), ensure_ascii=False)
     body = events(said, text("€b"), USAGE, "[DONE]")
     for cut in range(1, len(body), 7):
-        assert answered(body[:cut], body[cut:]).text == "a\u2028b\u0085ä€b"
+        assert answer_from(body[:cut], body[cut:]).text == "a\u2028b\u0085ä€b"
 
 
 def test_pieces_are_counted_if_the_server_reports_no_usage():
-    found = answered(events(text("a"), text("b"), "[DONE]"))
+    found = answer_from(events(text("a"), text("b"), "[DONE]"))
     assert (found.error, found.num_output_tokens) == ("", 2)
-    one = answered(events(text("a"), "[DONE]"))
+    one = answer_from(events(text("a"), "[DONE]"))
     assert (one.num_output_tokens, one.tpot_s) == (1, None)
 
 
@@ -211,15 +211,15 @@ def test_pieces_are_counted_if_the_server_reports_no_usage():
         (events(text("a"), {"error": {"message": "boom"}}), "boom"),
         (events(USAGE, "[DONE]"), "no text"),
         (events("{"), "JSONDecodeError"),
-        (events("[1]"), "not an answer"),
+        (events("[1]"), "not a response"),
     ],
 )
 def test_failure_is_in_the_answer(body, message):
-    assert message in answered(body).error
+    assert message in answer_from(body).error
 
 
 def test_refusal_and_missing_server_are_in_the_answer():
-    found = answered(b'{"error": "no such model"}', status="404 Not Found")
+    found = answer_from(b'{"error": "no such model"}', status="404 Not Found")
     assert found.status == 404
     assert found.error == 'status 404: {"error": "no such model"}'
     found = asyncio.run(client_of("http://127.0.0.1:1").ask(Prompt(text="x")))

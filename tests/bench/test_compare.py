@@ -1,4 +1,4 @@
-"""Forms of drafts and methods over a fake device: measured, chosen, reported."""
+"""Comparison of forms and methods on a fake device."""
 
 import dataclasses
 import json
@@ -56,7 +56,7 @@ HEADS: dict[str, dict[str, Any]] = {
         ("best=4", 4, 2, 0),
     ],
 )
-def test_form_keeps_the_drafts(name, drafts, levels, leaves):
+def test_form_changes_only_the_tree(name, drafts, levels, leaves):
     for given in (GIVEN, dataclasses.replace(GIVEN, num_side_leaves=3)):
         found = Form.read(name).of(given, TREE)
         assert found.model == "draft"
@@ -64,13 +64,13 @@ def test_form_keeps_the_drafts(name, drafts, levels, leaves):
         assert found.num_nodes == drafts
 
 
-def test_every_form_is_measured_and_a_tree_is_chosen(monkeypatch, tmp_path, capsys):
+def test_measures_every_form_and_chooses_tree(monkeypatch, tmp_path, capsys):
     opened = use_fake_engine(monkeypatch)
     monkeypatch.setattr(compare, "MIN_COMPARED", 1)
     path = tmp_path / "out.json"
     named = ("chain", "leaves=2", TREE, "best=5")
     arguments = (*SMALL, "--temperatures", 0, 1, "--output-json", path)
-    arguments += ("--num-prompts", 2)  # one after the other
+    arguments += ("--num-prompts", 2)  # one batch after the other
     spec.run(flags("spec", *arguments, "--forms", *named))
     printed = capsys.readouterr().out
     found = json.loads(line_in(path, printed))
@@ -89,7 +89,7 @@ def test_every_form_is_measured_and_a_tree_is_chosen(monkeypatch, tmp_path, caps
             )
         nodes = [part["num_nodes"] for part in one["parts"]]
         assert nodes == [0, one["num_nodes"]]
-    # The tree has nothing that was never accepted.
+    # The tree has no node that was never accepted.
     best = read_paths(found["forms"][3]["speculative_token_tree"])
     assert best in {leaf_paths(levels, 0) for levels in range(1, 4)}
     assert found["forms"][3]["speculative_token_tree"] in printed
@@ -113,7 +113,7 @@ def test_rejects_forms_that_cannot_be_compared(arguments, changes, field, monkey
     assert caught.value.parameter == field
 
 
-def test_no_tree_is_chosen_from_few_comparisons(monkeypatch, capsys):
+def test_few_comparisons_choose_no_tree(monkeypatch, capsys):
     use_fake_engine(monkeypatch)
     monkeypatch.setattr(compare, "MIN_COMPARED", 10**9)
     (found,) = spec.run(flags("spec", *SMALL, *GREEDY, "--forms", "chain", "best"))
@@ -134,12 +134,12 @@ def parts(num_levels: int, num_nodes: int, draft_ms: float, verify_ms: float) ->
     )
 
 
-def test_cost_of_rounds_is_interpolated_between_timed_ones():
+def test_round_cost_is_interpolated():
     timed = [
         (parts(0, 0, 0, 4.0), False),
         (parts(4, 4, 8, 5.0), False),
         (parts(4, 12, 8, 9.0), False),
-        # A smaller tree that took longer: noise.
+        # A smaller tree that took longer, by noise.
         (parts(2, 8, 12, 10.0), True),
     ]
     seconds = round_cost(timed)
@@ -150,9 +150,9 @@ def test_cost_of_rounds_is_interpolated_between_timed_ones():
     assert seconds(4, 12, False) == pytest.approx(8e-3 + 10e-3)
     sizes = [seconds(4, count, False) for count in range(4, 65)]
     assert sizes == sorted(sizes)
-    # Without a tree with side paths, its passes grow as the target's do.
+    # Without a timed tree with side paths, draft passes grow like the target's.
     assert round_cost(timed[:3])(2, 12, True) == pytest.approx(4e-3 * 9 / 4 + 9e-3)
-    # Beyond the largest timed size the slope stays.
+    # Extrapolated with the last slope.
     assert round_cost(timed[:3])(4, 20, False) == pytest.approx(8e-3 + 13e-3)
 
 
@@ -167,7 +167,7 @@ def test_ranks_of_a_chain_are_its_positions():
 
 @pytest.fixture(name="folders")
 def _folders(tmp_path):
-    """Heads, and draft models of both kinds."""
+    """Write heads, and draft models of both kinds."""
     found = {
         "plain": write_model(tmp_path / "plain"),
         "parallel": write_model(tmp_path / "parallel", pard_token=3),
@@ -180,7 +180,7 @@ def _folders(tmp_path):
 
 
 def found_methods(*arguments: Any) -> dict[str, tuple[str, int]]:
-    """Names, with method and K."""
+    """Return method and K by name."""
     found = methods_of(flags("spec", *SMALL, *arguments))
     names = [one.name for one in found]
     assert len(set(names)) == len(names)
@@ -198,7 +198,7 @@ def test_all_methods_of_a_target_are_found(folders):
     }
     assert found_methods("--all-methods") == {name: (name, 5) for name in own} | heads
     *_, head, _ = methods_of(flags("spec", *SMALL, "--all-methods"))
-    assert head.config["model"] == "jaxspec/tiny-gemma2-eagle3", "no path in a result"
+    assert head.config["model"] == "jaxspec/tiny-gemma2-eagle3", "a result has no path"
     assert found_methods("--all-methods", *folders.values()) == {
         name: (name, 5) for name in own
     } | {
@@ -227,11 +227,11 @@ def test_every_method_is_measured_with_its_own_drafts(monkeypatch, tmp_path, cap
     opened = use_fake_engine(monkeypatch)
     open_fake, configs = compare.open_offline, []
 
-    def note(options: Any, **sizes: Any) -> Any:
+    def record(options: Any, **sizes: Any) -> Any:
         configs.append((options.speculative_config, options.speculative_model))
         return open_fake(options, **sizes)
 
-    monkeypatch.setattr(compare, "open_offline", note)
+    monkeypatch.setattr(compare, "open_offline", record)
     path = tmp_path / "out.json"
     options = (*SMALL, *GREEDY, "--num-iters", 2, "--output-json", path)
     spec.run(flags("spec", *options, "--all-methods"))
@@ -251,7 +251,7 @@ def test_every_method_is_measured_with_its_own_drafts(monkeypatch, tmp_path, cap
 
 
 def entry(name: str, speed_up: float, **changes: Any) -> dict[str, Any]:
-    """An entry of a result with one point."""
+    """Make an entry of a result with one point."""
     acceptance = {"acceptance_rate_per_position": [0.8, 0.4]}
     speeds = {"median": speed_up, "least": speed_up - 0.1, "most": speed_up}
     point: dict[str, Any] = {
@@ -276,29 +276,34 @@ def entry(name: str, speed_up: float, **changes: Any) -> dict[str, Any]:
     [
         (
             [entry("chain", 1.5), entry("chain=5", 1.8), entry("leaves=1", 1.9)],
-            "leaves=1, 1.90 times as fast; the next is chain=5, 1.80.",
+            "choose leaves=1, 1.90 times as fast as plain decoding; the next is "
+            "chain=5, 1.80 times.",
         ),
         (
             [entry("chain", 1.8), entry("leaves=1", 1.81), entry("leaves=2", 1.7)],
-            "chain, 1.80 times as fast; the next is leaves=1, 1.81.",
+            "choose chain, 1.80 times as fast as plain decoding; the next is "
+            "leaves=1, 1.81 times.",
         ),
         (
             [entry("chain", 0.9), entry("leaves", 1.0)],
-            "no drafts; leaves would be 1.00",
+            "use no drafts; leaves would be 1.00 times as fast as plain decoding.",
         ),
-        ([entry("ngram", 1.3)], "ngram, 1.30 times as fast."),
+        (
+            [entry("ngram", 1.3)],
+            "choose ngram, 1.30 times as fast as plain decoding.",
+        ),
     ],
 )
 def test_answer_names_what_to_choose(entries, message):
     first, last = answer(entries)
     assert first.startswith(f"Temperature 0, batch 1: {message}")
-    assert last.startswith("Side branches are chosen over the fastest chain for 1.02")
+    assert last.startswith("Side branches are chosen if they are at least 1.02")
 
 
 def test_table_has_a_row_for_every_point():
     entries = [
         entry("ngram", 1.1, memory_bytes=3 * 2**19),
-        # Nothing was drafted or decoded.
+        # Without drafts and decoding.
         entry("chain", 0.9, temperature=0.8, speculative={}),
         entry("leaves", 1.9, batch_size=4),
     ]

@@ -1,4 +1,4 @@
-"""Prompts: files, what is wrong with them, and random ones of a length."""
+"""Prompts: files and their errors, and random prompts."""
 
 import json
 
@@ -12,7 +12,7 @@ NUMBERS = {word: number for number, word in enumerate(WORDS)}
 
 
 class WordTokenizer(TurnsTokenizer):
-    """A token for every word."""
+    """A tokenizer with one token per word."""
 
     def encode(self, text: str, *_: object, **__: object) -> list[int]:
         return [NUMBERS[word] for word in text.split()]
@@ -25,7 +25,7 @@ def lines_in(tmp_path, *entries):
     return path
 
 
-def test_a_file_holds_texts_and_conversations(tmp_path):
+def test_reads_texts_and_conversations(tmp_path):
     path = lines_in(
         tmp_path,
         {"prompt": "once", "domain": "stories"},
@@ -50,12 +50,12 @@ def test_a_file_holds_texts_and_conversations(tmp_path):
         ({"text": "x"}, "Line 2"),
     ],
 )
-def test_a_line_that_is_no_prompt_is_named(entry, said, tmp_path):
+def test_error_names_invalid_line(entry, said, tmp_path):
     with pytest.raises(ConfigError, match=said):
         read_prompts(lines_in(tmp_path, {"prompt": "x"}, entry))
 
 
-def test_a_text_may_hold_other_ends_of_lines(tmp_path):
+def test_text_may_contain_line_separators(tmp_path):
     path = tmp_path / "prompts.jsonl"
     texts = [f"one{end}two" for end in ("\x85", "\u2028", "\u2029", "\r\n", "\v")]
     lines = [json.dumps({"prompt": text}, ensure_ascii=False) for text in texts]
@@ -63,7 +63,7 @@ def test_a_text_may_hold_other_ends_of_lines(tmp_path):
     assert [prompt.text for prompt in read_prompts(path)] == texts
 
 
-def test_a_file_that_is_not_there_or_empty(tmp_path):
+def test_missing_or_empty_file(tmp_path):
     with pytest.raises(ConfigError, match="--dataset-path must be a file"):
         read_prompts(tmp_path / "none.jsonl")
     with pytest.raises(ConfigError, match="at least one prompt"):
@@ -75,34 +75,34 @@ def test_a_file_that_is_not_there_or_empty(tmp_path):
     [
         ({"name": "sharegpt"}, "--dataset-name must be one of bundled"),
         ({"name": "custom"}, "--dataset-path must be a file"),
-        ({"name": "random", "path": BUNDLED}, "for --dataset-name custom"),
+        ({"name": "random", "path": BUNDLED}, "if and only if"),
         ({"input_len": 0}, "--input-len must be"),
         ({"num_prefixes": 0}, "--prefix-repetition-num-prefixes must be"),
     ],
 )
-def test_wrong_arguments(arguments, said):
+def test_rejects_invalid_arguments(arguments, said):
     with pytest.raises(ConfigError, match=said):
         Dataset(**arguments)
 
 
-def test_ours_are_prompts_of_several_kinds():
+def test_bundled_prompts_have_several_categories():
     found = Dataset().prompts(8)
     assert len({prompt.text for prompt in found}) == 8
     assert {prompt.is_turn for prompt in found} == {True, False}
 
 
-def test_random_prompts_have_the_length_and_follow_the_seed():
+def test_random_prompts_have_length_and_seed():
     tokenizer = WordTokenizer(len(WORDS))
     found = Dataset(name="random", input_len=7, seed=1).prompts(3)
     assert [len(prompt.token_ids(tokenizer)) for prompt in found] == [7, 7, 7]
     assert len({prompt.text for prompt in found}) == 3
     assert Dataset(name="random", input_len=7, seed=1).prompts(3) == found
     assert Dataset(name="random", input_len=7, seed=2).prompts(3) != found
-    # Where words are several tokens, they are cut.
+    # Truncated if words are several tokens.
     assert len(Prompt(text="people", num_tokens=2).token_ids(TurnsTokenizer(16))) == 2
 
 
-def test_repeated_prefixes_are_shared_in_turn():
+def test_prefixes_are_shared():
     tokenizer = WordTokenizer(len(WORDS))
     dataset = Dataset(
         name="prefix_repetition", prefix_len=20, suffix_len=3, num_prefixes=2
@@ -113,13 +113,13 @@ def test_repeated_prefixes_are_shared_in_turn():
     assert len({tuple(tokens[20:]) for tokens in found}) == 4
 
 
-def test_a_turn_is_written_by_the_tokenizer():
+def test_turn_is_rendered_by_tokenizer():
     tokenizer = TurnsTokenizer(16)
     tokenizer.has_turns = True
     said = []
     tokenizer.write_chat = lambda messages, **_: (said.append(messages), ("", [5]))[1]
     assert Prompt(text="hi", is_turn=True).token_ids(tokenizer) == [5]
     assert said == [[{"role": "user", "content": "hi"}]]
-    # Without turns a question is a text like others.
+    # Without turns it is encoded as plain text.
     tokenizer.has_turns = False
     assert Prompt(text="##", is_turn=True).token_ids(tokenizer) == [2, 2]

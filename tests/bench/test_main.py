@@ -1,4 +1,4 @@
-"""The command line: vLLM's names, wrong values, JSON, failures."""
+"""The command line: vLLM's names, invalid values, JSON, failures."""
 
 import argparse
 import json
@@ -66,11 +66,11 @@ def test_help_lists_the_subcommands_without_importing_jax():
         ("latency --model /none", "model must be"),
         ("latency --max-num-seqs 4", "--max-num-seqs must be at least 8"),
         ("latency --output-json none/x", "--output-json must be a file"),
-        ("latency --data-parallel-size 2", "`bench serve` measures a server"),
+        ("latency --data-parallel-size 2", "Use `bench serve` with a server"),
         ("latency --forced-acceptance 1.5", "--forced-acceptance must be a"),
         (
             f"latency --forced-acceptance 0.5 --model {BUNDLED_TARGET}",
-            "--forced-acceptance is for drafts",
+            "--forced-acceptance needs drafts",
         ),
         ("throughput --num_prompts=0", "--num-prompts must be"),
         ("throughput --temperature 9", "temperature must be a number in"),
@@ -109,7 +109,7 @@ def test_help_lists_the_subcommands_without_importing_jax():
         ("serve --dataset-path none.jsonl", "--dataset-path must be a file"),
     ],
 )
-def test_wrong_value_is_one_line_and_code_2(line, message, capsys):
+def test_invalid_value_is_one_line_and_code_2(line, message, capsys):
     arguments = line.split()
     assert command_line.main(arguments) == 2
     shown = capsys.readouterr()
@@ -146,7 +146,7 @@ def test_unknown_or_removed_flag_ends_the_program(line, message, capsys):
     assert message in capsys.readouterr().err
 
 
-def test_json_is_alone_on_standard_output(monkeypatch, capsys):
+def test_stdout_has_only_json(monkeypatch, capsys):
     use_fake_engine(monkeypatch)
     sizes = ["--batch-size", "1", "--output-len", "4", "--num-iters", "1"]
     assert command_line.main(["latency", *sizes, "--no-parts", "--json"]) == 0
@@ -222,7 +222,7 @@ def test_engine_and_prompts_are_those_of_the_flags(monkeypatch):
     prompts = open_offline(flags("latency"), num_prompts=10, num_seqs=10).prompts
     ((config, tokenizer),) = given
     assert (config.max_num_seqs, config.num_draft_tokens, len(prompts)) == (10, 5, 10)
-    # Questions are chat turns, and all prompts begin a sequence.
+    # Conversations are chat turns, and all prompts begin with bos.
     assert tokenizer.decode(prompts[0], skip_special_tokens=False).startswith(
         "<bos><start_of_turn>user\nA farmer"
     )

@@ -1,4 +1,4 @@
-"""Runs over a device of plain Python, whose tokens and launches are known."""
+"""Runs on a fake device, whose tokens and launches are known."""
 
 from typing import Any
 
@@ -27,9 +27,9 @@ def batch_of(
 
 @pytest.mark.parametrize("is_streamed", [True, False])
 @pytest.mark.parametrize("drafts", [0, 3])
-def test_a_run_tells_all_tokens_and_times(is_streamed, drafts):
+def test_run_has_all_tokens_and_times(is_streamed, drafts):
     engine, runner = make_fake_engine(num_draft_tokens=3)
-    run_batch(engine, batch_of(3, drafts=drafts))  # counts go on from here
+    run_batch(engine, batch_of(3, drafts=drafts))  # the counts do not start at 0
     before = runner.num_launches
     run = run_batch(engine, batch_of(3, drafts=drafts, is_streamed=is_streamed))
     assert run.token_ids == [said(12)] * 3
@@ -54,16 +54,16 @@ def test_a_run_tells_all_tokens_and_times(is_streamed, drafts):
     assert_idle(engine)
 
 
-def test_plain_decoding_gives_a_token_a_round_while_all_decode():
+def test_plain_decoding_has_one_token_per_round():
     engine, _ = make_fake_engine(num_draft_tokens=3)
     decode = run_batch(engine, batch_of(3, drafts=0)).decode
     assert decode is not None
-    # The first to begin has had a few by then: prompts make way for streams.
+    # The first request has some tokens by then: prefill is delayed for streams.
     assert decode.num_tokens == 3 * decode.num_rounds
     assert 5 < decode.num_rounds <= 11
 
 
-def test_more_requests_than_run_at_once_have_no_full_batch():
+def test_queued_requests_have_no_full_batch():
     engine, _ = make_fake_engine(num_draft_tokens=0)
     run = run_batch(engine, batch_of(5, drafts=0))
     assert run.token_ids == [said(12)] * 5
@@ -71,20 +71,20 @@ def test_more_requests_than_run_at_once_have_no_full_batch():
     assert run.decode.num_seqs is None
 
 
-def test_one_token_each_is_no_decoding():
+def test_single_tokens_have_no_decode_span():
     engine, _ = make_fake_engine(num_draft_tokens=0)
     run = run_batch(engine, batch_of(1, count=1, drafts=0))
     assert (run.token_ids, run.per_token_s, run.decode) == ([said(1)], [], None)
 
 
-def test_decoding_begins_with_the_first_token_though_nobody_reads_it():
+def test_decode_span_without_streams():
     engine, _ = make_fake_engine(num_draft_tokens=3)
     run = run_batch(engine, batch_of(1, count=12, drafts=0, is_streamed=False))
     assert run.decode is not None
     assert (run.decode.num_tokens, run.decode.num_rounds) == (11, 11)
 
 
-def test_nothing_is_found_in_pages_of_an_earlier_run():
+def test_earlier_run_leaves_no_cached_pages():
     engine, _ = make_fake_engine(num_draft_tokens=0)
     prompt = list(range(2, 14)) * 4
     params = batch_of(1, drafts=0).params
@@ -94,7 +94,7 @@ def test_nothing_is_found_in_pages_of_an_earlier_run():
     assert engine.stats.num_prefix_hits == 0
 
 
-def test_a_failure_leaves_an_idle_engine():
+def test_failure_leaves_idle_engine():
     engine, runner = make_fake_engine(num_draft_tokens=0)
     patched: Any = runner
 
@@ -109,7 +109,7 @@ def test_a_failure_leaves_an_idle_engine():
 
 
 def compiling(engine: LLMEngine, launches: set[int] | None) -> None:
-    """Have launches of these numbers compile something; None: all of them."""
+    """Let launches with these numbers compile something; None: all of them."""
     runner: Any = engine.runner
     launch = runner.launch
 
@@ -120,7 +120,7 @@ def compiling(engine: LLMEngine, launches: set[int] | None) -> None:
     runner.launch = slow
 
 
-def test_modes_run_in_turn():
+def test_modes_alternate():
     engine, runner = make_fake_engine(num_draft_tokens=3)
     modes = {"plain": batch_of(1, drafts=0), "speculative": batch_of(1, drafts=3)}
     done: list[int] = []
@@ -134,7 +134,7 @@ def test_modes_run_in_turn():
     }
     assert not any(run.acceptance.num_drafts for run in found.runs["plain"])
     assert all(run.acceptance.num_drafts for run in found.runs["speculative"])
-    # The plans tell the order: a request's first launch takes its prompt along.
+    # The order is visible in the plans: a request's first launch has its prompt.
     order, drafted = [], []
     for plan, shape in runner.plans:
         if plan.admissions:
@@ -142,7 +142,7 @@ def test_modes_run_in_turn():
         order[-1] |= bool(shape.num_draft_tokens and plan.decode)
     drafted = ["speculative" if is_drafted else "plain" for is_drafted in order]
     a, b = "plain", "speculative"
-    assert drafted == [a, b, *(a, b), *(b, a), *(a, b)], "warm-ups, then in turn"
+    assert drafted == [a, b, *(a, b), *(b, a), *(a, b)], "warm-ups, then alternately"
 
 
 def test_runs_that_compile_do_not_count():
@@ -150,7 +150,7 @@ def test_runs_that_compile_do_not_count():
     run_batch(engine, batch_of(1, drafts=0))
     per_run = runner.num_launches
     engine, _ = make_fake_engine(num_draft_tokens=0)
-    # The first warm-up, and the second run that would count.
+    # The first warm-up, and the second timed run.
     compiling(engine, {0, 3 * per_run})
     found = Bench(engine=engine, num_iters=2).alternate({"one": batch_of(1, drafts=0)})
     assert len(found.runs["one"]) == 2
@@ -158,7 +158,7 @@ def test_runs_that_compile_do_not_count():
     assert engine.runner.num_launches == 5 * per_run
 
 
-def test_compiling_without_an_end_is_an_error():
+def test_endless_compiling_is_an_error():
     engine, _ = make_fake_engine(num_draft_tokens=0)
     compiling(engine, None)
     with pytest.raises(BenchError, match="compiled in 32 warm-up runs"):

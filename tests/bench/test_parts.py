@@ -1,4 +1,4 @@
-"""Parts over a whole engine: they make what a round makes, and move nothing."""
+"""Parts on a whole engine: they compute what a round does, and change no length."""
 
 import dataclasses
 from typing import Any
@@ -58,7 +58,7 @@ def engine() -> LLMEngine:
 def test_bytes_are_those_of_both_models(engine):
     target, (draft,) = engine.runner.params
     assert draft is not None
-    size = 16 * 16 * 4  # the embedding alone, in float32
+    size = 16 * 16 * 4  # the embedding only, in float32
     plain = round_bytes(engine, 0, 0)
     assert plain > size
     one = round_bytes(engine, 1, 0) - plain
@@ -70,11 +70,15 @@ def test_bytes_are_those_of_both_models(engine):
     assert cost_ratio(engine) == one / plain
 
 
-def test_of_a_trimmed_draft_the_embedding_is_not_read(engine):
-    """Its head is, of as many rows as it keeps."""
+def test_embedding_of_trimmed_draft_is_not_counted(engine):
+    """Its trimmed head is counted."""
     target, kept = make_micro(seed=3), [1, 4, 9, 12]
     trimmed = make_engine(
-        target, make_draft_of(target), num_draft_tokens=3, kept=kept, max_num_seqs=2
+        target,
+        make_draft_of(target),
+        num_draft_tokens=3,
+        kept=kept,
+        max_num_seqs=2,
     )
     whole = round_bytes(engine, 1, 0) - round_bytes(engine, 0, 0)
     found = round_bytes(trimmed, 1, 0) - round_bytes(trimmed, 0, 0)
@@ -85,24 +89,24 @@ def test_of_a_trimmed_draft_the_embedding_is_not_read(engine):
 
 
 @pytest.mark.slow
-def test_parts_are_timed_and_move_nothing(engine, monkeypatch):
+def test_parts_change_no_length(engine, monkeypatch):
     said = tokens_of(generate(engine, PROMPTS, params_of(output_kind=FINAL)))
     made = []
     accept = module.accept_part
 
-    def spied(config, tree, params, state, rows, given):
-        state, told = accept(config, tree, params, state, rows, given)
-        return state, (told, rows, *given)
+    def spy(config, tree, params, state, rows, given):
+        state, outputs = accept(config, tree, params, state, rows, given)
+        return state, (outputs, rows, *given)
 
-    monkeypatch.setattr(module, "accept_part", spied)
+    monkeypatch.setattr(module, "accept_part", spy)
     time = module._Timer.time
 
-    def kept(self, part, *given):
+    def recorded(self, part, *given):
         seconds, result = time(self, part, *given)
         made.append((result, self._runner.state.rows.num_tokens))
         return seconds, result
 
-    monkeypatch.setattr(module._Timer, "time", kept)
+    monkeypatch.setattr(module._Timer, "time", recorded)
     batch = Batch(prompts=PROMPTS, params=[params_of()] * 2)
     plain, drafted = measure_parts(engine, batch, [0, 2], calls=2)
     assert (plain.num_seqs, plain.num_draft_tokens, plain.draft_s) == (2, 0, 0)
@@ -110,9 +114,9 @@ def test_parts_are_timed_and_move_nothing(engine, monkeypatch):
     for one in (plain, drafted):
         assert 0 <= one.device_s < 60
     assert drafted.num_bytes > plain.num_bytes
-    # The last part made what the round would: the next tokens of the greedy texts.
-    (told, rows, proposal, logits), lengths = made[-1]
-    moved, _, emitted = told
+    # The last part computes what the round would: the next greedy tokens.
+    (outputs, rows, proposal, logits), lengths = made[-1]
+    moved, _, emitted = outputs
     assert logits.shape == (6, 16)
     for number, (prompt, text) in enumerate(zip(PROMPTS, said, strict=True)):
         row = int(rows[number])
@@ -129,8 +133,8 @@ def test_parts_are_timed_and_move_nothing(engine, monkeypatch):
     assert tokens_of(generate(engine, PROMPTS, params_of(output_kind=FINAL))) == said
 
 
-def test_requests_that_end_soon_go_on_until_they_are_timed(engine):
-    """As where one of them waits for a program, and the others do not."""
+def test_short_requests_continue_until_timed(engine):
+    """One of them waits for a program, the others do not."""
     soon = params_of(max_tokens=module.FIRST_TOKENS - 1)
     (plain,) = measure_parts(
         engine, Batch(prompts=PROMPTS, params=[soon] * 2), [0], calls=1
@@ -140,34 +144,32 @@ def test_requests_that_end_soon_go_on_until_they_are_timed(engine):
 
 
 @pytest.mark.parametrize(
-    # Of one where all would be accepted anyway, little is proven.
-    ("chance", "expected"),
+    # A probability of 1 would prove little: greedy drafts are accepted anyway.
+    ("probability", "expected"),
     [(0.0, 1), pytest.param(1.0, 3, marks=pytest.mark.slow)],
 )
-def test_the_verdict_is_forced_where_the_rounds_is(
-    chance, expected, engine, monkeypatch
-):
+def test_forced_acceptance_applies_to_parts(probability, expected, engine, monkeypatch):
     accept, time, emitted = module.accept_part, module._Timer.time, []
 
     def forced(config, tree, params, state, rows, given):
-        state = dataclasses.replace(state, forced_acceptance=jnp.full(2, chance))
-        state, told = accept(config, tree, params, state, rows, given)
-        return dataclasses.replace(state, forced_acceptance=None), told
+        state = dataclasses.replace(state, forced_acceptance=jnp.full(2, probability))
+        state, outputs = accept(config, tree, params, state, rows, given)
+        return dataclasses.replace(state, forced_acceptance=None), outputs
 
-    def kept(self, part, *given):
+    def recorded(self, part, *given):
         seconds, result = time(self, part, *given)
         emitted.append(result)
         return seconds, result
 
     monkeypatch.setattr(module, "accept_part", forced)
-    monkeypatch.setattr(module._Timer, "time", kept)
+    monkeypatch.setattr(module._Timer, "time", recorded)
     measure_parts(engine, Batch(prompts=PROMPTS, params=[params_of()] * 2), [2])
     _, _, last = emitted[-1]
     assert last.num_emitted.tolist() == [expected] * 2
 
 
 def test_copy_bandwidth_is_of_the_fastest_copy():
-    # Two readings a copy; the first compiles and does not count.
+    # Two clock readings per copy; the first copy compiles and does not count.
     times = iter([0, 0.001, 10, 10.5, 20, 20.25, 30, 31])
     found = copy_bandwidth(
         jax.devices()[0], num_bytes=4096, repeats=3, clock=lambda: next(times)

@@ -1,4 +1,4 @@
-"""What a result holds: who made it, without this machine's folders and secrets."""
+"""The header of a result, without this machine's folders and secrets."""
 
 import argparse
 import json
@@ -15,7 +15,7 @@ from jaxspec.bench import report
 from jaxspec.errors import ConfigError
 
 
-def test_a_header_tells_everything_but_secrets(tmp_path):
+def test_header_has_everything_but_secrets(tmp_path):
     (tmp_path / "gemma").mkdir()
     options = argparse.Namespace(
         model=str(tmp_path / "gemma"),
@@ -44,7 +44,7 @@ def test_a_header_tells_everything_but_secrets(tmp_path):
     assert str(tmp_path) not in text
 
 
-def test_outside_of_a_checkout_there_is_no_commit(monkeypatch, tmp_path):
+def test_no_commit_outside_of_checkout(monkeypatch, tmp_path):
     monkeypatch.setattr(jaxspec, "__file__", str(tmp_path / "jaxspec" / "__init__.py"))
     found = report.header("latency", argparse.Namespace())
     assert (found["commit"], found["has_changes"]) == (None, None)
@@ -58,7 +58,7 @@ def test_spread_and_percentiles():
     assert report.percentiles([]) == {}
 
 
-def test_a_file_that_cannot_be_written_is_found_early(tmp_path):
+def test_unwritable_file_is_reported_early(tmp_path):
     report.check_writable(tmp_path / "new.json", "--output-json")
     report.check_writable(None, "--output-json")
     for path in (tmp_path / "none" / "new.json", tmp_path):
@@ -66,7 +66,7 @@ def test_a_file_that_cannot_be_written_is_found_early(tmp_path):
             report.check_writable(path, "--output-json")
 
 
-def test_a_result_is_one_line(tmp_path):
+def test_result_is_one_line(tmp_path):
     report.write({"a": [1, 2.5]}, tmp_path / "result.json")
     assert (tmp_path / "result.json").read_text() == '{"a": [1, 2.5]}\n'
     with pytest.raises(ValueError, match="JSON"):
@@ -74,7 +74,7 @@ def test_a_result_is_one_line(tmp_path):
 
 
 def test_measurements_do_not_change_the_commit(tmp_path):
-    """A run that wrote a result goes on with it: the code is the same."""
+    """A run that has written a result is of the same commit: the code is unchanged."""
     written = ("kernels/jaxspec_kernels/tuned/a.json", "benchmarks/results/b.json")
     source = "jaxspec/bench/report.py"
     for path in (*written, source):
@@ -93,7 +93,7 @@ def test_measurements_do_not_change_the_commit(tmp_path):
     assert report.commit(tmp_path) == clean | {"has_changes": True}
 
 
-def test_a_result_is_written_at_once(monkeypatch, tmp_path):
+def test_result_is_written_atomically(monkeypatch, tmp_path):
     path = tmp_path / "result.json"
     report.write_whole("[1]", path)
     write_text = Path.write_text

@@ -31,8 +31,8 @@ def site() -> Iterator[Site]:
 
 
 @pytest.fixture
-def asked_for(tmp_path) -> Callable[..., Any]:
-    """Flags for a URL, with prompts that the fake tokenizer knows."""
+def options_for(tmp_path) -> Callable[..., Any]:
+    """Make flags for a URL, with prompts for the fake tokenizer."""
     path = tmp_path / "prompts.jsonl"
     path.write_text(json.dumps({"prompt": PROMPT}) + "\n", encoding="utf-8")
     small = ("--num-prompts", 6, "--output-len", 9, "--dataset-path", path)
@@ -40,12 +40,12 @@ def asked_for(tmp_path) -> Callable[..., Any]:
 
 
 @pytest.mark.parametrize("endpoint", ["/v1/completions", "/v1/chat/completions"])
-def test_our_server_is_measured_with_drafts_and_without(
-    endpoint, site, asked_for, tmp_path, capsys
+def test_jaxspec_server_is_measured_with_and_without_drafts(
+    endpoint, site, options_for, tmp_path, capsys
 ):
     saved = ("--save-result", "--save-detailed", "--result-dir", tmp_path)
     named = ("--result-filename", "out.json")
-    (entry,) = serve.run(asked_for(site.url, "--endpoint", endpoint, *saved, *named))
+    (entry,) = serve.run(options_for(site.url, "--endpoint", endpoint, *saved, *named))
     printed = capsys.readouterr().out
     assert '{"benchmark"' not in printed
     assert "No drafts were made" not in printed
@@ -58,7 +58,7 @@ def test_our_server_is_measured_with_drafts_and_without(
     assert entry["output_throughput"] == pytest.approx(54 / entry["duration"])
     assert 0 < entry["median_ttft_ms"] < 1e3 * entry["duration"]
     assert entry["p99_tpot_ms"] > 0
-    # Drafts are those of this run alone, and of the plain one there are none.
+    # Counts are those of this run only; the plain run has none.
     drafts = entry["spec_decode_num_drafts"]
     assert 0 < drafts <= 54
     assert len(entry["spec_decode_per_position_acceptance_rates"]) == 3
@@ -71,9 +71,9 @@ def test_our_server_is_measured_with_drafts_and_without(
     assert printed.count("Speculative Decoding") == 1
 
 
-def test_a_sweep_ends_with_a_table(site, asked_for, capsys):
+def test_sweep_ends_with_table(site, options_for, capsys):
     points = ("--max-concurrency", 1, 3, "--no-compare-plain", "--num-warmups", 1)
-    first, second = serve.run(asked_for(site.url, *points))
+    first, second = serve.run(options_for(site.url, *points))
     printed = capsys.readouterr().out
     assert (first["max_concurrency"], second["max_concurrency"]) == (1, 3)
     assert first["max_concurrent_requests"] >= 1
@@ -84,9 +84,7 @@ def test_a_sweep_ends_with_a_table(site, asked_for, capsys):
     assert first["median_e2el_ms"] > 0
 
 
-def test_runs_in_which_the_server_compiles_do_not_count(
-    site, asked_for, capsys, monkeypatch
-):
+def test_runs_with_compiles_are_repeated(site, options_for, capsys, monkeypatch):
     runner: Any = site.engine.engine.runner
     launch, begin = runner.launch, runner.num_launches
     until = [begin + 12]
@@ -96,21 +94,21 @@ def test_runs_in_which_the_server_compiles_do_not_count(
         return launch(*arguments)
 
     monkeypatch.setattr(runner, "launch", compiling)
-    (entry,) = serve.run(asked_for(site.url, "--no-compare-plain"))
-    assert "this run does not count" in capsys.readouterr().err
+    (entry,) = serve.run(options_for(site.url, "--no-compare-plain"))
+    assert "this run is repeated" in capsys.readouterr().err
     assert entry["completed"] == 6
     until[0] = 1 << 40
     with pytest.raises(BenchError, match="compiled programs in 4 runs"):
-        serve.run(asked_for(site.url, "--no-compare-plain"))
+        serve.run(options_for(site.url, "--no-compare-plain"))
 
 
-def test_a_refusal_ends_at_once(site, asked_for):
+def test_refusal_ends_at_once(site, options_for):
     with pytest.raises(BenchError, match="status 404.*does not exist"):
-        serve.run(asked_for(site.url, "--model", "another"))
+        serve.run(options_for(site.url, "--model", "another"))
 
 
 class Peer(BaseHTTPRequestHandler):
-    """A server of another make: no metrics, no counts of tokens."""
+    """Another server, without metrics and token counts."""
 
     asked: list[dict[str, Any]] = []
 
@@ -119,7 +117,7 @@ class Peer(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         if self.path == "/v1/models":
-            self._say(b'{"data": [{"id": "peer"}]}')
+            self._send(b'{"data": [{"id": "peer"}]}')
         else:
             self.send_error(404)
 
@@ -130,9 +128,9 @@ class Peer(BaseHTTPRequestHandler):
             self.send_error(500)
             return
         event = json.dumps({"choices": [{"text": "x"}]})
-        self._say(f"data: {event}\n\ndata: {event}\n\ndata: [DONE]\n\n".encode())
+        self._send(f"data: {event}\n\ndata: {event}\n\ndata: [DONE]\n\n".encode())
 
-    def _say(self, content: bytes) -> None:
+    def _send(self, content: bytes) -> None:
         self.send_response(200)
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
@@ -151,11 +149,11 @@ def peer() -> Iterator[str]:
     thread.join(10)
 
 
-def test_a_peer_is_asked_for_nothing_of_ours(peer, asked_for):
-    asked = asked_for(peer, "--no-ignore-eos", "--extra-body", '{"x": 1}')
+def test_other_server_gets_no_jaxspec_fields(peer, options_for):
+    asked = options_for(peer, "--no-ignore-eos", "--extra-body", '{"x": 1}')
     (entry,) = serve.run(asked)
     assert entry["model_id"] == "peer"
-    # The fourth request failed: the first was to see whether it answers at all.
+    # The fourth request failed; the first was the readiness check.
     assert (entry["completed"], entry["failed"]) == (5, 1)
     assert entry["total_output_tokens"] == 10
     assert "plain" not in entry
@@ -164,40 +162,40 @@ def test_a_peer_is_asked_for_nothing_of_ours(peer, asked_for):
     assert all(set(body) == names | {"stream_options", "x"} for body in Peer.asked)
 
 
-def test_plain_runs_ask_for_no_drafts_and_share_no_prompts(peer, asked_for, capsys):
-    (entry,) = serve.run(asked_for(peer, "--compare-plain"))
+def test_plain_runs_have_no_drafts_and_other_salt(peer, options_for, capsys):
+    (entry,) = serve.run(options_for(peer, "--compare-plain"))
     assert "No drafts were made at this load." in capsys.readouterr().out
     assert entry["completed"] + entry["plain"]["completed"] >= 8
-    first, *bodies = Peer.asked
+    first, *others = Peer.asked
     assert not {"cache_salt", "num_speculative_tokens"} & first.keys()
     by_salt: dict[str, list[Any]] = {}
-    for body in bodies:
+    for body in others:
         wanted = body.get("num_speculative_tokens", "as served")
         by_salt.setdefault(body["cache_salt"], []).append(wanted)
     assert list(by_salt.values()) == [["as served"] * 6, [0] * 6]
 
 
-def test_a_server_that_never_comes_is_an_error(asked_for, monkeypatch, capsys):
+def test_missing_server_is_an_error(options_for, monkeypatch, capsys):
     naps: list[float] = []
 
     async def nap(seconds: float) -> None:
         naps.append(seconds)
 
     monkeypatch.setattr(asyncio, "sleep", nap)
-    options = asked_for("http://127.0.0.1:1", "--ready-check-timeout-sec", 0.2)
+    options = options_for("http://127.0.0.1:1", "--ready-check-timeout-sec", 0.2)
     with pytest.raises(
-        BenchError, match="answers no request: http://127.0.0.1:1/v1/models"
+        BenchError, match="No request succeeded: http://127.0.0.1:1/v1/models"
     ):
         serve.run(options)
     assert serve.POLL_S in naps
-    (told,) = capsys.readouterr().err.splitlines()
-    assert told.startswith("Waiting up to 0.2 s for the server: http://127.0.0.1")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("Waiting up to 0.2 s for the server: http://127.0.0.1")
 
 
-def test_a_server_that_fails_every_request_has_no_result(peer, asked_for, monkeypatch):
+def test_failing_server_has_no_result(peer, options_for, monkeypatch):
     monkeypatch.setattr(Peer, "do_POST", lambda self: self.send_error(503))
-    options = asked_for(peer, "--ready-check-timeout-sec", 0)
-    with pytest.raises(BenchError, match="answers no request: status 503"):
+    options = options_for(peer, "--ready-check-timeout-sec", 0)
+    with pytest.raises(BenchError, match="No request succeeded: status 503"):
         serve.run(options)
 
 
@@ -239,7 +237,7 @@ def test_metrics_to_print_are_those_of_the_flags():
 def test_sweep_into_one_file_is_a_line_a_load(tmp_path):
     saved = ("--result-dir", tmp_path, "--result-filename", "x.json")
     task = task_of("--max-concurrency", 1, 2, "--save-result", *saved)
-    for _ in range(2):  # the second sweep replaces the first
+    for _ in range(2):  # the second sweep overwrites the first
         for number, load in enumerate(task.loads):
             task.save({"number": number}, load)
     lines = (tmp_path / "x.json").read_text().splitlines()
@@ -260,7 +258,7 @@ DRAFTS = Acceptance(
     num_drafts=10, num_draft_tokens=30, num_accepted=15, per_position=(9, 5, 1)
 )
 ANSWERS = [
-    # 4 tokens in 2 pieces, at 0.1 and 0.4 s; 1 token at 1.2 s, from 1 s on.
+    # 4 tokens in 2 chunks, at 0.1 and 0.4 s; 1 token at 1.2 s, requested at 1 s.
     Answer(
         start_s=50.0,
         ttft_s=0.1,
@@ -283,7 +281,7 @@ ANSWERS = [
 ALL = Wanted(metrics=("ttft", "tpot", "itl", "e2el"), percentiles=(50.0, 99.9))
 
 
-def test_figures_are_those_of_the_answers_that_came():
+def test_metrics_of_successful_answers():
     found = figures(ANSWERS, 2.0, ALL, DRAFTS)
     assert (found["completed"], found["failed"]) == (2, 1)
     assert (found["total_input_tokens"], found["total_output_tokens"]) == (30, 5)
@@ -293,7 +291,7 @@ def test_figures_are_those_of_the_answers_that_came():
     assert found["mean_ttft_ms"] == pytest.approx(150)
     assert found["std_ttft_ms"] == pytest.approx(50)
     assert found["p99.9_ttft_ms"] == pytest.approx(199.9)
-    # Of one token there is no TPOT: 300 ms for the three after the first.
+    # One token has no TPOT: 300 ms for the three after the first.
     assert found["median_tpot_ms"] == found["p50_tpot_ms"] == pytest.approx(100)
     assert found["mean_itl_ms"] == pytest.approx(300)
     assert found["mean_e2el_ms"] == pytest.approx(300)
@@ -309,7 +307,7 @@ def test_figures_are_those_of_the_answers_that_came():
     assert requests["errors"] == ["", "", "boom"]
 
 
-def test_requests_at_one_time_are_counted_together():
+def test_peak_concurrency():
     twice = [ANSWERS[0], ANSWERS[0], ANSWERS[1]]
     found = figures(twice, 2.0, ALL, None)
     assert found["max_output_tokens_per_s"] == 8
@@ -363,12 +361,12 @@ Per-position acceptance (%):
 =================================================="""
 
 
-def test_the_block_is_vllms():
+def test_block_equals_vllm():
     wanted = Wanted(metrics=("ttft",))
     found = figures(ANSWERS, 2.0, wanted, DRAFTS)
     load = Load(request_rate=2.5, max_concurrency=4)
-    told = block(found, load, wanted)
-    assert [line.rstrip() for line in told.splitlines()] == BLOCK.splitlines()
+    printed = block(found, load, wanted)
+    assert [line.rstrip() for line in printed.splitlines()] == BLOCK.splitlines()
     bare = block(figures(ANSWERS, 2.0, wanted, None), Load(), wanted)
     assert "Speculative" not in bare
     assert "Maximum" not in bare
@@ -385,13 +383,13 @@ def test_times_between_requests_follow_the_distribution(burstiness):
     assert starts == load.starts(20_000)
     gaps = np.diff(starts)
     assert starts[-1] == pytest.approx(1000)
-    # A gamma distribution of this shape has the deviation mean / sqrt(shape).
+    # A gamma distribution with this shape has standard deviation mean / sqrt(shape).
     assert gaps.std() * 20 == pytest.approx(burstiness**-0.5, rel=0.05)
     assert Load(request_rate=20.0, seed=4).starts(9) != starts[:9]
 
 
 @pytest.mark.parametrize("limit", [None, 1, 3])
-def test_no_more_at_a_time_than_allowed(limit):
+def test_max_concurrency(limit):
     now = most = 0
 
     async def ask(prompt: Prompt) -> Answer:
@@ -443,17 +441,21 @@ def test_scrape_adds_up_engines():
     assert read_scrape(text).num_warming == 3
 
 
-def test_names_are_those_that_our_engine_tells():
+def test_metric_names_are_those_of_engine():
     engine, _ = make_fake_engine(num_draft_tokens=3)
     names = {metric.name for metric in engine.get_metrics()}
-    told = {line.split()[2] for line in VLLM.splitlines() if line.startswith("# TYPE")}
-    told = {name.removesuffix("_total") for name in told if "created" not in name}
-    assert told <= names
+    names_read = {
+        line.split()[2] for line in VLLM.splitlines() if line.startswith("# TYPE")
+    }
+    names_read = {
+        name.removesuffix("_total") for name in names_read if "created" not in name
+    }
+    assert names_read <= names
     assert {"jaxspec:num_compiles", "jaxspec:warming"} <= names
     assert "jaxspec:synthetic_acceptance_info" not in names
 
 
-def test_acceptance_that_is_forced_is_read_from_our_engines_words():
+def test_reads_forced_acceptance_of_engine():
     engine, _ = make_fake_engine(num_draft_tokens=3, forced_acceptance=0.8)
     (info,) = [one for one in engine.get_metrics() if "synthetic" in one.name]
     labels = ",".join(f'{name}="{value}"' for name, value in info.labels.items())

@@ -1,4 +1,4 @@
-"""Workloads over a device of plain Python, as the subcommands get them."""
+"""Workloads of the subcommands on a fake device."""
 
 import argparse
 from collections.abc import Callable
@@ -30,8 +30,10 @@ def flags(command: str, *arguments: Any) -> argparse.Namespace:
     return make_parser("prog").parse_args([command, *map(str, arguments)])
 
 
-def made_parts(engine: LLMEngine, batch: Batch, ladder: list[int]) -> list[Parts]:
-    """Parts of given seconds, in place of programs."""
+def made_parts(
+    engine: LLMEngine, batch: Batch, draft_lengths: list[int]
+) -> list[Parts]:
+    """Return parts with fixed seconds, without programs."""
     return [
         Parts(
             num_seqs=len(batch.prompts),
@@ -42,12 +44,12 @@ def made_parts(engine: LLMEngine, batch: Batch, ladder: list[int]) -> list[Parts
             accept_s=0.001,
             num_bytes=5_000_000,
         )
-        for k in ladder
+        for k in draft_lengths
     ]
 
 
 def use_fake_engine(patch: pytest.MonkeyPatch, **changes: Any) -> list[LLMEngine]:
-    """Have the subcommands open one, with as many sequences as they need.
+    """Let the subcommands open a fake engine, with the sequences that they need.
 
     Returns:
         The engines that were opened.
@@ -76,7 +78,7 @@ def use_fake_engine(patch: pytest.MonkeyPatch, **changes: Any) -> list[LLMEngine
 
 
 def line_in(path: Path, printed: str) -> str:
-    """The line of JSON that was written, and not printed."""
+    """Return the line of JSON that was written, and not printed."""
     line = path.read_text(encoding="utf-8")
     assert not [one for one in printed.splitlines() if one.startswith("{")]
     return line

@@ -59,7 +59,7 @@ def flax_leaves(
     num_stacks: int = 0,
     pad_rows: int = PAD_ROWS,
 ) -> dict[str, np.ndarray]:
-    """Return every array by its path; pad rows are NaN, which nobody may read.
+    """Return every array by its path; padding rows are NaN: they must not be read.
 
     Args:
         pad_rows: Rows of the embedding after the vocabulary.

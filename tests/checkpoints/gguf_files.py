@@ -31,7 +31,7 @@ _LAYER = {
 
 
 def llama_name(name: str) -> str:
-    """What llama.cpp calls a tensor of a HuggingFace model."""
+    """Return llama.cpp's name of a HuggingFace model's tensor."""
     if name == "model.embed_tokens.weight":
         return "token_embd.weight"
     if name == HEAD:
@@ -72,7 +72,7 @@ def write_tokenizer(writer: gguf.GGUFWriter) -> None:
     kinds = [_kind_of(piece) for piece in model.pieces]
     writer.add_tokenizer_model("llama")
     writer.add_tokenizer_pre("default")
-    # What texts can spell is spelled with spaces.
+    # Pieces that occur in texts are spelled with spaces.
     pieces = [
         piece.piece.replace("\u2581", " ") if kind == USER_DEFINED else piece.piece
         for piece, kind in zip(model.pieces, kinds, strict=True)
@@ -89,9 +89,9 @@ def write_tokenizer(writer: gguf.GGUFWriter) -> None:
 
 
 def _kind_of(piece: Any) -> int:
-    # The converter takes what looks special for control tokens, and the unknown too.
-    looks_special = piece.piece.startswith(("<unused", "<mask", "<start_of", "<end_of"))
-    is_control = piece.type == UNKNOWN or (piece.type == USER_DEFINED and looks_special)
+    # The converter marks special-looking and unknown tokens as control tokens.
+    is_special = piece.piece.startswith(("<unused", "<mask", "<start_of", "<end_of"))
+    is_control = piece.type == UNKNOWN or (piece.type == USER_DEFINED and is_special)
     return CONTROL if is_control else piece.type
 
 
@@ -114,7 +114,7 @@ def write_arrays(
 
 
 def close(writer: gguf.GGUFWriter) -> None:
-    """Write what was added."""
+    """Write the file."""
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -1,4 +1,4 @@
-"""Loads a checkpoint onto 8 simulated devices; prints what the host held meanwhile.
+"""Loads a checkpoint onto 8 simulated devices; prints the host's peak memory.
 
 `python loading_memory.py FOLDER`. Counts anonymous memory: pages of the mapped file
 belong to the system's cache, which gives them back when memory is short.

@@ -12,8 +12,8 @@ from safetensors.numpy import save_file
 from jaxspec_checkpoints import Sizes, bundled_target
 from jaxspec_checkpoints.gemma.published import LAYOUTS
 
-# What tells the three apart stays: the number of heads, queries narrower or wider than
-# the model, 27B's half heads and its own query_pre_attn_scalar.
+# Differences of the three sizes are preserved: the number of heads, queries narrower or
+# wider than the model, 27B's half heads and its own query_pre_attn_scalar.
 FAMILIES: dict[str, dict[str, int]] = {
     "2b": dict(
         hidden_size=72,

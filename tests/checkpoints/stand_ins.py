@@ -74,12 +74,12 @@ class Asked:
 
 @dataclass(kw_only=True)
 class StandIn:
-    """A server's content, its faults, and what it was asked.
+    """A server's content, its faults, and the requests it received.
 
     Attributes:
         files: By path in the repository.
-        asked: What was asked, in order.
-        broken: What was raised while answering: a mistake of the stand-in.
+        asked: Requests, in order.
+        broken: Exceptions raised while answering: mistakes of the stand-in.
         faults: By the path's last part. A status answers with it; "short" sends half
             of the file as if it were whole; "cut" promises the whole file and closes
             the connection half-way.
@@ -142,7 +142,7 @@ def serve(stand_in: StandIn) -> Iterator[None]:
 
     class Server(ThreadingHTTPServer):
         def handle_error(self, request: Any, client_address: Any) -> None:
-            """Keep what is wrong here; a client that hangs up is not."""
+            """Record errors of the stand-in; a client that hangs up is not one."""
             if not isinstance(sys.exception(), ConnectionError):
                 stand_in.broken.append(str(sys.exception()))
 
@@ -369,7 +369,7 @@ def kaggle_alone(monkeypatch: pytest.MonkeyPatch, home: Path) -> Iterator[list[s
     monkeypatch.setenv("HOME", str(home / "home"))
     monkeypatch.setenv("KAGGLEHUB_CACHE", str(home / "cache"))
     monkeypatch.setenv("KAGGLE_CONFIG_DIR", str(home / "home"))
-    # The library looks for its callers in the stack, among all modules of the process.
+    # The library searches its callers in the stack, among all modules of the process.
     monkeypatch.setattr(kagglehub.clients, "get_user_agent", lambda: "kagglehub")
     with only_here(monkeypatch) as refused:
         yield refused
@@ -386,7 +386,7 @@ def point_kaggle_to(monkeypatch: pytest.MonkeyPatch, endpoint: str) -> None:
 
 
 def fetch_message(name: str, **arguments: Any) -> str:
-    """Return the error of a download, which names what was wanted."""
+    """Return the error of a download, which names the model."""
     with pytest.raises(CheckpointError) as caught:
         fetch(name, **arguments)
     message = str(caught.value)

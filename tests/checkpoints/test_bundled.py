@@ -39,7 +39,7 @@ def test_pair_shares_its_tokens():
     assert tokenizers[0].read_bytes() == tokenizers[1].read_bytes()
 
 
-def test_the_draft_says_which_tokens_are_frequent():
+def test_draft_has_a_token_map():
     """All of them, those that its head must have first."""
     config = config_from_folder(bundled_draft())
     ids = read_token_map(bundled_draft() / TOKEN_MAP, config.vocab_size)

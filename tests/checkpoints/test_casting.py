@@ -1,4 +1,4 @@
-"""Blocks have the rows asked for, cast as numpy does; what is too large is named."""
+"""Blocks have the requested rows, cast as by numpy; errors name overflowing tensors."""
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ def test_types_are_found_by_name(dtype):
 
 
 @pytest.mark.parametrize("dtype", ["int8", "float64", "fp16", "", "BFLOAT16"])
-def test_other_types_are_refused(dtype):
+def test_rejects_other_types(dtype):
     expected = f"one of float32, bfloat16, float16, got '{dtype}'"
     with pytest.raises(CheckpointError, match=expected):
         find_dtype(dtype)

@@ -66,7 +66,7 @@ def test_head_with_the_bytes_of_the_embedding_is_dropped(tmp_path, said):
 
 
 @SAID
-def test_head_with_one_other_number_is_the_head_whatever_config_says(tmp_path, said):
+def test_head_that_differs_in_one_number_is_kept_whatever_the_config(tmp_path, said):
     tensors = write(tmp_path, said, with_other_last_row)
     found = open_checkpoint(tmp_path).resolved()
     check(found, tensors, is_tied=False)

@@ -1,4 +1,4 @@
-"""A map is what the texts say: counted as the model cuts them, special tokens first."""
+"""A map follows the counts of the model's tokens in texts, special tokens first."""
 
 import json
 import lzma
@@ -105,10 +105,10 @@ def test_texts_come_from_lines_of_json_and_from_anything_else(tmp_path):
         ("none.txt", None, "cannot be read"),
         ("some.jsonl", b"{}\n", "line 1, must be a JSON object with one of text"),
         ("some.jsonl", b'{"text": "a"}\n["text"]\n', "line 2, must be a JSON object"),
-        ("some.jsonl", b"{text}\n", "line 1, is no JSON"),
-        ("some.txt", b"\xff\xfe", "is no text"),
-        ("some.txt.xz", b"plain", "is no text"),
-        ("cut.txt.xz", lzma.compress(b"ein Wort\n" * 99)[:-9], "is no text"),
+        ("some.jsonl", b"{text}\n", "line 1, is not JSON"),
+        ("some.txt", b"\xff\xfe", "is not UTF-8 text"),
+        ("some.txt.xz", b"plain", "is not UTF-8 text"),
+        ("cut.txt.xz", lzma.compress(b"ein Wort\n" * 99)[:-9], "is not UTF-8 text"),
         ("empty.txt", b"", "there is nothing to count"),
     ],
 )

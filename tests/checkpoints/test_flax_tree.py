@@ -1,4 +1,4 @@
-"""A tree is recognised in every form; what is wrong is named as the file spells it."""
+"""Trees of every layout are recognized; errors use the file's spelling."""
 
 from pathlib import Path
 from typing import Any
@@ -64,7 +64,7 @@ def tree_of(shapes: dict[str, Any], spelling: str = "flat", **types: Any) -> Fla
 
 
 @pytest.mark.parametrize("spelling", SPELLINGS)
-def test_sizes_are_told_by_the_shapes(spelling):
+def test_sizes_follow_from_the_shapes(spelling):
     tree = tree_of(LEAVES, spelling)
     # Tiny rows are no published vocabulary, so all of them count.
     assert tree.sizes(GEMMA2) == Sizes.from_config(CONFIG | {"vocab_size": 512 + 128})
@@ -75,7 +75,7 @@ def test_sizes_are_told_by_the_shapes(spelling):
     ]
 
 
-def test_stacks_are_told_by_the_names():
+def test_stacks_are_recognized_by_names():
     tree = tree_of(STACKS)
     assert tree.num_stacks == 2
     assert tree.sizes(GEMMA2).num_layers == 5
@@ -168,7 +168,7 @@ def test_tensor_in_two_spellings():
     "part", ["mlp/linear", "attn/q_einsum/w", "attn/kv_einsum/w", "mlp/gating_einsum"]
 )
 @pytest.mark.parametrize("wrong", [None, (), (3,), (2, 3, 4, 5, 6)])
-def test_first_layer_must_have_what_tells_the_sizes(part, wrong):
+def test_first_layer_must_have_the_arrays_that_determine_sizes(part, wrong):
     leaves = dict(LEAVES)
     if wrong is None:
         del leaves[f"layer_0/{part}"]
@@ -212,7 +212,7 @@ def test_no_layers():
         tree_of(leaves)
 
 
-def test_square_gating_cannot_be_told():
+def test_rejects_square_gating():
     sizes = Sizes.from_config(CONFIG | {"intermediate_size": 72})
-    with pytest.raises(CheckpointError, match="are both 72, so it cannot be told"):
+    with pytest.raises(CheckpointError, match="are both 72, so the orientation of"):
         tree_of(LEAVES).tensors(sizes, 128)

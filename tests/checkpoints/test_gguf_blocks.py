@@ -1,4 +1,4 @@
-"""Every type reads as the numbers that llama.cpp's library makes of its blocks."""
+"""Every type is dequantized to the same numbers as by llama.cpp's library."""
 
 import gguf
 import numpy as np

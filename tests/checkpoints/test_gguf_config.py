@@ -49,7 +49,7 @@ def test_config_of_gemma2_survives_the_conversion(tmp_path, family):
     config = tiny_config(family, vocab_size=8192)
     write_gguf(tmp_path / "m.gguf", config)
     found, generation = read_config(read_gguf(tmp_path / "m.gguf"))
-    # The writer's files have two layers, and 27B's scale is told by 46.
+    # The writer's files have two layers; 46 layers identify 27B's scale.
     config["query_pre_attn_scalar"] = config["head_dim"]
     # A base model's; what a chat ends with, the tokenizer adds.
     config["eos_token_id"] = 1

@@ -349,7 +349,7 @@ def open_damaged(path: Path, content: bytes) -> None:
         assert "\n" not in str(error)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(data=st.data())
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_changed_bytes_never_crash_the_parser(small, tmp_path_factory, data):
@@ -375,7 +375,7 @@ def read_header_bytes(content: bytes) -> int:
     return content.index(b"output_norm.weight") + 64
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(content=st.binary(max_size=200))
 def test_any_bytes_after_the_magic(tmp_path_factory, content):
     path = tmp_path_factory.getbasetemp() / "random.gguf"

@@ -30,7 +30,7 @@ from tests.checkpoints.gguf_files import (
 )
 from tests.checkpoints.models import tiny_config, tiny_tensors, write_tiny
 
-# What llama.cpp's library can make; the others are tested by their blocks.
+# Types that llama.cpp's library can write; the others are tested by their blocks.
 WRITABLE = (Q.F32, Q.F16, Q.BF16, Q.Q4_0, Q.Q4_1, Q.Q5_0, Q.Q5_1, Q.Q8_0)
 PACKED = {Q.Q4_0: "int4", Q.Q5_0: "int8", Q.Q8_0: "int8"}
 
@@ -99,7 +99,7 @@ def test_norms_are_stored_with_one_added(tmp_path):
             np.testing.assert_array_equal(1 + found, 1 + values)
 
 
-def test_fused_queries_keys_and_values_are_told_apart(tmp_path):
+def test_fused_queries_keys_and_values_are_split(tmp_path):
     config = tiny_config("2b", hidden_size=256, vocab_size=512, num_hidden_layers=1)
     tensors = tiny_tensors(config)
     names = [f"model.layers.0.self_attn.{part}_proj.weight" for part in "qkv"]
@@ -141,7 +141,7 @@ def test_safetensors_go_before_gguf(tmp_path):
     assert read_config(tmp_path)[0]["num_hidden_layers"] == 1
 
 
-def test_config_is_that_of_the_file_and_not_a_stub_beside_it(tmp_path):
+def test_config_of_the_file_precedes_a_config_json_next_to_it(tmp_path):
     write_gguf(tmp_path / "m.gguf")
     (tmp_path / "config.json").write_text('{"model_type": "gemma3"}')
     (tmp_path / "generation_config.json").write_text('{"top_k": 7}')

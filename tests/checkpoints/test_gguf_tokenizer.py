@@ -19,7 +19,7 @@ from tests.checkpoints.gguf_files import real_gguf, write_gguf
 from tests.support.texts import SPECIAL, texts
 
 BUNDLED = bundled_target()
-# What Gemma 3 itself has, shortened.
+# Gemma 3's own template, shortened.
 TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{{ '<start_of_turn>' + ('model' if "
     "message['role'] == 'assistant' else message['role']) + '\n' + message['content'] "
@@ -98,11 +98,11 @@ def test_template_runs_in_the_sandbox(tmp_path):
     attack = "{{ ''.__class__.__mro__[1].__subclasses__() }}"
     write_gguf(tmp_path / "m.gguf", tokenizer__chat_template=attack)
     tokenizer = Tokenizer.from_folder(tmp_path / "m.gguf")
-    with pytest.raises((ConfigError, RequestError), match="sandbox of templates forb"):
+    with pytest.raises((ConfigError, RequestError), match="sandbox forb"):
         tokenizer.apply_chat_template([{"role": "user", "content": "x"}])
 
 
-def test_files_beside_a_file_in_a_folder_go_first(tmp_path):
+def test_files_next_to_a_gguf_file_take_precedence(tmp_path):
     write_gguf(tmp_path / "m.gguf", tokenizer__chat_template=TEMPLATE)
     text = json.dumps({"chat_template": "{{ messages[0]['content'] }}"})
     (tmp_path / "tokenizer_config.json").write_text(text)

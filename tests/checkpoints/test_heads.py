@@ -1,4 +1,4 @@
-"""A folder says which head it holds, whoever wrote it; what is no head says so."""
+"""Heads of every writer are recognized; a folder without a head is an error."""
 
 import json
 
@@ -87,7 +87,7 @@ def test_spellings(tmp_path, config, theirs, ours):
     "name", ["lm_head.weight", "verifier_norm.bias", "layers.0.rotary_emb.inv_freqs"]
 )
 def test_only_listed_tensors_are_left_unread(tmp_path, name):
-    """Of a Medusa, EAGLE's unread `lm_head.weight` is one of its own."""
+    """`lm_head.weight`, unread for EAGLE, is a tensor of a Medusa head."""
     found = open_head(write(tmp_path, dict(medusa_num_heads=1), [name]))
     assert found.tensors.keys() == {name}
 
@@ -99,7 +99,7 @@ def test_two_spellings_of_one_tensor_are_refused(tmp_path):
         open_head(tmp_path)
 
 
-def test_what_is_no_head_says_what_one_is():
+def test_error_for_a_folder_without_head_explains_heads():
     expected = "holds no head .*'gemma2'.*target's hidden states.*eagle, eagle3, medusa"
     with pytest.raises(CheckpointError, match=expected):
         read_head_config(bundled_draft())

@@ -157,7 +157,7 @@ def test_published_gemma_3_is_found_by_its_shapes(tmp_path, monkeypatch, size):
     assert billions in (None, round(checkpoint.num_parameters / 1e9, 3))
 
 
-def test_nothing_is_kept_of_a_tensor_that_was_read(tmp_path):
+def test_memory_of_a_read_tensor_is_freed(tmp_path):
     """An array may be one chunk; the embedding ends before its pads do."""
     write_mount(tmp_path, use_ocdbt=False)
     tensors = open_kaggle(tmp_path, LAYOUTS).tensors
@@ -219,7 +219,7 @@ def test_unpublished_shapes_need_a_config(tmp_path):
     (tmp_path / "config.json").unlink()
     expected = (
         "no config.json, and the shapes are those of no published .*hidden_size=72.*"
-        "Put the model's config.json beside it"
+        "Put the model's config.json next to it"
     )
     with pytest.raises(CheckpointError, match=expected):
         open_kaggle(tmp_path, LAYOUTS)
@@ -323,7 +323,9 @@ def test_unpublished_sizes_are_written_hidden_first(tmp_path):
 def test_square_gating_is_not_written(tmp_path):
     config = tiny_config("2b", intermediate_size=72)
     tensors = in_memory(tiny_tensors(config))
-    with pytest.raises(CheckpointError, match="could not tell which way gating_einsum"):
+    with pytest.raises(
+        CheckpointError, match="could not determine the orientation of gating_einsum"
+    ):
         write(
             tmp_path,
             Sizes.from_config(config),
@@ -349,7 +351,7 @@ def test_two_types_in_one_array_are_refused(tmp_path):
 
 
 def test_a_folder_that_may_not_be_entered_is_passed_over(tmp_path, monkeypatch):
-    """Such as the `lost+found` of a mounted disk, beside the tree."""
+    """Such as the `lost+found` of a mounted disk, next to the tree."""
     tensors = write_mount(tmp_path)
     shutil.copytree(tmp_path / "variant", tmp_path / "lost+found")
     may_access = os.access

@@ -52,7 +52,7 @@ def test_gguf_files_are_inspected_converted_and_counted(tmp_path, capsys):
     assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_what_cannot_be_used_is_said_in_one_line(tmp_path, capsys):
+def test_errors_are_one_line(tmp_path, capsys):
     assert main(["inspect", str(tmp_path)]) == 1
     found = capsys.readouterr()
     assert found.out == ""
@@ -61,7 +61,7 @@ def test_what_cannot_be_used_is_said_in_one_line(tmp_path, capsys):
     assert found.err.count("\n") == 1
 
 
-def test_a_destination_that_exists_stays_as_it_is(tmp_path, capsys):
+def test_existing_destination_is_not_changed(tmp_path, capsys):
     write_tiny(tmp_path / "source", family="2b")
     (tmp_path / "made").mkdir()
     (tmp_path / "made" / "mine").write_text("mine")
@@ -71,7 +71,7 @@ def test_a_destination_that_exists_stays_as_it_is(tmp_path, capsys):
     assert [path.name for path in (tmp_path / "made").iterdir()] == ["mine"]
 
 
-def test_trim_writes_a_map_beside_the_weights(tmp_path, capsys):
+def test_trim_writes_a_map_next_to_the_weights(tmp_path, capsys):
     write_tiny(tmp_path / "draft", family="2b", vocab_size=8192)
     (tmp_path / "some.txt").write_text("some words, some more words")
     arguments = ["trim", str(tmp_path / "draft"), str(tmp_path / "some.txt")]
@@ -83,7 +83,7 @@ def test_trim_writes_a_map_beside_the_weights(tmp_path, capsys):
     assert "--output" in capsys.readouterr().err
     assert main([*arguments, "--output", str(tmp_path / "other.json")]) == 0
     assert (tmp_path / "other.json").read_bytes() == made.read_bytes()
-    # It goes where the model goes.
+    # It is copied with the model.
     copy = [str(tmp_path / "draft"), str(tmp_path / "copy"), "--to", "orbax"]
     assert main(["convert", *copy]) == 0
     assert (tmp_path / "copy" / TOKEN_MAP).read_bytes() == made.read_bytes()

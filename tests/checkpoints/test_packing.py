@@ -1,4 +1,4 @@
-"""Published quantized checkpoints are read as what torch makes of them.
+"""Published quantized checkpoints are dequantized to the same numbers as by torch.
 
 Files are packed here word by word, as the libraries describe it, and dequantized in
 torch from the numbers before they were packed.
@@ -207,7 +207,7 @@ FORMS: dict[str, tuple[dict[str, Any], Any, Scheme]] = {
 def write(
     folder: Path, given: dict[str, Any], make: Callable[[Any], Parts]
 ) -> dict[str, np.ndarray]:
-    """A folder with a quantized model; the numbers that it stands for."""
+    """Return a folder with a quantized model, and its dequantized numbers."""
     torch.manual_seed(0)
     folder.mkdir()
     files: dict[str, torch.Tensor] = {}
@@ -278,7 +278,7 @@ def test_other_schemes_are_refused_before_anything_is_read(given, text, tmp_path
         config_from_folder(tmp_path)
 
 
-def test_what_is_not_as_config_json_says_is_named(tmp_path):
+def test_error_names_the_tensor_that_contradicts_the_config(tmp_path):
     given, make, _ = FORMS["w4a16"]
 
     def opened(name: str, other: Callable[[Any], Parts]) -> Any:
@@ -319,7 +319,7 @@ def test_features_in_an_order_of_their_own_are_refused(tmp_path):
         write(tmp_path / name, given, ordered(order))
         open_checkpoint(tmp_path / name)
     write(tmp_path / "own", given, ordered(groups.roll(1)))
-    with pytest.raises(CheckpointError, match="weight_g_idx' has groups of features"):
+    with pytest.raises(CheckpointError, match="weight_g_idx' reorders the features"):
         open_checkpoint(tmp_path / "own")
 
 
@@ -336,7 +336,7 @@ def test_words_are_packed_as_they_are_unpacked(bits):
 @pytest.mark.parametrize(
     ("kind", "to"), [("int8", "orbax"), ("int4", "hf"), ("fp8", "hf"), ("fp8", "orbax")]
 )
-def test_what_is_converted_is_read_back(kind, to, tmp_path, monkeypatch):
+def test_converted_model_is_read_back(kind, to, tmp_path, monkeypatch):
     plain = tmp_path / "plain"
     config = tiny_config("2b", **SIZES | dict(hidden_size=128, head_dim=32))
     plain.mkdir()
@@ -357,7 +357,7 @@ def test_what_is_converted_is_read_back(kind, to, tmp_path, monkeypatch):
         np.testing.assert_array_equal(checkpoint.tensors[name].whole(), expected)
     assert checkpoint.num_parameters == sum(map(np.size, arrays.values()))
     assert checkpoint.num_bytes < 0.6 * sum(array.nbytes for array in arrays.values())
-    # Numbers again, for whoever cannot read it.
+    # Dequantize again, for readers without support.
     write_checkpoint(checkpoint, tmp_path / "again", to="hf", progress=False)
     again = open_checkpoint(tmp_path / "again")
     assert "quantization_config" not in again.config

@@ -40,15 +40,15 @@ def inspected(folder: Path, capsys) -> str:
     return capsys.readouterr().out
 
 
-def test_inspect_shows_what_was_measured_or_how_to(packed, capsys):
+def test_inspect_shows_the_measurement_or_the_command(packed, capsys):
     assert read_quality(packed) is None
     assert (
         f"not measured: python -m jaxspec quality --model {packed} --reference MODEL"
     ) in inspected(packed, capsys)
     assert write_quality(packed, MEASURED) == packed / QUALITY
     assert read_quality(packed) == MEASURED
-    told = "perplexity 27.91 (whole: 27.78), KL 0.00853 nats a token, 93.1% the same"
-    assert f"quality       {told}" in inspected(packed, capsys)
+    line = "perplexity 27.91 (whole: 27.78), KL 0.00853 nats a token, 93.1% the same"
+    assert f"quality       {line}" in inspected(packed, capsys)
     # Weights that are not quantized have nothing to lose.
     assert "quality" not in inspected(packed.parent / "whole", capsys)
     # It is about these weights, and not about those that are made of them.
@@ -117,6 +117,6 @@ def test_a_link_to_another_place_is_not_followed(packed, tmp_path):
         read_quality(packed)
 
 
-def test_what_cannot_be_written_is_said(tmp_path):
+def test_error_if_the_file_cannot_be_written(tmp_path):
     with pytest.raises(CheckpointError, match="was not written"):
         write_quality(tmp_path / "nowhere", MEASURED)

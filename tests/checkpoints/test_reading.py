@@ -1,4 +1,4 @@
-"""The format of a folder is told by what is in it; an unfinished one is refused."""
+"""The format of a folder is detected; an unfinished folder is rejected."""
 
 import json
 import shutil
@@ -12,7 +12,7 @@ from tests.checkpoints.models import write_tiny
 
 
 @pytest.mark.parametrize("to", FORMATS)
-def test_format_is_told(tmp_path, to, monkeypatch):
+def test_format_is_detected(tmp_path, to, monkeypatch):
     write_tiny(tmp_path / "source", family="2b", num_hidden_layers=1)
     source = open_checkpoint(tmp_path / "source")
     write_checkpoint(source, tmp_path / "model", to=to, progress=False)
@@ -20,7 +20,7 @@ def test_format_is_told(tmp_path, to, monkeypatch):
     assert open_checkpoint(str(tmp_path / "model")).format == to
     monkeypatch.setenv("HOME", str(tmp_path))
     assert open_checkpoint("~/model").format == to
-    # What else lies in the folder does not matter.
+    # Other files in the folder do not matter.
     (tmp_path / "model" / "README.md").write_text("hello")
     (tmp_path / "model" / "logs").mkdir()
     assert open_checkpoint(tmp_path / "model").format == to
@@ -75,7 +75,7 @@ def test_json_that_is_nested_too_deep(tmp_path, text):
 
 
 def test_python_objects_are_never_opened(tmp_path):
-    """A pickle runs what is in it."""
+    """Loading a pickle can run code."""
     (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x04}.")
     (tmp_path / "config.json").write_text(json.dumps({}))
     with pytest.raises(CheckpointError, match="found: config.json, pytorch_model.bin"):
@@ -84,7 +84,7 @@ def test_python_objects_are_never_opened(tmp_path):
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
 def test_unfinished_folders_are_refused(tmp_path, depth):
-    """The mark is beside the folder that a conversion makes, or beside its root."""
+    """The marker file is next to the new folder, or next to its root."""
     folder = tmp_path / "a" / "b"
     write_tiny(folder, family="2b", num_hidden_layers=1)
     assert open_checkpoint(folder).format == "hf"

@@ -227,7 +227,7 @@ def test_a_pair_is_what_another_is_trained_from(tmp_path: Path) -> None:
     assert train_pair.start_of(args, "target", random) is random
 
 
-def test_what_ends_a_repeated_phrase() -> None:
+def test_last_tokens_of_repeated_phrases() -> None:
     text = np.array([list("abcdabcdexabcdabcd"), list("abcdabcdabcdabcdab")])
     tokens = np.vectorize(ord)(text)
     segments = np.ones_like(tokens)
@@ -235,7 +235,7 @@ def test_what_ends_a_repeated_phrase() -> None:
     is_written = np.ones_like(tokens, bool)
     is_written[:, 0] = False
     found = loops.last_of_repeated(tokens, segments, is_written)
-    # Of "abcd" the first stands in the prompt in part, so that its second is the first.
+    # The first "abcd" is partly in the prompt, so the second one counts as the first.
     assert np.flatnonzero(found[0]).tolist() == [13, 14, 15, 16, 17]
     assert np.flatnonzero(found[1]).tolist() == [8, 16, 17]
     everything = loops.last_of_repeated(tokens, segments, is_written | True)
@@ -243,7 +243,7 @@ def test_what_ends_a_repeated_phrase() -> None:
 
 
 @pytest.mark.slow
-def test_a_step_unlearns_what_greedy_text_repeats(
+def test_a_step_unlearns_repetitions(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(loops, "NUM_WRITTEN", 4)
@@ -270,17 +270,17 @@ def test_a_step_unlearns_what_greedy_text_repeats(
         float(training.text_loss(params, config, *plain)), rel=1e-5
     )
 
-    def chance(params: Any) -> float:
-        """Of what is repeated, the mean."""
+    def probability(params: Any) -> float:
+        """Return the mean probability of repeated tokens."""
         logits = network.forward(params, config, tokens[:, :-1], segments[:, :-1])
-        chances = jax.nn.softmax(logits.reshape(*tokens[:, 1:].shape, VOCAB))
-        chosen = np.take_along_axis(np.asarray(chances), tokens[:, 1:, None], -1)
+        probs = jax.nn.softmax(logits.reshape(*tokens[:, 1:].shape, VOCAB))
+        chosen = np.take_along_axis(np.asarray(probs), tokens[:, 1:, None], -1)
         return float(chosen[is_repeated[:, 1:]].mean())
 
     gradients = jax.grad(lambda params: loss(1.0, params) - loss(0.0, params))(params)
     stepped = jax.tree.map(lambda value, slope: value - 0.1 * slope, params, gradients)
-    assert chance(stepped) < chance(params) - 0.01
-    # A target that is saved writes anew.
+    assert probability(stepped) < probability(params) - 0.01
+    # After the target is saved it writes new texts.
     training.save_state(state, stepped, {}, 1)
     before = rows.written[0]
     rows.batch(4)
@@ -294,7 +294,7 @@ def test_share_of_repeated_4_grams() -> None:
     assert evaluate.repeated_4_grams([[3] * 103]) == pytest.approx(0.99)
 
 
-def test_what_ends_a_4_gram_that_stood_in_the_same_text_before() -> None:
+def test_last_tokens_of_repeated_4_grams() -> None:
     tokens = np.array([[5, 6, 7, 8, 5, 6, 7, 8, 9], [5, 6, 7, 8, 5, 6, 7, 8, 8]])
     segments = np.array([[1] * 9, [1] * 4 + [2] * 5])
     found = evaluate.ends_repeated_4_gram(tokens, segments)
@@ -438,7 +438,7 @@ def test_shard_rows_mix_both_sources(tmp_path: Path) -> None:
         distill.ShardRows(tmp_path / "nowhere", seed=0)
 
 
-def test_a_draft_that_is_the_target_is_always_accepted() -> None:
+def test_draft_equal_to_the_target_is_always_accepted() -> None:
     config = micro_config()
     model = (lively_params(config), config)
     other = (lively_params(config, seed=1), config)
@@ -518,7 +518,7 @@ def test_card_has_no_gap() -> None:
     assert f"{line} --rate 0.02 --start OUT1\n" in text
 
 
-def test_the_bundled_card_says_what_was_measured() -> None:
+def test_bundled_card_has_the_measured_figures() -> None:
     folder = bundled_target().parent
     results = json.loads((folder / "evaluation.json").read_text())
     text = (folder / "MODEL_CARD.md").read_text()

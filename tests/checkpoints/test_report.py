@@ -1,4 +1,4 @@
-"""What `inspect` says is so: sizes are the files', replication is the engine's."""
+"""`inspect` reports the files' sizes and the engine's replication."""
 
 from pathlib import Path
 
@@ -62,7 +62,7 @@ def test_replication_is_what_the_engine_does(tmp_path, family, num_devices, shap
                 assert is_whole == (name.split(".")[-2] in whole), name
 
 
-def test_mixed_types_are_said(tmp_path):
+def test_mixed_types_are_listed(tmp_path):
     write_tiny(tmp_path, family="2b", dtype="float16")
     assert fields(tmp_path)["dtype"] == "float16"
 
@@ -71,7 +71,7 @@ def test_mixed_types_are_said(tmp_path):
     ("num_bytes", "text"),
     [(0, "0 bytes"), (999, "999 bytes"), (1500, "1.5 kB"), (5.2287e9, "5.23 GB")],
 )
-def test_sizes_are_said_as_people_do(num_bytes, text):
+def test_sizes_are_readable(num_bytes, text):
     assert size(num_bytes) == text
 
 
@@ -88,7 +88,7 @@ def test_published_sizes_need_whole_norms_only():
         assert "model.norm.weight" in tensor_shapes(Sizes.from_config(config))
 
 
-def test_heads_that_do_not_come_out_even_are_whole():
+def test_heads_that_are_not_divisible_are_replicated():
     changes = dict(num_attention_heads=12, num_key_value_heads=3)
     sizes = Sizes.from_config(tiny_config("2b") | changes)
     assert replicated(sizes, 4)["k_proj"] == "3 KV heads"

@@ -1,4 +1,4 @@
-"""Files are those of the safetensors library, in shards no larger than asked for."""
+"""Files equal those of the safetensors library, in shards of limited size."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A name is taken for what it is; without an extra the way to install it is named."""
+"""Names are assigned to services; errors for a missing extra say how to install it."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Whatever keeps a model of the hub or of Kaggle away is said, with the way out."""
+"""Errors of the hub and of Kaggle are reported, with a remedy."""
 
 import errno
 import socket
@@ -37,7 +37,7 @@ class Service:
     """How a service is reached.
 
     Attributes:
-        model: What is fetched.
+        model: Name of the model.
         alone: The fixture without a stand-in.
         download: The library's function that writes a file.
         unexpected: The library's error about an answer that has no words of ours.
@@ -238,7 +238,7 @@ class PortalStandIn(HubStandIn):
 
 
 class PlainStandIn(HubStandIn):
-    """A mirror that leaves out what tells the commit."""
+    """A mirror that omits the header with the commit."""
 
     def answer(self, asked: Asked) -> Answer:
         status, headers, content = super().answer(asked)

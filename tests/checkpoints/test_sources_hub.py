@@ -1,4 +1,4 @@
-"""What the hub serves arrives whole and opens; a failure is said with its way out."""
+"""Models of the hub are fetched whole and open; errors have a remedy."""
 
 import os
 import subprocess
@@ -58,7 +58,7 @@ def test_files_that_the_cache_shares_between_models_open(
     check_same(fetch(NAME), origin)
 
 
-def test_only_what_is_read_is_fetched(hub: HubStandIn):
+def test_only_needed_files_are_fetched(hub: HubStandIn):
     wanted = set(hub.files) | {"tokenizer.json", "special_tokens_map.json"}
     wanted |= {"chat_template.jinja", "chat_template.json"}
     never = {
@@ -102,7 +102,7 @@ def test_a_gguf_file_is_fetched_by_its_type(
     path = fetch(f"{NAME}:{kind}")
     assert path.read_bytes() == wanted[0].encode()
     assert hub.fetched == set(wanted)
-    fetch(f"{NAME}:Q4_0")  # another type beside it is not taken for it
+    fetch(f"{NAME}:Q4_0")  # another type next to it is not confused with it
     assert fetch(f"{NAME}:{kind}") == path
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert fetch(f"{NAME}:{kind}", weights=False) == path
@@ -236,7 +236,7 @@ def test_an_interrupted_download(
     assert expected in message
     assert "try again" in message.lower()
 
-    # The half folder is in the cache, and nobody takes it for a model.
+    # The incomplete folder in the cache is not taken for a model.
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     message = fetch_message(NAME)
     assert "an earlier download of it is unfinished" in message

@@ -1,4 +1,4 @@
-"""What Kaggle serves arrives whole and opens; a failure is said with its way out."""
+"""Models of Kaggle are fetched whole and open; errors have a remedy."""
 
 import io
 import shutil
@@ -48,7 +48,7 @@ def test_a_model_arrives_and_opens(kaggle: KaggleStandIn, origin: Path, tmp_path
     check_same(folder, origin)
     assert kaggle.fetched == set(kaggle.files)
 
-    # Which version is the newest has to be asked; a version in the cache has not.
+    # The newest version must be requested; a version in the cache need not.
     kaggle.asked.clear()
     assert fetch(HANDLE) == folder
     assert calls_of(kaggle) == ["GetModelInstance"]
@@ -101,7 +101,7 @@ def test_a_place_of_the_callers_choice(
     assert calls_of(kaggle) == ["GetModelInstance"]
 
 
-def test_a_login_is_used_and_stays_with_kaggle(
+def test_a_login_is_used_and_sent_to_kaggle_only(
     kaggle: KaggleStandIn, origin: Path, monkeypatch: pytest.MonkeyPatch
 ):
     kaggle.needs_consent = True
@@ -166,7 +166,7 @@ def test_an_interrupted_download(
     if cache_dir is not None:
         assert list(cache_dir.iterdir()) == []
 
-    # Nobody takes the half folder for a model: the service is asked again.
+    # The incomplete folder is not taken for a model: the service is asked again.
     kaggle.faults.clear()
     kaggle.faults["ListModelInstanceVersionFiles"] = 503
     assert "(503)" in fetch_message(f"{HANDLE}/2", cache_dir=cache_dir)

@@ -108,7 +108,7 @@ def test_a_chunk_is_decoded_once(tmp_path, length):
     for start in range(1, length or 30):
         expected = ARRAYS["a/b.w"][1, :, start : start + 1]
         np.testing.assert_array_equal(slabs.read(start, start + 1), expected)
-    # The last slab ends the pass and drops what was kept.
+    # The last slab ends the pass and frees the cached chunks.
     with pytest.raises(CheckpointError, match="'a/b.w'"):
         slabs.read(0, 1)
 
@@ -151,7 +151,7 @@ def test_damaged_values_name_the_tensor(folder, damage):
 def test_damaged_index_of_a_database(tmp_path):
     save(tmp_path / "tree", TREE)
     truncate(tmp_path / "tree" / "manifest.ocdbt")
-    with pytest.raises(CheckpointError, match="tree is no readable Orbax folder"):
+    with pytest.raises(CheckpointError, match="tree is not a readable Orbax folder"):
         open_arrays(tmp_path / "tree")
 
 
@@ -183,7 +183,9 @@ def test_array_that_is_listed_and_missing(tmp_path):
 def test_metadata_that_describes_no_tree(tmp_path, tree):
     save(tmp_path / "tree", TREE)
     change_metadata(tmp_path / "tree", tree_metadata=tree)
-    with pytest.raises(CheckpointError, match="_METADATA is no description of a tree"):
+    with pytest.raises(
+        CheckpointError, match="_METADATA is not a description of a tree"
+    ):
         open_arrays(tmp_path / "tree")
 
 
@@ -208,7 +210,7 @@ def with_zeros(folder: Path, store: dict[str, Any]) -> None:
     (folder / "_METADATA").write_text('{"tree_metadata": {}}')
 
 
-def test_zeros_that_an_older_version_left_out(tmp_path):
+def test_chunks_of_zeros_omitted_by_older_versions(tmp_path):
     """The index of a database says which chunks there are; the others are zeros."""
     base = {"driver": "file", "path": f"{tmp_path}/"}
     with_zeros(tmp_path, {"driver": "ocdbt", "base": base, "path": "a/"})
@@ -220,7 +222,7 @@ def test_zeros_that_an_older_version_left_out(tmp_path):
 
 
 def test_missing_files_are_no_zeros(tmp_path):
-    """Without an index, a chunk that was left out looks like one that was lost."""
+    """Without an index, an omitted chunk cannot be distinguished from a lost one."""
     with_zeros(tmp_path, {"driver": "file", "path": f"{tmp_path}/a/"})
     with pytest.raises(CheckpointError, match="tensor 'a' of"):
         read(tmp_path, "a")

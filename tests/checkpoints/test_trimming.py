@@ -23,7 +23,7 @@ def _whole(request, monkeypatch):
     return in_memory({"table": VALUES})["table"]
 
 
-def test_they_are_the_rows_of_these_numbers(whole):
+def test_rows_are_selected_by_number(whole):
     found = rows_of(whole, KEPT)
     assert found.shape == (len(KEPT), 8)
     np.testing.assert_array_equal(found.whole(), VALUES[KEPT])
@@ -54,7 +54,7 @@ def test_rows_of_a_quantized_matrix_are_quantized_alike(whole, group_size):
     np.testing.assert_array_equal(again.scales.whole(), matrix.scales.whole()[KEPT])
 
 
-def test_damage_is_found_also_where_nothing_is_kept(whole):
+def test_damage_is_found_in_rows_that_are_not_selected(whole):
     digest = hashlib.sha256(VALUES.tobytes()).hexdigest()
     sound = rows_of(dataclasses.replace(whole, sha256=digest), KEPT)
     np.testing.assert_array_equal(sound.whole(), VALUES[KEPT])

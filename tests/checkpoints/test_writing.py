@@ -62,7 +62,7 @@ def test_every_pair_of_formats_is_bit_exact(tmp_path, family, first, second):
     check(tmp_path / "second", second, tensors)
     convert(tmp_path / "second", tmp_path / "last", "hf")
     check(tmp_path / "last", "hf", tensors)
-    # The files beside the weights have come along, byte for byte.
+    # The other files are copied byte for byte.
     for name in SIDE_FILES:
         expected = (tmp_path / "source" / name).read_bytes()
         assert (tmp_path / "last" / name).read_bytes() == expected, name
@@ -122,7 +122,7 @@ def source(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("kind", ["folder", "file", "dangling link"])
 @pytest.mark.parametrize("to", FORMATS)
-def test_what_exists_is_left_alone(tmp_path, source, to, kind):
+def test_existing_destination_is_rejected(tmp_path, source, to, kind):
     destination = tmp_path / "model"
     if kind == "folder":
         destination.mkdir()
@@ -140,7 +140,7 @@ def test_what_exists_is_left_alone(tmp_path, source, to, kind):
 
 
 def test_folder_above_must_exist(tmp_path, source):
-    with pytest.raises(CheckpointError, match="missing is no folder: make it first"):
+    with pytest.raises(CheckpointError, match="missing is not a folder: make it first"):
         convert(source, tmp_path / "missing" / "model", "hf")
 
 
@@ -165,7 +165,9 @@ def test_wrong_arguments(tmp_path, source, options, expected):
 
 
 @pytest.mark.parametrize(("dtype", "factor"), [(None, 1), ("float32", 2)])
-def test_full_disk_is_said_before_writing(tmp_path, source, monkeypatch, dtype, factor):
+def test_full_disk_is_reported_before_writing(
+    tmp_path, source, monkeypatch, dtype, factor
+):
     checkpoint = open_checkpoint(source)
     side = sum((source / name).stat().st_size for name in SIDE_FILES)
     needed = checkpoint.num_bytes * factor + side
@@ -284,7 +286,7 @@ def test_nothing_opens_before_the_last_step(tmp_path, source, monkeypatch, to):
 
 
 def test_destination_made_meanwhile_is_left_alone(tmp_path, source, monkeypatch):
-    """Between the check and the end somebody may have made it."""
+    """Another process may create it between the check and the end."""
     destination = tmp_path / "model"
 
     def make() -> None:
@@ -359,7 +361,7 @@ writing.write_checkpoint(open_checkpoint(source), destination, to=to)
     ],
 )
 def test_killed_process_leaves_nothing_that_opens(tmp_path, source, step):
-    """What is left is hidden and marked; a second attempt is not in its way."""
+    """Remains are hidden and marked; they do not block a second attempt."""
     processes = {
         to: subprocess.Popen(
             [sys.executable, "-c", KILLED, source, tmp_path / to, to, step],

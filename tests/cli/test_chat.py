@@ -1,4 +1,4 @@
-"""`python -m jaxspec chat`: what is typed, what is shown, and how it ends."""
+"""`python -m jaxspec chat`: input, output and exit status."""
 
 import argparse
 import contextlib
@@ -32,7 +32,7 @@ from tests.support.serving import PROMPT, TurnsTokenizer
 ROOT = Path(__file__).parents[2]
 FIELDS = {"max_tokens": 20, "temperature": 0.0}
 SERVER_OPTIONS = {"url": "http://server", "model": None, "api_key": None}
-# A session's leader makes the terminal its own: then keys reach it as signals.
+# A session leader owns the terminal, so that keys reach it as signals.
 IN_A_TERMINAL = """
 import fcntl, runpy, termios
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)
@@ -42,7 +42,7 @@ COLOUR = re.compile("\x1b\\[[0-9;]*m")
 
 
 class Echo:
-    """Says a message back, and remembers what it was asked."""
+    """A backend that repeats messages, and records its requests."""
 
     def __init__(self):
         self.asked: list[tuple[list[Message], Fields]] = []
@@ -61,7 +61,7 @@ class Echo:
         yield Part(pieces=[Piece("!", True)], finish_reason="stop")
 
     def check(self) -> None:
-        """There is no server to be away."""
+        """Do nothing: there is no server."""
 
     def close(self) -> None:
         self.is_closed = True
@@ -70,7 +70,7 @@ class Echo:
 def type_lines(
     monkeypatch: pytest.MonkeyPatch, lines: Iterable[str | type[BaseException]]
 ) -> None:
-    """Have somebody type; an exception is what a key raises."""
+    """Simulate typed lines; an exception stands for a key that raises it."""
     typed: Iterator[Any] = iter(lines)
 
     def read(_: str = "") -> str:
@@ -82,7 +82,7 @@ def type_lines(
     monkeypatch.setattr("builtins.input", read)
 
 
-def talked(
+def run_session(
     monkeypatch: pytest.MonkeyPatch,
     *lines: str | type[BaseException],
     is_terminal: bool = True,
@@ -97,8 +97,8 @@ def contents(asked: tuple[list[Message], Fields]) -> list[str]:
     return [message["content"] for message in asked[0]]
 
 
-def test_a_conversation_is_remembered_until_it_is_cleared(monkeypatch):
-    backend = talked(monkeypatch, "a", "", "b", "/clear", "c", "/quit", "never")
+def test_clear_starts_new_conversation(monkeypatch):
+    backend = run_session(monkeypatch, "a", "", "b", "/clear", "c", "/quit", "never")
     assert [contents(one) for one in backend.asked] == [
         ["a"],
         ["a", "a!", "b"],
@@ -108,9 +108,9 @@ def test_a_conversation_is_remembered_until_it_is_cleared(monkeypatch):
     assert roles == ["user", "assistant", "user"]
 
 
-def test_settings_change_within_a_conversation(monkeypatch, capsys):
+def test_settings_can_be_changed(monkeypatch, capsys):
     lines = ["a", "/temperature 0.8", "/k 3", "b", "/k 0", "c"]
-    backend = talked(monkeypatch, *lines)
+    backend = run_session(monkeypatch, *lines)
     changed = FIELDS | {"temperature": 0.8, "num_speculative_tokens": 3}
     assert [fields for _, fields in backend.asked] == [
         FIELDS,
@@ -119,22 +119,22 @@ def test_settings_change_within_a_conversation(monkeypatch, capsys):
     ]
     capsys.readouterr()
     wrong = ["/temperature hot", "/temperature 3", "/k 1.5", "/k", "/clear x", "/what"]
-    backend = talked(monkeypatch, *wrong, "a")
+    backend = run_session(monkeypatch, *wrong, "a")
     assert backend.asked[0][1] == FIELDS
     shown = capsys.readouterr().err
     assert "/temperature must be a number in [0, 2], got 'hot'" in shown
     assert "/k must be an integer of at least 0, got 1.5" in shown
-    assert shown.count("/clear           forget") == 3, "the help, first and twice more"
+    assert shown.count("/clear           start") == 3, "the help, first and twice more"
     assert "No command '/what'." in shown
     capsys.readouterr()
-    talked(monkeypatch, "/help")
+    run_session(monkeypatch, "/help")
     assert "No command" not in capsys.readouterr().err
 
 
-def test_failures_and_interrupts_end_an_answer_only(monkeypatch, capsys):
+def test_failures_and_interrupts_end_only_the_answer(monkeypatch, capsys):
     lines = ["fail", "interrupt", KeyboardInterrupt, "a"]
-    backend = talked(monkeypatch, *lines)
-    # What failed is forgotten; what was said before an interrupt is not.
+    backend = run_session(monkeypatch, *lines)
+    # A failed answer is not in the conversation; an interrupted one is.
     assert contents(backend.asked[-1]) == ["interrupt", "So", "a"]
     shown = capsys.readouterr()
     assert "error: no such thing" in shown.err
@@ -142,7 +142,7 @@ def test_failures_and_interrupts_end_an_answer_only(monkeypatch, capsys):
     assert "Ctrl-D or /quit ends." in shown.err
 
 
-def test_a_message_that_is_no_utf8_is_refused_alone(monkeypatch, capsys):
+def test_message_that_is_not_utf8_is_refused(monkeypatch, capsys):
     typed = io.TextIOWrapper(io.BytesIO(b"caf\xe9\na\n"), encoding="utf-8")
     monkeypatch.setattr(sys, "stdin", typed)
     backend = Echo()
@@ -154,13 +154,13 @@ def test_a_message_that_is_no_utf8_is_refused_alone(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("line", ["interrupt", KeyboardInterrupt])
-def test_an_interrupt_ends_what_nobody_types(monkeypatch, line):
+def test_interrupt_ends_non_interactive_session(monkeypatch, line):
     with pytest.raises(KeyboardInterrupt):
-        talked(monkeypatch, line, is_terminal=False)
+        run_session(monkeypatch, line, is_terminal=False)
 
 
-def test_answers_alone_are_for_a_pipe(monkeypatch, capsys):
-    talked(monkeypatch, "a", "b", is_terminal=False)
+def test_pipe_gets_answers_only(monkeypatch, capsys):
+    run_session(monkeypatch, "a", "b", is_terminal=False)
     shown = capsys.readouterr()
     assert shown.out == "a!\nb!\n"
     assert shown.err == "[end]\n[end]\n"
@@ -172,28 +172,28 @@ def test_every_answer_begins_a_line(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     session, screen = ChatSession(Echo(), FIELDS, is_terminal=True), Terminal()
     session._printer = Printer(screen)
-    session._printer.has_colours = False
+    session._printer.has_colors = False
     session.run()
     assert screen.getvalue() == "one two\x1b[3D\x1b[K\ntwo!" * 2
 
 
-def test_an_answer_that_breaks_off(monkeypatch, capsys):
+def test_answer_that_breaks_off(monkeypatch, capsys):
     monkeypatch.setattr(
         Echo, "answer", lambda *_: (Part(pieces=[Piece("x", False)]) for _ in "x")
     )
-    talked(monkeypatch, "a", is_terminal=False)
+    run_session(monkeypatch, "a", is_terminal=False)
     assert capsys.readouterr().err == "[broken off]\n"
 
 
-def test_the_closing_line():
+def test_closing_line():
     drafts = {"num_draft_tokens": 8, "draft_acceptance_rate": 0.75}
     drafts["mean_acceptance_length"] = 4.0
     metrics = {"tokens_per_second": 61.23, "speculative_decoding": drafts}
-    told = closing_line(Part(finish_reason="stop", metrics=metrics))
-    assert told == "61.2 tokens/s, 75% of the drafts accepted, 4.00 tokens a round"
+    line = closing_line(Part(finish_reason="stop", metrics=metrics))
+    assert line == "61.2 tokens/s, 75% of the drafts accepted, 4.00 tokens a round"
     metrics = {"tokens_per_second": None, "speculative_decoding": None}
-    told = closing_line(Part(finish_reason="length", metrics=metrics))
-    assert told == "cut off at --max-tokens"
+    line = closing_line(Part(finish_reason="length", metrics=metrics))
+    assert line == "cut off at --max-tokens"
     assert closing_line(Part(finish_reason="stop")) == "end"
 
 
@@ -202,7 +202,7 @@ def options(**changes: Any) -> argparse.Namespace:
     return argparse.Namespace(**(chosen | {"speculative_model": None} | changes))
 
 
-def test_an_engine_of_its_own(monkeypatch, capsys):
+def test_own_engine(monkeypatch, capsys):
     engine, _ = make_fake_engine(num_draft_tokens=3)
     engine.tokenizer = TurnsTokenizer(16)
     ended: list[Any] = []
@@ -222,7 +222,7 @@ def test_an_engine_of_its_own(monkeypatch, capsys):
     assert len(ended) == 2, "before anything is typed"
 
 
-def test_failed_answer_is_the_status_of_a_script(monkeypatch, capsys):
+def test_failed_answer_sets_exit_status_of_script(monkeypatch, capsys):
     engine, runner = make_fake_engine(num_draft_tokens=3)
     engine.tokenizer = TurnsTokenizer(16)
     monkeypatch.setattr(chat, "load_engine", lambda *_, **__: engine)
@@ -238,20 +238,20 @@ def test_failed_answer_is_the_status_of_a_script(monkeypatch, capsys):
     assert "error: The model's numbers became NaN" in capsys.readouterr().err
 
 
-def test_compile_notes_stay_out_of_answers(capsys):
+def test_compile_notes_are_not_within_answers(capsys):
     engine, _ = make_fake_engine(num_draft_tokens=3)
     engine.tokenizer = TurnsTokenizer(16)
     backend = chat.EngineBackend(engine)
     parts = backend.answer([{"role": "user", "content": PROMPT}], FIELDS)
-    backend.tell_compile("first")
+    backend.show_compile("first")
     next(parts)
-    backend.tell_compile("within")
+    backend.show_compile("within")
     parts.close()
-    backend.tell_compile("after")
+    backend.show_compile("after")
     assert capsys.readouterr().err == "[first]\n[after]\n"
 
 
-def test_a_server_and_its_key(monkeypatch):
+def test_server_and_api_key(monkeypatch):
     made: list[Any] = []
 
     def note(*args: Any, **names: Any) -> Any:
@@ -264,18 +264,18 @@ def test_a_server_and_its_key(monkeypatch):
         chat.run(options(api_key=key))
     given = [names["api_key"] for _, names in made]
     assert given == [None, "own"]
-    with pytest.raises(ArgumentError, match="not for --url"):
+    with pytest.raises(ArgumentError, match="cannot be combined with --url"):
         chat.run(options(speculative_model="x"))
 
 
-def test_a_server_that_is_not_there_is_told_before_anything_is_typed(monkeypatch):
+def test_missing_server_is_reported_at_start(monkeypatch):
     type_lines(monkeypatch, [RuntimeError])
-    with pytest.raises(ArgumentError, match="No server answers at http://127.0.0.1:1"):
+    with pytest.raises(ArgumentError, match="No server responds at http://127.0.0.1:1"):
         chat.run(options(url="http://127.0.0.1:1"))
 
 
 class Screen:
-    """A terminal with `python -m jaxspec chat` in it."""
+    """A terminal that runs `python -m jaxspec chat`."""
 
     def __init__(self, *arguments: str):
         self._main, other = pty.openpty()
@@ -295,7 +295,7 @@ class Screen:
         os.write(self._main, text.encode())
 
     def wait_for(self, text: str) -> str:
-        """Wait until `text` was shown; returns all up to there, which is then past."""
+        """Wait until `text` is shown; consume and return the output up to it."""
         deadline = time.monotonic() + 300
         while text not in self.shown:
             assert time.monotonic() < deadline, self.shown
@@ -305,7 +305,7 @@ class Screen:
         return before
 
     def end(self) -> int:
-        # What is still written must be read, or it could not end.
+        # Reads remaining output, which would block the exit.
         with contextlib.suppress(OSError):
             while os.read(self._main, 4096):
                 pass
@@ -313,7 +313,7 @@ class Screen:
         return self.process.wait(60)
 
 
-def test_keys_and_colours_of_a_terminal():
+def test_keys_and_colors_of_terminal():
     def ask(client: httpx.Client) -> None:
         client.get("/health")
         screen = Screen("--url", str(client.base_url), "--max-tokens", "60")

@@ -1,4 +1,4 @@
-"""Who answers in a chat: the same, whether in this process or over HTTP."""
+"""Backends of chats: an engine in this process and a server give equal results."""
 
 import os
 import signal
@@ -28,10 +28,10 @@ def text_of(parts: list[Part]) -> str:
 
 
 def check(parts: list[Part]) -> None:
-    """What both must say: a text with its drafts, then how it went."""
+    """Check the parts of both backends: a text with its drafts, then metrics."""
     assert text_of(parts) == letters(said(20))
     last = parts[-1]
-    # A server's last part has the metrics alone.
+    # A server's last part has only metrics.
     assert [part.finish_reason for part in parts[-2:] if part.finish_reason] == [
         "length"
     ]
@@ -39,16 +39,16 @@ def check(parts: list[Part]) -> None:
     assert last.metrics is not None
     counts = last.metrics["speculative_decoding"]
     green = sum(piece.is_draft for part in parts for piece in part.pieces)
-    # The last round may have kept a draft that there was no room for.
+    # The last round may have accepted a draft beyond max_tokens.
     assert 0 <= counts["num_accepted_draft_tokens"] - green <= 3
     assert green > 3
     assert last.metrics["tokens_per_second"] > 0
 
 
-def test_an_engine_answers():
+def test_engine_backend():
     backend = engine_backend()
     check(list(backend.answer(MESSAGES, FIELDS)))
-    # One after the other, with as many drafts as are wanted.
+    # Several requests, with different K.
     parts = list(backend.answer(MESSAGES, FIELDS | {"num_speculative_tokens": 0}))
     assert text_of(parts) == letters(said(20))
     assert not any(piece.is_draft for part in parts for piece in part.pieces)
@@ -57,7 +57,7 @@ def test_an_engine_answers():
     assert_idle(backend._engine)
 
 
-def test_an_engine_is_idle_after_an_answer_that_is_left_or_interrupted():
+def test_engine_is_idle_after_abandoned_or_interrupted_answer():
     backend = engine_backend()
     parts = backend.answer(MESSAGES, FIELDS)
     next(parts)
@@ -78,7 +78,7 @@ def test_an_engine_is_idle_after_an_answer_that_is_left_or_interrupted():
     assert_idle(backend._engine)
 
 
-def test_a_server_answers():
+def test_server_backend():
     def ask(client: httpx.Client) -> None:
         url = str(client.base_url)
         client.get("/health")  # waits until it listens
@@ -98,7 +98,7 @@ def test_a_server_answers():
     assert served(ask, timeout_s=30, delay_s=0) == 0
 
 
-def test_a_failing_server(monkeypatch: pytest.MonkeyPatch):
+def test_failing_server(monkeypatch: pytest.MonkeyPatch):
     def ask(client: httpx.Client) -> None:
         client.get("/health")
         backend = ServerBackend(str(client.base_url), model=None, api_key=None)
@@ -113,26 +113,26 @@ def test_a_failing_server(monkeypatch: pytest.MonkeyPatch):
     assert served(ask, timeout_s=30, delay_s=0) == 0
 
 
-def test_a_failure_within_an_answer():
+def test_failure_within_answer():
     chunk = {"error": {"message": "boom"}}
     with pytest.raises(BackendError, match="boom"):
         list(_parts_in(chunk))
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:1", "nowhere", "http://[::"])
-def test_no_server(url: str):
+def test_missing_server(url: str):
     backend = ServerBackend(url, model=None, api_key=None)
     with pytest.raises(BackendError, match="v1/chat/completions"):
         next(backend.answer(MESSAGES, {}))
-    with pytest.raises(ArgumentError, match="No server answers at .*/v1: .*--url"):
+    with pytest.raises(ArgumentError, match="No server responds at .*/v1: .*--url"):
         backend.check()
 
 
-def test_a_servers_door():
+def test_server_check():
     with site_of(api_keys=("secret",)) as site:
         ServerBackend(site.url, model=None, api_key="secret").check()
         for key in (None, "other"):
             with pytest.raises(ArgumentError, match="refuses the key.*--api-key"):
                 ServerBackend(site.url, model=None, api_key=key).check()
-        # Not every server lists its models.
+        # Not every server has /v1/models.
         ServerBackend(f"{site.url}x", model=None, api_key="secret").check()

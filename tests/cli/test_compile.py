@@ -1,4 +1,4 @@
-"""`python -m jaxspec compile`: what it fills is what a start finds."""
+"""`python -m jaxspec compile`: an engine finds all programs compiled ahead."""
 
 import shutil
 from pathlib import Path
@@ -34,16 +34,14 @@ def text_of(folder: Path | None) -> str:
 
 
 @pytest.mark.slow
-def test_a_start_compiles_nothing_of_what_was_compiled_ahead(
-    tmp_path, monkeypatch, capsys
-):
+def test_engine_finds_programs_compiled_ahead(tmp_path, monkeypatch, capsys):
     folder, copied = tmp_path / "made", tmp_path / "shipped"
     assert command_line.main(["compile", *FLAGS, "--output", str(folder)]) == 0
-    told = capsys.readouterr().out
+    printed = capsys.readouterr().out
     names = {path.name.partition("-")[0] for path in folder.iterdir()}
     assert names >= {"step_1x0_greedy", "step_1x0_32_sampled"}
-    assert all(name in told for name in names)
-    assert f"{len(names)} programs for cpu written to {folder}" in told
+    assert all(name in printed for name in names)
+    assert f"{len(names)} programs for cpu written to {folder}" in printed
     shutil.copytree(folder, copied)
     shutil.rmtree(folder)
 
@@ -57,7 +55,7 @@ def test_a_start_compiles_nothing_of_what_was_compiled_ahead(
     assert f"{len(names)} were there" in capsys.readouterr().out
 
 
-def test_every_engine_beside_others_has_programs_of_its_own(tmp_path, monkeypatch):
+def test_each_data_parallel_engine_has_its_own_programs(tmp_path, monkeypatch):
     made = []
     monkeypatch.setattr(
         ahead,
@@ -72,7 +70,7 @@ def test_every_engine_beside_others_has_programs_of_its_own(tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize("extent", ["plain", "all"])
-def test_what_is_wanted_can_be_kept(extent):
+def test_all_wanted_programs_can_be_saved(extent):
     config = EngineArgs(**MODELS).create_engine_config()
     shapes = ahead.wanted_shapes(config, extent)
     assert len(shapes) == len(set(shapes))
@@ -80,7 +78,7 @@ def test_what_is_wanted_can_be_kept(extent):
     assert any(shape.features.has_controls for shape in shapes) == (extent == "all")
 
 
-def test_what_cannot_work_is_told_before_any_work(tmp_path, capsys, monkeypatch):
+def test_invalid_arguments_are_reported_first(tmp_path, capsys, monkeypatch):
     def fetch(*_: object, **__: object) -> None:
         raise AssertionError("models are read")
 
@@ -89,12 +87,14 @@ def test_what_cannot_work_is_told_before_any_work(tmp_path, capsys, monkeypatch)
     assert "--output must be a folder" in capsys.readouterr().err
     monkeypatch.setattr(EngineArgs, "create_engine_config", fetch)
     assert command_line.main(["compile", "--device", "v9"]) == 2
-    told = capsys.readouterr().err
-    assert told.startswith("python -m jaxspec compile: error: --device must be one of")
-    assert all(name in told for name in DEVICES)
+    printed = capsys.readouterr().err
+    assert printed.startswith(
+        "python -m jaxspec compile: error: --device must be one of"
+    )
+    assert all(name in printed for name in DEVICES)
 
 
-def test_the_table_sums_up():
-    told = ahead.table([("step_1x0_0", 1.0, 2.0, 1000), ("b", 0.5, 3.0, 24)])
-    assert told.splitlines()[-1].split() == ["all", "1.5", "5.0", "1,024"]
+def test_table_has_sum():
+    printed = ahead.table([("step_1x0_0", 1.0, 2.0, 1000), ("b", 0.5, 3.0, 24)])
+    assert printed.splitlines()[-1].split() == ["all", "1.5", "5.0", "1,024"]
     assert ahead.table([]) == ""

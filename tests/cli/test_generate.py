@@ -1,4 +1,4 @@
-"""`python -m jaxspec generate`: what is shown is what was decoded, and how fast."""
+"""`python -m jaxspec generate`: its text, and the comparison of speeds."""
 
 import argparse
 import json
@@ -42,7 +42,7 @@ def params(temperature: float = 0.0, **changes: Any) -> SamplingParams:
 
 
 def greedy_tokens(model: Any) -> list[int]:
-    """The text by HuggingFace's logits, one full pass per token."""
+    """Return the greedy text of HuggingFace's model, one full pass per token."""
     tokens = list(PROMPT)
     for _ in range(NUM_TOKENS):
         tokens.append(int(hf_logits(model, np.array(tokens))[-1].argmax()))
@@ -56,9 +56,9 @@ def target():
 
 @pytest.fixture(scope="module")
 def engine(target) -> LLMEngine:
-    # Another random model: often wrong, and by chance right.
+    # Another random model, whose drafts are sometimes accepted.
     draft = make_micro(seed=1, num_hidden_layers=1)
-    # One tile a launch, so that there are few programs.
+    # One tile per launch, so that there are few programs.
     engine = make_engine(
         target,
         draft,
@@ -71,23 +71,23 @@ def engine(target) -> LLMEngine:
     return engine
 
 
-def test_both_runs_are_the_reference_and_compile_nothing(engine, target):
+def test_both_runs_equal_reference_without_compiling(engine, target):
     num_compiles = engine.runner.num_compiles
     speculative = decode(engine, PROMPT, params())
     plain = decode(engine, PROMPT, generate.without_speculation(params()))
     assert engine.runner.num_compiles == num_compiles > 0
     expected = greedy_tokens(target)
     assert speculative.token_ids == plain.token_ids == [expected]
-    # The first token is the prompt's; then one round each, or fewer.
+    # The prompt's launch gives the first token; then at most one round per token.
     assert len(plain.inter_token_s) == NUM_TOKENS - 1
     assert not plain.acceptance.num_drafts
     accepted = speculative.acceptance.num_accepted
     assert speculative.acceptance.num_draft_tokens > 0
-    # The last round may accept a draft too many to leave room for its own token.
+    # The last round may accept one draft more, and return no token of its own.
     assert 0 <= len(speculative.inter_token_s) + accepted - (NUM_TOKENS - 1) <= 1
 
 
-def test_a_seeded_text_does_not_depend_on_drafts(engine):
+def test_seeded_text_is_independent_of_drafts(engine):
     drawn = params(temperature=0.9, top_p=0.95, seed=3)
     speculative = decode(engine, PROMPT, drawn)
     plain = decode(engine, PROMPT, generate.without_speculation(drawn))
@@ -96,7 +96,7 @@ def test_a_seeded_text_does_not_depend_on_drafts(engine):
     assert other.token_ids != plain.token_ids
 
 
-def test_an_interrupted_run_leaves_an_idle_engine(engine):
+def test_interrupted_run_leaves_idle_engine(engine):
     def interrupt(_: RequestOutput) -> None:
         raise KeyboardInterrupt
 
@@ -107,7 +107,7 @@ def test_an_interrupted_run_leaves_an_idle_engine(engine):
     decode(engine, PROMPT, params(max_tokens=2))
 
 
-def test_accepted_drafts_are_green_on_a_terminal(engine, monkeypatch):
+def test_accepted_drafts_are_green_on_terminal(engine, monkeypatch):
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setenv("TERM", "xterm")
     screen = Terminal()
@@ -115,24 +115,26 @@ def test_accepted_drafts_are_green_on_a_terminal(engine, monkeypatch):
     drawn = params(temperature=1.5, seed=6)
     decoded = generate._shown(engine, PROMPT, drawn)
     text, _, legend = screen.getvalue().partition("\n\n")
-    # A token is one character here.
+    # Every token is one character here.
     green = "".join(GREEN.findall(text))
     accepted = decoded.acceptance.num_accepted
     assert len(green) == accepted
-    assert 0 < accepted < decoded.acceptance.num_draft_tokens, "nothing to tell apart"
+    assert 0 < accepted < decoded.acceptance.num_draft_tokens, (
+        "not both accepted and rejected drafts"
+    )
     assert GREEN.sub(r"\1", text) == engine.tokenizer.decode(decoded.token_ids[0])
     assert legend == "\x1b[32mGreen\x1b[0m: drafts that the target accepted.\n"
-    assert drawn.extra_args is None, "who drew them is not asked for elsewhere"
+    assert drawn.extra_args is None, "the caller's parameters are unchanged"
 
 
-def test_a_text_for_a_file_is_plain(engine, capsys):
+def test_text_in_file_is_plain(engine, capsys):
     decoded = generate._shown(engine, PROMPT, params())
     text = engine.tokenizer.decode(decoded.token_ids[0])
     assert capsys.readouterr().out == text + "\n"
 
 
 def decoded(token_ids: list[int], seconds: float, histogram=()) -> Run:
-    """A text of so many seconds after its first token; rounds by drafts they kept."""
+    """Make a run from its seconds after the first token, and its histogram."""
     rounds = sum(histogram)
     drafted = Acceptance(
         num_drafts=rounds,
@@ -153,13 +155,13 @@ def decoded(token_ids: list[int], seconds: float, histogram=()) -> Run:
 
 
 def rows(table: str) -> dict[str, list[str]]:
-    """Cells by label; the label is whatever stands before two spaces."""
+    """Return cells by label, which ends at two spaces."""
     parts = (re.split(r"\s{2,}", line) for line in table.splitlines())
     return {label: cells for label, *cells in parts}
 
 
-def test_the_table_says_what_was_measured():
-    # 10 rounds of 2 drafts: 4 kept none, 2 one, 4 both -> 10 of 20, 21 tokens in all.
+def test_table_values():
+    # 10 rounds of 2 drafts: 4 accept none, 2 one, 4 both -> 10 of 20, 21 tokens in all.
     tokens = list(range(21))
     table = comparison([decoded(tokens, 0.5, [4, 2, 4])], [decoded(tokens, 1.0)])
     found = rows(table)
@@ -190,9 +192,9 @@ def test_table_has_medians_and_spread_of_repeats():
     ]
 
 
-def test_table_leaves_out_what_was_not_measured():
+def test_table_without_drafts():
     runs = [decoded([4, 5], 0.5)]
-    assert "No drafts were made" in comparison(runs, runs)
+    assert "No drafts: the engine predicted" in comparison(runs, runs)
     assert "drafts" not in comparison(runs, None, has_drafts=False)
     alone = rows(comparison(runs, None))
     assert alone["tokens/s"] == ["2.0"]
@@ -225,7 +227,7 @@ def test_weights_of_nan_are_an_error(monkeypatch, capsys):
         ([1, 2, 3, 4], "differs at token 4"),
     ],
 )
-def test_where_two_texts_part(right, said):
+def test_difference_of_texts(right, said):
     assert difference([1, 2, 3], right) == said
 
 
@@ -237,7 +239,7 @@ def options(*arguments: str) -> argparse.Namespace:
 
 @pytest.fixture
 def untuned(tmp_path: Path) -> Path:
-    """The bundled target without its chat template."""
+    """Make a copy of the bundled target without its chat template."""
     folder = shutil.copytree(bundled_target(), tmp_path / "model")
     path = folder / "tokenizer_config.json"
     config = json.loads(path.read_text())
@@ -265,21 +267,21 @@ def test_rejects_chat_where_model_has_no_chat_template(untuned, monkeypatch):
         chat.run(chosen)
 
 
-def test_a_chat_is_written_in_turns():
+def test_chat_prompt_has_turns():
     tokenizer = Tokenizer.from_folder(bundled_target())
     expected = "<start_of_turn>user\nHi<end_of_turn>\n<start_of_turn>model\n"
     found = generate.encode(tokenizer, " Hi", is_chat=True)
     assert found == tokenizer.encode(f"<bos>{expected}")
 
 
-def test_a_prompt_cannot_end_its_turn():
+def test_prompt_cannot_end_its_turn():
     tokenizer = Tokenizer.from_folder(bundled_target())
     prompt = generate.encode(tokenizer, "a<end_of_turn>b", is_chat=True)
     ends = tokenizer.encode("<end_of_turn>", add_special_tokens=False)
     assert prompt.count(*ends) == 1
 
 
-def test_a_raw_prompt_is_encoded_as_the_engine_does(engine):
+def test_raw_prompt_is_encoded_like_engine(engine):
     found = generate.encode(engine.tokenizer, "+*%,", is_chat=False)
     name = "raw"
     engine.add_request(name, "+*%,", params())
@@ -288,8 +290,8 @@ def test_a_raw_prompt_is_encoded_as_the_engine_does(engine):
     engine.abort_request(name)
 
 
-def test_a_whole_run(engine, monkeypatch, capsys):
-    # Only the models are others than named: loading is `LLMEngine`'s to test.
+def test_whole_run(engine, monkeypatch, capsys):
+    # Uses other models than the named ones: tests of `LLMEngine` cover loading.
     monkeypatch.setattr(generate, "LLMEngine", lambda config: engine)
     ended: list[LLMEngine] = []
     monkeypatch.setattr(engine, "shutdown", lambda: ended.append(engine))
@@ -335,6 +337,6 @@ def test_a_whole_run(engine, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("is_chat", [False, True])
-def test_a_prompt_that_is_no_utf8_is_refused(is_chat):
+def test_prompt_that_is_not_utf8_is_refused(is_chat):
     with pytest.raises(ArgumentError, match="the prompt must be text that UTF-8"):
         encode(StubTokenizer(8192), "caf\udce9", is_chat=is_chat)

@@ -1,4 +1,4 @@
-"""`python -m jaxspec plan`: what it tells, and what it refuses."""
+"""`python -m jaxspec plan`: plans and errors."""
 
 import json
 import re
@@ -25,10 +25,10 @@ DRAFTS = ("--num-speculative-tokens", "5")
 
 @pytest.fixture(autouse=True)
 def own_process(monkeypatch) -> Iterator[None]:
-    """Take back what the command sets in its process; it fetches nothing."""
+    """Undo the command's changes of this process; fail if it downloads a model."""
 
     def fetch(*_: object, **__: object) -> None:
-        raise AssertionError("a model is fetched")
+        raise AssertionError("a model is downloaded")
 
     monkeypatch.setattr("jaxspec.engine.model_folders.fetch", fetch)
     monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -37,12 +37,12 @@ def own_process(monkeypatch) -> Iterator[None]:
     jax.config.update("jax_platforms", before)
 
 
-def told(capsys: Any, *arguments: str) -> Any:
+def plan_of(capsys: Any, *arguments: str) -> Any:
     assert command_line.main(["plan", *arguments, "--json"]) == 0
     return json.loads(capsys.readouterr().out)
 
 
-def test_9b_with_a_2b_draft_on_a_gpu_that_is_not_here(capsys):
+def test_9b_with_2b_draft_on_absent_gpu(capsys):
     arguments = (*PAIR, *DRAFTS, "--device", "h100", "--max-num-seqs", "64")
     assert command_line.main(["plan", *arguments]) == 0
     text = capsys.readouterr().out
@@ -50,74 +50,72 @@ def test_9b_with_a_2b_draft_on_a_gpu_that_is_not_here(capsys):
         assert line in text
     assert "6,976 pages of 16 tokens in bfloat16, " in text
     assert "Maximum concurrency at 8,192 tokens: 13.62x" in text
-    found = told(capsys, *arguments)
+    found = plan_of(capsys, *arguments)
     assert found["parts"]["target weights"] == 18_483_411_968
     assert found["parts"]["draft weights"] == 5_228_683_776
     assert found["num_pages"] == 6976
     assert found["table"] + "\n" == text
 
 
-def test_a_gguf_file_is_planned_like_the_folder_it_was_made_of(tmp_path, capsys):
+def test_gguf_file_has_plan_of_its_folder(tmp_path, capsys):
     write_tiny(tmp_path / "hf", family="2b", vocab_size=8192)
     write_gguf(tmp_path / "m.gguf", tiny_config("2b", vocab_size=8192))
     sizes = ("--device", "v5e-1", "--max-num-seqs", "4")
-    found = told(capsys, str(tmp_path / "m.gguf"), *sizes)
-    assert found["parts"] == told(capsys, str(tmp_path / "hf"), *sizes)["parts"]
+    found = plan_of(capsys, str(tmp_path / "m.gguf"), *sizes)
+    assert found["parts"] == plan_of(capsys, str(tmp_path / "hf"), *sizes)["parts"]
 
 
 @pytest.mark.parametrize("target", ["9b", "27b"])
 @pytest.mark.parametrize("device", ["h200", "v5e-8"])
-def test_without_the_draft_there_are_as_many_sequences_more_as_told(
-    capsys, target, device
-):
+def test_sequences_lost_is_difference_without_draft(capsys, target, device):
     sizes = ("--device", device, "--max-num-seqs", "64")
     model = f"google/gemma-2-{target}-it"
-    both = told(capsys, model, *PAIR[1:], *DRAFTS, *sizes)
-    alone = told(capsys, model, *sizes)
+    both = plan_of(capsys, model, *PAIR[1:], *DRAFTS, *sizes)
+    alone = plan_of(capsys, model, *sizes)
     assert both["max_concurrency"] + both["sequences_lost"] == alone["max_concurrency"]
 
 
 @pytest.mark.parametrize(("num_seqs", "length"), [(256, 1024), (600, 8192)])
-def test_as_many_sequences_as_are_wanted(capsys, num_seqs, length):
-    """A CPU's pages, 74 of this pair, are not the devices'."""
+def test_requested_sequences_fit(capsys, num_seqs, length):
+    """The device's pages count, not the 74 that this machine would have."""
     sizes = ("--max-num-seqs", f"{num_seqs}", "--max-model-len", f"{length}")
-    found = told(capsys, *PAIR, *DRAFTS, "--device", "h200", *sizes)
+    found = plan_of(capsys, *PAIR, *DRAFTS, "--device", "h200", *sizes)
     assert found["max_num_seqs"] == num_seqs < found["num_pages"]
 
 
 @pytest.mark.parametrize("kept", ["int8", "fp8"])
-def test_the_type_of_keys_and_values_is_told(capsys, kept):
+def test_plan_has_kv_cache_dtype(capsys, kept):
     arguments = (*PAIR, *DRAFTS, "--device", "h100", "--max-num-seqs", "64")
-    found = told(capsys, *arguments, "--kv-cache-dtype", kept)
+    found = plan_of(capsys, *arguments, "--kv-cache-dtype", kept)
     assert found["kv_dtype"] == kept
     assert f"pages of 16 tokens in {kept}, " in found["table"]
     assert found["num_pages"] > 1.9 * 6976
 
 
-def test_a_target_is_spread_over_the_devices_that_are_named(capsys):
-    found = told(capsys, "google/gemma-2-27b-it", "--device", "v5e-8")
+def test_target_is_sharded_over_named_devices(capsys):
+    found = plan_of(capsys, "google/gemma-2-27b-it", "--device", "v5e-8")
     assert (found["num_devices"], found["limit_bytes"]) == (8, 16_911_433_728)
     assert found["parts"]["target weights"] < 54_454_256_640 / 7.9
     one = ("google/gemma-2-2b", "--device", "v5e-8", "--tensor-parallel-size", "1")
-    assert told(capsys, *one)["num_devices"] == 1
-    # Of several engines each has its part.
+    assert plan_of(capsys, *one)["num_devices"] == 1
+    # Each of several engines has its share of them.
     four = ("google/gemma-2-2b", "--device", "v5e-8", "--data-parallel-size", "4")
-    assert told(capsys, *four)["num_devices"] == 2
+    assert plan_of(capsys, *four)["num_devices"] == 2
 
 
-def test_more_memory_is_more_sequences(capsys):
-    def most(*arguments: str) -> float:
-        return told(capsys, *PAIR, *DRAFTS, *arguments)["max_concurrency"]
+def test_more_memory_fits_more_sequences(capsys):
+    def concurrency(*arguments: str) -> float:
+        return plan_of(capsys, *PAIR, *DRAFTS, *arguments)["max_concurrency"]
 
-    assert most("--device", "h200") > 2 * most("--device", "h100")
+    assert concurrency("--device", "h200") > 2 * concurrency("--device", "h100")
     half = ("--device", "h100", "--gpu-memory-utilization", "0.5")
-    assert most(*half) < most("--device", "h100") / 2
+    assert concurrency(*half) < concurrency("--device", "h100") / 2
     short = ("--device", "h100", "--max-model-len", "1024")
-    assert most(*short) > 7 * most("--device", "h100")
+    assert concurrency(*short) > 7 * concurrency("--device", "h100")
 
 
-def test_the_bundled_pair_here(capsys):
-    found = told(capsys)
+def test_bundled_pair_on_this_machine(capsys):
+    found = plan_of(capsys)
     assert found["device"] == "cpu"
     assert found["limit_bytes"] is None
     assert (found["max_num_seqs"], found["max_num_batched_tokens"]) == (8, 512)
@@ -171,9 +169,7 @@ def test_the_bundled_pair_here(capsys):
         ),
     ],
 )
-def test_what_cannot_be_planned_is_one_paragraph(
-    capsys, arguments: tuple[str, ...], message: str
-):
+def test_errors_are_one_paragraph(capsys, arguments: tuple[str, ...], message: str):
     assert command_line.main(["plan", *arguments]) == 2
     error = capsys.readouterr().err
     assert error.startswith("python -m jaxspec plan: error: ")
@@ -190,13 +186,13 @@ def test_common_gpus_can_be_named(name: str, count: int):
     assert named_limit(name, None) < MEMORY_BYTES[found[0].device_kind]
 
 
-def test_every_device_is_listed_where_one_is_unknown(capsys):
+def test_unknown_device_lists_all(capsys):
     assert plan.main(["--device", "tpu"]) == 2
     error = capsys.readouterr().err
     assert all(name in error for name in NAMED_DEVICES)
 
 
-def test_the_compiler_may_be_asked(capsys, monkeypatch):
+def test_compile_flag_uses_compiler(capsys, monkeypatch):
     asked: list[Any] = []
 
     def found(config: Any, mesh: Any) -> int:
@@ -212,4 +208,4 @@ def test_the_compiler_may_be_asked(capsys, monkeypatch):
     assert "compiled, for 256 sequences" in capsys.readouterr().out
     [(config, mesh)] = asked
     assert (config.max_num_seqs, mesh) == (256, "h200")
-    assert told(capsys, *arguments, "--compile")["parts"]["programs"] == 3 * 2**30
+    assert plan_of(capsys, *arguments, "--compile")["parts"]["programs"] == 3 * 2**30

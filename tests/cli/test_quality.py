@@ -1,4 +1,4 @@
-"""`python -m jaxspec quality`: what it measures, writes, and refuses."""
+"""`python -m jaxspec quality`: measurements, files and errors."""
 
 import json
 from pathlib import Path
@@ -31,9 +31,9 @@ def run(folder: Path, *more: str, reference: str = BUNDLED_DRAFT) -> int:
     return command_line.main(["quality", *arguments])
 
 
-def test_a_quantized_checkpoint_is_held_against_what_it_was(packed, capsys):
+def test_compares_quantized_checkpoint_with_original(packed, capsys):
     assert run(packed, "--text", str(packed.parent / "some.txt"), *SIZES) == 0
-    told = capsys.readouterr().out
+    printed = capsys.readouterr().out
     found = read_quality(packed)
     assert found is not None
     assert (found.reference, found.texts) == ("tiny-gemma2-draft", "some.txt")
@@ -41,9 +41,9 @@ def test_a_quantized_checkpoint_is_held_against_what_it_was(packed, capsys):
     assert found.perplexity == pytest.approx(found.reference_perplexity, rel=0.1)
     assert 1e-4 < found.kl_nats_per_token < 0.1
     assert 0.5 < found.share_of_same_first < 1
-    # A file of lines holds the same text.
-    assert found.table("int4 in groups of 128 (compressed-tensors)") in told
-    assert f"{packed / QUALITY}: {found.line()}" in told
+    # A file of lines with the same text.
+    assert found.table("int4 in groups of 128 (compressed-tensors)") in printed
+    assert f"{packed / QUALITY}: {found.line()}" in printed
     assert run(packed, "--text", str(packed.parent / "some.jsonl"), *SIZES) == 0
     again = read_quality(packed)
     assert again is not None and again.perplexity == found.perplexity
@@ -55,15 +55,17 @@ def test_a_quantized_checkpoint_is_held_against_what_it_was(packed, capsys):
 @pytest.mark.parametrize(
     ("more", "reference", "message"),
     [
-        (SIZES, BUNDLED_TARGET, "--reference must be a model of the sizes of "),
-        (SIZES, "{packed}", "--reference must be a model as it was before"),
+        (SIZES, BUNDLED_TARGET, "--reference must be a model with the sizes of "),
+        (SIZES, "{packed}", "--reference must be an unquantized model"),
         (("--length", "9999"), BUNDLED_DRAFT, "--text must be files with 4 pieces of"),
         (("--rows", "0"), BUNDLED_DRAFT, "--rows must be an integer of at least 1"),
         (("--length", "1"), BUNDLED_DRAFT, "--length must be an integer of at least 2"),
         (("--dtype", "int8"), BUNDLED_DRAFT, "--dtype must be one of 'float32'"),
     ],
 )
-def test_what_cannot_be_compared_is_refused(packed, capsys, more, reference, message):
+def test_rejects_models_that_cannot_be_compared(
+    packed, capsys, more, reference, message
+):
     text = ("--text", str(packed.parent / "some.txt"))
     reference = reference.format(packed=packed)
     assert run(packed, *text, *more, reference=reference) == 2
@@ -71,7 +73,7 @@ def test_what_cannot_be_compared_is_refused(packed, capsys, more, reference, mes
     assert not (packed / QUALITY).exists()
 
 
-def test_weights_as_they_are_have_no_quality(tmp_path, capsys):
+def test_rejects_unquantized_checkpoint(tmp_path, capsys):
     (tmp_path / "some.txt").write_text(TEXT)
     assert run(bundled_draft(), "--text", str(tmp_path / "some.txt")) == 2
     assert "--model must be a quantized checkpoint" in capsys.readouterr().err

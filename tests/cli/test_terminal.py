@@ -1,4 +1,4 @@
-"""What is shown of a text as it comes."""
+"""Printing of streamed text."""
 
 import io
 import re
@@ -23,7 +23,7 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
 
 
-def test_drafts_are_green_on_a_terminal():
+def test_drafts_are_green_on_terminal():
     screen = Terminal()
     Printer(screen).show(PIECES)
     assert screen.getvalue() == "He\x1b[32ml\x1b[0mlo"
@@ -34,7 +34,7 @@ def test_drafts_are_green_on_a_terminal():
 
 
 @pytest.mark.parametrize("name", ["file", "NO_COLOR", "dumb"])
-def test_no_colours_where_they_are_not_wanted(
+def test_no_colors_without_terminal_or_with_no_color(
     monkeypatch: pytest.MonkeyPatch, name: str
 ):
     monkeypatch.setenv("NO_COLOR", "1" if name == "NO_COLOR" else "")
@@ -46,17 +46,17 @@ def test_no_colours_where_they_are_not_wanted(
     assert screen.getvalue() == "Hello"
 
 
-def test_pieces_are_cut_by_who_drew_them():
+def test_pieces_by_origin():
     output = CompletionOutput(index=0, text="abcde", token_ids=[1, 2, 3, 4])
     assert pieces_of(output) == [("abcde", False)]
-    told = [("ab", "draft"), ("c", "recovered"), ("d", "target"), ("e", "leaf")]
-    output.token_origins = [TokenOrigin(*one, 1) for one in told]
+    origins = [("ab", "draft"), ("c", "recovered"), ("d", "target"), ("e", "leaf")]
+    output.token_origins = [TokenOrigin(*one, 1) for one in origins]
     expected = [("ab", True), ("c", False), ("d", False), ("e", True)]
     assert pieces_of(output) == expected
 
 
 def seen(written: str) -> list[str]:
-    """The lines of a terminal that got a text: it can go back and erase to the end."""
+    """Return the lines of a terminal, which can move back and erase to the end."""
     lines = [""]
     for part in re.split("(\x1b\\[\\d*[A-Za-z]|\n)", written):
         if part == "\n":
@@ -84,7 +84,7 @@ def seen(written: str) -> list[str]:
     ],
 )
 @pytest.mark.parametrize("size", [1, 3, 99])
-def test_lines_end_between_words(
+def test_wraps_lines_at_words(
     monkeypatch: pytest.MonkeyPatch, text: str, lines: list[str], size: int
 ):
     monkeypatch.setenv("COLUMNS", "12")
@@ -96,7 +96,7 @@ def test_lines_end_between_words(
     assert seen(screen.getvalue()) == lines
 
 
-def test_a_word_that_is_moved_keeps_its_colours(monkeypatch: pytest.MonkeyPatch):
+def test_moved_word_keeps_its_colors(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("COLUMNS", "8")
     screen = Terminal()
     Printer(screen).show([Piece("one t", False), Piece("wo", True), Piece("x", True)])
@@ -104,7 +104,7 @@ def test_a_word_that_is_moved_keeps_its_colours(monkeypatch: pytest.MonkeyPatch)
     assert moved == "t\x1b[32mw\x1b[0m\x1b[32mo\x1b[0m\x1b[32mx\x1b[0m"
 
 
-def test_a_new_line_is_counted_anew(monkeypatch: pytest.MonkeyPatch):
+def test_new_line_resets_column(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("COLUMNS", "8")
     screen = Terminal()
     printer = Printer(screen)
@@ -114,7 +114,7 @@ def test_a_new_line_is_counted_anew(monkeypatch: pytest.MonkeyPatch):
     assert screen.getvalue() == "one twoone two"
 
 
-def test_a_file_has_the_lines_of_the_text(monkeypatch: pytest.MonkeyPatch):
+def test_file_is_not_wrapped(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("COLUMNS", "4")
     screen = io.StringIO()
     Printer(screen).show([Piece("one two three", False)])

@@ -70,7 +70,7 @@ def with_draft(**changes: Any) -> EngineConfig:
     return engine_config(speculative=speculative, draft_model_config=draft, **changes)
 
 
-def test_the_published_file_is_read():
+def test_published_config_is_read():
     config = config_from_hf(GEMMA_2_2B_IT)
     assert config.num_layers == 26
     assert config.num_q_heads == 8
@@ -101,7 +101,7 @@ def test_kv_bytes_of_a_token():
         (None, None, (1,)),
     ],
 )
-def test_end_tokens_of_both_files_count(
+def test_end_tokens_of_both_files_are_joined(
     in_config: Any, in_generation: Any, expected: tuple[int, ...]
 ):
     config = GEMMA_2_2B_IT | {"eos_token_id": in_config}
@@ -109,7 +109,7 @@ def test_end_tokens_of_both_files_count(
     assert read.eos_token_ids == expected
 
 
-def test_keys_that_writers_leave_out_have_the_defaults_of_the_format():
+def test_missing_keys_get_the_format_defaults():
     required = {
         "model_type",
         "vocab_size",
@@ -122,17 +122,17 @@ def test_keys_that_writers_leave_out_have_the_defaults_of_the_format():
     }
     short = {key: GEMMA_2_2B_IT[key] for key in required}
     short["eos_token_id"] = [1, 107]
-    # What is not a number of the network is not made up.
+    # Values of unknown keys are not invented.
     short["torch_dtype"] = GEMMA_2_2B_IT["torch_dtype"]
     assert config_from_hf(short) == config_from_hf(GEMMA_2_2B_IT)
 
 
-def test_a_cap_of_null_is_no_cap():
+def test_null_soft_cap_means_no_soft_cap():
     config = GEMMA_2_2B_IT | {"final_logit_softcapping": None}
     assert config_from_hf(config).final_logit_softcapping is None
 
 
-def test_the_newer_layout_of_the_file_is_read():
+def test_newer_config_layout_is_read():
     config = {key: GEMMA_2_2B_IT[key] for key in GEMMA_2_2B_IT if key != "rope_theta"}
     config |= {
         "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0},
@@ -164,7 +164,7 @@ def test_the_newer_layout_of_the_file_is_read():
         ({"eos_token_id": {}}, "{}", "an integer"),
     ],
 )
-def test_a_bad_model_file(changes: dict[str, Any], given: str, allowed: str):
+def test_rejects_bad_model_config(changes: dict[str, Any], given: str, allowed: str):
     with pytest.raises(ConfigError) as caught:
         config_from_hf(GEMMA_2_2B_IT | changes)
     assert given in str(caught.value)
@@ -182,9 +182,7 @@ def test_a_bad_model_file(changes: dict[str, Any], given: str, allowed: str):
         ({"use_bidirectional_attention": True}, "True", "False"),
     ],
 )
-def test_a_variant_that_is_not_computed(
-    changes: dict[str, Any], given: str, allowed: str
-):
+def test_rejects_unsupported_variant(changes: dict[str, Any], given: str, allowed: str):
     with pytest.raises(NotImplementedError) as caught:
         config_from_hf(GEMMA_2_2B_IT | changes)
     assert given in str(caught.value)
@@ -194,30 +192,30 @@ def test_a_variant_that_is_not_computed(
 @pytest.mark.parametrize(
     ("value", "is_tied"), [(None, True), (True, True), (False, False)]
 )
-def test_a_tie_of_null_is_the_default(value: object, is_tied: bool):
+def test_null_tie_word_embeddings_is_the_default(value: object, is_tied: bool):
     config = config_from_hf(GEMMA_2_2B_IT | {"tie_word_embeddings": value})
     assert config.tie_word_embeddings is is_tied
 
 
-def test_a_tie_that_is_no_boolean_is_refused():
+def test_rejects_tie_word_embeddings_that_is_not_boolean():
     with pytest.raises(ConfigError, match="tie_word_embeddings must be .*'no'"):
         config_from_hf(GEMMA_2_2B_IT | {"tie_word_embeddings": "no"})
 
 
 @pytest.mark.parametrize("name", ["use_bidirectional_attention", "attention_bias"])
 @pytest.mark.parametrize("value", [None, False])
-def test_a_variant_that_is_turned_off(name: str, value: object):
+def test_accepts_variant_that_is_turned_off(name: str, value: object):
     config = GEMMA_2_2B_IT | {name: value}
     assert config_from_hf(config) == config_from_hf(GEMMA_2_2B_IT)
 
 
-def test_a_folder_is_read_with_its_generation_config(tmp_path: Path):
+def test_folder_is_read_with_its_generation_config(tmp_path: Path):
     (tmp_path / "config.json").write_text(json.dumps(GEMMA_2_2B_IT))
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [1, 106]}')
     assert config_from_folder(tmp_path).eos_token_ids == (1, 107, 106)
 
 
-def test_a_folder_without_config_says_what_is_there(tmp_path: Path):
+def test_folder_without_config_names_found_files(tmp_path: Path):
     (tmp_path / "weights.bin").touch()
     with pytest.raises(ConfigError, match=r"no checkpoint: .*found: weights\.bin"):
         config_from_folder(tmp_path)
@@ -226,7 +224,7 @@ def test_a_folder_without_config_says_what_is_there(tmp_path: Path):
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"model_type": "llama"}'])
-def test_an_unusable_file_is_named(tmp_path: Path, content: str):
+def test_unusable_file_is_named(tmp_path: Path, content: str):
     (tmp_path / "config.json").write_text(content)
     with pytest.raises(ConfigError, match=r"config\.json"):
         config_from_folder(tmp_path)
@@ -245,15 +243,15 @@ def test_an_unusable_file_is_named(tmp_path: Path, content: str):
         ({"draft_tensor_parallel_size": 0}, "got 0", "at least 1"),
     ],
 )
-def test_bad_speculation(changes: dict[str, Any], given: str, allowed: str):
+def test_rejects_bad_speculation(changes: dict[str, Any], given: str, allowed: str):
     with pytest.raises(ConfigError) as caught:
         SpeculativeConfig(model="draft", **changes)
     assert given in str(caught.value)
     assert allowed in str(caught.value)
 
 
-def test_more_drafts_than_compiled_says_why():
-    with pytest.raises(ConfigError, match="compiled for a ladder"):
+def test_too_many_drafts_names_the_largest_number():
+    with pytest.raises(ConfigError, match="The largest number for method"):
         SpeculativeConfig(model="draft", num_speculative_tokens=9)
 
 
@@ -271,7 +269,7 @@ def test_more_drafts_than_compiled_says_why():
         ({"tensor_parallel_size": 0}, "got 0", "at least 1"),
     ],
 )
-def test_a_bad_engine_size(changes: dict[str, Any], given: str, allowed: str):
+def test_rejects_bad_engine_size(changes: dict[str, Any], given: str, allowed: str):
     with pytest.raises(ConfigError) as caught:
         engine_config(**changes)
     assert given in str(caught.value)
@@ -289,20 +287,20 @@ def test_draft_tokens_per_step():
     assert with_draft(speculative={"num_speculative_tokens": 3}).num_draft_tokens == 3
 
 
-def test_drafts_that_are_looked_up_need_no_model():
+def test_lookup_drafts_need_no_model():
     lookup = SpeculativeConfig(method="ngram", prompt_lookup_max=4, prompt_lookup_min=2)
     config = engine_config(speculative=lookup)
     assert config.draft_model_config is None
     assert config.num_draft_tokens == 5
 
 
-def test_two_vocabularies_are_refused_with_both_sizes():
+def test_different_vocabularies_are_rejected_with_both_sizes():
     with pytest.raises(ConfigError, match=r"256000 tokens, the draft 8192"):
         with_draft(draft={"vocab_size": 8192})
 
 
 @pytest.mark.parametrize(("target", "draft"), [(4, 3), (2, 4)])
-def test_the_draft_divides_the_targets_devices(target: int, draft: int):
+def test_draft_devices_divide_target_devices(target: int, draft: int):
     with pytest.raises(
         ConfigError, match=f"tensor_parallel_size={target}, got {draft}"
     ):
@@ -312,6 +310,6 @@ def test_the_draft_divides_the_targets_devices(target: int, draft: int):
         )
 
 
-def test_configs_cannot_be_changed():
+def test_configs_are_frozen():
     with pytest.raises(dataclasses.FrozenInstanceError):
         engine_config().seed = 3  # pyright: ignore[reportAttributeAccessIssue]

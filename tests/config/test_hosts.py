@@ -1,4 +1,4 @@
-"""What is refused of arguments about several hosts, before anything is started."""
+"""Bad arguments for several hosts are rejected before anything is started."""
 
 import dataclasses
 from pathlib import Path
@@ -24,7 +24,7 @@ def read(**changes: Any) -> HostsConfig | None:
     return HostsConfig.read(**(GIVEN | changes))
 
 
-def test_what_is_given_is_kept():
+def test_given_values_are_stored():
     config = read()
     assert config is not None and config.is_follower
     assert (config.nnodes, config.node_rank, config.plans_port) == (4, 2, 29502)
@@ -34,7 +34,7 @@ def test_what_is_given_is_kept():
     assert leader.timeout_s == 7
 
 
-def test_one_process_has_no_hosts():
+def test_single_process_has_no_hosts_config():
     alone: Any = dict(nnodes=1, hosts_secret_file=None)
     assert read(**alone, node_rank=0, headless=False) is None
     with pytest.raises(ConfigError, match="node_rank must be 0 where nnodes is 1"):
@@ -57,19 +57,19 @@ def test_one_process_has_no_hosts():
         (dict(hosts_secret_file=None), "nnodes=4 needs hosts_secret_file"),
     ],
 )
-def test_what_cannot_work_is_named(changes: dict[str, Any], message: str):
+def test_rejects_bad_values(changes: dict[str, Any], message: str):
     with pytest.raises(ConfigError, match=message):
         read(**changes)
 
 
-def test_a_secret_is_read_whole(tmp_path: Path):
+def test_whole_secret_is_read(tmp_path: Path):
     path, config = tmp_path / "secret", read()
     assert config is not None
     config = dataclasses.replace(config, secret_file=str(path))
     with pytest.raises(ConfigError, match="cannot be read: No such file"):
         config.read_secret()
     path.write_bytes(b"\n0123456789abcde\n")
-    with pytest.raises(ConfigError, match="holds 15 bytes, and must hold 16"):
+    with pytest.raises(ConfigError, match="holds 15 bytes, and must hold at least 16"):
         config.read_secret()
     path.write_bytes(b" 0123456789abcdef\n")
     assert config.read_secret() == b"0123456789abcdef"

@@ -1,4 +1,4 @@
-"""Who is told of pages: vLLM's keys, and what is refused before anything is loaded."""
+"""KV event settings: vLLM's keys; bad values are rejected before anything is loaded."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from jaxspec.engine.arg_utils import EngineArgs
 from jaxspec.errors import ConfigError
 
 
-def test_off_unless_it_is_asked_for():
+def test_off_by_default():
     assert not KvEventsConfig.read(None).is_on
     assert not KvEventsConfig.read({"endpoint": "tcp://*:1"}).is_on
     on = {"enable_kv_cache_events": True}
@@ -19,7 +19,7 @@ def test_off_unless_it_is_asked_for():
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("given", "message"),
     [
         ("on", "kv_events_config must be a dict"),
         ({"endpont": "tcp://*:1"}, "did you mean endpoint"),
@@ -32,7 +32,7 @@ def test_off_unless_it_is_asked_for():
         ({"topic": None}, "topic must be text"),
     ],
 )
-def test_what_is_refused(given: Any, told: str):
+def test_rejects_bad_values(given: Any, message: str):
     with pytest.raises(ConfigError, match="kv_events_config") as caught:
         KvEventsConfig.read(given)
-    assert told in str(caught.value)
+    assert message in str(caught.value)

@@ -1,4 +1,4 @@
-"""The rule of a lookup is what the configuration asks for."""
+"""The rule of a lookup follows from the configuration."""
 
 import pytest
 
@@ -22,15 +22,17 @@ from jaxspec.config.methods import LONG_MATCH, SHORT_MATCH, SUFFIX_DEFAULTS
         (6, 3.0, 8, (0, 3, 4, 4, 4, 4)),
     ],
 )
-def test_limits(depth: int, factor: float, most: int, limits: tuple[int, ...]):
+def test_draft_limits_by_match_length(
+    depth: int, factor: float, most: int, limits: tuple[int, ...]
+):
     assert draft_limits(depth, factor, most) == limits
 
 
-def test_every_number_of_matches_divides_the_whole():
+def test_every_number_of_matches_divides_whole():
     assert not any(WHOLE % n for n in range(1, NUM_MATCHES + 1))
 
 
-def test_an_n_gram_is_followed_as_far_as_it_goes():
+def test_ngram_rule_has_all_drafts_after_any_match():
     config = SpeculativeConfig(
         method="ngram",
         num_speculative_tokens=5,
@@ -51,7 +53,7 @@ def test_an_n_gram_is_followed_as_far_as_it_goes():
         ({"method": "suffix+draft_model"}, LONG_MATCH),
     ],
 )
-def test_a_suffix_is_trusted_as_far_as_said(method: dict[str, str], shortest: int):
+def test_suffix_rule_has_the_configured_limits(method: dict[str, str], shortest: int):
     keys = {"suffix_decoding_min_token_prob": 0.3, "suffix_decoding_max_tree_depth": 6}
     if shortest == LONG_MATCH:
         method = method | {"model": "draft"}
@@ -60,7 +62,7 @@ def test_a_suffix_is_trusted_as_far_as_said(method: dict[str, str], shortest: in
     )
     rule = LookupRule.of(config)
     assert rule.shortest == shortest
-    # Three of four do not agree with one that agrees with itself alone.
+    # Three of four matches agree on no draft; the fourth agrees only with itself.
     assert WHOLE // 4 < rule.min_share <= WHOLE // 3
     assert rule.num_matches == NUM_MATCHES
     factor = SUFFIX_DEFAULTS["suffix_decoding_max_spec_factor"]

@@ -1,4 +1,4 @@
-"""The table of methods is the one place that describes them."""
+"""Only the table of methods describes them."""
 
 import ast
 from pathlib import Path
@@ -26,7 +26,7 @@ def test_a_new_method_is_one_row(monkeypatch: pytest.MonkeyPatch):
     assert config.method_info is row
     with pytest.raises(ConfigError, match="from 1 to 11, got 12.*method 'hydra'"):
         SpeculativeConfig(**keys, num_speculative_tokens=12)
-    with pytest.raises(NotImplementedError, match="with leaves beside it for method"):
+    with pytest.raises(NotImplementedError, match="with leaves for method"):
         SpeculativeConfig(**keys, num_speculative_tokens=4, speculative_token_tree=TREE)
     with pytest.raises(ConfigError, match="model must be a folder for method 'hydra'"):
         SpeculativeConfig(method="hydra")
@@ -46,7 +46,7 @@ def test_every_part_of_a_method_has_a_proposer():
 
 def test_only_the_table_names_methods():
     # A registry of classes, commands of `jaxspec.train`, vLLM's spellings, and a field
-    # of OpenAI's that is called "suffix".
+    # of OpenAI's API named "suffix".
     others = {"program/propose/__init__.py", "train/__main__.py", "train/run.py"}
     others |= {"engine/speculative_args.py", "serve/requests/params.py"}
     found = set()

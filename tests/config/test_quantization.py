@@ -1,4 +1,4 @@
-"""What may be asked of a model's matrices, and of one that is quantized already."""
+"""Quantization of a model, and of one that is quantized already."""
 
 from typing import Any
 
@@ -21,31 +21,31 @@ def quantize(model, kind, **changes):
 
 
 @pytest.mark.parametrize("kind", [None, "int8", "int4", "fp8", "awq", "gptq"])
-def test_names_that_are_known(kind):
+def test_known_names_are_accepted(kind):
     check_quantization("quantization", kind)
 
 
 @pytest.mark.parametrize("kind", ["int3", "bitsandbytes", 8, "INT8"])
-def test_other_names_are_refused(kind):
-    told = "quantization must be None or one of 'int8', .*'gptq'.*got "
-    with pytest.raises(UnsupportedError, match=told):
+def test_rejects_other_names(kind):
+    message = "quantization must be None or one of 'int8', .*'gptq'.*got "
+    with pytest.raises(UnsupportedError, match=message):
         check_quantization("quantization", kind)
 
 
-def test_a_model_is_quantized_as_it_was_asked_for():
+def test_model_gets_the_requested_quantization():
     assert quantize(MODEL, None).quantization is None
     assert quantize(MODEL, "int8").quantization == named_scheme("int8")
     with_rows = quantize(MODEL, "fp8", has_embedding=True).quantization
     assert with_rows is not None and with_rows.has_embedding
 
 
-def test_a_quantized_checkpoint_stays_what_it_is():
+def test_quantized_checkpoint_keeps_its_quantization():
     model = quantize(MODEL, "int8")
     assert quantize(model, None).quantization == named_scheme("int8")
     with pytest.raises(ConfigError, match="left out for model.*quantized already"):
         quantize(model, "int4")
 
 
-def test_what_a_checkpoint_would_have_to_say():
+def test_rejects_method_of_unquantized_checkpoint():
     with pytest.raises(ConfigError, match="are not quantized"):
         quantize(MODEL, "awq")

@@ -1,4 +1,4 @@
-"""Methods of drafting, and which keys go with which."""
+"""Methods of drafting, and the keys that each takes."""
 
 from contextlib import nullcontext
 from typing import Any
@@ -83,7 +83,7 @@ def test_other_methods_are_not_supported(method: Any):
         ({"method": "suffix"}, [f"{DEPTH} must be an integer from 3 to 64, got None"]),
     ],
 )
-def test_keys_of_another_method(keys: dict[str, Any], texts: list[str]):
+def test_rejects_keys_of_another_method(keys: dict[str, Any], texts: list[str]):
     with pytest.raises(ConfigError) as caught:
         SpeculativeConfig(**keys)
     for text in texts:
@@ -107,7 +107,7 @@ def test_keys_of_another_method(keys: dict[str, Any], texts: list[str]):
         ({"method": "suffix+draft_model", "model": "draft", DEPTH: 4}, "from 5 to 64"),
     ],
 )
-def test_suffix_keys_that_cannot_work(keys: dict[str, Any], text: str):
+def test_rejects_unusable_suffix_keys(keys: dict[str, Any], text: str):
     values: dict[str, Any] = SUFFIX_DEFAULTS | {"method": "suffix"} | keys
     with pytest.raises(ConfigError, match=text):
         SpeculativeConfig(**values)
@@ -116,7 +116,7 @@ def test_suffix_keys_that_cannot_work(keys: dict[str, Any], text: str):
 @pytest.mark.parametrize("model", [{}, {"model": "draft"}])
 @pytest.mark.parametrize("more", range(3))
 @pytest.mark.parametrize("factor", [0.05, 0.2, 1 / 3, 1.0])
-def test_a_suffix_may_find_drafts_or_is_refused(
+def test_rejects_suffix_keys_that_never_draft(
     model: dict[str, str], more: int, factor: float
 ):
     method = "suffix+draft_model" if model else "suffix"
@@ -129,8 +129,8 @@ def test_a_suffix_may_find_drafts_or_is_refused(
         assert rule.limits[rule.longest] > 0
 
 
-def test_texts_do_not_depend_on_the_answers_of_others():
-    """Of a point mass, the rule keeps as many drafts as any other."""
+def test_cached_answers_require_the_coupled_rule():
+    """With greedy drafts, all rules accept the same number of drafts on average."""
     keys: dict[str, Any] = SUFFIX_DEFAULTS | {CACHED: 10}
     SpeculativeConfig(method="suffix", rejection_sample_method="coupled", **keys)
     text = f"rejection_sample_method must be 'coupled' with {CACHED}=10, got 'block'"
@@ -147,15 +147,15 @@ def test_texts_do_not_depend_on_the_answers_of_others():
         ({"model": "draft"}, 8),
     ],
 )
-def test_the_most_drafts(keys: dict[str, Any], most: int):
-    """More of those that take no pass of a draft model."""
+def test_max_drafts_of_each_method(keys: dict[str, Any], most: int):
+    """Methods without passes of a draft model allow more drafts."""
     SpeculativeConfig(num_speculative_tokens=most, **keys)
     with pytest.raises(ConfigError, match=f"from 1 to {most}, got {most + 1}"):
         SpeculativeConfig(num_speculative_tokens=most + 1, **keys)
 
 
 @pytest.mark.parametrize(
-    ("given", "chances"),
+    ("given", "probabilities"),
     [
         ({"rates": [0.8, 0.4, 0.4]}, (0.8, 0.5, 1.0)),
         ({"rates": (1, 0, 0)}, (1.0, 0.0, 0.0)),
@@ -165,18 +165,18 @@ def test_the_most_drafts(keys: dict[str, Any], most: int):
         ({"length": 4}, (1.0, 1.0, 1.0)),
     ],
 )
-def test_forced_acceptance(given: dict[str, Any], chances: tuple[float, ...]):
-    """Chances after those before; a length is whole drafts and a part of the next."""
+def test_forced_acceptance(given: dict[str, Any], probabilities: tuple[float, ...]):
+    """Conditional probabilities; a length is whole drafts plus a share of the next."""
     config = SpeculativeConfig(
         model="draft",
         num_speculative_tokens=3,
         rejection_sample_method="synthetic",
         **{f"synthetic_acceptance_{name}": value for name, value in given.items()},
     )
-    assert config.forced_acceptance == pytest.approx(chances)
+    assert config.forced_acceptance == pytest.approx(probabilities)
 
 
-def test_one_chance_for_every_draft():
+def test_one_probability_for_all_drafts():
     judged = SpeculativeConfig(model="draft", num_speculative_tokens=3)
     forced = judged.with_forced_acceptance(0.8)
     assert forced.synthetic_acceptance_rates == pytest.approx([0.8, 0.64, 0.512])
@@ -194,7 +194,7 @@ def test_block_verification_is_the_default():
     assert SpeculativeConfig(model="draft").rejection_sample_method == "block"
 
 
-def test_rules_that_judge_force_nothing():
+def test_verifying_rules_force_no_acceptance():
     for rule in ("standard", "block", "coupled"):
         config = SpeculativeConfig(model="draft", rejection_sample_method=rule)
         assert config.forced_acceptance is None
@@ -217,7 +217,7 @@ def test_rules_that_judge_force_nothing():
         ({"length": True}, "got True"),
     ],
 )
-def test_acceptance_that_cannot_be_forced(given: dict[str, Any], text: str):
+def test_rejects_impossible_forced_acceptance(given: dict[str, Any], text: str):
     rule = given.pop("rule", "synthetic")
     keys = {f"synthetic_acceptance_{name}": value for name, value in given.items()}
     with pytest.raises(ConfigError, match=text):
@@ -233,7 +233,7 @@ MODEL: dict[str, Any] = {"model": "draft"}
 TREE = "[(0,), (1,), (0, 0), (0, 1)]"
 
 
-def test_leaves_and_trees_say_what_each_draft_continues():
+def test_parents_of_leaves_and_trees():
     config = SpeculativeConfig(**MODEL, num_speculative_tokens=3, num_side_leaves=1)
     assert config.parents == (-1, 0, 1, -1, 0, 1)
     assert config.num_levels == 3
@@ -274,7 +274,7 @@ def test_leaves_and_trees_say_what_each_draft_continues():
         (
             {"speculative_token_tree": TREE, "num_speculative_tokens": 5},
             "num_speculative_tokens",
-            "must be 4, as many as speculative_token_tree has, or left out, got 5",
+            "must be 4, the number of drafts in speculative_token_tree, or left out",
         ),
         (
             {"speculative_token_tree": str([(0,) * n for n in range(1, 10)])},
@@ -307,7 +307,7 @@ def test_leaves_and_trees_say_what_each_draft_continues():
         ),
     ],
 )
-def test_trees_that_cannot_be(keys: dict[str, Any], name: str, text: str):
+def test_rejects_bad_trees(keys: dict[str, Any], name: str, text: str):
     with pytest.raises(ConfigError) as caught:
         SpeculativeConfig(**MODEL | keys)
     assert caught.value.parameter == name

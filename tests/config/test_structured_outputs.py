@@ -1,4 +1,4 @@
-"""Exactly one form, of the right type; everything else is refused with the reason."""
+"""Exactly one form of the right type; anything else is rejected with the reason."""
 
 import pytest
 
@@ -17,7 +17,7 @@ KINDS = [
 
 
 @pytest.mark.parametrize(("kind", "value"), KINDS)
-def test_each_kind_alone(kind, value):
+def test_each_kind_is_accepted_alone(kind, value):
     params = StructuredOutputsParams(**{kind: value})
     assert params.kind == kind
     assert SamplingParams(structured_outputs=params).structured_outputs is params
@@ -35,7 +35,7 @@ def test_each_kind_alone(kind, value):
         ({"choice": []}, r"choice must be a list of at least one string, got \[\]"),
         ({"choice": "yes"}, "choice must be a list of at least one string"),
         ({"choice": ["a", 1]}, "choice must be a list of at least one string"),
-        ({"grammar": 1}, "grammar must be a grammar in Lark's or GBNF's form"),
+        ({"grammar": 1}, "grammar must be a grammar in Lark's or GBNF's notation"),
         ({"json_object": False}, "json_object must be True, got False"),
         ({"regex": "a", "disable_any_whitespace": 1}, "disable_any_whitespace must be"),
         ({"regex": "a", "whitespace_pattern": 7}, "whitespace_pattern must be"),
@@ -49,7 +49,7 @@ def test_each_kind_alone(kind, value):
         ),
     ],
 )
-def test_what_is_refused(arguments, message):
+def test_rejects_bad_params(arguments, message):
     with pytest.raises(RequestError, match=message):
         StructuredOutputsParams(**arguments)
 
@@ -59,7 +59,7 @@ def test_structural_tags_are_not_supported():
         StructuredOutputsParams(structural_tag="{}")
 
 
-def test_sampling_params_check_the_form_and_what_was_assigned_to_it():
+def test_sampling_params_check_changed_attributes():
     with pytest.raises(RequestError, match="must be StructuredOutputsParams, got"):
         SamplingParams(structured_outputs={"regex": "a"})
     form = StructuredOutputsParams(regex="a")
@@ -89,7 +89,7 @@ def test_a_copy_is_independent():
         (StructuredOutputsConfig(backend="guidance"), {"backend": "guidance"}),
     ],
 )
-def test_what_an_engine_may_be_told(given, expected):
+def test_accepts_engine_settings(given, expected):
     assert StructuredOutputsConfig.read(given) == StructuredOutputsConfig(**expected)
 
 
@@ -111,7 +111,7 @@ def test_what_an_engine_may_be_told(given, expected):
         ),
     ],
 )
-def test_what_an_engine_is_refused(given, message):
+def test_rejects_engine_settings(given, message):
     with pytest.raises(ArgumentError, match=message) as caught:
         StructuredOutputsConfig.read(given)
     assert str(caught.value).startswith("structured_outputs_config")

@@ -1,4 +1,4 @@
-"""Trees as users write them: what is one, what is none, and the order of drafts."""
+"""Trees as users write them: valid and malformed ones, and the order of drafts."""
 
 import itertools
 import math
@@ -35,12 +35,12 @@ from tests.support.trees import every_tree
         [[0], [0, 0], [1]],
     ],
 )
-def test_strings_and_lists_say_the_same(written: object):
+def test_strings_and_lists_are_equivalent(written: object):
     assert read_paths(written) == ((0,), (0, 0), (1,))
 
 
 @pytest.mark.parametrize(
-    ("written", "told"),
+    ("written", "hint"),
     [
         ("[(0,), (0, 0", "a list of tuples"),
         ("nonsense", "a list of tuples"),
@@ -52,7 +52,7 @@ def test_strings_and_lists_say_the_same(written: object):
         ("[0, 1]", "a list of tuples"),
         (5, "a list of tuples"),
         ("[]", f"1 to {MAX_NODES} drafts, got '[]'"),
-        ("[(0,), (0,)]", "(0,) is there twice"),
+        ("[(0,), (0,)]", "(0,) appears twice"),
         ("[(0,), (1, 0)]", "(1, 0) has no parent: add (1,)"),
         ("[(0,), (0, 0, 0)]", "(0, 0, 0) has no parent: add (0, 0)"),
         ("[(0,), (2,)]", "(2,) comes after (1,), which is missing"),
@@ -60,31 +60,31 @@ def test_strings_and_lists_say_the_same(written: object):
         (str([(n,) for n in range(MAX_NODES + 1)]), f"It has {MAX_NODES + 1}"),
     ],
 )
-def test_what_is_no_tree_is_told(written: object, told: str):
+def test_rejects_malformed_trees(written: object, hint: str):
     with pytest.raises(ConfigError) as caught:
         read_paths(written)
     assert caught.value.parameter == "speculative_token_tree"
     assert caught.value.value == written
-    assert told in str(caught.value)
+    assert hint in str(caught.value)
 
 
-def test_the_most_probable_drafts_come_first_then_the_others_level_by_level():
+def test_main_chain_comes_first_then_other_drafts_by_level():
     paths = [(1, 0), (1,), (0, 1), (0, 0), (0,), (0, 0, 0), (2,), (0, 1, 0)]
     # (0,) (0, 0) (0, 0, 0) (1,) (2,) (0, 1) (1, 0) (0, 1, 0)
     assert parents_of(paths) == (-1, 0, 1, -1, -1, 0, 3, 5)
 
 
 @pytest.mark.parametrize(("levels", "leaves"), [(1, 1), (3, 1), (2, 3), (5, 0)])
-def test_leaves_stand_beside_every_draft(levels: int, leaves: int):
+def test_every_draft_has_leaves(levels: int, leaves: int):
     paths = leaf_paths(levels, leaves)
     assert read_paths(str(list(paths))) == paths
     chain = [-1, *range(levels - 1)]
-    beside = [parent for parent in chain for _ in range(leaves)]
-    assert parents_of(paths) == (*chain, *beside)
+    leaf_parents = [parent for parent in chain for _ in range(leaves)]
+    assert parents_of(paths) == (*chain, *leaf_parents)
 
 
 def paths_below(ranks: int, levels: int) -> list[Path]:
-    """Every path of so many ranks and levels."""
+    """Return every path with at most these ranks and levels."""
     found: list[Path] = []
     for length in range(1, levels + 1):
         found += itertools.product(range(ranks), repeat=length)
@@ -92,7 +92,7 @@ def paths_below(ranks: int, levels: int) -> list[Path]:
 
 
 def brings(tree: Iterable[Path], rates: dict[Place, float]) -> float:
-    """Drafts that stay, on average: each path with the chance of all its drafts."""
+    """Return the mean accepted drafts: for each path, the product of its rates."""
     total = 0.0
     for path in tree:
         ways = [path[:length] for length in range(1, len(path) + 1)]
@@ -103,7 +103,7 @@ def brings(tree: Iterable[Path], rates: dict[Place, float]) -> float:
 
 
 def random_rates(seed: int) -> dict[Place, float]:
-    """Of three ranks and levels; those of some places are missing, or not in order."""
+    """Return rates for three ranks and levels; some are missing or not descending."""
     random = np.random.default_rng(seed)
     places = itertools.product((False, True), (1, 2, 3), (0, 1, 2))
     return {
@@ -117,7 +117,7 @@ SMALL_TREES = every_tree(3, 3, 5)
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_the_tree_of_most_tokens_is_the_best_of_all(seed: int):
+def test_most_tokens_equals_brute_force(seed: int):
     rates = random_rates(seed)
     for num_levels, num_nodes in itertools.product((1, 2, 3), range(6)):
         paths, gain = most_tokens(rates, num_nodes, num_levels)
@@ -132,7 +132,7 @@ def test_the_tree_of_most_tokens_is_the_best_of_all(seed: int):
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_the_best_tree_is_the_fastest_of_all(seed: int):
+def test_best_tree_equals_brute_force(seed: int):
     rates, random = random_rates(seed), np.random.default_rng(seed)
     levels, rows, sides = random.random(3) * (0.4, 0.2, 0.4)
 
@@ -154,7 +154,7 @@ def test_the_best_tree_is_the_fastest_of_all(seed: int):
         assert read_paths(str(list(found.paths))) == found.paths
 
 
-def test_what_costs_nothing_is_taken_whole_and_what_costs_much_not_at_all():
+def test_free_drafts_are_all_used_and_costly_drafts_are_not():
     rates = random_rates(0) | {Place(False, 1, 0): 0.9}
     free = best_tree(rates, lambda *sizes: 1.0, num_nodes=5, num_levels=3)
     assert 1 + most_tokens(rates, 5, 3)[1] == pytest.approx(free.tokens)
@@ -164,11 +164,11 @@ def test_what_costs_nothing_is_taken_whole_and_what_costs_much_not_at_all():
     assert dear == ((), 1.0, 1.0)
 
 
-def test_ranks_are_counted_wherever_what_comes_before_was_kept():
+def test_ranks_are_counted_if_the_parent_was_accepted():
     # (0,) (0, 0) (1,) (0, 1) (1, 0)
     parents = parents_of([(0,), (1,), (0, 0), (0, 1), (1, 0)])
     ends = {
-        (2, 0): 5,  # nothing stayed
+        (2, 0): 5,  # no draft accepted
         (2, 1): 4,  # (0,)
         (2, 2): 3,  # (0,), (0, 0)
         (2, 5): 2,  # (1,), (1, 0)
@@ -194,6 +194,6 @@ def test_ranks_are_counted_wherever_what_comes_before_was_kept():
         (((0,), (0, 0), (0, 1), (0, 1, 0)), True),
     ],
 )
-def test_whether_drafts_beside_the_chain_are_continued(paths, has_some):
+def test_has_side_paths(paths, has_some):
     assert has_side_paths(parents_of(paths)) is has_some
     assert Tree(parents_of(paths)).has_side_paths is has_some

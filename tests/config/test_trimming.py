@@ -1,4 +1,4 @@
-"""What may be kept of a draft's vocabulary, and which maps are refused by name."""
+"""Selection of a draft's trimmed vocabulary; bad maps are rejected by name."""
 
 import json
 from dataclasses import replace
@@ -15,7 +15,7 @@ from jaxspec_checkpoints.checkpoint import TOKEN_MAP
 from tests.support.oracles import TINY
 
 MODEL = config_from_hf(TINY | dict(model_type="gemma2"))
-# Of 96: the special ones first, pad, end and begin.
+# Ids of 96 tokens; the special ones first: pad, end and begin.
 RANKED = [0, 1, 2, 50, 7, 95, 31, 8]
 
 
@@ -31,13 +31,13 @@ def write(path: Path, content: Any) -> str:
     return str(path)
 
 
-def test_nothing_is_cut_unless_it_is_asked_for(tmp_path):
+def test_vocabulary_is_not_trimmed_by_default(tmp_path):
     write(tmp_path / TOKEN_MAP, RANKED)
     assert kept(tmp_path) is None
 
 
-def test_the_first_of_a_map_are_kept(tmp_path):
-    """Of the draft's own where none is named; the order of ids is the networks'."""
+def test_first_tokens_of_a_map_are_kept(tmp_path):
+    """The draft folder's map is the default; kept ids are ascending."""
     write(tmp_path / TOKEN_MAP, RANKED)
     assert kept(tmp_path, draft_vocab_size=5) == (0, 1, 2, 7, 50)
     assert kept(tmp_path, draft_vocab_size=8) == tuple(sorted(RANKED))
@@ -48,14 +48,14 @@ def test_the_first_of_a_map_are_kept(tmp_path):
 
 
 def test_random_weights_need_no_map(tmp_path):
-    """Special tokens are kept wherever they are."""
+    """Special tokens are kept at any position."""
     target = replace(MODEL, eos_token_ids=(1, 80))
     found = kept(tmp_path, is_dummy=True, target=target, draft_vocab_size=6)
     assert found == (0, 1, 2, 3, 4, 80)
 
 
 @pytest.mark.parametrize("size", [0, -1, 96, 97, 2.5, True, "many"])
-def test_sizes_that_are_none(tmp_path, size):
+def test_rejects_bad_sizes(tmp_path, size):
     write(tmp_path / TOKEN_MAP, RANKED)
     with pytest.raises(ConfigError, match="draft_vocab_size must be an integer"):
         kept(tmp_path, draft_vocab_size=size)
@@ -73,26 +73,26 @@ def test_sizes_that_are_none(tmp_path, size):
         ({"ids": [0]}, "an object with one as 'token_ids'"),
         (RANKED[1:], r"missing: pad_token_id \(0\)"),
         ([5, 6, 0], r"missing: bos_token_id \(2\), eos_token_id 1 \(1\)"),
-        (list(range(96)), "names all 96 tokens .* say with draft_vocab_size"),
+        (list(range(96)), "names all 96 tokens .* set draft_vocab_size"),
     ],
 )
-def test_a_wrong_map_is_named(tmp_path, content, named):
+def test_rejects_bad_map(tmp_path, content, named):
     path = write(tmp_path / "map.json", content)
     with pytest.raises(ConfigError, match=named):
         kept(tmp_path, draft_token_map=path)
 
 
-def test_a_map_that_is_too_short_says_how_long_it_is(tmp_path):
+def test_short_map_is_rejected_with_its_length(tmp_path):
     write(tmp_path / TOKEN_MAP, RANKED)
     with pytest.raises(ConfigError, match="from 1 to 8, got 9: its map names no more"):
         kept(tmp_path, draft_vocab_size=9)
-    # Both models' ends of texts count.
+    # The end tokens of both models are required.
     target = replace(MODEL, eos_token_ids=(1, 31))
     with pytest.raises(ConfigError, match=r"missing: eos_token_id 31 \(31\)"):
         kept(tmp_path, target=target, draft_vocab_size=6)
 
 
-def test_without_a_map_the_tool_is_named(tmp_path):
+def test_missing_map_names_the_tool(tmp_path):
     with pytest.raises(ConfigError, match="jaxspec_checkpoints trim"):
         kept(tmp_path, draft_vocab_size=5)
 
@@ -100,13 +100,13 @@ def test_without_a_map_the_tool_is_named(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "named"),
     [
-        ("none.json", None, "is no file"),
+        ("none.json", None, "is not a file"),
         ("hot.pt", b"PK", "is a pickle"),
         ("map.json", b"[0, 1", "must be readable JSON"),
         ("map.json", b"\xff\xfe", "must be readable JSON"),
     ],
 )
-def test_a_file_that_is_no_map_is_named(tmp_path, name, content, named):
+def test_unreadable_map_is_named(tmp_path, name, content, named):
     if content is not None:
         (tmp_path / name).write_bytes(content)
     with pytest.raises(ConfigError, match=f"draft_token_map: .*{name} {named}"):
@@ -118,12 +118,12 @@ def test_a_file_that_is_no_map_is_named(tmp_path, name, content, named):
     [
         ("ngram", "It cuts the head of a draft model"),
         ("suffix", "It cuts the head of a draft model"),
-        ("eagle3", "A head's own files say"),
-        ("medusa", "A head's own files say"),
+        ("eagle3", "A head's files define"),
+        ("medusa", "A head's files define"),
     ],
 )
 @pytest.mark.parametrize("name", ["draft_vocab_size", "draft_token_map"])
-def test_only_draft_models_are_cut(method, hint, name):
+def test_only_draft_models_are_trimmed(method, hint, name):
     given: dict[str, Any] = {name: 5 if name == "draft_vocab_size" else "map.json"}
     if method == "ngram":
         given |= dict(prompt_lookup_max=3, prompt_lookup_min=1)

@@ -1,7 +1,7 @@
-"""What holds for every proposer; each claim is stated once.
+"""Properties of every proposer; each claim is stated once.
 
-A claim is a function of a proposer's name. `test_claims.py` says which proposers are
-tested in every run, and which claims do not apply to which proposers, and why.
+A claim is a function of a proposer's name. `test_claims.py` lists the proposers that
+every run tests, and the claims that do not apply to a proposer, with reasons.
 """
 
 import functools
@@ -38,14 +38,14 @@ from tests.support.engines import (
 
 LENGTH = 32
 GREEDY = SamplingParams(temperature=0, max_tokens=LENGTH, ignore_eos=True)
-# Of seeded requests, in turn.
+# Sampling of seeded requests, in turn.
 CONTROLS: list[dict[str, Any]] = [
     dict(temperature=0.9),
     dict(temperature=1.3, top_k=20),
     dict(temperature=0.7, top_p=0.9),
     dict(temperature=1.0, min_p=0.05),
 ]
-# Shared by prompts, so that whole pages are found in the prefix cache.
+# Shared by prompts, so that whole pages are prefix hits.
 STEM = [5, 9, 33, 12, 8, 40, 7, 22, 19, 3, 50, 31, 6, 17, 60, 25]
 BOTH_RULES = ("draft model", "tree")
 # Frequent in the target's texts.
@@ -54,7 +54,7 @@ FREQUENT = [45, 41]
 
 @functools.cache
 def prompts() -> list[list[int]]:
-    """Prompts of one token to three chunks; the last ones repeat themselves."""
+    """Prompts of one token to three chunks; the last ones are repetitive."""
     repeating = [(one * 40)[:40] for one in pair.prompts(3, longest=15)]
     return pair.prompts(10, longest=70) + repeating
 
@@ -109,9 +109,9 @@ def check_side_branches(name: str, engine: LLMEngine) -> None:
 
 
 def texts_equal_plain_decoding(name: str) -> None:
-    """In batches and in chunks, whatever number of drafts is wanted.
+    """In batches and in chunks, for every wanted number of drafts.
 
-    The rule for other requests changes nothing here; some proposers run both.
+    The rule for unseeded requests has no effect here; some proposers run both.
     """
     proposer = PROPOSERS[name]
     texts = plain_texts(proposer.family, is_greedy=proposer.is_greedy)
@@ -163,7 +163,7 @@ def _ended(output: RequestOutput) -> tuple[Any, ...]:
 
 
 def texts_end_within_rounds(name: str) -> None:
-    """By length, context, stop token and stop string, at every place of a round."""
+    """By length, context, stop token and stop string, at every offset of a round."""
     some = pair.prompts(12, longest=30)
     whole = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     plain = with_settings(pair.plain_engine())
@@ -205,14 +205,14 @@ def texts_end_within_rounds(name: str) -> None:
             assert found == expected, kind
             engine.scheduler.check_idle()
             if index == 1 and kind == "length":
-                # No draft is past an end, also before the host has read how near it is.
+                # No draft is past the end, even before the host knows how near it is.
                 assert engine.stats.acceptance_rate == 1.0
             if index == 1 and kind == "stop tokens":
                 assert any(is_end_in_run(*one) for one in rounds)
 
 
 def preemption_caching_and_aborts_change_nothing(name: str) -> None:
-    """In a pool too small for two requests whose prompts begin alike."""
+    """In a pool too small for two requests with a shared prefix."""
     proposer = PROPOSERS[name]
     family = [STEM * 3 + prompt[:12] for prompt in prompts()]
     params = mixed_params(len(family), is_greedy=proposer.is_greedy)
@@ -232,7 +232,7 @@ def preemption_caching_and_aborts_change_nothing(name: str) -> None:
 
 
 def drafting_stops_and_resumes(name: str) -> None:
-    """While two rows run and others wait; a draft model then catches up in tiles."""
+    """While two rows run and others wait; a draft model then prefills in tiles."""
     some, params = pair.prompts(5, seed=3), []
     for index, length in enumerate((60, 14, 14, 14, 60)):
         own: dict[str, Any] = dict(max_tokens=length, ignore_eos=True, temperature=0)
@@ -244,17 +244,17 @@ def drafting_stops_and_resumes(name: str) -> None:
     for index, engine in enumerate(engines_of(name, disable_by_batch_size=2)):
         with pair.recorded(engine) as rounds:
             assert tokens_of(generate(engine, some, params)) == expected
-        plain, drafting, caught_up = [], [], []
+        plain, drafting, draft_prefills = [], [], []
         for number, (plan, shape, _) in enumerate(rounds):
-            if shape.is_catch_up:
-                caught_up.append(number)
+            if shape.is_draft_prefill:
+                draft_prefills.append(number)
             elif shape.num_draft_tokens:
                 assert shape.num_draft_tokens == engine.config.num_draft_tokens
                 drafting.append(number)
             elif plan.decode:
                 plain.append(number)
         assert len(plain) > 10 and len(drafting) > 10
-        assert has_model == any(plain[0] < one < drafting[-1] for one in caught_up)
+        assert has_model == any(plain[0] < one < drafting[-1] for one in draft_prefills)
         assert index == 0 or engine.stats.acceptance_rate == 1.0
         engine.scheduler.check_idle()
 
@@ -283,14 +283,14 @@ class RandomPolicy(SpeculationPolicy):
         super().__init__(*arguments)
         self.random = np.random.default_rng(seed)
 
-    def is_due(self, num_seqs: int, most: int) -> bool:
+    def is_due(self, num_seqs: int, max_k: int) -> bool:
         # Each choice lasts some rounds, or draft prefill would never end.
-        return most > 0 and self.random.random() < 0.15
+        return max_k > 0 and self.random.random() < 0.15
 
     def choose(self, estimates: RoundEstimates) -> None:
-        most = len(estimates.seconds) - 1
+        max_k = len(estimates.seconds) - 1
         self.choice = Choice(
-            num_drafts=int(self.random.integers(0, most + 1)),
+            num_draft_tokens=int(self.random.integers(0, max_k + 1)),
             has_side_branches=bool(self.random.integers(2)),
         )
 
@@ -299,14 +299,14 @@ class RandomPolicy(SpeculationPolicy):
 
 
 def with_random_policy(engine: LLMEngine, seed: int) -> LLMEngine:
-    """Let an engine of controller "adaptive" choose by chance."""
+    """Let an engine with the adaptive controller choose at random."""
     engine.policy = RandomPolicy(engine.config.speculative, seed=seed)
     engine.scheduler = engine._make_scheduler()
     return engine
 
 
 def any_choice_of_k_changes_nothing(name: str) -> None:
-    """Also of side branches, which come and go from launch to launch."""
+    """Also for side branches, which not every launch has."""
     is_greedy, side = PROPOSERS[name].is_greedy, PROPOSERS[name].has_side_branches
     some = pair.prompts(20, seed=3)
     params = mixed_params(len(some), is_greedy=is_greedy, has_own_numbers=False)
@@ -347,7 +347,7 @@ class EveryFeatureRunner(OneProgramRunner):
 
 
 def controls_hold(name: str) -> None:
-    """Penalties, forbidden words, logprobs, stop strings and grammars, side by side."""
+    """Penalties, forbidden words, logprobs, stop strings and grammars in one batch."""
     params = []
     for index in range(len(prompts())):
         own: dict[str, Any] = dict(temperature=0)
@@ -366,7 +366,7 @@ def controls_hold(name: str) -> None:
 
 
 def forms_of_rounds_change_nothing(name: str) -> None:
-    """Chosen K, and several rounds in a launch, in programs of several forms."""
+    """A chosen K, and several rounds in a launch, in programs of several forms."""
     params, texts = mixed_params(len(prompts())), plain_texts()
     several = dict(num_scheduler_steps=4)
     for options in (dict(controller=ADAPTIVE), several):

@@ -19,9 +19,9 @@ from tests.support.distributions import check_counts, filtered_distribution
 from tests.support.engines import MICRO, generate, tokens_of, with_settings
 
 VOCAB = int(MICRO["vocab_size"])
-# Tokens of a text: those of the prompt's launch and of one whole round.
+# Tokens of a text: one from the prompt's launch, and those of a whole round.
 LENGTH = 5
-# Repeats itself, so that a lookup finds the next token at once.
+# Repetitive, so that a lookup finds the next token at once.
 PROMPT = [2, 7, 3, 11, 5, 7, 3, 11, 9, 7, 3]
 CONTROLS: list[dict[str, Any]] = [
     dict(temperature=0.7),
@@ -29,7 +29,7 @@ CONTROLS: list[dict[str, Any]] = [
     dict(temperature=1.0),
 ]
 RULES = ("standard", "block", "seeded")
-# HuggingFace's name for keys and values, which is another since transformers 5.24.
+# HuggingFace's name for keys and values, which changed in transformers 5.24.
 OLD_CACHE, NEW_CACHE = "past_key_values", "cache"
 
 
@@ -41,7 +41,7 @@ def next_logits(length: int) -> list[np.ndarray]:
     cache_name = NEW_CACHE if NEW_CACHE in known else OLD_CACHE
     levels = []
     with torch.no_grad():
-        # All but the prompt's last token is run once.
+        # All but the prompt's last token runs once.
         first = target(torch.tensor([PROMPT[:-1]]), use_cache=True)
         start = getattr(first, cache_name)
         for level in range(length):
@@ -106,7 +106,7 @@ def sample(
 def check_distribution(
     tokens: np.ndarray, joint: list[np.ndarray], what: object
 ) -> None:
-    """Every position alone, and every pair of neighbours together."""
+    """Check each position, and each pair of adjacent positions."""
     for position in range(len(joint)):
         probs = joint[position].reshape(-1, VOCAB).sum(axis=0)
         counts = np.bincount(tokens[:, position], minlength=VOCAB)

@@ -28,7 +28,7 @@ from tests.support.engines import (
     with_settings,
 )
 
-# Three levels; a window of the models, and a page, end anywhere in them.
+# Three levels; page and window borders occur at every offset.
 TREE = "[(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 1), (1, 0, 0)]"
 # The same size of tree for the 16 tokens of the micro target.
 MICRO_TREE = "[(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (1, 0, 0)]"
@@ -59,12 +59,12 @@ class Proposer:
     """One way to propose drafts.
 
     Attributes:
-        draft: Draft model of `pair.draft`; None for heads and lookups.
+        draft: Kind of `pair.draft`; None for heads and lookups.
         head: Kind of the head.
         options: Further arguments of `make_engine`.
         micro: Arguments that differ for the micro target.
-        runner: How programs are shared. A lookup with a draft model has several: the
-            draft model must catch up after programs that do not run it.
+        runner: How programs are shared. A lookup with a draft model has several: after
+            programs that do not run it, the draft model needs a draft prefill.
         family: Of target and draft model.
         at_most: Upper bound of the acceptance rate, below 1 for random heads.
     """
@@ -133,7 +133,7 @@ _PARD = dict(mask_token_id=MASK, micro=dict(mask_token_id=MICRO_MASK))
 _TRIMMED = dict(kept=pair.KEPT, micro=dict(kept=MICRO_KEPT), runner=OneProgramRunner)
 _GEMMA3: dict[str, Any] = dict(family=pair.GEMMA3, runner=OneGreedyProgramRunner)
 
-# By name; a proposer's name says what it is made of.
+# By name, which lists a proposer's parts.
 PROPOSERS: dict[str, Proposer] = {
     "draft model": _model(),
     "pard": _model(runner=OneProgramRunner, **_PARD),

@@ -37,7 +37,7 @@ OTHER_MODEL = "its draft model proposes otherwise than a target decodes: own tes
 BOTH = "lookups are wrong where the draft model is right"
 SUMMED = "branches are summed in another order: test_trees.py compares but near ties"
 MAIN_CHAIN = "these requests have the main chain alone: test_trees.py"
-NO_CATCH_UP = "nothing to catch up with"
+NO_DRAFT_PREFILL = "no draft prefill"
 IN_LOSSLESS = "the lossless long suite runs it on every path"
 ELSEWHERE = "test_parameters.py and test_grammars.py"
 SEEDED = "test_seeded.py compares 256 mixes of filters"
@@ -139,7 +139,7 @@ TABLE: dict[str, Row] = {
         slow=("pard", "n-gram", "suffix", "suffix + draft model"),
         omitted={
             SAME_PATH: (*(*PARD, "trimmed", *TRIMMED, *QUANTIZED, *BRANCHES, GEMMA3),),
-            NO_CATCH_UP: (*HEADS, *HEAD_BRANCHES),
+            NO_DRAFT_PREFILL: (*HEADS, *HEAD_BRANCHES),
         },
     ),
     "correct drafts are all accepted": Row(

@@ -54,7 +54,7 @@ def test_target_as_its_own_draft_has_every_draft_accepted(rule):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["int8 draft", "int4 draft"])
-def test_quantized_draft_is_another_draft(name):
+def test_quantized_draft_differs(name):
     engines = proposers.micro_engine(name), proposers.micro_engine(NAME)
     rate, whole = (acceptance_of(one, "greedy") for one in engines)
     assert 0.1 < rate < 0.9 and rate != whole

@@ -1,8 +1,8 @@
-"""Whole engines say thousands of texts here; parts have their tests elsewhere."""
+"""These tests run whole engines on thousands of texts; parts are tested elsewhere."""
 
 import pytest
 
 
 @pytest.fixture(autouse=True)
 def _calls_are_not_checked(unchecked_types):
-    """Tests of the parts make the same calls, with their types checked."""
+    """Unit tests make the same calls with type checks."""

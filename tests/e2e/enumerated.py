@@ -1,7 +1,7 @@
-"""Every text of four tokens comes as often as the target says, whatever is done to it.
+"""Texts of four tokens follow the target's distribution on every path of the engine.
 
-A Gemma 2 of 16 tokens and a window of 8, with a draft that is often wrong. Requests go
-through paging, batching, prefix hits and, next to long neighbours in a pool that is too
+A Gemma 2 with 16 tokens and a window of 8, and a draft that is often wrong. Requests go
+through paging, batching, prefix hits and, with long neighbours in a pool that is too
 small for all, preemption. All 65,536 texts are counted; the expected distribution is
 HuggingFace's, with every text enumerated.
 
@@ -36,20 +36,20 @@ from tests.support.engines import (
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "enumerated.json"
 VOCAB, LENGTH, DRAFTS = 16, 4, 3
-# Longer than the window; two whole pages are found again.
+# Longer than the window; two whole pages are prefix hits.
 PROMPT = [2, 7, 3, 11, 5, 14, 9, 4, 12, 6]
 RULES = ("standard", "block", "coupled")
-# Of so many requests one is a long neighbour, which is not counted.
+# One in this number of requests is a long neighbour, which is not counted.
 ONE_IN, NEIGHBOUR_TOKENS = 4, 40
 PART = 16_384
 
 
 @dataclass(frozen=True, kw_only=True)
 class Count:
-    """What came of one rule.
+    """Result of one rule.
 
     Attributes:
-        p_text: Of Pearson's test over all texts; `p_last` over last tokens.
+        p_text: p-value of Pearson's test over all texts; `p_last` over last tokens.
     """
 
     rule: str
@@ -78,7 +78,7 @@ def distribution_of_texts(target: Any) -> np.ndarray:
 
 
 def make(target: Any, *, batch: int, num_pages: int) -> LLMEngine:
-    """With pages for a part of what a full batch would take."""
+    """Make an engine with too few pages for a full batch."""
     return make_engine(
         target,
         make_draft_of(target, num_layers=2),
@@ -86,7 +86,7 @@ def make(target: Any, *, batch: int, num_pages: int) -> LLMEngine:
         max_num_seqs=batch,
         max_num_batched_tokens=512,
         num_pages=num_pages,
-        # What there is to compile should not outlast the counting.
+        # Few programs: compiling should not take longer than counting.
         has_one_shape=True,
         is_optimized=True,
         max_model_len=64,
@@ -94,7 +94,7 @@ def make(target: Any, *, batch: int, num_pages: int) -> LLMEngine:
 
 
 def requests_of(rule: str, first: int, count: int) -> list[SamplingParams]:
-    """Texts to be counted, and neighbours; the coupled rule is that of seeds."""
+    """Requests to count, and neighbours; seeded requests use the coupled rule."""
     rest: dict[str, Any] = dict(
         ignore_eos=True,
         detokenize=False,
@@ -149,7 +149,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args()
     target = make_micro(seed=3)
-    # Pages for most rows of a batch, or the counting would take twice as long.
+    # Pages for most rows of a batch: with fewer, counting takes twice as long.
     engine = make(target, batch=64, num_pages=152)
     distribution = distribution_of_texts(target)
     counts, result = [], {}

@@ -1,14 +1,14 @@
-"""Greedy texts of many prompts, equal token for token whatever the engine does.
+"""Greedy texts of many prompts are equal token for token on every path of the engine.
 
-Every way of proposing drafts, every number of them, several batch sizes; prompts fed
-whole or in chunks, requests preempted, prefixes found in the cache; float32 or
-bfloat16. Texts come from plain decoding, near ties and all. In float32 HuggingFace must
-agree with them, but for ties that rounding can turn.
+All proposers, all draft lengths, several batch sizes; whole or chunked prompts,
+preemption, prefix hits; float32 or bfloat16. The expected texts are plain decoding's,
+near ties included. In float32 HuggingFace must agree with them, except at ties within
+rounding error.
 
-`python -m tests.e2e.lossless` plays the whole and writes
-`benchmarks/results/lossless.json`, `--resume` what that file has not: more prompts of a
-combination, or drafts of other forms, which `--proposers` names. `--table` prints how
-many texts the file has of each proposer. A test plays a short cut of it.
+`python -m tests.e2e.lossless` runs everything and writes
+`benchmarks/results/lossless.json`; `--resume` runs what the file lacks: more prompts of
+a combination, or other proposers, which `--proposers` names. `--table` prints the
+number of texts of each proposer in the file. A test runs a small part.
 """
 
 import argparse
@@ -79,13 +79,13 @@ Played = tuple[str, int, int, str]
 
 @dataclass(frozen=True, kw_only=True)
 class Cut:
-    """How much is played.
+    """The part of all combinations that a run covers.
 
     Attributes:
         family: Of both models: `pair.GEMMA2` or `pair.GEMMA3`.
-        alone: Of the prompts, those played at batch 1, where rounds are many.
-        has_one_program: For prompts, drafts and plain rounds, which are then slower:
-            where little is played, compiling takes longer.
+        alone: Number of prompts at batch 1, which takes many rounds.
+        has_one_program: Use one program for prompts, drafts and plain rounds. Rounds
+            are slower, but a short run saves more compile time.
     """
 
     family: str = pair.GEMMA2
@@ -113,11 +113,11 @@ class Cut:
         return OneGreedyProgramRunner if self.has_one_program else OneShapeRunner
 
     def count(self, batch: int) -> int:
-        """Prompts played at a batch size."""
+        """Number of prompts at a batch size."""
         return min(self.alone, self.num_prompts) if batch == 1 else self.num_prompts
 
 
-# What `make test` plays.
+# The part that `make test` runs.
 SHORT = Cut(
     num_prompts=24,
     num_tokens=32,
@@ -131,7 +131,7 @@ SHORT = Cut(
 
 @dataclass(frozen=True, kw_only=True)
 class Play:
-    """One combination and what came of it."""
+    """One combination and its results."""
 
     proposer: str
     num_drafts: int
@@ -148,7 +148,7 @@ class Play:
         return self.proposer, self.num_drafts, self.batch, self.path
 
     def __add__(self, other: "Play") -> "Play":
-        """Both together: other prompts of the same combination."""
+        """Add the results of other prompts of the same combination."""
         assert self.played == other.played
         count = self.num_prompts + other.num_prompts
         rates = self.acceptance_rate * self.num_prompts
@@ -164,7 +164,7 @@ class Play:
 
 
 def prompts_of(count: int) -> list[list[int]]:
-    """Random tails behind prefixes that many share; every third repeats itself."""
+    """Random tails after shared prefixes; every third prompt is repetitive."""
     random = np.random.default_rng(17)
     families = [random.integers(3, 64, 12 + 5 * i).tolist() for i in range(8)]
     prompts = []
@@ -178,7 +178,7 @@ def prompts_of(count: int) -> list[list[int]]:
 
 
 def texts_of(cut: Cut, prompts: list[list[int]], params: SamplingParams) -> Texts:
-    """What plain decoding says, which HuggingFace would not say otherwise."""
+    """Texts of plain decoding, checked with HuggingFace's logits."""
     target = pair.target(cut.family)
     engine = make_engine(
         target,
@@ -195,12 +195,12 @@ def texts_of(cut: Cut, prompts: list[list[int]], params: SamplingParams) -> Text
     if cut.dtype == "float32":
         both = zip(prompts, tqdm(said, desc="margins"), strict=True)
         margins = [pair.greedy_margin(*one, model=target) for one in both]
-        assert min(margins) > -pair.MIN_MARGIN, "HuggingFace says something else"
+        assert min(margins) > -pair.MIN_MARGIN, "HuggingFace's text is different"
     return said
 
 
 def engine_for(cut: Cut, proposer: str, batch: int) -> LLMEngine:
-    """Of the most drafts; a request asks for fewer, and the path changes settings."""
+    """An engine with the largest K: requests ask for fewer, paths change settings."""
     kind = dict(ALL[proposer])
     has_draft, tree = kind.pop("has_draft"), kind.get("tree")
     return make_engine(
@@ -210,7 +210,7 @@ def engine_for(cut: Cut, proposer: str, batch: int) -> LLMEngine:
         num_draft_tokens=len(read_paths(tree)) if tree else max(cut.drafts),
         max_num_seqs=batch,
         page_size=PAGE_SIZE,
-        # Some more than a full batch takes: prefixes stay to be found.
+        # A few more pages than a full batch needs, which keep cached prefixes.
         num_pages=cut.pages_per_seq * (batch + 8),
         max_model_len=cut.max_model_len,
         max_num_batched_tokens=128,
@@ -221,13 +221,13 @@ def engine_for(cut: Cut, proposer: str, batch: int) -> LLMEngine:
 
 
 def on_path(engine: LLMEngine, cut: Cut, path: str) -> LLMEngine:
-    """A fresh engine over the same executables, set so that it takes a path."""
+    """A fresh engine over the same executables, with settings that force a path."""
     fresh = with_settings(engine)
     changes: dict[str, Any] = dict(enable_prefix_caching=path == "prefix")
     if path == "chunked":
         changes["max_num_batched_tokens"] = 32
     if path == "preempted":
-        # The pool keeps its size on the device; the host is given a third of it.
+        # The device's pool keeps its size; the host uses a third of it.
         batch = engine.config.max_num_seqs
         changes["num_pages"] = max(cut.pages_per_seq, cut.pages_per_seq * batch // 3)
     config = replace(fresh.config, **changes)
@@ -235,10 +235,10 @@ def on_path(engine: LLMEngine, cut: Cut, path: str) -> LLMEngine:
 
 
 def play(cut: Cut, played: Mapping[Played, int] | None = None) -> Iterator[Play]:
-    """Every combination of a cut, one after the other.
+    """Run every combination of a cut.
 
     Args:
-        played: How many of the prompts have been played already.
+        played: Number of prompts of each that have been run already.
     """
     played = played or {}
     params = SamplingParams(
@@ -255,7 +255,7 @@ def play(cut: Cut, played: Mapping[Played, int] | None = None) -> Iterator[Play]
             (num_drafts, path, start)
             for num_drafts, path in itertools.product(cut.drafts, cut.paths)
             if (start := played.get((proposer, num_drafts, batch, path), 0)) < stop
-            # Alone there is nobody to give way to.
+            # A single request cannot be preempted.
             and (batch > 1 or path != "preempted")
         ]
         if not left:
@@ -282,10 +282,10 @@ def play(cut: Cut, played: Mapping[Played, int] | None = None) -> Iterator[Play]
 
 
 def resumed(cut: Cut, before: Cut) -> Cut:
-    """What a record that goes on is of: how much may differ, and nothing else.
+    """Return the cut of a resumed record; only its extent may differ.
 
     Args:
-        before: What the record was of.
+        before: The cut of the existing record.
     """
     widened = replace(
         before,
@@ -304,12 +304,12 @@ def resumed(cut: Cut, before: Cut) -> Cut:
 
 
 def table(plays: Iterable[Play]) -> str:
-    """A line for each proposer: combinations, texts, and how many are equal."""
+    """Table with a line per proposer: combinations, texts, and equal texts."""
     rows: dict[str, list[Play]] = {}
     for one in plays:
         rows.setdefault(one.proposer, []).append(one)
     lines = [
-        "| proposer | combinations | texts | equal to plain | drafts that stay |",
+        "| proposer | combinations | texts | equal to plain | drafts accepted |",
         "|---|--:|--:|--:|--:|",
     ]
     for name, own in rows.items():
@@ -328,13 +328,15 @@ def table(plays: Iterable[Play]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--prompts", type=int, default=1000)
-    parser.add_argument("--alone", type=int, default=1000, help="of those, at batch 1")
+    parser.add_argument("--alone", type=int, default=1000, help="prompts at batch 1")
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--proposers", nargs="+", choices=ALL, default=list(PROPOSERS))
     parser.add_argument("--output", type=Path, default=RESULTS)
-    parser.add_argument("--resume", action="store_true", help="go on with the output")
-    parser.add_argument("--table", action="store_true", help="only print the output's")
+    parser.add_argument("--resume", action="store_true", help="add to the output file")
+    parser.add_argument(
+        "--table", action="store_true", help="only print the output file's table"
+    )
     options = parser.parse_args()
     plays: dict[Played, Play] = {}
     before: dict[str, Any] = {}
@@ -353,12 +355,12 @@ def main() -> None:
     )
     versions = {"jax": jax.__version__, "python": platform.python_version()}
     if before:
-        told: dict[str, Any] = {
+        given: dict[str, Any] = {
             name: tuple(value) if isinstance(value, list) else value
             for name, value in before["cut"].items()
         }
-        # A setting that there was not yet was at what is its default now.
-        recorded = resumed(cut, Cut(**told))
+        # A setting that the record lacks had today's default.
+        recorded = resumed(cut, Cut(**given))
         assert before["versions"] == versions, f"other versions: {before['versions']}"
     result: dict[str, Any] = {
         "cut": asdict(recorded),

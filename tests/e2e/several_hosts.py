@@ -1,7 +1,7 @@
-"""What a test of several hosts starts: a leader, or one process that is all there is.
+"""Process of a multi-host test: a leader, or a single process.
 
-Takes a file of JSON with the engine's arguments and what to do, and writes what came of
-it. Those that follow are `python -m jaxspec.serve --headless`.
+Reads a JSON file with the engine's arguments and the test's steps, and writes the
+results. Followers are `python -m jaxspec.serve --headless`.
 """
 
 import json
@@ -16,22 +16,22 @@ PROMPTS = [[2, 10, 20, 30], [2, 11, 7, 5, 9, 300, 41], list(range(2, 60)), [2, 7
 
 
 def requests() -> list[tuple[list[int], SamplingParams]]:
-    """Greedy, seeded, with log-probabilities, and with a grammar."""
+    """Requests: greedy, seeded, with logprobs, and with a grammar."""
     always: dict[str, Any] = dict(max_tokens=24, ignore_eos=True)
     greedy = SamplingParams(temperature=0, **always)
     seeded = SamplingParams(temperature=0.9, top_p=0.95, seed=7, **always)
-    told = SamplingParams(temperature=0, logprobs=2, **always)
+    logprobs = SamplingParams(temperature=0, logprobs=2, **always)
     form = StructuredOutputsParams(regex="(yes|no|maybe)( (yes|no|maybe)){4}")
     bound = SamplingParams(
         temperature=0.8, seed=3, max_tokens=24, structured_outputs=form
     )
     found = [(prompt, greedy) for prompt in PROMPTS]
     found += [(prompt, seeded) for prompt in PROMPTS]
-    return [*found, (PROMPTS[1], told), (PROMPTS[3], bound)]
+    return [*found, (PROMPTS[1], logprobs), (PROMPTS[3], bound)]
 
 
 def generate(llm: LLM, count: int | None = None) -> list[list[int]]:
-    """The tokens of the requests, all at once."""
+    """Tokens of the requests, generated in one batch."""
     chosen = requests()[:count]
     outputs = llm.generate(
         [{"prompt_token_ids": prompt} for prompt, _ in chosen],

@@ -1,4 +1,4 @@
-"""Answers of past requests make drafts, and no text depends on them."""
+"""The answer cache proposes drafts from past answers, and changes no text."""
 
 import functools
 from typing import Any
@@ -34,7 +34,7 @@ def first_engine() -> LLMEngine:
 
 
 def fresh_engine(**changes: Any) -> LLMEngine:
-    """Over shared executables, of an empty corpus."""
+    """An engine over shared executables, with an empty answer cache."""
     engine = with_settings(first_engine(), **changes)
     engine.runner.drop_pages()
     engine.runner.restore_pages()
@@ -53,7 +53,7 @@ def rounds_of(engine: LLMEngine, prompts: list[Any], params: Any) -> tuple[Any, 
     return texts, engine.stats.num_rounds - before
 
 
-def test_the_same_question_again_takes_a_third_of_the_rounds(prompts):
+def test_repeated_prompt_takes_a_third_of_the_rounds(prompts):
     expected = tokens_of(generate(pair.plain_engine(), prompts, GREEDY))
     engine = fresh_engine()
     texts, first = rounds_of(engine, prompts, GREEDY)
@@ -63,8 +63,8 @@ def test_the_same_question_again_takes_a_third_of_the_rounds(prompts):
     assert second < first / 3
 
 
-def test_a_drawn_text_does_not_depend_on_the_answers_of_others(prompts):
-    """With and without a seed: the corpus is cold, then warm."""
+def test_sampled_text_is_independent_of_past_answers(prompts):
+    """With and without a seed, with an empty and with a filled cache."""
     params = [
         SamplingParams(
             seed=number if number % 2 else None,
@@ -80,7 +80,7 @@ def test_a_drawn_text_does_not_depend_on_the_answers_of_others(prompts):
     assert second < first
 
 
-def test_other_salts_begin_with_nothing(prompts):
+def test_other_salts_find_no_answers(prompts):
     engine = fresh_engine()
 
     def salted(salt: str) -> list[Any]:
@@ -90,8 +90,8 @@ def test_other_salts_begin_with_nothing(prompts):
     for others in (salted("b"), prompts):
         texts, again = rounds_of(engine, others, GREEDY)
         assert texts == expected
-        # The table is shared: what one salt enters takes the place of another's. And
-        # launches are in another order: of a few prompts some rounds more or less.
+        # Salts share the table, so entries of one replace those of another. The order
+        # of launches differs too: a few prompts take some rounds more or less.
         assert again > 0.85 * first
     texts, again = rounds_of(engine, salted("b"), GREEDY)
     assert texts == expected

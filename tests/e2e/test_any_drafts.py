@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxspec.config.speculation import ADAPTIVE
-from jaxspec.program.wire import CaughtUp
+from jaxspec.program.wire import DraftPrefillResult
 from jaxspec.sampling_params import SamplingParams
 from tests.conformance.claims import with_random_policy
 from tests.support import pair
@@ -48,7 +48,7 @@ def test_probes_agree_with_rounds(draft, kind, prompts):
     engine.scheduler.check_idle()
     made = {max((k for _, k in plan.decode), default=0) for plan, _, _ in rounds}
     assert made == {0, 1, 2, 3}
-    asked = [result for *_, result in rounds if isinstance(result, CaughtUp)]
+    asked = [result for *_, result in rounds if isinstance(result, DraftPrefillResult)]
     acceptance_probabilities = np.concatenate(
         [result.acceptance_probabilities.reshape(-1) for result in asked]
     )
@@ -56,17 +56,17 @@ def test_probes_agree_with_rounds(draft, kind, prompts):
     assert len(acceptance_probabilities) > 30
     assert set(acceptance_probabilities.tolist()) <= {0.0, 1.0}
     if draft == "same":
-        # What is not up to date, or fed to the wrong place, would show here.
+        # Missing or misplaced draft keys would show here.
         assert acceptance_probabilities.min() == 1.0
         assert engine.stats.acceptance_rate == 1.0
     else:
-        # Of first drafts, and of those that follow one that stayed: all that is
-        # compared. Some three dozen tokens are known by the other way.
+        # Only first drafts, and drafts after accepted ones, are compared. About three
+        # dozen tokens are known both ways.
         rate = engine.acceptance.num_agreed / engine.acceptance.num_compared
         assert acceptance_probabilities.mean() == pytest.approx(rate, abs=0.15)
 
 
-def test_probes_of_requests_without_a_seed_tell_nothing(prompts):
+def test_probes_of_unseeded_requests_have_no_estimate(prompts):
     params = [
         SamplingParams(max_tokens=LENGTH, ignore_eos=True, temperature=0.9)
         for _ in prompts
@@ -74,14 +74,14 @@ def test_probes_of_requests_without_a_seed_tell_nothing(prompts):
     engine = with_random_policy(pair.engine("same", controller=ADAPTIVE), seed=8)
     with pair.recorded(engine) as rounds:
         generate(engine, prompts, params)
-    asked = [result for *_, result in rounds if isinstance(result, CaughtUp)]
+    asked = [result for *_, result in rounds if isinstance(result, DraftPrefillResult)]
     assert asked
     assert all((result.acceptance_probabilities < 0).all() for result in asked)
     assert engine.stats.acceptance_rate > 0.95
 
 
 def test_texts_equal_plain_decoding_under_the_controller(prompts):
-    """With the real controller, whatever this machine's clock makes of it."""
+    """With the real controller, which depends on this machine's timing."""
     engine, prompts = pair.engine("noisy", controller=ADAPTIVE), prompts[:10]
     for kind in ("greedy", "seeded"):
         params = params_of(kind, len(prompts))

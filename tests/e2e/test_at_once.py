@@ -1,4 +1,4 @@
-"""Engines beside others in one process, and a process that forks beside one."""
+"""Several engines in one process, and an engine in a process that forks."""
 
 import subprocess
 import sys
@@ -27,8 +27,8 @@ def texts(engine: LLMEngine) -> list[list[int]]:
     return tokens_of(generate(engine, PROMPTS, [GREEDY, SEEDED, GREEDY, SEEDED]))
 
 
-def test_engines_in_threads_of_their_own_do_not_disturb_each_other():
-    """Of other models and sizes."""
+def test_engines_in_threads_are_independent():
+    """Engines with different models and sizes."""
     small, large = make_micro(seed=0), make_micro(seed=1, hidden_size=32)
     engines = [
         make_engine(small, make_draft_of(small), num_draft_tokens=3),
@@ -62,8 +62,8 @@ print("done")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="others do not fork")
-def test_a_process_that_forks_goes_on():
-    """As data loaders do; the child does not use the engine: jax cannot be forked."""
+def test_engine_continues_after_forks():
+    """As data loaders do; the child cannot use the engine, since jax does not fork."""
     command = [sys.executable, "-c", FORKS]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]

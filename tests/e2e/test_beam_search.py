@@ -1,4 +1,4 @@
-"""Beam search on the engine: HuggingFace's, and every text there is."""
+"""Beam search equals HuggingFace's, and an exhaustive search over all texts."""
 
 import itertools
 from collections.abc import Iterator
@@ -39,14 +39,14 @@ def llm(model: Any) -> Iterator[LLM]:
 
 
 def log_distributions(model: Any, texts: np.ndarray) -> np.ndarray:
-    """By text and position, the logarithm of what follows."""
+    """Log-probabilities of the next token, by text and position."""
     with torch.no_grad():
         logits = model(torch.tensor(texts).long()).logits
     return torch.log_softmax(logits.double(), -1).numpy()
 
 
-def test_a_wide_search_finds_the_best_of_all_texts(llm: LLM, model: Any):
-    """All texts of three tokens, and those that end before."""
+def test_wide_beam_search_finds_the_best_texts(llm: LLM, model: Any):
+    """All texts of up to three tokens."""
     (prompt, _), most = PROMPTS, 3
     tails = np.array(list(itertools.product(range(VOCAB), repeat=most)))
     texts = np.concatenate([np.tile(prompt, (len(tails), 1)), tails], axis=1)
@@ -67,7 +67,7 @@ def test_a_wide_search_finds_the_best_of_all_texts(llm: LLM, model: Any):
         beam_width=VOCAB ** (most - 1), max_tokens=most, length_penalty=0.7
     )
     (output,) = llm.beam_search(prompt, params)
-    # Rounding may swap two that are equally good far down.
+    # Rounding may swap texts of nearly equal score at the end of the list.
     found = [tuple(one.tokens[len(prompt) :]) for one in output.sequences]
     assert len(found) == len(set(found)) == VOCAB ** (most - 1)
     assert found[:20] == best[:20]
@@ -79,8 +79,8 @@ def test_a_wide_search_finds_the_best_of_all_texts(llm: LLM, model: Any):
 
 
 @pytest.mark.parametrize("width", [1, 3, 5])
-def test_huggingfaces_search(llm: LLM, model: Any, width: int):
-    """Where no text ends: of those that do it compares lengths in another way."""
+def test_beam_search_equals_huggingface(llm: LLM, model: Any, width: int):
+    """Without end tokens: HuggingFace compares ended texts with another length rule."""
     most = 6
     params = BeamSearchParams(beam_width=width, max_tokens=most, ignore_eos=True)
     outputs = llm.beam_search(PROMPTS, params, concurrency_limit=1 + width % 2)
@@ -106,7 +106,7 @@ def test_huggingfaces_search(llm: LLM, model: Any, width: int):
         assert best.finish_reason == "length"
 
 
-def test_what_cannot_be_searched_for(llm: LLM):
+def test_beam_search_rejects_invalid_arguments(llm: LLM):
     before = llm.llm_engine.runner.num_launches
     params = BeamSearchParams(beam_width=2, max_tokens=4)
     for wrong in ([2, 99], [2] * 128):
@@ -122,7 +122,7 @@ def test_what_cannot_be_searched_for(llm: LLM):
     assert llm.llm_engine.runner.num_launches == before
 
 
-def test_what_is_asked_for_beside_it_is_kept(llm: LLM, model: Any):
+def test_concurrent_request_is_unaffected(llm: LLM, model: Any):
     params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=1)
     (waiting,) = llm.enqueue([[2, 5]], params)
     llm.beam_search(PROMPTS, BeamSearchParams(beam_width=2, max_tokens=3))

@@ -1,4 +1,4 @@
-"""The bundled pair must call a tool: the grammar makes it, and drafts keep to it."""
+"""A grammar makes the bundled pair call a tool, and drafts follow the grammar too."""
 
 import asyncio
 import json
@@ -41,7 +41,7 @@ TOOLS = [
     for name, schema in SCHEMAS.items()
 ]
 MESSAGES = [{"role": "user", "content": "How warm will it be in Oslo?"}]
-# Of the choice, and of whether several calls may be made.
+# tool_choice, and parallel_tool_calls.
 CHOICES: list[tuple[Any, bool]] = [("required", False), ("required", True)]
 CHOICES += [
     ({"type": "function", "function": {"name": name}}, True) for name in SCHEMAS
@@ -49,11 +49,11 @@ CHOICES += [
 
 
 async def ask(client: openai.AsyncOpenAI) -> list[tuple[Any, Any]]:
-    """Ask for whole answers and for streams, all at once."""
+    """Request whole answers and streams, all at once."""
 
     async def one(choice: Any, is_parallel: bool, **more: Any) -> Any:
         create: Any = client.chat.completions.create
-        told = await create(
+        answer = await create(
             model="model",
             messages=MESSAGES,
             tools=TOOLS,
@@ -64,14 +64,14 @@ async def ask(client: openai.AsyncOpenAI) -> list[tuple[Any, Any]]:
             extra_body={"include_metrics": True},
             **more,
         )
-        return [chunk async for chunk in told] if more else told
+        return [chunk async for chunk in answer] if more else answer
 
     return await asyncio.gather(
         *(asyncio.gather(one(*choice), one(*choice, stream=True)) for choice in CHOICES)
     )
 
 
-def test_what_must_call_calls_as_the_schema_says(monkeypatch: pytest.MonkeyPatch):
+def test_forced_tool_calls_match_the_schema(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(jaxspec.engine.loader, "Runner", QuickGreedyRunner)
     llm = LLM(
         "jaxspec/tiny-gemma2",
@@ -125,13 +125,13 @@ def calls_of(answer: Any) -> list[tuple[str, str]]:
 
 
 def calls_in(chunks: list[Any]) -> list[tuple[str, str]]:
-    """Put the calls of a stream together."""
+    """Assemble the calls of a stream."""
     names: dict[int, str] = {}
     arguments: dict[int, str] = {}
     for choice in (one for chunk in chunks for one in chunk.choices):
         for call in choice.delta.tool_calls or ():
             if call.function.name is not None:
                 names[call.index] = call.function.name
-            told = arguments.get(call.index, "") + call.function.arguments
-            arguments[call.index] = told
+            joined = arguments.get(call.index, "") + call.function.arguments
+            arguments[call.index] = joined
     return [(names[index], arguments[index]) for index in sorted(names)]

@@ -1,4 +1,4 @@
-"""Engines side by side, each over devices of its own, say what one engine says."""
+"""Data-parallel engines, each with its own devices, give one engine's texts."""
 
 import functools
 from typing import Any
@@ -43,7 +43,7 @@ def params() -> list[SamplingParams]:
     return [(GREEDY, SEEDED)[number % 2] for number in range(len(prompts()))]
 
 
-def test_two_engines_say_what_one_says():
+def test_two_engines_give_one_engines_texts():
     engines = make_group(2)
     devices = [list(engine.runner.mesh.devices.flat) for engine in engines]
     assert devices == [[one] for one in jax.devices()[:2]]
@@ -53,7 +53,7 @@ def test_two_engines_say_what_one_says():
     expected = tokens_of(generate(pair.engine(), prompts(), params()))
     assert tokens_of(generate(group, prompts(), params())) == expected
     assert all(engine.stats.num_draft_tokens for engine in engines)
-    # Requests without a seed get seeds of their own, whoever makes the text.
+    # Requests without a seed get one that does not depend on the engine.
     same = tokens_of(generate(group, [prompts()[0]] * 6, [DRAWN] * 6))
     assert len({tuple(tokens) for tokens in same}) == 6
     group.shutdown()
@@ -99,7 +99,7 @@ def test_several_engines_of_the_bundled_pair():
     assert said[0] == said[1]
 
 
-def test_engines_need_devices_of_their_own():
+def test_engines_need_separate_devices():
     message = (
         "data_parallel_size=3 engines of tensor_parallel_size=4 need 12 devices, and 8 "
         r"cpu device\(s\) are present: lower data_parallel_size to at most 2"

@@ -1,4 +1,4 @@
-"""A short cut of `enumerated.py`: thousands of texts, each with its probability."""
+"""A short run of `enumerated.py`, with thousands of texts."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from tests.support.engines import make_micro
 
 
 @pytest.mark.long_suite(name="counts")
-def test_texts_come_as_often_as_the_target_says():
+def test_texts_follow_the_enumerated_distribution():
     target = make_micro(seed=3)
     engine = make(target, batch=16, num_pages=32)
     distribution = distribution_of_texts(target)

@@ -9,7 +9,7 @@ import pytest
 from tests.support.programs import quick_environment
 
 ROOT = Path(__file__).parents[2]
-# Runs of each script in `make test`, and of a slow test.
+# Runs of each script in `make test`, and in the slow test.
 FEW, MANY = 2, 50
 
 ASYNC = """
@@ -62,7 +62,7 @@ def generate():
 threading.Thread(target=generate, daemon={is_daemon}).start()
 has_begun.wait()
 """
-# Its thread is in the tokenizer when the script ends: C++ code that releases the
+# When the script ends, its thread is in the tokenizer: C++ code that releases the
 # interpreter's lock.
 TOKENIZES = (
     LLM_IN_THREAD.format(num_calls=1, is_daemon=False)
@@ -79,7 +79,7 @@ threading.Thread(target=tokenize_forever, daemon=True).start()
 is_tokenizing.wait()
 """
 )
-# Run without kept programs.
+# Run with an empty program cache.
 IS_COMPILING = """
 asyncio.run(generate(4, -1))
 assert engine.num_warming
@@ -123,7 +123,7 @@ CASES = [(name, FEW) for name in IN_MAKE_TEST] + [
 
 
 @pytest.mark.parametrize(("name", "count"), CASES)
-def test_a_script_ends_with_its_own_status(name: str, count: int, tmp_path: Path):
+def test_script_exits_with_its_own_status(name: str, count: int, tmp_path: Path):
     script, status = SCRIPTS[name]
     for number in range(count):
         cache = tmp_path / str(number) if name.startswith("compiling") else None
@@ -133,8 +133,8 @@ def test_a_script_ends_with_its_own_status(name: str, count: int, tmp_path: Path
         assert ("Traceback" in done.stderr) == is_failing, (number, done.stderr)
 
 
-def test_a_thread_that_outlives_the_main_thread_gets_its_programs(tmp_path: Path):
-    """Python waits for it, so the engine must go on for it."""
+def test_thread_that_outlives_the_main_thread_gets_its_programs(tmp_path: Path):
+    """Python waits for the thread, so the engine must keep running."""
     script = LLM_IN_THREAD.format(num_calls=3, is_daemon=False)
     done = run(script.replace("has_begun.wait()", ""), tmp_path)
     assert (done.returncode, done.stdout) == (0, "32\n"), done.stderr

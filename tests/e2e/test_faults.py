@@ -1,4 +1,4 @@
-"""Numbers that are none, and failures, in the draft model and in the target."""
+"""NaN and failures, in the draft model and in the target."""
 
 from pathlib import Path
 from typing import Any
@@ -21,14 +21,14 @@ PROMPTS = [[2, 5, 7, 9], [2, 9, 4, 11], [2, 8, 8, 30]]
 
 
 class NoDrafts(ProgramCache):
-    """Keeps no program that has a draft model in it."""
+    """Does not cache programs with a draft model."""
 
     def path(self, program: ProgramConfig, *others: Any, **named: Any) -> Path | None:
         return None if program.proposers else super().path(program, *others, **named)
 
 
 def make(*, has_draft: bool = True, **settings: Any) -> LLMEngine:
-    """With parameters of its own: they are ruined."""
+    """Make an engine with its own parameters, to be overwritten with NaN."""
     if has_draft:
         settings |= dict(draft=pair.draft("noisy"), num_draft_tokens=pair.NUM_DRAFT)
     return make_engine(pair.target(), has_one_shape=True, **pair.settings(**settings))
@@ -46,14 +46,14 @@ def seeded() -> list[SamplingParams]:
 
 
 def ruin(params: Any) -> Any:
-    """NaN in one number of every layer norm: one step spoils all rows."""
+    """NaN in one weight of every layer norm: one step makes all rows NaN."""
     return jax.tree.map(
         lambda leaf: leaf.at[0].set(jnp.nan) if leaf.ndim == 1 else leaf, params
     )
 
 
 def ruin_token(params: Any) -> Any:
-    """NaN in its embedding, in every form of the matrix."""
+    """NaN in a token's embedding, in every form of the matrix."""
     whole = params["embedding"]
     values = np.array(whole.values)
     values[BAD_TOKEN] = np.nan
@@ -61,7 +61,7 @@ def ruin_token(params: Any) -> Any:
     return {**params, "embedding": type(whole).of(placed)}
 
 
-def test_a_draft_of_nan_costs_speed_only():
+def test_draft_with_nan_costs_only_speed():
     plain = pair.plain_engine()
     expected = [tokens_of(generate(plain, PROMPTS, p)) for p in (greedy(), seeded())]
     engine = make()
@@ -76,10 +76,10 @@ def test_a_draft_of_nan_costs_speed_only():
     engine.scheduler.check_idle()
 
 
-def test_a_draft_that_cannot_be_compiled_costs_speed_only(monkeypatch):
+def test_draft_that_fails_to_compile_costs_only_speed(monkeypatch):
     expected = tokens_of(generate(pair.plain_engine(), PROMPTS, greedy()))
     engine = make()
-    # What the tests' cache has was compiled without the failure.
+    # Programs in the tests' cache were compiled without the failure.
     engine.runner.cache = NoDrafts(PROGRAMS)
 
     def fail(*_: object, **__: object) -> None:
@@ -92,14 +92,14 @@ def test_a_draft_that_cannot_be_compiled_costs_speed_only(monkeypatch):
 
 
 @pytest.mark.parametrize("has_draft", [False, True])
-def test_a_target_of_nan_ends_whom_it_reaches(has_draft):
-    # Plain decoding has no need of a bias, nor of programs that know it.
+def test_target_with_nan_ends_only_affected_requests(has_draft):
+    # Plain decoding needs no bias, and so no programs with controls.
     runner = pair.GeneralRunner if has_draft else None
     engine = make(has_draft=has_draft, runner=runner)
     target, drafts = engine.runner.params
     engine.runner.params = ruin_token(target), drafts
     prompts = [*PROMPTS, [2, 5, BAD_TOKEN, 9]]
-    # A draft of that token would reach the positions before it, which see it times 0.
+    # A draft of that token would affect earlier positions: they see it times 0.
     bias = {BAD_TOKEN: -100.0} if has_draft else None
     sampled = [*seeded(), greedy()]
     for one in sampled:
@@ -110,7 +110,7 @@ def test_a_target_of_nan_ends_whom_it_reaches(has_draft):
         assert bad.outputs[0].token_ids == []
         for output in good:
             assert output.outputs[0].finish_reason == "length"
-            # Its own logit is NaN as well, and nobody draws it.
+            # The token's own logit is NaN as well, and is never sampled.
             assert BAD_TOKEN not in output.outputs[0].token_ids
     assert not engine.policy.is_stopped
     engine.scheduler.check_idle()

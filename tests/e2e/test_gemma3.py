@@ -1,7 +1,7 @@
-"""How a Gemma 3 pair lies on eight devices.
+"""Placement of a Gemma 3 pair on eight devices.
 
-It has one KV head, and normalized query and key heads. Its claims are in
-`tests/conformance`, and `test_lossless.py` plays all proposers on it.
+It has one KV head, and normalized query and key heads. `tests/conformance` checks its
+texts, and `test_lossless.py` runs all proposers on it.
 """
 
 import jax

@@ -1,4 +1,4 @@
-"""A request says the same in whatever program serves it, and if that changes midway."""
+"""A text does not depend on the programs that serve it, even if they change midway."""
 
 import functools
 from typing import Any
@@ -31,7 +31,7 @@ SPECIAL = Features(has_controls=True, num_logprobs=1, num_prompt_logprobs=1)
 
 
 class GivenPrograms(EveryProgram):
-    """Only these are there, and one more with every launch."""
+    """Only these programs, and one more with every launch."""
 
     def __init__(self, given: list[StepShape], coming: list[StepShape] | None = None):
         self.given, self.coming = set(given), list(coming or [])
@@ -47,7 +47,7 @@ class GivenPrograms(EveryProgram):
 
 
 class GivenRunner(Runner):
-    """A runner over another one's programs, of which it may use some."""
+    """A runner that may use some of another runner's programs."""
 
     programs: Any = None
 
@@ -64,7 +64,7 @@ class GivenRunner(Runner):
 
 @functools.cache
 def plain_texts() -> list[list[int]]:
-    """Without drafts, each request alone in its own programs."""
+    """Texts without drafts, each request alone in its own programs."""
     return [
         tokens_of(generate(pair.plain_engine(), [prompt], params))[0]
         for prompt, params in zip(PROMPTS, PARAMS, strict=True)
@@ -76,20 +76,20 @@ def shapes_of(engine: LLMEngine) -> Shapes:
 
 
 @pytest.mark.parametrize("features", [[Features()], [SPECIAL]])
-def test_the_most_general_program_says_the_same(features):
+def test_most_general_program_gives_the_same_texts(features):
     first = pair.engine()
     (universal, *_) = shapes_of(first).all(features=features)
-    (catch_up,) = shapes_of(first).catch_ups
-    runner = GivenRunner(first.runner, GivenPrograms([universal, catch_up]))
+    (draft_prefill,) = shapes_of(first).draft_prefills
+    runner = GivenRunner(first.runner, GivenPrograms([universal, draft_prefill]))
     engine = LLMEngine(first.config, runner=runner, tokenizer=first.tokenizer)
     said = tokens_of(generate(engine, PROMPTS, PARAMS))
-    assert set(runner.shapes) == {universal, catch_up}
+    assert set(runner.shapes) == {universal, draft_prefill}
     assert said == plain_texts()
     assert engine.stats.num_accepted_tokens > 0
 
 
-def test_programs_that_come_meanwhile_say_the_same():
-    """From the largest to the smallest, one more with every launch."""
+def test_programs_added_midway_give_the_same_texts():
+    """One more program with every launch, from the largest to the smallest."""
     first = pair.engine()
     (universal, *others) = shapes_of(first).all()
     programs = GivenPrograms([universal], coming=others)
@@ -102,7 +102,7 @@ def test_programs_that_come_meanwhile_say_the_same():
 
 
 def test_batch_invariant_requests_run_in_one_program():
-    """Plain rounds, drafts and prompts alike; what is told does not depend on them."""
+    """Plain rounds, drafts and prompts; logprobs do not depend on the batch."""
     engine = make_engine(
         pair.target(),
         pair.draft("noisy"),
@@ -111,6 +111,6 @@ def test_batch_invariant_requests_run_in_one_program():
         **pair.SETTINGS,
     )
     assert tokens_of(generate(engine, PROMPTS, PARAMS)) == plain_texts()
-    # And one for the draft model alone.
+    # And one for the draft prefill.
     assert engine.runner.num_compiles == 2
     assert engine.stats.num_accepted_tokens

@@ -1,4 +1,4 @@
-"""Structured outputs with and without drafts: equal, complete, rightly distributed."""
+"""Structured outputs with and without drafts: equal, complete, same distribution."""
 
 import dataclasses
 import functools
@@ -38,12 +38,12 @@ slow = partial(pytest.param, marks=pytest.mark.slow)
 
 PATTERNS = [r"[A-Z]{3,6}(,[0-9]{1,3}){2,4};", r"(ABRA|CADABRA|[0-9A-C]{2}=){1,4}[<>]"]
 CHOICES = ["YES", "NO", "YES,BUT", "42"]
-# No program with a grammar can be kept, so that a test compiles one.
+# Programs with grammars cannot be cached on disk, so a test compiles one.
 SETTINGS: dict[str, Any] = pair.settings(max_num_seqs=4)
 
 
 def form_of(index: int) -> StructuredOutputsParams | None:
-    """A form for three requests of four."""
+    """Structured output parameters for three of four requests."""
     kind = index % 4
     if kind < 2:
         return StructuredOutputsParams(regex=PATTERNS[kind])
@@ -72,7 +72,7 @@ def prompts() -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def texts(prompts) -> list[list[int]]:
-    """What plain decoding says under the same masks."""
+    """Texts of plain decoding under the same masks."""
     engine = make_engine(pair.target(), runner=GrammarRunner, **SETTINGS)
     outputs = generate(engine, prompts, params_of(len(prompts)))
     said = [output.outputs[0] for output in outputs]
@@ -92,7 +92,7 @@ class GrammarRunner(OneProgramRunner):
 
 @functools.cache
 def made(kind: str) -> LLMEngine:
-    """All drafts share executables."""
+    """Make an engine; all draft models share executables."""
     if kind != "noisy":
         return with_draft(made("noisy"), pair.draft(kind))
     return make_engine(
@@ -134,7 +134,7 @@ def test_other_drafts_and_devices_change_nothing(kind, prompts, texts):
         settings["lookup"] = (2, 1)
     draft = None if kind in ("ngram", "suffix") else pair.draft("noisy")
     engine = make_engine(pair.target(), draft, num_draft_tokens=3, **settings)
-    # A prompt that holds the text already is where a look-up finds it.
+    # A prompt that contains the text, so that a lookup finds it.
     assert tokens_of(generate(engine, prompts, params_of(len(prompts)))) == texts
     again = [(prompt + text)[-60:] for prompt, text in zip(prompts, texts, strict=True)]
     outputs = generate(engine, again, params_of(len(again)))
@@ -160,7 +160,7 @@ def test_seeded_texts_do_not_depend_on_the_drafts(engine, prompts):
     assert tokens_of(generate(with_settings(engine), prompts, params)) == texts
 
 
-def test_two_launches_are_in_flight_while_masks_are_made(engine, prompts):
+def test_two_launches_are_in_flight_during_masks(engine, prompts):
     engine = with_settings(engine)
     masks, most = engine.runner.token_masks, 0
     asked = masks.num_questions
@@ -173,7 +173,7 @@ def test_two_launches_are_in_flight_while_masks_are_made(engine, prompts):
     assert masks.num_questions > asked
 
 
-def test_the_rest_of_a_batch_goes_on_when_some_are_aborted(engine, prompts, texts):
+def test_batch_continues_when_some_requests_are_aborted(engine, prompts, texts):
     engine = with_settings(engine)
     params = params_of(len(prompts))
     for index, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
@@ -195,8 +195,8 @@ def test_the_rest_of_a_batch_goes_on_when_some_are_aborted(engine, prompts, text
     assert_nothing_is_held(engine)
 
 
-def test_a_preempted_text_goes_on_where_it_was(engine):
-    # Four of these do not fit into the pages together.
+def test_preempted_text_resumes(engine):
+    # The pages do not hold four of these at once.
     random = np.random.default_rng(8)
     prompts = random.integers(3, 64, (6, 60)).tolist()
     params = SamplingParams(
@@ -214,7 +214,7 @@ def test_a_preempted_text_goes_on_where_it_was(engine):
     assert all(len(tokens) == 45 for tokens in alone)
 
 
-def test_texts_of_one_request_are_read_apart(engine, prompts):
+def test_texts_of_one_request_have_separate_matchers(engine, prompts):
     params = SamplingParams(
         n=3, temperature=1.0, seed=4, max_tokens=40, structured_outputs=form_of(0)
     )
@@ -230,10 +230,10 @@ def test_max_tokens_cuts_a_text_at_every_offset(engine, count, prompts, texts):
     assert tokens_of(outputs) == [tokens[:count] for tokens in texts[:8]]
 
 
-def test_a_stop_string_and_min_tokens_go_with_a_form(engine, prompts):
+def test_stop_string_and_min_tokens_work_with_a_grammar(engine, prompts):
     form = StructuredOutputsParams(regex="[A-F]{4},[0-9]{9}")
     cut = SamplingParams(temperature=0, stop=",", structured_outputs=form)
-    # More tokens than the form has: a complete text ends all the same.
+    # More tokens than the grammar allows: a complete text still ends.
     longer = SamplingParams(
         temperature=0, min_tokens=20, max_tokens=24, structured_outputs=form
     )
@@ -250,7 +250,7 @@ def test_a_stop_string_and_min_tokens_go_with_a_form(engine, prompts):
     assert (second.finish_reason, third.finish_reason) == ("stop", "length")
 
 
-# Near the library's limit on expressions, with little fuel.
+# A grammar close to the library's limit on expressions, with little fuel.
 COUNTED = r"([%-9]{1,20}:?){1,200}"
 COUNTED_FORM = StructuredOutputsParams(regex=COUNTED)
 FUEL = 4000
@@ -258,7 +258,7 @@ FUEL = 4000
 
 @pytest.fixture
 def low_limits(monkeypatch):
-    """So low that texts of the form fail, at different lengths."""
+    """Limits so low that texts of the grammar fail, at different lengths."""
     limits = llguidance.LLParserLimits(
         initial_lexer_fuel=2**40,
         step_lexer_fuel=FUEL,
@@ -296,7 +296,7 @@ def test_texts_near_a_limit_fail_alike_with_drafts_and_without(
     assert ends_of(generate(plain, prompts, params)) == ends
     assert drafted.stats.num_accepted_tokens and not plain.stats.num_accepted_tokens
     reasons = [reason for _, reason, _ in ends]
-    assert set(reasons[2::4]) == {"stop"}, "texts of other forms are as they were"
+    assert set(reasons[2::4]) == {"stop"}, "texts of other grammars changed"
     failed = [one for one in ends if one[1] == "error"]
     assert len({len(tokens) for tokens, _, _ in failed}) > 2
     assert all("too many" in why for _, _, why in failed)
@@ -314,13 +314,13 @@ def test_texts_near_a_limit_fail_alike_with_drafts_and_without(
 
 VOCAB, PROMPT = 64, [20, 7, 33, 11, 50, 14, 9, 44, 12, 6]
 EOS = 1
-TEMPERATURE = 2.0  # at which half of the texts are likely enough to be counted alone
+TEMPERATURE = 2.0  # half of the texts are frequent enough to be counted separately
 # Tokens 4 to 15 are %&'()*+,-./0
 DISTRIBUTION_PATTERN = r"[%&'(]([)*]%?|\+[,-])?"
 
 
 def words_of_the_form() -> list[list[int]]:
-    """Every text of the form, by ids, its end token included where it may go on."""
+    """Every text of the grammar as ids, with an end token if it could continue."""
     words = []
     for length in range(1, 4):
         for word in itertools.product("%&'()*+,-", repeat=length):
@@ -368,7 +368,7 @@ def enumerated_distribution(target: Any, words: list[list[int]]) -> np.ndarray:
         slow("seeded", 2000),
     ],
 )
-def test_the_distribution_under_a_grammar_is_the_enumerated_one(rule, count):
+def test_distribution_with_a_grammar_equals_enumeration(rule, count):
     words = words_of_the_form()
     distribution = enumerated_distribution(pair.target(), words)
     assert distribution.sum() == pytest.approx(1, abs=1e-6)
@@ -399,7 +399,7 @@ HELD_FORM = r"[A-Z]{60}"
 
 
 def slow_masks(monkeypatch: pytest.MonkeyPatch, seconds: float) -> list[str]:
-    """Have masks of one grammar take long; returns the threads that compute them."""
+    """Delay the masks of one grammar; return the threads that compute them."""
     threads, compute = list[str](), Matcher.mask
 
     def mask(matcher: Matcher) -> np.ndarray:
@@ -418,7 +418,7 @@ def slow_masks(monkeypatch: pytest.MonkeyPatch, seconds: float) -> list[str]:
 def test_slow_masks_are_computed_between_launches(
     engine, prompts, monkeypatch, num_drafts
 ):
-    """The text stays the same, and others do not wait for its masks."""
+    """The text is unchanged, and other requests do not wait for its masks."""
     form = StructuredOutputsParams(regex=HELD_FORM)
     given = {"temperature": 1.0, "seed": 7, "ignore_eos": True}
     extra = {"num_speculative_tokens": num_drafts}
@@ -440,7 +440,7 @@ def test_slow_masks_are_computed_between_launches(
 
     monkeypatch.setattr(engine.scheduler, "plan", watched)
     assert tokens_of(generate(engine, prompts[:2], [held, plain])) == expected
-    # The first mask is computed in a launch, which finds that it takes long.
+    # The first mask is computed during a launch, which measures that it is slow.
     assert sum(not one.startswith("jaxspec-masks") for one in threads) <= 2, threads
     assert sum(one.startswith("jaxspec-masks") for one in threads) >= 8
     assert sum(waiting) >= 4
@@ -452,7 +452,7 @@ def test_slow_masks_are_computed_between_launches(
 def test_late_masks_change_nothing(
     engine, prompts, monkeypatch, num_drafts, temperature
 ):
-    """Of every question, some rows are answered too late, the first ones too."""
+    """Some rows of every call, including the first ones, get their masks too late."""
     params = params_of(len(prompts), temperature=temperature)
     for index, one in enumerate(params):
         one.seed = index if temperature else None
@@ -482,9 +482,7 @@ def test_late_masks_change_nothing(
     assert_nothing_is_held(disturbed)
 
 
-def test_a_text_whose_masks_take_too_long_ends_with_an_error(
-    engine, prompts, monkeypatch
-):
+def test_text_with_too_slow_masks_ends_with_an_error(engine, prompts, monkeypatch):
     slow_masks(monkeypatch, 0.05)
     monkeypatch.setattr(structured_output, "MAX_TEXT_S", 0.3)
     form = StructuredOutputsParams(regex=HELD_FORM)

@@ -1,6 +1,6 @@
-"""Greedy text is the same token for token: HuggingFace, plain decoding, any drafts.
+"""Greedy texts are equal token for token: HuggingFace, plain decoding, any drafts.
 
-float32, and only prompts on which no two logits lie so close that rounding decides.
+In float32, and only for prompts without ties that rounding decides.
 """
 
 import pytest
@@ -21,12 +21,12 @@ def prompts() -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def texts(prompts) -> list[list[int]]:
-    """What plain decoding says; checked against HuggingFace here."""
+    """Texts of plain decoding, checked against HuggingFace."""
     said = tokens_of(generate(pair.plain_engine(), prompts, GREEDY))
     margins = [pair.greedy_margin(*both) for both in zip(prompts, said, strict=True)]
     assert min(margins) > pair.MIN_MARGIN, "near ties: choose another seed"
     assert all(len(tokens) == LENGTH for tokens in said)
-    # A text of one token over and over would be right with wrong keys and values.
+    # A text that repeats one token could be right with wrong keys and values.
     assert sum(len(set(tokens)) for tokens in said) > 12 * len(said)
     return said
 
@@ -50,7 +50,7 @@ def test_drafts_of_several_lengths_share_a_batch(prompts, texts):
         if wish == 0:
             assert metrics is None
         else:
-            # Every draft is right, and the last rounds need fewer.
+            # Every draft is accepted; the last rounds need fewer.
             assert metrics is not None
             assert metrics.acceptance_rate == 1.0
             most = (3 if wish is None else wish) + 1
@@ -78,7 +78,7 @@ def hundred() -> tuple[list[list[int]], list[list[int]]]:
 
 @pytest.fixture(scope="module")
 def widest() -> LLMEngine:
-    """Of the most drafts that there can be; requests ask for fewer."""
+    """An engine with the largest possible K; requests ask for fewer."""
     return make_engine(
         pair.target(),
         pair.draft("noisy"),
@@ -89,24 +89,24 @@ def widest() -> LLMEngine:
 
 
 @pytest.mark.long_suite(name="lossless")
-@pytest.mark.parametrize("num_draft", [1, 2, 3, 5, 8])
-def test_a_hundred_texts_with_every_number_of_drafts(num_draft, hundred, widest):
+@pytest.mark.parametrize("num_draft_tokens", [1, 2, 3, 5, 8])
+def test_hundred_texts_with_every_draft_length(num_draft_tokens, hundred, widest):
     """Eight at a time, then one, in one executable."""
     prompts, texts = hundred
     params = GREEDY.clone()
-    params.extra_args = {"num_speculative_tokens": num_draft}
+    params.extra_args = {"num_speculative_tokens": num_draft_tokens}
     engine = with_settings(widest)
     assert tokens_of(generate(engine, prompts, params)) == texts
     assert 0.3 < engine.stats.acceptance_rate < 0.9
     drafted = engine.stats.num_draft_tokens / engine.stats.num_draft_rounds
-    assert num_draft - 1 < drafted <= num_draft
+    assert num_draft_tokens - 1 < drafted <= num_draft_tokens
     alone = with_settings(engine)
     for prompt, text in zip(prompts[:8], texts, strict=False):
         assert tokens_of(generate(alone, [prompt], params)) == [text]
 
 
 @pytest.mark.long_suite(name="lossless")
-def test_a_hundred_texts_in_batches_of_three(hundred):
+def test_hundred_texts_in_batches_of_three(hundred):
     """Batches that grow and shrink, each size an executable of its own."""
     prompts, texts = hundred
     engine = make_engine(
@@ -121,6 +121,6 @@ def test_a_hundred_texts_in_batches_of_three(hundred):
 
 @pytest.mark.long_suite(name="lossless")
 @pytest.mark.parametrize("kind", ["noisy", "unrelated", "same"])
-def test_a_hundred_texts_with_every_draft(kind, hundred):
+def test_hundred_texts_with_every_draft(kind, hundred):
     prompts, texts = hundred
     assert tokens_of(generate(pair.engine(kind), prompts, GREEDY)) == texts

@@ -1,7 +1,7 @@
-"""Drafts of heads: from the right tokens and hidden states, on every way to them.
+"""Drafts of heads use the right tokens and hidden states on every path.
 
-Heads share one program per kind, which records its drafts: `heads.replay` says what
-they should have been. What holds for every proposer is in `tests/conformance`.
+Heads share one program per kind, which records its drafts; `heads.replay` computes the
+expected ones. Properties of all proposers are in `tests/conformance`.
 """
 
 import functools
@@ -36,7 +36,7 @@ def greedy(count: int = LENGTH) -> SamplingParams:
 
 
 def check_drafts(engine: LLMEngine, prompt: list[int], text: list[int]) -> int:
-    """Compare every draft of one request with the replay; returns their number."""
+    """Compare every draft of one request with the replay; return their number."""
     whole, rounds = prompt + text, []
     for _, count, drafts in heads.recorded_drafts():
         if count <= len(whole):
@@ -51,7 +51,7 @@ def check_drafts(engine: LLMEngine, prompt: list[int], text: list[int]) -> int:
 
 
 def check_all_drafts(engine: LLMEngine) -> None:
-    """After prompts of one token and of several chunks, and rounds of any end."""
+    """After prompts of one token and of several chunks, and rounds of any length."""
     for prompt in ([7], pair.prompts(10, longest=70)[-1], list(range(3, 36)) * 3):
         heads.recorded_drafts()
         fresh = with_settings(engine)
@@ -60,7 +60,7 @@ def check_all_drafts(engine: LLMEngine) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_drafts_are_what_the_head_predicts_for_the_whole_text(kind):
+def test_drafts_equal_the_head_on_the_whole_text(kind):
     engine = proposers.engine(kind)
     (proposer,) = proposers_of(engine.config)
     assert isinstance(proposer, Observer)
@@ -69,13 +69,13 @@ def test_drafts_are_what_the_head_predicts_for_the_whole_text(kind):
 
 @functools.cache
 def chain_target() -> Any:
-    """Parameters of the target whose token follows from the one before."""
+    """Parameters of a target whose next token depends only on the last one."""
     options: Any = jnp.dtype(jnp.float32), make_mesh(1), TARGET_MESH_AXES
     return load_weights(heads.target_of("chain"), *options)
 
 
 def right_engine(kind: str, params: Any) -> LLMEngine:
-    """A head that is right about that target."""
+    """An engine with a head that predicts that target correctly."""
     return with_params(proposers.first_engine(kind), params, chain_target())
 
 
@@ -87,8 +87,8 @@ def cycle() -> list[int]:
 
 def check_all_accepted(engine: LLMEngine, num_drafts: int) -> None:
     tokens = cycle()
-    assert len(tokens) > 4, "drafts out of step might be right"
-    # Not from the first on: what comes before the last token does not matter.
+    assert len(tokens) > 4, "shifted drafts might be right"
+    # Any last token is a valid start: earlier tokens do not matter.
     some = [[9, 3, one] for one in tokens[:4]] + [[11] * 40 + tokens[:1], tokens[:1]]
     own = greedy()
     own.extra_args = {"num_speculative_tokens": num_drafts}
@@ -104,7 +104,7 @@ def check_all_accepted(engine: LLMEngine, num_drafts: int) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_correct_head_has_every_draft_accepted(kind):
-    """EAGLE-3's first draft, by the hidden state alone, which no later one has."""
+    """EAGLE-3's first draft uses the hidden state alone, which later ones lack."""
     engine = proposers.first_engine(kind)
     params = heads.right_params(kind, engine.config.head_config)
     check_all_accepted(right_engine(kind, params), 1 if kind == "eagle3" else NUM_DRAFT)
@@ -116,13 +116,13 @@ def test_correct_eagle3_head_that_reads_tokens_has_every_draft_accepted():
 
 
 @pytest.mark.parametrize("kind", ["eagle3", slow("eagle"), slow("medusa")])
-def test_cached_page_is_found_only_with_the_token_after_it(kind):
-    """A head's row at a page's end is made of that token; of Medusa's nothing is."""
+def test_cached_page_requires_the_same_next_token(kind):
+    """A head's row at a page's end depends on that token; Medusa has no such rows."""
     engine = proposers.engine(kind)
     size = engine.config.page_size
     assert len(STEM) % size == 0
     tails = [[4, 4], [21, 30, 4], [4, 44]]
-    # All pages but the last; where the next token is the same, that too.
+    # All pages but the last; the last too if the next token is the same.
     pages = [0, 4, 4] if kind == "medusa" else [0, 3, 4]
     for tail, count in zip(tails, pages, strict=True):
         heads.recorded_drafts()
@@ -146,7 +146,7 @@ def test_drafts_are_the_same_after_sleep(kind):
 
 
 def test_correct_side_branch_of_medusa_is_accepted_whole():
-    """A head whose second choice is right each time, three levels deep."""
+    """A head whose second choice is always right, three levels deep."""
     first = proposers.first_engine("medusa, tree")
     params = heads.right_params("medusa", first.config.head_config, is_second=True)
     right = with_params(first, params, chain_target())
@@ -160,8 +160,8 @@ def test_correct_side_branch_of_medusa_is_accepted_whole():
 
 @pytest.mark.long_suite(name="lossless")
 @pytest.mark.parametrize("kind", ["eagle3", "medusa"])
-def test_drafts_for_gemma_3_are_what_the_head_predicts(kind):
-    """The head reads the hidden states of other layers."""
+def test_drafts_for_gemma_3_equal_the_head(kind):
+    """The head reads hidden states of other layers."""
     changes = dict(target_layers=(1, 5, 7)) if kind == "eagle3" else {}
     engine = heads.make_head_engine(
         kind,

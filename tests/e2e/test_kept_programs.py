@@ -1,4 +1,4 @@
-"""Programs that processes share: two at once, and beside a cache of jax's own."""
+"""Cached programs that processes share: concurrent starts, and jax's own cache."""
 
 import os
 import subprocess
@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
-# What a start does: load the program, or compile and keep it.
+# A process that loads the program, or compiles and caches it.
 START = """
 import sys
 from pathlib import Path
@@ -51,7 +51,7 @@ def end(process: subprocess.Popen) -> list[str]:
 
 
 @pytest.mark.slow
-def test_two_processes_at_once(tmp_path):
+def test_two_processes_share_the_cache(tmp_path):
     processes = [begin(tmp_path) for _ in range(2)]
     (_, total), (_, other) = [end(process) for process in processes]
     assert total == other
@@ -60,9 +60,9 @@ def test_two_processes_at_once(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_cache_that_the_user_has_set_up_for_jax_does_not_spoil_programs(tmp_path):
+def test_users_jax_cache_does_not_affect_programs(tmp_path):
     ours, jaxs = tmp_path / "ours", tmp_path / "jax"
-    # Whatever jax's cache has of the same program is not what is kept.
+    # The program in jax's own cache is not the one that we cache.
     without, total = end(begin("none", jaxs))
     assert without == "compiled"
     assert any(path.name.startswith("jit_step_") for path in jaxs.iterdir())

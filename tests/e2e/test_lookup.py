@@ -1,6 +1,6 @@
-"""N-gram and suffix drafts: forms, counts, and texts that repeat themselves.
+"""N-gram and suffix drafts: pass widths, counts, and repetitive texts.
 
-What holds for every proposer is in `tests/conformance`.
+Properties of all proposers are in `tests/conformance`.
 """
 
 import functools
@@ -27,24 +27,24 @@ LENGTH = 64
 GREEDY = SamplingParams(temperature=0, max_tokens=LENGTH, ignore_eos=True)
 NGRAM, SUFFIX, BOTH = "n-gram", "suffix", "n-gram + draft model"
 SAME = "n-gram + correct draft model"
-# Rounds where nothing is found are the same for both kinds of lookup.
+# Rounds without a match are the same for both kinds of lookup.
 KINDS = (
     *(NGRAM, BOTH, SAME, SUFFIX),
     pytest.param("suffix + draft model", marks=pytest.mark.slow),
 )
-# A random model with tied embeddings generates its last token again and again.
+# A random model with tied embeddings repeats its last token.
 REPEATING_PROMPTS = [[5, 6, 7], [9, 8, 3, 4] * 4, [11] * 9, [20, 21]]
 
 
 def prompts() -> list[list[int]]:
-    """Random ones, and ones that repeat themselves."""
+    """Random and repetitive prompts."""
     random = pair.prompts(8)
     return random + [(prompt * 40)[:40] for prompt in pair.prompts(8, longest=15)]
 
 
 @functools.cache
 def repeating(name: str) -> tuple[LLMEngine, LLMEngine]:
-    """Plain decoding and lookups of a target that repeats itself."""
+    """Engines of a repetitive target: plain, and with lookups."""
     target, options = make_hf_model(seed=2, **pair.SIZES), proposers.PROPOSERS[name]
     settings: dict[str, Any] = dict(pair.SETTINGS, **options.options)
     settings |= dict(num_draft_tokens=options.num_draft_tokens, runner=options.runner)
@@ -54,7 +54,7 @@ def repeating(name: str) -> tuple[LLMEngine, LLMEngine]:
 
 @functools.cache
 def played(name: str) -> tuple[LLMEngine, list[RequestOutput], list[Any]]:
-    """An engine that has generated texts, their outputs, and its rounds."""
+    """An engine after generating texts, with the outputs and rounds."""
     if name == SAME:
         engine = with_draft(proposers.first_engine(BOTH), pair.draft("same"))
     else:
@@ -71,26 +71,27 @@ def texts() -> list[list[int]]:
 
 @pytest.mark.parametrize("name", KINDS)
 def test_rounds_have_every_form(name):
-    """No drafts, a few, and the most; some batches have rows of both kinds."""
+    """No drafts, few drafts and K; some batches mix rows with and without."""
     engine, outputs, rounds = played(name)
     assert tokens_of(outputs) == texts()
     assert 0 < engine.stats.num_accepted_tokens < engine.stats.num_draft_tokens
     decoding = [result for plan, _, result in rounds if plan.decode]
-    found = [int(result.num_draft.max()) for result in decoding]
+    found = [int(result.num_draft_tokens.max()) for result in decoding]
     if "+" not in name:
         assert {0, engine.config.num_draft_tokens} <= set(found), "one form only"
         assert name == NGRAM or {2, 3, 4} <= set(found), "no narrow form"
         neither = [
-            0 in result.num_draft[:2] and any(result.num_draft) for result in decoding
+            0 in result.num_draft_tokens[:2] and any(result.num_draft_tokens)
+            for result in decoding
         ]
         assert any(neither), "no batch in which only one of two matches"
     else:
-        # The model drafts where nothing is found; only last rounds have no room.
+        # Without a match the model drafts; only last rounds have no room.
         assert found.count(0) < 0.1 * len(found)
 
 
 @pytest.mark.parametrize("name", [NGRAM, SUFFIX])
-def test_text_that_repeats_itself_takes_fewer_rounds(name):
+def test_repetitive_text_takes_fewer_rounds(name):
     plain, engine = map(with_settings, repeating(name))
     expected = tokens_of(generate(plain, REPEATING_PROMPTS, GREEDY))
     assert tokens_of(generate(engine, REPEATING_PROMPTS, GREEDY)) == expected
@@ -98,8 +99,8 @@ def test_text_that_repeats_itself_takes_fewer_rounds(name):
     assert engine.stats.num_rounds < 0.7 * plain.stats.num_rounds
 
 
-def test_correct_draft_model_helps_where_nothing_is_found():
-    """The draft model has the keys of tokens that were looked up."""
+def test_correct_draft_model_helps_without_matches():
+    """The draft model has keys of accepted lookup drafts."""
     engine, *_ = played(SAME)
     alone, *_ = played(NGRAM)
     assert engine.stats.num_rounds < alone.stats.num_rounds
@@ -109,7 +110,7 @@ def test_correct_draft_model_helps_where_nothing_is_found():
 def test_counts_equal_the_drafts_of_the_rounds(name):
     engine, outputs, rounds = played(name)
     drafted = sum(
-        int(result.num_draft[index])
+        int(result.num_draft_tokens[index])
         for plan, _, result in rounds
         for index in range(len(plan.decode))
         if result.num_emitted[index]
@@ -123,12 +124,14 @@ def test_counts_equal_the_drafts_of_the_rounds(name):
     )
     for plan, _, result in rounds:
         for index, (_, wanted) in enumerate(plan.decode):
-            assert result.num_accepted[index] <= result.num_draft[index] <= wanted
+            assert (
+                result.num_accepted[index] <= result.num_draft_tokens[index] <= wanted
+            )
 
 
 @pytest.mark.parametrize("name", [NGRAM, SUFFIX])
-def test_texts_that_repeat_themselves_end_within_rounds(name):
-    """Lengths that cut a round at every place, and the longest sequences."""
+def test_repetitive_texts_can_end_within_rounds(name):
+    """Lengths that end at every offset of a round, and the longest sequences."""
     plain, engine = map(with_settings, repeating(name))
     params = [
         SamplingParams(temperature=0, max_tokens=8 + index, ignore_eos=True)

@@ -1,4 +1,4 @@
-"""A short cut of `lossless.py`: every path of the engine gives the plain text."""
+"""A short run of `lossless.py`: every path of the engine gives the plain text."""
 
 import json
 from dataclasses import replace
@@ -24,7 +24,7 @@ from tests.support import pair
 
 README = Path(__file__).parents[2] / "benchmarks" / "README.md"
 
-# Forms of a round for no drafts, few and many, and all that may happen to a request.
+# Rounds without drafts, with few and many, and all paths of a request.
 SUFFIX = replace(SHORT, num_prompts=32, proposers=("suffix",), drafts=(16,))
 LEAVES = replace(SHORT, proposers=("draft_model, leaves",))
 TREES = replace(SHORT, proposers=("draft_model, tree",))
@@ -36,15 +36,15 @@ LONG = Cut(
     alone=16,
     is_optimized=False,
 )
-# Without operations in C++, as where there is no compiler.
+# Without operations in C++, as on machines without a compiler.
 XLA = replace(SHORT, num_prompts=12, num_tokens=24)
-# Trees in which many pages, and some windows, begin and end.
+# Trees that span several pages and some windows.
 LARGEST = replace(LONG, proposers=tuple(LARGE), drafts=(8,))
-# In bfloat16 near ties are many; optimised, as the arithmetic then is the users'.
+# bfloat16 has many near ties; compiled with users' options, for the same arithmetic.
 SHAPES = replace(LONG, proposers=tuple(SHAPED), drafts=(3,))
 ROUNDED = replace(LONG, dtype="bfloat16", is_optimized=True)
-# Every proposer on a Gemma 3 pair. It has four times the layers, so there are fewer
-# prompts, and each engine compiles one program.
+# Every proposer on a Gemma 3 pair. It has four times as many layers, so fewer prompts
+# are run, and each engine compiles one program.
 GEMMA3_SHORT = replace(SHORT, family=pair.GEMMA3, num_prompts=16, num_tokens=16)
 GEMMA3 = replace(
     SHORT, family=pair.GEMMA3, num_prompts=32, num_tokens=48, proposers=tuple(PROPOSERS)
@@ -73,7 +73,7 @@ SUITE = pytest.mark.long_suite(name="lossless")
         pytest.param(GEMMA3_ROUNDED, id="gemma3, bfloat16", marks=SUITE),
     ],
 )
-def test_every_path_says_what_plain_decoding_says(cut):
+def test_every_path_equals_plain_decoding(cut):
     check(cut)
 
 
@@ -100,7 +100,7 @@ def test_every_recorded_text_is_equal_and_documented():
     assert table(plays) in README.read_text(encoding="utf-8")
 
 
-def test_a_record_goes_on_with_other_drafts_and_nothing_else():
+def test_record_resumes_only_with_other_proposers():
     before = Cut(proposers=("ngram",), alone=10)
     more = Cut(num_prompts=20, proposers=("draft_model, int8",), alone=4)
     both = replace(before, proposers=("ngram", "draft_model, int8"))

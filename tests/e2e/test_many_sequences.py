@@ -1,6 +1,6 @@
-"""Hundreds of sequences at once say what they say among few.
+"""Texts of hundreds of concurrent sequences equal those in small batches.
 
-In `make test` they are 128, in groups of so few logits that there are several.
+`make test` runs 128 sequences, with a group size that gives several groups.
 """
 
 from typing import Any
@@ -51,7 +51,7 @@ def requests(count: int) -> tuple[list[list[int]], list[SamplingParams]]:
     ],
 )
 def test_hundreds_of_sequences_with_every_k(count, is_grouped, monkeypatch):
-    """Greedy and seeded ones, each with 0 to 5 drafts a round."""
+    """Greedy and seeded sequences, each with 0 to 5 drafts per round."""
     target = make_micro()
     few = make_engine(target, max_num_seqs=8, runner=OneProgramRunner)
     expected = tokens_of(generate(few, *requests(count)))
@@ -67,7 +67,7 @@ def test_hundreds_of_sequences_with_every_k(count, is_grouped, monkeypatch):
         max_num_batched_tokens=8 * count,
         runner=OneProgramRunner,
     )
-    # The name of a kept program does not tell of groups.
+    # The key of a cached program does not include the group size.
     engine.runner.cache = ProgramCache(None)
     outputs = generate(engine, *requests(count))
     assert tokens_of(outputs) == expected
@@ -75,8 +75,8 @@ def test_hundreds_of_sequences_with_every_k(count, is_grouped, monkeypatch):
     assert 0 < engine.stats.acceptance_rate < 1
 
 
-def test_a_launch_reads_as_many_prompt_tokens_as_it_may(monkeypatch):
-    """More than the programs that an engine begins with have room for."""
+def test_launch_prefills_up_to_the_token_budget(monkeypatch):
+    """More than the largest program at an engine's start has room for."""
     random, target = np.random.default_rng(0), make_micro()
     prompts = [random.integers(4, 16, 250).tolist() for _ in range(16)]
     params = [

@@ -56,7 +56,7 @@ def run(
 
 
 def ask(prompt: list[int] | None = None, **fields: Any) -> CompletionOutput:
-    """The only text of one request."""
+    """Run one request; return its only completion."""
     fields = {"max_tokens": MAX_TOKENS, "ignore_eos": True} | fields
     (outputs,) = run([prompt or PROMPTS[0]], [SamplingParams(**fields)])
     (completion,) = outputs[-1].outputs
@@ -69,10 +69,10 @@ def distributions(tokens: list[int]) -> np.ndarray:
     return logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
 
 
-def check_told(told: Any, tokens: list[int], rows: np.ndarray, count: int) -> None:
-    """What was told of tokens, against the rows that they follow."""
-    assert len(told) == len(tokens) == len(rows)
-    for entry, token, row in zip(told, tokens, rows, strict=True):
+def check_logprobs(found: Any, tokens: list[int], rows: np.ndarray, count: int) -> None:
+    """Compare returned logprobs with the distributions of their tokens."""
+    assert len(found) == len(tokens) == len(rows)
+    for entry, token, row in zip(found, tokens, rows, strict=True):
         assert next(iter(entry)) == token
         ranked = np.argsort(-row)
         best = set(ranked[:count].tolist())
@@ -113,7 +113,7 @@ def texts(prompts: list[list[int]], listed: list[SamplingParams]) -> list[list[i
 
 
 def margin(prompt: list[int], tokens: list[int], params: SamplingParams) -> float:
-    """How clearly each token is the argmax of HuggingFace's controlled logits."""
+    """Smallest lead of a token over the others in HuggingFace's controlled logits."""
     prepared = general_engine().input_processor.prepare("0", prompt, params)
     (request,) = prepared.requests
     known, start, least = prompt + tokens, len(prompt), np.inf
@@ -144,7 +144,7 @@ def test_drafts_change_nothing_under_a_control(name: str, how: str):
     prompts = PROMPTS[:2]
     found = texts(prompts, [drafted] * 2)
     assert found == texts(prompts, [plain] * 2)
-    assert found != texts(prompts, [free] * 2), "the control did nothing"
+    assert found != texts(prompts, [free] * 2), "the control changed nothing"
     if how == "greedy":
         for prompt, tokens in zip(prompts, found, strict=True):
             assert margin(prompt, tokens, drafted) > pair.MIN_MARGIN
@@ -172,7 +172,7 @@ def test_programs_without_controls_forget_those_of_the_last_requests():
     assert found == tokens_of(generate(pair.plain_engine(), PROMPTS[2:], free))
 
 
-def test_what_is_forbidden_does_not_come():
+def test_forbidden_tokens_do_not_occur():
     seeds = [{"seed": seed, "temperature": 1.5} for seed in range(3)]
     for sampling in seeds:
         allowed = CONTROLS["allowed"]["allowed_token_ids"]
@@ -185,8 +185,8 @@ def test_what_is_forbidden_does_not_come():
 
 
 @pytest.mark.parametrize("extra_args", [None, PLAIN], ids=["drafts", "plain"])
-def test_what_is_not_allowed_stays_out_where_bad_words_meet_min_tokens(extra_args):
-    """After a 20 only the end is left, and it may not come yet."""
+def test_bad_words_with_min_tokens_keep_to_allowed_tokens(extra_args):
+    """After token 20 only the stop token is allowed, but `min_tokens` forbids it."""
     end, word = 1, 20
     completion = ask(
         temperature=0,
@@ -200,7 +200,7 @@ def test_what_is_not_allowed_stays_out_where_bad_words_meet_min_tokens(extra_arg
 
 
 @pytest.mark.parametrize("count", [0, 3])
-def test_logprobs_are_those_of_one_pass(count: int):
+def test_logprobs_equal_one_pass(count: int):
     params = [
         SamplingParams(
             max_tokens=MAX_TOKENS,
@@ -209,7 +209,7 @@ def test_logprobs_are_those_of_one_pass(count: int):
             prompt_logprobs=count,
             temperature=temperature,
             seed=7,
-            frequency_penalty=penalty,  # told is what was before penalties
+            frequency_penalty=penalty,  # logprobs are those before penalties
         )
         for temperature, penalty in [(0, 0), (1.2, 0), (1.2, 1.0), (0, 1.0)]
     ]
@@ -217,19 +217,19 @@ def test_logprobs_are_those_of_one_pass(count: int):
         (completion,) = outputs[-1].outputs
         tokens = list(completion.token_ids)
         rows = distributions(prompt + tokens)[:-1]
-        check_told(completion.logprobs, tokens, rows[len(prompt) - 1 :], count)
-        told = outputs[-1].prompt_logprobs
-        assert told is not None
-        assert told[0] is None
-        check_told(list(told)[1:], prompt[1:], rows[: len(prompt) - 1], count)
+        check_logprobs(completion.logprobs, tokens, rows[len(prompt) - 1 :], count)
+        of_prompt = outputs[-1].prompt_logprobs
+        assert of_prompt is not None
+        assert of_prompt[0] is None
+        check_logprobs(list(of_prompt)[1:], prompt[1:], rows[: len(prompt) - 1], count)
         own = [
             row[token] for row, token in zip(rows[-len(tokens) :], tokens, strict=True)
         ]
         assert completion.cumulative_logprob == pytest.approx(sum(own), abs=1e-3)
 
 
-def test_ids_that_were_chosen_are_told_with_every_token():
-    """Of the model, as all that is told; beside requests that have chosen others."""
+def test_logprobs_of_chosen_ids_are_returned():
+    """The model's own logprobs, in a batch of requests with different ids."""
     fields: dict[str, Any] = {"max_tokens": MAX_TOKENS, "ignore_eos": True, "seed": 7}
     chosen: list[Any] = [[63, 0, 31], [5], None, list(range(0, 64, 2))]
     params = [
@@ -254,11 +254,11 @@ def test_ids_that_were_chosen_are_told_with_every_token():
         tokens = list(completion.token_ids)
         rows = distributions(prompt + tokens)[len(prompt) - 1 : -1]
         if ids is None:
-            check_told(completion.logprobs, tokens, rows, 1)
+            check_logprobs(completion.logprobs, tokens, rows, 1)
             continue
-        told: Any = completion.logprobs
-        assert len(told) == MAX_TOKENS
-        for entry, token, row in zip(told, tokens, rows, strict=True):
+        found: Any = completion.logprobs
+        assert len(found) == MAX_TOKENS
+        for entry, token, row in zip(found, tokens, rows, strict=True):
             assert list(entry) == list(dict.fromkeys((token, *ids)))
             for candidate, one in entry.items():
                 assert one.logprob == pytest.approx(row[candidate], abs=1e-4)
@@ -266,7 +266,7 @@ def test_ids_that_were_chosen_are_told_with_every_token():
         assert completion.cumulative_logprob == pytest.approx(sum(own), abs=1e-3)
 
 
-def test_every_kind_of_output_tells_the_same():
+def test_output_kinds_are_consistent():
     def outputs_of(kind: RequestOutputKind) -> list[RequestOutput]:
         params = SamplingParams(
             temperature=0,
@@ -292,8 +292,8 @@ def test_every_kind_of_output_tells_the_same():
     for piece in pieces:
         assert piece.logprobs is not None
         assert len(piece.logprobs) == len(piece.token_ids)
-    told = itertools.chain.from_iterable(piece.logprobs or [] for piece in pieces)
-    assert list(told) == final.outputs[0].logprobs
+    joined = itertools.chain.from_iterable(piece.logprobs or [] for piece in pieces)
+    assert list(joined) == final.outputs[0].logprobs
     whole = deltas[0]
     for one in deltas[1:]:
         whole.add(one, aggregate=True)
@@ -309,13 +309,13 @@ def test_logprobs_end_with_the_text():
         count = free.text.index(stop) + 2
         assert found.token_ids == free.token_ids[:count]
         assert found.logprobs == (free.logprobs or [])[:count]
-        own = [entry[token].logprob for entry, token in told_of(found)]
+        own = [entry[token].logprob for entry, token in entries_of(found)]
         assert found.cumulative_logprob == pytest.approx(sum(own), abs=1e-5)
 
 
-def told_of(completion: CompletionOutput) -> list[tuple[Any, int]]:
-    told = completion.logprobs or []
-    return list(zip(told, completion.token_ids, strict=True))
+def entries_of(completion: CompletionOutput) -> list[tuple[Any, int]]:
+    """Logprobs of each token, with the token."""
+    return list(zip(completion.logprobs or [], completion.token_ids, strict=True))
 
 
 def test_several_texts_of_one_prompt():
@@ -331,7 +331,7 @@ def test_several_texts_of_one_prompt():
         ]
 
 
-def test_flat_logprobs_hold_the_same():
+def test_flat_logprobs_have_the_same_values():
     listed = ask(temperature=0, logprobs=2)
     flat = ask(temperature=0, logprobs=2, flat_logprobs=True)
     assert flat.token_ids == listed.token_ids

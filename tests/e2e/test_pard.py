@@ -1,8 +1,8 @@
 """Drafts of a PARD model: all in one pass, each predicted from the text and masks.
 
-HuggingFace's model of whole texts with masks behind them is the oracle. Where rounds
-end anywhere, by given acceptance, the next round depends on what was written in the
-places of masks and drafts. What holds for every proposer is in `tests/conformance`.
+The oracle is HuggingFace's model on whole texts followed by masks. With forced
+acceptance rounds end anywhere, so the next round depends on the keys written at the
+positions of masks and drafts. Properties of all proposers are in `tests/conformance`.
 """
 
 import functools
@@ -31,7 +31,7 @@ GEMMA3 = "draft model, Gemma 3"
 
 @functools.cache
 def forced_engine() -> LLMEngine:
-    """Rounds of every length, whatever the target predicts."""
+    """An engine with forced acceptance: rounds of every length."""
     rates = (0.9, 0.75, 0.6)
     engine = proposers.make("pard", rule="synthetic", acceptance_rates=rates)
     return proposers.record_drafts(engine)
@@ -47,7 +47,7 @@ def wanting(count: int) -> SamplingParams:
 
 
 def check_drafts(prompt: list[int], text: list[int], *, draft: Any = None) -> int:
-    """Compare every draft of one request with HuggingFace; returns their number.
+    """Compare every draft of one request with HuggingFace; return their number.
 
     Args:
         draft: HuggingFace's draft model, if not the pair's.
@@ -66,7 +66,7 @@ def check_drafts(prompt: list[int], text: list[int], *, draft: Any = None) -> in
 
 
 def test_drafts_equal_huggingface_after_rounds_of_any_length():
-    """After prompts of a token to several chunks, over windows and pages."""
+    """After prompts of one token to several chunks, across windows and pages."""
     lengths = set()
     for prompt in ([7], pair.prompts(10, longest=70)[-1], list(range(3, 36)) * 2):
         engine = with_settings(forced_engine())
@@ -78,7 +78,7 @@ def test_drafts_equal_huggingface_after_rounds_of_any_length():
 
 
 def test_cached_pages_hold_no_masks():
-    """Nor rejected drafts; what is computed again equals what was there."""
+    """Nor rejected drafts: recomputed keys equal the cached ones."""
     engine = with_settings(forced_engine())
     size, tails = engine.config.page_size, [[4, 4], [21, 30, 4], [4, 44]]
     known: list[list[int]] = []
@@ -95,10 +95,10 @@ def test_cached_pages_hold_no_masks():
 
 
 def test_request_without_drafts_leaves_no_draft_keys():
-    """Its pages lack the draft model's keys, and a request that finds them knows it."""
+    """A request with prefix hits on such pages prefills the draft model again."""
     engine = proposers.engine("pard")
     params = [wanting(0), wanting(NUM_DRAFT)]
-    # So short that its tokens would have been computed for drafts.
+    # So short that a drafting round would have computed all its keys.
     first, _ = generate(engine, [STEM[:2], claims.prompts()[3]], params)
     heads.recorded_drafts()
     prompt = STEM[:2] + list(first.outputs[0].token_ids) + [9]

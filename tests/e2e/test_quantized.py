@@ -1,7 +1,7 @@
-"""Quantized drafts change no text; a quantized target says its own, drafts or not.
+"""Quantized drafts change no text; drafts change no text of a quantized target.
 
-On the bundled pair, whose drafts are often right, and as often wrong when rounded; of a
-smaller pair, what holds for every proposer is in `tests/conformance`.
+On the bundled pair, whose drafts are often accepted, also when quantized. Properties of
+all proposers are tested on a smaller pair in `tests/conformance`.
 """
 
 import functools
@@ -21,7 +21,7 @@ PROMPTS = [
     "def main():",
     "Tom has 3 apples and buys 4 more.",
 ]
-# Greedy ones and seeded ones, which share a program.
+# Greedy and seeded requests, which share a program.
 PARAMS = [
     SamplingParams(
         max_tokens=64, ignore_eos=True, temperature=number % 2, seed=number or None
@@ -32,7 +32,7 @@ NUM_DRAFTS = 3
 
 
 def texts(**options: Any) -> tuple[list[list[int]], float]:
-    """Token ids of every request, and how many drafts stayed."""
+    """Token ids of every request, and the acceptance rate."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loader, "Runner", QuickRunner)
         llm = LLM(
@@ -67,7 +67,7 @@ def plain() -> list[list[int]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
 def test_quantized_draft_changes_no_text(kind):
-    """With a whole embedding; below are drafts with a quantized one."""
+    """With an unquantized embedding; a test below quantizes it."""
     said, rate = texts(**drafts(kind), quantize_embedding=False)
     assert said == plain()
     assert 0.2 < rate < 1
@@ -79,7 +79,7 @@ def test_texts_of_quantized_target_do_not_depend_on_drafts(kind):
     said, rate = texts(quantization=kind, **drafts("int8"))
     assert said == alone
     assert 0.2 < rate < 1
-    if kind == "int4":  # int8 is too close to say anything else so soon
+    if kind == "int4":  # int8 is too close to change texts of this length
         assert alone != plain()
 
 
@@ -93,9 +93,9 @@ def test_texts_of_quantized_target_do_not_depend_on_drafts(kind):
     ],
 )
 def test_bundled_draft_with_a_quarter_of_its_head_changes_no_text(kind, has_embedding):
-    """By the map in its folder, quantized or not; few drafts are lost.
+    """With the token map of its folder, quantized or not; acceptance hardly changes.
 
-    The whole draft is run as well: a quantized draft changes no text.
+    The untrimmed draft runs as well.
     """
     whole, trimmed = drafts(kind), drafts(kind)
     trimmed["speculative_config"]["draft_vocab_size"] = 2048

@@ -1,8 +1,8 @@
-"""Keys and values of eight bits: drafts change no text of an engine that has them.
+"""Eight-bit KV caches: drafts change no text of an engine that has one.
 
-What is kept of a token depends on nothing but its own key and value, so that it is the
-same bits whether the token was fed by itself, among drafts or with a prompt, and
-whether its page is its own, found in the prefix cache or made anew.
+A token's quantized key and value depend only on its own key and value. So their bits
+are the same whether the token was computed alone, as a draft or with a prompt, and
+whether its page is new, a prefix hit or recomputed after preemption.
 """
 
 import functools
@@ -41,7 +41,7 @@ from tests.support.oracles import PagedModel
 KINDS = ("int8", "fp8")
 PLACE = "In the city of Paris there are many museums, and people who like to walk."
 STEM = [5, 9, 33, 41, 8, 60, 17, 22, 7, 54, 12, 40, 31, 9, 28, 3]
-# Some begin alike, and two of the longest do not fit into the pages together.
+# Some share prefixes, and the pages do not hold two of the longest at once.
 PROMPTS = [
     [*STEM, 6, 50],
     [*STEM, 11],
@@ -97,7 +97,7 @@ def make(kind: str, has_draft: bool, **changes: Any) -> LLMEngine:
 
 @functools.cache
 def plain(kind: str, way: str) -> list[list[int]]:
-    """Without drafts; in the same form, as texts of several forms may differ."""
+    """Texts without drafts, in the same form: texts may differ between forms."""
     engine = make(kind, has_draft=False, **WAYS[way])
     return tokens_of(generate(engine, PROMPTS, params()))
 
@@ -113,7 +113,7 @@ def plain(kind: str, way: str) -> list[list[int]]:
         for way in WAYS
     ],
 )
-def test_texts_with_drafts_are_those_of_plain_decoding(kind, way):
+def test_texts_with_drafts_equal_plain_decoding(kind, way):
     engine = make(kind, has_draft=True, **WAYS[way])
     said = tokens_of(generate(engine, PROMPTS, params()))
     assert said == plain(kind, way)
@@ -136,8 +136,8 @@ def test_texts_are_the_same_without_operations_in_cpp(kind, monkeypatch):
     assert drafted.stats.num_accepted_tokens > 0
 
 
-def test_other_texts_than_with_whole_numbers_and_the_same_after_a_sleep():
-    """Quantization is there: over enough tokens some text is another one."""
+def test_quantized_cache_changes_texts_but_sleep_does_not():
+    """Quantization takes effect: with enough tokens some text differs."""
     engine = make("int8", has_draft=False)
     first = tokens_of(generate(engine, PROMPTS, params()))
     assert first == plain("int8", "chain") != plain("auto", "chain")
@@ -149,7 +149,7 @@ def test_other_texts_than_with_whole_numbers_and_the_same_after_a_sleep():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_head_has_such_pages_too_and_changes_no_text(kind):
+def test_heads_with_quantized_pages_change_no_text(kind):
     options: dict[str, Any] = dict(kv_cache_dtype=kind, has_one_shape=True)
     alone = make_engine(pair.target(), **pair.settings(**options))
     engine = heads.make_head_engine("eagle3", **pair.settings(**options))
@@ -161,7 +161,7 @@ def test_a_head_has_such_pages_too_and_changes_no_text(kind):
 
 
 @pytest.mark.slow
-def test_two_engines_say_what_one_says():
+def test_two_engines_give_one_engines_texts():
     engines = [
         make("int8", has_draft=True, data_parallel_size=2, data_parallel_rank=rank)
         for rank in range(2)
@@ -185,13 +185,11 @@ def bundled() -> tuple[Any, Any, list[int]]:
 @pytest.mark.parametrize(
     ("kind", "most_off", "most_nats"), [("int8", 0.06, 5e-5), ("fp8", 0.4, 1e-3)]
 )
-def test_logits_of_the_bundled_target_are_nearly_those_of_whole_keys(
-    kind, most_off, most_nats
-):
-    """Of 52 tokens, with logits up to 13.8.
+def test_quantized_cache_logits_are_close_to_unquantized(kind, most_off, most_nats):
+    """52 tokens, with logits up to 13.8.
 
-    Measured: int8 is off by at most 0.030, and by 0.000013 nats a token; fp8 by 0.20,
-    and by 0.00031. Twice to four times that is allowed.
+    Measured error: int8 at most 0.030, and 0.000013 nats per token; fp8 0.20 and
+    0.00031. The limits are two to four times as large.
     """
     config, params, tokens = bundled()
 
@@ -199,8 +197,8 @@ def test_logits_of_the_bundled_target_are_nearly_those_of_whole_keys(
         model = PagedModel(config, params, page_size=16, num_pages=16)
         if pool is not None:
             model.kv_pages = tuple(pool(pages.shape) for pages in model.kv_pages)
-        fed = np.asarray(tokens)
-        return np.concatenate([model.feed(fed[:60]), model.feed(fed[60:])])
+        ids = np.asarray(tokens)
+        return np.concatenate([model.run(ids[:60]), model.run(ids[60:])])
 
     def scaled(shape: tuple[int, ...]) -> ScaledPages:
         return ScaledPages(jnp.zeros(shape, jnp.int8), jnp.zeros(shape[:3]))
@@ -215,7 +213,7 @@ def test_logits_of_the_bundled_target_are_nearly_those_of_whole_keys(
     assert (np.exp(ours) * (ours - theirs)).sum(axis=1).mean() < most_nats
 
 
-def test_pages_take_a_half_and_the_plan_counts_them():
+def test_pages_take_half_the_memory_in_the_plan():
     def page_bytes(kind: str) -> tuple[int, int]:
         args = EngineArgs(
             model=BUNDLED_TARGET,
@@ -230,12 +228,12 @@ def test_pages_take_a_half_and_the_plan_counts_them():
 
     whole = page_bytes("auto")
     assert page_bytes("fp8") == tuple(size // 2 for size in whole)
-    # 64 numbers share a scale of four bytes.
+    # 64 values share a scale of four bytes.
     assert page_bytes("int8") == tuple(size * 68 // 128 for size in whole)
     assert page_bytes("fp8_e4m3") == page_bytes("fp8")
 
 
 @pytest.mark.parametrize("kind", ["int4", "fp8_e5m2", "float8", None])
-def test_another_name_is_refused_before_anything_is_read(kind):
+def test_unknown_type_is_rejected_before_loading(kind):
     with pytest.raises(ConfigError, match="kv_cache_dtype .* 'int8', 'fp8'"):
         LLM("no/such-folder", kv_cache_dtype=kind)

@@ -1,7 +1,7 @@
-"""An engine whose layers are scanned says what it says without.
+"""Scanned layers do not change an engine's texts.
 
-XLA:CPU joins other operations in a loop's body than outside, so logits may differ in
-their last bits. Texts are the same, token for token: no two logits lie so close here.
+XLA:CPU fuses operations differently inside a loop, so logits may differ in their last
+bits. Texts are equal token for token: there are no near ties here.
 """
 
 import dataclasses
@@ -40,7 +40,7 @@ NUM_DRAFT = 3
 NUM_ROUNDS = 4  # of a launch
 STEM = [5, 9, 33, 41, 8, 60, 17, 22, 7, 54, 12, 40, 31, 9, 28, 3]
 SHARED = [[*STEM, 6, 50], [*STEM, 11], [*STEM[:13], 44], [*STEM, 6, 50]]
-CHUNKED = pair.prompts(4, longest=40)  # more than a launch feeds
+CHUNKED = pair.prompts(4, longest=40)  # more than a launch prefills
 
 
 @functools.cache
@@ -50,7 +50,7 @@ def target() -> Any:
 
 @functools.cache
 def draft() -> Any:
-    """Two turns of its own, and often right."""
+    """A draft with two turns, often right."""
     return pair.add_noise(pair.make_model(2, num_hidden_layers=4))
 
 
@@ -60,7 +60,7 @@ def make(scan_layers: bool, **changes: Any) -> LLMEngine:
 
 
 def requests() -> tuple[list[list[int]], list[SamplingParams]]:
-    """Greedy and seeded ones, of every K; texts of others depend on their rounds."""
+    """Greedy and seeded requests, of every K; other texts depend on their rounds."""
     prompts, params = [], []
     for number, prompt in enumerate([*SHARED, *CHUNKED, *SHARED]):
         values: dict[str, Any] = dict(max_tokens=30, ignore_eos=True, logprobs=2)
@@ -76,8 +76,8 @@ def requests() -> tuple[list[list[int]], list[SamplingParams]]:
     return prompts, params
 
 
-def told(outputs: list[Any]) -> list[Any]:
-    """Tokens, and the log-probabilities of each and of its rivals."""
+def with_logprobs(outputs: list[Any]) -> list[Any]:
+    """Tokens, and the logprobs of each and of the most probable tokens."""
     return [
         [
             (token, {rival: one.logprob for rival, one in among.items()})
@@ -101,28 +101,28 @@ def told(outputs: list[Any]) -> list[Any]:
     ],
 )
 def test_texts_and_log_probabilities_are_equal(drafts):
-    """In a crowd: rows wait, some are preempted, and prompts begin alike.
+    """With more requests than rows, preemption, and shared prefixes.
 
-    Without scanning nothing is drafted: no text depends on it, and layers one by one
-    take long to compile.
+    The engine with separate layers runs without drafts: no text depends on them, and
+    separate layers take long to compile.
     """
     if "draft" in drafts:
         drafts = drafts | {"draft": draft()}
     found, stats = [], []
     for scan_layers, kind in ((False, {}), (True, drafts)):
-        # So few pages that 5 to 8 requests are preempted, whatever the timing.
+        # So few pages that 5 to 8 requests are preempted with any timing.
         engine = make(scan_layers, **kind, num_pages=24, max_model_len=88)
         prompts, params = requests()
         if not kind:
             for own in params:
                 own.extra_args = None
-        found.append(told(generate(engine, prompts, params)))
+        found.append(with_logprobs(generate(engine, prompts, params)))
         engine.scheduler.check_idle()
         stats.append(engine.stats)
     for one, other in zip(*found, strict=True):
         assert [token for token, _ in one] == [token for token, _ in other]
         for (_, among), (_, rivals) in zip(one, other, strict=True):
-            # A wrong page or layer changes them by tenths.
+            # A wrong page or layer would change them by tenths.
             assert among == pytest.approx(rivals, abs=1e-4)
     assert all(one.num_preemptions > 0 for one in stats)
     assert all(one.num_prefix_hits > 0 for one in stats)
@@ -131,8 +131,8 @@ def test_texts_and_log_probabilities_are_equal(drafts):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["greedy", "seeded"])
-def test_several_rounds_in_a_launch_say_what_single_ones_do(kind):
-    """A loop over rounds, in each of them loops over layers and over drafts."""
+def test_multi_round_launches_equal_single_rounds(kind):
+    """A loop over rounds contains loops over layers and over drafts."""
     prompts = pair.prompts(2, longest=20)
     values: dict[str, Any] = dict(max_tokens=30, ignore_eos=True)
     values |= dict(output_kind=RequestOutputKind.FINAL_ONLY)
@@ -165,7 +165,7 @@ def test_several_rounds_in_a_launch_say_what_single_ones_do(kind):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("draft_shards", [2, 8])
-def test_eight_devices_say_what_huggingface_does(draft_shards):
+def test_eight_devices_equal_huggingface(draft_shards):
     sizes = SHARDED | dict(num_hidden_layers=4)
     model = make_hf_model(seed=3, **sizes)
     engine = make_engine(
@@ -190,7 +190,7 @@ def test_eight_devices_say_what_huggingface_does(draft_shards):
 
 
 @pytest.mark.parametrize("kind", [pytest.param("hf", marks=pytest.mark.slow), "orbax"])
-def test_it_reads_checkpoints_and_sleeps_and_wakes(tmp_path, monkeypatch, kind):
+def test_scanned_engine_loads_checkpoints_sleeps_and_wakes(tmp_path, monkeypatch, kind):
     monkeypatch.setattr(loader, "Runner", QuickRunner)
     write_tiny(tmp_path / "hf", family="2b", num_hidden_layers=4, vocab_size=8192)
     folder = tmp_path / kind
@@ -200,7 +200,7 @@ def test_it_reads_checkpoints_and_sleeps_and_wakes(tmp_path, monkeypatch, kind):
     options: dict[str, Any] = dict(max_model_len=64, max_num_seqs=2, dtype="float32")
     options |= dict(max_num_batched_tokens=32)
     prompts = [[2, 5, 6, 7], [2, 9]]
-    # Greedy texts of these weights say one token over and over.
+    # Greedy texts of these weights repeat one token.
     params = SamplingParams(seed=3, max_tokens=12, ignore_eos=True)
 
     def texts(llm: LLM) -> list[list[int]]:
@@ -222,14 +222,14 @@ def drafting_engine(scan_layers: bool) -> LLMEngine:
     return make(scan_layers, runner=None, draft=draft(), num_draft_tokens=NUM_DRAFT)
 
 
-ROUND = StepShape(num_seqs=2, num_draft_tokens=NUM_DRAFT, chunk=0)
+ROUND = StepShape(num_seqs=2, num_draft_tokens=NUM_DRAFT, max_prompt_tokens=0)
 
 
 @pytest.mark.parametrize(
     "max_rounds", [pytest.param(1, marks=pytest.mark.slow), NUM_ROUNDS]
 )
 def test_pools_are_updated_in_place_and_no_stack_is_copied(max_rounds):
-    """Of the instructions that users get. And a program is given few arrays."""
+    """With users' compile options. The programs also take few arrays."""
     runner: Any = drafting_engine(True).runner
     runner.compiler_options = READERS_COMPILER
     executable = runner.executable(dataclasses.replace(ROUND, max_rounds=max_rounds))
@@ -243,29 +243,32 @@ def test_pools_are_updated_in_place_and_no_stack_is_copied(max_rounds):
         kept |= {leaf.shape for leaf in leaves if leaf.ndim > 2}
     program = executable.as_text()
     assert materialized(program, kept) == []
-    # A stack for every parameter of a pair, and two pools, of each model.
+    # Each model has a stack for every parameter of two layers, and two pools.
     given = len(jax.tree.leaves((runner.params, runner.state)))
     assert num_parameters(program) == given + 1
     each: Any = drafting_engine(False).runner
     stacks = runner.params[0]["layers"]["0"]
-    # Two layers of each model, and the pages of as many.
+    # Two layers of each model, and their pages.
     fewer = 2 * 2 * (len(jax.tree.leaves(stacks)) + 1)
     assert given + fewer == len(jax.tree.leaves((each.params, each.state)))
 
 
 @functools.cache
 def num_operations(scan_layers: bool, num_layers: int) -> int:
-    """Of a round of a target with so many layers, and no draft."""
+    """Operations of a plain round of a target with this number of layers."""
     model = pair.make_model(2, num_hidden_layers=num_layers)
     runner: Any = make_engine(model, scan_layers=scan_layers, **pair.SETTINGS).runner
     shape = StepShape(
-        num_seqs=2, num_draft_tokens=0, chunk=0, features=Features(is_greedy=True)
+        num_seqs=2,
+        num_draft_tokens=0,
+        max_prompt_tokens=0,
+        features=Features(all_greedy=True),
     )
     arguments = (*runner.params, runner.state)
     return lower_step(runner.program, shape, arguments).as_text().count("stablehlo.")
 
 
-def test_a_program_has_one_pair_of_layers_however_many_there_are(monkeypatch):
+def test_program_size_is_independent_of_depth(monkeypatch):
     monkeypatch.setenv(native.VARIABLE, native.OFF)  # a layer is many operations
     assert num_operations(True, 4) == num_operations(True, 6)
     assert num_operations(False, 4) > num_operations(True, 4) + 2 * 200

@@ -1,6 +1,6 @@
-"""The text of a seeded request depends on nothing else that happens to the engine.
+"""The text of a seeded request does not depend on other requests or on scheduling.
 
-That no proposer and no number of drafts changes it is a claim of `tests/conformance`.
+`tests/conformance` checks that proposers and draft lengths do not change it.
 """
 
 from typing import Any
@@ -43,7 +43,7 @@ def test_batches_change_nothing(prompts, texts):
 
 
 def test_preemption_changes_nothing_without_drafts(prompts):
-    """Two rows, and pages for little more than one of them."""
+    """Two rows, with pages for little more than one sequence."""
     longer = [(prompt * 40)[:50] for prompt in prompts]
     params = params_of(prompts)
     alone = [
@@ -57,7 +57,7 @@ def test_preemption_changes_nothing_without_drafts(prompts):
 
 
 def test_order_and_neighbours_change_nothing(prompts, texts):
-    """Other requests in between: greedy, unseeded, with drafts of their own number."""
+    """With other requests in between: greedy, unseeded, with other draft lengths."""
     others = [
         SamplingParams(temperature=0, max_tokens=7, ignore_eos=True),
         SamplingParams(temperature=1.0, max_tokens=11, ignore_eos=True),
@@ -73,7 +73,7 @@ def test_order_and_neighbours_change_nothing(prompts, texts):
     assert said[::2] == texts[::-1]
 
 
-def test_different_seeds_say_different_things(prompts, texts):
+def test_different_seeds_give_different_texts(prompts, texts):
     again = [prompts[0]] * 6
     params = [seeded(0, seed=seed) for seed in (0, 1, -1, 2**32, 2**40, 1000)]
     said = tokens_of(generate(pair.engine(), again, params))
@@ -82,9 +82,7 @@ def test_different_seeds_say_different_things(prompts, texts):
 
 
 @pytest.mark.parametrize("rule", ["standard", "block"])
-def test_without_a_seed_requests_differ_and_the_engines_seed_repeats_them(
-    rule, prompts
-):
+def test_unseeded_requests_differ_and_follow_the_engines_seed(rule, prompts):
     def say(seed: int) -> list[list[int]]:
         engine = pair.engine(seed=seed, rejection_sample_method=rule)
         again = [prompts[5]] * 6
@@ -98,12 +96,12 @@ def test_without_a_seed_requests_differ_and_the_engines_seed_repeats_them(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_draft", [1, 5])
-def test_other_numbers_of_drafts_change_nothing(num_draft, prompts, texts):
+@pytest.mark.parametrize("num_draft_tokens", [1, 5])
+def test_other_numbers_of_drafts_change_nothing(num_draft_tokens, prompts, texts):
     engine = make_engine(
         pair.target(),
         pair.draft("noisy"),
-        num_draft_tokens=num_draft,
+        num_draft_tokens=num_draft_tokens,
         has_one_shape=True,
         **pair.settings(max_num_seqs=4, num_pages=100),
     )
@@ -122,8 +120,8 @@ MANY_CONTROLS: list[dict[str, Any]] = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_no_mix_of_filters_depends_on_drafts_or_batches(dtype):
-    """On prompts that may nearly tie, in the arithmetic that users get."""
+def test_filters_are_independent_of_drafts_and_batches(dtype):
+    """On prompts with possible near ties, with users' compile options."""
     count = len(MANY_CONTROLS)
     prompts = pair.prompts(count, seed=3)
     params = [

@@ -1,4 +1,4 @@
-"""One target over processes that stand for hosts says what one process says.
+"""A target over several processes, which act as hosts, gives one process's texts.
 
 Over loopback, on a CPU: each process has two of XLA's host devices.
 """
@@ -24,7 +24,7 @@ from tests.support.processes import environment, free_port
 
 ROOT = Path(__file__).parents[2]
 DEVICES_EACH = 2
-# Two processes on two cores, and other tests beside them.
+# Two processes on two cores, while other tests run.
 PATIENCE_S = 540
 DRAFTS = 3
 JAX_ENDS = "Terminating process because the JAX distributed service detected fatal err"
@@ -32,14 +32,14 @@ JAX_ENDS = "Terminating process because the JAX distributed service detected fat
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A target whose draft is itself: most drafts stay."""
+    """A target that is its own draft: most drafts are accepted."""
     folder = tmp_path_factory.mktemp("hosts") / "target"
     write_tiny(folder, family="2b", vocab_size=8192, sliding_window=16)
     return folder
 
 
 def arguments(model: Path, *, num_devices: int, **changes: Any) -> dict[str, Any]:
-    """Of the engine, in the names of `EngineArgs`."""
+    """Engine arguments, by the names of `EngineArgs`."""
     return (
         dict(
             model=str(model),
@@ -58,7 +58,7 @@ def arguments(model: Path, *, num_devices: int, **changes: Any) -> dict[str, Any
 
 
 def flags(values: dict[str, Any]) -> list[str]:
-    """The same as flags of the server."""
+    """The arguments as flags of the server."""
     found: list[str] = []
     for name, value in values.items():
         flag = f"--{name.replace('_', '-')}"
@@ -68,7 +68,7 @@ def flags(values: dict[str, Any]) -> list[str]:
 
 
 class Hosts:
-    """Processes of one test, and what they have written."""
+    """Processes of one test, with their logs."""
 
     def __init__(self, folder: Path):
         self.folder, self.started = folder, dict[str, subprocess.Popen[bytes]]()
@@ -94,7 +94,7 @@ class Hosts:
     def lead(
         self, given: dict[str, Any], num_devices: int, name: str = "leader"
     ) -> Path:
-        """Start a process with an engine; where its result will be."""
+        """Start a process with an engine; return the path of its result."""
         path, result = self.folder / f"{name}.json", self.folder / f"{name}-result"
         path.write_text(json.dumps(given | {"result": str(result)}))
         self.start(name, ["-m", "tests.e2e.several_hosts", str(path)], num_devices)
@@ -141,7 +141,9 @@ def result_of(hosts: Hosts, name: str, path: Path) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("controller", ["fixed", "adaptive"])
-def test_two_processes_say_what_one_says(hosts: Hosts, model: Path, controller: str):
+def test_two_processes_give_one_processs_texts(
+    hosts: Hosts, model: Path, controller: str
+):
     values = arguments(
         model,
         num_devices=2 * DEVICES_EACH,
@@ -160,7 +162,7 @@ def test_two_processes_say_what_one_says(hosts: Hosts, model: Path, controller: 
         assert found[name] == expected[name], name
     assert found["texts"][:2] == found["after sleep 2"]
     assert found["num_accepted"] > 0
-    # Masks are asked for, of the leader alone.
+    # Only the leader computes masks.
     assert found["num_questions"] > 0
     end = f"The leader has ended in order after {found['num_launches']} launches"
     assert end in hosts.log("follower")
@@ -170,7 +172,7 @@ def test_two_processes_say_what_one_says(hosts: Hosts, model: Path, controller: 
 
 @contextlib.contextmanager
 def serve(hosts: Hosts, model: Path) -> Iterator[httpx.Client]:
-    """Start a server and a process that follows; a client once texts come."""
+    """Start a server and a follower; yield a client when the server is ready."""
     values = arguments(model, num_devices=2 * DEVICES_EACH)
     port = free_port()
     command = ["-m", "jaxspec.serve", *flags(values | hosts.shared), f"--port={port}"]
@@ -192,7 +194,7 @@ def complete(client: httpx.Client, num_tokens: int) -> httpx.Response:
 
 @contextlib.contextmanager
 def load(client: httpx.Client) -> Iterator[list[object]]:
-    """Four threads that ask for one text after the other; what became of each."""
+    """Four threads that send requests in turn; yield the list of their results."""
     ends, over = list[object](), threading.Event()
 
     def ask() -> None:
@@ -226,7 +228,7 @@ def load(client: httpx.Client) -> Iterator[list[object]]:
         ("follower", signal.SIGSTOP),
     ],
 )
-def test_the_end_of_one_is_the_end_of_all(
+def test_all_processes_end_if_one_ends(
     hosts: Hosts, model: Path, who: str, number: signal.Signals
 ):
     other = {"follower": "leader", "leader": "follower"}[who]
@@ -239,10 +241,10 @@ def test_the_end_of_one_is_the_end_of_all(
     assert took_s < 3 * HEARTBEAT_S, hosts.log(other)
     assert status != 0
     if number == signal.SIGKILL:
-        # At once, and in words: the connection was closed.
+        # The other process reports at once that the connection was closed.
         assert took_s < HEARTBEAT_S, hosts.log(other)
     if status == -signal.SIGABRT and who == "leader":
-        # jax was first to see it.
+        # jax noticed first.
         assert JAX_ENDS in hosts.log(other)
     elif number == signal.SIGKILL:
         assert status == HOST_LOST, hosts.log(other)
@@ -253,8 +255,8 @@ def test_the_end_of_one_is_the_end_of_all(
 
 
 @pytest.mark.slow
-def test_a_group_that_is_told_to_end_ends_in_order(hosts: Hosts, model: Path):
-    """All get the signal at once, and the follower lets requests end."""
+def test_group_shuts_down_cleanly_on_signal(hosts: Hosts, model: Path):
+    """All get the signal at once, and the follower lets requests finish."""
     with serve(hosts, model) as client:
         answers: list[httpx.Response] = []
         asking = threading.Thread(target=lambda: answers.append(complete(client, 100)))
@@ -276,7 +278,7 @@ def test_a_group_that_is_told_to_end_ends_in_order(hosts: Hosts, model: Path):
         (dict(block_size=8), "differs in block_size: 8 there, and 4 at the leader"),
     ],
 )
-def test_another_command_line_starts_nothing(
+def test_different_command_lines_fail_at_start(
     hosts: Hosts, model: Path, changes: dict[str, Any], message: str
 ):
     values = arguments(model, num_devices=2 * DEVICES_EACH)
@@ -289,7 +291,7 @@ def test_another_command_line_starts_nothing(
 
 
 @pytest.mark.slow
-def test_devices_that_are_left_out_are_named(hosts: Hosts, model: Path):
+def test_unused_devices_are_reported(hosts: Hosts, model: Path):
     values = arguments(model, num_devices=2)
     hosts.lead({"arguments": values | hosts.shared}, DEVICES_EACH)
     hosts.follow(values)

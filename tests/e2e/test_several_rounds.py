@@ -1,4 +1,4 @@
-"""Several rounds in one launch say, and count, what as many launches do."""
+"""Several rounds in one launch give the texts and counts of single-round launches."""
 
 import dataclasses
 import functools
@@ -36,7 +36,7 @@ def looped() -> LLMEngine:
 
 @functools.cache
 def single() -> LLMEngine:
-    """The same without a loop in its programs."""
+    """An engine whose programs have no loop over rounds."""
     return make_engine(
         pair.target(),
         pair.draft("noisy"),
@@ -47,7 +47,7 @@ def single() -> LLMEngine:
 
 
 def counts_of(engine: LLMEngine) -> dict[str, Any]:
-    """What does not depend on the clock."""
+    """Counters that do not depend on time."""
     stats = vars(engine.stats).copy()
     for name in ("host_s", "wait_s", "busy_s", "num_rounds"):
         del stats[name]
@@ -69,7 +69,7 @@ def said(output: RequestOutput) -> tuple[Any, ...]:
 def play(
     engine: LLMEngine, num_rounds: int, params: list[SamplingParams], **speculative: Any
 ) -> tuple[list[Any], dict[str, Any], list[tuple[int, int]]]:
-    """Two prompts at a time, so that nobody waits."""
+    """Run two prompts at a time, so that no request waits."""
     made = with_settings(engine, seed=3, **speculative)
     prompts, texts = pair.prompts(len(params), longest=20), []
     with at_most(made, num_rounds) as ran:
@@ -115,8 +115,8 @@ def expected(kind: str) -> tuple[list[Any], dict[str, Any]]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_texts_and_counts_are_those_of_single_rounds(kind):
-    """Of those that are drawn, too: noise is keyed by where a round begins."""
+def test_texts_and_counts_equal_single_rounds(kind):
+    """Also for sampled texts, since noise is keyed by the start of a round."""
     launches, num_stopped = [], 0
     for num_rounds in (1, 2, 4, STEPS):
         texts, counts, ran = play(looped(), num_rounds, params_of(kind))
@@ -130,7 +130,7 @@ def test_texts_and_counts_are_those_of_single_rounds(kind):
 
 
 @pytest.mark.parametrize("rule", ["standard", "block"])
-def test_every_rule_draws_as_in_single_rounds(rule):
+def test_every_rule_samples_as_in_single_rounds(rule):
     params = params_of("sampled")
     changes = dict(rejection_sample_method=rule)
     one = play(single(), 1, params, **changes)[:2]
@@ -146,7 +146,7 @@ def test_every_rule_draws_as_in_single_rounds(rule):
     ],
     ids=["delta", "cumulative", "stop"],
 )
-def test_who_looks_at_tokens_sees_every_round(changes):
+def test_requests_that_inspect_tokens_run_single_rounds(changes):
     params = [one.clone() for one in params_of("greedy")[:2]]
     for name, value in changes.items():
         setattr(params[0], name, value)
@@ -157,7 +157,7 @@ def test_who_looks_at_tokens_sees_every_round(changes):
     assert {planned for planned, _ in ran} == {1}
 
 
-def test_a_request_can_be_dropped_in_the_middle():
+def test_request_can_be_aborted_between_rounds():
     params = params_of("greedy")[:2]
     prompts = pair.prompts(2)
     made = with_settings(looped())
@@ -176,10 +176,10 @@ def test_a_request_can_be_dropped_in_the_middle():
     made.scheduler.check_idle()
 
 
-def test_preempted_requests_and_prefixes_that_are_found_say_the_same():
-    """Two that do not fit into the pages together, and the same ones once more."""
+def test_preemption_and_prefix_hits_change_nothing():
+    """Two requests that exceed the pages together, then the same ones again."""
     random = np.random.default_rng(4)
-    prompts = random.integers(3, 64, (2, 60)).tolist()  # two tiles: fed in chunks
+    prompts = random.integers(3, 64, (2, 60)).tolist()  # two tiles: prefilled in chunks
     params = SamplingParams(
         temperature=0, max_tokens=50, ignore_eos=True, output_kind=FINAL
     )
@@ -195,8 +195,8 @@ def test_preempted_requests_and_prefixes_that_are_found_say_the_same():
 
 
 @pytest.mark.slow
-def test_every_path_says_what_plain_decoding_says(monkeypatch):
-    """Prompts in chunks, preempted requests, prefixes found: as `test_lossless`."""
+def test_every_path_equals_plain_decoding(monkeypatch):
+    """Chunked prompts, preemption, prefix hits: as in `test_lossless`."""
     # Programs with room for prompts have no loop.
     cut = dataclasses.replace(
         lossless.SHORT,

@@ -1,7 +1,7 @@
-"""What ends a request on the device, and what a request that is dropped leaves behind.
+"""Ends of requests on the device, and aborts.
 
-That every proposer's texts end where plain ones do is a claim of `tests/conformance`;
-texts and stop strings at every offset are in `tests/engine/test_llm_engine.py`.
+`tests/conformance` checks that texts of every proposer end where plain ones do;
+`tests/engine/test_llm_engine.py` tests stop strings at every offset.
 """
 
 import functools
@@ -30,7 +30,7 @@ def greedy(**changes: Any) -> SamplingParams:
 
 @functools.cache
 def hf_text(prompt: tuple[int, ...], min_tokens: int) -> list[int]:
-    """HuggingFace's greedy text, `STOPS` forbidden before `min_tokens`."""
+    """HuggingFace's greedy text, with `STOPS` masked before `min_tokens`."""
     known = list(prompt)
     while len(known) < len(prompt) + LENGTH:
         logits = hf_logits(pair.target(), np.array(known))[-1]
@@ -55,7 +55,7 @@ def texts(prompts) -> list[list[int]]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_stop_ids_are_masked_until_min_tokens(kind, prompts):
-    """In draft and target alike, so that the text takes another way."""
+    """In draft and target, which changes the text."""
     counts = (0, 6, 17, 0, 6, 17)
     params = [
         greedy(stop_token_ids=FREQUENT, min_tokens=min_tokens) for min_tokens in counts
@@ -98,7 +98,7 @@ def test_end_token_ends_a_text_unless_it_is_ignored(prompts, texts):
             expected = text[: text.index(pair.EOS) + 1]
             assert completion.finish_reason == "stop"
             assert completion.stop_reason is None
-            # The end token is counted and not shown.
+            # The end token is counted but not in the text.
             assert len(completion.text) == len(expected) - 1
         else:
             expected = text
@@ -108,7 +108,7 @@ def test_end_token_ends_a_text_unless_it_is_ignored(prompts, texts):
 
 
 def test_more_requests_than_rows_and_pages():
-    """Two of the longest do not fit into the pages together; all come through."""
+    """The pages do not hold two of the longest at once; all requests finish."""
     prompts = pair.prompts(20, seed=3, longest=70)
     params = greedy(ignore_eos=True)
     expected = tokens_of(generate(pair.plain_engine(), prompts, params))
@@ -125,7 +125,7 @@ def test_more_requests_than_rows_and_pages():
             outputs[output.request_id] = output
             if output.request_id not in started:
                 started.append(output.request_id)
-        engine.scheduler.pages.check()
+        engine.scheduler.pool.check()
     assert was_page_bound
     assert started == [str(number) for number in range(20)]
     said = [list(outputs[str(n)].outputs[0].token_ids) for n in range(20)]
@@ -135,7 +135,7 @@ def test_more_requests_than_rows_and_pages():
 
 @pytest.mark.parametrize("when", [0, 1, 2, 3, 5, 9])
 def test_abort_leaves_other_requests_alone(when, prompts, texts):
-    """The dropped request's row and pages go to the next ones while it still runs."""
+    """An aborted request's row and pages are reused while its launch still runs."""
     engine = pair.engine("noisy")
     params = greedy(ignore_eos=True)
     for number, prompt in enumerate(prompts):

@@ -1,4 +1,4 @@
-"""The bundled pair writes JSON, choices and more, with drafts and without, alike."""
+"""Structured outputs of the bundled pair are the same with and without drafts."""
 
 import json
 import re
@@ -26,7 +26,7 @@ TARGET, DRAFT = "jaxspec/tiny-gemma2", "jaxspec/tiny-gemma2-draft"
 NAMES = r"[A-Z][a-z]{2,8}( [A-Z][a-z]{2,8}){1,3}\."
 ITEM = r"([a-z]{1,6}|[0-9]{1,3})"
 GRAMMAR = f'start: "(" item ("," item){{0,3}} ")"\nitem: /{ITEM}/'
-# The fifth has no form.
+# The fifth request is unstructured.
 FORMS = [
     StructuredOutputsParams(json=SCHEMA),
     StructuredOutputsParams(regex=NAMES),
@@ -42,8 +42,8 @@ STARTS = [
     "Who are you?",
     "A list of animals:",
 ]
-# Grammars near the library's limits, each with its temperature and number of texts:
-# many expressions; dead ends, which are errors; many items in a row.
+# Grammars close to the library's limits, with temperature and number of texts: many
+# expressions; dead ends, which are errors; many consecutive items.
 NEAR_LIMITS = {
     "expressions": (StructuredOutputsParams(regex=r"(\w{1,20} ?){1,200}"), 1.3, 24),
     "expressions of JSON": (
@@ -159,10 +159,10 @@ def write(temperature: float, **draft: Any) -> list[RequestOutput]:
     [(0.0, DRAFT), (0.8, DRAFT), (0.8, TARGET)],
     ids=["greedy", "seeded", "the target drafts"],
 )
-def test_every_text_fits_its_form_and_drafts_change_nothing(
+def test_every_text_matches_its_grammar_and_drafts_change_nothing(
     temperature, draft, monkeypatch
 ):
-    # Every shape is tested elsewhere; here most of the time would go to compiling them.
+    # One shape only: others are tested elsewhere, and would take long to compile.
     monkeypatch.setattr(jaxspec.engine.loader, "Runner", QuickRunner)
     plain = write(temperature)
     drafted = write(
@@ -172,18 +172,18 @@ def test_every_text_fits_its_form_and_drafts_change_nothing(
     )
     for one, other in zip(plain, drafted, strict=True):
         assert one.outputs[0].token_ids == other.outputs[0].token_ids
-    # The draft keeps to the forms as well: else little of what it proposes would stay.
+    # The draft follows the grammars too: otherwise few drafts would be accepted.
     metrics = [output.outputs[0].spec_decode_metrics for output in drafted[::5]]
     accepted = sum(one.num_accepted_draft_tokens for one in metrics if one)
     proposed = sum(one.num_draft_tokens for one in metrics if one)
     assert accepted > (0.3 if draft == DRAFT else 0.9) * proposed
     if draft == TARGET:
-        # All of it does, but for what comes after the end of a text.
+        # All drafts are accepted, except past the end of a text.
         assert all(sum(one.histogram[:-1]) <= 1 for one in metrics if one)
 
 
 @pytest.mark.slow
-def test_grammars_near_the_limits_of_the_library(monkeypatch):
+def test_grammars_close_to_the_librarys_limits(monkeypatch):
     monkeypatch.setattr(jaxspec.engine.loader, "Runner", QuickRunner)
     names = [name for name, (_, _, count) in NEAR_LIMITS.items() for _ in range(count)]
     params = [

@@ -1,6 +1,6 @@
-"""Forced acceptance: drafts stay by the given rates, whatever the models say.
+"""Forced acceptance: drafts are accepted at the given rates, whatever the models.
 
-The draft is the target's opposite, so that a real rule keeps almost none of its drafts.
+The draft is the target's opposite: a real rule would accept almost none of its drafts.
 """
 
 import functools
@@ -57,14 +57,14 @@ def params_of(count: int, **changes: Any) -> list[SamplingParams]:
 
 
 def drafted_rounds(engine: LLMEngine, params: list[SamplingParams]) -> np.ndarray:
-    """Of every round with all drafts, how many it kept."""
+    """Number of accepted drafts of every round with all drafts."""
     kept, fetch = [], engine.runner.fetch
 
     def note(*launched):
         result = fetch(*launched)
         if not isinstance(result, StepResult):
             return result
-        is_whole = (result.num_draft == 3) & (result.num_emitted > 0)
+        is_whole = (result.num_draft_tokens == 3) & (result.num_emitted > 0)
         kept.extend(result.num_accepted[is_whole])
         return result
 
@@ -75,14 +75,14 @@ def drafted_rounds(engine: LLMEngine, params: list[SamplingParams]) -> np.ndarra
 
 
 @pytest.mark.usefixtures("unchecked_types")
-def test_rounds_keep_drafts_by_the_rates():
+def test_drafts_are_accepted_at_the_given_rates():
     kept = drafted_rounds(with_settings(compiled()), params_of(16))
     assert len(kept) > 500
     check_counts(np.bincount(kept, minlength=4), DISTRIBUTION)
 
 
 @pytest.mark.usefixtures("unchecked_types")
-def test_a_request_of_fewer_drafts_has_the_first_rates():
+def test_request_with_fewer_drafts_uses_the_first_rates():
     fewer = {"num_speculative_tokens": 1}
     engine = with_settings(compiled())
     generate(engine, PROMPTS, params_of(16, extra_args=fewer))
@@ -91,7 +91,7 @@ def test_a_request_of_fewer_drafts_has_the_first_rates():
     check_counts(np.array([steps - kept, kept]), np.array([0.2, 0.8]))
 
 
-def test_the_other_tokens_are_the_targets_own():
+def test_other_tokens_are_the_targets():
     engine = with_settings(compiled())
     origins = {"return_token_origins": True}
     params = SamplingParams(
@@ -101,8 +101,8 @@ def test_the_other_tokens_are_the_targets_own():
     assert output.token_origins is not None
     own = [
         place
-        for place, told in enumerate(output.token_origins)
-        if told.origin != "draft"
+        for place, token in enumerate(output.token_origins)
+        if token.origin != "draft"
     ]
     assert 10 < len(own) < 30
     known = PROMPTS[0] + list(output.token_ids)
@@ -112,7 +112,7 @@ def test_the_other_tokens_are_the_targets_own():
     assert choices == [[output.token_ids[place]] for place in own]
 
 
-def test_seeds_repeat_alone_and_in_a_batch():
+def test_seeded_texts_repeat_alone_and_in_a_batch():
     def texts(count: int, seed: int) -> list[list[int]]:
         engine = with_settings(compiled())
         params = params_of(count, seed=seed, max_tokens=40)
@@ -124,7 +124,7 @@ def test_seeds_repeat_alone_and_in_a_batch():
     assert texts(1, 12) != together[:1]
 
 
-def test_an_engine_repeats_itself():
+def test_engine_is_deterministic():
     texts = [
         tokens_of(generate(with_settings(compiled()), PROMPTS[:3], params_of(3)))
         for _ in range(2)
@@ -132,7 +132,7 @@ def test_an_engine_repeats_itself():
     assert texts[0] == texts[1]
 
 
-def test_every_output_says_so(caplog):
+def test_outputs_and_logs_report_synthetic_acceptance(caplog):
     engine = with_settings(compiled())
     (output,) = generate(engine, PROMPTS[:1], params_of(1))
     assert spec_metrics(output).is_synthetic
@@ -151,7 +151,7 @@ def spec_metrics(output: RequestOutput):
     return found
 
 
-def test_a_grammar_cannot_hold():
+def test_grammars_are_rejected():
     params = SamplingParams(structured_outputs=StructuredOutputsParams(regex="a"))
     with pytest.raises(NotImplementedError, match="'synthetic', which accepts drafts"):
         with_settings(compiled()).add_request("0", PROMPTS[0], params)

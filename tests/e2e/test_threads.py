@@ -1,4 +1,4 @@
-"""Calls of several threads on one `LLM`: each returns what it returns alone."""
+"""Concurrent calls on one `LLM` return the same results as single calls."""
 
 import _thread
 import contextlib
@@ -47,7 +47,7 @@ def engine_of(llm: LLM) -> LLMEngine:
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    """Of a pair that drafts; one program, so that texts do not depend on the batch."""
+    """An `LLM` with drafts, and one program, so that texts are batch-independent."""
     engine = make_engine(
         pair.target(),
         pair.draft("noisy"),
@@ -61,7 +61,7 @@ def llm() -> Iterator[LLM]:
 
 @pytest.fixture
 def group() -> Iterator[LLM]:
-    """Of several engines over devices of plain Python."""
+    """An `LLM` with several engines over fake devices."""
     with make_llm(EngineGroup(make_engines(delay_s=0.001))) as made:
         yield made
 
@@ -133,7 +133,7 @@ def run_all(llm: LLM, calls: list[list[Call]]) -> list[list[Any]]:
         pytest.param((generate,), 50, marks=pytest.mark.slow),
     ],
 )
-def test_eight_threads_return_what_one_returns(
+def test_eight_threads_return_the_results_of_one(
     llm: LLM, makers: tuple[Callable[[int], Call], ...], num_calls: int
 ):
     calls = [
@@ -158,7 +158,7 @@ def assert_clean(llm: LLM) -> None:
 
 
 def test_calls_share_batches(llm: LLM):
-    """Rather than wait for one another."""
+    """Concurrent calls run in the same batches."""
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     stats = engine_of(llm).stats
     before = stats.num_rounds
@@ -184,7 +184,7 @@ def test_threads_on_several_engines(group: LLM):
 
 
 @pytest.mark.parametrize("is_group", [False, True])
-def test_an_interrupt_ends_its_own_call_alone(
+def test_interrupt_ends_only_its_own_call(
     request: pytest.FixtureRequest, is_group: bool
 ):
     """Ctrl-C reaches the main thread, also in the middle of a step."""
@@ -212,7 +212,7 @@ def test_an_interrupt_ends_its_own_call_alone(
 def test_an_interrupt_in_a_step_of_all_requests(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ):
-    """The engine ends all requests then; those of other calls begin again."""
+    """The engine drops all requests; those of other calls are restarted."""
     engine = engine_of(llm)
     others = [[generate(number)] * 4 for number in range(3)]
     expected = [[call(llm) for call in own] for own in others]
@@ -237,7 +237,7 @@ def test_an_interrupt_in_a_step_of_all_requests(
     assert_clean(llm)
 
 
-def test_a_failed_step_is_raised_by_every_call_that_it_ended(
+def test_failed_step_raises_in_every_affected_call(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ):
     engine = engine_of(llm)
@@ -259,12 +259,12 @@ def test_a_failed_step_is_raised_by_every_call_that_it_ended(
         except (RuntimeError, EngineGenerateError) as error:
             return repr(error)
 
-    monkeypatch.setattr(engine.policy, "limit", lambda *_: 0)
+    monkeypatch.setattr(engine.policy, "max_draft_tokens", lambda *_: 0)
     monkeypatch.setattr(engine.runner, "fetch", failing)
     with ThreadPoolExecutor(3) as pool:
         results = list(pool.map(call, range(3)))
     assert has_failed.is_set()
-    # Requests that were not in the batch yet go on.
+    # Requests that were not in the batch yet continue.
     assert all(one == 60 or "the device is gone" in one for one in results), results
     assert sum("the device is gone" in str(one) for one in results) > 1, results
     assert_clean(llm)

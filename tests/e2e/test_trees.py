@@ -1,7 +1,7 @@
-"""Side branches and trees: counts by place, cached pages, aborts, and near ties.
+"""Side branches and trees: counts by node, cached pages, aborts, and near ties.
 
-What holds for every proposer is in `tests/conformance`; greedy texts on every path of
-the engine are in `test_lossless.py`.
+Properties of all proposers are in `tests/conformance`; `test_lossless.py` compares
+greedy texts on every path of the engine.
 """
 
 from typing import Any
@@ -28,7 +28,7 @@ NAMES = (
     *("leaves", "tree", "n-gram, tree", SUFFIX, "n-gram + draft model, leaves"),
     "tree, scanned",
 )
-# A tree has all that leaves have.
+# A tree covers all that leaves test.
 QUICK = [
     name if name == "tree" else pytest.param(name, marks=pytest.mark.slow)
     for name in NAMES
@@ -38,7 +38,7 @@ DRAFTED = [pytest.param("leaves", marks=pytest.mark.slow), "tree"]
 
 @pytest.fixture(scope="module")
 def prompts() -> list[list[int]]:
-    """Random ones, and ones that repeat themselves."""
+    """Random and repetitive prompts."""
     random = pair.prompts(6)
     return random + [(prompt * 40)[:40] for prompt in pair.prompts(4, longest=15)]
 
@@ -49,14 +49,14 @@ def texts(prompts) -> list[list[int]]:
 
 
 def ranks_of(engine: LLMEngine) -> dict[Place, Hits]:
-    """What became of drafts by place."""
+    """Hits of drafts by depth and rank."""
     speculative = engine.config.speculative
     assert speculative is not None and speculative.parents is not None
     return count_ranks(speculative.parents, engine.stats.tree_ends)
 
 
 def check_ranks(engine: LLMEngine) -> None:
-    """Counts by depth and rank are those of tokens, but for each text's last round."""
+    """Counts by depth and rank match the tokens, except in each text's last round."""
     ranks, stats, ended = ranks_of(engine), engine.stats, 10
     first = [ranks[Place(False, depth, 0)] for depth in (1, 2, 3)]
     assert 0 <= stats.num_draft_rounds - first[0].compared <= ended
@@ -66,7 +66,7 @@ def check_ranks(engine: LLMEngine) -> None:
         ranks.get(Place(False, depth, 0), Hits(0, 0)).kept for depth in range(1, 17)
     )
     assert 0 <= stats.num_side_tokens - others <= 3 * ended
-    # One token at most is what the target wants.
+    # At most one sibling equals the target's token.
     siblings = [hits for place, hits in ranks.items() if place[:2] == (False, 1)]
     assert sum(hits.kept for hits in siblings) <= siblings[0].compared
 
@@ -84,7 +84,7 @@ def seeded(count: int) -> list[SamplingParams]:
 
 
 @pytest.mark.parametrize("name", QUICK)
-def test_counts_by_place_are_those_of_tokens(name, prompts, texts):
+def test_counts_by_node_match_the_tokens(name, prompts, texts):
     engine = proposers.engine(name)
     assert tokens_of(generate(engine, prompts, GREEDY)) == texts
     stats = engine.stats
@@ -106,9 +106,9 @@ def test_correct_draft_is_accepted_along_the_main_chain(name, prompts):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*NAMES, "largest tree"])
 def test_texts_of_a_hundred_prompts_equal_plain_decoding(name):
-    """The largest tree is wider than a page, a window and some sequences' rest."""
-    # A suffix has few drafts, and fewer beside them: of these prompts 58 tokens. Those
-    # from beside a first draft, 46, would not be enough.
+    """The largest tree exceeds a page, a window and some sequences' remaining room."""
+    # Suffix proposals have few drafts and fewer side branches: 58 side tokens for these
+    # prompts. The siblings of first drafts alone give 46, which is not enough.
     least = 50 if name == SUFFIX else 100
     engine = proposers.engine(name)
     if name == "largest tree":
@@ -123,17 +123,17 @@ def test_texts_of_a_hundred_prompts_equal_plain_decoding(name):
 
 
 @pytest.mark.slow
-def test_bfloat16_texts_differ_at_near_ties_alone():
-    """Scores of a side branch are summed, and so rounded, in another order."""
+def test_bfloat16_texts_differ_only_at_near_ties():
+    """Scores of a side branch are summed, and so rounded, in a different order."""
     prompts = pair.prompts(30, seed=5)
     prompts += [(one * 40)[:40] for one in pair.prompts(30, longest=15, seed=6)]
     engine = proposers.make("tree", dtype="bfloat16")
     plain = make_engine(
         pair.target(), **pair.settings(has_one_shape=True, dtype="bfloat16")
     )
-    told = GREEDY.clone()
-    told.logprobs = 5
-    outputs = generate(plain, prompts, told)
+    params = GREEDY.clone()
+    params.logprobs = 5
+    outputs = generate(plain, prompts, params)
     num_parted = 0
     for output, said in zip(
         outputs, tokens_of(generate(engine, prompts, GREEDY)), strict=True
@@ -142,7 +142,7 @@ def test_bfloat16_texts_differ_at_near_ties_alone():
         assert one.logprobs is not None
         for own, other, near in zip(one.token_ids, said, one.logprobs, strict=True):
             if own != other:
-                # Logits are below 8: so much is two of their last bits.
+                # Logits are below 8: the bound is two units of their last bit.
                 assert near[own].logprob - near[other].logprob <= 2**-4
                 num_parted += 1
                 break
@@ -156,21 +156,21 @@ def test_bfloat16_texts_differ_at_near_ties_alone():
 
 @pytest.mark.parametrize("name", QUICK)
 def test_pages_that_end_with_a_side_branch_are_cached(name, prompts, texts):
-    """A prompt that continues an earlier text finds them."""
+    """A prompt that continues an earlier text has prefix hits on them."""
     num_filled = 0
     fresh = proposers.engine(name)
     engine = proposers.with_config(fresh, enable_prefix_caching=True)
     size = engine.config.page_size
-    told = GREEDY.clone()
-    told.extra_args = {"return_token_origins": True}
+    params = GREEDY.clone()
+    params.extra_args = {"return_token_origins": True}
     rest = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
-    if name == SUFFIX:  # whose drafts are few, and fewer beside them
+    if name == SUFFIX:  # few drafts, and fewer side branches
         prompts = [(one * 40)[:40] for one in pair.prompts(40, longest=15, seed=6)]
         texts = tokens_of(generate(pair.plain_engine(), prompts, GREEDY))
     else:
         prompts, texts = prompts[-6:], texts[-6:]
     for prompt, text in zip(prompts, texts, strict=True):
-        (first,) = generate(engine, [prompt], told)
+        (first,) = generate(engine, [prompt], params)
         assert tokens_of([first]) == [text]
         longer = prompt + text[:30]
         (output,) = generate(engine, [longer], rest)
@@ -188,7 +188,7 @@ def test_pages_that_end_with_a_side_branch_are_cached(name, prompts, texts):
 
 @pytest.mark.parametrize("name", QUICK)
 def test_abort_after_a_side_branch_leaves_other_requests_alone(name, prompts, texts):
-    """Other requests get its row and pages."""
+    """Other requests reuse its row and pages."""
     engine, gone = proposers.engine(name), set()
     for index, prompt in enumerate(prompts):
         engine.add_request(str(index), prompt, GREEDY)
@@ -204,8 +204,10 @@ def test_abort_after_a_side_branch_leaves_other_requests_alone(name, prompts, te
             engine.abort_request(running[0])
     engine.scheduler.check_idle()
     assert len(gone) == 4
-    stayed = {index: texts[index] for index in range(len(prompts)) if index not in gone}
-    assert {index: finished[index] for index in stayed} == stayed
+    remaining = {
+        index: texts[index] for index in range(len(prompts)) if index not in gone
+    }
+    assert {index: finished[index] for index in remaining} == remaining
 
 
 CONTROLLED: dict[str, dict[str, Any]] = {
@@ -221,8 +223,8 @@ CONTROLLED: dict[str, dict[str, Any]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", DRAFTED)
 @pytest.mark.parametrize("control", CONTROLLED)
-def test_requests_with_controls_have_the_main_chain(name, control, prompts):
-    """Other requests have the tree before and after them."""
+def test_requests_with_controls_use_only_the_main_chain(name, control, prompts):
+    """Earlier and later requests use the tree."""
     engine = proposers.engine(name)
     asked = SamplingParams(
         temperature=0, max_tokens=24, ignore_eos=True, **CONTROLLED[control]

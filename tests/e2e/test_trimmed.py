@@ -1,7 +1,7 @@
-"""Drafts of a trimmed vocabulary: no draft is of a token that was left out.
+"""Draft models with a trimmed vocabulary never propose a removed token.
 
-Every text here has such tokens, so that rounds end there again and again. What holds
-for every proposer is in `tests/conformance`.
+Every text here has removed tokens, where rounds end. Properties of all proposers are in
+`tests/conformance`.
 """
 
 from typing import Any
@@ -45,7 +45,7 @@ def test_drafts_are_the_best_of_the_kept_tokens():
     engine = proposers.engine("trimmed")
     prompt = claims.prompts()[0]
     said = {token for text in claims.plain_texts() for token in text}
-    assert said - set(KEPT), "the texts need no token that was left out"
+    assert said - set(KEPT), "the texts have no removed token"
     heads.recorded_drafts()
     params = params_of(len(claims.prompts()))
     generate(engine, claims.prompts(), params)
@@ -66,8 +66,8 @@ def test_drafts_are_the_best_of_the_kept_tokens():
     assert count > 20
 
 
-def test_target_as_its_own_draft_is_accepted_where_all_tokens_were_kept():
-    """Texts that need no more tokens than the other tests' draft has."""
+def test_target_as_its_own_draft_is_accepted_for_kept_tokens():
+    """Texts without removed tokens."""
     plain = with_settings(pair.plain_engine())
     whole = tokens_of(generate(plain, claims.prompts(), claims.GREEDY))
     some, texts, said = [], [], set[int]()
@@ -104,7 +104,7 @@ CUT = [token for token in range(4, 64) if token not in KEPT]
 @pytest.mark.parametrize(
     "asked",
     [
-        # The draft has none of what is allowed, at the first place or at all.
+        # The draft has no allowed token, at the first position or at all.
         dict(
             structured_outputs=StructuredOutputsParams(
                 regex=f"{characters(CUT[:6])}{characters(KEPT[2:])}{{4,40}}"
@@ -125,7 +125,7 @@ CUT = [token for token in range(4, 64) if token not in KEPT]
     ],
     ids=["first", "none", "allowed", "penalties", "bias", "top-k"],
 )
-def test_controls_hold_where_the_draft_lacks_tokens(asked):
+def test_controls_hold_if_the_draft_lacks_tokens(asked):
     engine = proposers.engine("trimmed")
     params = params_of(len(claims.prompts()), **(dict(ignore_eos=False) | asked))
     found = generate(engine, claims.prompts(), params)
@@ -137,7 +137,7 @@ def test_controls_hold_where_the_draft_lacks_tokens(asked):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", ["standard", "block", "seeded", "greedy"])
-def test_acceptance_of_a_trimmed_draft_is_lower_and_not_none(rule):
+def test_trimming_lowers_acceptance_but_not_to_zero(rule):
     engine = proposers.micro_engine("trimmed")
     assert 0.1 < distribution.acceptance_of(engine, rule) < 0.9
 

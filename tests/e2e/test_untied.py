@@ -1,4 +1,4 @@
-"""Models with an LM head beside the embedding: texts are HuggingFace's, with drafts."""
+"""Models with an untied LM head: texts equal HuggingFace's, also with drafts."""
 
 import functools
 import json
@@ -41,7 +41,7 @@ def reference() -> Any:
 
 
 def write(folder: Path, model: Any, said: bool | None, *, to: str = "hf") -> Path:
-    """Write a model whose config.json says that it is tied, or not, or nothing."""
+    """Write a model whose config.json states tied, untied, or neither (None)."""
     source = folder.with_name(f"{folder.name}-source") if to != "hf" else folder
     model.save_pretrained(source)
     assert HEAD in load_file(source / "model.safetensors")
@@ -55,7 +55,7 @@ def write(folder: Path, model: Any, said: bool | None, *, to: str = "hf") -> Pat
 
 
 def draft_model() -> Any:
-    """The target with noise on the head alone: it agrees often."""
+    """The target with noise only on the head: often accepted."""
     model = make_hf_model(seed=2, num_hidden_layers=2, tie_word_embeddings=False)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -86,7 +86,7 @@ def texts(folder: Path, **options: Any) -> tuple[list[list[int]], float]:
 @pytest.mark.parametrize(
     ("said", "to"), [(True, "hf"), (None, "hf"), (False, "hf"), (True, "orbax")]
 )
-def test_greedy_text_is_huggingfaces_whatever_config_says(tmp_path, said, to):
+def test_greedy_text_equals_huggingface_for_any_config(tmp_path, said, to):
     folder = write(tmp_path / "model", reference(), said, to=to)
     found, _ = texts(folder)
     assert found == [expected(prompt) for prompt in PROMPTS]
@@ -102,7 +102,7 @@ def test_greedy_text_is_huggingfaces_whatever_config_says(tmp_path, said, to):
         pytest.param(dict(draft_vocab_size=48), id="trimmed"),
     ],
 )
-def test_greedy_text_with_untied_drafts_is_the_plain_one(tmp_path, options):
+def test_greedy_text_with_untied_drafts_equals_plain(tmp_path, options):
     target = write(tmp_path / "target", reference(), True)
     draft = write(tmp_path / "draft", draft_model(), True)
     kept = options.pop("draft_vocab_size", None)
@@ -118,7 +118,7 @@ def test_greedy_text_with_untied_drafts_is_the_plain_one(tmp_path, options):
     assert 0.1 < rate < 1
 
 
-def test_a_head_that_copies_the_embedding_needs_no_memory(tmp_path):
+def test_head_that_copies_the_embedding_takes_no_memory(tmp_path):
     model = make_hf_model(seed=2, num_hidden_layers=2)
     model.save_pretrained(tmp_path)
     path = tmp_path / "model.safetensors"
@@ -135,7 +135,7 @@ def test_a_head_that_copies_the_embedding_needs_no_memory(tmp_path):
 @pytest.mark.parametrize("is_tied", [True, False])
 @pytest.mark.parametrize("kind", ["eagle", "medusa"])
 def test_heads_take_logits_from_the_targets_head(kind, is_tied):
-    """Which is the embedding of a tied target, and not of another."""
+    """The head is the embedding only if the target is tied."""
     random = np.random.default_rng(0)
     matrices = random.normal(size=(2, VOCAB, HIDDEN)).astype(np.float32)
     target = {"embedding": DenseMatrix(jnp.asarray(matrices[0]))}
@@ -147,7 +147,7 @@ def test_heads_take_logits_from_the_targets_head(kind, is_tied):
     rows = random.normal(size=(3, HIDDEN)).astype(np.float32)
     if kind == "eagle":
         config = EagleConfig(**LAYER, draft_vocab_size=VOCAB)
-        eagle = Eagle(config=config, target_layers=(-1,), is_greedy=True)
+        eagle = Eagle(config=config, target_layers=(-1,), drafts_argmax=True)
         found = eagle._logits({}, jnp.asarray(rows), context)
     else:
         config = MedusaConfig(

@@ -62,7 +62,7 @@ def test_defaults(target: str):
         ({"spec_method": "ngram", "spec_tokens": 4}, None, 4),
     ],
 )
-def test_without_a_model_the_bundled_pair(
+def test_default_model_is_the_bundled_pair(
     given: dict[str, Any], draft: str | None, num_draft_tokens: int
 ):
     args = EngineArgs(**given)
@@ -79,7 +79,7 @@ def test_a_long_context_defaults_to_8192(tmp_path: Path):
     assert configure(model, max_model_len=10_000).max_model_len == 10_000
 
 
-def test_given_sizes_are_kept(target: str):
+def test_given_sizes_are_stored(target: str):
     config = configure(
         target,
         max_model_len=100,
@@ -102,7 +102,7 @@ def test_given_sizes_are_kept(target: str):
     assert config.compilation_cache_dir == "cache"
 
 
-def test_what_was_given_is_told_from_defaults(target: str):
+def test_given_values_are_distinguished_from_defaults(target: str):
     config = configure(
         target,
         max_num_seqs=3,
@@ -120,7 +120,7 @@ def test_what_was_given_is_told_from_defaults(target: str):
     )
 
 
-def test_few_pages_are_for_few_sequences_by_default(target: str):
+def test_few_pages_reduce_default_sequences(target: str):
     config = configure(target, num_gpu_blocks_override=5, max_model_len=64)
     assert (config.max_num_seqs, config.num_pages) == (5, 5)
 
@@ -133,7 +133,7 @@ def test_default_pages_hold_part_of_a_page(target: str):
 @pytest.mark.parametrize(
     ("dtype", "num_bytes"), [("bfloat16", 2), ("float32", 4), ("auto", 4)]
 )
-def test_default_pages_of_both_models_stay_below_the_cap(
+def test_default_pages_of_both_models_are_below_the_cap(
     tmp_path: Path, dtype: str, num_bytes: int
 ):
     large = {"num_hidden_layers": 26, "num_key_value_heads": 4, "head_dim": 256}
@@ -151,7 +151,7 @@ def test_default_pages_of_both_models_stay_below_the_cap(
     assert config.num_pages < 64 * config.pages_per_seq
 
 
-def test_default_pages_hold_one_sequence_whatever_the_cap(tmp_path: Path):
+def test_default_pages_hold_one_sequence_even_above_the_cap(tmp_path: Path):
     huge = {"num_hidden_layers": 46, "num_key_value_heads": 16, "head_dim": 128}
     model = write_model(
         tmp_path / "huge",
@@ -162,7 +162,7 @@ def test_default_pages_hold_one_sequence_whatever_the_cap(tmp_path: Path):
     assert configure(model).num_pages == 512
 
 
-def test_speculation_by_every_generation_is_one_config(target: str, draft: str):
+def test_all_generations_of_arguments_give_one_config(target: str, draft: str):
     configs = [
         configure(target, speculative_model=draft, num_speculative_tokens=3),
         configure(
@@ -184,8 +184,8 @@ def test_speculation_by_every_generation_is_one_config(target: str, draft: str):
     assert configs[0].draft_model_config.num_layers == 2
 
 
-def test_drafts_of_one_pass_want_a_model_with_a_mask(target: str, tmp_path: Path):
-    """AMD's name of it in the folder; a model that has none proposes one by one."""
+def test_pard_requires_a_mask_token(target: str, tmp_path: Path):
+    """AMD's name of the key; a model without it proposes tokens one by one."""
     parallel = write_model(tmp_path / "parallel", num_hidden_layers=2, pard_token=3)
     keys: dict[str, Any] = {"model": parallel, "num_speculative_tokens": 12}
     config = configure(target, speculative_config=keys | {"parallel_drafting": True})
@@ -203,9 +203,7 @@ def test_drafts_of_one_pass_want_a_model_with_a_mask(target: str, tmp_path: Path
         configure(target, speculative_config=keys | {"model": outside})
 
 
-def test_layers_of_both_models_are_scanned_where_that_is_asked_for(
-    target: str, draft: str
-):
+def test_scan_layers_applies_to_both_models(target: str, draft: str):
     options: dict[str, Any] = dict(speculative_model=draft, num_speculative_tokens=2)
     for scan_layers in (False, True):
         config = configure(target, scan_layers=scan_layers, **options)
@@ -224,7 +222,7 @@ def test_a_draft_of_less_than_a_period_is_not_scanned(target: str, tmp_path: Pat
     assert config.draft_model_config.layers_of_pools == (1,)
 
 
-def test_keys_of_the_dict_arrive(target: str, draft: str):
+def test_dict_keys_are_passed_on(target: str, draft: str):
     config = configure(
         target,
         tensor_parallel_size=4,
@@ -247,11 +245,11 @@ def test_keys_of_the_dict_arrive(target: str, draft: str):
     assert config.given.draft_tensor_parallel_size == 2
 
 
-def test_the_draft_is_spread_like_the_target_by_default(target: str, draft: str):
+def test_draft_has_the_targets_devices_by_default(target: str, draft: str):
     config = configure(target, tensor_parallel_size=2, spec_model=draft, spec_tokens=2)
     assert config.speculative is not None
     assert config.speculative.draft_tensor_parallel_size == 2
-    # Nobody has said it: it may change once the devices are known.
+    # It is not set by the user: it may change once the devices are known.
     assert config.given is not None
     assert config.given.draft_tensor_parallel_size is None
 
@@ -319,7 +317,7 @@ def test_arguments_of_older_scripts_are_accepted(target: str, draft: str):
     assert config.num_draft_tokens == 5
 
 
-def test_serving_arguments_arrive(target: str):
+def test_serving_arguments_are_passed_on(target: str):
     config = configure(
         target,
         enable_prefix_caching=False,
@@ -336,9 +334,7 @@ def test_serving_arguments_arrive(target: str):
     assert configure(target).num_scheduler_steps == 1
 
 
-def test_logprobs_of_the_whole_vocabulary_where_it_is_small(
-    tmp_path: Path, target: str
-):
+def test_all_logprobs_only_for_small_vocabularies(tmp_path: Path, target: str):
     config = configure(target, max_logprobs=-1)
     assert (config.max_logprobs, config.num_logprobs) == (512, 512)
     larger = write_model(tmp_path / "larger", vocab_size=2048)
@@ -346,7 +342,7 @@ def test_logprobs_of_the_whole_vocabulary_where_it_is_small(
         configure(larger, max_logprobs=-1)
 
 
-def test_names_that_are_no_folders_name_their_argument(target: str):
+def test_missing_folder_names_its_argument(target: str):
     for argument in ("model", "tokenizer", "generation_config", "speculative_model"):
         arguments = {"model": target, "num_speculative_tokens": None} | {argument: "x"}
         if argument == "speculative_model":
@@ -356,7 +352,7 @@ def test_names_that_are_no_folders_name_their_argument(target: str):
         assert caught.value.parameter == argument
 
 
-# What is given beside the target, the error, and texts that its message has.
+# Arguments in addition to the target, the error, and parts of its message.
 REFUSED: list[tuple[dict[str, Any], type[Exception], list[str]]] = [
     *(
         (arguments, ConfigError, [given, allowed])
@@ -432,7 +428,7 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], list[str]]] = [
             ({"spec_model": "other"}, "'other'", "contradicts"),
         )
     ),
-    # What the engine does not do; the argument is named.
+    # Unsupported values; the argument is named.
     *(
         (arguments, NotImplementedError, [given, next(iter(arguments)), "must be"])
         for arguments, given in (
@@ -474,21 +470,21 @@ def test_bad_arguments_are_errors(
         assert text in str(caught.value)
 
 
-def test_what_holds_for_forms_of_texts(target: str):
+def test_structured_outputs_defaults(target: str):
     config = configure(target, structured_outputs_config={"backend": "guidance"})
     assert config.structured_outputs.backend == "guidance"
     assert configure(target).structured_outputs == StructuredOutputsConfig()
 
 
 def test_arguments_have_one_default():
-    """What users see: the configuration declares none again."""
+    """The defaults that users see: the configuration declares no others."""
     arguments = {item.name for item in dataclasses.fields(EngineArgs)}
     for item in dataclasses.fields(EngineConfig):
         if item.name in arguments:
             assert item.default is item.default_factory is dataclasses.MISSING, item
 
 
-def test_an_argument_is_passed_on_as_it_is(target: str):
+def test_other_arguments_are_passed_unchanged(target: str):
     given: dict[str, Any] = dict(
         batch_invariant=True,
         chat_template="{{ messages }}",
@@ -510,7 +506,7 @@ def test_an_argument_changed_later_is_checked_again(target: str):
         args.create_engine_config()
 
 
-def test_which_tokens_a_draft_keeps(target: str, draft: str, tmp_path: Path):
+def test_tokens_of_a_trimmed_draft(target: str, draft: str, tmp_path: Path):
     whole: dict[str, Any] = dict(model=draft, num_speculative_tokens=2)
     config = configure(target, speculative_config=whole)
     assert config.draft_token_ids is None
@@ -527,7 +523,7 @@ def test_which_tokens_a_draft_keeps(target: str, draft: str, tmp_path: Path):
     assert "30" not in repr(config).partition("draft_token_ids")[2]
     with pytest.raises(ConfigError, match="jaxspec_checkpoints trim"):
         configure(target, speculative_config=whole | dict(draft_vocab_size=5))
-    # Of random weights no token is more frequent than another.
+    # With random weights no token is more frequent than another.
     dummy = configure(
         target,
         speculative_config=whole | dict(draft_vocab_size=5),
@@ -536,7 +532,7 @@ def test_which_tokens_a_draft_keeps(target: str, draft: str, tmp_path: Path):
     assert dummy.draft_token_ids == (0, 1, 2, 3, 4)
 
 
-def test_how_matrices_are_kept(target: str, draft: str):
+def test_quantization_of_both_models(target: str, draft: str):
     config = configure(target, quantization="int8")
     assert config.model_config.quantization == Scheme(kind="int8")
     pair: dict[str, Any] = dict(speculative_model=draft, num_speculative_tokens=2)
@@ -562,8 +558,10 @@ def test_two_vocabularies(tmp_path: Path, target: str):
 
 def test_a_draft_model_of_another_kind(tmp_path: Path, target: str):
     head = write_model(tmp_path / "head", model_type="hydra")
-    told = r"speculative_model .*head': .*got 'hydra'.* from a head, which is a small"
-    with pytest.raises(ConfigError, match=told) as refused:
+    message = (
+        r"speculative_model .*head': .*got 'hydra'.* from a head, which is a small"
+    )
+    with pytest.raises(ConfigError, match=message) as refused:
         configure(target, speculative_model=head, num_speculative_tokens=2)
     assert refused.value.parameter == "speculative_model"
 
@@ -593,7 +591,7 @@ def write_published(folder: Path, name: str, **changes: Any) -> str:
     ],
 )
 def test_gemma_3_pairs_share_a_vocabulary(tmp_path: Path, target_size, draft_size):
-    """Also a multimodal target, whose file states 64 rows more than the draft's."""
+    """Also of a multimodal target, whose file has 64 rows more than the draft's."""
     rows = 262208 if target_size in ("4b", "12b", "27b") else 262144
     target = write_published(
         tmp_path / "target", f"google/gemma-3-{target_size}-it", vocab_size=rows
@@ -639,7 +637,7 @@ def test_gemma_3_refuses_float16(tmp_path: Path, target: str, dtype: str):
         assert configure(target, dtype=dtype).dtype == "bfloat16"
 
 
-def test_sampling_of_gemma_3_is_taken_from_its_files(tmp_path: Path):
+def test_gemma_3_sampling_is_read_from_its_files(tmp_path: Path):
     model = write_published(tmp_path / "gemma3", "google/gemma-3-1b-it")
     stated = dict(bos_token_id=2, do_sample=True, eos_token_id=[1, 106], top_k=64)
     stated |= dict(top_p=0.95, cache_implementation="hybrid", pad_token_id=0)
@@ -663,7 +661,7 @@ def test_batch_invariance_is_read_from_the_environment(
         configure(target)
 
 
-def test_without_a_home_programs_are_not_kept(monkeypatch, caplog):
+def test_programs_are_not_saved_without_a_home_directory(monkeypatch, caplog):
     def fail() -> None:
         raise RuntimeError("Could not determine home directory.")
 

@@ -43,9 +43,9 @@ def test_every_kind_of_output():
     serve(use, delay_s=0.002)
 
 
-def test_nothing_happens_before_the_first_output_is_asked_for():
+def test_request_starts_when_the_first_output_is_awaited():
     async def use(serving: AsyncLLMEngine) -> None:
-        # One id twice, as people write it: the first is never looped over.
+        # One id twice: the first generator is never iterated.
         serving.generate(PROMPT, SamplingParams(max_tokens=4), "same")
         assert len(await outputs_of(serving, "same", max_tokens=4)) > 0
 
@@ -53,14 +53,14 @@ def test_nothing_happens_before_the_first_output_is_asked_for():
 
 
 @pytest.mark.parametrize("kind", [DELTA, RequestOutputKind.CUMULATIVE])
-def test_a_slow_reader_gets_all_of_it_in_fewer_outputs(kind):
+def test_slow_reader_gets_all_text_in_fewer_outputs(kind):
     async def use(serving: AsyncLLMEngine) -> None:
         params = SamplingParams(max_tokens=20, output_kind=kind)
         outputs = []
         async for output in serving.generate(PROMPT, params, "slow"):
             outputs.append(output)
             if len(outputs) == 1:
-                # The others go on meanwhile.
+                # The others continue meanwhile.
                 assert (await outputs_of(serving, "other"))[-1].finished
                 while await serving.get_num_unfinished_requests():
                     await asyncio.sleep(0.005)
@@ -84,14 +84,14 @@ def test_leaving_early_aborts():
     serve(use, delay_s=0.005)
 
 
-def test_leaving_a_request_that_has_ended_spares_the_next_of_its_id():
+def test_leaving_an_ended_request_does_not_abort_the_next_of_its_id():
     async def use(serving: AsyncLLMEngine) -> None:
         params = SamplingParams(max_tokens=6)
         left = serving.generate(PROMPT, params, "same")
         await anext(left)
         while await serving.get_num_unfinished_requests():
             await asyncio.sleep(0.005)
-        # It has ended, and not all of it was read; its id is free.
+        # It has ended before all of it was read; its id is free.
         following = serving.generate(PROMPT, SamplingParams(max_tokens=30), "same")
         outputs = [await anext(following)]
         await left.aclose()
@@ -133,7 +133,7 @@ def test_abort_ends_the_stream(num_texts):
     serve(use, delay_s=0.004)
 
 
-def test_bad_requests_are_refused_and_nothing_else_is_touched():
+def test_bad_requests_are_rejected_without_side_effects():
     async def use(serving: AsyncLLMEngine) -> None:
         running = asyncio.ensure_future(outputs_of(serving, "a", max_tokens=30))
         await asyncio.sleep(0.01)
@@ -150,7 +150,7 @@ def test_bad_requests_are_refused_and_nothing_else_is_touched():
     serve(use, delay_s=0.02)
 
 
-def test_a_failed_step_is_told_to_who_waits_and_the_next_is_served():
+def test_failed_step_is_reported_to_callers_and_the_next_is_served():
     async def use(serving: AsyncLLMEngine) -> None:
         runner: Any = serving.engine.runner
         launch, runner.launch = runner.launch, _broken
@@ -163,7 +163,7 @@ def test_a_failed_step_is_told_to_who_waits_and_the_next_is_served():
     serve(use)
 
 
-def test_a_dead_engine_tells_everybody():
+def test_dead_engine_reports_to_all_callers():
     async def use(serving: AsyncLLMEngine) -> None:
         runner: Any = serving.engine.runner
         launch, runner.launch = runner.launch, _broken
@@ -189,7 +189,7 @@ def _broken(*_: object) -> None:
     raise RuntimeError("boom")
 
 
-def test_shutdown_tells_who_waits():
+def test_shutdown_reports_to_waiting_callers():
     async def use(serving: AsyncLLMEngine) -> None:
         task = asyncio.ensure_future(
             outputs_of(serving, "a", max_tokens=None, ignore_eos=True)
@@ -229,7 +229,7 @@ def test_several_event_loops_share_an_engine():
     serve(use)
 
 
-def test_many_streams_each_say_their_own():
+def test_many_streams_return_their_own_texts():
     async def use(serving: AsyncLLMEngine) -> None:
         counts = [1 + number % 13 for number in range(40)]
         streams = [
@@ -243,7 +243,7 @@ def test_many_streams_each_say_their_own():
     serve(use, max_num_seqs=4)
 
 
-def test_it_sleeps_when_its_requests_have_ended_or_been_ended():
+def test_sleep_waits_for_or_aborts_requests():
     async def use(serving: AsyncLLMEngine) -> None:
         def ask(name: str, count: int) -> asyncio.Future[list[RequestOutput]]:
             asked = outputs_of(serving, name, max_tokens=count, output_kind=FINAL)
@@ -280,7 +280,7 @@ def test_it_sleeps_when_its_requests_have_ended_or_been_ended():
     serve(use, delay_s=0.005)
 
 
-def test_what_else_can_be_asked():
+def test_other_methods():
     async def use(serving: AsyncLLMEngine) -> None:
         assert await serving.get_tokenizer() is serving.engine.tokenizer
         assert await serving.reset_prefix_cache()

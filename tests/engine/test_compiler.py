@@ -1,4 +1,4 @@
-"""Programs are made beside whoever uses them: in order, once, and never in the way."""
+"""Programs are compiled in the background: in order, and once."""
 
 import threading
 import time
@@ -11,13 +11,14 @@ from jaxspec.engine.compiler import Compiler
 from jaxspec.program.plan import StepShape
 
 SHAPES = [
-    StepShape(num_seqs=seqs, num_draft_tokens=0, chunk=0) for seqs in (1, 2, 4, 8)
+    StepShape(num_seqs=seqs, num_draft_tokens=0, max_prompt_tokens=0)
+    for seqs in (1, 2, 4, 8)
 ]
 LIMIT_S = 10.0
 
 
 class Maker:
-    """Makes a program when it is let to."""
+    """Make a program once it is allowed to."""
 
     def __init__(self):
         self.made: list[StepShape] = []
@@ -43,7 +44,7 @@ def wait_until(condition: Any) -> None:
         time.sleep(0.001)
 
 
-def test_what_is_asked_for_goes_before_what_is_prepared_and_the_last_first():
+def test_requested_programs_precede_prepared_ones_latest_first():
     maker = Maker()
     compiler = Compiler(maker)
     compiler.prepare(SHAPES[:2])
@@ -65,7 +66,7 @@ def test_what_is_asked_for_goes_before_what_is_prepared_and_the_last_first():
     assert compiler.num_made == 4
 
 
-def test_whoever_gets_a_program_that_is_being_made_waits_for_that_one():
+def test_get_waits_for_a_program_in_progress():
     maker = Maker()
     compiler = Compiler(maker)
     compiler.request(SHAPES[0])
@@ -77,7 +78,7 @@ def test_whoever_gets_a_program_that_is_being_made_waits_for_that_one():
     assert threading.current_thread() in maker.threads
 
 
-def test_a_wait_ends_when_something_is_there():
+def test_wait_ends_when_a_program_is_made():
     maker = Maker()
     compiler = Compiler(maker)
     start = time.monotonic()
@@ -93,7 +94,7 @@ def test_a_wait_ends_when_something_is_there():
     assert time.monotonic() - start < LIMIT_S / 2
 
 
-def test_a_program_that_cannot_be_made_is_told_once_and_not_tried_again():
+def test_failed_program_is_reported_once_and_not_retried():
     tried = []
 
     def make(shape: StepShape) -> Any:
@@ -119,7 +120,7 @@ def test_a_program_that_cannot_be_made_is_told_once_and_not_tried_again():
         compiler.get(SHAPES[0])
 
 
-def test_programs_of_before_are_not_kept_after_a_clear():
+def test_programs_begun_before_clear_are_dropped():
     maker = Maker()
     compiler = Compiler(maker)
     compiler.prepare(SHAPES)
@@ -150,8 +151,8 @@ def test_memory_is_trimmed_after_each_batch_of_programs(monkeypatch):
     assert trimmed == [1, 4, 4]
 
 
-def test_what_failed_after_a_clear_is_nobodys_failure():
-    """The engine has gone on without drafts while a program with some was compiled."""
+def test_failure_of_program_begun_before_clear_is_dropped():
+    """The engine continued without drafts during the compile of a draft program."""
     maker = Maker()
 
     def fail(shape: StepShape) -> Any:
@@ -171,7 +172,7 @@ def test_what_failed_after_a_clear_is_nobodys_failure():
         compiler.check()
 
 
-def test_a_failure_is_recorded_before_nothing_is_wanted(
+def test_failure_is_recorded_before_the_queue_is_empty(
     monkeypatch: pytest.MonkeyPatch,
 ):
     """Otherwise `wait_for_all` could return without raising it."""
@@ -189,7 +190,7 @@ def test_a_failure_is_recorded_before_nothing_is_wanted(
     assert seen == [[SHAPES[0]]]
 
 
-def test_nothing_is_begun_after_a_stop():
+def test_stop_drops_the_queue():
     maker = Maker()
     compiler = Compiler(maker)
     compiler.prepare(SHAPES)
@@ -233,15 +234,15 @@ def test_a_failure_after_a_stop_and_a_clear_is_reported():
         compiler.check()
 
 
-def test_what_is_made_is_announced():
-    told = []
+def test_compiles_are_announced():
+    announced = []
     compiler = Compiler(lambda shape: shape)
-    compiler.announce = told.append
+    compiler.announce = announced.append
     compiler.get(SHAPES[1])
-    assert told == ["Compiling 2x0_sampled", ""]
+    assert announced == ["Compiling 2x0_sampled", ""]
 
 
-def test_an_exit_waits_for_what_has_begun_and_drops_what_is_queued():
+def test_exit_waits_for_current_program_and_drops_the_queue():
     maker = Maker()
     compiler = Compiler(maker)
     # A thread that a daemon starts is a daemon as well: Python does not wait for it.
@@ -260,14 +261,14 @@ def test_an_exit_waits_for_what_has_begun_and_drops_what_is_queued():
     assert not exiting.is_alive()
     assert maker.made == SHAPES[:1]
     assert not any(one.is_alive() for one in maker.threads)
-    # A daemon thread begins no other; the main thread may, in a later handler.
+    # A daemon thread begins no other program; the main thread may, in a later handler.
     threading.Thread(target=compiler.get, args=(SHAPES[3],), daemon=True).start()
     assert not maker.began.acquire(timeout=0.05)
     assert compiler.get(SHAPES[2]) == "program 4"
     assert maker.made == [SHAPES[0], SHAPES[2]]
 
 
-def test_an_exit_waits_for_a_program_that_another_thread_makes_for_itself():
+def test_exit_waits_for_a_program_made_by_another_thread():
     maker = Maker()
     compiler = Compiler(maker)
     threading.Thread(target=compiler.get, args=(SHAPES[0],), daemon=True).start()
@@ -278,7 +279,7 @@ def test_an_exit_waits_for_a_program_that_another_thread_makes_for_itself():
     assert maker.made == SHAPES[:1]
 
 
-def test_a_listener_that_is_removed_meanwhile_is_no_failure():
+def test_removed_listener_is_not_a_failure():
     """`LLM.generate` removes its own at its end, while a program is being made."""
 
     class Removed(Compiler):

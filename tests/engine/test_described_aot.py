@@ -1,4 +1,4 @@
-"""Programs for devices that are not here are written whole; see `tests.kernels`."""
+"""Programs for described devices are written completely; see `tests.kernels`."""
 
 import pytest
 
@@ -25,4 +25,4 @@ def test_programs_for_described_devices_are_written(
     [path] = tmp_path.iterdir()
     assert _is_whole(path)
     assert ahead.main([*flags, "--device", device, "--output", str(tmp_path)]) == 0
-    assert "1 were there" in capsys.readouterr().out
+    assert "1 were already there" in capsys.readouterr().out

@@ -2,7 +2,7 @@
 
 The reference decodes the whole list after every token. It shares nothing with the
 stream's window of context or its search from where the new text starts. Of
-log-probabilities, what was computed for a token is what its text shows.
+log-probabilities, the values returned for a token are those computed for it.
 """
 
 from collections.abc import Iterable
@@ -22,12 +22,12 @@ from tests.support.engines import StubTokenizer
 from tests.support.token_pieces import EXAMPLES, IDS, TOKENIZER, byte_tokens, split
 
 BROKEN = "\ufffd"
-VOCAB, NUM_TOLD = 50, 8
+VOCAB, NUM_RETURNED = 50, 8
 
 
 @dataclass
 class Outcome:
-    """Text shown at the end, the stop string that ended it, ids it took."""
+    """Final text, the stop string that ended it, and the number of ids used."""
 
     text: str
     stop: str | None
@@ -35,14 +35,14 @@ class Outcome:
 
 
 def run_stream(
-    rounds: list[list[int]], params: SamplingParams, looks: list[bool] | None = None
+    rounds: list[list[int]], params: SamplingParams, reads: list[bool] | None = None
 ) -> Outcome:
-    """Push round by round; `looks` says after which of them somebody reads."""
+    """Push round by round; `reads`: after which of them the text is read."""
     stream = TextStream(TOKENIZER, params)
     used = 0
     for index, ids in enumerate(rounds):
         matched = stream.push(ids)
-        if looks is None or looks[index % len(looks)]:
+        if reads is None or reads[index % len(reads)]:
             assert stream.text is not None
         if matched is not None:
             return Outcome(stream.text, matched[0], used + matched[1])
@@ -78,12 +78,12 @@ def reference(ids: list[int], params: SamplingParams) -> Outcome:
     ids=IDS,
     sizes=st.lists(st.integers(0, 7)),
     skip=st.booleans(),
-    looks=st.lists(st.booleans(), min_size=1),
+    reads=st.lists(st.booleans(), min_size=1),
 )
 @EXAMPLES
-def test_text_equals_decoding_everything(ids, sizes, skip, looks):
+def test_text_equals_decoding_everything(ids, sizes, skip, reads):
     params = SamplingParams(skip_special_tokens=skip)
-    outcome = run_stream(split(ids, sizes), params, looks)
+    outcome = run_stream(split(ids, sizes), params, reads)
     whole = TOKENIZER.decode(ids, skip_special_tokens=skip)
     assert outcome == Outcome(whole, None, len(ids))
 
@@ -107,7 +107,7 @@ def test_stop_strings_equal_decoding_everything(ids, data):
 
 @given(ids=IDS, data=st.data())
 @EXAMPLES
-def test_what_was_shown_is_never_taken_back(ids, data):
+def test_shown_text_is_never_changed(ids, data):
     whole = TOKENIZER.decode(ids)
     stops = []
     if whole:
@@ -130,7 +130,7 @@ def test_what_was_shown_is_never_taken_back(ids, data):
         assert later.startswith(earlier)
 
 
-def test_a_character_of_four_byte_tokens_appears_with_the_last():
+def test_character_appears_with_its_last_byte_token():
     stream = TextStream(TOKENIZER, SamplingParams())
     texts = []
     for token in byte_tokens("a🦉b".encode()):
@@ -139,7 +139,7 @@ def test_a_character_of_four_byte_tokens_appears_with_the_last():
     assert texts == ["a", "a", "a", "a", "a🦉", "a🦉b"]
 
 
-def test_an_unfinished_character_is_shown_broken_at_the_end():
+def test_incomplete_character_is_shown_at_the_end():
     stream = TextStream(TOKENIZER, SamplingParams())
     stream.push(byte_tokens("🦉".encode()[:3]))
     assert stream.text == ""
@@ -148,7 +148,7 @@ def test_an_unfinished_character_is_shown_broken_at_the_end():
     assert stream.text.startswith(BROKEN)
 
 
-def test_only_what_may_begin_a_stop_string_is_held_back():
+def test_only_possible_starts_of_stop_strings_are_held_back():
     stream = TextStream(TOKENIZER, SamplingParams(stop=["STOP", "TOE"]))
     for text, shown in (("x", "x"), ("S", "x"), ("T", "x"), ("O", "x"), ("E", "xS")):
         matched = stream.push(byte_tokens(text.encode()))
@@ -156,14 +156,14 @@ def test_only_what_may_begin_a_stop_string_is_held_back():
     assert matched == ("TOE", 1)
 
 
-def test_ids_after_the_match_in_the_same_round_are_not_counted():
+def test_ids_after_the_match_are_not_counted():
     stream = TextStream(TOKENIZER, SamplingParams(stop=["bc"]))
     assert stream.push(byte_tokens(b"a")) is None
     assert stream.push(byte_tokens(b"bcde")) == ("bc", 2)
     assert stream.text == "a"
 
 
-def test_a_stop_string_within_the_first_tokens_stays_in_the_text():
+def test_stop_string_within_min_tokens_does_not_stop():
     params = SamplingParams(stop=["bc", "never this"], min_tokens=3)
     stream = TextStream(TOKENIZER, params)
     assert stream.push(byte_tokens(b"abcde")) is None
@@ -171,7 +171,7 @@ def test_a_stop_string_within_the_first_tokens_stays_in_the_text():
     assert stream.text == "abcde"
 
 
-def test_without_detokenizing_there_is_no_text():
+def test_no_text_without_detokenization():
     stream = TextStream(TOKENIZER, SamplingParams(detokenize=False))
     assert stream.push(byte_tokens(b"abc")) is None
     assert stream.finish() is None
@@ -181,9 +181,9 @@ def test_without_detokenizing_there_is_no_text():
 @pytest.mark.parametrize(
     ("stops", "expected"), [(["b", "bc"], "b"), (["bc", "b"], "b"), (["c", "bc"], "bc")]
 )
-def test_of_several_matches_the_first_in_the_text_wins(stops, expected):
-    # One piece that brings "abc" at once: a character token for each would decide by
-    # arrival instead.
+def test_first_match_in_the_text_wins(stops, expected):
+    # One piece with all of "abc": with a token per character, the match would depend on
+    # the order of arrival.
     class OnePiece(StubTokenizer):
         def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
             return "abc" * len(list(ids))
@@ -193,8 +193,8 @@ def test_of_several_matches_the_first_in_the_text_wins(stops, expected):
     assert stream.text == "a"
 
 
-def test_a_stop_string_longer_than_any_text_costs_nothing():
-    # Compared start by start, these would take days.
+def test_long_stop_string_is_fast():
+    # Comparing every start would take days.
     params = SamplingParams(stop=["a" * 10**7 + "b", "ab" * 10**6])
     stream, shown = TextStream(TOKENIZER, params), ""
     for token in TOKENIZER.encode("a" * 40 + " and so on " * 40 + "ab", False):
@@ -209,24 +209,24 @@ def random_table(length: int, seed: int = 0) -> np.ndarray:
     return (logits - np.log(np.exp(logits).sum(-1, keepdims=True))).astype(np.float32)
 
 
-def tell(
+def logprobs_of(
     table: np.ndarray, tokens: list[int], chosen: tuple[int, ...] = ()
 ) -> TokenLogprobs:
-    """What the program tells of tokens whose log-probabilities are in a table."""
-    order = np.argsort(-table, axis=-1, kind="stable")[:, :NUM_TOLD]
+    """Return the program's logprobs of tokens, from a table of log-probabilities."""
+    order = np.argsort(-table, axis=-1, kind="stable")[:, :NUM_RETURNED]
     own = table[np.arange(len(tokens)), tokens]
     return TokenLogprobs(
         own=own,
         rank=(table > own[:, None]).sum(-1).astype(np.int32) + 1,
         top_ids=order.astype(np.int32),
         top=np.take_along_axis(table, order, -1),
-        # Junk follows, of ids that nobody has chosen.
+        # Random values follow, for ids that were not chosen.
         chosen=table[:, [*chosen, 0, 0]],
     )
 
 
 def expected(row: np.ndarray, token: int, count: int) -> dict[int, Logprob]:
-    """From a sorted row, without the arrays that the program makes."""
+    """Return the expected logprobs, from a sorted row."""
     ranked = sorted(range(VOCAB), key=lambda other: (-row[other], other))
     kept = dict.fromkeys([token, *ranked[:count]])
     return {
@@ -243,38 +243,40 @@ def make_stream(prompt: list[int] | None = None, **fields: Any) -> LogprobStream
     return LogprobStream(TOKENIZER, SamplingParams(**fields), prompt or [2])
 
 
-@pytest.mark.parametrize("count", [0, 1, 3, NUM_TOLD])
-def test_a_text_told_in_rounds(count: int):
+@pytest.mark.parametrize("count", [0, 1, 3, NUM_RETURNED])
+def test_logprobs_of_several_rounds(count: int):
     table = random_table(9)
     tokens = [int(table[0].argmax()), *range(30, 38)]
     stream = make_stream(logprobs=count)
     for start, stop in [(0, 1), (1, 4), (4, 4), (4, 9)]:
-        stream.push(tokens[start:stop], tell(table[start:stop], tokens[start:stop]))
-    told: list[Any] = list(stream.since(0) or [])
-    assert told == [
+        stream.push(
+            tokens[start:stop], logprobs_of(table[start:stop], tokens[start:stop])
+        )
+    found: list[Any] = list(stream.since(0) or [])
+    assert found == [
         expected(row, token, count) for row, token in zip(table, tokens, strict=True)
     ]
-    assert stream.since(7) == told[7:]
-    assert [next(iter(entry)) for entry in told if entry] == tokens
+    assert stream.since(7) == found[7:]
+    assert [next(iter(entry)) for entry in found if entry] == tokens
     own = [float(row[token]) for row, token in zip(table, tokens, strict=True)]
     assert stream.cumulative == pytest.approx(sum(own), abs=1e-5)
 
 
 @pytest.mark.parametrize("flat", [False, True])
-def test_ids_that_were_chosen_come_in_place_of_the_most_likely(flat: bool):
+def test_chosen_ids_replace_the_most_likely_ones(flat: bool):
     table = random_table(2)
     ranked = [int(token) for token in np.argsort(-table[1], kind="stable")]
-    # The most likely, one that nobody has ranked, one twice, and the token itself.
+    # The most likely, one without a rank, one twice, and the token itself.
     least, best, itself = ranked[-1], ranked[0], ranked[2]
     chosen = (least, best, least, itself)
     stream = make_stream(logprob_token_ids=list(chosen), flat_logprobs=flat)
-    stream.push([5], tell(table[:1], [5], chosen))
-    stream.push([itself], tell(table[1:], [itself], chosen))
-    told: Any = list(stream.since(0) or ())
-    assert list(told[0]) == list(dict.fromkeys((5, *chosen)))
-    assert list(told[1]) == [itself, least, best]
-    assert [one.rank for one in told[1].values()] == [3, None, 1]
-    for row, entries in zip(table, told, strict=True):
+    stream.push([5], logprobs_of(table[:1], [5], chosen))
+    stream.push([itself], logprobs_of(table[1:], [itself], chosen))
+    found: Any = list(stream.since(0) or ())
+    assert list(found[0]) == list(dict.fromkeys((5, *chosen)))
+    assert list(found[1]) == [itself, least, best]
+    assert [one.rank for one in found[1].values()] == [3, None, 1]
+    for row, entries in zip(table, found, strict=True):
         for token, entry in entries.items():
             assert entry.logprob == float(row[token])
             text = TOKENIZER.decode([token], skip_special_tokens=False)
@@ -282,50 +284,50 @@ def test_ids_that_were_chosen_come_in_place_of_the_most_likely(flat: bool):
     assert stream.cumulative == pytest.approx(table[0][5] + table[1][itself], abs=1e-5)
 
 
-def test_a_launch_that_only_fed_a_prompt_tells_of_no_tokens():
+def test_prompt_launch_adds_no_logprobs():
     stream = make_stream(logprobs=1)
     stream.push([], None)
     assert stream.since(0) == []
     assert stream.cumulative == 0.0
 
 
-def test_the_whole_vocabulary():
+def test_logprobs_of_the_whole_vocabulary():
     table = random_table(1)
     stream = make_stream(logprobs=-1)
-    stream.push([3], tell(table, [3]))
+    stream.push([3], logprobs_of(table, [3]))
     (entry,) = stream.since(0) or []
-    assert entry == expected(table[0], 3, NUM_TOLD)
+    assert entry == expected(table[0], 3, NUM_RETURNED)
 
 
-def test_tokens_that_are_cut_off_do_not_count():
+def test_logprobs_of_dropped_tokens_are_dropped():
     table, tokens = random_table(5), [9, 8, 7, 6, 5]
     whole, cut = make_stream(logprobs=2), make_stream(logprobs=2)
-    cut.push(tokens, tell(table, tokens))
+    cut.push(tokens, logprobs_of(table, tokens))
     cut.keep(3)
-    whole.push(tokens[:3], tell(table[:3], tokens[:3]))
+    whole.push(tokens[:3], logprobs_of(table[:3], tokens[:3]))
     assert cut.since(0) == whole.since(0)
     assert cut.cumulative == pytest.approx(whole.cumulative)
     cut.keep(3)
     assert len(cut.since(0) or ()) == 3
 
 
-def test_nothing_is_told_that_nobody_asked_for():
+def test_no_logprobs_unless_requested():
     stream = make_stream([2, 3], prompt_logprobs=None)
     stream.push([4], None)
-    stream.push_prompt(tell(random_table(1), [3]))
+    stream.push_prompt(logprobs_of(random_table(1), [3]))
     assert stream.since(0) is None
     assert stream.cumulative is None
     assert stream.prompt is None
 
 
-def test_a_prompt_told_in_parts():
+def test_prompt_logprobs_arrive_in_parts():
     prompt = [2, 11, 12, 13, 14, 15]
     table = random_table(5)
     stream = make_stream(prompt, prompt_logprobs=2)
     assert stream.prompt is None
-    stream.push_prompt(tell(table[:3], prompt[1:4]))
-    assert stream.prompt is None, "told by half"
-    stream.push_prompt(tell(table[3:], prompt[4:]))
+    stream.push_prompt(logprobs_of(table[:3], prompt[1:4]))
+    assert stream.prompt is None, "half of the prompt"
+    stream.push_prompt(logprobs_of(table[3:], prompt[4:]))
     assert stream.prompt == [
         None,
         *(
@@ -336,25 +338,25 @@ def test_a_prompt_told_in_parts():
     assert stream.since(0) is None
 
 
-def test_a_prompt_of_one_token_has_nothing_to_tell():
+def test_prompt_of_one_token_has_no_logprobs():
     assert make_stream([2], prompt_logprobs=0).prompt == [None]
 
 
-def test_texts_of_tokens_only_where_there_is_text():
+def test_token_texts_only_with_detokenization():
     stream = make_stream(logprobs=1, detokenize=False)
-    stream.push([3], tell(random_table(1), [3]))
+    stream.push([3], logprobs_of(random_table(1), [3]))
     (entry,) = stream.since(0) or []
     assert entry is not None
     assert {one.decoded_token for one in entry.values()} == {None}
 
 
-def test_flat_logprobs_hold_the_same():
+def test_flat_logprobs_are_equal():
     table, tokens = random_table(4), [9, 8, 7, 6]
     flat = make_stream([2, 5], logprobs=2, prompt_logprobs=1, flat_logprobs=True)
     listed = make_stream([2, 5], logprobs=2, prompt_logprobs=1)
     for stream in (flat, listed):
-        stream.push(tokens, tell(table, tokens))
-        stream.push_prompt(tell(table[:1], [5]))
+        stream.push(tokens, logprobs_of(table, tokens))
+        stream.push_prompt(logprobs_of(table[:1], [5]))
         stream.keep(3)
     assert isinstance(flat.since(0), FlatLogprobs)
     assert list(flat.since(0) or []) == listed.since(0)
@@ -362,12 +364,12 @@ def test_flat_logprobs_hold_the_same():
     assert list(flat.prompt or []) == listed.prompt
 
 
-def test_a_stream_of_plain_tokens_copies_none_of_its_text():
-    """Nothing is joined before somebody looks, and then it is all there."""
-    ids = TOKENIZER.encode("The dragon looked at the sea and said nothing. " * 4)
+def test_plain_tokens_are_joined_only_on_read():
+    """Texts are joined only when read, and are then complete."""
+    ids = TOKENIZER.encode("The dragon watched the sea and said nothing. " * 4)
     stream = TextStream(TOKENIZER, SamplingParams())
-    told = [stream.follow([token]) for token in ids]
-    assert len(stream._joined) <= len(told[0])
-    assert stream.text == "".join(told) == TOKENIZER.decode(ids)
-    # Looking in between changes nothing.
-    assert stream.follow(ids[:1]) == stream.text[len("".join(told)) :]
+    found = [stream.follow([token]) for token in ids]
+    assert len(stream._joined) <= len(found[0])
+    assert stream.text == "".join(found) == TOKENIZER.decode(ids)
+    # Reading in between changes nothing.
+    assert stream.follow(ids[:1]) == stream.text[len("".join(found)) :]

@@ -45,7 +45,7 @@ def forms(params: Any) -> Any:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_they_have_the_form_of_what_is_read(tmp_path, dtype):
+def test_random_weights_have_the_form_of_loaded_ones(tmp_path, dtype):
     """Spread over four devices, the draft over two of its own."""
     write_tiny(tmp_path / "9b", family="9b")
     write_tiny(tmp_path / "2b", family="2b")
@@ -76,7 +76,7 @@ def test_an_untied_model_has_a_random_head(tmp_path):
 
 
 @pytest.mark.parametrize("load_format", ["dummy", "auto"])
-def test_float32_weights_on_one_cpu_lie_in_panels(tmp_path, load_format):
+def test_float32_weights_on_one_cpu_are_in_panels(tmp_path, load_format):
     write_tiny(tmp_path / "2b", family="2b")
     config = configure(tmp_path / "2b", tmp_path / "2b", load_format=load_format)
     for params in loader.load_weights(config, build_mesh(config)):
@@ -84,7 +84,7 @@ def test_float32_weights_on_one_cpu_lie_in_panels(tmp_path, load_format):
         assert isinstance(params["embedding"], NativeMatrix | PanelMatrix)
 
 
-def test_a_draft_of_the_targets_sizes_is_another_model(tmp_path):
+def test_draft_of_equal_size_has_other_weights(tmp_path):
     folder = write_config(tmp_path / "model")
     config = configure(folder, folder)
     target, draft = loader.load_weights(config, build_mesh(config))
@@ -96,7 +96,7 @@ def test_a_draft_of_the_targets_sizes_is_another_model(tmp_path):
 @pytest.fixture
 def llm(tmp_path, monkeypatch):
     monkeypatch.setattr(loader, "Runner", QuickRunner)
-    # A bundled model brings this engine's token ids; here nothing else is known.
+    # The token ids of a bundled model are known; nothing else is.
     target = write_config(tmp_path / "target", "9b")
     draft = write_config(tmp_path / "draft")
     with LLM(
@@ -111,7 +111,7 @@ def llm(tmp_path, monkeypatch):
         yield made
 
 
-def test_a_config_is_enough(llm, caplog):
+def test_config_file_is_sufficient(llm, caplog):
     params = SamplingParams(max_tokens=20, ignore_eos=True, seed=3, logprobs=1)
 
     def write() -> list[int]:
@@ -147,7 +147,7 @@ def test_a_config_is_enough(llm, caplog):
         assert caught.value.parameter == name
 
 
-def test_the_log_says_that_texts_mean_nothing(tmp_path, caplog):
+def test_log_warns_that_texts_are_meaningless(tmp_path, caplog):
     folder = write_config(tmp_path / "model")
     forced = {
         "rejection_sample_method": "synthetic",
@@ -163,12 +163,12 @@ def test_the_log_says_that_texts_mean_nothing(tmp_path, caplog):
     assert "has no tokenizer file: prompts are token ids" in caplog.text
 
 
-def test_a_tokenizer_that_is_there_is_read():
+def test_existing_tokenizer_is_read():
     config = configure(bundled_target())
     assert loader.read_tokenizer(config).encode("Hi")
 
 
-def test_no_tokenizer_where_none_is_wanted():
+def test_no_tokenizer_with_skip_tokenizer_init():
     config = configure(bundled_target(), load_format="auto", skip_tokenizer_init=True)
     found = loader.read_tokenizer(config)
     with pytest.raises(RequestError, match="skip_tokenizer_init=True"):
@@ -178,7 +178,7 @@ def test_no_tokenizer_where_none_is_wanted():
 
 
 @pytest.mark.parametrize("load_format", ["dummy", "auto"])
-def test_a_tokenizer_that_is_named_must_be_there(tmp_path, load_format):
+def test_named_tokenizer_must_exist(tmp_path, load_format):
     """And one for weights that were trained for it."""
     write_config(tmp_path / "empty")
     folder = write_config(tmp_path / "model")

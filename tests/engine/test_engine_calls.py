@@ -1,4 +1,4 @@
-"""What can be asked of an `LLMEngine` besides texts, over a device of plain Python."""
+"""Other methods of `LLMEngine`, over a device of plain Python."""
 
 import logging
 import time
@@ -40,7 +40,7 @@ def metrics_of(engine: Any) -> dict[str, float]:
         {"trace_headers": {"traceparent": "00-1-2-00"}},
     ],
 )
-def test_options_that_are_not_supported(option: dict[str, Any]):
+def test_rejects_unsupported_options(option: dict[str, Any]):
     engine, _ = make_fake_engine()
     with pytest.raises(NotImplementedError, match=next(iter(option))):
         engine.add_request("0", PROMPT, SamplingParams(), **option)
@@ -70,7 +70,7 @@ def test_several_texts_are_checked_as_one_request(
     assert not engine.has_unfinished_requests()
 
 
-def test_the_caller_keeps_what_it_gave():
+def test_callers_params_are_not_changed():
     engine, _ = make_fake_engine()
     params = SamplingParams(n=2, max_tokens=2)
     params.top_k = -1
@@ -79,7 +79,7 @@ def test_the_caller_keeps_what_it_gave():
     assert (params.n, params.top_k) == (2, -1)
 
 
-def test_controls_reach_the_device():
+def test_controls_are_sent_to_the_device():
     engine, runner = make_fake_engine()
     params = SamplingParams(max_tokens=2, presence_penalty=0.5, logit_bias={3: 1})
     run_one(engine, params)
@@ -90,7 +90,7 @@ def test_controls_reach_the_device():
     assert features[0].has_controls
 
 
-def test_lower_priorities_go_first():
+def test_lower_priorities_run_first():
     engine, _ = make_fake_engine(scheduling_policy="priority", max_num_seqs=1)
     params = SamplingParams(max_tokens=3)
     for name, priority in [("late", 5), ("first", -1), ("second", 0)]:
@@ -113,7 +113,7 @@ def test_metrics_of_traffic():
     assert found["vllm:spec_decode_num_drafts"] == engine.stats.num_draft_rounds > 0
 
 
-def test_metrics_can_be_off(caplog: pytest.LogCaptureFixture):
+def test_metrics_can_be_disabled(caplog: pytest.LogCaptureFixture):
     engine, _ = make_fake_engine(disable_log_stats=True)
     caplog.set_level(logging.INFO, "jaxspec")
     run_one(engine, SamplingParams(max_tokens=3))
@@ -123,7 +123,7 @@ def test_metrics_can_be_off(caplog: pytest.LogCaptureFixture):
     assert not caplog.messages
 
 
-def test_a_busy_engine_logs_now_and_then(
+def test_busy_engine_logs_periodically(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
     engine, _ = make_fake_engine()
@@ -152,12 +152,12 @@ def test_compiles_are_announced():
             )
 
     runner.cache = Cache()
-    engine.runner, told = runner, []
-    engine.announce_compiles(told.append)
+    engine.runner, announced = runner, []
+    engine.announce_compiles(announced.append)
     (shape, *_) = engine.scheduler.shapes.all()
     for _ in range(2):
         assert runner.executable(shape) is print
-    assert told == [f"Compiling {shape.name}", ""]
+    assert announced == [f"Compiling {shape.name}", ""]
     assert runner.num_compiles == 1
     assert runner.compile_s >= 0.01
     engine.announce_compiles(None)
@@ -172,8 +172,8 @@ def test_a_profile_is_written(tmp_path: Path):
     assert list(tmp_path.rglob("*.xplane.pb"))
 
 
-def test_prompts_go_on_where_nobody_who_streams_finds_a_page():
-    """B has no page left for its drafts, and A's prompt holds the rest of them."""
+def test_prompts_continue_when_no_stream_gets_a_page():
+    """B has no page left for its drafts; A's prompt holds the others."""
     engine, runner = make_fake_engine(
         list(range(2, 16)),
         num_pages=27,
@@ -192,7 +192,7 @@ def test_prompts_go_on_where_nobody_who_streams_finds_a_page():
     assert engine.stats.num_preemptions
 
 
-def test_running_requests_can_be_reset_and_go_on():
+def test_running_requests_continue_after_cache_reset():
     found: list[dict[str, str]] = []
     for resets in ((), (1, 2, 5)):
         engine, _ = make_fake_engine(num_draft_tokens=3)
@@ -214,12 +214,12 @@ def test_running_requests_can_be_reset_and_go_on():
     assert found[0].keys() == {"a", "b"}
 
 
-def test_an_id_that_was_a_texts_is_somebody_elses():
+def test_id_of_a_finished_text_can_be_reused():
     engine, _ = make_fake_engine(num_draft_tokens=0)
     stops = SamplingParams(n=2, max_tokens=30, seed=3)
     engine.add_request("x", PROMPT, stops)
     engine.step()
-    # Text 0 has ended, as at a stop of its own.
+    # Text 0 has ended, as by a stop string.
     stream = engine.output_processor.streams["0_x"]
     engine.scheduler.finish(stream.request, "stop", None)
     engine.output_processor.close(stream.request)
@@ -228,7 +228,7 @@ def test_an_id_that_was_a_texts_is_somebody_elses():
     assert list(run_all(engine)) == ["0_x"]
 
 
-def test_numbers_beyond_32_bits_are_like_none():
+def test_values_beyond_32_bits_have_no_effect():
     engine, _ = make_fake_engine()
     engine.add_request("other", PROMPT, SamplingParams(max_tokens=20))
     engine.step()
@@ -243,7 +243,7 @@ def test_numbers_beyond_32_bits_are_like_none():
 
 
 @pytest.mark.parametrize("wrong", [0, -5, "9"])
-def test_a_warm_up_for_prompts_of_no_length(wrong: Any):
+def test_rejects_warm_up_for_empty_prompts(wrong: Any):
     engine, runner = make_fake_engine()
     with pytest.raises(RequestError, match="prompt_tokens"):
         engine.warm_up(wrong)

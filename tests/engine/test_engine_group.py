@@ -41,7 +41,7 @@ def run_all(group: EngineGroup) -> dict[str, str]:
     return texts
 
 
-def test_requests_go_to_the_least_loaded_and_all_are_answered():
+def test_requests_go_to_the_least_loaded_engine():
     engines = make_engines()
     group = EngineGroup(engines)
     lengths = {str(number): 3 + number for number in range(10)}
@@ -60,7 +60,7 @@ def test_requests_go_to_the_least_loaded_and_all_are_answered():
         assert_idle(engine)
 
 
-def test_engines_step_beside_each_other():
+def test_engines_step_concurrently():
     engines, meeting = make_engines(), threading.Barrier(COUNT)
     for engine in engines:
         _before_launches(engine.runner, lambda: meeting.wait(10))
@@ -69,13 +69,13 @@ def test_engines_step_beside_each_other():
         params = SamplingParams(max_tokens=40, ignore_eos=True)
         group.add_request(str(number), PROMPT, params)
     assert run_all(group) == dict.fromkeys("012", letters(said(40)))
-    # No launch went on before there was one of every engine.
+    # No launch continued before every engine had one.
     (count,) = {engine.stats.num_rounds for engine in engines}
     assert count >= 10
     group.shutdown()
 
 
-def test_what_a_caller_does_between_steps():
+def test_calls_between_steps():
     engines = make_engines(delay_s=0.01)
     group = EngineGroup(engines)
     for name in "abc":
@@ -105,7 +105,7 @@ def test_what_a_caller_does_between_steps():
     group.shutdown()
 
 
-def test_a_step_that_fails_is_told_and_the_other_engines_go_on():
+def test_failed_step_is_reported_and_other_engines_continue():
     engines = make_engines()
     _break_next(engines[1].runner)
     group = EngineGroup(engines)
@@ -205,7 +205,7 @@ class Warming(LLMEngine):
         return False
 
 
-def test_who_can_begin_goes_first():
+def test_ready_engines_are_preferred():
     async def use(serving: AsyncLLMEngine, engines: list[LLMEngine]) -> None:
         assert serving.is_ready
         for engine in engines[:-1]:
@@ -222,7 +222,7 @@ def test_who_can_begin_goes_first():
     serve(use)
 
 
-def test_several_texts_weigh_as_many_requests():
+def test_each_text_counts_as_a_request_for_the_load():
     async def use(serving: AsyncLLMEngine, engines: list[LLMEngine]) -> None:
         params: dict[str, Any] = dict(n=3, temperature=1.0)
         asked = [asyncio.ensure_future(text_of(serving, "many", 60, **params))]
@@ -239,14 +239,14 @@ def test_several_texts_weigh_as_many_requests():
     serve(use, delay_s=0.01)
 
 
-def test_one_engine_that_fails_is_not_the_end_and_one_that_ends_is():
+def test_failed_step_is_recoverable_and_dead_engine_is_not():
     async def use(serving: AsyncLLMEngine, engines: list[LLMEngine]) -> None:
         _break_next(engines[0].runner)
         names = [str(number) for number in range(COUNT)]
         asked = [text_of(serving, name, 60) for name in names]
-        told = await asyncio.gather(*asked, return_exceptions=True)
-        assert isinstance(told[0], EngineGenerateError)
-        assert told[1:] == [letters(said(60))] * (COUNT - 1)
+        results = await asyncio.gather(*asked, return_exceptions=True)
+        assert isinstance(results[0], EngineGenerateError)
+        assert results[1:] == [letters(said(60))] * (COUNT - 1)
         assert not serving.errored
         assert await text_of(serving, "next") == letters(said(9))
         _break_next(engines[0].runner, 2 * MAX_FAILURES)
@@ -285,7 +285,7 @@ def test_a_server_of_several_engines():
             assert (await http.post("/sleep")).status_code == 200
             assert (await http.get("/is_sleeping")).json() == {"is_sleeping": True}
             assert (await http.post("/wake_up")).status_code == 200
-            told = await http.get("/page/server.json")
-            assert told.json()["is_ready"]
+            response = await http.get("/page/server.json")
+            assert response.json()["is_ready"]
 
     serve(use)

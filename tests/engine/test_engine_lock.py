@@ -33,7 +33,7 @@ def test_reentrant_and_free_after_the_last_release():
     assert is_free(lock)
 
 
-def test_a_waiting_thread_goes_before_one_that_has_just_released():
+def test_waiting_thread_precedes_the_releasing_thread():
     """`threading.RLock` goes back to the thread that released it."""
     lock, turns = EngineLock(), []
 
@@ -115,11 +115,11 @@ def test_methods_of_an_object_take_turns():
             self.lock, self.value = EngineLock(), 0
 
         @exclusive
-        def add(self, amount: int) -> int:
+        def add(self, increment: int) -> int:
             """Add slowly."""
             value = self.value
             time.sleep(0.001)
-            self.value = value + amount
+            self.value = value + increment
             return self.value
 
     counter = Counter()

@@ -21,17 +21,17 @@ DELTA, CUMULATIVE = RequestOutputKind.DELTA, RequestOutputKind.CUMULATIVE
 
 
 class Engine(LLMEngine):
-    """Has work for as many steps as it is given; a step may fail."""
+    """An engine with a given number of steps, any of which may fail."""
 
     def __init__(self):
         self.work = 0
         self.errors: list[BaseException] = []
         self.threads: set[str] = set()
         self.stepped = threading.Event()
-        self.num_looks = 0
+        self.num_log_checks = 0
 
     def log_if_due(self) -> None:
-        self.num_looks += 1
+        self.num_log_checks += 1
 
     def has_unfinished_requests(self) -> bool:
         return self.work > 0
@@ -51,7 +51,7 @@ class Engine(LLMEngine):
 
 
 class Running:
-    """A loop over such an engine, and what it told."""
+    """A thread with such an engine, its outputs and failures."""
 
     def __init__(self):
         self.engine = Engine()
@@ -90,7 +90,7 @@ def test_steps_and_calls_share_a_thread(running: Running):
     assert running.engine.threads == {"jaxspec-engine"}
 
 
-def test_what_a_call_raises_goes_to_its_caller(running: Running):
+def test_error_of_a_call_is_raised_in_the_caller(running: Running):
     with pytest.raises(ZeroDivisionError):
         running.loop.call(lambda engine: 1 // 0).result(10)
     running.add(1)
@@ -98,7 +98,7 @@ def test_what_a_call_raises_goes_to_its_caller(running: Running):
     assert not running.failures
 
 
-def test_a_failed_step_is_told_and_others_follow(running: Running):
+def test_failed_step_is_reported_and_steps_continue(running: Running):
     running.engine.errors = [ValueError("broken")]
     running.add(1)
     assert [str(error) for error in running.failures] == ["broken"]
@@ -107,7 +107,7 @@ def test_a_failed_step_is_told_and_others_follow(running: Running):
     assert running.loop.is_running
 
 
-def test_an_output_forgives_the_failures_before_it(running: Running):
+def test_output_resets_the_failure_count(running: Running):
     for _ in range(MAX_FAILURES):
         running.engine.errors = [ValueError()] * (MAX_FAILURES - 1)
         for _ in range(MAX_FAILURES):
@@ -115,7 +115,7 @@ def test_an_output_forgives_the_failures_before_it(running: Running):
     assert running.loop.dead_error is None
 
 
-def test_one_failure_after_the_other_is_the_end(running: Running):
+def test_consecutive_failures_stop_the_thread(running: Running):
     running.engine.errors = [ValueError("broken")] * MAX_FAILURES
     for _ in range(MAX_FAILURES):
         running.add(1)
@@ -128,7 +128,7 @@ def test_one_failure_after_the_other_is_the_end(running: Running):
     assert not running.loop.is_running
 
 
-def test_an_engine_that_says_it_is_dead_is_not_asked_again(running: Running):
+def test_dead_engine_is_not_stepped_again(running: Running):
     running.engine.errors = [EngineDeadError("a host is gone")]
     running.add(1)
     (dead,) = running.failures
@@ -136,12 +136,12 @@ def test_an_engine_that_says_it_is_dead_is_not_asked_again(running: Running):
     assert str(dead.__cause__) == "a host is gone"
 
 
-def test_an_idle_loop_still_looks_after_the_log(monkeypatch: pytest.MonkeyPatch):
+def test_idle_loop_still_logs(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("jaxspec.engine.engine_thread.LOG_INTERVAL_S", 0.01)
     idle = Running()
     try:
         deadline = time.monotonic() + 10
-        while idle.engine.num_looks < 3:
+        while idle.engine.num_log_checks < 3:
             assert time.monotonic() < deadline
             time.sleep(0.01)
         assert not idle.engine.stepped.is_set()
@@ -160,12 +160,12 @@ def test_no_step_while_paused(running: Running):
     assert running.engine.stepped.wait(10)
 
 
-def test_calls_that_wait_are_told_of_the_end(running: Running):
-    entered, go_on = threading.Event(), threading.Event()
+def test_queued_calls_get_the_final_error(running: Running):
+    entered, may_continue = threading.Event(), threading.Event()
 
     def wait(_: Any) -> None:
         entered.set()
-        go_on.wait(10)
+        may_continue.wait(10)
 
     running.loop.call(wait)
     assert entered.wait(10)
@@ -173,7 +173,7 @@ def test_calls_that_wait_are_told_of_the_end(running: Running):
     assert not running.loop.stop(0.01)
     with pytest.raises(EngineDeadError):
         later.result(10)
-    go_on.set()
+    may_continue.set()
     assert running.loop.stop(10)
 
 
@@ -200,14 +200,14 @@ def fetch(kind: RequestOutputKind, use: Any, num_texts: int = 1) -> Any:
 
 
 @pytest.mark.parametrize(("kind", "text"), [(DELTA, "abc"), (CUMULATIVE, "bc")])
-def test_a_slow_reader_gets_one_output(kind, text):
+def test_slow_reader_gets_merged_output(kind, text):
     async def use(collector: RequestOutputCollector) -> None:
         collector.put(output_of("a"))
         collector.put(output_of("bc"))
         output = await collector.get()
         assert output.outputs[0].text == text
         assert list(output.outputs[0].token_ids) == [ord(one) for one in text]
-        # It is the caller's now: what comes later is another one.
+        # It belongs to the caller now: later outputs are new objects.
         collector.put(output_of("d", "length"))
         assert output.outputs[0].text == text
         last = await collector.get()
@@ -216,7 +216,7 @@ def test_a_slow_reader_gets_one_output(kind, text):
     fetch(kind, use)
 
 
-def test_a_reader_waits_for_news():
+def test_reader_waits_for_output():
     async def use(collector: RequestOutputCollector) -> None:
         waiting = asyncio.ensure_future(collector.get())
         await asyncio.sleep(0.01)
@@ -227,7 +227,7 @@ def test_a_reader_waits_for_news():
     fetch(DELTA, use)
 
 
-def test_an_error_takes_the_place_of_what_was_not_fetched():
+def test_error_replaces_unfetched_outputs():
     async def use(collector: RequestOutputCollector) -> None:
         collector.put(output_of("a"))
         collector.fail(RuntimeError("broken"))
@@ -238,7 +238,7 @@ def test_an_error_takes_the_place_of_what_was_not_fetched():
 
 
 @pytest.mark.parametrize(("kind", "text"), [(DELTA, ""), (CUMULATIVE, "ab")])
-def test_an_aborted_request_ends_with_what_there_was(kind, text):
+def test_aborted_request_ends_with_the_text_so_far(kind, text):
     async def use(collector: RequestOutputCollector) -> None:
         collector.put(output_of("ab"))
         before = await collector.get()
@@ -253,7 +253,7 @@ def test_an_aborted_request_ends_with_what_there_was(kind, text):
     fetch(kind, use)
 
 
-def test_a_delta_that_was_not_fetched_is_not_lost_to_an_abort():
+def test_abort_keeps_unfetched_deltas():
     async def use(collector: RequestOutputCollector) -> None:
         collector.put(output_of("ab"))
         collector.abort()
@@ -265,7 +265,7 @@ def test_a_delta_that_was_not_fetched_is_not_lost_to_an_abort():
 
 
 @pytest.mark.parametrize("kind", [DELTA, CUMULATIVE])
-def test_an_end_that_was_not_fetched_stays_as_it_is(kind):
+def test_abort_does_not_change_an_unfetched_end(kind):
     async def use(collector: RequestOutputCollector) -> None:
         collector.put(output_of("ab", "stop"))
         collector.abort()
@@ -277,7 +277,7 @@ def test_an_end_that_was_not_fetched_stays_as_it_is(kind):
 
 
 @pytest.mark.parametrize("is_fetched", [False, True])
-def test_all_texts_of_an_aborted_request_end_and_none_is_told_twice(is_fetched):
+def test_abort_ends_all_texts_once(is_fetched):
     def of_text(index: int, text: str, reason: str | None = None) -> RequestOutput:
         output = output_of(text, reason)
         output.outputs[0].index, output.finished = index, False
@@ -305,7 +305,7 @@ def test_all_texts_of_an_aborted_request_end_and_none_is_told_twice(is_fetched):
     fetch(DELTA, use, num_texts=3)
 
 
-def test_a_request_that_never_spoke_is_aborted():
+def test_request_without_output_can_be_aborted():
     async def use(collector: RequestOutputCollector) -> None:
         collector.abort()
         last = await collector.get()

@@ -1,4 +1,4 @@
-"""What fails on the device costs no more than it must."""
+"""Failures on the device end only the affected requests, or drafting."""
 
 from typing import Any
 
@@ -26,8 +26,10 @@ def add(engine: LLMEngine, **changes: Any) -> None:
 
 
 def last_of(outputs: dict[str, list[RequestOutput]]) -> dict[str, list[int]]:
-    """The tokens of every request that has come to its end."""
-    completions = {name: told[-1].outputs[0] for name, told in outputs.items()}
+    """Return the tokens of every finished request."""
+    completions = {
+        name: outputs_of[-1].outputs[0] for name, outputs_of in outputs.items()
+    }
     assert {one.finish_reason for one in completions.values()} == {"length"}
     return {name: list(one.token_ids) for name, one in completions.items()}
 
@@ -37,7 +39,7 @@ def last_of_one(outputs: dict[str, list[RequestOutput]]) -> CompletionOutput:
 
 
 def fail(runner: Any, name: str, *, after: int, times: int = 1) -> None:
-    """Have a runner's method raise, once it was called so often."""
+    """Make a runner's method raise at a given call."""
     method, calls = getattr(runner, name), 0
 
     def called(*arguments: Any) -> Any:
@@ -53,7 +55,7 @@ def fail(runner: Any, name: str, *, after: int, times: int = 1) -> None:
 @pytest.mark.parametrize("where", ["launch", "fetch"])
 @pytest.mark.parametrize("after", [0, 1, pytest.param(2, marks=pytest.mark.slow), 5])
 @pytest.mark.parametrize("num_seqs", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_a_failure_with_drafts_costs_the_drafts(where, after, num_seqs):
+def test_failure_with_drafts_stops_drafting(where, after, num_seqs):
     engine, runner = make_fake_engine(num_draft_tokens=3, max_num_seqs=num_seqs)
     add(engine)
     fail(runner, where, after=after)
@@ -71,7 +73,7 @@ def test_a_failure_with_drafts_costs_the_drafts(where, after, num_seqs):
 
 @pytest.mark.parametrize("where", ["launch", "fetch"])
 @pytest.mark.parametrize("after", [0, 1, 5])
-def test_a_failure_without_drafts_ends_who_runs(where, after):
+def test_failure_without_drafts_ends_running_requests(where, after):
     engine, runner = make_fake_engine(num_draft_tokens=0, max_num_seqs=2)
     add(engine)
     fail(runner, where, after=after)
@@ -93,7 +95,7 @@ def test_texts_of_one_request_end_together():
     assert_idle(engine)
 
 
-def test_a_broken_draft_ends_the_drafts():
+def test_nan_draft_model_stops_drafting():
     engine, runner = make_fake_engine(num_draft_tokens=3)
     runner.device.is_draft_broken = True
     add(engine)
@@ -101,15 +103,15 @@ def test_a_broken_draft_ends_the_drafts():
     assert engine.policy.is_stopped
     plans = [plan for plan, _ in runner.plans]
     drafting = [plan for plan in plans if any(drafts for _, drafts in plan.decode)]
-    # One more was on its way.
+    # One more launch was in flight.
     assert len(drafting) <= 2
     assert_idle(engine)
 
 
-@pytest.mark.parametrize("num_draft", [0, 3])
+@pytest.mark.parametrize("num_draft_tokens", [0, 3])
 @pytest.mark.parametrize("kind", list(RequestOutputKind))
-def test_a_broken_request_ends_alone(num_draft, kind):
-    engine, runner = make_fake_engine(num_draft_tokens=num_draft, page_size=4)
+def test_request_with_nan_ends_alone(num_draft_tokens, kind):
+    engine, runner = make_fake_engine(num_draft_tokens=num_draft_tokens, page_size=4)
     runner.device.poison = POISON
     poisoned = [2, 9, 9, 9, 9, 9, 9, 9, POISON, 3]
     for name in ("bad", "again"):
@@ -122,13 +124,13 @@ def test_a_broken_request_ends_alone(num_draft, kind):
         assert end.finished
         assert end.outputs[0].finish_reason == "error"
         assert end.outputs[0].token_ids == []
-        # What is broken is not found again.
+        # Pages of a broken request are not reused.
         assert end.num_cached_tokens == 0
         assert last_of(outputs) == {"good": said(40)}
         assert_idle(engine)
 
 
-def test_a_request_can_break_after_some_text():
+def test_nan_after_some_text_ends_the_request():
     text = [*range(2, 14), POISON]
     engine, runner = make_fake_engine(text, num_draft_tokens=3)
     runner.device.poison = POISON
@@ -142,7 +144,7 @@ def test_a_request_can_break_after_some_text():
 
 
 class Gone(Followers):
-    """In place of processes on other hosts: why they were let go."""
+    """Fake followers on other hosts, which record why they were ended."""
 
     def __init__(self) -> None:
         self.reasons: list[str] = []
@@ -152,8 +154,8 @@ class Gone(Followers):
 
 
 @pytest.mark.parametrize("where", ["launch", "fetch"])
-def test_a_failure_ends_an_engine_over_several_hosts(where: str):
-    """With drafts as well: what failed here may not have failed there."""
+def test_failure_stops_an_engine_over_several_hosts(where: str):
+    """Also with drafts: the launch may not have failed on the other hosts."""
     engine, fake = make_fake_engine(num_draft_tokens=3)
     followers = fake.followers = Gone()
     add(engine)
@@ -167,7 +169,7 @@ def test_a_failure_ends_an_engine_over_several_hosts(where: str):
 def test_failed_programs_with_drafts_are_reported(caplog):
     engine, runner = make_fake_engine(num_draft_tokens=3)
     add(engine)
-    shape = StepShape(num_seqs=1, num_draft_tokens=3, chunk=0)
+    shape = StepShape(num_seqs=1, num_draft_tokens=3, max_prompt_tokens=0)
     runner.compiler.failures = {shape: RuntimeError("out of memory")}
     counts = last_of_one(run_all(engine)).spec_decode_metrics
     reason = "no program with drafts could be compiled"

@@ -1,4 +1,4 @@
-"""A grammar's verdict depends on the text alone; a failure ends one text only."""
+"""Masks and failures depend only on the text; a failure ends only one text."""
 
 import functools
 import itertools
@@ -29,7 +29,7 @@ from jaxspec.text.tokenizer import Tokenizer
 EOS, NUM_PROMPT, NUM_DRAFTS, WINDOW = 1, 2, 5, 18
 WORDS_OF_LETTERS = grammar_of_regex(r"(\w{1,20} ?){1,200}")
 PANIC = grammar_of_rules("start: <eos> <[1]> <[0-8191]>*")
-# Valid to the library, until its first mask.
+# The library reports an error only with the first mask.
 CYCLES = {
     "$ref": grammar_of_schema('{"$ref": "#"}', {}),
     "anyOf": grammar_of_schema('{"anyOf": [{"$ref": "#"}]}', {}),
@@ -67,7 +67,7 @@ def ids_of(mask: np.ndarray) -> list[int]:
 
 
 def drawn(mask: np.ndarray, seed: int, position: int) -> int:
-    """A token that depends on the mask, the seed and the position alone."""
+    """Return a token that depends only on the mask, the seed and the position."""
     choices = ids_of(mask)
     texts = [one for one in choices if one != EOS] or choices
     return texts[hash((seed, position)) % len(texts)]
@@ -82,14 +82,14 @@ def masks_of(state: GrammarState, text: list[int], drafts: list[int]) -> np.ndar
 
 
 def written(grammar: Grammar, seed: int, length: int, *, has_drafts: bool) -> Any:
-    """A text, as an engine would write it, and where and why it failed."""
+    """Return a text as an engine would generate it, and where and why it failed."""
     state = GrammarState(matcher=Matcher(grammar), num_prompt=NUM_PROMPT)
     random, text = np.random.default_rng(seed), list[int]()
     while len(text) < length:
         drafts = []
         if has_drafts:
-            # What would be said next is not known yet: a walk through the masks,
-            # which now and then differs from the text.
+            # The next tokens are not known yet: drafts are a walk over the masks,
+            # which sometimes differs from the text.
             for index in range(NUM_DRAFTS):
                 mask = masks_of(state, text, drafts)[-1]
                 drafts.append(drawn(mask, seed, len(text) + index))
@@ -106,7 +106,7 @@ def written(grammar: Grammar, seed: int, length: int, *, has_drafts: bool) -> An
     return text[:length], None
 
 
-def test_drafts_do_not_change_where_a_limit_is_met(monkeypatch):
+def test_drafts_do_not_change_where_a_limit_is_reached(monkeypatch):
     limited(monkeypatch, 300_000)
     kinds = set()
     for seed in range(6):
@@ -148,7 +148,7 @@ def test_a_mask_that_uses_up_its_lexer_is_confirmed_by_a_new_one(monkeypatch):
     assert len(made) == 1
 
 
-def test_a_failed_text_leaves_others_of_the_grammar_alone(monkeypatch):
+def test_failed_text_does_not_affect_others_of_its_grammar(monkeypatch):
     limited(monkeypatch, 200_000)
     grammar = Grammar(WORDS_OF_LETTERS, vocabulary())
     other = Matcher(grammar)
@@ -164,7 +164,7 @@ def test_a_failed_text_leaves_others_of_the_grammar_alone(monkeypatch):
         assert matcher.read(drawn(matcher.mask(), 2, 0))
 
 
-def test_a_failed_draft_leaves_the_text_alone(monkeypatch):
+def test_failed_draft_does_not_affect_the_text(monkeypatch):
     limited(monkeypatch, 200_000)
     matcher = Matcher(Grammar(WORDS_OF_LETTERS, vocabulary()))
     length = 0
@@ -181,7 +181,7 @@ def test_a_failed_draft_leaves_the_text_alone(monkeypatch):
 
 
 def test_a_dead_end_is_a_failure():
-    # After the comma only "score" may come, which has been.
+    # After the comma only "score" may follow, which was used already.
     schema = (
         '{"type": "object", "properties": {"score": {"type": "integer"}},'
         ' "required": ["score"], "additionalProperties": false,'
@@ -199,7 +199,7 @@ def test_a_dead_end_is_a_failure():
 
 
 @pytest.mark.parametrize("cycle", CYCLES)
-def test_a_grammar_that_no_text_matches_is_refused(cycle):
+def test_rejects_grammar_that_no_text_matches(cycle):
     with pytest.raises(GrammarFailure, match="no text matches it"):
         Grammar(CYCLES[cycle], vocabulary())
 
@@ -211,7 +211,7 @@ def test_a_panic_of_the_library_is_a_failure():
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
-def test_an_interrupt_is_no_failure(error):
+def test_interrupt_is_not_a_failure(error):
     def interrupted() -> None:
         raise error
 
@@ -240,12 +240,12 @@ def test_every_call_of_a_matcher_may_panic(use, monkeypatch):
         patch.setattr(llguidance, "LLMatcher", fail)
         with pytest.raises(GrammarFailure, match="no luck"):
             getattr(matcher, use)(*arguments)
-    # The library has recovered: so does the text.
+    # The library has recovered, and so has the text.
     matcher.back_to(0)
     np.testing.assert_array_equal(matcher.mask(), first)
 
 
-def test_a_library_that_stops_before_the_end_is_a_failure(monkeypatch):
+def test_early_stop_of_the_library_is_a_failure(monkeypatch):
     matcher: Any = Matcher(Grammar(grammar_of_regex("[a-z]{9}"), vocabulary()))
 
     class Stopped:
@@ -262,7 +262,7 @@ def test_a_library_that_stops_before_the_end_is_a_failure(monkeypatch):
         matcher.read(5)
 
 
-def test_many_labels_are_one_expression():
+def test_many_choices_are_one_expression():
     labels = [f"label number {number}" for number in range(20_000)]
     matcher = Matcher(Grammar(grammar_of_choices(labels), vocabulary()))
     for token in bundled().encode("label number 19999", add_special_tokens=False):
@@ -293,7 +293,7 @@ ODD = [r"a.b*c", "(x|y)", "[z]{2}", "^$", "\\d", "a&b~c#d-e", "\n\t ", "é😀",
 
 
 @pytest.mark.parametrize("label", ODD)
-def test_labels_are_taken_literally(label):
+def test_choices_are_literal(label):
     matcher = Matcher(Grammar(grammar_of_choices(ODD), vocabulary()))
     for token in bundled().encode(
         label, add_special_tokens=False, parse_special_tokens=False
@@ -311,7 +311,7 @@ def test_labels_are_taken_literally(label):
         assert not (is_whole and EOS in ids_of(matcher.mask())), other
 
 
-def test_no_reason_quotes_the_grammar():
+def test_reasons_do_not_quote_the_grammar():
     try:
         Grammar(grammar_of_regex("(secret"), vocabulary())
     except GrammarFailure as failure:

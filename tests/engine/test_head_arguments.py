@@ -1,4 +1,4 @@
-"""Engine arguments of heads: what is read of a folder, and what is refused by name."""
+"""Engine arguments of heads: values read from a folder, and rejected values."""
 
 import json
 from pathlib import Path
@@ -97,7 +97,7 @@ def test_a_head_is_read_from_its_folder(folders, kind):
     assert config.speculative.method == kind
     assert config.speculative.model == folders[kind]
     assert config.num_draft_tokens == 2
-    # The folder says what it holds, as in vLLM.
+    # The kind of head is read from the folder, as in vLLM.
     found = configure(
         folders, kind, method=None, model=folders[kind], num_speculative_tokens=2
     )
@@ -108,17 +108,17 @@ def test_a_head_is_read_from_its_folder(folders, kind):
     assert config.num_draft_tokens == (5 if most is None else most)
 
 
-def test_more_drafts_than_a_head_has_are_refused(folders):
+def test_rejects_more_drafts_than_the_head_supports(folders):
     kind = "medusa"
     most = CONFIGS[kind].max_drafts
     with pytest.raises(ConfigError) as caught:
         configure(folders, kind, num_speculative_tokens=most + 1)
     assert caught.value.parameter == "num_speculative_tokens"
-    for text in (f"1 to {most}, got {most + 1}", kind, f"has {most}."):
+    for text in (f"1 to {most}, got {most + 1}", kind, f"at most {most} tokens"):
         assert text in str(caught.value)
 
 
-def test_a_tree_deeper_than_medusas_heads_is_refused(folders):
+def test_rejects_tree_deeper_than_medusas_heads(folders):
     tree = str([(0,) * level for level in range(1, 5)])
     with pytest.raises(ConfigError, match="a tree of at most 3 levels") as caught:
         configure(folders, "medusa", speculative_token_tree=tree)
@@ -126,9 +126,9 @@ def test_a_tree_deeper_than_medusas_heads_is_refused(folders):
 
 
 @pytest.mark.parametrize("kind", ["eagle", "eagle3"])
-def test_a_tree_that_a_head_cannot_grow_is_refused(folders, kind):
+def test_rejects_tree_that_a_head_cannot_draft(folders, kind):
     tree = "[(0,), (1,), (0, 0), (1, 0)]"
-    with pytest.raises(UnsupportedError, match=f"leaves beside it.*{kind}") as caught:
+    with pytest.raises(UnsupportedError, match=f"with leaves.*{kind}") as caught:
         configure(folders, kind, speculative_token_tree=tree)
     assert caught.value.parameter == "speculative_token_tree"
     leaves = "[(0,), (1,), (0, 0), (0, 1)]"
@@ -143,28 +143,30 @@ def test_a_tree_that_a_head_cannot_grow_is_refused(folders, kind):
         (dict(num_hidden_layers=2), r"layer_ids=\[1, 2, 3\], and .* has 2 layers"),
     ],
 )
-def test_a_head_for_another_target_is_refused(folders, tmp_path, changes, named):
+def test_rejects_head_for_another_target(folders, tmp_path, changes, named):
     other = write_model(tmp_path / "other", **changes)
     with pytest.raises(ConfigError, match=f"for another target.*{named}"):
         configure(folders, "eagle3", other, num_speculative_tokens=2)
 
 
-def test_a_folder_of_something_else_is_refused(folders):
+def test_rejects_folder_without_a_head(folders):
     """Another kind of head, a whole model, and a head where a whole model is wanted."""
     options: dict[str, Any] = dict(num_speculative_tokens=2)
     with pytest.raises(ConfigError, match="method must be 'medusa', got 'eagle3'"):
         configure(folders, "eagle3", model=folders["medusa"], **options)
-    told = "holds no head .*'gemma2'.*small network on the hidden states of the target"
-    with pytest.raises(ConfigError, match=told) as caught:
+    message = (
+        "holds no head .*'gemma2'.*small network on the hidden states of the target"
+    )
+    with pytest.raises(ConfigError, match=message) as caught:
         configure(folders, "eagle3", model=folders["target"], **options)
     assert caught.value.parameter == "speculative_model"
-    told = "got 'medusa'.*from a head.*'eagle', 'eagle3', 'medusa'"
-    with pytest.raises(ConfigError, match=told):
+    message = "got 'medusa'.*from a head.*'eagle', 'eagle3', 'medusa'"
+    with pytest.raises(ConfigError, match=message):
         configure(folders, "draft_model", model=folders["medusa"], **options)
 
 
 @pytest.mark.parametrize("name", ["./nosuch", "someone/gemma2-eagle3"])
-def test_a_head_that_cannot_be_had_says_what_a_head_is(
+def test_missing_head_explains_the_sources_of_drafts(
     folders, name, tmp_path, monkeypatch
 ):
     """A folder that is missing; an id of the hub without network."""
@@ -177,7 +179,7 @@ def test_a_head_that_cannot_be_had_says_what_a_head_is(
         assert text in str(caught.value)
 
 
-def test_a_config_alone_is_enough_for_random_weights(folders, tmp_path):
+def test_config_file_is_sufficient_for_random_weights(folders, tmp_path):
     content = (Path(folders["eagle3"]) / "config.json").read_text()
     (tmp_path / "config.json").write_text(json.dumps(json.loads(content)))
     config = EngineArgs(
@@ -199,12 +201,12 @@ def test_a_config_alone_is_enough_for_random_weights(folders, tmp_path):
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_memory_has_the_bytes_of_a_head_and_of_its_pages(folders, kind):
+def test_memory_plan_includes_a_head_and_its_pages(folders, kind):
     config = configure(folders, kind, num_speculative_tokens=2)
     mesh, head = build_mesh(config), CONFIGS[kind]
     facts = find_facts(config, mesh, GivenSizes())
     _, (_, (form,), _) = describe(config, mesh)
-    # Beside the parameters, a vector of every row.
+    # In addition to the parameters, a vector of every row.
     kept = 4 * HIDDEN * config.max_num_seqs
     assert facts.draft.weight_bytes == bytes_of(form) + kept
     assert facts.draft.page_bytes == head.kv_bytes_per_token(4) * config.page_size
@@ -217,9 +219,9 @@ def test_memory_has_the_bytes_of_a_head_and_of_its_pages(folders, kind):
 
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_a_server_has_no_more_programs_than_with_a_draft_model(folders, kind):
-    """As every pass of the target feeds the head, none is for catching up."""
+    """Every target pass also runs the head, so there is no draft prefill program."""
     config = configure(folders, kind, num_speculative_tokens=2)
     shapes = Shapes(config, SpeculationPolicy(config.speculative))
-    assert not shapes.catch_ups
+    assert not shapes.draft_prefills
     assert len(shapes.all()) <= 12
-    assert not any(shape.is_catch_up for shape in shapes.all())
+    assert not any(shape.is_draft_prefill for shape in shapes.all())

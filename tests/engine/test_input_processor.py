@@ -1,4 +1,4 @@
-"""What comes in is a whole request or an error, before anything else happens."""
+"""Input becomes a complete request or an error, before anything else happens."""
 
 import dataclasses
 from typing import Any
@@ -38,7 +38,7 @@ EOS = 1
 TOKENIZER = Tokenizer.from_folder(jaxspec_checkpoints.bundled_target())
 
 
-def test_what_is_asked_arrives():
+def test_parameters_are_in_the_request():
     request = make(max_tokens=5, stop_token_ids=[7], seed=2**32 + 3)
     assert request.prompt_token_ids == [2, 3, 4]
     assert request.max_total == 8
@@ -51,7 +51,7 @@ def test_what_is_asked_arrives():
     assert make(stop_token_ids=[7], ignore_eos=True).stop_ids == (7,)
 
 
-def test_requests_without_a_seed_get_their_own():
+def test_unseeded_requests_get_different_seeds():
     def seeds(engine_seed: int) -> list[tuple[int, int]]:
         config = make_config(seed=engine_seed)
         intake = InputProcessor(config, StubTokenizer(config.model_config.vocab_size))
@@ -73,7 +73,7 @@ def test_requests_without_a_seed_get_their_own():
         ("coupled", COUPLED),
     ],
 )
-def test_the_rule_of_whom_has_no_seed_is_the_one_that_is_named(named, rule):
+def test_unseeded_requests_use_the_configured_rule(named, rule):
     speculative = make_config().speculative
     assert speculative is not None
     if named is not None:
@@ -100,7 +100,7 @@ def test_controls_name_their_feature():
     assert request.features == Features(has_controls=True)
 
 
-def test_logprobs_come_in_one_size():
+def test_logprobs_have_one_compiled_size():
     # Of at most 20, and of a vocabulary of sixteen.
     for asked in (0, 3, 16, -1):
         assert make(logprobs=asked).features == Features(num_logprobs=16)
@@ -113,15 +113,15 @@ def test_logprobs_come_in_one_size():
             make(config=config, **{name: 6})
 
 
-def test_chosen_ids_run_where_log_probabilities_and_controls_do():
-    # However few `max_logprobs` are: they are no more numbers for it.
+def test_chosen_ids_need_logprobs_and_controls():
+    # Also with a small `max_logprobs`, which does not limit them.
     request = make(logprob_token_ids=[3, 9, 3], config={"max_logprobs": 2})
     assert request.features == Features(has_controls=True, num_logprobs=2)
-    assert request.controls == TokenControls(told=(3, 9, 3))
+    assert request.controls == TokenControls(logprob_token_ids=(3, 9, 3))
     assert make(logprob_token_ids=[]).features == Features()
 
 
-def test_the_prefix_cache_can_be_left_alone():
+def test_prefix_cache_can_be_skipped():
     assert not make(skip_reading_prefix_cache=True).can_read_prefix_cache
     config = make_config()
     intake = InputProcessor(config, StubTokenizer(config.model_config.vocab_size))
@@ -189,14 +189,14 @@ def test_parameters_are_checked_again_and_copied():
         ("trace_decode_token_ids", [3]),
     ],
 )
-def test_what_the_engine_does_not_do_is_refused(name: str, value: Any):
+def test_rejects_unsupported_fields(name: str, value: Any):
     with pytest.raises(UnsupportedError) as caught:
         make(**{name: value})
     assert f"{name}={value!r} is not supported: " in str(caught.value)
     assert (caught.value.parameter, caught.value.value) == (name, value)
 
 
-def test_a_form_names_its_feature_and_outranks_min_tokens():
+def test_structured_output_has_its_feature_and_masks_min_tokens():
     form = StructuredOutputsParams(regex="[0-9]+")
     request = make(structured_outputs=form, min_tokens=4, stop_token_ids=[7])
     assert request.features == Features(has_grammar=True)
@@ -204,24 +204,24 @@ def test_a_form_names_its_feature_and_outranks_min_tokens():
     assert state is not None
     assert (state.num_prompt, state.min_tokens) == (3, 4)
     assert state.stop_ids == (EOS, 7)
-    # The device knows of no least length, and stop strings do.
+    # The device has no minimum length; stop strings have.
     assert (request.min_total, request.params.min_tokens) == (3, 4)
     assert make(min_tokens=4).min_total == 3 + 4
 
 
 @pytest.mark.parametrize("wrong", [{"regex": "(a"}, {"json": {"type": "strin"}}])
-def test_a_wrong_form_is_refused(wrong: dict[str, Any]):
+def test_rejects_bad_structured_output(wrong: dict[str, Any]):
     with pytest.raises(RequestError, match="structured_outputs.* cannot be used"):
         make(structured_outputs=StructuredOutputsParams(**wrong))
 
 
-def test_what_the_engine_says_of_forms():
+def test_engine_defaults_of_structured_outputs():
     wrong = StructuredOutputsConfig(whitespace_pattern="(")
-    with pytest.raises(ConfigError, match="no regular expression"):
+    with pytest.raises(ConfigError, match="not a regular expression"):
         make(config={"structured_outputs": wrong})
 
 
-def test_what_the_engine_does_is_not_refused():
+def test_accepts_supported_fields():
     check_supported(SamplingParams())
     check_supported(SamplingParams(temperature=0, bad_words=[]))
     check_supported(
@@ -255,7 +255,7 @@ def test_what_the_engine_does_is_not_refused():
     )
 
 
-def test_a_model_with_more_ends_than_there_is_room_for(monkeypatch):
+def test_rejects_too_many_end_tokens(monkeypatch):
     config = make_config()
     ends = StubTokenizer(config.model_config.vocab_size)
     monkeypatch.setattr(type(ends), "turn_end_ids", tuple(range(2, 11)))
@@ -282,13 +282,13 @@ def ids_of(text: str) -> tuple[int, ...]:
     return tuple(TOKENIZER.encode(text, add_special_tokens=False))
 
 
-def test_nothing_asked_is_nothing_to_do():
+def test_no_controls_by_default():
     assert controls_of() is None
     assert controls_of(bad_words=[], logit_bias={}) is None
     assert controls_of(temperature=0.5, top_k=3, stop=["a"], min_tokens=2) is None
 
 
-def test_every_field_arrives():
+def test_every_control_field_is_passed_on():
     given: dict[str, Any] = {
         "presence_penalty": 0.5,
         "frequency_penalty": -0.5,
@@ -343,7 +343,7 @@ def test_too_many_words_and_too_long_a_bias():
         controls_of(logit_bias=bias | {MAX_BIAS: 1.0})
 
 
-def test_some_token_must_be_left():
+def test_rejects_controls_that_allow_no_token():
     (word,) = ids_of("the")
     assert controls_of(allowed_token_ids=[word, 5], bad_words=["the"])
     with pytest.raises(RequestError, match="bad_words does not forbid"):

@@ -13,7 +13,7 @@ PROMPTS = [[2, 5, 7], [2, 9, 4, 11]]
 
 @pytest.fixture(scope="module")
 def engine():
-    """With arrays of its own: they are lost in the middle of a step."""
+    """An engine with its own arrays, which are lost in the middle of a step."""
     return make_engine(
         pair.target(),
         pair.draft("noisy"),
@@ -35,10 +35,10 @@ def expect_idle(engine: Any) -> None:
 
 
 @pytest.mark.parametrize("after_rounds", [0, 1, 3])
-def test_an_interrupt_after_the_donation_loses_nothing_but_the_requests(
+def test_interrupt_after_donation_ends_only_the_requests(
     engine, monkeypatch, after_rounds
 ):
-    """The state is given away and its successor never assigned: the worst moment."""
+    """The state was donated and the new one is not assigned: the worst moment."""
     expected = texts(engine)
     get, rounds = engine.runner.compiler.get, []
 
@@ -72,7 +72,7 @@ def test_a_failing_read_ends_all_requests(engine, monkeypatch):
     with pytest.raises(RuntimeError, match="the device is gone"):
         texts(engine)
     if engine.has_unfinished_requests():
-        # Who did not run yet ends with a failure of its own.
+        # A request that did not run yet ends with its own failure.
         with pytest.raises(RuntimeError, match="the device is gone"):
             for _ in range(3):
                 engine.step()

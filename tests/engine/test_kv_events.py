@@ -1,4 +1,4 @@
-"""Events as gateways read them off a socket: form, numbers, and what was missed."""
+"""Events as gateways receive them: format, numbers, and replay of missed ones."""
 
 import contextlib
 import socket
@@ -59,9 +59,9 @@ class Subscriber:
         return not self._socket.poll(300)
 
     def wait_for(self, publisher: KvEventPublisher) -> int:
-        """Have a publisher send until it is heard; returns the number of that batch.
+        """Publish until the subscriber receives a batch; return its number.
 
-        ZeroMQ drops what is sent before a subscription has come through.
+        ZeroMQ drops messages that are sent before the subscription arrives.
         """
         for _ in range(200):
             publisher.publish([PagesCleared()])
@@ -127,7 +127,7 @@ def replayed(asking: Any, start: int) -> Iterator[tuple[int, Any]]:
         yield int.from_bytes(number, "big"), msgpack.unpackb(payload)[1]
 
 
-def test_what_was_missed_is_sent_once_more(context: Any, files: dict[str, str]):
+def test_missed_messages_are_replayed(context: Any, files: dict[str, str]):
     config = {
         "enable_kv_cache_events": True,
         "endpoint": files["events"],
@@ -142,14 +142,14 @@ def test_what_was_missed_is_sent_once_more(context: Any, files: dict[str, str]):
             asking.connect(files["replay"])
             for start in (4, 0):
                 found += replayed(asking, start)
-    # So many are kept as `buffer_steps` says.
+    # `buffer_steps` batches are kept.
     assert found == [
         (number, [["BlockRemoved", [bytes([number])], "GPU"]])
         for number in (4, 2, 3, 4)
     ]
 
 
-def test_what_was_dropped_is_sent_once_more(context: Any, files: dict[str, str]):
+def test_dropped_messages_are_replayed(context: Any, files: dict[str, str]):
     config = {
         "enable_kv_cache_events": True,
         "endpoint": files["events"],
@@ -157,17 +157,17 @@ def test_what_was_dropped_is_sent_once_more(context: Any, files: dict[str, str])
         "max_queue_size": 1,
     }
     with open_publisher(config) as publisher:
-        going_on, sent = threading.Event(), []
+        may_continue, sent = threading.Event(), []
 
         class Slow:
             def send_multipart(self, parts: Any) -> None:
-                assert going_on.wait(LIMIT_MS / 1000)
+                assert may_continue.wait(LIMIT_MS / 1000)
                 sent.append(parts)
 
         pub, publisher._pub = publisher._pub, Slow()
         for _ in range(5):
             publisher.publish([PagesCleared()])
-        going_on.set()
+        may_continue.set()
         with context.socket(zmq.DEALER) as asking:
             asking.connect(files["replay"])
             numbers = [number for number, _ in replayed(asking, 0)]
@@ -211,7 +211,7 @@ def test_a_replay_does_not_delay_live_events(files: dict[str, str]):
     assert order == [*live[1:4], again[1], live[4], *again[2:4], again[0]]
 
 
-def test_engines_side_by_side_have_ports_of_their_own(subscriber: Subscriber):
+def test_each_engine_has_its_own_port(subscriber: Subscriber):
     port = subscriber.port - 3
     config = subscriber.config | {"endpoint": f"tcp://127.0.0.1:{port}"}
     with open_publisher(config, rank=3) as publisher:
@@ -221,7 +221,7 @@ def test_engines_side_by_side_have_ports_of_their_own(subscriber: Subscriber):
     assert rank == 3
 
 
-def test_an_engine_tells_what_it_keeps(subscriber: Subscriber):
+def test_engine_publishes_its_cached_pages(subscriber: Subscriber):
     config = KvEventsConfig.read(subscriber.config)
     engine, _ = make_fake_engine(num_draft_tokens=3, kv_events=config)
     assert engine._publisher is not None
@@ -241,26 +241,26 @@ def test_an_engine_tells_what_it_keeps(subscriber: Subscriber):
         assert (kind, page_size) == ("BlockStored", size)
         stored[keys[0]] = parent
         tokens += token_ids
-    # One page after the other, prompt and answer, as the next turn will find them.
+    # Pages of prompt and answer in order, as the next turn will find them.
     assert tokens[:18] == prompt["prompt_token_ids"]
     assert len(tokens) // size == (18 + 9 - 1) // size
-    kept = set(engine.scheduler.pages._page_of)
+    kept = set(engine.scheduler.pool._page_of)
     assert set(page_keys(root_key("all", ""), tokens, size)) == kept
     assert engine.reset_prefix_cache()
-    told, (_, batch, _) = subscriber.receive()
-    assert (told, batch) == (number + 1, [["AllBlocksCleared"]])
+    number_received, (_, batch, _) = subscriber.receive()
+    assert (number_received, batch) == (number + 1, [["AllBlocksCleared"]])
     engine.shutdown()
     assert engine._publisher is None
 
 
-def test_nobody_is_told_by_default():
+def test_no_events_by_default():
     engine, _ = make_fake_engine()
     assert engine._publisher is engine._page_events is None
     engine.add_request("one", PROMPT, SamplingParams(max_tokens=4))
     run_all(engine)
 
 
-def test_an_address_that_is_taken(subscriber: Subscriber):
+def test_rejects_address_in_use(subscriber: Subscriber):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
         config = subscriber.config | {"replay_endpoint": address}
@@ -271,14 +271,14 @@ def test_an_address_that_is_taken(subscriber: Subscriber):
 
 
 @pytest.mark.parametrize("name", ["zmq", "msgpack"])
-def test_what_is_missing_is_named(name: str, monkeypatch: pytest.MonkeyPatch):
+def test_missing_package_is_named(name: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, name, None)  # not to be imported
     on = KvEventsConfig(enable_kv_cache_events=True)
     with pytest.raises(ConfigError, match=rf"need {name}, .*\.\[kv-events\]"):
         KvEventPublisher(on, 2)
 
 
-def test_what_does_not_fit_is_dropped_and_numbered(
+def test_messages_beyond_the_queue_are_dropped_but_numbered(
     subscriber: Subscriber, caplog: pytest.LogCaptureFixture
 ):
     config = subscriber.config | {"max_queue_size": 1}
@@ -306,7 +306,7 @@ def test_what_does_not_fit_is_dropped_and_numbered(
     assert "some are dropped" in caplog.text
 
 
-def test_what_waits_is_sent_before_the_end(subscriber: Subscriber):
+def test_queued_messages_are_sent_before_close(subscriber: Subscriber):
     tokens = tuple(range(200_000))
     with open_publisher(subscriber.config) as publisher:
         number = subscriber.wait_for(publisher)
@@ -317,23 +317,23 @@ def test_what_waits_is_sent_before_the_end(subscriber: Subscriber):
     assert numbers == list(range(number + 1, number + 32))
 
 
-def test_a_thread_that_takes_too_long_keeps_its_sockets(
+def test_slow_thread_keeps_its_sockets(
     subscriber: Subscriber, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(kv_events, "CLOSE_S", 0.05)
     publisher = KvEventPublisher(KvEventsConfig.read(subscriber.config), 2)
-    going_on = threading.Event()
+    may_continue = threading.Event()
 
     class Slow:
         def send_multipart(self, parts: Any) -> None:
-            assert going_on.wait(LIMIT_MS / 1000)
+            assert may_continue.wait(LIMIT_MS / 1000)
 
     pub, publisher._pub = publisher._pub, Slow()
     publisher.publish([PagesCleared()])
     publisher.close()
     assert publisher._thread.is_alive()
     assert not pub.closed
-    going_on.set()
+    may_continue.set()
     publisher._thread.join(LIMIT_MS / 1000)
     assert pub.closed
     assert publisher._context.closed

@@ -11,7 +11,7 @@ import pytest
 
 from jaxspec.config.speculation import ADAPTIVE
 from jaxspec.engine.scheduling.programs import GREEDY
-from jaxspec.engine.speculation.step_times import Round
+from jaxspec.engine.speculation.step_times import RoundKind
 from jaxspec.errors import ConfigError, RequestError
 from jaxspec.outputs import RequestOutput
 from jaxspec.program.plan import BLOCK, COUPLED, StepShape
@@ -33,22 +33,22 @@ from tests.support.fake_engines import (
 )
 
 
-def test_a_program_is_timed_while_no_launch_is_under_way(monkeypatch):
-    """Else calibration would delay the launch, and time the two together."""
+def test_programs_are_timed_while_no_launch_is_in_flight(monkeypatch):
+    """Otherwise calibration would delay the launch, and time both together."""
     engine, runner = make_fake_engine(
         num_draft_tokens=3, controller=ADAPTIVE, num_pages=200, max_model_len=512
     )
-    timed: list[Round] = []
+    timed: list[RoundKind] = []
 
-    def time_round(round_: Round, pages: Any, context: int) -> float:
+    def time_round(round_kind: RoundKind, pages: Any, context: int) -> float:
         names = [name for name, _ in runner.events]
         assert names.count("launch") == names.count("fetch")
-        timed.append(round_)
+        timed.append(round_kind)
         return 0.01
 
     monkeypatch.setattr(runner, "time_round", time_round)
     shapes = [
-        StepShape(num_seqs=n, num_draft_tokens=3, chunk=0, features=GREEDY)
+        StepShape(num_seqs=n, num_draft_tokens=3, max_prompt_tokens=0, features=GREEDY)
         for n in (1, 2)
     ]
     engine.add_request("0", PROMPT, SamplingParams(temperature=0, max_tokens=60))
@@ -57,7 +57,7 @@ def test_a_program_is_timed_while_no_launch_is_under_way(monkeypatch):
         said += [len(one.outputs[0].token_ids) for one in engine.step()]
         if len(said) in (2, 12):
             runner.compiler.get(shapes[len(said) > 2])
-    assert timed == [Round(shape, k) for shape in shapes for k in (0, 1, 3)]
+    assert timed == [RoundKind(shape, k) for shape in shapes for k in (0, 1, 3)]
     assert engine.calibrator.timed == set(timed)
     assert said[-1] == 60
     assert_idle(engine)
@@ -83,14 +83,14 @@ def expect(completion: Any, tokens: list[int], text: str, why: tuple) -> None:
     assert (completion.finish_reason, completion.stop_reason) == why
 
 
-@pytest.mark.parametrize("num_draft", [0, 1, 5])
+@pytest.mark.parametrize("num_draft_tokens", [0, 1, 5])
 @pytest.mark.parametrize("offset", range(8))
-def test_end_of_text_at_every_offset(num_draft, offset):
+def test_end_of_text_at_every_offset(num_draft_tokens, offset):
     text = TEXT.copy()
     text[3 + offset] = EOS
     tokens = said(offset + 1, text)
     for seed in range(4):
-        engine, _ = make_fake_engine(text, seed=seed, num_draft_tokens=num_draft)
+        engine, _ = make_fake_engine(text, seed=seed, num_draft_tokens=num_draft_tokens)
         completion = run_one(engine, SamplingParams(max_tokens=20))
         expect(completion, tokens, letters(tokens[:-1]), ("stop", None))
         params = SamplingParams(max_tokens=20, include_stop_str_in_output=True)
@@ -129,7 +129,7 @@ def test_a_stop_that_is_also_the_last_token_counts_as_stop():
     assert (completion.finish_reason, completion.stop_reason) == ("stop", said(4)[-1])
 
 
-def test_end_of_text_can_be_ignored_and_named_again():
+def test_ignored_eos_can_be_a_stop_token():
     text = TEXT.copy()
     text[6] = EOS
     engine, _ = make_fake_engine(text)
@@ -156,7 +156,7 @@ def test_stop_strings_across_tokens_and_rounds(length, include):
             expect(completion, tokens, shown, ("stop", stop))
 
 
-def test_of_a_stop_string_and_an_end_in_one_round_the_first_wins():
+def test_first_of_stop_string_and_eos_in_a_round_wins():
     text = TEXT.copy()
     text[8] = EOS  # the sixth generated token
     for seed in range(8):
@@ -178,7 +178,7 @@ def test_a_stop_string_on_the_last_token_counts_as_stop():
 
 @pytest.mark.parametrize("include", [False, True])
 def test_deltas_add_up_to_the_final_text(include):
-    # "abcab" begins twice before it comes true, so that shown text could be taken back.
+    # "abcab" starts twice before it matches: text must be held back.
     text = [2, 2, 2, 5, 6, 7, 5, 6, 7, 5, 6, 9]
     stop = letters([5, 6, 7, 5, 6, 9])
     for seed in range(6):
@@ -222,7 +222,7 @@ def test_counts_in_the_metrics_match_the_tokens():
     assert engine.stats.num_rounds == runner.num_launches
 
 
-def test_acceptance_equals_what_the_device_did():
+def test_acceptance_equals_the_devices_results():
     engine, runner = make_fake_engine(num_draft_tokens=5, max_num_seqs=3)
     for number in range(6):
         engine.add_request(str(number), PROMPT, SamplingParams(max_tokens=30))
@@ -283,7 +283,7 @@ def test_aborted_requests_leave_nothing_behind(when):
     )
 
 
-def test_an_id_can_be_used_again_once_its_request_is_gone():
+def test_id_can_be_reused_after_its_request_ended():
     engine, _ = make_fake_engine()
     engine.add_request("a", PROMPT, SamplingParams(max_tokens=9))
     with pytest.raises(RequestError, match="'a' is running already"):
@@ -314,7 +314,7 @@ def test_an_id_can_be_used_again_once_its_request_is_gone():
         ),
     ],
 )
-def test_a_wrong_request_is_refused_before_anything_runs(arguments, message):
+def test_bad_request_is_rejected_before_any_launch(arguments, message):
     engine, runner = make_fake_engine(num_draft_tokens=3)
     with pytest.raises(RequestError, match=message):
         engine.add_request(*arguments)
@@ -322,7 +322,7 @@ def test_a_wrong_request_is_refused_before_anything_runs(arguments, message):
     assert runner.num_launches == 0
 
 
-def test_a_seed_is_kept_whole_and_couples_the_request():
+def test_seed_has_64_bits_and_selects_the_coupled_rule():
     engine, runner = make_fake_engine()
     seeds = [0, 5, 2**32 + 5, -1 - 2**40]
     for seed in seeds:
@@ -349,7 +349,7 @@ def test_unseeded_requests_differ_and_repeat_with_the_engines_seed():
     assert not set(seeds(0)) & set(seeds(1))
 
 
-def test_shutdown_reads_what_is_launched():
+def test_shutdown_reads_launches_in_flight():
     engine, runner = make_fake_engine()
     for number in range(3):
         engine.add_request(str(number), PROMPT, SamplingParams(max_tokens=30))
@@ -365,7 +365,7 @@ def test_shutdown_reads_what_is_launched():
         engine.add_request("late", PROMPT, SamplingParams())
 
 
-def test_what_was_launched_for_aborted_requests_keeps_no_engine_awake():
+def test_launches_of_aborted_requests_do_not_prevent_sleep():
     engine, runner = make_fake_engine(num_draft_tokens=2)
     engine.add_request("a", PROMPT, SamplingParams(max_tokens=9))
     for _ in range(3):
@@ -382,18 +382,18 @@ def test_what_was_launched_for_aborted_requests_keeps_no_engine_awake():
     assert kinds.count("launch") == kinds.count("fetch")
 
 
-def test_what_scripts_ask_about_the_model():
+def test_served_model_properties():
     engine, _ = make_fake_engine()
-    told = engine.model_config
-    assert (told.max_model_len, told.dtype) == (96, "float32")
-    assert (told.model, told.tokenizer, told.seed) == ("target", "stub", 0)
-    assert told.get_vocab_size() == 16
-    assert (told.get_hidden_size(), told.get_head_size()) == (16, 8)
-    assert told.get_sliding_window() == 8
+    served = engine.model_config
+    assert (served.max_model_len, served.dtype) == (96, "float32")
+    assert (served.model, served.tokenizer, served.seed) == ("target", "stub", 0)
+    assert served.get_vocab_size() == 16
+    assert (served.get_hidden_size(), served.get_head_size()) == (16, 8)
+    assert served.get_sliding_window() == 8
 
 
 class OtherTokenizer(StubTokenizer):
-    """Of other pieces."""
+    """Return a tokenizer with other pieces."""
 
     @property
     def digest(self) -> bytes | None:
@@ -403,7 +403,7 @@ class OtherTokenizer(StubTokenizer):
         return f"piece {token_id}"
 
 
-def test_a_tokenizer_may_take_the_place_of_one_with_the_same_pieces():
+def test_tokenizer_can_be_replaced_if_pieces_are_equal():
     folder = bundled_target()
     first, second = Tokenizer.from_folder(folder), Tokenizer.from_folder(folder)
     engine, _ = make_fake_engine()

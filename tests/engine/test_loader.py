@@ -74,7 +74,7 @@ def nothing_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loader, "load_params", fail)
 
 
-def test_a_tokenizer_with_more_pieces_than_the_network_is_refused(tmp_path):
+def test_rejects_tokenizer_with_more_pieces_than_the_network(tmp_path):
     """Ids past the embedding would read its last row."""
     write_tiny(tmp_path / "model", family="2b", vocab_size=8191)
     config = configure(tmp_path / "model")
@@ -83,7 +83,7 @@ def test_a_tokenizer_with_more_pieces_than_the_network_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("argument", ["model", "speculative_model"])
-def test_an_error_says_which_of_two_models_it_is(tmp_path, argument, nothing_is_read):
+def test_error_names_target_or_draft(tmp_path, argument, nothing_is_read):
     pair = {"model": tmp_path / "a", "speculative_model": tmp_path / "b"}
     for folder in pair.values():
         write_tiny(folder, family="2b", num_hidden_layers=1, **VOCABULARY)
@@ -96,7 +96,7 @@ def test_an_error_says_which_of_two_models_it_is(tmp_path, argument, nothing_is_
         loader.make_runner(config)
 
 
-def test_another_vocabulary_is_refused_with_the_pairs_that_work(tmp_path):
+def test_rejects_different_vocabulary_and_suggests_pairs(tmp_path):
     write_tiny(tmp_path / "draft", family="2b", vocab_size=512)
     expected = r"8192 tokens, the draft 512\. .*27b <- 9b, 27b <- 2b, 9b <- 2b"
     with pytest.raises(ConfigError, match=expected):
@@ -104,7 +104,7 @@ def test_another_vocabulary_is_refused_with_the_pairs_that_work(tmp_path):
 
 
 @pytest.mark.usefixtures("nothing_is_read")
-def test_another_tokenizer_is_refused_with_the_pairs_that_work(tmp_path):
+def test_rejects_different_tokenizer_and_suggests_pairs(tmp_path):
     write_tiny(tmp_path / "draft", family="2b", **VOCABULARY)
     train_tokenizer(tmp_path / "draft")
     with pytest.raises(ConfigError, match=r"share one tokenizer.*27b <- 9b") as error:
@@ -125,8 +125,8 @@ def test_a_draft_needs_no_tokenizer_of_its_own(tmp_path):
 
 
 @pytest.mark.usefixtures("nothing_is_read")
-def test_a_trimmed_draft_needs_what_marks_turns(tmp_path):
-    """What only the tokenizer knows is missed before a weight is read as well."""
+def test_trimmed_draft_needs_turn_tokens(tmp_path):
+    """Tokens that only the tokenizer defines are also checked before loading."""
     path = tmp_path / "map.json"
     options: dict[str, Any] = dict(
         speculative_model=str(bundled_draft()),
@@ -143,7 +143,7 @@ def test_a_trimmed_draft_needs_what_marks_turns(tmp_path):
     assert loader.read_tokenizer(config).vocab_size == 8192
 
 
-def test_pad_rows_of_a_flax_embedding_are_no_difference(tmp_path):
+def test_flax_padding_rows_are_ignored(tmp_path):
     """The tree has 128 rows more than the tokenizer has pieces."""
     write_checkpoint(
         open_checkpoint(bundled_draft()),
@@ -159,7 +159,7 @@ def test_pad_rows_of_a_flax_embedding_are_no_difference(tmp_path):
 def write_padded(
     folder: Path, vocab_size: int, rows: Any, *, is_tied: bool = True
 ) -> None:
-    """The bundled draft, its embedding ended by more rows; perhaps with a head."""
+    """The bundled draft with additional embedding rows, and optionally a head."""
     shutil.copytree(bundled_draft(), folder)
     path = folder / "model.safetensors"
     tensors = load_file(path)
@@ -195,8 +195,8 @@ def test_pad_rows_of_either_embedding_are_left_out(tmp_path, role, is_tied):
     assert padded is not None and ("head" in padded) is not is_tied
 
 
-def test_alone_a_model_keeps_all_its_rows(tmp_path):
-    """As for HuggingFace: nobody says which of them are unused."""
+def test_single_model_keeps_all_rows(tmp_path):
+    """As for HuggingFace: unused rows are not marked."""
     write_padded(tmp_path / "padded", 8192 + 64, 0.0)
     assert configure(tmp_path / "padded").model_config.vocab_size == 8192 + 64
 
@@ -262,7 +262,7 @@ def test_a_flipped_byte_is_found_while_reading(tmp_path):
         ("orbax", "safetensors", False),
     ],
 )
-def test_load_format_is_what_the_folder_must_hold(tmp_path, to, load_format, is_right):
+def test_load_format_must_match_the_folder(tmp_path, to, load_format, is_right):
     write_tiny(tmp_path / "hf", family="2b", **VOCABULARY)
     folder = tmp_path / "hf"
     if to != "hf":
@@ -277,7 +277,7 @@ def test_load_format_is_what_the_folder_must_hold(tmp_path, to, load_format, is_
         loader.make_runner(config)
 
 
-def test_gguf_files_are_loaded_as_what_they_were_made_of(tmp_path):
+def test_gguf_weights_equal_their_source(tmp_path):
     tensors = write_tiny(tmp_path / "hf", family="2b", **VOCABULARY)
     config = tiny_config("2b", **VOCABULARY)
     write_gguf(tmp_path / "m.gguf", config, tensors)
@@ -320,7 +320,7 @@ def test_a_gguf_draft_must_have_the_targets_tokenizer(tmp_path):
 
 
 @pytest.mark.parametrize(("has_template", "ends"), [(True, {1, 107}), (False, {1})])
-def test_an_answer_ends_with_its_turn(tmp_path, has_template, ends):
+def test_end_of_turn_is_an_end_token(tmp_path, has_template, ends):
     """Copies of the tuned models name only <eos>; they were tuned for turns."""
     write_tiny(tmp_path, family="2b", eos_token_id=1, **VOCABULARY)
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": 1}')
@@ -335,7 +335,7 @@ def test_an_answer_ends_with_its_turn(tmp_path, has_template, ends):
 
 @pytest.fixture(scope="module")
 def engine() -> LLMEngine:
-    """With arrays of its own: other engines must not sleep along."""
+    """An engine with its own arrays: other engines must not sleep with it."""
     return pair.own_engine()
 
 
@@ -347,9 +347,9 @@ def arrays(engine: LLMEngine) -> list[Any]:
     return jax.tree.leaves((engine.runner.params, engine.runner.state))
 
 
-def test_nothing_is_left_on_the_devices_and_all_comes_back(engine: LLMEngine):
+def test_sleep_frees_the_devices_and_wake_up_restores_all(engine: LLMEngine):
     before = texts(engine)
-    # By then all programs are there, of prefixes that are found as well.
+    # All programs are compiled by then, also for cached prefixes.
     assert texts(engine) == before
     compiled = engine.runner.num_compiles
     placements = [array.sharding for array in arrays(engine)]
@@ -388,10 +388,10 @@ def test_level_2_reads_the_weights_again(
 
 
 @pytest.mark.parametrize("has_drafts", [True, False])
-def test_a_draft_model_that_was_left_out_is_not_read_again(
+def test_stopped_draft_model_is_not_read_again(
     engine: LLMEngine, monkeypatch: pytest.MonkeyPatch, has_drafts
 ):
-    """After a launch that failed no program reads it."""
+    """After a failed launch no program reads it."""
     runner, read = MagicMock(spec=Runner), []
     runner.mesh = engine.runner.mesh
     proposers = engine.runner.program.proposers if has_drafts else ()
@@ -440,13 +440,13 @@ def test_only_an_idle_engine_sleeps(engine: LLMEngine):
 
 
 @pytest.mark.parametrize("level", [0, 3])
-def test_another_level(engine: LLMEngine, level: int):
+def test_rejects_other_levels(engine: LLMEngine, level: int):
     with pytest.raises(RequestError, match="level must be an integer from 1 to 2"):
         engine.sleep(level)
     assert not engine.is_sleeping()
 
 
-def test_another_tag(engine: LLMEngine):
+def test_rejects_other_tags(engine: LLMEngine):
     with pytest.raises(RequestError, match="'weights', 'kv_cache', got 'all'"):
         engine.wake_up(tags=["weights", "all"])
 
@@ -462,7 +462,7 @@ def of_hosts(rank: int) -> HostsConfig:
     )
 
 
-def test_a_process_that_follows_has_no_engine():
+def test_follower_has_no_engine():
     config = dataclasses.replace(make_config(), hosts=of_hosts(1))
     with pytest.raises(ConfigError, match="node_rank=1 has no engine of its own"):
         loader.make_runner(config)

@@ -1,4 +1,4 @@
-"""What an engine tells about itself equals counting by hand."""
+"""Metrics and log lines of an engine equal counts by hand."""
 
 import logging
 from types import SimpleNamespace
@@ -20,7 +20,7 @@ from tests.support.loops import make_config
 from tests.support.memory_plans import make_plan
 from tests.support.requests import make
 
-# vLLM's names, written down from the reference.
+# vLLM's names, copied from the reference.
 COUNTERS = """
 prefix_cache_queries prefix_cache_hits num_preemptions prompt_tokens generation_tokens
 prompt_tokens_cached request_success spec_decode_num_drafts spec_decode_num_draft_tokens
@@ -96,10 +96,10 @@ def test_names_and_kinds_are_those_of_vllm():
     for kind, names in kinds.items():
         same = {name for name, ones in found.items() if type(ones[0]) is kind}
         assert same == set(names.split())
-    told = [(one.name, type(one)) for one in make_metrics()[0].read(Load())]
-    theirs = [(name, kind) for name, kind in told if name.startswith("vllm:")]
+    kinds = [(one.name, type(one)) for one in make_metrics()[0].read(Load())]
+    theirs = [(name, kind) for name, kind in kinds if name.startswith("vllm:")]
     ours = [(name.replace("vllm:", "jaxspec:"), kind) for name, kind in theirs]
-    assert told == theirs + ours + OWN
+    assert kinds == theirs + ours + OWN
     for ones in found.values():
         for one in ones:
             assert one.name.startswith("vllm:")
@@ -120,18 +120,18 @@ def add_rounds(
     ]
 
 
-def test_without_drafts_there_is_nothing_to_tell_about_them():
-    told = make_metrics(num_draft_tokens=0)[0].read(Load())
-    names = [one.name for one in told]
+def test_no_draft_metrics_without_drafts():
+    read = make_metrics(num_draft_tokens=0)[0].read(Load())
+    names = [one.name for one in read]
     assert "jaxspec:generation_tokens" in names
     assert not [name for name in names if "spec" in name.partition(":")[2]]
 
 
-def test_the_memory_plan_is_told_where_there_is_one():
+def test_memory_plan_is_reported():
     planned = make_plan(dict(max_num_seqs=64, max_num_batched_tokens=2048))
     metrics = EngineMetrics(make_config(), EngineStats(), planned)
-    told = metrics.read(Load(program_bytes=123))
-    found = [one for one in told if isinstance(one, Gauge)]
+    read = metrics.read(Load(program_bytes=123))
+    found = [one for one in read if isinstance(one, Gauge)]
     values = {(one.name, one.labels.get("part")): one.value for one in found}
     pages = {
         one.labels.get("model"): one.value for one in found if "page_b" in one.name
@@ -152,7 +152,7 @@ def test_the_memory_plan_is_told_where_there_is_one():
     assert values["jaxspec:sequences_lost", None] == planned.sequences_lost > 0
 
 
-def test_drafts():
+def test_draft_metrics():
     metrics, stats = make_metrics(num_draft_tokens=3)
     # Rounds of 3, 3 and 2 drafts, of which 2, 0 and 2 were accepted, and a plain one.
     add_rounds(stats, rounds=3, drafts=8, kept=[2, 2], tokens=8)
@@ -169,7 +169,7 @@ def test_drafts():
     assert value_of(found, "generation_tokens") == 8
 
 
-def test_what_the_engine_holds():
+def test_load_metrics():
     load = dict(num_running=2, num_waiting=5, kv_usage=0.25, sleep_level=1)
     load["num_deferred"] = 2
     sizes = GivenSizes(num_pages=48, gpu_memory_utilization=0.5)
@@ -210,13 +210,15 @@ def test_what_the_engine_holds():
     assert expected.items() <= labels.items()
 
 
-def test_who_waits_for_a_program_is_told_apart(monkeypatch: pytest.MonkeyPatch):
+def test_requests_that_wait_for_a_program_are_counted_separately(
+    monkeypatch: pytest.MonkeyPatch,
+):
     engine, _ = make_fake_engine(max_num_seqs=1)
     for name in "ab":
         engine.add_request(name, [2, 3], SamplingParams(max_tokens=3))
     assert (engine.load().num_waiting, engine.load().num_deferred) == (2, 0)
     engine.step()
-    # The batch is full: what is left waits for a place.
+    # The batch is full: the rest waits for a row.
     assert (engine.load().num_waiting, engine.load().num_deferred) == (1, 0)
     with monkeypatch.context() as patch:
         patch.setattr(engine.scheduler.shapes, "with_prompts", lambda *_: [])
@@ -278,7 +280,7 @@ def test_a_request_that_was_aborted_before_it_ran():
     assert histogram(found, "request_params_max_tokens").count == 0
 
 
-def test_buckets_count_what_is_not_above_their_bound():
+def test_buckets_include_their_bound():
     seen = Distribution((1, 2.5, 10))
     values = [0.5, 1, 2, 2.5, 3, 10, 11, 1000]
     for value in values:
@@ -293,7 +295,7 @@ def test_bounds_of_lengths():
     assert lengths_up_to(1000) == (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
 
 
-def test_rounds_and_the_host(monkeypatch: pytest.MonkeyPatch):
+def test_round_and_host_times(monkeypatch: pytest.MonkeyPatch):
     engine, fake = make_fake_engine(num_draft_tokens=3)
     runner: Any = fake
     clock, launch, fetch = SimpleNamespace(now=50.0), runner.launch, runner.fetch
@@ -302,7 +304,7 @@ def test_rounds_and_the_host(monkeypatch: pytest.MonkeyPatch):
 
     def slow_launch(*arguments: Any) -> Any:
         if not runner.num_compiles:
-            # In a thread beside the engine, which does not wait for it.
+            # In a thread of its own; the engine does not wait for it.
             runner.compiler.num_made, runner.compiler.made_s = 1, 7.5
         clock.now += 0.002
         return launch(*arguments)
@@ -325,7 +327,7 @@ def test_rounds_and_the_host(monkeypatch: pytest.MonkeyPatch):
     assert (rounds.buckets["0.015"], rounds.buckets["0.03"]) == (0, rounds.count)
     assert rounds.count == runner.num_launches > 2
     assert rounds.sum == pytest.approx(0.022 * rounds.count, abs=0.01)
-    # What waited is not the host's.
+    # Waiting is not host time.
     assert host.count == num_steps
     assert host.sum == pytest.approx(0.002 * runner.num_launches)
     assert host.sum == pytest.approx(engine.stats.host_s)
@@ -333,7 +335,7 @@ def test_rounds_and_the_host(monkeypatch: pytest.MonkeyPatch):
     assert [getattr(one, "value", None) for one in compiled] == [1, 7.5]
 
 
-def test_predicted_times_are_those_of_before_the_round(monkeypatch: pytest.MonkeyPatch):
+def test_predicted_time_precedes_the_round(monkeypatch: pytest.MonkeyPatch):
     engine, runner = make_fake_engine(num_draft_tokens=3)
     metrics, rounds = engine.metrics, list[tuple[float | None, float]]()
     add_round = metrics.add_round
@@ -348,7 +350,7 @@ def test_predicted_times_are_those_of_before_the_round(monkeypatch: pytest.Monke
     def record_time(launch: Any, seconds: float) -> None:
         known.append(dict(engine.step_times.seconds))
         record(launch, seconds)
-        assert launch.expected_s == known[-1].get(launch.round)
+        assert launch.expected_s == known[-1].get(launch.round_kind)
 
     monkeypatch.setattr(metrics, "add_round", note)
     monkeypatch.setattr(engine.scheduler, "record_time", record_time)
@@ -364,36 +366,36 @@ def test_predicted_times_are_those_of_before_the_round(monkeypatch: pytest.Monke
     assert own["jaxspec:round_time_error_seconds"].value == pytest.approx(error)
 
 
-def own_values(told: list[Metric]) -> dict[str, Any]:
-    """What is told once."""
-    return {one.name: one for one in told if one.name != CHOSEN}
+def own_values(read: list[Metric]) -> dict[str, Any]:
+    """Return the metrics that occur once, by name."""
+    return {one.name: one for one in read if one.name != CHOSEN}
 
 
-def test_the_choice_of_k_and_what_it_brought():
+def test_metrics_of_the_choice_of_k():
     engine, _ = make_fake_engine(num_draft_tokens=3)
     policy, acceptance = engine.policy, engine.acceptance
 
-    def told() -> list[Any]:
+    def choice_values() -> list[Any]:
         own = own_values(engine.get_metrics())
         names = "num_drafts gain saved_seconds lost_seconds probes stops"
         names += " drafts_compared drafts_agreed"
         return [own[f"jaxspec:speculation_{one}"].value for one in names.split()]
 
-    assert told() == [3, 0, 0, 0, 0, 0, 0, 0]
-    policy.choice = Choice(num_drafts=2, gain=0.41)
+    assert choice_values() == [3, 0, 0, 0, 0, 0, 0, 0]
+    policy.choice = Choice(num_draft_tokens=2, gain=0.41)
     policy.saved_s, policy.lost_s, policy.num_probes = 8.5, 1.25, 7
     policy._budgets[1].num_closed = 4
     acceptance.num_compared, acceptance.num_agreed = 30, 20.5
-    assert told() == [2, 0.41, 8.5, 1.25, 7, 4, 30, 20.5]
-    # Without drafts it brings nothing, whatever was expected of the K before.
-    policy.choice = Choice(num_drafts=0, gain=0.41)
-    assert told()[:2] == [0, 0]
+    assert choice_values() == [2, 0.41, 8.5, 1.25, 7, 4, 30, 20.5]
+    # Without drafts the gain is 0, whatever was expected of the previous K.
+    policy.choice = Choice(num_draft_tokens=0, gain=0.41)
+    assert choice_values()[:2] == [0, 0]
 
 
-def test_the_choice_is_what_so_many_requests_may_have():
+def test_choice_is_limited_by_the_number_of_requests():
     engine, _ = make_fake_engine(num_draft_tokens=3, disable_by_batch_size=2)
-    engine.policy.choice = few = Choice(num_drafts=3, gain=0.41, may_draft=True)
-    many = Choice(num_drafts=0, gain=0.0, may_draft=False)
+    engine.policy.choice = few = Choice(num_draft_tokens=3, gain=0.41, may_draft=True)
+    many = Choice(num_draft_tokens=0, gain=0.0, may_draft=False)
     assert engine.choice == few
     for name in ("a", "b", "c"):
         engine.add_request(name, PROMPT, SamplingParams(max_tokens=60))
@@ -407,7 +409,7 @@ def test_the_choice_is_what_so_many_requests_may_have():
 
 
 def compare(acceptance: AcceptanceRates, count: int, *, share: float) -> None:
-    """Of so many first drafts, so large a share is accepted."""
+    """Record first drafts, of which a share is accepted."""
     accepted = np.arange(count) < share * count
     acceptance.record(
         np.zeros(count, np.int64), np.ones(count, np.int64), accepted.astype(np.int64)
@@ -418,34 +420,34 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
 
 
-def test_low_acceptance_is_told_once(caplog: pytest.LogCaptureFixture):
+def test_warns_of_low_acceptance_once(caplog: pytest.LogCaptureFixture):
     metrics, _ = make_metrics()
     acceptance = AcceptanceRates(num_rows=1, max_draft_tokens=3)
 
-    def tell(k: int = 1) -> list[str]:
-        metrics.warn_of_low_acceptance(acceptance, Choice(num_drafts=k))
+    def new_warnings(k: int = 1) -> list[str]:
+        metrics.warn_of_low_acceptance(acceptance, Choice(num_draft_tokens=k))
         return warnings_of(caplog)
 
     compare(acceptance, 1999, share=0.1)
-    assert not tell()
+    assert not new_warnings()
     compare(acceptance, 4000, share=0.6)
-    assert not tell(), "0.43 of all"
-    # What was before does not make the newest better.
+    assert not new_warnings(), "0.43 of all"
+    # Earlier rates do not improve the newest one.
     compare(acceptance, 1999, share=0.25)
-    assert not tell()
+    assert not new_warnings()
     acceptance.record_probabilities(0, np.full(1, 0.2))
-    (told,) = tell()
+    (warning,) = new_warnings()
     assert (
         "agreed with 25% of the last 2000 draft tokens. K is 1 now. Possible causes"
-        in told
+        in warning
     )
     for cause in ("chat template", "another family", "fine-tune", "high temperature"):
-        assert cause in told
+        assert cause in warning
     compare(acceptance, 4000, share=0.1)
-    assert tell() == [told]
+    assert new_warnings() == [warning]
 
 
-def test_low_acceptance_without_drafts_any_more(caplog: pytest.LogCaptureFixture):
+def test_warning_of_low_acceptance_at_k_0(caplog: pytest.LogCaptureFixture):
     lookup = SpeculativeConfig(method="ngram", prompt_lookup_max=4, prompt_lookup_min=2)
     for changes in ({}, {"speculative": lookup, "draft_model_config": None}):
         metrics, _ = make_metrics(**changes)
@@ -453,23 +455,23 @@ def test_low_acceptance_without_drafts_any_more(caplog: pytest.LogCaptureFixture
         compare(acceptance, 2000, share=0.1)
         metrics.warn_of_low_acceptance(acceptance, Choice())
     model, ngram = warnings_of(caplog)
-    told = "10% of the last 2000 draft tokens. K is 0 now: decoding continues without"
-    assert told in model
-    assert told in ngram
+    text = "10% of the last 2000 draft tokens. K is 0 now: decoding continues without"
+    assert text in model
+    assert text in ngram
     assert "repetition" in ngram
     assert "chat template" not in ngram
 
 
-def test_acceptance_that_is_given_is_no_news(caplog: pytest.LogCaptureFixture):
+def test_no_warning_with_synthetic_acceptance(caplog: pytest.LogCaptureFixture):
     metrics, _ = make_metrics(forced_acceptance=0.1)
     acceptance = AcceptanceRates(num_rows=1, max_draft_tokens=3)
     compare(acceptance, 5000, share=0.1)
-    metrics.warn_of_low_acceptance(acceptance, Choice(num_drafts=3))
+    metrics.warn_of_low_acceptance(acceptance, Choice(num_draft_tokens=3))
     assert not warnings_of(caplog)
 
 
 @pytest.mark.parametrize("disable_log_stats", [False, True])
-def test_an_engine_tells_of_low_acceptance(
+def test_engine_warns_of_low_acceptance(
     disable_log_stats: bool,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -482,8 +484,8 @@ def test_an_engine_tells_of_low_acceptance(
     engine.add_request("0", PROMPT, SamplingParams(max_tokens=80))
     while engine.has_unfinished_requests():
         engine.step()
-    (told,) = warnings_of(caplog)
-    assert "K is 3 now. Possible causes: a chat template" in told
+    (warning,) = warnings_of(caplog)
+    assert "K is 3 now. Possible causes: a chat template" in warning
 
 
 def test_launches_are_counted_by_their_drafts():
@@ -505,7 +507,7 @@ def test_launches_are_counted_by_their_drafts():
     assert found == expected
 
 
-def test_the_log_is_silent_about_nothing(caplog: pytest.LogCaptureFixture):
+def test_idle_engine_logs_at_debug_level(caplog: pytest.LogCaptureFixture):
     metrics, stats = make_metrics()
     caplog.set_level(logging.INFO, "jaxspec")
     metrics.log(Load())
@@ -519,7 +521,7 @@ def test_the_log_is_silent_about_nothing(caplog: pytest.LogCaptureFixture):
     assert len(caplog.messages) == 3
 
 
-def test_the_log_tells_what_is_new(caplog: pytest.LogCaptureFixture):
+def test_log_shows_changes_since_the_last_log(caplog: pytest.LogCaptureFixture):
     metrics, stats = make_metrics(num_draft_tokens=3)
     caplog.set_level(logging.INFO, "jaxspec")
     stats.num_prefix_queries, stats.num_prefix_hits = 8, 2
@@ -539,49 +541,49 @@ def test_the_log_tells_what_is_new(caplog: pytest.LogCaptureFixture):
     assert second.startswith("Avg prompt throughput: ")
 
 
-def test_leaves_are_counted_apart():
-    """So that acceptance by position keeps vLLM's meaning."""
+def test_leaves_are_counted_separately():
+    """Acceptance by position then keeps vLLM's meaning."""
     name = "jaxspec:spec_decode_num_accepted_leaves"
     metrics, stats = make_metrics(
         num_draft_tokens=3, speculative_keys={"num_side_leaves": 2}
     )
     ones = np.ones(2, int)
     stats.record_round(3 * ones, np.array([1, 3]), np.array([3, 4]), np.array([1, 0]))
-    # One that had ended on the device says nothing.
+    # A sequence that had ended on the device does not count.
     stats.record_round(3 * ones, 0 * ones, 0 * ones, ones)
     found = {one.name: one for one in metrics.read(Load())}
     counter = found[name]
     assert isinstance(counter, Counter)
     assert counter.value == 1
-    told = by_name(metrics)
-    assert value_of(told, "spec_decode_num_accepted_tokens") == 4
-    assert value_of(told, "spec_decode_num_emitted_tokens") == 4 + 1 + 2
-    (vector,) = told["spec_decode_num_accepted_tokens_per_pos"]
+    named = by_name(metrics)
+    assert value_of(named, "spec_decode_num_accepted_tokens") == 4
+    assert value_of(named, "spec_decode_num_emitted_tokens") == 4 + 1 + 2
+    (vector,) = named["spec_decode_num_accepted_tokens_per_pos"]
     assert isinstance(vector, Vector)
     assert vector.values == [2, 1, 1]
-    for has_beside in (False, True):
-        load = Load(choice=Choice(num_drafts=2, has_side_branches=has_beside))
+    for has_side in (False, True):
+        load = Load(choice=Choice(num_draft_tokens=2, has_side_branches=has_side))
         found = {one.name: one for one in metrics.read(load)}
         gauge = found["jaxspec:speculation_has_leaves"]
-        assert isinstance(gauge, Gauge) and gauge.value == has_beside
+        assert isinstance(gauge, Gauge) and gauge.value == has_side
     plain = make_metrics(num_draft_tokens=3)[0].read(Load())
     names = {one.name for one in plain}
     assert not names & {name, "jaxspec:speculation_has_leaves"}
 
 
-def test_acceptance_of_leaves_is_told_by_depth_and_rank():
+def test_leaf_acceptance_is_reported_by_depth_and_rank():
     metrics, stats = make_metrics(
         num_draft_tokens=2, speculative_keys={"num_side_leaves": 1}
     )
     stats.record_ends(np.array([2, 2, 2, 1]), np.array([0, 1, 4, 3]))
-    told = {}
+    counts = {}
     for one in metrics.read(Load()):
         if one.name.endswith("_by_rank"):
             assert isinstance(one, Counter)
             labels = (one.labels[key] for key in ("after", "depth", "rank"))
-            told.setdefault(tuple(labels), {})[one.name.split("_")[3]] = one.value
+            counts.setdefault(tuple(labels), {})[one.name.split("_")[3]] = one.value
     # Rows: (0,) (0, 0) (1,) (0, 1).
-    assert told == {
+    assert counts == {
         ("chain", "1", "0"): {"compared": 4, "accepted": 2},
         ("chain", "1", "1"): {"compared": 4, "accepted": 1},
         ("chain", "2", "0"): {"compared": 2, "accepted": 0},

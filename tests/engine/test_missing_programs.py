@@ -1,4 +1,4 @@
-"""Requests go on in the programs that are there, and say what they would say anyway."""
+"""Requests run in compiled programs while others are missing, with equal texts."""
 
 import dataclasses
 
@@ -15,11 +15,11 @@ from tests.support.loops import Loop, make_config, make_request, make_requests
 LOGPROBS = Features(num_logprobs=3)
 GRAMMAR = Features(has_grammar=True)
 PROMPTS = Features(num_logprobs=2, num_prompt_logprobs=2)
-KINDS = (Features(is_greedy=True), Features(), LOGPROBS, GRAMMAR, PROMPTS)
+KINDS = (Features(all_greedy=True), Features(), LOGPROBS, GRAMMAR, PROMPTS)
 
 
 class ComingPrograms(EveryProgram):
-    """Programs that are asked for come after some plans, the last asked for first."""
+    """Requested programs are compiled after some plans, the latest request first."""
 
     def __init__(self, pause: int):
         self.there: set[StepShape] = set()
@@ -71,7 +71,7 @@ def run(loop: Loop, programs: ComingPrograms, requests: list[Request]) -> None:
 @pytest.mark.parametrize(
     "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 4))]
 )
-def test_texts_do_not_depend_on_which_programs_are_there(seed, pause, num_draft_tokens):
+def test_texts_do_not_depend_on_compiled_programs(seed, pause, num_draft_tokens):
     """With pages for half of the requests, so that some are preempted meanwhile."""
     config = make_config(
         max_num_seqs=4, num_pages=60, num_draft_tokens=num_draft_tokens
@@ -89,8 +89,8 @@ def test_texts_do_not_depend_on_which_programs_are_there(seed, pause, num_draft_
         assert len({launch.shape for launch in loop.launches}) > 1
 
 
-def test_a_request_of_a_new_kind_waits_alone():
-    """Who came before it goes on, and who comes after it goes first."""
+def test_only_a_request_with_new_features_waits():
+    """Earlier requests continue, and later ones are admitted first."""
     config = make_config(max_num_seqs=4, num_pages=200, max_num_batched_tokens=128)
     first, special, last = make_requests(config, 3)
     special.features = LOGPROBS
@@ -119,7 +119,7 @@ def test_a_request_of_a_new_kind_waits_alone():
 
 
 def test_a_single_request_waits_for_the_program_with_its_drafts():
-    """Else a short text would be over before anything was drafted."""
+    """Otherwise a short text would end before anything was drafted."""
     config = make_config(max_num_seqs=4, num_pages=200, max_num_batched_tokens=128)
     (request,) = make_requests(config, 1, num_draft_tokens=3)
     request.prompt_token_ids, request.max_total = [2] * 20, 60
@@ -130,27 +130,27 @@ def test_a_single_request_waits_for_the_program_with_its_drafts():
     loop.step()
     assert not loop.launches
     (prompt,) = programs.asked
-    assert (prompt.num_draft_tokens, prompt.chunk > 0) == (0, True)
+    assert (prompt.num_draft_tokens, prompt.max_prompt_tokens > 0) == (0, True)
     programs.asked.clear()
     programs.add(prompt)
     for _ in range(6):
         loop.step()
     assert len(request.output_token_ids) == 1
     assert {launch.shape for launch in loop.launches} == {prompt}
-    catch_up, own = programs.asked
-    assert catch_up == loop.scheduler.shapes.catch_ups[0]
-    assert (own.num_seqs, own.num_draft_tokens, own.chunk) == (1, 3, 0)
-    programs.add(catch_up)
+    draft_prefill, own = programs.asked
+    assert draft_prefill == loop.scheduler.shapes.draft_prefills[0]
+    assert (own.num_seqs, own.num_draft_tokens, own.max_prompt_tokens) == (1, 3, 0)
+    programs.add(draft_prefill)
     programs.add(own)
     while loop.step():
         pass
     used = [launch.shape for launch in loop.launches]
-    assert used[:3] == [prompt, catch_up, own]
+    assert used[:3] == [prompt, draft_prefill, own]
     assert set(used[2:]) == {own}
     loop.assert_said_the_truth(request)
 
 
-def test_a_larger_chunk_is_asked_for_while_a_small_one_serves():
+def test_larger_chunk_is_requested_while_a_small_one_serves():
     config = make_config(
         max_num_seqs=1,
         num_pages=200,
@@ -165,13 +165,15 @@ def test_a_larger_chunk_is_asked_for_while_a_small_one_serves():
     request.prompt_token_ids, request.max_total = [3] * 500, 510
     programs = ComingPrograms(pause=10**9)
     loop = make_loop(config, programs)
-    small = min(loop.scheduler.shapes.all(), key=lambda one: one.chunk or 10**9)
+    small = min(
+        loop.scheduler.shapes.all(), key=lambda one: one.max_prompt_tokens or 10**9
+    )
     programs.add(small)
     loop.scheduler.add(request)
     for _ in range(2):
         loop.step()
     assert loop.launches[-1].shape == small
-    assert max(shape.chunk for shape in programs.asked) == 512
+    assert max(shape.max_prompt_tokens for shape in programs.asked) == 512
     while loop.step():
         pass
     loop.assert_said_the_truth(request)

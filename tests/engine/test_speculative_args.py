@@ -10,13 +10,13 @@ SAME = {"model": "draft", "num_speculative_tokens": 5}
 
 
 def suffix(method: str = "suffix", **changes: float) -> dict[str, Any]:
-    """What suffix drafts come to."""
+    """Return the merged arguments of suffix drafts."""
     keys = {f"suffix_decoding_{name}": value for name, value in changes.items()}
     return {"method": method} | SUFFIX_DEFAULTS | keys
 
 
 def lookup(most: int, fewest: int, method: str = "ngram") -> dict[str, Any]:
-    """What n-gram drafts come to."""
+    """Return the merged arguments of n-gram drafts."""
     keys = {"prompt_lookup_max": most, "prompt_lookup_min": fewest}
     return {"method": method} | keys
 
@@ -29,7 +29,7 @@ def lookup(most: int, fewest: int, method: str = "ngram") -> dict[str, Any]:
         ({"speculative_model": "draft", "num_speculative_tokens": 5}, SAME),
         ({"speculative_config": SAME}, SAME),
         ({"spec_model": "draft", "spec_tokens": 5}, SAME),
-        # Mixed, and the same thing said twice.
+        # Mixed generations, and one value given twice.
         ({"speculative_config": {"model": "draft"}, "num_speculative_tokens": 5}, SAME),
         ({"speculative_config": SAME, "spec_model": "draft"}, SAME),
         ({"speculative_config": {"model": "draft", "num-speculative-tokens": 5}}, SAME),
@@ -76,7 +76,7 @@ def lookup(most: int, fewest: int, method: str = "ngram") -> dict[str, Any]:
                 "synthetic_acceptance_length": 3.5,
             },
         ),
-        # All drafts in one pass: vLLM's way to say so, and our name of it.
+        # All drafts in one pass: vLLM's key, and our method's name.
         (
             {"speculative_config": SAME | {"parallel_drafting": True}},
             SAME | {"method": "pard"},
@@ -92,7 +92,7 @@ def lookup(most: int, fewest: int, method: str = "ngram") -> dict[str, Any]:
             {"spec_method": "pard", "speculative_config": SAME},
             SAME | {"method": "pard"},
         ),
-        # n-gram drafts: the first generation must say the most, and the fewest is 1 ...
+        # n-gram drafts: the first generation requires the longest, 1 is shortest ...
         ({"speculative_model": "[ngram]", "ngram_prompt_lookup_max": 4}, lookup(4, 1)),
         (
             {
@@ -103,7 +103,7 @@ def lookup(most: int, fewest: int, method: str = "ngram") -> dict[str, Any]:
             },
             lookup(4, 3) | {"num_speculative_tokens": 5},
         ),
-        # ... the others say 5 for both, or one for the other.
+        # ... in the others both default to 5, or to the one that is given.
         ({"spec_method": "ngram"}, lookup(5, 5)),
         ({"spec_model": "ngram"}, lookup(5, 5)),
         ({"speculative_config": {"method": "ngram"}}, lookup(5, 5)),
@@ -140,7 +140,7 @@ def lookup(most: int, fewest: int, method: str = "ngram") -> dict[str, Any]:
             },
             {"model": "draft"} | lookup(3, 3, "ngram+draft_model"),
         ),
-        # Suffix drafts, alone and before those of a model.
+        # Suffix drafts, alone and with a draft model.
         ({"spec_method": "suffix"}, suffix()),
         (
             {
@@ -155,7 +155,7 @@ def lookup(most: int, fewest: int, method: str = "ngram") -> dict[str, Any]:
             suffix(max_tree_depth=32, max_spec_factor=2.0)
             | {"num_speculative_tokens": 12},
         ),
-        # Answers of others, on which no text depends by the one rule.
+        # Cached answers: only with this rule are texts independent of them.
         (
             {
                 "speculative_config": {
@@ -197,7 +197,9 @@ def test_three_generations_mean_the_same(
         ),
     ],
 )
-def test_a_contradiction_names_both(arguments: dict[str, Any], texts: list[str]):
+def test_contradiction_names_both_arguments(
+    arguments: dict[str, Any], texts: list[str]
+):
     with pytest.raises(ConfigError, match="contradicts") as caught:
         merge(arguments)
     assert all(text in str(caught.value) for text in texts)
@@ -218,7 +220,7 @@ def test_a_contradiction_names_both(arguments: dict[str, Any], texts: list[str])
         ({"spec_method": "suffix+draft_model"}, "spec_method='suffix+draft_model'"),
     ],
 )
-def test_arguments_without_a_draft_model(arguments: dict[str, Any], given: str):
+def test_rejects_arguments_without_a_draft_model(arguments: dict[str, Any], given: str):
     with pytest.raises(ConfigError) as caught:
         merge(arguments)
     assert given in str(caught.value)
@@ -239,7 +241,7 @@ def test_arguments_without_a_draft_model(arguments: dict[str, Any], given: str):
         ),
     ],
 )
-def test_a_bad_dict(config: Any, texts: list[str]):
+def test_rejects_bad_dict(config: Any, texts: list[str]):
     with pytest.raises(ConfigError) as caught:
         merge({"speculative_config": config})
     assert all(text in str(caught.value) for text in texts)
@@ -290,7 +292,7 @@ def test_a_bad_dict(config: Any, texts: list[str]):
         ),
     ],
 )
-def test_lookups_that_contradict(arguments: dict[str, Any], texts: list[str]):
+def test_rejects_contradicting_lookups(arguments: dict[str, Any], texts: list[str]):
     with pytest.raises(ConfigError) as caught:
         merge(arguments)
     for text in texts:
@@ -307,7 +309,7 @@ def test_lookups_that_contradict(arguments: dict[str, Any], texts: list[str]):
         (
             {"speculative_config": SAME | {"kv_cache_dtype": "fp8"}},
             "must be left out or 'auto', which the target has, got 'fp8'. The draft's "
-            "keys and values are kept as the target's",
+            "keys and values have the target's type",
         ),
         (
             {"speculative_config": SAME | {"kv_cache_dtype": "auto"}}
@@ -324,14 +326,14 @@ def test_lookups_that_contradict(arguments: dict[str, Any], texts: list[str]):
         ({"speculative_config": SAME | {"use-heterogeneous-vocab": True}}, "True"),
     ],
 )
-def test_what_does_not_exist_yet(arguments: dict[str, Any], given: str):
+def test_rejects_unsupported_values(arguments: dict[str, Any], given: str):
     with pytest.raises(NotImplementedError) as caught:
         merge(arguments)
     assert given in str(caught.value)
 
 
-def test_keys_and_values_of_the_draft_are_kept_as_the_targets():
-    """By either of vLLM's names; nothing is left of it among a draft's settings."""
+def test_draft_kv_cache_dtype_must_be_the_targets():
+    """By either of vLLM's names; the draft's settings do not contain it."""
     expected = merge({"speculative_config": SAME})
     for target, draft in (("fp8", "fp8_e4m3"), ("fp8_e4m3", "fp8"), ("int8", "int8")):
         config = SAME | {"kv_cache_dtype": draft}
@@ -386,24 +388,24 @@ TREE = "[(0,), (1,), (0, 0)]"
 
 
 @pytest.mark.parametrize("tree", [TREE, [(0,), (1,), (0, 0)]])
-def test_a_tree_says_how_many_drafts_there_are(tree: Any):
+def test_tree_sets_the_number_of_drafts(tree: Any):
     config = {"model": "draft", "speculative_token_tree": tree}
     expected = config | {"num_speculative_tokens": 3}
     assert merge({"speculative_config": config}) == expected
-    # vLLM's way: both.
+    # As in vLLM: both.
     assert merge({"speculative_config": expected}) == expected
     assert merge({"speculative_config": config, "num_speculative_tokens": 3}) == (
         expected
     )
 
 
-def test_leaves_beside_any_drafts():
+def test_leaves_are_accepted_with_any_method():
     config = {"method": "ngram", "num_side_leaves": 1, "num_speculative_tokens": 4}
     expected = lookup(5, 5) | config
     assert merge({"speculative_config": config}) == expected
 
 
-def test_a_tree_that_is_none_names_its_field():
+def test_malformed_tree_names_its_field():
     config = {"model": "draft", "speculative_token_tree": "[(1,)]"}
     with pytest.raises(ConfigError, match=r"\(1,\) comes after \(0,\)") as caught:
         merge({"speculative_config": config})

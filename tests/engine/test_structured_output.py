@@ -1,4 +1,4 @@
-"""Masks equal those of a matcher that starts anew, and grammars are made or refused."""
+"""Masks equal those of a new matcher, and grammars are compiled or rejected."""
 
 import gc
 import itertools
@@ -44,7 +44,7 @@ CIRCULAR["properties"] = {"a": CIRCULAR}
 
 
 def fresh_masks(text: list[int], drafts: list[int]) -> np.ndarray:
-    """What the answer must be: one new matcher for every row."""
+    """Return the expected masks: with one new matcher for every row."""
     masks = np.full((len(drafts) + 1, WORDS), EVERYTHING)
     for row in range(len(drafts) + 1):
         matcher = COMPILER.matcher(FORM)
@@ -60,7 +60,7 @@ def fresh_masks(text: list[int], drafts: list[int]) -> np.ndarray:
 
 
 def num_taken(matcher: Matcher, tokens: list[int]) -> int:
-    """Return the number of tokens that the grammar takes."""
+    """Return the number of tokens that the grammar accepts."""
     for count, token in enumerate(tokens):
         try:
             if not matcher.read(token):
@@ -76,7 +76,7 @@ def ids_of(mask: np.ndarray) -> list[int]:
 
 
 def ask(masks: TokenMasks, *rows: tuple[Any, list[int], list[int]]) -> np.ndarray:
-    """Ask about (state, text, drafts) of several sequences at once."""
+    """Request masks for (state, text, drafts) of several sequences at once."""
     newest = np.zeros((len(rows), WINDOW), np.int32)
     for index, (_, text, _) in enumerate(rows):
         known = [7] * NUM_PROMPT + text
@@ -103,7 +103,7 @@ def opened() -> tuple[TokenMasks, GrammarState]:
 
 
 def drawn(text: list[int], count: int, random: np.random.Generator) -> list[int]:
-    """Tokens that mostly go on with the text, now and then any."""
+    """Return tokens that mostly continue the text, sometimes random ones."""
     tokens: list[int] = []
     for _ in range(count):
         choices = ids_of(fresh_masks([*text, *tokens], [])[0])
@@ -120,7 +120,7 @@ def drawn(text: list[int], count: int, random: np.random.Generator) -> list[int]
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_rounds_of_a_text(seed):
+def test_masks_of_random_rounds(seed):
     random = np.random.default_rng(seed)
     masks, state = opened()
     text: list[int] = []
@@ -128,7 +128,7 @@ def test_rounds_of_a_text(seed):
         drafts = drawn(text, DRAFTS, random)
         answer = ask(masks, (state, text, drafts))
         np.testing.assert_array_equal(answer[0], fresh_masks(text, drafts))
-        # Asked again, as a program that runs twice would: the same.
+        # A repeated request, as of a program that runs twice, gives the same masks.
         np.testing.assert_array_equal(ask(masks, (state, text, drafts)), answer)
         accepted = 0
         while accepted < DRAFTS and drafts[accepted] in ids_of(answer[0, accepted]):
@@ -143,7 +143,7 @@ def test_rounds_of_a_text(seed):
             np.testing.assert_array_equal(answer[0], fresh_masks(text, []))
 
 
-def test_after_the_end_only_the_end_is_allowed():
+def test_only_the_end_token_follows_a_complete_text():
     masks, state = opened()
     text = [4, 5, 12, EOS]  # "%&-"
     for end in ([EOS], [EOS, EOS, EOS]):
@@ -152,7 +152,7 @@ def test_after_the_end_only_the_end_is_allowed():
         assert (answer[3] == EVERYTHING).all()  # after a draft that cannot be
 
 
-def test_a_text_taken_back_is_read_anew():
+def test_rolled_back_text_is_read_again():
     masks, state = opened()
     ask(masks, (state, [4, 5, 12, 20], [20, 20, 20]))
     for text in ([4, 5, 6], [4, 5, 12], [], [7, 7, 12, EOS]):
@@ -160,13 +160,15 @@ def test_a_text_taken_back_is_read_anew():
         np.testing.assert_array_equal(answer[0], fresh_masks(text, [4, 4, 12]))
 
 
-def test_many_tokens_at_once_up_to_the_window():
+def test_sync_reads_many_tokens_up_to_the_window():
     masks, state = opened()
     text = [4, 5, 12] * 6
     answer = ask(masks, (state, text, [4, 5, 12]))
     np.testing.assert_array_equal(answer[0], fresh_masks(text, [4, 5, 12]))
     masks, state = opened()
-    with pytest.raises(AssertionError, match="further ahead than it tells"):
+    with pytest.raises(
+        AssertionError, match="tokens before the newest ones are missing"
+    ):
         ask(masks, (state, [*text, 4], [4, 5, 12]))
 
 
@@ -182,7 +184,7 @@ def test_rows_without_grammar_and_unknown_ids_allow_everything():
     np.testing.assert_array_equal(answer[1], fresh_masks([], [4, 5, 12]))
 
 
-def test_a_reading_is_known_as_long_as_somebody_holds_it():
+def test_state_is_dropped_with_its_last_reference():
     masks, state = opened()
     grammar_id = state.grammar_id
     masks.add(state)
@@ -196,14 +198,14 @@ def test_a_reading_is_known_as_long_as_somebody_holds_it():
     assert masks.num_questions == 1
 
 
-def test_the_draft_asks_for_one_row_at_a_time():
+def test_draft_requests_one_mask_at_a_time():
     masks, state = opened()
     text, drafts = [4, 5], [12, 4, 5]
     expected = fresh_masks(text, drafts)
     newest = np.zeros((1, WINDOW), np.int32)
     newest[0, -2:] = text
     for before in range(DRAFTS):
-        # What is not drawn yet is junk.
+        # Drafts that are not sampled yet are random.
         asked = [drafts[:before] + [39] * (DRAFTS - before)]
         answer = masks(
             np.array([state.grammar_id]),
@@ -216,13 +218,13 @@ def test_the_draft_asks_for_one_row_at_a_time():
     np.testing.assert_array_equal(ask(masks, (state, text, drafts))[0], expected)
 
 
-def test_what_the_draft_was_told_is_not_worked_out_again():
+def test_masks_of_the_draft_are_not_computed_again():
     masks, state = opened()
     ask(masks, (state, [4], [5, 12, 4]))
-    told = dict(state.known_masks)
-    assert sorted(map(len, told)) == [0, 1, 2, 3]
+    known_before = dict(state.known_masks)
+    assert sorted(map(len, known_before)) == [0, 1, 2, 3]
     ask(masks, (state, [4], [5, 12, 4]))
-    assert all(state.known_masks[path] is mask for path, mask in told.items())
+    assert all(state.known_masks[path] is mask for path, mask in known_before.items())
     ask(masks, (state, [4, 5], [12, 4, 4]))
     np.testing.assert_array_equal(
         ask(masks, (state, [4, 5], [12, 4, 4]))[0], fresh_masks([4, 5], [12, 4, 4])
@@ -244,7 +246,7 @@ def slow_states(monkeypatch: pytest.MonkeyPatch, count: int) -> Any:
     return states, gate
 
 
-def test_slow_mask_is_late_and_does_not_hold_a_launch(monkeypatch):
+def test_slow_mask_is_late_and_does_not_block_a_launch(monkeypatch):
     (slow,), gate = slow_states(monkeypatch, 1)
     masks, other = TokenMasks(VOCAB), make_state()
     for state in (slow, other):
@@ -255,7 +257,7 @@ def test_slow_mask_is_late_and_does_not_hold_a_launch(monkeypatch):
     np.testing.assert_array_equal(answer[1], fresh_masks([4, 5], [12, 4, 5]))
     assert (slow.late_length, slow.is_slow) == (1, True)
     assert (other.late_length, other.is_slow) == (None, False)
-    # A launch that is under way asks about tokens that are dropped.
+    # A launch in flight requests masks for tokens that are dropped.
     assert [ids_of(row) for row in ask(masks, (slow, [4, EOS], [4, 4, 4]))[0]] == (
         [[EOS]] * 4
     )
@@ -328,7 +330,7 @@ def bundled() -> Tokenizer:
     "pattern",
     ["%&?'", "[%&]{1,3}", r"(%&|%'|\()[*+]?", "%(&'(%)?)?", r"([%&],){0,2}[%-]"],
 )
-def test_masks_are_all_that_can_become_a_match(pattern):
+def test_masks_allow_exactly_the_possible_matches(pattern):
     words = [
         "".join(word)
         for length in range(6)
@@ -349,7 +351,7 @@ def test_masks_are_all_that_can_become_a_match(pattern):
 
 
 def texts_of(compiler, tokenizer, params, seed: int, end: int) -> str:
-    """A random walk through what is allowed, by tokens of several characters."""
+    """A random walk over the allowed tokens, of several characters each."""
     matcher, random, tokens = compiler.matcher(params), np.random.default_rng(seed), []
     while len(tokens) < 400:
         choices = sorted(allowed(matcher, tokenizer.vocab_size))
@@ -411,7 +413,7 @@ FORMS = {
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_whatever_is_allowed_fits_the_form(form, bundled):
+def test_allowed_texts_match_the_form(form, bundled):
     (end,) = bundled.turn_end_ids
     compiler = GrammarCompiler(bundled, 8200, (EOS, end))  # pad rows at the end
     given, fits = FORMS[form]
@@ -427,7 +429,7 @@ WHITE = " \n\r\t"
 def written_by_a_lover_of_white_space(
     compiler: GrammarCompiler, tokenizer: Tokenizer, params: StructuredOutputsParams
 ) -> str | None:
-    """The text of a model that says white space wherever it may; None without end."""
+    """Return a text with all allowed white space; None if it never ends."""
     matcher, tokens = compiler.matcher(params), list[int]()
     while len(tokens) < 1000:
         choices = sorted(allowed(matcher, tokenizer.vocab_size) - {EOS})
@@ -454,7 +456,7 @@ PATTERNED = SCHEMA | {"x-guidance": {"whitespace_pattern": UNBOUNDED}}
         (dict(json=SCHEMA, disable_any_whitespace=True), {}, 0),
         (dict(json=SCHEMA, whitespace_pattern="\n?"), {}, 1),
         (dict(json=SCHEMA, whitespace_pattern=UNBOUNDED), {}, None),
-        # As in vLLM, a schema may speak for itself.
+        # As in vLLM, a schema may contain its own options.
         (dict(json=GUIDED), {}, None),
         (dict(json=GUIDED), dict(disable_any_whitespace=True), None),
         (dict(json=GUIDED, disable_any_whitespace=True), {}, 0),
@@ -463,7 +465,7 @@ PATTERNED = SCHEMA | {"x-guidance": {"whitespace_pattern": UNBOUNDED}}
         (dict(json=GUIDED, whitespace_pattern=" "), {}, 1),
     ],
 )
-def test_how_much_white_space_json_has(params, config, longest, bundled):
+def test_white_space_of_json(params, config, longest, bundled):
     compiler = GrammarCompiler(
         bundled, bundled.vocab_size, (EOS,), StructuredOutputsConfig(**config)
     )
@@ -488,7 +490,7 @@ def test_json_may_be_written_over_lines(indent, bundled):
         assert num_taken(matcher, tokens) == len(tokens)
 
 
-def test_what_an_engine_says_of_additional_properties(bundled):
+def test_engine_default_of_additional_properties(bundled):
     config = StructuredOutputsConfig(disable_additional_properties=True)
     compiler = GrammarCompiler(bundled, bundled.vocab_size, (EOS,), config)
     schema = {"type": "object", "properties": {"a": {"type": "null"}}}
@@ -497,7 +499,7 @@ def test_what_an_engine_says_of_additional_properties(bundled):
     assert num_taken(matcher, tokens) < len(tokens)
 
 
-def test_additional_properties_of_data_are_left_alone(bundled):
+def test_additional_properties_of_data_are_unchanged(bundled):
     """Values that look like schemas, and a property with a keyword's name."""
     config = StructuredOutputsConfig(disable_additional_properties=True)
     compiler = GrammarCompiler(bundled, bundled.vocab_size, (EOS,), config)
@@ -509,7 +511,7 @@ def test_additional_properties_of_data_are_left_alone(bundled):
             "properties": {"type": "object", "properties": {"a": {"type": "object"}}},
         },
     }
-    for text, is_taken in (
+    for text, is_accepted in (
         ('{"const": {"type": "object"}, "enum": {"properties": {}}', True),
         ('{"properties": {"a": {}}}', True),
         ('{"properties": {"a": {"b"', False),
@@ -517,13 +519,13 @@ def test_additional_properties_of_data_are_left_alone(bundled):
     ):
         matcher = compiler.matcher(StructuredOutputsParams(json=schema))
         tokens = bundled.encode(text, add_special_tokens=False)
-        assert (num_taken(matcher, tokens) == len(tokens)) == is_taken
+        assert (num_taken(matcher, tokens) == len(tokens)) == is_accepted
 
 
-def test_white_space_that_is_no_pattern(bundled):
+def test_rejects_bad_whitespace_pattern(bundled):
     config = StructuredOutputsConfig(whitespace_pattern="(")
     with pytest.raises(
-        ConfigError, match=r"(?s)no regular expression: .*unclosed group"
+        ConfigError, match=r"(?s)not a regular expression: .*unclosed group"
     ):
         GrammarCompiler(bundled, bundled.vocab_size, (EOS,), config)
 
@@ -572,13 +574,13 @@ def test_white_space_and_additional_properties_of_json(bundled):
         (dict(json_object=True, whitespace_pattern="("), "unclosed group"),
     ],
 )
-def test_a_wrong_form_is_an_error_that_says_why(given, message):
+def test_bad_form_is_rejected_with_the_reason(given, message):
     with pytest.raises(RequestError, match=message) as caught:
         STUB.matcher(StructuredOutputsParams(**given))
     assert caught.value.parameter == "structured_outputs"
 
 
-def test_matchers_of_one_grammar_do_not_disturb_each_other():
+def test_matchers_of_one_grammar_are_independent():
     form = StructuredOutputsParams(regex="%&'")
     first = STUB.matcher(form)
     assert first.read(4)
@@ -586,25 +588,25 @@ def test_matchers_of_one_grammar_do_not_disturb_each_other():
     assert allowed(first) == {5} and allowed(second) == {4}
 
 
-def test_only_so_many_bytes_of_grammars_are_kept(monkeypatch):
+def test_grammar_cache_is_limited_in_bytes(monkeypatch):
     compiler = GrammarCompiler(StubTokenizer(16), 16, (EOS,))
     forms = [StructuredOutputsParams(regex=f"%{{{count}}}") for count in range(1, 9)]
     # The real sizes grow with the time that a lexer has run.
     monkeypatch.setattr(grammar_matcher.Grammar, "num_bytes", 1000)
-    monkeypatch.setattr(structured_output, "MAX_KEPT_BYTES", 3500)
+    monkeypatch.setattr(structured_output, "MAX_CACHED_BYTES", 3500)
     for form in forms:
         compiler.matcher(form)
-    assert len(compiler._kept) == 3
+    assert len(compiler._cache) == 3
     compiler.matcher(forms[5])  # the oldest, and from now on the newest
     compiler.matcher(forms[0])
-    assert str(forms[5].regex) in " ".join(compiler._kept)
-    # One that is larger than all the room is kept while it is the newest.
-    monkeypatch.setattr(structured_output, "MAX_KEPT_BYTES", 1)
+    assert str(forms[5].regex) in " ".join(compiler._cache)
+    # A grammar larger than the limit is cached while it is the newest.
+    monkeypatch.setattr(structured_output, "MAX_CACHED_BYTES", 1)
     compiler.matcher(forms[0])
-    assert len(compiler._kept) == 1
+    assert len(compiler._cache) == 1
 
 
-def test_a_used_lexer_is_not_kept():
+def test_used_up_lexer_is_dropped():
     matcher = STUB.matcher(StructuredOutputsParams(regex="[%&]{9}"))
     grammar: Any = matcher._grammar
     before = grammar.num_bytes
@@ -643,8 +645,8 @@ def test_a_long_chain_does_not_end_the_process(params):
     assert allowed(STUB.matcher(params))
 
 
-def test_many_threads_ask_at_once(monkeypatch):
-    monkeypatch.setattr(structured_output, "MAX_KEPT_BYTES", 2**20)
+def test_many_threads_request_masks(monkeypatch):
+    monkeypatch.setattr(structured_output, "MAX_CACHED_BYTES", 2**20)
     usual = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
@@ -654,13 +656,13 @@ def test_many_threads_ask_at_once(monkeypatch):
         compiler = GrammarCompiler(StubTokenizer(16), 16, (EOS,))
         with ThreadPoolExecutor(8) as threads:
             assert all(threads.map(lambda form: allowed(compiler.matcher(form)), forms))
-        assert 1 < len(compiler._kept) <= 8
+        assert 1 < len(compiler._cache) <= 8
     finally:
         sys.setswitchinterval(usual)
 
 
-def test_compilers_leave_the_stacks_of_other_threads_as_they_were(monkeypatch):
-    """Two engines of a process, whose requests bring grammars at one moment."""
+def test_compilers_restore_the_stack_size(monkeypatch):
+    """Two engines of a process compile grammars at the same time."""
     set_size, before = threading.stack_size, threading.stack_size()
 
     def set_slowly(size: int = 0) -> int:

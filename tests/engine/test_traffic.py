@@ -30,42 +30,42 @@ from tests.support.engines import StubTokenizer
 from tests.support.fake_device import FakeRunner, random_truth
 from tests.support.loops import Loop, make_config, make_request
 
-# Steps within which everything must end once nobody arrives any more.
+# Steps within which everything must end once no request arrives any more.
 PATIENCE = 3000
 
 
 class MovingPolicy(SpeculationPolicy):
-    """Drafts at most `cap` tokens, whatever the configuration says."""
+    """A policy that drafts at most `cap` tokens, for any configuration."""
 
     cap = 8
 
-    def limit(self, num_running: int) -> int:
-        return min(super().limit(num_running), self.cap)
+    def max_draft_tokens(self, num_running: int) -> int:
+        return min(super().max_draft_tokens(num_running), self.cap)
 
 
 class Traffic(RuleBasedStateMachine):
-    """Requests that come and go, and the scheduler between them and the device."""
+    """Random arrivals and aborts, with a scheduler and a fake device."""
 
     num_steps = 0
     num_preemptions = 0
     num_prefix_hits = 0
-    num_caught_up = 0
+    num_draft_prefills = 0
 
     @initialize(
         seed=st.integers(0, 2**16),
         num_pages=st.sampled_from([24, 26, 32, 60]),
         max_num_seqs=st.sampled_from([1, 3, 8]),
         policy=st.sampled_from(["fcfs", "priority"]),
-        num_draft=st.sampled_from([0, 3, 8]),
+        num_draft_tokens=st.sampled_from([0, 3, 8]),
         caching=st.booleans(),
         depth=st.integers(0, 2),
     )
-    def start(self, *, seed, num_pages, max_num_seqs, policy, num_draft, **rest):
+    def start(self, *, seed, num_pages, max_num_seqs, policy, num_draft_tokens, **rest):
         self.config = make_config(
             num_pages=num_pages,
             max_num_seqs=max_num_seqs,
             scheduling_policy=policy,
-            num_draft_tokens=num_draft,
+            num_draft_tokens=num_draft_tokens,
             enable_prefix_caching=rest["caching"],
         )
         self.random = np.random.default_rng(seed)
@@ -96,7 +96,7 @@ class Traffic(RuleBasedStateMachine):
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
         request = self.alive.pop(data.draw(st.integers(0, len(self.alive) - 1)))
-        pages = self.loop.scheduler.pages
+        pages = self.loop.scheduler.pool
         free = pages.num_free
         is_running = request.row >= 0
         self.loop.scheduler.finish(request, "abort", None)
@@ -126,8 +126,8 @@ class Traffic(RuleBasedStateMachine):
         totals, stats = type(self), self.loop.scheduler.stats
         totals.num_preemptions += stats.num_preemptions
         totals.num_prefix_hits += stats.num_prefix_hits
-        totals.num_caught_up += sum(
-            launch.shape.is_catch_up for launch in self.loop.launches
+        totals.num_draft_prefills += sum(
+            launch.shape.is_draft_prefill for launch in self.loop.launches
         )
 
 
@@ -140,7 +140,6 @@ def run(max_examples: int, steps: int) -> type[Traffic]:
         settings=settings(
             max_examples=max_examples,
             stateful_step_count=steps,
-            deadline=None,
             derandomize=True,  # how much of everything happens is counted below
             suppress_health_check=[HealthCheck.too_slow],
         ),
@@ -158,11 +157,11 @@ def test_forty_thousand_steps():
     assert ran.num_steps >= 40_000
     assert ran.num_preemptions > 200
     assert ran.num_prefix_hits > 1000
-    assert ran.num_caught_up > 10
+    assert ran.num_draft_prefills > 10
 
 
 class ForgetfulRunner(FakeRunner):
-    """Keeps no list of what it was asked, but the shapes."""
+    """Records only the shapes of launches."""
 
     def __init__(self, *arguments: Any):
         super().__init__(*arguments)

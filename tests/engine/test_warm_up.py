@@ -10,7 +10,7 @@ from jaxspec.sampling_params import SamplingParams
 from tests.support.fake_engines import make_fake_engine, run_all
 
 
-def test_warm_up_asks_for_every_shape_that_traffic_needs():
+def test_warm_up_compiles_every_program_of_traffic():
     engine, runner = make_fake_engine(num_draft_tokens=2)
     asked = []
     runner.executable = asked.append  # pyright: ignore[reportAttributeAccessIssue]
@@ -22,7 +22,7 @@ def test_warm_up_asks_for_every_shape_that_traffic_needs():
     assert len(set(asked)) == len(asked)
 
 
-def test_warm_up_asks_for_what_special_requests_need():
+def test_warm_up_compiles_programs_of_special_requests():
     engine, runner = make_fake_engine(num_draft_tokens=2)
     asked = []
     runner.executable = asked.append  # pyright: ignore[reportAttributeAccessIssue]
@@ -31,12 +31,12 @@ def test_warm_up_asks_for_what_special_requests_need():
         engine.warm_up(10, [SamplingParams(logprobs=1000)])
     engine.warm_up(10, [special])
     most = engine.config.num_logprobs
-    plain = {Features(), Features(is_greedy=True)}
+    plain = {Features(), Features(all_greedy=True)}
     # Controls and log-probabilities share their programs.
     form = Features(has_controls=True, num_logprobs=most)
     assert {shape.features for shape in asked} == {*plain, form}
     assert len(set(asked)) == len(asked)
-    # Short prompts that come together are one long chunk.
+    # Short prompts that arrive together are one long chunk.
     for number in range(7):
         params = special if number == 3 else SamplingParams(max_tokens=3)
         engine.add_request(str(number), [2] * 9, params)
@@ -45,5 +45,5 @@ def test_warm_up_asks_for_what_special_requests_need():
     assert form in {shape.features for _, shape in runner.plans}
     asked.clear()
     engine.warm_up(10, [SamplingParams(logprobs=1, prompt_logprobs=0)])
-    told = dataclasses.replace(form, num_prompt_logprobs=most)
-    assert {shape.features for shape in asked} == {*plain, form, told}
+    decoding = dataclasses.replace(form, num_prompt_logprobs=most)
+    assert {shape.features for shape in asked} == {*plain, form, decoding}

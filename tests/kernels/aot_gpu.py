@@ -1,8 +1,8 @@
-"""Machine code for an H200 where there is none, and what it needs of the chip.
+"""Compiles kernels for an H200 that is not present, and reports their resources.
 
 `python -m tests.kernels.aot_gpu` compiles every program in `PROGRAMS` and writes
-`benchmarks/results/aot_gpu.json`; with names behind it, it prints those. The CUDA
-plugin compiles for a described chip; `ptxas -v` tells what a kernel needs. Nothing
+`benchmarks/results/aot_gpu.json`; with names as arguments, it prints those. The CUDA
+plugin compiles for a described chip; `ptxas -v` reports a kernel's resources. Nothing
 runs: no figure here is a time.
 """
 
@@ -44,7 +44,7 @@ _NARROW_LOAD = re.compile(r"\bld\.global\S*\.b(?:8|16)\s")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Kernel:
-    """What one launch needs; `registers` is for a thread."""
+    """Resources of one launch; `registers` is per thread."""
 
     name: str
     grid: tuple[int, ...]
@@ -298,7 +298,7 @@ def compile_program(program: Program) -> Compiled:
 
 
 def versions() -> dict[str, str]:
-    """Of what makes the machine code."""
+    """Versions of the tools that generate the machine code."""
     [plugin] = [
         found.version
         for found in importlib.metadata.distributions()
@@ -311,7 +311,7 @@ def versions() -> dict[str, str]:
 
 def main(names: list[str]) -> None:
     """Print a line for every program named; write the file if none is."""
-    # Compilers live beside the environment, see the Makefile.
+    # Compilers are installed outside of the environment, see the Makefile.
     sys.path.append(str(Path(sys.prefix) / "aot"))
     jax.config.update("jax_platforms", "cpu")
     reason = missing()

@@ -44,8 +44,8 @@ CHIPS = {
     "v5p": ("v5p:1x1x1", (1, 1, 1)),
     "v6e": ("v6e:1x1", (1, 1, 1)),
 }
-# Of the 128, 64 and 128 MiB of a chip, what libtpu gives a kernel that does not ask for
-# more; XLA keeps the rest for itself. A kernel beyond it does not compile.
+# libtpu's default limit for a kernel, of the 128, 64 and 128 MiB of a chip; XLA uses
+# the rest. A kernel beyond it does not compile.
 SCOPED_VMEM_BYTES = {"v5e": 16 * 2**20, "v5p": 16 * 2**20, "v6e": 32 * 2**20}
 MISSING = (
     None
@@ -241,13 +241,13 @@ def compile_split(case: Case, topology: str, shape: tuple[int, int, int]) -> Com
 
 
 def versions() -> dict[str, str]:
-    """What the figures depend on."""
+    """Versions that the figures depend on."""
     return {name: importlib.metadata.version(name) for name in ("jax", "libtpu")}
 
 
 def main() -> None:
     """Compile every program for every chip and write what the compiler says."""
-    # Compilers live beside the environment, see the Makefile.
+    # Compilers are installed outside of the environment, see the Makefile.
     sys.path.append(str(Path(sys.prefix) / "aot"))
     jax.config.update("jax_platforms", "cpu")
     lines = []

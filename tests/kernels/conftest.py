@@ -10,7 +10,7 @@ from jaxspec_kernels import native
 
 @pytest.fixture
 def unoptimised():
-    """For commands whose results matter: compiling is all that takes long in them."""
+    """For commands whose results matter, and whose time is spent on compiling."""
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", False)
@@ -18,7 +18,7 @@ def unoptimised():
 
 @pytest.fixture
 def has_native(monkeypatch):
-    """Skipped where no operations in C++ can be built."""
+    """Skip tests if the C++ operations cannot be built."""
     if os.environ.get(native.VARIABLE, "").lower() == native.OFF:
         monkeypatch.setenv(native.VARIABLE, native.ON)
     if not native.is_available():

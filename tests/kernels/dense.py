@@ -1,7 +1,7 @@
-"""Sampling on whole arrays of probabilities: what the passes over tiles must equal.
+"""Oracle for the passes over tiles: sampling on whole arrays of probabilities.
 
-A second implementation, with other arithmetic: thresholds among ranked candidates, then
-by bisection; one long row of probabilities; noise as one array.
+Its arithmetic differs: thresholds among ranked candidates, then by bisection; one long
+row of probabilities; noise as one array.
 """
 
 import jax
@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt32
 
 from jaxspec.program import randomness
-from jaxspec_kernels.rejection_sampling import Controls, noise
+from jaxspec_kernels.rejection_sampling import SamplingValues, noise
 
-# Candidates among which the top-p and top-k thresholds are looked for first.
+# Largest weights, among which the thresholds of top-p and top-k are searched first.
 NUM_CANDIDATES = 128
 
 
@@ -32,24 +32,26 @@ def argmax(values: Float[Array, "row vocab"]) -> Int[Array, " row"]:
 
 
 def distribution(
-    logits: Float[Array, "row vocab"], controls: Controls
+    logits: Float[Array, "row vocab"], sampling_values: SamplingValues
 ) -> Float[Array, "row vocab"]:
     """Probabilities after temperature, top-k, top-p and min-p, in that order.
 
-    A filter keeps what is at or above a threshold: all of several equal logits at the
-    border stay. Rows of greedy requests get the plain softmax. NaN excludes its token.
+    A filter keeps the logits at or above a threshold, including all that equal it.
+    Rows of greedy requests return the plain softmax. NaN excludes its token.
     """
     logits = jnp.where(jnp.isnan(logits), -jnp.inf, logits)
-    temperature = controls.temperature[:, None]
+    temperature = sampling_values.temperature[:, None]
     scaled = logits / jnp.where(temperature > 0, temperature, 1.0)
     scaled = scaled - scaled.max(axis=-1, keepdims=True)
     weights = jnp.exp(scaled)
     vocab = logits.shape[1]
-    top_k = jnp.where(controls.top_k > 0, controls.top_k, vocab)
-    filtered = (top_k < vocab) | (controls.top_p < 1) | (controls.min_p > 0)
+    top_k = jnp.where(sampling_values.top_k > 0, sampling_values.top_k, vocab)
+    filtered = (
+        (top_k < vocab) | (sampling_values.top_p < 1) | (sampling_values.min_p > 0)
+    )
     weights = jax.lax.cond(
         filtered.any(),
-        lambda: _filter(weights, top_k, controls.top_p, controls.min_p),
+        lambda: _filter(weights, top_k, sampling_values.top_p, sampling_values.min_p),
         lambda: weights,
     )
     return weights / weights.sum(axis=-1, keepdims=True)
@@ -61,7 +63,7 @@ def _filter(
     top_p: Float[Array, " row"],
     min_p: Float[Array, " row"],
 ) -> Float[Array, "row vocab"]:
-    """Zero what the filters drop. `weights` are exp(logit - max)."""
+    """Set dropped weights to 0. `weights` are exp(logit - max)."""
     count = min(NUM_CANDIDATES, weights.shape[1])
     ranked = jax.lax.top_k(weights, count)[0]
     is_k_row, is_p_row = top_k < weights.shape[1], top_p < 1
@@ -101,7 +103,7 @@ def _filter(
 
 
 def _search(weights: Float[Array, "row vocab"], enough, *, counts: bool) -> Array:
-    """Largest threshold t for which what is at or above t is still enough.
+    """Return the largest threshold with enough mass at or above it.
 
     Bisection over the bits of non-negative floats, which are ordered as integers: 31
     halvings find the exact value, without sorting the vocabulary.
@@ -113,8 +115,8 @@ def _search(weights: Float[Array, "row vocab"], enough, *, counts: bool) -> Arra
         low, high = bounds
         middle = low + (high - low + 1) // 2
         inside = bits >= middle[:, None]
-        amount = jnp.where(inside, 1.0 if counts else weights, 0.0).sum(axis=-1)
-        is_enough = enough(amount, middle)
+        mass = jnp.where(inside, 1.0 if counts else weights, 0.0).sum(axis=-1)
+        is_enough = enough(mass, middle)
         return jnp.where(is_enough, middle, low), jnp.where(is_enough, high, middle - 1)
 
     start = jnp.zeros(rows, jnp.int32), bits.max(axis=-1)
@@ -133,10 +135,10 @@ def draw(
     rows, vocab = weights.shape
     block = max(size for size in (256, 128, 64, 32, 1) if vocab % size == 0)
     blocks = weights.reshape(rows, vocab // block, block)
-    amounts = blocks.sum(axis=-1)
-    sums = jnp.cumsum(amounts, axis=-1)
+    masses = blocks.sum(axis=-1)
+    sums = jnp.cumsum(masses, axis=-1)
     target = uniform[:, None] * sums[:, -1:]
-    chosen = _first_past(target, sums, amounts)
+    chosen = _first_past(target, sums, masses)
     before = jnp.where(
         chosen > 0, jnp.take_along_axis(sums, chosen[:, None] - 1, axis=-1)[:, 0], 0.0
     )
@@ -153,8 +155,8 @@ def _first_past(
 ) -> Int[Array, " row"]:
     """Index of the first weight whose cumulative sum exceeds the target, else the last.
 
-    Weights of zero are passed over by name: XLA sums in a tree, so that rounding can
-    make a cumulative sum grow, or shrink, where nothing was added.
+    Weights of 0 are skipped explicitly: XLA sums in a tree, so that rounding can make a
+    cumulative sum grow, or shrink, where 0 was added.
     """
     count = weights.shape[1]
     index = jnp.arange(count, dtype=jnp.int32)[None]
@@ -164,13 +166,12 @@ def _first_past(
     return jnp.minimum(first, last)
 
 
-def race(
+def gumbel_argmax(
     weights: Float[Array, "row vocab"], noise: Float[Array, "row vocab"]
 ) -> Int[Array, " row"]:
-    """Sample by the exponential race: argmax of weight / noise.
+    """Sample as the argmax of weight / exponential noise (the Gumbel-max trick).
 
-    Two models that race with the same noise agree often and, when their weights are
-    equal, always. The Gumbel-max trick in another form.
+    Models that use the same noise often agree, and always if their weights are equal.
     """
     return argmax(weights / noise)
 

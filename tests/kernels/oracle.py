@@ -1,7 +1,7 @@
-"""Attention over paged keys and values in float64: what every backend's tests ask.
+"""Attention over paged keys and values in float64, the oracle of every backend.
 
-Every slot that no query sees holds NaN, and the page table holds rubbish past the end
-of a sequence.
+Slots that no query sees hold NaN, and page table entries past the end of a sequence
+are arbitrary.
 """
 
 from dataclasses import dataclass, replace
@@ -16,9 +16,9 @@ from jaxspec_kernels.bits import ScaledPages, from_storage, to_storage
 from jaxspec_kernels.paged_attention.cases import CASES, REAL_CASES, Case
 
 IN_LANES = "int8 in lanes"  # `ScaledPages` of a TPU
-EXACT = 1e-5  # what float32 loses over a hundred terms
-# Of `jax.jit`: compiling takes far longer than running what is compiled. Together they
-# leave a quarter of the time that rejection sampling takes to compile.
+EXACT = 1e-5  # float32's error over a hundred terms
+# Compiler options for `jax.jit`: here compiling takes far longer than running. They cut
+# the time to compile rejection sampling to a quarter.
 UNOPTIMISED: dict[str, Any] = {
     "xla_backend_optimization_level": 0,
     "xla_cpu_use_fusion_emitters": False,
@@ -91,7 +91,7 @@ SCALED_CASES = {
     )
 }
 SCALED_CASES = {name: case for case, name in SCALED_CASES.items()}
-# All in the type that runs on a chip; in float32 whole models, not the parts of them.
+# All cases in the type used on chips; in float32 whole models only, not their parts.
 SCALED_CALLS = [
     (name, dtype)
     for name in SCALED_CASES
@@ -160,7 +160,7 @@ def build(
         for at in np.flatnonzero(seen[seq].any(axis=0)):
             slot = order[seq, at // case.page_size], at % case.page_size
             pages[slot][:, 0], pages[slot][:, 1] = key[seq, at], value[seq, at]
-        # Past the end stands anything: the engine's pad page, or somebody's page.
+        # Past the end, entries are arbitrary: the engine's pad page, or any other.
         used = -(-lengths[seq] // case.page_size)
         order[seq, used:] = rng.choice([num_pages, 0, 1], table_len - used)
     return Call(
@@ -239,8 +239,8 @@ def error(call: Call, result: Array | np.ndarray) -> float:
     return float(distance.max()) if np.isfinite(distance).all() else np.inf
 
 
-def excess(call: Call, result: Array | np.ndarray) -> float:
-    """`error` less what rounding the truth to the type of the query may cost."""
+def error_beyond_rounding(call: Call, result: Array | np.ndarray) -> float:
+    """`error` minus the error of rounding the truth to the type of the query."""
     truth = attend(call)
     distance = np.abs(np.asarray(result, np.float64) - truth)
     distance -= np.abs(truth) * (float(jnp.finfo(call.query_dtype).eps) / 2)

@@ -18,14 +18,14 @@ import jax.numpy as jnp
 from jax.experimental.layout import Format, Layout
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
-from jaxspec_kernels.rejection_sampling import Controls, gpu, tpu
+from jaxspec_kernels.rejection_sampling import SamplingValues, gpu, tpu
 from jaxspec_kernels.rejection_sampling.cases import CASES, Case
-from jaxspec_kernels.rejection_sampling.passes import Slice
+from jaxspec_kernels.rejection_sampling.passes import VocabShard
 from jaxspec_kernels.rejection_sampling.reference import Verdict
 from tests.kernels import aot_gpu, aot_tpu
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "aot_rejection.json"
-# What a batch asks for; the rest of its controls are constants that XLA folds.
+# Kinds of batches; other sampling values are constants that XLA folds.
 KINDS = ("greedy", "standard", "top_p", "everything")
 GOAL = Case(seqs=1, drafts=5, vocab_size=256_000, columns=256_000)  # 6 rows
 FLOATS, INTS = jnp.float32, jnp.int32
@@ -45,7 +45,7 @@ class Compiled:
 def shapes(
     case: Case, place: Callable[[PartitionSpec], Sharding], columns: int, dtype: Any
 ) -> list[Any]:
-    """Arguments of `operation`; logits have one row per token, as the model gives.
+    """Return the arguments of `operation`; logits have one row per token.
 
     The draft's probabilities lie step by step, as the drafting loop stacks them. With
     another layout in memory, XLA:TPU would copy them to this one first.
@@ -70,7 +70,7 @@ def shapes(
         array(FLOATS, seqs, drafts),
         array(FLOATS, seqs),
         array(jnp.uint32, seqs, drafts + 1, 2),
-        Controls(
+        SamplingValues(
             array(FLOATS, seqs),
             array(INTS, seqs),
             array(FLOATS, seqs),
@@ -82,23 +82,36 @@ def shapes(
 def operation(
     run: Callable, case: Case, kind: str, axis_name: str | None = None
 ) -> Callable:
-    """The operation on one device's slice, with the controls of a kind of batch."""
+    """The operation on one device's slice, with the values of a kind of batch."""
 
     def call(*arrays: Any) -> Verdict:
-        logits, draft, tokens, num_draft, accept, sample, words, controls = arrays
+        (
+            logits,
+            draft,
+            tokens,
+            num_draft_tokens,
+            accept,
+            sample,
+            words,
+            sampling_values,
+        ) = arrays
         seqs, drafts = tokens.shape
-        rule = num_draft
+        rule = num_draft_tokens
         if kind != "everything":
             off, none = jnp.zeros(seqs, FLOATS), jnp.zeros(seqs, INTS)
-            heat = off if kind == "greedy" else controls.temperature
-            top_p = controls.top_p if kind == "top_p" else off + 1.0
-            controls, rule, words = Controls(heat, none, top_p, off), none, None
+            heat = off if kind == "greedy" else sampling_values.temperature
+            top_p = sampling_values.top_p if kind == "top_p" else off + 1.0
+            sampling_values, rule, words = (
+                SamplingValues(heat, none, top_p, off),
+                none,
+                None,
+            )
         return run(
             tokens,
             draft if drafts else None,
             logits.reshape(seqs, drafts + 1, -1),
-            num_draft,
-            controls,
+            num_draft_tokens,
+            sampling_values,
             rule=rule,
             accept_uniform=accept,
             sample_uniform=sample,
@@ -111,7 +124,7 @@ def operation(
 
 
 def arrays(text: str, columns: int) -> tuple[str, ...]:
-    """Arrays of so many columns that a program writes, whatever the operation.
+    """Return the arrays of `columns` columns that a program writes.
 
     Parameters and names for what exists are left out, and so is what lies inside of a
     fusion: it is never in memory.
@@ -188,7 +201,7 @@ def tpu_kernel(case: Case, chip: str, dtype: str = "float32") -> aot_tpu.Compile
     columns = case.columns // case.shards
     placement = aot_tpu.sharding(chip)
     rows = case.seqs * (case.drafts + 1)
-    part = Slice(
+    shard = VocabShard(
         columns=columns,
         tile=min(tpu.TILE, columns),
         vocab_size=case.vocab_size,
@@ -202,7 +215,7 @@ def tpu_kernel(case: Case, chip: str, dtype: str = "float32") -> aot_tpu.Compile
             ((rows,), INTS),
         )
     ]
-    return aot_tpu.compile_kernel(partial(tpu.statistics, part), given, pool=0)
+    return aot_tpu.compile_kernel(partial(tpu.statistics, shard), given, pool=0)
 
 
 @cache
@@ -221,7 +234,7 @@ def for_gpu(kind: str, case: Case = GOAL, dtype: str = "float32") -> Compiled:
 
 def main() -> None:
     """Compile and write what the compilers say: whole operations for v5e only."""
-    # Compilers live beside the environment, see the Makefile.
+    # Compilers are installed outside of the environment, see the Makefile.
     sys.path.append(str(Path(sys.prefix) / "aot"))
     jax.config.update("jax_platforms", "cpu")
     lines = {

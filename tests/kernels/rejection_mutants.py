@@ -28,7 +28,7 @@ from tests.kernels.rejection_rounds import (
     Round,
     by_whole_rows,
     make_round,
-    plain_controls,
+    plain_sampling_values,
     sliced,
     uncached,
     with_kind,
@@ -36,19 +36,24 @@ from tests.kernels.rejection_rounds import (
 from tests.support.mutation import Mutant
 
 PACKAGE = "jaxspec_kernels.rejection_sampling"
-VOCAB, COLUMNS = 290, 296  # pads are worth more than any token
+VOCAB, COLUMNS = 290, 296  # padding has larger logits than any token
 
 
 def padded(one: Round) -> tuple:
-    tokens, draft, logits, num_draft, controls = one.arrays
+    tokens, draft, logits, num_draft_tokens, sampling_values = one.arrays
     pads = ((0, 0), (0, 0), (0, COLUMNS - VOCAB))
     logits = jnp.pad(logits, pads, constant_values=50.0)
-    return tokens, jnp.pad(draft, pads), logits, num_draft, controls
+    return tokens, jnp.pad(draft, pads), logits, num_draft_tokens, sampling_values
 
 
 def by_reference(**settings: Any) -> Callable:
-    """With the passes as they are now: defaults were bound when the code was read."""
-    own = passes.statistics, passes.amounts, passes.race, passes.excess
+    """Use the current passes: the defaults of `Kernels` were bound at import."""
+    own = (
+        passes.statistics,
+        passes.mass_above,
+        passes.gumbel_argmax,
+        passes.residual_mass,
+    )
     kernels = Kernels(*own, probabilities=passes.probabilities, draw=draw.draw)
     return partial(reference.rejection_sampling, kernels=kernels, **settings)
 
@@ -62,10 +67,10 @@ IMPLEMENTATIONS: dict[str, Callable[[], Callable]] = {
 
 @cache
 def rounds() -> tuple[tuple[tuple, dict, Any], ...]:
-    """Arguments and verdicts of whole rows; made once, while nothing is a mutant.
+    """Return arguments and verdicts of whole rows; computed once, without a mutant.
 
-    A mixed batch with equal logits, where several tokens are the argmax; the same as it
-    was; and the block rule.
+    A mixed batch with equal logits, where several tokens are the argmax; the same batch
+    with its own logits; and the block rule.
     """
     mixed = make_round(48, vocab=VOCAB, seed=3)
     logits = np.where(mixed.kind[:, None, None] == GREEDY, 4.0, mixed.logits)
@@ -95,7 +100,7 @@ def check_slices() -> None:
 
 
 def check_limits() -> None:
-    """What random rounds do not meet: equal products, empty residuals, weights of 0."""
+    """Cases that random rounds do not have: equal products, empty residuals, zeros."""
 
     def verdict(logits, drafts, u, v=0.0, draft=None) -> tuple[int, int]:
         one = jnp.broadcast_to(jnp.asarray(logits, jnp.float32), (1, 2, len(logits)))
@@ -107,7 +112,7 @@ def check_limits() -> None:
             probs,
             one,
             jnp.ones(1, jnp.int32),
-            plain_controls(1),
+            plain_sampling_values(1),
             rule=jnp.full(1, STANDARD, jnp.int32),
             accept_uniform=jnp.full((1, 1), u, jnp.float32),
             sample_uniform=jnp.full(1, v, jnp.float32),
@@ -138,18 +143,21 @@ def mutant(
 
 
 CHECKS = {name: partial(check_rounds, name) for name in IMPLEMENTATIONS}
-G_TOTAL = "total * passes.weigh(maximum, distribution)"
+G_TOTAL = "total * passes.to_weights(maximum, distribution)"
 MUTANTS = [
     mutant(
-        "shared noise", "passes.race", "words[:, :1], words", "words[:1, :1], words"
+        "shared noise",
+        "passes.gumbel_argmax",
+        "words[:, :1], words",
+        "words[:1, :1], words",
     ),
-    mutant("shared noise", "gpu._race", "(words, row, i)", "(words, 0, i)"),
+    mutant("shared noise", "gpu._gumbel_argmax", "(words, row, i)", "(words, 0, i)"),
     mutant("noise without ids", "noise.uniform", "ids.astype", "(0 * ids).astype"),
     mutant(
         "not strict",
-        "reference._by_chance",
-        "accept_uniform * draft_chance < target_chance",
-        "accept_uniform * draft_chance <= target_chance",
+        "reference._verify_sampled",
+        "accept_uniform * draft_token_probs < target_token_probs",
+        "accept_uniform * draft_token_probs <= target_token_probs",
         check_limits,
     ),
     mutant(
@@ -161,8 +169,8 @@ MUTANTS = [
     mutant(
         "residual without max",
         "draw.draw",
-        "jnp.maximum(joint[:, None] * target - own, 0.0)",
-        "joint[:, None] * target - own",
+        "jnp.maximum(joint[:, None] * target - draft_probs, 0.0)",
+        "joint[:, None] * target - draft_probs",
     ),
     mutant(
         "residual with the token's joint",
@@ -173,15 +181,15 @@ MUTANTS = [
     mutant(
         "empty residual drawn from",
         "draw.draw",
-        "is_rejected & (part.sum(residual.sum(axis=(1, 2))) > 0)",
+        "is_rejected & (shard.psum(residual.sum(axis=(1, 2))) > 0)",
         "is_rejected",
         check_limits,
     ),
     mutant(
         "bonus from the residual",
-        "reference._by_chance",
-        "is_rejected=num_accepted < num_draft",
-        "is_rejected=num_accepted <= num_draft",
+        "reference._verify_sampled",
+        "is_rejected=num_accepted < num_draft_tokens",
+        "is_rejected=num_accepted <= num_draft_tokens",
     ),
     mutant(
         "weight of 0 drawn",
@@ -193,20 +201,20 @@ MUTANTS = [
     mutant(
         "threshold off by one",
         "search._narrowed",
-        "amounts >= wanted[:, None]",
-        "amounts > wanted[:, None]",
+        "masses >= wanted[:, None]",
+        "masses > wanted[:, None]",
     ),
     mutant("search ends early", "search.search", ">= 2 * one", ">= 3 * one"),
     mutant(
         "top-p of more than the mass",
         "reference._filter",
-        "controls.top_p * distribution.total",
-        "controls.top_p * distribution.total * 1.02",
+        "sampling_values.top_p * distribution.total",
+        "sampling_values.top_p * distribution.total * 1.02",
     ),
     mutant(
-        "sum of what is dropped",
+        "sum with the dropped tokens",
         "reference._filter",
-        "jnp.where(by_p, amount, distribution.total)",
+        "jnp.where(by_p, mass, distribution.total)",
         "distribution.total",
     ),
     mutant(
@@ -220,20 +228,20 @@ MUTANTS = [
     mutant(
         "combined without rescale",
         "passes.combine",
-        "own.total * weigh(own.maximum[:, None], distribution)[:, 0]",
-        "own.total",
+        "local.total * to_weights(local.maximum[:, None], distribution)[:, 0]",
+        "local.total",
         check_slices,
     ),
     mutant(
         "tiles without rescale",
         "passes.statistics",
-        "total * weigh(maximum[:, None], distribution)",
+        "total * to_weights(maximum[:, None], distribution)",
         "total",
     ),
     mutant(
         "tiles without rescale",
         "tpu._kernel",
-        "total[...] * jnp.exp((before - peak) / heat)",
+        "total[...] * jnp.exp((before - finite_top) / temperature[...])",
         "total[...]",
     ),
     mutant("splits without rescale", "gpu.statistics", G_TOTAL, "total"),
@@ -242,9 +250,14 @@ MUTANTS = [
     ),
     mutant(
         "block row off by one",
-        "passes.excess",
+        "passes.residual_mass",
         "[:, 1:-1]",
         "[:, 2:]",
     ),
-    mutant("block row off by one", "gpu._excess", "(inner + 2) + index", "(inner + 2)"),
+    mutant(
+        "block row off by one",
+        "gpu._residual_mass",
+        "(inner + 2) + index",
+        "(inner + 2)",
+    ),
 ]

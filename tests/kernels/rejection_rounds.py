@@ -1,4 +1,4 @@
-"""Rounds of rejection sampling, and what the rules make of whole rows."""
+"""Rounds of rejection sampling, and their verdicts by the rules on whole rows."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -19,7 +19,7 @@ from jaxspec_kernels.rejection_sampling import (
     BLOCK,
     COUPLED,
     STANDARD,
-    Controls,
+    SamplingValues,
     reference,
 )
 from tests.kernels import dense, whole_rows
@@ -37,7 +37,7 @@ RULES = {"standard": STANDARD, "block": BLOCK, "coupled": COUPLED, "greedy": GRE
 
 @contextlib.contextmanager
 def uncached() -> Iterator[None]:
-    """Compile without the persistent cache: nothing is written, so nothing is found."""
+    """Compile without the persistent cache: nothing is written, so nothing is read."""
     name = "jax_persistent_cache_min_compile_time_secs"
     before = getattr(jax.config, name)
     jax.config.update(name, 1e9)
@@ -56,10 +56,10 @@ def sliced(
     """Split the vocabulary of an implementation over all axes of a mesh.
 
     Args:
-        check_vma: That the verdict is the same on every device.
+        check_vma: Check that the verdict is the same on every device.
 
     Returns:
-        A jit of the arrays and, last, of the numbers of a round.
+        A jitted function of the arrays and, last, the numbers of a round.
     """
     names = ("replica", "model")[-len(shape) :]
     devices = np.array(jax.devices()[: np.prod(shape)]).reshape(shape)
@@ -79,13 +79,13 @@ def sliced(
 
 @dataclass(frozen=True, kw_only=True)
 class Round:
-    """Arguments of one call, and the distributions that they mean."""
+    """Arguments of one call."""
 
     kind: np.ndarray  # of KINDS
     tokens: np.ndarray
     draft: np.ndarray  # [seq, draft, vocab], probabilities
     logits: np.ndarray  # [seq, draft+1, vocab]
-    num_draft: np.ndarray
+    num_draft_tokens: np.ndarray
     temperature: np.ndarray
     top_k: np.ndarray
     top_p: np.ndarray
@@ -93,9 +93,9 @@ class Round:
     seed: np.ndarray
 
     @property
-    def controls(self) -> Controls:
+    def sampling_values(self) -> SamplingValues:
         """Sampling values per sequence."""
-        return Controls(
+        return SamplingValues(
             jnp.asarray(self.temperature, jnp.float32),
             jnp.asarray(self.top_k, jnp.int32),
             jnp.asarray(self.top_p, jnp.float32),
@@ -109,8 +109,8 @@ class Round:
             jnp.asarray(self.tokens, jnp.int32),
             jnp.asarray(self.draft, jnp.float32),
             jnp.asarray(self.logits),
-            jnp.asarray(self.num_draft, jnp.int32),
-            self.controls,
+            jnp.asarray(self.num_draft_tokens, jnp.int32),
+            self.sampling_values,
         )
 
     @property
@@ -175,7 +175,7 @@ def make_round(
         tokens=tokens,
         draft=draft,
         logits=logits,
-        num_draft=np.minimum(random.integers(0, drafts + 3, seqs), drafts),
+        num_draft_tokens=np.minimum(random.integers(0, drafts + 3, seqs), drafts),
         temperature=np.where(kind == GREEDY, 0.0, hot).astype(np.float32),
         top_k=top_k,
         top_p=top_p.astype(np.float32),
@@ -186,7 +186,7 @@ def make_round(
 
 @partial(jax.jit, static_argnums=(1, 2), compiler_options=UNOPTIMISED)
 def _noise(keys: jax.Array, drafts: int, vocab: int) -> jax.Array:
-    """What coupled drafts share with the target."""
+    """Return the noise that coupled drafts share with the target."""
     position = START + jnp.arange(drafts, dtype=jnp.int32)[None]
     position = jnp.broadcast_to(position, (len(keys), drafts))
     each = jnp.broadcast_to(keys[:, None], (len(keys), drafts, 2))
@@ -209,20 +209,24 @@ def by_whole_rows(one: Round) -> tuple[np.ndarray, np.ndarray]:
         rule=np.maximum(one.kind, 0),
         seed=one.seed,
     )
-    tokens, draft, logits, num_draft, _ = one.arrays
-    proposal = Proposal(tokens, num_draft, draft)
+    tokens, draft, logits, num_draft_tokens, _ = one.arrays
+    proposal = Proposal(tokens, num_draft_tokens, draft)
     flat = logits.astype(jnp.float32).reshape(seqs * (drafts + 1), -1)
-    verdict = _decide(proposal, flat, num_draft, active)
+    verdict = _decide(proposal, flat, num_draft_tokens, active)
     return np.asarray(verdict.num_accepted), np.asarray(verdict.next_token)
 
 
 def forced_counts(one: Round, seed: int = 0) -> np.ndarray:
-    """How many drafts are to stay, of those that each sequence has."""
-    return np.random.default_rng(seed).integers(0, one.num_draft + 1).astype(np.int32)
+    """Return a random number of drafts to accept per sequence."""
+    return (
+        np.random.default_rng(seed)
+        .integers(0, one.num_draft_tokens + 1)
+        .astype(np.int32)
+    )
 
 
 def by_force(one: Round, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The verdict where so many stay: the token is the target's own, in float64."""
+    """Return the verdict for forced counts: the target's own token, in float64."""
     sample = np.asarray(one.numbers["sample_uniform"])
     position = jnp.asarray(START + counts, jnp.int32)
     seed, vocab = jnp.asarray(one.seed), one.logits.shape[-1]
@@ -250,7 +254,7 @@ def with_kind(one: Round, kind: int) -> Round:
 
 @cache
 def tiled(tile: int = TILE, vocab_size: int = COLUMNS) -> Any:
-    """Return the reference, with tiles of so many columns."""
+    """Return the jitted reference with tiles of `tile` columns."""
     return jax.jit(
         partial(
             reference.rejection_sampling,
@@ -268,10 +272,10 @@ def run(one: Round, tile: int = TILE, **changes) -> tuple[np.ndarray, np.ndarray
     return np.asarray(verdict.num_accepted), np.asarray(verdict.next_token)
 
 
-def plain_controls(seqs: int, **values) -> Controls:
+def plain_sampling_values(seqs: int, **values) -> SamplingValues:
     """Return the same sampling values for all sequences."""
     given = dict(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) | values
-    return Controls(
+    return SamplingValues(
         jnp.full(seqs, given["temperature"], jnp.float32),
         jnp.full(seqs, given["top_k"], jnp.int32),
         jnp.full(seqs, given["top_p"], jnp.float32),

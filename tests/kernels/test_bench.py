@@ -1,4 +1,4 @@
-"""The benchmark times what it says, compares truly, and hides no goal or failure.
+"""The benchmark's times and comparisons are right, and it hides no goal or failure.
 
 Rivals do the same work, or say why they cannot.
 """
@@ -64,7 +64,7 @@ def works() -> dict[str, bench_work.Work]:
     }
 
 
-def test_a_loop_makes_every_call():
+def test_loop_runs_every_call():
     """Digits of base 10: turns one after the other, the round's number at the end."""
 
     def step(carry, number, digit):
@@ -78,7 +78,7 @@ def test_a_loop_makes_every_call():
     assert [int(value) for value in result] == [121212, 2]
 
 
-def test_a_time_is_that_of_one_call():
+def test_reported_time_is_per_call():
     # Each timing asks twice: they take 12, 24 and 60 seconds for 3 rounds of 2 turns.
     times = iter([0.0, 12.0, 20.0, 44.0, 50.0, 110.0])
     spread = measure(
@@ -125,7 +125,7 @@ def test_bytes_that_must_be_read():
 
 @pytest.mark.parametrize("is_ragged", [False, True])
 @pytest.mark.parametrize("case", [SMALL, WINDOW])
-def test_slots_out_of_sight_are_poisoned(case, is_ragged):
+def test_invisible_slots_are_poisoned(case, is_ragged):
     work = attention(case, is_ragged=is_ragged)
     pages, table, kv_len = (np.asarray(array) for array in work.turns[0])
     lengths = [15, 29] if is_ragged else [30, 30]
@@ -141,7 +141,7 @@ def test_slots_out_of_sight_are_poisoned(case, is_ragged):
     assert np.isfinite(work.result(by_reference(work))).all()
 
 
-def test_every_call_of_a_loop_reads_other_pages():
+def test_each_call_in_a_loop_reads_different_pages():
     work = attention(SMALL, pool_bytes=3 * 2 * 8 * 512)
     pages, table, kv_len = work.turns[0]
     assert pages.shape[0] == 3 * 16
@@ -157,7 +157,7 @@ def test_every_call_of_a_loop_reads_other_pages():
     np.testing.assert_array_equal(second, moved)
 
 
-def test_logits_are_other_ones_from_call_to_call():
+def test_logits_differ_from_call_to_call():
     size = 2 * 4 * 64 * 4
     work = bench_work.sampling(SAMPLED, "greedy", "float32", logit_bytes=3 * size)
     logits = [np.asarray(turn[0]) for turn in work.turns]
@@ -169,7 +169,7 @@ def test_logits_are_other_ones_from_call_to_call():
 
 
 @pytest.mark.parametrize("name", WORKS)
-def test_a_chain_of_calls_is_as_long_as_asked(name):
+def test_chain_has_the_requested_number_of_calls(name):
     """Two steps are two calls, the second from what the first left."""
     work, made = works()[name], []
 
@@ -188,7 +188,7 @@ def test_a_chain_of_calls_is_as_long_as_asked(name):
     assert shapes == [array.shape for array in jax.tree.leaves(work.carry)]
 
 
-def test_parity_sees_a_wrong_result(monkeypatch):
+def test_parity_detects_a_wrong_result(monkeypatch):
     make = functools.partial(attention, SMALL)
     planned = bench.Planned("paged_attention", "tiny/x", SMALL, None, make)
     right = bench.compare(planned, "reference")
@@ -210,7 +210,7 @@ def test_parity_sees_a_wrong_result(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["attention", "greedy", "writing"])
-def test_a_result_that_is_no_number_or_differs_is_an_error(name):
+def test_nan_or_different_result_is_an_error(name):
     work = works()[name]
     result = work.result(by_reference(work))
     assert work.error(result, result) == 0
@@ -257,7 +257,7 @@ def test_a_quick_run(tmp_path, capsys):
     assert "share_of_copy" in printed.splitlines()[-1]
 
 
-def test_what_fails_is_told(tmp_path, monkeypatch, capsys):
+def test_failures_are_reported(tmp_path, monkeypatch, capsys):
     def broken(*arrays: Any, **settings: Any) -> None:
         raise RuntimeError("out of something\nand a page of details")
 
@@ -269,7 +269,7 @@ def test_what_fails_is_told(tmp_path, monkeypatch, capsys):
     assert "FAILED: RuntimeError" in capsys.readouterr().out
 
 
-def test_what_a_backend_cannot_do_is_skipped_with_the_reason(tmp_path, monkeypatch):
+def test_unsupported_case_is_skipped_with_the_reason(tmp_path, monkeypatch):
     def refuse(*arrays: Any, **settings: Any) -> None:
         raise NotImplementedError("no such pages")
 
@@ -280,7 +280,7 @@ def test_what_a_backend_cannot_do_is_skipped_with_the_reason(tmp_path, monkeypat
     assert bench.failures(result) == []
 
 
-def test_no_case_is_begun_after_the_budget(tmp_path):
+def test_no_case_starts_after_the_budget(tmp_path):
     result = run_quick(tmp_path, "--case", "tiny/*", "--budget-s", "-1")
     assert {row["skipped"] for row in result["rows"]} == {"not begun within -1 s"}
 
@@ -293,7 +293,7 @@ def test_no_case_is_begun_after_the_budget(tmp_path):
         (["--quick", "--calls", "0"], "must be at least 1"),
     ],
 )
-def test_what_cannot_be_run_is_told(arguments, message):
+def test_rejects_arguments_that_cannot_run(arguments, message):
     with pytest.raises(SystemExit, match=message):
         bench.main(arguments)
 
@@ -344,17 +344,17 @@ def test_goals(verify, share, sampling, is_met):
     rows = [
         row("paged_attention", "9b/tp1/verify", "gpu", verify, share),
         row("paged_attention", "9b/tp1/decode", "gpu", 100.0, 0.9),
-        # Neither of these is ours.
+        # Neither of these is our implementation.
         row("paged_attention", "9b/tp1/verify", "a rival", 1.0, 1.0),
         row("paged_attention", "2b/tp1/verify", "a rival", 1.0, 1.0),
         row("rejection_sampling", case, "gpu", sampling, 0.5),
         row("rejection_sampling", case, READ_ONCE, 10.0, 1.0),
     ]
     found = bench.goals(rows, "gpu")
-    told = {goal["goal"]: goal for goal in found if goal["is_met"] is not None}
-    figures = [goal["figure"] for goal in told.values()]
+    measured = {goal["goal"]: goal for goal in found if goal["is_met"] is not None}
+    figures = [goal["figure"] for goal in measured.values()]
     assert figures == pytest.approx([share, verify / 100, sampling / 10])
-    assert {goal["is_met"] for goal in told.values()} == {is_met}
+    assert {goal["is_met"] for goal in measured.values()} == {is_met}
     lines = bench.goal_lines(found)
     assert sum(line.lstrip().startswith("not measured") for line in lines) == 6
     word = "met" if is_met else "NOT MET"
@@ -388,7 +388,7 @@ def test_dense_attention_attends_from_the_last_positions(monkeypatch):
         np.testing.assert_allclose(result[0, token, head], truth, atol=1e-4)
 
 
-def test_rivals_that_do_not_fit_say_why():
+def test_unsupported_rivals_give_the_reason():
     found = bench_work.rivals_of(attention(SMALL))
     with pytest.raises(NotImplementedError, match="one query per sequence"):
         found["jax pallas paged_attention"](attention(SMALL), calls=1, repeats=1)

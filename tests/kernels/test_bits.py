@@ -1,4 +1,4 @@
-"""What pools keep of rows: bits of floats unchanged, and eight bits of each number."""
+"""Pools store rows as unchanged bits of floats, or as 8-bit numbers."""
 
 import jax
 import jax.numpy as jnp
@@ -25,11 +25,11 @@ FP8 = jnp.float8_e4m3fn
         (FP8, "gpu", FP8),
     ],
 )
-def test_bfloat16_and_fp8_are_kept_as_bits_on_a_cpu_alone(dtype, platform, expected):
+def test_bfloat16_and_fp8_are_stored_as_bits_on_cpu_only(dtype, platform, expected):
     assert storage_dtype(jnp.dtype(dtype), platform) == jnp.dtype(expected)
 
 
-def test_every_bit_pattern_comes_out_as_its_value():
+def test_every_bit_pattern_is_read_as_its_value():
     patterns = np.arange(2**16, dtype=np.uint16)
     # A bfloat16 is the upper half of the float32 with the same value.
     expected = (patterns.astype(np.uint32) << 16).view(np.float32)
@@ -38,7 +38,7 @@ def test_every_bit_pattern_comes_out_as_its_value():
     assert result.dtype == np.float32
 
 
-def test_values_go_in_rounded_to_nearest_even():
+def test_values_are_stored_rounded_to_nearest_even():
     exact = np.float32(1) + np.float32(2) ** -np.arange(4, 12, dtype=np.float32)
     halfway = np.array([1 + 2**-8, 1 + 3 * 2**-8, -0.0, np.inf], np.float32)
     values = np.concatenate([exact, halfway])
@@ -58,8 +58,8 @@ def test_float_pools_hold_values(dtype):
 
 
 @pytest.mark.parametrize("dtype", [jnp.int8, jnp.int32, jnp.float8_e5m2])
-def test_other_types_of_pages_are_refused(dtype):
-    """Keys would be cut to whole numbers, in silence."""
+def test_rejects_other_types_of_pages(dtype):
+    """Integer pages would silently truncate keys."""
     pages = jnp.zeros((2, 4, 2, 8), dtype)
     rows, slots = jnp.ones((1, 1, 8)), jnp.zeros(1, jnp.int32)
     with pytest.raises(NotImplementedError, match="or as `ScaledPages` of int8"):
@@ -70,7 +70,7 @@ def test_other_types_of_pages_are_refused(dtype):
         )
 
 
-def test_fp8_is_rounded_to_nearest_even_and_ends_at_its_largest_number():
+def test_fp8_rounds_to_nearest_even_and_saturates():
     kinds = np.concatenate([np.geomspace(1e-4, 500, 999), [0, 464, 1e30, np.inf]])
     values = np.concatenate([kinds, -kinds]).astype(np.float32)
     found = np.asarray(from_storage(to_storage(jnp.asarray(values), UINT8)))
@@ -80,7 +80,7 @@ def test_fp8_is_rounded_to_nearest_even_and_ends_at_its_largest_number():
     assert np.isnan(from_storage(to_storage(jnp.array([jnp.nan]), UINT8)))
 
 
-def test_int8_is_off_by_half_a_step_of_its_own_scale():
+def test_int8_error_is_at_most_half_a_step():
     rows = np.random.default_rng(0).normal(size=(5, 3, 16)).astype(np.float32)
     rows *= np.geomspace(1e-6, 1e6, 15).reshape(5, 3, 1)
     rows[1, 2] = 0
@@ -91,14 +91,14 @@ def test_int8_is_off_by_half_a_step_of_its_own_scale():
     np.testing.assert_allclose(kept.scales, largest / 127, rtol=1e-6)
     off = np.abs(np.asarray(from_storage(kept)) - rows).max(axis=2)
     assert (off <= 0.501 * largest / 127).all()
-    # Of one row alone the same bits: a token's depend on no other token.
+    # The bits of one row alone are the same: they depend on no other token.
     alone = to_storage(jnp.asarray(rows[3:4]), pool)
     np.testing.assert_array_equal(alone.values, kept.values[3:4])
     np.testing.assert_array_equal(alone.scales, kept.scales[3:4])
 
 
 @pytest.mark.parametrize("broken", [np.nan, np.inf])
-def test_a_row_that_is_none_of_numbers_is_none_in_int8_either(broken):
+def test_row_with_nan_is_nan_in_int8(broken):
     rows = np.ones((2, 4), np.float32)
     rows[0, 1] = broken
     pool = ScaledPages(jnp.zeros(0, jnp.int8), jnp.zeros(0))
@@ -108,8 +108,8 @@ def test_a_row_that_is_none_of_numbers_is_none_in_int8_either(broken):
 
 
 @pytest.mark.parametrize("num_rows", [1, 300])
-def test_of_many_rows_too_each_that_holds_none_is_none(num_rows):
-    """Where XLA:CPU vectorises a maximum, NaN is lost in it."""
+def test_each_of_many_rows_with_nan_is_nan(num_rows):
+    """A maximum that XLA:CPU vectorises ignores NaN."""
     rows = np.ones((num_rows, 4, 256), np.float32)
     rows[0, 1, 0] = rows[-1, 2, 255] = np.nan
     pool = ScaledPages(jnp.zeros(0, jnp.int8), jnp.zeros(0))

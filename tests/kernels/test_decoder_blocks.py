@@ -1,4 +1,4 @@
-"""Halves of a layer in C++: exact, of a row alike whatever rows are beside it."""
+"""Halves of a layer in C++: exact, and independent of other rows."""
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -31,13 +31,13 @@ POOLS: dict[str, Any] = {
     name: jnp.zeros(0, name) for name in ("float32", "bfloat16", "uint16", "uint8")
 }
 POOLS["int8"] = ScaledPages(jnp.zeros(0, jnp.int8), jnp.zeros(0))
-# What pages may be off where the last bit of float32 is.
+# Error of pages whose float32 numbers differ in the last bit.
 PAGE_STEPS = {"float32": 1e-6, "bfloat16": 1e-2, "uint16": 1e-2, "uint8": 0.13}
 
 
 @dataclass(frozen=True)
 class Layer:
-    """What one call is given, from random numbers."""
+    """Random arguments of one call."""
 
     heads: tuple[int, int] = (4, 2)
     head_dim: int = 10  # neither whole registers nor whole panels
@@ -284,8 +284,8 @@ def test_attention_of_gemma_3_equals_the_reference(layer):
     np.testing.assert_array_equal(few, found[:10])
 
 
-def test_the_window_of_gemma_3_ends_where_the_reference_says():
-    """Otherwise the comparison above would hold for a window that is one off."""
+def test_window_of_gemma_3_equals_the_reference():
+    """Otherwise the comparison above would hold for a window that is off by one."""
     layer = GEMMA_3_270M
     batch = make_batch(None, layer.model, ends=(521, 30, 40), counts=(5, 5, 5))
     found, _ = layer.attend(batch, implementation="cpu")
@@ -296,7 +296,7 @@ def test_the_window_of_gemma_3_ends_where_the_reference_says():
 
 @pytest.mark.parametrize("has_head_norms", [False, True])
 @pytest.mark.parametrize("pages", ["float32", "uint8", "int8"])
-def test_a_row_does_not_depend_on_the_rows_beside_it(pages, has_head_norms):
+def test_row_does_not_depend_on_other_rows(pages, has_head_norms):
     layer, batch = Layer(pages=pages, has_head_norms=has_head_norms), make_batch()
     whole, whole_pages = layer.attend(batch, implementation="cpu")
     part = replace(
@@ -314,7 +314,7 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(pages, has_head_norms):
 
 
 @pytest.mark.parametrize("is_scaled", [False, True])
-def test_donated_pages_are_written_where_they_lie(is_scaled):
+def test_donated_pages_are_written_in_place(is_scaled):
     layer, batch = Layer(), make_batch()
     shape = (25, PAGE_SIZE, 4, 10)
     pages: Any = jnp.zeros(shape)
@@ -333,10 +333,13 @@ def test_donated_pages_are_written_where_they_lie(is_scaled):
     assert addresses(made) == before
 
 
-def test_arguments_that_do_not_fit_are_errors():
+def test_rejects_mismatched_arguments():
     layer, batch = Layer(), make_batch()
     wrong: list[tuple[dict[str, Any], str]] = [
-        (dict(num_q_heads=3), "3 query heads for 2 KV heads"),
+        (
+            dict(num_q_heads=3),
+            r"query heads \(3\) must be a multiple of that of KV heads \(2\)",
+        ),
         (dict(q_norm=layer.norm(6)), r"weights \(24,\): one .* of the 10 elem"),
         (dict(k_norm=layer.norm(6)), r"weights \(24,\): one .* of the 10 elem"),
     ]
@@ -354,12 +357,12 @@ def test_arguments_that_do_not_fit_are_errors():
         block=8,
         activation="relu",
     )
-    with pytest.raises(ValueError, match="activated by 'relu'"):
+    with pytest.raises(ValueError, match="got 'relu'"):
         feed_forward_block(batch.stream, network)
 
 
-def test_numbers_out_of_range_touch_nothing():
-    """Page ids, lengths and slots are data: what is not there is left alone."""
+def test_numbers_out_of_range_write_nothing():
+    """Page ids, lengths and slots out of range access nothing outside of arrays."""
     layer, rng = Layer(), np.random.default_rng(3)
     for _ in range(20):
         masks = jnp.asarray(rng.integers(0, 2, (2, 3, 3)).astype(bool))
@@ -374,7 +377,7 @@ def test_numbers_out_of_range_touch_nothing():
             )
             for one in batch.regions
         )
-        # Slots at or past their number are pads; so are negative ones, here.
+        # Slots at or past the number of slots are padding; here negative ones are too.
         slots = rng.choice([-7, -1, 100, 101, 2**31 - 1], batch.slots.shape)
         given = replace(batch, regions=regions, slots=slots)
         found, pages = layer.attend(given, implementation="cpu")
@@ -383,7 +386,7 @@ def test_numbers_out_of_range_touch_nothing():
         assert np.isfinite(found).all()
 
 
-def test_calls_of_two_threads_at_once_keep_apart():
+def test_concurrent_calls_do_not_interfere():
     """Buffers outlive a call, and belong to its thread."""
     hidden, rows = 96, 64
     layer = Layer()
@@ -403,7 +406,7 @@ def test_calls_of_two_threads_at_once_keep_apart():
             made = feed_forward_block(rows, network, implementation="cpu")
             return jnp.tanh(made)
 
-        # Many in a row, so that the threads are in C++ at the same time.
+        # Many calls in a row, so that both threads are in C++ at the same time.
         return jax.lax.fori_loop(0, 200, run, stream)
 
     random = np.random.default_rng(0)

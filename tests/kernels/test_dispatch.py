@@ -1,4 +1,4 @@
-"""A named implementation is the one that runs, or an error; None asks the platform."""
+"""A named implementation runs, or is an error; None selects the platform's."""
 
 import logging
 import subprocess
@@ -29,9 +29,7 @@ def _forget_choices():
         ("gpu", False, gpu),
     ],
 )
-def test_none_takes_that_of_the_default_backend(
-    platform, is_native, module, monkeypatch
-):
+def test_none_selects_the_default_backend(platform, is_native, module, monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: platform)
     monkeypatch.setattr(native, "is_available", lambda: is_native)
     assert dispatch.choose(OPERATION, ALL, None) is module.paged_attention
@@ -43,29 +41,29 @@ def test_a_missing_kernel_is_not_replaced_on_its_platform(monkeypatch):
         dispatch.choose(OPERATION, {"reference": "reference", "gpu": "gpu"}, None)
 
 
-def test_described_gpus_call_themselves_cuda():
+def test_described_gpus_have_platform_cuda():
     assert dispatch.implementation_for("cuda") == "gpu"
 
 
-def test_unknown_platform_says_what_runs_there():
-    expected = "no kernels for platform 'METAL'; .*'reference' runs wherever XLA does"
+def test_error_for_unknown_platform_names_the_reference():
+    expected = "no kernels for platform 'METAL', .*'reference' runs on every platform"
     with pytest.raises(NotImplementedError, match=expected):
         dispatch.implementation_for("METAL")
 
 
 @pytest.mark.parametrize("module", [reference, tpu, gpu])
-def test_named_implementation_is_taken(module):
+def test_named_implementation_is_used(module):
     name = module.__name__.rpartition(".")[2]
     assert dispatch.choose(OPERATION, ALL, name) is module.paged_attention
 
 
-def test_the_reference_may_serve_another_platform():
+def test_reference_can_serve_another_platform():
     available = {"reference": "reference", "tpu": "reference"}
     assert dispatch.choose(OPERATION, available, "tpu") is reference.paged_attention
 
 
 @pytest.mark.parametrize("name", ["pallas", "", "Reference"])
-def test_unknown_name_says_what_is_allowed(name):
+def test_error_for_unknown_name_lists_allowed_names(name):
     expected = "of paged_attention: choose one of reference, cpu, tpu, gpu"
     with pytest.raises(ValueError, match=expected):
         dispatch.choose(OPERATION, ALL, name)
@@ -90,7 +88,7 @@ def test_choice_is_logged_once(caplog, monkeypatch):
     ]
 
 
-def test_a_cpu_does_not_pay_for_pallas():
+def test_pallas_is_not_imported_on_cpu():
     code = """
         import sys
 

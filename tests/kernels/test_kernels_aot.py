@@ -96,7 +96,7 @@ def test_every_program_for_a_tpu_is_recorded_and_fits():
 )
 @pytest.mark.parametrize("kept", ["float8_e4m3fn", "int8"])
 def test_attention_on_a_tpu_reads_eight_bits_in_place(name, chip, kept):
-    """With their scales, but those of a single KV head, which an engine refuses."""
+    """Scales too, except those of a single KV head, which the engine rejects."""
     case = REAL_CASES[name]
     result = aot_tpu.compile_attention(aot_tpu.Program(case=case, kept=kept), chip)
     check_fits(result, chip)
@@ -131,8 +131,8 @@ def test_chips_of_a_mesh_run_the_kernel_of_their_part(
 @for_tpu
 @pytest.mark.long_suite(name="attention_tpu")
 @pytest.mark.parametrize(("chip", "block_tokens"), [("v5e", 1024), ("v6e", 1536)])
-def test_block_that_does_not_fit_is_refused(chip, block_tokens):
-    """And names the limit that the other tests go by."""
+def test_oversized_block_does_not_compile(chip, block_tokens):
+    """The error names the limit that the other tests use."""
     program = replace(aot_tpu.PROGRAMS["9b/tp1/decode"], block_tokens=block_tokens)
     limit = SCOPED_VMEM_BYTES[chip] // 2**20
     with pytest.raises(jax.errors.JaxRuntimeError, match=f"limit {limit}.00M exceeded"):
@@ -161,7 +161,7 @@ def test_every_program_for_a_gpu_is_recorded():
     ),
 )
 def test_attention_fits_an_h200(name):
-    """Nothing spills, all shares run at once, pages come in wide copies."""
+    """Nothing spills, all shares run at once, pages are copied in wide loads."""
     program = aot_gpu.PROGRAMS[name]
     case, compiled = program.case, aot_gpu.compile_program(program)
     own = [kernel for kernel in compiled.kernels if "paged" in kernel.name]
@@ -414,7 +414,7 @@ def test_small_rows_on_tpu_need_the_row_major_layout(name, chip):
 
 @pytest.mark.parametrize("chip", chips(*BOTH_TPUS))
 def test_small_rows_on_tpu_are_copied_otherwise(chip):
-    """Why the layout is requested; when this fails, it is no longer needed."""
+    """The reason to request the layout; if this fails, it is no longer needed."""
     program = compile_write(chip, "tiny/verify")
     assert not program.is_in_place
     assert program.whole_pools[0].count("copy") == 3
@@ -436,9 +436,9 @@ def test_fp8_is_written_in_place(chip):
     ),
 )
 def test_int8_and_its_scales_are_written_in_place_and_read_there(name, chip):
-    """But with a single KV head, which an engine refuses.
+    """Except with a single KV head, which the engine rejects.
 
-    All scales of these pools would fit in VMEM: XLA does not bring them there.
+    All scales of these pools would fit in VMEM, but XLA does not copy them there.
     """
     program = compile_write(chip, name, attends=True, kept="int8")
     assert len(program.whole_pools) == 2
@@ -448,7 +448,7 @@ def test_int8_and_its_scales_are_written_in_place_and_read_there(name, chip):
 
 @pytest.mark.aot
 @for_tpu
-def test_as_many_rows_of_int8_as_a_tree_may_keep_are_moved_in_place():
+def test_int8_rows_of_an_accepted_path_are_moved_in_place():
     """Twelve levels of 256 sequences, in 23 pairs of layers that share their pages.
 
     Scales of all these rows' pages together do not fit in VMEM. For a v6e it compiles
@@ -466,7 +466,7 @@ def test_as_many_rows_of_int8_as_a_tree_may_keep_are_moved_in_place():
 
 
 @pytest.mark.parametrize("chip", chips(*ALL_CHIPS))
-def test_a_write_that_is_not_in_place_is_seen(chip):
+def test_write_that_is_not_in_place_is_detected(chip):
     """The checks above can fail."""
 
     def rewrite(pool, key, value, slots):
@@ -479,7 +479,7 @@ def test_a_write_that_is_not_in_place_is_seen(chip):
 
 # Rejection sampling, on both.
 
-# What brings an argument into VMEM ahead of its use; the call joins slices in place.
+# Operations that copy an argument to VMEM before its use; the call joins slices there.
 PREFETCHES = {"copy-done", "slice-done", "custom-call"}
 
 
@@ -579,7 +579,7 @@ ENTRY %main (p: f32[4,99]) -> f32[4,99] {
     ),
 )
 def test_benchmark_reads_logits_in_every_call_on_a_gpu(controls):
-    """A read that depends on no result could be made once for all calls."""
+    """Otherwise XLA could read logits once for all calls."""
     case = SamplingCase(seqs=1, drafts=5, vocab_size=32_768, columns=32_768)
     one = NamedSharding(aot_gpu.mesh(), PartitionSpec())
     work = bench_work.sampling(case, controls, "float32", logit_bytes=2 * 6 * 4 * 32768)

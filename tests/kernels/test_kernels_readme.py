@@ -1,4 +1,4 @@
-"""The README of the kernels: its examples run, and what it names is there."""
+"""The README of the kernels: its examples run, and the files it names exist."""
 
 import re
 from pathlib import Path
@@ -49,7 +49,7 @@ def test_sampling_example():
 
 
 @pytest.mark.parametrize("path", sorted(set(re.findall(r"`([\w/*.]+\.py)`", README))))
-def test_every_file_named_is_there(path):
+def test_every_named_file_exists(path):
     folders = (
         ROOT / "kernels/jaxspec_kernels",
         ROOT / "kernels/jaxspec_kernels/paged_attention",

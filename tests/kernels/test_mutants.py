@@ -63,7 +63,7 @@ def test_every_implementation_of_attention_has_every_bug():
 
 
 def test_mutants_can_be_made():
-    """The code they rewrite is still there."""
+    """The code that they rewrite exists."""
     for one in (*mutants.MUTANTS, *rejection_mutants.MUTANTS):
         with applied(one):
             pass

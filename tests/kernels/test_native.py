@@ -1,4 +1,4 @@
-"""The library of C++ operations is built, kept and loaded, or refused plainly."""
+"""The library of C++ operations is built, cached and loaded, or an error says why."""
 
 import os
 import platform
@@ -24,7 +24,7 @@ def run_in_new_process(code, **environment):
     )
 
 
-def test_without_a_compiler_xla_serves_and_says_so(tmp_path):
+def test_without_a_compiler_xla_is_used_with_a_warning(tmp_path):
     code = (
         "import logging; logging.basicConfig()\n"
         "from jaxspec_kernels import native\n"
@@ -43,7 +43,7 @@ def test_without_a_compiler_xla_serves_and_says_so(tmp_path):
 
 
 def quick_compiler(folder: Path) -> tuple[str, str]:
-    """Make a compiler that links the library which is there: building takes long.
+    """Return a fake compiler that copies the existing library: building takes long.
 
     Returns:
         Its path, and the library's.
@@ -80,11 +80,11 @@ def test_a_damaged_library_is_built_again(tmp_path, monkeypatch, caplog):
     (path,) = folder.iterdir()
     assert path.read_bytes() == whole and not caplog.records
     middle = len(whole) // 2
-    # The loader takes both: the first ends the process when it is read past its end.
+    # The loader accepts both; reading past the end of the first crashes the process.
     for damaged in (whole[:middle], whole[:middle] + bytes(64) + whole[middle + 64 :]):
         path.unlink()
         path.write_bytes(damaged)
-        # A process of its own, which the old file may end.
+        # In a process of its own, which the damaged file may crash.
         done = run_in_new_process(
             "import logging; logging.basicConfig()\n"
             "from jaxspec_kernels import native; print(native.is_available())",
@@ -98,7 +98,7 @@ def test_a_damaged_library_is_built_again(tmp_path, monkeypatch, caplog):
 
 
 @pytest.mark.parametrize("obstacle", ["no folder", "full disk", "no home"])
-def test_a_library_that_cannot_be_kept_is_loaded(
+def test_library_that_cannot_be_cached_is_loaded(
     tmp_path, monkeypatch, caplog, obstacle
 ):
     quick, _ = quick_compiler(tmp_path)
@@ -133,10 +133,8 @@ def test_a_library_that_cannot_be_kept_is_loaded(
         ("aarch64", "-mcpu=native"),
     ],
 )
-def test_compilers_are_told_of_the_processor_in_their_words(
-    monkeypatch, tmp_path, machine, flag
-):
-    """Apple's clang knows none by the other name, and links without further flags."""
+def test_compiler_flag_for_the_processor(monkeypatch, tmp_path, machine, flag):
+    """Apple's clang rejects -march=native, and links without further flags."""
     commands = []
 
     def take(command, **_):
@@ -160,7 +158,7 @@ def test_compilers_are_told_of_the_processor_in_their_words(
 
 
 def test_a_library_is_for_one_kind_of_processor(monkeypatch):
-    """Folders of libraries may be shared, and processors replaced."""
+    """Machines may share a folder of libraries, and processors may be replaced."""
     here = native._digest.__wrapped__("c++")
     asked = []
 
@@ -176,13 +174,13 @@ def test_a_library_is_for_one_kind_of_processor(monkeypatch):
 
 
 @pytest.mark.skipif(shutil.which("nm") is None, reason="no nm here")
-def test_nothing_is_left_to_be_found_when_a_library_is_loaded():
-    """Else Apple's linker, which wants all symbols, would refuse it."""
+def test_library_has_no_undefined_symbols_of_xla():
+    """Otherwise Apple's linker, which needs all symbols, would reject it."""
     library = native._load(os.environ[native.VARIABLE])._name
     command = ["nm", "-D", "--undefined-only", library]
-    told = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     # "U name@VERSION" of the system's libraries, and "w", which may be absent.
-    names = [line.split()[1] for line in told.splitlines() if line.split()[0] == "U"]
+    names = [line.split()[1] for line in output.splitlines() if line.split()[0] == "U"]
     known = "@GLIBC", "@GLIBCXX", "@CXXABI", "@GCC", "@LIBC"
     assert names
     if any(name.startswith("__asan_") for name in names):

@@ -1,4 +1,4 @@
-"""Operations in C++ as other compilers would have them: sanitized, or for less.
+"""The C++ operations with sanitizers, and built for other processors.
 
 All tests that call operations run once more in a process of their own, with a library
 that is built with other flags.
@@ -36,7 +36,7 @@ MODULES = (
     test_rejection_sampling_backends,
 )
 SANITIZED = "-O1 -g -fsanitize=address,undefined -fno-sanitize-recover=undefined"
-# Objects are kept: of a library with a mistake one is another. Compilers are not to be
+# Objects are cached: a library with a mistake differs in one. Compilers must not be
 # sanitized themselves.
 WRAPPER = """#!/bin/sh
 unset LD_PRELOAD
@@ -46,7 +46,7 @@ kept={objects}/$(cksum < "$before" | tr ' ' -).o
 [ -f "$kept" ] && exec cp "$kept" "$to"
 {compiler} "$@" {flags} && cp "$to" "$kept.$$" && mv "$kept.$$" "$kept"
 """
-# As `python -m pytest`, of sources elsewhere. pytest is to import what it checks.
+# Like `python -m pytest`, with the sources of another folder.
 CHILD = """
 import sys
 from pathlib import Path
@@ -69,7 +69,7 @@ pytestmark = [
 ]
 
 
-def test_all_tests_of_operations_are_run_again():
+def test_all_tests_of_operations_run_sanitized():
     named = {
         path.stem
         for path in HERE.glob("test_*.py")
@@ -79,7 +79,7 @@ def test_all_tests_of_operations_are_run_again():
 
 
 def found(compiler: str, name: str) -> str:
-    """Where a compiler has a library; its mere name where it has none."""
+    """Return the path of a compiler's library; only its name if there is none."""
     asked = [compiler, f"-print-file-name={name}"]
     done = subprocess.run(asked, check=True, capture_output=True, text=True)
     return done.stdout.strip()
@@ -92,7 +92,7 @@ def run_cases(
     sources: Path = native._FOLDER,
     **environment: str,
 ) -> subprocess.CompletedProcess[str]:
-    """Tests of operations, of a library that is built with more flags."""
+    """Run tests of operations with a library that is built with additional flags."""
     wrapper = folder / "c++-wrapped"
     (folder / "objects").mkdir(exist_ok=True)
     compiler = native._compiler()
@@ -102,7 +102,7 @@ def run_cases(
     wrapper.chmod(0o755)
     own = {"CXX": str(wrapper), native.VARIABLE: str(folder), **environment}
     command = [sys.executable, "-c", CHILD, str(sources), "-q", "-p"]
-    # Nothing is captured: a sanitizer speaks, and ends the process.
+    # Capture nothing: a sanitizer prints its report and ends the process.
     command += [
         "no:cacheprovider",
         "-s",
@@ -110,7 +110,7 @@ def run_cases(
         "not slow and not long_suite",
         *arguments,
     ]
-    # pytest's own folders of this process are not to be taken for those of the child.
+    # Without this, the child would use the folders that pytest made in this process.
     own["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
     return subprocess.run(
         command, env=os.environ | own, capture_output=True, text=True, check=False
@@ -131,58 +131,58 @@ ALL = (
 
 @pytest.fixture(scope="module")
 def sanitizers() -> dict[str, str]:
-    """The environment of a process that loads what is sanitized."""
-    # C++'s own library as well: Python is C and does not bring it, and then what XLA
-    # throws is lost.
+    """Return the environment of a process that loads a sanitized library."""
+    # Preload C++'s library as well: Python does not load it, and without it exceptions
+    # of XLA are lost.
     names = "libasan.so", "libstdc++.so"
     libraries = [found(native._compiler(), name) for name in names]
     if not all(map(os.path.isabs, libraries)):
         pytest.skip("the compiler has no sanitizers")
-    # Python and XLA free little of what they hold when they end.
+    # Python and XLA do not free all of their memory at exit.
     return {"LD_PRELOAD": ":".join(libraries), "ASAN_OPTIONS": "detect_leaks=0"}
 
 
 @pytest.fixture(scope="module")
 def sanitized(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder that sanitized objects are kept in."""
+    """Return the folder of cached sanitized objects."""
     return tmp_path_factory.mktemp("sanitized")
 
 
 @builds
-def test_no_case_reads_or_writes_what_is_not_its_own(sanitized, sanitizers):
+def test_sanitizers_find_no_error(sanitized, sanitizers):
     """Addresses and undefined behaviour."""
     assert_all_pass(run_cases(sanitized, SANITIZED, *ALL, **sanitizers))
 
 
-# A line, what it becomes, a test, and what is said of it.
+# File, line, its replacement, a test, and a part of the sanitizer's report.
 READ, WRITTEN = "READ of size", "WRITE of size"
 MUTANTS = {
     "the page table is read one further": (
         "attention.cc",
         "page_table[slot / given.page_size]",
         "page_table[slot / given.page_size + given.table * given.seqs]",
-        "test_native_fuzz.py::test_a_sequence_out_of_range",
+        "test_native_fuzz.py::test_sequence_out_of_range",
         READ,
     ),
     "page ids are not clamped": (
         "attention.cc",
         "given.pages - 1);",
         "given.pages + 1000000);",
-        "test_native_fuzz.py::test_a_sequence_out_of_range",
+        "test_native_fuzz.py::test_sequence_out_of_range",
         "AddressSanitizer",
     ),
     "the slot after the last is written": (
         "blocks.cc",
         "slot >= num_slots",
         "slot > num_slots",
-        "test_decoder_blocks.py::test_numbers_out_of_range_touch_nothing",
+        "test_decoder_blocks.py::test_numbers_out_of_range_write_nothing",
         WRITTEN,
     ),
-    "rows that are not there are drawn of": (
+    "row numbers are not clamped": (
         "sampling.cc",
         "std::clamp<int64_t>(row.typed_data()[seq], 0, num_rows - 1)",
         "std::clamp<int64_t>(row.typed_data()[seq], 0, num_rows)",
-        "test_native_fuzz.py::test_tokens_are_tokens",
+        "test_native_fuzz.py::test_tokens_are_in_the_vocabulary",
         READ,
     ),
 }
@@ -190,8 +190,8 @@ MUTANTS = {
 
 @builds
 @pytest.mark.parametrize("name", MUTANTS)
-def test_mistakes_are_seen(tmp_path, sanitized, sanitizers, name):
-    file, before, after, test, told = MUTANTS[name]
+def test_sanitizers_detect_mistakes(tmp_path, sanitized, sanitizers, name):
+    file, before, after, test, report = MUTANTS[name]
     sources = tmp_path / "native"
     shutil.copytree(native._FOLDER, sources)
     text = (sources / file).read_text()
@@ -200,12 +200,12 @@ def test_mistakes_are_seen(tmp_path, sanitized, sanitizers, name):
     path, _, start = test.partition("::")
     arguments = str(HERE / path), "-x", "-k", start
     done = run_cases(sanitized, SANITIZED, *arguments, sources=sources, **sanitizers)
-    said = done.stdout + done.stderr
-    assert done.returncode != 0 and told in said, said[-3000:]
+    output = done.stdout + done.stderr
+    assert done.returncode != 0 and report in output, output[-3000:]
 
 
 def levels() -> list[str]:
-    """Of x86-64 processors: those that the one at hand has all instructions of."""
+    """Return the x86-64 levels whose instructions this processor has."""
     path = Path("/proc/cpuinfo")
     if platform.machine() != "x86_64" or not path.is_file():
         return []
@@ -230,7 +230,7 @@ def cross_compiler() -> list[str] | None:
     return None
 
 
-# Not of the long suite, which is only recorded where nothing is skipped.
+# Not in the long suite, which is only recorded if nothing is skipped.
 @pytest.mark.slow
 @pytest.mark.skipif(cross_compiler() is None, reason="no cross compiler for ARM")
 @pytest.mark.parametrize("source", sorted(native._FOLDER.glob("*.cc")), ids=str)
@@ -270,8 +270,8 @@ int main() {
   std::puts("done");
 }
 """
-# What parallel.h asks of XLA: its own is not sanitized, so that what orders its threads
-# would not be seen.
+# Replaces XLA's thread pool, which is not sanitized: the sanitizer would not see how it
+# synchronizes its threads.
 POOL = """
 #pragma once
 #include <atomic>
@@ -330,7 +330,7 @@ class ThreadPool {
 @builds
 @pytest.mark.parametrize("is_broken", [False, True])
 def test_threads_do_not_race(tmp_path, is_broken):
-    """Parts end before the caller goes on; where one does not, it is told."""
+    """All parts end before the caller continues; if not, the sanitizer reports it."""
     compiler = native._compiler()
     if not os.path.isabs(found(compiler, "libtsan.so")):
         pytest.skip("the compiler has no sanitizer of threads")
@@ -347,7 +347,7 @@ def test_threads_do_not_race(tmp_path, is_broken):
     command = [compiler, "-std=c++17", "-O1", "-g", "-fsanitize=thread", "-pthread"]
     command += [f"-I{tmp_path}", "-o", str(tmp_path / "threads")]
     subprocess.run([*command, str(tmp_path / "threads.cc")], check=True)
-    # Addresses at random may be where the sanitizer keeps its own.
+    # Random addresses may overlap with those that the sanitizer reserves.
     run = [shutil.which("setarch") or "setarch", "-R", str(tmp_path / "threads")]
     done = subprocess.run(run, capture_output=True, text=True, check=False)
     assert ("ThreadSanitizer: " in done.stderr) == is_broken, done.stderr[-3000:]

@@ -1,4 +1,4 @@
-"""Operations in C++ on data and shapes that nobody should give them.
+"""The C++ operations on invalid data and shapes.
 
 Nothing out of range may lead outside of arrays. What leads there may go unnoticed here:
 `test_native_builds.py` runs these tests with sanitizers, in a process of their own.
@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from jaxspec_kernels import native, paged_attention, panel_rows
 from jaxspec_kernels.panel_matmul import WIDTH, to_panels
 from jaxspec_kernels.rejection_sampling import cpu
-from jaxspec_kernels.rejection_sampling.passes import Distribution, Draft, Slice
+from jaxspec_kernels.rejection_sampling.passes import Distribution, Draft, VocabShard
 from tests.kernels.oracle import SMALL, build, random_forest
 from tests.kernels.test_decoder_blocks import PAGE_SIZE, Layer, make_batch
 
@@ -27,11 +27,10 @@ pytestmark = pytest.mark.usefixtures("has_native")
 SIXTEEN = replace(SMALL, head_dim=16)
 fuzzed = settings(
     max_examples=40,
-    deadline=None,
-    # Fixtures only see that there is a library.
+    # Fixtures only check that there is a library.
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
-# Borders of what is legal, and what is far outside.
+# Limits of legal values, and values far outside.
 INTEGERS = st.integers(-(2**31), 2**31 - 1) | st.integers(-3, 110)
 FLOATS = st.floats(width=32) | st.sampled_from([0.0, -0.0, 1.0, 1e-38, -1.0])
 SEEDS = st.integers(0, 2**32 - 1)
@@ -48,10 +47,10 @@ def integers(data: Any, shape: tuple[int, ...]) -> jax.Array:
     data=st.data(), seed=SEEDS, is_tree=st.booleans(), window=st.sampled_from([0, 7])
 )
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_sequence_out_of_range_leaves_the_others_as_they_are(
+def test_sequence_out_of_range_does_not_change_others(
     dtype, data, seed, is_tree, window
 ):
-    """Page ids, lengths and masks: of sequences 1 and 3 they may be anything."""
+    """Sequences 1 and 3 have arbitrary page ids, lengths and masks."""
     case = replace(SIXTEEN, window=window or None)
     kv_len = np.random.default_rng(seed).integers(5, 91, 4).tolist()
     mask = random_forest(4, 5, seed % 1000) if is_tree else None
@@ -66,7 +65,7 @@ def test_a_sequence_out_of_range_leaves_the_others_as_they_are(
     if masks is not None:
         any_mask = np.random.default_rng(seed).integers(0, 2, (2, 5, 5)).astype(bool)
         masks = masks.at[odd].set(any_mask)
-    # Where something else is seen, it may be a slot that holds NaN: not here.
+    # Other sequences could see a slot that holds NaN, but not here.
     found = run(
         query,
         jnp.nan_to_num(pages),
@@ -82,7 +81,7 @@ def test_a_sequence_out_of_range_leaves_the_others_as_they_are(
 @fuzzed
 @given(data=st.data(), has_masks=st.booleans(), seed=SEEDS)
 @pytest.mark.parametrize("pages", ["float32", "int8"])
-def test_only_the_slots_that_are_there_are_written(pages, data, has_masks, seed):
+def test_only_existing_slots_are_written(pages, data, has_masks, seed):
     layer, rng = Layer(pages=pages), np.random.default_rng(seed)
     masks = jnp.asarray(rng.integers(0, 2, (2, 3, 3)).astype(bool))
     batch = make_batch(masks if has_masks else None)
@@ -117,7 +116,7 @@ def test_only_the_slots_that_are_there_are_written(pages, data, has_masks, seed)
 @fuzzed
 @given(data=st.data())
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_rows_that_are_not_there_are_the_nearest_that_are(dtype, data):
+def test_row_numbers_are_clamped(dtype, data):
     outputs, features = WIDTH + 3, 5
     matrix = np.arange(outputs * features).reshape(outputs, features) % 97
     panels = jnp.asarray(to_panels(matrix.astype(jnp.dtype(dtype))))
@@ -128,7 +127,7 @@ def test_rows_that_are_not_there_are_the_nearest_that_are(dtype, data):
 
 
 def floats(data: Any, shape: tuple[int, ...]) -> jax.Array:
-    """A few drawn numbers, NaN and infinities among them, spread over an array."""
+    """Return an array of a few drawn numbers, including NaN and infinities."""
     drawn = data.draw(st.lists(FLOATS, min_size=1, max_size=8))
     rng = np.random.default_rng(data.draw(SEEDS))
     return jnp.asarray(rng.choice(np.array(drawn, np.float32), shape))
@@ -137,18 +136,18 @@ def floats(data: Any, shape: tuple[int, ...]) -> jax.Array:
 @fuzzed
 @given(data=st.data(), is_certain=st.booleans())
 @pytest.mark.parametrize("columns", [7, 600])
-def test_tokens_are_tokens_whatever_rows_say(columns, data, is_certain):
-    """Logits, probabilities, ids and rows of any value: all passes of a round."""
+def test_tokens_are_in_the_vocabulary_for_any_logits(columns, data, is_certain):
+    """All passes of a round, with any logits, probabilities, ids and row numbers."""
     seqs, inner, size = 3, 2, columns - 3
     rows = seqs * (inner + 2)
-    part = Slice(columns=columns, tile=columns, vocab_size=size, axis_name=None)
+    shard = VocabShard(columns=columns, tile=columns, vocab_size=size, axis_name=None)
     logits = floats(data, (rows, columns))
     distribution = Distribution(*(floats(data, (rows,)) for _ in range(4)))
     probs = None if is_certain else floats(data, (seqs, inner + 1, columns))
     draft = Draft(integers(data, (seqs, inner + 1)), probs)
     is_any = np.random.default_rng(data.draw(SEEDS)).integers(0, 2, rows) > 0
     token = cpu.draw(
-        part,
+        shard,
         logits,
         distribution,
         draft,
@@ -161,15 +160,15 @@ def test_tokens_are_tokens_whatever_rows_say(columns, data, is_certain):
     assert ((0 <= token) & (token < size)).all()
     numbers = integers(data, (rows,))
     found = cpu.statistics(
-        part, logits, floats(data, (rows,)), numbers, jnp.asarray(is_any)
+        shard, logits, floats(data, (rows,)), numbers, jnp.asarray(is_any)
     )
     assert ((0 <= found.best) & (found.best < size)).all()
     words = jax.lax.bitcast_convert_type(integers(data, (rows, 2)), jnp.uint32)
-    _, best = cpu.race(part, logits, distribution, words)
+    _, best = cpu.gumbel_argmax(shard, logits, distribution, words)
     assert ((0 <= best) & (best < size)).all()
     for counts in (True, False):
         border, _ = cpu.search(
-            part,
+            shard,
             logits,
             distribution,
             floats(data, (rows,)),
@@ -178,33 +177,33 @@ def test_tokens_are_tokens_whatever_rows_say(columns, data, is_certain):
         )
         assert not np.isnan(border).any()
         limits = floats(data, (rows, 3))
-        amounts = cpu.amounts(part, logits, distribution, limits, counts=counts)
-        assert not np.isnan(amounts).any()
-    chances = np.asarray(cpu.probabilities(part, logits, distribution))
-    assert not chances[:, size:].any() and not np.isnan(chances).any()
+        masses = cpu.mass_above(shard, logits, distribution, limits, counts=counts)
+        assert not np.isnan(masses).any()
+    probs_found = np.asarray(cpu.probabilities(shard, logits, distribution))
+    assert not probs_found[:, size:].any() and not np.isnan(probs_found).any()
     if probs is not None:
-        above = cpu.excess(
-            part, logits, distribution, draft, floats(data, (seqs, inner))
+        above = cpu.residual_mass(
+            shard, logits, distribution, draft, floats(data, (seqs, inner))
         )
         assert (np.asarray(above) >= 0).all()
 
 
 @pytest.mark.parametrize("temperature", [-0.0, -1.0])
-def test_what_is_no_token_weighs_nothing_whatever_the_temperature(temperature):
+def test_padding_has_no_weight_at_any_temperature(temperature):
     """Columns past the vocabulary are -inf, and -inf / -0 is +inf."""
-    part = Slice(columns=7, tile=7, vocab_size=4, axis_name=None)
+    shard = VocabShard(columns=7, tile=7, vocab_size=4, axis_name=None)
     ones = jnp.ones(2)
     distribution = Distribution(temperature * ones, 0 * ones, -jnp.inf * ones, 0 * ones)
     logits, words = jnp.zeros((2, 7)), jnp.ones((2, 2), jnp.uint32)
-    score, best = cpu.race(part, logits, distribution, words)
+    score, best = cpu.gumbel_argmax(shard, logits, distribution, words)
     assert (best < 4).all() and jnp.isfinite(score).all()
     logits = logits.at[:, 1].set(-jnp.inf)
-    assert not np.asarray(cpu.probabilities(part, logits, distribution))[:, 1].any()
+    assert not np.asarray(cpu.probabilities(shard, logits, distribution))[:, 1].any()
 
 
 @pytest.fixture(autouse=True, scope="module")
 def mask_function():
-    """Have masks of zeros, as somebody must make them."""
+    """Install a mask function that returns zeros, as the operation needs one."""
 
     def answer(words: int, ids: Any, *others: Any) -> np.ndarray:
         return np.zeros((len(ids), len(others[-1]), words), np.uint32)
@@ -215,7 +214,7 @@ def mask_function():
     native.masks._answers[:] = before
 
 
-# What operations take, as arrays of the sizes that fit: `dtype axis axis ...`.
+# Operands, results and attributes that match: `dtype axis axis ...`.
 DISTRIBUTION = ("f4 2", "f4 2", "f4 2")
 FORMS: dict[str, tuple[tuple[str, ...], tuple[str, ...], dict[str, Any]]] = {
     "attend": (
@@ -234,12 +233,12 @@ FORMS: dict[str, tuple[tuple[str, ...], tuple[str, ...], dict[str, Any]]] = {
         ("f4 2", "i4 2", "f4 2", "f4 2"),
         {"vocab_size": 8},
     ),
-    "amounts": (
+    "mass_above": (
         ("f4 2 9", *DISTRIBUTION, "f4 2 3", "i4 1"),
         ("f4 2 3",),
         {"vocab_size": 8, "counts": True},
     ),
-    "race": (
+    "gumbel_argmax": (
         ("f4 2 9", *DISTRIBUTION, "u4 2 2", "i4 1"),
         ("f4 2", "i4 2"),
         {"vocab_size": 8},
@@ -265,7 +264,7 @@ FORMS: dict[str, tuple[tuple[str, ...], tuple[str, ...], dict[str, Any]]] = {
         ("u4 2 4 3",),
         {},
     ),
-    "excess": (
+    "residual_mass": (
         ("f4 3 9", "f4 3", "f4 3", "f4 3", "f4 3", "f4 1 2 9", "f4 1 1", "i4 1"),
         ("f4 1 1",),
         {"vocab_size": 8},
@@ -296,7 +295,7 @@ def run_form(
     results: list[tuple[str, ...]],
     attributes: dict[str, Any],
 ) -> None:
-    """Call an operation as nobody does: without the function that checks before it."""
+    """Call an operation directly, without the Python function that checks shapes."""
     numbers = {
         key: np.int64(value) if type(value) is int else value
         for key, value in attributes.items()
@@ -312,8 +311,8 @@ def run_form(
 @pytest.mark.parametrize("name", FORMS)
 @fuzzed
 @given(data=st.data())
-def test_what_does_not_fit_is_an_error_and_no_crash(name, data):
-    """One or two axes of operands or results, or a number, are others."""
+def test_mismatched_operands_are_an_error_and_no_crash(name, data):
+    """Change up to two axes or types of operands or results, or an attribute."""
     arguments, results, attributes = FORMS[name]
     forms = [form.split() for form in (*arguments, *results)]
     for _ in range(data.draw(st.integers(0, 2))):
@@ -344,8 +343,8 @@ def test_what_does_not_fit_is_an_error_and_no_crash(name, data):
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_what_fits_is_none(name):
-    """So that the test above does not only look at errors of its own."""
+def test_matching_operands_are_no_error(name):
+    """Shows that the errors in the test above come from the changes."""
     arguments, results, attributes = FORMS[name]
     given, made = (
         [tuple(form.split()) for form in forms] for forms in (arguments, results)
@@ -353,6 +352,6 @@ def test_what_fits_is_none(name):
     run_form(name, given, made, attributes)
 
 
-def test_forms_are_those_of_all_operations():
+def test_every_operation_has_a_signature():
     from_library = {name.removeprefix("jaxspec_") for name in native.TARGETS}
     assert set(FORMS) == from_library

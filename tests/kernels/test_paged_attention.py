@@ -43,12 +43,12 @@ from tests.kernels.oracle import (
     build,
     build_quantized,
     error,
-    excess,
+    error_beyond_rounding,
     pages_in_reach,
     random_forest,
 )
 
-# Smaller heads are the reference's, see cpu.py.
+# The reference handles smaller heads.
 SIXTEEN = replace(SMALL, head_dim=16)
 SMALL_OF = {"reference": SMALL, "cpu": SIXTEEN, "gpu": SMALL, "tpu": SMALL}
 FAST_ON_TPU = ("tiny/verify", "2b/tp8/decode-two")
@@ -90,7 +90,7 @@ def test_public_call_equals_float64(name, dtype):
     query, pages, *rest = call.arrays
     if dtype == "uint16":
         pages = jax.lax.bitcast_convert_type(pages, jnp.uint16)
-    assert excess(call, public(call, (query, pages, *rest))) <= EXACT
+    assert error_beyond_rounding(call, public(call, (query, pages, *rest))) <= EXACT
 
 
 def _scaled_rows() -> list[Any]:
@@ -110,9 +110,9 @@ def _scaled_rows() -> list[Any]:
 def test_real_heads_and_queries_equal_float64(backend, name, dtype):
     call = build(SCALED_CASES[name], dtype=dtype)
     if backend == "cpu":
-        assert excess(call, run(backend, call)) <= EXACT
+        assert error_beyond_rounding(call, run(backend, call)) <= EXACT
     elif backend == "tpu":
-        assert excess(call, run(backend, call, block_tokens=32)) <= EXACT
+        assert error_beyond_rounding(call, run(backend, call, block_tokens=32)) <= EXACT
     else:
         tiles = tiles_of(call.case, itemsize=call.arrays[0].dtype.itemsize)
         if dtype == "bfloat16":
@@ -241,7 +241,7 @@ def test_trees_of_more_nodes_than_a_word_has_bits(backend, window, own):
 
 
 @needs_native
-def test_heads_of_another_size_take_the_reference_on_a_cpu():
+def test_other_head_sizes_use_the_reference_on_cpu():
     check("cpu", build(SMALL))  # head_dim 8
 
 
@@ -306,7 +306,7 @@ def test_block_size_does_not_matter(backend, window, own):
     ],
 )
 def test_row_does_not_depend_on_the_other_rows(backend, window):
-    """Bitwise: otherwise the text of a request would depend on its neighbours."""
+    """Bitwise: otherwise a request's text would depend on other requests."""
     case = replace(SMALL_OF[backend], window=window)
     base = build(case, kv_len=[60, 60, 60, 60])
     expected = run(backend, base)[0]
@@ -441,7 +441,7 @@ def test_pages_of_eight_bits_equal_float64(backend, kind, window):
     call, arrays = build_quantized(case, kind, 5, query_dtype="bfloat16")
     # GPU: products are bfloat16's, which has all digits of the pages.
     limit = 2e-2 if backend == "gpu" else EXACT
-    measure = error if backend == "gpu" else excess
+    measure = error if backend == "gpu" else error_beyond_rounding
     assert measure(call, run(backend, call, arrays=arrays)) <= limit
 
 
@@ -483,11 +483,11 @@ def test_int8_in_lanes_equals_float64(case, block_tokens):
     kept: dict[str, Any] = {"query_dtype": "bfloat16"} if case.head_dim > 8 else {}
     call, arrays = build_quantized(case, IN_LANES, **kept)
     found = run("tpu", call, arrays=arrays, block_tokens=block_tokens)
-    assert excess(call, found) <= EXACT
+    assert error_beyond_rounding(call, found) <= EXACT
 
 
 def test_a_scale_that_is_nan_affects_its_token_alone():
-    """Tokens beside it in its page and its row of lanes keep theirs."""
+    """Other tokens in its page and its row of lanes do not change."""
     call, (query, pages, table, kv_len) = build_quantized(SMALL, IN_LANES, 2)
     slot = 40
     page, offset = table[0, slot // SMALL.page_size], slot % SMALL.page_size

@@ -1,4 +1,4 @@
-"""Products with panels: exact, and of a row alike whatever rows are beside it."""
+"""Products with panels: exact, and independent of other rows."""
 
 from dataclasses import replace
 from typing import Any
@@ -63,7 +63,7 @@ def test_products_equal_float64_and_the_reference(name, dtype):
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_products_of_a_row_do_not_depend_on_the_rows_beside_it(dtype):
+def test_products_of_a_row_do_not_depend_on_other_rows(dtype):
     case = replace(CASES["tiny/prefill"], rows=40, outputs=1024)
     rows, (_, panels) = rows_of(case), panels_of(case, dtype)
     for is_rounded in (False, True):
@@ -120,7 +120,7 @@ def test_quantized_products_equal_float64_and_the_reference(name, scheme):
 @pytest.mark.parametrize(
     "scheme", [Scheme(kind="int8"), Scheme(kind="int4", group_size=128)]
 )
-def test_quantized_products_of_a_row_do_not_depend_on_the_rows_beside_it(scheme):
+def test_quantized_products_of_a_row_do_not_depend_on_other_rows(scheme):
     case = replace(CASES["tiny/prefill"], rows=40, outputs=1024)
     rows, (_, panels) = rows_of(case), quantized_panels_of(case, scheme)
     given: Any = dict(num_outputs=1024, implementation="cpu")
@@ -131,7 +131,7 @@ def test_quantized_products_of_a_row_do_not_depend_on_the_rows_beside_it(scheme)
             np.testing.assert_array_equal(found, whole[start : start + count])
 
 
-def test_panels_of_another_matrix_are_refused():
+def test_rejects_panels_of_another_matrix():
     rows, panels = jnp.zeros((2, 6)), jnp.zeros((1, 5, WIDTH))
     with pytest.raises(ValueError, match="of 32 outputs and 6 features"):
         panel_matmul(rows, panels, num_outputs=32)
@@ -139,5 +139,5 @@ def test_panels_of_another_matrix_are_refused():
         half = panels.astype(jnp.bfloat16)
         panel_rows(jnp.zeros(1, jnp.int32), half, shape=(32, 5))
     bytes_ = QuantizedPanels(panels.astype(jnp.int8), jnp.zeros((1, 2, WIDTH)))
-    with pytest.raises(ValueError, match="2 groups of 5 features"):
+    with pytest.raises(ValueError, match="5 features must divide into 2 groups"):
         panel_rows(jnp.zeros(1, jnp.int32), bytes_, shape=(32, 5))

@@ -10,7 +10,7 @@ import pytest
 from jaxspec_kernels.rejection_sampling import (
     BLOCK,
     STANDARD,
-    Controls,
+    SamplingValues,
     Verdict,
     reference,
 )
@@ -37,7 +37,9 @@ def _margin(monkeypatch):
     monkeypatch.setattr(enumeration, "MARGIN", 2.0**-18)
 
 
-def decide(tokens, draft_probs, target_logits, num_draft, *, temperature, **given):
+def decide(
+    tokens, draft_probs, target_logits, num_draft_tokens, *, temperature, **given
+):
     """One rule for all sequences, without filters."""
     seqs = tokens.shape[0]
     ones = jnp.ones(seqs)
@@ -48,8 +50,8 @@ def decide(tokens, draft_probs, target_logits, num_draft, *, temperature, **give
         tokens,
         draft_probs,
         target_logits,
-        num_draft,
-        Controls(temperature * ones, jnp.zeros(seqs, jnp.int32), ones, 0 * ones),
+        num_draft_tokens,
+        SamplingValues(temperature * ones, jnp.zeros(seqs, jnp.int32), ones, 0 * ones),
         noise_words=None,
         vocab_size=VOCAB,
         axis_name=None,
@@ -58,12 +60,12 @@ def decide(tokens, draft_probs, target_logits, num_draft, *, temperature, **give
 
 
 def rule_of(rule: int):
-    def apply(tokens, draft, target, num_draft, **uniforms) -> Verdict:
+    def apply(tokens, draft, target, num_draft_tokens, **uniforms) -> Verdict:
         return decide(
             tokens,
             draft,
             jnp.log(target),
-            num_draft,
+            num_draft_tokens,
             temperature=1.0,
             rule=rule,
             **uniforms,
@@ -112,15 +114,15 @@ def test_choices_give_the_text_of_plain_decoding():
     assert (is_over | disagrees).all()
 
 
-def test_cases_hold_what_they_should():
+def test_cases_cover_the_rules():
     """Otherwise the enumeration would prove less than it says."""
     cases = make_cases()
     paths = make_paths(cases)
     assert len(cases) >= 50
     counts = np.bincount(paths.case, weights=paths.weight)
     np.testing.assert_allclose(counts, 1, atol=1e-12)
-    assert set(paths.num_draft) == {0, 1, 2, 3}
-    counted = np.arange(DRAFTS) < paths.num_draft[:, None]
+    assert set(paths.num_draft_tokens) == {0, 1, 2, 3}
+    counted = np.arange(DRAFTS) < paths.num_draft_tokens[:, None]
     chosen = np.take_along_axis(paths.target[:, :-1], paths.tokens[:, :, None], 2)
     assert (chosen[:, :, 0][counted] == 0).any(), "no draft that the target excludes"
     rows = outcomes(paths, block_oracle(paths))
@@ -131,7 +133,7 @@ def test_cases_hold_what_they_should():
         for distribution in distributions(cases, *rule_of(STANDARD))
     }
     assert by_kind["equal"].mean_accepted == pytest.approx(
-        by_kind["equal"].case.num_draft, abs=1e-4
+        by_kind["equal"].case.num_draft_tokens, abs=1e-4
     )
     assert by_kind["disjoint"].mean_accepted == 0
 
@@ -153,7 +155,7 @@ def test_block_accepts_no_less_than_standard():
 
 def test_example_of_the_block_paper():
     """Sun et al., section 2: 10/9 accepted tokens become 11/9."""
-    case = constant_case([1 / 3, 2 / 3, 0, 0], [2 / 3, 1 / 3, 0, 0], num_draft=2)
+    case = constant_case([1 / 3, 2 / 3, 0, 0], [2 / 3, 1 / 3, 0, 0], num_draft_tokens=2)
     for rule, expected in ((STANDARD, 10 / 9), (BLOCK, 11 / 9)):
         (distribution,) = distributions([case], *rule_of(rule))
         assert distribution.mean_accepted == pytest.approx(expected, abs=1e-9)

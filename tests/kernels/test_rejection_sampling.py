@@ -18,7 +18,7 @@ from jaxspec_kernels.rejection_sampling import (
     BLOCK,
     COUPLED,
     STANDARD,
-    Controls,
+    SamplingValues,
     reference,
     rejection_sampling,
 )
@@ -30,7 +30,7 @@ from tests.kernels.rejection_rounds import (
     Round,
     by_whole_rows,
     make_round,
-    plain_controls,
+    plain_sampling_values,
     run,
     tiled,
     with_kind,
@@ -57,28 +57,30 @@ def test_rules_are_numbered_as_in_the_plan():
     assert (STANDARD, BLOCK, COUPLED) == (plan.STANDARD, plan.BLOCK, plan.COUPLED)
 
 
-def test_rounds_hold_what_they_should():
+def test_rounds_cover_the_rules():
     """Otherwise the equalities above would say less than they seem to."""
     one = make_round()
     accepted, _ = run(one)
     for kind in RULES.values():
         here = one.kind == kind
         assert set(accepted[here]) >= {0, 3}
-        assert (accepted < one.num_draft)[here].any()
-    assert set(one.num_draft) == {0, 1, 2, 3}
+        assert (accepted < one.num_draft_tokens)[here].any()
+    assert set(one.num_draft_tokens) == {0, 1, 2, 3}
 
 
 def check_distribution(rule: int, count: int = 45) -> None:
     """The exact distribution of all K + 1 tokens is the target's."""
 
-    def apply(tokens, draft, target, num_draft, *, accept_uniform, sample_uniform):
+    def apply(
+        tokens, draft, target, num_draft_tokens, *, accept_uniform, sample_uniform
+    ):
         seqs = tokens.shape[0]
         return reference.rejection_sampling(
             tokens,
             draft,
             jnp.log(target),  # NaN in the rows that do not count
-            num_draft,
-            plain_controls(seqs),
+            num_draft_tokens,
+            plain_sampling_values(seqs),
             rule=jnp.full(seqs, rule, jnp.int32),
             accept_uniform=accept_uniform,
             sample_uniform=sample_uniform,
@@ -93,7 +95,7 @@ def check_distribution(rule: int, count: int = 45) -> None:
     ):
         assert distribution.distance <= 1e-6, (
             distribution.case.kind,
-            distribution.case.num_draft,
+            distribution.case.num_draft_tokens,
             distribution.distance,
         )
 
@@ -122,18 +124,18 @@ def test_first_two_tokens_follow_the_filtered_target(rule, is_certain):
         best = distribution[vocab].argmax()
         tokens = np.broadcast_to([best, distribution[best].argmax()], tokens.shape)
     logits = np.stack([table[np.full(seqs, vocab)], *table[tokens.T]], axis=1)
-    # Coupled drafts share the noise; any draft that does not look at it is fine too.
+    # Coupled drafts share the noise; drafts that do not use it are fine too.
     words = random.integers(0, 2**32, (seqs, 3, 2), dtype=np.uint32)
     verdict = by_public_name(
         jnp.asarray(tokens, jnp.int32),
         None if is_certain else jnp.full((seqs, 2, vocab), 1 / vocab, jnp.float32),
         jnp.asarray(logits),
         jnp.full(seqs, 2, jnp.int32),
-        plain_controls(seqs, **values),
+        plain_sampling_values(seqs, **values),
         rule=jnp.full(seqs, RULES[rule], jnp.int32),
         accept_uniform=jnp.asarray(random.random((seqs, 2)), jnp.float32),
         sample_uniform=jnp.asarray(random.random(seqs), jnp.float32),
-        noise_words=jnp.asarray(words),  # which only the coupled rule looks at
+        noise_words=jnp.asarray(words),  # used by the coupled rule only
     )
     accepted, following = np.asarray(verdict.num_accepted), np.asarray(verdict[1])
     assert len(set(accepted)) == 3
@@ -142,7 +144,9 @@ def test_first_two_tokens_follow_the_filtered_target(rule, is_certain):
     for start in range(vocab):
         here = (accepted > 0) & (tokens[:, 0] == start)
         second = np.where(accepted > 1, tokens[:, 1], following)[here]
-        if rule != "block" and here.any():  # block: the first stays given the second
+        if (
+            rule != "block" and here.any()
+        ):  # block: the first is accepted with the second
             check_counts(
                 np.bincount(second, minlength=vocab), distribution[start], rule
             )
@@ -184,7 +188,7 @@ def test_speculation_does_not_change_the_text(kind):
     )
     numbers = one.numbers
     _, plain = run(
-        replace(bare, num_draft=np.zeros_like(one.num_draft)),
+        replace(bare, num_draft_tokens=np.zeros_like(one.num_draft_tokens)),
         accept_uniform=numbers["accept_uniform"][:, :0],
         noise_words=numbers["noise_words"][:, :1],
     )
@@ -252,7 +256,7 @@ def test_named_implementation_is_not_replaced(name):
         ("target_logits", (8, 3, 50)),
         ("target_logits", (32, 50)),
         ("target_logits", (8, 0, 50)),
-        ("num_draft", (7,)),
+        ("num_draft_tokens", (7,)),
         ("rule", (8, 1)),
         ("accept_uniform", (8, 4)),
         ("sample_uniform", (1,)),
@@ -267,10 +271,18 @@ def test_shapes_that_do_not_fit_are_an_error(name, shape, monkeypatch):
     """Where nothing checks the annotations, as with a user."""
     monkeypatch.setattr(config, "jaxtyping_disable", True)
     one = make_round(8)
-    names = "draft_tokens", "draft_probs", "target_logits", "num_draft", "controls"
+    names = (
+        "draft_tokens",
+        "draft_probs",
+        "target_logits",
+        "num_draft_tokens",
+        "sampling_values",
+    )
     given: dict[str, Any] = dict(zip(names, one.arrays, strict=True)) | one.numbers
-    if name in Controls._fields:
-        given["controls"] = one.controls._replace(**{name: jnp.zeros(shape)})
+    if name in SamplingValues._fields:
+        given["sampling_values"] = one.sampling_values._replace(
+            **{name: jnp.zeros(shape)}
+        )
     else:
         given[name] = jnp.zeros(shape, given[name].dtype)
     with pytest.raises(ValueError, match=re.escape(str(shape))) as raised:

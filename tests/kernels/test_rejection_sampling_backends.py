@@ -1,7 +1,7 @@
 """Every backend's passes equal float64, and its verdicts are those of whole rows.
 
-The kernels are interpreted; the CPU's are C++. What the rules mean is the subject of
-`test_rejection_sampling.py`, with the reference.
+The kernels are interpreted; the CPU's are C++. `test_rejection_sampling.py` tests the
+rules, with the reference.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from jaxspec_kernels.rejection_sampling import cpu, gpu, passes, reference, tpu
 from jaxspec_kernels.rejection_sampling.noise import exponential
-from jaxspec_kernels.rejection_sampling.passes import Distribution, Draft, Slice
+from jaxspec_kernels.rejection_sampling.passes import Distribution, Draft, VocabShard
 from tests.kernels.oracle import UNOPTIMISED
 from tests.kernels.rejection_rounds import (
     by_force,
@@ -36,7 +36,7 @@ STRICT = pltpu.InterpretParams(
     detect_races=True, out_of_bounds_reads="raise", uninitialized_memory="nan"
 )
 LAUNCH: dict[str, Any] = dict(tile=TILE, interpret=True)
-# What a backend's functions are given further, and how far its sums may be off.
+# Module and further arguments of a backend's functions, and the error of its sums.
 PASSES: dict[str, tuple[Any, dict[str, Any], float]] = {
     "reference": (passes, {}, 1e-5),
     "cpu": (cpu, {}, 2e-6),
@@ -56,10 +56,10 @@ def _skip_without_library(request: pytest.FixtureRequest):
         request.getfixturevalue("has_native")
 
 
-def part_of(backend: str) -> Slice:
-    """C++ has the whole of a row at once; the others walk in tiles."""
+def shard_of(backend: str) -> VocabShard:
+    """C++ and the GPU read a whole row at once; the others walk tiles."""
     tile = COLUMNS if backend in ("cpu", "gpu") else TILE
-    return Slice(columns=COLUMNS, tile=tile, vocab_size=VOCAB_SIZE, axis_name=None)
+    return VocabShard(columns=COLUMNS, tile=tile, vocab_size=VOCAB_SIZE, axis_name=None)
 
 
 def make_logits(rows: int) -> np.ndarray:
@@ -80,30 +80,32 @@ def make_logits(rows: int) -> np.ndarray:
 def exact_rows(
     dtype: Any = jnp.float32, rows: int = ROWS
 ) -> tuple[jax.Array, np.ndarray, np.ndarray]:
-    """Logits, their values where they are tokens, and temperatures."""
+    """Logits, their float64 values with -inf for padding, and temperatures."""
     logits = jnp.asarray(make_logits(rows), dtype)
     exact = np.asarray(logits.astype(jnp.float32), np.float64)
     exact[:, VOCAB_SIZE:] = -np.inf
     exact = np.where(np.isnan(exact), -np.inf, exact)
     exact = np.minimum(exact, float(np.finfo(np.float32).max))
-    heat = np.random.default_rng(1).choice([0.5, 1.0, 1.7], rows).astype(np.float32)
-    return logits, exact, heat
+    temperature = (
+        np.random.default_rng(1).choice([0.5, 1.0, 1.7], rows).astype(np.float32)
+    )
+    return logits, exact, temperature
 
 
-def weights_of(exact: np.ndarray, heat: np.ndarray) -> np.ndarray:
+def weights_of(exact: np.ndarray, temperature: np.ndarray) -> np.ndarray:
     maximum = exact.max(axis=1)
-    peak = np.where(np.isfinite(maximum), maximum, 0)[:, None]
-    return np.exp((exact - peak) / heat[:, None])
+    safe_max = np.where(np.isfinite(maximum), maximum, 0)[:, None]
+    return np.exp((exact - safe_max) / temperature[:, None])
 
 
 @cache
 def exact_distribution() -> tuple[jax.Array, np.ndarray, Distribution, np.ndarray]:
-    """Rows, a distribution that leaves half of each, and the weights by it."""
-    logits, exact, heat = exact_rows()
+    """Rows, a distribution whose threshold keeps half of each, and their weights."""
+    logits, exact, temperature = exact_rows()
     threshold = np.median(exact[:, :VOCAB_SIZE], axis=1).astype(np.float32)
-    weights = weights_of(exact, heat)
+    weights = weights_of(exact, temperature)
     weights = np.where(exact >= threshold[:, None], weights, 0.0)
-    arrays = heat, exact.max(axis=1), threshold, weights.sum(axis=1)
+    arrays = temperature, exact.max(axis=1), threshold, weights.sum(axis=1)
     distribution = Distribution(*(jnp.asarray(array, jnp.float32) for array in arrays))
     return logits, exact, distribution, weights
 
@@ -128,42 +130,42 @@ def probabilities_by(weights: np.ndarray) -> np.ndarray:
     ],
 )
 def test_statistics_equal_float64(backend, dtype, rows):
-    logits, exact, heat = exact_rows(dtype, rows)
+    logits, exact, temperature = exact_rows(dtype, rows)
     tokens = np.random.default_rng(2).integers(0, VOCAB_SIZE, rows).astype(np.int32)
     tokens[-3:] = -1, VOCAB_SIZE, 2**30
     module, own, limit = PASSES.get(backend, (tpu, dict(interpret=STRICT), 1e-5))
-    given = part_of(backend), logits, jnp.asarray(heat), jnp.asarray(tokens)
+    given = shard_of(backend), logits, jnp.asarray(temperature), jnp.asarray(tokens)
     found = module.statistics(*given, jnp.arange(rows) == 1, **own)
     is_token = (tokens >= 0) & (tokens < VOCAB_SIZE)
-    drafted = exact[np.arange(rows), np.where(is_token, tokens, 0)]
-    drafted = np.where(is_token, drafted, -np.inf)
-    total = weights_of(exact, heat).sum(axis=1)
+    draft_logit = exact[np.arange(rows), np.where(is_token, tokens, 0)]
+    draft_logit = np.where(is_token, draft_logit, -np.inf)
+    total = weights_of(exact, temperature).sum(axis=1)
     np.testing.assert_array_equal(found.maximum, exact.max(axis=1).astype("f4"))
     np.testing.assert_array_equal(found.best, exact.argmax(axis=1))
     np.testing.assert_allclose(found.total, total, rtol=limit)
-    np.testing.assert_array_equal(found.drafted, drafted.astype("f4"))
+    np.testing.assert_array_equal(found.draft_logit, draft_logit.astype("f4"))
     if backend in ("reference", "cpu"):
         assert not np.asarray(module.statistics(*given, None).total).any()
 
 
 @pytest.mark.parametrize("counts", [True, False])
 @pytest.mark.parametrize("backend", PASSES)
-def test_amounts_equal_float64(backend, counts):
+def test_mass_above_equals_float64(backend, counts):
     logits, exact, distribution, weights = exact_distribution()
     module, own, limit = PASSES[backend]
     limits = np.sort(exact[:, [3, 50, 200]], axis=1).clip(-1e30).astype(np.float32)
-    given = part_of(backend), logits, distribution, jnp.asarray(limits)
-    found = module.amounts(*given, counts=counts, **own)
-    is_in = exact[:, None] >= limits[:, :, None]
+    given = shard_of(backend), logits, distribution, jnp.asarray(limits)
+    found = module.mass_above(*given, counts=counts, **own)
+    is_above = exact[:, None] >= limits[:, :, None]
     unit = np.ones_like(weights) if counts else weights
-    expected = np.where(is_in, unit[:, None], 0.0).sum(axis=2)
+    expected = np.where(is_above, unit[:, None], 0.0).sum(axis=2)
     np.testing.assert_allclose(found, expected, rtol=limit)
 
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 def test_probabilities_equal_float64(backend):
     logits, _, distribution, weights = exact_distribution()
-    found = PASSES[backend][0].probabilities(part_of(backend), logits, distribution)
+    found = PASSES[backend][0].probabilities(shard_of(backend), logits, distribution)
     # Of exponents as low as -87, in 24 bits.
     expected = probabilities_by(weights)
     np.testing.assert_allclose(found, expected, rtol=6e-6, atol=1e-37)
@@ -171,7 +173,7 @@ def test_probabilities_equal_float64(backend):
 
 
 @pytest.mark.parametrize("backend", PASSES)
-def test_race_is_won_as_in_float64(backend):
+def test_gumbel_argmax_equals_float64(backend):
     logits, _, distribution, weights = exact_distribution()
     module, own, limit = PASSES[backend]
     for seed in range(20 if backend == "cpu" else 1):
@@ -180,7 +182,9 @@ def test_race_is_won_as_in_float64(backend):
         ids = jnp.arange(COLUMNS, dtype=jnp.int32)[None]
         noise = exponential(words[:, :1], words[:, 1:], ids)
         scores = weights / np.asarray(noise, np.float64)
-        score, best = module.race(part_of(backend), logits, distribution, words, **own)
+        score, best = module.gumbel_argmax(
+            shard_of(backend), logits, distribution, words, **own
+        )
         has_weight = scores.max(axis=1) > 0
         best = np.where(has_weight, best, 0)
         np.testing.assert_array_equal(best, scores.argmax(axis=1))
@@ -189,7 +193,7 @@ def test_race_is_won_as_in_float64(backend):
 
 @pytest.mark.parametrize("is_certain", [False, True])
 @pytest.mark.parametrize("backend", PASSES)
-def test_excess_equals_float64(backend, is_certain):
+def test_residual_mass_equals_float64(backend, is_certain):
     seqs, inner = 3, 2
     logits, _, distribution, weights = exact_distribution()
     module, own, _ = PASSES[backend]
@@ -203,8 +207,8 @@ def test_excess_equals_float64(backend, is_certain):
         jnp.asarray(tokens), None if is_certain else jnp.asarray(probs, jnp.float32)
     )
     # A pad has no draft probability.
-    given = part_of(backend), logits, distribution, draft, jnp.asarray(joint)
-    found = module.excess(*given, **own)
+    given = shard_of(backend), logits, distribution, draft, jnp.asarray(joint)
+    found = module.residual_mass(*given, **own)
     target = probabilities_by(weights).reshape(seqs, inner + 2, COLUMNS)[:, 1:-1]
     above = np.maximum(joint[:, :, None] * target - probs[:, 1:], 0)
     np.testing.assert_allclose(found, above.sum(axis=2), rtol=1e-5, atol=1e-7)
@@ -238,8 +242,10 @@ def test_verdicts_are_those_of_whole_rows(backend, seqs, vocab, seeds):
     ("backend", "seqs", "vocab", "seeds"),
     [("reference", 64, 50, 6), ("cpu", 64, 50, 2), ("tpu", 16, 290, 1)],
 )
-def test_forced_drafts_stay_and_the_target_goes_on(backend, seqs, vocab, seeds):
-    """Whatever they are, in every rule; the token never comes from a residual."""
+def test_forced_drafts_are_accepted_and_the_target_continues(
+    backend, seqs, vocab, seeds
+):
+    """For any drafts and every rule; the token is never drawn from a residual."""
     run, is_other = decide(backend, vocab), []
     for seed in range(seeds):
         one = make_round(seqs, vocab=vocab, seed=seed)
@@ -252,7 +258,7 @@ def test_forced_drafts_stay_and_the_target_goes_on(backend, seqs, vocab, seeds):
 
 @pytest.mark.parametrize("backend", ["cpu", "gpu", "tpu"])
 def test_slices_of_the_vocabulary_agree_on_the_verdict(backend):
-    """The reference's are in `test_rejection_sampling_sharded.py`, over 8 devices."""
+    """`test_rejection_sampling_sharded.py` tests the reference, on 8 devices."""
     one = make_round(16, vocab=290, seed=1)
     run = sliced(VERDICTS[backend], check_vma=False)
     with uncached():
@@ -270,10 +276,10 @@ def distribution_of(logits: np.ndarray) -> tuple[Distribution, np.ndarray]:
 
 
 @pytest.mark.parametrize("counts", [True, False])
-def test_borders_of_cpu_are_those_that_sorting_finds(counts):
+def test_cutoffs_on_cpu_equal_those_of_sorting(counts):
     """Sharp and flat rows, equal logits, sorted ones, and one that is not searched."""
     random = np.random.default_rng(0)
-    part = Slice(columns=700, tile=700, vocab_size=697, axis_name=None)
+    shard = VocabShard(columns=700, tile=700, vocab_size=697, axis_name=None)
     for spread in (0.01, 3, 60):
         logits = (random.normal(size=(8, 700)) * spread).astype(np.float32)
         logits[1::2] = np.round(logits[1::2])
@@ -285,8 +291,8 @@ def test_borders_of_cpu_are_those_that_sorting_finds(counts):
         wanted = random.uniform(0.05, 0.95, 8) * unit.sum(axis=1)
         wanted = np.ceil(wanted) if counts else wanted
         is_searched = np.arange(8) != 5
-        found, amount = cpu.search(
-            part,
+        found, mass = cpu.search(
+            shard,
             jnp.asarray(logits),
             distribution,
             jnp.asarray(wanted, jnp.float32),
@@ -302,15 +308,15 @@ def test_borders_of_cpu_are_those_that_sorting_finds(counts):
             share = (
                 unit[row][kept].sum() if is_searched[row] else distribution.total[row]
             )
-            np.testing.assert_allclose(amount[row], share, rtol=1e-6)
+            np.testing.assert_allclose(mass[row], share, rtol=1e-6)
 
 
 @pytest.mark.parametrize("is_certain", [False, True])
-def test_cpu_draws_where_the_sum_of_probabilities_passes_the_uniform(is_certain):
-    """Of the target after all drafts or none, of the residual after a rejection."""
+def test_cpu_inverts_the_cumulative_sum(is_certain):
+    """From the target after full acceptance or without drafts, else the residual."""
     random = np.random.default_rng(0)
     seqs, columns, size = 400, 600, 597
-    part = Slice(columns=columns, tile=columns, vocab_size=size, axis_name=None)
+    shard = VocabShard(columns=columns, tile=columns, vocab_size=size, axis_name=None)
     logits = (random.normal(size=(seqs, columns)) * 3).astype(np.float32)
     logits[:, size:] = 90.0
     distribution, weights = distribution_of(
@@ -329,7 +335,7 @@ def test_cpu_draws_where_the_sum_of_probabilities_passes_the_uniform(is_certain)
     goal = uniform * sums[:, -1]
     at = np.asarray(
         cpu.draw(
-            part,
+            shard,
             jnp.asarray(logits),
             distribution,
             Draft(jnp.asarray(tokens), None if is_certain else jnp.asarray(probs)),

@@ -1,4 +1,4 @@
-"""What is not a number, not a token or not positive has one defined verdict."""
+"""Verdicts for NaN, infinities, padding, zero probabilities and empty residuals."""
 
 from dataclasses import replace
 from functools import partial
@@ -13,17 +13,17 @@ from jaxspec_kernels.rejection_sampling import (
     BLOCK,
     COUPLED,
     STANDARD,
-    Controls,
+    SamplingValues,
     rejection_sampling,
 )
-from jaxspec_kernels.rejection_sampling.passes import Distribution, Slice
+from jaxspec_kernels.rejection_sampling.passes import Distribution, VocabShard
 from jaxspec_kernels.rejection_sampling.reference import Kernels
 from tests.kernels.oracle import UNOPTIMISED
 from tests.kernels.rejection_rounds import (
     GREEDY,
     RULES,
     make_round,
-    plain_controls,
+    plain_sampling_values,
     run,
     tiled,
 )
@@ -41,7 +41,7 @@ def verdict_of(logits, drafts=(0,), *, rule=STANDARD, u=0.0, v=0.0, draft=None, 
     values = np.asarray(logits, np.float32)
     width = len(drafts) + 1
     temperature = more.pop("temperature", 0.0 if rule == GREEDY else 1.0)
-    controls = {
+    filters = {
         name: more.pop(name) for name in ("top_k", "top_p", "min_p") if name in more
     }
     probs = None
@@ -53,8 +53,8 @@ def verdict_of(logits, drafts=(0,), *, rule=STANDARD, u=0.0, v=0.0, draft=None, 
         jnp.asarray([drafts], jnp.int32),
         probs,
         jnp.broadcast_to(jnp.asarray(values), (1, width, len(values))),
-        jnp.asarray([more.pop("num_draft", width - 1)], jnp.int32),
-        plain_controls(1, temperature=temperature, **controls),
+        jnp.asarray([more.pop("num_draft_tokens", width - 1)], jnp.int32),
+        plain_sampling_values(1, temperature=temperature, **filters),
         rule=jnp.asarray([max(rule, 0)], jnp.int32),
         accept_uniform=jnp.full((1, width - 1), u, jnp.float32),
         sample_uniform=jnp.full(1, v, jnp.float32),
@@ -77,7 +77,9 @@ def test_excluded_tokens_are_neither_accepted_nor_drawn(rule, bad):
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 @pytest.mark.parametrize("bad", [-INF, np.nan])
 @pytest.mark.parametrize("top_p", [1.0, 0.5])
-def test_row_of_nothing_accepts_nothing_and_gives_token_zero(rule, bad, top_p):
+def test_row_without_finite_logits_accepts_nothing_and_returns_token_zero(
+    rule, bad, top_p
+):
     if rule == GREEDY:
         assert verdict_of([bad] * 4, [1], rule=rule) == (0, 0)
         return
@@ -86,7 +88,7 @@ def test_row_of_nothing_accepts_nothing_and_gives_token_zero(rule, bad, top_p):
 
 
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
-def test_infinity_takes_everything(rule):
+def test_infinite_logit_is_always_drawn(rule):
     assert verdict_of([3.0, INF, 5.0], [1], rule=rule, u=LARGEST_UNIFORM) == (1, 1)
     assert verdict_of([3.0, INF, 5.0], [2], rule=rule) == (0, 1)
     # A quotient would overflow; differences do not.
@@ -113,7 +115,7 @@ def test_empty_residual_falls_back_to_the_target(rule):
         assert found == (0, token)
 
 
-def test_residual_leaves_out_what_the_draft_prefers():
+def test_residual_excludes_tokens_the_draft_prefers():
     logits = np.log([0.25, 0.25, 0.5])
     draft = [0.5, 0.25, 0.25]
     for v in (0.0, 0.5, LARGEST_UNIFORM):
@@ -132,7 +134,7 @@ def test_draft_that_underflows_is_accepted_by_the_target():
 
 
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
-def test_pads_of_the_vocabulary_may_hold_anything(rule):
+def test_padding_of_the_vocabulary_may_hold_anything(rule):
     for pad in (np.nan, INF, 50.0):
         logits = [0.0, 1.0, pad, pad]
         found = verdict_of(logits, [2], rule=rule, vocab_size=2, v=LARGEST_UNIFORM)
@@ -141,10 +143,10 @@ def test_pads_of_the_vocabulary_may_hold_anything(rule):
         assert verdict_of(logits, [1], rule=rule, vocab_size=2, **kept) == (1, 1)
 
 
-def test_what_does_not_count_is_not_used():
+def test_values_past_num_draft_are_not_used():
     one = make_round(seed=8)
-    counted = np.arange(3) < one.num_draft[:, None]
-    rows = np.arange(4) <= one.num_draft[:, None]
+    counted = np.arange(3) < one.num_draft_tokens[:, None]
+    rows = np.arange(4) <= one.num_draft_tokens[:, None]
     numbers = one.numbers
     poisoned = replace(
         one,
@@ -160,7 +162,7 @@ def test_what_does_not_count_is_not_used():
 @pytest.mark.parametrize(
     "kept", [dict(top_k=2), dict(top_p=0.4), dict(min_p=1.0), dict(top_k=2, top_p=0.9)]
 )
-def test_equal_logits_at_a_border_all_stay(rule, kept):
+def test_equal_logits_at_a_cutoff_are_all_kept(rule, kept):
     logits = [-1.5, 2.0, -3.0, 2.0, 2.0]
     for token in (1, 3, 4):
         assert verdict_of(logits, [token], rule=STANDARD, **kept)[0] == 1
@@ -178,7 +180,7 @@ def test_greedy_takes_the_lowest_of_equal_logits_in_other_tiles():
         jnp.zeros((1, 0, 50), jnp.float32),
         jnp.asarray(logits),
         jnp.zeros(1, jnp.int32),
-        plain_controls(1, temperature=0.0),
+        plain_sampling_values(1, temperature=0.0),
         rule=jnp.zeros(1, jnp.int32),
         accept_uniform=jnp.zeros((1, 0)),
         sample_uniform=jnp.zeros(1),
@@ -187,15 +189,15 @@ def test_greedy_takes_the_lowest_of_equal_logits_in_other_tiles():
     assert int(found.next_token[0]) == 18
 
 
-def whole(columns: int, tile: int) -> Slice:
-    return Slice(columns=columns, tile=tile, vocab_size=columns, axis_name=None)
+def whole(columns: int, tile: int) -> VocabShard:
+    return VocabShard(columns=columns, tile=tile, vocab_size=columns, axis_name=None)
 
 
 # That of the reference and that of the kernels; with two it is a bisection.
 @pytest.mark.parametrize("fan", [pytest.param(2, marks=pytest.mark.slow), 8, 16])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("counts", [True, False])
-def test_threshold_is_the_one_that_sorting_finds(dtype, counts, fan):
+def test_threshold_equals_that_of_sorting(dtype, counts, fan):
     random = np.random.default_rng(0)
     rows, columns = 12, 90
     logits = (
@@ -217,7 +219,7 @@ def test_threshold_is_the_one_that_sorting_finds(dtype, counts, fan):
     wanted = np.ceil(wanted) if counts else wanted
     is_searched = np.arange(rows) != 5
     find = partial(Kernels(fan=fan).search, whole(columns, 32), counts=counts)
-    found, amount = jax.jit(find, compiler_options=UNOPTIMISED)(
+    found, mass = jax.jit(find, compiler_options=UNOPTIMISED)(
         logits,
         distribution,
         jnp.asarray(wanted, jnp.float32),
@@ -230,7 +232,7 @@ def test_threshold_is_the_one_that_sorting_finds(dtype, counts, fan):
         kept = exact[row] >= float(found[row])
         np.testing.assert_array_equal(kept, exact[row] >= expected)
         if is_searched[row]:
-            np.testing.assert_allclose(amount[row], weights[row][kept].sum(), 1e-5)
+            np.testing.assert_allclose(mass[row], weights[row][kept].sum(), 1e-5)
 
 
 visited: list[None] = []
@@ -239,14 +241,14 @@ visited: list[None] = []
 @partial(jax.jit, compiler_options=UNOPTIMISED)
 def counted(*args, **more):
     """The operation, which notes every tile that it reads."""
-    real = Slice.read
+    real = VocabShard.read
 
     def read(self, logits, number):
         jax.debug.callback(lambda: visited.append(None))
         return real(self, logits, number)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Slice, "read", read)
+        patch.setattr(VocabShard, "read", read)
         return rejection_sampling(*args, **more, implementation="reference")
 
 
@@ -259,26 +261,26 @@ def count_tiles(one) -> int:
 
 
 @pytest.mark.parametrize(
-    ("kind", "controls", "limit"),
+    ("kind", "filters", "limit"),
     [
         (GREEDY, {}, 1),
         (STANDARD, {}, 1),
         (BLOCK, {}, 2),
         (COUPLED, {}, 2),
-        # Statistics, bisection, the sum of what stays.
+        # Statistics, bisection, the sum of the kept weights.
         (STANDARD, dict(top_k=5), 1 + 8 + 1),
         (STANDARD, dict(top_p=0.5), 1 + 8 + 1),
         (STANDARD, dict(min_p=0.1), 1 + 1),
         (STANDARD, dict(top_k=5, top_p=0.5), 1 + 8 + 1 + 8 + 1),
     ],
 )
-def test_passes_over_the_logits_are_few(kind, controls, limit):
+def test_passes_over_the_logits_are_few(kind, filters, limit):
     one = make_round(6, seed=1, is_filtered=False)
     one = replace(
         one,
         kind=np.full(6, kind),
         temperature=np.full(6, 0.0 if kind == GREEDY else 1.0, np.float32),
-        **{name: np.full(6, value) for name, value in controls.items()},
+        **{name: np.full(6, value) for name, value in filters.items()},
     )
     passes_made = count_tiles(one)
     assert passes_made == limit if limit <= 2 else 2 < passes_made <= limit
@@ -311,7 +313,7 @@ def test_no_array_of_probabilities_is_made():
             array(floats, seqs, drafts, vocab),
             array(floats, seqs, drafts + 1, vocab),
             array(ints, seqs),
-            Controls(
+            SamplingValues(
                 array(floats, seqs), array(ints, seqs), *[array(floats, seqs)] * 2
             ),
             rule=array(ints, seqs),

@@ -48,10 +48,17 @@ def compiled(shape: tuple[int, ...] = (8,)):
 
 
 def padded(one: Round) -> tuple:
-    tokens, draft, logits, num_draft, controls = one.arrays
+    tokens, draft, logits, num_draft_tokens, sampling_values = one.arrays
     pads = ((0, 0), (0, 0), (0, COLUMNS - VOCAB))
     logits = jnp.pad(logits, pads, constant_values=jnp.nan)
-    return tokens, jnp.pad(draft, pads), logits, num_draft, controls, one.numbers
+    return (
+        tokens,
+        jnp.pad(draft, pads),
+        logits,
+        num_draft_tokens,
+        sampling_values,
+        one.numbers,
+    )
 
 
 @pytest.mark.parametrize("shape", [(8,), pytest.param((2, 4), marks=pytest.mark.slow)])
@@ -62,7 +69,7 @@ def test_verdicts_are_those_of_whole_rows(shape):
         np.testing.assert_array_equal(run(*padded(one)), by_whole_rows(one))
 
 
-def test_devices_agree_on_what_is_forced():
+def test_devices_agree_on_forced_drafts():
     one = make_round(seed=3)
     counts = forced_counts(one)
     *arrays, numbers = padded(one)
@@ -83,7 +90,7 @@ def test_point_mass_needs_no_array():
 
 
 @pytest.mark.parametrize("bad", [-np.inf, np.nan])
-def test_rows_of_nothing_give_token_zero(bad):
+def test_rows_without_finite_logits_return_token_zero(bad):
     one = make_round(seed=2)
     one = Round(**{**vars(one), "logits": np.full_like(one.logits, bad)})
     accepted, token = compiled()(*padded(one))
@@ -99,6 +106,6 @@ def test_collectives_carry_a_few_numbers_per_row():
     found = collectives(hlo)
     assert found, "no collective: the pattern does not fit this HLO"
     assert max(found) == seqs * (drafts + 1) * (Kernels().fan - 1)
-    # Beside the borders of a search: single numbers per row, per draft, per device.
+    # Apart from the limits of a search: single numbers per row, per draft, per device.
     few = max(seqs * (drafts + 1), seqs * 8)
     assert sum(size > few for size in found) == 2

@@ -1,4 +1,4 @@
-"""A row's sum has the same bits, however many rows there are beside it."""
+"""The bits of a row's sum do not depend on other rows."""
 
 import itertools
 from typing import Any

@@ -1,4 +1,4 @@
-"""The tuner times what is right, writes a table that is read, and says what it left."""
+"""The tuner times correct candidates, writes a readable table, lists skipped cases."""
 
 import json
 from typing import Any
@@ -70,7 +70,7 @@ def test_the_tuner_writes_a_table_that_is_read(folder):
     assert micros == {"heuristic": 65.0, "tuned": 1.0}
 
 
-def test_the_tuner_goes_on_where_it_stopped(folder):
+def test_tuner_continues_where_it_stopped(folder):
     path, asked = folder / "cpu.json", []
 
     def timer(sizes: tuning.Sizes, step: Any, work: Any) -> float:
@@ -103,7 +103,7 @@ def test_a_key_is_tuned_once_for_each_implementation():
     assert missing == {"gpu": ["a", "d"], "tpu": ["a", "b", "d"]}
 
 
-def test_what_the_budget_left_is_printed(folder, capsys):
+def test_cases_left_by_the_budget_are_printed(folder, capsys):
     tune.main(arguments(folder / "cpu.json", "--budget-s", "-1"), timer=no_table)
     printed = capsys.readouterr().out
     assert "cpu.json: 0 entries" in printed
@@ -127,7 +127,7 @@ def test_a_wrong_candidate_is_never_chosen(folder, monkeypatch, capsys):
     assert "{'block_tokens': 64} is wrong" in capsys.readouterr().err
 
 
-def test_a_kernel_that_fails_by_itself_is_told(folder, monkeypatch):
+def test_failing_kernel_is_reported(folder, monkeypatch):
     def refuse(*_: Any, **__: Any) -> None:
         raise NotImplementedError("not today")
 

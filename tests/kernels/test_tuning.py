@@ -1,4 +1,4 @@
-"""Tuned sizes: what a table says is what a kernel gets, and a broken table is told."""
+"""Kernels use the sizes of a tuned table; a broken table is an error."""
 
 import functools
 import importlib
@@ -13,7 +13,11 @@ from benchmarks.kernels.work import attention_key, sampling_key
 from jaxspec_kernels import dispatch, paged_attention, tuning
 from jaxspec_kernels.paged_attention.cases import CASES
 from jaxspec_kernels.paged_attention.gpu_tiles import Tiles
-from jaxspec_kernels.rejection_sampling import Controls, Verdict, rejection_sampling
+from jaxspec_kernels.rejection_sampling import (
+    SamplingValues,
+    Verdict,
+    rejection_sampling,
+)
 from jaxspec_kernels.rejection_sampling.cases import CASES as SAMPLING_CASES
 
 FACTS: dict[str, Any] = dict(
@@ -80,7 +84,7 @@ def test_a_measured_shape_has_its_sizes(folder):
     assert sizes() == {"block_tokens": 256}
 
 
-def test_what_was_not_measured_has_none(folder):
+def test_unmeasured_shape_has_no_sizes(folder):
     write(folder, table())
     assert sizes(key=key_of(queries=9)) is None
     assert sizes(operation="rejection_sampling") is None
@@ -134,7 +138,7 @@ def test_every_table_in_the_package_is_whole():
         (table(entries=None), "needs entries for some of"),
         (table(entries={"write_kv_pages": {}}), "needs entries for some of"),
         (table(entries={"paged_attention": []}), "needs entries of paged_attention"),
-        # The form before entries were told apart by implementation.
+        # An older format, without a level for the implementation.
         (table(entries={"paged_attention": {KEY: {"a": 1}}}), "needs entries of paged"),
         (gpu_table([]), "holds no object as entries of paged_attention, gpu"),
         (gpu_table({"k": {}}), "paged_attention, gpu, k: {}"),
@@ -179,13 +183,13 @@ def test_an_operation_without_sizes_is_an_error():
         {"dtype": "float32"},
     ],
 )
-def test_every_fact_counts(change):
+def test_every_fact_changes_the_key(change):
     assert key_of(**change) != KEY
 
 
 def test_near_sizes_share_a_key():
     assert key_of(seqs=5, context=5000) == KEY
-    for queries in (5, 7, 8):  # K = 4, 6 and 7; what was measured is K = 5
+    for queries in (5, 7, 8):  # K = 4, 6 and 7; K = 5 was measured
         assert key_of(queries=queries) == KEY
     key = tuning.sampling_key(rows=33, columns=256_000, dtype="float32")
     assert key == "rows64-columns256000-float32"
@@ -270,7 +274,7 @@ def test_sampling_takes_the_tile_of_its_device(folder, monkeypatch):
         None,
         jnp.zeros((case.seqs, case.drafts + 1, case.columns)),
         whole,
-        Controls(ones, whole, ones, ones),
+        SamplingValues(ones, whole, ones, ones),
         rule=whole,
         accept_uniform=jnp.zeros((case.seqs, case.drafts)),
         sample_uniform=jnp.zeros(case.seqs),

@@ -50,7 +50,7 @@ def kept_as(pool: Any) -> tuple[np.ndarray, ...]:
 
 @pytest.mark.parametrize("kind", ["uint8", "float8_e4m3fn", "int8"])
 @pytest.mark.parametrize("name", CASES)
-def test_quantized_rows_lie_in_their_slots_and_nothing_else_changes(name, kind):
+def test_quantized_rows_are_written_and_nothing_else_changes(name, kind):
     given = build(CASES[name])
     pool: Any = jnp.zeros(0, kind)
     if kind == "int8":
@@ -72,8 +72,8 @@ def test_quantized_rows_lie_in_their_slots_and_nothing_else_changes(name, kind):
         np.testing.assert_array_equal(found, wanted.reshape(found.shape))
 
 
-# Tokens beside heads: 8 rows share 128 lanes, 2 or 6 do not fill them, 32 have four
-# times as many; more tokens than the kernel takes in a step; pages longer than lanes.
+# Page size times heads: 8 rows share 128 lanes, 2 or 6 do not fill them, 32 have four
+# times 128 lanes; more tokens than the kernel takes in a step; pages longer than lanes.
 LANE_CASES = [
     Case(tokens=7, pages=5, page_size=4, kv_heads=2, head_dim=8),
     Case(tokens=40, pages=20, page_size=16, kv_heads=4, head_dim=8),
@@ -88,7 +88,7 @@ STRICT = pltpu.InterpretParams(
 
 
 def lane_pools(case: Case) -> tuple[ScaledPages, dict[str, jax.Array]]:
-    """Pages of int8 with scales by slot, and what is written; a key is no number."""
+    """Pages of int8 with scales by slot, and rows to write; one key is NaN."""
     given = build(case)
     pool = ScaledPages(jnp.zeros(0, jnp.int8), jnp.zeros(0))
     pages = to_storage(jnp.asarray(given.pop("kv_pages")), pool)
@@ -160,7 +160,7 @@ def test_rows_are_copied_slot_by_slot(case, backend):
         check_same(run_by(backend, "copy_kv_rows")(in_lanes(pages), *moves), by_slot)
 
 
-def test_pages_whose_lanes_no_kernel_finds_are_refused():
+def test_rejects_page_size_that_is_no_power_of_two():
     """Whose size is no power of two: a lane's offset is a bit pattern there."""
     case = Case(tokens=3, pages=4, page_size=6, kv_heads=2, head_dim=8)
     pages, given = lane_pools(case)
@@ -171,7 +171,7 @@ def test_pages_whose_lanes_no_kernel_finds_are_refused():
         copy_kv_rows(in_lanes(pages), slots, slots, implementation="tpu")
 
 
-def test_kernels_of_scales_have_no_race_and_stay_in_bounds(capfd):
+def test_scale_kernels_have_no_race_and_no_access_out_of_bounds(capfd):
     pages, given = lane_pools(LANE_CASES[0])
     slots = given["slot_mapping"]
     expected = run_by("reference", "write_kv_pages")(pages, **given)

@@ -1,6 +1,6 @@
-"""Rejection sampling on whole arrays of probabilities: what the operation must equal.
+"""Oracle for rejection sampling: the rules on whole arrays of probabilities.
 
-The rules of the papers one by one, in float32, with none of the operation's passes.
+Each rule as its paper states it, in float32, with none of the operation's passes.
 """
 
 import jax
@@ -11,21 +11,22 @@ from jaxspec.program import randomness
 from jaxspec.program.plan import BLOCK
 from jaxspec.program.propose import Proposal
 from jaxspec.program.rows import Active
-from jaxspec_kernels.rejection_sampling import Controls, Verdict
+from jaxspec_kernels.rejection_sampling import SamplingValues, Verdict
 from tests.kernels import dense
 
 
 def decide(
     proposal: Proposal,
     logits: Float[Array, "token vocab"],
-    num_draft: Int[Array, " seq"],
+    num_draft_tokens: Int[Array, " seq"],
     active: Active,
 ) -> Verdict:
-    """Decide a round; every rule in the form in which the papers have it.
+    """Decide a round by the rules as the papers state them.
 
     Args:
-        logits: Target rows, sequence-major: row i of a sequence follows its i-th draft.
-        num_draft: Drafts of each sequence that count.
+        logits: Target rows, sequence-major. Row i of a sequence predicts the token in
+            the place of draft i (from 0).
+        num_draft_tokens: Valid drafts of each sequence.
     """
     seqs, draft = proposal.tokens.shape
     width = draft + 1
@@ -37,7 +38,7 @@ def decide(
     def with_sampling() -> Verdict:
         probs = dense.distribution(
             logits,
-            Controls(
+            SamplingValues(
                 per_token.temperature,
                 per_token.top_k,
                 per_token.top_p,
@@ -47,35 +48,41 @@ def decide(
         made = jax.lax.cond(
             active.is_coupled.any(),
             lambda: jnp.where(
-                per_token.is_coupled, _race(probs, position, per_token), choices
+                per_token.is_coupled,
+                _gumbel_argmax(probs, position, per_token),
+                choices,
             ),
             lambda: choices,
         )
-        chosen = verify_choices(proposal.tokens, made.reshape(seqs, width), num_draft)
+        chosen = verify_choices(
+            proposal.tokens, made.reshape(seqs, width), num_draft_tokens
+        )
         target_probs = probs.reshape(seqs, width, -1)
-        drawn = _by_chance(proposal, target_probs, num_draft, active)
+        drawn = _verify_sampled(proposal, target_probs, num_draft_tokens, active)
         is_drawn = active.is_sampled & ~active.is_coupled
         return jax.tree.map(
             lambda left, right: jnp.where(is_drawn, left, right), drawn, chosen
         )
 
     def without_sampling() -> Verdict:
-        return verify_choices(proposal.tokens, choices.reshape(seqs, width), num_draft)
+        return verify_choices(
+            proposal.tokens, choices.reshape(seqs, width), num_draft_tokens
+        )
 
     return jax.lax.cond(active.is_sampled.any(), with_sampling, without_sampling)
 
 
-def _race(probs: Array, position: Array, per_token: Active) -> Array:
+def _gumbel_argmax(probs: Array, position: Array, per_token: Active) -> Array:
     noise = dense.exponential(
         per_token.seed, position, randomness.SAMPLE, probs.shape[1]
     )
-    return dense.race(probs, noise)
+    return dense.gumbel_argmax(probs, noise)
 
 
-def _by_chance(
+def _verify_sampled(
     proposal: Proposal,
     target_probs: Float[Array, "seq width vocab"],
-    num_draft: Int[Array, " seq"],
+    num_draft_tokens: Int[Array, " seq"],
     active: Active,
 ) -> Verdict:
     """Standard and block verification with the sequences' own uniforms."""
@@ -93,7 +100,7 @@ def _by_chance(
             proposal.tokens,
             proposal.probs,
             target_probs,
-            num_draft,
+            num_draft_tokens,
             accept_uniform=accept_uniform,
             sample_uniform=sample_uniform,
         )
@@ -114,20 +121,20 @@ def _by_chance(
 def verify_choices(
     draft_tokens: Int[Array, "seq draft"],
     target_choices: Int[Array, "seq draft+1"],
-    num_draft: Int[Array, " seq"],
+    num_draft_tokens: Int[Array, " seq"],
 ) -> Verdict:
-    """Accept drafts while they equal what the target itself would have emitted.
+    """Accept drafts while they equal the target's own choices.
 
     This is the rule of greedy decoding (a choice is the argmax) and of coupled
-    sampling (a choice is the target's own sample under noise that the draft shared):
-    the text is what plain decoding would give, token for token.
+    sampling (a choice is the target's own sample, with noise that the draft model
+    shares): the text equals that of plain decoding, token for token.
 
     Args:
-        num_draft: Drafts that count; the later ones are ignored.
+        num_draft_tokens: Valid drafts of each sequence.
     References: coupling: Daliri et al. 2024, arXiv:2408.07978.
     """
     is_equal = draft_tokens == target_choices[:, :-1]
-    num_accepted = _prefix_length(is_equal, num_draft)
+    num_accepted = _prefix_length(is_equal, num_draft_tokens)
     return Verdict(num_accepted, _pick(target_choices, num_accepted))
 
 
@@ -135,7 +142,7 @@ def verify_standard(
     draft_tokens: Int[Array, "seq draft"],
     draft_probs: Float[Array, "seq draft vocab"],
     target_probs: Float[Array, "seq draft+1 vocab"],
-    num_draft: Int[Array, " seq"],
+    num_draft_tokens: Int[Array, " seq"],
     *,
     accept_uniform: Float[Array, "seq draft"],
     sample_uniform: Float[Array, " seq"],
@@ -148,18 +155,19 @@ def verify_standard(
     row after the last draft. Emitted tokens follow the target exactly.
 
     Args:
-        draft_probs: What `draft_tokens` were drawn from, after all sampling controls.
-        num_draft: Drafts that count; the later ones are ignored.
+        draft_probs: Distributions that `draft_tokens` were drawn from, after all
+            filters.
+        num_draft_tokens: Valid drafts of each sequence.
     References: Leviathan et al. 2023, arXiv:2211.17192, Alg. 1.
         Chen et al. 2023, arXiv:2302.01318, Alg. 2.
     """
-    draft_chance = _chosen(draft_probs, draft_tokens)
-    target_chance = _chosen(target_probs[:, :-1], draft_tokens)
-    is_accepted = accept_uniform * draft_chance < target_chance
-    num_accepted = _prefix_length(is_accepted, num_draft)
+    draft_token_probs = _chosen(draft_probs, draft_tokens)
+    target_token_probs = _chosen(target_probs[:, :-1], draft_tokens)
+    is_accepted = accept_uniform * draft_token_probs < target_token_probs
+    num_accepted = _prefix_length(is_accepted, num_draft_tokens)
     scale = jnp.ones_like(sample_uniform)
     residual = residual_weights(
-        draft_probs, target_probs, num_draft, num_accepted, scale
+        draft_probs, target_probs, num_draft_tokens, num_accepted, scale
     )
     return Verdict(num_accepted, dense.draw(residual, sample_uniform))
 
@@ -168,25 +176,28 @@ def verify_block(
     draft_tokens: Int[Array, "seq draft"],
     draft_probs: Float[Array, "seq draft vocab"],
     target_probs: Float[Array, "seq draft+1 vocab"],
-    num_draft: Int[Array, " seq"],
+    num_draft_tokens: Int[Array, " seq"],
     *,
     accept_uniform: Float[Array, "seq draft"],
     sample_uniform: Float[Array, " seq"],
 ) -> Verdict:
     """Accept the longest prefix that passes its own test, then draw one token.
 
-    Block verification: a draft that fails alone may be carried by what follows, so
-    that no rule accepts more on average. Emitted tokens follow the target exactly.
+    Block verification: a draft that would be rejected alone may be accepted with its
+    successors; no rule accepts more on average. Emitted tokens follow the target
+    exactly.
 
     Args:
-        draft_probs: What `draft_tokens` were drawn from, after all sampling controls.
-        num_draft: Drafts that count; the later ones are ignored.
+        draft_probs: Distributions that `draft_tokens` were drawn from, after all
+            filters.
+        num_draft_tokens: Valid drafts of each sequence.
     References: Sun et al. 2024, arXiv:2403.10444, Alg. 2.
     """
-    draft_chance = _chosen(draft_probs, draft_tokens)
-    target_chance = _chosen(target_probs[:, :-1], draft_tokens)
-    # A drawn token has draft_chance > 0; a garbage one past num_draft may not.
-    ratio = target_chance / jnp.where(draft_chance > 0, draft_chance, 1.0)
+    draft_token_probs = _chosen(draft_probs, draft_tokens)
+    target_token_probs = _chosen(target_probs[:, :-1], draft_tokens)
+    # Tokens past num_draft_tokens are arbitrary: their draft probability may be 0.
+    is_possible = draft_token_probs > 0
+    ratio = target_token_probs / jnp.where(is_possible, draft_token_probs, 1.0)
     num_tokens = draft_tokens.shape[1]
     joint = [jnp.ones_like(sample_uniform)]
     passes = []
@@ -194,22 +205,22 @@ def verify_block(
         joint.append(jnp.minimum(1.0, joint[-1] * ratio[:, index]))
         here = joint[-1]
         if index + 1 < num_tokens:
-            # Draft `index + 1` is judged by the row that follows it.
-            excess = here[:, None] * target_probs[:, index + 1]
-            excess = jnp.maximum(excess - draft_probs[:, index + 1], 0.0).sum(axis=-1)
-            room = excess + 1.0 - here
-            inner = jnp.where(room > 0, excess / jnp.where(room > 0, room, 1.0), 1.0)
+            # The row after draft `index` verifies draft `index + 1`.
+            above = here[:, None] * target_probs[:, index + 1]
+            mass = jnp.maximum(above - draft_probs[:, index + 1], 0.0).sum(axis=-1)
+            room = mass + 1.0 - here
+            inner = jnp.where(room > 0, mass / jnp.where(room > 0, room, 1.0), 1.0)
         else:
             inner = here
-        chance = jnp.where(num_draft == index + 1, here, inner)
-        passes.append(accept_uniform[:, index] < chance)
+        acceptance = jnp.where(num_draft_tokens == index + 1, here, inner)
+        passes.append(accept_uniform[:, index] < acceptance)
     is_passed = jnp.stack(passes, axis=1)
     index = jnp.arange(1, num_tokens + 1, dtype=jnp.int32)[None]
-    is_passed &= index <= num_draft[:, None]
+    is_passed &= index <= num_draft_tokens[:, None]
     num_accepted = jnp.where(is_passed, index, 0).max(axis=1)
     scale = _pick(jnp.stack(joint, axis=1), num_accepted)
     residual = residual_weights(
-        draft_probs, target_probs, num_draft, num_accepted, scale
+        draft_probs, target_probs, num_draft_tokens, num_accepted, scale
     )
     return Verdict(num_accepted, dense.draw(residual, sample_uniform))
 
@@ -217,30 +228,29 @@ def verify_block(
 def residual_weights(
     draft_probs: Float[Array, "seq draft vocab"],
     target_probs: Float[Array, "seq draft+1 vocab"],
-    num_draft: Int[Array, " seq"],
+    num_draft_tokens: Int[Array, " seq"],
     num_accepted: Int[Array, " seq"],
     scale: Float[Array, " seq"],
 ) -> Float[Array, "seq vocab"]:
     """Weights of the token after the accepted prefix (they do not sum to 1).
 
-    max(scale * target - draft, 0) at a rejection, the target itself after the last
-    draft. Where rounding leaves nothing (target equals draft, yet rejected), the
-    target.
+    max(scale * target - draft, 0) after a rejection, else the target itself. If
+    rounding makes the residual 0 (target equals draft, yet rejected), the target.
     """
     target = _pick_row(target_probs, num_accepted)
     last = draft_probs.shape[1] - 1
     draft = _pick_row(draft_probs, jnp.minimum(num_accepted, last))
-    is_rejected = (num_accepted < num_draft)[:, None]
+    is_rejected = (num_accepted < num_draft_tokens)[:, None]
     residual = jnp.maximum(scale[:, None] * target - draft, 0.0)
     has_residual = residual.sum(axis=-1, keepdims=True) > 0
     return jnp.where(is_rejected & has_residual, residual, target)
 
 
 def _prefix_length(
-    is_accepted: Bool[Array, "seq draft"], num_draft: Int[Array, " seq"]
+    is_accepted: Bool[Array, "seq draft"], num_draft_tokens: Int[Array, " seq"]
 ) -> Int[Array, " seq"]:
     index = jnp.arange(is_accepted.shape[1], dtype=jnp.int32)[None]
-    is_accepted &= index < num_draft[:, None]
+    is_accepted &= index < num_draft_tokens[:, None]
     # in [1,1,0,1] -> [1,1,0,0] -> 2
     return jnp.cumprod(is_accepted.astype(jnp.int32), axis=1).sum(axis=1)
 

@@ -1,6 +1,6 @@
-"""A second family, as somebody would add one: Llama, untied, without biases.
+"""An example of a second family: Llama, untied, without biases.
 
-`FAMILIES["llama"] = FAMILY` is all that the engine needs besides this module.
+Besides this module the engine needs only `FAMILIES["llama"] = FAMILY`.
 """
 
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ from jaxspec.models.backend import Backend
 from jaxspec.models.batch import TokenBatch
 from jaxspec.models.families import Family
 from jaxspec.models.layers import attend, mean_square, rope_tables
-from jaxspec.models.network import Hidden, Pages
+from jaxspec.models.network import ForwardOutput, Pages
 from jaxspec.models.params import Params, ParamSpec, Specs
 from jaxspec.models.stack import run_layers
 from jaxspec_checkpoints import Layout, Sizes
@@ -26,7 +26,7 @@ from jaxspec_kernels.sums import row_sums
 @no_type_check
 @dataclass(frozen=True, kw_only=True)
 class LlamaConfig(ModelConfig):
-    """The numbers of one Llama."""
+    """The config of one Llama."""
 
     rms_norm_eps: float
     rope_theta: float
@@ -84,8 +84,8 @@ def forward(
     batch: TokenBatch,
     kv_pages: Pages,
     backend: Backend,
-) -> tuple[Hidden, Pages]:
-    """Run all layers; returns the rows and the updated pages per layer."""
+) -> tuple[ForwardOutput, Pages]:
+    """Run all layers; return their output and the updated pages per layer."""
     stream = params["embedding"].rows(batch.tokens)
     tables = rope_tables(batch.positions, config.head_dim, config.rope_theta)
 
@@ -112,13 +112,13 @@ def forward(
     stream = streams[-1]
     is_finite = jax.numpy.isfinite(row_sums(stream)[:, 0])
     rows = _norm(config, stream, params["final_norm"])
-    return Hidden(rows, is_finite, streams), kv_pages
+    return ForwardOutput(rows, is_finite, streams), kv_pages
 
 
 def logits(
     config: LlamaConfig, params: Params, rows: Float[Array, "row model"]
 ) -> Float[Array, "row vocab"]:
-    """Logits through a head of its own."""
+    """Logits by the untied head."""
     return params["head"].multiply(rows)
 
 

@@ -1,7 +1,7 @@
-"""Operations over pages whose scales are in lanes, split over devices by heads.
+"""Operations over pages with scales in lanes, split over devices by heads.
 
-A TPU alone has them. Here the reference runs on each device's part, and by slot on one
-device: what a device finds in its lanes is of its own heads.
+Only TPUs use lanes. Here the reference implementation runs on each device's part, and
+by slot on one device: the lanes of a device hold the scales of its own heads.
 """
 
 from typing import Any
@@ -32,7 +32,7 @@ def by_slot() -> ScaledPages:
 
 
 def run(backend: Backend, pages: ScaledPages) -> tuple[ScaledPages, jax.Array]:
-    """Write rows, move some to where others are and attend to all of them."""
+    """Write rows, copy some over others, and attend to all of them."""
 
     def step(pages: Any) -> tuple[Any, jax.Array]:
         key, value = (
@@ -68,7 +68,7 @@ def test_each_device_has_the_lanes_of_its_own_heads(devices, draft_devices, axes
     form: Any = scaled_form(shape, "tpu")
     parts = draft_devices if axes == DRAFT_MESH_AXES else devices
     rows = 2 * KV_HEADS // parts
-    # Of each device 128 lanes: its heads' rows have 8 to 32 of them.
+    # Each device has 128 lanes, of which its heads' rows use 8 to 32.
     assert form.scales.shape == (PAGES, 1, 128 * parts)
     lanes = np.full(form.scales.shape, np.nan, np.float32)
     offsets = jnp.arange(PAGE_SIZE, dtype=jnp.int32)
@@ -88,5 +88,5 @@ def test_each_device_has_the_lanes_of_its_own_heads(devices, draft_devices, axes
     for row in range(2 * KV_HEADS):
         place = 128 * (row // rows) + own[:, row % rows]
         np.testing.assert_array_equal(scales[:, 0, place], expected.scales[:, :, row])
-    # Sums of the same numbers, by other programs.
+    # The same sums, computed by different programs.
     np.testing.assert_allclose(said, attended, atol=1e-6)

@@ -1,4 +1,4 @@
-"""Sequences side by side in regions give what each gives alone."""
+"""Sequences in several regions of a batch give the same results as alone."""
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,7 @@ def test_region_counts_its_rows():
 
 
 def test_number_of_queries_is_static():
-    # It decides shapes: as a leaf it would be traced.
+    # It determines shapes: as a leaf it would be traced.
     batch = TokenBatch(
         tokens=jnp.zeros(15, jnp.int32),
         positions=jnp.zeros(15, jnp.int32),
@@ -42,7 +42,7 @@ def test_number_of_queries_is_static():
 
 
 def test_two_regions_in_one_pass_equal_huggingface():
-    """Two sequences of 4 rows, then one of 6, over pages that lie mixed."""
+    """Two sequences of 4 rows, then one of 6, over interleaved pages."""
     reference = make_hf_model(num_hidden_layers=2, sliding_window=3)
     config = model_config(reference)
     rng = np.random.default_rng(0)
@@ -76,8 +76,8 @@ def test_two_regions_in_one_pass_equal_huggingface():
     @jax.jit
     def forward(params, batch, kv_pages):
         model = build_network(config, params)
-        hidden, _ = model.hidden(batch, kv_pages)
-        return model.logits(hidden.rows)
+        output, _ = model.forward(batch, kv_pages)
+        return model.logits(output.hidden_states)
 
     pages = init_kv_pages(config, 8, 4, jnp.dtype(jnp.float32))
     logits = np.asarray(forward(load_ours(reference), batch, pages))

@@ -1,7 +1,7 @@
-"""What XLA:CPU needs: each workaround gives the same bits, where it pays only.
+"""Workarounds for XLA:CPU give the same bits, and apply only where they are faster.
 
-For processors without a compiler, or other platforms: the forms that XLA reads. Those
-of the operations in C++ are in every engine of the tests (`tests.support.engines`).
+These are the forms that XLA reads, for platforms without a C++ compiler. Every engine
+of the tests (`tests.support.engines`) covers those of the operations in C++.
 """
 
 import functools
@@ -56,7 +56,7 @@ def make_params(dtype: str = "float32", devices: int = 1) -> dict[str, Any]:
     return random_params(CONFIG, seed=3, dtype=jnp.dtype(dtype), mesh=mesh)
 
 
-def test_a_panel_holds_its_outputs_input_by_input():
+def test_panel_holds_its_outputs_for_each_input():
     one = panelled(MATRIX)
     assert one.panels.shape == (3, 40, cpu.XLA_WIDTH)
     for output in (0, 63, 64, 191):
@@ -66,7 +66,7 @@ def test_a_panel_holds_its_outputs_input_by_input():
 
 
 @pytest.mark.parametrize("form", [DenseMatrix, PanelMatrix, Bfloat16Matrix])
-def test_every_form_is_the_matrix(form):
+def test_every_form_equals_the_matrix(form):
     matrix = jax.device_put(MATRIX, replicated(make_mesh(1)))
     if form is Bfloat16Matrix:
         matrix = matrix.astype(jnp.bfloat16)
@@ -85,7 +85,7 @@ def test_every_form_is_the_matrix(form):
 
 @pytest.mark.parametrize("shape", [(192, 40), (384, 1536), (3072, 384)])
 @pytest.mark.parametrize("rows", [4, 7, cpu.MAX_ROWS, cpu.MAX_ROWS + 1, 70])
-def test_products_are_those_of_the_matrix_bit_for_bit(rows, shape):
+def test_products_equal_the_matrixs_bit_for_bit(rows, shape):
     matrix = jax.random.normal(jax.random.key(2), shape)
     inputs = jax.random.normal(jax.random.key(rows), (rows, shape[1]))
     multiply: Any = jax.jit(
@@ -98,7 +98,7 @@ def test_products_are_those_of_the_matrix_bit_for_bit(rows, shape):
 
 
 def read_by(rows: int, outputs: int, features: int = 384) -> set[str]:
-    """Which form a compiled product reads, and that it copies neither."""
+    """Return the forms that a compiled product reads; assert that it copies none."""
     shapes = [(outputs, features), (outputs // cpu.XLA_WIDTH, features, cpu.XLA_WIDTH)]
     forms = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
     inputs = jax.ShapeDtypeStruct((rows, features), jnp.float32)
@@ -121,12 +121,12 @@ def read_by(rows: int, outputs: int, features: int = 384) -> set[str]:
         (MIN_ROWS, 3072, "panels"),
         (cpu.MAX_ROWS, 3072, "panels"),
         (cpu.MAX_ROWS + 1, 3072, "matrix"),
-        # As many rows, but too many copies of them.
+        # The same number of rows, but too many copies of them.
         (cpu.MAX_ROWS, 64 * 256, "matrix"),
         (MIN_ROWS, 64 * 256, "panels"),
     ],
 )
-def test_the_faster_form_is_read_where_it_lies(rows, outputs, expected):
+def test_faster_form_is_read_in_place(rows, outputs, expected):
     assert read_by(rows, outputs) == {expected}
 
 
@@ -157,7 +157,7 @@ def test_the_form_follows_devices_and_type(devices, dtype, expected):
         (2, "float32", True, False, DenseMatrix),
     ],
 )
-def test_operations_in_c_have_forms_of_their_own(
+def test_operations_in_c_have_their_own_forms(
     devices, dtype, are_bfloat16, is_trained, expected
 ):
     form = cpu.choose_form(
@@ -171,7 +171,7 @@ def test_operations_in_c_have_forms_of_their_own(
 
 
 @pytest.mark.usefixtures("without_native")
-def test_declarations_are_left_as_they_are():
+def test_declarations_are_not_modified():
     specs = functions_of(CONFIG).param_specs(CONFIG)
     before = dict(specs)
     given: dict[str, Any] = dict(dtype=jnp.dtype("float32"), copies=2)
@@ -184,7 +184,7 @@ def test_declarations_are_left_as_they_are():
 
 
 @pytest.mark.usefixtures("without_native")
-def test_a_large_model_has_no_second_form(monkeypatch):
+def test_large_model_has_no_second_form(monkeypatch):
     num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(make_params(devices=2)))
     monkeypatch.setattr(cpu, "MAX_BYTES", num_bytes - 1)
     assert type(make_params()["embedding"]) is DenseMatrix
@@ -193,7 +193,7 @@ def test_a_large_model_has_no_second_form(monkeypatch):
 
 
 @pytest.mark.usefixtures("without_native")
-def test_what_does_not_divide_stays_as_it_is():
+def test_matrices_that_do_not_divide_remain_dense():
     config = config_from_hf(TINY | dict(model_type="gemma2", vocab_size=128))
     params = random_params(
         config, seed=0, dtype=jnp.dtype(jnp.float32), mesh=make_mesh(1)
@@ -205,7 +205,7 @@ def test_what_does_not_divide_stays_as_it_is():
 
 
 def bytes_to_look_up(form: type[DenseMatrix]) -> int:
-    """Temporary memory of a loop that looks rows of a bf16 table of 64 kB up."""
+    """Temporary memory of a loop that looks up rows of a 64 kB bf16 table."""
     table = jax.ShapeDtypeStruct((512, 64), jnp.bfloat16)
 
     def look_up(matrix: Any, tokens: jax.Array) -> jax.Array:
@@ -221,9 +221,9 @@ def bytes_to_look_up(form: type[DenseMatrix]) -> int:
     return memory.memory_analysis().temp_size_in_bytes
 
 
-def test_a_bfloat16_table_is_not_converted_for_its_rows():
+def test_bfloat16_lookup_does_not_convert_the_table():
     assert bytes_to_look_up(Bfloat16Matrix) < 2**14
-    # Otherwise XLA:CPU needs the form no longer: a float32 copy has 128 kB.
+    # A float32 copy has 128 kB. If this fails, XLA:CPU no longer needs the form.
     assert bytes_to_look_up(DenseMatrix) >= 2**17
 
 
@@ -241,7 +241,7 @@ def logits(pieces: tuple[int, ...], *, has_panels: bool) -> np.ndarray:
     model = PagedModel(CONFIG, params, compiler_options=USERS_COMPILER)
     tokens = np.random.default_rng(5).integers(0, CONFIG.vocab_size, sum(pieces))
     return np.concatenate(
-        [model.feed(piece) for piece in np.split(tokens, np.cumsum(pieces)[:-1])]
+        [model.run(piece) for piece in np.split(tokens, np.cumsum(pieces)[:-1])]
     )
 
 
@@ -249,12 +249,12 @@ def logits(pieces: tuple[int, ...], *, has_panels: bool) -> np.ndarray:
 @pytest.mark.parametrize(
     "pieces", [(40, 1, 6), pytest.param((72,), marks=pytest.mark.slow)]
 )
-def test_a_model_computes_the_same_bits(pieces):
+def test_panels_give_the_same_bits(pieces):
     found, expected = (logits(pieces, has_panels=one) for one in (True, False))
     np.testing.assert_array_equal(found, expected)
 
 
-def test_an_xla_that_does_not_know_the_options_is_used_as_it_is(monkeypatch, caplog):
+def test_unknown_compiler_options_are_left_out(monkeypatch, caplog):
     assert cpu.compiler_options() == cpu.COMPILER_OPTIONS
     monkeypatch.setattr(cpu, "COMPILER_OPTIONS", {"xla_cpu_unheard_of": True})
     assert cpu.compiler_options.__wrapped__() is None
@@ -274,14 +274,16 @@ def test_an_xla_that_does_not_know_the_options_is_used_as_it_is(monkeypatch, cap
         ("x86_64", "", False),
     ],
 )
-def test_bfloat16_is_asked_of_the_processor(machine, flags, expected, monkeypatch):
+def test_bfloat16_support_is_read_from_the_processor(
+    machine, flags, expected, monkeypatch
+):
     monkeypatch.setattr(cpu.platform, "machine", lambda: machine)
     monkeypatch.setattr(cpu, "instructions", lambda: flags)
     assert cpu.has_bfloat16() == expected
 
 
-def test_the_largest_is_found_faster_by_two_maxima():
-    """The day argmax is as fast, `passes.lowest` and what is like it can go."""
+def test_two_maxima_are_faster_than_argmax():
+    """If this fails, argmax is fast enough to replace `passes.lowest`."""
     rows = jax.random.normal(jax.random.key(0), (8, 8192))
     ids = jnp.arange(rows.shape[1], dtype=jnp.int32)[None]
     ways = {
@@ -303,7 +305,7 @@ def test_the_largest_is_found_faster_by_two_maxima():
     assert least_s["two maxima"] < least_s["argmax"], least_s
 
 
-def test_instructions_are_one_line_of_the_kernels_table():
+def test_instructions_are_one_line_of_cpuinfo():
     if Path("/proc/cpuinfo").exists():
         assert cpu.instructions().startswith(("flags", "Features"))
         assert "\n" not in cpu.instructions()

@@ -1,4 +1,4 @@
-"""A family is one entry of the registry and one module: a second one loads and runs."""
+"""A family needs one registry entry and one module: a second one loads and runs."""
 
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,7 @@ SIZES: dict[str, Any] = dict(
 
 
 def write_llama(folder: Path, num_layers: int) -> Any:
-    """A random Llama of HuggingFace's, sharp enough to have a text of its own."""
+    """Write a random HuggingFace Llama with sharp distributions."""
     torch.manual_seed(num_layers)
     config = LlamaConfig(**SIZES, num_hidden_layers=num_layers)
     model = LlamaForCausalLM(config).float().eval()
@@ -71,10 +71,8 @@ def has_llama(monkeypatch):
 @pytest.mark.parametrize(
     "scan_layers", [False, pytest.param(True, marks=pytest.mark.slow)]
 )
-def test_a_second_family_writes_what_huggingface_does(
-    tmp_path, monkeypatch, scan_layers
-):
-    """From the folder, with drafts of its own kind, target and draft of one family."""
+def test_second_family_equals_huggingface(tmp_path, monkeypatch, scan_layers):
+    """Target and draft of the family, loaded from folders."""
     monkeypatch.setattr(loader, "Runner", QuickGreedyRunner)
     reference = write_llama(tmp_path / "target", num_layers=2)
     write_llama(tmp_path / "draft", num_layers=1)
@@ -101,8 +99,8 @@ def test_a_second_family_writes_what_huggingface_does(
 @pytest.mark.parametrize(
     "scan_layers", [False, pytest.param(True, marks=pytest.mark.slow)]
 )
-def test_gemma_3_writes_what_huggingface_does(tmp_path, monkeypatch, scan_layers):
-    """Prompts and texts longer than the window, drafts of fewer layers."""
+def test_gemma_3_equals_huggingface_in_the_engine(tmp_path, monkeypatch, scan_layers):
+    """With prompts and texts longer than the window, and a draft with fewer layers."""
     monkeypatch.setattr(loader, "Runner", QuickGreedyRunner)
     reference = make_gemma3(1)
     reference.save_pretrained(tmp_path / "target")
@@ -128,7 +126,7 @@ def test_gemma_3_writes_what_huggingface_does(tmp_path, monkeypatch, scan_layers
 
 
 @pytest.mark.usefixtures("has_llama")
-def test_an_incomplete_checkpoint_names_its_family(tmp_path):
+def test_incomplete_checkpoint_names_its_family(tmp_path):
     write_llama(tmp_path / "one", num_layers=1)
     config = config_from_folder(tmp_path / "one")
     assert type(config) is llama.LlamaConfig
@@ -138,20 +136,20 @@ def test_an_incomplete_checkpoint_names_its_family(tmp_path):
     assert sorted(tensors) == sorted(name for one in declared for name in one.tensors)
 
 
-def test_without_an_entry_there_is_no_such_family(tmp_path):
+def test_unregistered_family_is_rejected(tmp_path):
     write_llama(tmp_path / "one", num_layers=1)
     expected = "'gemma2', .*'gemma3', the architectures of this engine, got 'llama'"
     with pytest.raises(ConfigError, match=expected):
         config_from_folder(tmp_path / "one")
 
 
-def test_tools_for_checkpoints_read_every_family():
-    """They stand alone, and have a list of their own."""
+def test_checkpoint_tools_read_every_family():
+    """The tools are a separate package with its own list of families."""
     assert layouts() == LAYOUTS
 
 
 @pytest.mark.usefixtures("has_llama")
-def test_an_unknown_family_is_told_all_that_there_are():
+def test_unknown_family_error_lists_all_families():
     expected = "'gemma3', 'llama', the architectures of this engine, got 'x'"
     with pytest.raises(ConfigError, match=expected):
         config_from_hf({"model_type": "x"})
@@ -164,10 +162,8 @@ def test_an_unknown_family_is_told_all_that_there_are():
         ("gemma3_text", 13, {"270m": 18, "1b": 26, "4b": 34, "12b": 48, "27b": 62}),
     ],
 )
-def test_the_declared_tensors_are_those_of_the_layout(
-    model_type, tensors_of_layer, num_layers
-):
-    """Of every published size; otherwise a tensor would be read and left out."""
+def test_declared_tensors_match_the_layout(model_type, tensors_of_layer, num_layers):
+    """For every published size: otherwise a tensor would be read but not used."""
     family: Any = FAMILIES[model_type]
     names = {size: tensors_of_layer * count + 2 for size, count in num_layers.items()}
     assert family.layout.published.keys() == names.keys()

@@ -1,4 +1,4 @@
-"""Attention with normalised heads: HuggingFace's, the same bits, split over devices."""
+"""Attention with head norms: equals HuggingFace, bit-exact in chunks, split by head."""
 
 import functools
 import re
@@ -55,7 +55,7 @@ def norms_of(weights: dict[str, np.ndarray]) -> dict[str, Any]:
 
 
 def matrices_of(weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The matrices as layers take them: each head's keys, then its values."""
+    """The matrices in the layers' order: each head's keys, then its values."""
     both = [weights[name].reshape(-1, 1, HEAD_DIM, MODEL) for name in "kv"]
     kv_proj = np.concatenate(both, axis=1).reshape(-1, MODEL)
     return dict(q_proj=weights["q"], kv_proj=kv_proj, o_proj=weights["o"])
@@ -72,7 +72,7 @@ def params_of(weights: dict[str, np.ndarray], form: Any, dtype: str) -> dict[str
 
 
 def batch_of(start: int, count: int) -> TokenBatch:
-    """Consecutive tokens of one sequence, in pages of another order."""
+    """Consecutive tokens of one sequence, in shuffled pages."""
     order = np.random.default_rng(0).permutation(NUM_PAGES).astype(np.int32)
     position = np.arange(start, start + count)
     region = Region(
@@ -129,7 +129,7 @@ def hugging_face(weights: dict[str, np.ndarray], theta: float) -> np.ndarray:
         num_key_value_heads=weights["k"].shape[0] // HEAD_DIM,
         head_dim=HEAD_DIM,
         query_pre_attn_scalar=20,
-        layer_types=["full_attention"],  # the mask below holds the window
+        layer_types=["full_attention"],  # the mask below implements the window
         num_hidden_layers=1,
     )
     config._attn_implementation = "eager"
@@ -199,8 +199,8 @@ def test_normalised_heads_have_the_same_bits_in_chunks_of_any_size(form, dtype):
         np.testing.assert_array_equal(run(chunk), alone)
 
 
-def test_devices_normalise_their_own_heads():
-    """Eight devices have one head each; none gathers the others to normalise them."""
+def test_devices_normalise_only_their_own_heads():
+    """Eight devices have one head each and do not gather others for the norms."""
     heads, mesh = 8, make_mesh(8)
     weights = make_weights(heads, heads)
     norms = norms_of(weights)
@@ -233,7 +233,7 @@ def test_devices_normalise_their_own_heads():
     }
     step: Any = jax.jit(functools.partial(run, backend), out_shardings=replicated(mesh))
     compiled = step.lower(params, STREAM).compile(READERS_COMPILER)
-    # The sum over heads of the output projection, and nothing else.
+    # The only collective is the output projection's sum over heads.
     assert re.findall(r" (all-\S+?|reduce-scatter)\(", compiled.as_text()) == [
         "all-reduce"
     ]

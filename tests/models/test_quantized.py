@@ -1,4 +1,4 @@
-"""Quantized matrices: each form is the numbers it stands for, wherever they lie."""
+"""Quantized matrices: each form equals its dequantized values, on any mesh."""
 
 from dataclasses import replace
 from typing import Any
@@ -54,7 +54,7 @@ FORMS = [
     (cpu.QuantizedMatrix, SCHEMES[1]),
 ]
 
-# As Q4_K_M mixes them: the types of two layers differ, and those of keys and values.
+# A mix as in Q4_K_M: types differ between two layers, and between keys and values.
 GGUF_LAYER = {
     "self_attn.q_proj": "Q4_0",
     "self_attn.k_proj": "Q4_0",
@@ -67,7 +67,7 @@ GGUF_LAYER = {
 GGUF_OTHER_LAYER = GGUF_LAYER | {"self_attn.v_proj": "Q5_0", "mlp.down_proj": "Q5_0"}
 
 
-def test_values_are_the_nearest_of_their_scale():
+def test_values_are_rounded_to_the_nearest():
     rows = np.random.default_rng(0).normal(size=(5, 32)).astype(np.float32)
     rows[3] = 0
     for scheme, steps in ((SCHEMES[0], 127), (SCHEMES[1], 7)):
@@ -77,7 +77,7 @@ def test_values_are_the_nearest_of_their_scale():
         step = np.abs(groups).max(axis=2) / steps
         error = dequantize(values, scales).reshape(groups.shape) - groups
         assert (np.abs(error) <= 0.5001 * step[:, :, None]).all()
-        # The largest is exact, but for the rounding of the scale.
+        # The largest value is exact, except for the rounding of the scale.
         assert (
             np.abs(values.astype(int)).reshape(groups.shape).max(axis=2)[:3].min()
             == steps
@@ -91,7 +91,7 @@ def test_values_are_the_nearest_of_their_scale():
 
 
 @pytest.mark.parametrize(("form", "scheme"), FORMS)
-def test_every_form_is_the_numbers_it_stands_for(form, scheme):
+def test_every_form_equals_its_dequantized_values(form, scheme):
     matrix = np.random.default_rng(1).normal(size=(70, 48))
     values, scales = quantize(matrix, scheme)
     placement = jax.NamedSharding(make_mesh(1), jax.P(None, None))
@@ -116,7 +116,7 @@ def config_of(scheme: Scheme | MixedScheme | None, **changes: Any) -> Any:
 
 
 def numbers_of(scheme: Scheme, config: ModelConfig) -> dict[str, np.ndarray]:
-    """The tensors that a quantized model stands for."""
+    """The dequantized tensors of a quantized model."""
     found = {}
     for name, array in make_tensors(config).items():
         own = scheme
@@ -131,12 +131,12 @@ def numbers_of(scheme: Scheme, config: ModelConfig) -> dict[str, np.ndarray]:
 def logits_of(config: Any, tensors: Any, devices: int) -> np.ndarray:
     mesh = make_mesh(devices)
     params = load_params(config, in_memory(tensors), dtype=FLOAT32, mesh=mesh)
-    return PagedModel(config, params).feed(np.arange(3, 12))
+    return PagedModel(config, params).run(np.arange(3, 12))
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize(("devices", "is_scanned"), [(1, False), (4, False), (4, True)])
-def test_a_quantized_model_is_the_model_of_its_numbers(scheme, devices, is_scanned):
+def test_quantized_model_equals_its_dequantized_model(scheme, devices, is_scanned):
     config = config_of(scheme)
     scanned = replace(config, scan_layers=is_scanned)
     found = logits_of(scanned, make_tensors(config), devices)
@@ -149,7 +149,9 @@ def test_a_quantized_model_is_the_model_of_its_numbers(scheme, devices, is_scann
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("devices", [1, 4])
 @pytest.mark.parametrize("is_scanned", [False, True])
-def test_parts_are_placed_alike_however_they_come(scheme, devices, is_scanned):
+def test_placement_is_the_same_for_loaded_random_and_abstract(
+    scheme, devices, is_scanned
+):
     config = config_of(scheme)
     config = replace(config, scan_layers=is_scanned)
     given: Any = dict(dtype=FLOAT32, mesh=make_mesh(devices))
@@ -180,7 +182,7 @@ def test_parts_are_placed_alike_however_they_come(scheme, devices, is_scanned):
     assert is_plain != scheme.has_embedding
 
 
-def test_the_devices_of_a_random_model_do_not_change_it():
+def test_random_model_is_the_same_on_any_mesh():
     config = config_of(SCHEMES[0])
     made = [
         random_params(config, seed=3, dtype=FLOAT32, mesh=make_mesh(count))
@@ -227,14 +229,14 @@ def test_scales_are_read_with_values_or_alone():
     np.testing.assert_array_equal(made.head(2).whole(), made.whole()[:2])
 
 
-def test_damage_is_found_in_what_is_quantized():
+def test_damaged_quantized_tensor_is_detected():
     rows = np.ones((4, 16), np.float32)
     tensor = replace(in_memory({"a": rows})["a"], sha256="0" * 64)
     with pytest.raises(CheckpointError, match="was damaged"):
         quantized(tensor, SCHEMES[0]).values.whole()
 
 
-def test_groups_that_do_not_divide_are_refused():
+def test_groups_that_do_not_divide_are_rejected():
     with pytest.raises(ConfigError, match="matrices of 48"):
         config_of(named_scheme(INT4))
     assert param_specs(config_of(named_scheme(INT8)))
@@ -256,7 +258,7 @@ MIXED = MixedScheme(
 
 
 def gguf_tensor(rows: np.ndarray, kind: str) -> Tensor:
-    """The tensor as a GGUF file of this type holds it; other types hold float32."""
+    """A tensor in a GGUF file's type; other types as float32."""
     tensor = in_memory({kind: rows})[kind]
     scheme = GGUF_SCHEMES.get(kind)
     return tensor if scheme is None else quantized(tensor, scheme)
@@ -271,7 +273,7 @@ def mixed_tensors(config: ModelConfig) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(("devices", "is_scanned"), [(1, False), (4, False), (4, True)])
-def test_mixed_types_keep_the_numbers_of_every_tensor(devices, is_scanned):
+def test_mixed_types_keep_every_tensors_values(devices, is_scanned):
     sizes: Any = dict(num_hidden_layers=2, hidden_size=64, intermediate_size=96)
     config = replace(config_of(MIXED, **sizes), scan_layers=is_scanned)
     tensors = mixed_tensors(config)
@@ -282,8 +284,8 @@ def test_mixed_types_keep_the_numbers_of_every_tensor(devices, is_scanned):
     expected = load_params(plain, dense, dtype=FLOAT32, mesh=make_mesh(1))
     tokens = np.arange(3, 12)
     np.testing.assert_allclose(
-        PagedModel(config, params).feed(tokens),
-        PagedModel(plain, expected).feed(tokens),
+        PagedModel(config, params).run(tokens),
+        PagedModel(plain, expected).run(tokens),
         atol=1e-4,
     )
     forms = [
@@ -293,7 +295,7 @@ def test_mixed_types_keep_the_numbers_of_every_tensor(devices, is_scanned):
     assert forms[0] == forms[1]
 
 
-def test_each_matrix_has_the_scheme_of_its_tensors():
+def test_each_matrix_has_its_tensors_scheme():
     config = config_of(MIXED, num_hidden_layers=2, hidden_size=64, intermediate_size=96)
     given: Any = dict(dtype=FLOAT32, mesh=make_mesh(1), mesh_axes=TARGET_MESH_AXES)
     specs = declare(config, **given)
@@ -309,7 +311,7 @@ def test_each_matrix_has_the_scheme_of_its_tensors():
     assert scanned[("layers", "0", "feed_forward", "down_proj")].scheme is not None
 
 
-def test_values_of_four_bits_become_eight_beside_eight():
+def test_four_bit_values_widen_when_mixed_with_eight():
     rows = np.random.default_rng(0).normal(size=(6, 64)).astype(np.float32)
     made = quantized(in_memory({"a": rows})["a"], GGUF_SCHEMES["Q4_0"])
     wider = quantized(made, Scheme(kind=INT8, group_size=16))
@@ -319,7 +321,7 @@ def test_values_of_four_bits_become_eight_beside_eight():
     np.testing.assert_array_equal(wider.head(2).whole(), made.whole()[:2])
 
 
-def test_describes_types_by_how_they_are_held():
+def test_describes_types_by_their_storage():
     assert MIXED.describe() == (
         "Q4_0 as int4 in groups of 32, Q4_K unpacked, "
         "Q5_0, Q8_0 as int8 in groups of 32, Q6_K as int8 in groups of 16 (gguf)"

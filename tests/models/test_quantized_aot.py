@@ -1,10 +1,10 @@
-"""Quantized layers, compiled for devices that are not here: none is widened.
+"""Quantized layers, compiled without the devices: no matrix is widened in memory.
 
-Of 2B, 9B and 27B, the last also split over eight chips. XLA converts values within the
-fusion of the dot that reads them. What it would cost otherwise is what is gained: a
-matrix of bfloat16, written and read again. Not so for int4 on a GPU: there XLA widens
-the matrices of attention by themselves. Small groups of features, as in GGUF files, are
-compiled for a TPU.
+Layers of 2B, 9B and 27B, the last also split over eight chips. XLA converts values
+within the fusion of the dot that reads them; otherwise it would write and read a
+bfloat16 matrix, which would cost more than quantization saves. The exception is int4 on
+a GPU, where XLA widens attention's matrices separately. Small groups of features, as in
+GGUF files, are compiled for a TPU.
 """
 
 import dataclasses
@@ -33,15 +33,15 @@ from tests.program.aot_record import (
     skip_without_compiler,
 )
 
-# One kind of layer and the other.
+# One layer of each kind.
 NUM_LAYERS = 2
-# The smallest matrix takes 4.7 MB in int8, of 27B on one of eight chips 2.4, and twice
-# that in bfloat16: on a TPU there is room for no widened one of any. On a GPU there are
-# partial sums; `gate_up_proj` takes 85 MB and more in bfloat16.
+# The smallest matrix takes 4.7 MB in int8 (27B on one of eight chips: 2.4 MB), and
+# twice that in bfloat16: on a TPU the limit is below every widened matrix. On a GPU it
+# allows for partial sums; `gate_up_proj` takes at least 85 MB in bfloat16.
 TEMP_BYTES = {"v5e-1": 2**22, "v5e-8": 2**22, "h200": 2**26}
 NAMED = {kind: Scheme(kind=kind, group_size=GROUP_SIZES[kind]) for kind in GROUP_SIZES}
-# Types of GGUF files: int4 and int8 in groups of 32 and 16 features. Each in a model of
-# its own, and several in one.
+# Types of GGUF files: int4 and int8 in groups of 32 and 16 features. Each in its own
+# model, and several in one.
 GGUF_TYPES = ("Q4_0", "Q8_0", "Q3_K", "Q6_K")
 MIXED = "mixed"
 _MIXED_TYPES = {
@@ -51,14 +51,14 @@ _MIXED_TYPES = {
 
 
 def scheme_of(kind: str, name: str) -> Scheme:
-    """Return how the matrix `name` of a layer is kept."""
+    """Return the scheme of a layer's matrix `name`."""
     if kind == MIXED:
         kind = _MIXED_TYPES[name.split(".")[-2]]
     return (NAMED | GGUF_SCHEMES)[kind]
 
 
 def with_gguf_types(config: EngineConfig, kind: str, sizes: Sizes) -> EngineConfig:
-    """Return a config of a model that a GGUF file with these types gives."""
+    """Return the config of a model from a GGUF file with these types."""
     types = {
         name: _MIXED_TYPES[name.split(".")[-2]] if kind == MIXED else kind
         for name, shape in tensor_shapes(sizes).items()
@@ -84,9 +84,9 @@ def sizes_of(size: str) -> Sizes:
 
 
 def expected_bytes(size: str, kind: str) -> float:
-    """What a pass reads of the weights, by published sizes: all of them, once.
+    """Bytes of weights that a pass reads, by published sizes: each once.
 
-    Matrices of layers are quantized; norms and the embedding stay as they are.
+    Matrices of layers are quantized, norms and the embedding are not.
     """
     value_bytes = {"int8": 1, "fp8": 1, "int4": 0.5}
     total = 0.0
@@ -132,16 +132,19 @@ def test_no_matrix_is_widened_in_memory(devices, size, kind):
     if kind not in NAMED:
         config = with_gguf_types(config, kind, sizes_of(size))
     shape = StepShape(
-        num_seqs=8, num_draft_tokens=0, chunk=0, features=Features(is_greedy=True)
+        num_seqs=8,
+        num_draft_tokens=0,
+        max_prompt_tokens=0,
+        features=Features(all_greedy=True),
     )
     step = compile_step(config, describe_mesh(devices, config), shape)
     facts, target = step.facts, step.forms[0]
     print(devices, size, kind, facts)
-    # Nor in on-chip memory, S(1): there a chip's eighth of a matrix of 27B has room.
+    # Nor in on-chip memory, S(1), where an eighth of a 27B matrix would fit.
     assert hlo.dequantized(step.text.replace("S(1)", ""), target["layers"]) == []
     assert facts["temp_bytes"] < TEMP_BYTES[devices]
-    # What is read: values of 8 or 4 bits, and scales. Chips share matrices; vectors,
-    # and the rows of a round, all of them have.
+    # Arguments: values of 8 or 4 bits, and scales. Matrices are split over chips;
+    # vectors and the rows of a round are replicated.
     read = facts["argument_bytes"] - facts["state_bytes"]
     expected = expected_bytes(size, kind) / num_chips
     assert expected <= read < 1.01 * expected

@@ -1,9 +1,9 @@
-"""On a CPU a token's logits have the same bits, whatever is computed beside it.
+"""On a CPU the bits of a token's logits do not depend on the rest of the batch.
 
-The bundled target's first layers, compiled as for users, are fed the same texts in
+The bundled target's first layers, with users' compile options, run the same texts in
 regions of one to nine queries (K = 0 to 8), one to eight sequences at a time, in prompt
-tiles, and with both in one launch. Bits are compared, not texts: texts would agree as
-long as near ties are rare.
+tiles, and with both in one launch. Bits are compared, not texts: texts would agree
+unless there are near ties.
 """
 
 import dataclasses
@@ -32,9 +32,9 @@ from tests.support.oracles import init_kv_pages
 from tests.support.programs import USERS_COMPILER
 
 NUM_LAYERS = 2
-# Longer than a block of keys and than the window, and no multiple of anything.
+# Longer than a block of keys and the window, and a multiple of no size.
 NUM_TOKENS, NUM_TEXTS = 139, 8
-# Of a row's logits every so many are kept: each is a sum over all that came before.
+# Keep every 16th logit: each depends on the whole computation of its row.
 SPARSE = 16
 POOL = PoolShape(
     num_rows=NUM_TEXTS,
@@ -46,10 +46,10 @@ POOL = PoolShape(
 TEXTS = np.random.default_rng(7).integers(5, POOL.vocab_size, (NUM_TEXTS, NUM_TOKENS))
 TABLES = np.arange(NUM_TEXTS * POOL.table_len, dtype=np.int32).reshape(NUM_TEXTS, -1)
 AXES = range(1, NUM_TEXTS + 1), range(1, 10)
-# Compiling is what these cost: of the second type, what is farthest from a plain round.
+# Compiling takes most of the time: bfloat16 has only the case least like a plain round.
 SHORT_GRID = [("float32", 1, 6), ("float32", 8, 9), ("bfloat16", 8, 9)]
-# A single row is what a network is never given: see `cpu.MIN_ROWS`. Of two texts in
-# `make test`, as no other form takes as many launches.
+# A network never runs a single row: see `cpu.MIN_ROWS`. Only two texts: one token at a
+# time takes the most launches.
 FEW_TEXTS = 2
 DTYPES = ["float32", "bfloat16"]
 
@@ -64,7 +64,7 @@ def model(dtype: str) -> tuple[ModelConfig, Any]:
     return cut, params | {"layers": layers}
 
 
-# Tokens, where each text has come to, its pages, which of the tokens are some.
+# Tokens, each text's length so far, its pages, and which tokens are not pads.
 Part = tuple[Any, Any, Any, Any]
 
 
@@ -78,12 +78,12 @@ def run(config: ModelConfig, params: Any, pages: Any, parts: list[Part]) -> Any:
     """Logits of every row of a launch, and the pages."""
     network = build_network(config, params, Backend(implementation="reference"))
     batch = join_batches([make_token_batch(*part, POOL) for part in parts])
-    hidden, pages = network.hidden(batch, pages)
-    return network.logits(hidden.rows)[:, ::SPARSE], pages
+    output, pages = network.forward(batch, pages)
+    return network.logits(output.hidden_states)[:, ::SPARSE], pages
 
 
 def part_of(texts: np.ndarray, ends: list[int], num_queries: int) -> Part:
-    """The `num_queries` tokens of texts that come before their ends."""
+    """The last `num_queries` tokens of texts, up to their `ends`."""
     position = np.array(ends)[:, None] + np.arange(-num_queries, 0)
     tokens = np.take_along_axis(TEXTS[texts], np.maximum(position, 0), axis=1)
     return (
@@ -95,7 +95,7 @@ def part_of(texts: np.ndarray, ends: list[int], num_queries: int) -> Part:
 
 
 class Reader:
-    """Feeds texts, and keeps the logits of their tokens.
+    """Runs texts, and stores the logits of their tokens.
 
     Attributes:
         logits: By text and token.
@@ -110,8 +110,8 @@ class Reader:
         shape = *TEXTS.shape, POOL.vocab_size // SPARSE
         self.logits = np.full(shape, np.nan, np.float32)
 
-    def feed(self, *parts: tuple[list[int], list[int], int]) -> None:
-        """One launch of parts: texts, where each has come to, queries per text."""
+    def run(self, *parts: tuple[list[int], list[int], int]) -> None:
+        """Run one launch of parts: texts, length so far of each, queries per text."""
         given = [part_of(np.array(part[0]), *part[1:]) for part in parts]
         rows, self._pages = run(self._config, self._params, self._pages, given)
         rows, start = np.asarray(rows), 0
@@ -126,43 +126,43 @@ class Reader:
 def by_rounds(
     dtype: str, num_seqs: int, num_queries: int, num_texts: int = NUM_TEXTS
 ) -> np.ndarray:
-    """Some texts at a time, so many of their tokens a launch."""
+    """Run `num_seqs` texts at a time, `num_queries` tokens of each per launch."""
     reader = Reader(dtype)
     for first in range(0, num_texts, num_seqs):
-        # The last ones are short of a batch: pads are sequences too.
+        # The last batch is filled up by repeating the last text.
         texts = [min(text, num_texts - 1) for text in range(first, first + num_seqs)]
         for end in [*range(num_queries, NUM_TOKENS, num_queries), NUM_TOKENS]:
-            reader.feed((texts, [end] * num_seqs, num_queries))
+            reader.run((texts, [end] * num_seqs, num_queries))
     return reader.logits
 
 
-def by_tiles(dtype: str, num_tiles: int, num_beside: int = 0) -> np.ndarray:
-    """Prompts, so many tiles a launch, beside sequences that decode 6 at a time."""
+def by_tiles(dtype: str, num_tiles: int, num_decoding: int = 0) -> np.ndarray:
+    """Run prompts by tiles, with sequences that decode 6 tokens per launch."""
     reader = Reader(dtype)
     ends = [*range(NUM_TOKENS, 0, -TILE)][::-1]
-    beside = list(range(NUM_TEXTS - num_beside, NUM_TEXTS))
+    decoding = list(range(NUM_TEXTS - num_decoding, NUM_TEXTS))
     at = 6
-    for text in range(NUM_TEXTS - num_beside):
+    for text in range(NUM_TEXTS - num_decoding):
         for first in range(0, len(ends), num_tiles):
             tiles = ends[first : first + num_tiles]
             tiles += [0] * (num_tiles - len(tiles))  # pads
             parts = [([text] * num_tiles, tiles, TILE)]
-            if beside:
-                parts.insert(0, (beside, [at] * num_beside, 6))
+            if decoding:
+                parts.insert(0, (decoding, [at] * num_decoding, 6))
                 at = min(at + 6, NUM_TOKENS)
-            reader.feed(*parts)
+            reader.run(*parts)
     return reader.logits
 
 
 @functools.cache
 def plain(dtype: str) -> np.ndarray:
-    """What every token's logits are, one token of two texts at a time."""
+    """The logits of every token, with one token of two texts per launch."""
     return by_rounds(dtype, 2, 1)
 
 
 def assert_same_bits(found: np.ndarray, dtype: str, num_texts: int = NUM_TEXTS) -> None:
     is_known = ~np.isnan(found)
-    assert is_known[:num_texts].any(axis=(1, 2)).all(), "a text that was not fed"
+    assert is_known[:num_texts].any(axis=(1, 2)).all(), "a text was not run"
     differ = (found != plain(dtype)) & is_known
     assert not differ.any(), f"{differ.any(axis=2).sum()} of {TEXTS.size} tokens"
 
@@ -175,7 +175,7 @@ def assert_same_bits(found: np.ndarray, dtype: str, num_texts: int = NUM_TEXTS) 
         is_example=lambda one: one in SHORT_GRID,
     ),
 )
-def test_drafts_and_neighbours_change_no_bit(dtype, num_seqs, num_queries):
+def test_drafts_and_batch_size_change_no_bit(dtype, num_seqs, num_queries):
     assert_same_bits(by_rounds(dtype, num_seqs, num_queries), dtype)
 
 
@@ -183,19 +183,19 @@ def test_drafts_and_neighbours_change_no_bit(dtype, num_seqs, num_queries):
     "dtype",
     members("same_bits", DTYPES, is_example=lambda dtype: dtype == "float32"),
 )
-def test_a_token_at_a_time_changes_no_bit(dtype):
+def test_one_token_at_a_time_changes_no_bit(dtype):
     found = by_rounds(dtype, 1, 1, FEW_TEXTS)
     assert_same_bits(found, dtype, FEW_TEXTS)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("num_tiles", "num_beside"),
+    ("num_tiles", "num_decoding"),
     members(
         "same_bits",
         [(4, 2), (1, 0), (2, 0), (4, 0), (16, 0), (1, 1), (16, 5)],
         is_example=lambda one: one == (4, 2),
     ),
 )
-def test_prompts_in_any_chunks_change_no_bit(dtype, num_tiles, num_beside):
-    assert_same_bits(by_tiles(dtype, num_tiles, num_beside), dtype)
+def test_prompts_in_any_chunks_change_no_bit(dtype, num_tiles, num_decoding):
+    assert_same_bits(by_tiles(dtype, num_tiles, num_decoding), dtype)

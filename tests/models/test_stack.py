@@ -1,4 +1,4 @@
-"""Scanned layers are the same network: its logits, its weights, in another place."""
+"""Scanned layers are the same network: same logits, same weights, stacked."""
 
 import dataclasses
 import functools
@@ -29,8 +29,8 @@ from tests.support.oracles import (
 from tests.support.programs import QUICK_COMPILER
 
 PROMPT = np.random.default_rng(1).integers(0, 96, 50)
-# Two pairs of layers, the last of which is no copy of the first. Sizes that divide into
-# panels (`jaxspec.models.cpu`), but for the embedding.
+# Two different pairs of layers. All sizes but the embedding's divide into panels
+# (`jaxspec.models.cpu`).
 SIZES: dict[str, Any] = dict(
     num_hidden_layers=4, num_attention_heads=8, head_dim=16, hidden_size=64
 )
@@ -41,34 +41,33 @@ def reference() -> Any:
     return make_hf_model(**SIZES)
 
 
-def feed(
+def logits_of_prompt(
     *, scan_layers: bool, options: dict[str, Any] | None = None, **form: Any
 ) -> np.ndarray:
-    """Logits of a prompt in uneven chunks; slots that nobody has written are NaN."""
+    """Logits of a prompt in uneven chunks; unwritten slots are NaN."""
     config = model_config(reference(), scan_layers=scan_layers)
     params = load_ours(reference(), scan_layers=scan_layers, **form)
     model = PagedModel(config, params, compiler_options=options)
     pieces = np.split(PROMPT, [1, 8, 21, 37])
-    return np.concatenate([model.feed(one, pads=16 - len(one)) for one in pieces])
+    return np.concatenate([model.run(one, pads=16 - len(one)) for one in pieces])
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_logits_have_the_bits_of_layers_by_themselves(dtype):
-    """In a small program without optimisation: what is computed is the same.
+def test_scanned_logits_equal_separate_layers_bit_for_bit(dtype):
+    """Without optimization: XLA:CPU would fuse operations differently inside a loop.
 
-    Else XLA:CPU joins other operations in a loop's body than outside, and rounds once
-    less where it joins a product and a sum.
+    A fused product and sum is rounded only once.
     """
     options = {"dtype": dtype, "options": QUICK_COMPILER}
-    each = feed(scan_layers=False, **options)
+    each = logits_of_prompt(scan_layers=False, **options)
     assert np.isfinite(each).all()
-    np.testing.assert_array_equal(feed(scan_layers=True, **options), each)
+    np.testing.assert_array_equal(logits_of_prompt(scan_layers=True, **options), each)
 
 
 @pytest.mark.parametrize("shards", [1, 8])
 def test_logits_equal_huggingface(shards):
-    """As users have them compiled; on eight devices the two KV heads are repeated."""
-    found = feed(scan_layers=True, shards=shards)
+    """With users' compile options; on eight devices the two KV heads are repeated."""
+    found = logits_of_prompt(scan_layers=True, shards=shards)
     assert np.abs(found - hf_logits(reference(), PROMPT)).max() <= 1e-4
 
 
@@ -86,8 +85,8 @@ def batch_of(num_tokens: int) -> TokenBatch:
     )
 
 
-def test_every_layers_output_is_told():
-    """For proposers that look into the target, in the order of the layers."""
+def test_every_layers_output_is_returned():
+    """For proposers that read the target's layers, in their order."""
     streams = []
     for scan_layers in (False, True):
         config = model_config(reference(), scan_layers=scan_layers)
@@ -97,7 +96,7 @@ def test_every_layers_output_is_told():
         batch = batch_of(8)
         pages = init_kv_pages(config, 4, 4, jnp.float32)
         run = jax.jit(
-            lambda batch, pages, network=network: network.hidden(batch, pages)[0],
+            lambda batch, pages, network=network: network.forward(batch, pages)[0],
             compiler_options=QUICK_COMPILER,
         )
         streams.append(run(batch, pages).streams)
@@ -129,13 +128,13 @@ def made(how: str, *, scan_layers: bool, shards: int, dtype: Any) -> Any:
         ("random", 1, jnp.bfloat16),
     ],
 )
-def test_a_stack_holds_what_each_layer_has(how, shards, dtype):
-    """Entry t of stack k is layer 2 t + k, in whatever form, on the same devices."""
+def test_stack_holds_each_layers_parameters(how, shards, dtype):
+    """Entry t of stack k is layer 2 t + k, for every form and placement."""
     form: dict[str, Any] = dict(shards=shards, dtype=dtype)
     each = made(how, scan_layers=False, **form)
     scanned = made(how, scan_layers=True, **form)
     assert sorted(scanned["layers"]) == ["0", "1"]
-    # Random values are numbered as they are without scanning.
+    # Random values do not depend on scanning.
     for name in ("embedding", "final_norm"):
         jax.tree.map(np.testing.assert_array_equal, scanned[name], each[name])
     for layer in range(4):
@@ -157,7 +156,7 @@ def test_a_stack_holds_what_each_layer_has(how, shards, dtype):
 
 
 @pytest.mark.parametrize("shards", [1, 8])
-def test_forms_are_those_of_what_is_loaded(shards):
+def test_abstract_forms_match_loaded_ones(shards):
     def form(leaf: Any) -> Any:
         return leaf.shape, leaf.dtype, leaf.sharding
 
@@ -170,8 +169,8 @@ def test_forms_are_those_of_what_is_loaded(shards):
         assert form(one) == form(other)
 
 
-def test_a_stack_is_filled_in_place():
-    """The largest one of a 27B takes gigabytes: there is no room for two."""
+def test_stack_is_filled_in_place():
+    """The largest stack of a 27B takes gigabytes: two would not fit."""
     placement = jax.sharding.NamedSharding(make_mesh(1), jax.sharding.PartitionSpec())
     values = [np.full((3, 2), number, np.float32) for number in (1, 2)]
     parts = [jax.device_put(one, placement) for one in values]
@@ -184,19 +183,19 @@ def test_a_stack_is_filled_in_place():
 @pytest.mark.parametrize(
     ("scan_layers", "shards", "num_apart"), [(False, 2, 0), (True, 2, 10), (True, 1, 0)]
 )
-def test_products_in_the_loop_are_kept_apart(scan_layers, shards, num_apart):
+def test_products_in_the_loop_have_barriers(scan_layers, shards, num_apart):
     """Five products in each layer of a period; one CPU device multiplies in C++."""
     config = model_config(reference(), scan_layers=scan_layers)
     params = made("abstract", scan_layers=scan_layers, shards=shards, dtype=jnp.float32)
     batch, pages = batch_of(8), init_kv_pages(config, 4, 4, jnp.float32)
     lowered = jax.make_jaxpr(
-        lambda params: build_network(config, params).hidden(batch, pages)[0]
+        lambda params: build_network(config, params).forward(batch, pages)[0]
     )(params)
     assert str(lowered).count("optimization_barrier") == num_apart
 
 
-# Two periods of six and two layers, as the last two of 26, 34 or 62 of Gemma 3; one
-# layer that is no period of two; and fewer layers than one period.
+# Two periods of six and two more layers, like Gemma 3's 26, 34 or 62 layers; five
+# layers with a period of two; and fewer layers than one period.
 UNEVEN = {
     "gemma 3": lambda: make_gemma3(num_hidden_layers=14),
     "gemma 2": lambda: make_hf_model(num_hidden_layers=5),
@@ -206,7 +205,7 @@ UNEVEN = {
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("name", UNEVEN)
-def test_layers_beyond_whole_periods_have_the_same_bits(name, dtype):
+def test_layers_after_whole_periods_have_the_same_bits(name, dtype):
     model = UNEVEN[name]()
     found = []
     for scan_layers in (False, True):
@@ -215,13 +214,13 @@ def test_layers_beyond_whole_periods_have_the_same_bits(name, dtype):
         paged = PagedModel(config, params, compiler_options=QUICK_COMPILER)
         pieces = np.split(PROMPT, [1, 8, 21, 37])
         found.append(
-            np.concatenate([paged.feed(one, pads=16 - len(one)) for one in pieces])
+            np.concatenate([paged.run(one, pads=16 - len(one)) for one in pieces])
         )
     assert np.isfinite(found[0]).all()
     np.testing.assert_array_equal(*found)
 
 
-def test_layers_beyond_whole_periods_are_by_themselves():
+def test_layers_after_whole_periods_are_separate():
     config = model_config(make_gemma3(num_hidden_layers=14), scan_layers=True)
     assert config.layers_of_pools == (2, 2, 2, 2, 2, 2, 1, 1)
     params = random_params(
@@ -242,8 +241,8 @@ def test_layers_beyond_whole_periods_are_by_themselves():
         )
 
 
-def test_a_streams_order_is_that_of_all_layers():
-    """Outputs of scanned layers first, then of those by themselves."""
+def test_streams_are_in_layer_order():
+    """Scanned layers come first, then the separate ones."""
     model, streams = make_gemma3(num_hidden_layers=14), []
     for scan_layers in (False, True):
         config = model_config(model, scan_layers=scan_layers)
@@ -251,7 +250,7 @@ def test_a_streams_order_is_that_of_all_layers():
         batch = batch_of(8)
         pages = init_kv_pages(config, 4, 4, jnp.float32)
         run = jax.jit(
-            lambda batch, pages, network=network: network.hidden(batch, pages)[0],
+            lambda batch, pages, network=network: network.forward(batch, pages)[0],
             compiler_options=QUICK_COMPILER,
         )
         streams.append(run(batch, pages).streams)

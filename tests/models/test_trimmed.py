@@ -1,4 +1,4 @@
-"""A trimmed head says of tokens that it keeps what the whole one says, and no other."""
+"""A trimmed head has the whole head's logits for kept tokens, and no others."""
 
 import dataclasses
 from dataclasses import fields
@@ -21,12 +21,12 @@ from jaxspec_kernels import native
 from tests.models import llama
 from tests.models.test_weights import CONFIG, TENSORS, make_config
 
-# Of 96: neither the first nor in one piece, and two devices have as many each.
+# Of 96: neither the first nor contiguous, and split evenly over two devices.
 KEPT = (0, 1, 2, 7, 31, 32, 50, 51, 64, 93, 94, 95)
 TRIMMED = dataclasses.replace(CONFIG, draft_vocab_size=len(KEPT))
 
 
-def test_tokens_that_a_head_cannot_say_have_no_chance():
+def test_removed_tokens_have_probability_zero():
     params = {TOKEN_IDS: jnp.array([1, 4], jnp.int32)}
     found = to_target_vocab(params, jnp.array([[0.5, 2.0]]), 5)
     np.testing.assert_array_equal(found, [[LOWEST, 0.5, LOWEST, LOWEST, 2.0]])
@@ -57,8 +57,8 @@ def check_kept_logits() -> None:
 
 
 @pytest.mark.parametrize("kind", [None, "int8"])
-def test_an_untied_head_is_cut_and_quantized_in_the_embeddings_place(kind):
-    """Of the head's rows, not of the embedding's, which stays whole."""
+def test_untied_head_is_trimmed_and_quantized(kind):
+    """The kept rows are the head's; the embedding remains whole."""
     config = make_config(tie_word_embeddings=False)
     head = np.random.default_rng(5).normal(size=TENSORS[EMBEDDING].shape)
     tensors = in_memory(TENSORS | {HEAD: head.astype(np.float32)})
@@ -68,7 +68,7 @@ def test_an_untied_head_is_cut_and_quantized_in_the_embeddings_place(kind):
     check_equal(config, tensors)
     rows = np.random.default_rng(1).normal(size=(6, config.hidden_size))
     expected = np.tanh(rows @ head.T / 3) * 3
-    # Of int8 rows of 48 numbers; another matrix is off by more than 3.
+    # Error of int8 rows of 48 values; another matrix would be off by more than 3.
     atol = 1e-5 if kind is None else 0.3
     np.testing.assert_allclose(logits_of(config, tensors), expected, atol=atol)
     options: dict[str, Any] = dict(dtype=jnp.dtype(jnp.float32), mesh=make_mesh(1))
@@ -81,8 +81,8 @@ def test_an_untied_head_is_cut_and_quantized_in_the_embeddings_place(kind):
 
 
 @pytest.mark.parametrize("kind", ["int4", "fp8"])
-def test_a_head_that_is_quantized_otherwise_is_read_as_numbers(kind):
-    """As files of compressed-tensors, AWQ and GPTQ may have it."""
+def test_differently_quantized_head_is_dequantized(kind):
+    """Files of compressed-tensors, AWQ and GPTQ may have such heads."""
     sizes = dict(hidden_size=128, num_attention_heads=16, intermediate_size=128)
     config = make_config(**sizes, tie_word_embeddings=False)
     arrays = random_tensors(config, tensor_shapes)
@@ -100,13 +100,13 @@ def test_a_head_that_is_quantized_otherwise_is_read_as_numbers(kind):
 
 @pytest.mark.parametrize("kind", [None, "int8", "int4", "fp8"])
 @pytest.mark.parametrize("has_operations", [True, False])
-def test_logits_of_what_is_kept_are_the_whole_heads(kind, has_operations, monkeypatch):
-    """In whatever form the matrices are, of the embedding too."""
+def test_kept_logits_equal_the_whole_heads(kind, has_operations, monkeypatch):
+    """For all forms of the matrices, including the embedding's."""
     if not has_operations:
         monkeypatch.setenv(native.VARIABLE, native.OFF)
     config, tensors = CONFIG, TENSORS
     if kind is not None:
-        # Groups of int4 are of 128 features.
+        # int4 groups have 128 features.
         sizes = dict(hidden_size=128, num_attention_heads=16, intermediate_size=128)
         config = make_config(**sizes)
         scheme = named_scheme(kind, has_embedding=True)
@@ -125,7 +125,7 @@ def random_tensors(config: Any, shapes_of: Any) -> Any:
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_it_is_split_over_devices(dtype):
+def test_trimmed_head_is_split_over_devices(dtype):
     options: dict[str, Any] = dict(dtype=jnp.dtype(dtype), mesh=make_mesh(8, 2))
     check_equal(CONFIG, in_memory(TENSORS), mesh_axes=DRAFT_MESH_AXES, **options)
     params = load_params(
@@ -139,7 +139,7 @@ def test_it_is_split_over_devices(dtype):
     assert {one.data.shape for one in shards} == {(len(KEPT) // 2, CONFIG.hidden_size)}
 
 
-def test_an_embedding_that_is_quantized_already_gives_its_rows():
+def test_quantized_embedding_provides_the_kept_rows():
     scheme = named_scheme("int8")
     read = in_memory(TENSORS)
     read[EMBEDDING] = quantized(read[EMBEDDING], scheme)
@@ -149,8 +149,8 @@ def test_an_embedding_that_is_quantized_already_gives_its_rows():
     check_equal(config, read)
 
 
-def test_a_head_of_its_own_is_cut_in_place(monkeypatch):
-    """The embedding is for tokens that go in: it stays what it is."""
+def test_untied_head_is_trimmed_in_place(monkeypatch):
+    """The embedding is for input tokens: it is unchanged."""
     monkeypatch.setitem(families.FAMILIES, "llama", llama.FAMILY)
     sizes: Any = {
         item.name: getattr(CONFIG, item.name)
@@ -161,7 +161,7 @@ def test_a_head_of_its_own_is_cut_in_place(monkeypatch):
     check_equal(config, in_memory(random_tensors(config, llama.tensor_shapes)))
 
 
-def test_read_random_and_abstract_parameters_are_alike():
+def test_loaded_random_and_abstract_parameters_match():
     options: dict[str, Any] = dict(dtype=jnp.dtype(jnp.float32), mesh=make_mesh(1))
     made = [
         load_params(TRIMMED, in_memory(TENSORS), token_ids=KEPT, **options),
@@ -174,7 +174,7 @@ def test_read_random_and_abstract_parameters_are_alike():
     ]
     assert forms[0] == forms[1] == forms[2]
     assert len(set(map(jax.tree.structure, made))) == 1
-    # Those of the whole model, and nothing else, but for the head.
+    # Except for the head, the parameters are those of the whole model.
     whole = random_params(CONFIG, seed=3, **options)
     for name in ("head", TOKEN_IDS):
         del made[1][name]

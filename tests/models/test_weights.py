@@ -1,4 +1,4 @@
-"""Canonical tensors arrive in their place, whole, in order; a wrong one is named."""
+"""Canonical tensors are read to the right parameters; errors name a wrong one."""
 
 import dataclasses
 from functools import partial
@@ -31,7 +31,7 @@ def make_config(**changes: Any) -> Any:
 
 
 def make_tensors(config: ModelConfig) -> dict[str, np.ndarray]:
-    """Every tensor with values of its own; written out, so that names are checked."""
+    """Tensors with distinct values; names are written out, so that they are checked."""
     model, hidden = config.hidden_size, config.intermediate_size
     queries = config.num_q_heads * config.head_dim
     keys = config.num_kv_heads * config.head_dim
@@ -83,7 +83,7 @@ CONFIG = make_config()
 TENSORS = make_tensors(CONFIG)
 
 
-def test_every_tensor_arrives_in_its_place():
+def test_every_tensor_is_read_to_its_parameter():
     params = load(CONFIG, TENSORS)
     assert sorted(params) == ["embedding", "final_norm", "layers"]
     assert sorted(params["layers"]) == ["0", "1"]
@@ -165,7 +165,7 @@ def test_wrong_shape_is_named(name):
     assert expected in str(error.value)
 
 
-def test_layer_too_many_is_named():
+def test_surplus_layer_is_named():
     tensors = make_tensors(make_config(num_hidden_layers=3))
     expected = r"'model.layers.2..* \(num_hidden_layers=2\) does not have"
     with pytest.raises(CheckpointError, match=expected):
@@ -175,8 +175,8 @@ def test_layer_too_many_is_named():
 UNTIED = make_config(tie_word_embeddings=False)
 
 
-def test_a_head_must_be_there_if_and_only_if_the_config_is_untied():
-    """A copy that was not compared and dropped is an error, never ignored."""
+def test_head_is_required_exactly_if_untied():
+    """An `lm_head` copy that was not compared and dropped is an error."""
     head = {"lm_head.weight": TENSORS["model.embed_tokens.weight"][::-1].copy()}
     with pytest.raises(CheckpointError, match="'lm_head.weight' is not part of"):
         load(CONFIG, head | TENSORS)
@@ -188,7 +188,7 @@ def test_a_head_must_be_there_if_and_only_if_the_config_is_untied():
 
 
 @pytest.mark.parametrize("scan_layers", [False, True])
-def test_an_untied_model_has_one_more_matrix_in_every_tree(scan_layers):
+def test_untied_model_has_one_more_matrix_in_every_tree(scan_layers):
     config = dataclasses.replace(UNTIED, scan_layers=scan_layers)
     tied = dataclasses.replace(config, tie_word_embeddings=True)
     head = {"lm_head.weight": TENSORS["model.embed_tokens.weight"][::-1].copy()}
@@ -204,13 +204,13 @@ def test_an_untied_model_has_one_more_matrix_in_every_tree(scan_layers):
     ]
     assert forms[0] == forms[1] == forms[2]
     assert {tree["head"].shape for tree in made} == {(96, 48)}
-    # The others' random values are those of the tied model.
+    # Other random values equal the tied model's.
     random, plain = values_of(made[1]), make_random(tied, seed=3, **options)
     assert not np.array_equal(random.pop("head"), random["embedding"])
     jax.tree.map(np.testing.assert_array_equal, random, plain)
 
 
-def test_tensors_of_an_untied_tree_are_those_it_was_read_from():
+def test_untied_tree_returns_its_tensors():
     head = {"lm_head.weight": TENSORS["model.embed_tokens.weight"][::-1].copy()}
     options: dict[str, Any] = dict(dtype=FLOAT32, mesh=make_mesh(1), is_trained=True)
     params = load_params(UNTIED, in_memory(head | TENSORS), **options)
@@ -256,25 +256,25 @@ WIDE = dict(num_attention_heads=8, num_key_value_heads=8, intermediate_size=1024
                 down_proj=(48, 128),
             ),
         ),
-        # Two KV heads for eight shards: every device has the one that it reads.
+        # Two KV heads for eight shards: every device has the head that it reads.
         (
             WIDE | dict(num_key_value_heads=2),
             {},
             dict(q_proj=(8, 48), kv_proj=(16, 48), o_proj=(48, 8)),
         ),
-        # Three for eight do not come out even: every device has all of them.
+        # Three cannot be split over eight: every device has all of them.
         (
             WIDE | dict(num_attention_heads=24, num_key_value_heads=3),
             {},
             dict(q_proj=(24, 48), kv_proj=(48, 48), o_proj=(48, 24)),
         ),
-        # What lies together is not cut: one gate block.
+        # A split unit is not cut: one gate block.
         (
             WIDE | dict(intermediate_size=64),
             {},
             dict(q_proj=(8, 48), kv_proj=(16, 48), gate_up_proj=(128, 48)),
         ),
-        # Two of the eight: the draft's own shards, four copies of each.
+        # Draft sharding over two of eight devices: four copies of each shard.
         (
             WIDE | dict(num_key_value_heads=2),
             dict(mesh_axes=DRAFT_MESH_AXES),
@@ -353,7 +353,7 @@ def test_random_parameters_are_the_same_on_any_mesh():
     jax.tree.map(np.testing.assert_array_equal, first, second)
 
 
-def test_random_parameters_take_no_memory_but_their_own():
+def test_random_parameters_need_no_extra_memory():
     make = partial(
         weights._random_matrix,
         shape=(1024, 512),
@@ -371,7 +371,7 @@ def test_random_parameters_take_no_memory_but_their_own():
 
 @pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16])
 @pytest.mark.parametrize("shards", [1, 8])
-def test_one_declaration_gives_read_random_and_abstract_parameters(shards, dtype):
+def test_declaration_determines_all_parameters(shards, dtype):
     config = make_config(**WIDE | dict(num_key_value_heads=2))
     options: dict[str, Any] = dict(dtype=dtype, mesh=make_mesh(shards))
     made = [
@@ -389,7 +389,7 @@ def test_one_declaration_gives_read_random_and_abstract_parameters(shards, dtype
     assert isinstance(gate_up, NativeMatrix | PanelMatrix) == (shards == 1)
 
 
-def test_a_network_is_built_over_the_same_arrays():
+def test_network_uses_the_same_arrays():
     params = load_params(CONFIG, in_memory(TENSORS), dtype=FLOAT32, mesh=make_mesh(1))
     network: Any = build_network(CONFIG, params)
     assert network.params is params

@@ -1,10 +1,10 @@
-"""Compiles what `benchmarks.gpu` runs at full size for a GPU that is not there.
+"""Compile the full-size programs of `benchmarks.gpu` without a GPU.
 
-`PYTHONPATH=.venv/aot python -m tests.program.aot_h200` writes what the compiler says of
-each program to `benchmarks/results/aot_h200.json`: memory, kernels, copies.
-With names of programs behind it (or their beginnings), it prints those. Weights are
-shapes; nothing runs, and no figure is a speed. The machine code is for an H200; an H100
-runs the same, and differs in its memory.
+`PYTHONPATH=.venv/aot python -m tests.program.aot_h200` writes the compiler's report on
+each program to `benchmarks/results/aot_h200.json`: memory, kernels, copies. With names
+of programs (or prefixes) as arguments, it prints those instead. Weights are shapes;
+nothing runs, and no figure is a speed. The machine code is for an H200; an H100 runs
+the same code with less memory.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from tests.program.aot_step import PLACES, describe
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "aot_h200.json"
 COMMAND = "PYTHONPATH=.venv/aot python -m tests.program.aot_h200"
 GIB = 2**30
-# What jax finds on them, and what the benchmark lets it take of that.
+# Memory that jax finds on each GPU; the benchmark uses a fraction of it.
 MEMORY_GIB = {"NVIDIA H100": 78, "NVIDIA H200": 139}
 
 
@@ -40,9 +40,9 @@ class Program:
 
     Attributes:
         make: Compiles it.
-        rows: Positions whose logits it computes at once, at most.
+        rows: Largest number of positions whose logits it computes at once.
         layers: Of the models that run in it.
-        weight_bytes: Of both models of the pair: the process holds them all along.
+        weight_bytes: Of both models of the pair, which the process always holds.
     """
 
     make: Callable[[], Any]
@@ -52,7 +52,7 @@ class Program:
 
 
 def gpu() -> Mesh:
-    """One that can be compiled for and not run on."""
+    """A mesh of one GPU, for compilation only."""
     return describe(PLACES["h200"])
 
 
@@ -64,10 +64,10 @@ def room(name: str) -> float:
 def programs(
     *arguments: str, mesh: Mesh, layers: tuple[int, int] | None = None
 ) -> dict[str, Program]:
-    """All that the benchmark runs with these arguments; equal ones once.
+    """All programs that the benchmark runs with these arguments, without duplicates.
 
     Args:
-        layers: Of target and draft, where fewer than they have are enough.
+        layers: Layers of target and draft to compile; None for all.
     """
     options = full_size.make_parser().parse_args(arguments)
     setting = full_size.setting_of(options)
@@ -100,10 +100,10 @@ def programs(
 
 
 def compile_program(name: str, program: Program) -> tuple[dict[str, Any], str]:
-    """Compile one; what is recorded, and the program's text.
+    """Compile one program; return the recorded facts and the program's text.
 
-    `pair_bytes` are all of it, with weights of the pair that the program does not read;
-    `logits_bytes` of all positions that are fed at once, in float32.
+    `pair_bytes` includes weights of the pair that the program does not read;
+    `logits_bytes` are float32 logits of all positions computed at once.
     """
     start = time.monotonic()
     with aot_tpu.no_compilation_cache():
@@ -129,12 +129,12 @@ def compile_program(name: str, program: Program) -> tuple[dict[str, Any], str]:
 
 
 def fits(pair_bytes: int) -> dict[str, bool]:
-    """Whether each GPU has the memory, by its name."""
+    """Whether the program fits, by the GPU's name."""
     return {name: pair_bytes <= room(name) for name in MEMORY_GIB}
 
 
 def _write(rows: list[dict[str, Any]]) -> None:
-    """A line for every program: a change of one shows as such."""
+    """Write a line for every program, so that diffs show which ones changed."""
     head = {
         "device": "NVIDIA H200, compiled for and not run",
         "memory_gib": MEMORY_GIB,
@@ -148,9 +148,9 @@ def _write(rows: list[dict[str, Any]]) -> None:
 
 
 def main(arguments: list[str]) -> None:
-    """Compile and print those that are named; or compile and record all."""
+    """Compile and print the named programs; without names compile and record all."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="*", help="beginnings of names; all if none")
+    parser.add_argument("names", nargs="*", help="prefixes of names (default: all)")
     names = parser.parse_args(arguments).names
     jax.config.update("jax_platforms", "cpu")
     reason = aot_gpu.missing()

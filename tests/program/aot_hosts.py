@@ -1,8 +1,8 @@
-"""Compiles 27B with a 2B draft for sixteen TPUs of four hosts that are not there.
+"""Compile 27B with a 2B draft for sixteen TPUs of four hosts, without the devices.
 
-`PYTHONPATH=.venv/aot python -m tests.program.aot_hosts` writes what compilers say to
-`benchmarks/results/aot_hosts.json`: memory of one chip, collectives and over how many
-chips they are, what is copied. Nothing runs: no figure is a speed.
+`PYTHONPATH=.venv/aot python -m tests.program.aot_hosts` writes the compiler's reports
+to `benchmarks/results/aot_hosts.json`: memory of one chip, collectives with their
+number of chips, copies. Nothing runs: no figure is a speed.
 """
 
 import math
@@ -26,18 +26,18 @@ NUM_CHIPS = 16
 # Eight sequences of 8,192 tokens.
 NUM_PAGES = 4096
 NUM_DRAFT_TOKENS = 5
-# Who takes part: `{{0,1,2,3},{4,5,6,7}}`, or axes, `mesh['a'=4,'b'=4] {'b'}`.
+# Participants: `{{0,1,2,3},{4,5,6,7}}`, or axes, `mesh['a'=4,'b'=4] {'b'}`.
 _LISTED = re.compile(r"replica_groups=\{\{([\d,]+)\}")
 _BY_AXES = re.compile(r"replica_groups=mesh\[([^\]]+)\] \{([^}]+)\}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """A program that is compiled.
+    """A program to compile.
 
     Attributes:
-        draft_devices: That share a copy of the draft.
-        layers: Of target and draft; None: all.
+        draft_devices: Number of devices that share a copy of the draft.
+        layers: Of target and draft; None for all.
     """
 
     draft_devices: int
@@ -54,16 +54,16 @@ class Cell:
 
     @property
     def shape(self) -> StepShape:
-        """Eight sequences, of which none draws."""
+        """Eight greedy sequences."""
         return StepShape(
             num_seqs=8,
             num_draft_tokens=NUM_DRAFT_TOKENS,
-            chunk=0,
-            features=Features(is_greedy=True),
+            max_prompt_tokens=0,
+            features=Features(all_greedy=True),
         )
 
     def config(self) -> EngineConfig:
-        """That of the engine whose program is compiled."""
+        """Configuration of the engine whose program is compiled."""
         return engine_config(
             "27b",
             "2b",
@@ -78,7 +78,7 @@ class Cell:
         )
 
 
-# The long suite compiles all; the first has a layer of each kind.
+# The long suite compiles all; the first one has one layer of each kind.
 _CELLS = [
     Cell(draft_devices=4, layers=(2, 2)),
     Cell(draft_devices=4),
@@ -90,7 +90,7 @@ RECORD = Record("aot_hosts", CELLS)
 
 
 def describe_hosts(draft_devices: int) -> Mesh:
-    """All chips, those of a host side by side, as `Runner` has them."""
+    """The mesh of all chips, grouped by host, as `Runner` orders them."""
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     topology = topologies.get_topology_desc(
@@ -103,9 +103,9 @@ def describe_hosts(draft_devices: int) -> Mesh:
 
 
 def groups(text: str) -> dict[str, int]:
-    """How often the text has a collective, by its name and over how many chips it is.
+    """Count the text's collectives, by name and number of participating chips.
 
-    As often as it is written: what is in a loop runs several times.
+    A collective in a loop counts once, although it runs several times.
     """
     found: Counter[str] = Counter()
     for line in text.splitlines():
@@ -126,7 +126,7 @@ def groups(text: str) -> dict[str, int]:
 
 
 def measure(name: str) -> dict[str, Any]:
-    """Compile a program; what the compiler reports, for one chip."""
+    """Compile a program; return the compiler's report for one chip."""
     cell = CELLS[name]
     mesh = describe_hosts(cell.draft_devices)
     step = compile_step(cell.config(), mesh, cell.shape)
@@ -150,8 +150,8 @@ def measure(name: str) -> dict[str, Any]:
     )
 
 
-def tell(rows: dict[str, dict[str, Any]]) -> str:
-    """A table of all rows."""
+def make_table(rows: dict[str, dict[str, Any]]) -> str:
+    """Make a table of all rows."""
     head = "program", "target", "draft", "pages, rows", "temporaries", "collectives"
     lines = []
     for name, row in rows.items():
@@ -162,7 +162,7 @@ def tell(rows: dict[str, dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    RECORD.main(measure, tell, str(__doc__))
+    RECORD.main(measure, make_table, str(__doc__))
 
 
 if __name__ == "__main__":

@@ -1,15 +1,14 @@
-"""Asks compilers for the memory of large batches, to hold a memory plan against.
+"""Record the compilers' memory of large batches, to compare with the memory plan.
 
 `PYTHONPATH=.venv/aot python -m tests.program.aot_memory` compiles the largest program
-of each cell below for devices that are not there, and writes what the compilers say to
-`benchmarks/results/aot_memory.json`, a row after every program; those that are in the
-file already are left out. With names of cells behind it, or beginnings of names, these
-are compiled again. `--table` prints the tables of `benchmarks/README.md`.
+of each cell below without the devices, and writes the compilers' reports to
+`benchmarks/results/aot_memory.json`, a row after every program; programs already in the
+file are skipped. Cells named as arguments (or prefixes of names) are compiled again.
+`--table` prints the tables of `benchmarks/README.md`.
 
-Where a cell does not say otherwise, both models have two layers: temporaries are those
-of one layer and of the logits. Weights and pages of whole models are counted. Where jax
-cannot read the text of a program, the compiler's own dump is read in its place. Nothing
-runs.
+Unless a cell sets `layers`, both models have two layers: temporaries are those of one
+layer and of the logits. Weights and pages are counted for whole models. If jax cannot
+parse the text of a program, the compiler's own dump is read instead. Nothing runs.
 """
 
 import dataclasses
@@ -41,7 +40,7 @@ from tests.program.aot_record import Record, compile_step, engine_config, markdo
 
 NUM_DRAFT_TOKENS = 5
 NUM_PAGES = 4096
-# Tokens of the longest sequence that a published size takes.
+# Longest sequence of a published size, in tokens.
 MAX_MODEL_LEN = 8192
 FEATURES = {
     "greedy": GREEDY,
@@ -49,22 +48,23 @@ FEATURES = {
     "controls": Features(has_controls=True, num_logprobs=20),
     "prompts": Features(has_controls=True, num_logprobs=20, num_prompt_logprobs=20),
 }
-# Devices of whose large batches jax cannot read the text.
+# Devices for which jax cannot parse the program text of large batches.
 UNREADABLE = ("v6e-1",)
-# An H100 runs the machine code for an H200, and differs in its memory.
+# An H100 runs the machine code for an H200, with less memory.
 PLACES = {"h200": ("h100", "h200")}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """A program that is compiled.
+    """A program to compile.
 
     Attributes:
         draft: None: the target alone, without drafts.
-        num_tokens: Of prompts, in one launch.
-        form: What requests need, of `FEATURES`.
-        draft_devices: That share a copy of the draft; None: as many as the target's.
-        layers: Of target and draft; None: all.
+        num_tokens: Prompt tokens in one launch.
+        form: Features that requests need: a key of `FEATURES`.
+        draft_devices: Number of devices that share a copy of the draft; None: the
+            target's number.
+        layers: Of target and draft; None for all.
     """
 
     device: str
@@ -78,12 +78,12 @@ class Cell:
 
     @property
     def pair(self) -> str:
-        """Its models, for people."""
+        """Names of its models, for display."""
         return self.target if self.draft is None else f"{self.target}<-{self.draft}"
 
     @property
     def name(self) -> str:
-        """What tells it from the others."""
+        """Unique name."""
         parts = [self.device, self.pair, f"{self.num_seqs}+{self.num_tokens}"]
         parts.append(self.form)
         if self.draft_devices is not None:
@@ -107,7 +107,7 @@ class Cell:
         )
 
     def args(self, **changes: Any) -> EngineArgs:
-        """Those of an engine with whole models."""
+        """Arguments of an engine with whole models."""
         models: dict[str, Any] = dict(model=f"google/gemma-2-{self.target}")
         if self.draft is not None:
             models["speculative_model"] = f"google/gemma-2-{self.draft}"
@@ -115,7 +115,7 @@ class Cell:
         return EngineArgs(**(given | changes))
 
     def config(self) -> EngineConfig:
-        """That of the engine whose program is compiled."""
+        """Configuration of the engine whose program is compiled."""
         return engine_config(
             self.target,
             self.draft,
@@ -125,22 +125,22 @@ class Cell:
         )
 
     def facts(self, place: str) -> MemoryFacts:
-        """What is known of such devices with whole models, without a compiler."""
+        """Memory facts of the devices with whole models, known without a compiler."""
         config = dataclasses.replace(self, layers=(None, None)).config()
         return find_facts(config, named_mesh(place, config), GivenSizes(), place)
 
 
 def _cells() -> dict[str, Cell]:
-    """In the order in which they are compiled: what tells most comes first."""
+    """All cells in the order of compilation, the most informative first."""
     kaggle: dict[str, Any] = dict(device="v5e-8", target="27b")
     v6e: dict[str, Any] = dict(device="v6e-1", target="9b", num_tokens=512)
     alone: dict[str, Any] = dict(device="v6e-1", target="2b", draft=None)
     gpu: dict[str, Any] = dict(device="h200")
-    # With more prompt tokens than an engine chooses.
+    # More prompt tokens than an engine chooses.
     prompts = alone, dict(gpu, target="9b"), kaggle
-    # Prompt tokens as an engine chooses them for so many sequences.
+    # The number of prompt tokens that an engine chooses for this number of sequences.
     many: dict[str, Any] = dict(num_seqs=256, num_tokens=512)
-    # Small programs show how a draft is divided as well.
+    # Small programs are enough to show how a draft is divided.
     rounds: dict[str, Any] = dict(num_seqs=64, num_tokens=0, form="greedy")
     cells = [
         Cell(**kaggle, num_seqs=64, draft_devices=8, layers=(2, None)),
@@ -176,7 +176,7 @@ read = RECORD.read
 
 
 def measure(cell: Cell) -> dict[str, Any]:
-    """Compile one, and count what whole models take."""
+    """Compile a cell, and count the memory of whole models."""
     config, facts = cell.config(), cell.facts(cell.device)
     shapes = Shapes(config, SpeculationPolicy(config.speculative))
     sizes = cell.num_seqs, config.num_draft_tokens, cell.num_tokens
@@ -212,7 +212,7 @@ def _gib(num_bytes: float) -> str:
 
 
 def memory_table(rows: dict[str, dict[str, Any]]) -> str:
-    """Bytes of a device at every size, and tokens of keys and values that are left."""
+    """Table of a device's bytes at each size, and tokens that the KV cache can hold."""
     columns = (
         "device", "models", "sequences + prompt tokens", "weights",
         "plain", "with controls", "estimated for both", "code, estimated",
@@ -241,9 +241,9 @@ def memory_table(rows: dict[str, dict[str, Any]]) -> str:
                 for one in (found, temporary)
             )
             cells = [_gib(temps[form]) if form in temps else "-" for form in forms]
-            told = [row["copied"] for _, row in there.values() if "copied" in row]
-            copied = ", ".join(dict.fromkeys(sum(told, []))) or (
-                "none" if told else "not asked"
+            listed = [row["copied"] for _, row in there.values() if "copied" in row]
+            copied = ", ".join(dict.fromkeys(sum(listed, []))) or (
+                "none" if listed else "not asked"
             )
             lines.append(
                 [place, pair, f"{seqs} + {tokens:,}", _gib(facts.weight_bytes)]
@@ -255,13 +255,13 @@ def memory_table(rows: dict[str, dict[str, Any]]) -> str:
 
 
 def draft_sums(cell: Cell, num_layers: int | None = None) -> tuple[int, int]:
-    """Sums of the draft's hidden rows that a round must have, and their bytes.
+    """Number and bytes of all-reduces of the draft's hidden rows in a round.
 
-    In a first pass of two tokens for each sequence and in the others, of one: two in
-    every layer, in float32, and that of the embedding, in bfloat16.
+    The first pass has two tokens per sequence, each other pass one. A pass has two
+    float32 all-reduces per layer, and one in bfloat16 for the embedding.
 
     Args:
-        num_layers: Of the draft; None: all.
+        num_layers: Of the draft; None for all.
     """
     assert cell.draft is not None
     if cell.draft_devices == 1:
@@ -274,9 +274,9 @@ def draft_sums(cell: Cell, num_layers: int | None = None) -> tuple[int, int]:
 
 
 def counted_draft_sums(row: dict[str, Any]) -> tuple[int, int]:
-    """Those that a program's text has.
+    """Number and bytes of these all-reduces in a program's text.
 
-    It has two passes of the draft: the first one, and one that is a loop's body.
+    The text has two passes of the draft: the first, and the body of a loop.
     """
     cell = CELLS[row["name"]]
     assert cell.draft is not None
@@ -294,7 +294,7 @@ def counted_draft_sums(row: dict[str, Any]) -> tuple[int, int]:
 
 
 def other_collectives(row: dict[str, Any], name: str) -> tuple[int, int]:
-    """All of one kind that are in the program's text: how many, and their bytes."""
+    """Number and bytes of all collectives of one kind in the program's text."""
     found = {
         key: count
         for key, count in row["collectives"].items()
@@ -309,7 +309,7 @@ def _sum(found: dict[str, int]) -> tuple[int, int]:
 
 
 def sharding_of(cell: Cell) -> DraftSharding:
-    """What is chosen for its models where nobody says anything."""
+    """The default draft sharding for the cell's models."""
     args = cell.args(speculative_draft_tensor_parallel_size=None)
     found = plan_for(args, cell.device).draft_sharding
     assert found is not None
@@ -317,7 +317,7 @@ def sharding_of(cell: Cell) -> DraftSharding:
 
 
 def sharding_table(rows: dict[str, dict[str, Any]]) -> str:
-    """A draft over few and many devices: bytes, sums, and an estimate of a pass."""
+    """Table of drafts over few and many devices: bytes, sums, estimate of a pass."""
     columns = (
         "draft over", "program, layers", "draft's weights",
         "KV of a token, both models", "pages",
@@ -357,7 +357,7 @@ def sharding_table(rows: dict[str, dict[str, Any]]) -> str:
 
 
 def tables(rows: dict[str, dict[str, Any]]) -> str:
-    """All of `benchmarks/README.md`."""
+    """Both tables of `benchmarks/README.md`."""
     return f"{memory_table(rows)}\n\n{sharding_table(rows)}"
 
 

@@ -1,4 +1,4 @@
-"""Compiles step programs for devices that are not here, and records the reports."""
+"""Compile step programs without their devices, and record the compilers' reports."""
 
 import argparse
 import json
@@ -31,7 +31,7 @@ NUM_DRAFT_TOKENS = 5
 
 
 def missing(device: str) -> str | None:
-    """Return why nothing can be compiled for a device here, or None."""
+    """Return the reason why this machine cannot compile for a device, or None."""
     return aot_gpu.missing() if device.startswith("h") else aot_tpu.MISSING
 
 
@@ -76,12 +76,12 @@ def engine_config(
 
 @dataclass(frozen=True)
 class Step:
-    """A step program that is compiled.
+    """A compiled step program.
 
     Attributes:
         facts: See `hlo.facts`; also `compile_s` and `compile_cpu_s`.
-        lowered: The program that the compiler was given.
-        forms: Of the weights of target and drafts, and of the state.
+        lowered: The compiler's input.
+        forms: Shapes of the weights of target and drafts, and of the state.
     """
 
     text: str
@@ -105,8 +105,8 @@ def compile_step(
     """Compile a step program.
 
     Args:
-        has_options: As the engine compiles it, with its options for the compiler.
-        is_dumped: Read the compiler's own dump where jax cannot read the text.
+        has_options: Use the engine's compiler options.
+        is_dumped: Read the compiler's own dump if jax cannot parse the text.
     """
     program, forms = describe(config, mesh)
     given: Any = forms
@@ -140,11 +140,11 @@ def compile_step(
 
 @dataclass(frozen=True)
 class Record:
-    """A file in `benchmarks/results`, which is named as the module that writes it.
+    """A file in `benchmarks/results` with the name of the module that writes it.
 
     Attributes:
-        programs: Names of all that are compiled, in their order in the file.
-        package: Where that module is.
+        programs: Names of all programs, in their order in the file.
+        package: Package of that module.
     """
 
     module: str
@@ -153,18 +153,18 @@ class Record:
 
     @property
     def path(self) -> Path:
-        """Where it is."""
+        """Path of the file."""
         return FOLDER / f"{self.module}.json"
 
     def read(self) -> dict[str, dict[str, Any]]:
-        """The rows that are recorded, by name."""
+        """The recorded rows, by name."""
         if not self.path.exists():
             return {}
         rows = json.loads(self.path.read_text(encoding="utf-8"))["rows"]
         return {row["name"]: row for row in rows}
 
     def write(self, rows: dict[str, dict[str, Any]]) -> None:
-        """A line for every program: a change of one shows as such."""
+        """Write a line for every program, so that diffs show which ones changed."""
         head = {
             "command": f"PYTHONPATH=.venv/aot python -m {self.package}.{self.module}",
             "versions": aot_gpu.versions() | aot_tpu.versions(),
@@ -176,17 +176,17 @@ class Record:
     def main(
         self,
         measure: Callable[[str], dict[str, Any]],
-        tell: Callable[[dict[str, dict[str, Any]]], str],
+        make_table: Callable[[dict[str, dict[str, Any]]], str],
         description: str,
     ) -> None:
         """Run a command line: compile what is missing or named, and print tables.
 
         Args:
-            measure: Compiles a program; its row.
-            tell: Makes tables of all rows.
+            measure: Compiles a program; returns its row.
+            make_table: Makes tables of all rows.
         """
         parser = argparse.ArgumentParser(description=description)
-        parser.add_argument("names", nargs="*", help="programs that are compiled again")
+        parser.add_argument("names", nargs="*", help="programs to compile again")
         parser.add_argument(
             "--table", action="store_true", help="print, compile nothing"
         )
@@ -200,13 +200,13 @@ class Record:
         if not options.table:
             for name in tqdm(wanted, unit="program"):
                 row = measure(name)
-                rows = self.read() | {name: row}  # others may have been written
+                rows = self.read() | {name: row}  # another process may have written
                 self.write(rows)
-        print(tell(rows))
+        print(make_table(rows))
 
 
 def markdown(*lines: Collection[str]) -> str:
-    """A table; the first line are its columns."""
+    """Make a table whose first line holds the column names."""
     head, *rows = lines
     every = [head, ["---"] * len(head), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in every)

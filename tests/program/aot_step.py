@@ -1,10 +1,10 @@
-"""Compiles the step program at full size for devices that are not there.
+"""Compile the step program at full size without the devices.
 
 `PYTHONPATH=.venv/aot python -m tests.program.aot_step` compiles each place that
 `benchmarks/results/aot_step.json` lacks, and adds to that file what the compiler
 reports: memory, kernels, collectives, copies. Places named as arguments are compiled
-again. Nothing runs: no figure is a speed.
-jax looks for its compilers when it starts, so the path must be there before.
+again. Nothing runs: no figure is a speed. jax looks for its compilers when it starts,
+so the path must be set before.
 """
 
 import os
@@ -39,16 +39,16 @@ from tests.program.aot_record import Record, markdown
 
 GIB = 2**30
 PAGE_SIZE = 16
-SHAPE = StepShape(num_seqs=8, num_draft_tokens=4, chunk=0)
+SHAPE = StepShape(num_seqs=8, num_draft_tokens=4, max_prompt_tokens=0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Devices, how the pair lies on them, and pages that fill them.
+    """Devices, the placement of the pair on them, and pages that fill them.
 
     Attributes:
         pair: Published names of the target and the draft model.
-        hbm: Bytes of one chip that a program may use.
+        hbm: Bytes that a program may use on one chip.
     """
 
     pair: tuple[str, str] = ("google/gemma-2-9b", "google/gemma-2-2b")
@@ -78,7 +78,7 @@ PLACES = {
         platform="cuda", topology="1x1x1", devices=1, draft_devices=1,
         num_pages=4096, hbm=141 * 10**9,
     ),
-    # The largest of each chip; an H200 runs the program of an H100.
+    # The largest pair for each chip; an H200 runs the program of an H100.
     "v5e-1/gemma-3": Place(
         pair=("google/gemma-3-4b-it", "google/gemma-3-270m-it"),
         platform="tpu", topology="v5e:1x1", devices=1, draft_devices=1,
@@ -106,7 +106,7 @@ RECORD = Record("aot_step", PLACES)
 
 
 def describe(place: Place) -> Mesh:
-    """The mesh of devices that can be compiled for and not run on."""
+    """A mesh of the devices, for compilation only."""
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     options: dict[str, Any] = {}
@@ -124,7 +124,7 @@ def describe(place: Place) -> Mesh:
 def models(
     place: Place, layers: tuple[int | None, int | None] = (None, None)
 ) -> tuple[ModelConfig, ModelConfig]:
-    """Return the configs of a place's pair, with fewer layers where given."""
+    """Return the configs of a place's pair, with fewer layers if given."""
     target, draft = (_model(*both) for both in zip(place.pair, layers, strict=True))
     return target, draft
 
@@ -138,7 +138,7 @@ def _model(name: str, num_layers: int | None) -> ModelConfig:
 
 
 def pool_of(place: Place, target: ModelConfig) -> PoolShape:
-    """Eight sequences, as long as the model takes them."""
+    """A pool for eight sequences of the model's maximum length."""
     return PoolShape(
         num_rows=8,
         num_pages=place.num_pages,
@@ -154,7 +154,7 @@ def lower_pair(
     *,
     layers: tuple[int | None, int | None] = (None, None),
 ) -> tuple[jax.stages.Lowered, tuple[Any, Any], EngineState]:
-    """Trace a place's pair: the program, and the forms of what it is given."""
+    """Trace a place's pair: the program, and the shapes of its arguments."""
     place = PLACES[name]
     mesh = describe(place)
     target, draft = models(place, layers)
@@ -162,7 +162,7 @@ def lower_pair(
     dtype = jnp.dtype(jnp.bfloat16)
     form: Any = partial(abstract_params, dtype=dtype, mesh=mesh)
     params = form(target), form(draft, mesh_axes=DRAFT_MESH_AXES)
-    forms: Any = EngineState  # of arrays that are not there
+    forms: Any = EngineState  # of shapes instead of arrays
     rows, token_pages = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(
             leaf.shape, leaf.dtype, sharding=replicated(mesh)
@@ -188,7 +188,7 @@ def compile_pair(
     *,
     layers: tuple[int | None, int | None] = (None, None),
 ) -> tuple[dict[str, Any], str]:
-    """Compile a place's pair, K = 4, 8 sequences; what is recorded, and the program."""
+    """Compile a place's pair, K = 4, 8 sequences; return the facts and the text."""
     start = time.monotonic()
     lowered, params, state = lower_pair(name, shape, layers=layers)
     with aot_tpu.no_compilation_cache():
@@ -210,8 +210,8 @@ def compile_pair(
     return row, compiled.as_text()
 
 
-def tell(rows: dict[str, dict[str, Any]]) -> str:
-    """A table of all rows."""
+def make_table(rows: dict[str, dict[str, Any]]) -> str:
+    """Make a table of all rows."""
     head = "place", "layers", "of a chip, GiB", "temporaries, MiB", "kernels"
     lines = [
         [name, " + ".join(map(str, row["layers"])), f"{row['hbm_bytes'] / GIB:.2f}"]
@@ -222,4 +222,4 @@ def tell(rows: dict[str, dict[str, Any]]) -> str:
 
 
 if __name__ == "__main__":
-    RECORD.main(lambda name: compile_pair(name)[0], tell, str(__doc__))
+    RECORD.main(lambda name: compile_pair(name)[0], make_table, str(__doc__))

@@ -1,11 +1,10 @@
-"""Asks compilers what drafts beside drafts cost, next to a chain's.
+"""Compare the compiled programs of draft trees with those of chains.
 
 `PYTHONPATH=.venv/aot python -m tests.program.aot_trees` compiles rounds of 9B and 27B
-with a 2B draft for devices that are not there: of a chain, of side leaves and of a
-tree. What the compilers say goes to
-`benchmarks/results/aot_trees.json`, a row after every program; those that are in the
-file already are left out. With names behind it, or beginnings of names, these are
-compiled again. `--table` prints the table of `benchmarks/README.md`.
+with a 2B draft without the devices: of a chain, of side leaves and of a tree. The
+compilers' reports go to `benchmarks/results/aot_trees.json`, a row after every program;
+programs already in the file are skipped. Programs named as arguments (or prefixes of
+names) are compiled again. `--table` prints the table of `benchmarks/README.md`.
 
 Both models have two layers of their full width. Nothing runs: no figure is a speed.
 """
@@ -35,12 +34,12 @@ from tests.program import hlo
 from tests.program.aot_record import Record, compile_step, engine_config, markdown
 
 DEVICES = ("h200", "v6e-1", "v5e-8")
-# Each with the target of its rounds.
+# Devices with the target of their rounds.
 PLACES = *((device, "9b") for device in DEVICES), ("h200", "27b"), ("v5e-8", "27b")
-# Of the spine; a tree has as many levels.
+# Drafts of the main chain, which is the number of a tree's levels.
 NUM_LEVELS = 5
 NUM_SEQS, NUM_PAGES, NUM_LAYERS = 8, 4096, 2
-# A spine of five, three of whose nodes have others beside them, which go on.
+# A main chain of five, three of whose nodes have siblings with children.
 TREE = str(
     [(0,) * length for length in range(1, NUM_LEVELS + 1)]
     + [(1,), (2,), (3,), (1, 0), (2, 0), (1, 0, 0)]
@@ -63,11 +62,11 @@ class Case:
 
     @property
     def name(self) -> str:
-        """What tells it from the others."""
+        """Unique name."""
         return f"{self.device}/{self.target}/{self.kind}"
 
     def config(self, **changes: Any) -> EngineConfig:
-        """That of the engine whose program is compiled."""
+        """Configuration of the engine whose program is compiled."""
         own = KINDS[self.kind]
         count = len(read_paths(own[TREE_KEY])) if TREE_KEY in own else NUM_LEVELS
         return engine_config(
@@ -93,14 +92,14 @@ RECORD = Record("aot_trees", CASES)
 
 
 def measure(case: Case, **changes: Any) -> dict[str, Any]:
-    """Compile one; what the compiler reports, for one device.
+    """Compile a case; return the compiler's report for one device.
 
-    `rows` are fed to the target for each sequence. `who_sees_whom` is what attention
-    is given for that, by type and dimensions, with the bytes. `squares` are arrays in
-    memory with a number for each pair of the tree's rows.
+    `rows` is the number of target rows per sequence. `mask_operands` are the attention
+    kernel's operands for masks, by type and shape, with their bytes. `squares` are
+    arrays in memory with an element for each pair of the tree's rows.
 
     Args:
-        changes: Of engine arguments.
+        changes: Changed engine arguments.
     """
     config = case.config(**changes)
     shapes = Shapes(config, SpeculationPolicy(config.speculative))
@@ -121,7 +120,7 @@ def measure(case: Case, **changes: Any) -> dict[str, Any]:
         "rows": rows,
         **found,
         "moves": hlo.largest(found["moves"], 4),
-        "who_sees_whom": who_sees_whom(
+        "mask_operands": mask_operands(
             step.text,
             math.ceil(8192 / config.page_size),
             (state.target_pages, state.proposers),
@@ -131,11 +130,11 @@ def measure(case: Case, **changes: Any) -> dict[str, Any]:
     }
 
 
-def who_sees_whom(text: str, table_len: int, pages: Any) -> dict[str, int]:
-    """What attention is given beside queries, pages and where and how many they are.
+def mask_operands(text: str, table_len: int, pages: Any) -> dict[str, int]:
+    """Operands of attention other than queries, pages, page tables and lengths.
 
     Args:
-        pages: Of all layers, whose scales are no masks.
+        pages: Of all layers; their scales are not masks.
     """
     known = {(NUM_SEQS, table_len), (NUM_SEQS,), (NUM_SEQS + 1,)}
     for leaf in jax.tree.leaves(pages):
@@ -150,13 +149,13 @@ def who_sees_whom(text: str, table_len: int, pages: Any) -> dict[str, int]:
 
 
 def moved_in_place(device: str, kept: str) -> tuple[list[str], int, int]:
-    """Compile what moves the keys and values of drafts that stayed, and nothing else.
+    """Compile only the move of the accepted drafts' keys and values.
 
     Args:
-        kept: What these are kept as: a name of `KV_CACHE_DTYPES`.
+        kept: Storage type: a name of `KV_CACHE_DTYPES`.
 
     Returns:
-        Moves of a layer's pages, bytes that are updated in place, and bytes of pages.
+        Copies of a layer's pages, bytes that are updated in place, and bytes of pages.
     """
     config = Case(device=device, kind="leaves").config(kv_cache_dtype=kept)
     assert config.speculative is not None and config.speculative.parents is not None
@@ -166,7 +165,7 @@ def moved_in_place(device: str, kept: str) -> tuple[list[str], int, int]:
     forms: Any = state
 
     def move(pages: Any, rows: Any, token_pages: Any, decode: Any, row: Any) -> Any:
-        active = gather(rows, token_pages, decode, is_greedy=True)
+        active = gather(rows, token_pages, decode, all_greedy=True)
         backend = program.backend(TARGET_MESH_AXES)
         return compact_kv(
             config.model_config, pages, tree, row, active, program.pool, backend
@@ -182,10 +181,10 @@ def moved_in_place(device: str, kept: str) -> tuple[list[str], int, int]:
 
 
 def table(rows: dict[str, dict[str, Any]]) -> str:
-    """A device and a target a line, of every kind in each cell."""
+    """Table with a line per device and target; each cell lists all kinds."""
     columns = (
         "device", "target", "drafts", "operations given", "operations made",
-        "temporaries, MB", "code, MB", "who sees whom, bytes", "CPU-s",
+        "temporaries, MB", "code, MB", "masks, bytes", "CPU-s",
     )  # fmt: skip
     lines = []
     for device, target in PLACES:
@@ -193,16 +192,16 @@ def table(rows: dict[str, dict[str, Any]]) -> str:
         found = [rows[name] for name in names if name in rows]
         if not found:
             continue
-        told = [
+        values = [
             [f"{row['lowered_ops']:,}" for row in found],
             [f"{row['compiled_ops']:,}" for row in found],
             [f"{row['temp_bytes'] / 1e6:.1f}" for row in found],
             [f"{row['code_bytes'] / 1e6:.1f}" for row in found],
-            [f"{max(row['who_sees_whom'].values(), default=0):,}" for row in found],
+            [f"{max(row['mask_operands'].values(), default=0):,}" for row in found],
             [f"{row['compile_cpu_s']:.0f}" for row in found],
         ]
         drafts = ", ".join(str(row["nodes"]) for row in found)
-        lines.append((device, target, drafts, *map("; ".join, told)))
+        lines.append((device, target, drafts, *map("; ".join, values)))
     return markdown(columns, *lines) + "\n"
 
 
@@ -210,5 +209,5 @@ if __name__ == "__main__":
     RECORD.main(
         lambda name: measure(CASES[name]),
         table,
-        "Programs of drafts beside drafts.",
+        "Programs of draft trees.",
     )

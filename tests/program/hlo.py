@@ -1,4 +1,4 @@
-"""What a compiled program's text says: which operations move bytes, and how many."""
+"""Read a compiled program's text: operations that move bytes, and the bytes."""
 
 import collections
 import math
@@ -8,18 +8,18 @@ from typing import Any
 
 import jax
 
-# What moves bytes and computes nothing.
+# Operations that move bytes and compute nothing.
 _MOVES = (
     "all-gather", "all-to-all", "collective-permute", "copy", "reduce-scatter",
     "transpose",
 )  # fmt: skip
-# What names values and writes none.
+# Operations that name values and write none.
 _NAMES = ("bitcast", "conditional", "get-tuple-element", "parameter", "tuple", "while")
 _COLLECTIVES = (
     "all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter",
 )  # fmt: skip
 _BYTES = {"f32": 4, "s32": 4, "u32": 4, "bf16": 2, "pred": 1, "s8": 1, "u8": 1}
-# More than they take: two values of 4 bits share a byte.
+# An upper bound: two 4-bit values share a byte.
 _BYTES |= {"f8e4m3fn": 1, "s4": 1}
 # The result's shapes, one or several in parentheses, then the operation's name.
 _OPERATION = re.compile(r" = (\(.*?\)|\S+) ([a-z][\w-]*)\(")
@@ -41,7 +41,7 @@ def num_operations(text: str) -> int:
 def text_of(compiled: Any) -> str | None:
     """Return the text of a compiled program; None if jax cannot parse it.
 
-    jax 0.10.2 cannot parse what libtpu 0.0.52 makes of large batches for a v6e.
+    jax 0.10.2 cannot parse libtpu 0.0.52's programs of large batches for a v6e.
     """
     try:
         return compiled.as_text()
@@ -54,12 +54,12 @@ def text_of(compiled: Any) -> str | None:
 def facts(
     compiled: Any, *, state: Any = (), kept: Any = (), text: str | None = None
 ) -> dict[str, Any]:
-    """Return what a compiler reports about one program, for one chip.
+    """Return a compiler's report on one program, for one chip.
 
     Args:
-        state: What is updated in place.
-        kept: Arrays, such as weights and pages, of which no copy may be made.
-        text: Of the program, where `compiled` cannot give it.
+        state: Arrays that are updated in place.
+        kept: Arrays, such as weights and pages, that may not be copied.
+        text: Of the program, if `compiled` cannot provide it.
     """
     memory, text = compiled.memory_analysis(), text or compiled.as_text()
     assert text is not None
@@ -72,10 +72,10 @@ def facts(
         argument_bytes=memory.argument_size_in_bytes,
         output_bytes=memory.output_size_in_bytes,
         temp_bytes=memory.temp_size_in_bytes,
-        # In use at the worst moment, beside arguments.
+        # Peak memory in use, without arguments.
         peak_bytes=memory.peak_memory_in_bytes - memory.argument_size_in_bytes,
         code_bytes=code,
-        # All of it: arguments, results that are not donated, temporaries, code.
+        # The sum of arguments, results that are not donated, temporaries and code.
         hbm_bytes=used + code,
         donated_bytes=memory.alias_size_in_bytes,
         state_bytes=local_bytes(state),
@@ -88,7 +88,7 @@ def facts(
 
 
 def local_bytes(tree: Any) -> int:
-    """What the arrays of these shapes take on one chip."""
+    """Bytes of the arrays of these shapes on one chip."""
     return sum(_local_bytes(leaf) for leaf in jax.tree.leaves(tree))
 
 
@@ -109,14 +109,14 @@ def _operations(text: str) -> Iterator[tuple[str, str, int, str]]:
             count = math.prod(int(size) for size in sizes.split(",") if size)
             bytes_ = count * _BYTES.get(kind, 4)
             arrays.append((bytes_, f"{kind}[{sizes}]", layout))
-        # An asynchronous one lists operands too: a gather's are smaller, and of a
-        # copy's two the first is where it goes.
+        # An asynchronous operation lists operands too: a gather's are smaller; the
+        # first of a copy's two is its destination.
         size, shape, layout = max(arrays, key=lambda array: array[0], default=_NOTHING)
         yield name, shape, size, layout
 
 
 def collectives(text: str) -> dict[str, int]:
-    """How often the text has each operation between chips, by its name and shape."""
+    """Count the operations between chips, by name and shape."""
     named = [
         (name.removesuffix("-start"), shape) for name, shape, _, _ in _operations(text)
     ]
@@ -127,19 +127,19 @@ def collectives(text: str) -> dict[str, int]:
 
 
 def all_reduces(text: str) -> dict[str, int]:
-    """How often the text has a sum over chips, by shape."""
+    """Count the sums over chips, by shape."""
     found = [(*key.split(" "), count) for key, count in collectives(text).items()]
     return {shape: count for name, shape, count in found if name == "all-reduce"}
 
 
 def bytes_of(move: str) -> int:
-    """Bytes of the array that an operation is listed with."""
+    """Bytes of the array in an entry of `moves`."""
     [(kind, *_)] = _ARRAY.findall(move)
     return math.prod(shape_of(move)) * _BYTES.get(kind, 4)
 
 
 def largest_collective(text: str, *, but: tuple[int, ...]) -> int:
-    """Numbers in the largest collective that is not of a layer's hidden rows."""
+    """Elements of the largest collective other than of a layer's hidden rows."""
     sizes = [0]
     for name, shape, _, _ in _operations(text):
         dimensions = sizes_of(shape)
@@ -150,23 +150,23 @@ def largest_collective(text: str, *, but: tuple[int, ...]) -> int:
 
 
 def _as_slots(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Pages as the scatter sees them."""
+    """Shape of pages as the scatter's operand."""
     return (shape[0] * shape[1], *shape[2:]) if len(shape) == 4 else shape
 
 
 def shape_of(move: str) -> tuple[int, ...]:
-    """The dimensions of the array that an operation is listed with."""
+    """Dimensions of the array in an entry of `moves`."""
     sizes = re.sub(r".*\[(.*)\]", r"\1", move).split(",")
     return tuple(int(size) for size in sizes if size)
 
 
 def sizes_of(move: str) -> tuple[int, ...]:
-    """Its dimensions in order of size: a transposed weight is a copy too."""
+    """`shape_of`, sorted: a transposed weight is a copy too."""
     return tuple(sorted(shape_of(move)))
 
 
 def moves(text: str) -> dict[str, int]:
-    """What moves bytes and computes nothing, with their number."""
+    """Operations that only move data, with their bytes."""
     return {
         f"{name} {shape}": size
         for name, shape, size, layout in _operations(text)
@@ -176,15 +176,15 @@ def moves(text: str) -> dict[str, int]:
 
 
 def largest(found: dict[str, int], count: int = 8) -> dict[str, int]:
-    """The first of them in order of bytes."""
+    """The `count` entries with the most bytes."""
     order = sorted(found, key=lambda move: -found[move])
     return {move: found[move] for move in order[:count]}
 
 
 def copied(text: str, tree: Any) -> list[str]:
-    """Those moves that have the sizes of a weight or of a layer's pages.
+    """Moves whose array has the dimensions of a weight or of a layer's pages.
 
-    Not of vectors: of as many numbers there are others.
+    Vectors are left out: other arrays have the same number of elements.
     """
     kept = set()
     for leaf in jax.tree.leaves(tree):
@@ -199,7 +199,7 @@ def taken_out(text: str, stacks: Any) -> list[str]:
     """Operations that write one entry of a stack to memory.
 
     Args:
-        stacks: A tree of arrays whose first axis is that of the entries.
+        stacks: A tree of arrays; their first axis counts the entries.
     """
     entries = set()
     for leaf in jax.tree.leaves(stacks):
@@ -230,9 +230,9 @@ def dequantized(text: str, params: Any) -> list[str]:
 
 
 def squares(text: str, side: int) -> dict[str, int]:
-    """Arrays in memory that have a number for each pair of so many, with their bytes.
+    """Arrays in memory with an element for each pair of `side` rows, with their bytes.
 
-    Their last dimensions are these, or multiples of them in place of the first.
+    Their last two dimensions are `side`, or a multiple of it and `side`.
     """
     found = {}
     for _, kind, sizes in _written(text):
@@ -243,7 +243,7 @@ def squares(text: str, side: int) -> dict[str, int]:
 
 
 def kernel_operands(text: str, kernel: str) -> list[list[str]]:
-    """Of every launch of a kernel of ours, what it is given: types and dimensions."""
+    """Operands of each launch of one of our kernels: types and dimensions."""
     made = dict(re.findall(r"%([\w.-]+) = (\w+\[[\d,]*\])", text))
     calls = [
         line
@@ -262,9 +262,9 @@ def _arguments(call: str) -> str:
 
 
 def _written(text: str) -> Iterator[tuple[str, str, str]]:
-    """Name, type and sizes of what operations write to memory.
+    """Name, type and dimensions of the arrays that operations write to memory.
 
-    What a fusion does inside writes nothing, and S(1) is on-chip memory.
+    Operations inside a fusion write nothing, and S(1) is on-chip memory.
     """
     fused = set(re.findall(r" fusion\(.*?calls=%([\w.-]+)", text))
     computation = ""
@@ -283,7 +283,7 @@ def _written(text: str) -> Iterator[tuple[str, str, str]]:
 
 
 def dots(text: str) -> dict[tuple[int, ...], int]:
-    """How many products of matrices have a result of these dimensions."""
+    """Count the matrix products by the dimensions of their results."""
     found = re.findall(r" = \w+\[([\d,]*)\]\S* dot\(", text)
     return collections.Counter(
         tuple(int(size) for size in sizes.split(",") if size) for sizes in found
@@ -291,6 +291,6 @@ def dots(text: str) -> dict[tuple[int, ...], int]:
 
 
 def num_kernels(text: str) -> int:
-    """Launches of kernels of ours that the text has."""
+    """Number of launches of our kernels in the text."""
     target = r'custom_call_target="(?:tpu_custom|__gpu\$xla\.gpu)'
     return len(re.findall(target, text))

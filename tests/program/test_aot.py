@@ -1,8 +1,8 @@
 """Step programs for TPUs and GPUs fit, work in place and copy nothing large.
 
-Compilers report memory, kernels, collectives and moves of programs for devices that are
-not here; nothing runs. `RECORDS` has what they reported of whole programs, and what
-must hold of each; a few are compiled again by `make test`, the others by long suites.
+Compilers report memory, kernels, collectives and moves of programs without the devices;
+nothing runs. `RECORDS` has the reports on whole programs and the limits of each;
+`make test` compiles a few again, long suites the others.
 """
 
 import dataclasses
@@ -32,27 +32,27 @@ from tests.program.aot_step import PLACES
 
 Row = dict[str, Any]
 README = FOLDER.parent / "README.md"
-GREEDY = Features(is_greedy=True)
+GREEDY = Features(all_greedy=True)
 
-# Of a chip, beside arguments. Rounds need logits, hidden rows and what the compiler
-# fetches ahead. Not `temp_bytes`: on TPU that counts the record of each such copy (XLA
-# slices a weight into four) twice, and doubles where more weights are fetched ahead.
+# Peak memory of a chip, without arguments. Rounds need logits, hidden rows and weights
+# that the compiler prefetches. Not `temp_bytes`: on TPU that counts each such copy (XLA
+# slices a weight into four) twice, and doubles if more weights are prefetched.
 PEAK_BYTES = {"v5e-8": 3 * 2**25, "v5e-8/draft-2": 5 * 2**25}
-# Where few weights are fetched ahead in slices, that is bounded as well.
+# Bounds of `temp_bytes` for programs that prefetch few weights in slices.
 TEMP_BYTES = {"v6e-1": 2**29, "h200": 2**29, "h100/gemma-3": 2**29}
-# A round's logits, 8 x 5 x 256,000 floats on one chip, and nothing larger.
+# A round's logits, 8 x 5 x 256,000 floats on one chip, are the largest move.
 LOGITS = 8 * 5 * 256_000 * 4
 LARGEST_MOVE = {
     "v5e-8": 2**21, "v5e-8/draft-2": 2**23, "v6e-1": LOGITS, "h200": LOGITS,
     "v5e-1/gemma-3": 2**21, "v6e-1/gemma-3": LOGITS, "v5e-8/gemma-3": 2**23,
     "h100/gemma-3": 8 * 5 * 262_144 * 4,
 }  # fmt: skip
-# Of numbers: a few per row and candidate. A vocabulary is 256,000 per row.
+# Elements: a few per row and candidate. A vocabulary is 256,000 per row.
 LARGEST_COLLECTIVE = 2**13
 
 
 def check_in_place(row: Row) -> None:
-    """The state is updated in place to the last byte but padding, nothing is copied."""
+    """All of the state but padding is updated in place; nothing is copied."""
     assert row["donated_bytes"] >= row["state_bytes"], "the state is not in place"
     assert row["copied"] == [], "a weight or a layer's pages are copied"
 
@@ -67,54 +67,54 @@ def check_step(row: Row) -> None:
 
 
 def check_hosts(row: Row) -> None:
-    """One executable for all hosts; the draft's sums stay within a host."""
+    """One executable for all hosts; the draft's sums do not cross hosts."""
     check_in_place(row)
     cell, chips = aot_hosts.CELLS[row["name"]], NUM_CHIPS // NUM_HOSTS
     by_host = [host for host in range(NUM_HOSTS) for _ in range(chips)]
-    assert row["processes"] == by_host, "a host's chips are not side by side"
+    assert row["processes"] == by_host, "a host's chips are not adjacent"
     assert row["executables"] == 1, "more than one executable"
     assert row["hbm_bytes"] < int(15.75 * 2**30), "it does not fit"
-    # Logits of a sixteenth of the vocabulary, and what is fetched ahead.
+    # Logits of a sixteenth of the vocabulary, and prefetched weights.
     assert row["peak_bytes"] < 2**29
     target, draft = (
         layers or whole for layers, whole in zip(cell.layers, (46, 26), strict=True)
     )
-    # After attention and after the feed-forward part of each layer; the embedding, and
-    # two to choose among a divided vocabulary.
+    # Two sums per layer, after attention and after the feed-forward block; one for the
+    # embedding, and two to sample from a divided vocabulary.
     of_target = 2 * target + 3
-    # Twice in the text: the draft's first pass, and the loop of the others.
+    # The draft is twice in the text: the first pass, and the loop of the others.
     of_draft = 2 * (2 * draft + 3)
     whole = f"all-reduce over {NUM_CHIPS}"
     expected = {whole: of_target, f"all-reduce over {chips}": of_draft}
     if cell.draft_devices != chips:
-        # 2B has four KV heads and eight query heads: its attention is whole on each of
-        # sixteen chips, and sums are after the feed-forward part alone.
+        # 2B has four KV heads and eight query heads: attention is not split over
+        # sixteen chips, and only the feed-forward block needs a sum.
         expected = {whole: of_target + of_draft - 2 * draft}
     assert row["groups"] == expected, "other sums than within a host"
 
 
 def check_tree(row: Row) -> None:
-    """Masks are a bit for each row of the tree that a row may see, and a depth."""
+    """A row's mask is one bit per visible row of the tree, and a depth."""
     check_in_place(row)
     if row["name"].endswith("/chain"):
         assert row["rows"] == row["nodes"] + 1 == aot_trees.NUM_LEVELS + 1
         return
     words = 1 + math.ceil(row["rows"] / 32)
-    most = max(row["who_sees_whom"].values(), default=0)
+    most = max(row["mask_operands"].values(), default=0)
     limit = 4 * words * row["rows"] * aot_trees.NUM_SEQS
     assert 0 < most <= limit, "masks are no bits"
-    # One for all sequences may be there as well, in bytes: it is a constant.
+    # A constant mask for all sequences, in bytes, is allowed.
     assert sum(row["squares"].values()) <= 4 * row["rows"] ** 2, "squares in memory"
 
 
 def check_h200(row: Row) -> None:
-    """It fits beside both models' weights, on an H100 too, and makes logits at most."""
+    """It fits with both models' weights, on an H100 too; only logits are larger."""
     check_in_place(row)
     fits = aot_h200.fits(row["pair_bytes"])
     assert all(fits.values()), "the pair does not fit"
     assert row["fits"] == fits
-    # Logits, up to four times, and the rows of a layer: at batch 1, where logits are
-    # small, that is less than the pages of one layer.
+    # Up to four copies of the logits, and the rows of a layer: at batch 1, with small
+    # logits, that is less than the pages of one layer.
     logits = row["logits_bytes"]
     assert max(row["moves"].values(), default=0) <= logits, "a large move"
     assert row["peak_bytes"] <= 4 * logits + 2**21, "large temporaries"
@@ -157,9 +157,9 @@ def test_all_programs_are_recorded():
     assert H200_FILE["memory_fraction"] == aot_h200.full_size.MEMORY_FRACTION
 
 
-def test_tables_are_those_of_the_records():
+def test_tables_match_the_records():
     text = README.read_text(encoding="utf-8")
-    assert aot_hosts.tell(HOSTS) in text
+    assert aot_hosts.make_table(HOSTS) in text
     assert aot_trees.table(TREES) in text
 
 
@@ -177,7 +177,7 @@ COPIED = {"copied": ["copy bf16[4096,16,16,256]"]}
         ("step", "v6e-1", {"temp_bytes": 1 << 40}, "large temporaries"),
         ("hosts", aot_hosts.EXAMPLE, {"executables": 2}, "more than one"),
         ("hosts", aot_hosts.EXAMPLE, COPIED, "are copied"),
-        ("hosts", aot_hosts.EXAMPLE, {"processes": [0, 1] * 8}, "side by side"),
+        ("hosts", aot_hosts.EXAMPLE, {"processes": [0, 1] * 8}, "not adjacent"),
         (
             "hosts",
             aot_hosts.EXAMPLE,
@@ -186,11 +186,11 @@ COPIED = {"copied": ["copy bf16[4096,16,16,256]"]}
         ),
         ("trees", "v6e-1/9b/tree", {"donated_bytes": 0}, "in place"),
         ("trees", "v6e-1/9b/tree", COPIED, "are copied"),
-        # A byte, or a number of an MXU's, for each pair of rows.
+        # A mask with a byte, or an MXU operand's element, for each pair of rows.
         (
             "trees",
             "v6e-1/9b/tree",
-            {"who_sees_whom": {"s32[8,17,17]": 4 * 8 * 17 * 17}},
+            {"mask_operands": {"s32[8,17,17]": 4 * 8 * 17 * 17}},
             "no bits",
         ),
         (
@@ -211,7 +211,7 @@ COPIED = {"copied": ["copy bf16[4096,16,16,256]"]}
         ("h200", "plain/9b/batch 1", {"peak_bytes": 1 << 40}, "temporaries"),
     ],
 )
-def test_a_program_beyond_its_limits_is_refused(record, name, change, message):
+def test_program_beyond_its_limits_is_rejected(record, name, change, message):
     rows, check = RECORDS[record]
     check(rows[name])
     with pytest.raises(AssertionError, match=message):
@@ -226,12 +226,12 @@ def num_attentions(text: str) -> int:
 @pytest.mark.parametrize(
     "name", members("step", PLACES, is_example=lambda name: name == "v5e-8/draft-2")
 )
-def test_a_pair_compiles_for(name):
+def test_pair_compiles(name):
     place, layers, shape = PLACES[name], (None, None), aot_step.SHAPE
     skip_without_compiler(name)
-    # The parts of a program repeat by layer, so the place that is always compiled for
-    # sees one of each model, and nothing that draws: a third of the time is left. The
-    # record has the whole of every place.
+    # The parts of a program repeat by layer, so the place that is always compiled has
+    # one layer of each model and no sampling, which takes a third of the time. The
+    # record has the whole programs.
     if name == "v5e-8/draft-2":
         layers, shape = (1, 1), dataclasses.replace(shape, features=GREEDY)
     row, text = aot_step.compile_pair(name, shape, layers=layers)
@@ -241,7 +241,7 @@ def test_a_pair_compiles_for(name):
     # One attention per layer: the target's, and the draft's first and looped pass.
     assert num_attentions(text) >= target_layers + 2 * draft_layers
     if place.devices > 1:
-        # One after attention and one after the feed-forward part, in every layer.
+        # One after attention and one after the feed-forward block, in every layer.
         target, draft = (model.hidden_size for model in aot_step.models(place))
         sums = row["all_reduces"]
         assert of_width(sums, "f32", target, draft) == {
@@ -265,7 +265,7 @@ def of_width(sums: dict[str, int], kind: str, *widths: int) -> dict[str, int]:
 @pytest.mark.aot
 @pytest.mark.long_suite(name="hosts")
 @pytest.mark.parametrize("name", aot_hosts.CELLS)
-def test_a_program_for_several_hosts_compiles(name):
+def test_multihost_program_compiles(name):
     skip_without_compiler("v5e")
     check_hosts(aot_hosts.measure(name))
 
@@ -291,7 +291,7 @@ def test_accepted_kv_rows_are_moved_in_place(device, kept):
 @pytest.mark.parametrize(
     "name", [one for one in aot_trees.CASES if not one.endswith("/chain")]
 )
-def test_a_round_of_a_tree_compiles(name):
+def test_tree_round_compiles(name):
     skip_without_compiler(aot_trees.CASES[name].device)
     row = aot_trees.measure(aot_trees.CASES[name])
     print(json.dumps(row))
@@ -303,12 +303,12 @@ def test_a_round_of_a_tree_compiles(name):
 @pytest.mark.parametrize(
     ("kind", "kept"), [("chain", "int8"), ("leaves", "int8"), ("chain", "fp8")]
 )
-def test_a_whole_round_keeps_eight_bits_in_place(kind, kept):
-    """Pages of both models, and scales, are written and read where they lie.
+def test_eight_bit_pages_are_updated_in_place(kind, kept):
+    """Pages of both models, and scales, are written and read in place.
 
-    Where a layer's pages fit into on-chip memory, XLA may bring them there and back:
-    that is no copy in HBM, and `hlo.copied` leaves out what goes there. These do not
-    fit: the draft's take 134 MB, a v6e has 128.
+    If a layer's pages fit into on-chip memory, XLA may move them there and back, which
+    is not a copy in HBM: `hlo.copied` ignores it. These do not fit: the draft's take
+    134 MB, a v6e has 128.
     """
     name = f"v6e-1/9b/{kind}"
     case = aot_trees.CASES[name]
@@ -316,10 +316,11 @@ def test_a_whole_round_keeps_eight_bits_in_place(kind, kept):
     row = aot_trees.measure(case, kv_cache_dtype=kept)
     print(json.dumps(row))
     check_tree(row)
-    # In place are as many numbers as in bfloat16, in half the bytes; int8 has scales.
+    # The pages have the same number of values as in bfloat16, in half the bytes; int8
+    # has scales.
     wide = TREES[name]["state_bytes"]
     assert 0.5 * wide < row["state_bytes"] < 0.51 * wide
-    # A second layer's pages of either model would not go unnoticed as another shape.
+    # With two layers of either model, pages of another shape would be noticed.
     smallest = aot_trees.NUM_PAGES * case.config().page_size * 8 * 256
     assert max(row["moves"].values()) < smallest
 
@@ -327,14 +328,14 @@ def test_a_whole_round_keeps_eight_bits_in_place(kind, kept):
 @pytest.mark.aot
 @pytest.mark.parametrize(
     "name",
-    # One of every kind: a minute on a core. The parts of a program repeat by layer.
+    # One program of every kind: a minute on a core. Parts repeat by layer.
     members(
         "h200",
         ("plain/27b/batch 8", "pass/9b/batch 1/K 0", "round/9b-2b/K 8"),
         is_example=lambda name: name.startswith("pass"),
     ),
 )
-def test_a_program_of_the_gpu_benchmark_compiles(name):
+def test_gpu_benchmark_program_compiles(name):
     skip_without_compiler("h200")
     program = aot_h200.programs(mesh=aot_h200.gpu(), layers=(1, 1))[name]
     row, text = aot_h200.compile_program(name, program)
@@ -343,11 +344,11 @@ def test_a_program_of_the_gpu_benchmark_compiles(name):
     # One attention per layer: the target's, and the draft's first and looped pass.
     num_passes = sum(program.layers) + sum(program.layers[1:])
     assert num_attentions(text) >= num_passes
-    # The vocabulary is computed, also where nobody reads the token.
+    # All logits are computed, even if no token is read.
     assert re.search(r"= \w+\[(?:\d+,)*256000\]", text)
 
 
-# Devices, draft, and rounds that a launch may run.
+# Devices, draft, and the largest number of rounds of a launch.
 SCANNED = [
     ("v6e-1", None, 1), ("v6e-1", "2b", 1), ("v5e-8", "2b", 1), ("h200", "2b", 1),
     ("v6e-1", "2b", 8),
@@ -359,16 +360,14 @@ SCANNED = [
     ("devices", "draft", "max_rounds"),
     members("scanned", SCANNED, is_example=lambda case: case == SCANNED[0]),
 )
-def test_scanned_layers_read_weights_and_pages_where_they_lie(
-    devices, draft, max_rounds
-):
-    """On a TPU.
+def test_scanned_layers_read_weights_and_pages_in_place(devices, draft, max_rounds):
+    """For TPUs only.
 
-    XLA:GPU copies every layer's weights out of their stacks, whatever is made of the
-    products, and with its fusions of dynamic slices asked for as well.
+    XLA:GPU copies every layer's weights out of their stacks, with any use of the
+    products, and even with its fusions of dynamic slices enabled.
     """
     skip_without_compiler(devices)
-    num_layers = 4  # of both models: two turns, as of one there is no loop
+    num_layers = 4  # of both models: two turns, since one turn would need no loop
     config = engine_config(
         "9b",
         draft,
@@ -381,7 +380,11 @@ def test_scanned_layers_read_weights_and_pages_where_they_lie(
     )
     k = 4 if draft else 0
     shape = StepShape(
-        num_seqs=8, num_draft_tokens=k, chunk=0, features=GREEDY, max_rounds=max_rounds
+        num_seqs=8,
+        num_draft_tokens=k,
+        max_prompt_tokens=0,
+        features=GREEDY,
+        max_rounds=max_rounds,
     )
     step = compile_step(config, describe_mesh(devices, config), shape)
     target, drafts, state = step.forms
@@ -407,8 +410,8 @@ def test_scanned_layers_read_weights_and_pages_where_they_lie(
 def test_products_are_the_same_for_every_k_and_batch(draft, is_invariant):
     """With `batch_invariant`, one program serves all launches of a form on a GPU.
 
-    No product is parted into several sums, which XLA would choose by the number of
-    rows: into 4 or 16.
+    No product is split into several sums (4 or 16), which XLA would do depending on the
+    number of rows.
     """
     skip_without_compiler("h200")
     config = engine_config(

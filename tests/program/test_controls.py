@@ -1,4 +1,4 @@
-"""Penalties, bias and masks: every row is what a float64 loop makes of it."""
+"""Penalties, bias and masks: every row equals the result of a float64 loop."""
 
 import dataclasses
 
@@ -21,7 +21,7 @@ SEQS, DRAFTS, VOCAB, PAGE, PAGES = 24, 3, 72, 4, 5
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Round:
-    """Sequences with known tokens and drafts, and what each asked."""
+    """Sequences with known tokens and drafts, and the controls of each."""
 
     asked: list[TokenControls | None]
     tokens: list[list[int]]
@@ -56,7 +56,7 @@ class Round:
 
 
 def make_round(asked: list[TokenControls | None], *, few_tokens: int = 6) -> Round:
-    """Tokens come again and again, in the prompt, the output and the drafts."""
+    """Make sequences over few tokens, which repeat in prompt, output and drafts."""
     random = np.random.default_rng(3)
     count = len(asked)
     lengths = random.integers(8, PAGE * PAGES + 1, count)
@@ -66,7 +66,7 @@ def make_round(asked: list[TokenControls | None], *, few_tokens: int = 6) -> Rou
     some = random.permutation(VOCAB)[:few_tokens]
     tokens = random.choice(some, (count, PAGE * PAGES))
     pages[table] = tokens.reshape(count, PAGES, PAGE)
-    # Past the end is junk, whose tokens nobody has said.
+    # Junk past the end, with tokens that do not occur in the texts.
     table = np.where(np.arange(PAGES) * PAGE < lengths[:, None], table, count * PAGES)
     active = dataclasses.replace(
         make_active(count, num_tokens=lengths, num_prompt=num_prompt),
@@ -98,7 +98,7 @@ def random_controls(seed: int) -> TokenControls | None:
 
 
 def with_bad_words(made: Round) -> Round:
-    """Words that end at each row, some of them one token or one place off."""
+    """Add words that end at each row, some off by one token or one position."""
     asked = []
     for seq, one in enumerate(made.asked):
         if one is None:
@@ -128,7 +128,7 @@ def check_adjust() -> None:
     np.testing.assert_array_equal(found[untouched], made.logits[untouched])
 
 
-def test_every_row_counts_what_comes_before_it():
+def test_every_row_counts_the_tokens_before_it():
     check_adjust()
 
 
@@ -151,7 +151,7 @@ def test_each_control_alone(one: TokenControls):
 
 
 def test_bad_words_forbid_their_last_token_only():
-    """Those that end in the output; a word that the prompt has begun may come."""
+    """Words count only within the output: one that starts in the prompt is allowed."""
     made = with_bad_words(make_round([TokenControls()] * SEQS))
     found, expected = made.adjusted(Backend()), made.expected()
     np.testing.assert_array_equal(found == -np.inf, expected == -np.inf)
@@ -161,7 +161,7 @@ def test_bad_words_forbid_their_last_token_only():
 
 
 @pytest.mark.parametrize("shards", [1, 8])
-def test_where_bad_words_leave_nothing_that_is_allowed_it_may_come(shards):
+def test_bad_words_do_not_mask_the_last_allowed_tokens(shards):
     allowed, row = (5, 40), 1
     words = (5,), (40,)
     asked = [
@@ -178,8 +178,8 @@ def test_where_bad_words_leave_nothing_that_is_allowed_it_may_come(shards):
 
 
 @pytest.mark.parametrize("shards", [1, 8])
-def test_a_stop_id_that_comes_too_early_is_not_what_bad_words_leave(shards):
-    """One may come in the third row and later; the word 5 is all else in each."""
+def test_bad_words_do_not_leave_only_an_early_stop_id(shards):
+    """A row's only allowed tokens are a bad word and a stop id before `min_tokens`."""
     stop, word, early = 40, 5, 2
     asked = TokenControls(allowed=(stop, word), bad_words=((word,),))
     made = make_round([asked] * 2)
@@ -197,7 +197,7 @@ def test_a_stop_id_that_comes_too_early_is_not_what_bad_words_leave(shards):
 
 
 @pytest.mark.parametrize("shards", [2, 8])
-def test_devices_that_share_the_vocabulary_agree_with_one(shards):
+def test_split_vocabulary_equals_one_device(shards):
     made = with_bad_words(make_round([random_controls(i) for i in range(SEQS)]))
     backend = Backend(mesh=make_mesh(shards), mesh_axes=TARGET_MESH_AXES)
     assert backend.vocab_axes(VOCAB) is not None
@@ -205,8 +205,8 @@ def test_devices_that_share_the_vocabulary_agree_with_one(shards):
     np.testing.assert_array_equal(found, made.adjusted(Backend()))
 
 
-def test_rows_one_at_a_time_are_the_rows_of_the_round():
-    """A draft model sees its own drafts as the target will."""
+def test_single_rows_equal_rows_of_the_round():
+    """A draft model's rows count its own drafts as the target's rows do."""
     made = with_bad_words(make_round([random_controls(i) for i in range(SEQS)]))
     together = made.adjusted(Backend())
     for row in range(DRAFTS + 1):
@@ -216,7 +216,7 @@ def test_rows_one_at_a_time_are_the_rows_of_the_round():
 
 @pytest.mark.parametrize(("penalty", "text"), [(1.5, [1, 15]), (0.7, [1, 1, 15])])
 def test_frequency_penalty_stops_repeated_drafts(penalty, text):
-    """As vLLM pins it: drafts [1, 1, 1] where 15 is the second best everywhere."""
+    """A case of vLLM's tests: drafts [1, 1, 1]; 15 is the second best everywhere."""
     asked: list[TokenControls | None] = [TokenControls(frequency_penalty=penalty)]
     logits = np.zeros((1, DRAFTS + 1, VOCAB), np.float32)
     logits[..., 1], logits[..., 15] = 100.0, 99.0
@@ -229,11 +229,11 @@ def test_frequency_penalty_stops_repeated_drafts(penalty, text):
         tokens=[[40] * len(made.tokens[0])],
     )
     best = dense.argmax(jnp.asarray(made.adjusted(Backend())[0])).tolist()
-    stays = [token == 1 for token in best].index(False)
-    assert [1] * stays + [best[stays]] == text
+    count = [token == 1 for token in best].index(False)
+    assert [1] * count + [best[count]] == text
 
 
-def test_bits_are_counted_from_the_low_end():
+def test_bits_are_unpacked_lowest_first():
     words = jnp.array([[1, 2**31 + 4]], jnp.uint32)
     flags = controls.unpack_bits(words, 0, 64)
     assert np.flatnonzero(flags[0]).tolist() == [0, 34, 63]

@@ -1,4 +1,4 @@
-"""Programs are given all that they read or change, and no draft model at K = 0."""
+"""Programs take all arrays that they read or change, and no draft model at K = 0."""
 
 import contextlib
 import dataclasses
@@ -17,10 +17,10 @@ from jaxspec.program.wire import PlanLayout
 from tests.support import pair
 from tests.support.engines import make_engine
 
-PLAIN = StepShape(num_seqs=2, num_draft_tokens=0, chunk=0)
+PLAIN = StepShape(num_seqs=2, num_draft_tokens=0, max_prompt_tokens=0)
 DRAFTING = dataclasses.replace(PLAIN, num_draft_tokens=3)
-WITH_PROMPTS = dataclasses.replace(PLAIN, chunk=32)
-GREEDY = dataclasses.replace(PLAIN, features=Features(is_greedy=True))
+WITH_PROMPTS = dataclasses.replace(PLAIN, max_prompt_tokens=32)
+GREEDY = dataclasses.replace(PLAIN, features=Features(all_greedy=True))
 WAYS: dict[str, dict[str, Any]] = {
     "chain": {},
     "one pass": {"mask_token_id": 1},
@@ -41,11 +41,11 @@ def everything(engine: LLMEngine) -> Any:
 
 @pytest.mark.parametrize("shape", [PLAIN, GREEDY, WITH_PROMPTS])
 @pytest.mark.parametrize("way", WAYS)
-def test_what_rests_is_neither_read_nor_changed(way: str, shape: StepShape):
+def test_unused_arguments_are_neither_read_nor_changed(way: str, shape: StepShape):
     engine = engine_of(**WAYS[way])
     program, arguments = engine.runner.program, everything(engine)
-    rest = [one.rests_without_drafts for one in program.proposers]
-    assert rest[-1]
+    is_unused = [one.is_unused_without_drafts for one in program.proposers]
+    assert is_unused[-1]
     plan = np.zeros(PlanLayout(shape, program.pool).size, np.int32)
 
     def run(*given: Any) -> Any:
@@ -59,22 +59,22 @@ def test_what_rests_is_neither_read_nor_changed(way: str, shape: StepShape):
     used = {id(one) for equation in traced.eqns for one in equation.invars}
     given = [
         traced.invars[number]
-        for at, rests in enumerate(rest)
-        if rests
+        for at, unused in enumerate(is_unused)
+        if unused
         for number in jax.tree.leaves((numbers[1][at], numbers[2].proposers[at]))
     ]
     assert len(given) > 10
     assert not used & set(map(id, given))
     kept = [
         traced.invars[number]
-        for at, rests in enumerate(rest)
-        if rests
+        for at, unused in enumerate(is_unused)
+        if unused
         for number in jax.tree.leaves(numbers[2].proposers[at])
     ]
     assert [id(one) for one in traced.outvars][-len(kept) :] == list(map(id, kept))
 
 
-def test_a_plain_program_is_given_what_it_is_without_drafts():
+def test_plain_program_takes_the_arguments_of_an_engine_without_drafts():
     with_draft, alone = engine_of(), make_engine(pair.target(), **pair.SETTINGS)
     sizes = [
         [
@@ -89,13 +89,13 @@ def test_a_plain_program_is_given_what_it_is_without_drafts():
     runner: Any = with_draft.runner
     counts = [
         len(jax.tree.leaves(runner.executable(shape).args_info))
-        for shape in (PLAIN, DRAFTING, StepShape.catch_up(32))
+        for shape in (PLAIN, DRAFTING, StepShape.draft_prefill(32))
     ]
     everyone = len(jax.tree.leaves(everything(with_draft))) + 1
     assert counts == [sum(map(len, sizes[0])) + 1, everyone, everyone]
 
 
-def test_a_call_replaces_what_it_was_given():
+def test_call_replaces_its_donated_arrays():
     engine = engine_of()
     params, state = engine.runner.params, engine.runner.state
     arrays = Arrays(engine.runner.program.proposers, params, state)
@@ -109,7 +109,7 @@ def test_a_call_replaces_what_it_was_given():
     before = jax.tree.map(np.asarray, state)
     drafts = before.proposers
     assert arrays.call(program, PLAIN, plan) is plan
-    # The draft model's pages are where they were, and all else is what came back.
+    # The draft model's pages are the same arrays; the others are the results.
     once = jax.tree.map(np.asarray, arrays.state)
     expected = jax.tree.map(other, before)
     expect_equal(once, dataclasses.replace(expected, proposers=drafts))
@@ -121,7 +121,7 @@ def test_a_call_replaces_what_it_was_given():
 
 
 def other(array: Any) -> Any:
-    """The same with all bits the other way round."""
+    """Return the array with all bits inverted."""
     values = np.asarray(array)
     if values.dtype == bool:
         return ~values
@@ -137,7 +137,7 @@ def expect_equal(one: Any, other: Any) -> None:
 
 
 @pytest.mark.parametrize("shape", [PLAIN, DRAFTING])
-def test_a_call_that_is_cut_short_leaves_nothing_half_done(shape: StepShape):
+def test_interrupted_call_leaves_a_consistent_state(shape: StepShape):
     engine = engine_of()
     arrays = Arrays(
         engine.runner.program.proposers, engine.runner.params, engine.runner.state
@@ -151,6 +151,6 @@ def test_a_call_that_is_cut_short_leaves_nothing_half_done(shape: StepShape):
         arrays.call(program, shape, None)
     after = jax.tree.leaves(arrays.state)
     assert all(one is other for one, other in zip(before, after, strict=True))
-    assert not arrays.are_given_away
+    assert not arrays.is_state_consumed
     after[0].delete()
-    assert arrays.are_given_away
+    assert arrays.is_state_consumed

@@ -1,4 +1,4 @@
-"""Masks reach the logits bit by bit, and the host is asked about the right tokens."""
+"""Masks reach the logits bit by bit, and the host receives the right tokens."""
 
 import dataclasses
 from typing import NamedTuple
@@ -21,7 +21,7 @@ ROWS = 6
 
 
 def make_rows(vocab: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Logits, raw ones, words, and what the words say token by token."""
+    """Logits, raw logits, mask words, and the words as one bool per token."""
     random = np.random.default_rng(vocab)
     raw = random.normal(size=(ROWS, vocab)).astype(np.float32)
     logits = raw + random.normal(size=raw.shape).astype(np.float32)
@@ -29,7 +29,7 @@ def make_rows(vocab: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarra
     is_allowed[:, 0] = True
     is_allowed[0] = True
     is_allowed[1, :-1], is_allowed[1, -1] = False, True
-    # The other controls leave nothing of what these two grammars allow.
+    # The other controls mask all tokens that these two grammars allow.
     logits[2, is_allowed[2]] = -np.inf
     logits[1, -1] = -np.inf
     words = -(-vocab // grammar.WORD)
@@ -56,7 +56,7 @@ def expect(logits: np.ndarray, raw: np.ndarray, is_allowed: np.ndarray) -> np.nd
 
 @pytest.mark.parametrize("vocab", [16, 32, 40, 64, 8192])
 @pytest.mark.parametrize("shards", [1, 8])
-def test_restrict_keeps_what_the_masks_allow(vocab, shards):
+def test_restrict_keeps_allowed_tokens(vocab, shards):
     logits, raw, words, is_allowed = make_rows(vocab)
     backend = Backend(mesh=make_mesh(shards), mesh_axes=TARGET_MESH_AXES)
 
@@ -74,7 +74,7 @@ def test_restrict_keeps_what_the_masks_allow(vocab, shards):
     ("num_before", "shards", "is_native"),
     [(0, 1, False), (1, 1, False), (1, 8, False), (1, 1, True)],
 )
-def test_the_host_is_told_the_newest_tokens_and_the_drafts(
+def test_host_receives_newest_tokens_and_drafts(
     num_before, shards, is_native, monkeypatch
 ):
     page_size, num_pages, vocab = 4, 16, 40
@@ -91,7 +91,7 @@ def test_the_host_is_told_the_newest_tokens_and_the_drafts(
     masks = np.random.default_rng(1).integers(0, 2**32, (4, 2, 2), dtype=np.uint32)
 
     def source(*arguments):
-        # What C++ lends ends with the call.
+        # Copies: C++ frees its buffers after the call.
         asked.append([np.array(argument) for argument in arguments])
         return masks
 
@@ -119,7 +119,7 @@ def test_the_host_is_told_the_newest_tokens_and_the_drafts(
         )
         return adjust(logits, jnp.asarray(drafts, jnp.int32), num_before=before)
 
-    # As in an engine: logits are split by vocabulary, all else is everywhere.
+    # As in an engine: logits are split by vocabulary, other arrays are replicated.
     whole = NamedSharding(mesh, PartitionSpec())
     split = NamedSharding(mesh, PartitionSpec(None, None, TARGET_MESH_AXES))
     logits = jax.device_put(logits, split)
@@ -128,11 +128,11 @@ def test_the_host_is_told_the_newest_tokens_and_the_drafts(
     bits = np.unpackbits(masks.view(np.uint8), axis=2, bitorder="little")
     expected = np.where(bits[:, :, :vocab], 2 * np.asarray(logits), -np.inf)
     np.testing.assert_array_equal(found, expected)
-    ((ids, num_tokens, newest, told, before),) = asked
-    assert ids.tolist() == [5, 0, 9, 0]  # a row that is done needs no answer
+    ((ids, num_tokens, newest, received, before),) = asked
+    assert ids.tolist() == [5, 0, 9, 0]  # a row that is done needs no mask
     assert num_tokens.tolist() == lengths
     assert before.tolist() == [num_before, num_before + 1]
-    np.testing.assert_array_equal(told, drafts)
+    np.testing.assert_array_equal(received, drafts)
     for row, length in enumerate(lengths):
         known = token_pages[table[row][table[row] < num_pages]].reshape(-1)[:length]
         count = min(length, grammar.WINDOW)
@@ -143,13 +143,16 @@ class Named(NamedTuple):
     grammar_id: int
 
 
-def test_ids_travel_by_row_in_shapes_with_grammars_alone():
+def test_grammar_ids_are_sent_only_with_grammars():
     pool = PoolShape(
         num_rows=5, num_pages=40, page_size=4, max_model_len=50, vocab_size=16
     )
-    plain = StepShape(num_seqs=4, num_draft_tokens=3, chunk=0)
+    plain = StepShape(num_seqs=4, num_draft_tokens=3, max_prompt_tokens=0)
     shape = StepShape(
-        num_seqs=4, num_draft_tokens=3, chunk=0, features=Features(has_grammar=True)
+        num_seqs=4,
+        num_draft_tokens=3,
+        max_prompt_tokens=0,
+        features=Features(has_grammar=True),
     )
     layout = PlanLayout(shape, pool)
     vector = layout.pack(StepPlan(grammars={4: Named(77), 0: Named(2**31 - 1)}))

@@ -13,7 +13,7 @@ def integers(values) -> jnp.ndarray:
     return jnp.asarray(values, jnp.int32)
 
 
-def test_what_is_written_is_read_and_the_rest_stays():
+def test_write_changes_only_its_positions():
     pages = integers(np.arange(PAGES * SIZE).reshape(PAGES, SIZE))
     position, tokens = integers([[3, 4, 5], [0, 1, 2]]), integers([[91, 92, 93]] * 2)
     kept = jnp.array([[True, True, False], [True, False, True]])
@@ -38,7 +38,7 @@ def test_positions_without_a_page_or_outside_the_table_are_dropped():
     assert (slots == PAGES * SIZE).all()
 
 
-def test_a_shared_page_has_its_tokens_for_both():
+def test_shared_page_serves_both_sequences():
     table = integers([[1, 2], [1, 3]])
     pages = history.write(
         integers(np.zeros((PAGES, SIZE))),

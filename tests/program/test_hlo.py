@@ -1,4 +1,4 @@
-"""What is read from a compiled program's text."""
+"""Tests of `hlo`, which reads a compiled program's text."""
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +17,8 @@ HLO = """
 """
 
 
-def test_moves_are_read_whatever_form_they_have():
-    """To memory on the chip (S(1)) is no move, from there it is one."""
+def test_moves_are_read_in_every_form():
+    """A copy to on-chip memory (S(1)) is no move; a copy from there is one."""
     assert hlo.moves(HLO) == {
         "all-gather-start f32[8,256000]": 8 * 256000 * 4,
         "all-gather-start f32[8,4,1024]": 8 * 4 * 1024 * 4,
@@ -54,8 +54,8 @@ STACKED = """
 """
 
 
-def test_what_is_taken_out_of_a_stack_is_told():
-    """Not what a fusion reads in place, nor what goes to memory on the chip (S(1))."""
+def test_entries_taken_out_of_a_stack_are_found():
+    """Except entries that a fusion reads in place or writes to on-chip memory."""
     place = SingleDeviceSharding(jax.devices()[0])
     stack = jax.ShapeDtypeStruct((2, 4096, 512), jnp.bfloat16, sharding=place)
     vectors = jax.ShapeDtypeStruct((2, 8), jnp.float32, sharding=place)
@@ -63,8 +63,8 @@ def test_what_is_taken_out_of_a_stack_is_told():
     assert hlo.taken_out(STACKED, [stack, vectors]) == expected
 
 
-def test_copies_of_what_is_kept_are_told():
-    """In any order of its dimensions, and as the rows that a scatter sees."""
+def test_copies_of_weights_and_pages_are_found():
+    """With any order of dimensions, or flattened to the rows of a scatter."""
     place = SingleDeviceSharding(jax.devices()[0])
     forms = {
         "weight": ((2304, 16), "transpose bf16[16,2304]"),
@@ -95,14 +95,14 @@ ENTRY %main (q: bf16[8,8,34,256]) -> bf16[8,8,34,256] {
 """  # noqa: E501
 
 
-def test_what_a_kernel_is_given_is_told():
+def test_kernel_operands_are_found():
     given = ["bf16[8,8,34,256]", "s32[8,2,17]"]
     assert hlo.kernel_operands(TREE, "paged_attention") == [given]
     assert hlo.kernel_operands(TREE, "rejection") == [given[:1]]
 
 
-def test_arrays_of_pairs_are_told():
-    """In memory: not those within a fusion, and not those on the chip (S(1))."""
+def test_square_arrays_are_found():
+    """In memory only: not within a fusion, and not on the chip (S(1))."""
     assert hlo.squares(TREE, 17) == {
         "pred[1,17,17]": 17 * 17,
         "bf16[8,34,17]": 2 * 8 * 34 * 17,
@@ -126,7 +126,7 @@ def test_operations_are_counted_in_both_forms_of_a_program():
 
 
 class Unreadable:
-    """A compiled program whose text jax refuses."""
+    """A compiled program whose text jax cannot parse."""
 
     def __init__(self, message: str):
         self.message = message

@@ -15,7 +15,7 @@ ROWS, VOCAB = 17, 64
 
 
 def make_logits() -> np.ndarray:
-    """Among them equal ones, very low ones and one that has all the mass."""
+    """Random rows, with ties, very low logits, and one token with all the mass."""
     random = np.random.default_rng(0)
     logits = random.normal(size=(ROWS, VOCAB)) * 4
     logits[1] = random.integers(0, 3, VOCAB)
@@ -25,7 +25,7 @@ def make_logits() -> np.ndarray:
     return logits.astype(np.float32)
 
 
-def told(
+def logprobs_of(
     logits: np.ndarray,
     tokens: np.ndarray,
     num_top: int,
@@ -51,13 +51,13 @@ def told(
 
 @pytest.mark.parametrize("shards", [1, 2, 8])
 @pytest.mark.parametrize("num_top", [0, 1, 12])
-def test_numbers_are_those_of_the_softmax(num_top, shards):
+def test_logprobs_equal_the_softmax(num_top, shards):
     logits = make_logits()
     random = np.random.default_rng(1)
     tokens = random.integers(0, VOCAB, ROWS)
     chosen = random.integers(0, VOCAB, (ROWS, 5))
     chosen[:, 0] = logits.argmax(axis=1)
-    found = told(logits, tokens, num_top, shards, chosen)
+    found = logprobs_of(logits, tokens, num_top, shards, chosen)
     wide = logits.astype(np.float64)
     wide -= wide.max(axis=1, keepdims=True)
     distribution = wide - np.log(np.exp(wide).sum(axis=1, keepdims=True))
@@ -65,39 +65,39 @@ def test_numbers_are_those_of_the_softmax(num_top, shards):
     np.testing.assert_allclose(found.own, own, rtol=1e-5, atol=1e-4)
     above = logits > logits[np.arange(ROWS), tokens][:, None]
     np.testing.assert_array_equal(found.rank, 1 + above.sum(axis=1))
-    # The lowest id first among equals, however the vocabulary is cut.
+    # Ties by lowest id, for any split of the vocabulary.
     order = np.argsort(-logits, axis=1, kind="stable")[:, :num_top]
     np.testing.assert_array_equal(found.top_ids, order)
     best = np.take_along_axis(distribution, order, axis=1)
     np.testing.assert_allclose(found.top, best, rtol=1e-5, atol=1e-4)
     others = np.take_along_axis(distribution, chosen, axis=1)
     np.testing.assert_allclose(found.chosen, others, rtol=1e-5, atol=1e-4)
-    # In the same bits, whichever way a number was found.
+    # The same bits in all three ways to compute a logprob.
     if num_top:
         np.testing.assert_array_equal(found.chosen[:, 0], found.top[:, 0])
 
 
 def test_the_most_probable_token_has_rank_one():
     logits = make_logits()
-    found = told(logits, logits.argmax(axis=1), 1)
+    found = logprobs_of(logits, logits.argmax(axis=1), 1)
     assert (found.rank == 1).all()
     np.testing.assert_array_equal(found.own, found.top[:, 0])
 
 
 @pytest.mark.parametrize("shards", [1, 8])
-def test_past_the_vocabulary_come_pads(shards):
-    found = told(make_logits(), np.zeros(ROWS), VOCAB + 3, shards)
+def test_top_ids_past_the_vocabulary_are_pads(shards):
+    found = logprobs_of(make_logits(), np.zeros(ROWS), VOCAB + 3, shards)
     assert (np.sort(found.top_ids[:, :VOCAB], axis=1) == np.arange(VOCAB)).all()
     assert (found.top_ids[:, VOCAB:] == NO_TOKEN).all()
     assert (found.top[:, VOCAB:] == -np.inf).all()
 
 
-def test_a_token_that_nobody_knows_breaks_nothing():
+def test_unknown_token_affects_only_its_own_row():
     logits, tokens = make_logits(), np.arange(ROWS)
-    known = told(logits, tokens, 2)
+    known = logprobs_of(logits, tokens, 2)
     tokens[5] = NO_TOKEN
-    chosen = np.full((ROWS, 3), NO_TOKEN)  # as of whoever has chosen none
-    found = told(logits, tokens, 2, chosen=chosen)._replace(chosen=known.chosen)
+    chosen = np.full((ROWS, 3), NO_TOKEN)  # as for a request without ids
+    found = logprobs_of(logits, tokens, 2, chosen=chosen)._replace(chosen=known.chosen)
     for mine, theirs in zip(found, known, strict=True):
         others = np.arange(ROWS) != 5
         np.testing.assert_array_equal(mine[others], theirs[others])

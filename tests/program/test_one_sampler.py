@@ -1,8 +1,8 @@
 """Plain decoding and verification draw the same tokens from the same logits.
 
-At the borders of the filters: ties, many equal logits, vocabularies of 256,000. What
-plain decoding draws, token by token, verification must accept, and then draw the same
-token after it; with the seeds' own noise, which is keyed by position.
+At the borders of the filters: ties, many equal logits, vocabularies of 256,000.
+Verification must accept the tokens that plain decoding draws one by one, and then draw
+the same next token, with the seeds' own noise, which is keyed by position.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ MIN_PS = (0.0, 0.02, 0.3, 1.0)
 
 
 def make_logits(random: np.random.Generator, rows: int, vocab: int) -> np.ndarray:
-    """Rows of every kind that may lie on a filter's border."""
+    """Rows of every kind that may be on a filter's border."""
     logits = random.normal(size=(rows, vocab)).astype(np.float32)
     logits *= random.choice([0.1, 1.0, 3.0, 20.0], (rows, 1)).astype(np.float32)
     kind = random.integers(0, 6, rows)
@@ -58,11 +58,11 @@ def controls(random: np.random.Generator, seqs: int, vocab: int) -> dict:
 def put_on_borders(
     random: np.random.Generator, logits: np.ndarray, asked: dict
 ) -> None:
-    """Move half of the sequences' top-p and min-p to where one of their tokens is.
+    """Set half of the sequences' top-p and min-p to the exact border of a token.
 
-    All rows of such a sequence are alike, and its threshold is the float32 nearest to
-    the weight of a token, or of all tokens down to one: which of the two sides it is on
-    depends on how sums and quotients are rounded.
+    All rows of such a sequence are equal, and its threshold is the float32 nearest to
+    the probability of a token, or of all tokens down to it: rounding of sums and
+    quotients decides which side the token is on.
     """
     seqs, width, _ = logits.shape
     for seq in np.flatnonzero(random.random(seqs) < 0.5):
@@ -112,7 +112,7 @@ def play(active, logits):
 
 
 def count_unequal(seqs: int, vocab: int, seed: int) -> int:
-    """Sequences in which the two ways differ, of `seqs`."""
+    """Number of sequences, of `seqs`, in which the two ways differ."""
     random = np.random.default_rng(seed)
     logits = make_logits(random, seqs * (DRAFTS + 1), vocab)
     logits = logits.reshape(seqs, DRAFTS + 1, vocab)
@@ -134,7 +134,7 @@ def count_unequal(seqs: int, vocab: int, seed: int) -> int:
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 
-# Times four rows: in full 11,520 tokens. The first is of more than a tile.
+# Times four rows: 11,520 tokens in the full run. The first exceeds a tile.
 @pytest.mark.parametrize(
     ("vocab", "seqs"),
     [

@@ -1,4 +1,4 @@
-"""Controls in a plan's vector: every value arrives, and pads say nothing."""
+"""Controls in a plan's vector: every value arrives, and pads are neutral."""
 
 import dataclasses
 
@@ -10,7 +10,7 @@ from jaxspec.program.plan import (
     MAX_BAD_WORDS,
     MAX_BIAS,
     MAX_CONTROLLED,
-    MAX_TOLD_IDS,
+    MAX_LOGPROB_TOKEN_IDS,
     NO_TOKEN,
     TILE,
     Features,
@@ -24,7 +24,7 @@ from tests.support.plans import ADMISSION, POOL, with_controls
 SHAPE = StepShape(
     num_seqs=4,
     num_draft_tokens=3,
-    chunk=8 * TILE,
+    max_prompt_tokens=8 * TILE,
     features=Features(has_controls=True),
 )
 LAYOUT = PlanLayout(SHAPE, POOL)
@@ -35,7 +35,7 @@ CONTROLS = TokenControls(
     bias=((5, -100.0), (69, 2.5)),
     allowed=(0, 31, 32, 69),
     bad_words=((7,), (1, 2, 3)),
-    told=(69, 0, 69),
+    logprob_token_ids=(69, 0, 69),
 )
 
 
@@ -47,7 +47,7 @@ def fields_of(plan: StepPlan) -> dict[str, np.ndarray]:
 def test_every_value_arrives():
     plan = StepPlan(admissions=[ADMISSION, with_controls(1, CONTROLS)])
     fields = fields_of(plan)
-    # Those with controls stand side by side, wherever their admissions are.
+    # Controls are packed without gaps, in the order of their admissions.
     pads = [POOL.num_rows] * (MAX_CONTROLLED - 1)
     assert fields["control_row"].tolist() == [1, *pads]
     penalties = fields["control_penalties"][0]
@@ -63,11 +63,11 @@ def test_every_value_arrives():
     assert words[:2, -3:].tolist() == [[NO_TOKEN, NO_TOKEN, 7], [1, 2, 3]]
     assert (words[:2, :-3] == NO_TOKEN).all()
     assert (words[2:] == NO_TOKEN).all()
-    told = fields["control_told_ids"][0].tolist()
-    assert told == [69, 0, 69] + [NO_TOKEN] * (MAX_TOLD_IDS - 3)
+    ids = fields["control_logprob_token_ids"][0].tolist()
+    assert ids == [69, 0, 69] + [NO_TOKEN] * (MAX_LOGPROB_TOKEN_IDS - 3)
 
 
-def test_the_defaults_allow_everything():
+def test_default_controls_allow_everything():
     fields = fields_of(StepPlan(admissions=[with_controls(2, TokenControls())]))
     assert fields["control_row"][0] == 2
     penalties = fields["control_penalties"][0]
@@ -78,9 +78,11 @@ def test_the_defaults_allow_everything():
     assert bits[: POOL.vocab_size].all()
 
 
-def test_without_the_feature_or_prompts_there_is_no_room_for_controls():
-    without = StepShape(num_seqs=4, num_draft_tokens=3, chunk=TILE)
-    decoding = dataclasses.replace(without, chunk=0, features=SHAPE.features)
+def test_plans_without_controls_have_no_control_fields():
+    without = StepShape(num_seqs=4, num_draft_tokens=3, max_prompt_tokens=TILE)
+    decoding = dataclasses.replace(
+        without, max_prompt_tokens=0, features=SHAPE.features
+    )
     for shape in (without, decoding):
         layout = PlanLayout(shape, POOL)
         assert not [name for name in layout.fields if name.startswith("control")]
@@ -96,10 +98,10 @@ def test_without_the_feature_or_prompts_there_is_no_room_for_controls():
         TokenControls(bad_words=((1,),) * (MAX_BAD_WORDS + 1)),
         TokenControls(bad_words=((1,) * 9,)),
         TokenControls(bad_words=((),)),
-        TokenControls(told=(1,) * (MAX_TOLD_IDS + 1)),
+        TokenControls(logprob_token_ids=(1,) * (MAX_LOGPROB_TOKEN_IDS + 1)),
     ],
-    ids=["bias", "bad words", "long word", "empty word", "told"],
+    ids=["bias", "bad words", "long word", "empty word", "logprob ids"],
 )
-def test_more_than_fits_is_a_bug(controls: TokenControls):
+def test_too_large_controls_fail_an_assertion(controls: TokenControls):
     with pytest.raises(AssertionError):
         LAYOUT.pack(StepPlan(admissions=[with_controls(1, controls)]))

@@ -1,4 +1,4 @@
-"""A proposer is one file and one line: a toy, its own state, and the engine's texts."""
+"""A proposer needs one file and one registry line: toy proposers in the engine."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -13,9 +13,9 @@ from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.engine.program_cache import ProgramCache
 from jaxspec.program.propose import (
     PROPOSERS,
-    Context,
     Observer,
     Proposal,
+    ProposerContext,
     Seen,
     proposers_of,
 )
@@ -43,19 +43,24 @@ class Parrot:
     has_params: ClassVar[bool] = False
     may_find_none: ClassVar[bool] = False
     may_find_few: ClassVar[bool] = False
-    rests_without_drafts: ClassVar[bool] = False
+    is_unused_without_drafts: ClassVar[bool] = False
 
     def state_forms(self, dtype: Any, pool: Any, mesh: Any) -> Any:
         whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
         return jax.ShapeDtypeStruct((pool.num_rows,), jnp.int32, sharding=whole)
 
-    def catch_up(
-        self, params: Any, state: Any, context: Context, active: Any, following: Any
+    def draft_prefill(
+        self,
+        params: Any,
+        state: Any,
+        context: ProposerContext,
+        active: Any,
+        next_tokens: Any,
     ) -> tuple[Any, None]:
         return state, None
 
     def propose(
-        self, params: Any, state: Any, context: Context, before: Proposal | None
+        self, params: Any, state: Any, context: ProposerContext, before: Proposal | None
     ) -> tuple[Proposal, Any]:
         active, count = context.active, context.tree.num_nodes
         row = jnp.where(active.is_active, active.row, state.shape[0])
@@ -65,7 +70,7 @@ class Parrot:
 
 
 def make_small(target: Any, **drafts: Any) -> LLMEngine:
-    """An engine of one program, which is not kept: its name does not tell of toys."""
+    """An engine of one program, not cached: the cache's key does not cover toys."""
     engine = make_engine(
         target,
         max_num_seqs=4,
@@ -77,7 +82,7 @@ def make_small(target: Any, **drafts: Any) -> LLMEngine:
     return engine
 
 
-def test_a_toy_proposer_is_one_registry_line(monkeypatch: pytest.MonkeyPatch):
+def test_toy_proposer_needs_one_registry_line(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(PROPOSERS, "ngram", lambda config: Parrot())
     target = make_micro()
     plain = tokens_of(generate(make_small(target), PROMPTS, PARAMS))
@@ -87,13 +92,13 @@ def test_a_toy_proposer_is_one_registry_line(monkeypatch: pytest.MonkeyPatch):
     assert found == plain
     (rounds,) = engine.runner.state.proposers
     assert np.asarray(rounds).sum() > 0
-    # Some of what it said was what the target would have said.
+    # Some of its drafts were accepted.
     assert 0 < engine.stats.acceptance_rate < 1
 
 
 @dataclass(frozen=True)
 class Listener(Parrot):
-    """Keeps what the target makes of every token, at the token's slot."""
+    """Stores the target's hidden state of every token, at the token's slot."""
 
     target_layers: tuple[int, ...] = (2, 0)
 
@@ -104,12 +109,14 @@ class Listener(Parrot):
         return super().state_forms(dtype, pool, mesh), kept
 
     def propose(
-        self, params: Any, state: Any, context: Context, before: Proposal | None
+        self, params: Any, state: Any, context: ProposerContext, before: Proposal | None
     ) -> tuple[Proposal, Any]:
         proposal, rounds = super().propose(params, state[0], context, before)
         return proposal, (rounds, state[1])
 
-    def observe(self, params: Any, state: Any, context: Context, seen: Seen) -> Any:
+    def observe(
+        self, params: Any, state: Any, context: ProposerContext, seen: Seen
+    ) -> Any:
         rounds, kept = state
         active, (seqs, width) = context.active, seen.nodes[0].shape[:2]
         node = jnp.arange(width)[None]
@@ -133,7 +140,7 @@ class Listener(Parrot):
 @pytest.mark.parametrize(
     "may_find_none", [False, pytest.param(True, marks=pytest.mark.slow)]
 )
-def test_a_proposer_sees_the_targets_hidden_states(monkeypatch, may_find_none):
+def test_proposer_receives_the_targets_hidden_states(monkeypatch, may_find_none):
     monkeypatch.setattr(Listener, "may_find_none", may_find_none)
     monkeypatch.setitem(PROPOSERS, "ngram", lambda config: Listener())
     target = make_micro(num_hidden_layers=3)
@@ -146,7 +153,7 @@ def test_a_proposer_sees_the_targets_hidden_states(monkeypatch, may_find_none):
     _, kept = map(np.asarray, state.proposers[0])
     tables = np.asarray(state.rows.page_table)
     for prompt, text in zip(PROMPTS, texts, strict=True):
-        # The last token was never fed.
+        # The target has not read the last token.
         tokens = [*prompt, *text][:-1]
         expected = hf_streams(target, tokens)[list(Listener().target_layers)]
         position = np.arange(len(tokens))
@@ -164,7 +171,7 @@ def hf_streams(model: Any, tokens: list[int]) -> np.ndarray:
     return np.concatenate([np.asarray(one) for one in found.hidden_states])
 
 
-def test_proposers_come_in_the_order_of_the_method():
+def test_proposers_run_in_the_order_of_the_method():
     target = make_micro()
     engine = make_engine(
         target, make_micro(seed=1), num_draft_tokens=NUM_DRAFT, lookup=(3, 1)

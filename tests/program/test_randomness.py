@@ -1,4 +1,4 @@
-"""Random numbers: what they depend on, their distributions, and their independence."""
+"""Random numbers: their keys, their distributions, and their independence."""
 
 import jax
 import jax.numpy as jnp
@@ -79,7 +79,7 @@ def test_roles_positions_indices_and_seeds_are_independent():
     ]
     columns.append(uniform(seeds + 1, 6, ACCEPT))
     correlation = np.corrcoef(np.stack(columns))
-    # The last is another's neighbour: the same numbers, one row on.
+    # The last pair are neighbours: equal numbers shifted by one row would correlate.
     np.testing.assert_array_equal(columns[-1][:-1], uniform(seeds, 6, ACCEPT)[1:])
     off = np.abs(correlation - np.eye(len(columns)))
     assert off.max() <= MAX_CORRELATION
@@ -140,13 +140,13 @@ def test_noise_of_neighbours_is_independent():
     off = np.abs(np.corrcoef(np.stack(rows)) - np.eye(len(rows)))
     assert off.max() <= MAX_CORRELATION
     assert len({row.tobytes() for row in rows}) == len(rows)
-    # And none is another one shifted: a counter hash with two words can go wrong so.
+    # And no stream is a shifted other one, a possible fault of a two-word counter hash.
     heads = [set(row[:200].tolist()) for row in rows[:-1]]
     shared = [len(a & b) for i, a in enumerate(heads) for b in heads[i + 1 :]]
     assert max(shared) <= 2
 
 
-def test_race_with_this_noise_draws_from_the_weights():
+def test_noise_race_samples_from_the_weights():
     distribution = np.random.default_rng(2).dirichlet(np.full(16, 0.6))
     distribution[3] = 0
     distribution /= distribution.sum()
@@ -154,11 +154,11 @@ def test_race_with_this_noise_draws_from_the_weights():
     by_seed = noise_of(np.arange(COUNT), np.full(COUNT, 9), 16)
     by_position = noise_of(np.full(COUNT, 9), np.arange(COUNT), 16)
     for noise in (by_seed, by_position):
-        tokens = np.asarray(dense.race(weights, jnp.asarray(noise)))
+        tokens = np.asarray(dense.gumbel_argmax(weights, jnp.asarray(noise)))
         check_counts(np.bincount(tokens, minlength=16), distribution)
 
 
-def test_draws_with_the_uniforms_follow_the_weights():
+def test_inverse_cdf_draws_follow_the_weights():
     distribution = np.random.default_rng(3).dirichlet(np.full(16, 0.6))
     weights = jnp.asarray(np.tile(distribution, (COUNT, 1)), jnp.float32)
     numbers = jnp.asarray(uniform(np.arange(COUNT), 9, SAMPLE))

@@ -1,8 +1,7 @@
 """Rounds in a row follow the target's joint distribution, with the program's own keys.
 
-One round can be exact and a sequence of them biased: block verification looks at
-drafts past what it accepts, so numbers that a later round met again would no longer be
-uniform.
+A single round can be exact and a sequence of rounds biased: block verification uses
+numbers of drafts past those it accepts, so a later round must not use them again.
 """
 
 import dataclasses
@@ -24,7 +23,7 @@ from jaxspec.program.verify import verify
 from tests.support.round_models import DRAFT, DRAFTS, LENGTH, TARGET, VOCAB
 from tests.support.rows import make_active
 
-# What `make test` counts, and what is counted where a bug may be smaller.
+# Sequences in `make test`, and in the long suite, which finds smaller errors.
 FEWER, SEQS = 50_000, 150_000
 
 
@@ -42,7 +41,7 @@ def start(rule: str, seqs: int) -> Active:
 
 @jax.jit
 def play_round(
-    active: Active, history: jax.Array, num_draft: jax.Array
+    active: Active, history: jax.Array, num_draft_tokens: jax.Array
 ) -> tuple[Active, jax.Array]:
     """One round of the Markov chain; history is `[seq, LENGTH + DRAFTS + 1]`."""
     target = jnp.log(jnp.asarray(TARGET, jnp.float32))
@@ -59,7 +58,7 @@ def play_round(
     verdict = verify(
         proposal,
         jnp.stack(logits, axis=1).reshape(-1, VOCAB),
-        num_draft,
+        num_draft_tokens,
         active,
         Backend(),
         tree=Tree.chain(DRAFTS),
@@ -84,18 +83,18 @@ def play_round(
 
 
 def always(active: Active) -> jax.Array:
-    """K is the same in every round."""
+    """The same K in every round."""
     return jnp.full_like(active.num_tokens, DRAFTS)
 
 
 def by_the_past(active: Active) -> jax.Array:
-    """K follows what has been said: that is all a controller knows."""
+    """K depends on known tokens, which is all that a controller knows."""
     return (active.last_tokens[:, 1] + active.num_tokens) % (DRAFTS + 1)
 
 
 @jax.jit
 def by_peeking(active: Active) -> jax.Array:
-    """K follows what this very round will draw: no drafts where one looks bad."""
+    """K depends on this round's random numbers: no drafts if the first were token 0."""
     draft = jnp.log(jnp.asarray(DRAFT, jnp.float32))
     token, _ = sample_draft(draft[active.last_tokens[:, 1]], 0, active, Backend())
     return jnp.where(token == 0, 0, DRAFTS)
@@ -137,7 +136,7 @@ slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 counted = pytest.mark.parametrize("seqs", [FEWER, slow(SEQS)])
 
 
-# As many drafts in every round are one way to choose K: see the next test.
+# A constant K is a special case of the next test.
 @pytest.mark.parametrize("rule", [slow("standard"), "block", slow("coupled")])
 @counted
 def test_joint_distribution_over_rounds(rule, seqs):
@@ -147,14 +146,14 @@ def test_joint_distribution_over_rounds(rule, seqs):
 
 @pytest.mark.parametrize("rule", ["standard", "block", "coupled"])
 @counted
-def test_k_may_follow_what_has_been_said(rule, seqs):
+def test_k_may_depend_on_known_tokens(rule, seqs):
     found = statistic_of(rule, seqs, by_the_past)
     assert follows_the_distribution(*found), found
 
 
 @pytest.mark.parametrize("rule", ["standard", slow("block"), "coupled"])
 @counted
-def test_k_that_follows_the_noise_of_its_round_is_seen(rule, seqs):
-    """Where draft and target share their noise, K cannot change a text in any way."""
+def test_k_that_depends_on_the_rounds_noise_is_detected(rule, seqs):
+    """Not for the coupled rule: with shared noise K cannot change a text."""
     found = statistic_of(rule, seqs, by_peeking)
     assert follows_the_distribution(*found) == (rule == "coupled"), found

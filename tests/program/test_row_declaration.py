@@ -1,4 +1,4 @@
-"""A value that the device keeps for a request is one line in one place."""
+"""A value that the device stores for a request is declared in one line."""
 
 import subprocess
 import sys
@@ -25,7 +25,8 @@ from jaxspec.program.rows import apply_plan, gather, init_rows, read_tiles
 from jaxspec.program.wire import PlanLayout
 
 pool = PoolShape(num_rows=4, num_pages=9, page_size=4, max_model_len=16, vocab_size=70)
-layout = PlanLayout(StepShape(num_seqs=2, num_draft_tokens=1, chunk=32), pool)
+shape = StepShape(num_seqs=2, num_draft_tokens=1, max_prompt_tokens=32)
+layout = PlanLayout(shape, pool)
 asked = Admission(
     row=2, num_prompt=3, min_total=0, max_total=9, temperature=1.0, top_k=0, top_p=1.0,
     min_p=0.0, typical_p=0.25, seed=(1, 2), rule=0, stop_ids=(),
@@ -38,7 +39,7 @@ print(np.asarray(gather(rows, tokens, jnp.array([2, 1])).typical_p).tolist())
 """
 
 
-def test_a_new_value_of_requests_is_declared_once(tmp_path: Path):
+def test_new_request_value_is_declared_once(tmp_path: Path):
     spec = util.find_spec("jaxspec.program.plan")
     assert spec is not None and spec.origin is not None
     source = Path(spec.origin).read_text()
@@ -51,5 +52,5 @@ def test_a_new_value_of_requests_is_declared_once(tmp_path: Path):
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    # The row that was admitted, and one where nobody has set it.
+    # The admitted row, and one where it is not set.
     assert done.stdout.strip() == "[0.25, 1.0]"

@@ -1,6 +1,6 @@
-"""A plan on the device: who is admitted, which pages and tokens come in.
+"""A plan on the device: admitted requests, new pages and tokens.
 
-`gather` is checked on the result: it is how they are read.
+`gather`, which reads them, is checked on the result.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ from tests.support.plans import ADMISSION, with_controls
 from tests.support.rows import make_control_rows
 
 POOL = PoolShape(num_rows=4, num_pages=60, page_size=4, max_model_len=50, vocab_size=70)
-SHAPE = StepShape(num_seqs=4, num_draft_tokens=1, chunk=2 * TILE)
+SHAPE = StepShape(num_seqs=4, num_draft_tokens=1, max_prompt_tokens=2 * TILE)
 LAYOUT = PlanLayout(SHAPE, POOL)
 CONTROLLED = dataclasses.replace(SHAPE, features=Features(has_controls=True))
 
@@ -71,7 +71,7 @@ def used_tokens() -> jax.Array:
 
 
 def used_rows() -> Rows:
-    """Rows in which every leaf differs everywhere, as if others had run before."""
+    """Rows with distinct values in every leaf, as left by earlier requests."""
     return jax.tree.map(
         lambda leaf: (
             jnp.asarray(np.arange(leaf.size).reshape(leaf.shape), leaf.dtype)
@@ -100,7 +100,7 @@ def test_an_empty_plan_changes_nothing():
     assert changed_rows(rows, apply(rows, StepPlan())) == {}
 
 
-def test_an_admission_overwrites_its_row_alone():
+def test_admission_overwrites_only_its_row():
     rows = used_rows()
     after = apply(rows, StepPlan(admissions=[ADMISSION]))
     assert {row for rows in changed_rows(rows, after).values() for row in rows} == {3}
@@ -112,7 +112,7 @@ def test_an_admission_overwrites_its_row_alone():
     stops = [1, 15] + [NO_TOKEN] * (MAX_STOP_IDS - 2)
     assert after.stop_ids[3].tolist() == stops
     assert (int(after.num_tokens[3]), bool(after.is_done[3])) == (0, False)
-    # The last request's pages may be another's by now.
+    # The last request's pages may belong to another by now.
     assert (after.page_table[3] == POOL.num_pages).all()
 
 
@@ -125,7 +125,7 @@ def check_forgotten_controls() -> None:
     assert found == {"controls.is_controlled": [3]}
 
 
-def test_an_admission_without_controls_ends_those_of_the_last_request():
+def test_admission_without_controls_clears_the_last_requests():
     check_forgotten_controls()
 
 
@@ -181,7 +181,7 @@ def test_tiles_write_their_tokens_and_no_pads():
     assert found.tolist() == expected.tolist()
 
 
-def test_a_tile_at_the_end_of_the_context_stays_inside():
+def test_tile_at_the_end_of_the_context_remains_inside():
     tile = Tile(row=0, start=49, tokens=np.array([77]), is_last=True)
     found = tokens_after(used_rows(), StepPlan(tiles=[tile]))
     expected = by_position(used_rows(), used_tokens())
@@ -199,7 +199,7 @@ def test_tokens_without_a_page_are_written_nowhere():
     assert (token_pages == used_tokens()).all()
 
 
-def test_gathered_sequences_are_their_rows():
+def test_gathered_sequences_equal_their_rows():
     rows = dataclasses.replace(
         used_rows(),
         num_tokens=jnp.array([9, 1, 3, 50], jnp.int32),
@@ -220,7 +220,7 @@ def test_gathered_sequences_are_their_rows():
     for name in ("page_table", "min_total", "max_total", "top_k", "seed", "stop_ids"):
         expected = np.asarray(getattr(rows, name))[order[:3]]
         assert np.asarray(getattr(active, name))[:3].tolist() == expected.tolist()
-    # A prompt that has just come in: its length is not in the rows yet.
+    # A prompt that was just read: the rows do not have its length yet.
     active = gathered(
         rows,
         used_tokens(),
@@ -231,7 +231,7 @@ def test_gathered_sequences_are_their_rows():
     assert active.last_tokens.tolist() == [history[2, 18:20].tolist()]
 
 
-def test_repeated_sequences_stay_side_by_side():
+def test_repeated_sequences_are_adjacent():
     row = jnp.array([2, 0], jnp.int32)
     repeated = jax.jit(
         lambda *args: gather(*args).repeat(3), compiler_options=UNOPTIMISED

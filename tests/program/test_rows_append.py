@@ -1,4 +1,4 @@
-"""A round's outcome in the rows equals what a loop over its tokens would write."""
+"""A round's update of the rows equals that of a loop over its tokens."""
 
 import dataclasses
 
@@ -71,7 +71,7 @@ def check_truncate() -> None:
 
 
 def check_append() -> None:
-    """Tokens arrive behind the known ones, and nowhere else."""
+    """Tokens are written after the known ones, and nowhere else."""
     random = np.random.default_rng(1)
     pool = PoolShape(
         num_rows=6, num_pages=20, page_size=4, max_model_len=12, vocab_size=16

@@ -1,4 +1,4 @@
-"""Drafts are drawn from the distribution that float64 oracles find by sorting."""
+"""Drafts follow the distribution of float64 oracles, which sort."""
 
 import functools
 from typing import Any
@@ -14,7 +14,7 @@ from jaxspec.program.plan import BLOCK, COUPLED, STANDARD
 from jaxspec.program.sampling import forbid_early_stop, sample_draft
 from jaxspec.program.tree.tree import Tree
 from jaxspec.program.verify import verify
-from jaxspec_kernels.rejection_sampling import Controls, sample
+from jaxspec_kernels.rejection_sampling import SamplingValues, sample
 from tests.kernels import dense
 from tests.kernels.oracle import UNOPTIMISED
 from tests.support.distributions import check_counts, filtered_distribution
@@ -30,35 +30,35 @@ LOGITS = np.random.default_rng(0).normal(size=(6, VOCAB)).astype(np.float32) * 2
 
 
 def distribution_of(logits: np.ndarray, rows: list[dict]) -> np.ndarray:
-    """What tokens are drawn from, on rows of controls."""
+    """The sampling distribution of rows with sampling values."""
     defaults = dict(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
     full = [defaults | row for row in rows]
 
     def column(name: str, dtype) -> jax.Array:
         return jnp.array([row[name] for row in full], dtype)
 
-    controls = Controls(
+    sampling_values = SamplingValues(
         column("temperature", jnp.float32),
         column("top_k", jnp.int32),
         column("top_p", jnp.float32),
         column("min_p", jnp.float32),
     )
-    _, probs = draw(logits, controls, np.zeros(len(logits)))
+    _, probs = draw(logits, sampling_values, np.zeros(len(logits)))
     return probs
 
 
-# Traced once for every shape, and compiled as soon as possible.
+# Traced once per shape, and compiled with little optimization.
 quick_jit: Any = functools.partial(jax.jit, compiler_options=UNOPTIMISED)
 
 
 @quick_jit
-def inverted(logits, controls, rule, uniform):
-    return sample(logits, controls, rule=rule, uniform=uniform)
+def inverted(logits, sampling_values, rule, uniform):
+    return sample(logits, sampling_values, rule=rule, uniform=uniform)
 
 
-@functools.partial(quick_jit, static_argnames="is_greedy")
-def drafted(logits, index, active, *, is_greedy):
-    return sample_draft(logits, index, active, Backend(), is_greedy=is_greedy)
+@functools.partial(quick_jit, static_argnames="drafts_argmax")
+def drafted(logits, index, active, *, drafts_argmax):
+    return sample_draft(logits, index, active, Backend(), drafts_argmax=drafts_argmax)
 
 
 @quick_jit
@@ -69,22 +69,22 @@ def verified(logits, active):
 
 
 def draw(
-    logits: np.ndarray, controls: Controls, uniform: np.ndarray
+    logits: np.ndarray, sampling_values: SamplingValues, uniform: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """Tokens by inverting the cumulative sum at given uniforms, and probabilities."""
     token, probs = inverted(
         jnp.asarray(logits, jnp.float32),
-        controls,
+        sampling_values,
         jnp.zeros(len(logits), jnp.int32),
         jnp.asarray(uniform, jnp.float32),
     )
     return np.asarray(token), np.asarray(probs)
 
 
-def at_one(rows: int) -> Controls:
+def at_one(rows: int) -> SamplingValues:
     """Temperature 1 and no filter."""
     ones = jnp.ones(rows, jnp.float32)
-    return Controls(ones, jnp.zeros(rows, jnp.int32), ones, 0 * ones)
+    return SamplingValues(ones, jnp.zeros(rows, jnp.int32), ones, 0 * ones)
 
 
 def check_distribution(size: int, rows: list[dict], *, is_tied: bool = False) -> None:
@@ -111,7 +111,7 @@ def check_distribution(size: int, rows: list[dict], *, is_tied: bool = False) ->
 
 
 def random_rows(size: int, count: int = 48) -> list[dict]:
-    """Controls of every kind side by side, greedy rows among them."""
+    """Sampling values of every kind in one batch, with greedy rows."""
     random = np.random.default_rng(size)
     rows = []
     for _ in range(count):
@@ -150,7 +150,7 @@ def test_one_kind_of_control_alone(row):
 
 
 def test_wide_nucleus_and_large_top_k_are_found():
-    """Flat distributions, of which much is kept; sorting finds the same thresholds."""
+    """Flat distributions, of which much is kept; thresholds equal those by sorting."""
     rows = [
         dict(top_p=0.9),
         dict(top_k=700),
@@ -172,7 +172,7 @@ def test_wide_nucleus_and_large_top_k_are_found():
         np.testing.assert_allclose(probs, expected, atol=1e-6)
 
 
-def test_ties_at_the_border_stay():
+def test_ties_at_the_border_are_kept():
     logits = np.array([[2.0, 1.0, 1.0, 1.0, 0.0]], np.float32)
     for row in (dict(top_k=2), dict(top_p=0.5), dict(min_p=float(np.exp(-1.0)) * 0.99)):
         found = distribution_of(logits, [row])[0]
@@ -207,7 +207,7 @@ def check_draw(size: int) -> None:
             if low < high:
                 uniforms += [low, (low + high) / 2, high]
                 tokens += [token] * 3
-        # The least and the largest uniform there can be.
+        # The smallest and the largest possible uniform.
         uniforms += [0.0, LARGEST_UNIFORM]
         tokens += [positive[0], positive[-1]]
         rows += [logits] * (len(tokens) - len(rows))
@@ -224,7 +224,7 @@ def test_draw_inverts_the_cumulative_sum(size):
 
 @pytest.mark.parametrize("size", SIZES)
 def test_draw_never_takes_a_token_of_weight_zero(size):
-    """Also where rounding makes the sums disagree with each other."""
+    """Even if rounding makes the sums disagree."""
     random = np.random.default_rng(size)
     logits = random.normal(size=(2000, size)).astype(np.float32) * 8
     logits[random.random(logits.shape) < 0.6] = -np.inf
@@ -249,10 +249,10 @@ def test_argmax_takes_the_lowest_of_ties_and_never_nan(size):
 
 
 def draft_with(
-    active, index, logits=LOGITS, *, is_greedy: bool = False
+    active, index, logits=LOGITS, *, drafts_argmax: bool = False
 ) -> tuple[np.ndarray, Any]:
     given = jnp.asarray(logits), jnp.int32(index), active
-    token, probs = drafted(*given, is_greedy=is_greedy)
+    token, probs = drafted(*given, drafts_argmax=drafts_argmax)
     return np.asarray(token), None if probs is None else np.asarray(probs)
 
 
@@ -276,7 +276,7 @@ def test_every_row_follows_its_own_rule():
         distance = jnp.full(6, index, jnp.int32)
         start = active.num_tokens
         uniform = randomness.uniform(active.seed, start, role, distance)
-        # The noise of the position itself, whoever draws.
+        # The noise of the position itself, for draft and target alike.
         noise = dense.exponential(
             active.seed, start + distance, randomness.SAMPLE, VOCAB
         )
@@ -292,7 +292,7 @@ def test_every_row_follows_its_own_rule():
 
 @pytest.mark.parametrize("is_active", [True, False], ids=["greedy", "inactive"])
 def test_batch_without_sampled_rows_takes_the_argmax(is_active):
-    """Pads that once sampled do not make a batch sampled."""
+    """Pads with a temperature do not make a batch sampled."""
     active = make_active(6, temperature=float(not is_active), is_active=is_active)
     token, probs = draft_with(active, 0)
     np.testing.assert_array_equal(token, LOGITS.argmax(axis=1))
@@ -300,8 +300,8 @@ def test_batch_without_sampled_rows_takes_the_argmax(is_active):
     assert not probs.any()
 
 
-def test_certain_drafts_have_no_probabilities():
-    token, probs = draft_with(make_active(6, temperature=1.0), 0, is_greedy=True)
+def test_point_mass_drafts_have_no_probabilities():
+    token, probs = draft_with(make_active(6, temperature=1.0), 0, drafts_argmax=True)
     np.testing.assert_array_equal(token, LOGITS.argmax(axis=1))
     assert probs is None
 

@@ -33,12 +33,12 @@ DTYPE: Any = jnp.dtype(jnp.bfloat16)
 POOL = PoolShape(num_rows=3, num_pages=10, page_size=4, max_model_len=14, vocab_size=70)
 
 
-def test_new_rows_hold_nobody():
+def test_new_rows_are_empty():
     rows = init_rows(POOL)
     assert rows.page_table.shape == (3, 4)
     assert np.asarray(rows.is_done).all()
     assert not np.asarray(rows.num_tokens).any()
-    # The pad page: whatever is written through it is dropped.
+    # The pad page: writes through it are dropped.
     assert (np.asarray(rows.page_table) == POOL.num_pages).all()
     assert (np.asarray(rows.stop_ids) == NO_TOKEN).all()
 
@@ -98,7 +98,7 @@ def test_a_tpu_has_the_lanes_of_each_devices_heads(parts, scan_layers, lanes, ow
         ("h100", dict(kv_cache_dtype="int8"), None),
     ],
 )
-def test_what_a_device_does_not_read_is_refused_by_a_plan(device, options, says):
+def test_memory_plan_rejects_page_types_the_device_cannot_read(device, options, says):
     args = EngineArgs(model="google/gemma-2-9b-it", dtype="bfloat16", **options)
     if says is None:
         page_bytes = plan_for(args, device).facts.target.page_bytes
@@ -112,7 +112,7 @@ def test_what_a_device_does_not_read_is_refused_by_a_plan(device, options, says)
         plan_for(args, device)
 
 
-def test_old_gpus_are_refused_fp8():
+def test_old_gpus_reject_fp8():
     config = config_from_hf(published_config("9b"))
     pool = dataclasses.replace(POOL, kv_cache_dtype="fp8")
     old = SimpleNamespace(platform="gpu", device_kind="A100", compute_capability="8.0")
@@ -124,7 +124,7 @@ def test_old_gpus_are_refused_fp8():
 
 def test_the_state_can_be_donated_and_used_again():
     state = EngineState(
-        # A copy: what shares numpy's memory is not donated at once.
+        # A copy: an array that shares numpy's memory is not donated.
         rows=jax.tree.map(jnp.copy, init_rows(POOL)),
         token_pages=jnp.copy(init_token_pages(POOL)),
         target_pages=(),
@@ -152,7 +152,7 @@ def test_zeroed_arrays_take_memory_when_written():
     array = init_zeros(form).block_until_ready()
     assert (resident_pages() - before) * resource.getpagesize() < array.nbytes / 2
     assert not np.asarray(array).any()
-    # Still a buffer that a program can write to in place.
+    # It is still a buffer that a program can update in place.
     start = array.unsafe_buffer_pointer()
     array = jax.jit(lambda one: one.at[5, 3].set(1), donate_argnums=0)(array)
     assert array.unsafe_buffer_pointer() == start

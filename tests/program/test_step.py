@@ -1,6 +1,6 @@
-"""What the compiled program may not do: copy pages or weights, run what is not asked.
+"""Compiled programs do not copy pages or weights, nor run parts that are not needed.
 
-Programs are traced whole, `step_context` included. Results are tested in `tests/e2e`.
+Whole programs are traced, `step_context` included. `tests/e2e` tests results.
 """
 
 import dataclasses
@@ -34,34 +34,37 @@ from tests.support.step_programs import (
 LOOPED = StepShape(
     num_seqs=2,
     num_draft_tokens=3,
-    chunk=0,
+    max_prompt_tokens=0,
     max_rounds=4,
-    features=Features(is_greedy=True),
+    features=Features(all_greedy=True),
 )
-# The last one samples, and has prompts: with the first one it has all parts of a round.
+# The last one samples and has prompts: with the first it covers all parts of a round.
 SHAPES = [LOOPED, dataclasses.replace(LOOPED, features=Features())] + [
-    StepShape(num_seqs=seqs, num_draft_tokens=drafts, chunk=chunk)
+    StepShape(num_seqs=seqs, num_draft_tokens=drafts, max_prompt_tokens=chunk)
     for seqs, drafts, chunk in [(1, 0, 0), (2, 0, 0), (1, 0, 32), (1, 3, 0), (2, 3, 0)]
     + [(1, 3, 32)]
 ]
 MORE_SHAPES = [
-    StepShape(num_seqs=2, num_draft_tokens=drafts, chunk=32) for drafts in (0, 3)
-]
-MORE_SHAPES += [
-    StepShape(num_seqs=1, num_draft_tokens=drafts, chunk=0, max_rounds=4)
+    StepShape(num_seqs=2, num_draft_tokens=drafts, max_prompt_tokens=32)
     for drafts in (0, 3)
 ]
-# All that requests may need but grammars.
+MORE_SHAPES += [
+    StepShape(num_seqs=1, num_draft_tokens=drafts, max_prompt_tokens=0, max_rounds=4)
+    for drafts in (0, 3)
+]
+# All features but grammars.
 FEATURES = Features(has_controls=True, num_logprobs=5, num_prompt_logprobs=3)
 MORE_SHAPES += [
-    StepShape(num_seqs=2, num_draft_tokens=3, chunk=chunk, features=FEATURES)
+    StepShape(
+        num_seqs=2, num_draft_tokens=3, max_prompt_tokens=chunk, features=FEATURES
+    )
     for chunk in (0, 32)
 ]
 
 
 @functools.cache
 def users_engine(dtype: str) -> LLMEngine:
-    """Of the instructions that users get; in bfloat16, a CPU keeps pages as uint16."""
+    """An engine with users' compile options; a CPU stores bfloat16 pages as uint16."""
     engine = make_engine(
         pair.target(),
         pair.draft("noisy"),
@@ -74,13 +77,13 @@ def users_engine(dtype: str) -> LLMEngine:
 
 
 @pytest.mark.slow
-def test_users_get_the_instructions_that_are_looked_into():
+def test_tested_programs_equal_users_programs():
     texts = []
     for options in (READERS_COMPILER, USERS_COMPILER):
         runner: Any = users_engine.__wrapped__("float32").runner
         runner.compiler_options = options
         text = runner.executable(SHAPES[-2]).as_text()
-        # Where they were traced may differ: one may have been compiled in another run.
+        # Source locations may differ: one program may come from another run's cache.
         text = re.sub(r"(?m)^(File|Function|Stack)\w+\n(\d+ .*\n)+", "", text)
         texts.append(re.sub(r"metadata=\{[^}]*\}", "", text))
     assert texts[0] == texts[1]
@@ -112,7 +115,7 @@ TREE = "[(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)]"
     ],
 )
 def test_paths_are_moved_in_place(num_drafts, keys, num_seqs):
-    """Those of the target, and of a draft model that feeds itself a tree."""
+    """For the target, and for a draft model that runs over its own tree."""
     engine = make_engine(
         pair.target(),
         pair.draft("noisy"),
@@ -124,15 +127,15 @@ def test_paths_are_moved_in_place(num_drafts, keys, num_seqs):
     shapes = [
         shape
         for shape in engine.scheduler.shapes.all()
-        if (shape.num_seqs, shape.chunk) == (num_seqs, 0)
+        if (shape.num_seqs, shape.max_prompt_tokens) == (num_seqs, 0)
         if not shape.tree.is_chain
     ]
     assert shapes
     check_program(engine, shapes[0])
 
 
-def test_past_answers_are_entered_in_place():
-    """Looked into and written to in a round that reads and writes tokens as well."""
+def test_answers_are_stored_in_place():
+    """In a round that also reads and writes tokens."""
     engine = make_engine(
         pair.target(),
         num_draft_tokens=4,
@@ -154,7 +157,7 @@ def test_past_answers_are_entered_in_place():
     assert materialized(program, kept) == []
 
 
-def test_the_common_program_leaves_controls_alone():
+def test_common_program_has_no_controls():
     runner: Any = users_engine("float32").runner
     controls = runner.state.rows.controls
     shapes = {leaf.shape for leaf in (controls.bias_ids, controls.bad_words)}
@@ -191,16 +194,16 @@ def test_the_check_finds_a_copy():
 
 
 @pytest.mark.parametrize("num_seqs", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_without_drafts_the_draft_model_costs_nothing(num_seqs):
+def test_plain_program_excludes_the_draft_model(num_seqs):
     runner: Any = pair.engine().runner
-    shape = StepShape(num_seqs=num_seqs, num_draft_tokens=0, chunk=0)
+    shape = StepShape(num_seqs=num_seqs, num_draft_tokens=0, max_prompt_tokens=0)
     target, draft, state, pages = (
         len(jax.tree.leaves(tree))
         for tree in (*runner.params, runner.state, runner.state.proposers)
     )
     program = runner.executable(shape).as_text()
     assert num_parameters(program) == target + state - pages + 1
-    drafting = StepShape(num_seqs=num_seqs, num_draft_tokens=3, chunk=0)
+    drafting = StepShape(num_seqs=num_seqs, num_draft_tokens=3, max_prompt_tokens=0)
     program = runner.executable(drafting).as_text()
     assert num_parameters(program) == target + draft + state + 1
     plain: Any = pair.plain_engine().runner
@@ -210,7 +213,7 @@ def test_without_drafts_the_draft_model_costs_nothing(num_seqs):
 
 @pytest.mark.parametrize(("shards", "draft_shards"), [(2, 1), (8, 2), (8, 8)])
 def test_models_and_pages_are_split_over_devices(shards, draft_shards):
-    """That texts stay the same is a claim of `tests/conformance`."""
+    """`tests/conformance` tests that texts are the same."""
     target, draft = make_hf_model(seed=3, **SHARDED), make_hf_model(seed=4, **SHARDED)
     engine = make_engine(
         target,
@@ -229,5 +232,5 @@ def test_models_and_pages_are_split_over_devices(shards, draft_shards):
 
 
 def num_shards(array: jax.Array) -> int:
-    """Into how many different parts an array is cut."""
+    """Number of different parts of an array."""
     return array.size // array.addressable_shards[0].data.size

@@ -1,4 +1,4 @@
-"""A round in which drafts may be missing: two forms in one program, nothing copied."""
+"""Programs with several pass widths, for rounds with few drafts: nothing is copied."""
 
 import functools
 import re
@@ -19,7 +19,7 @@ from tests.support.programs import READERS_COMPILER
 from tests.support.step_programs import check_program
 
 LOOKUP = (5, 5)
-GREEDY = Features(is_greedy=True)
+GREEDY = Features(all_greedy=True)
 
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 
@@ -46,22 +46,25 @@ def test_both_forms_write_pages_in_place(engine, num_seqs, features):
     shape = StepShape(
         num_seqs=num_seqs,
         num_draft_tokens=pair.NUM_DRAFT,
-        chunk=0,
+        max_prompt_tokens=0,
         features=features,
     )
     program = check_program(engine, shape)
     assert " conditional(" not in entry_of(program)
-    bodies = set(re.findall(r" while\(.*body=%([\w.-]+)", entry_of(program)))
-    assert len(bodies) == 2
+    loops = set(re.findall(r" while\(.*body=%([\w.-]+)", entry_of(program)))
+    assert len(loops) == 2
 
 
 @pytest.mark.parametrize(
     ("chunk", "features"), [(0, GREEDY), slow(0, Features()), (32, Features())]
 )
-def test_nothing_is_computed_before_it_is_known_who_needs_it(engine, chunk, features):
-    """Matrix products stand in the two forms, none before them."""
+def test_no_products_outside_of_the_two_forms(engine, chunk, features):
+    """The two forms contain all matrix products."""
     shape = StepShape(
-        num_seqs=1, num_draft_tokens=pair.NUM_DRAFT, chunk=chunk, features=features
+        num_seqs=1,
+        num_draft_tokens=pair.NUM_DRAFT,
+        max_prompt_tokens=chunk,
+        features=features,
     )
     program = engine.runner.executable(shape).as_text()
     assert " dot(" in program and '"jaxspec_multiply"' in program
@@ -70,10 +73,12 @@ def test_nothing_is_computed_before_it_is_known_who_needs_it(engine, chunk, feat
 
 @pytest.mark.parametrize("features", [GREEDY, slow(Features())])
 def test_many_drafts_have_a_narrow_form_too(features):
-    """Suffix drafts may be few, of which the device alone knows."""
+    """Suffix proposals may have few drafts, and only the device knows the number."""
     count = 2 * FEW + 1
     engine = make_lookup_engine(num_draft_tokens=count, lookup=None, suffix={})
-    shape = StepShape(num_seqs=1, num_draft_tokens=count, chunk=0, features=features)
+    shape = StepShape(
+        num_seqs=1, num_draft_tokens=count, max_prompt_tokens=0, features=features
+    )
     program = check_program(engine, shape)
     entry = entry_of(program)
     assert " conditional(" not in entry
@@ -84,23 +89,23 @@ def test_many_drafts_have_a_narrow_form_too(features):
 @pytest.mark.slow
 def test_both_forms_write_pages_in_place_in_bfloat16():
     engine = make_lookup_engine(dtype="bfloat16")
-    shape = StepShape(num_seqs=2, num_draft_tokens=pair.NUM_DRAFT, chunk=0)
+    shape = StepShape(num_seqs=2, num_draft_tokens=pair.NUM_DRAFT, max_prompt_tokens=0)
     check_program(engine, shape)
 
 
 @pytest.mark.slow
-def test_both_forms_write_pages_in_place_and_tell_logprobs(engine):
+def test_both_forms_write_pages_in_place_with_logprobs(engine):
     shape = StepShape(
         num_seqs=2,
         num_draft_tokens=pair.NUM_DRAFT,
-        chunk=0,
+        max_prompt_tokens=0,
         features=Features(num_logprobs=5, has_controls=True),
     )
     check_program(engine, shape)
 
 
 def test_a_text_without_repeats_runs_plain_rounds_only():
-    """As many tokens as rounds, none of them drafted."""
+    """Every round adds one token, without drafts."""
     engine = make_engine(
         pair.target(),
         num_draft_tokens=pair.NUM_DRAFT,
@@ -109,12 +114,12 @@ def test_a_text_without_repeats_runs_plain_rounds_only():
         **pair.SETTINGS,
     )
     prompt = pair.prompts(1, longest=9, seed=4)[0]
-    # Drawn: the greedy text says one token over and over.
+    # Sampled: the greedy text repeats one token.
     params = SamplingParams(seed=1, temperature=1.0, max_tokens=12, ignore_eos=True)
     (text,) = tokens_of(generate(pair.plain_engine(), [prompt], params))
     with pair.recorded(engine) as rounds:
         assert tokens_of(generate(engine, [prompt], params)) == [text]
-    assert all(not result.num_draft.any() for _, _, result in rounds)
+    assert all(not result.num_draft_tokens.any() for _, _, result in rounds)
     assert any(shape.num_draft_tokens for _, shape, _ in rounds)
 
 
@@ -124,7 +129,7 @@ def entry_of(program: str) -> str:
 
 
 def has_products(program: str, computation: str) -> bool:
-    """Whether it multiplies matrices itself, outside of its loops' bodies."""
+    """Whether a computation has matrix products outside of its loops."""
     called = re.findall(r"(?:calls|to_apply)=%([\w.-]+)", computation)
     inner = (re.search(rf"^%{name} .*?^}}", program, re.M | re.S) for name in called)
     is_here = " dot(" in computation or '"jaxspec_multiply"' in computation

@@ -1,4 +1,4 @@
-"""Where tokens of a region are written: their own slots, or nowhere; what they see."""
+"""Tokens of a region are written to their own slots or nowhere; which rows they see."""
 
 from dataclasses import replace
 
@@ -63,7 +63,7 @@ def test_no_slot_is_negative():
         assert (np.asarray(region([length, 0], 6).slot_mapping) >= 0).all()
 
 
-def test_what_is_not_to_be_kept_is_not_written():
+def test_tokens_not_to_be_kept_are_not_written():
     batch = region([6, 6], 3, is_written=[[True, False, True], [False] * 3])
     slots = np.asarray(batch.slot_mapping)
     assert (slots < PADS).tolist() == [True, False, True, False, False, False]
@@ -80,8 +80,8 @@ def test_joined_regions_stay_in_order():
     assert join_batches([first]) is first
 
 
-def test_what_is_not_kept_sees_nothing():
-    """Pads share the last row's page table, whose pages may not be there."""
+def test_tokens_not_kept_attend_to_nothing():
+    """Pads share the last row's page table, whose pages may be freed."""
     batch = region([6, 6], 3, is_written=[[True, False, True], [False] * 3])
     (part,) = batch.regions
     assert np.asarray(part.kv_len).tolist() == [6, 0]
@@ -110,15 +110,15 @@ def check_tree_region() -> None:
     assert (mask == tree.ancestor_mask[None]).all()
 
 
-def test_a_tree_has_positions_by_depth_and_slots_by_row():
+def test_tree_positions_follow_depth_and_slots_follow_rows():
     check_tree_region()
 
 
 @pytest.mark.parametrize(
     "length", [1, 6, *(pytest.param(n, marks=pytest.mark.slow) for n in (7, 8, 9, 21))]
 )
-def test_every_node_of_a_tree_has_the_logits_of_its_own_text(length: int):
-    """Of up to eleven levels: windows of 8 and pages of 4 end anywhere in it."""
+def test_every_tree_node_has_the_logits_of_its_path(length: int):
+    """Up to eleven levels, with windows of 8 and pages of 4 at every offset."""
     reference, random = make_micro(seed=4), np.random.default_rng(length)
     parents = [*range(-1, 10)]
     parents += random.integers(-1, 11, 12).tolist()
@@ -128,7 +128,7 @@ def test_every_node_of_a_tree_has_the_logits_of_its_own_text(length: int):
     drafts = random.integers(3, 16, tree.num_nodes)
     paged = PagedModel(model_config(reference), load_ours(reference))
     if length > 1:
-        paged.feed(known[:-1])
+        paged.run(known[:-1])
     size = paged.num_pages * paged.page_size
     batch = make_token_batch(
         jnp.asarray(np.append(known[-1], drafts)[None], jnp.int32),

@@ -1,4 +1,4 @@
-"""One mixed batch: every sequence gets the verdict that a float64 loop gives it."""
+"""In a mixed batch, every sequence's verdict equals that of a float64 loop."""
 
 from functools import partial
 from typing import Any
@@ -25,7 +25,7 @@ GREEDY = -1
 
 
 def make_batch(kinds: np.ndarray) -> dict:
-    """Drafts near the target, so that every count of accepted ones occurs."""
+    """Drafts close to the target, so that every number of accepted ones occurs."""
     random = np.random.default_rng(4)
     logits = random.normal(size=(SEQS, DRAFTS + 1, VOCAB)).astype(np.float32) * 2
     draft_logits = logits[:, :-1] + random.normal(size=(SEQS, DRAFTS, VOCAB)) * 0.7
@@ -63,7 +63,7 @@ def make_batch(kinds: np.ndarray) -> dict:
             tokens[row, offset] = random.choice(VOCAB, p=distribution)
             if kinds[row] == GREEDY and random.random() < 0.7:
                 tokens[row, offset] = masked[row, offset].argmax()
-    # Where the draft cannot have drawn its token, it is made able to.
+    # Every draft token gets a positive draft probability.
     drawn = np.take_along_axis(draft, tokens[..., None], 2)
     np.put_along_axis(draft, tokens[..., None], np.maximum(drawn, 0.01), 2)
     draft /= draft.sum(axis=2, keepdims=True)
@@ -74,20 +74,20 @@ def make_batch(kinds: np.ndarray) -> dict:
         target=target,
         draft=draft.astype(np.float32),
         tokens=tokens,
-        num_draft=random.integers(0, DRAFTS + 1, SEQS),
+        num_draft_tokens=random.integers(0, DRAFTS + 1, SEQS),
     )
 
 
 def run_accept(batch: dict, **forced: Any) -> tuple[np.ndarray, np.ndarray]:
     tokens = jnp.asarray(batch["tokens"], jnp.int32)
-    num_draft = jnp.asarray(batch["num_draft"], jnp.int32)
+    num_draft_tokens = jnp.asarray(batch["num_draft_tokens"], jnp.int32)
     decide = partial(verify, tree=Tree.chain(DRAFTS), adjust=None, **forced)
     # A function of its own: a jit of the same one would not see a mutant.
     run = jax.jit(lambda *args: decide(*args, Backend()), compiler_options=UNOPTIMISED)
     verdict = run(
-        Proposal(tokens, num_draft, jnp.asarray(batch["draft"])),
+        Proposal(tokens, num_draft_tokens, jnp.asarray(batch["draft"])),
         jnp.asarray(batch["logits"].reshape(-1, VOCAB)),
-        num_draft,
+        num_draft_tokens,
         batch["active"],
     )
     return np.asarray(verdict.num_accepted), np.asarray(verdict.next_token)
@@ -126,7 +126,7 @@ def invert(weights: np.ndarray, uniform: float) -> int:
 
 
 def by_choices(drafts: np.ndarray, choices: np.ndarray) -> tuple[int, int]:
-    """Plain decoding's tokens, as far as the drafts lead."""
+    """Accepted drafts and next token if tokens are `choices`, as in plain decoding."""
     accepted = 0
     while accepted < len(drafts) and drafts[accepted] == choices[accepted]:
         accepted += 1
@@ -145,12 +145,12 @@ def by_block(drafts, draft, target, uniform, sample) -> tuple[int, int]:
     count, joint, accepted, scale = len(drafts), 1.0, 0, 1.0
     for index, token in enumerate(drafts):
         joint = min(1.0, joint * target[index, token] / draft[index, token])
-        chance = joint
+        accept = joint
         if index + 1 < count:
             more = np.maximum(joint * target[index + 1] - draft[index + 1], 0).sum()
             room = more + 1 - joint
-            chance = more / room if room > 0 else 1.0
-        if uniform[index] < chance:
+            accept = more / room if room > 0 else 1.0
+        if uniform[index] < accept:
             accepted, scale = index + 1, joint
     if accepted == count:
         return accepted, invert(target[count], sample)
@@ -162,7 +162,7 @@ def expected_of(batch: dict, kinds: np.ndarray) -> list[tuple[int, int]]:
     uniform, sample, noise = numbers_of(batch["active"])
     verdicts = []
     for row, kind in enumerate(kinds):
-        drafts = batch["tokens"][row, : batch["num_draft"][row]]
+        drafts = batch["tokens"][row, : batch["num_draft_tokens"][row]]
         target = batch["target"][row]
         rest = batch["draft"][row].astype(np.float64), target, uniform[row], sample[row]
         if kind == GREEDY:
@@ -179,7 +179,7 @@ def expected_of(batch: dict, kinds: np.ndarray) -> list[tuple[int, int]]:
 
 
 def check_mixed_batch(kinds_in_batch: tuple[int, ...]) -> None:
-    """Every sequence of a batch that holds these kinds side by side."""
+    """Check every sequence of a batch with these kinds."""
     kinds = np.resize(kinds_in_batch, SEQS)
     batch = make_batch(kinds)
     accepted, following = run_accept(batch)
@@ -189,7 +189,7 @@ def check_mixed_batch(kinds_in_batch: tuple[int, ...]) -> None:
     assert set(expected[:, 0]) == set(range(DRAFTS + 1))
 
 
-def test_all_rules_side_by_side():
+def test_all_rules_in_one_batch():
     check_mixed_batch((STANDARD, COUPLED, GREEDY, BLOCK))
 
 
@@ -197,8 +197,8 @@ def test_greedy_batch():
     check_mixed_batch((GREEDY,))
 
 
-def test_standard_beside_greedy():
-    """No coupled and no block sequence: both branches of the program stay out."""
+def test_standard_with_greedy():
+    """No coupled and no block sequence: the program skips both branches."""
     check_mixed_batch((STANDARD, GREEDY))
 
 
@@ -206,8 +206,8 @@ def test_coupled_batch():
     check_mixed_batch((COUPLED,))
 
 
-def test_groups_of_sequences_are_decided_as_all_of_them(monkeypatch):
-    """Hundreds of sequences are too large for one group."""
+def test_groups_decide_like_the_whole_batch(monkeypatch):
+    """Hundreds of sequences do not fit one group."""
     most = 4 * VOCAB * (DRAFTS + 1) * 32
     monkeypatch.setattr("jaxspec.program.verify.MAX_GROUP_BYTES", most)
     assert _group_size((SEQS, DRAFTS + 1, VOCAB)) == 30
@@ -224,22 +224,22 @@ def test_groups_of_sequences_are_decided_as_all_of_them(monkeypatch):
         ((1, 6, 256_000), 1),
     ],
 )
-def test_groups_are_as_large_as_their_logits_allow(shape, size):
+def test_group_size_is_bounded_by_logits(shape, size):
     assert _group_size(shape) == size
 
 
-# More than there are drafts, as where a launch drafts fewer than the engine may.
-CHANCES = (0.9, 0.6, 0.75, 0.1)
+# More than there are drafts, as in a launch with fewer drafts than the engine's.
+RATES = (0.9, 0.6, 0.75, 0.1)
 
 
 def forced_of(batch: dict, kinds: np.ndarray) -> list[tuple[int, int]]:
-    """Uniforms against the chances, then the target's own choice or draw."""
+    """Uniforms against the given probabilities, then the target's argmax or draw."""
     uniform, sample, noise = numbers_of(batch["active"])
     verdicts = []
     for row, kind in enumerate(kinds):
         count = 0
-        while count < batch["num_draft"][row]:
-            if not uniform[row, count] < np.float32(CHANCES[count]):
+        while count < batch["num_draft_tokens"][row]:
+            if not uniform[row, count] < np.float32(RATES[count]):
                 break
             count += 1
         distribution = batch["target"][row, count]
@@ -253,17 +253,17 @@ def forced_of(batch: dict, kinds: np.ndarray) -> list[tuple[int, int]]:
     return verdicts
 
 
-def test_forced_acceptance_takes_no_notice_of_the_models():
+def test_forced_acceptance_ignores_the_models():
     kinds = np.resize((STANDARD, COUPLED, GREEDY), SEQS)
     batch = make_batch(kinds)
-    chances = jnp.array(CHANCES, jnp.float32)
-    found = run_accept(batch, forced_acceptance=chances)
+    rates = jnp.array(RATES, jnp.float32)
+    found = run_accept(batch, forced_acceptance=rates)
     np.testing.assert_array_equal(np.transpose(found), forced_of(batch, kinds))
     judged = [count for count, _ in expected_of(batch, kinds)]
     assert (found[0] != judged).mean() > 0.3
 
 
-def test_forced_counts_follow_the_chances():
+def test_forced_counts_follow_the_probabilities():
     seqs = 40_000
     seeds = np.random.default_rng(3).integers(0, 2**32, (seqs, 2), dtype=np.uint32)
     active = make_active(seqs, seed=seeds)
@@ -271,8 +271,8 @@ def test_forced_counts_follow_the_chances():
         (3, [0.1, 0.9 * 0.4, 0.54 * 0.25, 0.54 * 0.75]),
         (1, [0.1, 0.9, 0, 0]),
     ):
-        num_draft = jnp.full(seqs, count, jnp.int32)
-        found = force(jnp.array(CHANCES[:3], jnp.float32), num_draft, active)
+        num_draft_tokens = jnp.full(seqs, count, jnp.int32)
+        found = force(jnp.array(RATES[:3], jnp.float32), num_draft_tokens, active)
         counts = np.bincount(np.asarray(found), minlength=4)
         check_counts(counts, np.array(distribution))
     sure = jnp.array([1.0, 1.0, 0.0], jnp.float32)

@@ -1,4 +1,4 @@
-"""Rounds under controls follow the joint distribution of plain decoding under them."""
+"""Rounds with controls follow the joint distribution of plain decoding with them."""
 
 import dataclasses
 import functools
@@ -25,7 +25,7 @@ from tests.support.rows import make_active, make_control_rows
 VOCAB, DRAFTS, LENGTH, SEQS = len(TARGET), 3, 4, 15_000
 PROMPT = (0, 3)
 TEMPERATURE = 0.7
-# Strong enough that each changes the distribution of four tokens beyond doubt.
+# Strong enough that each clearly changes the distribution of four tokens.
 ASKED = TokenControls(
     presence_penalty=0.4,
     frequency_penalty=0.6,
@@ -106,12 +106,12 @@ def controlled_distribution() -> np.ndarray:
     distribution = []
     for text in itertools.product(range(VOCAB), repeat=LENGTH):
         known: list[int] = list(PROMPT)
-        chance = 1.0
+        probability = 1.0
         for token in text:
             row = controlled(np.log(TARGET[known[-1]]), known, len(PROMPT), ASKED)
-            chance *= filtered_distribution(row, TEMPERATURE)[token]
+            probability *= filtered_distribution(row, TEMPERATURE)[token]
             known.append(token)
-        distribution.append(chance)
+        distribution.append(probability)
     return np.array(distribution)
 
 
@@ -119,7 +119,7 @@ def check_distribution(rule: str, *, is_plain: bool = False) -> None:
     play_round.clear_cache()  # pyright: ignore[reportAttributeAccessIssue]
     active, tokens = start(rule)
     asked = make_control_rows([ASKED], VOCAB)
-    # What lies past these places are pads.
+    # Positions past these are pads.
     asked = dataclasses.replace(
         asked, bias_ids=asked.bias_ids[:, :2], bias_values=asked.bias_values[:, :2]
     )
@@ -137,7 +137,7 @@ def check_distribution(rule: str, *, is_plain: bool = False) -> None:
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 
-# Controls change distributions before any rule sees them; each rule is tested without.
+# Controls change distributions before any rule applies; rules are tested elsewhere.
 @pytest.mark.parametrize("rule", [slow("standard"), "block", slow("coupled")])
 def test_drafting_rounds_follow_the_controlled_distribution(rule):
     check_distribution(rule)

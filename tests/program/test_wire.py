@@ -1,4 +1,4 @@
-"""A plan survives the way through its vector, and a result the way back."""
+"""Plans and results survive packing into a vector and unpacking."""
 
 import dataclasses
 
@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from jaxspec.program.plan import (
+    MAX_LOGPROB_TOKEN_IDS,
     MAX_STOP_IDS,
-    MAX_TOLD_IDS,
     NO_TOKEN,
     TILE,
     Features,
@@ -20,7 +20,7 @@ from jaxspec.program.plan import (
 from jaxspec.program.wire import PlanLayout, ResultLayout, StepResult
 from tests.support.plans import ADMISSION, POOL
 
-SHAPE = StepShape(num_seqs=4, num_draft_tokens=3, chunk=2 * TILE)
+SHAPE = StepShape(num_seqs=4, num_draft_tokens=3, max_prompt_tokens=2 * TILE)
 LAYOUT = PlanLayout(SHAPE, POOL)
 PAD_ROW = POOL.num_rows
 
@@ -45,10 +45,10 @@ def fields_of(plan: StepPlan) -> dict[str, np.ndarray]:
     return {name: np.asarray(values) for name, values in fields.items()}
 
 
-def test_entries_stand_in_order_and_pads_after_them():
+def test_entries_are_in_order_with_pads_after_them():
     fields = fields_of(PLAN)
     assert fields["decode_row"].tolist() == [4, 0, PAD_ROW, PAD_ROW]
-    assert fields["decode_draft"].tolist() == [3, 1, 0, 0]
+    assert fields["decode_num_draft_tokens"].tolist() == [3, 1, 0, 0]
     assert fields["page_update"][:, :2].T.tolist() == [[4, 2, 17], [3, 0, 39]]
     assert (fields["page_update"][0, 2:] == PAD_ROW).all()
     assert fields["tile_row"].tolist() == [3, 2]
@@ -77,7 +77,7 @@ def test_an_admission_keeps_every_value():
     assert stops.tolist() == [1, 15] + [NO_TOKEN] * (MAX_STOP_IDS - 2)
 
 
-def test_an_empty_plan_names_nobody():
+def test_empty_plan_holds_only_pads():
     fields = fields_of(StepPlan())
     for name in ("decode_row", "tile_row", "admit_row"):
         assert (fields[name] == PAD_ROW).all()
@@ -100,7 +100,7 @@ ALL_FEATURES = Features(
 @pytest.mark.parametrize("features", [Features(), ALL_FEATURES], ids=["none", "all"])
 def test_fields_fill_the_vector_without_gaps(chunk, drafts, features):
     shape = StepShape(
-        num_seqs=2, num_draft_tokens=drafts, chunk=chunk, features=features
+        num_seqs=2, num_draft_tokens=drafts, max_prompt_tokens=chunk, features=features
     )
     layout = PlanLayout(shape, POOL)
     covered = np.zeros(layout.size, int)
@@ -110,7 +110,7 @@ def test_fields_fill_the_vector_without_gaps(chunk, drafts, features):
     assert (covered == 1).all()
 
 
-def test_more_pages_than_a_launch_can_need_are_a_bug():
+def test_too_many_page_updates_fail_an_assertion():
     count = LAYOUT.max_page_updates
     LAYOUT.pack(StepPlan(pages=[(0, 0, 0)] * count))
     with pytest.raises(AssertionError, match="page updates"):
@@ -128,7 +128,7 @@ def random_result(shape: StepShape) -> dict[str, np.ndarray]:
 
 
 def through(values: dict[str, np.ndarray], shape: StepShape) -> StepResult:
-    """What the host reads when the device has written this."""
+    """Return the host's result for the device's values."""
     layout = ResultLayout(shape)
     parts = layout.flatten({name: jnp.asarray(one) for name, one in values.items()})
     return StepResult.unpack(np.asarray(jnp.concatenate(parts)), shape)
@@ -146,14 +146,14 @@ def test_a_result_is_read_by_sequence_and_tile():
     assert result.logprobs is result.tile_logprobs is result.prompt_logprobs is None
 
 
-def test_log_probabilities_come_with_their_tokens():
+def test_logprobs_belong_to_their_tokens():
     shape = dataclasses.replace(SHAPE, features=ALL_FEATURES)
     values = random_result(shape)
     result = through(values, shape)
     leadings = dict(logprobs=(4, 4), prompt_logprobs=(2, TILE), tile_logprobs=(2,))
     for name, leading in leadings.items():
         one, top = getattr(result, name), 3 if "prompt" in name else 2
-        num_chosen = 0 if "prompt" in name else MAX_TOLD_IDS
+        num_chosen = 0 if "prompt" in name else MAX_LOGPROB_TOKEN_IDS
         assert one.own.shape == one.rank.shape == leading
         assert one.top_ids.shape == one.top.shape == (*leading, top)
         table = values[name]
@@ -167,7 +167,7 @@ def test_log_probabilities_come_with_their_tokens():
 
 
 def test_a_result_without_prompts_leaves_tiles_out():
-    shape = dataclasses.replace(SHAPE, chunk=0)
+    shape = dataclasses.replace(SHAPE, max_prompt_tokens=0)
     values = random_result(shape)
     left_out = {name: one for name, one in values.items() if "tile" not in name}
     assert through(left_out, shape).tile_token.shape == (0,)
@@ -175,7 +175,7 @@ def test_a_result_without_prompts_leaves_tiles_out():
         through({name: values[name] for name in ("tokens", "is_done")}, shape)
 
 
-def test_the_token_after_a_tile_is_told_for_its_log_probability():
+def test_next_token_of_a_tile_is_sent_for_its_logprob():
     shape = dataclasses.replace(SHAPE, features=ALL_FEATURES)
     layout = PlanLayout(shape, POOL)
     tiles = [dataclasses.replace(PLAN.tiles[0], next_token=77), PLAN.tiles[1]]
@@ -192,8 +192,8 @@ def test_the_page_table_holds_the_longest_sequence(length, pages):
     assert pool.table_len == pages
 
 
-def test_a_plan_says_how_many_rounds_may_run():
-    shape = StepShape(num_seqs=4, num_draft_tokens=3, chunk=0, max_rounds=4)
+def test_plan_holds_the_number_of_rounds():
+    shape = StepShape(num_seqs=4, num_draft_tokens=3, max_prompt_tokens=0, max_rounds=4)
     layout = PlanLayout(shape, POOL)
     for plan in (StepPlan(), StepPlan(decode=[(1, 2)], num_rounds=3)):
         fields = layout.read(jnp.asarray(layout.pack(plan)))
@@ -212,7 +212,7 @@ def test_a_plan_says_how_many_rounds_may_run():
 
 @pytest.mark.parametrize("num_rounds", [1, 3, 4])
 def test_rounds_are_read_in_their_order(num_rounds):
-    shape = StepShape(num_seqs=4, num_draft_tokens=3, chunk=0, max_rounds=4)
+    shape = StepShape(num_seqs=4, num_draft_tokens=3, max_prompt_tokens=0, max_rounds=4)
     layout = ResultLayout(shape)
     random = np.random.default_rng(0)
     rounds = random.integers(0, 2, (4, layout.size), np.int32)

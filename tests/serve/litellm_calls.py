@@ -1,9 +1,9 @@
-"""What the test of litellm asks a server, and prints as JSON.
+"""Requests of the litellm test; prints the results as JSON.
 
-By hand: `python tests/serve/litellm_calls.py URL MODEL`.
+To run it alone: `python tests/serve/litellm_calls.py URL MODEL`.
 """
 
-# In an environment of its own: see client_requirements.txt.
+# Runs in its own environment: see client_requirements.txt.
 # pyright: reportMissingImports=false
 
 import asyncio
@@ -17,7 +17,7 @@ PROMPT = "$%&"
 
 
 def ask(url: str, model: str) -> dict[str, Any]:
-    """A chat and a completion, whole, streamed and asynchronous, and two errors."""
+    """Send chats and completions, whole, streamed, asynchronous, and two bad ones."""
     access = {"api_base": f"{url}/v1", "api_key": "secret", "max_retries": 0}
     chat = {
         "model": f"openai/{model}",
@@ -44,7 +44,7 @@ def ask(url: str, model: str) -> dict[str, Any]:
 
 
 def error_of(chat: dict[str, Any]) -> str:
-    """The name of what litellm raises."""
+    """Return the name of the exception that litellm raises."""
     try:
         litellm.completion(**chat)
     except litellm.exceptions.APIError as error:

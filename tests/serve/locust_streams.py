@@ -1,12 +1,12 @@
-"""What `locust` does for each of its users: streams one after the other, read whole.
+"""A user of `locust`: reads one stream after the other to its end.
 
     locust -f tests/serve/locust_streams.py --headless -u 64 -r 64 -t 10s -H URL
 
-locust counts a stream that breaks off, or whose tokens are not as many as asked for, as
-failed, and then ends with status 1. JAXSPEC_MODEL names the model.
+A stream that breaks off, or has another number of tokens than requested, counts as
+failed, and locust then exits with status 1. JAXSPEC_MODEL names the model.
 """
 
-# In an environment of its own: see client_requirements.txt.
+# Runs in its own environment: see client_requirements.txt.
 # pyright: reportMissingImports=false
 
 import json
@@ -18,7 +18,7 @@ MAX_TOKENS = 32
 
 
 class Streamer(HttpUser):
-    """Reads a stream to its end, then asks for the next."""
+    """Reads a stream to its end, then requests the next."""
 
     @task
     def read(self) -> None:

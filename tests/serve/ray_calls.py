@@ -1,7 +1,7 @@
-"""Replicas under Ray Serve, killed and scaled, and what became of their texts.
+"""Kills and scales replicas under Ray Serve, and compares their texts.
 
-Run by test_ray_app.py in a network of its own, as Ray listens on all interfaces of a
-machine; prints one line of JSON. By hand, where Ray is installed:
+test_ray_app.py runs this in a network namespace, because Ray listens on all interfaces
+of a machine; prints one line of JSON. To run it alone with Ray installed:
 
     unshare -n sh -c 'ip link set lo up; HOME=FOLDER JAXSPEC_TEST_DELAY=FOLDER/delay \
         python -m tests.serve.ray_calls FOLDER replicas'
@@ -54,7 +54,7 @@ Text = tuple[str | None, str]
 
 
 class Slow(Replica):
-    """A replica whose launches take as long as a file says, in seconds."""
+    """A replica whose launches are delayed by the seconds in a file."""
 
     def __init__(self, options: Options, placement: Placement):
         super().__init__(options, placement)
@@ -72,11 +72,11 @@ def set_delay(seconds: float) -> None:
     file = Path(os.environ[DELAY_FILE])
     new = file.with_suffix(".new")
     new.write_text(str(seconds))
-    new.replace(file)  # never half of it
+    new.replace(file)  # atomic
 
 
-def alone(asked: Iterable[tuple[str, dict[str, Any]]]) -> list[str]:
-    """What one process says, without a server."""
+def expected_texts(asked: Iterable[tuple[str, dict[str, Any]]]) -> list[str]:
+    """Return the texts of one process, without a server."""
     asked = list(asked)
     options, _ = read_arguments(ENGINE)
     engine = options.engine
@@ -91,7 +91,7 @@ def alone(asked: Iterable[tuple[str, dict[str, Any]]]) -> list[str]:
 
 
 def stream(client: openai.OpenAI, prompt: str, session: str = "", **asked: Any) -> Text:
-    """How a text ended, None if it was cut, and what there is of it."""
+    """Return the finish reason, None if the stream broke off, and the text."""
     text, ended = "", None
     headers = {"X-Session-Id": session} if session else {}
     try:
@@ -106,7 +106,7 @@ def stream(client: openai.OpenAI, prompt: str, session: str = "", **asked: Any) 
 
 
 def wait_for(done: Callable[[], bool]) -> float:
-    """Wait until it is so; returns the seconds that took."""
+    """Wait until a condition holds; return the seconds."""
     start = time.monotonic()
     while not done():
         assert time.monotonic() < start + PATIENCE_S, serve.status()
@@ -122,8 +122,8 @@ def states() -> dict[str, int]:
     return {getattr(state, "value", state): count for state, count in found.items()}
 
 
-def counted(name: str) -> dict[int, int]:
-    """A metric of each replica that answers, by the port of its metrics."""
+def metric_values(name: str) -> dict[int, int]:
+    """Return a metric of each responding replica, by its metrics port."""
     found: dict[int, int] = {}
     for port in range(METRICS_PORT, METRICS_PORT + 4):
         try:
@@ -136,12 +136,12 @@ def counted(name: str) -> dict[int, int]:
     return found
 
 
-def answered() -> dict[int, int]:
-    return counted("vllm:request_success_total")
+def num_served() -> dict[int, int]:
+    return metric_values("vllm:request_success_total")
 
 
-def running() -> dict[int, int]:
-    return counted("vllm:num_requests_running")
+def num_running() -> dict[int, int]:
+    return metric_values("vllm:num_requests_running")
 
 
 def deploy(**placement: Any) -> None:
@@ -155,32 +155,32 @@ def deploy(**placement: Any) -> None:
     serve.run(application, name=NAME, route_prefix="/")
 
 
-def asked_texts(
+def request_texts(
     client: openai.OpenAI, asked: list[tuple[str, dict[str, Any]]]
 ) -> list[Text]:
     with ThreadPoolExecutor(NUM_STREAMS) as pool:
-        told = [pool.submit(stream, client, prompt, **how) for prompt, how in asked]
-        return [one.result() for one in told]
+        futures = [pool.submit(stream, client, prompt, **how) for prompt, how in asked]
+        return [one.result() for one in futures]
 
 
 def begin_streams(
     pool: ThreadPoolExecutor, client: openai.OpenAI, asked: list[tuple[str, Any]]
 ) -> list[Future[Text]]:
-    """Begin long texts, slowly; returns when all are written.
+    """Start slow, long streams; return when all have begun.
 
-    One after the other: Ray gives a text to the replica with fewer, but several at once
-    may all go to the same.
+    One after the other: Ray routes a request to the replica with fewer requests, but
+    several at once may all go to the same.
     """
     set_delay(0.2)
     futures: list[Future[Text]] = []
     for prompt, how in asked:
         futures.append(pool.submit(stream, client, prompt, **how))
-        wait_for(lambda: sum(running().values()) == len(futures))
+        wait_for(lambda: sum(num_running().values()) == len(futures))
     return futures
 
 
 def manifest() -> list[str]:
-    """Have Ray read the manifest for KubeRay; returns what it imports."""
+    """Let Ray parse the manifest for KubeRay; return the import paths in it."""
     service = yaml.safe_load(Path("deploy/rayservice.yaml").read_text())
     config = yaml.safe_load(service["spec"]["serveConfigV2"])
     applications = ServeDeploySchema.model_validate(config).applications
@@ -190,7 +190,7 @@ def manifest() -> list[str]:
 
 
 def start_ray() -> openai.OpenAI:
-    """Start Ray and its proxy on this machine; returns a client of what it serves."""
+    """Start Ray and its proxy on this machine; return a client of the proxy."""
     ray.init(
         num_cpus=4,
         include_dashboard=False,
@@ -206,7 +206,7 @@ def start_ray() -> openai.OpenAI:
 
 
 def process_of(actor: str) -> psutil.Process:
-    """The process of the only actor of a class, which Ray names by what it runs."""
+    """Return the process of the only actor of a class, by Ray's process title."""
 
     def found() -> list[psutil.Process]:
         every = psutil.process_iter(["cmdline"])
@@ -217,55 +217,55 @@ def process_of(actor: str) -> psutil.Process:
 
 
 def several_hosts() -> None:
-    """One replica of two processes, each killed once, and what became of its texts."""
+    """Run one replica of two processes, and kill each process once."""
     asked: list[tuple[str, dict[str, Any]]]
     asked = [(one, how | {"max_tokens": 24}) for one in PROMPTS for how in SHORT]
-    told: dict[str, Any] = {"texts": alone(asked)}
+    results: dict[str, Any] = {"texts": expected_texts(asked)}
     prompt, how = asked[0]
     set_delay(0)
     client = start_ray()
     deploy(hosts=2, placement_group_strategy="PACK", tensor_parallel_size=2)
-    told["from_two"] = [text for _, text in asked_texts(client, asked)]
+    results["from_two"] = [text for _, text in request_texts(client, asked)]
     for who in ("HostProcess", "ServeReplica"):
         with ThreadPoolExecutor(NUM_STREAMS) as pool:
             long = (prompt, how | {"max_tokens": LONG})
             futures = begin_streams(pool, client, [long] * 2)
             process_of(who).kill()
             start = time.monotonic()
-            told[f"{who} cut"] = [one.result()[0] for one in futures].count(None)
+            results[f"{who} cut"] = [one.result()[0] for one in futures].count(None)
             set_delay(0)
-            # Nothing answers until the group is there again, and then as before.
+            # No response until the whole group has restarted; then the same texts.
             wait_for(lambda: stream(client, prompt, **how)[0] is not None)
-            told[f"{who} back_s"] = time.monotonic() - start
-        told[f"after {who}"] = [text for _, text in asked_texts(client, asked)]
+            results[f"{who} back_s"] = time.monotonic() - start
+        results[f"after {who}"] = [text for _, text in request_texts(client, asked)]
     serve.shutdown()
     ray.shutdown()
-    print(json.dumps(told))
+    print(json.dumps(results))
 
 
 def replicas() -> None:
-    """Do all of it, and print what happened."""
+    """Run all scenarios with replicas of one process, and print the results."""
     short = [(one, how | {"max_tokens": 40}) for one in PROMPTS for how in SHORT] * 2
-    # The program with masks is compiled in each replica: kept are only those without.
+    # Each replica compiles the program with masks, which cannot be cached.
     masked = [(one, {"temperature": 0.0, "max_tokens": 24}) for one in PROMPTS[:2]]
     long = [
         (PROMPTS[number % 3], SHORT[number % 2] | {"max_tokens": LONG})
         for number in range(NUM_STREAMS)
     ]
-    told: dict[str, Any] = {"manifest": manifest()}
+    results: dict[str, Any] = {"manifest": manifest()}
     grammar = StructuredOutputsParams(regex=REGEX)
-    whole = alone(
+    whole = expected_texts(
         [
             *short,
             *long,
             *((one, how | {"structured_outputs": grammar}) for one, how in masked),
         ]
     )
-    told["texts"], whole = whole[: len(short)], whole[len(short) :]
-    long_expected, told["masked_texts"] = whole[:NUM_STREAMS], whole[NUM_STREAMS:]
+    results["texts"], whole = whole[: len(short)], whole[len(short) :]
+    long_expected, results["masked_texts"] = whole[:NUM_STREAMS], whole[NUM_STREAMS:]
 
-    def judged(texts: list[Text]) -> dict[str, int]:
-        """How many were as from one process, cut, or something else."""
+    def count_outcomes(texts: list[Text]) -> dict[str, int]:
+        """Count texts that equal those of one process, broke off, or differ."""
         kinds: Counter[str] = Counter()
         for (ended, text), right in zip(texts, long_expected, strict=True):
             is_same = text == right
@@ -275,65 +275,65 @@ def replicas() -> None:
     set_delay(0)
     client = start_ray()
 
-    # Two replicas that are there for good.
+    # Two permanent replicas.
     deploy(num_replicas=2, session_affinity=True)
-    told["models"] = [one.id for one in client.models.list()]
-    told["from_replicas"] = [text for _, text in asked_texts(client, short)]
-    told["answered"] = answered()
+    results["models"] = [one.id for one in client.models.list()]
+    results["from_replicas"] = [text for _, text in request_texts(client, short)]
+    results["answered"] = num_served()
     body = {"structured_outputs": {"regex": REGEX}}
-    told["masked_from_replicas"] = [
+    results["masked_from_replicas"] = [
         text
-        for _, text in asked_texts(
+        for _, text in request_texts(
             client, [(one, how | {"extra_body": body}) for one, how in masked]
         )
     ]
-    told["answered_before_session"] = answered()
+    results["answered_before_session"] = num_served()
     for _ in range(6):
         stream(client, PROMPTS[0], session="one", max_tokens=2)
-    told["answered_with_session"] = answered()
+    results["answered_with_session"] = num_served()
 
     with ThreadPoolExecutor(NUM_STREAMS) as pool:
         futures = begin_streams(pool, client, long)
-        before = told["running_before_kill"] = running()
+        before = results["running_before_kill"] = num_running()
         names = [
             one["name"]
             for one in ray.util.list_named_actors(all_namespaces=True)
             if one["name"].startswith("SERVE_REPLICA::")
         ]
         ray.kill(ray.get_actor(names[0], namespace="serve"), no_restart=True)
-        wait_for(lambda: len(running()) < len(before))
-        (dead,) = before.keys() - running().keys()
-        told["ran_on_the_killed"] = before[dead]
+        wait_for(lambda: len(num_running()) < len(before))
+        (dead,) = before.keys() - num_running().keys()
+        results["ran_on_the_killed"] = before[dead]
         set_delay(0.02)
-        told["after_kill"] = judged([one.result() for one in futures])
+        results["after_kill"] = count_outcomes([one.result() for one in futures])
     set_delay(0)
-    told["replaced_s"] = wait_for(
-        lambda: states() == {"RUNNING": 2} and len(running()) == 2
+    results["replaced_s"] = wait_for(
+        lambda: states() == {"RUNNING": 2} and len(num_running()) == 2
     )
-    told["after_replacement"] = [text for _, text in asked_texts(client, short)]
+    results["after_replacement"] = [text for _, text in request_texts(client, short)]
     serve.delete(NAME)
 
-    # Two that become one, as there is too little to do.
+    # Ray scales two replicas down to one, because the load is low.
     scaling = {"min_replicas": 1, "initial_replicas": 2, "max_replicas": 2}
     scaling |= {"target_ongoing_requests": 100, "look_back_period_s": 2}
     scaling |= {"downscale_delay_s": 6, "metrics_interval_s": 1}
     deploy(autoscaling_config=scaling)
     with ThreadPoolExecutor(NUM_STREAMS) as pool:
         futures = begin_streams(pool, client, long)
-        told["running_before_scaling"] = running()
+        results["running_before_scaling"] = num_running()
         wait_for(lambda: states().get("RUNNING") == 1)
-        told["states_while_draining"] = states()
-        told["running_while_draining"] = running()
-        told["unfinished_while_draining"] = sum(not one.done() for one in futures)
+        results["states_while_draining"] = states()
+        results["running_while_draining"] = num_running()
+        results["unfinished_while_draining"] = sum(not one.done() for one in futures)
         set_delay(0.02)
-        told["after_scaling"] = judged([one.result() for one in futures])
+        results["after_scaling"] = count_outcomes([one.result() for one in futures])
     set_delay(0)
     wait_for(lambda: states() == {"RUNNING": 1})
-    wait_for(lambda: len(running()) == 1)
-    told["after_all"] = [text for _, text in asked_texts(client, short)]
+    wait_for(lambda: len(num_running()) == 1)
+    results["after_all"] = [text for _, text in request_texts(client, short)]
     serve.shutdown()
     ray.shutdown()
-    print(json.dumps(told))
+    print(json.dumps(results))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Run the server over a device of plain Python, in a process of its own.
+"""Runs the server on a fake device, in its own process.
 
-The arguments are those of `python -m jaxspec.serve`, after the seconds that each launch
-takes and the number of files that the process may open (0: any). At SIGUSR1 the process
-opens files until none is left; at SIGUSR2 it closes them.
+The arguments are the seconds per launch, the limit on open files (0: none), and those
+of `python -m jaxspec.serve`. On SIGUSR1 the process opens files up to the limit; on
+SIGUSR2 it closes them.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""How many may wait, and what the others are told."""
+"""Limits on waiting requests, and the refusal of others."""
 
 import asyncio
 from typing import Any
@@ -16,11 +16,13 @@ def admission(**limits: Any) -> Admission:
     return Admission(ServerSettings(**limits), max_num_seqs=2)
 
 
-def test_texts_that_wait():
+def test_refuses_texts_over_queue_limit():
     door = admission(max_num_queued_reqs=1)
     with door.admit(["a"], [5], 2), door.admit(["b"], [5], 1):
         assert set(door.request_ids) == {"a", "b"}
-        with pytest.raises(OverloadedError, match="2 texts would wait, and 1 may"):
+        with pytest.raises(
+            OverloadedError, match="2 texts would wait, and at most 1 may"
+        ):
             door.admit(["c"], [5], 1).__enter__()
         assert door.num_requests == 2
     with door.admit(["c"], [5], 3):
@@ -31,24 +33,24 @@ def test_texts_that_wait():
     assert door.num_requests == 0
 
 
-def test_tokens_that_wait():
+def test_refuses_tokens_over_queue_limit():
     door = admission(max_num_queued_tokens=10, max_num_queued_reqs=None)
     with door.admit(["a", "b"], [500, 500], 1), door.admit(["c"], [10], 1):
         with pytest.raises(OverloadedError, match="11 prompt tokens"):
             door.admit(["d"], [1], 1).__enter__()
     with door.admit(["d"], [10**6], 1):
-        pass  # who need not wait may be as long as they like
+        pass  # a request that need not wait may have any length
     assert door.num_refused == {"queued_reqs": 0, "queued_tokens": 1, "connections": 0}
 
 
-def test_places_are_given_back_after_an_error():
+def test_error_releases_places():
     door = admission(max_num_queued_reqs=0)
     for _ in range(3):
         with pytest.raises(ZeroDivisionError), door.admit(["a"], [5], 2):
             raise ZeroDivisionError
 
 
-def test_when_to_come_back_is_within_reason():
+def test_retry_after_is_bounded():
     door = admission(max_num_queued_reqs=1000)
     with door.admit(["a"], [5], 1002):
         with pytest.raises(OverloadedError) as refused:
@@ -57,7 +59,7 @@ def test_when_to_come_back_is_within_reason():
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
-def test_excess_is_refused_and_what_was_let_in_is_served(is_stream: bool):
+def test_refuses_excess_and_serves_admitted(is_stream: bool):
     async def ask(client: httpx.AsyncClient) -> None:
         body = {"prompt": PROMPT, "max_tokens": 20, "stream": is_stream}
         asked = [client.post(COMPLETIONS, json=body) for _ in range(10)]

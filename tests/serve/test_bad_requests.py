@@ -1,7 +1,7 @@
-"""Hundreds of bad requests, each refused at once, and the streams beside them.
+"""Hundreds of bad requests, each refused quickly, with concurrent streams.
 
-In every body there is one mistake. Texts come from a device of plain Python: the time
-that a refusal takes is the server's own, and what streams say is known in advance.
+Every body has one mistake. Texts come from a fake device: the time of a refusal is the
+server's own, and the texts of streams are known in advance.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ from tests.support.serving import (
     site_of,
 )
 
-# Of computing: by the clock, a busy machine would be what is measured.
+# Seconds of CPU time: wall time would measure a busy machine.
 LIMIT_S = 0.1
 TRIES = 4
 LONG = 2**12  # bytes
@@ -138,20 +138,20 @@ def of_prompt(value: bytes) -> bytes:
 
 
 def many(entry: bytes, num_bytes: int = NEAR) -> bytes:
-    """A list of the same entry, over and over."""
+    """Return a list that repeats one entry."""
     return b"[" + b",".join([entry] * (num_bytes // (len(entry) + 1))) + b"]"
 
 
 LARGE = (
-    # Beyond the length that is read.
+    # Longer than the limit.
     *(b" " * (10 * MB), of_prompt(b'"' + b"#" * (10 * MB) + b'"')),
     *(of_prompt(many(b"2", 10 * MB)), b"{" * (10 * MB), b"\xff" * (10 * MB)),
-    # Of a length that is.
+    # Just below the limit.
     *(b" " * NEAR, b"1" * NEAR, b"[" * NEAR, b"\xff" * NEAR),
     of_prompt(b'"' + b"#" * NEAR + b'"'),
     of_prompt(b'"' + b"\\u0023" * (NEAR // 6) + b'"'),
     *(of_prompt(many(one)) for one in (b"2", b"[]", b"{}", b"[2]", b'"#"', b"NaN")),
-    # As many values as may be.
+    # The maximum number of values.
     *(of_prompt(many(one, 2 * MAX_MARKS - 99)) for one in (b"2", b"1.5", b"[]")),
     b'{"prompt": "#", "x": ' + many(b"[2]", MAX_MARKS) + b"}",
     b'{"prompt": "#", "logit_bias": {'
@@ -163,21 +163,21 @@ HEADERS = {"content-type": "application/json"}
 
 
 class Bad(NamedTuple):
-    """A request that cannot be answered."""
+    """A bad request."""
 
     path: str
     body: bytes | None
     method: str = "POST"
     is_chunked: bool = False
-    field: str | None = None  # to be named, where one is at fault
+    field: str | None = None  # the field that the error must name, if one is at fault
 
     def __str__(self) -> str:
-        told = (self.body or b"")[:80]
-        return f"{self.method} {self.path} {told!r} {len(self.body or b'')} bytes"
+        start = (self.body or b"")[:80]
+        return f"{self.method} {self.path} {start!r} {len(self.body or b'')} bytes"
 
 
 def bad_requests() -> Iterator[Bad]:
-    """Wrong types, NaN, huge, empty, no UTF-8, 10 MB, unknown ids, one too long."""
+    """Yield wrong types, NaN, huge, empty, not UTF-8, 10 MB, unknown ids, too long."""
     wrong = {name: NO_NUMBERS for name in NUMBERS}
     wrong |= {name: NO_INTEGERS for name in INTEGERS} | WRONG
     for name, values in wrong.items():
@@ -185,8 +185,8 @@ def bad_requests() -> Iterator[Bad]:
             given = "" if name == "prompt" else '"prompt": "#", '
             body = f'{{{given}"{name}": {value}}}'.encode()
             yield Bad(COMPLETIONS, body, field=name)
-    for path, bodies in ((CHAT, WRONG_CHATS), (RESPONSES, WRONG_RESPONSES)):
-        for body in bodies:
+    for path, wrong in ((CHAT, WRONG_CHATS), (RESPONSES, WRONG_RESPONSES)):
+        for body in wrong:
             yield Bad(path, json.dumps(body).encode())
     for body in (*NO_JSON, *LARGE):
         yield Bad(COMPLETIONS, body)
@@ -211,7 +211,7 @@ def bad_requests() -> Iterator[Bad]:
 
 
 def named(param: str) -> str:
-    """The field, of "logit_bias[2]" and of "messages.0.role"."""
+    """Return the field of "logit_bias[2]" or "messages.0.role"."""
     return re.split(r"\W", param, maxsplit=1)[0]
 
 
@@ -220,13 +220,13 @@ async def pieces(body: bytes) -> Any:
         yield body[start : start + 2**16]
 
 
-class Asking:
-    """A client that expects nothing but refusals.
+class Requester:
+    """A client that expects only refusals.
 
     Attributes:
-        waited_s: What each took by the clock.
-        worked_s: What was computed for it: by all threads of this process, or for a
-            long body by the server's alone; megabytes need their time to arrive.
+        waited_s: Wall time of each request.
+        worked_s: CPU time of each: of all threads of this process, or for a long body
+            of the server's thread only, as sending megabytes takes time.
     """
 
     def __init__(self, client: httpx.AsyncClient, site: Site):
@@ -236,9 +236,9 @@ class Asking:
         self.waited_s, self.worked_s = list[float](), list[float]()
 
     async def ask(self, bad: Bad) -> None:
-        """Be refused in time; what is slow is asked for again.
+        """Check that a request is refused in time; repeat a slow one.
 
-        A busy machine has slow moments, a server that needs longer needs it each time.
+        A busy machine is slow at times, a slow server every time.
         """
         took = [await self._refused(bad)]
         while min(took) > LIMIT_S and len(took) < TRIES:
@@ -246,7 +246,7 @@ class Asking:
         assert min(took) <= LIMIT_S, took
 
     async def _refused(self, bad: Bad) -> float:
-        """Wait for a refusal in the form of all errors; the seconds of work."""
+        """Check the refusal's format; return its CPU seconds."""
         content: Any = pieces(bad.body or b"") if bad.is_chunked else bad.body
         is_long = len(bad.body or b"") > LONG
         clock = self._server if is_long else time.CLOCK_PROCESS_CPUTIME_ID
@@ -257,7 +257,7 @@ class Asking:
         self.waited_s.append(time.monotonic() - start)
         self.worked_s.append(time.clock_gettime(clock) - worked)
         assert 400 <= response.status_code < 500, response.text[:200]
-        assert len(response.text) < 5000, "it is told all that it said"
+        assert len(response.text) < 5000, "the error quotes the whole body"
         error = response.json()["error"]
         assert error["message"]
         assert error["code"] == response.status_code
@@ -279,15 +279,15 @@ async def keep_streaming(client: httpx.AsyncClient, counts: list[int]) -> None:
         counts.append(len(chunks))
 
 
-def test_bad_requests_are_refused_at_once_and_disturb_nobody():
+def test_refuses_bad_requests_quickly_without_disturbing_streams():
     bad = list(bad_requests())
     assert len(bad) >= 200
     faults: list[str] = []
 
-    async def ask(site: Site) -> Asking:
+    async def ask(site: Site) -> Requester:
         async with httpx.AsyncClient(base_url=site.url, timeout=60) as client:
-            asking, counts = Asking(client, site), list[int]()
-            beside = [
+            asking, counts = Requester(client, site), list[int]()
+            streams = [
                 asyncio.ensure_future(keep_streaming(client, counts))
                 for _ in range(NUM_STREAMS)
             ]
@@ -299,17 +299,17 @@ def test_bad_requests_are_refused_at_once_and_disturb_nobody():
             num_before = len(counts)
             while len(counts) < num_before + NUM_STREAMS:
                 await asyncio.sleep(0.01)
-                assert not any(stream.done() for stream in beside), beside
-            for stream in beside:
+                assert not any(stream.done() for stream in streams), streams
+            for stream in streams:
                 stream.cancel()
-            await asyncio.gather(*beside, return_exceptions=True)
+            await asyncio.gather(*streams, return_exceptions=True)
         return asking
 
     with site_of() as site:
         site.delay_s = 0.005
         asked = asyncio.run(ask(site))
     assert not faults, "\n".join(faults)
-    # Most of them by the clock as well, however busy the machine is.
+    # Most of them also by wall time, however busy the machine is.
     assert statistics.median(asked.waited_s) <= 5 * LIMIT_S
     for name, times in (("clock", asked.waited_s), ("work", asked.worked_s)):
         median, most = 1e3 * statistics.median(times), 1e3 * max(times)

@@ -1,7 +1,7 @@
-"""Beam search by the server, over a device to which all tokens are equally likely.
+"""Beam search by the server, on a fake device with equally likely tokens.
 
-What the best texts are is tested in tests/test_beam_search.py; here, that a search of
-the server is one, and what of a request goes with it.
+tests/test_beam_search.py tests the search itself; these tests are of the server's
+requests for one, and of the fields that can be combined with it.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from jaxspec.inputs import ParsedPrompt
 from jaxspec.logprobs import Logprob
 from jaxspec.outputs import CompletionOutput, RequestOutput
 from jaxspec.sampling_params import BeamSearchParams
-from jaxspec.serve.serving import _together
+from jaxspec.serve.serving import _gather
 from tests.support.fake_engines import EOS, TEXT, letters
 from tests.support.serving import (
     CHAT,
@@ -32,8 +32,8 @@ VOCAB = 16
 EACH = float(np.float32(-np.log(VOCAB)))
 
 
-def told(tokens: list[int], count: int) -> RequestOutput:
-    """What the device says of what follows: its own token, then those in order."""
+def next_output(tokens: list[int], count: int) -> RequestOutput:
+    """Return the device's output after some tokens: its own token, then the others."""
     position = {TEXT[len(tokens) % len(TEXT)]: Logprob(EACH, 1)}
     for rank, token in enumerate(range(count), 1):
         position.setdefault(token, Logprob(EACH, rank))
@@ -43,15 +43,15 @@ def told(tokens: list[int], count: int) -> RequestOutput:
     )
 
 
-def expected(width: int, most: int, **given: Any) -> list[list[int]]:
-    """The tokens of the texts that a search by hand finds."""
-    params = BeamSearchParams(beam_width=width, max_tokens=most, **given)
+def expected(width: int, max_tokens: int, **given: Any) -> list[list[int]]:
+    """Return the tokens of the texts that a direct search finds."""
+    params = BeamSearchParams(beam_width=width, max_tokens=max_tokens, **given)
     count = step_params(params, vocab_size=VOCAB, max_logprobs=20).logprobs
     assert count is not None
     prompt = ParsedPrompt(text=None, token_ids=[2, 3, 4])
     search = BeamSearch(prompt, params, end_ids=(EOS,), max_model_len=96)
     while prompts := search.prompts():
-        search.advance([told(one["prompt_token_ids"], count) for one in prompts])
+        search.advance([next_output(one["prompt_token_ids"], count) for one in prompts])
     return [one.tokens[3:] for one in search._ended]
 
 
@@ -61,7 +61,7 @@ def shown(tokens: list[int]) -> str:
 
 @pytest.mark.parametrize("is_stream", [False, True])
 @pytest.mark.parametrize("penalty", [0.0, 1.0, 4.0])
-def test_a_search(is_stream: bool, penalty: float):
+def test_beam_search_returns_best_texts(is_stream: bool, penalty: float):
     texts = expected(3, 5, length_penalty=penalty)
     asked: dict[str, Any] = {
         "use_beam_search": True,
@@ -81,7 +81,7 @@ def test_a_search(is_stream: bool, penalty: float):
             events = answer if is_stream else [answer]
             choices = [choice for event in events for choice in event["choices"]]
             ended = [one for one in choices if one["finish_reason"] is not None]
-            # Searches for several prompts end in any order.
+            # Searches of several prompts end in any order.
             ended.sort(key=lambda one: one["index"])
             assert [one["index"] for one in ended] == list(range(len(ended)))
             wanted = texts * 2 if path == COMPLETIONS else texts
@@ -98,7 +98,7 @@ def test_a_search(is_stream: bool, penalty: float):
     serve_http(ask)
 
 
-def test_what_goes_with_it():
+def test_fields_that_combine_with_beam_search():
     async def ask(http: httpx.AsyncClient) -> None:
         asked: Any = {
             "use_beam_search": True,
@@ -113,7 +113,7 @@ def test_what_goes_with_it():
             assert choice["text"] == letters(tokens)
             assert choice["logprobs"]["tokens"] == list(letters(tokens))
             assert len(choice["logprobs"]["token_logprobs"]) == 3
-            # The token itself, and the one that ranks first.
+            # The token itself, and the most likely one.
             assert all(len(one) <= 3 for one in choice["logprobs"]["top_logprobs"])
         answer = await post(http, COMPLETIONS, echo=True, **asked)
         for choice, tokens in zip(answer["choices"], expected(2, 3), strict=True):
@@ -150,7 +150,7 @@ def test_what_goes_with_it():
         ({"thinking_token_budget": 3}, "thinking_token_budget"),
     ],
 )
-def test_what_does_not(wrong: dict[str, Any], param: str):
+def test_refuses_fields_that_do_not_combine(wrong: dict[str, Any], param: str):
     async def ask(http: httpx.AsyncClient) -> None:
         body: Any = {"prompt": PROMPT, "use_beam_search": True} | wrong
         response = await http.post(COMPLETIONS, json=body)
@@ -161,7 +161,7 @@ def test_what_does_not(wrong: dict[str, Any], param: str):
     serve_http(ask)
 
 
-def test_too_wide_a_search():
+def test_refuses_too_large_beam_width():
     async def ask(http: httpx.AsyncClient) -> None:
         body: Any = {"prompt": PROMPT, "use_beam_search": True, "n": 3}
         response = await http.post(COMPLETIONS, json=body)
@@ -175,8 +175,8 @@ def test_too_wide_a_search():
     serve_http(ask, max_logprobs=5)
 
 
-def test_a_search_that_takes_too_long_ends():
-    """Nothing is left of it: `serve_http` looks."""
+def test_slow_search_times_out():
+    """`serve_http` checks that no request is left."""
 
     async def ask(http: httpx.AsyncClient) -> None:
         body: Any = {"prompt": PROMPT, "use_beam_search": True, "n": 3}
@@ -187,7 +187,7 @@ def test_a_search_that_takes_too_long_ends():
     serve_http(ask, settings={"max_request_s": 0.2}, delay_s=0.02)
 
 
-def test_a_search_whose_step_fails():
+def test_failed_step_fails_search():
     async def ask(http: httpx.AsyncClient) -> None:
         body: Any = {"prompt": PROMPT, "use_beam_search": True, "n": 3}
         body |= {"max_tokens": 60, "ignore_eos": True}
@@ -197,7 +197,7 @@ def test_a_search_whose_step_fails():
     serve_http(ask, break_at=8, delay_s=0.005)
 
 
-def test_one_that_fails_ends_the_others():
+def test_gather_cancels_others_on_error():
     has_ended = asyncio.Event()
 
     async def waits() -> None:
@@ -212,7 +212,7 @@ def test_one_that_fails_ends_the_others():
 
     async def run() -> None:
         with pytest.raises(ValueError, match="boom"):
-            await _together([waits(), fails()])
+            await _gather([waits(), fails()])
         assert has_ended.is_set()
 
     asyncio.run(asyncio.wait_for(run(), 10))

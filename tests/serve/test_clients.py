@@ -1,4 +1,4 @@
-"""Programs that people use: openai, litellm, curl, and two generators of load."""
+"""Real clients: openai, litellm, curl, and two load generators."""
 
 import asyncio
 import json
@@ -32,8 +32,8 @@ VLLM = os.environ.get("JAXSPEC_VLLM_PYTHON")
 ENGINE = {"max_num_seqs": 64, "num_pages": 64 * 24, "max_num_batched_tokens": 512}
 KEYS = ("secret",)
 NUM_STREAMS = 64
-# `vllm bench serve`; the command itself looks for a package of the name vllm, and the
-# one for CPUs has another.
+# `vllm bench serve`; the command itself needs a package named vllm, and the one for
+# CPUs has another name.
 VLLM_BENCH_SERVE = """
 from vllm.benchmarks.serve import add_cli_args, main
 from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -59,7 +59,7 @@ def client_of(site: Site, **options: Any) -> openai.OpenAI:
 
 
 def run(words: list[Any], environment: dict[str, str], limit_s: float = 120) -> str:
-    """What a program prints, which must end well."""
+    """Run a program, which must succeed; return its output."""
     done = subprocess.run(
         [str(word) for word in words],
         env=os.environ | environment,
@@ -90,7 +90,7 @@ def test_openai(site: Site):
         assert "".join(deltas) == letters(said(9))
 
 
-def test_openai_with_many_at_once(site: Site):
+def test_openai_concurrent_requests(site: Site):
     async def ask() -> list[Any]:
         async with openai.AsyncOpenAI(
             base_url=f"{site.url}v1", api_key=KEYS[0], max_retries=0
@@ -112,7 +112,7 @@ def test_openai_with_many_at_once(site: Site):
         ({}, {"api_key": "wrong"}, openai.AuthenticationError),
     ],
 )
-def test_openais_errors(
+def test_openai_errors(
     site: Site,
     changes: dict[str, Any],
     options: dict[str, Any],
@@ -122,13 +122,13 @@ def test_openais_errors(
         create: Any = client.completions.create
         with pytest.raises(error) as refused:
             create(**({"model": "model", "prompt": PROMPT} | changes))
-        # Of a stranger vLLM says less: {"error": "Unauthorized"}.
+        # Without a valid key vLLM returns only {"error": "Unauthorized"}.
         is_stranger = error is openai.AuthenticationError
         found: Any = refused.value.body
         assert found == "Unauthorized" if is_stranger else found["message"]
 
 
-def test_a_client_that_waits_no_longer(site: Site):
+def test_client_timeout_aborts_request(site: Site):
     site.delay_s = 0.1
     with client_of(site, timeout=0.3) as client:
         create: Any = client.completions.create
@@ -136,14 +136,14 @@ def test_a_client_that_waits_no_longer(site: Site):
             create(model="model", prompt=PROMPT, max_tokens=80)
         deadline = time.monotonic() + 10
         while site.app.state.serving.admission.num_requests:
-            assert time.monotonic() < deadline, "the request goes on"
+            assert time.monotonic() < deadline, "the request still runs"
             time.sleep(0.01)
     site.delay_s = 0.0
 
 
 @needs_clients
 def test_litellm(site: Site):
-    # It would ask for a list of prices over the network.
+    # litellm would fetch a price list from the network.
     environment = {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}
     words = [CLIENTS / "python", HERE / "litellm_calls.py", site.url[:-1], "model"]
     found = json.loads(run(words, environment).splitlines()[-1])
@@ -170,12 +170,12 @@ def test_curl(site: Site):
 
 
 @needs_clients
-def test_many_streams_of_a_load_generator():
+def test_locust_streams():
     words: list[Any] = [CLIENTS / "locust", "-f", HERE / "locust_streams.py"]
     words += ["--headless", "-u", NUM_STREAMS, "-r", NUM_STREAMS, "-t", "12s"]
     words += ["--stop-timeout", "20s", "--json", "--loglevel", "ERROR"]
     with site_of(ENGINE) as site:
-        # Slow enough that streams wait for it, and not for this machine.
+        # Slow enough that the device, not this machine, is the bottleneck.
         site.delay_s = 0.15
         environment = {"JAXSPEC_MODEL": "model"}
         (found,) = json.loads(run([*words, "-H", site.url[:-1]], environment))
@@ -186,7 +186,7 @@ def test_many_streams_of_a_load_generator():
 
 
 def num_ended(site: Site) -> int:
-    """Requests that ended at the length they had asked for."""
+    """Return the number of requests that ended with finish reason "length"."""
     text = httpx.get(f"{site.url}metrics").text
     (count,) = re.findall(
         r'^vllm:request_success_total{.*"length".*} (\S+)$', text, re.M
@@ -195,9 +195,9 @@ def num_ended(site: Site) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(VLLM is None, reason="JAXSPEC_VLLM_PYTHON names no Python of vLLM")
-def test_vllms_own_benchmark(tmp_path: Path):
-    """Its section on speculative decoding is made of our metrics."""
+@pytest.mark.skipif(VLLM is None, reason="JAXSPEC_VLLM_PYTHON is not set")
+def test_vllm_bench_serve(tmp_path: Path):
+    """Its section on speculative decoding is computed from our metrics."""
     tiny = Path(__file__).parents[2] / "checkpoints" / "jaxspec_checkpoints" / "tiny"
     words: list[Any] = [VLLM, "-c", VLLM_BENCH_SERVE]
     prompts = tmp_path / "prompts.jsonl"
@@ -208,8 +208,10 @@ def test_vllms_own_benchmark(tmp_path: Path):
     words += ["--tokenizer", tiny / "target", "--save-result"]
     words += ["--result-dir", tmp_path]
     with site_of(ENGINE) as site:
-        told = run([*words, "--base-url", site.url[:-1]], {"HF_HUB_OFFLINE": "1"}, 300)
-    assert "Speculative Decoding" in told
+        printed = run(
+            [*words, "--base-url", site.url[:-1]], {"HF_HUB_OFFLINE": "1"}, 300
+        )
+    assert "Speculative Decoding" in printed
     (file,) = tmp_path.glob("*.json")
     found = json.loads(file.read_text())
     assert found["completed"] == 32

@@ -1,4 +1,4 @@
-"""Limits on connections, seen by clients of a real server in a process of its own."""
+"""Limits on connections, tested with clients of a real server process."""
 
 import contextlib
 import json
@@ -27,7 +27,7 @@ from tests.support.serving import CHAT, COMPLETIONS, PROMPT, error_of, events_of
 
 ROOT = Path(__file__).parents[2]
 HEADERS_S, BODY_S, KEEP_ALIVE_S = 1.0, 1.5, 0.7
-# What a loaded machine may add to them.
+# Additional time on a busy machine.
 GRACE_S = 8.0
 MAX_CONNECTIONS = 12
 FLAGS = f"--timeout-read-headers {HEADERS_S} --timeout-read-body {BODY_S}".split()
@@ -52,7 +52,7 @@ class Server:
         return socket.create_connection(("127.0.0.1", self.port), 20)
 
     def get(self, path: str) -> httpx.Response:
-        # Without a connection that is kept: it would count.
+        # Not a keep-alive connection, which would count against the limit.
         return httpx.get(f"{self.url}{path}", headers=KEY, timeout=60)
 
     def count(self, name: str, **labels: str) -> float:
@@ -105,7 +105,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 def read_all(client: socket.socket) -> tuple[bytes, float]:
-    """Read until the server closes; what came, and the seconds that it took."""
+    """Read until the server closes; return the data and the seconds."""
     start, parts = time.monotonic(), []
     with contextlib.suppress(ConnectionResetError):
         while part := client.recv(2**16):
@@ -113,7 +113,7 @@ def read_all(client: socket.socket) -> tuple[bytes, float]:
     return b"".join(parts), time.monotonic() - start
 
 
-def test_closes_connection_on_which_nothing_is_sent(server: Server):
+def test_closes_silent_connection(server: Server):
     with server.connect() as client:
         answer, seconds = read_all(client)
     assert answer == b""
@@ -132,7 +132,7 @@ def test_half_sent_headers_are_408(server: Server, half: bytes):
 
 
 def trickle(client: socket.socket, pieces: bytes) -> float:
-    """Send a byte every tenth of a second until the server has closed."""
+    """Send a byte every 0.1 s until the server has closed the connection."""
     start = time.monotonic()
     client.settimeout(0.1)
     for at in range(len(pieces)):
@@ -147,7 +147,7 @@ def trickle(client: socket.socket, pieces: bytes) -> float:
     return time.monotonic() - start
 
 
-def test_a_byte_now_and_then_does_not_prolong_headers(server: Server):
+def test_slow_headers_are_not_extended(server: Server):
     with server.connect() as client:
         seconds = trickle(client, HEAD.encode())
     assert seconds < HEADERS_S + GRACE_S
@@ -156,7 +156,7 @@ def test_a_byte_now_and_then_does_not_prolong_headers(server: Server):
 @pytest.mark.parametrize(
     "length", ["Content-Length: 500", "Transfer-Encoding: chunked"]
 )
-def test_a_body_that_does_not_arrive_is_408(server: Server, length: str):
+def test_incomplete_body_is_408(server: Server, length: str):
     with server.connect() as client:
         client.sendall(f"{HEAD}{length}\r\n\r\n".encode())
         if "chunked" in length:
@@ -168,7 +168,7 @@ def test_a_body_that_does_not_arrive_is_408(server: Server, length: str):
     assert BODY_S * 0.8 < seconds < BODY_S + GRACE_S
 
 
-def test_a_byte_now_and_then_does_not_prolong_a_body(server: Server):
+def test_slow_body_is_not_extended(server: Server):
     before = server.count("jaxspec:request_timeouts_total", part="body")
     with server.connect() as client:
         client.sendall(f"{HEAD}Content-Length: 500\r\n\r\n".encode())
@@ -178,7 +178,7 @@ def test_a_byte_now_and_then_does_not_prolong_a_body(server: Server):
     assert now == before + 1
 
 
-def test_a_body_that_is_not_used_ends_as_well(server: Server):
+def test_unused_body_times_out(server: Server):
     with server.connect() as client:
         head = HEAD.replace("Bearer k", "Bearer no")
         client.sendall(f"{head}Content-Length: 500\r\n\r\n".encode())
@@ -187,19 +187,19 @@ def test_a_body_that_is_not_used_ends_as_well(server: Server):
     assert seconds < BODY_S + HEADERS_S + KEEP_ALIVE_S + GRACE_S
 
 
-def test_closes_idle_connection_after_an_answer(server: Server):
+def test_closes_idle_connection_after_response(server: Server):
     with server.connect() as client:
         client.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
         answer, seconds = read_all(client)
     assert answer.startswith(b"HTTP/1.1 200 ")
-    # Below uvicorn's default of 5 s, which an ignored flag would leave.
+    # Below uvicorn's default of 5 s, which would apply if the flag were ignored.
     assert KEEP_ALIVE_S * 0.8 < seconds < 4.5
 
 
-def test_one_connection_serves_requests_for_longer_than_any_limit(server: Server):
+def test_connection_may_outlive_all_limits(server: Server):
     end = time.monotonic() + 2 * max(HEADERS_S, BODY_S)
     with server.connect() as client:
-        # Every half is there in time, and so is the next request.
+        # Each half arrives in time, and so does the next request.
         while time.monotonic() < end:
             client.sendall(b"GET /health HTTP/1.1\r\n")
             time.sleep(HEADERS_S / 4)
@@ -223,7 +223,7 @@ def text_of(answer: bytes) -> str:
     return "".join(chunk["choices"][0]["text"] for chunk in chunks)
 
 
-def test_slow_answers_slow_readers_and_long_queues_are_not_cut(tmp_path: Path):
+def test_slow_responses_and_readers_are_not_cut_off(tmp_path: Path):
     longest_s = max(HEADERS_S, BODY_S, KEEP_ALIVE_S)
     with small_server(tmp_path / "log", delay_s=0.06) as server:
         clients = [server.connect() for _ in range(6)]
@@ -231,7 +231,7 @@ def test_slow_answers_slow_readers_and_long_queues_are_not_cut(tmp_path: Path):
         for client in clients:
             client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
             client.sendall(stream_bytes())
-        # Two are decoded at a time; nothing is read until all limits have passed.
+        # The batch size is two; clients read nothing until all limits have passed.
         time.sleep(2 * longest_s)
         texts = [text_of(read_all(client)[0]) for client in clients]
         assert time.monotonic() - start > 4 * longest_s
@@ -240,10 +240,10 @@ def test_slow_answers_slow_readers_and_long_queues_are_not_cut(tmp_path: Path):
             client.close()
 
 
-def test_a_reader_that_stops_for_longer_than_all_limits_gets_everything(
+def test_paused_reader_gets_whole_response(
     server: Server,
 ):
-    # Logprobs make the answer larger than what sockets hold for a small window.
+    # Logprobs make the response larger than the socket buffers of a small window.
     with socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
         client.connect(("127.0.0.1", server.port))
@@ -291,7 +291,7 @@ def patient_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]
 
 @pytest.mark.parametrize("is_chunked", [False, True])
 @pytest.mark.parametrize("ask", [ask_httpx, ask_requests, ask_urllib])
-def test_clients_read_why_100_mb_are_refused(
+def test_clients_read_refusal_of_100_mb(
     patient_server: Server, ask: Callable[..., tuple[int, dict]], is_chunked: bool
 ):
     status, body = ask(patient_server.url, is_chunked)
@@ -300,7 +300,7 @@ def test_clients_read_why_100_mb_are_refused(
     assert "--max-body-bytes" in body["error"]["message"]
 
 
-def test_openais_client_reads_why_100_mb_are_refused(patient_server: Server):
+def test_openai_client_reads_refusal_of_100_mb(patient_server: Server):
     url = f"{patient_server.url}/v1"
     with openai.OpenAI(base_url=url, api_key="k", max_retries=0) as client:
         with pytest.raises(openai.APIStatusError) as refused:
@@ -310,10 +310,10 @@ def test_openais_client_reads_why_100_mb_are_refused(patient_server: Server):
 
 
 @pytest.mark.parametrize(("path", "status"), [(COMPLETIONS, 401), ("/nowhere", 404)])
-def test_clients_that_close_read_every_refusal(
+def test_closing_clients_read_every_refusal(
     patient_server: Server, path: str, status: int
 ):
-    # urllib asks for the connection to be closed, and writes all before it reads.
+    # urllib sends "Connection: close", and writes everything before it reads.
     data = HUGE[:4_000_000]
     url = f"{patient_server.url}{path}"
     with pytest.raises(urllib.error.HTTPError) as refused:
@@ -322,25 +322,25 @@ def test_clients_that_close_read_every_refusal(
     assert "error" in json.loads(refused.value.read())
 
 
-def test_requests_over_the_limit_of_connections_are_503(tmp_path: Path):
+def test_requests_over_connection_limit_are_503(tmp_path: Path):
     flags = ["--limit-concurrency", str(MAX_CONNECTIONS)]
     flags += ["--timeout-read-headers", "60", "--timeout-read-body", "60"]
     with small_server(tmp_path / "log", *flags) as server:
         idle = [server.connect() for _ in range(MAX_CONNECTIONS)]
         wait_until(lambda: server.get("/v1/models").status_code == 503, server.process)
         for path in (COMPLETIONS, CHAT):
-            # Ordinary clients, also with a body that the server does not want.
+            # Ordinary clients, also with a body that is refused.
             response = httpx.post(
                 f"{server.url}{path}", content=HUGE[: 2**24], headers=KEY, timeout=60
             )
             error = error_of(response, 503, "ServiceUnavailableError")
             assert "--limit-concurrency" in error["message"]
             assert int(response.headers["retry-after"]) > 0
-        # What watches the server would otherwise restart it.
+        # Otherwise monitoring would restart the server.
         assert server.get("/health").status_code == 200
         name, reason = "jaxspec:admission_rejections_total", "connections"
         assert server.count(name, reason=reason) >= 3
-        # Many more are not kept open.
+        # Connections far over the limit are closed.
         more = [server.connect() for _ in range(200)]
         num_closed = 0
         for client in more:
@@ -353,7 +353,7 @@ def test_requests_over_the_limit_of_connections_are_503(tmp_path: Path):
         wait_until(lambda: server.get("/v1/models").status_code == 200, server.process)
 
 
-def test_running_out_of_descriptors_is_reported_and_ends(tmp_path: Path):
+def test_reports_descriptor_shortage_and_its_end(tmp_path: Path):
     log = tmp_path / "log"
     with small_server(log, num_files=400) as server:
         assert "permit" in log.read_text(), "fewer connections than by default"
@@ -389,14 +389,14 @@ def is_healthy(server: Server) -> bool:
         return False
 
 
-def test_more_connections_than_descriptors_are_refused_first():
+def test_refuses_limit_above_descriptors():
     with pytest.raises(ConfigError, match=r"--limit-concurrency.*ulimit -n"):
         find_max_connections(10**9)
     assert find_max_connections(7) == 7
     assert find_max_connections(None) > 0
 
 
-def test_methods_that_clients_invent_do_not_grow_the_metrics(server: Server):
+def test_invented_methods_do_not_grow_metrics(server: Server):
     def ask(methods: list[str]) -> None:
         client = server.connect()
         with client, client.makefile("rb") as answers:
@@ -413,7 +413,7 @@ def test_methods_that_clients_invent_do_not_grow_the_metrics(server: Server):
         return [line for line in text.splitlines() if not line.startswith("#")]
 
     ask(["INVENTED"])
-    lines()  # itself is counted
+    lines()  # the scrape itself is counted
     before = lines()
     workers = [
         threading.Thread(target=ask, args=([f"M{at}-{n}" for n in range(750)],))
@@ -430,7 +430,7 @@ def test_methods_that_clients_invent_do_not_grow_the_metrics(server: Server):
         worker.join()
     after = lines()
     assert len(after) == len(before)
-    # The numbers have more digits.
+    # The counts have more digits now.
     assert sum(map(len, after)) < sum(map(len, before)) * 1.1
     name = "http_requests_total"
     assert server.count(name, method="other", status="4xx") == 3105

@@ -1,7 +1,7 @@
-"""What clients of vLLM rely on, as a table: a request, and what its answer must be.
+"""The contract with clients of vLLM, as a table of requests and conditions.
 
-After vLLM's own tests of its OpenAI server, as far as they need no large model and no
-other test here says the same; all requests are to one server.
+Follows vLLM's own tests of its OpenAI server, without those that need a large model or
+are covered by other tests here. All requests go to one server.
 """
 
 from collections.abc import Callable, Iterator
@@ -27,11 +27,11 @@ Holds = Callable[[Any], object]
 
 
 class Case(NamedTuple):
-    """A request and its answer.
+    """A request and a condition on its response.
 
     Attributes:
-        holds: What must be true of the answer, or of a stream's events.
-        param: Of a refusal, the field at fault; None for an answer.
+        holds: Condition on the response, or on a stream's events.
+        param: Field at fault if the request must be refused; None otherwise.
     """
 
     path: str
@@ -40,8 +40,8 @@ class Case(NamedTuple):
     param: str | None = None
 
     def __str__(self) -> str:
-        told = {key: value for key, value in self.body.items() if key != "messages"}
-        return f"{self.path} {told}"
+        fields = {key: value for key, value in self.body.items() if key != "messages"}
+        return f"{self.path} {fields}"
 
 
 def text(**body: Any) -> dict[str, Any]:
@@ -57,13 +57,13 @@ def only(answer: Any) -> Any:
     return choice
 
 
-def told(answer: Any) -> Any:
+def logprobs_of(answer: Any) -> Any:
     return only(answer)["logprobs"]
 
 
 def top(answer: Any) -> list[int]:
-    """How many candidates each token of a chat has."""
-    return [len(entry["top_logprobs"]) for entry in told(answer)["content"]]
+    """Return the number of top logprobs of each token of a chat."""
+    return [len(entry["top_logprobs"]) for entry in logprobs_of(answer)["content"]]
 
 
 def joined(events: list[Any]) -> str:
@@ -84,25 +84,25 @@ HUGE = 2**63
 CHOSEN = [13, 2, 15]
 
 CASES = [
-    # Log-probabilities of completions: none, the token's own, some, too many.
-    Case(COMPLETIONS, text(), lambda a: told(a) is None),
+    # Logprobs of completions: none, the token's own, some, too many.
+    Case(COMPLETIONS, text(), lambda a: logprobs_of(a) is None),
     Case(
         COMPLETIONS,
         text(logprobs=0),
-        lambda a: [len(one) for one in told(a)["top_logprobs"]] == [1] * 5,
+        lambda a: [len(one) for one in logprobs_of(a)["top_logprobs"]] == [1] * 5,
     ),
     Case(
         COMPLETIONS,
         text(logprobs=5),
-        lambda a: all(5 <= len(one) <= 6 for one in told(a)["top_logprobs"]),
+        lambda a: all(5 <= len(one) <= 6 for one in logprobs_of(a)["top_logprobs"]),
     ),
     Case(
         COMPLETIONS,
         text(logprobs=1),
         lambda a: (
-            told(a)["tokens"] == list(SAID)
-            and told(a)["text_offset"] == list(range(5))
-            and all(one < 0 for one in told(a)["token_logprobs"])
+            logprobs_of(a)["tokens"] == list(SAID)
+            and logprobs_of(a)["text_offset"] == list(range(5))
+            and all(one < 0 for one in logprobs_of(a)["token_logprobs"])
         ),
     ),
     Case(
@@ -110,15 +110,17 @@ CASES = [
         text(logprobs=1, logprob_token_ids=CHOSEN, return_tokens_as_token_ids=True),
         lambda a: all(
             set(one) == {own, *(f"token_id:{token}" for token in CHOSEN)}
-            for own, one in zip(told(a)["tokens"], told(a)["top_logprobs"], strict=True)
+            for own, one in zip(
+                logprobs_of(a)["tokens"], logprobs_of(a)["top_logprobs"], strict=True
+            )
         ),
     ),
     Case(COMPLETIONS, text(logprob_token_ids=CHOSEN), param="logprob_token_ids"),
     Case(COMPLETIONS, text(logprobs=21), param="logprobs"),
     Case(COMPLETIONS, text(logprobs=21, stream=True), param="logprobs"),
-    # After a refusal the server goes on.
+    # The server continues after a refusal.
     Case(COMPLETIONS, text(), lambda a: only(a)["text"] == SAID),
-    # Of prompts: the first token has none; -1 tells the whole vocabulary.
+    # Of prompts: the first token has none; -1 returns the whole vocabulary.
     *(
         Case(
             path,
@@ -136,19 +138,23 @@ CASES = [
     ),
     Case(COMPLETIONS, text(prompt_logprobs=1, stream=True), param="prompt_logprobs"),
     Case(COMPLETIONS, text(prompt_logprobs=-2), param="prompt_logprobs"),
-    # An echo is told like what is generated.
+    # Echoed tokens have logprobs like generated ones.
     Case(
         COMPLETIONS,
         text(echo=True, logprobs=1),
         lambda a: (
             only(a)["text"] == PROMPT + SAID
-            and len(told(a)["tokens"]) == len(told(a)["token_logprobs"]) == 8
-            and told(a)["token_logprobs"][0] is told(a)["top_logprobs"][0] is None
+            and len(logprobs_of(a)["tokens"])
+            == len(logprobs_of(a)["token_logprobs"])
+            == 8
+            and logprobs_of(a)["token_logprobs"][0]
+            is logprobs_of(a)["top_logprobs"][0]
+            is None
         ),
     ),
-    # Of chats.
-    Case(CHAT, chat(), lambda a: told(a) is None),
-    Case(CHAT, chat(logprobs=False), lambda a: told(a) is None),
+    # Logprobs of chats.
+    Case(CHAT, chat(), lambda a: logprobs_of(a) is None),
+    Case(CHAT, chat(logprobs=False), lambda a: logprobs_of(a) is None),
     Case(CHAT, chat(logprobs=True), lambda a: top(a) == [0] * 5),
     Case(CHAT, chat(logprobs=True, top_logprobs=0), lambda a: top(a) == [0] * 5),
     Case(CHAT, chat(logprobs=True, top_logprobs=5), lambda a: top(a) == [5] * 5),
@@ -182,7 +188,7 @@ CASES = [
         chat(n=2),
         lambda a: a["usage"] == COUNTS | {"completion_tokens": 10, "total_tokens": 13},
     ),
-    # How long texts are, and how they end.
+    # Lengths and ends of texts.
     Case(CHAT, chat(max_completion_tokens=2), lambda a: length(a) == 2),
     Case(COMPLETIONS, {"prompt": PROMPT}, lambda a: length(a) == 16),
     Case(COMPLETIONS, text(max_tokens=None), lambda a: length(a) == 93),
@@ -249,7 +255,7 @@ CASES = [
         Case(path, make(stream_options={"include_usage": True}), param="stream_options")
         for path, make in ((COMPLETIONS, text), (CHAT, chat))
     ),
-    # Values at the border of what there can be.
+    # Values at the limits.
     *(
         Case(path, make(seed=seed), param=None if is_right else "seed")
         for path, make in ((COMPLETIONS, text), (CHAT, chat))
@@ -272,12 +278,12 @@ CASES = [
             *(("n", 128, True), ("n", 0, False)),
         )
     ),
-    # What is not known, or not said, is no fault.
+    # Unknown and missing fields are allowed.
     Case(CHAT, chat(extra_field="x"), lambda a: length(a) == 5),
     Case(CHAT, chat(model=None), lambda a: a["model"] == "model"),
     Case(CHAT, chat(user="me", metadata={"a": "b"}), lambda a: length(a) == 5),
     Case(CHAT, chat(temperature=None, stop=None), lambda a: length(a) == 5),
-    # The prompt, once more.
+    # The prompt.
     Case(
         COMPLETIONS,
         text(return_token_ids=True),
@@ -289,7 +295,7 @@ CASES = [
         CHAT,
         chat(return_token_ids=True, return_prompt_text=True, stream=True),
         lambda e: (
-            # Once, beside the choices.
+            # Once, outside of the choices.
             [one.get("prompt_token_ids") for one in e]
             == [[2, 3, 4], *[None] * len(e[1:])]
             and [one for one in e if "prompt_text" in one] == e[:1]
@@ -317,7 +323,7 @@ def site() -> Iterator[Site]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_case(site: Site, case: Case):
+def test_response_meets_contract(site: Site, case: Case):
     with httpx.Client(base_url=site.url, timeout=30) as client:
         response = client.post(case.path, json=case.body)
     if case.param is not None:
@@ -340,7 +346,7 @@ def test_case(site: Site, case: Case):
         ("", 415),
     ],
 )
-def test_kinds_of_bodies(site: Site, kind: str, status: int):
+def test_status_by_content_type(site: Site, kind: str, status: int):
     body = b'{"prompt": "%s"}' % PROMPT.encode()
     with httpx.Client(base_url=site.url, timeout=30) as client:
         head = {"content-type": kind}

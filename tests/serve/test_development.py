@@ -1,4 +1,4 @@
-"""Endpoints for whoever develops or runs the server: off, and what they do when on."""
+"""Development endpoints: off by default, and their effects."""
 
 import asyncio
 import re
@@ -9,7 +9,7 @@ from tests.support.fake_engines import letters, said
 from tests.support.serving import COMPLETIONS, PROMPT, error_of, serve_http
 
 
-def test_it_sleeps_for_developers_alone():
+def test_sleep_needs_dev_mode():
     paths = (("POST", "/sleep"), ("POST", "/wake_up"), ("GET", "/is_sleeping"))
 
     async def missing(client: httpx.AsyncClient) -> None:
@@ -30,8 +30,8 @@ def test_it_sleeps_for_developers_alone():
             ("level=x", "level"),
             ("mode=keep", "mode"),
         ):
-            told = await client.post(f"/sleep?{query}")
-            assert error_of(told, 400, "BadRequestError")["param"] == name
+            response = await client.post(f"/sleep?{query}")
+            assert error_of(response, 400, "BadRequestError")["param"] == name
         assert not await is_sleeping()
         body = {"prompt": PROMPT, "max_tokens": 80}
         asked = asyncio.ensure_future(client.post(COMPLETIONS, json=body))
@@ -44,7 +44,7 @@ def test_it_sleeps_for_developers_alone():
         assert choice["finish_reason"] == "abort"
         refused = await client.post(COMPLETIONS, json=body)
         assert "sleeps" in error_of(refused, 400, "BadRequestError")["message"]
-        # It is alive, and says in its metrics what it does.
+        # The server is healthy, and its metrics report the sleep state.
         assert (await client.get("/health")).status_code == 200
         state = 'vllm:engine_sleep_state{.*sleep_state="weights_offloaded".*} 1.0'
         assert re.search(state, (await client.get("/metrics")).text)
@@ -55,8 +55,8 @@ def test_it_sleeps_for_developers_alone():
         await change("/wake_up?tags=weights&tags=kv_cache")
         assert not await is_sleeping()
         body["max_tokens"] = 4
-        told = (await client.post(COMPLETIONS, json=body)).json()
-        assert told["choices"][0]["text"] == letters(said(4))
+        response = (await client.post(COMPLETIONS, json=body)).json()
+        assert response["choices"][0]["text"] == letters(said(4))
 
     serve_http(missing)
     serve_http(ask, settings={"server_dev_mode": True}, delay_s=0.01)

@@ -1,4 +1,4 @@
-"""Clients that leave at any moment: nothing of their requests is left."""
+"""Clients that disconnect at any time: nothing of their requests remains."""
 
 import asyncio
 import json
@@ -21,7 +21,7 @@ from tests.support.serving import (
     site_of,
 )
 
-# Less than what all need: some wait, some are preempted.
+# Too little for all requests: some wait, some are preempted.
 ENGINE = {"max_num_seqs": 6, "num_pages": 60, "max_num_batched_tokens": 64}
 AT_ONCE = 24
 LIMIT_S = 1.0
@@ -29,7 +29,7 @@ RESET = struct.pack("ii", 1, 0)
 
 
 def make_request(choose: random.Random) -> bytes:
-    """One of many forms, each of which goes on for much longer than its client."""
+    """Make one of several kinds of requests, each longer than its client stays."""
     path = choose.choice((COMPLETIONS, CHAT, "/v1/responses"))
     body: dict[str, Any] = {"stream": choose.random() < 0.7, "ignore_eos": True}
     if path == COMPLETIONS:
@@ -48,34 +48,34 @@ def to_bytes(path: str, body: dict[str, Any]) -> bytes:
     return f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content
 
 
-async def leave(site: Site, choose: random.Random) -> None:
-    """Ask, or begin to, read for a while, and go."""
+async def disconnect_early(site: Site, choose: random.Random) -> None:
+    """Send a request, or a part of one; read for a while, and disconnect."""
     reader, writer = await asyncio.open_connection(*site.address)
     request = make_request(choose)
     is_whole = choose.random() < 0.9
     writer.write(request if is_whole else request[: choose.randrange(len(request))])
-    stays_s = choose.choice((0.0, 0.001, 0.01, 0.05)) * choose.random()
+    read_s = choose.choice((0.0, 0.001, 0.01, 0.05)) * choose.random()
     try:
-        async with asyncio.timeout(stays_s):
+        async with asyncio.timeout(read_s):
             await reader.read()
     except TimeoutError:
         pass
-    if choose.random() < 0.5:  # gone without a word
+    if choose.random() < 0.5:  # reset instead of an orderly close
         bound = writer.get_extra_info("socket")
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
         writer.transport.abort()
     writer.close()
 
 
-async def stay(site: Site) -> None:
-    """Ask for a stream beside them, and read all of it."""
+async def read_stream(site: Site) -> None:
+    """Request a stream concurrently, and read all of it."""
     reader, writer = await asyncio.open_connection(*site.address)
     body = {"prompt": PROMPT, "max_tokens": 30, "ignore_eos": True, "stream": True}
     request = to_bytes(COMPLETIONS, body)
     writer.write(request.replace(b"Host: x", b"Host: x\r\nConnection: close"))
     answer = (await reader.read()).decode()
     writer.close()
-    # Every chunk of HTTP has its length on a line before it.
+    # Each HTTP chunk is preceded by a line with its length.
     lines = [line for line in answer.split("\r\n") if line.startswith("data: ")]
     chunks = events_of("".join(lines))
     text = "".join(chunk["choices"][0]["text"] for chunk in chunks)
@@ -88,7 +88,11 @@ async def disconnect(site: Site, count: int) -> None:
 
     async def one(number: int) -> None:
         async with places:
-            await (stay(site) if number % 20 == 0 else leave(site, choose))
+            await (
+                read_stream(site)
+                if number % 20 == 0
+                else disconnect_early(site, choose)
+            )
 
     await asyncio.gather(*(one(number) for number in range(count + count // 19)))
     start, worked = time.monotonic(), time.process_time()
@@ -98,17 +102,17 @@ async def disconnect(site: Site, count: int) -> None:
     ):
         await asyncio.sleep(0.01)
         took_s = time.monotonic() - start
-        # On a busy machine a second of the clock may be none of computing.
+        # On a busy machine a second of wall time may have no CPU time.
         is_busy = time.process_time() - worked < LIMIT_S and took_s < 30 * LIMIT_S
         assert took_s < LIMIT_S or is_busy, "requests are left"
     print(f"\nidle {time.monotonic() - start:.3f} s after {count} disconnects")
 
 
 @pytest.mark.parametrize("count", [100, pytest.param(1000, marks=pytest.mark.slow)])
-def test_who_leaves_leaves_nothing_behind(count: int):
+def test_disconnected_clients_leave_nothing(count: int):
     with site_of(ENGINE) as site:
         site.delay_s = 0.002
         asyncio.run(disconnect(site, count))
         engine = site.engine.engine
-        assert engine.scheduler.pages.num_free == ENGINE["num_pages"]
+        assert engine.scheduler.pool.num_free == ENGINE["num_pages"]
         assert not any(one.collectors for one in site.engine._drivers)

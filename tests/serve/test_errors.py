@@ -1,4 +1,4 @@
-"""Failures as clients see them: vLLM's JSON, whatever went wrong."""
+"""Error responses: vLLM's JSON for every failure."""
 
 import json
 from typing import Any
@@ -11,7 +11,7 @@ from jaxspec.serve.errors import (
     MAX_MESSAGE,
     ModelNotFoundError,
     OverloadedError,
-    refusal_of,
+    status_and_body,
 )
 from tests.support.serving import CHAT, COMPLETIONS, PROMPT, error_of, post, serve_http
 
@@ -27,20 +27,20 @@ from tests.support.serving import CHAT, COMPLETIONS, PROMPT, error_of, post, ser
     ],
 )
 def test_every_error_has_a_status(error: Exception, status: int, kind: str):
-    found, body = refusal_of(error)
+    found, body = status_and_body(error)
     assert (found, body["error"]["code"]) == (status, status)
     assert (body["error"]["type"], body["error"]["message"]) == (kind, "x")
 
 
-def test_what_went_wrong_inside_is_not_told():
-    _, body = refusal_of(KeyError("/secret/path"))
+def test_internal_details_are_not_returned():
+    _, body = status_and_body(KeyError("/secret/path"))
     assert "secret" not in json.dumps(body)
 
 
-def test_a_long_mistake_is_not_told_in_full():
-    _, body = refusal_of(RequestError("x" * 10**6, parameter="y" * 10**6))
-    for told in (body["error"]["message"], body["error"]["param"]):
-        assert len(told) == MAX_MESSAGE + len("...")
+def test_long_messages_are_cut():
+    _, body = status_and_body(RequestError("x" * 10**6, parameter="y" * 10**6))
+    for text in (body["error"]["message"], body["error"]["param"]):
+        assert len(text) == MAX_MESSAGE + len("...")
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_a_long_mistake_is_not_told_in_full():
         (b'{"x":' + b"[" * 100_000 + b"]" * 100_000 + b"}", None),
     ],
 )
-def test_a_bad_body(body: bytes, parameter: str | None):
+def test_bad_completion_is_400(body: bytes, parameter: str | None):
     async def ask(client: httpx.AsyncClient) -> None:
         headers = {"Content-Type": "application/json"}
         response = await client.post(COMPLETIONS, content=body, headers=headers)
@@ -115,7 +115,7 @@ def test_a_bad_body(body: bytes, parameter: str | None):
         },
     ],
 )
-def test_a_bad_chat(body: dict[str, Any]):
+def test_bad_chat_is_400(body: dict[str, Any]):
     async def ask(client: httpx.AsyncClient) -> None:
         response = await client.post(CHAT, json=body)
         error_of(response, 400, "BadRequestError")
@@ -123,7 +123,7 @@ def test_a_bad_chat(body: dict[str, Any]):
     serve_http(ask)
 
 
-def test_routes_and_methods_that_there_are_not():
+def test_unknown_routes_and_methods():
     async def ask(client: httpx.AsyncClient) -> None:
         error_of(await client.get("/nowhere"), 404, "NotFoundError")
         response = await client.get(COMPLETIONS)
@@ -135,7 +135,7 @@ def test_routes_and_methods_that_there_are_not():
     serve_http(ask)
 
 
-def test_a_fault_of_ours_is_told_as_one(caplog: pytest.LogCaptureFixture):
+def test_unexpected_error_is_500(caplog: pytest.LogCaptureFixture):
     async def ask(client: httpx.AsyncClient) -> None:
         app: Any = client._transport.app  # pyright: ignore
         app.state.serving.prompts = None

@@ -1,4 +1,4 @@
-"""The command line: what it becomes, and the file that may stand in for it."""
+"""The command line and the flag file, parsed to options."""
 
 import dataclasses
 import shlex
@@ -23,7 +23,7 @@ def read(*arguments: str) -> Options:
     return read_flags("prog", arguments)
 
 
-def test_alone_it_serves_the_bundled_pair():
+def test_default_model_is_bundled_pair():
     options = read()
     engine = options.engine
     assert (engine.model, engine.speculative_model) == (BUNDLED_TARGET, BUNDLED_DRAFT)
@@ -35,7 +35,7 @@ def test_alone_it_serves_the_bundled_pair():
     assert read("--spec-method", "ngram").engine.speculative_model is None
 
 
-def test_defaults_are_those_of_the_arguments():
+def test_defaults_equal_engine_args():
     for item in dataclasses.fields(AsyncEngineArgs):
         if item.name != "model" and item.default is not dataclasses.MISSING:
             assert getattr(read("m").engine, item.name) == item.default, item.name
@@ -48,13 +48,13 @@ def test_defaults_are_those_of_the_arguments():
         "--model m --speculative_model=d --num_speculative_tokens=3 -tp 2",
     ],
 )
-def test_spellings_of_the_scripts(arguments: str):
+def test_flag_spellings_of_scripts(arguments: str):
     engine = read(*arguments.split()).engine
     assert (engine.model, engine.speculative_model) == ("m", "d")
     assert (engine.num_speculative_tokens, engine.tensor_parallel_size) == (3, 2)
 
 
-def test_other_spellings_of_speculation():
+def test_speculative_config_as_json():
     config = '{"model": "d", "num_speculative_tokens": 5}'
     engine = read("m", "--speculative-config", config).engine
     assert engine.speculative_config == {"model": "d", "num_speculative_tokens": 5}
@@ -70,7 +70,7 @@ def test_other_spellings_of_speculation():
         "--speculative_model=DRAFT --num_speculative_tokens=5",
     ],
 )
-def test_all_spellings_of_speculation_are_one_config(spelling: str):
+def test_spellings_of_speculation_are_equivalent(spelling: str):
     def config(spelling: str) -> EngineConfig:
         line = f"--model {BUNDLED_TARGET} {spelling.replace('DRAFT', BUNDLED_DRAFT)}"
         return read(*shlex.split(line)).engine.create_engine_config()
@@ -80,7 +80,7 @@ def test_all_spellings_of_speculation_are_one_config(spelling: str):
     assert config(spelling) == expected
 
 
-def test_every_kind_of_value():
+def test_parses_every_kind_of_value():
     options = read(
         *(
             "m",
@@ -112,7 +112,7 @@ def test_every_kind_of_value():
     assert settings.enable_auto_tool_choice
 
 
-def test_a_file_of_flags(tmp_path: Path):
+def test_reads_flag_file(tmp_path: Path):
     path = tmp_path / "flags.yaml"
     path.write_text(
         "model: m\nport: 9\nserved_model_name: [a, b]\ntrust-remote-code: true\n"
@@ -123,7 +123,7 @@ def test_a_file_of_flags(tmp_path: Path):
     assert (engine.model, engine.served_model_name) == ("m", ["a", "b"])
     assert (engine.trust_remote_code, engine.enable_prefix_caching) == (True, False)
     assert engine.speculative_config == {"model": "d"}
-    assert options.listening.port == 10, "the command line wins"
+    assert options.listening.port == 10, "the command line takes precedence"
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_a_file_of_flags(tmp_path: Path):
         ("config: x.yaml", "config"),
     ],
 )
-def test_a_wrong_file(tmp_path: Path, text: str, message: str):
+def test_rejects_invalid_file(tmp_path: Path, text: str, message: str):
     path = tmp_path / "flags.yaml"
     path.write_text(text)
     with pytest.raises(ConfigError, match=message):
@@ -156,25 +156,25 @@ def test_a_wrong_file(tmp_path: Path, text: str, message: str):
         ["--timeout-read-headers", "nan"],
     ],
 )
-def test_a_wrong_command_line(arguments: list[str]):
+def test_rejects_invalid_command_line(arguments: list[str]):
     with pytest.raises(SystemExit) as ended:
         read(*arguments)
     assert ended.value.code == 2
 
 
-def test_one_process_serves():
+def test_rejects_api_server_count_above_1():
     assert read("m", "--api-server-count", "1").engine.model == "m"
     with pytest.raises(ConfigError, match="--api-server-count must be 1, got 2"):
         read("m", "--api-server-count", "2")
 
 
-def test_two_models():
+def test_rejects_contradictory_models():
     assert read("m", "--model", "m").engine.model == "m"
     with pytest.raises(ConfigError, match="--model"):
         read("m", "--model", "n")
 
 
-def test_help_names_every_field():
+def test_help_lists_every_field():
     text = make_parser("prog").format_help()
     for item in dataclasses.fields(AsyncEngineArgs):
         assert f"--{item.name.replace('_', '-')}" in text
@@ -185,7 +185,7 @@ SECRET_FILES = ["api-key: [hush", "api-key=hush", "api-key: hush\n  x: 1", "- hu
 
 
 @pytest.mark.parametrize("text", SECRET_FILES)
-def test_a_wrong_file_is_refused_without_quoting_it(tmp_path: Path, text: str):
+def test_invalid_file_is_not_quoted(tmp_path: Path, text: str):
     path = tmp_path / "flags.yaml"
     path.write_text(text)
     with pytest.raises(ConfigError, match="YAML") as refused:
@@ -194,19 +194,19 @@ def test_a_wrong_file_is_refused_without_quoting_it(tmp_path: Path, text: str):
 
 
 @pytest.mark.parametrize("values", [("hush", ""), ("[hush",), ("hu sh\n",), ("hushé",)])
-def test_a_wrong_key_is_refused_without_quoting_it(values: tuple[str, ...]):
+def test_invalid_key_is_not_quoted(values: tuple[str, ...]):
     with pytest.raises(ConfigError, match="api_key") as refused:
         read("m", "--api-key", *values)
     assert "hu" not in f"{refused.value} {refused.value.value}"
 
 
-def test_no_representation_shows_a_secret():
+def test_repr_shows_no_secret():
     options = read("m", "--api-key", "hush", "--hf-token", "hush")
     assert options.settings.api_keys == ("hush",)
     assert "hush" not in f"{options.settings} {options.engine}"
 
 
-def test_the_key_of_the_environment_locks_the_server(monkeypatch: pytest.MonkeyPatch):
+def test_api_key_from_environment(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("VLLM_API_KEY", "theirs")
     assert read("m").settings.api_keys == ("theirs",)
     assert read_values("ray", {"model": "m"}).settings.api_keys == ("theirs",)

@@ -1,4 +1,4 @@
-"""Both generating endpoints: whole answers, streams, failures, clients that leave."""
+"""The generating endpoints: whole responses, streams, failures, disconnections."""
 
 import asyncio
 import json
@@ -35,7 +35,7 @@ from tests.support.serving import (
 ENDLESS = {"max_tokens": 80, "ignore_eos": True}
 
 
-def test_a_completion():
+def test_completion():
     async def ask(client: httpx.AsyncClient) -> None:
         answer = await post(client, COMPLETIONS, prompt=PROMPT, max_tokens=5)
         assert answer["id"].startswith("cmpl-")
@@ -53,7 +53,7 @@ def test_a_completion():
     serve_http(ask)
 
 
-def test_a_chat():
+def test_chat():
     async def ask(client: httpx.AsyncClient) -> None:
         for name in ("max_tokens", "max_completion_tokens"):
             answer = await post(client, CHAT, messages=MESSAGES, **{name: 5})
@@ -67,13 +67,13 @@ def test_a_chat():
             )
             assert choice["finish_reason"] == "length"
         answer = await post(client, CHAT, messages=MESSAGES)
-        assert answer["usage"]["total_tokens"] == 96, "as much as the context holds"
+        assert answer["usage"]["total_tokens"] == 96, "up to the end of the context"
 
     serve_http(ask)
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
-def test_a_stream_says_what_the_whole_answer_says(path: str):
+def test_stream_has_text_of_whole_response(path: str):
     given = {"prompt": PROMPT} if path == COMPLETIONS else {"messages": MESSAGES}
 
     async def ask(client: httpx.AsyncClient) -> None:
@@ -102,7 +102,7 @@ def test_a_stream_says_what_the_whole_answer_says(path: str):
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
-def test_counts_on_every_chunk(path: str):
+def test_continuous_usage_stats(path: str):
     given = {"prompt": PROMPT} if path == COMPLETIONS else {"messages": MESSAGES}
 
     async def ask(client: httpx.AsyncClient) -> None:
@@ -114,14 +114,14 @@ def test_counts_on_every_chunk(path: str):
         assert counts == sorted(counts)
         assert (counts[0] < 20, counts[-2:]) == (True, [20, 20])
         assert {chunk["usage"]["prompt_tokens"] for chunk in chunks} == {3}
-        # Who speaks is told before anything is said.
+        # The role comes before the first text.
         assert (path == CHAT) == (counts[0] == 0)
         assert counts[1] > 0
 
     serve_http(ask, delay_s=0.01)
 
 
-def test_what_was_not_asked_for_is_null():
+def test_fields_not_requested_are_null():
     async def ask(client: httpx.AsyncClient) -> None:
         answer = await post(client, COMPLETIONS, prompt=PROMPT)
         (choice,) = answer["choices"]
@@ -136,7 +136,7 @@ def test_what_was_not_asked_for_is_null():
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
-def test_several_prompts_and_texts_keep_their_places(is_stream: bool):
+def test_indices_of_several_prompts_and_texts(is_stream: bool):
     prompts = [[2, 3, 4], [2, 3], [2, 3, 4, 5]]
 
     async def ask(client: httpx.AsyncClient) -> None:
@@ -159,14 +159,14 @@ def test_several_prompts_and_texts_keep_their_places(is_stream: bool):
     serve_http(ask, delay_s=0.002)
 
 
-def test_what_a_client_calls_a_request():
+def test_client_request_ids():
     async def ask(client: httpx.AsyncClient) -> None:
         body = {"prompt": PROMPT, "max_tokens": 4}
         headers = {"X-Request-Id": "mine"}
         both = await asyncio.gather(
             *(client.post(COMPLETIONS, json=body, headers=headers) for _ in range(2))
         )
-        # One id for two requests at once is the client's own affair.
+        # Two concurrent requests may have the same id.
         assert [one.json()["id"] for one in both] == ["cmpl-mine"] * 2
         answer = await post(client, COMPLETIONS, **body, request_id="own")
         assert answer["id"] == "cmpl-own"
@@ -189,7 +189,7 @@ def test_what_a_client_calls_a_request():
         ({"stream_interval": 4}, "stream_interval"),
     ],
 )
-def test_a_bad_request_is_refused_before_anything_is_said(
+def test_bad_request_is_refused_before_stream_begins(
     body: dict[str, Any], parameter: str, is_stream: bool
 ):
     async def ask(client: httpx.AsyncClient) -> None:
@@ -228,8 +228,8 @@ def test_unknown_fields_are_logged_once(caplog):
             )
 
     serve_http(ask)
-    told = [one for one in caplog.messages if "is ignored" in one]
-    assert told == [
+    logged = [one for one in caplog.messages if "is ignored" in one]
+    assert logged == [
         "The field 'a\\nb' of a request is ignored: it has no such field",
         "The field 'temprature' of a request is ignored: did you mean temperature?",
         "The field 'stream_options.include_usge' of a request is ignored: did you mean "
@@ -268,7 +268,7 @@ def test_error_of_a_large_field_names_it():
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
-def test_a_failed_step_before_the_first_word(is_stream: bool):
+def test_failed_step_before_first_output_is_500(is_stream: bool):
     async def ask(client: httpx.AsyncClient) -> None:
         body = {"prompt": PROMPT, "stream": is_stream}
         response = await client.post(COMPLETIONS, json=body)
@@ -279,7 +279,7 @@ def test_a_failed_step_before_the_first_word(is_stream: bool):
     serve_http(ask, break_at=0)
 
 
-def test_a_failed_step_within_a_stream_is_an_event():
+def test_failed_step_in_stream_is_event():
     async def ask(client: httpx.AsyncClient) -> None:
         body = {"prompt": PROMPT, "max_tokens": 80, "stream": True}
         response = await client.post(COMPLETIONS, json=body)
@@ -291,7 +291,7 @@ def test_a_failed_step_within_a_stream_is_an_event():
     serve_http(ask, break_at=8, delay_s=0.005)
 
 
-def test_a_request_has_its_time():
+def test_request_time_limit():
     async def ask(client: httpx.AsyncClient) -> None:
         body = {"prompt": PROMPT} | ENDLESS
         response = await client.post(COMPLETIONS, json=body)
@@ -307,7 +307,7 @@ def test_a_request_has_its_time():
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 @pytest.mark.parametrize("is_stream", [False, True])
-def test_a_client_that_leaves_aborts_its_request(path: str, is_stream: bool):
+def test_disconnection_aborts_request(path: str, is_stream: bool):
     given = {"prompt": [PROMPT] * 3} if path == COMPLETIONS else {"messages": MESSAGES}
     body = json.dumps(given | ENDLESS | {"stream": is_stream}).encode()
 
@@ -345,10 +345,10 @@ def test_a_client_that_leaves_aborts_its_request(path: str, is_stream: bool):
 
 @pytest.mark.parametrize("is_stream", [False, True])
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
-def test_where_every_token_came_from(path: str, is_stream: bool):
+def test_token_origins(path: str, is_stream: bool):
     async def ask(client: httpx.AsyncClient) -> None:
         given = {"prompt": PROMPT} if path == COMPLETIONS else {"messages": MESSAGES}
-        # Slow readers' chunks are merged, and the stop string is held back.
+        # Chunks of a slow reader are merged, and the stop string is held back.
         asked: dict[str, Any] = {
             "max_tokens": 30,
             "n": 2,
@@ -360,14 +360,14 @@ def test_where_every_token_came_from(path: str, is_stream: bool):
             whole: dict[int, list[Any]] = {0: [], 1: []}
             for chunk in found if is_stream else [found]:
                 for choice in chunk["choices"]:
-                    told = choice["token_origins"]
+                    origins_here = choice["token_origins"]
                     message = choice.get("delta") or choice.get("message")
                     text = choice["text"] if message is None else message["content"]
-                    assert "".join(one["text"] for one in told) == text
-                    whole[choice["index"]] += told
-            for told in whole.values():
-                assert [one["token_id"] for one in told] == said(14)
-                origins = [one["origin"] for one in told]
+                    assert "".join(one["text"] for one in origins_here) == text
+                    whole[choice["index"]] += origins_here
+            for tokens in whole.values():
+                assert [one["token_id"] for one in tokens] == said(14)
+                origins = [one["origin"] for one in tokens]
                 assert origins[0] == "target"
                 assert set(origins[1:]) <= {"draft", "recovered", "bonus", "target"}
         plain = {"num_speculative_tokens": 0}
@@ -382,15 +382,15 @@ def test_where_every_token_came_from(path: str, is_stream: bool):
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
-def test_an_echo_has_no_origins(is_stream: bool):
+def test_echo_has_no_origins(is_stream: bool):
     async def ask(client: httpx.AsyncClient) -> None:
         asked = {"prompt": PROMPT, "echo": True, "stream": is_stream}
         asked |= {"return_token_origins": True}
         for max_tokens in (0, 3):
             found = await post(client, COMPLETIONS, **asked, max_tokens=max_tokens)
             chunks = found if is_stream else [found]
-            told = [one for c in chunks for one in c["choices"][0]["token_origins"]]
-            assert [one["token_id"] for one in told] == said(max_tokens)
+            tokens = [one for c in chunks for one in c["choices"][0]["token_origins"]]
+            assert [one["token_id"] for one in tokens] == said(max_tokens)
 
     serve_http(ask)
 
@@ -406,7 +406,7 @@ PANICS = {
 def failing_after(
     monkeypatch: pytest.MonkeyPatch, count: int, reason: str = "too many items"
 ) -> None:
-    """Have the grammar of every text fail after some tokens."""
+    """Make the grammar of every text fail after some tokens."""
 
     def failure_in(_: GrammarState, text: list[int]) -> Failure | None:
         is_there = len(text) > count
@@ -416,7 +416,7 @@ def failing_after(
 
 
 @pytest.mark.parametrize("path", PANICS)
-def test_a_grammar_that_fails_at_once_is_an_error(path, monkeypatch):
+def test_immediate_grammar_failure_is_error(path, monkeypatch):
     failing_after(monkeypatch, 0)
     asked = PANICS[path] | {"structured_outputs": GRAMMAR}
 
@@ -437,7 +437,7 @@ def test_a_grammar_that_fails_at_once_is_an_error(path, monkeypatch):
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
-def test_a_grammar_that_fails_later_ends_a_stream_with_an_error(path, monkeypatch):
+def test_later_grammar_failure_ends_stream_with_error(path, monkeypatch):
     failing_after(monkeypatch, 5)
     asked = PANICS[path] | {"structured_outputs": GRAMMAR, "stream": True}
 
@@ -453,12 +453,12 @@ def test_a_grammar_that_fails_later_ends_a_stream_with_an_error(path, monkeypatc
         assert last["error"]["code"] == 500
         assert "too many items" in last["error"]["message"]
 
-    # Slow enough that no two outputs are read as one.
+    # Slow enough that no two outputs are merged.
     serve_http(ask, delay_s=0.02)
 
 
 class PanicException(BaseException):
-    """What a panic in Rust arrives as."""
+    """The exception of a panic in Rust."""
 
 
 def panic(*_: object, **__: object) -> Any:
@@ -466,7 +466,7 @@ def panic(*_: object, **__: object) -> Any:
 
 
 @pytest.mark.parametrize("path", PANICS)
-def test_a_panic_of_the_grammar_library_is_a_refusal(path, monkeypatch):
+def test_panic_of_grammar_library_is_400(path, monkeypatch):
     monkeypatch.setattr(llguidance, "LLMatcher", panic)
     monkeypatch.setattr(llguidance, "grammar_from", panic)
     asked = PANICS[path] | {"structured_outputs": {"grammar": "start: start"}}
@@ -483,7 +483,7 @@ def test_a_panic_of_the_grammar_library_is_a_refusal(path, monkeypatch):
 
 
 @pytest.mark.parametrize("path", PANICS)
-def test_any_panic_is_an_error_of_one_request(path, monkeypatch):
+def test_panic_fails_one_request(path, monkeypatch):
     async def ask(client: httpx.AsyncClient) -> None:
         with monkeypatch.context() as patch:
             patch.setattr(InputProcessor, "prepare", panic)
@@ -500,7 +500,7 @@ def test_any_panic_is_an_error_of_one_request(path, monkeypatch):
 
 @pytest.mark.parametrize("fault", ["panic", "grammar"])
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_response_in_the_background_fails_with_its_error(fault, stream, monkeypatch):
+def test_background_response_stores_its_error(fault, stream, monkeypatch):
     asked = PANICS["/v1/responses"] | {"background": True, "stream": stream}
     if fault == "grammar":
         failing_after(monkeypatch, 3)
@@ -525,8 +525,8 @@ def test_a_response_in_the_background_fails_with_its_error(fault, stream, monkey
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, "/v1/responses"])
-def test_a_failed_answer_cannot_forge_lines_of_the_log(path, caplog, monkeypatch):
-    """The error, the request's id and the grammar library's reason are a client's."""
+def test_failed_request_cannot_forge_log_lines(path, caplog, monkeypatch):
+    """Error, request id and the grammar library's reason may contain client text."""
     forged = "x\nINFO forged"
     failing_after(monkeypatch, 3, forged)
     caplog.set_level("INFO")
@@ -540,7 +540,7 @@ def test_a_failed_answer_cannot_forge_lines_of_the_log(path, caplog, monkeypatch
                 await asyncio.sleep(0.005)
 
     def lines() -> list[str]:
-        wanted = "ended with an error|ended early|in the background failed"
+        wanted = "ended with an error|ended early|background response failed"
         return [one for one in caplog.messages if re.search(wanted, one)]
 
     serve_http(ask)
@@ -548,32 +548,34 @@ def test_a_failed_answer_cannot_forge_lines_of_the_log(path, caplog, monkeypatch
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
-def test_an_answer_that_may_be_too_large_is_refused(is_stream: bool, monkeypatch):
+def test_refuses_too_large_responses(is_stream: bool, monkeypatch):
     monkeypatch.setattr(response_writers, "MAX_ENTRIES", 400)
 
     async def ask(client: httpx.AsyncClient) -> None:
         body = {"prompt": PROMPT, "echo": True, "logprobs": 2, "n": 20}
         body |= {"stream": is_stream, "max_tokens": 4}
-        # Of 3 tokens of the prompt and 4 others, each with 3 entries.
+        # 3 tokens of the prompt and 4 generated ones, with 3 entries each.
         response = await client.post(COMPLETIONS, json=body)
         if is_stream:
-            assert response.status_code == 200  # 20 * 3 * 3: others come one by one
+            assert (
+                response.status_code == 200
+            )  # 20 * 3 * 3: generated tokens are sent one by one
             body |= {"n": 50}
             response = await client.post(COMPLETIONS, json=body)
-        told = error_of(response, 400, "BadRequestError")
-        assert told["param"] == "logprobs"
-        assert "n times tokens" in told["message"]
-        assert "at most 400" in told["message"].lower()
+        error = error_of(response, 400, "BadRequestError")
+        assert error["param"] == "logprobs"
+        assert "n times tokens" in error["message"]
+        assert "at most 400" in error["message"].lower()
         body |= {"n": 19 if not is_stream else 44}
         assert (await client.post(COMPLETIONS, json=body)).status_code == 200
-        # Without log-probabilities nothing is counted.
+        # Without logprobs there are no entries.
         body |= {"n": 100, "logprobs": None}
         assert (await client.post(COMPLETIONS, json=body)).status_code == 200
 
     serve_http(ask)
 
 
-def test_a_large_answer_is_written_outside_the_event_loop(monkeypatch):
+def test_large_response_is_serialized_in_thread(monkeypatch):
     threads: list[str] = []
     whole = CompletionWriter.whole
 
@@ -594,7 +596,7 @@ def test_a_large_answer_is_written_outside_the_event_loop(monkeypatch):
     assert [one.rpartition("_")[0] for one in threads] == ["", "jaxspec-long-work"]
 
 
-def test_the_prompts_logprobs_are_written_once(monkeypatch):
+def test_prompt_logprobs_are_written_once(monkeypatch):
     counts: list[int] = []
     write = LogprobWriter.for_completion
 
@@ -608,18 +610,18 @@ def test_the_prompts_logprobs_are_written_once(monkeypatch):
         body = {"prompt": PROMPT, "echo": True, "logprobs": 2, "n": 3, "max_tokens": 2}
         found = await post(client, COMPLETIONS, **body)
         for choice in found["choices"]:
-            told = choice["logprobs"]
-            assert {name: len(one) for name, one in told.items()} == dict.fromkeys(
-                told, 5
+            logprobs = choice["logprobs"]
+            assert {name: len(one) for name, one in logprobs.items()} == dict.fromkeys(
+                logprobs, 5
             )
-            assert told["text_offset"] == list(range(5))
+            assert logprobs["text_offset"] == list(range(5))
 
     serve_http(ask)
     assert sorted(counts) == [2, 2, 2, 3]
 
 
 def test_short_work_does_not_wait_for_long_work():
-    """Grammars that take long to compile keep no plain request waiting."""
+    """Slow grammar compilations do not delay plain requests."""
 
     async def ask(client: httpx.AsyncClient) -> None:
         transport: Any = client._transport

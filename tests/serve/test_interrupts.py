@@ -1,7 +1,7 @@
-"""Ctrl-C and SIGTERM, sent to real servers and commands at every stage of their start.
+"""Ctrl-C and SIGTERM, sent to real servers and commands at every stage of startup.
 
-Nothing of it may take long, crash, or show a traceback, however much XLA has to do. The
-programs are compiled as for users, which takes long enough to be in the midst of it.
+Exit must be fast, without a crash or traceback, even while XLA compiles. Programs are
+compiled with users' settings, slowly enough that the signal arrives during a compile.
 """
 
 import os
@@ -21,12 +21,12 @@ from jaxspec.exit import INTERRUPTED
 from tests.support.programs import users_flags
 
 ROOT = Path(__file__).parents[2]
-# Some seconds on two cores, and as others may use them too.
+# Generous, as other processes may use the cores too.
 END_S = 30.0
 SERVER = ("jaxspec.serve", "--port", "0", "--max-num-seqs", "1")
 LISTENS, READY = "Application startup complete", "Requests are served"
 GENERATE = ("jaxspec", "generate", "Once upon a time", "--max-tokens", "4")
-# What a child must do first where whoever runs the tests ignores interrupts.
+# Restores SIGINT in a child, in case the parent process ignores it.
 RUN = (
     "import runpy, signal, sys;"
     "signal.signal(signal.SIGINT, signal.default_int_handler);"
@@ -36,12 +36,12 @@ RUN = (
 
 
 class Program:
-    """A command line that runs, and all that it has said."""
+    """A running command and its output."""
 
     def __init__(self, arguments: tuple[str, ...], folder: Path):
         self._log, self._cache = folder / "log", folder / "cache"
         cached = ("--compilation-cache-dir", str(self._cache))
-        # The tests' own cache would leave nothing to compile.
+        # With the tests' cache nothing would be compiled.
         environment = {
             name: value
             for name, value in os.environ.items()
@@ -62,12 +62,12 @@ class Program:
         return self._log.read_text()
 
     def says(self, text: str, after_s: float = 0.0) -> None:
-        """Wait until it says something, and some seconds more."""
+        """Wait until the output has a text, and then some seconds more."""
         self.wait(lambda: text in self.said)
         time.sleep(after_s)
 
     def has_loaded(self, library: str) -> None:
-        """Wait until a compiled library is in its memory."""
+        """Wait until a shared library is loaded."""
         self.wait(lambda: library in Path(f"/proc/{self.process.pid}/maps").read_text())
 
     def wait(self, is_so: Callable[[], bool]) -> None:
@@ -78,19 +78,19 @@ class Program:
             time.sleep(0.05)
 
     def end(self, number: int) -> int:
-        """Send a signal; the status, soon and without a fuss."""
+        """Send a signal; check for a fast, clean exit; return the status."""
         self.process.send_signal(number)
         status = self.process.wait(END_S)
         assert "Traceback" not in self.said, self.said
         assert "Exception ignored" not in self.said, self.said
-        # What was being written is whole, or has another name.
+        # Files being written have a temporary name until they are complete.
         for path in self.programs:
             assert path.stat().st_size > 10_000
         return status
 
     @property
     def programs(self) -> list[Path]:
-        """Those that are kept."""
+        """Return the cached programs."""
         return list(self._cache.glob("*.program"))
 
 
@@ -111,15 +111,15 @@ needs_maps = pytest.mark.skipif(
 
 @needs_maps
 @pytest.mark.parametrize("arguments", [SERVER, GENERATE], ids=["serve", "generate"])
-def test_while_jax_is_imported(arguments: tuple[str, ...], tmp_path: Path):
-    # Before, the interpreter itself imports jaxspec: for 0.3 s.
+def test_interrupt_during_import_of_jax(arguments: tuple[str, ...], tmp_path: Path):
+    # Earlier, the interpreter is still importing jaxspec, for 0.3 s.
     with started(arguments, tmp_path) as program:
         program.has_loaded("jaxlib")
         assert program.end(signal.SIGINT) == INTERRUPTED
         assert program.said.endswith("\nInterrupted.\n")
 
 
-def test_while_weights_are_read(tmp_path: Path):
+def test_interrupt_during_weight_loading(tmp_path: Path):
     with started(SERVER, tmp_path) as program:
         program.says("dtype=auto")
         assert program.end(signal.SIGINT) == INTERRUPTED
@@ -133,7 +133,7 @@ def test_while_weights_are_read(tmp_path: Path):
         pytest.param(signal.SIGINT, 0.5, marks=pytest.mark.slow),
     ],
 )
-def test_while_the_first_program_is_made(number: int, after_s: float, tmp_path: Path):
+def test_signal_during_first_compile(number: int, after_s: float, tmp_path: Path):
     with started(SERVER, tmp_path) as program:
         program.says(LISTENS, after_s)
         assert READY not in program.said
@@ -144,7 +144,7 @@ def test_while_the_first_program_is_made(number: int, after_s: float, tmp_path: 
 @pytest.mark.parametrize(
     ("number", "after_s"), [(signal.SIGTERM, 0.0), (signal.SIGINT, 3.0)]
 )
-def test_while_a_later_program_is_made(number: int, after_s: float, tmp_path: Path):
+def test_signal_during_later_compile(number: int, after_s: float, tmp_path: Path):
     with started(SERVER, tmp_path) as program:
         program.says(READY, after_s)
         assert program.end(number) == 0
@@ -153,7 +153,7 @@ def test_while_a_later_program_is_made(number: int, after_s: float, tmp_path: Pa
 
 @pytest.mark.slow
 @pytest.mark.parametrize("after_s", [0.0, 8.0])
-def test_while_everything_is_made_before_it_listens(after_s: float, tmp_path: Path):
+def test_interrupt_during_warm_up_all(after_s: float, tmp_path: Path):
     with started((*SERVER, "--warm-up", "all"), tmp_path) as program:
         program.says("Compiling", after_s)
         assert LISTENS not in program.said
@@ -162,7 +162,7 @@ def test_while_everything_is_made_before_it_listens(after_s: float, tmp_path: Pa
 
 @pytest.mark.slow
 @pytest.mark.parametrize("after_s", [0.0, 0.5])
-def test_a_command_that_compiles(after_s: float, tmp_path: Path):
+def test_interrupt_of_compiling_command(after_s: float, tmp_path: Path):
     with started(GENERATE, tmp_path) as program:
         program.says("Compiling", after_s)
         assert program.end(signal.SIGINT) == INTERRUPTED
@@ -171,7 +171,7 @@ def test_a_command_that_compiles(after_s: float, tmp_path: Path):
 
 @pytest.mark.slow
 def test_killed_server_restarts_with_the_programs_it_compiled(tmp_path: Path):
-    """SIGKILL in the middle of a stream; the same folder of programs afterwards."""
+    """SIGKILL during a stream, then a restart with the same program cache."""
     few = ("--num-speculative-tokens", "1", "--max-num-batched-tokens", "32")
     body = {"prompt": "Once upon a time", "max_tokens": 24, "temperature": 0}
     texts, ready_s = [], []

@@ -1,4 +1,4 @@
-"""A server's life: it listens, compiles beside requests, ends when it is told to."""
+"""Life cycle of a server: listening, background compiles, shutdown."""
 
 import gc
 import logging
@@ -40,10 +40,10 @@ def served(
     flags: Sequence[str] = (),
     **connecting: Any,
 ) -> int:
-    """Serve in this thread while a client asks in another; the exit status.
+    """Serve in this thread with a client in another; return the exit status.
 
     Args:
-        connecting: How the client does, as `httpx.HTTPTransport` takes it.
+        connecting: Arguments of the client's `httpx.HTTPTransport`.
     """
     engine, fake = make_fake_engine(num_draft_tokens=3)
     engine.tokenizer = TurnsTokenizer(16)
@@ -70,9 +70,9 @@ def served(
             transport = httpx.HTTPTransport(**connecting)
             with httpx.Client(base_url=url, transport=transport, timeout=30) as one:
                 ask(one)
-        except BaseException as failure:  # noqa: BLE001 - the test is told
+        except BaseException as failure:  # noqa: BLE001 - re-raised in the test
             failures.append(failure)
-            if not has_ended.is_set():  # the signal would end the tests
+            if not has_ended.is_set():  # otherwise the signal would end the tests
                 os.kill(os.getpid(), signal.SIGTERM)
 
     asking = threading.Thread(target=client)
@@ -96,11 +96,11 @@ def wait_until_it_listens(bound: socket.socket) -> None:
             if probe.connect_ex(bound.getsockname()) == 0:
                 return
         time.sleep(0.02)
-    raise AssertionError(f"nobody listens on {bound.getsockname()}")
+    raise AssertionError(f"no server listens on {bound.getsockname()}")
 
 
 def ended_by_signal(client: httpx.Client) -> list[Any]:
-    """Begin a stream, send the server a signal, read to the end."""
+    """Start a stream, send the server a signal, read to the end."""
     body = {"prompt": PROMPT, "max_tokens": 90, "ignore_eos": True, "stream": True}
     with client.stream("POST", COMPLETIONS, json=body) as response:
         lines = response.iter_text()
@@ -112,7 +112,7 @@ def ended_by_signal(client: httpx.Client) -> list[Any]:
     return [one["choices"][0] for one in events_of(text)]
 
 
-def test_requests_end_before_the_server():
+def test_shutdown_waits_for_requests():
     def ask(client: httpx.Client) -> None:
         choices = ended_by_signal(client)
         assert "".join(one["text"] for one in choices) == letters(said(90))
@@ -120,7 +120,7 @@ def test_requests_end_before_the_server():
     assert served(ask, timeout_s=30, delay_s=0.03) == 0
 
 
-def test_requests_that_take_too_long_are_cut_short():
+def test_shutdown_cuts_off_long_requests():
     def ask(client: httpx.Client) -> None:
         choices = ended_by_signal(client)
         assert choices[-1]["finish_reason"] == "abort"
@@ -134,25 +134,25 @@ def test_requests_that_take_too_long_are_cut_short():
     ("timeout_s", "delay_s", "status", "length"),
     [(30, 0.02, "incomplete", 90), (0, 0.2, "failed", None)],
 )
-def test_responses_in_the_background_end_before_the_server(
+def test_shutdown_waits_for_background_responses(
     timeout_s: int, delay_s: float, status: str, length: int | None, tmp_path: Path
 ):
-    path, told = tmp_path / "responses", dict[str, Any]()
+    path, created = tmp_path / "responses", dict[str, Any]()
 
     def ask(client: httpx.Client) -> None:
         body = {"input": PROMPT, "max_output_tokens": 90, "background": True}
-        told.update(client.post("/v1/responses", json=body).json())
+        created.update(client.post("/v1/responses", json=body).json())
         os.kill(os.getpid(), signal.SIGTERM)
 
     flags = ["--response-store", str(path)]
     assert served(ask, timeout_s=timeout_s, delay_s=delay_s, flags=flags) == 0
-    response = ResponseStore(str(path), 2**20).get(told["id"]).response
+    response = ResponseStore(str(path), 2**20).get(created["id"]).response
     assert response["status"] == status
     text = response["output"][0]["content"][0]["text"]
     assert len(text) == length or 0 <= len(text) < 90
 
 
-def test_a_second_signal_ends_at_once(monkeypatch: pytest.MonkeyPatch):
+def test_second_signal_exits_at_once(monkeypatch: pytest.MonkeyPatch):
     codes: list[int] = []
     monkeypatch.setattr(os, "_exit", codes.append)
 
@@ -168,7 +168,7 @@ def test_a_second_signal_ends_at_once(monkeypatch: pytest.MonkeyPatch):
     assert codes == [128 + signal.SIGINT]
 
 
-def test_the_server_ends_with_its_engine():
+def test_server_exits_when_engine_dies():
     def ask(client: httpx.Client) -> None:
         for _ in range(3):
             body = {"prompt": PROMPT, "max_tokens": 5}
@@ -182,7 +182,7 @@ def test_the_server_ends_with_its_engine():
         assert served(ask, timeout_s=30, delay_s=0) == launcher.ENGINE_DEAD
 
 
-def test_an_address_that_is_taken_is_found_first():
+def test_address_in_use_is_reported_before_loading():
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
@@ -196,13 +196,13 @@ def test_an_address_that_is_taken_is_found_first():
     ("host", "port", "name"),
     [
         ("no-such-host.invalid", "0", "host"),
-        ("192.0.2.1", "0", "host"),  # of documentation, nobody's
+        ("192.0.2.1", "0", "host"),  # reserved for documentation
         ("a" * 80, "0", "host"),
         ("::ffff:1:2:3:4:5:6:7", "0", "host"),
         ("127.0.0.1", "70000", "port"),
     ],
 )
-def test_an_address_that_cannot_be_taken(host: str, port: str, name: str):
+def test_rejects_unusable_address(host: str, port: str, name: str):
     options = read_flags("prog", ["m", "--host", host, "--port", port])
     with pytest.raises(ConfigError, match=f"cannot listen on .*--{name}") as refused:
         launcher._bind(options.listening)
@@ -211,7 +211,7 @@ def test_an_address_that_cannot_be_taken(host: str, port: str, name: str):
 
 
 def ask_and_end(client: httpx.Client, path: str = COMPLETIONS) -> None:
-    """Ask for a text, whole and as a stream; then end the server."""
+    """Request a text, whole and as a stream; then stop the server."""
     body = {"prompt": PROMPT, "max_tokens": 20}
     whole = client.post(path, json=body).raise_for_status().json()
     stream = client.post(path, json=body | {"stream": True}).raise_for_status()
@@ -220,14 +220,14 @@ def ask_and_end(client: httpx.Client, path: str = COMPLETIONS) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def test_a_unix_socket(tmp_path: Path):
+def test_unix_socket(tmp_path: Path):
     path = tmp_path / "socket"
-    for _ in range(2):  # the first leaves nothing in the way
+    for _ in range(2):  # the first server removes its socket file
         assert served(ask_and_end, flags=["--uds", str(path)], uds=str(path)) == 0
         assert not path.exists()
 
 
-def test_a_file_in_the_way_of_a_unix_socket(tmp_path: Path):
+def test_existing_file_at_unix_socket(tmp_path: Path):
     path = tmp_path / "socket"
     path.write_text("somebody's")
     with pytest.raises(ConfigError, match=f"on {path}: .* choose another --uds"):
@@ -237,7 +237,7 @@ def test_a_file_in_the_way_of_a_unix_socket(tmp_path: Path):
 
 @pytest.fixture(scope="module")
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Files: who signs, the server's certificate and key, together and apart."""
+    """Make files: a CA, and the server's certificate and key, in one file and two."""
     folder = tmp_path_factory.mktemp("tls")
     signer = trustme.CA()
     issued = signer.issue_cert("127.0.0.1", "localhost")
@@ -271,7 +271,7 @@ def test_https(certificates: dict[str, str], is_one_file: bool):
     assert served(ask, flags=flags, verify=trusting) == 0
 
 
-def test_https_with_clients_that_must_show_who_they_are(certificates: dict[str, str]):
+def test_https_with_client_certificates(certificates: dict[str, str]):
     flags = ["--ssl-certfile", certificates["both"], "--ssl-cert-reqs", "2"]
     flags += ["--ssl-ca-certs", certificates["signer"]]
     unknown = ssl.create_default_context(cafile=certificates["signer"])
@@ -299,7 +299,7 @@ def test_https_with_clients_that_must_show_who_they_are(certificates: dict[str, 
         ({"certfile": "both", "ca_certs": "/no/such"}, "'/no/such': .*No such file"),
     ],
 )
-def test_certificates_that_cannot_work_are_found_first(
+def test_invalid_certificates_are_reported_before_loading(
     certificates: dict[str, str], given: dict[str, str], message: str
 ):
     flags = ["/no/such/model", "--port", "0"]
@@ -310,7 +310,7 @@ def test_certificates_that_cannot_work_are_found_first(
 
 
 @pytest.mark.parametrize("root_path", ["/models/gemma", "models/gemma/"])
-def test_behind_a_proxy_that_takes_off_the_root_path_or_leaves_it(root_path: str):
+def test_root_path_removed_by_proxy_or_not(root_path: str):
     flags = ["--root-path", root_path, "--api-key", "secret"]
 
     def ask(client: httpx.Client) -> None:
@@ -327,7 +327,7 @@ def test_behind_a_proxy_that_takes_off_the_root_path_or_leaves_it(root_path: str
         assert "/v1/completions" in described["paths"]
         assert set(described["paths"]["/ping"]) == {"get", "post"}
         for page in (client.get("/").text, client.get("/docs").text):
-            assert not re.findall(r'(?:src|href)="/', page)  # it may lie anywhere
+            assert not re.findall(r'(?:src|href)="/', page)  # links are relative
             for path in re.findall(r'(?:src|href)="([^"]+)"', page):
                 assert client.get(f"/{path}").status_code == 200
         assert 'handler="/v1/models"' in client.get("/metrics").text
@@ -336,14 +336,14 @@ def test_behind_a_proxy_that_takes_off_the_root_path_or_leaves_it(root_path: str
     assert served(ask, flags=flags) == 0
 
 
-def test_what_stays_is_not_collected():
-    # What the tests have frozen stays frozen: see `pytest_collection_finish`.
+def test_freeze_heap():
+    # Objects that the tests have frozen remain frozen: see `pytest_collection_finish`.
     before, here = gc.get_freeze_count(), [[] for _ in range(50_000)]
     assert served(ended_by_signal) == 0
     assert gc.get_freeze_count() > before + len(here) // 2
 
 
-def test_what_is_compiled_unasked(monkeypatch: pytest.MonkeyPatch):
+def test_warm_up_extents(monkeypatch: pytest.MonkeyPatch):
     made, _ = make_fake_engine()
     engine: Any = made
     asked: list[Any] = []
@@ -352,21 +352,21 @@ def test_what_is_compiled_unasked(monkeypatch: pytest.MonkeyPatch):
     launcher.warm_up([engine], "none")
     assert asked == []
     launcher.warm_up([engine], "plain")
-    assert asked == [()], "nobody waits"
+    assert asked == [()], "does not wait"
     launcher.warm_up([engine], "all")
     everything, wait = asked[1:]
     assert wait == "wait"
     assert any(params.logprobs is not None for params in everything)
     assert any(params.structured_outputs for params in everything)
     assert any(params.presence_penalty for params in everything)
-    # What the engine would refuse is not compiled for.
+    # Does not compile for requests that the engine would refuse.
     engine.tokenizer = NoTokenizer("it was left out")
     launcher.warm_up([engine], "all")
     assert asked[-2]
     assert not any(params.structured_outputs for params in asked[-2])
 
 
-def test_the_log_says_when_requests_are_served_and_when_all_is_there(
+def test_logs_end_of_first_compile_and_of_warm_up(
     caplog: pytest.LogCaptureFixture,
 ):
     caplog.set_level("INFO", logger=launcher.__name__)
@@ -377,12 +377,12 @@ def test_the_log_says_when_requests_are_served_and_when_all_is_there(
     serving = AsyncLLMEngine(engine)
     warming = launcher.Warming(serving)
     try:
-        warming.look()
+        warming.update()
         assert caplog.messages == []
         gate.let()
         wait_until(lambda: engine.num_warming < count)
         for _ in range(3):
-            warming.look()
+            warming.update()
         assert len(caplog.messages) == 1
         assert re.fullmatch(
             rf"Requests are served after \S+ s; {count - 1} more programs .*",
@@ -392,15 +392,15 @@ def test_the_log_says_when_requests_are_served_and_when_all_is_there(
         engine.wait_for_programs()
         before, here = gc.get_freeze_count(), [[] for _ in range(50_000)]
         for _ in range(3):
-            warming.look()
-        assert re.fullmatch(r"All programs are there after \S+ s", caplog.messages[1])
-        assert len(caplog.messages) == 2
+            warming.update()
+        _, message = caplog.messages
+        assert re.fullmatch(r"All programs are compiled after \S+ s", message)
         assert gc.get_freeze_count() > before + len(here) // 2
     finally:
         gate.open()
         serving.shutdown(5)
-    # Where nothing is made unasked, there is nothing to tell.
-    launcher.Warming(serving).look()
+    # Without a warm-up nothing is logged.
+    launcher.Warming(serving).update()
     assert len(caplog.messages) == 2
 
 
@@ -411,8 +411,8 @@ def wait_until(is_so: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def test_the_program_serves_the_bundled_pair_to_openais_client(tmp_path: Path):
-    # With the sizes of `python -m jaxspec generate`, and so with the same programs.
+def test_openai_client_with_bundled_pair(tmp_path: Path):
+    # The same sizes, and therefore programs, as `python -m jaxspec generate`.
     flags = "--port 0 --max-num-seqs 1 --num-speculative-tokens 1 --warm-up none"
     flags += " --served-model-name pair --api-key secret"
     log = tmp_path / "log"
@@ -436,7 +436,7 @@ def test_the_program_serves_the_bundled_pair_to_openais_client(tmp_path: Path):
 
 
 def _wait_for_url(server: subprocess.Popen, log: Path) -> str:
-    """Wait until the server listens, then until it serves; its address."""
+    """Wait until the server listens and serves; return its address."""
     deadline = time.monotonic() + 600
     while "startup complete" not in log.read_text():
         assert server.poll() is None, log.read_text()
@@ -479,7 +479,7 @@ def _ask_openai(client: openai.OpenAI) -> None:
         client.with_options(api_key="wrong").models.list()
 
 
-def test_nothing_that_is_logged_looks_like_another_record(
+def test_logged_text_cannot_forge_records(
     monkeypatch: pytest.MonkeyPatch,
 ):
     made: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""The program: how it starts, what it says of a wrong command line."""
+"""The program: startup, and errors of the command line."""
 
 import subprocess
 import sys
@@ -13,7 +13,7 @@ MODULES = ("jaxspec.serve", "jaxspec.entrypoints.openai.api_server")
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_help_comes_without_jax(module: str):
+def test_help_does_not_import_jax(module: str):
     code = (
         "import runpy, sys\n"
         f"sys.argv = ['x', '--help']\n"
@@ -29,14 +29,14 @@ def test_help_comes_without_jax(module: str):
     assert "--speculative-model" in done.stdout
 
 
-def test_a_wrong_value_is_told_in_one_line(capsys: pytest.CaptureFixture[str]):
+def test_invalid_value_is_one_line(capsys: pytest.CaptureFixture[str]):
     assert program.main(["m", "--quantization", "int3"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("python -m jaxspec.serve: error: quantization")
 
 
-@pytest.mark.parametrize(("level", "is_told"), [("info", False), ("debug", True)])
-def test_devices_that_are_not_there_are_no_news(level, is_told):
+@pytest.mark.parametrize(("level", "is_logged"), [("info", False), ("debug", True)])
+def test_missing_devices_are_logged_only_in_debug(level, is_logged):
     code = (
         f"from jaxspec.serve import launcher; launcher.set_up_log({level!r})\n"
         "import logging; log = logging.getLogger('jax._src.xla_bridge')\n"
@@ -45,6 +45,6 @@ def test_devices_that_are_not_there_are_no_news(level, is_told):
     )
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True)
-    assert ("libtpu" in done.stderr) == is_told
+    assert ("libtpu" in done.stderr) == is_logged
     assert "A real error" in done.stderr
     assert "ours" in done.stderr

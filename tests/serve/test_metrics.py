@@ -1,4 +1,4 @@
-"""What /metrics tells, as Prometheus reads it."""
+"""The contents of /metrics, parsed like Prometheus does."""
 
 import asyncio
 import logging
@@ -26,7 +26,7 @@ async def read(client: httpx.AsyncClient) -> dict[tuple[str, frozenset], float]:
     }
 
 
-def test_everything_the_engine_counts_is_served():
+def test_serves_all_engine_metrics():
     engine, _ = make_fake_engine(num_draft_tokens=3)
 
     async def ask(client: httpx.AsyncClient) -> None:
@@ -52,7 +52,7 @@ def test_everything_the_engine_counts_is_served():
     serve_http(ask)
 
 
-def test_values():
+def test_metric_values():
     async def ask(client: httpx.AsyncClient) -> None:
         await post(client, COMPLETIONS, prompt=PROMPT, max_tokens=12)
         found = await read(client)
@@ -78,10 +78,10 @@ def test_values():
     serve_http(ask)
 
 
-# What reads them, and whether each is there once: what is told of one server is
-# compared with that of others.
+# By reader: metric names, and whether each must have exactly one series, because the
+# reader compares servers.
 _GATEWAYS: dict[str, tuple[str, set[str]]] = {
-    # The Inference Extension's endpoint picker and llm-d choose a server by these.
+    # Used by the Inference Extension's endpoint picker and by llm-d to choose a server.
     "vllm:num_requests_waiting": ("gauge", set()),
     "vllm:num_requests_running": ("gauge", set()),
     "vllm:kv_cache_usage_perc": ("gauge", set()),
@@ -99,11 +99,12 @@ _GATEWAYS: dict[str, tuple[str, set[str]]] = {
 }
 
 
-def test_gateways_find_what_they_choose_servers_by():
+def test_metrics_used_by_gateways():
     async def ask(client: httpx.AsyncClient) -> None:
-        bodies = [{"prompt": PROMPT, "max_tokens": 60}] * 5
+        requests = [{"prompt": PROMPT, "max_tokens": 60}] * 5
         asked = [
-            asyncio.ensure_future(post(client, COMPLETIONS, **body)) for body in bodies
+            asyncio.ensure_future(post(client, COMPLETIONS, **body))
+            for body in requests
         ]
         plain = frozenset(LABELS.items())
         name = "vllm:num_requests_waiting", plain
@@ -117,13 +118,13 @@ def test_gateways_find_what_they_choose_servers_by():
         for name, (kind, labels) in _GATEWAYS.items():
             family = families[name]
             assert family.type == kind, name
-            told = [
+            names = [
                 frozenset(one.labels.items())
                 for one in family.samples
                 if not {"le", *labels} & one.labels.keys()
             ]
-            # Of a counter and a histogram also when it was made.
-            assert set(told) == (set() if labels else {plain}), name
+            # Counters and histograms also have a series "_created".
+            assert set(names) == (set() if labels else {plain}), name
             for one in family.samples:
                 assert labels <= one.labels.keys(), name
         (cache,) = families["vllm:cache_config_info"].samples
@@ -137,7 +138,7 @@ def test_gateways_find_what_they_choose_servers_by():
     serve_http(ask, delay_s=0.005, max_num_seqs=2)
 
 
-def test_requests_are_counted_by_route():
+def test_counts_requests_by_route():
     async def ask(client: httpx.AsyncClient) -> None:
         for _ in range(2):
             await post(client, COMPLETIONS, prompt=PROMPT)
@@ -157,7 +158,7 @@ def test_requests_are_counted_by_route():
     serve_http(ask, settings={"enable_request_id_headers": True})
 
 
-def test_an_engine_that_does_not_count():
+def test_engine_without_stats():
     async def ask(client: httpx.AsyncClient) -> None:
         await client.get("/health")
         names = {name for name, _ in await read(client)}
@@ -167,7 +168,7 @@ def test_an_engine_that_does_not_count():
     serve_http(ask, disable_log_stats=True)
 
 
-def test_a_line_is_logged_now_and_then_until_nothing_happens(
+def test_logs_statistics_until_idle(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
     for module in ("llm_engine", "engine_thread"):
@@ -197,9 +198,9 @@ def test_a_line_is_logged_now_and_then_until_nothing_happens(
         for line in drafts:
             rates = re.findall(r"Per-position acceptance rate: ([\d., ]+),", line)
             assert len(rates[0].split(", ")) == 3
-        # Nothing is left out, the rounds after the last step's line neither.
-        told = re.findall(r"Accepted: (\d+) tokens", caplog.text)
-        assert sum(map(int, told)) == (await read(client))[name] > 0
+        # No round is left out, also after the last logged line.
+        counts = re.findall(r"Accepted: (\d+) tokens", caplog.text)
+        assert sum(map(int, counts)) == (await read(client))[name] > 0
         await asyncio.sleep(0.2)
         assert caplog.messages == lines
 

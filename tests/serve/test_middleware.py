@@ -1,4 +1,4 @@
-"""What a request must pass before any endpoint sees it."""
+"""Checks that every request passes before it reaches an endpoint."""
 
 import socket
 from collections.abc import AsyncIterator
@@ -20,7 +20,7 @@ from tests.support.serving import (
 BODY = {"prompt": PROMPT, "max_tokens": 2}
 
 
-def test_keys_open_what_is_under_v1():
+def test_api_keys_protect_v1():
     async def ask(client: httpx.AsyncClient) -> None:
         for key, status in {
             None: 401,
@@ -45,7 +45,7 @@ def test_keys_open_what_is_under_v1():
     serve_http(ask, settings={"api_keys": ("first", "second")})
 
 
-def test_a_body_may_be_so_long_and_no_longer():
+def test_body_length_limit():
     async def ask(client: httpx.AsyncClient) -> None:
         short = b'{"prompt":"#","max_tokens":1}'
         headers = {"Content-Type": "application/json"}
@@ -57,7 +57,7 @@ def test_a_body_may_be_so_long_and_no_longer():
         for body in (short.ljust(64), pieces(short.ljust(64))):
             response = await client.post(COMPLETIONS, content=body, headers=headers)
             assert response.status_code == 200
-        # With its length told, and without.
+        # With and without Content-Length.
         for body in (short.ljust(65), pieces(short.ljust(65))):
             response = await client.post(COMPLETIONS, content=body, headers=headers)
             error = error_of(response, 413, HTTPStatus(413).phrase)
@@ -66,8 +66,8 @@ def test_a_body_may_be_so_long_and_no_longer():
     serve_http(ask, settings={"max_body_bytes": 64})
 
 
-def test_a_body_may_have_so_many_values_and_no_more():
-    # Also where they are in a text: no more is known before it is read.
+def test_body_value_limit():
+    # Also counts separators inside strings, as the body is not parsed yet.
     longest = b'{"prompt":"' + b"," * (MAX_MARKS - 2)
 
     async def ask(client: httpx.AsyncClient) -> None:
@@ -79,15 +79,17 @@ def test_a_body_may_have_so_many_values_and_no_more():
     serve_http(ask)
 
 
-@pytest.mark.parametrize("is_told", [False, True])
-def test_who_is_refused_within_a_long_body_reads_why(is_told: bool):
+@pytest.mark.parametrize("has_length", [False, True])
+def test_client_reads_refusal_of_long_body(has_length: bool):
     long = b" " * (10 * 2**20)
-    length = f"Content-Length: {len(long)}" if is_told else "Transfer-Encoding: chunked"
+    length = (
+        f"Content-Length: {len(long)}" if has_length else "Transfer-Encoding: chunked"
+    )
     head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\n{length}\r\n\r\n".encode()
     with site_of() as site, socket.create_connection(site.address, 10) as client:
-        # All of it is written before anything is read, as many clients do.
+        # Writes everything before it reads, as many clients do.
         client.sendall(head)
-        if is_told:
+        if has_length:
             client.sendall(long)
         else:
             client.sendall(b"%x\r\n%b\r\n0\r\n\r\n" % (len(long), long))
@@ -96,8 +98,8 @@ def test_who_is_refused_within_a_long_body_reads_why(is_told: bool):
     assert b"4194304 bytes" in answer
 
 
-def test_body_time_limit_needs_no_protocol_of_ours():
-    # As under Ray Serve, whose proxy owns the connections.
+def test_body_time_limit_with_any_protocol():
+    # As under Ray Serve, whose proxy handles the connections.
     head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{{"
     with (
         site_of(timeout_read_body=0.3) as site,
@@ -109,7 +111,7 @@ def test_body_time_limit_needs_no_protocol_of_ours():
         assert site.app.state.serving.admission.num_timeouts["body"] == 1
 
 
-def test_who_waits_for_leave_to_send_is_refused_first():
+def test_expect_100_continue_is_refused_first():
     head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\n"
     head += f"Content-Length: {10**9}\r\n\r\n"
     with site_of() as site, socket.create_connection(site.address, 10) as client:
@@ -117,7 +119,7 @@ def test_who_waits_for_leave_to_send_is_refused_first():
         assert client.recv(2**16).startswith(b"HTTP/1.1 413")
 
 
-def test_pages_of_other_origins_read_nothing_unless_allowed():
+def test_cors():
     preflight = {"Origin": "http://page", "Access-Control-Request-Method": "POST"}
 
     async def closed(client: httpx.AsyncClient) -> None:
@@ -128,7 +130,7 @@ def test_pages_of_other_origins_read_nothing_unless_allowed():
         response = await client.options(COMPLETIONS, headers=preflight)
         assert response.status_code == 200
         assert response.headers["access-control-allow-origin"] == "http://page"
-        # Also what is refused can be read.
+        # Error responses can be read too.
         response = await client.post(
             COMPLETIONS, json=BODY, headers={"Origin": "http://page"}
         )
@@ -140,7 +142,7 @@ def test_pages_of_other_origins_read_nothing_unless_allowed():
     serve_http(opened, settings=settings)
 
 
-def test_answers_carry_the_id_of_their_request():
+def test_responses_have_request_id():
     async def ask(client: httpx.AsyncClient) -> None:
         response = await client.get("/health", headers={"X-Request-Id": "mine"})
         assert response.headers["x-request-id"] == "mine"

@@ -1,4 +1,4 @@
-"""The files for Prometheus and Grafana, by promtool and over a real scrape."""
+"""The files for Prometheus and Grafana, checked with promtool and a real scrape."""
 
 import json
 import re
@@ -19,19 +19,19 @@ FOLDER = Path(__file__).parents[2] / "benchmarks" / "monitoring"
 GRAFANA = FOLDER / "grafana"
 PROMTOOL = shutil.which("promtool")
 needs_promtool = pytest.mark.skipif(
-    PROMTOOL is None, reason="no promtool here; Debian's package prometheus has it"
+    PROMTOOL is None, reason="promtool is not installed (Debian package prometheus)"
 )
-# Names that are vLLM's, whatever the linter thinks of them.
+# The linter's complaints about vLLM's names.
 COMPLAINTS = (
     r"(vllm|jaxspec):\w+ metric names should not contain ':'",
     r'(vllm|jaxspec):iteration_tokens_total non-counter .* "_total" suffix',
 )
 SCRAPE_S = 15
-FOREVER = 80  # scrapes, that is twenty minutes
+FOREVER = 80  # scrapes: twenty minutes
 
 
 def promtool(*arguments: str, stdin: str | None = None) -> tuple[int, str]:
-    """Run the checker; its exit status and what it says."""
+    """Run promtool; return its exit status and output."""
     assert PROMTOOL is not None
     done = subprocess.run(
         [PROMTOOL, *arguments], input=stdin, capture_output=True, text=True
@@ -41,7 +41,7 @@ def promtool(*arguments: str, stdin: str | None = None) -> tuple[int, str]:
 
 @pytest.fixture(scope="module")
 def scrape() -> str:
-    """What a server says after a few requests, one of them wrong."""
+    """Return a scrape of a server after some requests, one of them invalid."""
     texts: list[str] = []
 
     async def ask(client: httpx.AsyncClient) -> None:
@@ -73,7 +73,7 @@ def rules() -> list[dict[str, Any]]:
 
 
 def expressions() -> list[str]:
-    """Of all panels and recording rules, with Grafana's variables filled in."""
+    """Return all expressions of panels and rules, with Grafana's variables replaced."""
     found = [target["expr"] for panel in panels() for target in panel["targets"]]
     found = [
         one.replace("$__rate_interval", "1m").replace("$model_name", ".*")
@@ -84,7 +84,7 @@ def expressions() -> list[str]:
 
 
 def check_rules(folder: Path, series: dict[str, str], **checks: Any) -> None:
-    """Have Prometheus evaluate over series, after twenty minutes of them."""
+    """Let Prometheus evaluate expressions on series of twenty minutes."""
     test = {
         "interval": f"{SCRAPE_S}s",
         "input_series": [
@@ -94,39 +94,39 @@ def check_rules(folder: Path, series: dict[str, str], **checks: Any) -> None:
     whole = {"rule_files": [str(FOLDER / "rules.yml")], "tests": [test | checks]}
     path = folder / "test.yml"
     path.write_text(json.dumps(whole))
-    status, told = promtool("test", "rules", str(path))
-    assert status == 0, told
+    status, output = promtool("test", "rules", str(path))
+    assert status == 0, output
 
 
 def series_of(scrape: str) -> dict[str, str]:
-    """A server on which the same happens between any two scrapes."""
+    """Make series that grow equally between any two scrapes."""
     found: dict[str, str] = {}
     for sample in samples_of(scrape):
         labels = {"job": "jaxspec", "instance": "here"} | sample.labels
-        told = ", ".join(f"{name}={json.dumps(text)}" for name, text in labels.items())
+        pairs = ", ".join(f"{name}={json.dumps(text)}" for name, text in labels.items())
         grows = sample.name.endswith(("_total", "_bucket", "_count", "_sum"))
         start, step = (0.0, sample.value) if grows else (sample.value, 0.0)
-        found[f"{sample.name}{{{told}}}"] = f"{start:.9f}+{step:.9f}x{FOREVER}"
+        found[f"{sample.name}{{{pairs}}}"] = f"{start:.9f}+{step:.9f}x{FOREVER}"
     return found
 
 
 @needs_promtool
-def test_prometheus_takes_its_configuration_and_the_rules():
-    status, told = promtool("check", "config", str(FOLDER / "prometheus.yml"))
-    assert (status, f"{len(rules())} rules found" in told) == (0, True), told
+def test_prometheus_accepts_configuration_and_rules():
+    status, output = promtool("check", "config", str(FOLDER / "prometheus.yml"))
+    assert (status, f"{len(rules())} rules found" in output) == (0, True), output
 
 
 @needs_promtool
-def test_prometheus_takes_a_scrape(scrape: str):
-    _, told = promtool("check", "metrics", stdin=scrape)
-    assert told
+def test_prometheus_accepts_scrape(scrape: str):
+    _, output = promtool("check", "metrics", stdin=scrape)
+    assert output
     pattern = re.compile("|".join(COMPLAINTS))
-    assert not [line for line in told.splitlines() if not pattern.fullmatch(line)]
+    assert not [line for line in output.splitlines() if not pattern.fullmatch(line)]
 
 
 @needs_promtool
-def test_every_expression_finds_numbers_in_a_scrape(scrape: str, tmp_path: Path):
-    # Empty where a name is wrong, or labels do not meet; NaN is not above 0.
+def test_every_expression_yields_numbers(scrape: str, tmp_path: Path):
+    # Empty if a name is wrong or labels do not match; NaN is not >= 0.
     checks = [
         {
             "expr": f"count(({expression}) >= 0) > bool 0",
@@ -140,7 +140,7 @@ def test_every_expression_finds_numbers_in_a_scrape(scrape: str, tmp_path: Path)
 
 
 @needs_promtool
-def test_values_of_recording_rules(scrape: str, tmp_path: Path):
+def test_recording_rule_values(scrape: str, tmp_path: Path):
     total = {
         sample.name.removesuffix("_total"): sample.value
         for sample in samples_of(scrape)
@@ -210,7 +210,7 @@ ALERTS = {
 
 
 @needs_promtool
-def test_every_alert_is_raised(tmp_path: Path):
+def test_every_alert_fires(tmp_path: Path):
     alerts = {rule["alert"]: rule for rule in rules() if "alert" in rule}
     assert set(ALERTS) == set(alerts)
     for name, (series, summary) in ALERTS.items():
@@ -227,7 +227,7 @@ def test_every_alert_is_raised(tmp_path: Path):
 
 
 @needs_promtool
-def test_a_server_that_does_well_raises_no_alert(scrape: str, tmp_path: Path):
+def test_healthy_server_fires_no_alert(scrape: str, tmp_path: Path):
     series = series_of(scrape) | {f"up{{{SERVER}}}": "1+0x80"}
     checks = [
         {"eval_time": "20m", "alertname": name, "exp_alerts": []} for name in ALERTS
@@ -235,18 +235,18 @@ def test_a_server_that_does_well_raises_no_alert(scrape: str, tmp_path: Path):
     check_rules(tmp_path, series, alert_rule_test=checks)
 
 
-def test_expressions_name_what_a_scrape_has(scrape: str):
+def test_expressions_use_existing_metrics(scrape: str):
     found = {sample.name for sample in samples_of(scrape)}
     asked = [*expressions(), *(rule["expr"] for rule in rules() if "alert" in rule)]
     recorded = {rule["record"] for rule in rules() if "record" in rule}
     names = set(re.findall(r"\b(?:\w+:[\w:]+|http_\w+)", " ".join(asked)))
     assert names - found - recorded == set()
     own = {name for name in names if name.startswith("jaxspec:")}
-    # What vLLM has too is asked for in its name: the dashboard shows a vLLM as well.
+    # Metrics that vLLM has too are queried by its names: the dashboard works for vLLM.
     assert not {name.replace("jaxspec:", "vllm:") for name in own} & found
 
 
-def test_panels_use_the_variables_of_the_dashboard():
+def test_panels_use_dashboard_variables():
     whole = dashboard()
     variables = {one["name"]: one for one in whole["templating"]["list"]}
     assert variables["datasource"]["query"] == "prometheus"
@@ -257,7 +257,7 @@ def test_panels_use_the_variables_of_the_dashboard():
             assert used <= set(variables)
 
 
-def test_grafana_finds_the_dashboard_and_its_data():
+def test_grafana_provisioning():
     (provider,) = _read_yaml("grafana/dashboards/jaxspec.yml")["providers"]
     assert provider["options"]["path"] == "${GF_PATHS_PROVISIONING}/dashboards"
     (source,) = _read_yaml("grafana/datasources/prometheus.yml")["datasources"]

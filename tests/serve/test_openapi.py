@@ -1,4 +1,4 @@
-"""Requests made of the server's own description of its endpoints, right and wrong."""
+"""Valid and invalid requests, generated from the server's OpenAPI schema."""
 
 import dataclasses
 import json
@@ -17,16 +17,15 @@ from jaxspec_checkpoints import bundled_target
 from tests.support.loops import MODEL
 from tests.support.serving import CHAT, COMPLETIONS, site_of
 
-# The same in every run: the time for more is limited.
+# Deterministic: the same requests in every run.
 GIVEN: dict[str, Any] = dict(
-    deadline=None,
     derandomize=True,
     database=None,
     phases=[Phase.explicit, Phase.generate],
     suppress_health_check=list[Any](HealthCheck),
 )
 RIGHT, WRONG = GenerationMode.POSITIVE, GenerationMode.NEGATIVE
-# A made-up body seldom has no field out of range, so that each is sent alone as well.
+# A generated body usually has some field out of range: also send each field alone.
 ALONE: dict[str, dict[str, Any]] = {
     COMPLETIONS: {"prompt": "Once"},
     CHAT: {"messages": [{"role": "user", "content": "Once"}]},
@@ -34,12 +33,12 @@ ALONE: dict[str, dict[str, Any]] = {
 }
 
 
-class Asking:
-    """Sends what was made up, and counts how it was answered.
+class Requester:
+    """Sends generated requests, and counts statuses.
 
     Attributes:
         statuses: By endpoint.
-        faults: What was answered that the server has a fault.
+        faults: Requests that were answered with a 5xx status.
     """
 
     def __init__(self, client: httpx.Client):
@@ -48,30 +47,30 @@ class Asking:
         self.faults: list[str] = []
 
     def ask(self, case: Any) -> None:
-        self._note(case, case.call(timeout=30).status_code, case.as_curl_command())
+        self._record(case, case.call(timeout=30).status_code, case.as_curl_command())
         path = case.operation.path
         if path in ALONE and isinstance(case.body, dict):
             for name, value in case.body.items():
                 body = json.dumps(ALONE[path] | {"max_tokens": 4, name: value})
                 headers = {"content-type": "application/json"}
                 response = self._client.post(path, content=body, headers=headers)
-                self._note(case, response.status_code, f"{path} {body}")
+                self._record(case, response.status_code, f"{path} {body}")
 
-    def _note(self, case: Any, status: int, told: str) -> None:
+    def _record(self, case: Any, status: int, request: str) -> None:
         self.statuses.setdefault(case.operation.label, Counter())[status] += 1
         if status >= 500:
-            self.faults.append(f"{status}: {told}")
+            self.faults.append(f"{status}: {request}")
 
 
 # Hypothesis warns when the global state of `random` has changed while a strategy drew.
-# The server's threads are of this process: another one may have changed it meanwhile.
+# The server's threads run in this process and may have changed it.
 @pytest.mark.filterwarnings(
     "ignore:Do not use the `random` module inside strategies"
     ":hypothesis.errors.HypothesisDeprecationWarning"
 )
-# Of each endpoint and mode.
+# Number of requests per endpoint and mode.
 @pytest.mark.parametrize("count", [3, pytest.param(12, marks=pytest.mark.slow)])
-def test_no_request_finds_a_fault_of_the_server(count: int):
+def test_no_request_gets_5xx(count: int):
     tokenizer = Tokenizer.from_folder(bundled_target())
     model = dataclasses.replace(MODEL, vocab_size=tokenizer.vocab_size)
     changes = {"model_config": model, "draft_model_config": model}
@@ -79,11 +78,11 @@ def test_no_request_finds_a_fault_of_the_server(count: int):
         site_of(changes, tokenizer=tokenizer) as site,
         httpx.Client(base_url=site.url, timeout=30) as client,
     ):
-        asking = Asking(client)
+        asking = Requester(client)
         schema = schemathesis.openapi.from_url(f"{site.url}openapi.json")
         for result in schema.get_all_operations():
             operation: Any = result.ok()  # pyright: ignore[reportAttributeAccessIssue]
-            # Without a body there is nothing that could be wrong.
+            # A request without a body cannot be invalid.
             has_body = "requestBody" in operation.definition.raw
             for mode in (RIGHT, WRONG) if has_body else (RIGHT,):
                 cases = operation.as_strategy(generation_mode=mode)
@@ -95,7 +94,7 @@ def test_no_request_finds_a_fault_of_the_server(count: int):
 
 
 @pytest.mark.parametrize("has_docs", [True, False])
-def test_docs_load_nothing_from_elsewhere(has_docs):
+def test_docs_load_nothing_from_other_hosts(has_docs):
     with site_of(disable_fastapi_docs=not has_docs) as site:
         answer = httpx.get(f"{site.url}docs")
         assert answer.status_code == (200 if has_docs else 404)

@@ -1,4 +1,4 @@
-"""More requests than the server can do: those let in are answered, and rightly."""
+"""Overload: admitted requests are answered correctly, others are refused."""
 
 import asyncio
 import random
@@ -17,31 +17,31 @@ ENGINE = {"max_num_seqs": PLACES, "num_pages": 96}
 QUEUE_LENGTH = 6
 PROMPTS = (PROMPT, PROMPT * 2, PROMPT * 5)
 NUM_TOKENS = 12
-# Requests per second by what the server can do.
+# Request rate as a multiple of the server's capacity.
 FACTOR = 5.0
 PROBES = 10
 GOAL_RECOVERY_S = 10.0
-# A request is normal again when it takes at most this many times the usual time.
+# Recovery: a request takes at most this multiple of the usual time.
 NORMAL = 2.0
 
 
 @dataclass
-class Answers:
-    """What came of requests: seconds by outcome, and the most in the server at once.
+class Outcomes:
+    """Outcomes of requests: seconds by outcome, and the peak number of requests.
 
     Attributes:
         others: Count of every other outcome, by its name.
-        most_inside: Requests running and waiting.
+        max_inside: Maximum number of running and waiting requests.
     """
 
     took_s: list[float] = field(default_factory=list)
     refused_s: list[float] = field(default_factory=list)
     others: Counter[str] = field(default_factory=Counter)
-    most_inside: int = 0
+    max_inside: int = 0
 
 
 class Load:
-    """A client of one server that knows the right text of every prompt."""
+    """A client of one server that knows the correct text of every prompt."""
 
     def __init__(self, client: httpx.AsyncClient):
         self._client = client
@@ -54,7 +54,7 @@ class Load:
         return await self._client.post("/v1/completions", json=body)
 
     async def learn(self) -> float:
-        """Ask for each text alone; return the median seconds of a request."""
+        """Request each text alone; return the median seconds of a request."""
         took_s = []
         for number in range(PROBES):
             prompt = PROMPTS[number % len(PROMPTS)]
@@ -65,58 +65,58 @@ class Load:
             assert self._texts.setdefault(prompt, text) == text
         return statistics.median(took_s)
 
-    async def note(self, answers: Answers) -> None:
+    async def record(self, outcomes: Outcomes) -> None:
         """Send one request and record its outcome."""
         prompt = self._random.choice(PROMPTS)
         start = time.monotonic()
         try:
             response = await self.ask(prompt)
         except httpx.TransportError as error:
-            answers.others[type(error).__name__] += 1
+            outcomes.others[type(error).__name__] += 1
             return
         took_s = time.monotonic() - start
         if response.status_code == httpx.codes.OK:
             if response.json()["choices"][0]["text"] == self._texts[prompt]:
-                answers.took_s.append(took_s)
+                outcomes.took_s.append(took_s)
             else:
-                answers.others["wrong text"] += 1
+                outcomes.others["wrong text"] += 1
         elif response.status_code == 503 and "retry-after" in response.headers:
-            answers.refused_s.append(took_s)
+            outcomes.refused_s.append(took_s)
         else:
-            answers.others[str(response.status_code)] += 1
+            outcomes.others[str(response.status_code)] += 1
 
     async def capacity(self, seconds: float) -> float:
         """Return requests per second of clients that each wait for their answer."""
-        answers, end = Answers(), time.monotonic() + seconds
+        outcomes, end = Outcomes(), time.monotonic() + seconds
 
-        async def ask_on() -> None:
+        async def keep_asking() -> None:
             while time.monotonic() < end:
-                await self.note(answers)
+                await self.record(outcomes)
 
         start = time.monotonic()
-        await asyncio.gather(*(ask_on() for _ in range(PLACES)))
-        assert not answers.others, answers.others
-        return len(answers.took_s) / (time.monotonic() - start)
+        await asyncio.gather(*(keep_asking() for _ in range(PLACES)))
+        assert not outcomes.others, outcomes.others
+        return len(outcomes.took_s) / (time.monotonic() - start)
 
-    async def flood(self, rate: float, seconds: float) -> Answers:
-        """Send requests at a rate, with Poisson gaps, without waiting for answers."""
-        answers, start, due = Answers(), time.monotonic(), 0.0
-        watching = asyncio.create_task(self._watch(answers))
+    async def flood(self, rate: float, seconds: float) -> Outcomes:
+        """Send requests at a rate, with Poisson gaps, without waiting for outcomes."""
+        outcomes, start, due = Outcomes(), time.monotonic(), 0.0
+        watching = asyncio.create_task(self._watch(outcomes))
         async with asyncio.TaskGroup() as group:
             while (due := due + self._random.expovariate(rate)) < seconds:
                 await asyncio.sleep(start + due - time.monotonic())
-                group.create_task(self.note(answers))
+                group.create_task(self.record(outcomes))
         watching.cancel()
-        return answers
+        return outcomes
 
-    async def _watch(self, answers: Answers) -> None:
+    async def _watch(self, outcomes: Outcomes) -> None:
         names = ("vllm:num_requests_waiting{", "vllm:num_requests_running{")
         while True:
             lines = (await self._client.get("/metrics")).text.splitlines()
             counts = [
                 float(line.split()[-1]) for line in lines if line.startswith(names)
             ]
-            answers.most_inside = max(answers.most_inside, int(sum(counts)))
+            outcomes.max_inside = max(outcomes.max_inside, int(sum(counts)))
             await asyncio.sleep(0.5)
 
     async def recovery_s(self, usual_s: float) -> float:
@@ -131,21 +131,21 @@ class Load:
 
 
 @pytest.mark.parametrize("seconds", [2, pytest.param(24, marks=pytest.mark.slow)])
-def test_five_times_what_it_can_do(seconds: int):
-    async def overload(url: str) -> tuple[Answers, float]:
+def test_overload_by_factor_five(seconds: int):
+    async def overload(url: str) -> tuple[Outcomes, float]:
         limits = httpx.Limits(max_connections=None)
         async with httpx.AsyncClient(base_url=url, limits=limits, timeout=300) as http:
             load = Load(http)
             usual_s = await load.learn()
             rate = FACTOR * await load.capacity(seconds / 8)
-            answers = await load.flood(rate, seconds)
-            return answers, await load.recovery_s(usual_s)
+            outcomes = await load.flood(rate, seconds)
+            return outcomes, await load.recovery_s(usual_s)
 
     with site_of(ENGINE, max_num_queued_reqs=QUEUE_LENGTH) as site:
         site.delay_s = 0.02
         found, recovery_s = asyncio.run(overload(site.url))
     assert not found.others
     assert len(found.refused_s) > len(found.took_s) > seconds * 4
-    assert QUEUE_LENGTH <= found.most_inside <= QUEUE_LENGTH + PLACES
+    assert QUEUE_LENGTH <= found.max_inside <= QUEUE_LENGTH + PLACES
     assert statistics.median(found.refused_s) < statistics.median(found.took_s)
     assert recovery_s < GOAL_RECOVERY_S

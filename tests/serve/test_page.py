@@ -1,6 +1,6 @@
-"""The page in a browser, before a server of its own over a device of plain Python.
+"""The page in a browser, with a server on a fake device.
 
-Tests install no browser: `.ci/run` does, and where there is none they say how.
+The tests do not install a browser, `.ci/run` does; without one they are skipped.
 """
 
 import json
@@ -41,7 +41,7 @@ def browser() -> Iterator[Browser]:
 
 
 class Watched:
-    """A page that has been opened, and what it did that nobody sees."""
+    """An open page, with its requests and console messages."""
 
     def __init__(self, browser: Browser, site: Site, **context: Any):
         self.site = site
@@ -66,10 +66,10 @@ class Watched:
         expect(self.page.locator("#send")).to_be_visible()
 
     def tokens(self, lane: int = 0) -> list[list[str]]:
-        """Origin and text of every token that a column shows."""
+        """Return origin and text of every token in a column."""
         shown = self.page.locator(".lane").nth(lane).locator(".token")
-        told = "all => all.map(one => [one.dataset.origin, one.textContent])"
-        return shown.evaluate_all(told)
+        read = "all => all.map(one => [one.dataset.origin, one.textContent])"
+        return shown.evaluate_all(read)
 
 
 @pytest.fixture
@@ -93,7 +93,7 @@ def origins_in(body: str) -> list[list[str]]:
     ]
 
 
-def test_it_is_served_without_a_key_and_with_a_policy(site: Site):
+def test_served_without_key_and_with_policy(site: Site):
     answer = httpx.get(site.url)
     policy = answer.headers["content-security-policy"]
     assert "default-src 'none'" in policy
@@ -105,16 +105,16 @@ def test_it_is_served_without_a_key_and_with_a_policy(site: Site):
     assert not re.search(r"https?://(?!www\.w3\.org)", answer.text)
 
 
-def test_tokens_are_marked_as_the_answer_tells(watched: Watched):
+def test_tokens_are_marked_by_origin(watched: Watched):
     page = watched.page
     with page.expect_response("**/v1/chat/completions") as response:
         watched.ask()
     watched.wait()
-    told = origins_in(response.value.text())
-    assert watched.tokens() == told
-    assert "".join(text for _, text in told) == letters(said(12))
+    origins = origins_in(response.value.text())
+    assert watched.tokens() == origins
+    assert "".join(text for _, text in origins) == letters(said(12))
     for origin in ("draft", "leaf", "recovered", "bonus", "target"):
-        count = sum(one[0] == origin for one in told)
+        count = sum(one[0] == origin for one in origins)
         expect(page.locator(f"[data-count={origin}]")).to_have_text(str(count or ""))
     metrics = events_of(response.value.text())[-1]["metrics"]["speculative_decoding"]
     length = f"{metrics['mean_acceptance_length']:.2f}"
@@ -123,7 +123,7 @@ def test_tokens_are_marked_as_the_answer_tells(watched: Watched):
     assert watched.complaints == []
 
 
-def test_settings_are_what_is_asked_for(watched: Watched):
+def test_settings_are_sent(watched: Watched):
     page = watched.page
     page.fill("#temperature", "0.7")
     page.fill("#k", "0")
@@ -136,12 +136,12 @@ def test_settings_are_what_is_asked_for(watched: Watched):
     assert [origin for origin, _ in watched.tokens()] == ["target"] * 12
 
 
-def test_a_race_has_two_columns(watched: Watched):
+def test_race_has_two_columns(watched: Watched):
     page = watched.page
     watched.site.delay_s = 0.01
     page.check("#race")
     speeds = ["ask again"]
-    # Where the machine pauses the page gives no ratio, and says to ask again.
+    # After a pause of the machine the page shows "ask again" in place of a ratio.
     while "ask again" in speeds[0] and len(watched.requests) < 20:
         page.click("#clear")
         watched.ask()
@@ -158,13 +158,13 @@ def test_a_race_has_two_columns(watched: Watched):
     assert all(re.match(r"[1-9]\d* tokens/s", speed) for speed in speeds)
     assert "×" in speeds[0]
     expect(page.locator(".foot").nth(1)).to_contain_text("the same text")
-    bodies = [body_of(one) for one in watched.requests if one.method == "POST"]
-    drafts = [body.pop("num_speculative_tokens") for body in bodies]
+    requests = [body_of(one) for one in watched.requests if one.method == "POST"]
+    drafts = [one.pop("num_speculative_tokens") for one in requests]
     assert drafts[-2:] == [3, 0]
-    assert bodies[-2] == bodies[-1], "the same request, with and without drafts"
+    assert requests[-2] == requests[-1], "equal requests, with and without drafts"
 
 
-def test_by_keyboard_alone(watched: Watched):
+def test_keyboard_operation(watched: Watched):
     page, keys = watched.page, watched.page.keyboard
     page.reload()
     expect(page.locator("#model")).to_have_text("model")
@@ -192,12 +192,12 @@ def test_by_keyboard_alone(watched: Watched):
         )
         reached.add(focused[0])
         if focused[0]:
-            assert focused[1] != "none", f"{focused[0]}: the focus cannot be seen"
+            assert focused[1] != "none", f"{focused[0]}: the focus is not visible"
     assert reached >= {"send", "k", "temperature", "max-tokens", "race", "clear"}
 
 
 @pytest.mark.parametrize("by_key", [True, False])
-def test_an_answer_can_be_stopped(watched: Watched, by_key: bool):
+def test_stop_answer(watched: Watched, by_key: bool):
     page = watched.page
     watched.site.delay_s = 0.05
     page.fill("#max-tokens", "90")
@@ -219,7 +219,7 @@ def test_an_answer_can_be_stopped(watched: Watched, by_key: bool):
     assert watched.complaints == []
 
 
-def test_what_is_compiled_is_said_until_all_is_there(browser: Browser):
+def test_shows_warm_up_progress(browser: Browser):
     with site_of() as site:
         gate = Gate(site.engine.engine)
         try:
@@ -247,7 +247,7 @@ def answer_of_json(content: Any) -> Callable[[Route], None]:
     return lambda route: route.fulfill(json=content)
 
 
-def test_k_is_told_and_why_once_this_page_has_asked(watched: Watched):
+def test_shows_k_and_reason_after_first_request(watched: Watched):
     page, line = watched.page, watched.page.locator("#choice")
     found = httpx.get(f"{watched.site.url}page/server.json").json()
     cases = [
@@ -258,7 +258,7 @@ def test_k_is_told_and_why_once_this_page_has_asked(watched: Watched):
         (0, 0.41, False, "K now 0: drafts are switched off"),
         (0, 0.0, None, ""),  # a model without drafts
     ]
-    for k, gain, may_draft, told in cases:
+    for k, gain, may_draft, expected in cases:
         answer = found | {"num_drafts": k, "gain": gain, "may_draft": bool(may_draft)}
         if may_draft is None:
             answer["max_draft_tokens"] = 0
@@ -269,24 +269,24 @@ def test_k_is_told_and_why_once_this_page_has_asked(watched: Watched):
         expect(line).to_be_hidden()
         watched.ask()
         watched.wait()
-        if told:
-            expect(line).to_have_text(told)
+        if expected:
+            expect(line).to_have_text(expected)
         else:
             expect(line).to_be_hidden()
     assert watched.complaints == []
 
 
-def test_the_memory_plan_is_shown(watched: Watched):
+def test_shows_memory_plan(watched: Watched):
     page, engine = watched.page, watched.site.engine.engine
     memory = page.locator("#memory")
-    expect(memory).to_be_hidden()  # nobody has planned for the devices of the tests
+    expect(memory).to_be_hidden()  # the fake device has no memory plan
     engine.memory = make_plan(dict(max_num_seqs=64, max_num_batched_tokens=2048))
     try:
         page.reload()
         expect(memory.locator("summary")).to_have_text("Memory: 12.8 × 8,192 tokens")
         memory.locator("summary").click()
         expect(memory.locator("div").first).to_contain_text("17.21 GiB")
-        # All that the table says, as the log of the start does.
+        # The same lines as in the log at startup.
         pages, *others = memory.locator("p").all_inner_texts()
         assert "450,560 bytes per token (draft 106,496), 7,208,960 per page" in pages
         assert others == engine.memory.table().splitlines()[-2:]
@@ -300,7 +300,7 @@ def test_the_memory_plan_is_shown(watched: Watched):
     assert watched.complaints == []
 
 
-def test_a_new_conversation_forgets(watched: Watched):
+def test_new_conversation_clears_history(watched: Watched):
     page = watched.page
     for turns in (1, 3):
         with page.expect_request("**/v1/chat/completions") as request:
@@ -314,9 +314,9 @@ def test_a_new_conversation_forgets(watched: Watched):
     assert len(body_of(request.value)["messages"]) == 1
 
 
-def test_a_refusal_is_shown_and_the_page_goes_on(watched: Watched):
+def test_shows_refusal_and_continues(watched: Watched):
     page = watched.page
-    # The prompt has three of the 96 tokens that there is room for.
+    # The context has 96 tokens, and the prompt three.
     page.fill("#max-tokens", "95")
     watched.ask()
     expect(page.get_by_role("alert")).to_contain_text("96 tokens")
@@ -336,33 +336,33 @@ def test_a_refusal_is_shown_and_the_page_goes_on(watched: Watched):
 
 
 def answer_with(page: Page, body: str) -> None:
-    """Have the server's next answer be this stream."""
+    """Replace the server's next response by this stream."""
     path = "**/v1/chat/completions"
     page.route(path, lambda route: route.fulfill(body=body), times=1)
 
 
-def answer_with_tokens(page: Page, told: list[tuple[str, str]], **more: Any) -> None:
-    """Have the server's next answer be these tokens: origin and text.
+def answer_with_tokens(page: Page, tokens: list[tuple[str, str]], **more: Any) -> None:
+    """Replace the server's next response by these tokens: origin and text.
 
     Args:
         more: Further fields of the chunk.
     """
-    tokens = [{"origin": one, "text": text, "token_id": 5} for one, text in told]
-    choice = {"index": 0, "finish_reason": "stop", "token_origins": tokens}
+    origins = [{"origin": one, "text": text, "token_id": 5} for one, text in tokens]
+    choice = {"index": 0, "finish_reason": "stop", "token_origins": origins}
     chunk = json.dumps({"choices": [choice]} | more)
     answer_with(page, f"data: {chunk}\n\ndata: [DONE]\n\n")
 
 
-def test_leaves_are_shown_and_have_no_position_in_the_chain(watched: Watched):
+def test_leaves_have_no_position(watched: Watched):
     page = watched.page
-    told = [("draft", "a"), ("leaf", "b"), ("bonus", "c"), ("draft", "d")]
-    told += [("draft", "e"), ("recovered", "f")]
-    answer_with_tokens(page, told)
+    tokens = [("draft", "a"), ("leaf", "b"), ("bonus", "c"), ("draft", "d")]
+    tokens += [("draft", "e"), ("recovered", "f")]
+    answer_with_tokens(page, tokens)
     watched.ask()
     watched.wait()
-    assert watched.tokens() == [list(one) for one in told]
+    assert watched.tokens() == [list(one) for one in tokens]
     expect(page.locator("[data-count=leaf]")).to_have_text("1")
-    # Of two rounds both kept a first draft, and one a second; its third was wrong.
+    # Both rounds accepted a first draft, one a second, and none a third.
     expect(page.locator("#length")).to_have_text("2.50")
     bars = page.locator("#positions li b").all_text_contents()
     assert bars == ["100 %", "50 %", "0 %"]
@@ -381,7 +381,7 @@ def test_positions_without_drafts_have_no_share(watched: Watched):
     watched.wait()
     bars = page.locator("#positions li b").all_text_contents()
     assert bars == ["50 %", "0 %", "–"]
-    # K of this answer, which is not what was asked for.
+    # K of this answer, which differs from the requested one.
     expect(page.locator(".head span")).to_have_text("At most 3 drafts · K = 1.5")
     answer_with_tokens(page, [("target", "a")], metrics={"speculative_decoding": None})
     watched.ask()
@@ -390,7 +390,7 @@ def test_positions_without_drafts_have_no_share(watched: Watched):
     expect(last).to_have_text("At most 3 drafts · K = 0, no drafts")
 
 
-def test_docs_list_endpoints_and_call_them(browser: Browser, site: Site):
+def test_docs_list_and_call_endpoints(browser: Browser, site: Site):
     context = browser.new_context()
     page = context.new_page()
     requests: list[str] = []
@@ -406,7 +406,7 @@ def test_docs_list_endpoints_and_call_them(browser: Browser, site: Site):
     context.close()
 
 
-def test_what_a_model_says_is_text(watched: Watched):
+def test_model_output_is_not_html(watched: Watched):
     page = watched.page
     text = "<img src=x onerror=alert(1)><b>bold</b>"
     answer_with_tokens(page, [("draft", text)])
@@ -417,7 +417,7 @@ def test_what_a_model_says_is_text(watched: Watched):
 
 
 def stream_of(*deltas: dict[str, Any], said: str) -> str:
-    """A chat's events that the page reads: these, and the tokens in the first."""
+    """Return a chat's stream with these deltas; the first has the tokens."""
     tokens = [
         {"text": one, "origin": "draft", "token_id": at} for at, one in enumerate(said)
     ]
@@ -429,7 +429,7 @@ def stream_of(*deltas: dict[str, Any], said: str) -> str:
 
 
 def is_bounded(schema: dict[str, Any]) -> bool:
-    """Whether no text under a schema goes on for ever, whatever a model would say."""
+    """Return whether the texts that match a schema have bounded length."""
     if schema["type"] != "object":
         return {"string": "maxLength", "integer": "maximum"}[schema["type"]] in schema
     is_closed = schema["additionalProperties"] is False
@@ -437,7 +437,7 @@ def is_bounded(schema: dict[str, Any]) -> bool:
 
 
 @pytest.mark.parametrize("width", [1280, 390])
-def test_calls_and_json_can_be_read(browser: Browser, site: Site, width: int):
+def test_shows_calls_and_json(browser: Browser, site: Site, width: int):
     watched = Watched(browser, site, viewport={"width": width, "height": 800})
     page, shown = watched.page, watched.page.locator(".form figure")
     given = {"city": "Oslo" * 30, "days": list(range(12))}
@@ -448,7 +448,7 @@ def test_calls_and_json_can_be_read(browser: Browser, site: Site, width: int):
         {"tool_calls": [{"index": 0, "function": {"arguments": text[:9]}}]},
         {"tool_calls": [{"index": 0, "function": {"arguments": text[9:]}}]},
     ]
-    # By keyboard: past the settings, to what holds an example of a tool.
+    # By keyboard: past the settings, to the button with an example of a tool.
     page.locator("#race").focus()
     keys = page.keyboard
     for key in ("Tab", "Enter", "Tab", "Tab", "Tab", "Enter"):
@@ -468,13 +468,13 @@ def test_calls_and_json_can_be_read(browser: Browser, site: Site, width: int):
     expect(page.locator("#spoken")).to_contain_text("Calls weather with")
     assert "".join(one for _, one in watched.tokens()) == text
     assert fits(page)
-    # It is followed to its end, which nothing covers though the tools stay open.
+    # The page scrolls to the end of the answer, which the open tools do not cover.
     ends = "one => one.getBoundingClientRect()"
     foot, composer = (
         page.locator(one).evaluate(ends) for one in (".foot", "#composer")
     )
     assert 0 < foot["top"] < foot["bottom"] <= composer["top"]
-    # A schema, whose answer is JSON; whoever goes on tells of the call.
+    # A schema, whose answer is JSON; the next request contains the call.
     page.click("#example-schema")
     schema = json.loads(page.locator("#schema").input_value())
     assert is_bounded(schema)
@@ -489,7 +489,7 @@ def test_calls_and_json_can_be_read(browser: Browser, site: Site, width: int):
     assert before["function"] == {"name": "weather", "arguments": text}
     expect(shown.nth(1)).to_contain_text('"days": [')
     assert fits(page)
-    # JSON that was cut off stays as it came; so do words.
+    # Cut-off JSON and plain text are not reformatted.
     page.fill("#schema", "")
     for words in (text[:-1], "[sic] words"):
         answer_with(page, stream_of({"content": words}, said=words))
@@ -501,7 +501,7 @@ def test_calls_and_json_can_be_read(browser: Browser, site: Site, width: int):
     watched.context.close()
 
 
-def test_a_form_that_is_none_is_refused_before_it_is_asked_for(watched: Watched):
+def test_invalid_schema_is_refused_before_sending(watched: Watched):
     page = watched.page
     page.locator("#form summary").click()
     for number, wrong in enumerate(("{", "7")):
@@ -515,7 +515,7 @@ def test_a_form_that_is_none_is_refused_before_it_is_asked_for(watched: Watched)
     expect(page.locator(".lane .token")).to_have_count(12)
 
 
-def test_a_restart_of_the_server_is_survived(watched: Watched):
+def test_reconnects_after_server_restart(watched: Watched):
     page, site = watched.page, watched.site
     site.delay_s = 0.05
     page.fill("#max-tokens", "90")
@@ -546,14 +546,14 @@ def fits(page: Page) -> bool:
     return page.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
 
-def test_kinds_of_tokens_differ_by_more_than_their_colour(watched: Watched):
+def test_origins_differ_by_more_than_color(watched: Watched):
     style = "one => getComputedStyle(one).textDecorationStyle"
     samples = watched.page.locator("#legend .token").all()
     lines = [one.evaluate(style) for one in samples[:4]]
     assert sorted(lines) == ["dashed", "dotted", "double", "solid"]
 
 
-def test_on_a_phone(browser: Browser, site: Site):
+def test_phone_layout(browser: Browser, site: Site):
     watched = Watched(browser, site, viewport={"width": 360, "height": 640})
     page = watched.page
     assert fits(page)
@@ -568,7 +568,7 @@ def test_on_a_phone(browser: Browser, site: Site):
     watched.context.close()
 
 
-def test_in_the_dark(browser: Browser, site: Site):
+def test_dark_mode(browser: Browser, site: Site):
     shade = "getComputedStyle(document.body).backgroundColor"
     token = "getComputedStyle(document.querySelector('.token')).backgroundColor"
     seen = []

@@ -32,7 +32,7 @@ def chat(messages: Any, **body: Any) -> Any:
     return prompts(trust_request_chat_template=True).of_chat(given, None)
 
 
-def test_every_form_of_a_prompt():
+def test_prompt_types():
     ids = TOKENIZER.encode("Once upon")
     text = {"prompt": "Once upon", "prompt_token_ids": ids}
     assert completion("Once upon") == [text]
@@ -48,19 +48,19 @@ def test_every_form_of_a_prompt():
 
 
 @pytest.mark.parametrize("prompt", [None, "", []])
-def test_no_prompt(prompt: Any):
+def test_rejects_empty_prompt(prompt: Any):
     with pytest.raises(RequestError, match="must be provided and non-empty"):
         completion(prompt)
 
 
-def test_too_many_prompts():
+def test_rejects_too_many_prompts():
     assert len(completion([[5]] * MAX_TEXTS)) == MAX_TEXTS
     for count, texts in ((MAX_TEXTS + 1, 1), (MAX_TEXTS // 2 + 1, 2)):
         with pytest.raises(RequestError, match=f"at most {MAX_TEXTS} texts"):
             completion([[5]] * count, n=texts)
 
 
-def test_the_context_holds_so_much_and_no_more():
+def test_context_limit():
     assert completion([5] * 92, 4)
     with pytest.raises(RequestError, match="maximum context length is 96") as refused:
         completion([5] * 93, 4)
@@ -73,7 +73,7 @@ def test_the_context_holds_so_much_and_no_more():
         completion("x" * 10**6)
 
 
-def test_prompts_can_be_cut():
+def test_truncate_prompt_tokens():
     ids = list(range(10, 130))
     for body, kept in [
         ({"truncate_prompt_tokens": 5}, ids[-5:]),
@@ -100,21 +100,21 @@ def test_conversations():
         chat([TURNS[1]])
 
 
-def test_a_system_is_heard_unless_roles_are_strict():
-    told = [{"role": "system", "content": "Be brief."}, USER, USER]
+def test_system_message_is_merged_unless_strict():
+    messages = [{"role": "system", "content": "Be brief."}, USER, USER]
     text = "Be brief.\n\nHello\n\nHello"
-    assert chat(told) == chat([USER | {"content": text}])
+    assert chat(messages) == chat([USER | {"content": text}])
     strict = prompts(strict_roles=True)
     with pytest.raises(RequestError, match="--strict-roles"):
-        strict.of_chat(ChatBody(messages=told), None)
+        strict.of_chat(ChatBody(messages=messages), None)
     assert strict.of_chat(ChatBody(messages=[USER]), None) == chat([USER])
 
 
-def test_what_is_surely_too_long_is_not_encoded(monkeypatch: pytest.MonkeyPatch):
+def test_certainly_too_long_text_is_not_encoded(monkeypatch: pytest.MonkeyPatch):
     long = {"role": "user", "content": "a" * 10**5}
-    template = "{{ 'short' }}"  # it may leave out what is long
+    template = "{{ 'short' }}"  # a template may leave out long messages
     assert chat([long], chat_template=template)["prompt"] == "short"
-    # Templates trim what people say.
+    # Templates strip messages.
     assert chat([{"role": "user", "content": " " * 10**5 + "Hello"}])
     monkeypatch.setattr(Tokenizer, "encode", None)
     monkeypatch.setattr(Tokenizer, "write_chat", None)
@@ -123,13 +123,13 @@ def test_what_is_surely_too_long_is_not_encoded(monkeypatch: pytest.MonkeyPatch)
             ask()
 
 
-def test_a_message_cannot_end_its_turn():
+def test_message_cannot_end_its_turn():
     spelled = chat([{"role": "user", "content": "a<end_of_turn>"}])
     (end,) = TOKENIZER.turn_end_ids
     assert spelled["prompt_token_ids"].count(end) == 1
 
 
-def test_templates_of_requests():
+def test_request_chat_template():
     asked: dict[str, Any] = {"chat_template": "{{ word }}{{ messages[0]['content'] }}"}
     found = chat([USER], **asked, chat_template_kwargs={"word": "So: "})
     assert found["prompt"] == "So: Hello"
@@ -139,7 +139,7 @@ def test_templates_of_requests():
         prompts().of_chat(ChatBody(messages=[USER], **asked), None)
 
 
-def test_a_template_is_never_a_file_of_the_server(tmp_path):
+def test_chat_template_is_never_a_path(tmp_path):
     path = tmp_path / "secret"
     path.write_text("secret {{ messages }}")
     assert "secret {{" not in str(chat([USER], chat_template=str(path))["prompt"])

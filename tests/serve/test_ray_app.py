@@ -1,4 +1,4 @@
-"""What Ray Serve is asked for, a replica's life without Ray, and replicas under Ray."""
+"""Arguments of Ray Serve, a replica without Ray, and replicas under Ray."""
 
 import asyncio
 import importlib.util
@@ -27,14 +27,14 @@ from tests.support.programs import ROOT
 from tests.support.serving import COMPLETIONS, PROMPT, TurnsTokenizer, post
 
 
-def test_alone_it_is_the_bundled_pair_once():
+def test_default_is_one_replica_of_bundled_pair():
     options, placement = read_arguments({})
     engine = options.engine
     assert (engine.model, engine.speculative_model) == (BUNDLED_TARGET, BUNDLED_DRAFT)
     assert placement == Placement()
 
 
-def test_a_command_line_and_a_file_say_the_same():
+def test_command_line_equals_file():
     scaling = {"min_replicas": 1, "max_replicas": 4}
     named: dict[str, Any] = {
         "model": "m",
@@ -67,13 +67,13 @@ def test_a_command_line_and_a_file_say_the_same():
     assert options.engine.speculative_config == {"method": "ngram"}
     assert placement.autoscaling_config == scaling
     assert placement.session_affinity
-    # So many as its batch holds, where that is said.
+    # max_num_seqs if it is given.
     assert (placement.max_ongoing_requests, placement.metrics_port) == (12, 8001)
     named["max_ongoing_requests"] = 40
     assert read_arguments(named)[1].max_ongoing_requests == 40
 
 
-def test_what_a_process_needs_is_a_bundle():
+def test_bundle_of_process_resources():
     needs: dict[str, Any] = {"num_cpus": 2, "resources": {"TPU": 4}}
     _, placement = read_arguments({"hosts": 4, "ray_actor_options": needs})
     assert placement.bundle == {"CPU": 2, "TPU": 4}
@@ -92,13 +92,13 @@ def test_what_a_process_needs_is_a_bundle():
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("given", "message"),
     [
         ({"modle": "m"}, "'modle'"),
         ({"help": True}, "'help'"),
         ({"num_speculative_tokens": "many"}, "num-speculative-tokens"),
         ({"enable_auto_tool_choice": "perhaps"}, "enable-auto-tool-choice"),
-        ({"enable_request_id_headers": "true"}, "twice"),
+        ({"enable_request_id_headers": "true"}, "itself adds X-Request-Id"),
         ({"num_replicas": 0}, "num_replicas must be"),
         ({"num_replicas": "two"}, "num_replicas must be"),
         ({"num_replicas": 2, "autoscaling_config": {}}, "initial_replicas"),
@@ -106,7 +106,7 @@ def test_what_a_process_needs_is_a_bundle():
         ({"ray_actor_options": "gpu"}, "ray_actor_options must be a mapping"),
         (
             {"hosts": 2, "ray_actor_options": {"label_selector": {"a": "b"}}},
-            "cannot ask for anything else",
+            "cannot reserve anything else",
         ),
         (
             {"hosts": 2, "ray_actor_options": {"resources": "TPU"}},
@@ -114,43 +114,43 @@ def test_what_a_process_needs_is_a_bundle():
         ),
         (
             {"hosts": 2, "ray_actor_options": {"num_cpus": 0}},
-            "that asks for something, got {'num_cpus': 0}",
+            "that requests some resource, got {'num_cpus': 0}",
         ),
         ({"session_affinity": "perhaps"}, "session_affinity must be"),
         ({"metrics_port": 0}, "metrics_port must be"),
         ({"hosts": 0}, "hosts must be"),
         ({"placement_group_strategy": "ANY"}, "placement_group_strategy must be"),
-        ({"nnodes": 2}, "Say with hosts"),
-        ({"hosts-secret-file": "x"}, "Say with hosts"),
+        ({"nnodes": 2}, "Set hosts"),
+        ({"hosts-secret-file": "x"}, "Set hosts"),
         *[
-            ({name.replace("_", "-"): "x"}, "Ray Serve, which listens itself")
+            ({name.replace("_", "-"): "x"}, "Ray Serve, whose proxy listens")
             for name in sorted(listening_flags() - {"uvicorn_log_level"})
         ],
     ],
 )
-def test_wrong_arguments(given: dict[str, Any], told: str):
+def test_rejects_invalid_arguments(given: dict[str, Any], message: str):
     with pytest.raises(ConfigError) as caught:
         read_arguments(given)
-    assert told in str(caught.value)
+    assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch):
+def test_missing_ray_error_names_extra(monkeypatch: pytest.MonkeyPatch):
     for name in ("ray", "ray.serve"):
-        monkeypatch.setitem(sys.modules, name, None)  # not to be imported
+        monkeypatch.setitem(sys.modules, name, None)  # makes the import fail
     with pytest.raises(ConfigError, match=r"pip install '\.\[ray\]'") as caught:
         build({"model": "m"})
     assert "\n" not in str(caught.value)
-    # What is wrong with the arguments is told before.
+    # Invalid arguments are reported first.
     with pytest.raises(ConfigError, match="modle"):
         build({"modle": "m"})
 
 
 @pytest.fixture
 def replica(monkeypatch: pytest.MonkeyPatch) -> Iterator[Replica]:
-    """One that Ray has just made, over a device of plain Python.
+    """Make a replica as Ray does, on a fake device.
 
-    The first port for its metrics is taken, as by another replica of the machine.
+    The first port for its metrics is in use, as by another replica of the machine.
     """
     engine, _ = make_fake_engine(num_draft_tokens=3)
     engine.tokenizer = TurnsTokenizer(16)
@@ -164,7 +164,7 @@ def replica(monkeypatch: pytest.MonkeyPatch) -> Iterator[Replica]:
         made.engine.shutdown(10)
 
 
-def test_a_replica_serves_and_tells_its_metrics(replica: Any):
+def test_replica_serves_requests_and_metrics(replica: Any):
     port = replica._placement.metrics_port
 
     async def live() -> None:
@@ -178,22 +178,20 @@ def test_a_replica_serves_and_tells_its_metrics(replica: Any):
             assert answer["model"] == "g"
             url = f"http://127.0.0.1:{port + 1}"
             async with httpx.AsyncClient(base_url=url) as scraper:
-                told = (await scraper.get("/metrics")).text
-                assert 'vllm:request_success_total{engine="0"' in told
+                scrape = (await scraper.get("/metrics")).text
+                assert 'vllm:request_success_total{engine="0"' in scrape
                 assert (await scraper.get("/health")).status_code == 200
-                # Nobody is served there.
+                # That address serves no requests.
                 body = {"model": "g", "prompt": "a"}
                 assert (await scraper.post(COMPLETIONS, json=body)).status_code == 404
-        # Ray has ended it: so has the engine, and the port is free.
+        # After Ray has stopped it, the engine has ended and the port is free.
         assert not replica.engine.is_running
         socket.create_server(("127.0.0.1", port + 1)).close()
 
     asyncio.run(live())
 
 
-def test_slow_readers_of_metrics_are_closed(
-    replica: Any, monkeypatch: pytest.MonkeyPatch
-):
+def test_slow_metrics_clients_are_closed(replica: Any, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(ray_app, "DEFAULT_READ_HEADERS_S", 0.2)
     port = replica._placement.metrics_port + 1
 
@@ -208,7 +206,7 @@ def test_slow_readers_of_metrics_are_closed(
     asyncio.run(live())
 
 
-def test_what_is_made_in_the_background_is_waited_for(replica: Any):
+def test_shutdown_waits_for_background_responses(replica: Any):
     async def live() -> None:
         app = await replica.__serve_build_asgi_app__()
         transport = httpx.ASGITransport(app)
@@ -227,7 +225,7 @@ def test_what_is_made_in_the_background_is_waited_for(replica: Any):
     asyncio.run(live())
 
 
-def test_a_replica_is_unhealthy_once_its_engine_has_ended(replica: Replica):
+def test_unhealthy_after_engine_death(replica: Replica):
     asyncio.run(replica.check_health())
     replica.engine._drivers[0].thread.dead_error = EngineDeadError("boom")
     with pytest.raises(EngineDeadError, match="boom"):
@@ -236,7 +234,7 @@ def test_a_replica_is_unhealthy_once_its_engine_has_ended(replica: Replica):
 
 @pytest.fixture
 def ray(monkeypatch: pytest.MonkeyPatch) -> dict[str, Exception]:
-    """Ray's modules, with which other hosts fail as a test says: by their rank."""
+    """Replace Ray's modules; a test sets the errors of other hosts, by rank."""
     failures: dict[str, Exception] = {}
 
     class HostActor:
@@ -275,7 +273,7 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> dict[str, Exception]:
     return failures
 
 
-def test_why_a_follower_has_failed_is_in_the_error(
+def test_error_has_reason_of_failed_follower(
     ray: dict[str, Exception], monkeypatch: pytest.MonkeyPatch
 ):
     def fail(arguments: Any) -> Any:
@@ -296,50 +294,50 @@ def test_why_a_follower_has_failed_is_in_the_error(
     assert isinstance(caught.value.__cause__, ConfigError)
 
 
-# An environment of Ray's own, or this one.
+# Ray's own environment, or this one.
 RAYS = Path(sys.prefix) / "ray" / "bin" / "python"
 LIMIT_S = 900
-# A network namespace with only loopback; its processes end with the first of them.
+# A network namespace with only loopback; its processes end with the first one.
 _ALONE = "unshare --net --pid --fork --kill-child --mount-proc sh -c".split()
 _UP = 'ip link set lo up && exec "$@"'
 
 
-def alone(words: list[str]) -> list[str]:
-    """Wrap a command so that it runs in a network with only this machine in it."""
+def isolated(words: list[str]) -> list[str]:
+    """Wrap a command to run it in a network namespace of its own."""
     return [*_ALONE, _UP, "sh", *words]
 
 
 @pytest.fixture(scope="module")
-def told() -> dict[str, Any]:
-    """What happened to replicas under Ray."""
+def results() -> dict[str, Any]:
+    """Return the results of ray_calls.py for replicas."""
     return run_under_ray("replicas")
 
 
 @pytest.fixture(scope="module")
-def told_of_hosts() -> dict[str, Any]:
-    """What happened to a replica of two processes."""
+def hosts_results() -> dict[str, Any]:
+    """Return the results of ray_calls.py for a replica of two processes."""
     return run_under_ray("hosts")
 
 
 def run_under_ray(what: str) -> dict[str, Any]:
-    """What a part of ray_calls.py tells."""
+    """Run a part of ray_calls.py; return its results."""
     here = importlib.util.find_spec("ray")
     python = sys.executable if here else RAYS
     if not here and not RAYS.exists():
-        pytest.skip("no Ray here: `make test-all` installs it into .venv/ray")
+        pytest.skip("Ray is not installed: `make test-all` installs it into .venv/ray")
     # Ray listens on all interfaces.
-    allowed = subprocess.run(alone(["true"]), capture_output=True, text=True)
+    allowed = subprocess.run(isolated(["true"]), capture_output=True, text=True)
     if allowed.returncode:
-        pytest.skip(f"no network of its own for Ray: {allowed.stderr.strip()}")
+        pytest.skip(f"no network namespace for Ray: {allowed.stderr.strip()}")
     # The paths of Ray's sockets must be short.
     folder = tempfile.mkdtemp(prefix="ray")
     try:
         done = subprocess.run(
-            alone([str(python), "-m", "tests.serve.ray_calls", folder, what]),
+            isolated([str(python), "-m", "tests.serve.ray_calls", folder, what]),
             cwd=ROOT,
             env=environment(num_devices=1)
             | {
-                # Where Ray keeps a key.
+                # Ray writes a key here.
                 "HOME": folder,
                 "JAXSPEC_TEST_DELAY": f"{folder}/delay",
                 "RAY_USAGE_STATS_ENABLED": "0",
@@ -355,61 +353,59 @@ def run_under_ray(what: str) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_replicas_say_what_one_process_says(told: dict[str, Any]):
-    assert told["models"] == ["gemma"]
-    assert len(set(told["texts"])) >= 5
+def test_replicas_have_texts_of_one_process(results: dict[str, Any]):
+    assert results["models"] == ["gemma"]
+    assert len(set(results["texts"])) >= 5
     for name in ("from_replicas", "after_replacement", "after_all"):
-        assert told[name] == told["texts"], name
-    assert told["masked_from_replicas"] == told["masked_texts"]
-    assert all("hats and" in one for one in told["masked_texts"])
-    # Both had a part in it.
-    assert len(told["answered"]) == 2
-    assert min(told["answered"].values()) > 0
-    assert sum(told["answered"].values()) == len(told["texts"])
+        assert results[name] == results["texts"], name
+    assert results["masked_from_replicas"] == results["masked_texts"]
+    assert all("hats and" in one for one in results["masked_texts"])
+    # Both replicas served some.
+    assert len(results["answered"]) == 2
+    assert min(results["answered"].values()) > 0
+    assert sum(results["answered"].values()) == len(results["texts"])
 
 
 @pytest.mark.slow
-def test_ray_reads_the_manifest(told: dict[str, Any]):
-    assert told["manifest"] == [f"{ray_app.__name__}:{build.__name__}"]
+def test_ray_parses_manifest(results: dict[str, Any]):
+    assert results["manifest"] == [f"{ray_app.__name__}:{build.__name__}"]
 
 
 @pytest.mark.slow
-def test_a_session_stays_with_a_replica(told: dict[str, Any]):
-    before, after = told["answered_before_session"], told["answered_with_session"]
+def test_session_affinity(results: dict[str, Any]):
+    before, after = results["answered_before_session"], results["answered_with_session"]
     more = sorted(after[port] - before[port] for port in before)
     assert more == [0, 6]
 
 
 @pytest.mark.slow
-def test_a_killed_replica_loses_its_own_texts_only(told: dict[str, Any]):
-    before, lost = told["running_before_kill"], told["ran_on_the_killed"]
+def test_killed_replica_loses_only_its_own_requests(results: dict[str, Any]):
+    before, lost = results["running_before_kill"], results["ran_on_the_killed"]
     assert len(before) == 2
     assert sum(before.values()) == 4
     kept = {"same": 4 - lost, "cut": lost}
-    assert told["after_kill"] == {kind: n for kind, n in kept.items() if n}
+    assert results["after_kill"] == {kind: n for kind, n in kept.items() if n}
 
 
 @pytest.mark.slow
-def test_a_replica_that_goes_ends_its_texts_before(told: dict[str, Any]):
-    assert sum(told["running_before_scaling"].values()) == 4
-    assert told["states_while_draining"] == {"RUNNING": 1, "STOPPING": 1}
-    # Both still ran some.
-    assert min(told["running_while_draining"].values()) > 0
-    assert told["unfinished_while_draining"] == 4
-    assert told["after_scaling"] == {"same": 4}
+def test_scale_down_finishes_requests(results: dict[str, Any]):
+    assert sum(results["running_before_scaling"].values()) == 4
+    assert results["states_while_draining"] == {"RUNNING": 1, "STOPPING": 1}
+    # Both still had running requests.
+    assert min(results["running_while_draining"].values()) > 0
+    assert results["unfinished_while_draining"] == 4
+    assert results["after_scaling"] == {"same": 4}
 
 
 @pytest.mark.slow
-def test_a_replica_of_two_processes_says_what_one_says(told_of_hosts: dict[str, Any]):
-    assert told_of_hosts["from_two"] == told_of_hosts["texts"]
+def test_replica_of_two_processes_has_texts_of_one(hosts_results: dict[str, Any]):
+    assert hosts_results["from_two"] == hosts_results["texts"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("who", ["HostProcess", "ServeReplica"])
-def test_a_replica_of_two_processes_comes_back_as_it_was(
-    told_of_hosts: dict[str, Any], who: str
-):
-    # Both texts that ran are cut: neither process goes on without the other.
-    assert told_of_hosts[f"{who} cut"] == 2
-    assert told_of_hosts[f"after {who}"] == told_of_hosts["texts"]
-    assert told_of_hosts[f"{who} back_s"] < LIMIT_S / 4
+def test_replica_of_two_processes_restarts(hosts_results: dict[str, Any], who: str):
+    # Both running requests break off: neither process continues without the other.
+    assert hosts_results[f"{who} cut"] == 2
+    assert hosts_results[f"after {who}"] == hosts_results["texts"]
+    assert hosts_results[f"{who} back_s"] < LIMIT_S / 4

@@ -1,4 +1,4 @@
-"""Responses that are kept: how many, how long, and what cannot be."""
+"""The store of responses: limits, persistence, sharing."""
 
 import asyncio
 import json
@@ -41,7 +41,7 @@ def is_there(store: ResponseStore, response_id: str) -> bool:
 
 
 @pytest.mark.parametrize("response_id", ["resp_1", "", "resp_\u00e9\x00", "\ud800"])
-def test_what_is_added_is_found(response_id):
+def test_add_get_update_delete(response_id):
     store, first = ResponseStore(None, MB), stored(response_id, "\u00e9\x00\u2028")
     assert store.add(first)
     assert store.get(response_id) == first
@@ -53,18 +53,18 @@ def test_what_is_added_is_found(response_id):
         store.get(response_id)
     with pytest.raises(ResponseNotFoundError):
         store.delete(response_id)
-    store.update(second)  # it is gone
+    store.update(second)  # it was deleted
     assert not store.has(response_id)
 
 
-def test_a_response_is_not_replaced_by_another():
+def test_add_does_not_replace():
     store = ResponseStore(None, MB)
     assert store.add(stored("resp_1", "first"))
     assert not store.add(stored("resp_1", "second"))
     assert store.get("resp_1") == stored("resp_1", "first")
 
 
-def test_responses_belong_to_their_owner():
+def test_other_owners_find_nothing():
     store = ResponseStore(None, MB)
     assert store.add(stored("resp_1", "a"), "a")
     assert store.add(stored("resp_1", "b"), "b")
@@ -78,7 +78,7 @@ def test_responses_belong_to_their_owner():
             find("resp_1", "a")
 
 
-def test_the_oldest_go_where_all_do_not_fit():
+def test_evicts_oldest():
     all_of_them = [stored(f"resp_{number}", "x" * 100) for number in range(10)]
     most = 4 * size_of(all_of_them[0])
     store = ResponseStore(None, most)
@@ -86,12 +86,12 @@ def test_the_oldest_go_where_all_do_not_fit():
         store.add(one)
     left = [one.response["id"] for one in all_of_them if is_there(store, one[0]["id"])]
     assert left == ["resp_6", "resp_7", "resp_8", "resp_9"]
-    # One that has changed is the newest.
+    # An updated response becomes the newest.
     store.update(all_of_them[6])
     store.add(stored("resp_a", "x" * 100))
     assert is_there(store, "resp_6")
     assert not is_there(store, "resp_7")
-    # What is deleted leaves its room to others.
+    # Deleting frees space.
     store.delete("resp_8")
     store.add(stored("resp_b", "x" * 100))
     assert all(is_there(store, one) for one in ("resp_6", "resp_9", "resp_a", "resp_b"))
@@ -99,7 +99,7 @@ def test_the_oldest_go_where_all_do_not_fit():
     assert not any(is_there(store, one) for one in ("resp_9", "resp_b", "resp_c"))
 
 
-def test_a_file_outlives_the_server(tmp_path, monkeypatch):
+def test_file_survives_restart(tmp_path, monkeypatch):
     path = str(tmp_path / "responses.db")
     store = ResponseStore(path, MB)
     for number in range(3):
@@ -116,21 +116,21 @@ def test_a_file_outlives_the_server(tmp_path, monkeypatch):
         response = later.get(response_id).response
         assert response["status"] == "failed"
         assert response["error"]["message"].startswith("The server ended")
-    # What lies there counts; finished responses go first.
+    # Existing responses count; finished ones are evicted first.
     smaller = ResponseStore(path, 2 * size_of(stored("resp_0", "\u00e9" * 50)) + 400)
     smaller.add(stored("resp_5"))
     assert not is_there(smaller, "resp_0")
     assert all(is_there(smaller, one) for one in ("resp_3", "resp_4", "resp_5"))
 
 
-def test_only_the_user_may_read_the_file(tmp_path):
+def test_file_is_private(tmp_path):
     path = tmp_path / "responses.db"
     path.touch(0o644)
     store = ResponseStore(str(path), MB)
     store.add(stored("resp_1"))
     modes = {one.name: one.stat().st_mode & 0o777 for one in tmp_path.iterdir()}
     assert set(modes.values()) == {0o600}, modes
-    assert len(modes) > 1  # the log of changes, too
+    assert len(modes) > 1  # the WAL files too
 
 
 OTHER_SERVER = """
@@ -140,8 +140,8 @@ store = ResponseStore(sys.argv[1], int(sys.argv[2]))
 store.add(Stored({"id": "resp_made", "status": "in_progress"}, []))
 print("ready", flush=True)
 for line in sys.stdin:
-    if line == "beat\\n":
-        print(store.beat([("", "resp_made")]), flush=True)
+    if line == "heartbeat\\n":
+        print(store.heartbeat([("", "resp_made")]), flush=True)
         continue
     for number in range(300):
         text = "x" * 100
@@ -160,26 +160,26 @@ def test_two_servers_share_a_file(tmp_path, monkeypatch):
     other: Any = subprocess.Popen(command, **pipes)
     with other:
 
-        def tell(word: str) -> None:
+        def send(word: str) -> None:
             other.stdin.write(f"{word}\n")
             other.stdin.flush()
 
         try:
             assert other.stdout.readline() == "ready\n"
             store = ResponseStore(path, most)
-            # What it makes has not failed because another server has started.
+            # Its unfinished response has not failed because another server has started.
             made = ("", "resp_made")
             assert store.get("resp_made").response["status"] == "in_progress"
-            # It cannot be replaced, and its own server stops when it is told to.
+            # Other servers cannot replace it, but they can cancel it.
             assert not store.add(stored("resp_made"))
             store.update(stored("resp_made"))
             assert store.get("resp_made").response["status"] == "in_progress"
-            tell("beat")
+            send("heartbeat")
             assert other.stdout.readline() == "[]\n"
             store.cancel("resp_made")
-            tell("beat")
+            send("heartbeat")
             assert other.stdout.readline() == f"{[made]}\n"
-            tell("write")
+            send("write")
             for number in range(300):
                 assert store.add(stored(f"resp_ours_{number}", "x" * 40))
             assert other.stdout.readline() == "done\n"
@@ -190,16 +190,16 @@ def test_two_servers_share_a_file(tmp_path, monkeypatch):
             assert total <= most
             assert count > 300
             store.delete("resp_made")
-            tell("beat")
+            send("heartbeat")
             assert other.stdout.readline() == f"{[made]}\n"
         finally:
             other.kill()
 
 
-def test_what_was_streamed_is_kept_with_the_response(tmp_path):
+def test_stores_events_with_response(tmp_path):
     path, events = str(tmp_path / "responses.db"), [{"type": "a", "text": "\u00e9"}, {}]
     store, one = ResponseStore(path, MB), stored("resp_1")
-    store.put_events("resp_1", events)  # of what is not kept
+    store.put_events("resp_1", events)  # of a response that is not stored
     with pytest.raises(ResponseNotFoundError):
         store.events("resp_1")
     store.add(one)
@@ -212,14 +212,14 @@ def test_what_was_streamed_is_kept_with_the_response(tmp_path):
     assert not is_there(store, "resp_1")
     store.put_events("resp_2", ["x" * size])
     assert not is_there(store, "resp_2")
-    # A response that has changed was not streamed.
+    # Updating a response deletes its events.
     store.add(one)
     store.put_events("resp_1", events)
     store.update(one)
     assert store.events("resp_1") == []
 
 
-def test_a_file_of_before_can_hold_events(tmp_path):
+def test_migrates_earlier_schema(tmp_path):
     path = tmp_path / "responses.db"
     older = sqlite3.connect(path)
     older.execute(
@@ -242,7 +242,7 @@ def test_a_file_of_before_can_hold_events(tmp_path):
         store.delete("resp_2")
 
 
-def test_files_that_are_none(tmp_path):
+def test_rejects_other_files(tmp_path):
     (tmp_path / "text").write_text("no database, and longer than a header " * 10)
     other = sqlite3.connect(tmp_path / "other")
     other.execute("create table responses (name text)")
@@ -258,19 +258,19 @@ def test_files_that_are_none(tmp_path):
         ServerSettings(max_response_store_bytes=-1)
 
 
-def test_a_full_disk_costs_no_answer(caplog):
+def test_full_disk_does_not_fail_requests(caplog):
     store = ResponseStore(None, MB)
     store._connection.close()
     store.add(stored("resp_1"))
     store.update(stored("resp_1"))
     store.put_events("resp_1", [])
-    assert caplog.text.count("could not be kept") == 3
+    assert caplog.text.count("could not be stored") == 3
 
 
 A, B = ("", "a"), ("", "b")
 
 
-def test_work_that_nobody_waits_for():
+def test_background_tasks():
     async def run() -> None:
         background, seen = Background(lambda _: []), list[str]()
 
@@ -298,14 +298,14 @@ def test_work_that_nobody_waits_for():
     asyncio.run(run())
 
 
-def test_names_of_another_kind_are_refused():
+def test_rejects_path_of_wrong_type():
     wrong: Any = {"response_store": 7}
     with pytest.raises(ConfigError, match="response_store"):
         ServerSettings(**wrong)
 
 
-def test_work_that_another_server_ends_is_cancelled(monkeypatch):
-    monkeypatch.setattr(response_store, "BEAT_S", 0.01)
+def test_heartbeat_cancels_tasks(monkeypatch):
+    monkeypatch.setattr(response_store, "HEARTBEAT_S", 0.01)
 
     async def run() -> None:
         unwanted: list[tuple[str, str]] = []

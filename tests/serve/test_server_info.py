@@ -1,4 +1,4 @@
-"""The endpoints that tell about the server, and those of the tokenizer."""
+"""The endpoints of health, version, load, models and the tokenizer."""
 
 import asyncio
 import json
@@ -13,7 +13,7 @@ from jaxspec.config.engine import SpeculativeConfig
 from jaxspec.engine.async_llm_engine import AsyncLLMEngine
 from jaxspec.errors import EngineDeadError
 from jaxspec.serve.app import make_app
-from jaxspec.serve.server_info import what_is_made_up
+from jaxspec.serve.server_info import synthetic_parts
 from jaxspec.serve.settings import ServerSettings
 from jaxspec.text.tokenizer import NoTokenizer, Tokenizer
 from jaxspec_checkpoints import bundled_target
@@ -32,7 +32,7 @@ from tests.support.serving import (
 )
 
 
-def test_health_until_the_engine_has_died():
+def test_health_until_engine_dies():
     async def use(engine: AsyncLLMEngine) -> None:
         app: Any = make_app(engine, ServerSettings())
         transport = httpx.ASGITransport(app)
@@ -62,7 +62,7 @@ def test_health_until_the_engine_has_died():
         serve(use)
 
 
-def test_while_the_first_program_is_made_requests_wait_and_health_says_so():
+def test_health_is_503_during_first_compile():
     async def use(engine: AsyncLLMEngine) -> None:
         engine.engine.tokenizer = TurnsTokenizer(16)
         gate = Gate(engine.engine)
@@ -84,8 +84,8 @@ def test_while_the_first_program_is_made_requests_wait_and_health_says_so():
             server = (await one.get("/page/server.json")).json()
             assert (server["is_ready"], server["num_warming"]) == (False, num_programs)
             assert server["compiling"].endswith("_sampled")
-            told = (await one.get("/metrics")).text
-            assert re.search(rf"^jaxspec:warming{{.*}} {num_programs}.0$", told, re.M)
+            scrape = (await one.get("/metrics")).text
+            assert re.search(rf"^jaxspec:warming{{.*}} {num_programs}.0$", scrape, re.M)
             assert not asked.done()
             gate.let()
             response = await asked
@@ -105,7 +105,7 @@ async def _metrics(client: httpx.AsyncClient) -> str:
     return (await client.get("/metrics")).text
 
 
-def test_an_engine_that_loses_its_drafts_warms_up_again():
+def test_engine_that_loses_drafts_warms_up_again():
     async def use(engine: AsyncLLMEngine) -> None:
         engine.engine.tokenizer = TurnsTokenizer(16)
         gate = Gate(engine.engine)
@@ -148,7 +148,7 @@ def test_models():
     serve_http(ask, settings={"served_model_names": ("a/b", "c")})
 
 
-def test_models_say_what_is_made_up():
+def test_models_report_synthetic_parts():
     async def ask(client: httpx.AsyncClient) -> None:
         (card,) = (await client.get("/v1/models")).json()["data"]
         assert card["random_weights"] is True
@@ -162,11 +162,11 @@ def test_models_say_what_is_made_up():
         synthetic_acceptance_length=2.0,
     )
     config = make_config(speculative=forced)
-    assert what_is_made_up(config) == {"synthetic_acceptance": True}
-    assert what_is_made_up(make_config()) == {}
+    assert synthetic_parts(config) == {"synthetic_acceptance": True}
+    assert synthetic_parts(make_config()) == {}
 
 
-def test_without_a_tokenizer_what_needs_text_is_refused():
+def test_text_is_refused_without_tokenizer():
     async def use(engine: AsyncLLMEngine) -> None:
         engine.engine.tokenizer = NoTokenizer("it was left out")
         app: Any = make_app(engine, ServerSettings())
@@ -188,7 +188,7 @@ def test_without_a_tokenizer_what_needs_text_is_refused():
     serve(use)
 
 
-def test_the_load_may_be_kept_to_oneself():
+def test_load_can_be_disabled():
     async def ask(client: httpx.AsyncClient) -> None:
         error_of(await client.get("/load"), 404, "NotFoundError")
 
@@ -216,7 +216,7 @@ def test_version_and_load():
     serve_http(ask, delay_s=0.01)
 
 
-def test_the_tokenizer():
+def test_tokenize_and_detokenize():
     async def ask(client: httpx.AsyncClient) -> None:
         found = await post(client, "/tokenize", prompt=PROMPT, model="model")
         assert found == {
@@ -244,7 +244,7 @@ def test_the_tokenizer():
     serve_http(ask)
 
 
-def test_what_the_tokenizers_folder_says():
+def test_tokenizer_info():
     folder = bundled_target()
     tokenizer = Tokenizer.from_folder(folder, "{{ messages[0].content }}")
 
@@ -258,11 +258,11 @@ def test_what_the_tokenizers_folder_says():
             async with httpx.AsyncClient(transport=transport, base_url=url) as client:
                 answer = await client.get("/tokenizer_info")
                 statuses.append(answer.status_code)
-        told = answer.json()
+        info = answer.json()
         given = json.loads((folder / "tokenizer_config.json").read_text())
-        assert told.pop("chat_template") == "{{ messages[0].content }}"
+        assert info.pop("chat_template") == "{{ messages[0].content }}"
         given.pop("chat_template", None)
-        assert told == {"tokenizer_class": "GemmaTokenizer"} | given
+        assert info == {"tokenizer_class": "GemmaTokenizer"} | given
         assert statuses == [404, 200]
 
     serve(use, tokenizer=str(folder))

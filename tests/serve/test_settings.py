@@ -1,4 +1,4 @@
-"""What settings the server refuses."""
+"""Invalid settings of the server."""
 
 from typing import Any
 
@@ -28,12 +28,12 @@ from jaxspec.serve.settings import ServerSettings
         {"tool_parser_plugin": "nowhere.py"},
     ],
 )
-def test_a_wrong_setting(given: dict[str, Any]):
+def test_rejects_invalid_setting(given: dict[str, Any]):
     (name,) = given
     with pytest.raises(ConfigError, match=name.removesuffix("s")):
         ServerSettings(**given)
 
 
-def test_an_empty_key_would_open_the_door():
+def test_rejects_empty_api_key():
     with pytest.raises(ConfigError):
         ServerSettings(api_keys=("good", ""))

@@ -1,4 +1,4 @@
-"""Work that ends when nobody waits for it, events on the wire, streams as one."""
+"""Cancellation on disconnection, serialized events, merged streams."""
 
 import asyncio
 import json
@@ -28,8 +28,8 @@ async def gone() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("letter", ["\x85", "\u2028", "\u2029", "\v", "\x1c", "\r"])
-def test_an_event_is_one_line_for_every_client(letter: str):
-    """Clients built on `httpx.iter_lines` cut where `str.splitlines` does."""
+def test_event_is_one_line_for_every_client(letter: str):
+    """Clients with `httpx.iter_lines` split at the separators of `str.splitlines`."""
     content = {"text": f"é{letter}\N{FLAMINGO}", letter: [letter]}
     data, end = event(content).splitlines()
     assert end == ""
@@ -37,7 +37,7 @@ def test_an_event_is_one_line_for_every_client(letter: str):
     assert "é" in data and "\N{FLAMINGO}" in data
 
 
-def test_work_goes_on_while_the_client_is_there():
+def test_work_runs_while_client_is_connected():
     async def work() -> int:
         await asyncio.sleep(0.01)
         return 7
@@ -53,7 +53,7 @@ def test_work_goes_on_while_the_client_is_there():
     asyncio.run(run())
 
 
-def test_work_is_cancelled_when_the_client_leaves():
+def test_disconnection_cancels_work():
     ended = []
 
     async def work() -> None:
@@ -71,12 +71,12 @@ def test_work_is_cancelled_when_the_client_leaves():
     asyncio.run(run())
 
 
-def test_an_event_is_one_line():
+def test_event_is_one_line():
     assert event({"text": "a\n\n\u00e9"}) == 'data: {"text":"a\\n\\n\u00e9"}\n\n'
 
 
 @pytest.mark.parametrize("receive", [never, gone])
-def test_a_stream_is_closed_however_it_ends(receive: Any):
+def test_stream_is_closed_however_it_ends(receive: Any):
     sent: list[Any] = []
     closed = []
 
@@ -97,13 +97,13 @@ def test_a_stream_is_closed_however_it_ends(receive: Any):
 
     asyncio.run(run())
     assert closed
-    start, *bodies = sent
+    start, *parts = sent
     headers = dict(start["headers"])
     assert headers[b"content-type"].startswith(b"text/event-stream")
     assert b"content-length" not in headers
     whole = b"data: 1\n\n" if receive is gone else b"data: 1\n\ndata: 2\n\n"
-    assert b"".join(one["body"] for one in bodies) == whole
-    assert bodies[-1]["more_body"] == (receive is gone)
+    assert b"".join(one["body"] for one in parts) == whole
+    assert parts[-1]["more_body"] == (receive is gone)
 
 
 async def count(
@@ -120,7 +120,7 @@ async def count(
             log.append(f"closed {number}")
 
 
-def test_all_of_all():
+def test_merge_yields_all():
     async def run() -> None:
         found = [pair async for pair in merge([count(3), count(0), count(5)])]
         assert [index for number, index in found if number == 0] == [0, 1, 2]
@@ -130,7 +130,7 @@ def test_all_of_all():
     asyncio.run(run())
 
 
-def test_none_runs_far_ahead_of_its_reader():
+def test_merge_does_not_run_ahead():
     made: list[int] = []
 
     async def eager() -> AsyncGenerator[int, None]:
@@ -148,7 +148,7 @@ def test_none_runs_far_ahead_of_its_reader():
     asyncio.run(run())
 
 
-def test_an_error_ends_all():
+def test_merge_error_closes_all():
     log: list[str] = []
 
     async def run() -> None:
@@ -160,7 +160,7 @@ def test_an_error_ends_all():
     asyncio.run(run())
 
 
-def test_leaving_early_closes_all():
+def test_closing_merge_closes_all():
     log: list[str] = []
 
     async def run() -> None:
@@ -172,7 +172,7 @@ def test_leaving_early_closes_all():
     asyncio.run(run())
 
 
-def test_a_large_answer_is_written_like_a_small_one():
+def test_write_in_parts_equals_json_dumps():
     content = {"id": "\u00e9\u2028", "choices": [{"a": [1.5, None]}, "x"], "usage": {}}
     assert json.loads(encoded(content)) == content
     assert encoded(content) == JSONResponse(content).body

@@ -1,6 +1,6 @@
-"""Chats with tools, as openai's client asks, over a device that says what it is told.
+"""Chats with tools, with openai's client and a device with scripted texts.
 
-What the model says is given; all else is the server's own, with the bundled tokenizer.
+Only the generated text is scripted; the server and the bundled tokenizer are real.
 """
 
 import asyncio
@@ -50,15 +50,15 @@ Ask = Callable[[openai.AsyncOpenAI], Awaitable[Any]]
 
 
 class Script:
-    """Says a text after any prompt, and ends it."""
+    """Generates a given text after any prompt, then ends it."""
 
     def __init__(self) -> None:
         self._tokens: list[int] = []
-        # Of the text, those that were said up to a place.
+        # Tokens of the text, by the tokens generated before.
         self._said: dict[int, int] = {}
 
     def say(self, text: str) -> int:
-        """Choose the text; returns how many tokens it has, with its end."""
+        """Set the text; return its number of tokens, with the end token."""
         self._tokens = [*TOKENIZER.encode(text, False), TOKENIZER.eos_token_id]
         self._said.clear()
         return len(self._tokens)
@@ -71,7 +71,7 @@ class Script:
 
 
 class Stage:
-    """A server whose model says what a test wants."""
+    """A server with a scripted model."""
 
     def __init__(self) -> None:
         model = dataclasses.replace(
@@ -97,7 +97,7 @@ class Stage:
         return self._apps[key]
 
     def play(self, text: str, ask: Ask, **settings: Any) -> Any:
-        """Have a client ask a server that will say this."""
+        """Run a client against a server whose model generates this text."""
         self.script.say(text)
 
         async def run() -> Any:
@@ -112,7 +112,7 @@ class Stage:
 
 @pytest.fixture(autouse=True)
 def _calls_are_not_checked(unchecked_types: None):
-    """Tests of the parts make the same calls, with their types checked."""
+    """Other tests make the same calls, with type checks."""
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +127,7 @@ def stage() -> Iterator[Stage]:
 
 @dataclasses.dataclass
 class Answer:
-    """What came of one text, whole or streamed.
+    """One choice of a response, whole or streamed.
 
     Attributes:
         calls: Names and arguments.
@@ -140,15 +140,15 @@ class Answer:
 
 
 def asking(**given: Any) -> Callable[[openai.AsyncOpenAI], Awaitable[Any]]:
-    """Ask, and read the answers and the number of their tokens."""
+    """Return a function that requests a chat and returns answers and token count."""
     asked = {"model": "model", "messages": MESSAGES, "logprobs": True} | given
 
     async def ask(client: openai.AsyncOpenAI) -> tuple[list[Answer], int]:
         create: Any = client.chat.completions.create
         if not asked.get("stream"):
-            told = await create(**asked)
-            answers = [whole(choice) for choice in told.choices]
-            return answers, told.usage.completion_tokens
+            response = await create(**asked)
+            answers = [whole(choice) for choice in response.choices]
+            return answers, response.usage.completion_tokens
         options = {"include_usage": True}
         return await streamed(await create(**asked, stream_options=options))
 
@@ -169,7 +169,7 @@ def whole(choice: Any) -> Answer:
 
 
 async def streamed(chunks: Any) -> tuple[list[Answer], int]:
-    """Put an answer together, and check each part of it."""
+    """Join the chunks of an answer, and check each."""
     answers: dict[int, Answer] = {}
     ids: set[str] = set()
     usage = None
@@ -177,7 +177,7 @@ async def streamed(chunks: Any) -> tuple[list[Answer], int]:
         usage = chunk.usage
         for choice in chunk.choices:
             answer = answers.setdefault(choice.index, Answer("", [], None, []))
-            assert answer.finish_reason is None, "something comes after the end"
+            assert answer.finish_reason is None, "a chunk after the last one"
             answer.finish_reason = choice.finish_reason
             if choice.logprobs is not None:
                 answer.tokens += [bytes(one.bytes) for one in choice.logprobs.content]
@@ -235,7 +235,7 @@ CASES: list[tuple[str, dict[str, Any], tuple[str, list[Any], str]]] = [
 
 @pytest.mark.parametrize("is_stream", [False, True])
 @pytest.mark.parametrize(("text", "given", "expected"), CASES)
-def test_answers(
+def test_finds_calls_in_text(
     stage: Stage, text: str, given: dict[str, Any], expected: Any, is_stream: bool
 ):
     ask = asking(tools=TOOLS, stream=is_stream, **given)
@@ -247,7 +247,7 @@ def test_answers(
         read = [(name, json.loads(arguments)) for name, arguments in answer.calls]
         assert read == calls
         assert answer.finish_reason == reason
-        # What the model said is told whole, however it is written.
+        # The text is returned completely, in any form.
         assert b"".join(answer.tokens).removesuffix(b"<eos>") == text.encode()
         assert len(answer.tokens) == num_tokens / len(answers)
     assert num_tokens == stage.script.say(text) * len(answers)
@@ -255,7 +255,9 @@ def test_answers(
 
 @pytest.mark.parametrize("is_stream", [False, True])
 @pytest.mark.parametrize("choice", ["auto", "required", NAMED])
-def test_a_call_that_is_cut_off_says_so(stage: Stage, choice: Any, is_stream: bool):
+def test_cut_off_call_has_finish_reason_length(
+    stage: Stage, choice: Any, is_stream: bool
+):
     text = said(ROME)
     begun = said(ROME | {"parameters": {}})[:-3]
     most = len(TOKENIZER.encode(begun, False)) + 2
@@ -269,7 +271,7 @@ def test_a_call_that_is_cut_off_says_so(stage: Stage, choice: Any, is_stream: bo
 
 
 @pytest.mark.parametrize("choice", ["required", NAMED])
-def test_a_forced_call_cut_before_its_name_has_no_content(stage: Stage, choice: Any):
+def test_forced_call_cut_before_its_name_has_no_content(stage: Stage, choice: Any):
     asked = {"model": "model", "messages": MESSAGES, "tools": TOOLS}
     asked |= {"tool_choice": choice, "max_tokens": 3}
 
@@ -291,18 +293,18 @@ def test_a_forced_call_cut_before_its_name_has_no_content(stage: Stage, choice: 
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
-def test_a_forced_call_cut_before_its_name_is_no_text(stage: Stage, is_stream: bool):
+def test_forced_call_cut_before_its_name_is_no_text(stage: Stage, is_stream: bool):
     ask = responding(tool_choice="required", max_output_tokens=3, stream=is_stream)
     response, _ = stage.play(said(ROME), ask)
     assert response.status == "incomplete"
     assert items_of(response) == [("", "")]
 
 
-def test_messages_have_the_fields_of_vllm(stage: Stage):
+def test_messages_have_fields_of_vllm(stage: Stage):
     async def ask(client: openai.AsyncOpenAI) -> Any:
         asked = {"messages": MESSAGES, "tools": TOOLS}
-        told = await client._client.post("/v1/chat/completions", json=asked)
-        return told.json()["choices"][0]["message"]
+        response = await client._client.post("/v1/chat/completions", json=asked)
+        return response.json()["choices"][0]["message"]
 
     fields = {"role", "content", "refusal", "annotations", "audio", "function_call"}
     words = stage.play(WORDS, ask, **AUTO)
@@ -312,7 +314,7 @@ def test_messages_have_the_fields_of_vllm(stage: Stage):
     assert calls.keys() == fields | {"reasoning", "tool_calls"}
 
 
-def test_openais_own_stream(stage: Stage):
+def test_openai_stream_helper(stage: Stage):
     async def ask(client: openai.AsyncOpenAI) -> Any:
         stream: Any = client.chat.completions.stream
         asked = {"model": "model", "messages": MESSAGES, "tools": TOOLS}
@@ -329,8 +331,8 @@ def test_openais_own_stream(stage: Stage):
     assert choice.finish_reason == "tool_calls"
 
 
-def test_there_and_back(stage: Stage):
-    """A call is made, its result told, and the model reads both."""
+def test_call_and_result(stage: Stage):
+    """A call and its result are in the prompt of the next request."""
 
     async def ask(client: openai.AsyncOpenAI) -> Any:
         create: Any = client.chat.completions.create
@@ -351,14 +353,14 @@ def test_there_and_back(stage: Stage):
     assert answer.choices[0].finish_reason == "stop"
     text = answer.prompt_text
     assert '{"name": "weather", "parameters": {"type": "object"' in text
-    _, asked, called, told = text.split("<start_of_turn>")[:4]
+    _, asked, called, result = text.split("<start_of_turn>")[:4]
     assert asked.endswith("\n\nIs it warm in Rom?<end_of_turn>\n")
     assert called == f"model\n{said(ROME)}<end_of_turn>\n"
-    assert told == 'user\n{"name": "weather", "result": "21 °C"}<end_of_turn>\n'
+    assert result == 'user\n{"name": "weather", "result": "21 °C"}<end_of_turn>\n'
 
 
 @pytest.mark.parametrize(
-    ("choice", "settings", "is_told"),
+    ("choice", "settings", "is_listed"),
     [
         ("auto", {}, True),
         ("required", {}, True),
@@ -366,8 +368,8 @@ def test_there_and_back(stage: Stage):
         ("none", {"exclude_tools_when_tool_choice_none": False}, True),
     ],
 )
-def test_the_model_is_told_of_tools(
-    stage: Stage, choice: str, settings: dict[str, Any], is_told: bool
+def test_prompt_lists_tools(
+    stage: Stage, choice: str, settings: dict[str, Any], is_listed: bool
 ):
     async def ask(client: openai.AsyncOpenAI) -> Any:
         create: Any = client.chat.completions.create
@@ -376,22 +378,22 @@ def test_the_model_is_told_of_tools(
         return await create(tool_choice=choice, **asked)
 
     answer = stage.play(said(NOW), ask, **AUTO, **settings)
-    assert ('"name": "weather"' in answer.prompt_text) == is_told
+    assert ('"name": "weather"' in answer.prompt_text) == is_listed
 
 
-def test_tools_are_counted_by_tokenize(stage: Stage):
+def test_tokenize_counts_tools(stage: Stage):
     async def ask(client: openai.AsyncOpenAI) -> Any:
         body = {"messages": MESSAGES, "tools": TOOLS}
         http = client._client
-        told = await http.post("/tokenize", json=body)
-        return told.json()["count"]
+        response = await http.post("/tokenize", json=body)
+        return response.json()["count"]
 
     written = TOKENIZER.apply_chat_template(MESSAGES, tools=TOOLS)
     assert stage.play("", ask) == len(written)
 
 
 @pytest.mark.parametrize(
-    ("given", "param", "told"),
+    ("given", "param", "message"),
     [
         ({"tools": TOOLS}, "tool_choice", "--enable-auto-tool-choice"),
         (
@@ -440,8 +442,8 @@ def test_tools_are_counted_by_tokenize(stage: Stage):
     ],
 )
 @pytest.mark.parametrize("is_stream", [False, True])
-def test_refusals(
-    stage: Stage, given: dict[str, Any], param: str, told: str, is_stream: bool
+def test_refuses_invalid_tools(
+    stage: Stage, given: dict[str, Any], param: str, message: str, is_stream: bool
 ):
     before = stage.engine.runner.num_launches  # pyright: ignore
 
@@ -451,13 +453,13 @@ def test_refusals(
         with pytest.raises(openai.BadRequestError) as refused:
             await create(**asked)
         assert refused.value.param == param, refused.value.message
-        assert told in refused.value.message
+        assert message in refused.value.message
 
     stage.play("", ask)
     assert stage.engine.runner.num_launches == before  # pyright: ignore
 
 
-def test_a_schema_that_nothing_is_held_to_is_no_matter(stage: Stage):
+def test_unused_schema_is_not_checked(stage: Stage):
     broken = tool("f", {"properties": {"a": {"type": "nothing"}}})
     for choice in ("auto", NAMED):
         ask = asking(tools=[*TOOLS, broken], tool_choice=choice)
@@ -469,7 +471,7 @@ RESPONSE_TOOLS = [{"type": "function", **one["function"]} for one in TOOLS]
 
 
 def responding(**given: Any) -> Ask:
-    """Ask for a response, whole or streamed; returns it and the events' names."""
+    """Return a function that requests a response and returns it and its events."""
     asked = {"model": "model", "input": MESSAGES, "tools": RESPONSE_TOOLS} | given
 
     async def ask(client: openai.AsyncOpenAI) -> tuple[Any, list[str]]:
@@ -487,7 +489,7 @@ def responding(**given: Any) -> Ask:
 
 
 def check_items(events: list[Any]) -> None:
-    """One item after the other begins, grows and ends, and is in the whole."""
+    """Check that items begin, grow and end in order, and equal the final response."""
     items: list[Any] = []
     grown = ""
     for event in events:
@@ -548,7 +550,7 @@ RESPONSES: list[tuple[str, dict[str, Any], list[tuple[str, Any]]]] = [
 
 @pytest.mark.parametrize("is_stream", [False, True])
 @pytest.mark.parametrize(("text", "given", "expected"), RESPONSES)
-def test_responses(
+def test_responses_with_calls(
     stage: Stage, text: str, given: dict[str, Any], expected: Any, is_stream: bool
 ):
     include = ["message.output_text.logprobs"]
@@ -571,7 +573,7 @@ def test_responses(
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
-def test_a_call_of_a_response_that_is_cut_off(stage: Stage, is_stream: bool):
+def test_cut_off_call_of_response(stage: Stage, is_stream: bool):
     begun = said(ROME | {"parameters": {}})[:-3]
     most = len(TOKENIZER.encode(begun, False)) + 2
     ask = responding(stream=is_stream, max_output_tokens=most)
@@ -580,27 +582,29 @@ def test_a_call_of_a_response_that_is_cut_off(stage: Stage, is_stream: bool):
     (call,) = response.output
     assert (call.name, call.status) == ("weather", "incomplete")
 
-    async def go_on(client: openai.AsyncOpenAI) -> Any:
+    async def continue_it(client: openai.AsyncOpenAI) -> Any:
         create: Any = client.responses.create
         asked = {"model": "model", "previous_response_id": response.id}
-        with pytest.raises(openai.BadRequestError, match="call_id must be that of"):
+        with pytest.raises(
+            openai.BadRequestError, match="call_id must be the call_id of"
+        ):
             await create(input=[result_of(call, "21 °C")], **asked)
         return await create(
             input="Go on.", extra_body={"enable_response_messages": True}, **asked
         )
 
-    then = stage.play("Well.", go_on, **AUTO)
-    # What was cut off is words to the model.
+    then = stage.play("Well.", continue_it, **AUTO)
+    # The cut-off call is text in the next prompt.
     assert said(ROME)[:20] in then.input_messages[0]["message"]
 
 
 def result_of(call: Any, output: str) -> Any:
-    told = {"type": "function_call_output", "call_id": call.call_id}
-    return told | {"output": output}
+    item = {"type": "function_call_output", "call_id": call.call_id}
+    return item | {"output": output}
 
 
 @pytest.mark.parametrize("is_stateful", [False, True])
-def test_a_response_goes_on_with_results(stage: Stage, is_stateful: bool):
+def test_response_continues_with_results(stage: Stage, is_stateful: bool):
     async def ask(client: openai.AsyncOpenAI) -> Any:
         create: Any = client.responses.create
         asked: Any = {"model": "model", "tools": RESPONSE_TOOLS}
@@ -620,23 +624,23 @@ def test_a_response_goes_on_with_results(stage: Stage, is_stateful: bool):
     assert then.output_text == "It is."
     text = then.input_messages[0]["message"]
     assert '{"name": "weather", "parameters": {"type": "object"' in text
-    _, asked, called, told = text.split("<start_of_turn>")[:4]
+    _, asked, called, result = text.split("<start_of_turn>")[:4]
     assert asked.endswith("\n\nIs it warm in Rom?<end_of_turn>\n")
     assert called == f"model\n{said(ROME)}<end_of_turn>\n"
-    assert told == 'user\n{"name": "weather", "result": "21 °C"}<end_of_turn>\n'
+    assert result == 'user\n{"name": "weather", "result": "21 °C"}<end_of_turn>\n'
 
 
-def test_openais_own_stream_of_a_response(stage: Stage):
+def test_openai_stream_helper_of_responses(stage: Stage):
     async def ask(client: openai.AsyncOpenAI) -> Any:
         stream: Any = client.responses.stream
         strict = [one | {"strict": True} for one in RESPONSE_TOOLS]
         asked = {"model": "model", "input": MESSAGES, "tools": strict}
         async with stream(**asked) as events:
-            told = [event async for event in events]
-            return told, await events.get_final_response()
+            received = [event async for event in events]
+            return received, await events.get_final_response()
 
-    told, final = stage.play(f"See:\n{said(ROME, NOW)}", ask, **AUTO)
-    deltas = [one for one in told if one.type.endswith("arguments.delta")]
+    received, final = stage.play(f"See:\n{said(ROME, NOW)}", ask, **AUTO)
+    deltas = [one for one in received if one.type.endswith("arguments.delta")]
     assert deltas
     assert items_of(final) == [("", "See:\n"), *made(ROME, NOW)]
     assert final.output[1].parsed_arguments == ROME["parameters"]
@@ -663,7 +667,7 @@ def test_openais_own_stream_of_a_response(stage: Stage):
         ),
     ],
 )
-def test_responses_refuse(
+def test_responses_refuse_invalid_tools(
     stage: Stage, given: dict[str, Any], settings: dict[str, Any], param: str
 ):
     if settings:
@@ -680,7 +684,7 @@ def test_responses_refuse(
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
-def test_a_plugin(
+def test_tool_parser_plugin(
     stage: Stage, tmp_path: Path, is_stream: bool, monkeypatch: pytest.MonkeyPatch
 ):
     known = dict(ToolParserManager.tool_parsers)
@@ -692,12 +696,12 @@ def test_a_plugin(
     async def ask(client: openai.AsyncOpenAI) -> Any:
         create: Any = client.chat.completions.create
         asked = {"model": "model", "messages": MESSAGES, "tools": TOOLS}
-        told = await create(**asked, stream=is_stream)
+        response = await create(**asked, stream=is_stream)
         if not is_stream:
-            return told.choices[0].message.tool_calls
+            return response.choices[0].message.tool_calls
         return [
             call
-            async for chunk in told
+            async for chunk in response
             for call in chunk.choices[0].delta.tool_calls or ()
         ]
 

@@ -1,4 +1,4 @@
-"""What an engine's configuration has where a test says nothing of an argument."""
+"""Default engine arguments of tests."""
 
 import dataclasses
 from typing import Any
@@ -12,7 +12,7 @@ _REQUIRED = {
     if item.default is item.default_factory is dataclasses.MISSING
 }
 
-# Those of users, but that nothing is kept and prefixes are found.
+# Users' defaults, but without a program cache, and with prefix caching.
 DEFAULTS: dict[str, Any] = {
     item.name: item.default
     for item in dataclasses.fields(EngineArgs)

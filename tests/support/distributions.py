@@ -7,10 +7,10 @@ from scipy import stats
 
 from jaxspec.program.plan import TokenControls
 
-# A run of the whole suite may raise a false alarm once in a thousand: each of its few
-# hundred statistical tests, once in a million.
+# False alarms: one in a thousand runs of the whole suite; so each of its few hundred
+# statistical tests may fail once in a million.
 LEVEL = 1e-6
-# Pearson's statistic is close to chi-square where cells expect at least this much.
+# Pearson's statistic is close to chi-square if cells expect at least this count.
 MIN_EXPECTED = 8
 
 Real = float | np.floating
@@ -45,14 +45,14 @@ def filtered_distribution(
 def check_counts(
     counts: np.ndarray, distribution: np.ndarray, what: object = ""
 ) -> float:
-    """Assert that counts may be draws from a distribution; returns Pearson's p-value.
+    """Assert that counts may be draws from a distribution; return Pearson's p-value.
 
-    Cells that expect little are merged; cells of probability zero must be empty.
+    Cells with small expectations are merged; cells of probability zero must be empty.
     """
     counts, distribution = np.ravel(counts), np.ravel(distribution)
     assert not counts[distribution == 0].any(), (
         what,
-        "a token of probability zero came out",
+        "a token of probability zero was sampled",
     )
     expected = distribution * counts.sum()
     rare = expected < MIN_EXPECTED
@@ -67,9 +67,9 @@ def check_counts(
     if len(expected) == 1:
         return 1.0
     statistic = ((observed - expected) ** 2 / expected).sum()
-    chance = float(stats.chi2.sf(statistic, len(expected) - 1))
-    assert chance >= LEVEL, (what, chance)
-    return chance
+    p_value = float(stats.chi2.sf(statistic, len(expected) - 1))
+    assert p_value >= LEVEL, (what, p_value)
+    return p_value
 
 
 def controlled(

@@ -22,7 +22,7 @@ from jaxspec.models.heads.config import HeadConfig
 from jaxspec.models.weights import load_params
 from jaxspec.outputs import RequestOutput
 from jaxspec.program.plan import StepPlan, StepShape
-from jaxspec.program.wire import CaughtUp, StepResult
+from jaxspec.program.wire import DraftPrefillResult, StepResult
 from jaxspec.sampling_params import SamplingParams
 from jaxspec.sharding import DRAFT_MESH_AXES, TARGET_MESH_AXES
 from jaxspec.text.tokenizer import PlainTexts, Tokenizer
@@ -46,7 +46,7 @@ MICRO = dict(
 # Share of a draft's later layers in its residual stream.
 DIMMED = 0.1
 
-# Of all tests, here and in the next run: what one has compiled, the others read.
+# Program cache of all tests, in this run and later ones.
 PROGRAMS = Path(__file__).parents[2] / ".pytest_cache" / "programs"
 
 SETTINGS: dict[str, Any] = dict(
@@ -72,7 +72,7 @@ class StubTokenizer(Tokenizer):
         self.unk_token_id = 3
         self.has_turns = False
         self.all_special_ids = []
-        # "!" and the three after it are special tokens' places, and text all the same.
+        # "!" and the next three are special tokens, but they are part of the text.
         self.plain_texts = PlainTexts(self)
         self.plain_texts.update((i, self.decode([i])) for i in range(4))
 
@@ -93,51 +93,55 @@ class StubTokenizer(Tokenizer):
 class OneShapeRunner(Runner):
     """Pads every plan to one shape, so that a test compiles one or two programs.
 
-    Entries that a plan leaves out are pads in any case; here there are more of them.
-    Rounds without drafts keep a program of their own when they decode.
+    Missing entries of a plan are pads in any shape. Plain decoding rounds have a
+    separate program.
     """
 
     def launch(self, plan: StepPlan, shape: StepShape) -> Any:
         config = self.config
-        if shape.is_catch_up:
-            padded = StepShape.catch_up(config.max_num_batched_tokens)
+        if shape.is_draft_prefill:
+            padded = StepShape.draft_prefill(config.max_num_batched_tokens)
             return super().launch(plan, padded), padded
         padded = StepShape(
             num_seqs=config.max_num_seqs,
             num_draft_tokens=(
                 shape.num_draft_tokens if plan.decode else config.num_draft_tokens
             ),
-            chunk=config.max_num_batched_tokens if shape.chunk else 0,
+            max_prompt_tokens=config.max_num_batched_tokens
+            if shape.max_prompt_tokens
+            else 0,
             features=shape.features,
             max_rounds=shape.max_rounds,
             template=shape.template,
         )
         return super().launch(plan, padded), padded
 
-    def fetch(self, result: Any, shape: StepShape) -> StepResult | CaughtUp:
+    def fetch(self, result: Any, shape: StepShape) -> StepResult | DraftPrefillResult:
         return super().fetch(*result)
 
 
 class OneProgramRunner(OneShapeRunner):
     """Runs prompts, drafts and plain rounds in one program, for tests of few rounds."""
 
-    is_greedy = False
+    all_greedy = False
 
     def launch(self, plan: StepPlan, shape: StepShape) -> Any:
-        if not shape.is_catch_up:
+        if not shape.is_draft_prefill:
             shape = dataclasses.replace(
                 shape,
                 num_draft_tokens=self.config.num_draft_tokens,
-                chunk=self.config.max_num_batched_tokens,
-                features=dataclasses.replace(shape.features, is_greedy=self.is_greedy),
+                max_prompt_tokens=self.config.max_num_batched_tokens,
+                features=dataclasses.replace(
+                    shape.features, all_greedy=self.all_greedy
+                ),
             )
         return super().launch(plan, shape)
 
 
 class OneGreedyProgramRunner(OneProgramRunner):
-    """The same for greedy requests: a third of the program is left."""
+    """One program for greedy requests, with a third of the operations."""
 
-    is_greedy = True
+    all_greedy = True
 
     def launch(self, plan: StepPlan, shape: StepShape) -> Any:
         assert not any(one.temperature for one in plan.admissions)
@@ -145,9 +149,9 @@ class OneGreedyProgramRunner(OneProgramRunner):
 
 
 class QuickRunner(OneProgramRunner):
-    """The same for tests that have the engine load its models.
+    """One program, for engines that load their own models.
 
-    It compiles what is launched, and nothing beside it.
+    Compiles only programs that are launched.
     """
 
     def __init__(self, *arguments: Any):
@@ -157,9 +161,9 @@ class QuickRunner(OneProgramRunner):
 
 
 class QuickGreedyRunner(QuickRunner):
-    """The same for greedy requests."""
+    """`QuickRunner` for greedy requests."""
 
-    is_greedy = True
+    all_greedy = True
 
 
 def make_engine(
@@ -187,22 +191,22 @@ def make_engine(
     scan_layers: bool = False,
     **settings: Any,
 ) -> LLMEngine:
-    """An engine over HuggingFace models; without any drafts it decodes plainly.
+    """Make an engine over HuggingFace models; without a proposer it decodes plainly.
 
     Args:
-        lookup: Most and fewest tokens of n-gram drafts, beside the model's or alone.
-        suffix: What suffix drafts have instead of the defaults, by keys without their
-            prefix; beside the model's drafts or alone.
-        mask_token_id: Of a draft that makes all drafts in one pass.
-        num_side_leaves, tree: Keys of `SpeculativeConfig`; of a tree, the number of
-            drafts is that of its nodes.
+        lookup: Largest and smallest match of n-gram drafts, with or without a model.
+        suffix: Options of suffix drafts that differ from the defaults, without their
+            prefix; with or without a model.
+        mask_token_id: Of a draft model that proposes all drafts in one pass.
+        num_side_leaves, tree: Keys of `SpeculativeConfig`; a tree's nodes determine the
+            number of drafts.
         head: Its config, and its parameters.
-        kept: Tokens that a draft model may propose, where its vocabulary is trimmed.
-        draft_scheme: How a draft model's matrices are quantized.
+        kept: Tokens of a draft model with a trimmed vocabulary.
+        draft_scheme: Quantization of a draft model's matrices.
         acceptance_rates: For the rule "synthetic".
         scan_layers: Of both models.
         has_one_shape: Run every launch in the largest shape: far fewer compilations.
-        is_optimized: Compile as for users, not as soon as possible.
+        is_optimized: Compile with users' options, instead of quickly.
         settings: Of `EngineConfig`, in place of `SETTINGS`.
     """
     of_model = "draft_model" if mask_token_id is None else "pard"
@@ -257,7 +261,7 @@ def make_engine(
         made.compiler_options = (made.compiler_options or {}) | USERS_COMPILER
     else:
         made.compiler_options = QUICK_COMPILER
-    # Every launch in its own program: what a test sees does not depend on the clock.
+    # Every launch in its own program: results do not depend on timing.
     made.compiles_in_background = False
     made.cache = ProgramCache(PROGRAMS)
     return _over(config, made)
@@ -265,7 +269,7 @@ def make_engine(
 
 @contextlib.contextmanager
 def users_programs() -> Iterator[None]:
-    """What engines that are made meanwhile compile is what users get."""
+    """Engines created in this context compile with users' options."""
     options = cpu.COMPILER_OPTIONS | USERS_COMPILER
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cpu, "compiler_options", lambda: options)
@@ -273,7 +277,7 @@ def users_programs() -> Iterator[None]:
 
 
 def suffix_keys(changes: dict[str, Any]) -> dict[str, Any]:
-    """Keys of suffix drafts: the defaults, but for some."""
+    """Options of suffix drafts: the defaults with `changes`."""
     prefix = "suffix_decoding_"
     return SUFFIX_DEFAULTS | {prefix + name: one for name, one in changes.items()}
 
@@ -320,7 +324,7 @@ def load_weights(
     token_ids: Sequence[int] | None = None,
     scheme: Scheme | None = None,
 ) -> Any:
-    """A HuggingFace model's weights in the form in which an engine has them."""
+    """A HuggingFace model's weights in an engine's forms."""
     config = model_config(
         model,
         scan_layers=scan_layers,
@@ -342,7 +346,7 @@ def with_settings(engine: LLMEngine, *, seed: int = 0, **speculative: Any) -> LL
 
     Args:
         speculative: Changed fields of `SpeculativeConfig` that no executable depends
-            on: the rule, the batch size above which nothing is drafted.
+            on: the rule, or the largest batch size with drafts.
     """
     assert not engine.has_unfinished_requests()
     changed = engine.config.speculative
@@ -364,7 +368,7 @@ def generate(
     prompts: list[list[int]],
     params: SamplingParams | list[SamplingParams],
 ) -> list[RequestOutput]:
-    """Run requests to their ends; outputs in the order of the prompts."""
+    """Run requests until they finish; return outputs in the order of the prompts."""
     listed = params if isinstance(params, list) else [params] * len(prompts)
     for index, (prompt, own) in enumerate(zip(prompts, listed, strict=True)):
         engine.add_request(str(index), prompt, own)
@@ -391,7 +395,7 @@ def with_draft(engine: LLMEngine, draft: Any) -> LLMEngine:
 
 
 def with_params(engine: LLMEngine, params: Any, target_params: Any = None) -> LLMEngine:
-    """A fresh engine with other parameters of what drafts; nothing new is compiled."""
+    """A fresh engine with other proposer parameters; nothing new is compiled."""
     config, old = engine.config, engine.runner
     assert old.params[1][-1] is not None
     runner = type(old)(config, old.mesh, target_params or old.params[0], params)
@@ -401,7 +405,7 @@ def with_params(engine: LLMEngine, params: Any, target_params: Any = None) -> LL
         old.compiler,
         old.compiles_in_background,
     )
-    runner.token_masks = old.token_masks  # whom they ask
+    runner.token_masks = old.token_masks  # the mask source of its programs
     return _over(config, runner)
 
 
@@ -411,10 +415,10 @@ def make_micro(seed: int = 0, **changes: Any) -> Any:
 
 
 def make_draft_of(target: Any, *, num_layers: int = 1, sign: float = 1.0) -> Any:
-    """A draft that often agrees with its target (or, with sign -1, seldom).
+    """A draft that often agrees with its target (or, with sign -1, rarely).
 
-    It is the target's first layer under its head. Further layers are the target's,
-    dimmed; `sign` turns the logits round through the final norm.
+    It has the target's first layer and head. Further layers are the target's with small
+    outputs; `sign` inverts the logits through the final norm.
     """
     sizes = target.config.to_dict()
     changes = {name: sizes[name] for name in (*MICRO, "final_logit_softcapping")}

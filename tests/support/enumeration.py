@@ -1,9 +1,9 @@
 """The exact distribution of a verification round, by running the rule on every outcome.
 
 A case is a pair of random processes over a few tokens whose probabilities depend on the
-whole path. Every draft path is fed to the real rule, with uniforms just below and just
-above each threshold of a float64 oracle; weights come from the oracle, decisions from
-the rule. So a threshold that is off by more than the margin changes the distribution.
+whole path. The real rule runs on every draft path, with uniforms just below and just
+above each threshold of a float64 oracle. The oracle gives the weights, the rule the
+decisions: a threshold that is off by more than the margin changes the distribution.
 """
 
 from collections.abc import Callable
@@ -42,12 +42,12 @@ Tree = list[
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """Distributions of target and draft by prefix, and how many drafts count."""
+    """Distributions of target and draft by prefix, and the number of drafts."""
 
     kind: str
     target: Tree
     draft: Tree
-    num_draft: int
+    num_draft_tokens: int
 
 
 def make_cases(count: int = 72, seed: int = 0) -> list[Case]:
@@ -61,14 +61,21 @@ def make_cases(count: int = 72, seed: int = 0) -> list[Case]:
             pairs = [_pair(kind, random) for _ in range(VOCAB**level)]
             target.append(np.stack([pair[0] for pair in pairs]))
             draft.append(np.stack([pair[1] for pair in pairs]))
-        num_draft = (3, 3, 2, 3, 1, 3, 0)[index % 7]
+        num_draft_tokens = (3, 3, 2, 3, 1, 3, 0)[index % 7]
         cases.append(
-            Case(kind=kind, target=target, draft=draft[:-1], num_draft=num_draft)
+            Case(
+                kind=kind,
+                target=target,
+                draft=draft[:-1],
+                num_draft_tokens=num_draft_tokens,
+            )
         )
     return cases
 
 
-def constant_case(target: list[float], draft: list[float], num_draft: int) -> Case:
+def constant_case(
+    target: list[float], draft: list[float], num_draft_tokens: int
+) -> Case:
     """A pair whose probabilities are the same after every prefix."""
 
     def tree(distribution: list[float], levels: int) -> Tree:
@@ -78,7 +85,7 @@ def constant_case(target: list[float], draft: list[float], num_draft: int) -> Ca
         kind="constant",
         target=tree(target, DRAFTS + 1),
         draft=tree(draft, DRAFTS),
-        num_draft=num_draft,
+        num_draft_tokens=num_draft_tokens,
     )
 
 
@@ -120,7 +127,7 @@ def _some(random: np.random.Generator) -> np.ndarray:
 
 
 def _distribution(random: np.random.Generator, support: np.ndarray) -> np.ndarray:
-    """Random multiples of the grain on a support, none of them zero, summing to 1."""
+    """Random distribution on a support, in nonzero multiples of the grain."""
     size = int(support.sum())
     total = round(1 / GRAIN) - size
     parts = random.multinomial(total, random.dirichlet(np.full(size, 0.7))) + 1
@@ -134,18 +141,18 @@ class Paths:
     """Every draft path of every case, one entry each."""
 
     case: np.ndarray
-    weight: np.ndarray  # chance that the draft draws this path
+    weight: np.ndarray  # probability that the draft samples this path
     tokens: np.ndarray  # [path, draft]
     draft: np.ndarray  # [path, draft, vocab]
     target: np.ndarray  # [path, draft+1, vocab]
-    num_draft: np.ndarray
+    num_draft_tokens: np.ndarray
 
 
 def make_paths(cases: list[Case]) -> Paths:
-    """Paths that a draft can draw; what does not count is NaN or arbitrary."""
+    """Paths that a draft can sample; unused entries are NaN or arbitrary."""
     parts = []
     for number, case in enumerate(cases):
-        count = case.num_draft
+        count = case.num_draft_tokens
         every = np.indices((VOCAB,) * DRAFTS).reshape(DRAFTS, -1).T
         tokens = every[(every[:, count:] == number % VOCAB).all(axis=1)]
         prefix = np.zeros(len(tokens), int)
@@ -163,7 +170,7 @@ def make_paths(cases: list[Case]) -> Paths:
         numbers = np.full(len(tokens), number), np.full(len(tokens), count)
         rows = (numbers[0], weight, tokens, draft, target, numbers[1])
         parts.append([row[keep] for row in rows])
-    names = ("case", "weight", "tokens", "draft", "target", "num_draft")
+    names = ("case", "weight", "tokens", "draft", "target", "num_draft_tokens")
     return Paths(
         **{
             name: np.concatenate(columns)
@@ -174,11 +181,11 @@ def make_paths(cases: list[Case]) -> Paths:
 
 @dataclass(frozen=True, kw_only=True)
 class Thresholds:
-    """The oracle's view of a rule, per path and draft.
+    """A rule's thresholds by the oracle, per path and draft.
 
     Attributes:
-        accept: Draft i passes when its uniform is below this.
-        margin: How close to the threshold float32 can be held to it.
+        accept: Draft i passes if its uniform is below this.
+        margin: Distance from the threshold at which float32 must decide correctly.
         scale: Factor of the target in the residual, by number of accepted drafts.
     """
 
@@ -189,7 +196,7 @@ class Thresholds:
 
 
 def ratios(paths: Paths) -> np.ndarray:
-    """Target / draft of every drawn token; NaN where the draft does not count."""
+    """Target / draft of every sampled token; NaN for drafts that do not count."""
     index = paths.tokens[:, :, None]
     target = np.take_along_axis(paths.target[:, :-1], index, 2)[:, :, 0]
     return target / np.take_along_axis(paths.draft, index, 2)[:, :, 0]
@@ -218,37 +225,37 @@ def block_oracle(paths: Paths) -> Thresholds:
         accept[:, i] = here
         if i + 1 < DRAFTS:
             more = here[:, None] * paths.target[:, i + 1] - paths.draft[:, i + 1]
-            excess = np.maximum(more, 0).sum(axis=1)
-            room = excess + 1 - here
+            positive = np.maximum(more, 0).sum(axis=1)
+            room = positive + 1 - here
             safe = np.where(room > 0, room, 1)
-            inner = np.where(room > 0, excess / safe, 1.0)
-            is_last = paths.num_draft == i + 1
+            inner = np.where(room > 0, positive / safe, 1.0)
+            is_last = paths.num_draft_tokens == i + 1
             accept[:, i] = np.where(is_last, here, inner)
             margin[:, i] = np.where(is_last, MARGIN, MARGIN / safe)
     return Thresholds(accept=accept, margin=margin, scale=joint, is_prefix=False)
 
 
-def _uniforms(chance: np.ndarray, margin: np.ndarray, passes: np.ndarray) -> np.ndarray:
-    """Uniforms that must pass (or fail), as close to the threshold as is fair."""
-    below = np.minimum(chance - margin, LARGEST_UNIFORM)
-    below = np.where(below < 0, chance / 2, below)
-    above = np.where(chance + margin >= 1, (1 + chance) / 2, chance + margin)
-    return np.where(passes, below, np.where(chance <= 0, 0.0, above))
+def _uniforms(accept: np.ndarray, margin: np.ndarray, passes: np.ndarray) -> np.ndarray:
+    """Uniforms that must pass (or fail), a margin away from the threshold."""
+    below = np.minimum(accept - margin, LARGEST_UNIFORM)
+    below = np.where(below < 0, accept / 2, below)
+    above = np.where(accept + margin >= 1, (1 + accept) / 2, accept + margin)
+    return np.where(passes, below, np.where(accept <= 0, 0.0, above))
 
 
 def outcomes(paths: Paths, oracle: Thresholds) -> dict[str, np.ndarray]:
-    """Rows to feed to the rule: path x pass/fail pattern x edge of a next token.
+    """Inputs of the rule: path x pass/fail pattern x edge of a next token.
 
     Only rows of positive weight; weights of one case sum to 1.
     """
     count, drafts = oracle.accept.shape
     patterns = np.indices((2,) * drafts).reshape(drafts, -1).T.astype(bool)
-    counts = np.arange(drafts)[None] < paths.num_draft[:, None]
-    chance = np.where(counts, oracle.accept, 0.5)[:, None]  # [path, pattern, draft]
+    counts = np.arange(drafts)[None] < paths.num_draft_tokens[:, None]
+    accept = np.where(counts, oracle.accept, 0.5)[:, None]  # [path, pattern, draft]
     passes = np.broadcast_to(patterns, (count, *patterns.shape))
-    each = np.where(passes, chance, 1 - chance)
+    each = np.where(passes, accept, 1 - accept)
     weight = paths.weight[:, None] * each.prod(axis=2)
-    uniform = _uniforms(chance, oracle.margin[:, None], passes)
+    uniform = _uniforms(accept, oracle.margin[:, None], passes)
 
     passed = passes & counts[:, None]
     index = np.arange(1, drafts + 1)
@@ -260,7 +267,7 @@ def outcomes(paths: Paths, oracle: Thresholds) -> dict[str, np.ndarray]:
     target = paths.target[path, accepted]
     draft = paths.draft[path, np.minimum(accepted, drafts - 1)]
     scale = oracle.scale[path, accepted][..., None]
-    is_rejected = (accepted < paths.num_draft[:, None])[..., None]
+    is_rejected = (accepted < paths.num_draft_tokens[:, None])[..., None]
     residual = np.where(is_rejected, np.maximum(scale * target - draft, 0), target)
     total = residual.sum(axis=2, keepdims=True)
     assert (total[..., 0][weight > 1e-12] > 0).all()
@@ -283,13 +290,13 @@ def outcomes(paths: Paths, oracle: Thresholds) -> dict[str, np.ndarray]:
 
 
 def run_rule(rule: Callable[..., Any], paths: Paths, rows: dict[str, np.ndarray]):
-    """The real rule on every row, in one call; returns accepted counts and tokens."""
+    """Run the real rule on all rows in one call; return accepted counts and tokens."""
     path = rows["path"]
 
     def floats(values: np.ndarray) -> jax.Array:
         return jnp.asarray(values, jnp.float32)
 
-    # A function of its own: a jit of the same one would not see that it has changed.
+    # A new function: an old jit would hide a mutant.
     decide = jax.jit(
         lambda *args, **uniforms: rule(*args, **uniforms), compiler_options=UNOPTIMISED
     )
@@ -297,7 +304,7 @@ def run_rule(rule: Callable[..., Any], paths: Paths, rows: dict[str, np.ndarray]
         jnp.asarray(paths.tokens[path], jnp.int32),
         floats(paths.draft[path]),
         floats(paths.target[path]),
-        jnp.asarray(paths.num_draft[path], jnp.int32),
+        jnp.asarray(paths.num_draft_tokens[path], jnp.int32),
         accept_uniform=floats(rows["accept_uniform"]),
         sample_uniform=floats(rows["sample_uniform"]),
     )

@@ -1,10 +1,10 @@
 """The step program's bookkeeping in plain Python, and a runner over it.
 
-Keeps in every slot of both models' pages for which prefix, whole sequence up to there,
-its keys and values were written, and asserts before each read that the right ones are:
-a page in two hands, one shared by sequences that begin differently, a missing page, a
-draft model without keys for what it is asked to continue, all fail at the launch that
-would have gone wrong. What each request says is fixed in advance, by `truth`.
+Every slot of both models' pages stores a hash of the whole prefix for which its keys
+and values were written. Before each read the hashes are compared: a page with two
+owners, a page shared by sequences with different prefixes, a missing page, or missing
+draft keys fail at the launch that would read them. `truth` fixes every request's text
+in advance.
 """
 
 import dataclasses
@@ -26,22 +26,27 @@ from jaxspec.program.plan import (
     StepShape,
     Tile,
 )
-from jaxspec.program.wire import CaughtUp, PlanLayout, StepResult, TokenLogprobs
+from jaxspec.program.wire import (
+    DraftPrefillResult,
+    PlanLayout,
+    StepResult,
+    TokenLogprobs,
+)
 
-JUNK = -7  # what a rejected draft leaves in its slot
+JUNK = -7  # token of a rejected draft
 NOTHING = 0  # the prefix of a sequence's first token
 
-# From seed and position, and a number that stands for all tokens before.
+# (seed, position, hash of all tokens before) -> token
 Truth = Callable[[tuple[int, int], int, int], int]
 
 
 def extend(prefix: int, token: int) -> int:
-    """A number for a sequence that is one token longer."""
+    """Hash of a sequence with one more token."""
     return hash((prefix, token))
 
 
 def prefix_of(tokens: list[int]) -> int:
-    """A number for a whole sequence."""
+    """Hash of a whole sequence."""
     prefix = NOTHING
     for token in tokens:
         prefix = extend(prefix, token)
@@ -49,7 +54,7 @@ def prefix_of(tokens: list[int]) -> int:
 
 
 def random_truth(vocab_size: int) -> Truth:
-    """A text per seed and prompt, without any structure."""
+    """A random text per seed and prompt."""
 
     def token(seed: tuple[int, int], position: int, prefix: int) -> int:
         return zlib.crc32(repr((seed, position, prefix)).encode()) % vocab_size
@@ -58,7 +63,7 @@ def random_truth(vocab_size: int) -> Truth:
 
 
 def repeat_truth(text: list[int]) -> Truth:
-    """Everybody says `text`, by absolute position, over and over."""
+    """Every request repeats `text`, by absolute position."""
     return lambda seed, position, prefix: text[position % len(text)]
 
 
@@ -70,14 +75,14 @@ class Row:
         self.tokens: list[int] = []
         self.prefixes = np.zeros(pool.max_model_len, np.int64)  # up to each token
         self.has_page = np.zeros(pool.table_len, bool)
-        # Where each position lies; one past all slots where there is no page.
+        # Slot of each position; one past all slots without a page.
         self.slots = np.full(pool.table_len * pool.page_size, pool_size(pool))
         self.num_tokens = 0
         self.is_done = False
 
     @property
     def prefix(self) -> int:
-        """A number for all its tokens."""
+        """Hash of all its tokens."""
         return int(self.prefixes[len(self.tokens) - 1]) if self.tokens else NOTHING
 
     def add(self, token: int) -> None:
@@ -102,8 +107,8 @@ class FakeDevice:
     """Runs plans in order.
 
     Attributes:
-        has_draft: Whether the program has a draft model; without one, drafts are
-            looked up, as many as there happen to be.
+        has_draft: Whether the program has a draft model; without one, lookups find
+            random numbers of drafts.
     """
 
     def __init__(
@@ -111,24 +116,24 @@ class FakeDevice:
     ):
         self.pool, self.truth, self.has_draft = pool, truth, has_draft
         self.rows: dict[int, Row] = {}
-        # By slot, prefixes and tokens; the last entry is for what has no page.
+        # Prefix hashes and tokens by slot; the last entry is for missing pages.
         self.target_kv = np.zeros(pool_size(pool) + 1, np.int64)
         self.draft_kv = np.zeros_like(self.target_kv)
         self.token_pages = np.zeros_like(self.target_kv)
-        # What no request says, if its sequence has it, makes its numbers NaN.
+        # A sequence with this token computes NaN; no request generates it.
         self.poison: int | None = None
         self.is_draft_broken = False
         self.num_accepted = 0
         self.num_proposed = 0
         self._random = np.random.default_rng(seed)
 
-    def run(self, plan: StepPlan, shape: StepShape) -> StepResult | CaughtUp:
-        """Apply a plan and return what the program would."""
+    def run(self, plan: StepPlan, shape: StepShape) -> StepResult | DraftPrefillResult:
+        """Apply a plan and return the program's result."""
         PlanLayout(shape, self.pool).pack(plan)  # fits, or raises
         assert len(plan.decode) <= shape.num_seqs
         assert len(plan.tiles) <= shape.num_tiles
-        if shape.is_catch_up:
-            return self._catch_up(plan, shape)
+        if shape.is_draft_prefill:
+            return self._draft_prefill(plan, shape)
         rows = [row for row, _ in plan.decode]
         later, rest = [], dataclasses.replace(plan, pages=[])
         alive = self._alive(rows)
@@ -141,7 +146,7 @@ class FakeDevice:
         return dataclasses.replace(first, later=tuple(later))
 
     def _alive(self, rows: list[int]) -> list[int]:
-        """Those that have not ended."""
+        """Rows that have not ended."""
         return [row for row in rows if not self.rows[row].is_done]
 
     def _run_round(self, plan: StepPlan, shape: StepShape) -> StepResult:
@@ -156,16 +161,16 @@ class FakeDevice:
         # All keys and values are written before any are read.
         for tile in plan.tiles:
             self._write_tile(tile)
-        tiles = [self._feed(tile) for tile in plan.tiles]
+        tiles = [self._run_tile(tile) for tile in plan.tiles]
         tiles += [(0, True)] * (shape.num_tiles - len(tiles))
         width = shape.num_draft_tokens + 1
         num_accepted = np.zeros(shape.num_seqs, np.int32)
         result = StepResult(
             tokens=np.zeros((shape.num_seqs, width), np.int32),
             num_emitted=np.zeros(shape.num_seqs, np.int32),
-            num_draft=np.zeros(shape.num_seqs, np.int32),
+            num_draft_tokens=np.zeros(shape.num_seqs, np.int32),
             num_accepted=num_accepted,
-            # Nothing but the spine is ever what the text says.
+            # Only drafts of the main chain are ever accepted.
             num_accepted_nodes=None if shape.tree.is_chain else num_accepted,
             tree_row=None if shape.tree.is_chain else num_accepted,
             is_done=np.ones(shape.num_seqs, bool),
@@ -179,7 +184,7 @@ class FakeDevice:
         wanted = [self._wanted(row, drafts, shape) for row, drafts in plan.decode]
         for index, (row, drafts) in enumerate(plan.decode):
             drafts = wanted[index]
-            if not self.has_draft:  # an n-gram lookup may find fewer
+            if not self.has_draft:  # a lookup may find fewer
                 drafts = self._num_found(self.rows[row], drafts)
             tokens, accepted = self._round(
                 self.rows[row],
@@ -189,7 +194,7 @@ class FakeDevice:
             )
             result.tokens[index, : len(tokens)] = tokens
             result.num_emitted[index] = len(tokens)
-            result.num_draft[index] = drafts
+            result.num_draft_tokens[index] = drafts
             result.num_accepted[index] = accepted
             result.is_done[index] = self.rows[row].is_done
             result.is_draft_broken[index] = drafts and self.is_draft_broken
@@ -209,23 +214,23 @@ class FakeDevice:
         return int(self._random.integers(0, wanted + 1))
 
     def _num_right(self, row: Row, drafts: int) -> int:
-        """Drafts that stay."""
+        """Number of accepted drafts."""
         return int(self._random.integers(0, drafts + 1))
 
     def forget(self) -> None:
-        """Lose all sequences, as when the state is made anew."""
+        """Forget all sequences, as when the state is created again."""
         self.rows.clear()
         for values in (self.target_kv, self.draft_kv, self.token_pages):
             values[:] = 0
 
     def _is_broken(self, rows: list[int], entries: Sequence[Any]) -> np.ndarray:
-        """Which of a launch's entries have the poison in their rows; pads have not."""
+        """Which of a launch's entries have the poison token in their rows; not pads."""
         is_broken = [self.poison in self.rows[row].tokens for row in rows]
         return np.array([*is_broken, *[False] * (len(entries) - len(rows))], bool)
 
     def _logprobs(self, shape: StepShape) -> dict[str, Any]:
-        """What is told of probabilities, where it is: one token is as likely as any."""
-        asked, told = shape.features, dict[str, TokenLogprobs]()
+        """Logprobs of a uniform distribution, if the shape has logprobs."""
+        asked, found = shape.features, dict[str, TokenLogprobs]()
         leading = {
             "logprobs": (shape.num_seqs, shape.num_draft_tokens + 1),
             "tile_logprobs": (shape.num_tiles,),
@@ -236,24 +241,24 @@ class FakeDevice:
             top = asked.num_prompt_logprobs if is_prompt else asked.num_logprobs
             if top is not None:
                 each = np.float32(-np.log(self.pool.vocab_size))
-                told[name] = TokenLogprobs(
+                found[name] = TokenLogprobs(
                     own=np.full(sizes, each),
                     rank=np.ones(sizes, np.int32),
                     top_ids=np.broadcast_to(np.arange(top), (*sizes, top)),
                     top=np.full((*sizes, top), each),
                     chosen=np.full(
-                        (*sizes, 0 if is_prompt else asked.num_told_ids), each
+                        (*sizes, 0 if is_prompt else asked.num_logprob_token_ids), each
                     ),
                 )
-        return told
+        return found
 
     def _share_tokens(self, plan: StepPlan) -> None:
-        """Note the prompts' tokens, and those in the pages that prompts begin with."""
-        fed = {tile.row for tile in plan.tiles}
-        assert all(admission.row in fed for admission in plan.admissions)
+        """Store the prompts' tokens, and read those of pages with prefix hits."""
+        with_tiles = {tile.row for tile in plan.tiles}
+        assert all(admission.row in with_tiles for admission in plan.admissions)
         for tile in plan.tiles:
             row = self.rows[tile.row]
-            # In the plan's order: a page may be found in the launch that fills it.
+            # In the plan's order: a page may be reused in the launch that fills it.
             if not row.tokens and tile.start:
                 for token in self.token_pages[row.slots[: tile.start]].tolist():
                     row.add(token)
@@ -272,8 +277,8 @@ class FakeDevice:
         assert row.tokens[tile.start : end] == tile.tokens.tolist()
         self._write(row, self.target_kv, tile.start, row.prefixes[tile.start : end])
 
-    def _feed(self, tile: Tile) -> tuple[int, bool]:
-        """One prompt tile."""
+    def _run_tile(self, tile: Tile) -> tuple[int, bool]:
+        """Run a prompt tile; return the sampled token, and whether the row is done."""
         row, end = self.rows[tile.row], tile.start + len(tile.tokens)
         self._check(row, self.target_kv, end)
         if not tile.is_last:
@@ -282,8 +287,8 @@ class FakeDevice:
         (token,) = self._append(row, 1)
         return token, row.is_done
 
-    def _catch_up(self, plan: StepPlan, shape: StepShape) -> CaughtUp:
-        """Feed the draft model alone; what is known is as likely as not."""
+    def _draft_prefill(self, plan: StepPlan, shape: StepShape) -> DraftPrefillResult:
+        """Prefill the draft model; acceptance probabilities are random."""
         assert self.has_draft
         assert not (plan.decode or plan.admissions or plan.pages)
         acceptance_probabilities = np.full((shape.num_tiles, TILE), -1, np.float32)
@@ -301,21 +306,21 @@ class FakeDevice:
             acceptance_probabilities[index, first : first + count] = (
                 self._random.random(count)
             )
-        return CaughtUp(acceptance_probabilities=acceptance_probabilities)
+        return DraftPrefillResult(acceptance_probabilities=acceptance_probabilities)
 
     def _round(
         self, row: Row, drafts: int, lookahead: int, most: int
     ) -> tuple[list[int], int]:
-        """One sequence decodes.
+        """Run a round of one sequence; return its tokens and accepted drafts.
 
         Args:
             lookahead: Drafts that the program has room for.
-            most: Drafts that any sequence has.
+            most: Largest number of drafts of any sequence.
         """
         if row.is_done:
             return [], 0
         known = row.num_tokens
-        assert known, "a row decodes before its prompt is in"
+        assert known, "a row decodes before its prompt has been read"
         accepted = self._num_right(row, drafts)
         ahead = self._drafted(row, accepted, lookahead)
         if lookahead and self.has_draft:
@@ -327,7 +332,7 @@ class FakeDevice:
         self._check(row, self.target_kv, known - 1)
         self._write(row, self.target_kv, known - 1, [row.prefix, *ahead])
         tokens = self._append(row, accepted + 1)
-        # What was accepted has its keys and values now; the target's token has not.
+        # Accepted drafts have keys and values now; the target's token has none.
         self._check(row, self.target_kv, row.num_tokens - 1)
         kept = min(accepted, len(tokens))
         self.num_accepted += kept
@@ -335,7 +340,7 @@ class FakeDevice:
         return tokens, kept
 
     def _drafted(self, row: Row, accepted: int, lookahead: int) -> list[int]:
-        """Prefixes up to each draft; the first `accepted` are what the row will say."""
+        """Prefix hashes up to each draft; the first `accepted` follow the truth."""
         prefix, prefixes = row.prefix, []
         for ahead in range(lookahead):
             token = JUNK
@@ -346,7 +351,7 @@ class FakeDevice:
         return prefixes
 
     def _append(self, row: Row, count: int) -> list[int]:
-        """Say `count` more tokens, or fewer if the sequence ends."""
+        """Generate `count` more tokens, or fewer if the sequence ends."""
         admission, said = row.admission, []
         while len(said) < count and not row.is_done:
             token = self.truth(admission.seed, row.num_tokens, row.prefix)
@@ -361,7 +366,7 @@ class FakeDevice:
 
     def _write(self, row: Row, kv: np.ndarray, start: int, prefixes: Any) -> None:
         count = max(min(len(prefixes), self.pool.max_model_len - start), 0)
-        # What has no page is not written.
+        # Positions without a page are not written.
         kv[row.slots[start : start + count]] = prefixes[:count]
         kv[-1] = NOTHING
 
@@ -376,7 +381,7 @@ class FakeDevice:
 
 
 class FakeRunner(Runner):
-    """A runner over a `FakeDevice` that writes down what it is asked, in order."""
+    """A runner over a `FakeDevice` that records its calls in order."""
 
     def __init__(self, config: EngineConfig, truth: Truth, *, seed: int = 0):
         pool = PoolShape(
@@ -426,7 +431,7 @@ class FakeRunner(Runner):
 def reference_tokens(
     truth: Truth, admission_seed: tuple[int, int], prompt: list[int], request: Any
 ) -> list[int]:
-    """What a request must say: `truth` up to the first end."""
+    """A request's expected text: `truth` up to the first end."""
     said: list[int] = []
     position, prefix = len(prompt), prefix_of(prompt)
     first_stop = len(prompt) + request.params.min_tokens

@@ -1,4 +1,4 @@
-"""Engines over a device of plain Python, and what they generate."""
+"""Engines over a fake device, and their expected texts."""
 
 import asyncio
 import time
@@ -78,7 +78,7 @@ Use = Callable[[AsyncLLMEngine], Awaitable[Any]]
 
 
 def serve(use: Use, *, delay_s: float = 0.0, **changes: Any) -> AsyncLLMEngine:
-    """Run `use` with an engine whose launches take a time; it must end idle."""
+    """Run `use` with an engine with delayed launches; it must be idle at the end."""
     engine, runner = make_fake_engine(num_draft_tokens=3, **changes)
     launch = runner.launch
 
@@ -94,7 +94,7 @@ def serve(use: Use, *, delay_s: float = 0.0, **changes: Any) -> AsyncLLMEngine:
         await use(serving)
         deadline = time.monotonic() + 10
         while await serving.get_num_unfinished_requests():
-            assert time.monotonic() < deadline, "requests are left"
+            assert time.monotonic() < deadline, "requests remain"
             await asyncio.sleep(0.005)
 
     try:

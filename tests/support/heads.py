@@ -1,9 +1,8 @@
 """Heads for the pair's target: random ones, ones that are always right, and a replay.
 
-The target whose next token follows from the newest alone is what a head can be right
-about: its attention adds nothing. `replay` says what a head should have proposed, from
-whole texts and plain attention, without pages, launches, rounds or what
-`hidden_cache` keeps between them.
+A head can be always right about a target whose next token depends only on the newest:
+its attention adds nothing. `replay` computes the expected proposals from whole texts
+with plain attention, without pages, launches, rounds or `hidden_cache`.
 """
 
 import functools
@@ -48,7 +47,7 @@ METHODS: dict[str, Any] = {
     "medusa": MedusaMethod,
 }
 
-# Of a round: tokens known before it, and the drafts.
+# A round: known tokens before it, and its drafts.
 Round = tuple[int, list[int]]
 
 
@@ -88,7 +87,7 @@ def random_params(
     mesh: Any = None,
     dtype: str = "float32",
 ) -> Any:
-    """Random parameters; those of a trimmed vocabulary keep tokens here and there."""
+    """Random parameters; a trimmed vocabulary keeps scattered tokens."""
     options: Any = dict(dtype=jnp.dtype(dtype), mesh=mesh or make_mesh(1))
     params = random_head(config, seed=seed, **options)
     if TOKEN_IDS in params:
@@ -110,7 +109,7 @@ def _record(*values: Any) -> None:
 
 @contextmanager
 def recording_drafts() -> Iterator[None]:
-    """Programs that are compiled meanwhile record their drafts."""
+    """Programs compiled in this context record their drafts."""
     propose = step._propose
 
     def record(context: Any, *others: Any) -> Any:
@@ -137,9 +136,9 @@ def recorded_drafts() -> list[tuple[int, int, list[int]]]:
 
 @functools.cache
 def target_of(kind: str) -> Any:
-    """`pair`: the pair's. `chain`: its next token follows from the newest alone.
+    """Return a target: `pair`, the pair's; `chain`, whose attention adds nothing.
 
-    A family of `pair` names its pair's target.
+    Names of other families of `pair` return their targets.
     """
     if kind == "pair":
         return pair.target()
@@ -148,7 +147,7 @@ def target_of(kind: str) -> Any:
     model = pair.make_model(11)
     with torch.no_grad():
         for layer in model.model.layers:
-            # Gemma's norms scale by 1 + weight: nothing of attention is added.
+            # Gemma's norms scale by 1 + weight: attention adds nothing.
             layer.post_attention_layernorm.weight.fill_(-1)
     return model
 
@@ -158,8 +157,8 @@ def replay(
 ) -> list[np.ndarray]:
     """Logits of every draft, over the target's vocabulary: [draft][round, vocab].
 
-    From the tokens before it and the drafts before it, by the trainer's passes over
-    whole texts.
+    Computed from the tokens and drafts before it, by the trainer's passes over whole
+    texts.
 
     Args:
         rounds: Known tokens, and the drafts.
@@ -204,7 +203,7 @@ def replay(
 
 
 def successors(model: Any) -> np.ndarray:
-    """The greedy token after each token, of the target that looks at no other."""
+    """The greedy token after each token, for a target of kind `chain`."""
     with torch.no_grad():
         logits = model(torch.arange(VOCAB)[:, None]).logits[:, -1]
     return logits.argmax(dim=1).numpy()
@@ -223,7 +222,7 @@ def longest_cycle(following: np.ndarray) -> list[int]:
 
 
 def states_of_tokens(model: Any) -> tuple[np.ndarray, np.ndarray]:
-    """After the last layer, of each token alone: the stream, and normalised."""
+    """Each single token's residual stream after the last layer; also normalised."""
     seen = []
     hook = model.model.layers[-1].register_forward_hook(
         lambda module, given, found: seen.append(
@@ -237,7 +236,7 @@ def states_of_tokens(model: Any) -> tuple[np.ndarray, np.ndarray]:
 
 
 def classifier(rows: np.ndarray, classes: dict[int, int]) -> np.ndarray:
-    """A matrix of logits that is right about each row: `classes[row]` is the largest.
+    """An output matrix whose largest logit for each row is `classes[row]`.
 
     With w = z / |z| for each row z, w . z = |z|, and no other is larger (Cauchy).
     """
@@ -253,10 +252,10 @@ def settled(
     values: dict[tuple[str, ...], np.ndarray],
     ids: np.ndarray | None = None,
 ) -> Any:
-    """Parameters, all zeros but for some.
+    """Parameters that are zeros except for `values`.
 
     Args:
-        ids: Of a trimmed vocabulary.
+        ids: The tokens of a trimmed vocabulary.
     """
     params = jax.tree.map(np.zeros_like, jax.device_get(random_params(config)))
 
@@ -283,10 +282,10 @@ def _placed(value: Any) -> Any:
 
 
 def right_params(kind: str, config: Any, *, is_second: bool = False) -> Any:
-    """Of a head that is right about all that the target of kind `chain` says.
+    """Parameters of a head that always predicts a target of kind `chain`.
 
     Args:
-        is_second: Medusa's first head has another token before each right one.
+        is_second: Medusa's first head ranks another token before each right one.
     """
     model = target_of("chain")
     following, (streams, rows) = successors(model), states_of_tokens(model)
@@ -298,7 +297,7 @@ def right_params(kind: str, config: Any, *, is_second: bool = False) -> Any:
         return token
 
     if kind == "medusa":
-        # Its blocks add nothing; head i looks at a token, and says the i + 2nd after.
+        # The blocks add nothing; head i predicts the (i + 2)nd token after its input.
         heads = {
             ("lm_heads", str(head)): classifier(
                 rows, {token: after(token, head + 2) for token in cycle}
@@ -311,7 +310,7 @@ def right_params(kind: str, config: Any, *, is_second: bool = False) -> Any:
             first[others[: len(cycle)]] = 1.01 * first[cycle]
         return settled(config, heads)
     if kind == "eagle":
-        # It looks up what the target makes of each token, and adds nothing.
+        # The layer outputs the target's hidden state of each token.
         look_up = np.concatenate([np.eye(HIDDEN), np.zeros((HIDDEN, HIDDEN))], axis=1)
         return settled(config, {("embedding",): rows, ("fc", "weight"): look_up})
     values = {
@@ -319,7 +318,7 @@ def right_params(kind: str, config: Any, *, is_second: bool = False) -> Any:
         ("layer", "hidden_norm"): np.ones(HIDDEN),
         ("layer", "input_norm"): np.ones(HIDDEN),
     }
-    # The layer adds nothing: what it makes of a row is the target's last stream.
+    # The layer adds nothing: its output is the target's last residual stream.
     fuse = np.zeros((HIDDEN, 3 * HIDDEN), np.float32)
     fuse[:, 2 * HIDDEN :] = np.eye(HIDDEN)
     normed = streams / np.sqrt((streams**2).mean(axis=1, keepdims=True))
@@ -329,22 +328,22 @@ def right_params(kind: str, config: Any, *, is_second: bool = False) -> Any:
 
 
 def kept_tokens(config: Any, cycle: list[int]) -> np.ndarray:
-    """A trimmed vocabulary that has some tokens."""
+    """A trimmed vocabulary that contains the cycle's tokens."""
     others = [token for token in range(VOCAB) if token not in cycle]
     return np.sort((cycle + others)[: config.draft_vocab_size])
 
 
 def right_by_tokens(config: Any) -> Any:
-    """Of an EAGLE-3 head that goes by the token of each row, whatever is before it.
+    """Parameters of an EAGLE-3 head whose prediction depends only on a row's token.
 
-    Its attention sees little but the row itself: queries and keys are one constant
-    vector, turned by their positions, so that no other place is as near.
+    Attention is concentrated on the row itself: queries and keys are one constant
+    vector, rotated by position, so that the row's own score is the largest.
     """
     model = target_of("chain")
     following = successors(model)
     cycle = longest_cycle(following)
     random = np.random.default_rng(4)
-    # A coordinate that is the same of every token, and a code that is its own.
+    # One coordinate is the same for all tokens; the others encode the token.
     codes = random.choice([-1.0, 1.0], size=(VOCAB, HIDDEN - 1))
     table = np.concatenate([np.ones((VOCAB, 1)), codes], axis=1)
     queries, head = config.num_q_heads * config.head_dim, config.head_dim
@@ -391,7 +390,7 @@ def make_head_engine(
 
 
 def split_engine(target: Any, config: Any, draft_devices: int) -> LLMEngine:
-    """An engine on eight devices, of which so many share a copy of the head."""
+    """An engine on eight devices; `draft_devices` of them share a copy of the head."""
     mesh = make_mesh(8, draft_devices)
     params = random_params(config, mesh=mesh)
     return make_engine(

@@ -1,4 +1,4 @@
-"""Lookups written out in Python, and texts in pages to search."""
+"""Lookups in plain Python, and texts in pages to search."""
 
 import dataclasses
 from fractions import Fraction
@@ -18,15 +18,17 @@ Limits = tuple[int, float]  # depth, and drafts for a token that matches
 TRUSTING: Limits = (24, 1.0)
 
 
-def search_ngram(tokens: list[int], lookup: ngram.NGram, num_draft: int) -> list[int]:
+def search_ngram(
+    tokens: list[int], lookup: ngram.NGram, num_draft_tokens: int
+) -> list[int]:
     """The specification: longest first, most recent first, known tokens only.
 
-    What followed begins again where the known tokens end.
+    A continuation that reaches the end of the known tokens starts over.
     """
     for length in range(lookup.longest, lookup.shortest - 1, -1):
         for start in range(len(tokens) - length - 1, -1, -1):
             if tokens[start : start + length] == tokens[len(tokens) - length :]:
-                return (tokens[start + length :] * num_draft)[:num_draft]
+                return (tokens[start + length :] * num_draft_tokens)[:num_draft_tokens]
     return []
 
 
@@ -36,9 +38,9 @@ def search_suffix(
     min_prob: Fraction = Fraction(0),
     *,
     shortest: int = 1,
-    num_draft: int = DRAFTS,
+    num_draft_tokens: int = DRAFTS,
 ) -> list[int]:
-    """The specification: all matches by brute force, the longest of them counted."""
+    """The specification: all matches by brute force; only the longest are counted."""
     depth, factor = limits
     found = []
     for end in range(len(tokens) - 1):
@@ -51,7 +53,7 @@ def search_suffix(
             found.append((length, end))
     found = sorted(found, reverse=True)[:NUM_MATCHES]
     texts = [
-        (tokens[end + 1 :] * num_draft)[:num_draft]
+        (tokens[end + 1 :] * num_draft_tokens)[:num_draft_tokens]
         for length, end in found
         if length == found[0][0]
     ]
@@ -59,22 +61,22 @@ def search_suffix(
     for text in texts:
         longest = found[0][0]
         limit = max(min(int(factor * m), depth - m) for m in range(1, longest + 1))
-        chances = []
-        for stop in range(1, min(limit, num_draft) + 1):
+        shares = []
+        for stop in range(1, min(limit, num_draft_tokens) + 1):
             agree = sum(other[:stop] == text[:stop] for other in texts)
-            chances.append(Fraction(agree, len(texts)))
-        kept = [chance for chance in chances if chance >= min_prob]
+            shares.append(Fraction(agree, len(texts)))
+        kept = [share for share in shares if share >= min_prob]
         if sum(kept) > best:
             best, drafts = sum(kept, Fraction(0)), text[: len(kept)]
     return drafts
 
 
 def in_pages(texts: list[list[int]], random: np.random.Generator):
-    """Sequences of one launch with their tokens in shuffled pages, junk around them."""
+    """Sequences of one launch, with tokens in shuffled pages and junk elsewhere."""
     count = len(texts)
     order = random.permutation(count * TABLE_LEN)
     pages = np.full((len(order), PAGE_SIZE), JUNK, np.int32)
-    # What lies past the end continues every match, if it is taken for known.
+    # Junk past the end would continue every match if it were treated as known.
     tables = np.full((count, TABLE_LEN), len(order), np.int32)
     for row, text in enumerate(texts):
         used = -(-len(text) // PAGE_SIZE)

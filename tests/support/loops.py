@@ -1,4 +1,4 @@
-"""The engine's loop without texts, over a device of plain Python."""
+"""The engine's loop without texts, over a fake device."""
 
 from collections import deque
 from types import SimpleNamespace
@@ -45,17 +45,17 @@ def make_config(**changes) -> EngineConfig:
         tensor_parallel_size=1,
         model_config=MODEL,
     )
-    num_draft = changes.pop("num_draft_tokens", 3)
+    num_draft_tokens = changes.pop("num_draft_tokens", 3)
     threshold = changes.pop("disable_by_batch_size", None)
     longest_drafted = changes.pop("longest_drafted", None)
     forced = changes.pop("forced_acceptance", None)
     controller = changes.pop("controller", FIXED)
     keys = changes.pop("speculative_keys", {})
-    if num_draft:
+    if num_draft_tokens:
         values["draft_model_config"] = MODEL
         speculative = SpeculativeConfig(
             model="draft",
-            num_speculative_tokens=num_draft,
+            num_speculative_tokens=num_draft_tokens,
             disable_by_batch_size=threshold,
             max_model_len=longest_drafted,
             controller=controller,
@@ -68,7 +68,7 @@ def make_config(**changes) -> EngineConfig:
 
 
 def make_prompt(random: np.random.Generator, length: int) -> list[int]:
-    """One of a few beginnings, and sometimes an end of its own."""
+    """One of a few prefixes, and sometimes a random end."""
     stem = np.random.default_rng(random.integers(2)).integers(0, VOCAB, length)
     own = int(random.choice([0, 1, length // 2]))
     stem[length - own :] = random.integers(0, VOCAB, own)
@@ -102,7 +102,7 @@ def make_request(number: int, random: np.random.Generator, config) -> Request:
 
 
 class SomePrograms(EveryProgram):
-    """Has only those it was given."""
+    """Only the given programs."""
 
     def __init__(self, *there: StepShape):
         self.there, self.asked = set(there), list[StepShape]()
@@ -148,7 +148,7 @@ class Loop:
             has_draft=config.draft_model_config is not None,
             seed=seed,
         )
-        self.fastest_s, self.fed_s = 1.0, 1 / 128
+        self.fastest_s, self.prompt_token_s = 1.0, 1 / 128
         self.launched: deque = deque()
         self.launches: list[Launch] = []
         self.finished: list[Request] = []
@@ -170,14 +170,14 @@ class Loop:
                         self.scheduler.finish(part.request, "length", None)
                         self.finished.append(part.request)
             self.scheduler.rows.check()
-        self.scheduler.pages.check()
+        self.scheduler.pool.check()
         self.scheduler.step_times.check()
         self.scheduler.acceptance.check()
         return self.scheduler.has_unfinished() or bool(self.launched)
 
     def cost(self, launch: Launch) -> float:
-        """Seconds that a round takes, and each token fed."""
-        return self.fastest_s + launch.shape.chunk * self.fed_s
+        """Duration of a launch: a cost per round, and per prompt token."""
+        return self.fastest_s + launch.shape.max_prompt_tokens * self.prompt_token_s
 
     def assert_idle(self) -> None:
         self.scheduler.check_idle()
@@ -203,7 +203,7 @@ def run_traffic(config: EngineConfig, requests: list[Request], seed: int = 0) ->
 
 
 def make_requests(config: EngineConfig, count: int, **changes: Any) -> list[Request]:
-    """Requests that begin alike, with 70 prompt tokens and 20 to generate."""
+    """Requests with a shared prefix, 70 prompt tokens and 20 to generate."""
     random = np.random.default_rng(0)
     requests = [make_request(number, random, config) for number in range(count)]
     for request in requests:

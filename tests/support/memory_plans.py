@@ -12,7 +12,7 @@ from jaxspec.engine.memory.plan import (
     plan_memory,
 )
 
-# Gemma 2 in bfloat16: bytes of weights, and of 16 tokens' keys and values.
+# Gemma 2 in bfloat16: bytes of weights, and of the keys and values of 16 tokens.
 TARGET_9B = ModelBytes(weight_bytes=18_483_411_968, page_bytes=16 * 344_064)
 
 
@@ -30,7 +30,7 @@ PROGRAMS = ProgramFacts(
 )
 
 
-# Without drafts: one row of a sequence, and no distributions.
+# Without drafts: one row per sequence, and no distributions.
 WITHOUT = dataclasses.replace(PROGRAMS, num_draft_tokens=0, draft_vocab_size=0)
 
 

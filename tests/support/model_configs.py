@@ -1,4 +1,4 @@
-"""Folders with a model's config alone, and configurations made of them."""
+"""Folders with only a model's config, and engine configurations made from them."""
 
 import json
 from collections.abc import Mapping

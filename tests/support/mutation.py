@@ -1,4 +1,4 @@
-"""Bugs put into the code one at a time: a mutant rewrites one place of one function.
+"""Mutation testing: a mutant rewrites one place of one function.
 
 Its check, taken from the tests, must fail.
 """
@@ -17,7 +17,7 @@ import jax
 
 @dataclass(frozen=True, kw_only=True)
 class Mutant:
-    """One bug: `old` becomes `new` in `module.function`, and `check` must see it."""
+    """One bug: `old` becomes `new` in `module.function`, and `check` must fail."""
 
     name: str
     module: str
@@ -71,7 +71,7 @@ def applied(one: Mutant) -> Iterator[None]:
 
 def is_killed(one: Mutant) -> bool:
     """Whether the mutant's check fails with an assertion."""
-    # Else what was traced before is run again, without the mutant.
+    # Otherwise functions traced before would run without the mutant.
     jax.clear_caches()
     with applied(one):
         try:
@@ -79,6 +79,6 @@ def is_killed(one: Mutant) -> bool:
         except AssertionError:
             return True
         finally:
-            # Of functions that later tests in this process call, too.
+            # Later tests in this process call these functions too.
             jax.clear_caches()
     return False

@@ -1,4 +1,4 @@
-"""The notebooks as tests see them: read, run in part, or executed in a kernel."""
+"""Notebooks in tests: read, run in part, or executed in a kernel."""
 
 import ast
 import os
@@ -47,7 +47,7 @@ def parameters_of(book: Book) -> dict[str, Any]:
 
 
 def run_cells(name: str, *cell_ids: str, **names: Any) -> dict[str, Any]:
-    """Run some cells here; what they, or `names`, have defined."""
+    """Run some cells in this process; return the names they, or `names`, define."""
     book = read(name)
     space: dict[str, Any] = {"Path": Path} | parameters_of(book) | names
     for cell_id in cell_ids:
@@ -78,7 +78,7 @@ def execute(name: str, folder: Path, **parameters: Any) -> Book:
 
 
 def printed(book: Book) -> str:
-    """Everything that the cells wrote."""
+    """All text output of the cells."""
     parts = [
         output.text
         for cell in code_cells(book)

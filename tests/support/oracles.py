@@ -1,4 +1,4 @@
-"""What the tests compare with: HuggingFace models, and our model driven by hand."""
+"""Oracles of the tests: HuggingFace models, and our network without an engine."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -56,16 +56,16 @@ def make_hf_model(seed: int = 0, sharpness: float = 3.0, **changes: Any) -> Any:
 
     Args:
         sharpness: Multiplies the matrices. HuggingFace's 0.02 leaves scores near
-            zero, where neither a soft-cap nor a window changes anything.
+            zero, where neither a soft cap nor a window has an effect.
     """
     given: dict[str, Any] = TINY | changes | {"attn_implementation": "eager"}
     torch.manual_seed(seed)
     return _sharpen(Gemma2ForCausalLM(Gemma2Config(**given)), sharpness)
 
 
-# Every pitfall of the architecture binds: one KV head, scaled positions in the one
-# global layer of the first six and none in the others, a window shorter than prompts, a
-# query scalar that is not the width of a head, and layers beyond the last whole period.
+# All special features take effect: one KV head, scaled positions only in the one global
+# layer of the first six, a window shorter than prompts, a query scalar that differs
+# from the head's width, and layers after the last whole period.
 TINY_GEMMA3: dict[str, Any] = dict(
     vocab_size=96,
     hidden_size=48,
@@ -95,7 +95,7 @@ def make_gemma3(seed: int = 0, sharpness: float = 2.0, **changes: Any) -> Any:
 
 
 def _sharpen(model: Any, sharpness: float) -> Any:
-    """Draw all parameters anew, in float32."""
+    """Replace all parameters by random float32 values."""
     model = model.float().eval()
     with torch.no_grad():
         for name, value in model.named_parameters():
@@ -129,7 +129,7 @@ def model_config(model: Any, **changes: Any) -> ModelConfig:
 def init_kv_pages(
     config: ModelConfig, num_pages: int, page_size: int, dtype: Any, copies: int = 1
 ) -> tuple[jax.Array, ...]:
-    """Zeroed pages, one array per pool; KV heads are there `copies` times."""
+    """Zeroed pages, one array per pool, with `copies` of every KV head."""
     heads = copies * config.num_kv_heads
     shape = (page_size, 2 * heads, config.head_dim)
     return tuple(
@@ -140,7 +140,7 @@ def init_kv_pages(
 
 @dataclass
 class PagedModel:
-    """Our model over a pool of pages, fed by hand; unused slots hold NaN."""
+    """Our network over a pool of pages, for one sequence; unused slots hold NaN."""
 
     config: ModelConfig
     params: Params
@@ -176,11 +176,11 @@ class PagedModel:
         self.num_traces += 1
         backend = Backend(mesh=self.mesh, mesh_axes=TARGET_MESH_AXES)
         model = build_network(self.config, params, backend)
-        hidden, kv_pages = model.hidden(batch, kv_pages)
-        return model.logits(hidden.rows), kv_pages
+        output, kv_pages = model.forward(batch, kv_pages)
+        return model.logits(output.hidden_states), kv_pages
 
-    def feed(self, tokens: np.ndarray, pads: int = 0) -> np.ndarray:
-        """Append tokens (with `pads` rows before them); their logits."""
+    def run(self, tokens: np.ndarray, pads: int = 0) -> np.ndarray:
+        """Append tokens (with `pads` rows before them); return their logits."""
         count = len(tokens)
         positions = np.arange(self.length - pads, self.length + count)
         slots = self.page_table[0][np.maximum(positions, 0) // self.page_size]

@@ -1,7 +1,7 @@
 """One target, several drafts of the same sizes, and engines that share executables.
 
-Compiling is what these tests cost, so every model here has the same sizes: an
-executable takes parameters as arguments and serves any of them.
+Compiling takes most of the time, so every model here has the same sizes: an executable
+takes parameters as arguments and serves all of them.
 """
 
 import contextlib
@@ -17,13 +17,13 @@ import torch
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.engine.runner import Runner
 from jaxspec.program.plan import Features, StepPlan, StepShape
-from jaxspec.program.wire import CaughtUp, StepResult
+from jaxspec.program.wire import DraftPrefillResult, StepResult
 from jaxspec.sharding import DRAFT_MESH_AXES
 from jaxspec_checkpoints.quantization import Scheme
 from tests.support.engines import load_weights, make_engine, with_settings
 from tests.support.oracles import hf_logits, make_gemma3, make_hf_model
 
-# Sizes are apart from one another, so that an array's shape says what it is.
+# Sizes are distinct, so that shapes identify arrays.
 SIZES = dict(
     vocab_size=64,
     hidden_size=20,
@@ -36,7 +36,7 @@ SIZES = dict(
     sliding_window=8,
     final_logit_softcapping=8.0,
 )
-# What a Gemma 3 has otherwise; `oracles.make_gemma3` gives it its rotations.
+# Differences of a Gemma 3; `oracles.make_gemma3` sets its rotary embeddings.
 SIZES_GEMMA3: dict[str, Any] = SIZES | dict(
     num_hidden_layers=8,
     query_pre_attn_scalar=5,
@@ -45,15 +45,15 @@ SIZES_GEMMA3: dict[str, Any] = SIZES | dict(
 )
 GEMMA2, GEMMA3 = "gemma2", "gemma3"
 NUM_DRAFT = 3
-# What a trimmed draft may propose, half of 64: runs and single tokens, neither from the
-# first on nor to the last.
+# Tokens of a trimmed draft, half of 64: runs and single tokens, without the first and
+# the last.
 KEPT = sorted({1, *range(5, 12), *range(20, 30), *range(31, 60, 3), 50, 53, 61, 62})
-# How a quantized draft's matrices are kept, in groups that divide their features.
+# Schemes of a quantized draft, with groups that divide the features.
 INT8 = Scheme(kind="int8", has_embedding=True)
 INT4 = Scheme(kind="int4", group_size=4, has_embedding=True)
-# Few shapes: two rows, one tile a launch. Two of the longest requests do not fit into
-# the pages together. That a row alone says the same in a program of one row is tested
-# in test_general_programs.py and tests/test_architecture.py.
+# Few shapes: two rows, one tile per launch. The pages do not hold two of the longest
+# requests at once. test_general_programs.py and tests/test_architecture.py test that a
+# single row gives the same text in a program of one row.
 SETTINGS: dict[str, Any] = dict(
     max_num_seqs=2,
     page_size=4,
@@ -63,7 +63,7 @@ SETTINGS: dict[str, Any] = dict(
 )
 EOS = 1
 
-# Greedy decoding compares like with like only where rounding cannot decide.
+# Smallest margin at which rounding cannot change a greedy token.
 MIN_MARGIN = 1e-4
 
 
@@ -73,11 +73,11 @@ def settings(**changes: Any) -> dict[str, Any]:
 
 
 def make_model(seed: int, *, family: str = GEMMA2, **changes: Any) -> Any:
-    """A model that does not repeat itself.
+    """A model whose text is not repetitive.
 
-    With tied embeddings a random model says its last token again and again, and a text
-    of equal tokens hides keys and values at wrong positions. Random signs in the final
-    norm and louder layers end that.
+    With tied embeddings a random model repeats its last token, and such a text hides
+    keys and values at wrong positions. Random signs in the final norm and layers with
+    larger outputs prevent that.
     """
     if family == GEMMA3:
         model = make_gemma3(seed=seed, **(SIZES_GEMMA3 | changes))
@@ -113,7 +113,7 @@ def draft(kind: str, family: str = GEMMA2) -> Any:
 
 
 def add_noise(model: Any) -> Any:
-    """Let a model differ from what it is as a draft does that agrees often."""
+    """Add noise to a model, so that it becomes a draft that agrees often."""
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for value in model.parameters():
@@ -139,7 +139,7 @@ def plain_engine() -> LLMEngine:
 
 
 def own_engine() -> LLMEngine:
-    """A speculative engine whose arrays nobody else has, so that it may sleep."""
+    """A speculative engine with its own arrays, so that it may sleep."""
     return make_engine(
         target(),
         draft("noisy"),
@@ -173,17 +173,17 @@ def _runner(kind: str) -> Runner:
 
 
 def _keep_arrays(runner: Runner) -> None:
-    """Refuse what would take weights or programs from other tests of this process."""
+    """Reject calls that would drop weights or programs that other tests share."""
 
     def refused(*_: object, **__: object) -> None:
-        raise AssertionError("other tests have these arrays: take pair.own_engine()")
+        raise AssertionError("other tests share these arrays: use pair.own_engine()")
 
     for name in ("drop_weights", "leave_out_drafts"):
         setattr(runner, name, refused)
 
 
 def engine(kind: str = "noisy", *, seed: int = 0, **speculative: Any) -> LLMEngine:
-    """A fresh speculative engine; weights and executables are everybody's."""
+    """A fresh speculative engine over shared weights and executables."""
     made = with_settings(_first_engine(), seed=seed, **speculative)
     return LLMEngine(made.config, runner=_runner(kind), tokenizer=made.tokenizer)
 
@@ -192,13 +192,13 @@ class GeneralRunner(Runner):
     """Runs every launch in the largest shape, with all features but grammars."""
 
     def largest(self, shape: StepShape) -> StepShape:
-        if shape.is_catch_up:
+        if shape.is_draft_prefill:
             return shape
         count = self.config.num_logprobs
         return StepShape(
             num_seqs=self.config.max_num_seqs,
             num_draft_tokens=shape.num_draft_tokens,
-            chunk=self.config.max_num_batched_tokens,
+            max_prompt_tokens=self.config.max_num_batched_tokens,
             features=Features(
                 has_controls=True, num_logprobs=count, num_prompt_logprobs=count
             ),
@@ -207,7 +207,7 @@ class GeneralRunner(Runner):
     def launch(self, plan: StepPlan, shape: StepShape) -> Any:
         return super().launch(plan, self.largest(shape))
 
-    def fetch(self, result: Any, shape: StepShape) -> StepResult | CaughtUp:
+    def fetch(self, result: Any, shape: StepShape) -> StepResult | DraftPrefillResult:
         return super().fetch(result, self.largest(shape))
 
 
@@ -221,7 +221,7 @@ def prompts(count: int, *, seed: int = 0, longest: int = 40) -> list[list[int]]:
 
 @contextlib.contextmanager
 def recorded(made: LLMEngine) -> Iterator[list[tuple[StepPlan, StepShape, Any]]]:
-    """Every launch that is read meanwhile: plan, shape, result."""
+    """Record the launches that are read in this context: plan, shape, result."""
     runner, plans, rounds = made.runner, deque(), []
     launch, fetch = runner.launch, runner.fetch
 
@@ -229,7 +229,7 @@ def recorded(made: LLMEngine) -> Iterator[list[tuple[StepPlan, StepShape, Any]]]
         plans.append((plan, shape))
         return launch(plan, shape)
 
-    def note_fetch(result: Any, shape: StepShape) -> StepResult | CaughtUp:
+    def note_fetch(result: Any, shape: StepShape) -> StepResult | DraftPrefillResult:
         rounds.append((*plans.popleft(), fetch(result, shape)))
         return rounds[-1][-1]
 
@@ -240,10 +240,10 @@ def recorded(made: LLMEngine) -> Iterator[list[tuple[StepPlan, StepShape, Any]]]
 
 
 def greedy_margin(prompt: list[int], tokens: list[int], *, model: Any = None) -> float:
-    """How clearly HuggingFace would say the same; negative where it would not.
+    """Smallest margin of the text's tokens by HuggingFace; negative if it differs.
 
-    One full forward pass over what was said: if every token is the argmax after the
-    ones before it, the whole is the greedy text, by induction.
+    One forward pass over the text: if every token is the argmax given those before it,
+    the text is the greedy text, by induction.
     """
     model = target() if model is None else model
     logits = hf_logits(model, np.array(prompt + tokens))[len(prompt) - 1 : -1]

@@ -1,4 +1,4 @@
-"""An admission and a pool, as launches have them."""
+"""An example of an admission and of a pool."""
 
 import dataclasses
 

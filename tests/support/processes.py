@@ -18,7 +18,7 @@ def environment(num_devices: int) -> dict[str, str]:
 
 
 def free_port() -> int:
-    """The first of two ports that nobody has."""
+    """The first of two free ports."""
     while True:
         with socket.socket() as first, socket.socket() as second:
             first.bind(("127.0.0.1", 0))

@@ -15,7 +15,7 @@ from tests.support.loops import make_config
 
 
 def make(prompt: Any = (2, 3, 4), *, config: dict[str, Any] | None = None, **fields):
-    """A request, its parameters given by name."""
+    """Make a request with parameters by name."""
     made = make_config(**(config or {}))
     intake = InputProcessor(made, StubTokenizer(made.model_config.vocab_size))
     return intake.prepare("0", list(prompt), SamplingParams(**fields)).requests[0]

@@ -1,4 +1,4 @@
-"""Target and draft distributions that rounds are played with."""
+"""Target and draft distributions for simulated rounds."""
 
 import numpy as np
 
@@ -8,7 +8,7 @@ VOCAB, DRAFTS, LENGTH = 4, 3, 4
 _random = np.random.default_rng(0)
 
 
-# Next-token distributions by last token; the draft prefers what the target avoids.
+# Next-token distributions by last token; the draft prefers the target's rare tokens.
 TARGET = _random.dirichlet([0.7] * VOCAB, VOCAB)
 
 

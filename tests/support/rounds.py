@@ -11,16 +11,16 @@ from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.engine.scheduling import prefill_budget
 from jaxspec.engine.scheduling.row_table import RowTable
 from jaxspec.program.plan import StepPlan, StepShape
-from jaxspec.program.wire import CaughtUp, StepResult
+from jaxspec.program.wire import DraftPrefillResult, StepResult
 
 STEPS = 8
 
 
 @contextlib.contextmanager
 def at_most(engine: LLMEngine, num_rounds: int) -> Iterator[list[tuple[int, int]]]:
-    """However long they take, and however near the end is: the device finds it.
+    """Let launches run up to `num_rounds` rounds, regardless of time and text length.
 
-    Yields rounds planned and run, of every launch that is read.
+    Yields a list of (rounds planned, rounds run) of the launches that are read.
     """
     runner, planned, ran = engine.runner, deque[int](), list[tuple[int, int]]()
     launch, fetch = runner.launch, runner.fetch
@@ -29,7 +29,7 @@ def at_most(engine: LLMEngine, num_rounds: int) -> Iterator[list[tuple[int, int]
         planned.append(plan.num_rounds)
         return launch(plan, shape)
 
-    def note_fetch(result: Any, shape: StepShape) -> StepResult | CaughtUp:
+    def note_fetch(result: Any, shape: StepShape) -> StepResult | DraftPrefillResult:
         fetched = fetch(result, shape)
         ran.append((planned.popleft(), len(fetched.rounds)))
         return fetched

@@ -20,7 +20,7 @@ def make_active(count: int, **fields: Any) -> Active:
 
     Args:
         fields: Fields of `Active`. `stop_ids` may be short lists; defaults are greedy
-            sequences of ten tokens that nothing stops.
+            sequences of ten tokens without stop ids.
     """
     given = dict(
         row=np.arange(count),
@@ -62,7 +62,7 @@ def make_active(count: int, **fields: Any) -> Active:
 def make_control_rows(
     controls: list[TokenControls | None], vocab_size: int
 ) -> ControlRows:
-    """One row per request; those without controls keep what somebody left there."""
+    """One row per request; rows without controls hold an earlier request's values."""
     left = TokenControls(presence_penalty=9.0, bias=((3, 7.0),), allowed=(5,))
     asked = [(one or left).values(vocab_size) for one in controls]
 

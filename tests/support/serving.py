@@ -1,4 +1,4 @@
-"""The server's application over a device of plain Python, asked as clients ask."""
+"""The server's application over a fake device, with HTTP clients."""
 
 import contextlib
 import json
@@ -20,7 +20,7 @@ from jaxspec.text.tokenizer import Tokenizer
 from tests.support.engines import StubTokenizer
 from tests.support.fake_engines import assert_idle, letters, make_fake_engine, serve
 
-# What the model says after a prompt of three tokens is `letters(said(count))`.
+# The model's text after a prompt of three tokens is `letters(said(count))`.
 PROMPT = letters([2, 3, 4])
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": PROMPT}]
@@ -46,12 +46,12 @@ def serve_http(
     break_at: int | None = None,
     **changes: Any,
 ) -> None:
-    """Let a client ask; afterwards nothing may be left of its requests.
+    """Run a client against a server; assert afterwards that no requests remain.
 
     Args:
         settings: Of the server.
-        break_at: The launch, counted from 0, that fails, and fails again without
-            drafts; all before it take a while.
+        break_at: Number of the launch, from 0, that fails, also when retried without
+            drafts; earlier launches are delayed.
         changes: Of the engine's config.
     """
 
@@ -70,9 +70,9 @@ def serve_http(
 
 
 class Gate:
-    """Has an engine's programs made one by one, as they are let through.
+    """Blocks an idle engine's compilations until they are let through one by one.
 
-    The engine is idle. At the end all must be let through, for the thread to end.
+    All must be let through at the end, so that the thread ends.
     """
 
     def __init__(self, engine: LLMEngine):
@@ -90,7 +90,7 @@ class Gate:
 
 
 class Site:
-    """A server in a thread, which can go and come back where it was.
+    """A server in a thread, which can be stopped and restarted on the same port.
 
     Attributes:
         delay_s: Added to every launch.
@@ -126,7 +126,7 @@ class Site:
         self.address = bound.getsockname()
         self.url = f"http://127.0.0.1:{self._port}/"
         self.app = make_app(self.engine, ServerSettings(**settings))
-        # Streams are cut when it goes.
+        # Streams are cut when the server stops.
         config = uvicorn.Config(
             self.app, log_level="error", timeout_graceful_shutdown=0, ws="none"
         )
@@ -149,7 +149,7 @@ class Site:
 def site_of(
     engine_changes: Mapping[str, Any] | None = None, **settings: Any
 ) -> Iterator[Site]:
-    """A server on a port of its own; afterwards nothing may be left of its requests.
+    """A server on its own port; asserts afterwards that no requests remain.
 
     Args:
         engine_changes: Of the engine's config.
@@ -179,14 +179,14 @@ def _break(runner: Any, number: int) -> None:
 
 
 async def post(client: httpx.AsyncClient, path: str, **body: Any) -> Any:
-    """Ask and expect an answer; a stream comes as a list of its events."""
+    """Send a request that must succeed; return a stream as a list of its events."""
     response = await client.post(path, json=body)
     assert response.status_code == 200, response.text
     return events_of(response.text) if body.get("stream") else response.json()
 
 
 def events_of(text: str) -> list[Any]:
-    """Read a stream, which must end as OpenAI's do."""
+    """Parse a stream, which must end like OpenAI's."""
     *events, done, rest = text.split("\n\n")
     assert (done, rest) == ("data: [DONE]", "")
     assert all(event.startswith("data: ") for event in events)
@@ -194,7 +194,7 @@ def events_of(text: str) -> list[Any]:
 
 
 def error_of(response: httpx.Response, status: int, kind: str) -> dict[str, Any]:
-    """Read an error, which must have vLLM's form."""
+    """Parse an error, which must have vLLM's form."""
     assert response.status_code == status, response.text
     (error,) = response.json().values()
     assert set(error) == {"message", "type", "param", "code"}

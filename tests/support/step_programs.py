@@ -1,4 +1,4 @@
-"""Compiled steps: what they materialize, and how many arrays they take."""
+"""Inspect compiled steps: the arrays that they materialize, and their arguments."""
 
 import itertools
 import re
@@ -18,7 +18,7 @@ PAGE_SHAPES = {
 }
 
 
-# They name values and make none.
+# Operations that name values and compute none.
 FREE = {"parameter", "get-tuple-element", "bitcast", "tuple", "while", "conditional"}
 
 
@@ -49,8 +49,8 @@ def instructions(program: str) -> list[Instruction]:
 def materialized(program: str, shapes: set[tuple[int, ...]]) -> list[Instruction]:
     """Instructions that write a whole array of one of the shapes to memory.
 
-    What is inside a fusion is computed as it is used; a scatter, or a fusion around
-    one, writes rows into its operand.
+    Values inside a fusion are not materialized; a scatter, or a fusion around one,
+    writes rows into its operand.
     """
     every = instructions(program)
     fused = set(re.findall(r" fusion\(.*calls=%([\w.-]+)", program))
@@ -86,14 +86,14 @@ def num_bytes(tree: Any) -> int:
 
 
 def written_in_c(program: str) -> set[tuple[int, ...]]:
-    """Shapes of what operations in C++ give, next to the residual stream."""
+    """Shapes of the results of operations in C++, without the residual stream."""
     calls = re.findall(r"= \((.*?)\) custom-call\(.*jaxspec_attention_block", program)
     sizes = {one for call in calls for one in re.findall(r"\w+\[([\d,]+)\]", call)}
     return {tuple(map(int, one.split(","))) for one in sizes}
 
 
 def check_program(engine: LLMEngine, shape: StepShape) -> str:
-    """Look for copies in a compiled program; returns its text."""
+    """Assert that a compiled program copies no weights or pages; return its text."""
     runner: Any = engine.runner
     executable = runner.executable(shape)
     # Every leaf of the state is updated in place, pages and rows alike.
@@ -106,10 +106,10 @@ def check_program(engine: LLMEngine, shape: StepShape) -> str:
     assert {leaf.shape for leaf in pages} < PAGE_SHAPES
     scatters = [one for one in instructions(program) if one.opcode == "scatter"]
     written = {one.shape for one in scatters} | written_in_c(program)
-    assert written & PAGE_SHAPES, "the check sees no pages"
+    assert written & PAGE_SHAPES, "the check finds no pages"
     assert materialized(program, PAGE_SHAPES) == []
     weights = weight_shapes(runner.params)
-    assert {3, 4} & set(map(len, weights)), "the check sees no panels"
+    assert {3, 4} & set(map(len, weights)), "the check finds no panels"
     assert materialized(program, weights) == []
     return str(program)
 

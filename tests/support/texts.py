@@ -1,4 +1,4 @@
-"""Over ten thousand texts for tokenizers: prose and code that is here, and odd ones."""
+"""Over ten thousand texts for tokenizers: prose, code, and unusual texts."""
 
 import functools
 import random
@@ -8,7 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 SPECIAL = ["<bos>", "<eos>", "<pad>", "<unk>", "<start_of_turn>", "<end_of_turn>"]
-# What a generated text is put together from; a space stands between some of them.
+# Parts of a generated text; some are separated by a space.
 ATOMS = [
     *(" ", "  ", "   ", " " * 7, " " * 16, "\t", "\t\t", "\n", "\n\n", "\r\n"),
     *("the", "Hello", "fox,", "can't", "naïve", "ſtraße", "İstanbul", "ΣΊΣΥΦΟΣ"),
@@ -23,8 +23,8 @@ ATOMS = [
     *("<b>", "</td>", "<0x41>", "<0x0A>", "<s>", "<|im_end|>", "<start_of", "_turn>"),
     *SPECIAL,
 ]
-# Runs longer than the longest piece of them, and symbols that a tokenizer.json may not
-# list: there HuggingFace's tokenizer parts from SentencePiece.
+# Runs longer than the longest such piece, and symbols that a tokenizer.json may not
+# list: there HuggingFace's tokenizer differs from SentencePiece.
 LONG_RUN = re.compile("[ \u2581]{17}|\n{5}")
 UNLISTED = re.compile(r"<2mass>|\[@BOS@\]|<unused\d+>")
 
@@ -45,7 +45,7 @@ def texts(count: int = 11_400) -> list[str]:
 
 
 def _stored(draw: random.Random) -> list[str]:
-    """Draw paragraphs from the standard library, this repository and its credits."""
+    """Random paragraphs of the standard library, this repository and licenses."""
     library = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
     here = [ROOT / "README.md", *sorted((ROOT / "checkpoints").rglob("*.tsv"))]
     parts = [
@@ -57,5 +57,5 @@ def _stored(draw: random.Random) -> list[str]:
 
 
 def is_alike(text: str) -> bool:
-    """Whether HuggingFace's tokenizer and SentencePiece cut a text the same way."""
+    """Whether HuggingFace's tokenizer and SentencePiece split a text the same way."""
     return not LONG_RUN.search(text) and not UNLISTED.search(text)

@@ -1,4 +1,4 @@
-"""Programs in place of rounds: as many arguments and results, compiled in no time."""
+"""Substitutes for step programs: same arguments and results, quick to compile."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ from jaxspec.program.step_context import ProgramConfig
 from jaxspec.sharding import make_mesh
 from jaxspec_checkpoints.gemma.published import published_config
 
-SHAPE = StepShape(num_seqs=1, num_draft_tokens=2, chunk=0)
+SHAPE = StepShape(num_seqs=1, num_draft_tokens=2, max_prompt_tokens=0)
 POOL = PoolShape(num_rows=1, num_pages=4, page_size=4, max_model_len=8, vocab_size=16)
 PLAN = np.arange(3, dtype=np.int32)
 
@@ -26,7 +26,7 @@ def as_state(rows: Any) -> EngineState:
 
 
 def lower_sums(program, shape, arguments, *, name):
-    """In place of a round: as many arguments and results, compiled in no time."""
+    """Lower a substitute for a step with the same arguments and results."""
 
     def run(params, state, plan):
         (weights,), (rows,) = params, state
@@ -45,7 +45,7 @@ def lower_sums(program, shape, arguments, *, name):
 
 
 def lower_round(program, shape, arguments, *, name):
-    """Of what XLA:CPU makes functions."""
+    """Lower a substitute that XLA:CPU compiles to several functions."""
 
     def run(params, state, plan):
         (weights,), (rows,) = params, state

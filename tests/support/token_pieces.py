@@ -16,7 +16,7 @@ BYTES = {
 }
 
 
-EXAMPLES = settings(max_examples=150, deadline=None)
+EXAMPLES = settings(max_examples=150)
 
 
 def byte_tokens(data: bytes) -> list[int]:

@@ -1,4 +1,4 @@
-"""Text gets the ids that SentencePiece and HuggingFace's tokenizers give it."""
+"""Ids equal those of SentencePiece and HuggingFace's tokenizers."""
 
 import json
 import random
@@ -28,7 +28,7 @@ MODEL = (BUNDLED / "tokenizer.model").read_bytes()
 
 @pytest.fixture(scope="module")
 def hf(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """HuggingFace's reading of the model file, not of the JSON file beside it."""
+    """HuggingFace's tokenizer from the model file, not from the JSON file."""
     folder = tmp_path_factory.mktemp("bundled")
     for name in ("config.json", "tokenizer.model", "tokenizer_config.json"):
         shutil.copy(BUNDLED / name, folder)
@@ -45,8 +45,8 @@ def exported(hf: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", ["target", "draft"])
-def test_the_bundled_json_file_is_made_of_the_model_file(exported: Path, name: str):
-    """Clients read it: they need no sentencepiece."""
+def test_bundled_json_file_equals_export_of_model_file(exported: Path, name: str):
+    """Clients without sentencepiece use it."""
     files = [BUNDLED.parent / name, exported]
     bundled, made = ((folder / "tokenizer.json").read_text() for folder in files)
     assert json.loads(bundled) == json.loads(made)
@@ -54,7 +54,7 @@ def test_the_bundled_json_file_is_made_of_the_model_file(exported: Path, name: s
 
 @pytest.fixture(scope="module")
 def reference() -> Any:
-    """The bundled model as SentencePiece reads it."""
+    """The bundled model in SentencePiece."""
     processor = sentencepiece.SentencePieceProcessor()
     processor.LoadFromSerializedProto(MODEL)
     return processor
@@ -67,13 +67,13 @@ def tokenizer(request: pytest.FixtureRequest, exported: Path) -> Tokenizer:
 
 
 def first_difference(given: list[str], ours: list[Any], theirs: list[Any]) -> Any:
-    """What to show of ten thousand results: the first that differs."""
+    """Return the first of ten thousand results that differs, to print."""
     assert len(given) == len(ours) == len(theirs)
     pairs = zip(given, ours, theirs, strict=True)
     return next((row for row in pairs if row[1] != row[2]), None)
 
 
-def test_ten_thousand_texts_have_huggingfaces_ids(tokenizer: Tokenizer, hf: Any):
+def test_ten_thousand_texts_have_huggingface_ids(tokenizer: Tokenizer, hf: Any):
     given = [text for text in texts() if is_alike(text)]
     assert len(given) > 10_000
     theirs = hf(given, add_special_tokens=False)["input_ids"]
@@ -81,7 +81,7 @@ def test_ten_thousand_texts_have_huggingfaces_ids(tokenizer: Tokenizer, hf: Any)
     assert first_difference(given, ours, theirs) is None
 
 
-def test_as_text_special_pieces_have_huggingfaces_ids(tokenizer: Tokenizer, hf: Any):
+def test_special_pieces_as_text_have_huggingface_ids(tokenizer: Tokenizer, hf: Any):
     spelled = [text for text in texts() if any(piece in text for piece in SPECIAL)]
     given = [text for text in spelled if is_alike(text)]
     assert len(given) > 1000
@@ -98,7 +98,7 @@ def test_as_text_special_pieces_have_huggingfaces_ids(tokenizer: Tokenizer, hf: 
     assert not any(special.intersection(token_ids) for token_ids in ours)
 
 
-def test_texts_come_back(tokenizer: Tokenizer):
+def test_round_trip(tokenizer: Tokenizer):
     given = texts()[::3]
     back = [
         tokenizer.decode(
@@ -106,12 +106,12 @@ def test_texts_come_back(tokenizer: Tokenizer):
         )
         for text in given
     ]
-    # A piece spells a space as U+2581, so the letter of that name becomes one.
+    # A space is U+2581 in pieces, so this character decodes to a space.
     spaced = [text.replace("\u2581", " ") for text in given]
     assert first_difference(given, back, spaced) is None
 
 
-def test_the_model_file_cuts_as_sentencepiece_does(reference: Any):
+def test_model_file_encodes_like_sentencepiece(reference: Any):
     tokenizer = Tokenizer.from_folder(BUNDLED)
     given = [text for text in texts() if not any(piece in text for piece in SPECIAL)]
     given += [" " * count for count in range(60)] + ["\n" * 9, "<mask><unused3>x"]
@@ -119,7 +119,7 @@ def test_the_model_file_cuts_as_sentencepiece_does(reference: Any):
     assert first_difference(given, ours, reference.encode(given)) is None
 
 
-def test_where_huggingface_parts_from_sentencepiece(
+def test_differences_of_huggingface_from_sentencepiece(
     hf: Any, exported: Path, reference: Any
 ):
     pieces = {
@@ -129,7 +129,7 @@ def test_where_huggingface_parts_from_sentencepiece(
     }
     ours, from_json = Tokenizer.from_folder(BUNDLED), Tokenizer.from_folder(exported)
     for text, (right, huggingfaces) in pieces.items():
-        # SentencePiece trained the models, so it is right.
+        # SentencePiece was used in training, so it is correct.
         assert reference.encode(text, out_type=str) == right
         assert hf.tokenize(text) == huggingfaces
         for tokenizer, expected in ((ours, right), (from_json, huggingfaces)):
@@ -137,7 +137,7 @@ def test_where_huggingface_parts_from_sentencepiece(
             assert tokenizer.convert_ids_to_tokens(token_ids) == expected
 
 
-def test_listed_symbols_of_a_json_file_are_found(exported: Path, tmp_path: Path):
+def test_listed_symbols_of_json_file_are_recognized(exported: Path, tmp_path: Path):
     # The files of Gemma 2 list them all.
     library = tokenizers.Tokenizer.from_file(str(exported / "tokenizer.json"))
     library.add_tokens([tokenizers.AddedToken("<unused7>", normalized=False)])
@@ -148,7 +148,7 @@ def test_listed_symbols_of_a_json_file_are_found(exported: Path, tmp_path: Path)
     assert not tokenizer.is_special(14)
 
 
-def test_image_piece_behind_the_vocabulary_is_text(exported: Path, tmp_path: Path):
+def test_image_piece_after_vocabulary_is_text(exported: Path, tmp_path: Path):
     """Gemma 3's file lists it; the text model has no row for it."""
     library = tokenizers.Tokenizer.from_file(str(exported / "tokenizer.json"))
     size = library.get_vocab_size()
@@ -163,7 +163,7 @@ def test_image_piece_behind_the_vocabulary_is_text(exported: Path, tmp_path: Pat
 
 
 def random_ids(size: int) -> list[list[int]]:
-    """Ids of which many are bytes, most of them of no whole character."""
+    """Make random ids, many of them bytes, mostly of incomplete characters."""
     draw = random.Random(1)
     kinds = [range(108, size), range(127, 383), range(127 + 0x80, 383)]
     return [
@@ -172,7 +172,7 @@ def random_ids(size: int) -> list[list[int]]:
     ]
 
 
-def test_any_ids_read_as_sentencepiece_reads_them(tokenizer: Tokenizer, reference: Any):
+def test_any_ids_decode_like_sentencepiece(tokenizer: Tokenizer, reference: Any):
     given = random_ids(tokenizer.vocab_size)
     assert reference.is_byte(127) and reference.is_byte(382)
     ours = [tokenizer.decode(token_ids) for token_ids in given]
@@ -181,7 +181,7 @@ def test_any_ids_read_as_sentencepiece_reads_them(tokenizer: Tokenizer, referenc
     assert sum("\ufffd" in text for text in theirs) > 1000
 
 
-def test_text_that_grows_token_by_token_is_the_whole_text(tokenizer: Tokenizer):
+def test_text_grows_token_by_token(tokenizer: Tokenizer):
     for token_ids in random_ids(tokenizer.vocab_size)[:500]:
         stream = TextStream(tokenizer, SamplingParams())
         for token in token_ids:
@@ -190,7 +190,7 @@ def test_text_that_grows_token_by_token_is_the_whole_text(tokenizer: Tokenizer):
         assert stream.text == tokenizer.decode(token_ids), token_ids
 
 
-def test_both_files_name_the_same_pieces(exported: Path, reference: Any):
+def test_both_files_have_equal_pieces(exported: Path, reference: Any):
     ours, from_json = (read_pieces(one, MARKERS) for one in (BUNDLED, exported))
     ids = range(reference.vocab_size())
     assert ours.size == from_json.size == len(ids)
@@ -207,16 +207,14 @@ def test_both_files_name_the_same_pieces(exported: Path, reference: Any):
     assert sorted(ours.special.values()) == [0, 1, 2, 3, 106, 107]
 
 
-def test_the_model_file_goes_first(exported: Path, tmp_path: Path):
+def test_model_file_takes_precedence(exported: Path, tmp_path: Path):
     shutil.copy(exported / "tokenizer.json", tmp_path)
     assert Tokenizer.from_folder(tmp_path).encode("<unused7>") != [2, 14]
     (tmp_path / "tokenizer.model").write_bytes(MODEL)
     assert Tokenizer.from_folder(tmp_path).encode("<unused7>") == [2, 14]
 
 
-def test_a_json_file_that_pads_and_truncates_does_neither(
-    exported: Path, tmp_path: Path
-):
+def test_json_file_settings_of_padding_are_ignored(exported: Path, tmp_path: Path):
     library = tokenizers.Tokenizer.from_file(str(exported / "tokenizer.json"))
     library.enable_truncation(2)
     library.enable_padding(length=9)
@@ -226,7 +224,7 @@ def test_a_json_file_that_pads_and_truncates_does_neither(
     assert Tokenizer.from_folder(tmp_path).encode(text) == expected
 
 
-def test_a_json_file_with_one_turn_marker_has_no_turns(exported: Path, tmp_path: Path):
+def test_json_file_with_one_turn_marker_has_no_turns(exported: Path, tmp_path: Path):
     content = (exported / "tokenizer.json").read_text()
     renamed = content.replace("<end_of_turn>", "<end_of_tale>")
     (tmp_path / "tokenizer.json").write_text(renamed)
@@ -236,13 +234,13 @@ def test_a_json_file_with_one_turn_marker_has_no_turns(exported: Path, tmp_path:
 
 
 def changed_kind(kind: bytes) -> bytes:
-    """The bundled model with another kind of <start_of_turn>."""
+    """Return the bundled model with another kind of <start_of_turn>."""
     place = MODEL.index(b"<start_of_turn>") + 15 + 5
     assert MODEL[place : place + 2] == b"\x18\x04"
     return MODEL[: place + 1] + kind + MODEL[place + 2 :]
 
 
-def test_turn_markers_that_are_control_pieces(tmp_path: Path):
+def test_turn_markers_as_control_pieces(tmp_path: Path):
     (tmp_path / "tokenizer.model").write_bytes(changed_kind(b"\x03"))
     tokenizer = Tokenizer.from_folder(tmp_path)
     assert tokenizer.encode("<start_of_turn>") == [2, 106]
@@ -275,14 +273,12 @@ def broken_json(change: str) -> bytes:
         ("tokenizer.model", changed_kind(b"\x01"), "neither control nor symbol"),
         ("tokenizer.json", b"", "must be a tokenizer of Gemma's kind"),
         ("tokenizer.json", b"{}", "must be a tokenizer of Gemma's kind"),
-        ("tokenizer.json", broken_json("another kind"), "no BPE model"),
-        ("tokenizer.json", broken_json("no bytes"), "no BPE model"),
-        ("tokenizer.json", broken_json("no end"), "no begin or no end piece"),
+        ("tokenizer.json", broken_json("another kind"), "not a BPE model"),
+        ("tokenizer.json", broken_json("no bytes"), "not a BPE model"),
+        ("tokenizer.json", broken_json("no end"), "no bos or no eos piece"),
     ],
 )
-def test_a_file_that_cannot_be_used(
-    tmp_path: Path, name: str, content: bytes, reason: str
-):
+def test_rejects_invalid_file(tmp_path: Path, name: str, content: bytes, reason: str):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ConfigError, match=reason) as caught:
         Tokenizer.from_folder(tmp_path)
@@ -290,8 +286,8 @@ def test_a_file_that_cannot_be_used(
     assert caught.value.parameter == "tokenizer"
 
 
-def test_only_the_kind_of_turn_markers_is_changed():
-    """By the library that the bytes are of."""
+def test_changes_only_kind_of_turn_markers():
+    """Compared after parsing with the library itself."""
     model: Any = protobuf
     expected = model.ModelProto.FromString(MODEL)
     turns = [piece for piece in expected.pieces if piece.piece in MARKERS]
@@ -302,7 +298,7 @@ def test_only_the_kind_of_turn_markers_is_changed():
     assert _without_turns(MODEL, MARKERS) == expected.SerializeToString()
 
 
-def test_a_folder_without_tokenizer(tmp_path: Path):
+def test_folder_without_tokenizer(tmp_path: Path):
     allowed = r"tokenizer\.model or a tokenizer\.json.*no such file"
     with pytest.raises(ConfigError, match=allowed):
         Tokenizer.from_folder(tmp_path)
@@ -311,7 +307,7 @@ def test_a_folder_without_tokenizer(tmp_path: Path):
 @pytest.mark.parametrize(
     "name", ["tokenizer.model", "tokenizer_config.json", "chat_template.jinja"]
 )
-def test_a_link_to_another_folder_is_refused(tmp_path: Path, name: str):
+def test_refuses_link_to_another_folder(tmp_path: Path, name: str):
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "tokenizer.model").write_bytes(MODEL)
@@ -322,7 +318,7 @@ def test_a_link_to_another_folder_is_refused(tmp_path: Path, name: str):
         Tokenizer.from_folder(folder)
 
 
-def test_a_snapshot_of_the_hub_cache_links_to_its_blobs(tmp_path: Path):
+def test_accepts_links_of_hub_cache(tmp_path: Path):
     repository = tmp_path / "models--a--b"
     folder, blobs = repository / "snapshots" / "main", repository / "blobs"
     folder.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Text, special pieces and conversations become ids, and ids become text again."""
+"""Encoding of text, special pieces and conversations, and decoding."""
 
 from pathlib import Path
 
@@ -64,7 +64,7 @@ def tokenizer(folder: Path) -> Tokenizer:
     return Tokenizer.from_folder(folder)
 
 
-def test_special_ids_are_gemmas(tokenizer: Tokenizer):
+def test_special_ids_are_those_of_gemma(tokenizer: Tokenizer):
     assert tokenizer.pad_token_id == 0
     assert tokenizer.eos_token_id == 1
     assert tokenizer.bos_token_id == 2
@@ -74,7 +74,7 @@ def test_special_ids_are_gemmas(tokenizer: Tokenizer):
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_text_survives_the_way_there_and_back(tokenizer: Tokenizer, text: str):
+def test_round_trip(tokenizer: Tokenizer, text: str):
     token_ids = tokenizer.encode(text)
     assert token_ids[0] == 2
     assert tokenizer.encode(text, add_special_tokens=False) == token_ids[1:]
@@ -83,7 +83,7 @@ def test_text_survives_the_way_there_and_back(tokenizer: Tokenizer, text: str):
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_ordinary_text_encodes_as_sentencepiece_does(
+def test_ordinary_text_encodes_like_sentencepiece(
     tokenizer: Tokenizer, folder: Path, text: str
 ):
     oracle = sentencepiece.SentencePieceProcessor()
@@ -91,7 +91,7 @@ def test_ordinary_text_encodes_as_sentencepiece_does(
     assert tokenizer.encode(text)[1:] == oracle.encode(text)
 
 
-def test_special_pieces_in_a_text_become_their_ids(tokenizer: Tokenizer):
+def test_special_pieces_in_text_become_their_ids(tokenizer: Tokenizer):
     inner = tokenizer.encode("user", add_special_tokens=False)
     assert tokenizer.encode("<start_of_turn>user<end_of_turn><eos>") == [
         2,
@@ -102,12 +102,12 @@ def test_special_pieces_in_a_text_become_their_ids(tokenizer: Tokenizer):
     ]
 
 
-def test_the_beginning_is_marked_once(tokenizer: Tokenizer):
+def test_bos_is_added_once(tokenizer: Tokenizer):
     assert tokenizer.encode("<bos>a") == tokenizer.encode("a")
     assert tokenizer.encode("<bos>") == [2]
 
 
-def test_decode_leaves_special_ids_out_or_spells_them(tokenizer: Tokenizer):
+def test_decode_skips_or_shows_special_ids(tokenizer: Tokenizer):
     middle = tokenizer.encode(" there", add_special_tokens=False)
     token_ids = [2, 106, *middle, 107, 3, 0, 1]
     assert tokenizer.decode(token_ids) == " there"
@@ -116,8 +116,8 @@ def test_decode_leaves_special_ids_out_or_spells_them(tokenizer: Tokenizer):
     )
 
 
-def test_bytes_make_characters_and_half_characters_are_replaced(tokenizer: Tokenizer):
-    # U+1F9A6 is in no vocabulary of this size: four byte pieces.
+def test_bytes_form_characters(tokenizer: Tokenizer):
+    # U+1F9A6 is not in this small vocabulary: four byte pieces.
     token_ids = tokenizer.encode("\U0001f9a6", add_special_tokens=False)
     assert len(token_ids) == 4
     assert all(tokenizer.is_byte(token) for token in token_ids)
@@ -135,18 +135,18 @@ def test_pieces(tokenizer: Tokenizer):
     assert not tokenizer.is_special(108)
 
 
-def test_text_that_spells_special_pieces_can_stay_text(tokenizer: Tokenizer):
+def test_special_pieces_can_be_encoded_as_text(tokenizer: Tokenizer):
     text = "a<end_of_turn>\n<start_of_turn>model\n<eos>"
     token_ids = tokenizer.encode(text, parse_special_tokens=False)
     assert token_ids[0] == 2
     assert not any(map(tokenizer.is_special, token_ids[1:]))
     assert tokenizer.decode(token_ids) == text
-    # A text that spells the beginning has it as text, after the real one.
+    # "<bos>" in the text is text, after the real bos token.
     spelled = tokenizer.encode("<bos>a", parse_special_tokens=False)
     assert spelled[0] == 2 and len(spelled) > 3 and 2 not in spelled[1:]
 
 
-def test_pad_rows_of_a_network_are_no_text(tokenizer: Tokenizer):
+def test_padding_ids_have_no_text(tokenizer: Tokenizer):
     last = tokenizer.vocab_size
     assert tokenizer.decode([2, last, -1, last + 128]) == ""
     assert tokenizer.convert_ids_to_tokens([last, -1]) == ["", ""]
@@ -157,7 +157,7 @@ def test_pad_rows_of_a_network_are_no_text(tokenizer: Tokenizer):
 USER = {"role": "user", "content": "a"}
 
 
-def test_a_conversation_has_one_beginning(tokenizer: Tokenizer):
+def test_conversation_has_one_bos(tokenizer: Tokenizer):
     text = "<bos><start_of_turn>user\na<end_of_turn>\n<start_of_turn>model\n"
     assert tokenizer.apply_chat_template([USER], tokenize=False) == text
     token_ids = tokenizer.apply_chat_template(conversation=[USER])
@@ -168,12 +168,12 @@ def test_a_conversation_has_one_beginning(tokenizer: Tokenizer):
     assert tokenizer.write_chat([USER]) == (text, token_ids)
 
 
-def test_a_turn_cannot_both_go_on_and_be_over(tokenizer: Tokenizer):
+def test_continue_final_message_excludes_generation_prompt(tokenizer: Tokenizer):
     with pytest.raises(RequestError, match="add_generation_prompt=False"):
         tokenizer.apply_chat_template([USER], continue_final_message=True)
 
 
-def test_a_chat_needs_turns_or_a_template(tmp_path: Path):
+def test_chat_needs_turns_or_template(tmp_path: Path):
     write_model(tmp_path, {"<end_of_turn>": "<end_of_tale>"})
     tokenizer = Tokenizer.from_folder(tmp_path)
     assert not tokenizer.has_turns
@@ -186,7 +186,7 @@ def test_a_chat_needs_turns_or_a_template(tmp_path: Path):
     assert token_ids == tokenizer.encode("a")
 
 
-def test_a_model_with_a_template_ends_its_turns(tmp_path: Path):
+def test_model_with_template_has_turn_end_ids(tmp_path: Path):
     write_model(tmp_path, {})
     assert Tokenizer.from_folder(tmp_path).turn_end_ids == ()
     assert Tokenizer.from_folder(tmp_path, "{{ x }}").turn_end_ids == (107,)
@@ -195,7 +195,7 @@ def test_a_model_with_a_template_ends_its_turns(tmp_path: Path):
 
 
 def write_model(folder: Path, renamed: dict[str, str]) -> None:
-    """The bundled model with other spellings, of the same lengths, of some pieces."""
+    """Write the bundled model with some pieces renamed, at equal lengths."""
     model = (jaxspec_checkpoints.bundled_target() / "tokenizer.model").read_bytes()
     for old, new in renamed.items():
         assert len(old) == len(new)
@@ -203,7 +203,7 @@ def write_model(folder: Path, renamed: dict[str, str]) -> None:
     (folder / "tokenizer.model").write_bytes(model)
 
 
-def test_one_tokenizer_in_two_files_is_one(tmp_path: Path):
+def test_equal_tokenizers_in_two_files(tmp_path: Path):
     target = Tokenizer.from_folder(jaxspec_checkpoints.bundled_target())
     draft = Tokenizer.from_folder(jaxspec_checkpoints.bundled_draft())
     check_same_tokenizer(target, draft)
@@ -216,7 +216,7 @@ def test_one_tokenizer_in_two_files_is_one(tmp_path: Path):
     check_same_tokenizer(target, other)
 
 
-def test_the_first_other_piece_is_named(tmp_path: Path):
+def test_error_names_first_different_piece(tmp_path: Path):
     target = Tokenizer.from_folder(jaxspec_checkpoints.bundled_target())
     write_model(tmp_path, {"<unused5>": "<unique5>", "<unused9>": "<unique9>"})
     with pytest.raises(ConfigError) as caught:
@@ -227,7 +227,7 @@ def test_the_first_other_piece_is_named(tmp_path: Path):
     assert caught.value.parameter == "speculative_model"
 
 
-def test_another_number_of_pieces_is_another_tokenizer(tmp_path: Path):
+def test_different_vocab_sizes_are_refused(tmp_path: Path):
     target = Tokenizer.from_folder(jaxspec_checkpoints.bundled_target())
     hf = transformers.AutoTokenizer.from_pretrained(
         jaxspec_checkpoints.bundled_target()
@@ -242,20 +242,20 @@ def test_another_number_of_pieces_is_another_tokenizer(tmp_path: Path):
         check_same_tokenizer(longer, target)
 
 
-def test_it_encodes_prompts(tokenizer: Tokenizer):
+def test_encodes_prompts(tokenizer: Tokenizer):
     parsed = parse_prompt("Hello", tokenizer, tokenizer.vocab_size, 64)
     assert parsed.token_ids == tokenizer.encode("Hello")
 
 
-def test_it_can_be_used_as_huggingfaces_are(tokenizer: Tokenizer):
+def test_huggingface_interface(tokenizer: Tokenizer):
     ids = tokenizer.encode("Hello, world!")
-    told = tokenizer("Hello, world!")
-    assert told.input_ids == told["input_ids"] == ids
-    assert told.attention_mask == [1] * len(ids)
+    encoding = tokenizer("Hello, world!")
+    assert encoding.input_ids == encoding["input_ids"] == ids
+    assert encoding.attention_mask == [1] * len(ids)
     several = tokenizer(["Hello, world!", "x"], add_special_tokens=False)
     assert several.input_ids == [ids[1:], tokenizer.encode("x", False)]
     with pytest.raises(AttributeError):
-        _ = told.token_type_ids
+        _ = encoding.token_type_ids
     vocab = tokenizer.get_vocab()
     assert len(tokenizer) == len(vocab) == tokenizer.vocab_size
     pieces = tokenizer.convert_ids_to_tokens(ids)
@@ -265,9 +265,9 @@ def test_it_can_be_used_as_huggingfaces_are(tokenizer: Tokenizer):
     assert tokenizer.convert_tokens_to_ids("no such piece") == tokenizer.unk_token_id
 
 
-def test_no_tokenizer_knows_ids_alone():
-    nothing = NoTokenizer("nobody named one")
-    assert nothing, "it is one, and has no pieces"
+def test_no_tokenizer():
+    nothing = NoTokenizer("none was named")
+    assert nothing, "true although it has no pieces"
     assert len(nothing) == 0
     assert parse_prompt([2, 5], nothing, 16, 16).token_ids == [2, 5]
     assert nothing.decode([2, 5]) == nothing.id_to_piece(5) == ""
@@ -281,5 +281,5 @@ def test_no_tokenizer_knows_ids_alone():
         lambda: nothing.write_chat(messages),
         lambda: nothing.apply_chat_template(messages),
     ):
-        with pytest.raises(RequestError, match="needs a tokenizer.*nobody named one"):
+        with pytest.raises(RequestError, match="needs a tokenizer.*none was named"):
             ask()

@@ -1,4 +1,4 @@
-"""The form in which Gemma 2 is told of tools and calls them: written, bound, read."""
+"""The format of tool use: rendering, grammar, parsing."""
 
 import json
 import random
@@ -16,7 +16,7 @@ from jaxspec.text.tools import (
     calls_schema,
     read_calls,
     read_tools,
-    say_tools,
+    write_tools,
 )
 from jaxspec_checkpoints import bundled_target
 
@@ -50,14 +50,14 @@ def called(arguments: Any, content: Any = None, call_id: Any = "c1") -> dict[str
     return {"role": "assistant", "content": content, "tool_calls": [call]}
 
 
-def told(text: str, **more: Any) -> dict[str, Any]:
+def result(text: str, **more: Any) -> dict[str, Any]:
     return {"role": "tool", "tool_call_id": "c1", "content": text} | more
 
 
-def said(messages: Any, tools: Any = None) -> list[tuple[str, str]]:
+def rendered(messages: Any, tools: Any = None) -> list[tuple[str, str]]:
     given = read_calls(read_messages(messages))
     return [
-        (one["role"], one["content"]) for one in say_tools(given, read_tools(tools))
+        (one["role"], one["content"]) for one in write_tools(given, read_tools(tools))
     ]
 
 
@@ -65,10 +65,10 @@ def write(messages: Any, **options: Any) -> str:
     return TOKENIZER.write_chat(messages, **options)[0]
 
 
-# --- What the model reads. ---
+# --- Rendering. ---
 
 
-def test_the_first_turn_tells_of_tools():
+def test_first_turn_lists_tools():
     text = write([asked()], tools=TOOLS)
     assert text.startswith("<bos><start_of_turn>user\nYou can call functions.")
     assert text.endswith("\n]\n\nHi<end_of_turn>\n<start_of_turn>model\n")
@@ -79,7 +79,7 @@ def test_the_first_turn_tells_of_tools():
     ]
 
 
-def test_a_system_speaks_before_the_tools():
+def test_system_message_precedes_tools():
     system = {"role": "system", "content": "Be brief.\n"}
     text = write([system, asked()], tools=TOOLS)
     assert text.count("<start_of_turn>user\n") == 1
@@ -91,12 +91,12 @@ def test_calls_and_results_are_turns():
     messages = [
         asked(),
         called('{"city": "Rom"}', "Let me see."),
-        told("21 °C"),
-        told("x", tool_call_id="other", name="time"),
-        told("y", tool_call_id=None),
+        result("21 °C"),
+        result("x", tool_call_id="other", name="time"),
+        result("y", tool_call_id=None),
         {"role": "assistant", "content": "Warm."},
     ]
-    assert said(messages) == [
+    assert rendered(messages) == [
         ("user", "Hi"),
         (
             "assistant",
@@ -107,21 +107,21 @@ def test_calls_and_results_are_turns():
         ("user", '{"result": "y"}'),
         ("assistant", "Warm."),
     ]
-    # Results of calls at once are one turn.
+    # Results of parallel calls are one turn.
     text = write([*messages[:4], asked("So?")])
     assert text.count("<start_of_turn>user\n") == 2
     assert '"21 °C"}\n\n{"name": "time", "result": "x"}\n\nSo?<end_of_turn>' in text
 
 
 @pytest.mark.parametrize("arguments", ["", None, {}, "{}"])
-def test_a_call_without_arguments(arguments: Any):
-    (_, turn) = said([asked(), called(arguments)])
+def test_call_without_arguments(arguments: Any):
+    (_, turn) = rendered([asked(), called(arguments)])
     assert turn == ("assistant", '[{"name": "weather", "parameters": {}}]')
 
 
-def test_what_the_model_said_is_read_again():
-    """The form of the history is the form of the answers."""
-    (_, (_, text)) = said([asked(), called('{"city": "}\\"{"}')])
+def test_rendered_calls_can_be_parsed():
+    """Calls of earlier turns have the format of generated calls."""
+    (_, (_, text)) = rendered([asked(), called('{"city": "}\\"{"}')])
     assert read(text) == ("", [("weather", '{"city": "}\\"{"}')])
 
 
@@ -129,15 +129,15 @@ def test_tools_and_results_cannot_end_a_turn():
     end = TOKENIZER.encode("<end_of_turn>")[-1]
     spelled = "<end_of_turn>\n<start_of_turn>model\n"
     tool = {"function": {"name": "f", "description": spelled}}
-    messages = [asked(), called(json.dumps({"city": spelled})), told(spelled)]
+    messages = [asked(), called(json.dumps({"city": spelled})), result(spelled)]
     for options in ({}, {"chat_template": "{{ tools[0].function.description }}<eos>"}):
         text, token_ids = TOKENIZER.write_chat(messages, tools=[tool], **options)
         assert spelled.strip() in text or json.dumps(spelled)[1:-1] in text
         assert token_ids.count(end) == (0 if options else 3)
 
 
-def test_a_template_with_a_place_for_tools_is_given_them():
-    messages = [asked(), called('{"city": "Rom"}'), told("21")]
+def test_template_that_reads_tools_gets_them():
+    messages = [asked(), called('{"city": "Rom"}'), result("21")]
     given = {"chat_template": READS_TOOLS, "tools": TOOLS}
     assert write(messages, **given) == "user: Hi|assistant: Rom|tool: 21|2"
     for none in (None, []):
@@ -146,11 +146,14 @@ def test_a_template_with_a_place_for_tools_is_given_them():
     assert write([asked()], **given, strict_roles=True) == "user: Hi|2"
 
 
-def test_strict_roles_refuse_what_the_template_has_no_place_for():
-    for messages, tools in (([asked()], TOOLS), ([asked(), called("{}"), told("")], 0)):
+def test_strict_roles_refuse_tools_without_template():
+    for messages, tools in (
+        ([asked()], TOOLS),
+        ([asked(), called("{}"), result("")], 0),
+    ):
         options = {"tools": tools} if tools else {}
         write(messages, **options)
-        with pytest.raises(RequestError, match="[Ll]eave out strict_roles"):
+        with pytest.raises(RequestError, match="With(out)? strict_roles"):
             write(messages, strict_roles=True, **options)
 
 
@@ -180,7 +183,7 @@ def test_strict_roles_refuse_what_the_template_has_no_place_for():
         ),
     ],
 )
-def test_what_is_no_tool(tools: Any, name: str):
+def test_rejects_invalid_tools(tools: Any, name: str):
     with pytest.raises(RequestError) as refused:
         write([asked()], tools=tools)
     assert refused.value.parameter == name
@@ -203,7 +206,7 @@ def test_what_is_no_tool(tools: Any, name: str):
         ),
     ],
 )
-def test_what_is_no_call(calls: Any, name: str):
+def test_rejects_invalid_calls(calls: Any, name: str):
     message = {"role": "assistant", "content": "x", "tool_calls": calls}
     with pytest.raises(RequestError) as refused:
         write([asked(), message])
@@ -211,7 +214,7 @@ def test_what_is_no_call(calls: Any, name: str):
     assert name in str(refused.value)
 
 
-def test_only_an_answer_needs_no_content():
+def test_only_assistant_messages_may_lack_content():
     with pytest.raises(RequestError, match="content"):
         write([asked() | {"content": None}])
     empty = write([asked(), {"role": "assistant", "content": ""}, asked()])
@@ -220,15 +223,15 @@ def test_only_an_answer_needs_no_content():
         assert write([asked(), answer, asked()]) == empty
 
 
-def test_reads_the_older_form_of_a_call():
+def test_reads_deprecated_function_call():
     function = {"name": "f", "arguments": '{"a": 1}'}
     answer = {"role": "assistant", "content": None, "function_call": function}
-    result = {"role": "function", "name": "f", "content": "7"}
-    messages = [asked(), called('{"a": 1}'), told("7"), asked()]
+    returned = {"role": "function", "name": "f", "content": "7"}
+    messages = [asked(), called('{"a": 1}'), result("7"), asked()]
     messages[1]["tool_calls"][0]["function"]["name"] = "f"
-    assert write([asked(), answer, result, asked()]) == write(messages)
+    assert write([asked(), answer, returned, asked()]) == write(messages)
     with pytest.raises(RequestError, match=r"messages\[1\]"):
-        write([asked(), answer | {"function_call": {"name": 7}}, result])
+        write([asked(), answer | {"function_call": {"name": 7}}, returned])
 
 
 # --- The grammar of answers that must call. ---
@@ -247,7 +250,7 @@ PLACES = {
 
 
 def allows(schema: dict[str, Any], text: str) -> bool:
-    """Whether llguidance takes a text, whole."""
+    """Return whether llguidance accepts a complete text."""
     tokenizer = llguidance.LLTokenizer("byte")
     grammar = llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema))
     matcher = llguidance.LLMatcher(tokenizer, grammar)
@@ -282,7 +285,7 @@ NOW = {"name": "time", "parameters": {}}
         ([{"name": "time", "parameters": 7}], False, False),
     ],
 )
-def test_what_must_call_calls(answer: Any, one: bool, several: bool):
+def test_grammar_of_forced_calls(answer: Any, one: bool, several: bool):
     tools = read_tools(
         [
             {"function": {"name": "where", "parameters": PLACES}},
@@ -292,7 +295,7 @@ def test_what_must_call_calls(answer: Any, one: bool, several: bool):
     for is_parallel, expected in ((False, one), (True, several)):
         schema = calls_schema(tools, is_parallel=is_parallel)
         assert allows(schema, json.dumps(answer)) == expected
-        # A second opinion on what the schema means.
+        # An independent validator of the schema.
         validator = jsonschema.Draft202012Validator(schema)
         assert validator.is_valid(answer) == expected
 
@@ -316,7 +319,7 @@ LEAF = {"value": {"$ref": "#/data"}}
 @pytest.mark.parametrize(
     "schema",
     [
-        # What pydantic writes for a model that holds itself.
+        # The schema of a recursive pydantic model.
         {"$defs": {"node": NODE}, "$ref": "#/$defs/node"},
         {
             "$defs": {"node": NODE},
@@ -332,7 +335,7 @@ LEAF = {"value": {"$ref": "#/data"}}
         {"$defs": {"node": INNER}, "$ref": "http://example.org/inner"},
     ],
 )
-def test_references_of_a_schema_stay_in_it(schema: dict[str, Any]):
+def test_schema_references_are_local(schema: dict[str, Any]):
     tools = read_tools(
         [
             {"function": {"name": name, "parameters": schema}}
@@ -352,17 +355,17 @@ def test_references_of_a_schema_stay_in_it(schema: dict[str, Any]):
             assert allows(calls, text) == expected, (name, answer)
 
 
-# --- What is read. ---
+# --- Parsing. ---
 
 
 def read(text: str, step: int = 10**6) -> tuple[str, list[tuple[str, str]]]:
-    """The words and the calls of a text that comes in pieces."""
+    """Return text and calls of a text that is parsed in pieces."""
     reader, words = CallReader({"weather", "time"}), ""
     calls: list[tuple[str, str]] = []
     pieces = [text[at : at + step] for at in range(0, len(text), step)]
     for piece in (*pieces, None):
-        for part in reader.end() if piece is None else reader.feed(piece):
-            assert part.text or part.name is not None, "nothing is told"
+        for part in reader.end() if piece is None else reader.push(piece):
+            assert part.text or part.name is not None, "an empty part"
             if part.call is None:
                 words += part.text
             elif part.name is not None:
@@ -380,7 +383,7 @@ ROME = '{"name": "weather", "parameters": {"city": "Rom"}}'
 BOTH = [("weather", '{"city": "Rom"}'), ("time", "{}")]
 PRETTY = json.dumps([json.loads(ROME)], indent=2)
 FORMS: list[tuple[str, str, list[tuple[str, str]]]] = [
-    # Words.
+    # Plain text.
     ("", "", []),
     (" \n", " \n", []),
     ("Hello.\nYou!\n", "Hello.\nYou!\n", []),
@@ -415,7 +418,7 @@ FORMS: list[tuple[str, str, list[tuple[str, str]]]] = [
     (PRETTY, "", [("weather", '{\n      "city": "Rom"\n    }')]),
     (f"```json\n[{ROME}]\n```", "", BOTH[:1]),
     (f"```tool_code\n{ROME}\n```\n```\n{NONE}```", "", BOTH),
-    # Both.
+    # Text and calls.
     (f"Let me see.\n\n{ROME}", "Let me see.\n", BOTH[:1]),
     (f"[{ROME}]\nDone.", "\nDone.", BOTH[:1]),
     (f"```json\n{ROME}\n```\nDone.", "\nDone.", BOTH[:1]),
@@ -425,10 +428,10 @@ FORMS: list[tuple[str, str, list[tuple[str, str]]]] = [
     (f"```json\n[{ROME}]\n``", "", BOTH[:1]),
     (f"[{ROME[:-1]}", "", BOTH[:1]),
     (f"[{ROME[:-3]}", "", [("weather", '{"city": "Rom')]),
-    # What follows a call that goes on wrongly is words.
+    # After a call that continues wrongly, the rest is plain text.
     (f"{ROME[:-1]}, }}", ", }", BOTH[:1]),
     ('{"parameters": {}, "name": "time"]', "]", BOTH[1:]),
-    # Nested, and with letters that look like an end.
+    # Nested, with brackets inside strings.
     (
         '{"name": "time", "parameters": {"a": [{"b": "}]\\\\"}, {}], "c": "\\"}"}}',
         "",
@@ -438,12 +441,12 @@ FORMS: list[tuple[str, str, list[tuple[str, str]]]] = [
 
 
 @pytest.mark.parametrize(("text", "words", "calls"), FORMS)
-def test_an_answer_is_words_and_calls(text: str, words: str, calls: Any):
+def test_parses_text_and_calls(text: str, words: str, calls: Any):
     for step in (1, 2, 3, 7, 10**6):
         assert read(text, step) == (words, calls), step
 
 
-def test_any_text_is_read_alike_in_any_pieces(unchecked_types: None):
+def test_parsing_is_independent_of_pieces(unchecked_types: None):
     whole = [*(text for text, _, _ in FORMS), '"}]{[,:`\\ \n']
     rng, num_calls = random.Random(0), 0
     for _ in range(1500):
@@ -459,12 +462,12 @@ def test_any_text_is_read_alike_in_any_pieces(unchecked_types: None):
     assert num_calls > 500
 
 
-def test_nothing_is_held_back_longer_than_it_must_be():
+def test_text_is_released_as_early_as_possible():
     reader = CallReader({"weather"})
-    assert [part.text for part in reader.feed("Hel")] == ["Hel"]
-    assert [part.text for part in reader.feed("lo\n[")] == ["lo\n"]
-    assert reader.feed('{"name": "weather"') == []
-    (begun, some) = reader.feed(', "parameters": {"ci')
+    assert [part.text for part in reader.push("Hel")] == ["Hel"]
+    assert [part.text for part in reader.push("lo\n[")] == ["lo\n"]
+    assert reader.push('{"name": "weather"') == []
+    (begun, some) = reader.push(', "parameters": {"ci')
     assert (begun.name, some.text) == ("weather", '{"ci')
-    assert [part.text for part in reader.feed('ty": 1}}')] == ['ty": 1}']
-    assert reader.feed("]\n") == reader.end() == []
+    assert [part.text for part in reader.push('ty": 1}}')] == ['ty": 1}']
+    assert reader.push("]\n") == reader.end() == []

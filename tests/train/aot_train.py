@@ -1,8 +1,8 @@
-"""Compiles the training of heads for 9B for eight TPUs that are not there.
+"""Compile the training of heads for 9B on eight TPUs, without the devices.
 
-`PYTHONPATH=.venv/aot python -m tests.train.aot_train` writes what compilers say to
-`benchmarks/results/aot_train.json`: of the pass that makes the target's states and of
-the step that follows, memory of one chip and collectives. Nothing runs: no figure is a
+`PYTHONPATH=.venv/aot python -m tests.train.aot_train` writes the compiler's reports to
+`benchmarks/results/aot_train.json`: memory of one chip and collectives, of the pass
+that computes the target's states and of the training step. Nothing runs: no figure is a
 speed.
 """
 
@@ -40,13 +40,13 @@ DTYPE = jnp.dtype(jnp.bfloat16)
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """What is compiled: with the options of the command line, and one size.
+    """Programs to compile, by the command line's options.
 
     Attributes:
         tensor_parallel_size: Chips that share a copy of target and head.
-        rows: In a step, of `length` tokens.
-        layers: Of the target; None: all.
-        heads: Of Medusa; None: as many as by default.
+        rows: Rows of `length` tokens in a step.
+        layers: Of the target; None for all.
+        heads: Of Medusa; None for the default.
     """
 
     method: str
@@ -67,16 +67,16 @@ class Cell:
 
     @property
     def options(self) -> argparse.Namespace:
-        """As the trainer's command line gives them."""
-        told = [self.method, "--target", "9b", "--data", "prompts", "--out", "out"]
-        told += ["--rows", str(self.rows), "--length", str(self.length)]
-        told += ["--tensor-parallel-size", str(self.tensor_parallel_size)]
+        """Options as the trainer's command line parses them."""
+        words = [self.method, "--target", "9b", "--data", "prompts", "--out", "out"]
+        words += ["--rows", str(self.rows), "--length", str(self.length)]
+        words += ["--tensor-parallel-size", str(self.tensor_parallel_size)]
         if self.heads is not None:
-            told += ["--heads", str(self.heads)]
-        return make_parser().parse_args(told)
+            words += ["--heads", str(self.heads)]
+        return make_parser().parse_args(words)
 
 
-# The long suite compiles the first two: a whole one takes minutes.
+# The long suite compiles the first two: a whole model takes minutes.
 _CELLS = [
     Cell(
         method="medusa",
@@ -136,7 +136,7 @@ def forms_of(state: TrainState, params: Any, target: Target) -> TrainState:
 
 
 def measure(name: str) -> dict[str, Any]:
-    """Compile both programs; what the compiler says of them, for one chip."""
+    """Compile both programs; return the compiler's report for one chip."""
     cell = CELLS[name]
     target, options = describe(cell), cell.options
     method: Any = make_method(options, target.config, FOLDER)
@@ -183,14 +183,14 @@ def measure(name: str) -> dict[str, Any]:
         "states": (reader, (target.params, tokens)),
         "step": (step, (state, target.shared, batch, states)),
     }
-    with jax.numpy_dtype_promotion("standard"):  # as optax wants it
+    with jax.numpy_dtype_promotion("standard"):  # for optax
         for program, (function, given) in programs.items():
             row[program] = compile_one(function, given)
     return row
 
 
 def compile_one(function: Any, given: tuple[Any, ...]) -> dict[str, Any]:
-    """What the compiler says of one program."""
+    """Compile one program; return the compiler's report."""
     start = time.process_time()
     lowered = function.lower(*given)
     with aot_tpu.no_compilation_cache():
@@ -201,8 +201,8 @@ def compile_one(function: Any, given: tuple[Any, ...]) -> dict[str, Any]:
     return row | dict(compile_cpu_s=round(elapsed, 1))
 
 
-def tell(rows: dict[str, dict[str, Any]]) -> str:
-    """A table of all rows, in GiB of one chip."""
+def make_table(rows: dict[str, dict[str, Any]]) -> str:
+    """Make a table of all rows, in GiB of one chip."""
     head = (
         "training", "target", "head and moments", "states", "temporaries of the pass",
         "of the step", "most in use",
@@ -216,16 +216,16 @@ def tell(rows: dict[str, dict[str, Any]]) -> str:
 
 
 def peak(row: dict[str, Any]) -> int:
-    """Bytes of a chip while the fuller of both programs runs: all that lies there.
+    """Peak bytes of a chip: all arrays, and the larger program's temporaries.
 
-    The step is given of the target its embedding alone; the pass nothing of the head.
+    The training step uses only the target's embedding; the pass uses no head.
     """
     held = row["target_bytes"] + row["state_bytes"] + row["states_bytes"]
     return held + max(row[name]["temp_bytes"] for name in ("states", "step"))
 
 
 def main() -> None:
-    RECORD.main(measure, tell, str(__doc__))
+    RECORD.main(measure, make_table, str(__doc__))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Owns what tests of training have in common: programs that are soon compiled."""
+"""Fixtures of training tests: programs compiled without optimization."""
 
 from collections.abc import Iterator
 
@@ -8,7 +8,7 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def unoptimised_programs() -> Iterator[None]:
-    """Compiling is what takes long in them."""
+    """Compiling takes most of the time of these tests."""
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", False)
@@ -16,6 +16,6 @@ def unoptimised_programs() -> Iterator[None]:
 
 @pytest.fixture
 def relaxed_promotion() -> Iterator[None]:
-    """Optax counts steps in integers, which the stricter settings refuse to mix."""
+    """Optax mixes integer step counts with floats, which strict settings reject."""
     with jax.numpy_dtype_promotion("standard"):
         yield

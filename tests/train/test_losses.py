@@ -1,4 +1,4 @@
-"""Losses are what their formulas say, and fall towards what they promise."""
+"""Losses equal their formulas, and minimizing them raises acceptance."""
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ def compared(draft, target=TARGET):
     )
 
 
-def test_a_whole_vocabulary():
+def test_comparison_with_a_whole_vocabulary():
     found, p, q = compared(DRAFT), softmax(TARGET, -1), softmax(DRAFT, -1)
     np.testing.assert_allclose(found.divergence, entropy(p, q, axis=-1), rtol=1e-4)
     np.testing.assert_allclose(found.acceptance, np.minimum(p, q).sum(-1), rtol=1e-5)
@@ -33,7 +33,7 @@ def test_a_whole_vocabulary():
     assert 0 < found.agrees.sum() < len(TARGET)
 
 
-def test_a_trimmed_vocabulary_keeps_the_targets_own_chances():
+def test_comparison_with_a_trimmed_vocabulary():
     found = compared(DRAFT[:, IDS], TARGET[:, IDS])
     p, q = softmax(TARGET, -1)[:, IDS], softmax(DRAFT[:, IDS], -1)
     np.testing.assert_allclose(found.acceptance, np.minimum(p, q).sum(-1), rtol=1e-5)
@@ -44,7 +44,7 @@ def test_a_trimmed_vocabulary_keeps_the_targets_own_chances():
     np.testing.assert_array_equal(found.agrees, best & right)
 
 
-def test_the_losses_of_tokens_that_count():
+def test_losses_average_over_tokens_that_count():
     found, counted = compared(DRAFT), jnp.asarray(COUNTED)
     divergence = np.asarray(found.divergence)[COUNTED]
     acceptance = np.asarray(found.acceptance)[COUNTED]
@@ -62,7 +62,7 @@ def test_the_losses_of_tokens_that_count():
 
 
 @pytest.mark.parametrize("kind", LOSSES)
-def test_going_down_a_loss_raises_acceptance(kind):
+def test_minimizing_a_loss_raises_acceptance(kind):
     @jax.jit
     @jax.grad
     def gradient(draft):

@@ -1,4 +1,4 @@
-"""A command line trains a head that is read again; a wrong one is told in two lines."""
+"""The command line trains a head that loads; errors take two lines."""
 
 import json
 import re
@@ -22,7 +22,7 @@ def _data(tmp_path):
 
 
 def command(method, data, tmp_path, *more):
-    # Of the bundled pair, the smaller one is the target: it is soon compiled.
+    # The target is the bundled pair's smaller model, which compiles quickly.
     return [
         method,
         *("--target", str(bundled_draft()), "--data", str(data)),
@@ -33,7 +33,7 @@ def command(method, data, tmp_path, *more):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_every_method_has_the_flags_of_all(method):
+def test_every_method_has_the_common_flags(method):
     options = make_parser().parse_args(
         [method, "--target", "t", "--data", "d", "--out", "o"]
     )
@@ -47,13 +47,13 @@ def test_every_method_has_the_flags_of_all(method):
         ("eagle3", ["--layers", "1,2,9"], r"eagle_aux.*has 2 layers"),
         ("eagle3", ["--draft-vocab-size", "9999"], "draft_vocab_size must be"),
         ("medusa", ["--heads", "0"], "num_heads must be an integer of at least 1"),
-        ("pard", [], "needs start, a model to begin with, or its sizes: hidden_size"),
+        ("pard", [], "needs start, an initial model, or its sizes: hidden_size"),
         (
             "pard",
             ["--start", str(bundled_draft()), "--mask-token", "8192"],
             r"mask_token must be an integer from 0 to 8191, got 8192",
         ),
-        ("draft", [], "needs start, a model to begin with, or its sizes: hidden_size"),
+        ("draft", [], "needs start, an initial model, or its sizes: hidden_size"),
         ("draft", ["--start", "jaxspec/none"], "start"),
         ("eagle3", ["--held-out", "0.9"], r"held_out must be a number in \(0, 0.5\]"),
         ("eagle3", ["--tensor-parallel-size", "99"], "must be a divisor of the"),
@@ -61,14 +61,14 @@ def test_every_method_has_the_flags_of_all(method):
         ("eagle3", ["--target", "nothing"], "target must be an existing folder"),
     ],
 )
-def test_what_is_wrong_is_told_before_anything_runs(
+def test_bad_arguments_fail_before_anything_runs(
     data, tmp_path, capsys, method, more, named
 ):
     if more == ["--start", "jaxspec/none"]:
         more = ["--start", str(tmp_path / "none")]
     assert main(command(method, data, tmp_path, *more)) == 2
-    told = capsys.readouterr().err
-    assert re.search(named, told), told
+    shown = capsys.readouterr().err
+    assert re.search(named, shown), shown
     assert not (tmp_path / "out").exists()
     # The corrected command starts.
     assert not (tmp_path / "out.work").exists()
@@ -76,7 +76,7 @@ def test_what_is_wrong_is_told_before_anything_runs(
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("relaxed_promotion")
-def test_a_head_is_trained_and_read_again(data, tmp_path, capsys):
+def test_head_is_trained_and_loaded(data, tmp_path, capsys):
     arguments = command("medusa", data, tmp_path, "--states", "cached")
     assert main(arguments) == 0
     assert "medusa: 2 steps" in capsys.readouterr().out
@@ -87,4 +87,4 @@ def test_a_head_is_trained_and_read_again(data, tmp_path, capsys):
     changed = [*arguments, "--out", str(tmp_path / "more")]
     changed += ["--work", str(tmp_path / "out.work"), "--seed", "1"]
     assert main(changed) == 2
-    assert "holds a run with seed=0, and now it is 1" in capsys.readouterr().err
+    assert "holds a run with seed=0, got 1" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""What was trained is written as an engine reads it, and says there what it said."""
+"""Trained models are written in an engine's format, with the same outputs there."""
 
 import dataclasses
 import json
@@ -46,12 +46,12 @@ def states_of(target: Target, method, tokens) -> States:
 
 
 @pytest.mark.parametrize("kind", ["eagle", "eagle3", "medusa"])
-def test_a_saved_head_is_loaded_as_it_was_trained(tmp_path, kind):
+def test_saved_head_equals_the_trained_one(tmp_path, kind):
     method, target = getattr(tiny, f"{kind}_method")(), tiny.make_target()
     ids = np.arange(0, 2 * tiny.DRAFT_VOCAB, 2)
     trimmed = ids if method.config.is_trimmed else None
     params = method.init(target, 3, trimmed)
-    # Rounded as they are written, and none of them zero.
+    # Rounded to the written type, and nonzero.
     params = jax.tree.map(
         lambda leaf: (
             leaf
@@ -76,7 +76,7 @@ def test_a_saved_head_is_loaded_as_it_was_trained(tmp_path, kind):
         passes(loaded, target.embedding, tokens, states),
         strict=True,
     ):
-        # EAGLE has no norm before its logits, which are in the thousands.
+        # EAGLE has no norm before its logits, so they are in the thousands.
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
     content = json.loads((tmp_path / "head" / "config.json").read_text())
     if kind == "eagle3":
@@ -85,7 +85,7 @@ def test_a_saved_head_is_loaded_as_it_was_trained(tmp_path, kind):
     assert functions_of_head(config).param_specs(config)
 
 
-def test_an_eagle3_head_begins_with_the_targets_logits():
+def test_eagle3_head_starts_with_the_targets_logits():
     method, target = tiny.eagle3_method(), tiny.make_target()
     ids = np.arange(1, 1 + tiny.DRAFT_VOCAB)
     params = method.init(target, 0, ids)
@@ -106,7 +106,7 @@ def draft_target(folder: Path) -> Target:
 
 
 @pytest.mark.parametrize("is_tied", [True, False])
-def test_a_draft_that_was_saved_is_huggingfaces(tmp_path, is_tied):
+def test_saved_draft_equals_huggingface(tmp_path, is_tied):
     changes: dict[str, Any] = dict(num_hidden_layers=2, tie_word_embeddings=is_tied)
     reference = make_hf_model(seed=4, **changes)
     content = TINY | changes | dict(model_type="gemma2")
@@ -139,7 +139,7 @@ def test_a_draft_that_was_saved_is_huggingfaces(tmp_path, is_tied):
     assert (made / "tokenizer.model").is_file()
 
 
-def test_a_draft_of_a_gguf_target_has_its_tokenizer(tmp_path):
+def test_draft_of_a_gguf_target_has_its_tokenizer(tmp_path):
     reference = make_hf_model(seed=4, num_hidden_layers=2)
     method = DraftMethod(
         config=model_config(reference),  # pyright: ignore[reportArgumentType]
@@ -154,8 +154,8 @@ def test_a_draft_of_a_gguf_target_has_its_tokenizer(tmp_path):
     assert not (tmp_path / "made" / "model.gguf").exists()
 
 
-def test_a_parallel_draft_is_trained_on_what_an_engine_feeds(tmp_path):
-    """Behind every token of a text, masks: as HuggingFace has it of that text alone."""
+def test_parallel_draft_is_trained_on_an_engines_inputs(tmp_path):
+    """Masks after every token of a text; the oracle runs HuggingFace on each prefix."""
     reference = make_hf_model(seed=4, num_hidden_layers=2, sliding_window=4)
     content = TINY | dict(num_hidden_layers=2, model_type="gemma2", sliding_window=4)
     method = DraftMethod(
@@ -189,7 +189,7 @@ def test_a_parallel_draft_is_trained_on_what_an_engine_feeds(tmp_path):
     assert (found.mask_token_id, found.num_layers) == (3, 2)
 
 
-def test_a_new_draft_keeps_the_inner_products_of_the_embedding(tmp_path):
+def test_new_draft_keeps_the_embeddings_inner_products(tmp_path):
     reference = make_hf_model(hidden_size=24, num_hidden_layers=2)
     method = DraftMethod(config=model_config(reference), hf_config={})  # pyright: ignore[reportArgumentType]
     target = draft_target(tmp_path)

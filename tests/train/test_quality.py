@@ -1,4 +1,4 @@
-"""What a form costs is what HuggingFace's logits say, summed in float64."""
+"""The quality cost of a form equals HuggingFace's, summed in float64."""
 
 from functools import cache
 from pathlib import Path
@@ -29,10 +29,10 @@ def folders(tmp_path_factory) -> list[Path]:
 
 
 @pytest.mark.parametrize("num_rows", [1, 4])
-def test_all_numbers_are_those_of_huggingface(folders, num_rows):
+def test_metrics_equal_huggingface(folders, num_rows):
     mesh = make_mesh(1)
     first, second = (Reader(folder, mesh) for folder in folders)
-    found = compare(first, second, PIECES, num_rows=num_rows, told="reading")
+    found = compare(first, second, PIECES, num_rows=num_rows, title="reading")
     theirs, own = (
         np.array([log_softmax(hf_logits(model(seed), one), -1)[:-1] for one in PIECES])
         for seed in range(2)
@@ -50,17 +50,17 @@ def test_all_numbers_are_those_of_huggingface(folders, num_rows):
     assert found.share_of_same_first == (theirs.argmax(2) == own.argmax(2)).mean()
 
 
-def test_a_form_is_held_against_the_weights_as_they_are(folders):
+def test_forms_are_compared_with_unquantized_weights(folders):
     mesh = make_mesh(1)
     plain = Reader(folders[0], mesh)
 
     def cost(**form: Any) -> float:
         reader = Reader(folders[0], mesh, **form)
-        found = compare(plain, reader, PIECES, num_rows=4, told="reading")
+        found = compare(plain, reader, PIECES, num_rows=4, title="reading")
         return found.kl_nats_per_token
 
     assert cost() == 0
-    # A scale for each token and head, beside three bits after the point.
+    # int8 has a scale per token and head; fp8 has only three mantissa bits.
     assert 0 < cost(kv_kind="int8") < cost(kv_kind="fp8") < 0.1
     assert 0 < cost(kind="int8") < 0.1
     assert Reader(folders[0], mesh, kind="int8").num_bytes < 0.7 * plain.num_bytes
@@ -72,7 +72,7 @@ def test_devices_share_both_models(folders):
     np.testing.assert_allclose(found, expected, atol=1e-4)
 
 
-def test_pieces_are_whole_and_rows_come_out_even():
+def test_pieces_are_whole_and_divisible_by_rows():
     def encode(text: str) -> list[int]:
         return list(map(ord, text))
 

@@ -1,4 +1,4 @@
-"""States on disk are those of the target, row by row, in bfloat16."""
+"""States on disk equal the target's, row by row, in bfloat16."""
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ def test_cached_states_are_read_in_any_order(tmp_path, monkeypatch):
         )
 
     def fail(*_):
-        raise AssertionError("they were there")
+        raise AssertionError("cached states were computed again")
 
     monkeypatch.setattr(type(target), "reader", fail)
     again = StateFiles(tmp_path / "states", target, LAYERS)
@@ -35,7 +35,7 @@ def test_cached_states_are_read_in_any_order(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("is_tied", [True, False])
-def test_logits_for_training_are_those_of_the_targets_head(is_tied):
+def test_training_logits_equal_the_targets_head(is_tied):
     target, text = tiny.make_target(is_tied=is_tied), tiny.make_text(3)
     states = target.reader(())(jnp.asarray(text.tokens))
     rows = states.rows.reshape(-1, tiny.HIDDEN)

@@ -1,4 +1,4 @@
-"""Prompts come of files, rows of what is written to them."""
+"""Prompts are read from files; rows are their continuations."""
 
 import json
 import lzma
@@ -60,7 +60,7 @@ def test_prompts(tmp_path, suffix):
 @pytest.mark.parametrize(
     ("content", "named"),
     [
-        ('{"text": "a"}\nno json', "data.jsonl, line 2, is no JSON"),
+        ('{"text": "a"}\nno json', "data.jsonl, line 2, is not JSON"),
         ("[1]", r"line 1, must be a JSON object, got \[1\]"),
         ('{"body": "a"}', "document 1, has neither 'text' nor 'prompt': body"),
         ("", "no document with room for an answer in length=32"),
@@ -80,7 +80,7 @@ def test_missing_data_is_named(tmp_path):
 
 
 class Echo:
-    """Writes a token again and again, as many as it may, or four."""
+    """Repeats one token, `max_tokens` times or four times."""
 
     def __init__(self):
         self.params = []
@@ -101,10 +101,10 @@ class Echo:
         ]
 
 
-def test_what_is_written_counts_and_prompts_do_not():
+def test_only_generated_tokens_count():
     echo, prompts = Echo(), [([number] * 7, [9]) for number in range(1, 401)]
     text = write_text(echo, prompts, length=10, num_tokens=500, seed=3)
-    # 100 prompts at a time, with room for three more tokens.
+    # 100 prompts at a time, each with room for three more tokens.
     assert len(text) == 200 and text.num_written == 600
     assert (text.starts == 7).all() and (text.sizes == 10).all()
     np.testing.assert_array_equal(text.tokens[5], [6] * 10)
@@ -121,7 +121,7 @@ def test_failed_request_is_not_trained_on():
         write_text(Echo(), [([0] * 7, [9])], length=10, num_tokens=5, seed=3)
 
 
-def test_rows_are_kept_and_cut(tmp_path):
+def test_rows_are_saved_and_cut(tmp_path):
     text = pack([([1, 2, 3], 1), (list(range(9)), 8)], 5)
     np.testing.assert_array_equal(text.tokens, [[1, 2, 3, 0, 0], [0, 1, 2, 3, 4]])
     assert text.sizes.tolist() == [3, 5] and text.starts.tolist() == [1, 5]
@@ -131,7 +131,7 @@ def test_rows_are_kept_and_cut(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["text.npz"]
 
 
-def test_frequent_tokens_are_those_that_were_written():
+def test_frequent_tokens_count_generated_tokens():
     text = pack([([7, 7, 7, 3, 3, 5], 3), ([9, 5, 5], 0)], 6)
     np.testing.assert_array_equal(frequent_tokens(text, 2, 20), [3, 5])
     np.testing.assert_array_equal(frequent_tokens(text, 5, 20), [0, 1, 3, 5, 9])

@@ -1,6 +1,6 @@
-"""Training heads for 9B fits eight TPUs, its state is not copied, sums are few.
+"""Training heads for 9B fits eight TPUs, copies no state, and has few collectives.
 
-Compiled for TPUs that are not there; nothing has run on them.
+Programs are compiled without the devices; nothing runs.
 """
 
 from typing import Any
@@ -23,7 +23,7 @@ def check(row: dict[str, Any]) -> None:
     for program in ("states", "step"):
         assert row[program]["executables"] == 1
     assert aot_train.peak(row) < HBM_BYTES
-    # A head is a small part of the target; its moments are two more of it.
+    # A head is small compared with the target; its moments are twice its size.
     assert 0 < row["state_bytes"] < 2 * row["target_bytes"]
     assert row["step"]["donated_bytes"] >= row["state_bytes"], "updated in place"
     shapes = [*row["states"]["collectives"], *row["step"]["collectives"]]
@@ -37,7 +37,7 @@ def test_every_program_is_recorded():
     assert list(RECORDED) == list(CELLS)
     for row in RECORDED.values():
         check(row)
-    assert aot_train.tell(RECORDED) in README.read_text(encoding="utf-8")
+    assert aot_train.make_table(RECORDED) in README.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_every_program_is_recorded():
         ({"rows": 1}, "its size"),
     ],
 )
-def test_what_does_not_fit_is_refused(change: dict[str, Any], message: str):
+def test_program_beyond_its_limits_fails(change: dict[str, Any], message: str):
     row = RECORDED[EXAMPLE]
     check(row)
     changed = {
@@ -63,7 +63,7 @@ def test_what_does_not_fit_is_refused(change: dict[str, Any], message: str):
 @pytest.mark.long_suite(name="train")
 @pytest.mark.parametrize("name", [EXAMPLE, SHORT])
 def test_training_compiles(name: str):
-    """One of few layers and heads; and a head of several passes."""
+    """A method with few layers and heads, and a head with several passes."""
     if aot_tpu.MISSING is not None:
         pytest.skip(aot_tpu.MISSING)
     check(aot_train.measure(name))

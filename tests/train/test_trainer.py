@@ -1,4 +1,4 @@
-"""A run that goes on, or is spread over devices, ends where one that is not does."""
+"""Resumed and distributed runs end with the same parameters as single runs."""
 
 import json
 from typing import Any
@@ -52,7 +52,7 @@ def leaves(trainer):
     return [np.asarray(leaf) for leaf in jax.tree.leaves(trainer.state.params)]
 
 
-def test_a_run_that_was_ended_goes_on_to_the_same_parameters(tmp_path):
+def test_resumed_run_gives_the_same_parameters(tmp_path):
     whole = make_trainer(work=tmp_path / "whole")
     before = leaves(whole)
     whole.run(progress=False)
@@ -63,7 +63,7 @@ def test_a_run_that_was_ended_goes_on_to_the_same_parameters(tmp_path):
     ]
     assert min(moved) > 1e-5, "every parameter is trained"
 
-    # As if it had been ended after its second step, which it had saved.
+    # As if interrupted after its second step, which was saved.
     first = make_trainer(work=tmp_path / "parts")
     for _ in range(2):
         first._step(first._rows_of(first.step))
@@ -88,7 +88,7 @@ def test_a_run_that_was_ended_goes_on_to_the_same_parameters(tmp_path):
         pytest.param(tiny.eagle3_method(), "lm_head", marks=slow),
     ],
 )
-def test_a_mesh_trains_to_the_same_parameters(method, matrix):
+def test_mesh_gives_the_same_parameters(method, matrix):
     one = make_trainer(method)
     many = make_trainer(method, tiny.make_target(data=2, model=2))
     (values,) = jax.tree.leaves(many.state.params[matrix])
@@ -97,7 +97,7 @@ def test_a_mesh_trains_to_the_same_parameters(method, matrix):
     for trainer in (one, many):
         trainer._step(trainer._rows_of(0))
     for here, there in zip(leaves(one), leaves(many), strict=True):
-        # Adam's first step has the size of its rate, whatever the gradient's.
+        # Adam's first step has the size of the learning rate for any gradient.
         close = np.isclose(here, there, atol=2e-5)
         assert close.mean() > 0.99
     for name, values in one.acceptance().items():
@@ -107,7 +107,7 @@ def test_a_mesh_trains_to_the_same_parameters(method, matrix):
 @pytest.mark.parametrize(
     "kind", ["eagle3", "medusa", pytest.param("eagle", marks=slow)]
 )
-def test_acceptance_on_other_text_rises(kind):
+def test_held_out_acceptance_rises(kind):
     method = getattr(tiny, f"{kind}_method")()
     trainer = make_trainer(method, steps=40, learning_rate=1e-2)
     trainer.run(progress=False)
@@ -120,7 +120,7 @@ def test_acceptance_on_other_text_rises(kind):
 
 
 class Oracle:
-    """Knows what the target will say at each place ahead."""
+    """A method that returns the target's own logits at each position ahead."""
 
     offset, layers, num_passes = 1, (), 2
 
@@ -144,17 +144,17 @@ class Oracle:
 
 
 @pytest.mark.parametrize("is_tied", [True, False])
-def test_what_the_target_will_say_is_always_accepted(is_tied):
+def test_targets_own_tokens_are_always_accepted(is_tied):
     """Pass i, at token t, is compared with the target after token t + 1 + i."""
     trainer = make_trainer(Oracle(), tiny.make_target(is_tied=is_tied))
     for values in trainer.acceptance().values():
         np.testing.assert_allclose(values, 1, atol=1e-5)
     batch, states = trainer._given(trainer._held_out, trainer._read[1], np.arange(ROWS))
-    *_, counts = trainer._judge(
+    *_, counts = trainer._evaluate_batch(
         trainer.state.params, trainer._target.shared, batch, states
     )
     text = trainer._held_out
-    # The first token that is proposed is the third, and the fourth.
+    # The first proposed tokens are the third, and the fourth.
     wanted = [
         sum(
             size - max(start, first)
@@ -165,7 +165,7 @@ def test_what_the_target_will_say_is_always_accepted(is_tied):
     assert counts.tolist() == wanted
 
 
-def test_a_draft_that_is_the_target_is_always_accepted():
+def test_draft_equal_to_the_target_is_always_accepted():
     target = tiny.make_target()
     tensors = hf_tensors(tiny.reference())
     draft = DraftMethod(config=target.config, hf_config={}, start=tensors)
@@ -173,7 +173,7 @@ def test_a_draft_that_is_the_target_is_always_accepted():
         np.testing.assert_allclose(values, 1, atol=1e-4)
 
 
-def test_every_row_comes_once_before_any_comes_again():
+def test_every_epoch_has_every_row_once():
     trainer = make_trainer()
     numbers = np.concatenate([trainer._rows_of(step) for step in range(5)])
     for start in (0, 10):
@@ -195,6 +195,6 @@ def test_wrong_schedules_are_named(change, named):
         make_trainer(**change)
 
 
-def test_rows_that_devices_do_not_share_are_named():
+def test_rows_must_divide_over_devices():
     with pytest.raises(ConfigError, match="rows must be a multiple of 2.*got 3"):
         make_trainer(target=tiny.make_target(data=2, model=2), rows=3)

@@ -53,7 +53,7 @@ def make_target(data: int = 1, model: int = 1, *, is_tied: bool = True) -> Targe
 
 
 def make_text(rows: int, seed: int = 0) -> Text:
-    """Documents in which a token mostly follows from the one before it."""
+    """Documents in which the previous token mostly determines the next."""
     random = np.random.default_rng(seed)
     documents = []
     for _ in range(rows):

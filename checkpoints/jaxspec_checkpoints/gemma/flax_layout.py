@@ -1,8 +1,8 @@
-"""Owns the layout of Gemma's Flax trees, as Kaggle and the gemma library have it.
+"""Layout of Gemma's Flax checkpoints, as published on Kaggle and by the gemma library.
 
 Each canonical tensor is a `View` of one Flax array: an index, an order of the axes, and
-how many of them are rows. Nothing is computed, so both directions are exact. Knows
-names and shapes; what reads and writes files is `storage`.
+the number of axes that are rows. Nothing is computed, so both directions are exact.
+Knows names and shapes; `storage` reads and writes files.
 """
 
 import math
@@ -23,13 +23,14 @@ STACK = "stacked_layers/attention_type_"
 
 @dataclass(frozen=True, kw_only=True)
 class View:
-    """How one canonical tensor lies in one Flax array.
+    """Where one canonical tensor is in one Flax array.
 
     Attributes:
         leaf: Path of the array below the root of the tree.
         fixed: Index of the first axes.
         order: The other axes, counted from the first of them, in canonical order.
-        row_axes: How many in `order` make the rows; the others make the columns.
+        row_axes: Number of leading axes in `order` that form the rows; the others form
+            the columns.
     """
 
     leaf: str
@@ -39,11 +40,11 @@ class View:
 
     @property
     def axis(self) -> int:
-        """The axis of the array along which rows come."""
+        """The array's axis along which rows are read."""
         return len(self.fixed) + self.order[0]
 
     def step(self, shape: tuple[int, ...]) -> int:
-        """Rows at one index of `axis` in an array of `shape`: head_dim or 1."""
+        """Return the number of rows at an index of `axis`: head_dim or 1."""
         sizes = [shape[len(self.fixed) + axis] for axis in self.order]
         return math.prod(sizes[1 : self.row_axes])
 
@@ -61,13 +62,13 @@ class View:
         return turned.transpose(np.argsort(self.order))
 
     def index(self, start: int, stop: int) -> tuple[int | slice, ...]:
-        """Where in the array the slab `[start, stop)` of `axis` is."""
+        """Return the index of the slab `[start, stop)` of `axis` in the array."""
         index: list[int | slice] = [*self.fixed, *[slice(None)] * len(self.order)]
         index[self.axis] = slice(start, stop)
         return tuple(index)
 
     def chunks(self, shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
-        """Shape of the chunks with which rows are cheap: slabs of `BLOCK_BYTES`."""
+        """Return a chunk shape with cheap reads of rows: slabs of `BLOCK_BYTES`."""
         sizes = [1] * len(self.fixed) + list(shape[len(self.fixed) :])
         length = sizes[self.axis]
         slab_bytes = max(1, math.prod(sizes) // length * itemsize)
@@ -75,7 +76,7 @@ class View:
         return tuple(sizes)
 
     def tensor(self, array: StoredArray, num_rows: int | None = None) -> Tensor:
-        """Describe the canonical tensor in `array`; `num_rows` cuts off pads."""
+        """Describe the canonical tensor in `array`; `num_rows` cuts off padding."""
         sizes = [array.shape[len(self.fixed) + axis] for axis in self.order]
         rows = math.prod(sizes[: self.row_axes]) if num_rows is None else num_rows
         columns = math.prod(sizes[self.row_axes :])
@@ -138,12 +139,12 @@ def views(
     num_stacks: int = 0,
     has_qk_norm: bool = False,
 ) -> dict[str, View]:
-    """Return where each canonical tensor is.
+    """Return the view of each canonical tensor.
 
     Args:
         is_model_first: `gating_einsum` is (2, model, hidden), not (2, hidden, model).
-        num_stacks: Layers lie in this many stacks, layer i in stack i modulo it; 0 for
-            an array of its own per layer.
+        num_stacks: Number of stacks of layers; layer i is in stack i modulo it. 0 if
+            each layer has arrays of its own.
         has_qk_norm: Whether heads of queries and keys are normalized.
     """
     layer_views = _layer_views(is_model_first)
@@ -173,7 +174,7 @@ def leaf_shapes(
     """Return the shape of every array of a tree by its path; arguments as in `views`.
 
     Args:
-        num_rows: Rows of the embedding, pads included.
+        num_rows: Rows of the embedding, including padding.
     """
     model, hidden = sizes.hidden_size, sizes.intermediate_size
     heads, dim = sizes.num_q_heads, sizes.head_dim

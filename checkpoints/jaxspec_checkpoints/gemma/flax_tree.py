@@ -1,7 +1,7 @@
-"""Owns what a file's Flax tree is: spelling, form and sizes, and what is wrong in it.
+"""Recognizes and checks the Flax tree in a file: spelling of paths, stacking, sizes.
 
-The same arrays come as one flat dict with paths for keys, or nested, below a root or
-not, one array per layer or stacks of layers. Knows shapes; reads no values.
+The same arrays are published as one flat dict keyed by path, or nested; below a root or
+not; one array per layer, or stacks of layers. Reads shapes, no values.
 """
 
 import re
@@ -31,9 +31,9 @@ class FlaxTree:
     """The arrays of one file by their normal path, below the root.
 
     Attributes:
-        root: What the file writes before `embedder`, with the slash.
-        has_w: Whether the arrays of `mlp` lie in a dict of their own, as `w`.
-        num_stacks: In how many stacks the layers lie; 0 for an array per layer.
+        root: Prefix of paths before `embedder`, with the slash.
+        has_w: Whether arrays of `mlp` are in a dict of their own, under `w`.
+        num_stacks: Number of stacks of layers; 0 for arrays per layer.
     """
 
     folder: Path
@@ -52,7 +52,7 @@ class FlaxTree:
         return f"{STACK}0/{part}" if self.num_stacks else f"layer_0/{part}"
 
     def shape(self, leaf: str, num_axes: int) -> tuple[int, ...]:
-        """Return the last `num_axes` sizes of an array that must be there."""
+        """Return the last `num_axes` sizes of an array, which must exist."""
         if leaf not in self.arrays:
             raise CheckpointError(
                 f"the checkpoint has no tensor {self.spell(leaf)!r} ({self.folder})"
@@ -74,7 +74,7 @@ class FlaxTree:
     def sizes(self, layout: Layout) -> Sizes:
         """Derive the sizes from the shapes, and the vocabulary from published sizes.
 
-        With other rows than the published trees, all of them are the vocabulary.
+        If the number of rows is not a published one, all rows are the vocabulary.
         """
         pads = 0 if layout.flax is None else layout.flax.pad_rows
         published = {one.vocab_size for one in layout.published.values()}
@@ -100,29 +100,29 @@ class FlaxTree:
         num_layers = 0
         for stack in range(self.num_stacks):
             leaf = f"{STACK}{stack}/mlp/linear"
-            self.shape(leaf, 2)  # raises if there is none, or it is no stack
+            self.shape(leaf, 2)  # raises if it is missing or not a stack
             num_layers += self.arrays[leaf].shape[0]
         return num_layers
 
     def is_model_first(self, sizes: Sizes) -> bool:
-        """Tell the two orientations of `gating_einsum` apart, by shape."""
+        """Distinguish the two orientations of `gating_einsum` by shape."""
         if sizes.hidden_size == sizes.intermediate_size:
             raise CheckpointError(
                 f"hidden_size and intermediate_size are both {sizes.hidden_size}, so "
-                f"it cannot be told which way {self.spell(self.layer(GATING))!r} is: "
+                f"the orientation of {self.spell(self.layer(GATING))!r} is unknown: "
                 f"use another format than Kaggle's ({self.folder})"
             )
         return self.shape(self.layer(GATING), 3)[1] == sizes.hidden_size
 
     def tensors(self, sizes: Sizes, pad_rows: int) -> dict[str, Tensor]:
-        """Return the canonical tensors of a model of these sizes; pad rows are cut off.
+        """Return the canonical tensors of a model of these sizes, without padding rows.
 
         Args:
-            pad_rows: Most rows that may come after the vocabulary.
+            pad_rows: Greatest number of padding rows after the vocabulary.
 
         Raises:
-            CheckpointError: A tensor is unknown, missing, or of another shape or a type
-                that is no weight's; it is named as the file spells it.
+            CheckpointError: A tensor is unknown, missing, or has another shape or a
+                type that weights cannot have; it is named as the file spells it.
         """
         is_model_first = self.is_model_first(sizes)
         num_layers = self._num_layers()
@@ -186,22 +186,22 @@ class FlaxTree:
 def read_tree(
     folder: Path, arrays: Mapping[str, StoredArray], forms: Iterable[FlaxForm] = ()
 ) -> FlaxTree:
-    """Recognise the tree of a file's arrays.
+    """Recognize the tree of a file's arrays.
 
     Args:
-        forms: Of the families that it may be of.
+        forms: Flax layouts of the families that it may belong to.
 
     Raises:
         CheckpointError: There is no embedding or no layer, or a path occurs twice.
     """
-    # A flat key has slashes, and what is nested is joined by dots: both are one path.
+    # Flat keys contain slashes, nested keys are joined by dots: both give one path.
     paths = {name: name.replace(".", "/") for name in arrays}
     embedder = next((path for path in paths.values() if path.endswith(EMBEDDER)), None)
     if embedder is None:
         found = ", ".join(sorted(paths.values())[:4]) or "no tensor"
         raise CheckpointError(
-            f"the checkpoint has no tensor 'transformer/{EMBEDDER}', so it is no Gemma "
-            f"as Kaggle has it; found: {found} ({folder})"
+            f"the checkpoint has no tensor 'transformer/{EMBEDDER}', so it is not a "
+            f"Gemma as Kaggle has it; found: {found} ({folder})"
         )
     root = embedder.removesuffix(EMBEDDER)
     skipped = tuple(part for form in forms for part in form.skipped)

@@ -1,4 +1,4 @@
-"""Owns what tensors Gemma 2 and 3 have, and what was published: sizes and configs.
+"""Tensors of Gemma 2 and 3, and their published sizes and configs.
 
 Folders from Kaggle have no `config.json`; their shapes determine the size.
 """
@@ -11,11 +11,11 @@ from typing import Any
 from jaxspec_checkpoints.errors import CheckpointError
 from jaxspec_checkpoints.layout import EMBEDDING, FlaxForm, Layout, Sizes
 
-# Gemma 2's; Gemma 3 has another tokenizer.
+# Gemma 2's vocabulary size. Gemma 3 has another tokenizer.
 VOCAB_SIZE = 256000
 GEMMA3_VOCAB_SIZE = 262144
 TURN_MARKERS = ("<start_of_turn>", "<end_of_turn>")
-# Rows that Gemma 2's Flax trees have after the vocabulary; no token has them.
+# Rows after the vocabulary in Gemma 2's Flax checkpoints; no token has them.
 PAD_ROWS = 128
 # Rows of multimodal Gemma 3 after the vocabulary: `<image_soft_token>` and padding. A
 # text has no such token, and with these rows cut all sizes share one vocabulary.
@@ -40,15 +40,15 @@ _GEMMA3_SIZES = {
     "12b": _sizes(GEMMA3_VOCAB_SIZE, 3840, 15360, 48, 16, 8, 256),
     "27b": _sizes(GEMMA3_VOCAB_SIZE, 5376, 21504, 62, 32, 16, 128),
 }
-# Queries are divided by the root of this: the size of a head, but in 27B the width of
-# the model over the number of heads.
+# Queries are divided by the square root of this: head_dim, except for 27B, where it is
+# hidden_size divided by the number of heads.
 _QUERY_SCALARS = {"2b": 256, "9b": 256, "27b": 144}
 _GEMMA3_QUERY_SCALARS = {"270m": 256, "1b": 256, "4b": 256, "12b": 256, "27b": 168}
-# Sizes that read text only: shorter contexts and windows, positions not scaled.
+# Text-only sizes: shorter contexts and windows, unscaled positions.
 _GEMMA3_SHORT = ("270m", "1b")
 
-# What a config.json of Gemma 3 leaves out: the defaults of transformers'
-# `Gemma3TextConfig`. Files of the multimodal sizes state only what differs from these.
+# Defaults for entries that a config.json of Gemma 3 omits: those of transformers'
+# `Gemma3TextConfig`. Files of multimodal sizes contain only entries that differ.
 GEMMA3_DEFAULTS: dict[str, Any] = {
     "vocab_size": GEMMA3_VOCAB_SIZE + IMAGE_ROWS,
     "hidden_size": 2304,
@@ -68,7 +68,7 @@ GEMMA3_DEFAULTS: dict[str, Any] = {
     "sliding_window": 4096,
     "use_bidirectional_attention": False,
 }
-# Of a multimodal model these are stated outside `text_config`.
+# Multimodal models have these entries outside of `text_config`.
 _OUTER = ("bos_token_id", "dtype", "pad_token_id", "quantization_config")
 _OUTER += ("tie_word_embeddings", "torch_dtype", "transformers_version")
 _OUTER += ("use_bidirectional_attention",)
@@ -78,7 +78,7 @@ _OTHER_MODALITIES = ("vision_tower", "multi_modal_projector")
 def layer_shapes(
     sizes: Sizes, *, has_qk_norm: bool = False
 ) -> dict[str, tuple[int, ...]]:
-    """Shape of every tensor of one layer, by its name within the layer."""
+    """Return the shape of every tensor of one layer, by its name within the layer."""
     model, hidden = sizes.hidden_size, sizes.intermediate_size
     queries = sizes.num_q_heads * sizes.head_dim
     keys = sizes.num_kv_heads * sizes.head_dim
@@ -104,7 +104,7 @@ def layer_shapes(
 def tensor_shapes(
     sizes: Sizes, *, has_qk_norm: bool = False
 ) -> dict[str, tuple[int, ...]]:
-    """Shape of every tensor of a model, by its canonical name."""
+    """Return the shape of every tensor of a model, by its canonical name."""
     shapes: dict[str, tuple[int, ...]] = {
         EMBEDDING: (sizes.vocab_size, sizes.hidden_size)
     }
@@ -115,10 +115,10 @@ def tensor_shapes(
 
 
 def published_config(size: str) -> dict[str, Any]:
-    """Return HuggingFace's `config.json` of one size of Gemma 2, but for the type.
+    """Return HuggingFace's `config.json` of one size of Gemma 2, without the type.
 
-    The instruction-tuned models stop at 107 as well; in a base model it is no end that
-    hurts. The shapes cannot tell the two apart, so both ids are given.
+    Both end tokens are given: the instruction-tuned models end a turn with 107, which
+    base models do not write. Shapes cannot distinguish the two.
     """
     return _config(_SIZES[size]) | {
         "architectures": ["Gemma2ForCausalLM"],
@@ -135,9 +135,9 @@ def published_config(size: str) -> dict[str, Any]:
 
 
 def gemma3_config(size: str) -> dict[str, Any]:
-    """Return the text model's `config.json` of one size of Gemma 3, but for the type.
+    """Return the text model's `config.json` of one size of Gemma 3, without the type.
 
-    Flat and with the vocabulary that all sizes share. End tokens as in
+    Flat, with the vocabulary that all sizes share. End tokens as in
     `published_config`; Gemma 3's end of a turn is 106.
     """
     is_short = size in _GEMMA3_SHORT
@@ -158,7 +158,7 @@ def gemma3_config(size: str) -> dict[str, Any]:
 
 
 def _config(sizes: Sizes) -> dict[str, Any]:
-    """What the configs of both generations have in common."""
+    """Return the entries that the configs of both generations share."""
     return {
         "attention_bias": False,
         "attention_dropout": 0.0,
@@ -180,12 +180,12 @@ def _config(sizes: Sizes) -> dict[str, Any]:
 
 
 def gemma3_text_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the flat config of a Gemma 3's text model, defaults filled in.
+    """Return the flat config of a Gemma 3's text model, with defaults filled in.
 
-    The 64 rows that multimodal sizes have after the vocabulary are left out.
+    The 64 rows of multimodal sizes after the vocabulary are left out.
 
     Raises:
-        CheckpointError: `text_config` is no object.
+        CheckpointError: `text_config` is not an object.
     """
     text = config.get("text_config", config)
     if not isinstance(text, Mapping):
@@ -222,7 +222,7 @@ def gemma3_text_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _of_text(quantization: Mapping[str, Any]) -> dict[str, Any]:
-    """Leave modules of other modalities out of those that are not quantized."""
+    """Drop modules of other modalities from the list of unquantized modules."""
     kept = dict(quantization)
     for name in ("ignore", "modules_to_not_convert"):
         modules = kept.get(name)
@@ -250,7 +250,8 @@ def _gemma2_config_of(name: str) -> dict[str, Any] | None:
 
 
 def _gemma3_config_of(name: str) -> dict[str, Any] | None:
-    # Models that were trained to be quantized: in the type of the others.
+    # Models from quantization-aware training have unquantized weights under a longer
+    # name.
     name = re.sub("-qat-[a-z0-9_]+-unquantized$", "", name)
     size = _published_size(name, "gemma-?3", _GEMMA3_SIZES)
     return None if size is None else gemma3_config(size)
@@ -298,5 +299,5 @@ GEMMA3 = Layout(
         config=gemma3_config,
     ),
 )
-# By the `model_type` of a config.json: the families that this package knows by itself.
+# Families that this package supports, by the `model_type` of a config.json.
 LAYOUTS = {name: layout for layout in (GEMMA2, GEMMA3) for name in layout.model_types}

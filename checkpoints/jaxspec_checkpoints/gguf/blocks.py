@@ -1,4 +1,4 @@
-"""Types of GGUF tensors, and the numbers that their blocks stand for.
+"""Types of GGUF tensors, and the dequantization of their blocks.
 
 A quantized row is a sequence of blocks of equal size. Every function here takes blocks
 as uint8 [block, byte] and returns one row per block. The order of the float32
@@ -16,7 +16,7 @@ import numpy as np
 # Values and scales: int8 [block, element], float32 [block, group].
 Split = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
 
-# What the 16 values of IQ4_NL and IQ4_XS stand for.
+# The numbers that the 16 values of IQ4_NL and IQ4_XS represent.
 _IQ4_VALUES = np.array(
     [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113],
     np.float32,
@@ -28,13 +28,13 @@ class BlockType:
     """How a type stores its elements.
 
     Attributes:
-        name: In ggml's spelling.
-        num_elements: Of one block.
-        num_bytes: Of one block.
-        dtype: Of the numbers that are read: float32 for every quantized type.
-        dequantize: Numbers of blocks; None for plain floats.
-        split: Integers and scales whose products are those numbers; None for types
-            with minima or a table of values.
+        name: Name of the type, as ggml spells it.
+        num_elements: Elements per block.
+        num_bytes: Bytes per block.
+        dtype: Type of the dequantized numbers: float32 for every quantized type.
+        dequantize: Turns blocks into numbers; None for plain floats.
+        split: Turns blocks into integers and scales whose products are the numbers;
+            None for types with minima or a table of values.
         is_int4: Whether the integers of `split` fit 4 bits.
     """
 
@@ -48,35 +48,35 @@ class BlockType:
 
 
 def _half(blocks: np.ndarray, start: int) -> np.ndarray:
-    """The float16 at byte `start` of each block, as float32 [block, 1]."""
+    """Return the float16 at byte `start` of each block, as float32 [block, 1]."""
     pair = np.ascontiguousarray(blocks[:, start : start + 2])
     return pair.view("<f2").astype(np.float32)
 
 
 def _nibbles(packed: np.ndarray) -> np.ndarray:
-    """Low halves of all bytes, then high halves."""
+    """Return low halves of all bytes, then high halves."""
     return np.concatenate([packed & 15, packed >> 4], axis=-1)
 
 
 def _bits(packed: np.ndarray) -> np.ndarray:
-    """Bits of a little-endian word, the lowest first."""
+    """Return bits of a little-endian word, lowest first."""
     return np.unpackbits(packed, axis=-1, bitorder="little")
 
 
 def _pairs(packed: np.ndarray) -> np.ndarray:
-    """Two-bit fields of 64 bytes: position 128 a + 32 s + l is in byte 32 a + l."""
+    """Return two-bit fields: position 128 a + 32 s + l is in byte 32 a + l."""
     words = packed.reshape(-1, 2, 1, 32)
     shifts = np.array([0, 2, 4, 6], np.uint8).reshape(1, 1, 4, 1)
     return ((words >> shifts) & 3).reshape(-1, 256)
 
 
 def _signed(values: np.ndarray, zero: int) -> np.ndarray:
-    """Unsigned values less the one that stands for 0, as int8."""
+    """Subtract the value that represents 0 from unsigned values; int8."""
     return values.view(np.int8) - np.int8(zero)
 
 
 def _products(scales: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Every group of values times its scale, [block, element]."""
+    """Multiply every group of values by its scale, [block, element]."""
     groups = values.reshape(*scales.shape, -1).astype(np.float32)
     groups *= scales[:, :, None]
     return groups.reshape(values.shape)
@@ -97,7 +97,7 @@ def _split_q8_0(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def _split_q3_k(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     masks, low, packed = blocks[:, :32], blocks[:, 32:96], blocks[:, 96:108]
-    # A set bit is the third of a value; bit 4 a + s of byte l is of 128 a + 32 s + l.
+    # A set bit is a value's third bit; bit 4 a + s of byte l is of 128 a + 32 s + l.
     shifts = np.arange(8, dtype=np.uint8).reshape(1, 8, 1)
     high = ((masks[:, None, :] >> shifts) & 1).reshape(-1, 256)
     values = _signed(_pairs(low) | high << 2, 4)
@@ -141,12 +141,12 @@ def _q5_k(blocks: np.ndarray) -> np.ndarray:
 
 
 def _group_nibbles(packed: np.ndarray) -> np.ndarray:
-    """Nibbles of 128 bytes: 32 low ones, the 32 high ones of these bytes, and so on."""
+    """Return nibbles of 128 bytes: 32 low ones, the 32 high ones of these, ..."""
     return _nibbles(packed.reshape(-1, 4, 32)).reshape(-1, 256)
 
 
 def _of_eight_groups(blocks: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Numbers of Q4_K and Q5_K, whose scales and minima of 6 bits share 12 bytes."""
+    """Return numbers of Q4_K and Q5_K, whose 6-bit scales and minima share 12 bytes."""
     first, second, last = np.split(blocks[:, 4:16], 3, axis=1)
     scales = np.concatenate([first & 63, last & 15 | (first >> 6) << 4], axis=1)
     minima = np.concatenate([second & 63, last >> 4 | (second >> 6) << 4], axis=1)
@@ -210,7 +210,7 @@ def _other(
     )
 
 
-# By the number that a file has for each.
+# Types by their number in a file.
 TYPES = {
     0: BlockType(name="F32", num_bytes=4),
     1: BlockType(name="F16", num_bytes=2, dtype=np.dtype(np.float16)),
@@ -228,7 +228,7 @@ TYPES = {
     23: _other("IQ4_XS", 256, 136, _iq4_xs),
     30: BlockType(name="BF16", num_bytes=2, dtype=np.dtype(ml_dtypes.bfloat16)),
 }
-# Types that are not read, for messages.
+# Types that are not supported, for messages.
 OTHER_TYPES = {
     **{4: "Q4_2", 5: "Q4_3", 9: "Q8_1", 15: "Q8_K"},
     **{16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 21: "IQ3_S"},

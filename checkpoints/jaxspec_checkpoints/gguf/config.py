@@ -1,7 +1,7 @@
-"""Owns what GGUF metadata says as the content of a HuggingFace `config.json`.
+"""Converts GGUF metadata to the content of a HuggingFace `config.json`.
 
-What the format does not store is derived as llama.cpp derives it; see `gemma2.cpp` and
-`gemma3.cpp` there.
+Entries that the format does not store are derived as llama.cpp derives them; see its
+`gemma2.cpp` and `gemma3.cpp`.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,7 +12,8 @@ import numpy as np
 from jaxspec_checkpoints.errors import CheckpointError
 from jaxspec_checkpoints.gguf.file import GgufFile, shown
 
-# Layers of the 27B models, whose attention scale llama.cpp derives from the width.
+# Number of layers of the 27B models, whose attention scale llama.cpp derives from the
+# hidden size.
 _LAYERS_27B = {"gemma2": 46, "gemma3": 62}
 _SAMPLING = {
     "temperature": "general.sampling.temp",
@@ -24,7 +25,7 @@ _REQUIRED = object()
 
 
 class Metadata:
-    """Typed access to the metadata of a file; a key of the model starts with a dot."""
+    """Typed access to a file's metadata; keys of the model begin with a dot."""
 
     def __init__(self, file: GgufFile):
         self._file, self._values = file, file.metadata
@@ -34,7 +35,7 @@ class Metadata:
         return self._get(key, default, (str,), "a string")
 
     def size(self, key: str, default: Any = _REQUIRED) -> Any:
-        """An integer of at least 0; of equal values for all layers, that value."""
+        """Return an integer >= 0; of an array, the value that all layers share."""
         name = self._name(key)
         given = self._values.get(name)
         if isinstance(given, np.ndarray) and given.dtype.kind in "iu":
@@ -55,7 +56,7 @@ class Metadata:
         return self._get(key, default, (bool,), "a bool")
 
     def wrong(self, name: str, allowed: str, given: Any) -> CheckpointError:
-        """Make the error for a value that cannot be used."""
+        """Return the error for a value that cannot be used."""
         return CheckpointError(
             f"{self._file.path}: metadata key {name!r} must be {allowed}, got "
             f"{shown(given)}"
@@ -78,8 +79,8 @@ def read_config(file: GgufFile) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the contents of `config.json` and of `generation_config.json`.
 
     Raises:
-        CheckpointError: It is of an architecture that is not read, or a key is missing
-            or has a value that cannot be used.
+        CheckpointError: The architecture is not supported, or a key is missing or has a
+            value that cannot be used.
     """
     metadata = Metadata(file)
     read = _ARCHITECTURES.get(metadata.architecture)
@@ -102,7 +103,7 @@ def read_config(file: GgufFile) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _sizes(file: GgufFile, metadata: Metadata) -> dict[str, Any]:
-    """What both generations have in common."""
+    """Return the entries that both generations share."""
     num_heads = metadata.size(".attention.head_count")
     width = metadata.size(".embedding_length")
     if num_heads < 1:
@@ -114,7 +115,7 @@ def _sizes(file: GgufFile, metadata: Metadata) -> dict[str, Any]:
         name = f"{metadata.architecture}.attention.value_length"
         raise metadata.wrong(name, f"{head_dim}, as key_length", value_dim)
     num_layers = metadata.size(".block_count")
-    # llama.cpp stores no attention scale, and takes 27B's from the number of layers.
+    # llama.cpp stores no attention scale; it recognizes 27B by the number of layers.
     is_27b = num_layers == _LAYERS_27B[metadata.architecture]
     return {
         "vocab_size": _vocab_size(file),
@@ -144,7 +145,7 @@ def _vocab_size(file: GgufFile) -> int:
 
 
 def _dtype(file: GgufFile) -> str:
-    """The type of the matrices that are not packed, float32 if they differ."""
+    """Return the type of the unquantized matrices; float32 if they differ."""
     matrices = (one for one in file.tensors.values() if len(one.shape) == 2)
     dtypes = {one.type.dtype.name for one in matrices if one.type.split is None}
     return dtypes.pop() if len(dtypes) == 1 else "float32"
@@ -153,7 +154,7 @@ def _dtype(file: GgufFile) -> str:
 def _rope_scaling(metadata: Metadata) -> dict[str, Any] | None:
     kind = metadata.text(".rope.scaling.type", "linear")
     factor = metadata.number(".rope.scaling.factor", 0)
-    # The key of old files. A factor of 0 means none in llama.cpp, and so does 1.
+    # The key of old files. In llama.cpp a factor of 0 means none, and so does 1.
     factor = factor or metadata.number(".rope.scale_linear", 0)
     if kind == "none" or factor in (0, 1):
         return None
@@ -164,9 +165,9 @@ def _rope_scaling(metadata: Metadata) -> dict[str, Any] | None:
 
 
 def _end_tokens(file: GgufFile, metadata: Metadata) -> list[int]:
-    """Ids that end a text: those named, and the piece `<eos>`.
+    """Return the ids that end a text: those in the metadata, and the piece `<eos>`.
 
-    Instruction-tuned files name <end_of_turn>, and <eos> ends their texts as well.
+    Instruction-tuned files name <end_of_turn> only, but <eos> ends their texts as well.
     """
     named = [
         metadata.size(f"tokenizer.ggml.{name}_token_id", None)

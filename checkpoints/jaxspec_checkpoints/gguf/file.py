@@ -1,7 +1,7 @@
-"""Owns `read_gguf`: the header of a GGUF file, checked, and where its tensors lie.
+"""Reads and checks the header of a GGUF file, and locates its tensors (`read_gguf`).
 
-Files come from anywhere, so every length is compared with the size of the file before
-memory is allocated for it. No tensor is read.
+Files come from anywhere, so every length is compared with the file size before memory
+is allocated for it. Tensors are not read.
 
     magic, version, number of tensors, number of metadata entries
     metadata: key, type, value
@@ -32,10 +32,11 @@ _SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL)
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _DEFAULT_ALIGNMENT = 32
-# A file that changed later than this may change again within one tick of its clock.
+# Nanoseconds after a change before a file's header is cached. Two changes within one
+# tick of the file system's clock have the same time stamp.
 _SETTLED_NS = 2 * 10**9
 _MAX_DIMENSIONS = 4
-# Limits far above what models have: 262,144 tokens make a header of 6.5 MB.
+# Limits far above those of real models: 262,144 tokens make a header of 6.5 MB.
 _MAX_HEADER_BYTES = 64 * 2**20
 _MAX_ARRAY = 2**22
 _MAX_STRINGS = 2**22
@@ -55,13 +56,13 @@ _DTYPES = {number: np.dtype(name) for number, name in _SCALARS.items()}
 
 @dataclass(frozen=True, kw_only=True)
 class GgufTensor:
-    """Where one tensor lies.
+    """Location of one tensor.
 
     Attributes:
         shape: Outermost axis first, as in numpy.
-        type: What its blocks are.
-        path: The file, one of several where a model is sharded.
-        offset: Of its first byte in the file.
+        type: Type of its blocks.
+        path: The file; one of several if the model is sharded.
+        offset: Position of its first byte in the file.
     """
 
     name: str
@@ -81,7 +82,7 @@ class GgufFile:
     """The header of a file, or of all shards of a model.
 
     Attributes:
-        path: The file; of shards the first.
+        path: The file; for shards, the first.
         metadata: Values by key: int, float, bool, str, list of str, or numpy arrays.
         tensors: By llama.cpp's names.
     """
@@ -96,8 +97,8 @@ def read_gguf(path: str | Path) -> GgufFile:
     """Read the header of a file, and those of its other shards.
 
     Raises:
-        CheckpointError: It cannot be read, is no GGUF, is damaged, holds a type that is
-            not supported, or shards are missing.
+        CheckpointError: It cannot be read, is not GGUF, is damaged, has an unsupported
+            type, or shards are missing.
     """
     path = expand(path)
     with readable(path):
@@ -106,8 +107,9 @@ def read_gguf(path: str | Path) -> GgufFile:
         count = _integer(file, "split.count", 1)
         if max(count, 1) != 1 + len(others):
             raise CheckpointError(
-                f"{first} is one of {count} shards: keep them in one folder, named "
-                "NAME-00001-of-0000N.gguf as they were made"
+                f"{first} is one of {count} shards, but {1 + len(others)} were found: "
+                "keep all shards in one folder under their original names, "
+                "NAME-00001-of-0000N.gguf"
             )
         tensors = dict(file.tensors)
         for other in others:
@@ -156,18 +158,18 @@ def _read_header(path: Path) -> GgufFile:
 
 
 def _read_version(path: Path, num_bytes: int, changed_ns: int) -> GgufFile:
-    """Read the header; size and time of change tell versions of a file apart."""
+    """Read the header; size and modification time identify a file's version."""
     with path.open("rb") as stream:
         return _Header(path, stream).read()
 
 
-# An engine asks for config, tokenizer, chat template and weights one after the other;
-# to read a vocabulary of 262,144 tokens takes 0.2 s each time.
+# An engine reads config, tokenizer, chat template and weights one after the other;
+# reading a vocabulary of 262,144 tokens takes 0.2 s each time.
 _read_settled = functools.lru_cache(maxsize=2)(_read_version)
 
 
 def forget_headers() -> None:
-    """Free the headers that were read last: 30 MB with a vocabulary of 262,144."""
+    """Free the headers that were read last: 30 MB for a vocabulary of 262,144."""
     _read_settled.cache_clear()
 
 
@@ -179,7 +181,7 @@ def _integer(file: GgufFile, key: str, default: int) -> int:
 
 
 def shown(value: Any) -> str:
-    """A metadata value in messages; what is long is cut before it is formatted."""
+    """Format a metadata value for messages; long ones are cut before formatting."""
     if value is None:
         return "nothing"
     if isinstance(value, str):
@@ -189,7 +191,7 @@ def shown(value: Any) -> str:
 
 
 def _fail(path: Path, reason: str) -> NoReturn:
-    raise CheckpointError(f"{path} is no usable GGUF file: {reason}")
+    raise CheckpointError(f"{path} is not a usable GGUF file: {reason}")
 
 
 class _Header:
@@ -203,7 +205,7 @@ class _Header:
         self._num_strings = 0
 
     def read(self) -> GgufFile:
-        """Read all of it."""
+        """Read the whole header."""
         if self._file_bytes < 24:
             self._fail(f"it has {self._file_bytes} bytes, less than a header")
         magic = bytes(self._take(4))
@@ -258,7 +260,7 @@ class _Header:
         _fail(self._path, reason)
 
     def _need(self, num_bytes: int) -> None:
-        """Have the next `num_bytes` in the buffer."""
+        """Ensure that the next `num_bytes` are in the buffer."""
         end = self._position + num_bytes
         if end <= len(self._buffer):
             return
@@ -329,7 +331,7 @@ class _Header:
         if kind not in _DTYPES:
             name = "an array" if kind == _ARRAY else f"type {kind}"
             self._fail(f"the values of {key!r:.80} are of {name}, which is not read")
-        # A copy, or the array would keep the whole buffer.
+        # Copy the values; a view would keep the whole buffer in memory.
         values = np.frombuffer(
             self._take(count * _DTYPES[kind].itemsize), _DTYPES[kind]
         )
@@ -348,7 +350,7 @@ class _Header:
         start = stop = 0
         read_length = struct.Struct("<Q").unpack_from
         while len(values) < count:
-            # As many as the buffer holds, in a loop that makes no calls of its own.
+            # Read all complete strings in the buffer in a loop without function calls.
             buffer, position, end = self._buffer, self._position, len(self._buffer)
             try:
                 for _ in range(count - len(values)):

@@ -1,7 +1,7 @@
-"""Owns `open_gguf`: a GGUF file as a `Checkpoint`, in canonical names and numbers.
+"""Opens a GGUF file as a `Checkpoint`, with canonical names and numbers (`open_gguf`).
 
-Blocks of rows are read from the file when asked for, and dequantized to float32. Types
-without minima stay integers and scales as well: see `QuantizedTensor`.
+Blocks of rows are read from the file on demand and dequantized to float32. Types
+without minima are also kept as integers and scales: see `QuantizedTensor`.
 """
 
 import json
@@ -47,7 +47,7 @@ _NAMES = {
     "output_norm.weight": "model.norm.weight",
     "output.weight": HEAD,
 }
-# Within `blk.{i}.` and within `model.layers.{i}.`
+# Names within `blk.{i}.`, and names within `model.layers.{i}.`
 _LAYER_NAMES = {
     "attn_norm.weight": "input_layernorm.weight",
     "attn_q.weight": "self_attn.q_proj.weight",
@@ -64,12 +64,12 @@ _LAYER_NAMES = {
     "post_ffw_norm.weight": "post_feedforward_layernorm.weight",
 }
 _LAYER = re.compile(r"blk\.(0|[1-9]\d{0,5})\.(.+)", re.DOTALL)
-# Queries, keys and values one after the other.
+# Parts of a fused matrix: queries, keys, values.
 _FUSED = "attn_qkv.weight"
 
 
 def find_gguf(path: Path) -> Path | None:
-    """Return the GGUF file that a path stands for; None if it stands for none.
+    """Return the GGUF file at a path, or in a folder with one model; else None.
 
     Raises:
         CheckpointError: A folder holds several models.
@@ -77,7 +77,7 @@ def find_gguf(path: Path) -> Path | None:
     if path.is_file():
         return path if path.suffix == SUFFIX else None
     found = sorted(path.glob(f"*{SUFFIX}")) if path.is_dir() else []
-    # Projectors of images go with a model and are none.
+    # Image projectors accompany a model and are not models.
     models = {shards(one)[0] for one in found if not one.name.startswith("mmproj")}
     if len(models) > 1:
         names = ", ".join(sorted(model.name for model in models))
@@ -88,7 +88,7 @@ def find_gguf(path: Path) -> Path | None:
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether it is a GGUF file, or a folder that holds one."""
+    """Return whether it is a GGUF file, or a folder that holds one."""
     return find_gguf(path) is not None
 
 
@@ -96,16 +96,16 @@ def open_gguf(path: Path, layouts: Mapping[str, Layout]) -> Checkpoint:
     """Check a file, or the one in a folder, and describe it; no weight is read.
 
     Raises:
-        CheckpointError: The file is damaged, of an architecture or a type that is not
-            read, or its tensors are not those of its metadata.
+        CheckpointError: The file is damaged, has an unsupported architecture or type,
+            or its tensors do not match its metadata.
     """
     found = find_gguf(path)
     assert found is not None, path
     file = read_gguf(found)
     config, generation = read_config(file)
-    beside = side_files(path) if path.is_dir() else {}
-    if "generation_config.json" in beside:
-        generation = read_json(beside["generation_config.json"])
+    existing = side_files(path) if path.is_dir() else {}
+    if "generation_config.json" in existing:
+        generation = read_json(existing["generation_config.json"])
     layout = layout_of(config, layouts)
     config["vocab_size"] = layout.text_config(config)["vocab_size"]
     sizes = Sizes.from_config(config)
@@ -130,15 +130,15 @@ def open_gguf(path: Path, layouts: Mapping[str, Layout]) -> Checkpoint:
         config=config,
         generation_config=generation,
         tensors=tensors,
-        side_files=beside,
-        made_files={name: made[name] for name in made.keys() - beside.keys()},
+        side_files=existing,
+        made_files={name: made[name] for name in made.keys() - existing.keys()},
     )
 
 
 def tokenizer_files(file: GgufFile) -> dict[str, Callable[[], bytes]]:
-    """What a folder of another format has as files of a tokenizer; empty without one.
+    """Return functions that make the tokenizer files of other formats; may be empty.
 
-    The functions read the header again: kept, its pieces would take 30 MB.
+    The functions read the header again: its tokens would take 30 MB if kept.
     """
     path = file.path
     if not has_tokenizer(file):
@@ -154,7 +154,7 @@ def _json(content: Mapping[str, Any]) -> bytes:
 
 
 def _canonical(file: GgufFile, sizes: Sizes) -> dict[str, GgufTensor]:
-    """All tensors by canonical name; a fused one is three."""
+    """Return all tensors by canonical name; a fused one becomes three."""
     tensors: dict[str, GgufTensor] = {}
     for name, stored in file.tensors.items():
         for canonical, tensor in _named(name, stored, sizes):
@@ -204,7 +204,7 @@ def _described(stored: GgufTensor) -> Tensor:
     kind = stored.type
     source = f"{stored.path}:{stored.name}"
     if stored.name.endswith("norm.weight"):
-        # Stored as 1 + w in all Gemma files of llama.cpp.
+        # llama.cpp stores 1 + w in all Gemma files.
         def read_norm(start: int, stop: int) -> np.ndarray:
             return _numbers(stored, start, stop).astype(np.float32) - np.float32(1)
 
@@ -230,7 +230,7 @@ def _packed(
     split: Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]],
     whole: Tensor,
 ) -> Tensor:
-    """A matrix that is integers times scales."""
+    """Describe a matrix of integers times scales."""
     num_rows, _ = stored.shape
     dtype = np.dtype(ml_dtypes.int4 if stored.type.is_int4 else np.int8)
 
@@ -239,7 +239,7 @@ def _packed(
         return values.reshape(stop - start, -1).astype(dtype, copy=False)
 
     def read_scales(start: int, stop: int) -> np.ndarray:
-        # Scales are a small part of what is read for them.
+        # Read more rows at a time for scales, which are a small part of the bytes read.
         step = max(1, BLOCK_BYTES * num_rows // stored.num_bytes)
         parts = [
             split(_blocks(stored, first, min(first + step, stop)))[1].reshape(
@@ -275,10 +275,10 @@ def _packed(
 
 @dataclass(frozen=True, kw_only=True)
 class _PackedTensor(QuantizedTensor):
-    """One whose numbers come from the blocks at once, with no array of all scales."""
+    """Dequantizes blocks directly, without an array of all scales."""
 
     def head(self, num_rows: int) -> "_PackedTensor":
-        """The first rows only."""
+        """Return the first rows only."""
         return replace(
             self,
             shape=(num_rows, *self.shape[1:]),
@@ -291,7 +291,7 @@ class _PackedTensor(QuantizedTensor):
 
 
 def _numbers(stored: GgufTensor, start: int, stop: int) -> np.ndarray:
-    """Rows in the type that the tensor is read as."""
+    """Return rows in the tensor's dtype."""
     kind = stored.type
     if kind.dequantize is None:
         raw = _read(stored, start, stop)
@@ -310,7 +310,7 @@ def _blocks(stored: GgufTensor, start: int, stop: int) -> np.ndarray:
 
 
 def _read(stored: GgufTensor, start: int, stop: int) -> np.ndarray:
-    """Bytes of rows. Reads, as pages of a mapped file would count as memory."""
+    """Read bytes of rows. Not mapped: pages of a mapped file would count as memory."""
     row_bytes = stored.num_bytes // stored.shape[0]
     num_bytes = (stop - start) * row_bytes
     with readable(stored.path), stored.path.open("rb", buffering=0) as stream:

@@ -1,9 +1,8 @@
-"""Owns the tokenizer and the chat template that GGUF metadata hold.
+"""Rebuilds the tokenizer and the chat template from GGUF metadata.
 
 The metadata list the pieces of a SentencePiece model, their scores and types. They are
-put back into the form of a `tokenizer.model`, which loads in a tenth of a second; BPE
-merges for another library would first have to be found.
-
+written as a `tokenizer.model`, which loads in a tenth of a second; another library
+would need BPE merges, which would first have to be searched.
 Source: sentencepiece_model.proto; `_set_vocab_sentencepiece` of llama.cpp's converter.
 """
 
@@ -19,10 +18,10 @@ from jaxspec_checkpoints.gguf.file import GgufFile
 
 _TOKENS = "tokenizer.ggml.tokens"
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 1, 2, 3, 4, 6
-# The converter calls these control tokens for their spelling alone; in the model's own
-# files a text can spell them.
+# The converter marks these as control tokens because of their spelling; in the model's
+# own files a text can contain them.
 _SPELLED = re.compile(r"<unused\d+>|<mask>|<2mass>|\[@BOS@\]")
-# In the order of their fields in TrainerSpec, with their names in the metadata.
+# Special tokens in the order of their fields in TrainerSpec, by metadata name.
 _SPECIAL = {"unk": "unknown", "bos": "bos", "eos": "eos", "pad": "padding"}
 # Fields: number << 3 | type; 0 is a varint, 2 has a length and bytes, 5 four bytes.
 _PIECES, _TRAINER, _NORMALIZER = b"\x0a", b"\x12", b"\x1a"
@@ -31,7 +30,7 @@ _BPE = 2
 
 
 def has_tokenizer(file: GgufFile) -> bool:
-    """Whether the metadata hold a tokenizer, of whatever kind."""
+    """Return whether the metadata contain a tokenizer, of any kind."""
     return bool(isinstance(file.metadata.get(_TOKENS), list) and file.metadata[_TOKENS])
 
 
@@ -39,7 +38,7 @@ def tokenizer_model(file: GgufFile) -> bytes:
     """Return the content of the `tokenizer.model` that the file was made from.
 
     Raises:
-        CheckpointError: There is no tokenizer, or one of another kind.
+        CheckpointError: The file has no tokenizer, or one of another kind.
     """
     metadata = Metadata(file)
     if not has_tokenizer(file):
@@ -54,7 +53,7 @@ def tokenizer_model(file: GgufFile) -> bytes:
         raise metadata.wrong("tokenizer.ggml.model", allowed, kind)
     kinds = _numbers(file, metadata, "tokenizer.ggml.token_type", "iu").tolist()
     if len(tokens) == GEMMA3_VOCAB_SIZE + IMAGE_ROWS:
-        tokens = tokens[:GEMMA3_VOCAB_SIZE]  # those behind it stand for images
+        tokens = tokens[:GEMMA3_VOCAB_SIZE]  # the tokens after these represent images
     scores = _numbers(file, metadata, "tokenizer.ggml.scores", "f").astype("<f4")
     ids = {
         name: metadata.size(f"tokenizer.ggml.{key}_token_id", -1)
@@ -66,7 +65,7 @@ def tokenizer_model(file: GgufFile) -> bytes:
                 f"{file.path}: the tokenizer has no {name} token: its id is "
                 f"{ids[name]} of {len(tokens):,}"
             )
-    # Instruction-tuned files call the end of a turn so; it is told by its piece.
+    # Instruction-tuned files name the end of a turn here; its piece identifies it.
     if "<eos>" in tokens[:512]:
         ids["eos"] = tokens.index("<eos>")
     for name, token in ids.items():
@@ -83,7 +82,7 @@ def tokenizer_model(file: GgufFile) -> bytes:
 
 
 def chat_template(file: GgufFile) -> str | None:
-    """Return the chat template; None if the file has none, as those of base models."""
+    """Return the chat template; None if the file has none, as for base models."""
     return Metadata(file).text("tokenizer.chat_template", None)
 
 
@@ -104,7 +103,7 @@ def tokenizer_config(file: GgufFile) -> dict[str, Any]:
 
 
 def _numbers(file: GgufFile, metadata: Metadata, key: str, kinds: str) -> np.ndarray:
-    """One number for each token."""
+    """Return one number per token."""
     count, values = len(file.metadata[_TOKENS]), file.metadata.get(key)
     if (
         not isinstance(values, np.ndarray)
@@ -147,7 +146,7 @@ def _pieces(
 
 
 def _trainer(tokens: list[str], ids: dict[str, int]) -> bytes:
-    """Fields of TrainerSpec. The library finds special tokens by their pieces."""
+    """Return the fields of TrainerSpec, in which pieces name special tokens."""
     # model_type, vocab_size, byte_fallback
     fields = _varints({3: _BPE, 4: len(tokens), 35: 1})
     for offset, name in enumerate(_SPECIAL):
@@ -159,7 +158,7 @@ def _trainer(tokens: list[str], ids: dict[str, int]) -> bytes:
 
 
 def _normalizer(has_prefix: bool) -> bytes:
-    """Fields of NormalizerSpec: nothing but spaces is replaced."""
+    """Return fields of NormalizerSpec: only spaces are replaced."""
     name = _message(b"\x0a", b"identity")
     # add_dummy_prefix, remove_extra_whitespaces, escape_whitespaces
     return name + _varints({3: int(has_prefix), 4: 0, 5: 1})

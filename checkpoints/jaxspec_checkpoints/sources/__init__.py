@@ -1,7 +1,7 @@
 """Models by name: an id of the Hugging Face Hub or a Kaggle handle becomes a folder.
 
-Owns which service a name belongs to. The services' own libraries do the work: network,
-logins, cache, progress bars. Knows nothing about what is in a folder.
+Decides which service a name belongs to. The services' own libraries do the work:
+network, logins, cache, progress bars. Knows nothing about the content of a folder.
 """
 
 import importlib
@@ -22,7 +22,7 @@ _KAGGLE_HANDLE = re.compile(r"(?:\w[\w-]*/){3}\w[\w.-]*(?:/[1-9]\d*)?", re.ASCII
 
 
 def is_remote(name: str) -> bool:
-    """Whether `name` is spelled like something that `fetch` can get."""
+    """Return whether `name` is spelled like something that `fetch` can get."""
     return any(form.fullmatch(name) for form in (_HUB_ID, _KAGGLE_HANDLE))
 
 
@@ -36,8 +36,9 @@ def fetch(
 ) -> Path:
     """Return the folder or GGUF file of a model, from this machine or from a service.
 
-    What is in the service's cache is not fetched again. A folder that exists goes
-    before a service's model of the same name; the other arguments then have no effect.
+    Models in the service's cache are not fetched again. An existing folder takes
+    precedence over a service's model of the same name; other arguments are then
+    ignored.
 
     Args:
         name: A folder, `owner/name` on the Hugging Face Hub, `owner/name:Q4_K_M` for a
@@ -45,16 +46,16 @@ def fetch(
             without `/version`.
         revision: Branch, tag or commit on the Hugging Face Hub.
         token: For the Hugging Face Hub; True is the one saved by its login, which is
-            also the default. Kaggle's library looks for its own.
-        cache_dir: Where downloads are kept, instead of the service's own cache.
-        weights: False leaves the weights out where the service allows it: the rest is
-            enough for a tokenizer. A GGUF file is whole in any case.
+            also the default. Kaggle's library finds its own.
+        cache_dir: Folder for downloads, instead of the service's own cache.
+        weights: False leaves out the weights if the service allows it: the rest is
+            enough for a tokenizer. GGUF files are always fetched whole.
 
     Raises:
-        CheckpointError: Says what stands in the way, and what to do about it.
+        CheckpointError: Says why the model cannot be fetched, and what to do.
     """
     folder = expand(name)
-    # Not `folder.is_dir()`, which raises for a name that is too long for a path.
+    # Not `folder.is_dir()`, which raises for names that are too long for a path.
     if os.path.isdir(folder):
         return folder
     if found := _HUB_ID.fullmatch(name):
@@ -84,8 +85,8 @@ def fetch(
         kaggle = _service("kaggle", name)
         return kaggle.download(name, cache_dir=cache_dir)
     raise CheckpointError(
-        f"{name!r} is no folder, no id of the Hugging Face Hub (owner/name, or "
-        "owner/name:Q4_K_M) and no Kaggle handle (owner/model/framework/variation): "
+        f"{name!r} is not a folder, not an id of the Hugging Face Hub (owner/name, or "
+        "owner/name:Q4_K_M) and not a Kaggle handle (owner/model/framework/variation): "
         "check the spelling"
     )
 
@@ -96,7 +97,7 @@ def _service(extra: str, name: str) -> Any:
         return importlib.import_module(f"{__name__}.{extra}")
     except ImportError as error:
         raise CheckpointError(
-            f"{name!r} is no folder here, and fetching it needs the extra {extra!r}, "
-            f'which is not installed: run pip install -e ".[{extra}]" in the checkout, '
-            "or download the model by other means and pass its folder"
+            f"{name!r} is not a folder here, and fetching it needs the extra "
+            f'{extra!r}, which is not installed: run pip install -e ".[{extra}]" in '
+            "the checkout, or download the model by other means and pass its folder"
         ) from error

@@ -1,7 +1,7 @@
 """The Hugging Face Hub, through huggingface_hub.
 
-Owns which files of a repository are fetched, and what the library's errors mean for a
-user. Importing this module needs the extra `hub`.
+Chooses the files of a repository to fetch, and explains the library's errors to users.
+Importing this module needs the extra `hub`.
 """
 
 import errno
@@ -19,7 +19,8 @@ from jaxspec_checkpoints.checkpoint import SIDE_FILES
 from jaxspec_checkpoints.errors import CheckpointError
 from jaxspec_checkpoints.files import expand
 
-# The hub's patterns match whole paths, and `*` crosses folders.
+# Patterns of the files to fetch. The hub matches them with whole paths, and `*` also
+# matches slashes.
 _WEIGHTS = (
     "*.safetensors",
     "*.safetensors.index.json",
@@ -38,15 +39,15 @@ _WEIGHTS = (
     "*zarr.json",
     "*/[0-9]*",
 )
-# Never, whatever folder they are in: pickles, formats that are not read, and GGUF files
-# of types that nobody named. Weights in a folder of their own are second copies in a
+# Never fetched, in any folder: pickles, formats that cannot be read, and GGUF files of
+# types that were not named. Weights in a folder of their own are second copies in a
 # publisher's original format.
 _NEVER = (
     *("*.bin", "*.ckpt", "*.pickle", "*.pkl", "*.pt", "*.pth"),
     *("*.gguf", "*.h5", "*.msgpack", "*.npz", "*.onnx"),
     *("*/*.safetensors", "*/*.safetensors.index.json"),
 )
-# What reads images for a model, beside GGUF files.
+# Image projectors, next to GGUF files.
 _PROJECTORS = ("mmproj*", "*/mmproj*")
 _SHARD = re.compile(r"-\d{5}-of-\d{5}(?=\.gguf$)")
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -64,10 +65,10 @@ def download(
     cache_dir: str | Path | None,
     weights: bool,
 ) -> Path:
-    """Fetch a repository's model, or what is missing of it, and return the folder.
+    """Fetch a repository's model, or its missing files, and return the folder.
 
     Raises:
-        CheckpointError: Says what stands in the way, and what to do about it.
+        CheckpointError: Says why the model cannot be fetched, and what to do.
     """
     with _explained(name, revision):
         fetched = snapshot_download(
@@ -100,13 +101,13 @@ def download_gguf(
     """Fetch the one GGUF file, or its shards, whose name ends in a type.
 
     Args:
-        kind: As in the file's name, "Q4_K_M"; upper and lower case are alike.
+        kind: As in the file's name, "Q4_K_M"; case does not matter.
 
     Returns:
-        The file; of shards the first.
+        The file; for shards, the first.
 
     Raises:
-        CheckpointError: Says what stands in the way, and what to do about it.
+        CheckpointError: Says why the model cannot be fetched, and what to do.
     """
     either = "".join(
         f"[{letter.lower()}{letter.upper()}]" if letter.isalpha() else letter
@@ -119,7 +120,7 @@ def download_gguf(
     ]
     with _explained(name, revision):
         try:
-            # Asked first: a type of which there are two models is no reason to fetch.
+            # Check before fetching: several models of this type are an error.
             found = HfApi().model_info(
                 name, revision=revision or constants.DEFAULT_REVISION, token=token
             )
@@ -159,7 +160,7 @@ def _check_one(name: str, kind: str, names: Sequence[str]) -> str:
 
 @contextmanager
 def _explained(name: str, revision: str | None) -> Iterator[None]:
-    """Say in a user's words what the library raises."""
+    """Turn the library's errors into explanations for users."""
     try:
         yield
     except (
@@ -173,8 +174,8 @@ def _explained(name: str, revision: str | None) -> Iterator[None]:
         if reason is None:
             raise
         raise CheckpointError(
-            f"{name!r} is no folder here, and cannot be fetched from the Hugging Face "
-            f"Hub: {reason}"
+            f"{name!r} is not a folder here, and cannot be fetched from the Hugging "
+            f"Face Hub: {reason}"
         ) from error
 
 
@@ -188,12 +189,12 @@ def _page(name: str) -> str:
 
 
 def _reason(error: BaseException, name: str, revision: str | None) -> str | None:
-    """Say in a user's words what went wrong; None if this is nothing we know."""
+    """Explain an error to a user; None if it is unknown."""
     if isinstance(error, errors.IncompleteSnapshotError):
         cause = _reason(error.__cause__, name, revision) if error.__cause__ else None
         return f"an earlier download of it is unfinished, and {cause or error}"
     if isinstance(error, errors.LocalEntryNotFoundError) and error.__cause__:
-        # The library looks into its cache whatever went wrong; the cause says what.
+        # The library then looks into its cache; the cause is the original error.
         return _reason(error.__cause__, name, revision)
     if isinstance(error, errors.OfflineModeIsEnabled):
         return (
@@ -260,9 +261,9 @@ def _refusal(
 
 
 def _local_reason(error: BaseException) -> str | None:
-    """Explain what is neither the hub's answer nor the network's."""
+    """Explain errors that come neither from the hub nor from the network."""
     number = error.errno if isinstance(error, OSError) else None
-    # hf_xet, which moves large files, raises nothing but RuntimeErrors with a text.
+    # hf_xet, which transfers large files, raises RuntimeErrors with a text only.
     text = str(error) if isinstance(error, RuntimeError) else ""
     if number in _DISK_FULL or "os error 28" in text:
         return (

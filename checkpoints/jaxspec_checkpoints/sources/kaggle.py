@@ -1,7 +1,7 @@
 """Kaggle Models, through kagglehub.
 
-Owns where downloads go when the caller names a place, and what the library's errors
-mean for a user. Importing this module needs the extra `kaggle`.
+Chooses the folder of downloads if the caller names one, and explains the library's
+errors to users. Importing this module needs the extra `kaggle`.
 """
 
 import errno
@@ -22,23 +22,23 @@ from kagglehub.exceptions import (
 from jaxspec_checkpoints.errors import CheckpointError
 from jaxspec_checkpoints.files import expand
 
-# Kaggle's frameworks whose files may be Orbax or safetensors. The others are refused
-# before gigabytes are fetched that nothing here can read.
+# Kaggle's frameworks whose files may be Orbax or safetensors. Others are rejected
+# before gigabytes that cannot be read are fetched.
 _FRAMEWORKS = ("flax", "jax", "transformers", "other")
 
 
 def download(name: str, *, cache_dir: str | Path | None) -> Path:
-    """Fetch a model's variation, if it is not there yet, and return the folder.
+    """Fetch a model's variation unless it is cached, and return the folder.
 
     Raises:
-        CheckpointError: Says what stands in the way, and what to do about it.
+        CheckpointError: Says why the model cannot be fetched, and what to do.
     """
     framework = name.split("/")[2]
     if framework.lower() not in _FRAMEWORKS:
         raise CheckpointError(
-            f"{name!r} is no folder here, and as a Kaggle handle its third part must "
-            f"be one of {', '.join(_FRAMEWORKS)}, got {framework!r}: weights for other "
-            "frameworks cannot be read"
+            f"{name!r} is not a folder here, and as a Kaggle handle its third part "
+            f"must be one of {', '.join(_FRAMEWORKS)}, got {framework!r}: weights "
+            "for other frameworks cannot be read"
         )
     try:
         if cache_dir is None:
@@ -58,7 +58,8 @@ def download(name: str, *, cache_dir: str | Path | None) -> Path:
         if reason is None:
             raise
         raise CheckpointError(
-            f"{name!r} is no folder here, and cannot be fetched from Kaggle: {reason}"
+            f"{name!r} is not a folder here, and cannot be fetched from Kaggle: "
+            f"{reason}"
         ) from error
 
 
@@ -69,8 +70,8 @@ def _download_to(cache_dir: Path, name: str) -> Path:
         return Path(kagglehub.model_download(name, output_dir=str(place)))
     except BaseException:
         if is_new:
-            # The library takes the rest of a broken download for a user's own files,
-            # and refuses the folder from then on.
+            # The library would take the rest of a broken download for a user's own
+            # files, and reject the folder from then on.
             shutil.rmtree(place, ignore_errors=True)
         raise
 
@@ -80,7 +81,7 @@ def _page(name: str) -> str:
 
 
 def _reason(error: BaseException, name: str) -> str | None:
-    """Say in a user's words what went wrong; None if this is nothing we know."""
+    """Explain an error to a user; None if it is unknown."""
     if isinstance(error, requests.HTTPError):
         return _refusal(error, name)
     if isinstance(error, (BackendError, CredentialError, KaggleEnvironmentError)):

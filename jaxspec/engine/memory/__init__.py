@@ -1,7 +1,7 @@
-"""How the memory of devices is divided, and how many pages there are.
+"""Divides the memory of devices into weights, programs and pages.
 
-`plan` is the arithmetic, on plain numbers; `draft_sharding` chooses over how many
-devices a draft model is spread. `probe` finds the numbers for a configuration, from
-devices that are present or, by `device_descriptions`, from their names. `malloc`
+`plan` is the arithmetic, on plain numbers; `draft_sharding` chooses the number of
+devices for a draft model. `probe` finds the numbers for a configuration, from devices
+that are present or, with `device_descriptions`, from their names. `malloc`
 reduces what the C library retains of the host's memory.
 """

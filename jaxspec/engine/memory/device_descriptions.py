@@ -1,9 +1,9 @@
 """Devices by name, for `plan` and `compile` where the devices are not present.
 
-Owns which devices can be described to a compiler, or only named, and the abstract
-parameters and state of an engine on them: shapes, types and placement. A program that
-is compiled for these is the one that an engine loads which starts on such devices with
-the same arguments.
+Owns the lists of devices that can be described to a compiler, or only named, and the
+abstract parameters and state of an engine on them: shapes, types and placement. An
+engine that starts on such devices with the same arguments loads the programs that were
+compiled for the descriptions.
 """
 
 import os
@@ -176,9 +176,9 @@ def describe_mesh(name: str | None, config: EngineConfig) -> Mesh:
         platform, tpu = "tpu", TPUS[name]
         options = dict(topology_name=tpu.topology, chips_per_host_bounds=tpu.host)
     else:
-        found = _GPU.fullmatch(name)
-        assert found is not None
-        kind, count = found.groups("1")
+        match = _GPU.fullmatch(name)
+        assert match is not None
+        kind, count = match.groups("1")
         target = (_TARGETS / f"{kind}.txtpb").read_text()
         platform = "cuda"
         options = dict(target_config=target, topology=f"1x1x{count}")

@@ -76,7 +76,7 @@ class HostsError(OSError):
 
 
 class Command(NamedTuple):
-    """What the leader does next, and its followers with it."""
+    """A command that the leader and all followers run next."""
 
     number: int
     name: str
@@ -98,21 +98,22 @@ class Connection:
         """Exchange random numbers, and derive a key for each direction.
 
         Args:
-            deadline: When reading fails, by `time.monotonic`; None: as the socket says.
+            deadline: Time by `time.monotonic` at which reading fails; None: the
+                socket's timeout.
 
         Raises:
-            HostsError: The other side speaks another protocol.
-            EOFError, OSError: It has gone, or does not answer in time.
+            HostsError: The other side uses another protocol.
+            EOFError, OSError: It has closed the connection, or does not answer in time.
         """
         self._stream, self._deadline = stream, deadline
         self._num_sent = self._num_received = 0
-        own = secrets.token_bytes(NONCE_BYTES)
-        stream.sendall(MAGIC + own)
+        own_nonce = secrets.token_bytes(NONCE_BYTES)
+        stream.sendall(MAGIC + own_nonce)
         greeting = self._read(len(MAGIC) + NONCE_BYTES)
         if not greeting.startswith(MAGIC):
             raise HostsError("it is no jaxspec of this version")
         other = greeting[len(MAGIC) :]
-        nonces = own + other if is_leader else other + own
+        nonces = own_nonce + other if is_leader else other + own_nonce
         down = _sign(secret, b"from the leader" + nonces)
         up = _sign(secret, b"to the leader" + nonces)
         self._sends, self._receives = (down, up) if is_leader else (up, down)
@@ -139,15 +140,15 @@ class Connection:
         """
         header = self._read(_HEADER.size)
         number, num_content, num_vector = _HEADER.unpack(header)
-        most = MAX_MESSAGE_BYTES if self._num_received else MAX_FIRST_BYTES
-        if num_content + num_vector > most:
+        max_bytes = MAX_MESSAGE_BYTES if self._num_received else MAX_FIRST_BYTES
+        if num_content + num_vector > max_bytes:
             raise HostsError("its message is too long")
         body = header + self._read(num_content + num_vector)
         tag = self._read(TAG_BYTES)
         if not hmac.compare_digest(tag, _sign(self._receives, body)):
             raise HostsError("its message is not signed with the same secret")
         if number != self._num_received:
-            raise HostsError(f"message {number} came for {self._num_received}")
+            raise HostsError(f"message {number} arrived, not {self._num_received}")
         self._num_received += 1
         end = _HEADER.size + num_content
         vector = None
@@ -183,7 +184,7 @@ class Connection:
         self.close()
 
     def set_timeout(self, seconds: float | int | None) -> None:
-        """Let reading fail after this time from now; None: never."""
+        """Set the time from now after which reading fails; None: never."""
         self._deadline = None if seconds is None else time.monotonic() + seconds
         self._stream.settimeout(seconds)
 
@@ -301,26 +302,27 @@ class Followers:
         """Wait for all processes, and compare their facts with the leader's.
 
         Raises:
-            ConfigError: A process is missing, is there twice, differs or has ended; or
-                the address cannot be listened on. All followers get the reason.
+            ConfigError: A process is missing, differs or has ended, two have one rank,
+                or the leader cannot listen on its address. All followers get the
+                reason.
         """
         secret = hosts.read_secret()
-        found: dict[int, tuple[Connection, str]] = {}
+        connected: dict[int, tuple[Connection, str]] = {}
         with _listening(hosts) as listener:
             try:
-                _accept_all(listener, hosts, secret, facts, found)
-                _confirm_all(found)
+                _accept_all(listener, hosts, secret, facts, connected)
+                _confirm_all(connected)
             except ConfigError as error:
-                for connection, _ in found.values():
+                for connection, _ in connected.values():
                     connection.refuse(str(error))
                 raise
         _log.info("All %d processes have connected", hosts.nnodes)
-        return cls(found, on_loss)
+        return cls(connected, on_loss)
 
     def send(
         self, name: str, values: Mapping[str, Any], vector: np.ndarray | None = None
     ) -> int:
-        """Send a command to all followers; returns its number.
+        """Send a command to all followers; return its number.
 
         Raises:
             EngineDeadError: A process has ended.
@@ -340,7 +342,7 @@ class Followers:
             return self._number
 
     def wait(self, number: int) -> list[dict[str, Any]]:
-        """Wait until all followers have answered a command; returns answers by rank.
+        """Wait until all followers have answered a command; return answers by rank.
 
         Returns an empty list after `end`.
 
@@ -358,7 +360,7 @@ class Followers:
         return [answers[rank] for rank in sorted(answers)]
 
     def end(self) -> None:
-        """Let all followers end in order; nothing can be sent afterwards.
+        """End all followers in order; nothing can be sent afterwards.
 
         Answers are read until the followers close: an answer to a closed socket would
         reset the connection, and the last command could be lost.
@@ -384,7 +386,7 @@ class Followers:
             connection.close()
 
     def break_off(self, reason: str, *, may_be_loss: bool = False) -> None:
-        """Let all followers end at once: the leader has not run a command it sent.
+        """End all followers at once: the leader has not run a command that it sent.
 
         Args:
             may_be_loss: The failure may come from the end of another process. Its
@@ -404,7 +406,7 @@ class Followers:
             self._close(reason)
 
     def _close(self, reason: str) -> bool:
-        """Close all connections; False if that was done before."""
+        """Close all connections; return False if they were closed before."""
         if not self._stop(reason):
             return False
         for connection, _ in self._connections.values():
@@ -412,7 +414,7 @@ class Followers:
         return True
 
     def _stop(self, reason: str) -> bool:
-        """Send no more; False if that was so before."""
+        """Send no more commands; return False if sending had stopped before."""
         with self._changed:
             if self._ended is not None:
                 return False
@@ -450,12 +452,12 @@ def _listening(hosts: HostsConfig) -> socket.socket:
     host, port = hosts.master_addr, hosts.plans_port
     listener, deadline = None, time.monotonic() + hosts.timeout_s
     try:
-        found = _retry(
+        addresses = _retry(
             lambda: socket.getaddrinfo(host, port, type=socket.SOCK_STREAM),
             socket.gaierror,
             deadline,
         )
-        family, kind, protocol, _, address = found[0]
+        family, kind, protocol, _, address = addresses[0]
         listener = socket.socket(family, kind, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
@@ -478,7 +480,7 @@ class _Arrival:
 
     def __init__(self, stream: socket.socket, address: str, secret: bytes):
         self.address, self._stream = address, stream
-        # None until the hello has come.
+        # None until the hello has arrived.
         self.connection: Connection | None = None
         self.hello: dict[str, Any] = {}
         self._thread = threading.Thread(
@@ -520,17 +522,19 @@ def _accept_all(
     hosts: HostsConfig,
     secret: bytes,
     facts: Mapping[str, str],
-    found: dict[int, tuple[Connection, str]],
+    connected: dict[int, tuple[Connection, str]],
 ) -> None:
-    """Fill `found` with one connection for every rank."""
+    """Fill `connected` with one connection for every rank."""
     deadline = time.monotonic() + hosts.timeout_s
     arrivals: list[_Arrival] = []
-    reason = f"All {hosts.nnodes} processes are there, or the leader was stopped."
+    reason = f"All {hosts.nnodes} processes have connected, or the leader was stopped."
     listener.settimeout(POLL_S)
     try:
-        while len(found) < hosts.nnodes - 1:
+        while len(connected) < hosts.nnodes - 1:
             if time.monotonic() > deadline:
-                missing = [rank for rank in range(1, hosts.nnodes) if rank not in found]
+                missing = [
+                    rank for rank in range(1, hosts.nnodes) if rank not in connected
+                ]
                 raise ConfigError(
                     f"After {hosts.timeout_s} s no process has connected to "
                     f"{hosts.master_addr}:{hosts.plans_port} with node_rank "
@@ -548,7 +552,7 @@ def _accept_all(
                 time.sleep(POLL_S)
             for one in [one for one in arrivals if one.is_done()]:
                 arrivals.remove(one)
-                _accept(one, hosts, facts, found)
+                _accept(one, hosts, facts, connected)
     except ConfigError as error:
         reason = str(error)
         raise
@@ -561,9 +565,9 @@ def _accept(
     arrival: _Arrival,
     hosts: HostsConfig,
     facts: Mapping[str, str],
-    found: dict[int, tuple[Connection, str]],
+    connected: dict[int, tuple[Connection, str]],
 ) -> None:
-    """Add a process to `found` if it has the secret.
+    """Add a process to `connected` if it has the secret.
 
     Raises:
         ConfigError: It has the secret, and cannot take part.
@@ -572,17 +576,18 @@ def _accept(
     if connection is None:
         return
     rank = hello["node_rank"]
-    _drop_gone(found)
-    if rank in found:
+    _drop_gone(connected)
+    if rank in connected:
         error = ConfigError(
-            f"Two processes have node_rank={rank}: {found[rank][1]} and {address}. "
+            f"Two processes have node_rank={rank}: {connected[rank][1]} and {address}. "
             f"Each needs its own, from 1 to {hosts.nnodes - 1}.",
             parameter="node_rank",
             value=rank,
         )
         connection.refuse(str(error))
         raise error
-    found[rank] = connection, address  # before the check: a refusal goes to all in it
+    # Before the check: a refusal goes to all in it.
+    connected[rank] = connection, address
     differs = difference(facts, hello["facts"])
     if differs is not None:
         raise ConfigError(
@@ -592,30 +597,30 @@ def _accept(
         )
 
 
-def _drop_gone(found: dict[int, tuple[Connection, str]]) -> None:
+def _drop_gone(connected: dict[int, tuple[Connection, str]]) -> None:
     """Remove processes that have ended meanwhile: they may be started again."""
-    gone = [rank for rank, (connection, _) in found.items() if connection.is_gone()]
+    gone = [rank for rank, (connection, _) in connected.items() if connection.is_gone()]
     for rank in gone:
-        connection, address = found.pop(rank)
+        connection, address = connected.pop(rank)
         _log.warning("node_rank=%d (%s) has disconnected", rank, address)
         connection.close()
 
 
-def _confirm_all(found: Mapping[int, tuple[Connection, str]]) -> None:
+def _confirm_all(connected: Mapping[int, tuple[Connection, str]]) -> None:
     """Confirm to all processes that they take part.
 
     Raises:
         ConfigError: One has ended.
     """
-    for rank, (connection, address) in found.items():
+    for rank, (connection, address) in connected.items():
         try:
             connection.send({"accepted": True})
         except OSError as error:
             raise ConfigError(
-                f"The process of node_rank={rank} ({address}) has ended before all "
-                f"were there: {error}. See its log, and start all of them again.",
+                f"The process of node_rank={rank} ({address}) ended before all had "
+                f"connected: {error}. See its log, and start all of them again.",
                 parameter="nnodes",
-                value=len(found) + 1,
+                value=len(connected) + 1,
             ) from error
 
 
@@ -659,23 +664,23 @@ class Leader:
             deadline = max(deadline, time.monotonic() + HELLO_S)
             connection = Connection(stream, secret, is_leader=False, deadline=deadline)
             connection.send({"node_rank": hosts.node_rank, "facts": dict(facts)})
-            # Other followers may come late; the leader answers when it stops waiting.
+            # Other followers may be late; the leader answers when it stops waiting.
             connection.set_timeout(hosts.timeout_s + HELLO_S)
             answer, _ = connection.receive()
         except TimeoutError as error:
             stream.close()
             raise ConfigError(
                 f"After {hosts.timeout_s} s the process that listens on {where} has "
-                "not responded. Check that it is that of node_rank=0, and see its log.",
+                "not responded. Check that its node_rank is 0, and see its log.",
                 parameter="master_addr",
                 value=hosts.master_addr,
             ) from error
         except (EOFError, OSError) as error:
             stream.close()
             raise ConfigError(
-                f"The leader at {where} does not take node_rank={hosts.node_rank}: "
+                f"The leader at {where} did not accept node_rank={hosts.node_rank}: "
                 f"{error}. hosts_secret_file must have the same content on all hosts; "
-                "the leader's log says more.",
+                "see the leader's log.",
                 parameter="hosts_secret_file",
                 value=hosts.secret_file,
             ) from error

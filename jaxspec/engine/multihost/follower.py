@@ -24,7 +24,7 @@ from jaxspec.engine.multihost.channel import (
 from jaxspec.engine.multihost.facts import facts_of
 from jaxspec.engine.program_cache import facts
 from jaxspec.engine.runner import Runner, leave
-from jaxspec.engine.speculation.step_times import Round
+from jaxspec.engine.speculation.step_times import RoundKind
 from jaxspec.exit import COMPILER_THREAD
 
 _log = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ class Follower:
 
     @property
     def num_launches(self) -> int:
-        """Programs launched so far; the leader has launched as many."""
+        """Programs launched so far; the leader's number is the same."""
         return self.runner.num_launches
 
     def _handle(self, command: Command) -> None:
@@ -83,7 +83,7 @@ class Follower:
                 self._in_flight.append(result)
                 self._wait(MAX_IN_FLIGHT)
             case "compile":
-                # In a thread, while launches go on, as in the leader.
+                # In a thread, so that launches continue, as in the leader.
                 threading.Thread(
                     target=self._compile,
                     args=(command,),
@@ -91,9 +91,11 @@ class Follower:
                     daemon=True,
                 ).start()
             case "time_round":
-                round_ = Round(shape_of(values["shape"]), values["num_drafts"])
+                round_kind = RoundKind(
+                    shape_of(values["shape"]), values["num_draft_tokens"]
+                )
                 runner.time_round(
-                    round_, values["pages"], values["context"], values["num_runs"]
+                    round_kind, values["pages"], values["context"], values["num_runs"]
                 )
             case "sleep":
                 self._wait(0)
@@ -101,11 +103,11 @@ class Follower:
             case "wake_up":
                 self._sleep.end(values["tags"])
             case _:
-                raise AssertionError(f"an unknown command {command.name!r}")
+                raise AssertionError(f"unknown command {command.name!r}")
 
-    def _wait(self, most: int) -> None:
+    def _wait(self, max_in_flight: int) -> None:
         """Wait until this many launches are in flight; a failed launch raises here."""
-        while len(self._in_flight) > most:
+        while len(self._in_flight) > max_in_flight:
             self._in_flight.popleft().block_until_ready()
 
     def _compile(self, command: Command) -> None:

@@ -24,15 +24,14 @@ NO_ADMISSIONS = Admissions()
 
 
 def features_with(request: Request, running: Sequence[Request]) -> Features:
-    """Return the features of launches once a request runs beside others."""
-    # Of hundreds of requests most want the same, and looking at all comes with each
-    # that is admitted.
-    distinct = {one.features for one in running}
+    """Return the features of launches once a request runs alongside others."""
+    # Runs at each admission: hundreds of requests have few distinct features.
+    distinct = {other.features for other in running}
     return functools.reduce(operator.or_, distinct, request.features)
 
 
 def padded(num_tokens: int) -> int:
-    """Return the room that a prompt takes: whole tiles."""
+    """Round the tokens of a prompt up to whole tiles."""
     return -(-num_tokens // TILE) * TILE
 
 
@@ -52,7 +51,7 @@ class Admitter:
         self._rows, self._waiting, self._masks = rows, waiting, masks
 
     def has_program(self, request: Request, running: Sequence[Request]) -> bool:
-        """Return whether a compiled program serves a request beside others."""
+        """Return whether a compiled program serves a request alongside others."""
         num_seqs = min(len(running) + 1, self._config.max_num_seqs)
         features = features_with(request, running)
         return bool(self._shapes.with_prompts(num_seqs, 0, features))
@@ -62,7 +61,8 @@ class Admitter:
     ) -> Admissions:
         """Admit from the front of the queue while there are rows, pages and room.
 
-        Requests whose program or next mask is not there yet are skipped.
+        Requests whose program is not compiled, or whose next mask is not computed, are
+        skipped.
         """
         room = budget.num_tiles - sum(chunk.num_tiles for chunk in claims.chunks)
         # Without any program for prompts, the first request names the missing one.
@@ -80,7 +80,7 @@ class Admitter:
             num_controlled += request.controls is not None
             if num_controlled > MAX_CONTROLLED:
                 break
-            # The program may have less room for prompts than that of those before.
+            # The program may have less room for prompts than the previous request's.
             features = features_with(request, running)
             shapes = self._shapes.with_prompts(len(running) + 1, 0, features)
             room = min(room, shapes[-1].num_tiles - num_tiles)
@@ -89,25 +89,25 @@ class Admitter:
             if pages is None or promised is None:
                 pages = PlannedPages(self._tables)
                 promised = self._promise(running, claims, pages)
-            found = pages.find(request)
+            cached = pages.find(request)
             # `PlanLayout` has room for the pages of one whole sequence.
-            num_found = sum(one.num_found for one in admitted) + len(found)
+            num_found = sum(entry.num_found for entry in admitted) + len(cached)
             if num_found > self._config.pages_per_seq:
                 break
-            # Beside what running requests need next: without that, the new request
-            # would be the next to be preempted.
+            # Pages that running requests need next are reserved: without them, the new
+            # request would be the next to be preempted.
             all_pages = self._tables.count(request.num_tokens + 1)
-            needed = all_pages - len(found) + pages.num_revived(found)
+            needed = all_pages - len(cached) + pages.num_revived(cached)
             if needed + promised > pages.num_free:
                 break
-            start = len(found) * self._config.page_size
+            start = len(cached) * self._config.page_size
             end = min(start + room * TILE, request.num_tokens)
             chunk = Chunk(request, start, end)
-            pages.begin(request, found, end)
+            pages.begin(request, cached, end)
             is_whole = end == request.num_tokens
             promised += 1 if is_whole else all_pages - self._tables.count(end + 1)
             room, num_tiles = room - chunk.num_tiles, num_tiles + chunk.num_tiles
-            admitted.append(Admitted(len(found), chunk))
+            admitted.append(Admitted(len(cached), chunk))
             running.append(request)
         return Admissions(tuple(admitted), tuple(missing))
 
@@ -117,8 +117,8 @@ class Admitter:
         admitted: Sequence[Admitted],
         missing: list[StepShape | None],
     ) -> Request | None:
-        """Return the first request that a program serves; add what others lack."""
-        taken = {id(one.chunk.request) for one in admitted}
+        """Return the first request with a program; add missing programs of others."""
+        taken = {id(entry.chunk.request) for entry in admitted}
         for request in self._waiting:
             if id(request) in taken:
                 continue
@@ -132,27 +132,29 @@ class Admitter:
     def _missing_program(
         self, request: Request, running: Sequence[Request], taken: set[int]
     ) -> StepShape | None:
-        """Return the program that a request lacks, with room for all that wait now."""
-        features, most = features_with(request, running), self._config.max_num_seqs
+        """Return the program that a request lacks, with room for all waiting ones."""
+        features, max_seqs = features_with(request, running), self._config.max_num_seqs
         waiting = [
-            one
-            for one in self._waiting
-            if id(one) not in taken and features.covers(one.features)
+            other
+            for other in self._waiting
+            if id(other) not in taken and features.covers(other.features)
         ]
-        num_seqs = min(len(running) + len(waiting), most)
-        tokens = sum(padded(one.num_tokens) for one in waiting[:most])
-        # Until there are others it serves all launches, also those with few tokens.
+        num_seqs = min(len(running) + len(waiting), max_seqs)
+        tokens = sum(padded(other.num_tokens) for other in waiting[:max_seqs])
+        # Until others are compiled it serves all launches, also those with few tokens.
         tokens = min(tokens, FIRST_CHUNK)
-        return self._shapes.select(num_seqs, 0, tokens, features, is_brief=True).missing
+        return self._shapes.select(
+            num_seqs, 0, tokens, features, may_request_on_demand=False
+        ).missing
 
     def _promise(
         self, running: Sequence[Request], claims: PageClaims, pages: PlannedPages
     ) -> int:
-        """Plan what running requests are granted; return the pages they need next.
+        """Plan the pages of running requests; return the number they need next.
 
         That is the rest of every prompt, and one page per decoding request.
         """
-        granted = {one.request.row: one.num_tokens for one in claims.grants}
+        granted = {grant.request.row: grant.num_tokens for grant in claims.grants}
         ends = {chunk.request.row: chunk.end for chunk in claims.chunks}
         for grant in claims.grants:
             pages.grow(grant.request, grant.num_tokens)

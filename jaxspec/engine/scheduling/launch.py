@@ -1,6 +1,6 @@
-"""One launch on the host: its plan, the requests it is about, what it adds to them.
+"""One launch on the host: its plan, its requests, and its results for them.
 
-`LaunchBuilder` makes it while a plan is committed.
+`LaunchBuilder` makes it while `Scheduler.apply_plan` applies the plan.
 """
 
 import hashlib
@@ -12,7 +12,7 @@ from jaxspec.engine.scheduling.kv_cache import PageTables
 from jaxspec.engine.scheduling.request import Request, Status
 from jaxspec.engine.scheduling.row_table import RowTable
 from jaxspec.engine.scheduling.stages import Admitted, Chunk
-from jaxspec.engine.speculation.step_times import Round
+from jaxspec.engine.speculation.step_times import RoundKind
 from jaxspec.engine.structured_output import Failure, GrammarState
 from jaxspec.program.plan import (
     NO_TOKEN,
@@ -30,7 +30,7 @@ class LaunchError(Exception):
     """A launch or its read failed.
 
     Attributes:
-        reason: What was raised.
+        reason: The exception that was raised.
     """
 
     def __init__(self, reason: Exception):
@@ -38,7 +38,7 @@ class LaunchError(Exception):
         self.reason = reason
 
 
-class OnDevice:
+class AsLaunchErrors:
     """Turn any exception of device work into a `LaunchError`.
 
     Entered twice a round, in a fifth of the time that `contextlib` takes.
@@ -56,7 +56,7 @@ class OnDevice:
 
 @dataclass(kw_only=True)
 class Launch:
-    """A plan, and the requests that its entries are about.
+    """A plan, and the requests of its entries.
 
     Attributes:
         rows: Decoding rows, in the order of the plan.
@@ -64,14 +64,14 @@ class Launch:
         drafts: Draft tokens of each.
         tiled: The request of each of the plan's tiles.
         registered: Pages registered in the prefix cache that this launch fills.
-        is_probe: It asks the draft model what drafts would bring, where none are made.
+        is_probe: It measures acceptance probabilities while no drafts are made.
         charged_s: Seconds that `Pacer` has charged for it.
-        expected_s: That a round was expected to take; None where nothing was known.
-        seconds: That each round kept the device busy, once it has been read.
-        is_measure: They say what such rounds take: the launch before was like it. Else
-            the host's work for another one may be in them, and the device may have had
-            to wait.
-        round: What decides how long a round of it takes.
+        expected_s: Expected seconds of a round; None if unknown.
+        seconds: Seconds that each round kept the device busy, once it has been read.
+        is_measure: `seconds` is typical of such rounds: the previous launch was of the
+            same kind. Otherwise it may include host work for another program, for which
+            the device had to wait.
+        round_kind: Its program and K, which determine the time of a round.
     """
 
     plan: StepPlan
@@ -87,37 +87,37 @@ class Launch:
     expected_s: float | None = None
     seconds: float = 0.0
     is_measure: bool = True
-    round: Round = field(init=False)
+    round_kind: RoundKind = field(init=False)
 
     def __post_init__(self) -> None:
         is_drafting = self.shape.num_draft_tokens > 0
-        num_drafts = int(self.drafts.max(initial=0)) if is_drafting else 0
-        self.round = Round(self.shape, num_drafts)
+        num_draft_tokens = int(self.drafts.max(initial=0)) if is_drafting else 0
+        self.round_kind = RoundKind(self.shape, num_draft_tokens)
 
     @property
     def num_rounds(self) -> int:
-        """Rounds that it may run."""
+        """Maximum number of rounds that it runs."""
         return self.plan.num_rounds
 
     @property
     def num_prefilled(self) -> int:
-        """Tokens of prompts."""
-        if self.shape.is_catch_up:
+        """Number of prompt tokens."""
+        if self.shape.is_draft_prefill:
             return 0
         return sum(len(tile.tokens) for tile in self.plan.tiles)
 
 
 @dataclass(kw_only=True, slots=True)
 class Progress:
-    """What a launch added to one request.
+    """The new tokens of one request in a launch.
 
     Attributes:
         is_broken: The target's logits are NaN or infinite: the request ends.
-        failure: Where the grammar failed: tokens from there on mean nothing, and the
+        failure: The failure of the grammar: tokens after it are invalid, and the
             request ends.
-        num_accepted: Draft tokens among `token_ids`, the first ones: of the spine.
-        num_side_tokens: Those after them, from beside the spine.
-        logprobs: Of `token_ids`, one entry per token, where the request wants any.
+        num_accepted: Accepted drafts of the main chain, the first of `token_ids`.
+        num_side_tokens: Accepted drafts of side branches, which follow them.
+        logprobs: Of `token_ids`, one entry per token, if the request wants any.
         prompt_logprobs: The same for the next prompt tokens that have none yet, in
             order, from the prompt's second token on.
     """
@@ -136,21 +136,21 @@ class Progress:
 
 @dataclass(kw_only=True, slots=True)
 class Advance:
-    """What a launch added to all requests.
+    """The new tokens of all requests in a launch.
 
     Attributes:
-        parts: To those whose tokens somebody looks at, and to those that end.
-        quiet: The others that have new tokens.
-        late: Those whose masks were late: their new tokens are dropped.
+        parts: Of requests that return outputs as they run, and of those that end.
+        only_final: Other requests with new tokens: see `Request.only_final_output`.
+        late: Requests whose masks were late: their new tokens are dropped.
     """
 
     parts: list[Progress] = field(default_factory=list)
-    quiet: list[Request] = field(default_factory=list)
+    only_final: list[Request] = field(default_factory=list)
     late: list[Request] = field(default_factory=list)
 
 
 class LaunchBuilder:
-    """Collects a launch's tiles, admissions and new pages while a plan is committed.
+    """Collects a launch's tiles, admissions and new pages while a plan is applied.
 
     Attributes:
         updates: Pages that requests get.
@@ -176,39 +176,40 @@ class LaunchBuilder:
         """Admit a request with its pages of the prefix cache, and prefill it.
 
         Args:
-            longest: Positions that may ever be written.
+            longest: Maximum number of positions that may be written.
         """
         chunk, request = admitted.chunk, admitted.chunk.request
         request.tokens_to_prefill = request.tokens(0, request.num_tokens)
         keys = self._tables.reusable_keys(request)[: admitted.num_found]
-        found = self._tables.pool.find(keys)
-        assert len(found) == admitted.num_found, "a page was planned and is gone"
+        cached = self._tables.pool.find(keys)
+        assert len(cached) == admitted.num_found, "a planned page was evicted"
         self._rows.admit(request, longest)
-        self._tables.begin(request, found)
+        self._tables.begin(request, cached)
         request.status = Status.PREFILL
         self.admissions.append(_admission(request))
-        self.updates += [(request.row, i, page) for i, page in enumerate(found)]
+        self.updates += [(request.row, i, page) for i, page in enumerate(cached)]
         self.updates += self._tables.grow(request, chunk.end + 1)
         self.prefill(chunk)
 
     def prefill(self, chunk: Chunk) -> None:
-        """Add the tiles of a part of a prompt; it has its pages."""
+        """Add the tiles of a part of a prompt, whose pages are allocated."""
         request, tiles = chunk.request, _prompt_tiles(chunk)
         request.num_prefilled = chunk.end
         if not self._has_draft_model:
-            request.num_drafted = request.num_prefilled
+            # Then no row has a draft lag, and no page lacks the draft model's values.
+            request.num_draft_cached = request.num_prefilled
         self.tiles += tiles
         self.tiled += [request] * len(tiles)
         self.registered += self._tables.register(
-            request, request.num_prefilled, request.num_drafted
+            request, request.num_prefilled, request.num_draft_cached
         )
         if tiles[-1].is_last:
             request.status = Status.DECODE
             row = np.array([request.row])
-            lacking = request.num_prefilled - request.num_drafted
-            self._rows.num_draft_uncached[row] = lacking + 1
+            lag = request.num_prefilled - request.num_draft_cached + 1
+            self._rows.num_draft_uncached[row] = lag
             self._rows.is_decoding[row] = True
-            self._rows.launch(row, np.zeros(1, np.int64))
+            self._rows.count_launched(row, np.zeros(1, np.int64))
 
     def launch(
         self,
@@ -218,7 +219,7 @@ class LaunchBuilder:
         num_rounds: int,
         charged_s: float | None,
     ) -> Launch:
-        """Return the launch in which some rows decode beside the prompts."""
+        """Return the launch of the collected tiles and some decoding rows."""
         listed = rows.tolist()
         decoding = self._rows.owners_of(listed)
         grammars = dict[int, GrammarState]()
@@ -286,7 +287,7 @@ def _admission(request: Request) -> Admission:
 
 
 def salt_words(cache_salt: str | None) -> tuple[int, int]:
-    """Two words of 32 bits that stand for a salt on the device; zeros for none."""
+    """Return the two 32-bit words that identify a salt on the device; 0 for none."""
     if cache_salt is None:
         return 0, 0
     digest = hashlib.blake2b(cache_salt.encode(), digest_size=8).digest()

@@ -1,6 +1,6 @@
 """Divides free pages among running requests, and preempts the last in rank.
 
-Counts only: pages are taken from the pool when the plan is committed.
+Counts only: pages are taken from the pool when the plan is applied.
 """
 
 from collections import Counter
@@ -21,12 +21,12 @@ from jaxspec.engine.scheduling.stages import (
     PrefillBudget,
 )
 from jaxspec.engine.scheduling.waiting_queue import WaitingQueue
-from jaxspec.engine.speculation.step_times import Round
+from jaxspec.engine.speculation.step_times import RoundKind
 from jaxspec.program.plan import TILE
 
 
 class PageClaimer:
-    """Decides which running requests get pages, and for how many rounds."""
+    """Decides which running requests get pages, and the rounds of the launch."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class PageClaimer:
         *,
         has_draft_model: bool,
     ) -> PageClaims:
-        """Claim pages for all that the launch may write of running requests."""
+        """Claim pages for all tokens that the launch may write of running requests."""
         rows, drafts = decode.rows, decode.drafts
         chunks = chunks_of(prefilling, budget.num_tiles)
         num_rounds = self._num_rounds(decode, running, has_draft_model=has_draft_model)
@@ -57,8 +57,8 @@ class PageClaimer:
         if has_pages(self._tables, claims):
             return PageClaims(tuple(claims), rows, drafts, chunks, num_rounds)
         grants = grant_by_rank(self._tables, claims, running, self._waiting.rank)
-        unserved = [one.request.row for one in grants if not one.is_granted]
-        unserved += [one.row for grant in grants for one in grant.preempted]
+        unserved = [grant.request.row for grant in grants if not grant.is_granted]
+        unserved += [request.row for grant in grants for request in grant.preempted]
         is_served = ~np.isin(rows, unserved)
         return PageClaims(
             grants,
@@ -72,34 +72,39 @@ class PageClaimer:
     def _num_rounds(
         self, decode: Decode, running: Sequence[Request], *, has_draft_model: bool
     ) -> int:
-        """How many rounds of the same sequences the launch may run.
+        """Return the number of rounds that the launch may run.
 
-        Several only where the launches after it would be like it, and where nothing
-        waits for what the first round brings: a place, a prompt's turn, a token to
-        show, a draft model that is up to date. And never at the price of a page that
-        another request has.
+        More than one only if the next launches would be equal, and nothing waits for
+        the result of the first round: no request for a row, no prompt for its prefill,
+        no stream for a token, no row for the draft model. No request is preempted for
+        it.
         """
         table, rows, shape = self._rows, decode.rows, decode.shape
         if shape is None or shape.max_rounds == 1 or self._waiting:
             return 1
-        # Others prefill, await the draft model, or may have ended.
-        is_alone = len(rows) == len(running) and not decode.is_exception
-        if not is_alone or not table.is_quiet[rows].all() or table.is_slow[rows].any():
+        # Other running requests prefill, await the draft model, or may have ended.
+        is_alone = len(rows) == len(running) and not decode.lacks_drafts
+        if (
+            not is_alone
+            or not table.only_final_output[rows].all()
+            or table.is_slow[rows].any()
+        ):
             return 1
         if has_draft_model and shape.num_draft_tokens and table.lags(rows).any():
             return 1
-        round_ = Round(shape, decode.num_draft_tokens)
-        count = self._pacer.num_rounds(round_, shape.max_rounds)
+        round_kind = RoundKind(shape, decode.num_draft_tokens)
+        count = self._pacer.num_rounds(round_kind, shape.max_rounds)
         count = min(count, table.rounds_left(rows, decode.drafts))
         while count > 1 and not has_pages(self._tables, self._growing(decode, count)):
             count -= 1
         return count
 
     def _growing(self, decode: Decode, num_rounds: int) -> list[Grant]:
-        """Decoding requests that need more pages, and for how many tokens."""
+        """Return the claims of decoding requests that need more pages."""
         table, rows = self._rows, decode.rows
-        # The draft model writes this many positions whatever the request wants. One
-        # more for the target's token, which has a slot but no keys and values yet.
+        # The draft model writes this many positions even if the request has fewer
+        # drafts. One more is for the target's token, which has a slot but no keys and
+        # values yet.
         tree = self._shapes.tree(decode.num_draft_tokens)
         lengths = table.most_tokens(rows) + tree.num_rows
         if num_rounds > 1:
@@ -114,7 +119,7 @@ class PageClaimer:
 
 
 def chunks_of(prefilling: Iterable[Request], num_tiles: int) -> tuple[Chunk, ...]:
-    """Return the next parts of prompts that are being prefilled, in so many tiles."""
+    """Return the next parts of prompts in prefill, at most `num_tiles` tiles."""
     chunks = []
     for request in prefilling:
         if num_tiles > 0:
@@ -127,7 +132,7 @@ def chunks_of(prefilling: Iterable[Request], num_tiles: int) -> tuple[Chunk, ...
 
 def has_pages(tables: PageTables, claims: Iterable[Grant]) -> bool:
     """Return whether the pool has enough pages for all claims."""
-    needed = sum(tables.missing(one.request, one.num_tokens) for one in claims)
+    needed = sum(tables.missing(claim.request, claim.num_tokens) for claim in claims)
     return needed <= tables.pool.num_free
 
 
@@ -139,13 +144,13 @@ def grant_by_rank(
 ) -> tuple[Grant, ...]:
     """Divide too few pages: requests are served in order of rank.
 
-    The last in rank are preempted. A request that none is behind sits the launch out
-    and keeps its pages.
+    The last in rank are preempted. A request with no other behind it keeps its pages
+    and is left out of the launch.
     """
     left, preempted = sorted(running, key=rank), set[int]()
     num_free, released = tables.pool.num_free, Counter[int]()
     grants = list[Grant]()
-    for claim in sorted(claims, key=lambda one: rank(one.request)):
+    for claim in sorted(claims, key=lambda claim: rank(claim.request)):
         request, victims = claim.request, list[Request]()
         if request.row in preempted:
             continue

@@ -1,7 +1,7 @@
-"""What the host knows of the running requests: one numpy array per value.
+"""Host values of the running requests: one numpy array per value.
 
 A plan and a commit touch every running request every round; as arrays that costs
-microseconds. The device may be ahead of these values by the launches that are not read.
+microseconds. The device may be ahead of these values by the unread launches.
 """
 
 import dataclasses
@@ -18,40 +18,41 @@ from jaxspec.sampling_params import RequestOutputKind
 class RowTable:
     """Rows of the device's state and the requests in them.
 
-    A draft model lags behind prompts and rounds without it, since it has keys and
-    values only for tokens of its own passes. The first pass of a round takes the two
-    newest tokens, or as many as a round may add, where one pass makes all drafts
-    (`num_fed`); with more in `num_draft_uncached`, a request decodes without drafts
-    until a launch has brought the draft model up to date. With two:
+    A draft model lags after prompts and rounds without drafts: it has keys and values
+    only for tokens of its own passes. The first pass of a round reads at most
+    `max_draft_lag` tokens: two, or, if one pass makes all drafts, the most that a round
+    can add. A request with a larger lag (`num_draft_uncached`) decodes without drafts
+    until a draft prefill. With two:
 
         launch                 uncached tokens, at most
-        prompt of 20 tokens    21  and the sampled token
-        catch-up               1   the last one, the next round's input
+        prompt of 20 tokens    21  the prompt and the sampled token
+        draft prefill          1   the last one, the next round's input
         K = 3                  2   the last draft, the target's token
         K = 0                  3
         K = 0                  4
-        catch-up               1
+        draft prefill          1
         K = 3                  2
 
     Attributes:
         num_admitted: Admissions so far.
-        owner: The number of its admission; -1 for a free row.
+        owner: Number of the request's admission; -1 for a free row.
         is_decoding: The whole prompt is prefilled, or is in a launch.
         is_streamed: The caller gets tokens as they are made.
-        is_quiet: Nobody looks at the tokens before the last one.
+        only_final_output: As for `Request`.
         num_tokens: Tokens whose values the host knows.
         num_unread: Rounds that add tokens and have not been read.
-        num_unsure: How many of those may turn out not to have run.
-        ahead: Upper bound on the tokens that those add.
+        num_unsure: Unread rounds that the device may not run.
+        ahead: Upper bound on the tokens that unread rounds add.
         max_total: Tokens at which the sequence ends.
         longest: Positions that may be written, lookahead included.
-        num_draft: Most drafts per round that the request wants.
-        num_draft_uncached: Upper bound on the newest tokens that the draft model
-            has no keys and values for, once all that is launched has run.
+        num_draft_tokens: Maximum number of drafts per round that the request wants.
+        num_draft_uncached: Draft lag: upper bound on the newest tokens that the draft
+            model has no keys and values for, once all launches have run.
         kind: Index into `kinds`, the features that decoding needs.
         has_grammar: The request has a grammar.
-        is_slow: Its masks take long: it has no drafts.
-        is_held: Its next mask is being computed: it does not decode.
+        is_slow: The request's masks take long: it has no drafts.
+        is_held: The request's next mask is being computed: it does not decode.
+        max_draft_lag: Largest draft lag with which a row has drafts.
     """
 
     def __init__(
@@ -63,9 +64,10 @@ class RowTable:
         """Make free rows.
 
         Args:
-            longest_drafted: Sequences of so many tokens get no drafts.
-            num_parallel: Drafts that one pass of a draft model makes, of the sequences
-                that want some; None where it makes them one by one, of all.
+            longest_drafted: Sequences of this length or more get no drafts.
+            num_parallel: Drafts that one pass of a draft model makes, only for the
+                sequences that have drafts. None: a pass makes one draft, and runs for
+                all sequences.
         """
 
         def integers(fill: int = 0) -> np.ndarray:
@@ -79,16 +81,16 @@ class RowTable:
         self.free = list(range(num_rows - 1, -1, -1))
         self.owner = integers(-1)
         self.is_decoding, self.is_streamed = flags(), flags()
-        self.is_quiet = flags()
+        self.only_final_output = flags()
         self.has_grammar, self.is_slow, self.is_held = flags(), flags(), flags()
         self.num_tokens, self.num_unread = integers(), integers()
         self.num_unsure, self.ahead = integers(), integers()
         self.max_total, self.longest = integers(), integers()
-        self.num_draft, self.num_draft_uncached = integers(), integers(1)
+        self.num_draft_tokens, self.num_draft_uncached = integers(), integers(1)
         self.kind = integers()
         self._longest_drafted = longest_drafted
-        self.num_fed = 2 if num_parallel is None else num_parallel + 1
-        self._feeds_all = num_parallel is None
+        self.max_draft_lag = 2 if num_parallel is None else num_parallel + 1
+        self._runs_all_rows = num_parallel is None
         self.num_admitted = 0
 
     def admit(self, request: Request, longest: int) -> None:
@@ -100,14 +102,15 @@ class RowTable:
         self.is_decoding[row] = False
         kind = request.params.output_kind
         self.is_streamed[row] = kind is not RequestOutputKind.FINAL_ONLY
-        self.is_quiet[row] = request.is_quiet
+        self.only_final_output[row] = request.only_final_output
         self.has_grammar[row] = request.grammar is not None
         self.is_slow[row] = self.is_held[row] = False
         self.num_tokens[row] = request.num_tokens
         self.num_unread[row] = self.num_unsure[row] = self.ahead[row] = 0
         self.max_total[row], self.longest[row] = request.max_total, longest
-        self.num_draft[row], self.num_draft_uncached[row] = request.num_draft_tokens, 1
-        # Its prompt is in when it decodes.
+        self.num_draft_tokens[row] = request.num_draft_tokens
+        self.num_draft_uncached[row] = 1
+        # Prompt logprobs are not needed once it decodes.
         features = dataclasses.replace(request.features, num_prompt_logprobs=None)
         if features not in self.kinds:
             self.kinds.append(features)
@@ -118,7 +121,7 @@ class RowTable:
         row = request.row
         request.num_unread = int(self.num_unread[row])
         self.requests[row] = None
-        self.owner[row], self.num_draft[row] = -1, 0
+        self.owner[row], self.num_draft_tokens[row] = -1, 0
         self.is_decoding[row] = self.has_grammar[row] = False
         self.free.append(row)
         request.row = -1
@@ -130,104 +133,114 @@ class RowTable:
 
     @property
     def wants_drafts(self) -> bool:
-        """Whether some request wants drafts."""
-        return bool(np.count_nonzero(self.num_draft))
+        """Whether any request wants drafts."""
+        return bool(np.count_nonzero(self.num_draft_tokens))
 
     def owners_of(self, rows: list[int]) -> list[Request]:
-        """The requests in these rows."""
+        """Return the requests in these rows."""
         requests = self.requests
-        found = [request for row in rows if (request := requests[row]) is not None]
-        assert len(found) == len(rows), f"of rows {rows} some are free"
-        return found
+        owners = [request for row in rows if (request := requests[row]) is not None]
+        assert len(owners) == len(rows), f"of rows {rows} some are free"
+        return owners
 
     def features(self, rows: np.ndarray) -> Features:
-        """The program features that a launch of these decoding rows needs."""
+        """Return the program features that a launch of these decoding rows needs."""
         kinds = [self.kinds[kind] for kind in set(self.kind[rows].tolist())]
         return functools.reduce(operator.or_, kinds) if kinds else NO_FEATURES
 
     def most_tokens(self, rows: np.ndarray) -> np.ndarray:
-        """Upper bound on the tokens of each row once all launches have run."""
+        """Return an upper bound on the tokens of each row once all launches ran."""
         known = self.num_tokens[rows] + self.ahead[rows]
         return np.minimum(known, self.max_total[rows])
 
     def fewest_tokens(self, rows: np.ndarray) -> np.ndarray:
-        """Lower bound on the same, for sequences that have not ended."""
+        """Return a lower bound on the same, for sequences that have not ended."""
         known = self.num_tokens[rows] + self.num_unread[rows] - self.num_unsure[rows]
         return np.minimum(known, self.max_total[rows])
 
-    def decodable(self, limit: int) -> tuple[np.ndarray, np.ndarray]:
-        """Rows that can decode now, and how many drafts each wants, at most `limit`.
+    def decodable(self, max_draft_tokens: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the rows that can decode now, and the maximum K of each.
 
         A row that may have reached its last token waits for the read.
+
+        Args:
+            max_draft_tokens: Maximum number of drafts of any row.
         """
         rows = self.decoding
-        most = self.most_tokens(rows)
-        goes_on = (most < self.max_total[rows]) | (self.num_unread[rows] <= 0)
-        goes_on &= ~self.is_held[rows]
-        if np.count_nonzero(goes_on) < len(rows):
-            rows, most = rows[goes_on], most[goes_on]
-        if not limit:
+        max_tokens = self.most_tokens(rows)
+        can_decode = (max_tokens < self.max_total[rows]) | (self.num_unread[rows] <= 0)
+        can_decode &= ~self.is_held[rows]
+        if np.count_nonzero(can_decode) < len(rows):
+            rows, max_tokens = rows[can_decode], max_tokens[can_decode]
+        if not max_draft_tokens:
             return rows, np.zeros(len(rows), np.int64)
-        wanted = np.minimum(limit, self.num_draft[rows])
-        wanted[(most >= self._longest_drafted) | self.is_slow[rows]] = 0
-        return rows, wanted
+        max_drafts = np.minimum(max_draft_tokens, self.num_draft_tokens[rows])
+        max_drafts[(max_tokens >= self._longest_drafted) | self.is_slow[rows]] = 0
+        return rows, max_drafts
 
     def lags(self, rows: np.ndarray) -> np.ndarray:
-        """Whether the draft model has to catch up before a row gets drafts."""
-        return self.num_draft_uncached[rows] > self.num_fed
+        """Return which rows need a draft prefill before they can have drafts."""
+        return self.num_draft_uncached[rows] > self.max_draft_lag
 
     def awaits_draft(self, rows: np.ndarray) -> np.ndarray:
-        """Whether a row lags, and drafts are still of use to it."""
-        late = self.lags(rows)
-        if not np.count_nonzero(late):
-            return late  # most rounds
-        late &= self.num_draft[rows] > 0
-        late &= self.num_tokens[rows] < self._longest_drafted
-        return late & (self.max_total[rows] - self.fewest_tokens(rows) > 1)
+        """Return which rows lag and can still use drafts."""
+        is_lagging = self.lags(rows)
+        if not np.count_nonzero(is_lagging):
+            return is_lagging  # most rounds
+        is_lagging &= self.num_draft_tokens[rows] > 0
+        is_lagging &= self.num_tokens[rows] < self._longest_drafted
+        return is_lagging & (self.max_total[rows] - self.fewest_tokens(rows) > 1)
 
     def lagging(self) -> np.ndarray:
-        """Rows whose draft model can catch up now: where all launches are plain.
+        """Return the rows whose draft prefill can be planned now.
 
-        How many tokens the sequence will have is known then, whatever it says.
+        None of their unread launches has drafts, so the length of the sequence is
+        known.
         """
         rows = self.decoding
-        late = self.awaits_draft(rows) & (self.num_unread == self.ahead)[rows]
-        return rows[late]
+        is_ready = self.awaits_draft(rows) & (self.num_unread == self.ahead)[rows]
+        return rows[is_ready]
 
-    def possible_drafts(self, rows: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-        """How many of the drafts that each row wants its sequence has room for."""
-        if not np.count_nonzero(wanted):
-            return wanted
+    def possible_drafts(self, rows: np.ndarray, drafts: np.ndarray) -> np.ndarray:
+        """Limit the drafts of each row to the room that its sequence has."""
+        if not np.count_nonzero(drafts):
+            return drafts
         left = self.max_total[rows] - self.fewest_tokens(rows) - 1
-        # The device knows where a sequence ends, and drops drafts behind that.
+        # The device knows where a sequence ends, and drops drafts after it.
         is_long = self.max_total[rows] > self._longest_drafted
         if np.count_nonzero(is_long):
             room = self._longest_drafted - self.most_tokens(rows)
             left = np.where(is_long, np.minimum(left, room), left)
-        return np.minimum(wanted, np.maximum(left, 0))
+        return np.minimum(drafts, np.maximum(left, 0))
 
     def rounds_left(self, rows: np.ndarray, drafts: np.ndarray) -> int:
-        """Rounds of at most so many drafts until the first of the rows may have ended.
+        """Return the rounds until the first row may end, or may exceed a limit.
 
-        Or has drafts beyond the draft model's longest sequence.
+        The limit is the draft model's longest sequence.
+
+        Args:
+            drafts: Maximum number of drafts of each row in a round.
         """
-        most, longest, each = self.most_tokens(rows), self._longest_drafted, drafts + 1
-        left = -(-(self.max_total[rows] - most) // each)
+        max_tokens, longest = self.most_tokens(rows), self._longest_drafted
+        each = drafts + 1
+        left = -(-(self.max_total[rows] - max_tokens) // each)
         is_short = (drafts > 0) & (self.max_total[rows] > longest)
-        left[is_short] = np.minimum(left, (longest - most + 1) // each)[is_short]
+        left[is_short] = np.minimum(left, (longest - max_tokens + 1) // each)[is_short]
         return max(int(left.min(initial=2**31)), 1)
 
-    def launch(self, rows: np.ndarray, drafts: np.ndarray, num_rounds: int = 1) -> None:
-        """Count rounds in each of which row i gets at most `drafts[i] + 1` tokens.
+    def count_launched(
+        self, rows: np.ndarray, drafts: np.ndarray, num_rounds: int = 1
+    ) -> None:
+        """Count rounds that add at most `drafts[i] + 1` tokens to row i.
 
-        The first of them runs in any case.
+        The first of them always runs.
         """
         self.num_unread[rows] += num_rounds
         if num_rounds > 1:
             self.num_unsure[rows] += num_rounds - 1
         self.ahead[rows] += num_rounds * (drafts + 1)
 
-    def draft(
+    def update_draft_lag(
         self,
         rows: np.ndarray,
         drafts: np.ndarray,
@@ -237,21 +250,21 @@ class RowTable:
         """Update the draft model's lag for a launch.
 
         Args:
-            drafts: Of each row.
-            num_draft_tokens: That the program has room for.
+            drafts: Draft tokens of each row.
+            num_draft_tokens: K of the program.
         """
-        gap = self.num_draft_uncached[rows]
+        lag = self.num_draft_uncached[rows]
         if num_draft_tokens:
-            # A drafting round leaves at most its last draft and the target's token, or
-            # all that it adds, but does not fill what it finds open before.
-            is_fed = gap <= self.num_fed
-            if not self._feeds_all:
-                is_fed &= drafts > 0
+            # After a drafting round, the lag is at most the last draft and the target's
+            # token, or all new tokens. A larger lag is not reduced by it.
+            is_read = lag <= self.max_draft_lag
+            if not self._runs_all_rows:
+                is_read &= drafts > 0
             self.num_draft_uncached[rows] = np.where(
-                is_fed, self.num_fed, gap + num_rounds
+                is_read, self.max_draft_lag, lag + num_rounds
             )
         else:
-            self.num_draft_uncached[rows] = gap + num_rounds
+            self.num_draft_uncached[rows] = lag + num_rounds
 
     def settle(
         self,
@@ -262,11 +275,12 @@ class RowTable:
         *,
         is_lag: bool,
     ) -> None:
-        """Take back the last rounds of a launch, which did not run.
+        """Undo the last rounds of a launch, which did not run.
 
         Args:
-            num_rounds: What `launch` has counted.
-            is_lag: `draft` has counted them, too: they leave the draft model behind.
+            num_rounds: Rounds that `count_launched` counted.
+            num_missing: Rounds of those that did not run.
+            is_lag: `update_draft_lag` added them to the draft lag as well.
         """
         self.num_unread[rows] -= num_missing
         self.num_unsure[rows] -= num_rounds - 1
@@ -274,7 +288,9 @@ class RowTable:
         if is_lag:
             self.num_draft_uncached[rows] -= num_missing
 
-    def read(self, rows: np.ndarray, drafts: np.ndarray, emitted: np.ndarray) -> None:
+    def count_read(
+        self, rows: np.ndarray, drafts: np.ndarray, emitted: np.ndarray
+    ) -> None:
         """Count a round that has been read."""
         self.num_tokens[rows] += emitted
         self.num_unread[rows] -= 1

@@ -1,8 +1,8 @@
-"""What the stages of planning a launch return: values, applied by a commit.
+"""Results of the stages of planning a launch: values, without side effects.
 
 In order: `Candidates` -> `Decode` -> `PrefillBudget` -> `PageClaims` -> `Admissions` ->
 `LaunchPlan`. A `missing` program serves better than the compiled one: it is requested
-when the plan is committed.
+when `Scheduler.apply_plan` applies the plan.
 """
 
 from typing import NamedTuple
@@ -20,8 +20,8 @@ class Candidates(NamedTuple):
 
     Attributes:
         rows: In order.
-        max_drafts: Most draft tokens of each row.
-        num_draft_tokens: The most of them.
+        max_drafts: Maximum number of draft tokens of each row.
+        num_draft_tokens: The maximum of `max_drafts`.
     """
 
     rows: np.ndarray
@@ -36,10 +36,10 @@ class Decode(NamedTuple):
     Attributes:
         rows: Empty while no program for them is compiled.
         drafts: Draft tokens of each row.
-        num_draft_tokens: The most of them.
+        num_draft_tokens: The maximum of `drafts`.
         shape: The program for them, without prompts.
-        features: That the rows need.
-        is_exception: There are no drafts, although as a rule there would be.
+        features: Features that the rows need.
+        lacks_drafts: K is above 0, but no row can have drafts in this launch.
     """
 
     rows: np.ndarray
@@ -47,7 +47,7 @@ class Decode(NamedTuple):
     num_draft_tokens: int = 0
     shape: StepShape | None = None
     features: Features = NO_FEATURES
-    is_exception: bool = False
+    lacks_drafts: bool = False
     missing: Missing = ()
 
 
@@ -60,7 +60,7 @@ class Chunk(NamedTuple):
 
     @property
     def num_tiles(self) -> int:
-        """Tiles that it takes."""
+        """Number of tiles."""
         return -(-(self.end - self.start) // TILE)
 
 
@@ -68,8 +68,8 @@ class PacedChunk(NamedTuple):
     """Prompt tokens of a round, and the account once the round is launched.
 
     Attributes:
-        num_tokens: 0 where prompts wait.
-        charged_s: Seconds paid for the round; None where its time is not known.
+        num_tokens: 0 if prompts must wait.
+        charged_s: Seconds charged for the round; None if its time is unknown.
         saved_s: The balance afterwards.
         num_waited: Rounds in a row without prompt tokens, afterwards.
     """
@@ -81,12 +81,12 @@ class PacedChunk(NamedTuple):
 
 
 class PrefillBudget(NamedTuple):
-    """The prompt tokens that the launch may take along.
+    """The prompt tokens that the launch may include.
 
     Attributes:
         shapes: Compiled programs for a launch with prompts, from the smallest.
-        num_tiles: Tiles of prompts.
-        account: The pacer's account after the launch; None: it does not change.
+        num_tiles: Maximum number of prompt tiles.
+        account: The pacer's account after the launch; None if it does not change.
     """
 
     shapes: tuple[StepShape, ...] = ()
@@ -96,7 +96,7 @@ class PrefillBudget(NamedTuple):
 
     @property
     def max_tiles(self) -> int:
-        """Tiles that the largest program has room for."""
+        """Prompt tiles of the largest program."""
         return self.shapes[-1].num_tiles if self.shapes else 0
 
 
@@ -105,7 +105,8 @@ class Grant(NamedTuple):
 
     Attributes:
         preempted: Requests that give up their pages for it.
-        is_granted: Else there are too few: the request sits the launch out.
+        is_granted: Whether there are enough pages. If not, the request is left out of
+            the launch.
     """
 
     request: Request
@@ -115,15 +116,15 @@ class Grant(NamedTuple):
 
 
 class PageClaims(NamedTuple):
-    """Pages for all that the launch may write of running requests.
+    """Pages for all tokens that the launch may write of running requests.
 
     Attributes:
         grants: In the order in which they are applied.
         rows: Decoding rows that have their pages.
         drafts: Draft tokens of each.
-        chunks: Of running requests whose prefill goes on.
-        num_rounds: Rounds that the launch may run.
-        is_tight: The pool had too few for all.
+        chunks: Next prompt parts of running requests.
+        num_rounds: Maximum number of rounds of the launch.
+        is_tight: The pool had too few pages for all requests.
     """
 
     grants: tuple[Grant, ...]
@@ -135,7 +136,7 @@ class PageClaims(NamedTuple):
 
     @property
     def num_preempted(self) -> int:
-        """Requests that are preempted."""
+        """Number of preempted requests."""
         return sum(len(grant.preempted) for grant in self.grants)
 
 
@@ -143,7 +144,7 @@ class Admitted(NamedTuple):
     """A waiting request that begins to run.
 
     Attributes:
-        num_found: Pages of the prefix cache that it begins with.
+        num_found: Number of its pages found in the prefix cache.
         chunk: The part of its prompt that the launch prefills.
     """
 
@@ -159,10 +160,10 @@ class Admissions(NamedTuple):
 
 
 class LaunchPlan(NamedTuple):
-    """A launch before it is committed.
+    """Decisions; `LaunchBuilder` makes the `StepPlan` that is sent to the device.
 
     Attributes:
-        shape: Its program; None: there is nothing to launch.
+        shape: The program; None if there is nothing to launch.
     """
 
     decode: Decode
@@ -174,6 +175,6 @@ class LaunchPlan(NamedTuple):
 
     @property
     def is_deferred(self) -> bool:
-        """Whether rows would decode, nothing is launched, and prompts had no room."""
+        """Whether nothing is launched although rows could decode and prompts wait."""
         has_rows = len(self.decode.rows) > 0
         return self.shape is None and has_rows and not self.budget.num_tiles

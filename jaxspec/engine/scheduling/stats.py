@@ -55,11 +55,14 @@ class EngineStats:
         drafts: np.ndarray,
         accepted: np.ndarray,
         generated: np.ndarray,
-        beside: np.ndarray | int = 0,
+        side: np.ndarray | int = 0,
     ) -> None:
         """Count one round; each array has an entry per sequence.
 
         A sequence that had already ended generates nothing; its drafts do not count.
+
+        Args:
+            side: Accepted drafts of side branches.
         """
         self.num_generated_tokens += int(generated.sum())
         if not drafts.any():
@@ -68,15 +71,15 @@ class EngineStats:
         deepest = int(drafts[counts].max(initial=0))
         if not deepest:
             return
-        kept = accepted[counts]
-        self.num_draft_rounds += len(kept)
+        num_accepted = accepted[counts]
+        self.num_draft_rounds += len(num_accepted)
         self.num_draft_tokens += int(drafts[counts].sum())
-        self.num_accepted_tokens += int(kept.sum())
-        self.num_side_tokens += int(np.sum(beside * counts))
+        self.num_accepted_tokens += int(num_accepted.sum())
+        self.num_side_tokens += int(np.sum(side * counts))
         missing = deepest - len(self.accepted_per_position)
         self.accepted_per_position += [0] * max(missing, 0)
         # Rounds by accepted drafts, summed up from the most.
-        at_least = np.bincount(kept)[:0:-1].cumsum()[::-1]
+        at_least = np.bincount(num_accepted)[:0:-1].cumsum()[::-1]
         for position, count in enumerate(at_least.tolist()):
             self.accepted_per_position[position] += count
 

@@ -29,7 +29,7 @@ class AcceptanceRates:
         num_compared: Draft tokens compared with the target's, over all requests:
             verified, up to the first rejection of a round, or estimated while nothing
             is drafted.
-        num_agreed: How many of them were accepted, or would have been.
+        num_agreed: Number of them that were accepted, or would have been.
         prior: Acceptance rate of the first position before anything is known.
     """
 
@@ -75,10 +75,10 @@ class AcceptanceRates:
 
         Args:
             drafts: Draft tokens that were verified.
-            accepted: How many of them were accepted.
-            requested: Draft tokens that were to be made, where a lookup may have found
-                fewer: a draft that is not found brings as little as a rejected one.
-                Requests with none requested do not count.
+            accepted: Number of them that were accepted.
+            requested: Draft tokens that were requested; a lookup may have found fewer.
+                A draft that is not found counts as a rejected one. Requests with none
+                requested do not count.
         """
         requested = drafts if requested is None else requested
         is_requested = requested > 0
@@ -118,7 +118,7 @@ class AcceptanceRates:
         self._add(rows, reached, accepted, num_rounds)
 
     def set_match_runs(self, rows: np.ndarray, runs: np.ndarray) -> None:
-        """Set how many of the newest tokens in a row a lookup predicted."""
+        """Set the number of newest tokens that a lookup predicted in a row."""
         self._run[rows] = runs
 
     def record_side_branches(self, accepted: np.ndarray, side: np.ndarray) -> None:
@@ -189,8 +189,8 @@ class AcceptanceRates:
     def of_rows(self, rows: np.ndarray) -> np.ndarray:
         """Return the same of the requests in some rows, shrunk to the kind's mean.
 
-        Where a lookup predicted the newest tokens, the next draft is taken to be like
-        one that follows as many accepted ones: a copy tends to continue.
+        If a lookup predicted the n newest tokens, the next draft gets the rate of
+        position n: a copy tends to continue.
 
         Returns:
             [row, position].

@@ -1,4 +1,4 @@
-"""Owns the numbers of a Gemma 2 or 3, and reads them from a config.json."""
+"""The config of a Gemma 2 or 3, read from a config.json."""
 
 import math
 from abc import ABC
@@ -37,7 +37,7 @@ _DEFAULTS: dict[str, Any] = {
     "bos_token_id": 2,
     "tie_word_embeddings": True,
 }
-# What a writer may put in the file, and the only value the model code computes.
+# Keys that a file may contain, and the only value that the model code computes.
 _FIXED = {
     "hidden_activation": "gelu_pytorch_tanh",
     "attention_bias": False,
@@ -45,9 +45,9 @@ _FIXED = {
     "partial_rotary_factor": 1.0,
 }
 _LOCAL, _GLOBAL = "sliding_attention", "full_attention"
-# Gemma 3's rotary bases, where a file states none.
+# Gemma 3's rotary bases if a file states none.
 _THETAS = {_LOCAL: 10_000.0, _GLOBAL: 1_000_000.0}
-# Layers of Gemma 3 after which their kinds repeat; the last of them is global.
+# Gemma 3's layers repeat with this period: five local layers, then a global one.
 _PERIOD = 6
 _MAX_PERIOD = 1024
 
@@ -57,7 +57,7 @@ class Rope:
     """Rotary embedding of one kind of layers.
 
     Attributes:
-        theta: The base.
+        theta: Base of the rotary frequencies.
         factor: Positions are divided by this (linear scaling).
     """
 
@@ -66,10 +66,10 @@ class Rope:
 
     @classmethod
     def read(cls, theta: object, factor: object = 1.0) -> "Rope":
-        """Check what a file states.
+        """Check the values of a file.
 
         Raises:
-            ConfigError: One of them is no number above 0.
+            ConfigError: A value is not a number above 0.
         """
         limits: Any = dict(low=0, open_low=True)
         return cls(
@@ -81,13 +81,14 @@ class Rope:
 @no_type_check
 @dataclass(frozen=True, kw_only=True)
 class GemmaConfig(ModelConfig, ABC):
-    """The numbers of one Gemma network, of either generation.
+    """The config of one Gemma network, of either generation.
 
     Attributes:
         query_pre_attn_scalar: Queries are divided by the root of this.
         attn_logit_softcapping: Cap c of `c * tanh(x / c)` on scores; None for no cap.
-        final_logit_softcapping: The same on logits.
-        sliding_window: Tokens a local layer sees, the query's own included.
+        final_logit_softcapping: Cap of the logits, likewise; None for no cap.
+        sliding_window: Number of tokens that a local layer attends to, the query's own
+            included.
         local_pattern: Whether each of the first layers is local; it repeats.
         local_rope, global_rope: Rotary embedding of local and of global layers.
         tie_word_embeddings: Whether the embedding is the LM head as well.
@@ -132,7 +133,7 @@ class GemmaConfig(ModelConfig, ABC):
         return self.local_rope if self._is_local(layer) else self.global_rope
 
     def window(self, layer: int) -> int | None:
-        """Return how many tokens layer `layer` sees, None for all of them."""
+        """Return the number of tokens that layer `layer` sees; None for all."""
         return self.sliding_window if self._is_local(layer) else None
 
     def _is_local(self, layer: int) -> bool:
@@ -142,7 +143,7 @@ class GemmaConfig(ModelConfig, ABC):
 @no_type_check
 @dataclass(frozen=True, kw_only=True)
 class Gemma2Config(GemmaConfig):
-    """The numbers of one Gemma 2 network: local and global layers alternate."""
+    """The config of one Gemma 2 network: local and global layers alternate."""
 
     has_qk_norm: ClassVar[bool] = False
     family: ClassVar[str] = "Gemma 2"
@@ -177,7 +178,7 @@ class Gemma2Config(GemmaConfig):
 @no_type_check
 @dataclass(frozen=True, kw_only=True)
 class Gemma3Config(GemmaConfig):
-    """The numbers of the text network of one Gemma 3."""
+    """The config of the text network of one Gemma 3."""
 
     has_qk_norm: ClassVar[bool] = True
     family: ClassVar[str] = "Gemma 3"
@@ -203,10 +204,10 @@ class Gemma3Config(GemmaConfig):
                 f"{error}.", parameter=name, value=config.get(name)
             ) from error
         _check_fixed(text)
-        # transformers reads no soft cap of attention either.
+        # Ignore a soft cap of attention scores, as transformers does for Gemma 3.
         text = {**text, "attn_logit_softcapping": None}
         caps = dict(final_logit_softcapping=None)
-        # Whatever else has a default is in the text config.
+        # All other keys with defaults are in the text config.
         return cls(
             **_values(text, _DEFAULTS | caps, generation or {}),
             local_pattern=_local_pattern(text),
@@ -220,7 +221,7 @@ def _values(
     defaults: Mapping[str, Any],
     generation: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """The fields that both generations read alike."""
+    """Return the fields that both generations read alike."""
     values = {ours: config[theirs] for theirs, ours in SIZES.items()}
     values |= {name: config.get(name, value) for name, value in defaults.items()}
     if values["tie_word_embeddings"] is None:  # as if left out
@@ -261,7 +262,7 @@ def _check_alternating(config: Mapping[str, Any]) -> None:
 
 
 def _local_pattern(config: Mapping[str, Any]) -> tuple[bool, ...]:
-    """Read which layers are local: a list of kinds, or after how many one is global."""
+    """Read which layers are local, from a list of kinds or global layers' period."""
     kinds, num_layers = config.get("layer_types"), config["num_hidden_layers"]
     if kinds is None:
         names = "sliding_window_pattern", "_sliding_window_pattern"
@@ -277,7 +278,8 @@ def _local_pattern(config: Mapping[str, Any]) -> tuple[bool, ...]:
             name, allowed = f"layer_types[{layer}]", f"{_LOCAL!r} or {_GLOBAL!r}"
             raise wrong_argument(UnsupportedError, name, allowed, kind)
     local = tuple(kind == _LOCAL for kind in kinds)
-    # Few kinds are a part of a longer pattern as well; the shortest describes them.
+    # Take the shortest repeating pattern. The layers of a small model may fit longer
+    # patterns too.
     period = next(
         count
         for count in range(1, num_layers + 1)
@@ -319,7 +321,7 @@ def _first(*values: object) -> object:
 
 
 def _scaling(name: str, value: object) -> dict[str, Any]:
-    """Rotary parameters with `rope_type`, which older files call `type`."""
+    """Return rotary parameters with `rope_type`, which older files call `type`."""
     given = _mapping(name, value)
     kind = given.get("rope_type") or given.get("type") or "default"
     return {**given, "rope_type": kind}

@@ -1,11 +1,11 @@
 """Gemma 2 and 3 over paged KV memory, as functions over a tree of parameters.
 
-Owns the network and what parameters it has; knows nothing of sampling, scheduling or
-files. Constants and order of operations follow Gemma Team 2024, arXiv:2408.00118, and
-2025, arXiv:2503.19786; where the reports are silent, HuggingFace's `Gemma2ForCausalLM`
-and `Gemma3ForCausalLM` with eager attention.
+Owns the network and its parameter declarations, without sampling, scheduling or files.
+Constants and order of operations follow Gemma Team 2024, arXiv:2408.00118, and 2025,
+arXiv:2503.19786; where the reports are silent, HuggingFace's `Gemma2ForCausalLM` and
+`Gemma3ForCausalLM` with eager attention.
 
-What differs between the generations is in the config: norms of heads (`has_qk_norm`),
+Differences between the generations are in the config: norms of heads (`has_qk_norm`),
 soft caps, which layers are local (`window`), and the rotary embedding of each (`rope`).
 
 Parameters have one type (float32 or bfloat16) and are matmul operands in it; the
@@ -30,14 +30,14 @@ from jaxspec.models.layers import (
     normalise,
     rope_tables,
 )
-from jaxspec.models.network import Hidden, Pages
+from jaxspec.models.network import ForwardOutput, Pages
 from jaxspec.models.params import Params, ParamSpec, Specs
 from jaxspec.models.stack import run_layers
 from jaxspec_checkpoints.layout import HEAD
 from jaxspec_kernels.bits import KvPages
 from jaxspec_kernels.decoder_blocks import GELU, Norm
 
-# A layer's parameters, and the canonical tensors that each is made of.
+# A layer's parameters, and the canonical tensors that make up each.
 _LAYER_TENSORS = {
     "attention/kv_proj": ("self_attn.k_proj", "self_attn.v_proj"),
     "attention/o_proj": ("self_attn.o_proj",),
@@ -57,7 +57,7 @@ _QK_NORM_TENSORS = {
 
 
 def param_specs(config: GemmaConfig) -> Specs:
-    """Every parameter: shape, logical axes, what stays together, tensors."""
+    """Declare every parameter: shape, logical axes, split unit, tensors."""
     model, hidden, head = config.hidden_size, config.intermediate_size, config.head_dim
     queries, keys = config.num_q_heads * head, config.num_kv_heads * head
     blocks = 2 * gate_block(hidden)
@@ -100,8 +100,8 @@ def forward(
     batch: TokenBatch,
     kv_pages: Pages,
     backend: Backend,
-) -> tuple[Hidden, Pages]:
-    """Run all layers; returns the rows and the updated pages per layer."""
+) -> tuple[ForwardOutput, Pages]:
+    """Run all layers; return their output and the updated pages per layer."""
     embedding = params["embedding"]
     # HuggingFace rounds the scale to the weights' type: 59.75 in bf16 for the 9B.
     scale = jnp.sqrt(jnp.float32(config.hidden_size)).astype(embedding.dtype)
@@ -110,33 +110,37 @@ def forward(
         rope: rope_tables(batch.positions, config.head_dim, rope.theta, rope.factor)
         for rope in dict.fromkeys((config.local_rope, config.global_rope))
     }
-    # Weights are what one more than them multiplies: Gemma's form.
+    # Gemma's norms scale by 1 + weight.
     norm = functools.partial(Norm, epsilon=config.rms_norm_eps, offset=1.0)
 
     def run(
-        layer: int, own: Params, stream: Array, batch: TokenBatch, pages: KvPages
+        layer: int,
+        layer_params: Params,
+        stream: Array,
+        batch: TokenBatch,
+        pages: KvPages,
     ) -> tuple[Array, KvPages]:
         stream, pages = attention_block(
-            own["attention"],
+            layer_params["attention"],
             stream,
             pages,
-            before=norm(own["input_norm"]),
-            after=norm(own["post_attention_norm"]),
+            before=norm(layer_params["input_norm"]),
+            after=norm(layer_params["post_attention_norm"]),
             batch=batch,
             tables=tables[config.rope(layer)],
             num_q_heads=config.num_q_heads,
-            q_norm=norm(own["q_norm"]) if config.has_qk_norm else None,
-            k_norm=norm(own["k_norm"]) if config.has_qk_norm else None,
+            q_norm=norm(layer_params["q_norm"]) if config.has_qk_norm else None,
+            k_norm=norm(layer_params["k_norm"]) if config.has_qk_norm else None,
             scale=config.query_pre_attn_scalar**-0.5,
             soft_cap=config.attn_logit_softcapping,
             window=config.window(layer),
             backend=backend,
         )
         stream = feed_forward_block(
-            own["feed_forward"],
+            layer_params["feed_forward"],
             stream,
-            before=norm(own["pre_feed_forward_norm"]),
-            after=norm(own["post_feed_forward_norm"]),
+            before=norm(layer_params["pre_feed_forward_norm"]),
+            after=norm(layer_params["post_feed_forward_norm"]),
             activation=GELU,
             backend=backend,
         )
@@ -145,15 +149,16 @@ def forward(
     streams, kv_pages = run_layers(config, params, stream, batch, kv_pages, run)
     stream = streams[-1]
     normed = normalise(norm(params["final_norm"]), stream)
-    # The norm's own statistic: any NaN or infinity of a row makes it one.
+    # Tested on the variance that the final norm computes anyway: a NaN or infinity in a
+    # row makes it NaN or infinite.
     is_finite = jnp.isfinite(mean_square(stream)[:, 0])
-    return Hidden(normed, is_finite, streams), kv_pages
+    return ForwardOutput(normed, is_finite, streams), kv_pages
 
 
 def logits(
     config: GemmaConfig, params: Params, rows: Float[Array, "row model"]
 ) -> Float[Array, "row _"]:
-    """Float32 logits of normalised rows, soft-capped where the config has a cap.
+    """Return float32 logits of normalised rows, soft-capped if the config has a cap.
 
     By the tied embedding, an untied head, or a trimmed one (`jaxspec.models.trimmed`).
     """

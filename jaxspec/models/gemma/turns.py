@@ -1,4 +1,4 @@
-"""The turns of a conversation, as Gemma was trained on them."""
+"""Conversations in the turn format that Gemma was trained on."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,17 +10,17 @@ from jaxspec_checkpoints.gemma.published import TURN_MARKERS
 START_OF_TURN, END_OF_TURN = TURN_MARKERS
 SYSTEM = "system"
 
-# Their names in a request, and in Gemma's turns.
+# Names of roles in a request, and in Gemma's turns.
 _ROLES = {"user": "user", "assistant": "model", "model": "model"}
 
 
 @dataclass(frozen=True)
 class GemmaTurns:
-    """Turns between markers, begun by the user; there is no system's.
+    """Turns between markers, the user's first; there are no system turns.
 
     Attributes:
-        folds_system: Put a first message of the system before the user's first text, as
-            Gemma 3's template does. Gemma 2's refuses it.
+        folds_system: Put a leading system message before the user's first text, as
+            Gemma 3's template does. Gemma 2's rejects it.
     """
 
     folds_system: bool = False
@@ -45,7 +45,7 @@ class GemmaTurns:
         text, prefix = pieces["bos_token"], ""
         num_folded = int(self.folds_system and messages[0]["role"] == SYSTEM)
         if num_folded:
-            # Not trimmed, unlike the texts of turns.
+            # The system text is not trimmed, unlike the texts of turns.
             prefix = messages[0]["content"] + "\n\n"
             if len(messages) == 1:
                 allowed = "followed by a user's message"
@@ -61,9 +61,9 @@ class GemmaTurns:
         return text + (f"{START_OF_TURN}model\n" if add_generation_prompt else "")
 
     def _turn(self, number: int, position: int, role: str) -> str:
-        """Return Gemma's name of a role, if it is this one's turn."""
+        """Return Gemma's name of a role; reject a role that is out of turn."""
         name, turn = f"messages[{position}]['role']", ("user", "model")[number % 2]
-        # The first words of two of the errors are those of Gemma's own templates.
+        # Two of the errors below begin with the words of Gemma's own templates.
         if role == SYSTEM and not self.folds_system:
             raise RequestError(
                 f"System role not supported: {name} must be {one_of(_ROLES)}, got "

@@ -1,4 +1,4 @@
-"""The numbers of a head, read from its config.json, and the target it is for."""
+"""The config of a head, read from its config.json, and the target it is for."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
@@ -26,23 +26,23 @@ from jaxspec_checkpoints.heads import (
 )
 from jaxspec_checkpoints.tensor import with_copies
 
-# Layers of the target that an EAGLE-3 head is shown.
+# Layers of the target whose hidden states an EAGLE-3 head reads.
 NUM_TARGET_LAYERS = 3
 
 
 @no_type_check
 @dataclass(frozen=True, kw_only=True)
 class HeadConfig(ABC):
-    """What every head has.
+    """Base of the configs of heads.
 
     Attributes:
-        target_hidden_size, vocab_size: The target's.
-        draft_vocab_size: Tokens that the head can propose; fewer than the target has
-            where the vocabulary is trimmed.
+        target_hidden_size, vocab_size: Hidden size and vocabulary size of the target.
+        draft_vocab_size: Tokens that the head can propose; fewer than the target's if
+            the vocabulary is trimmed.
     """
 
     kind: ClassVar[str]
-    # Whether it has keys and values of its own, in pages.
+    # Whether the head has keys and values of its own, in KV pages.
     has_pages: ClassVar[bool] = False
 
     target_hidden_size: int
@@ -62,12 +62,12 @@ class HeadConfig(ABC):
 
     @property
     def is_trimmed(self) -> bool:
-        """Whether the head proposes by a smaller vocabulary of its own."""
+        """Whether the head can propose only some of the target's tokens."""
         return self.draft_vocab_size < self.vocab_size
 
     @property
     def max_drafts(self) -> int | None:
-        """Most drafts in a row that it can propose; None: any number."""
+        """Maximum number of drafts in a row that it can propose; None: no limit."""
         return None
 
     def kv_bytes_per_token(self, dtype_bytes: int, scale_bytes: int = 0) -> int:
@@ -75,7 +75,7 @@ class HeadConfig(ABC):
         return 0
 
     def describe(self) -> str:
-        """Say what it is, in a line."""
+        """Describe the head in one line."""
         said = f"{self.kind} head for hidden_size={self.target_hidden_size}"
         if self.is_trimmed:
             said += f", {self.draft_vocab_size:,} of {self.vocab_size:,} tokens"
@@ -89,25 +89,25 @@ class HeadConfig(ABC):
         """Read the content of a `config.json`, of any writer.
 
         Args:
-            names: Of the tensors beside it: not all of it is in the config.
+            names: Names of the folder's tensors: some properties are not in the file.
 
         Raises:
-            ConfigError: A size is missing or none.
+            ConfigError: A size is missing or not a positive integer.
             NotImplementedError: A variant that the network does not compute.
         """
 
     @abstractmethod
     def to_file(self) -> dict[str, Any]:
-        """What vLLM reads of such a head, but for the target's name."""
+        """Return vLLM's `config.json` of such a head, without the target's name."""
 
     def check_target(self, target: ModelConfig, name: str = "the target") -> None:
-        """Refuse a target that the head is not for.
+        """Reject a target that the head was not trained for.
 
         Args:
-            name: The target's, for the error.
+            name: Name of the target, for the error.
 
         Raises:
-            ConfigError: Another hidden size, vocabulary, or number of layers.
+            ConfigError: The target's hidden size, vocabulary or layers differ.
         """
         for size, theirs in (
             ("target_hidden_size", target.hidden_size),
@@ -127,10 +127,10 @@ class HeadConfig(ABC):
 @no_type_check
 @dataclass(frozen=True, kw_only=True)
 class LayerConfig(HeadConfig):
-    """A decoder layer of Llama's, with keys and values of its own.
+    """A head that is a Llama decoder layer, with its own keys and values.
 
     Attributes:
-        has_embedding: Whether it has token embeddings of its own, not the target's.
+        has_embedding: Whether it has its own token embeddings; else the target's.
     """
 
     has_pages: ClassVar[bool] = True
@@ -172,7 +172,7 @@ class LayerConfig(HeadConfig):
         return 2 * self.num_kv_heads * head_bytes
 
     def layer_to_file(self) -> dict[str, Any]:
-        """The layer, as HuggingFace would write a Llama of it."""
+        """Return the layer's sizes under the names of HuggingFace's Llama config."""
         layer = {theirs: getattr(self, ours) for theirs, ours in _LAYER_SIZES.items()}
         return layer | dict(
             model_type="llama",
@@ -194,7 +194,7 @@ class LayerConfig(HeadConfig):
 def _layer_from_file(
     config: Mapping[str, Any], names: Collection[str]
 ) -> tuple[dict[str, Any], bool]:
-    """The layer of a `config.json`, and whether speculators has written it."""
+    """Read a `config.json`'s layer, and whether the library speculators wrote it."""
     layer = config.get("transformer_layer_config", config)
     if not isinstance(layer, Mapping):
         allowed = "an object"
@@ -219,10 +219,10 @@ def _layer_from_file(
 @no_type_check
 @dataclass(frozen=True, kw_only=True)
 class EagleConfig(LayerConfig):
-    """The layer over a token's embedding and the target's last hidden state.
+    """A layer over a token's embedding and the target's last hidden state.
 
     Attributes:
-        has_bias: Whether the matrix that joins the two has one.
+        has_bias: Whether the matrix that fuses the two has a bias.
     """
 
     kind: ClassVar[str] = EAGLE
@@ -234,13 +234,13 @@ class EagleConfig(LayerConfig):
         check_flag(ConfigError, "has_bias", self.has_bias)
         if self.hidden_size != self.target_hidden_size:
             allowed = f"target_hidden_size={self.target_hidden_size}"
-            hint = "What the head makes stands for the target's hidden states."
+            hint = "The head's output replaces the target's hidden states."
             raise wrong_argument(
                 ConfigError, "hidden_size", allowed, self.hidden_size, hint
             )
         if self.is_trimmed:
             allowed = f"vocab_size={self.vocab_size}"
-            hint = "The matrix of logits is the target's."
+            hint = "The head uses the target's output matrix."
             raise wrong_argument(
                 ConfigError, "draft_vocab_size", allowed, self.draft_vocab_size, hint
             )
@@ -259,19 +259,19 @@ class EagleConfig(LayerConfig):
         )
 
     def to_file(self) -> dict[str, Any]:
-        # `bias` is what the paper's own code asks for.
+        # `bias` is the key that the code of the EAGLE paper reads.
         return self.layer_to_file() | dict(bias=self.has_bias)
 
 
 @no_type_check
 @dataclass(frozen=True, kw_only=True)
 class Eagle3Config(LayerConfig):
-    """The layer over a token's embedding and fused hidden states.
+    """A layer over a token's embedding and fused hidden states.
 
     Attributes:
-        target_layers: After how many of the target's layers its residual stream is
-            taken; None where the file leaves it to the target's size.
-        norm_before_residual: Whether the layer adds to the normalised hidden state.
+        target_layers: Numbers of target layers after which the residual stream is read;
+            None if the file leaves it to the target's size.
+        norm_before_residual: Whether the residual is the normalized hidden state.
     """
 
     kind: ClassVar[str] = EAGLE3
@@ -301,8 +301,8 @@ class Eagle3Config(LayerConfig):
         nested = config.get("eagle_config") or {}
         if isinstance(nested, Mapping) and nested.get("use_aux_hidden_state") is False:
             raise UnsupportedError(
-                "eagle_config.use_aux_hidden_state=false: the head is not shown layers "
-                "of the target, and this network fuses three.",
+                "eagle_config.use_aux_hidden_state=false: the head reads no hidden "
+                "states of target layers, and this network fuses three.",
                 parameter="use_aux_hidden_state",
                 value=False,
             )
@@ -312,7 +312,8 @@ class Eagle3Config(LayerConfig):
             target_hidden_size=config.get("target_hidden_size")
             or values["hidden_size"],
             target_layers=_target_layers(config),
-            # vLLM takes it for true where a file of speculators leaves it out.
+            # If a config.json that the library speculators wrote has no such key, vLLM
+            # assumes true.
             norm_before_residual=bool(
                 config.get("norm_before_residual", is_speculators)
             ),
@@ -332,7 +333,7 @@ class Eagle3Config(LayerConfig):
         return content
 
     def layers_of(self, target: ModelConfig) -> tuple[int, ...]:
-        """After how many layers the target's residual stream is taken."""
+        """Return numbers of target layers after which the residual stream is read."""
         if self.target_layers is not None:
             return self.target_layers
         return default_layers(target.num_layers)
@@ -351,13 +352,13 @@ class Eagle3Config(LayerConfig):
 
 
 _LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
-# Of the layer, in its config.json and here.
+# Names of the layer's sizes in its config.json, and in this class.
 _LAYER_SIZES = {
     "hidden_size": "hidden_size",
     "intermediate_size": "intermediate_size",
     "num_attention_heads": "num_q_heads",
 }
-# Keys that change what the network computes, and the one value that is computed here.
+# Keys that change what the network computes, and the one supported value of each.
 _FIXED = {
     "num_hidden_layers": 1,
     "hidden_act": "silu",
@@ -372,9 +373,9 @@ _FIXED = {
 
 
 def default_layers(num_layers: int) -> tuple[int, ...]:
-    """The layers that vLLM and SGLang take where a head names none: low, middle, high.
+    """Return the layers that vLLM and SGLang use by default: low, middle, high.
 
-    A target of few layers, where two of them would be one, is cut evenly.
+    If two of them would be the same, in a target of few layers, they are spaced evenly.
     """
     layers = 2, num_layers // 2, num_layers - 3
     if len(set(layers)) == len(layers) and min(layers) > 0:
@@ -384,7 +385,7 @@ def default_layers(num_layers: int) -> tuple[int, ...]:
 
 
 def _target_layers(config: Mapping[str, Any]) -> tuple[int, ...] | None:
-    """In vLLM's count; SpecForge's is of the layer whose output is taken, from 0."""
+    """Read layer numbers in vLLM's count; SpecForge names the layer itself, from 0."""
     own = config.get(_LAYER_IDS)
     if own is not None:
         return _as_layers(own)
@@ -432,14 +433,15 @@ def _require(config: Mapping[str, Any], *names: str) -> None:
 @no_type_check
 @dataclass(frozen=True, kw_only=True)
 class MedusaConfig(HeadConfig):
-    """One residual network for each place after the next token.
+    """One residual network for each position after the next token.
 
     Attributes:
-        num_heads: Head i proposes the token i + 2 places after the one it looks at.
+        num_heads: Head i proposes the token i + 2 positions after the one whose hidden
+            state it reads.
         num_blocks: Residual blocks of a head.
-        has_bias: Whether their matrices have one.
-        lm_heads: How many matrices of logits the head has of its own: one for each
-            head, one for all, or none; then they are the target's.
+        has_bias: Whether their matrices have a bias.
+        lm_heads: Number of own output matrices: one for each head, one for all, or
+            none; then the target's is used.
     """
 
     kind: ClassVar[str] = MEDUSA
@@ -458,15 +460,15 @@ class MedusaConfig(HeadConfig):
             raise wrong_argument(ConfigError, "lm_heads", allowed, self.lm_heads)
         if self.is_trimmed and not self.lm_heads:
             raise ConfigError(
-                f"This medusa head has truncated_vocab_size={self.draft_vocab_size} "
-                "and no lm_head of its own for it.",
+                f"This medusa head has truncated_vocab_size={self.draft_vocab_size}, "
+                "so it needs an lm_head of its own, but has none.",
                 parameter="truncated_vocab_size",
                 value=self.draft_vocab_size,
             )
 
     @property
     def max_drafts(self) -> int:
-        """One of each head."""
+        """One draft per head."""
         return self.num_heads
 
     @classmethod
@@ -474,7 +476,8 @@ class MedusaConfig(HeadConfig):
         cls, config: Mapping[str, Any], names: Collection[str]
     ) -> "MedusaConfig":
         """See `HeadConfig.from_file`."""
-        # Of vLLM, of speculators, and of the paper's own code.
+        # vLLM, the library speculators and the code of the Medusa paper use different
+        # keys.
         hidden: Any = config.get("hidden_size") or config.get("medusa_hidden_size")
         vocab: Any = config.get("vocab_size") or config.get("medusa_vocab_size")
         heads: Any = config.get("num_heads") or config.get("medusa_num_heads")
@@ -515,9 +518,10 @@ CONFIGS: dict[str, type[HeadConfig]] = {
 
 
 def read_dummy(folder: str | Path) -> HeadConfig:
-    """Read what head a folder is for, where only its `config.json` is there.
+    """Read the head's config from a folder that has only a `config.json`.
 
-    What files alone would tell is taken as absent: matrices that the target has, too.
+    Properties that only tensors show are taken as absent: the head shares the target's
+    matrices.
 
     Raises:
         ConfigError, NotImplementedError: As `read_head`.
@@ -530,10 +534,10 @@ def read_dummy(folder: str | Path) -> HeadConfig:
 
 
 def read_head(folder: str | Path) -> tuple[HeadConfig, dict[str, Tensor]]:
-    """Read what head a folder holds, and find its tensors; no weight is read.
+    """Read a folder's head config and find its tensors; no weight is read.
 
     Raises:
-        ConfigError: It holds no head that is known, or a size is missing.
+        ConfigError: The folder holds no known head, or a size is missing.
         NotImplementedError: A variant that the network does not compute.
     """
     try:
@@ -548,10 +552,10 @@ def read_head(folder: str | Path) -> tuple[HeadConfig, dict[str, Tensor]]:
 
 
 def _drop_copies(tensors: dict[str, Tensor]) -> None:
-    """Leave one of a Medusa's matrices of logits, which are all the same.
+    """Keep one of a Medusa's output matrices, which are all the same.
 
-    One for all is `lm_head.weight`; some writers call it the first of several. That
-    they are the same is checked while the one that is left is read.
+    A shared matrix is `lm_head.weight`; some writers name it as the first of several.
+    Reading the remaining matrix checks that they are equal.
     """
     names = [name for name in tensors if name.startswith("lm_heads.")]
     found = [tensors.pop(name) for name in sorted(names)]

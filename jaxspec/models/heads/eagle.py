@@ -1,13 +1,14 @@
 """The EAGLE head: one decoder layer over a token's embedding and the target's last row.
 
-A row of it is about a token and the target's last hidden state at the token before,
-normalised: what logits are made of. A matrix joins the two, and what the layer makes of
-that stands for the target's hidden state at the token: the target's own matrix says
-what comes next, and the next pass goes on from it. Keys and values lie as those of an
-EAGLE-3 head.
+The inputs of a row are a token and the target's last hidden state at the token before
+it, normalized, as the output matrix takes it. A matrix fuses the two. The layer's
+output predicts the target's hidden state at the token: the target's output matrix turns
+it into logits, and it is the next pass's hidden state. Keys and values are stored as
+those of an EAGLE-3 head.
 
-The layer is Llama's without its first norm. EAGLE-1 and EAGLE-2 have the same head, and
-other trees. References: Li et al. 2024, arXiv:2401.15077 and arXiv:2406.16858.
+The layer is Llama's without its first norm. EAGLE-1 and EAGLE-2 have the same head and
+differ in their trees. References: Li et al. 2024, arXiv:2401.15077 and
+arXiv:2406.16858.
 """
 
 from collections.abc import Sequence
@@ -28,7 +29,7 @@ from jaxspec_kernels.decoder_blocks import SILU, Norm
 
 
 def param_specs(config: EagleConfig) -> Specs:
-    """Every parameter: shape, logical axes, what stays together, tensors."""
+    """Declare every parameter: shape, logical axes, split unit, tensors."""
     model = config.hidden_size
     specs = {
         ("fc", "weight"): matrix_spec(model, 2 * model, ("model", "model"), "fc"),
@@ -46,7 +47,7 @@ def fuse(
     params: Params,
     streams: Sequence[Float[Array, "row target_model"]],
 ) -> Float[Array, "row model"]:
-    """The target's last hidden states, normalised, as they are."""
+    """Return the target's normalized last hidden states unchanged."""
     (rows,) = streams
     return rows
 
@@ -60,19 +61,19 @@ def forward(
     kv_pages: KvPages,
     backend: Backend,
 ) -> tuple[Float[Array, "row model"], KvPages]:
-    """Run the layer; returns its output, which is the next pass's `hidden`, and pages.
+    """Run the layer; return its output, which is the next pass's `hidden`, and pages.
 
     Args:
-        batch: `tokens` is not read: they are in `embedded`.
-        hidden: At the token before, the target's or of an earlier pass.
+        batch: `tokens` is not read: `embedded` replaces it.
+        hidden: At the token before, from the target or an earlier pass.
     """
-    own = params["layer"]
+    layer_params = params["layer"]
     joined = jnp.concatenate([embedded.astype(hidden.dtype), hidden], axis=-1)
     stream = params["fc"]["weight"].multiply(joined)
     if config.has_bias:
         stream += params["fc"]["bias"].astype(stream.dtype)[None]
     mixed, kv_pages = attend(
-        own["attention"],
+        layer_params["attention"],
         stream,
         kv_pages,
         batch=batch,
@@ -82,9 +83,9 @@ def forward(
         backend=backend,
     )
     stream = feed_forward_block(
-        own["feed_forward"],
+        layer_params["feed_forward"],
         stream + mixed,
-        before=Norm(own["post_attention_norm"], config.rms_norm_eps),
+        before=Norm(layer_params["post_attention_norm"], config.rms_norm_eps),
         after=None,
         activation=SILU,
         backend=backend,
@@ -98,10 +99,10 @@ def logits(
     hidden: Float[Array, "row model"],
     target: Matrix,
 ) -> Float[Array, "row vocab"]:
-    """Logits of the layer's output.
+    """Return logits of the layer's output.
 
     Args:
-        target: The target's matrix of logits. Its soft cap is left out, as other
-            engines do: a cap keeps the order.
+        target: The target's output matrix. Its soft cap is omitted, as in other
+            engines: a cap does not change the order.
     """
     return target.multiply(hidden)

@@ -1,12 +1,12 @@
-"""The EAGLE-3 head: one decoder layer over a token's embedding and what the target saw.
+"""The EAGLE-3 head: one decoder layer over a token's embedding and fused hidden states.
 
-A row of it is about a token and the target's hidden states at the token before. These
-come of three layers, and are fused to the head's width once; from then on the layer's
-own output stands for what the target has not seen yet. Its keys and values lie in pages
-like any layer's, at the slot of the row.
+The inputs of a row are a token and the target's hidden states at the token before it,
+from three layers, fused to the head's width. At tokens that the target has not read
+yet, the layer's own output replaces the target's hidden states. Its keys and values are
+in pages like those of any layer, at the slot of the row.
 
-The layer is Llama's (SiLU, no caps, no post-norms), whatever the target is: that is
-what other engines train and run. References: Li et al. 2025, arXiv:2503.01840.
+The layer is Llama's (SiLU, no caps, no post-norms) for any target: other engines train
+and run this form. References: Li et al. 2025, arXiv:2503.01840.
 """
 
 import functools
@@ -34,7 +34,7 @@ from jaxspec.models.params import Params, ParamSpec, Specs
 from jaxspec_kernels.bits import KvPages
 from jaxspec_kernels.decoder_blocks import SILU, Norm
 
-# Norms beside the one between attention and the feed-forward block.
+# Norms other than the one between attention and the feed-forward block.
 _VECTORS = {
     ("layer", "hidden_norm"): "layers.0.hidden_norm",
     ("layer", "input_norm"): "layers.0.input_layernorm",
@@ -43,11 +43,11 @@ _VECTORS = {
 
 
 def param_specs(config: Eagle3Config) -> Specs:
-    """Every parameter: shape, logical axes, what stays together, tensors."""
+    """Declare every parameter: shape, logical axes, split unit, tensors."""
     model, fused = config.hidden_size, NUM_TARGET_LAYERS * config.target_hidden_size
     specs: Specs = {
         ("fc",): matrix_spec(model, fused, ("model", "model"), "fc"),
-        # The layer sees embedding and hidden state.
+        # The layer's input is embedding and hidden state, concatenated.
         **layer_specs(config, 2 * model),
         ("lm_head",): matrix_spec(
             config.draft_vocab_size, model, ("vocab", "model"), "lm_head"
@@ -60,10 +60,10 @@ def param_specs(config: Eagle3Config) -> Specs:
 
 
 def layer_specs(config: LayerConfig, width: int) -> Specs:
-    """Of a decoder layer of Llama's, and of the tokens' embedding if there is one.
+    """Declare a Llama decoder layer, and its token embedding if it has one.
 
     Args:
-        width: Of the rows that attention is made of.
+        width: Width of the rows that attention reads.
     """
     model, hidden, head = config.hidden_size, config.intermediate_size, config.head_dim
     queries, keys = config.num_q_heads * head, config.num_kv_heads * head
@@ -102,7 +102,7 @@ def layer_specs(config: LayerConfig, width: int) -> Specs:
 def matrix_spec(
     rows: int, columns: int, axes: tuple[str, str], *names: str, unit: int = 1
 ) -> ParamSpec:
-    """A matrix of the tensors with these names, one below the other."""
+    """Declare a matrix made of the tensors with these names, stacked by rows."""
     tensors = tuple(f"{name}.weight" for name in names)
     return ParamSpec(shape=(rows, columns), axes=axes, unit=unit, tensors=tensors)
 
@@ -112,7 +112,7 @@ def fuse(
     params: Params,
     streams: Sequence[Float[Array, "row target_model"]],
 ) -> Float[Array, "row model"]:
-    """Join the target's residual streams at its chosen layers, the lowest first."""
+    """Fuse the target's residual streams at the chosen layers, the lowest first."""
     assert len(streams) == NUM_TARGET_LAYERS
     return params["fc"].multiply(jnp.concatenate(streams, axis=-1))
 
@@ -120,9 +120,9 @@ def fuse(
 def embed(
     params: Params, tokens: Int[Array, " row"], target: Matrix
 ) -> Float[Array, "row model"]:
-    """Rows of the head's embedding, or of the target's where it has none.
+    """Return rows of the head's embedding, or of the target's if it has none.
 
-    Without Gemma's scale: the layer's norm would take it out again.
+    Without Gemma's scale, which the layer's norm would cancel.
     """
     return params.get("embedding", target).rows(tokens)
 
@@ -136,20 +136,20 @@ def forward(
     kv_pages: KvPages,
     backend: Backend,
 ) -> tuple[Float[Array, "row model"], KvPages]:
-    """Run the layer; returns its output, which is the next pass's `hidden`, and pages.
+    """Run the layer; return its output, which is the next pass's `hidden`, and pages.
 
     Args:
-        batch: `tokens` is not read: they are in `embedded`.
-        hidden: At the token before, fused or of an earlier pass.
+        batch: `tokens` is not read: `embedded` replaces it.
+        hidden: At the token before, fused or from an earlier pass.
     """
-    own = params["layer"]
+    layer_params = params["layer"]
     norm = functools.partial(Norm, epsilon=config.rms_norm_eps)
-    normed = normalise(norm(own["hidden_norm"]), hidden)
+    normed = normalise(norm(layer_params["hidden_norm"]), hidden)
     rows = jnp.concatenate(
-        [normalise(norm(own["input_norm"]), embedded), normed], axis=-1
+        [normalise(norm(layer_params["input_norm"]), embedded), normed], axis=-1
     )
     mixed, kv_pages = attend(
-        own["attention"],
+        layer_params["attention"],
         rows,
         kv_pages,
         batch=batch,
@@ -160,9 +160,9 @@ def forward(
     )
     stream = (normed if config.norm_before_residual else hidden) + mixed
     stream = feed_forward_block(
-        own["feed_forward"],
+        layer_params["feed_forward"],
         stream,
-        before=norm(own["post_attention_norm"]),
+        before=norm(layer_params["post_attention_norm"]),
         after=None,
         activation=SILU,
         backend=backend,
@@ -173,6 +173,6 @@ def forward(
 def logits(
     config: Eagle3Config, params: Params, hidden: Float[Array, "row model"]
 ) -> Float[Array, "row draft_vocab"]:
-    """Logits of the layer's output, over the head's own vocabulary."""
+    """Return logits of the layer's output, over the head's own vocabulary."""
     normed = normalise(Norm(params["norm"], config.rms_norm_eps), hidden)
     return params["lm_head"].multiply(normed)

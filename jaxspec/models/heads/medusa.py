@@ -1,7 +1,7 @@
-"""Medusa: for each place after the next token, a residual network of its own.
+"""Medusa: one residual network for each position after the next token.
 
-All look at the target's last hidden state, normalised, and at nothing else: not at each
-other, nor at the next token. References: Cai et al. 2024, arXiv:2401.10774.
+The only input of each is the target's last hidden state, normalized: neither the next
+token nor another head's output. References: Cai et al. 2024, arXiv:2401.10774.
 """
 
 import jax
@@ -13,7 +13,7 @@ from jaxspec.models.params import Params, ParamSpec, Specs
 
 
 def param_specs(config: MedusaConfig) -> Specs:
-    """Every parameter: shape, logical axes, tensors."""
+    """Declare every parameter: shape, logical axes, tensors."""
     model, specs = config.target_hidden_size, Specs()
     for head in range(config.num_heads):
         for block in range(config.num_blocks):
@@ -41,8 +41,8 @@ def param_specs(config: MedusaConfig) -> Specs:
 def forward(
     config: MedusaConfig, params: Params, rows: Float[Array, "row model"]
 ) -> tuple[Float[Array, "row model"], ...]:
-    """What each head makes of the target's normalised last hidden states."""
-    found = []
+    """Return each head's output for the target's normalized last hidden states."""
+    outputs = []
     for head in range(config.num_heads):
         stream, blocks = rows, params["blocks"][str(head)]
         for block in range(config.num_blocks):
@@ -50,8 +50,8 @@ def forward(
             if config.has_bias:
                 inner += blocks[str(block)]["bias"].astype(inner.dtype)[None]
             stream = stream + jax.nn.silu(inner)
-        found.append(stream)
-    return tuple(found)
+        outputs.append(stream)
+    return tuple(outputs)
 
 
 def logits(
@@ -61,11 +61,11 @@ def logits(
     rows: Float[Array, "row model"],
     target: Matrix,
 ) -> Float[Array, "row draft_vocab"]:
-    """Logits of what one head has made, over the heads' vocabulary.
+    """Return logits of one head's output, over the heads' vocabulary.
 
     Args:
-        target: The target's matrix of logits, for heads that have none of their own.
-            Its soft cap is left out, as other engines do: a cap keeps the order.
+        target: The target's output matrix, for heads that have none. Its soft cap is
+            omitted, as in other engines: a cap does not change the order.
     """
     if not config.lm_heads:
         return target.multiply(rows)

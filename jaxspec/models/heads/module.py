@@ -1,7 +1,7 @@
-"""Heads as Flax modules, for whoever inspects, trains or composes them.
+"""Heads as Flax modules, for inspection, training and composition.
 
-The engine and the trainer do not go through them: they run the same functions over a
-plain tree.
+The engine and the trainer do not use them: they run the same functions over a plain
+tree.
 """
 
 from collections.abc import Sequence
@@ -35,7 +35,7 @@ class _Head(nnx.Module):
         self.parameters = as_module(as_variables(specs, dtype))
 
     def params(self) -> Params:
-        """The tree that the network's functions are given."""
+        """Return the parameter tree that the network's functions take."""
         specs = functions_of_head(self.config).param_specs(self.config)
         return bound_params(self.parameters, specs)
 
@@ -48,7 +48,7 @@ class Eagle3(_Head):
     def fuse(
         self, streams: Sequence[Float[Array, "row target_model"]]
     ) -> Float[Array, "row model"]:
-        """Join the target's residual streams, the lowest first."""
+        """Fuse the target's residual streams, the lowest first."""
         return eagle3.fuse(self.config, self.params(), streams)
 
     def __call__(
@@ -73,7 +73,7 @@ class Eagle3(_Head):
     def logits(
         self, hidden: Float[Array, "row model"]
     ) -> Float[Array, "row draft_vocab"]:
-        """Logits of the layer's output, over the head's own vocabulary."""
+        """Return logits of the layer's output, over the head's own vocabulary."""
         return eagle3.logits(self.config, self.params(), hidden)
 
 
@@ -106,7 +106,7 @@ class Eagle(_Head):
         hidden: Float[Array, "row model"],
         embedding: Float[Array, "vocab model"],
     ) -> Float[Array, "row vocab"]:
-        """Logits of the layer's output, by the target's matrix."""
+        """Return logits of the layer's output, by the target's output matrix."""
         target = DenseMatrix(embedding)
         return eagle.logits(self.config, self.params(), hidden, target)
 
@@ -121,10 +121,10 @@ class Medusa(_Head):
         rows: Float[Array, "row model"],
         embedding: Float[Array, "vocab model"],
     ) -> tuple[Float[Array, "row draft_vocab"], ...]:
-        """Logits of every head.
+        """Return logits of every head.
 
         Args:
-            embedding: The target's matrix of logits.
+            embedding: The target's output matrix.
         """
         params = self.params()
         found = medusa.forward(self.config, params, rows)

@@ -1,7 +1,7 @@
 """A head's parameters: declared, read, random, abstract, and written to a folder.
 
-Beside the matrices and vectors, a tree of a trimmed vocabulary has `token_ids`: which
-of the target's tokens each of the head's stands for, int32.
+With a trimmed vocabulary the tree also has `token_ids`, int32: the target's token for
+each of the head's.
 """
 
 import importlib
@@ -36,19 +36,20 @@ from jaxspec.sharding import DRAFT_MESH_AXES, kv_copies, num_parts, put
 from jaxspec_checkpoints import CheckpointError, Tensor
 from jaxspec_checkpoints.heads import EAGLE3, write_head
 
-# Tensors of token ids: how far from its own number a token's is, or the id itself.
+# Tensors that map the head's token ids to the target's: as offsets from the head's ids,
+# or as the ids themselves.
 _OFFSETS, _IDS = "d2t", "token_map"
 
 
 def functions_of_head(config: HeadConfig) -> Any:
-    """The network of a kind of head: the module of its name."""
+    """Return the network module of a kind of head, which has the kind's name."""
     return importlib.import_module(f"jaxspec.models.heads.{config.kind}")
 
 
 def declare_head(
     config: HeadConfig, *, dtype: jnp.dtype, mesh: Mesh, mesh_axes: tuple[str, ...]
 ) -> Specs:
-    """All parameters in the form in which these devices hold them."""
+    """Return the declarations of all parameters, as these devices store them."""
     copies = 1
     if isinstance(config, LayerConfig):
         parts = num_parts(mesh, mesh_axes)
@@ -69,8 +70,8 @@ def load_head(
     """Read the head in a folder into its shards, cast to `dtype`.
 
     Raises:
-        ConfigError: It holds no head, one for another target, or its tensors are not
-            those that its config.json says; nothing was read then.
+        ConfigError: The folder holds no head, or one for another target, or its tensors
+            do not match its config.json; nothing was read then.
         NotImplementedError: A variant that the network does not compute.
     """
     config, tensors = read_head(folder)
@@ -93,7 +94,7 @@ def _make_head(
     mesh: Mesh,
     mesh_axes: tuple[str, ...],
 ) -> Params:
-    """The tree of what `make` gives for each parameter, and of a trimmed vocabulary."""
+    """Make a tree of parameters with `make`, and the ids of a trimmed vocabulary."""
     params: Params = unflatten_dict(
         dict(make_each(specs, make, mesh=mesh, mesh_axes=mesh_axes))
     )
@@ -105,15 +106,15 @@ def _make_head(
 def _read_token_ids(
     config: HeadConfig, tensors: dict[str, Tensor]
 ) -> np.ndarray | None:
-    """Take the table of a trimmed vocabulary out of the tensors."""
+    """Remove the table of a trimmed vocabulary from the tensors and return its ids."""
     name = _OFFSETS if config.kind == EAGLE3 else _IDS
     table = tensors.pop(name, None)
     if not config.is_trimmed:
         return None
     if table is None:
         raise CheckpointError(
-            f"no tensor {name!r}, which says what the head's {config.draft_vocab_size} "
-            f"tokens are of the target's {config.vocab_size}"
+            f"no tensor {name!r}, which maps the head's {config.draft_vocab_size} "
+            f"tokens to the target's {config.vocab_size}"
         )
     if table.shape != (config.draft_vocab_size,) or table.dtype.kind != "i":
         raise CheckpointError(
@@ -163,7 +164,7 @@ def _check_tensors(config: HeadConfig, tensors: dict[str, Tensor]) -> None:
 
 
 def tensor_shapes(config: HeadConfig) -> dict[str, tuple[int, ...]]:
-    """Shape of every tensor of weights in a head's file, by vLLM's names."""
+    """Return the shapes of all weight tensors in a head's file, by vLLM's names."""
     return {
         name: (spec.shape[0] // len(spec.tensors), *spec.shape[1:])
         for spec in functions_of_head(config).param_specs(config).values()
@@ -178,7 +179,7 @@ def abstract_head(
     mesh: Mesh,
     mesh_axes: tuple[str, ...] = DRAFT_MESH_AXES,
 ) -> Params:
-    """Shapes and placement of parameters, for compiling before there are any."""
+    """Return parameters' shapes and placement, to compile before they are loaded."""
     specs = declare_head(config, dtype=dtype, mesh=mesh, mesh_axes=mesh_axes)
     params = _make_head(specs, describer(dtype), None, mesh, mesh_axes)
     if config.is_trimmed:
@@ -194,13 +195,14 @@ def init_head(
     mesh_axes: tuple[str, ...] = DRAFT_MESH_AXES,
     token_ids: np.ndarray | None = None,
 ) -> Params:
-    """Float32 parameters to begin training with, as plain matrices.
+    """Make initial float32 parameters for training, as plain matrices.
 
-    Matrices have a standard deviation of 1/sqrt(in), those of Medusa's blocks are
-    zeros, so that every head begins as the target's own; norms do nothing.
+    Matrices have a standard deviation of 1/sqrt(in). Those of Medusa's blocks are
+    zeros, so that every head starts with the target's own output. Norm weights are
+    neutral.
 
     Args:
-        token_ids: Of a trimmed vocabulary, the target's tokens that it keeps.
+        token_ids: The target's tokens that a trimmed vocabulary keeps.
     """
     draw, ids = _drawer(seed), None
 
@@ -225,7 +227,7 @@ def random_head(
     mesh: Mesh,
     mesh_axes: tuple[str, ...] = DRAFT_MESH_AXES,
 ) -> Params:
-    """Random parameters, placed like loaded ones: for `load_format="dummy"`.
+    """Make random parameters, placed like loaded ones, for `load_format="dummy"`.
 
     A trimmed vocabulary keeps the first tokens.
     """
@@ -265,8 +267,8 @@ def save_head(
     """Write a head of plain matrices as vLLM reads it; `load_head` reads it back.
 
     Args:
-        target_name: What the target is called, for whoever looks for it.
-        architecture: What HuggingFace calls its class.
+        target_name: Name of the target, recorded in the config.
+        architecture: HuggingFace's class name of the target.
 
     Raises:
         CheckpointError: The folder exists already.

@@ -21,7 +21,7 @@ NUM_BRANCHES = 8
 
 
 class Matches(NamedTuple):
-    """Earlier places of a sequence's newest tokens: the longest first, then the latest.
+    """Earlier occurrences of a sequence's newest tokens, longest first, then latest.
 
     Attributes:
         length: Number of tokens equal to the newest; 0 is no match.
@@ -100,7 +100,7 @@ def fill_tree(
 
     Args:
         matches: The longest first, ties the latest first.
-        main_chain: Tokens of the first nodes, whatever is most frequent.
+        main_chain: Tokens of the first nodes; the others go by frequency.
     """
     length, following, num_following = matches
     seqs, count = length.shape
@@ -137,11 +137,11 @@ def fill_tree(
         ranked = jnp.stack(chosen, axis=2)
         found = ranked[:, tree.entries, tree.ranks]
         is_new = depth == level + 1
-        goes_on = here[:, tree.entries] & (
+        of_level = here[:, tree.entries] & (
             token_after[:, tree.entries] == found[..., None]
         )
-        goes_on = jnp.where(is_new[..., None], goes_on, agrees[:, 1:])
-        agrees = jnp.concatenate([agrees[:, :1], goes_on], axis=1)
+        of_nodes = jnp.where(is_new[..., None], of_level, agrees[:, 1:])
+        agrees = jnp.concatenate([agrees[:, :1], of_nodes], axis=1)
         return jnp.where(is_new, found, drafts), agrees
 
     drafts = jnp.zeros((seqs, tree.num_nodes), jnp.int32)

@@ -48,7 +48,7 @@ class Tree:
     def num_rows(self) -> int:
         """Rows of the target's pass per sequence: the root and the nodes.
 
-        The pass writes as many slots, the root's among them.
+        The pass writes one slot for each row, the root's included.
         """
         return self.num_nodes + 1
 
@@ -105,7 +105,7 @@ class Tree:
         return np.array(padded, np.int32).reshape(len(found), width)
 
     @property
-    def width(self) -> int:
+    def max_parents_per_level(self) -> int:
         """Largest number of rows with children at one level."""
         return self.branching.shape[1]
 

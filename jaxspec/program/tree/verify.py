@@ -23,7 +23,7 @@ from jaxspec.program.tree.tree import Tree
 from jaxspec.program.verify import place_next, verify
 from jaxspec_kernels.rejection_sampling import Verdict
 
-# Tokens, number of tokens that count, row of the last, row to continue from (0: none).
+# Tokens, number of valid tokens, row of the last, row to continue from (0: none).
 _Branch = tuple[Array, Array, Array, Array]
 
 
@@ -40,7 +40,7 @@ def verify_tree(
     proposal: Proposal | None,
     inputs: Int[Array, "seq width"],
     logits: Float[Array, "token vocab"],
-    num_draft: Int[Array, " seq"],
+    num_draft_tokens: Int[Array, " seq"],
     active: Active,
     backend: Backend,
     *,
@@ -53,7 +53,8 @@ def verify_tree(
     Args:
         inputs: Tokens that the target read: the newest one, then the drafts by node.
         logits: Sequence-major, of all rows of the tree.
-        num_draft: Drafts of each sequence that count: levels of the tree.
+        num_draft_tokens: Valid levels of drafts of each sequence: nodes of deeper
+            levels are padding.
         adjust, forced_acceptance: As for `verify`; only for chains.
         max_model_len: Nodes whose slots would lie past it are ignored.
     """
@@ -61,7 +62,7 @@ def verify_tree(
         verdict = verify(
             proposal,
             logits,
-            num_draft,
+            num_draft_tokens,
             active,
             backend,
             tree=tree,
@@ -74,17 +75,17 @@ def verify_tree(
     assert adjust is None, "controls are computed for one path only"
     assert forced_acceptance is None, "forced acceptance needs a chain"
     chain = tree.main_chain
-    rows = logits.reshape(len(num_draft), tree.num_rows, -1)
+    rows = logits.reshape(len(num_draft_tokens), tree.num_rows, -1)
     verdict = verify(
         proposal.first(chain.num_nodes),
         rows[:, : chain.num_rows].reshape(-1, rows.shape[2]),
-        jnp.minimum(num_draft, chain.num_nodes),
+        jnp.minimum(num_draft_tokens, chain.num_nodes),
         active,
         backend,
         tree=chain,
         adjust=None,
     )
-    is_usable = _usable_nodes(tree, num_draft, active, max_model_len)
+    is_usable = _usable_nodes(tree, num_draft_tokens, active, max_model_len)
     drafts = inputs[:, 1:]
     tokens, row = _follow_branches(
         tree, drafts, rows, verdict, is_usable, active, backend
@@ -105,7 +106,7 @@ def _follow_branches(
 
     Args:
         rows: Logits of all rows of the tree.
-        is_usable: Drafts that count.
+        is_usable: Valid drafts.
 
     Returns:
         The round's tokens, and the row of the last accepted draft.
@@ -151,11 +152,11 @@ def _follow_branches(
 
 
 def _usable_nodes(
-    tree: Tree, num_draft: Int[Array, " seq"], active: Active, max_model_len: int
+    tree: Tree, num_draft_tokens: Int[Array, " seq"], active: Active, max_model_len: int
 ) -> Bool[Array, "seq draft"]:
-    """Drafts of levels that count whose keys and values have slots."""
+    """Drafts of valid levels whose keys and values have slots."""
     depth = jnp.array([tree.depths[1:]], jnp.int32)
     slot = jnp.arange(tree.num_nodes, dtype=jnp.int32)[None]
     slot = active.num_tokens[:, None] + slot
-    is_usable = (depth <= num_draft[:, None]) & (slot < max_model_len)
+    is_usable = (depth <= num_draft_tokens[:, None]) & (slot < max_model_len)
     return is_usable & active.is_active[:, None]

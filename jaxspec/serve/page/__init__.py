@@ -1,7 +1,7 @@
-"""Owns the pages at `/`, a conversation that shows who drew each token, and `/docs`.
+"""Owns the pages at `/`, a chat that shows each token's origin, and `/docs`.
 
-The files beside this one are served as they are. They hold no secret and ask nobody but
-this server, so that they come without a key; what they then ask for needs one.
+The other files of this folder are served unchanged. They contain no secrets, so they
+need no API key; the requests that they send to this server do.
 """
 
 from importlib.resources import files
@@ -26,7 +26,8 @@ _DOCS_TYPES = {
     "docs.js": "text/javascript",
 }
 _PATHS = {"index.html": "/", "docs.html": "/docs"}
-# Whatever a model says, it runs no script, loads nothing and sends nothing elsewhere.
+# Content-Security-Policy: generated text that a page shows must not run scripts, load
+# content or send data to other hosts.
 _POLICY = "; ".join(
     (
         *("default-src 'none'", "script-src 'self'", "style-src 'self'"),
@@ -38,13 +39,14 @@ HEADERS = {
     "Content-Security-Policy": _POLICY,
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
-    # After an update of the server nothing old may be shown.
+    # Browsers must check for a newer file, so that they show no old one after an
+    # update.
     "Cache-Control": "no-cache",
 }
 
 
 def page_routes(serving: Serving) -> APIRouter:
-    """Make GET / and GET /docs, and what these pages load."""
+    """Make GET / and GET /docs, and the files of these pages."""
     router = APIRouter(include_in_schema=False)
     folder = files(__name__)
     types = _TYPES if serving.settings.disable_fastapi_docs else _TYPES | _DOCS_TYPES
@@ -55,13 +57,13 @@ def page_routes(serving: Serving) -> APIRouter:
 
     @router.get("/page/server.json")
     async def server() -> dict[str, Any]:
-        """Tell what the page has to know before its first question, and meanwhile."""
+        """Return the server's state, for the page to show."""
         engine = serving.engine
         choice, memory = engine.choice, engine.engine.memory
         return {
             "model": serving.settings.model_name,
             "max_draft_tokens": serving.config.num_draft_tokens,
-            "num_drafts": choice.num_drafts,
+            "num_drafts": choice.num_draft_tokens,
             "gain": choice.gain,
             "may_draft": choice.may_draft,
             "max_model_len": serving.config.max_model_len,
@@ -69,7 +71,7 @@ def page_routes(serving: Serving) -> APIRouter:
             "is_ready": engine.is_ready,
             "num_warming": engine.num_warming,
             "compiling": engine.compiling,
-            "memory": None if memory is None else memory.told(),
+            "memory": None if memory is None else memory.as_dict(),
         }
 
     return router

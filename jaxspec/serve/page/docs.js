@@ -1,4 +1,4 @@
-// The page at /docs: every endpoint of openapi.json, its fields, and a way to call it.
+// The page at /docs: every endpoint of openapi.json, its fields, and a form to call it.
 
 const at = (id) => document.getElementById(id);
 const make = (name, text = "") => {
@@ -24,7 +24,7 @@ export function typeOf(schema, root) {
   return schema.type ?? "any";
 }
 
-/** A body with the required fields, to begin with. */
+/** An example of a request body, with the required fields. */
 export function example(schema, root) {
   const { properties = {}, required = [] } = resolved(schema, root) ?? {};
   const body = {};
@@ -58,7 +58,7 @@ async function call(path, method, body, shown) {
     const text = await response.text();
     shown.textContent = `${response.status} ${response.statusText}\n${text}`;
   } catch (error) {
-    shown.textContent = `The server does not answer: ${error.message}`;
+    shown.textContent = `The server cannot be reached: ${error.message}`;
   }
 }
 

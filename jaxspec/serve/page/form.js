@@ -1,8 +1,8 @@
-// Answers with a form, JSON and calls of tools: how one is asked for, and shown to be read.
+// Structured outputs, JSON and tool calls: their request fields, and how they are shown.
 
 import { Failure } from "./wire.js";
 
-// What bounds nothing may go on until max tokens, with a model that knows nothing.
+// Bounded: a small model may fill an unbounded string until max tokens.
 const string = { type: "string", maxLength: 40 };
 
 export const EXAMPLES = {
@@ -25,7 +25,7 @@ export const EXAMPLES = {
   ],
 };
 
-/** The fields of a request that give an answer the form that somebody has written. */
+/** The request fields for a schema or a list of tools that the user has entered. */
 export function fieldsOf(text) {
   if (!text.trim()) return {};
   const wanted = parse(text);
@@ -48,26 +48,26 @@ function parse(text) {
   }
 }
 
-/** Adds what a chunk tells of calls to those there are. */
+/** Adds a chunk's deltas to the calls. */
 export function addCalls(calls, deltas) {
-  for (const { index, id, function: told } of deltas) {
+  for (const { index, id, function: added } of deltas) {
     calls[index] ??= { id, type: "function", function: { name: "", arguments: "" } };
-    calls[index].function.name += told?.name ?? "";
-    calls[index].function.arguments += told?.arguments ?? "";
+    calls[index].function.name += added?.name ?? "";
+    calls[index].function.arguments += added?.arguments ?? "";
   }
 }
 
-/** What an answer says to whoever goes on from it; a call that was cut off is none. */
+/** The answer as a message of the next request; a call that was cut off counts as text. */
 export function messageOf(text, calls) {
   const areWhole = calls.every(({ function: { arguments: given } }) => indented(given) !== null);
   if (!calls.length || !areWhole) return { role: "assistant", content: text };
   return { role: "assistant", content: null, tool_calls: calls };
 }
 
-/** The answer in words, for whoever hears it. */
+/** The answer for screen readers. */
 export function spoken(text, calls) {
-  const told = calls.map(({ function: { name, arguments: given } }) => `Calls ${name} with ${given}.`);
-  return told.join(" ") || text;
+  const lines = calls.map(({ function: { name, arguments: given } }) => `Calls ${name} with ${given}.`);
+  return lines.join(" ") || text;
 }
 
 /** Elements that show the calls, or the text if it is JSON; none for other texts. */
@@ -81,7 +81,7 @@ export function readable(text, calls) {
   return shown === null ? [] : [card("JSON", shown)];
 }
 
-/** A line for every entry; null of what is no JSON, as a text that was cut off. */
+/** The JSON with one line per entry; null if the text is not JSON, as when cut off. */
 function indented(text) {
   try {
     return JSON.stringify(JSON.parse(text), null, 2);

@@ -1,10 +1,10 @@
-// One answer as it comes: its tokens on the page, and what they tell of the drafts.
+// One answer as it streams in: its tokens on the page, and its acceptance.
 
 import { addCalls, messageOf, readable, spoken } from "./form.js";
 
 const OWN = new Set(["recovered", "bonus"]);
 
-/** A column of the conversation, with its text and its figures. */
+/** A column of the conversation with one answer and its figures. */
 export class Lane {
   constructor(title) {
     this.element = document.createElement("section");
@@ -26,8 +26,9 @@ export class Lane {
     this.text = "";
     this.calls = [];
     this.histogram = [];
-    this.kept = 0;
-    this.reach = 0;
+    // Accepted tokens of the current round; positions that any round has tried.
+    this.accepted = 0;
+    this.numTried = 0;
     this.metrics = null;
     this.begun = performance.now();
     this.arrivals = [];
@@ -61,51 +62,51 @@ export class Lane {
     this.showSpeed();
   }
 
-  /** Every token that is the target's own after drafts ends a round of them. */
+  /** Counts a token by position; a recovered or bonus token ends a round. */
   count(origin) {
-    // A correction takes the place of a draft: that position was tried as well.
+    // A recovered token replaces a draft token, whose position was tried too.
     if (OWN.has(origin)) {
-      this.reach = Math.max(this.reach, this.kept + (origin === "recovered"));
+      this.numTried = Math.max(this.numTried, this.accepted + (origin === "recovered"));
+      this.histogram[this.accepted] = (this.histogram[this.accepted] ?? 0) + 1;
     }
-    if (OWN.has(origin)) this.histogram[this.kept] = (this.histogram[this.kept] ?? 0) + 1;
-    // Positions are those of the chain: a draft from beside it has none.
+    // Positions are those of the main chain; a leaf is not on it.
     if (origin === "leaf") return;
-    this.kept = origin === "draft" ? this.kept + 1 : 0;
+    this.accepted = origin === "draft" ? this.accepted + 1 : 0;
   }
 
-  /** Takes the server's own counts and times, which come with the last chunk. */
+  /** Stores the server's own counts and times, which come with the last chunk. */
   finish(metrics) {
     this.metrics = metrics;
     this.showSpeed();
   }
 
-  /** Adds to the title how many drafts the rounds had: the server chooses at most k. */
+  /** Adds the mean number of drafts per round to the title; the server chooses it, up to k. */
   showDrafts(k) {
     if (!k || !this.metrics) return;
     const found = this.acceptance(k);
-    const told = found?.drafts ? `K = ${found.drafts.toFixed(1)}` : "K = 0, no drafts";
-    this.titleShown.textContent += ` · ${told}`;
+    const mean = found?.drafts ? `K = ${found.drafts.toFixed(1)}` : "K = 0, no drafts";
+    this.titleShown.textContent += ` · ${mean}`;
   }
 
-  /** Shows an answer that has a form once more, to be read. */
+  /** Shows JSON and calls again in a readable layout. */
   showForm() {
     this.form.replaceChildren(...readable(this.text, this.calls));
   }
 
-  /** The answer, for the next question. */
+  /** The answer as a message of the next request. */
   get message() {
     return messageOf(this.text, this.calls);
   }
 
-  /** The answer in words. */
+  /** The answer for screen readers. */
   get spoken() {
     return spoken(this.text, this.calls);
   }
 
-  /** Tokens per second after the first: the server's, or as they arrive here. */
+  /** Tokens per second after the first: measured by the server, or else by arrival. */
   get speed() {
-    const told = this.metrics?.tokens_per_second;
-    if (told) return told;
+    const measured = this.metrics?.tokens_per_second;
+    if (measured) return measured;
     const first = this.arrivals[0];
     const last = this.arrivals.at(-1);
     if (!first || last.time <= first.time) return null;
@@ -121,39 +122,39 @@ export class Lane {
     return (this.arrivals.at(-1)?.time ?? 0) / 1000;
   }
 
-  /** Seconds of a gap that took most of the time, as for compiling; 0 without one. */
+  /** Seconds of the longest gap if over 1 s and a third of the time, as for a compile; else 0. */
   get pause() {
     const times = [0, ...this.arrivals.map(({ time }) => time / 1000)];
     const longest = Math.max(...times.map((time, i) => time - (times[i - 1] ?? 0)));
     return longest > 1 && longest > this.seconds / 3 ? longest : 0;
   }
 
-  /** How many tokens there were after some seconds. */
+  /** The number of tokens after some seconds. */
   tokensAfter(seconds) {
     return this.arrivals.findLast(({ time }) => time / 1000 <= seconds)?.count ?? 0;
   }
 
-  /** What the drafts were good for, as far as it is known. */
+  /** Acceptance of the drafts so far, by position and in total; null before the first round. */
   acceptance(k) {
-    const told = this.metrics?.speculative_decoding;
-    const histogram = told?.acceptance_histogram ?? this.histogram;
+    const measured = this.metrics?.speculative_decoding;
+    const histogram = measured?.acceptance_histogram ?? this.histogram;
     const steps = histogram.reduce((sum, count) => sum + (count ?? 0), 0);
     if (!steps) return null;
-    const kept = histogram.reduce((sum, count, i) => sum + i * (count ?? 0), 0);
-    // Before the server tells, a position counts as tried where a draft has met it.
-    const tried = told?.num_proposed_per_position;
+    const accepted = histogram.reduce((sum, count, i) => sum + i * (count ?? 0), 0);
+    // Without the server's counts, a position that any round has tried counts in all rounds.
+    const tried = measured?.num_proposed_per_position;
     const shares = Array.from({ length: k }, (_, position) => {
-      const count = tried ? tried[position] : position < this.reach ? steps : 0;
+      const count = tried ? tried[position] : position < this.numTried ? steps : 0;
       if (!count) return null;
       const reached = histogram.slice(position + 1);
       return reached.reduce((sum, count) => sum + (count ?? 0), 0) / count;
     });
-    const drafts = told?.num_draft_tokens;
+    const drafts = measured?.num_draft_tokens;
     return {
       shares,
-      length: 1 + kept / steps,
+      length: 1 + accepted / steps,
       drafts: drafts ? drafts / steps : null,
-      rate: drafts ? kept / drafts : null,
+      rate: drafts ? accepted / drafts : null,
     };
   }
 }

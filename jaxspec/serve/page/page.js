@@ -1,4 +1,4 @@
-// The page: a conversation, the settings of the next answer, the figures of the last.
+// The page: a conversation, the settings of the next answer, the figures of the last one.
 
 import { EXAMPLES, fieldsOf } from "./form.js";
 import { Lane } from "./lane.js";
@@ -16,26 +16,26 @@ let isWaiting = false;
 let isWatching = false;
 let hasAsked = false;
 
-// ---- The server: there, gone, back.
+// ---- The state of the server.
 
-async function meet() {
+async function connect() {
   server = await describe();
   at("model").textContent = server.model;
   document.title = `${server.model} · jaxspec`;
   at("access").hidden = !server.needs_key;
-  const most = server.max_draft_tokens;
+  const maxDrafts = server.max_draft_tokens;
   const k = at("k");
   const isNew = k.max === "0";
-  k.max = most;
-  if (isNew || Number(k.value) > most) k.value = most;
-  k.disabled = at("race").disabled = !most;
+  k.max = maxDrafts;
+  if (isNew || Number(k.value) > maxDrafts) k.value = maxDrafts;
+  k.disabled = at("race").disabled = !maxDrafts;
   at("max-tokens").max = server.max_model_len - 1;
   showSettings();
   showMemory(server);
   watch();
 }
 
-/** Says what the server does, until nothing is left to compile and no answer runs. */
+/** Shows the server's state until all programs are compiled and no answer runs. */
 async function watch() {
   showServer();
   if (isWatching) return;
@@ -47,7 +47,7 @@ async function watch() {
       showServer();
     }
   } catch {
-    // Whoever waits for the server begins again.
+    // `waitForServer` reconnects and watches again.
     server.num_warming = 0;
     showServer();
   }
@@ -56,12 +56,12 @@ async function watch() {
 
 function showServer() {
   showWarming();
-  // Before an answer of this page it would tell of somebody else's.
+  // Before this page's first request, K would be that of other clients' requests.
   at("choice").hidden = !server.max_draft_tokens || !hasAsked;
   at("choice").textContent = `K now ${server.num_drafts}${reason(server)}`;
 }
 
-/** Why the server makes so many drafts, as far as it knows. */
+/** Why the server has chosen K, as far as it is known. */
 function reason({ num_drafts: k, gain, may_draft: mayDraft }) {
   if (!mayDraft) return ": drafts are switched off";
   if (!k) return ": plain decoding is faster";
@@ -72,19 +72,19 @@ function reason({ num_drafts: k, gain, may_draft: mayDraft }) {
 
 function showWarming() {
   const { compiling, is_ready: isReady, num_warming: left } = server;
-  const what = isReady ? "answers may be slower until it is done" : "answers wait for it";
+  const effect = isReady ? "answers may be slower until it is done" : "answers wait for it";
   at("warming").hidden = !left;
-  at("warming").textContent = left ? `Compiling ${compiling ?? ""} (${left} left): ${what}.` : "";
+  at("warming").textContent = left ? `Compiling ${compiling ?? ""} (${left} left): ${effect}.` : "";
 }
 
-/** Shows how the memory of a device was planned, where the server has planned it. */
+/** Shows the memory plan of a device, if the server has one. */
 function showMemory({ memory }) {
   const shown = at("memory");
   shown.hidden = !memory;
   if (!memory) return;
   const length = memory.max_model_len.toLocaleString("en");
-  const many = memory.max_concurrency.toFixed(1);
-  shown.querySelector("summary").textContent = `Memory: ${many} × ${length} tokens`;
+  const concurrency = memory.max_concurrency.toFixed(1);
+  shown.querySelector("summary").textContent = `Memory: ${concurrency} × ${length} tokens`;
   shown.title = memory.table;
   const rows = Object.entries(memory.shown).map(([name, size]) => {
     const row = document.createElement("div");
@@ -101,14 +101,14 @@ function showMemory({ memory }) {
   shown.querySelector("div.notes").replaceChildren(...notes);
 }
 
-/** Says that nobody answers, and asks until somebody does. */
+/** Shows that the server cannot be reached, and retries until it can. */
 async function waitForServer() {
   if (isWaiting) return;
   isWaiting = true;
   show("The server does not answer. This page waits for it.", true);
   for (;;) {
     try {
-      await meet();
+      await connect();
       break;
     } catch {
       await new Promise((resolve) => setTimeout(resolve, RETRY_MS));
@@ -167,12 +167,12 @@ function body(text) {
   return asked;
 }
 
-/** Runs one lane, or two in turn: together, each would slow the other down. */
+/** Runs one lane, or two one after the other: concurrently they would slow each other. */
 async function answer(lanes, asked, isRace) {
   lanes.classList.toggle("race", isRace);
   const k = asked.num_speculative_tokens ?? 0;
-  const most = `at most ${k} drafts`;
-  const drafted = new Lane(isRace ? `With ${most}` : k ? `A${most.slice(1)}` : "Plain");
+  const limit = `at most ${k} drafts`;
+  const drafted = new Lane(isRace ? `With ${limit}` : k ? `A${limit.slice(1)}` : "Plain");
   lanes.append(drafted.element);
   const plain = isRace ? new Lane("Without drafts") : null;
   if (plain) {
@@ -206,13 +206,13 @@ async function run(lane, asked, isShown) {
   const follow = (change) => {
     const isFollowed = bottomOf(lane.element) < floor() + 60;
     change();
-    // Not "nearest", which shows the top of what is higher than the room for it.
+    // Not "nearest", which shows the top of an element that is taller than the view.
     const isBelow = bottomOf(lane.element) > floor();
     if (isFollowed && isBelow) lane.element.scrollIntoView({ block: "end" });
   };
   try {
     for await (const chunk of ask(asked, { key: sessionStorage.getItem(KEY), signal })) {
-      // The last chunk has the metrics, and no choice.
+      // The last chunk has the metrics and no choice.
       const [choice] = chunk.choices;
       reason = choice?.finish_reason ?? reason;
       follow(() => {
@@ -250,7 +250,7 @@ function end(lane, reason) {
 
 function compare(drafted, plain) {
   const isSame = drafted.ids.join() === plain.ids.join();
-  // The first answer of its kind waits for a compiler, which is no measure of anything.
+  // An answer that waited for a compile would make the ratio meaningless.
   const isFair = drafted.speed && plain.speed && !drafted.pause && !plain.pause;
   const times = isFair ? `${(drafted.speed / plain.speed).toFixed(2)}×` : "ask again";
   drafted.speedShown.textContent += ` · ${times}`;
@@ -278,13 +278,13 @@ function fail(turn, text, error) {
   }
 }
 
-// ---- What is shown of it.
+// ---- Display.
 
 function setRunning(isRunning) {
   const focused = document.activeElement;
   at("send").hidden = isRunning;
   at("stop").hidden = !isRunning;
-  // What has gone cannot keep the focus.
+  // A hidden element cannot keep the focus.
   if (!focused.checkVisibility()) prompt.focus();
 }
 
@@ -293,24 +293,24 @@ function say(text) {
 }
 
 const bottomOf = (element) => element.getBoundingClientRect().bottom;
-/** Where the room for answers ends. */
+/** The bottom of the view, above the composer. */
 const floor = () => at("composer").getBoundingClientRect().top;
 const percent = (share) => `${Math.round(100 * share)} %`;
 
 function showFigures(lane, k) {
   const found = lane.acceptance(k);
-  const told = (value, write) => (value === null || value === undefined ? "–" : write(value));
-  at("speed").textContent = told(lane.speed, Math.round);
-  at("rate").textContent = told(found?.rate, percent);
-  at("length").textContent = told(found?.length, (value) => value.toFixed(2));
-  at("drafts").textContent = told(found?.drafts, (value) => value.toFixed(2));
+  const format = (value, write) => (value === null || value === undefined ? "–" : write(value));
+  at("speed").textContent = format(lane.speed, Math.round);
+  at("rate").textContent = format(found?.rate, percent);
+  at("length").textContent = format(found?.length, (value) => value.toFixed(2));
+  at("drafts").textContent = format(found?.drafts, (value) => value.toFixed(2));
   for (const [origin, count] of Object.entries(lane.counts)) {
     document.querySelector(`[data-count=${origin}]`).textContent = count || "";
   }
   const bars = (found?.shares ?? []).map((share, position) => {
     const bar = document.createElement("li");
     bar.style.setProperty("--share", share ?? 0);
-    bar.appendChild(document.createElement("b")).textContent = told(share, percent);
+    bar.appendChild(document.createElement("b")).textContent = format(share, percent);
     bar.appendChild(document.createElement("span")).textContent = position + 1;
     return bar;
   });
@@ -323,9 +323,9 @@ function showSettings() {
   }
 }
 
-// ---- Hands on it.
+// ---- User input.
 
-// In one column it covers the end of the page, the more the more of it is open.
+// In the one-column layout the composer covers the end of the page by its height.
 new ResizeObserver(([{ target }]) => {
   document.documentElement.style.setProperty("--composer", `${target.offsetHeight}px`);
 }).observe(at("composer"));
@@ -370,4 +370,4 @@ for (const [name, example] of Object.entries(EXAMPLES)) {
   });
 }
 at("key").value = sessionStorage.getItem(KEY) ?? "";
-meet().catch(waitForServer);
+connect().catch(waitForServer);

@@ -1,6 +1,6 @@
-// The way to the server and back: one request, its events, and what can go wrong.
+// Requests to the server, their event streams, and errors.
 
-/** A failure in words for the reader; `isGone` if nobody answered at all. */
+/** An error with a message for the user; `isGone` if the server could not be reached. */
 export class Failure extends Error {
   constructor(message, { isGone = false, status = 0 } = {}) {
     super(message);
@@ -9,7 +9,7 @@ export class Failure extends Error {
   }
 }
 
-/** Asks for one answer and yields the events of its stream. */
+/** Sends a chat request and yields the events of its stream. */
 export async function* ask(body, { key, signal }) {
   const headers = { "content-type": "application/json" };
   if (key) headers.authorization = `Bearer ${key}`;
@@ -26,16 +26,16 @@ export async function* ask(body, { key, signal }) {
     for (const event of events) {
       const data = event.replace(/^data: /, "");
       if (data === "[DONE]") return;
-      const told = JSON.parse(data);
-      if (told.error) {
-        throw new Failure(told.error.message, { status: told.error.code });
+      const chunk = JSON.parse(data);
+      if (chunk.error) {
+        throw new Failure(chunk.error.message, { status: chunk.error.code });
       }
-      yield told;
+      yield chunk;
     }
   }
 }
 
-/** What the page has to know of the server before it asks. */
+/** The state of the server. */
 export async function describe() {
   const response = await reach("page/server.json", { cache: "no-store" });
   if (!response.ok) throw await refusal(response);
@@ -71,10 +71,10 @@ async function refusal(response) {
     const { error } = await response.json();
     if (error) message = error.message ?? String(error);
   } catch {
-    // Not JSON: somebody between here and the server answered.
+    // Not JSON: the response is a proxy's.
   }
-  if (status === 401) message = "The server wants an API key, and this is not one of its own.";
+  if (status === 401) message = "The server requires an API key, and this one is not valid.";
   const wait = response.headers.get("retry-after");
-  if (wait) message += ` It asks to wait ${wait} s.`;
+  if (wait) message += ` Retry after ${wait} s.`;
   return new Failure(message, { status });
 }

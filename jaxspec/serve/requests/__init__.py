@@ -1,6 +1,6 @@
-"""What clients send.
+"""Request bodies: schemas and their conversion to engine parameters.
 
-Reading order: `protocol` (bodies, checked), `params` (what they ask of sampling),
-`response_input` (that of a response is a chat), `tool_choice` (what a chat may call)
-and `tool_parsers` (what finds calls in answers).
+Reading order: `protocol` (schemas), `params` (sampling parameters), `response_input`
+(converts a Responses request to a chat), `tool_choice` (which tools a chat may call)
+and `tool_parsers` (find tool calls in generated text).
 """

@@ -1,7 +1,7 @@
-"""Owns the way from a request's fields to `SamplingParams`.
+"""Converts a request's fields to `SamplingParams`.
 
-What a request leaves out comes from the model's own recommendations, then from OpenAI's
-defaults.
+Fields that a request leaves out come from the model's generation config, then from
+OpenAI's defaults.
 """
 
 import json
@@ -28,17 +28,19 @@ from jaxspec.serve.requests.tool_choice import form_of
 _log = logging.getLogger(__name__)
 
 DEFAULT_COMPLETION_TOKENS = 16
-# Ten times as many take half a minute to compile.
+# Maximum characters of a grammar: one of ten times this length takes half a minute to
+# compile.
 MAX_GRAMMAR_CHARACTERS = 2**16
-# Fields of a request that `SamplingParams` takes as they are; `make_params` converts
-# the two others.
+# Fields of a request passed to `SamplingParams` unchanged; `make_params` converts the
+# two others.
 _SAME = tuple(
     item.name
     for item in fields(SamplingParams)
     if item.name in GenerationBody.model_fields
     and item.name not in ("max_tokens", "structured_outputs")
 )
-# What shapes texts, and does nothing without drawing tokens; with its neutral value.
+# Fields that change sampling but have no effect in a beam search, with the values that
+# leave sampling unchanged. A beam search refuses any other value.
 _NOT_OF_BEAMS: dict[str, Any] = {
     **{"stop": None, "stop_token_ids": None, "min_tokens": 0},
     **{"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0},
@@ -46,10 +48,12 @@ _NOT_OF_BEAMS: dict[str, Any] = {
     "return_token_origins": False,
     "logprob_token_ids": None,
 }
-# vLLM's older fields, "guided_" before names of `StructuredOutputsParams`.
+# Older fields of vLLM: "guided_" followed by one of these names of
+# `StructuredOutputsParams`.
 _GUIDED = ("json", "regex", "choice", "grammar", "whitespace_pattern")
 _OLDER_FORMS = tuple(f"guided_{kind}" for kind in _GUIDED)
-# What the engine calls what requests may say in other fields, the likeliest first.
+# For each parameter of the engine, the request fields that set it, the most likely
+# first.
 _FIELDS: dict[str, tuple[str, ...]] = {
     "prompt": ("messages", "input"),
     "prompt_token_ids": ("prompt",),
@@ -61,34 +65,36 @@ _FIELDS: dict[str, tuple[str, ...]] = {
 
 
 def make_params(body: GenerationBody, defaults: Mapping[str, Any]) -> SamplingParams:
-    """Make the parameters that a request asks for.
+    """Make the sampling parameters of a request.
 
     Args:
-        defaults: What the model's files recommend.
+        defaults: Recommended values from the model's files.
 
     Raises:
-        RequestError: A value is not acceptable, or two contradict each other.
-        UnsupportedError: A field asks for what there is not.
+        RequestError: A value is invalid, or two contradict each other.
+        UnsupportedError: A field asks for an unsupported feature.
     """
     _check(body)
     given = {name: getattr(body, name) for name in _SAME}
     given = {name: value for name, value in given.items() if value is not None}
     if isinstance(body, ChatBody):
         max_tokens, logprobs = _for_chat(body)
-        told_prompt = body.prompt_logprobs
+        prompt_logprobs = body.prompt_logprobs
     else:
         assert isinstance(body, CompletionBody)
         max_tokens, logprobs = _for_completion(body)
-        # Echoed tokens are told like generated ones.
-        told_prompt = logprobs if body.echo else None
-        told_prompt = body.prompt_logprobs if told_prompt is None else told_prompt
+        # Echoed tokens have logprobs like generated ones.
+        prompt_logprobs = logprobs if body.echo else None
+        if prompt_logprobs is None:
+            prompt_logprobs = body.prompt_logprobs
     if max_tokens is None:
         max_tokens = defaults.get("max_tokens")
     own: dict[str, Any] = {
         "max_tokens": max_tokens,
-        # The ids that are chosen come in place of the most likely ones.
+        # With `logprob_token_ids`, logprobs are returned for those ids, not for the
+        # most likely tokens.
         "logprobs": None if body.logprob_token_ids else logprobs,
-        "prompt_logprobs": told_prompt,
+        "prompt_logprobs": prompt_logprobs,
         "structured_outputs": _structured_outputs(body),
         "extra_args": _extra_args(body),
         "output_kind": (
@@ -96,12 +102,12 @@ def make_params(body: GenerationBody, defaults: Mapping[str, Any]) -> SamplingPa
         ),
     }
     if body.use_beam_search:
-        given["temperature"] = 1.0  # nothing is drawn; at 0 all texts would be one
+        given["temperature"] = 1.0  # unused; 0 would be refused with n > 1
     return SamplingParams(**{**defaults, **given, **own})
 
 
 def field_of(body: GenerationBody, name: str | None) -> str | None:
-    """Name the field of a request in which it says what the engine calls `name`."""
+    """Return the field of a request that sets the engine's parameter `name`."""
     given = body.model_fields_set
     root = (name or "").partition("[")[0]
     if root in given:
@@ -112,15 +118,15 @@ def field_of(body: GenerationBody, name: str | None) -> str | None:
 def make_beams(
     body: GenerationBody, params: SamplingParams, max_model_len: int
 ) -> BeamSearchParams | None:
-    """Make the parameters of the beam search that a request asks for; None for none.
+    """Make the parameters of a request's beam search; None without one.
 
     Args:
-        params: What `make_params` made of it; its `n` is how many texts are kept.
-        max_model_len: For requests that say no `max_tokens`.
+        params: Result of `make_params`; its `n` is the beam width.
+        max_model_len: Limit for requests without `max_tokens`.
 
     Raises:
-        RequestError: A value is not acceptable.
-        UnsupportedError: A field would change the text, and does not in a search.
+        RequestError: A value is invalid.
+        UnsupportedError: A field has no effect in a beam search.
     """
     if not body.use_beam_search:
         return None
@@ -129,8 +135,8 @@ def make_beams(
     shaped["prompt_logprobs"] = params.prompt_logprobs
     for name, value in shaped.items():
         if value not in (None, [], {}, _NOT_OF_BEAMS.get(name)):
-            reason = "it does not go with use_beam_search, which compares texts by the "
-            reason += "model's own log-probabilities"
+            reason = "use_beam_search compares texts by the model's unmodified "
+            reason += "log-probabilities"
             raise _unsupported(name, value, reason)
     return BeamSearchParams(
         beam_width=params.n,
@@ -156,20 +162,22 @@ def _check(body: GenerationBody) -> None:
     refuse("kv_transfer_params", body.kv_transfer_params)
 
 
-def _check_chosen(chosen: Sequence[int] | None, *, is_told: bool, how: str) -> None:
-    """Refuse ids to be told of that nobody would be told of."""
+def _check_token_ids(
+    token_ids: Sequence[int] | None, *, has_logprobs: bool, required: str
+) -> None:
+    """Refuse `logprob_token_ids` that are empty, or without `logprobs`."""
     name = "logprob_token_ids"
-    if chosen is not None and not chosen:
+    if token_ids is not None and not token_ids:
         raise RequestError(f"`{name}` must not be an empty list.", parameter=name)
-    if chosen and not is_told:
-        message = f"when using `{name}`, `logprobs` must be {how}."
+    if token_ids and not has_logprobs:
+        message = f"when using `{name}`, `logprobs` must be {required}."
         raise RequestError(message, parameter=name)
 
 
 def _for_completion(body: CompletionBody) -> tuple[int | None, int | None]:
-    """The most tokens, and how many candidates are told."""
+    """Return `max_tokens` and `logprobs` of a completion."""
     if body.suffix:
-        raise _unsupported("suffix", body.suffix, "Gemma only continues texts")
+        raise _unsupported("suffix", body.suffix, "Gemma cannot fill in text")
     if body.prompt_embeds is not None:
         raise UnsupportedError(
             "prompt_embeds is not supported: prompts are given as text or token ids.",
@@ -178,29 +186,32 @@ def _for_completion(body: CompletionBody) -> tuple[int | None, int | None]:
     max_tokens = body.max_tokens
     if "max_tokens" not in body.model_fields_set:
         max_tokens = DEFAULT_COMPLETION_TOKENS
-    chosen = body.logprob_token_ids
-    _check_chosen(chosen, is_told=body.logprobs is not None, how="set")
+    token_ids, has_logprobs = body.logprob_token_ids, body.logprobs is not None
+    _check_token_ids(token_ids, has_logprobs=has_logprobs, required="set")
     if body.echo and max_tokens == 0:
-        if chosen:
+        if token_ids:
             raise RequestError(
-                "`logprob_token_ids` are told with generated tokens: with `echo` and "
+                "`logprob_token_ids` apply to generated tokens: with `echo` and "
                 "`max_tokens=0` there are none.",
                 parameter="logprob_token_ids",
             )
-        max_tokens = 1  # the engine makes one at least: it is not shown
+        max_tokens = 1  # the engine generates at least one, which is not shown
     return max_tokens, body.logprobs
 
 
 def _for_chat(body: ChatBody) -> tuple[int | None, int | None]:
-    """The most tokens, and how many candidates are told."""
+    """Return `max_tokens` and the number of logprobs of a chat."""
     if body.top_logprobs is not None and not body.logprobs:
         raise RequestError(
             "when using `top_logprobs`, `logprobs` must be set to true.",
             parameter="top_logprobs",
             value=body.top_logprobs,
         )
-    is_told = bool(body.logprobs)
-    _check_chosen(body.logprob_token_ids, is_told=is_told, how="set to true")
+    _check_token_ids(
+        body.logprob_token_ids,
+        has_logprobs=bool(body.logprobs),
+        required="set to true",
+    )
     max_tokens = body.max_completion_tokens
     if max_tokens is None:
         max_tokens = body.max_tokens
@@ -213,7 +224,7 @@ def _unsupported(name: str, value: object, reason: str) -> UnsupportedError:
 
 
 def _extra_args(body: GenerationBody) -> dict[str, Any] | None:
-    """Our own, which vLLM's clients send as `vllm_xargs`."""
+    """Return our own parameters, which vLLM's clients send as `vllm_xargs`."""
     extra = dict(body.vllm_xargs or {})
     if body.num_speculative_tokens is not None:
         extra["num_speculative_tokens"] = body.num_speculative_tokens
@@ -235,14 +246,15 @@ def _structured_outputs(body: GenerationBody) -> StructuredOutputsParams | None:
     calls = form_of(body) if isinstance(body, ChatBody) else None
     if calls is not None and (given or body.structured_outputs is not None):
         raise RequestError(
-            "The answer can have the form of a call, as `tool_choice` says, or of "
-            "`structured_outputs`, not of both.",
+            "`tool_choice` forces a tool call: it cannot be combined with "
+            "`structured_outputs`.",
             parameter="tool_choice",
         )
     if body.response_format is not None:
         given |= _formatted(body.response_format)
     if calls is not None:
-        # `response_format` is of answers in words: agents send it with every request.
+        # `response_format` is for answers in words; agents send it with every request,
+        # so it is ignored here.
         _check_length("tools", calls.json)
         return calls
     if not given and body.structured_outputs is None:
@@ -259,9 +271,9 @@ def _check_length(name: str, given: object) -> None:
 
 
 def _check_guided(body: GenerationBody) -> None:
-    """Refuse what was meant to shape the text and would not."""
+    """Refuse unknown `guided_` fields, which would have no effect."""
     if body.guided_decoding_backend is not None:
-        _log.warning("guided_decoding_backend has no effect: grammars are llguidance's")
+        _log.warning("guided_decoding_backend has no effect: llguidance is always used")
     for name, value in sorted((body.model_extra or {}).items()):
         if name.startswith("guided_") and value is not None:
             known = ", ".join(_OLDER_FORMS)
@@ -273,7 +285,7 @@ def _check_guided(body: GenerationBody) -> None:
 
 
 def _formatted(wanted: ResponseFormat) -> dict[str, Any]:
-    """What OpenAI's `response_format` means."""
+    """Convert OpenAI's `response_format` to fields of `StructuredOutputsParams`."""
     if wanted.type == "text":
         return {}
     if wanted.type == "json_object":

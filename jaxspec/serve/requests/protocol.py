@@ -1,8 +1,7 @@
-"""Owns what a request's JSON may hold: OpenAI's fields and vLLM's.
+"""Owns the schemas of request bodies: OpenAI's fields and vLLM's.
 
-Values are checked where `SamplingParams` and the engine check them; here only their
-types are. A field that is not known is ignored, as in vLLM, and reported
-(`unknown_fields`).
+Only types are checked here; `SamplingParams` and the engine check the values. Unknown
+fields are ignored, as in vLLM, and reported (`unknown_fields`).
 """
 
 import logging
@@ -15,27 +14,30 @@ T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
-# One request makes this many texts at most: each is a request to the engine.
+# Maximum number of sequences that one request may generate: each is a request to the
+# engine.
 MAX_TEXTS = 1024
 MAX_N = 128
-# What walks through a body later may call itself at every level.
+# Maximum nesting of a body's lists and objects, because later code may recurse into it.
 MAX_DEPTH = 100
-# Fields of one object, and entries of one list but for integers: those are token ids,
-# which cost little. All others are looked at one by one, while all streams wait.
+# Maximum number of fields of one object, and of entries of one list, both validated one
+# by one while all streams wait. Integers do not count: they are token ids, which are
+# validated quickly.
 MAX_FIELDS = 1024
 MAX_ENTRIES = 8192
-# Every new token is compared with each.
+# Maximum number of stop strings: each new token is compared with all of them.
 MAX_STOPS = 64
 MAX_BAD_WORDS = 1024
-# Far more than what the engine takes has; spelling a long one takes time.
+# Maximum characters of a bad word, far above the engine's own limit: encoding a long
+# word takes time.
 MAX_BAD_WORD_CHARACTERS = 1024
 
 
 class FieldError(ValueError):
-    """An error of one field, of which pydantic sees the whole body only.
+    """An error of one field, raised by a validator of the whole body.
 
     Attributes:
-        field: Its name; empty for the body itself.
+        field: The field's name; empty for the body itself.
     """
 
     def __init__(self, field: str, message: str):
@@ -44,9 +46,9 @@ class FieldError(ValueError):
 
 
 class FirstFault(FailFast):
-    """Of a million wrong entries the first is told, not each."""
+    """Reports only the first invalid entry of a list: a list may have a million."""
 
-    # Without one no `|` can stand beside it.
+    # Python requires a hash for types in a union with `|`.
     def __hash__(self) -> int:
         return id(self)
 
@@ -55,11 +57,11 @@ Entries = Annotated[list[T], FirstFault()]
 
 
 class Part(BaseModel):
-    """An object in a request. It keeps fields that it does not know, to report them.
+    """An object in a request. Keeps unknown fields, in order to report them.
 
     Attributes:
-        entry_fields: Known fields of the objects in a list, by the list's name, where
-            these are plain dicts.
+        entry_fields: Known fields of the objects in a list, by the list's name, for
+            lists of plain dicts.
     """
 
     model_config = ConfigDict(extra="allow")
@@ -68,10 +70,10 @@ class Part(BaseModel):
 
 
 class UnknownField(NamedTuple):
-    """A field that is not known, and the names of those that are.
+    """An unknown field, and the names of the known ones.
 
     Attributes:
-        place: Where it stands, such as "stream_options." or "messages[2].".
+        place: Prefix of its path, such as "stream_options." or "messages[2].".
     """
 
     place: str
@@ -80,7 +82,7 @@ class UnknownField(NamedTuple):
 
 
 def unknown_fields(part: Part, place: str = "") -> Iterator[UnknownField]:
-    """Find the fields of a request, and of the objects in it, that are not known."""
+    """Find the unknown fields of a request and of the objects in it."""
     fields = type(part).model_fields
     if part.model_extra:
         known = frozenset(field.alias or name for name, field in fields.items())
@@ -96,21 +98,21 @@ def unknown_fields(part: Part, place: str = "") -> Iterator[UnknownField]:
                 if isinstance(entry, Part):
                     yield from unknown_fields(entry, where)
                 elif known is None or not isinstance(entry, dict):
-                    break  # one kind of entries, such as token ids
+                    break  # all entries are of one kind, such as token ids
                 else:
                     for one in sorted(entry.keys() - known):
                         yield UnknownField(where, one, known)
 
 
 class Body(Part):
-    """What every request may hold."""
+    """Fields of every request."""
 
     model: str | None = None
 
     @model_validator(mode="before")
     @classmethod
     def check_values(cls, body: Any) -> Any:
-        """Refuse what takes long, and what Python's JSON lets through by mistake."""
+        """Refuse bodies that are slow to process, and lone surrogates."""
         if not isinstance(body, dict):
             return body
         _check_size("", body)
@@ -120,7 +122,7 @@ class Body(Part):
 
 
 def _check_field(name: str, content: Any) -> None:
-    """Check the name of a field and all that it holds."""
+    """Check the name of a field and its content."""
     if not _is_utf8(name):
         raise FieldError("", "the name of a field has half of a surrogate pair")
     level, depth = [content], 1
@@ -138,11 +140,11 @@ def _check_field(name: str, content: Any) -> None:
 
 
 def _check_size(name: str, value: dict[str, Any] | list[Any]) -> list[Any]:
-    """Check how many entries there are; return all but the integers of a list."""
+    """Check the number of entries; return them, without the integers of a list."""
     if isinstance(value, dict):
         if len(value) > MAX_FIELDS:
-            told = f"an object may have at most {MAX_FIELDS} fields, got {len(value)}"
-            raise FieldError(name, told)
+            allowed = f"at most {MAX_FIELDS} fields"
+            raise FieldError(name, f"an object may have {allowed}, got {len(value)}")
         return [*value.keys(), *value.values()]
     found = [one for one in value if type(one) is not int]
     if len(found) > MAX_ENTRIES:
@@ -160,7 +162,7 @@ def _is_utf8(text: str) -> bool:
 
 
 class StreamOptions(Part):
-    """Of token counts in a stream."""
+    """Options for token counts in a stream."""
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
@@ -169,7 +171,7 @@ class StreamOptions(Part):
 class JsonSchemaFormat(Part):
     """OpenAI's wrapping of a JSON schema."""
 
-    # The field must be called "schema", which pydantic's own class has a use for.
+    # An alias, because pydantic's BaseModel has a method `schema`.
     json_schema: dict[str, Any] | None = Field(default=None, alias="schema")
     name: str | None = None
     description: str | None = None
@@ -188,7 +190,7 @@ class StructuredOutputs(BaseModel):
 
     model_config = ConfigDict(extra="forbid", serialize_by_alias=True)
 
-    # BaseModel has a method `json` of old.
+    # An alias, because pydantic's BaseModel has a method `json`.
     json_: str | dict[str, Any] | None = Field(default=None, alias="json")
     regex: str | None = None
     choice: Entries[str] | None = None
@@ -201,12 +203,12 @@ class StructuredOutputs(BaseModel):
 
 
 class GenerationBody(Body):
-    """What all ways to generate share.
+    """Fields of all endpoints that generate.
 
     Attributes:
-        include_metrics: Tell this request's acceptance and times.
-        num_speculative_tokens: Draft at most so many tokens a step.
-        return_token_origins: Tell of each token who drew it.
+        include_metrics: Return this request's acceptance and times.
+        num_speculative_tokens: Maximum number of draft tokens per step.
+        return_token_origins: Return the origin of each token: see `TokenOrigin`.
     """
 
     # OpenAI's.
@@ -274,7 +276,7 @@ class GenerationBody(Body):
 
 
 class CompletionBody(GenerationBody):
-    """Of POST /v1/completions."""
+    """Body of POST /v1/completions."""
 
     prompt: str | Entries[str] | Entries[int] | Entries[Entries[int]] | None = None
     prompt_embeds: Any = None
@@ -300,10 +302,10 @@ class ChatTool(Part):
 
 
 def is_function(tool: object) -> bool:
-    """Whether a tool is a function, or wrong; of other types a warning is logged.
+    """Return False, and log a warning, for a tool of another type than "function".
 
     Clients also send tools that the provider's server runs, such as a web search. The
-    prompt lists the functions only.
+    prompt lists functions only. An invalid tool returns True: it is refused later.
     """
     kind = tool.get("type") if isinstance(tool, dict) else None
     if not isinstance(kind, str) or kind == "function":
@@ -312,7 +314,7 @@ def is_function(tool: object) -> bool:
     return False
 
 
-# Those that OpenAI has or had, and vLLM's: clients send back what they received.
+# OpenAI's, current and deprecated, and vLLM's: clients send back messages as received.
 _MESSAGE_FIELDS = """
     role content name refusal audio annotations function_call tool_calls tool_call_id
     reasoning reasoning_content tools
@@ -324,7 +326,7 @@ _ITEM_FIELDS = """
 
 
 class ConversationBody(Body):
-    """How a conversation is written; see `jaxspec.conversations`."""
+    """Fields of a conversation; see `jaxspec.conversations`."""
 
     entry_fields = {"messages": frozenset(_MESSAGE_FIELDS.split())}
 
@@ -339,7 +341,7 @@ class ConversationBody(Body):
     @model_validator(mode="before")
     @classmethod
     def drop_other_tools(cls, body: Any) -> Any:
-        """Leave out tools that are no functions."""
+        """Remove tools that are not functions."""
         tools = body.get("tools") if isinstance(body, dict) else None
         if not isinstance(tools, list) or not tools:
             return body
@@ -351,7 +353,7 @@ class ConversationBody(Body):
 
 
 class ChatBody(GenerationBody, ConversationBody):
-    """Of POST /v1/chat/completions."""
+    """Body of POST /v1/chat/completions."""
 
     messages: Entries[dict[str, Any]] = Field(min_length=1)
     max_completion_tokens: int | None = None
@@ -365,7 +367,7 @@ class ChatBody(GenerationBody, ConversationBody):
 
 
 class TextFormat(Part):
-    """The form of a response's text: OpenAI's `text.format`."""
+    """Format of a response's text: OpenAI's `text.format`."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: dict[str, Any] | None = Field(default=None, alias="schema")
@@ -380,8 +382,8 @@ class TextOptions(Part):
     format: TextFormat | None = None
 
 
-# OpenAI's names for `include`. There is nothing of most of them here, but clients that
-# always ask for them go on.
+# OpenAI's values of `include`. Most have no effect here, and are accepted for clients
+# that always send them.
 Includable = Literal[
     "code_interpreter_call.outputs",
     "computer_call_output.output.image_url",
@@ -395,7 +397,7 @@ Includable = Literal[
 
 
 class ResponseBody(GenerationBody):
-    """Of POST /v1/responses; see `jaxspec.serve.requests.response_input`."""
+    """Body of POST /v1/responses; see `jaxspec.serve.requests.response_input`."""
 
     entry_fields = {
         "input": frozenset(_ITEM_FIELDS.split()),
@@ -422,7 +424,7 @@ class ResponseBody(GenerationBody):
 
 
 class TokenizeBody(ConversationBody):
-    """Of POST /tokenize: a prompt or messages."""
+    """Body of POST /tokenize: a prompt or messages."""
 
     prompt: str | None = None
     messages: Entries[dict[str, Any]] | None = Field(default=None, min_length=1)
@@ -430,6 +432,6 @@ class TokenizeBody(ConversationBody):
 
 
 class DetokenizeBody(Body):
-    """Of POST /detokenize."""
+    """Body of POST /detokenize."""
 
     tokens: Entries[int]

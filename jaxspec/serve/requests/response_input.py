@@ -1,4 +1,4 @@
-"""Owns the way from a request for a response to the chat that it is."""
+"""Converts a Responses request to a chat request."""
 
 import contextlib
 import json
@@ -18,17 +18,18 @@ from jaxspec.serve.requests.protocol import (
 )
 
 LOGPROBS = "message.output_text.logprobs"
-# Unknown to responses, and ignored like anything unknown: they make one text, which
-# `text.format` shapes.
+# Fields of chat requests that Responses requests do not have. They are ignored, as
+# unknown fields are: a response has exactly one text, whose format is `text.format`.
 _CHATS_ONLY = {"n", "max_tokens", "response_format", "stream_options", "echo"}
 _CHATS_ONLY |= {"prompt_logprobs"}
 _SHARED = GenerationBody.model_fields.keys() - _CHATS_ONLY
-# Parts of a content by their type, with the field that has the text.
+# Types of content parts, with the field that contains the text.
 _TEXTS = {
     **dict.fromkeys(("input_text", "output_text", "text"), "text"),
     "refusal": "refusal",
 }
-# Items of other models' answers that clients send back. They say nothing here.
+# Item types that clients send back from other models' responses. They have no text, and
+# are ignored.
 _DROPPED = ("reasoning", "item_reference")
 _CHOICES = "'none', 'auto', 'required', {'type': 'function', 'name': ...} or "
 _CHOICES += "{'type': 'allowed_tools', 'mode': ..., 'tools': [...]}"
@@ -37,14 +38,14 @@ Message = dict[str, Any]
 
 
 def as_chat(body: ResponseBody, messages: Sequence[dict[str, Any]]) -> ChatBody:
-    """Return the chat whose answer is the response.
+    """Return the chat request whose answer is the response.
 
     Args:
-        messages: What `messages_of` gives.
+        messages: Result of `messages_of`.
 
     Raises:
-        RequestError: The input cannot be read.
-        UnsupportedError: It asks for what there is not.
+        RequestError: A field is invalid.
+        UnsupportedError: A field asks for an unsupported feature.
     """
     tools, choice = _tools(body)
     refuse("conversation", body.conversation)
@@ -54,7 +55,7 @@ def as_chat(body: ResponseBody, messages: Sequence[dict[str, Any]]) -> ChatBody:
     has_logprobs = LOGPROBS in (body.include or ())
     given = {name: getattr(body, name) for name in body.model_fields_set & _SHARED}
     extra = (body.model_extra or {}).items()
-    # Those that do not exist are refused where chats are read.
+    # Unknown `guided_` fields are passed on, for `make_params` to refuse.
     given |= {name: value for name, value in extra if name.startswith("guided_")}
     if body.truncation == "auto":
         given["truncate_prompt_tokens"] = -1
@@ -76,15 +77,15 @@ def as_chat(body: ResponseBody, messages: Sequence[dict[str, Any]]) -> ChatBody:
 def messages_of(
     body: ResponseBody, earlier: Sequence[dict[str, Any]] = ()
 ) -> list[dict[str, Any]]:
-    """The conversation as whoever goes on from the response would continue it.
+    """Return the conversation, which a later request may continue.
 
-    Instructions are not part of it: they are of one request.
+    Instructions are not part of it: they apply to one request.
 
     Args:
-        earlier: That of the response from which this one goes on.
+        earlier: Conversation of the response that this request continues.
 
     Raises:
-        RequestError: The input cannot be read.
+        RequestError: The input is invalid.
     """
     items = _items(body)
     if not items:
@@ -97,10 +98,10 @@ def messages_of(
 
 
 def _items(body: ResponseBody) -> list[tuple[int, dict[str, Any]]]:
-    """What the input says, each item with its place."""
+    """Return the input's items with their positions, without those to ignore."""
     if isinstance(body.input, str):
-        said = [{"role": "user", "content": body.input}] if body.input else []
-        return list(enumerate(said))
+        items = [{"role": "user", "content": body.input}] if body.input else []
+        return list(enumerate(items))
     return [
         (at, item)
         for at, item in enumerate(body.input)
@@ -108,16 +109,18 @@ def _items(body: ResponseBody) -> list[tuple[int, dict[str, Any]]]:
     ]
 
 
-def answered(
+def add_answer(
     body: ResponseBody,
     messages: Sequence[Message],
     text: str,
     calls: Sequence[dict[str, Any]] = (),
 ) -> list[Message]:
-    """The conversation with the response's own answer, which may end a message begun.
+    """Return the conversation with the response's answer.
+
+    The answer is appended to the last message if that was cut off.
 
     Args:
-        calls: As `call_of` gives them.
+        calls: Results of `call_of`.
     """
     answer: Message = {"role": "assistant", "content": text}
     before = list(messages)
@@ -130,17 +133,17 @@ def answered(
 
 
 def call_of(call_id: str, name: str, arguments: str) -> dict[str, Any]:
-    """A call as chats tell it."""
+    """Return a tool call in the format of chat messages."""
     function = {"name": name, "arguments": arguments}
     return {"id": call_id, "type": "function", "function": function}
 
 
 @contextlib.contextmanager
-def naming_tools_flat() -> Iterator[None]:
-    """Have errors name a tool's field as it is in a response, where it has no wrapping.
+def flat_tool_names() -> Iterator[None]:
+    """Rename tool fields in errors: a Responses tool has no nested "function".
 
     Raises:
-        RequestError: As what is done within raised it.
+        RequestError: The error raised within, with the field renamed.
     """
     try:
         yield
@@ -157,7 +160,7 @@ def naming_tools_flat() -> Iterator[None]:
 def _tools(
     body: ResponseBody,
 ) -> tuple[list[ChatTool] | None, str | dict[str, Any] | None]:
-    """The functions that may be called, and the choice among them, as chats say it."""
+    """Return the functions that may be called, and `tool_choice`, as in a chat."""
     choice = body.tool_choice
     if choice == "none" or not (body.tools or choice not in ("auto", None)):
         return None, None
@@ -174,7 +177,7 @@ def _tools(
     names = [tool.function.name for tool in tools]
     for name in allowed or ():
         if name not in names:
-            hint = f"There are: {', '.join(map(repr, names)) or 'none'}."
+            hint = f"The tools are: {', '.join(map(repr, names)) or 'none'}."
             known = "names of functions among the tools"
             raise wrong_argument(RequestError, "tool_choice", known, name, hint)
     if allowed is not None:
@@ -188,20 +191,20 @@ def _tool(name: str, tool: dict[str, Any]) -> ChatTool:
     if tool.get("type") != "function":
         allowed = "{'type': 'function', 'name': ...}"
         raise wrong_argument(RequestError, name, allowed, tool)
-    told = {key: value for key, value in tool.items() if key != "type"}
+    function = {key: value for key, value in tool.items() if key != "type"}
     for key, kinds, allowed in (
         ("name", str, "a string of at least one character"),
         ("description", str | None, "a string"),
         ("parameters", dict | None, "a JSON schema of an object"),
     ):
-        value = told.get(key)
+        value = function.get(key)
         if not isinstance(value, kinds) or value == "":
             raise wrong_argument(RequestError, f"{name}.{key}", allowed, value)
-    return ChatTool(function=FunctionDefinition(**told))
+    return ChatTool(function=FunctionDefinition(**function))
 
 
 def _choice(choice: dict[str, Any]) -> tuple[str | dict[str, Any], list[str] | None]:
-    """A choice that is no word, as chats say it, and the names that it allows."""
+    """Convert a `tool_choice` object to a chat's; also return the names it allows."""
     kind, name, mode = map(choice.get, ("type", "name", "mode"))
     if kind == "function" and isinstance(name, str):
         return {"type": "function", "function": {"name": name}}, None
@@ -214,7 +217,7 @@ def _choice(choice: dict[str, Any]) -> tuple[str | dict[str, Any], list[str] | N
 
 
 def _add(messages: list[Message], message: Message) -> None:
-    """Put a message behind others; words and calls of one answer are one message."""
+    """Append a message; merge consecutive parts of one answer if one has calls."""
     last = messages[-1] if messages else {}
     both = last, message
     is_answer = all(one.get("role") == "assistant" for one in both)
@@ -230,7 +233,7 @@ def _add(messages: list[Message], message: Message) -> None:
 def _instructed(
     instructions: str | None, messages: Sequence[dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Gemma has no system's turn: what it is told opens the user's first."""
+    """Prepend instructions to the first user message: Gemma has no system role."""
     first, *rest = messages
     if not instructions:
         return [first, *rest]
@@ -252,7 +255,7 @@ def _message(name: str, item: dict[str, Any], before: Sequence[Message]) -> Mess
         raise wrong_argument(RequestError, name, allowed, item)
     role, content = item.get("role"), item.get("content")
     if content is None and role == "assistant":
-        content = ""  # an answer that was cut off at once
+        content = ""  # an answer that was cut off before its first token
     return {"role": role, "content": _content(f"{name}.content", content)}
 
 
@@ -277,7 +280,7 @@ def _result(name: str, item: dict[str, Any], before: Sequence[Message]) -> Messa
     call_id = _string(f"{name}.call_id", item.get("call_id"))
     made = [call["id"] for one in before for call in one.get("tool_calls", ())]
     if call_id not in made:
-        allowed = "that of a function_call before it"
+        allowed = "the call_id of an earlier function_call"
         raise wrong_argument(RequestError, f"{name}.call_id", allowed, call_id)
     content = _content(f"{name}.output", item.get("output"))
     return {"role": "tool", "tool_call_id": call_id, "content": content}
@@ -305,12 +308,12 @@ def _text(name: str, part: object) -> str:
         if isinstance(text, str):
             return text
     allowed = "{'type': 'input_text', 'text': ...}"
-    hint = "The engine reads text only."
+    hint = "Only text is supported."
     raise wrong_argument(RequestError, name, allowed, part, hint)
 
 
 def _is_cut(body: ResponseBody) -> bool:
-    """Whether the last message is an answer that was cut off: the model goes on."""
+    """Return whether the last message is a cut-off answer, which is continued."""
     items = _items(body)
     last = items[-1][1] if items else {}
     is_part = last.get("status") in ("in_progress", "incomplete")

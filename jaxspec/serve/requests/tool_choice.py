@@ -1,4 +1,4 @@
-"""Owns what `tools` and `tool_choice` of a chat ask for, by vLLM's rules."""
+"""Interprets `tools` and `tool_choice` of a chat, by vLLM's rules."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -22,8 +22,8 @@ class ToolChoice(NamedTuple):
 
     Attributes:
         kind: "none", "auto", "required" or "named".
-        tools: All that the request tells of.
-        name: Of the one that must be called.
+        tools: All tools of the request.
+        name: Name of the function that must be called.
     """
 
     kind: str
@@ -32,12 +32,12 @@ class ToolChoice(NamedTuple):
 
     @property
     def is_forced(self) -> bool:
-        """Whether the answer is calls and nothing else."""
+        """Whether the answer consists of calls only."""
         return self.kind in ("required", "named")
 
     @property
     def allowed(self) -> list[tuple[int, Tool]]:
-        """What may be called, each with its place in the request."""
+        """Functions that may be called, with their positions in the request."""
         return [
             (at, tool)
             for at, tool in enumerate(self.tools)
@@ -46,7 +46,7 @@ class ToolChoice(NamedTuple):
 
 
 def tools_as_given(body: ConversationBody) -> list[dict[str, Any]] | None:
-    """Return a request's tools as they came."""
+    """Return a request's tools as the client sent them."""
     if body.tools is None:
         return None
     kind = {"type": "function"}
@@ -54,10 +54,10 @@ def tools_as_given(body: ConversationBody) -> list[dict[str, Any]] | None:
 
 
 def read_choice(body: ChatBody) -> ToolChoice:
-    """Read the two fields of a request.
+    """Read `tools` and `tool_choice` of a request.
 
     Raises:
-        RequestError: They are wrong, or do not go together.
+        RequestError: The fields are invalid, or contradict each other.
     """
     if body.tools == []:
         message = "`tools` must not be an empty array."
@@ -97,15 +97,15 @@ def _name_in(choice: str | dict[str, Any]) -> str:
 def make_parser(
     body: ChatBody, choice: ToolChoice, name: str, tokenizer: Tokenizer
 ) -> ToolParser | None:
-    """Make what finds calls in one answer; None where there may be none.
+    """Make the tool parser for one answer; None if it may not call.
 
     Args:
-        choice: Of the request.
-        name: Of the server's parser.
+        choice: Tools and `tool_choice` of the request.
+        name: Name of the parser in the server's settings.
     """
     if choice.kind == "none":
         return None
-    # What must call is held to our own form.
+    # A grammar constrains forced calls to our own format.
     kind = ForcedToolParser
     if not choice.is_forced:
         kind = ToolParserManager.get_tool_parser(name)
@@ -113,10 +113,10 @@ def make_parser(
 
 
 def form_of(body: ChatBody) -> StructuredOutputsParams | None:
-    """Return the form of an answer that must call; None for any other.
+    """Return the grammar of an answer that must call; None for any other.
 
     Raises:
-        RequestError: The fields are wrong.
+        RequestError: The fields are invalid.
     """
     choice = read_choice(body)
     if not choice.is_forced:
@@ -129,13 +129,13 @@ def form_of(body: ChatBody) -> StructuredOutputsParams | None:
 def check_form(
     body: ChatBody, check: Callable[[StructuredOutputsParams], object]
 ) -> None:
-    """Check that the form of an answer that must call can be kept.
+    """Check that the grammar of an answer that must call can be compiled.
 
     Args:
-        check: Raises `RequestError` where it cannot.
+        check: Raises `RequestError` if it cannot.
 
     Raises:
-        RequestError: Names the function with the schema at fault.
+        RequestError: Names the function with the invalid schema.
     """
     form = form_of(body)
     if form is None:

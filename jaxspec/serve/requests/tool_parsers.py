@@ -1,7 +1,7 @@
-"""Owns parsers: what finds the calls in answers of chats that may call tools.
+"""Owns tool parsers, which find the tool calls in generated text.
 
-The interface is vLLM's, so that a plugin written for it needs only the package's name
-replaced. Which parser is used, and when, is not decided here.
+The interface is vLLM's: a plugin written for it only needs its imports changed.
+`tool_choice` decides which parser is used.
 """
 
 import importlib
@@ -21,7 +21,7 @@ from jaxspec.text.tokenizer import Tokenizer
 from jaxspec.text.tools import CallReader, Part
 
 GEMMA = "gemma"
-# The parser's name when Gemma 2 was the only family; scripts may still use it.
+# Another name of the parser `GEMMA`.
 GEMMA2 = "gemma2"
 
 
@@ -38,7 +38,7 @@ class FunctionCall(BaseModel):
 
 
 class ToolCall(BaseModel):
-    """A call, whole."""
+    """A complete call."""
 
     id: str = Field(default_factory=make_call_id)
     type: Literal["function"] = "function"
@@ -46,7 +46,7 @@ class ToolCall(BaseModel):
 
 
 class ExtractedToolCallInformation(BaseModel):
-    """What a whole answer is: calls, and what is said beside them."""
+    """Calls and text of a complete answer."""
 
     tools_called: bool
     tool_calls: list[ToolCall]
@@ -54,14 +54,14 @@ class ExtractedToolCallInformation(BaseModel):
 
 
 class DeltaFunctionCall(BaseModel):
-    """What is new of a call: its name, or some of its arguments."""
+    """New part of a call: its name, or some of its arguments."""
 
     name: str | None = None
     arguments: str | None = None
 
 
 class DeltaToolCall(BaseModel):
-    """What is new of the call with this index; the first has its id."""
+    """New part of the call with this index; its first part has the id."""
 
     id: str | None = None
     type: Literal["function"] | None = None
@@ -70,7 +70,7 @@ class DeltaToolCall(BaseModel):
 
 
 class DeltaMessage(BaseModel):
-    """What is new of an answer."""
+    """New part of an answer."""
 
     role: str | None = None
     content: str | None = None
@@ -78,11 +78,11 @@ class DeltaMessage(BaseModel):
 
 
 class ToolParser:
-    """Finds the calls in one answer; vLLM's base of parsers.
+    """Finds the calls in one answer; vLLM's base class of parsers.
 
     Attributes:
-        model_tokenizer: Of the model.
-        tools: That the request names.
+        model_tokenizer: Tokenizer of the model.
+        tools: Tools of the request.
     """
 
     def __init__(
@@ -97,18 +97,21 @@ class ToolParser:
 
     @cached_property
     def vocab(self) -> dict[str, int]:
-        """Ids by piece."""
+        """Token ids by vocabulary piece."""
         return self.model_tokenizer.get_vocab()
 
     def adjust_request(self, request: ChatBody) -> ChatBody:
-        """Change a request before it is answered."""
+        """Return the request, possibly changed, before it is processed."""
         return request
 
     def extract_tool_calls(
         self, model_output: str, request: ChatBody
     ) -> ExtractedToolCallInformation:
-        """Read a whole answer."""
-        raise NotImplementedError(f"{type(self).__name__} reads no whole answers")
+        """Parse a complete answer."""
+        raise NotImplementedError(
+            f"{type(self).__name__} has no extract_tool_calls: it cannot parse "
+            "complete answers"
+        )
 
     def extract_tool_calls_streaming(
         self,
@@ -120,19 +123,22 @@ class ToolParser:
         delta_token_ids: Sequence[int],
         request: ChatBody,
     ) -> DeltaMessage | None:
-        """Read what is new of an answer; None where nothing can be told of it yet."""
-        raise NotImplementedError(f"{type(self).__name__} reads no streams")
+        """Parse the new part of a stream; None while it may or may not be a call."""
+        raise NotImplementedError(
+            f"{type(self).__name__} has no extract_tool_calls_streaming: it cannot "
+            "parse streams"
+        )
 
     def finish_streaming(self, request: ChatBody) -> DeltaMessage | None:
-        """Tell what was held back, at the end of an answer. Ours, not vLLM's."""
+        """Return text held back until the end of the answer. Not part of vLLM's API."""
         return None
 
 
 class ToolParserManager:
-    """Knows parsers by name.
+    """Registry of parsers by name.
 
-    The names are the process's, which is how vLLM's plugins add theirs: by what happens
-    when their file is imported.
+    It is global to the process, as in vLLM: a plugin registers its parsers when its
+    file is imported.
     """
 
     tool_parsers: ClassVar[dict[str, type[ToolParser]]] = {}
@@ -145,7 +151,7 @@ class ToolParserManager:
 
     @classmethod
     def get_tool_parser(cls, name: str) -> type[ToolParser]:
-        """Return the parser of a name.
+        """Return the parser with a name.
 
         Raises:
             KeyError: There is none.
@@ -164,20 +170,20 @@ class ToolParserManager:
         force: bool = True,
         module: type[ToolParser] | None = None,
     ) -> Any:
-        """Name a parser, or (without one) return a decorator that does.
+        """Register a parser, or (without `module`) return a decorator that does.
 
         Args:
-            name: One or several; None is the class's own.
-            force: Take a name that another has.
+            name: One name or several; None for the class's name.
+            force: Replace a parser that already has the name.
         """
 
         def register(parser: type[ToolParser]) -> type[ToolParser]:
             if not isinstance(parser, type) or not issubclass(parser, ToolParser):
-                raise TypeError(f"{parser!r} is no subclass of ToolParser")
+                raise TypeError(f"{parser!r} is not a subclass of ToolParser")
             names = [name] if isinstance(name, str) else name
             for one in names or [parser.__name__]:
                 if not force and one in cls.tool_parsers:
-                    raise KeyError(f"There is a parser of the name {one!r} already.")
+                    raise KeyError(f"A parser named {one!r} is already registered.")
                 cls.tool_parsers[one] = parser
             return parser
 
@@ -185,15 +191,15 @@ class ToolParserManager:
 
     @classmethod
     def register_lazy_module(cls, name: str, module_path: str, class_name: str) -> None:
-        """Name a parser that is imported when it is first wanted."""
+        """Register a parser that is imported at its first use."""
         cls.lazy_parsers[name] = module_path, class_name
 
     @classmethod
     def import_tool_parser(cls, plugin_path: str) -> None:
-        """Run a file that names parsers of its own.
+        """Import a file that registers parsers.
 
         Raises:
-            ConfigError: There is no such file, or it fails.
+            ConfigError: The file does not exist, or fails.
         """
         path, name = Path(plugin_path).expanduser(), "tool_parser_plugin"
         if not path.is_file():
@@ -202,9 +208,9 @@ class ToolParserManager:
         spec = importlib.util.spec_from_file_location(path.stem, path)
         try:
             if spec is None or spec.loader is None:
-                raise ImportError("Python's files end in .py")
+                raise ImportError("the name of a Python file must end in .py")
             module = importlib.util.module_from_spec(spec)
-            sys.modules[path.stem] = module  # a lazy parser is looked for there
+            sys.modules[path.stem] = module  # for lazily registered parsers
             spec.loader.exec_module(module)
         except Exception as error:
             raise ConfigError(
@@ -218,7 +224,7 @@ def parser_class(name: str, plugin: str) -> type[ToolParser]:
     """Return the parser that a server's settings name.
 
     Raises:
-        ConfigError: There is none of the name, or the plugin fails.
+        ConfigError: No parser has the name, or the plugin fails.
     """
     if plugin:
         ToolParserManager.import_tool_parser(plugin)
@@ -232,7 +238,7 @@ def parser_class(name: str, plugin: str) -> type[ToolParser]:
 
 @ToolParserManager.register_module([GEMMA, GEMMA2])
 class GemmaToolParser(ToolParser):
-    """Reads calls in the form in which `jaxspec.text.tools` tells Gemma of tools."""
+    """Parses calls in the format that `jaxspec.text.tools` describes to the model."""
 
     def __init__(
         self, tokenizer: Tokenizer, tools: Sequence[ChatTool] | None = None
@@ -243,9 +249,9 @@ class GemmaToolParser(ToolParser):
     def extract_tool_calls(
         self, model_output: str, request: ChatBody
     ) -> ExtractedToolCallInformation:
-        """Read a whole answer."""
+        """Parse a complete answer."""
         reader = self._make_reader()
-        parts = reader.feed(model_output) + reader.end()
+        parts = reader.push(model_output) + reader.end()
         content = "".join(part.text for part in parts if part.call is None)
         calls: list[ToolCall] = []
         for part in parts:
@@ -268,11 +274,11 @@ class GemmaToolParser(ToolParser):
         delta_token_ids: Sequence[int],
         request: ChatBody,
     ) -> DeltaMessage | None:
-        """Read what is new of an answer."""
-        return _delta(self._reader.feed(delta_text))
+        """Parse the new part of a stream."""
+        return _delta(self._reader.push(delta_text))
 
     def finish_streaming(self, request: ChatBody) -> DeltaMessage | None:
-        """Tell what only began like a call."""
+        """Return the text of an incomplete call."""
         return _delta(self._reader.end())
 
     def _make_reader(self) -> CallReader:
@@ -280,12 +286,12 @@ class GemmaToolParser(ToolParser):
 
 
 class ForcedToolParser(GemmaToolParser):
-    """Reads an answer that must call: other text is a call that was cut off."""
+    """Parses an answer that must call; other text is part of an incomplete call."""
 
     def extract_tool_calls(
         self, model_output: str, request: ChatBody
     ) -> ExtractedToolCallInformation:
-        """Read a whole answer."""
+        """Parse a complete answer."""
         found = super().extract_tool_calls(model_output, request)
         return found.model_copy(update={"content": None})
 
@@ -299,12 +305,12 @@ class ForcedToolParser(GemmaToolParser):
         delta_token_ids: Sequence[int],
         request: ChatBody,
     ) -> DeltaMessage | None:
-        """Read what is new of an answer."""
-        parts = self._reader.feed(delta_text)
+        """Parse the new part of a stream."""
+        parts = self._reader.push(delta_text)
         return _delta([part for part in parts if part.call is not None])
 
     def finish_streaming(self, request: ChatBody) -> DeltaMessage | None:
-        """Drop what only began like a call."""
+        """Drop the text of an incomplete call."""
         return None
 
 
@@ -330,7 +336,7 @@ def _delta_call(part: Part) -> DeltaToolCall:
 
 
 class ToolStream:
-    """One answer as it comes, through a parser.
+    """Streams one answer through a tool parser.
 
     Attributes:
         has_calls: Whether a call has begun.
@@ -345,12 +351,12 @@ class ToolStream:
     def deltas(
         self, text: str, token_ids: Sequence[int], *, is_last: bool
     ) -> list[dict[str, Any]]:
-        """Return what is new of it, in OpenAI's form: none, one or several deltas."""
+        """Add text; return OpenAI's deltas for it: none, one or several."""
         before, ids_before = self._text, self._token_ids
         self._text, self._token_ids = before + text, [*ids_before, *token_ids]
-        told: list[DeltaMessage | None] = []
+        messages: list[DeltaMessage | None] = []
         if text:
-            told.append(
+            messages.append(
                 self._parser.extract_tool_calls_streaming(
                     before,
                     self._text,
@@ -362,11 +368,11 @@ class ToolStream:
                 )
             )
         if is_last:
-            told.append(self._parser.finish_streaming(self._request))
-        return [delta for message in told if message for delta in self._split(message)]
+            messages.append(self._parser.finish_streaming(self._request))
+        return [delta for one in messages if one for delta in self._split(one)]
 
     def _split(self, message: DeltaMessage) -> list[dict[str, Any]]:
-        """One delta for each part: clients may expect an index once in each."""
+        """Make one delta per part: clients may not expect an index twice in one."""
         found: list[dict[str, Any]] = []
         if message.content:
             found.append({"content": message.content})
@@ -380,7 +386,7 @@ _Call = TypeVar("_Call", ToolCall, DeltaToolCall)
 
 
 def shown_calls(calls: list[_Call], request: ChatBody) -> list[_Call]:
-    """Return those that a request wants: without parallel ones the first."""
+    """Return the calls to show: only the first if parallel calls are off."""
     if request.parallel_tool_calls is not False:
         return calls
     return [

@@ -1,6 +1,6 @@
-"""What clients get: the engine's outputs, written as OpenAI's API does.
+"""Response bodies: the engine's outputs in the format of OpenAI's API.
 
-`completions`, `chat_completions` and `responses` are the three kinds of answers;
-`response_writers` is what the first two share, `response_items` of what the third is
-made. `logprobs` and `usage` are parts of them.
+`completions`, `chat_completions` and `responses` write the three kinds of responses.
+`response_writers` has their base classes, `response_items` the items of the third kind,
+`logprobs` and `usage` common parts.
 """

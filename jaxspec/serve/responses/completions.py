@@ -1,4 +1,4 @@
-"""Owns the answers of POST /v1/completions."""
+"""Owns the responses of POST /v1/completions."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -12,10 +12,10 @@ from jaxspec.serve.serving import Serving
 
 
 class CompletionWriter(ChoiceWriter):
-    """Writes texts, after their prompts where these are echoed."""
+    """Writes generated texts, each after its prompt if the request sets `echo`."""
 
     kind = ("text_completion", "text_completion")
-    unasked = ("prompt_logprobs", "prompt_token_ids", "token_ids")
+    null_fields = ("prompt_logprobs", "prompt_token_ids", "token_ids")
 
     def __init__(
         self,
@@ -26,46 +26,50 @@ class CompletionWriter(ChoiceWriter):
     ):
         super().__init__(serving, body, params, f"cmpl-{request_id}")
         self._body = body
-        # Only the prompt was asked for; the engine makes one token at least.
+        # With `echo` and `max_tokens=0` the response has only the prompt, although the
+        # engine generates one token.
         self._is_echo_only = bool(body.echo) and body.max_tokens == 0
-        # By text: characters told so far, echoed ones included.
+        # Number of characters returned so far, echoed ones included, by index of the
+        # choice.
         self._lengths: dict[int, int] = {}
-        # By text, where log-probabilities are requested.
+        # Character offsets of tokens by index of the choice, if log-probabilities are
+        # requested.
         self._offsets: dict[int, TextOffsets] = {}
 
     def shown(self, completion: CompletionOutput) -> list[int]:
-        """Return the generated tokens that the answer shows."""
+        """Return the generated tokens that the response shows."""
         return [] if self._is_echo_only else super().shown(completion)
 
     def deltas(
         self, index: int, completion: CompletionOutput, output: RequestOutput
     ) -> Iterator[dict[str, Any]]:
-        """Write what is new of a text, if there is anything."""
+        """Write the new part of a text, unless it is empty."""
         choice = self.choice(index, completion, output)
-        told = ("text", "logprobs", "token_ids", "token_origins")
-        if any(map(choice.get, told)) or completion.finished():
+        fields = ("text", "logprobs", "token_ids", "token_origins")
+        if any(map(choice.get, fields)) or completion.finished():
             yield choice
 
     def choice(
         self, index: int, completion: CompletionOutput, output: RequestOutput
     ) -> dict[str, Any]:
-        """Write a text, or the part of it that the output has."""
+        """Write the text, or part of a text, of an output."""
         body, token_ids = self._body, self.shown(completion)
         is_first = index not in self._lengths
         before = self._lengths.get(index, 0)
         text = "" if self._is_echo_only else completion.text
-        told = self._told(completion)
+        positions = self._logprobs(completion)
         has_prompt = bool(body.echo) and is_first
         prompt = self._prompt(output) if has_prompt else ""
         text = prompt + text
         length = self._lengths[index] = before + len(text)
         offsets: list[int] = []
-        if told is not None:
+        if positions is not None:
             if is_first:
                 self._offsets[index] = self._begin_offsets(len(prompt))
             offsets = self._offsets[index].push(token_ids)
             if completion.finished():
-                # Tokens of a stop string that was cut off begin where the text ends.
+                # The stop string is cut off the text. Its tokens get the offset of the
+                # text's end.
                 offsets = [min(offset, length) for offset in offsets]
         choice: dict[str, Any] = {
             "index": index,
@@ -74,8 +78,8 @@ class CompletionWriter(ChoiceWriter):
             "finish_reason": completion.finish_reason,
             "stop_reason": completion.stop_reason,
         }
-        if told or (has_prompt and told is not None):
-            own = self.logprobs.for_completion(token_ids, told, offsets)
+        if positions or (has_prompt and positions is not None):
+            own = self.logprobs.for_completion(token_ids, positions, offsets)
             if has_prompt:
                 echoed = self.written_once(
                     index, lambda: self._write_prompt(index, prompt, output)
@@ -95,15 +99,16 @@ class CompletionWriter(ChoiceWriter):
     def _write_prompt(
         self, index: int, prompt: str, output: RequestOutput
     ) -> dict[str, Any]:
-        told = self.prompt_logprobs(index) or []
-        count, token_ids = len(told), output.prompt_token_ids or ()
+        positions = self.prompt_logprobs(index) or []
+        count, token_ids = len(positions), output.prompt_token_ids or ()
         offsets = self._prompt_offsets(prompt, output)[:count]
-        return self.logprobs.for_completion(token_ids[:count], told, offsets)
+        return self.logprobs.for_completion(token_ids[:count], positions, offsets)
 
     def finish(self, answer: dict[str, Any], output: RequestOutput) -> None:
-        """Add nothing: what is known of prompts is told with the choices."""
+        """Add nothing: the choices have the fields of prompts."""
 
-    def _told(self, completion: CompletionOutput) -> list[Any] | None:
+    def _logprobs(self, completion: CompletionOutput) -> list[Any] | None:
+        """Return the logprobs of the shown tokens; None if not requested."""
         if self.params.num_logprobs is None:
             return None
         return [] if self._is_echo_only else list(completion.logprobs or ())

@@ -1,4 +1,4 @@
-"""Owns the two forms in which OpenAI tells log-probabilities."""
+"""Owns OpenAI's two formats of log-probabilities."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -8,9 +8,9 @@ from jaxspec.logprobs import Logprob, LogprobsOnePosition
 from jaxspec.sampling_params import SamplingParams
 from jaxspec.text.tokenizer import Tokenizer
 
-# JSON has no infinity: what cannot come is told as this.
-LEAST = -9999.0
-_BROKEN = "\ufffd"  # what decoding shows for a byte that is no character alone
+# Returned in place of minus infinity, which JSON does not have.
+MIN_LOGPROB = -9999.0
+_REPLACEMENT = "\ufffd"  # the decoded text of an incomplete character
 
 
 class TextOffsets:
@@ -20,14 +20,15 @@ class TextOffsets:
     character share the character's offset; a hidden special token adds nothing.
 
     Attributes:
-        end: Offset of the token that comes next.
+        end: Offset of the next token.
     """
 
     def __init__(self, tokenizer: Tokenizer, start: int, *, skip_special_tokens: bool):
         """Begin a text.
 
         Args:
-            start: Characters before the first generated token: of an echoed prompt.
+            start: Number of characters before the first generated token: the length of
+                the echoed prompt, or 0.
             skip_special_tokens: Whether special tokens are hidden.
         """
         params = SamplingParams(skip_special_tokens=skip_special_tokens)
@@ -35,7 +36,7 @@ class TextOffsets:
         self._start = self.end = start
 
     def push(self, token_ids: Sequence[int]) -> list[int]:
-        """Add tokens; returns the offset of each."""
+        """Add tokens; return the offset of each."""
         ends = self._stream.ends
         assert ends is not None
         first = len(ends)
@@ -58,17 +59,19 @@ def prompt_offsets(
 
     Args:
         text: The prompt as it is echoed.
-        token_ids: Of the prompt; truncation may have dropped one end of them.
+        token_ids: Token ids of the prompt, of which truncation may have dropped the
+            first or the last.
         is_spelled: The client gave the text, so the special tokens that it spells are
             visible. Otherwise the text was decoded from ids, without special tokens.
         is_cut_right: Truncation dropped the last tokens, not the first.
     """
     if not is_spelled:
         return TextOffsets(tokenizer, 0, skip_special_tokens=True).push(token_ids)
-    # Character of every byte. The cut may be inside of a character.
+    # Index of the character of every byte: truncation may cut inside a character.
     places = [at for at, one in enumerate(text) for _ in one.encode()] + [len(text)]
     content = text.encode()
-    # From the end that was kept: a cut prompt is echoed whole.
+    # Offsets are counted from the end that truncation kept, because a truncated prompt
+    # is echoed whole.
     at = 0 if is_cut_right else len(content)
     starts: list[int] = []
     for token in token_ids if is_cut_right else reversed(token_ids):
@@ -99,19 +102,20 @@ class LogprobWriter:
     def for_completion(
         self,
         token_ids: Sequence[int],
-        told: Iterable[LogprobsOnePosition | None],
+        positions: Iterable[LogprobsOnePosition | None],
         offsets: Sequence[int],
     ) -> dict[str, Any]:
-        """Write the form of completions.
+        """Write the format of completions.
 
         Args:
-            told: By token; None for the first of a prompt, which nothing precedes.
-            offsets: Of each token, in characters of the returned text.
+            positions: Log-probabilities at each token; None for the first token of a
+                prompt.
+            offsets: Offset of each token, in characters of the returned text.
         """
         tokens: list[str] = []
         own: list[float | None] = []
         top: list[dict[str, float] | None] = []
-        for token, position in zip(token_ids, told, strict=True):
+        for token, position in zip(token_ids, positions, strict=True):
             entry = None if position is None else position[token]
             tokens.append(self._key(token, entry))
             own.append(None if entry is None else _bounded(entry.logprob))
@@ -124,37 +128,37 @@ class LogprobWriter:
         }
 
     def _by_key(self, position: LogprobsOnePosition) -> dict[str, float]:
-        """Log-probabilities by text; of tokens of one text the first is kept."""
+        """Return log-probabilities by token text; of equal texts the first."""
         found: dict[str, float] = {}
         for token, entry in position.items():
             found.setdefault(self._key(token, entry), _bounded(entry.logprob))
         return found
 
     def _key(self, token: int, entry: Logprob | None) -> str:
-        r"""Text of a token; of a part of a character "bytes:\xf0", as with OpenAI.
+        r"""Return a token's text; for part of a character "bytes:\xf0", as OpenAI does.
 
-        All such parts decode to U+FFFD: as keys they would be the same.
+        All such parts decode to U+FFFD and would have the same key.
         """
         text = self._text(token, entry)
-        if text == _BROKEN and self._tokenizer.is_byte(token):
+        if text == _REPLACEMENT and self._tokenizer.is_byte(token):
             return f"bytes:\\x{self._tokenizer.token_bytes(token).hex()}"
         return text
 
     def for_chat(
         self,
         token_ids: Sequence[int],
-        told: Iterable[LogprobsOnePosition],
+        positions: Iterable[LogprobsOnePosition],
         num_top: int | None,
     ) -> dict[str, Any]:
-        """Write the form of chats.
+        """Write the format of chats.
 
         Args:
             num_top: Number of the most likely tokens to return; -1 for all, by
-                rank; None for all that are known of, in their order, as where a
-                request has chosen them.
+                rank; None for all in their given order, as for
+                `logprob_token_ids`.
         """
         content = []
-        for token, position in zip(token_ids, told, strict=True):
+        for token, position in zip(token_ids, positions, strict=True):
             others = list(position.items())
             if num_top is not None:
                 others.sort(key=lambda item: item[1].rank or 0)
@@ -170,10 +174,10 @@ class LogprobWriter:
         return {"content": content}
 
     def for_prompt(
-        self, told: Iterable[LogprobsOnePosition | None] | None
+        self, positions: Iterable[LogprobsOnePosition | None] | None
     ) -> list[Any] | None:
         """Write vLLM's `prompt_logprobs`: by token id, for each token of the prompt."""
-        if told is None:
+        if positions is None:
             return None
         return [
             None
@@ -186,12 +190,12 @@ class LogprobWriter:
                 }
                 for token, entry in position.items()
             }
-            for position in told
+            for position in positions
         ]
 
     def _chat_entry(self, token: int, entry: Logprob) -> dict[str, Any]:
         text = self._text(token, entry)
-        # A token may be a part of a character, which only its bytes can tell.
+        # A token may be part of a character: then only its bytes are exact.
         content = self._tokenizer.token_bytes(token) or text.encode()
         logprob = _bounded(entry.logprob)
         return {"token": text, "logprob": logprob, "bytes": list(content)}
@@ -206,4 +210,4 @@ class LogprobWriter:
 
 
 def _bounded(logprob: float) -> float:
-    return max(logprob, LEAST)
+    return max(logprob, MIN_LOGPROB)

@@ -1,23 +1,23 @@
-"""Owns the items that a response is made of, words and calls, and what is told of them.
+"""Owns the items of a response, messages and function calls, and their stream events.
 
-An item grows while it is streamed; told whole it is the same at its end.
+A response that is not streamed is made of the same items.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-# An event's name, behind "response.", and what it says.
-Told = tuple[str, dict[str, Any]]
+# An event's name without the prefix "response.", and its fields.
+ItemEvent = tuple[str, dict[str, Any]]
 
 
 class Token(NamedTuple):
-    """What is told of one token of words.
+    """A generated token with its requested details.
 
     Attributes:
-        content: What it spells, in UTF-8; of a character perhaps a part.
-        logprob: The entry of its log-probability, where that is wanted.
-        origin: Who drew it, where that is wanted.
+        content: Its text in UTF-8, perhaps part of a character.
+        logprob: Its log-probability in the format of chats, if requested.
+        origin: Its entry of `token_origins`, if requested.
     """
 
     content: bytes
@@ -29,42 +29,42 @@ class Item(ABC):
     """One entry of a response's `output`."""
 
     def __init__(self, item_id: str, index: int):
-        """Begin one; `index` is its place in `output`."""
+        """Begin an item; `index` is its position in `output`."""
         self._id, self._index = item_id, index
 
     @abstractmethod
     def as_json(self, status: str) -> dict[str, Any]:
-        """Write what there is of it: its status is "in_progress" before its end."""
+        """Write the item so far; `status` is "in_progress" before its end."""
 
     @abstractmethod
-    def opening(self) -> Iterator[Told]:
-        """Say that it begins."""
+    def opening(self) -> Iterator[ItemEvent]:
+        """Yield the events that announce the item."""
 
     @abstractmethod
-    def closing(self, status: str) -> Iterator[Told]:
-        """Say it whole, at its end."""
+    def closing(self, status: str) -> Iterator[ItemEvent]:
+        """Yield the final events, with the complete item."""
 
-    def _told(self, name: str, /, **content: Any) -> Told:
+    def _event(self, name: str, /, **content: Any) -> ItemEvent:
         return name, {"output_index": self._index, **content}
 
 
 class Message(Item):
-    """Words.
+    """A message.
 
     Attributes:
-        text: All of them so far.
+        text: Its text so far.
     """
 
     def __init__(self, item_id: str, index: int, *, has_origins: bool):
-        """Begin a message, which may tell who drew each of its tokens."""
+        """Begin a message; `has_origins` adds `token_origins` to it."""
         super().__init__(item_id, index)
         self._has_origins = has_origins
         self.text = ""
         self._logprobs: list[Any] = []
         self._origins: list[Any] = []
 
-    def add(self, words: str, tokens: list[Token]) -> Told | None:
-        """Go on; return what is told of it, if anything is new."""
+    def add(self, words: str, tokens: list[Token]) -> ItemEvent | None:
+        """Append text and tokens; return the event, None if nothing is new."""
         logprobs = [one.logprob for one in tokens if one.logprob is not None]
         origins = [one.origin for one in tokens if one.origin is not None]
         self.text += words
@@ -75,22 +75,22 @@ class Message(Item):
         content: dict[str, Any] = {"delta": words, "logprobs": logprobs}
         if self._has_origins:
             content["token_origins"] = origins
-        return self._of_part("output_text.delta", **content)
+        return self._part_event("output_text.delta", **content)
 
     def as_json(self, status: str) -> dict[str, Any]:
         item = {"id": self._id, "type": "message", "role": "assistant"}
         content = [] if status == "in_progress" else [self._part()]
         return item | {"status": status, "content": content}
 
-    def opening(self) -> Iterator[Told]:
-        yield self._told("output_item.added", item=self.as_json("in_progress"))
-        yield self._of_part("content_part.added", part=self._part())
+    def opening(self) -> Iterator[ItemEvent]:
+        yield self._event("output_item.added", item=self.as_json("in_progress"))
+        yield self._part_event("content_part.added", part=self._part())
 
-    def closing(self, status: str) -> Iterator[Told]:
+    def closing(self, status: str) -> Iterator[ItemEvent]:
         text = {"text": self.text, "logprobs": self._logprobs}
-        yield self._of_part("output_text.done", **text)
-        yield self._of_part("content_part.done", part=self._part())
-        yield self._told("output_item.done", item=self.as_json(status))
+        yield self._part_event("output_text.done", **text)
+        yield self._part_event("content_part.done", part=self._part())
+        yield self._event("output_item.done", item=self.as_json(status))
 
     def _part(self) -> dict[str, Any]:
         part = {"type": "output_text", "annotations": []}
@@ -99,17 +99,17 @@ class Message(Item):
             part["token_origins"] = list(self._origins)
         return part
 
-    def _of_part(self, name: str, **content: Any) -> Told:
-        return self._told(name, item_id=self._id, content_index=0, **content)
+    def _part_event(self, name: str, **content: Any) -> ItemEvent:
+        return self._event(name, item_id=self._id, content_index=0, **content)
 
 
 class Call(Item):
-    """A call of a function.
+    """A function call.
 
     Attributes:
-        call_id: What its result will name it by.
-        name: Of the function.
-        arguments: As JSON, so far.
+        call_id: The id by which its result refers to it.
+        name: Name of the function.
+        arguments: JSON so far.
     """
 
     def __init__(self, item_id: str, index: int, *, call_id: str, name: str):
@@ -117,35 +117,36 @@ class Call(Item):
         super().__init__(item_id, index)
         self.call_id, self.name, self.arguments = call_id, name, ""
 
-    def add(self, arguments: str) -> Told:
-        """Go on; return what is told of it."""
+    def add(self, arguments: str) -> ItemEvent:
+        """Append arguments; return the event."""
         self.arguments += arguments
         name = "function_call_arguments.delta"
-        return self._told(name, item_id=self._id, delta=arguments)
+        return self._event(name, item_id=self._id, delta=arguments)
 
     def as_json(self, status: str) -> dict[str, Any]:
         item = {"id": self._id, "type": "function_call", "call_id": self.call_id}
         item |= {"name": self.name, "arguments": self.arguments}
         return item | {"status": status}
 
-    def opening(self) -> Iterator[Told]:
-        yield self._told("output_item.added", item=self.as_json("in_progress"))
+    def opening(self) -> Iterator[ItemEvent]:
+        yield self._event("output_item.added", item=self.as_json("in_progress"))
 
-    def closing(self, status: str) -> Iterator[Told]:
+    def closing(self, status: str) -> Iterator[ItemEvent]:
         whole = {"name": self.name, "arguments": self.arguments}
         name = "function_call_arguments.done"
-        yield self._told(name, item_id=self._id, **whole)
-        yield self._told("output_item.done", item=self.as_json(status))
+        yield self._event(name, item_id=self._id, **whole)
+        yield self._event("output_item.done", item=self.as_json(status))
 
 
 def take_tokens(waiting: list[Token], words: str) -> list[Token]:
-    """Take those that spell some words, and with them what was said before these.
+    """Remove and return the tokens of some text, and all tokens before them.
 
-    Words of an answer that calls are told when it is known that they are no call: later
-    than their tokens came. Where a parser wrote words of its own, all are taken.
+    A tool parser holds text back until it cannot be a call, so that the text comes
+    later than its tokens. If the text is not that of the tokens, because the parser has
+    changed it, returns all of them.
 
     Args:
-        waiting: Tokens of which nothing is told yet; loses what is taken.
+        waiting: Tokens without an event so far; the returned ones are removed.
     """
     spelled = b"".join(one.content for one in waiting)
     start = spelled.find(words.encode())

@@ -1,4 +1,4 @@
-"""Owns what the answers of the generating endpoints have in common."""
+"""Owns the base classes that write the responses of generating endpoints."""
 
 import time
 from abc import ABC, abstractmethod
@@ -16,20 +16,22 @@ from jaxspec.serve.streaming import DONE
 
 T = TypeVar("T")
 
+# Outputs, each with the number of its prompt.
 Numbered = AsyncGenerator[tuple[int, RequestOutput], None]
 
 
-# Log-probabilities and token ids of one answer: some 25 MB.
+# Maximum number of log-probabilities and token ids of one response: about 25 MB of
+# JSON.
 MAX_ENTRIES = 2**20
 
 
 class Writer(ABC):
-    """Writes what comes of one request, whole or in chunks.
+    """Writes the response to one request, whole or in chunks.
 
     Attributes:
-        id: Of the answer.
-        created: When, in seconds since 1970.
-        end: What a stream sends after its last chunk.
+        id: Id of the response.
+        created: Time of its creation, in seconds since 1970.
+        end: Text that ends a stream, after the last chunk.
     """
 
     end = DONE
@@ -48,19 +50,20 @@ class Writer(ABC):
             as_ids = settings.return_tokens_as_token_ids
         self.logprobs = LogprobWriter(serving.tokenizer, as_ids=as_ids)
         self._usage = Usage(has_details=settings.enable_prompt_tokens_details)
-        # Of each prompt; only its first output has them.
+        # Logprobs of each prompt, by its number. Kept because only the first output of
+        # a prompt has them.
         self._prompt_logprobs: dict[int, list[Any]] = {}
         self._written: dict[int, Any] = {}
-        # Whether a stream ends with counts, and whether every chunk has them.
+        # Whether a stream ends with token counts, and whether every chunk has them.
         self._has_usage = self._counts_each = settings.enable_force_include_usage
         options = body.stream_options
         if options is not None and options.include_usage:
             self._has_usage = True
             self._counts_each |= options.continuous_usage_stats
-        asked = self._asks_metrics = bool(body.include_metrics)
+        wanted = self._wants_metrics = bool(body.include_metrics)
         self._metrics = {
-            "has_drafts": asked or settings.per_request_spec_decode_metrics != "none",
-            "has_times": asked or settings.enable_per_request_metrics,
+            "has_drafts": wanted or settings.per_request_spec_decode_metrics != "none",
+            "has_times": wanted or settings.enable_per_request_metrics,
         }
         self._is_stream, self._has_ids = body.stream, bool(body.return_token_ids)
         self._has_prompt_logprobs = getattr(body, "prompt_logprobs", None) is not None
@@ -69,16 +72,16 @@ class Writer(ABC):
     def check_size(
         self, lengths: list[int], max_model_len: int, vocab_size: int
     ) -> int:
-        """Return the entries of the answer, if all texts are as long as they may be.
+        """Return the number of entries of a response whose texts have maximum length.
 
-        Entries are log-probabilities and tokens of prompts: a stream writes those of
-        generated tokens one by one.
+        Entries are log-probabilities and token ids of prompts, and log-probabilities of
+        generated tokens; a stream sends the latter one by one, so they do not count.
 
         Args:
-            lengths: Tokens of each prompt.
+            lengths: Number of tokens of each prompt.
 
         Raises:
-            RequestError: It may have more than `MAX_ENTRIES`.
+            RequestError: The number is above `MAX_ENTRIES`.
         """
 
         def entries(num_logprobs: int | None) -> int:
@@ -98,85 +101,85 @@ class Writer(ABC):
             is_of_prompt = self._has_prompt_logprobs and of_prompt >= of_text
             name = "prompt_logprobs" if is_of_prompt else "logprobs"
             raise RequestError(
-                f"The answer may have {size} log-probabilities and token ids: n times "
-                f"tokens of prompt and text times logprobs. At most {MAX_ENTRIES} are "
-                "allowed: lower n, max_tokens or logprobs, or send fewer prompts.",
+                f"The response may have {size} log-probabilities and token ids: n "
+                f"times tokens of prompt and text times logprobs. At most {MAX_ENTRIES}"
+                " are allowed: lower n, max_tokens or logprobs, or send fewer prompts.",
                 parameter=name,
             )
         return size
 
     async def answer(self, outputs: Numbered) -> dict[str, Any]:
-        """Wait for all texts, and write the whole."""
+        """Wait until all output is generated, and write the complete response."""
         return self.whole([one async for one in outputs])
 
     @abstractmethod
     def whole(self, finished: list[tuple[int, RequestOutput]]) -> dict[str, Any]:
-        """Write the answer from the last output of every prompt, with its number."""
+        """Write the response from the last output of every prompt, with its number."""
 
     @abstractmethod
     def chunks(self, outputs: Numbered) -> AsyncGenerator[dict[str, Any], None]:
         """Write every output as it comes."""
 
     def shown(self, completion: CompletionOutput) -> list[int]:
-        """Return the generated tokens that the answer shows."""
+        """Return the generated tokens that the response shows."""
         return list(completion.token_ids)
 
     def origins(self, completion: CompletionOutput) -> dict[str, Any]:
-        """Return the field that tells who drew the shown tokens, where it is wanted.
+        """Return the field `token_origins` of the shown tokens, if requested.
 
-        Of what is echoed there is none.
+        Echoed tokens have no origin.
         """
         if not self.params.return_token_origins:
             return {}
-        told = (completion.token_origins or [])[: len(self.shown(completion))]
-        return {"token_origins": [one._asdict() for one in told]}
+        origins = (completion.token_origins or [])[: len(self.shown(completion))]
+        return {"token_origins": [one._asdict() for one in origins]}
 
     def _add_metrics(
-        self, told: dict[str, Any], output: RequestOutput, *, is_one: bool
+        self, content: dict[str, Any], output: RequestOutput, *, is_one: bool
     ) -> None:
         if any(self._metrics.values()):
-            told["metrics"] = (
+            content["metrics"] = (
                 request_metrics(output, **self._metrics) if is_one else None
             )
 
 
 class ChoiceWriter(Writer):
-    """Writes texts as choices, as completions and chats do.
+    """Writes texts as choices, for completions and chats.
 
     Attributes:
-        kind: What the answer calls itself, and its chunks do.
-        unasked: Fields of a whole text that are null unless they are asked for.
+        kind: The field "object" of a response, and of its chunks.
+        null_fields: Fields of a complete choice that are null unless requested.
     """
 
     kind: tuple[str, str]
-    unasked: tuple[str, ...]
+    null_fields: tuple[str, ...]
 
     @abstractmethod
     def choice(
         self, index: int, completion: CompletionOutput, output: RequestOutput
     ) -> dict[str, Any]:
-        """Write a whole text."""
+        """Write a complete choice."""
 
     def openings(self, index: int, output: RequestOutput) -> Iterator[dict[str, Any]]:
-        """Write what a stream tells of a text before its first token."""
+        """Write the choices that a stream sends before a text's first token."""
         return iter(())
 
     def of_prompt(self, output: RequestOutput) -> dict[str, Any]:
-        """Return what the first chunk of a text has of the prompt."""
+        """Return the fields of the prompt in the first chunk of a text."""
         return {}
 
     @abstractmethod
     def deltas(
         self, index: int, completion: CompletionOutput, output: RequestOutput
     ) -> Iterator[dict[str, Any]]:
-        """Write what is new of a text: nothing, or in one or more choices."""
+        """Write the new part of a text, as any number of choices."""
 
     @abstractmethod
     def finish(self, answer: dict[str, Any], output: RequestOutput) -> None:
-        """Add what the whole answer has and chunks do not."""
+        """Add the fields that a complete response has and chunks do not."""
 
     def whole(self, finished: list[tuple[int, RequestOutput]]) -> dict[str, Any]:
-        """Write the answer from the last output of every prompt, with its number."""
+        """Write the response from the last output of every prompt, with its number."""
         choices: dict[int, dict[str, Any]] = {}
         output, num_prompts = None, 0
         for number, output in finished:
@@ -184,7 +187,7 @@ class ChoiceWriter(Writer):
             num_prompts += 1
             for completion, index in self._texts(number, output):
                 choice = self.choice(index, completion, output)
-                choices[index] = dict.fromkeys(self.unasked) | choice
+                choices[index] = dict.fromkeys(self.null_fields) | choice
         assert output is not None
         answer = self._head(self.kind[0])
         answer["choices"] = [choices[index] for index in sorted(choices)]
@@ -218,17 +221,17 @@ class ChoiceWriter(Writer):
         last: dict[str, Any] = {}
         if self._has_usage:
             last["usage"] = self._usage.total()
-        if begun == {0} and (self._has_usage or self._asks_metrics):
+        if begun == {0} and (self._has_usage or self._wants_metrics):
             self._add_metrics(last, output, is_one=True)
         if last:
             yield self._head(self.kind[1]) | {"choices": []} | _without_nulls(last)
 
     def prompt_logprobs(self, index: int) -> list[Any] | None:
-        """What was told of the tokens of a text's prompt."""
+        """Return the logprobs of the prompt of a text."""
         return self._prompt_logprobs.get(index // self.params.n)
 
     def written_once(self, index: int, write: Callable[[], T]) -> T:
-        """Return what is written of a text's prompt, the same for all texts of it."""
+        """Return the result of `write` for a text's prompt, made once per prompt."""
         number = index // self.params.n
         if number not in self._written:
             self._written[number] = write()
@@ -245,7 +248,7 @@ class ChoiceWriter(Writer):
     def _texts(
         self, number: int, output: RequestOutput
     ) -> Iterator[tuple[CompletionOutput, int]]:
-        """Count an output; its texts, each with its index in the answer."""
+        """Count the tokens of an output; yield its completions and their indices."""
         self._usage.add_prompt(number, output)
         if output.prompt_logprobs is not None:
             self._prompt_logprobs[number] = list(output.prompt_logprobs)
@@ -256,7 +259,7 @@ class ChoiceWriter(Writer):
 
 
 def _without_nulls(value: dict[str, Any]) -> dict[str, Any]:
-    """The fields that have a value, in inner objects as well."""
+    """Remove the fields that are null, in inner objects too."""
     return {
         name: _without_nulls(one) if isinstance(one, dict) else one
         for name, one in value.items()

@@ -1,4 +1,4 @@
-"""Owns the answers of POST /v1/responses: words and calls, whole or event by event."""
+"""Owns the responses of POST /v1/responses, complete or as stream events."""
 
 import itertools
 import json
@@ -10,15 +10,15 @@ from jaxspec.errors import escaped
 from jaxspec.outputs import CompletionOutput, RequestOutput
 from jaxspec.sampling_params import SamplingParams
 from jaxspec.serve.requests.protocol import ChatBody, ResponseBody, TextFormat
-from jaxspec.serve.requests.response_input import answered, call_of
+from jaxspec.serve.requests.response_input import add_answer, call_of
 from jaxspec.serve.requests.tool_choice import make_parser, read_choice
 from jaxspec.serve.requests.tool_parsers import ToolStream, make_call_id, shown_calls
 from jaxspec.serve.response_store import Stored
 from jaxspec.serve.responses.response_items import (
     Call,
+    ItemEvent,
     Message,
     Token,
-    Told,
     take_tokens,
 )
 from jaxspec.serve.responses.response_writers import Numbered, Writer
@@ -27,27 +27,28 @@ from jaxspec.serve.streaming import SHORT_ANSWER
 
 _log = logging.getLogger(__name__)
 
-# By why the text ended; what cuts it off otherwise is the server's end.
+# Status of a response by the engine's finish reason. Any other reason means that the
+# server shut down.
 _STATUS = {"stop": "completed", "length": "incomplete"}
 _FAILED = "failed"
 
 Event = dict[str, Any]
 
 
-def is_kept(serving: Serving, body: ResponseBody) -> bool:
-    """Whether a response can be asked for later: as a rule, as with OpenAI."""
+def is_stored(serving: Serving, body: ResponseBody) -> bool:
+    """Return whether a response is stored: by default, as with OpenAI."""
     return serving.responses.is_on and body.store is not False
 
 
 def _raw_message(text: str, tokens: list[int]) -> dict[str, Any]:
-    """What the model read, or wrote, in vLLM's form."""
+    """Write the model's input or output in vLLM's format."""
     return {"type": "raw_message_tokens", "message": text, "tokens": tokens}
 
 
 class ResponseWriter(Writer):
     """Writes one response."""
 
-    # The last event is the end, as with OpenAI and vLLM.
+    # A stream ends with its last event, as with OpenAI and vLLM.
     end = ""
 
     def __init__(
@@ -60,17 +61,17 @@ class ResponseWriter(Writer):
         messages: list[dict[str, Any]],
         owner: str = "",
     ):
-        """Take what to write about.
+        """Make the writer of one response.
 
         Args:
-            chat: Whose answer the response is.
-            messages: The conversation, for whoever goes on from the response.
-            owner: Who may find the response later.
+            chat: The chat request whose answer the response is.
+            messages: The conversation, stored for a later request to continue.
+            owner: The only owner who can retrieve the response later.
         """
         super().__init__(serving, body, params, f"resp_{request_id}")
         self._serving, self._chat, self._messages = serving, chat, messages
         self._body = body
-        self._store = serving.responses if is_kept(serving, body) else None
+        self._store = serving.responses if is_stored(serving, body) else None
         self._request_id, self._owner = request_id, owner
         self._is_added = False
         self._numbers = itertools.count()
@@ -80,45 +81,45 @@ class ResponseWriter(Writer):
         if self._parser is not None:
             self._stream = ToolStream(self._parser, chat)
         self._items: list[Message | Call] = []
-        # What the model wrote so far.
+        # The generated text so far.
         self._text = ""
         self._tokens: list[int] = []
-        # Of tokens that may be of a call, or of words.
+        # Tokens whose text the tool parser still holds back.
         self._waiting: list[Token] = []
 
-    def tell(self, status: str, message: str | None = None) -> dict[str, Any]:
-        """Write a response that has no text, or none yet, and keep it.
+    def write_status(self, status: str, message: str | None = None) -> dict[str, Any]:
+        """Write and store a response without output.
 
         Args:
-            message: Why it failed.
+            message: Error message of a failed response.
         """
         response = self._response(status, [])
         if message is not None:
             response["error"] = {"code": "server_error", "message": message}
-        self._keep(response, self._messages)
+        self._put(response, self._messages)
         return response
 
     def last_event(self, response: dict[str, Any]) -> Event:
-        """Write the event that ends a stream: how the response has ended."""
+        """Write the event that ends a stream; its name is the response's status."""
         return self._event(response["status"], response=response)
 
-    def _keep(self, response: dict[str, Any], messages: list[dict[str, Any]]) -> None:
+    def _put(self, response: dict[str, Any], messages: list[dict[str, Any]]) -> None:
         if self._store is None:
             return
         stored = Stored(response, messages)
         if self._is_added:
             self._store.update(stored, self._owner)
         elif not self._store.add(stored, self._owner):
-            _log.warning("%s is not kept: another has its id", escaped(self.id))
+            _log.warning("%s is not stored: another has its id", escaped(self.id))
         self._is_added = True
 
-    def keep_events(self, events: list[Event]) -> None:
-        """Keep what was streamed of the response."""
+    def store_events(self, events: list[Event]) -> None:
+        """Store the streamed events of the response."""
         if self._store is not None:
             self._store.put_events(self.id, events, self._owner)
 
     def whole(self, finished: list[tuple[int, RequestOutput]]) -> dict[str, Any]:
-        """Write the response."""
+        """Write the complete response."""
         ((_, output),) = finished
         assert output.finished
         self._add_whole(output.outputs[0])
@@ -128,12 +129,13 @@ class ResponseWriter(Writer):
     async def chunks(self, outputs: Numbered) -> AsyncGenerator[Event, None]:
         """Write the events of every output as it comes.
 
-        The first are told with the first output: until then a failure has a status, but
-        for one that is made in the background.
+        The opening events come with the first output, so that an earlier failure has an
+        HTTP status; those of a background response come at once.
         """
         has_begun = False
         if self._body.background:
-            # Nobody waits for a status: who follows is told at once what to ask for.
+            # The client of a background response needs its id at once, to be able to
+            # stream it again after a lost connection.
             has_begun = True
             for event in self._opening():
                 yield event
@@ -159,14 +161,14 @@ class ResponseWriter(Writer):
         begun = "queued" if self._body.background else "in_progress"
         for name, status in (("created", begun), ("in_progress", "in_progress")):
             yield self._event(name, response=self._response(status, []))
-        if self._stream is None:  # it is words, whatever comes
+        if self._stream is None:  # no calls are possible
             yield from self._begin(self._make_message())
 
     def _deltas(self, completion: CompletionOutput) -> Iterator[Event]:
         self._waiting += self._read(completion)
         if self._stream is None:
             waiting, self._waiting = self._waiting, []
-            yield from self._say(completion.text, waiting)
+            yield from self._add_text(completion.text, waiting)
             return
         text, token_ids = completion.text, list(completion.token_ids)
         for delta in self._stream.deltas(
@@ -174,20 +176,21 @@ class ResponseWriter(Writer):
         ):
             words = delta.get("content")
             if words is not None:
-                yield from self._say(words, take_tokens(self._waiting, words))
+                tokens = take_tokens(self._waiting, words)
+                yield from self._add_text(words, tokens)
             for call in delta.get("tool_calls", ()):
-                yield from self._call(call)
+                yield from self._add_to_call(call)
 
-    def _say(self, words: str, tokens: list[Token]) -> Iterator[Event]:
+    def _add_text(self, words: str, tokens: list[Token]) -> Iterator[Event]:
         message = self._items[-1] if self._items else None
         if not isinstance(message, Message):
             message = self._make_message()
             yield from self._begin(message)
-        told = message.add(words, tokens)
-        if told is not None:
-            yield self._write(told)
+        event = message.add(words, tokens)
+        if event is not None:
+            yield self._write(event)
 
-    def _call(self, delta: dict[str, Any]) -> Iterator[Event]:
+    def _add_to_call(self, delta: dict[str, Any]) -> Iterator[Event]:
         function = delta["function"]
         if "name" in function:
             call_id = delta.get("id") or make_call_id()
@@ -203,18 +206,19 @@ class ResponseWriter(Writer):
             yield from self._begin(self._make_message())
         item = self._items[-1]
         if isinstance(item, Message) and len(self._items) == 1:
-            # There was no call: what is left, such as an end, is the message's.
-            yield from self._say("", self._waiting)
+            # The answer has no tool call: the remaining tokens, such as an end token,
+            # belong to the message.
+            yield from self._add_text("", self._waiting)
         response = self._ended(output)
-        for told in item.closing(response["output"][-1]["status"]):
-            yield self._write(told)
+        for event in item.closing(response["output"][-1]["status"]):
+            yield self._write(event)
         yield self.last_event(response)
 
     def _begin(self, item: Message | Call) -> Iterator[Event]:
-        """Begin an item; the one before it ends."""
+        """Close the previous item and begin the next."""
         *_, last = (None, *self._items)
-        for told in () if last is None else last.closing("completed"):
-            yield self._write(told)
+        for event in () if last is None else last.closing("completed"):
+            yield self._write(event)
         self._items.append(item)
         yield from map(self._write, item.opening())
 
@@ -228,7 +232,7 @@ class ResponseWriter(Writer):
         return Call(f"fc_{self._request_id}_{at}", at, call_id=call_id, name=name)
 
     def _add_whole(self, completion: CompletionOutput) -> None:
-        """Note a whole answer."""
+        """Add the items of a complete answer: its message and its tool calls."""
         tokens, words, calls = self._read(completion), completion.text, []
         if self._parser is not None:
             found = self._parser.extract_tool_calls(words, self._chat)
@@ -245,7 +249,7 @@ class ResponseWriter(Writer):
             self._items.append(item)
 
     def _read(self, completion: CompletionOutput) -> list[Token]:
-        """Note what is new of the text; return what is told of its tokens."""
+        """Record new text; return its tokens if logprobs or origins are requested."""
         self._text += completion.text
         self._tokens += completion.token_ids
         logprobs: list[Any] = []
@@ -275,7 +279,7 @@ class ResponseWriter(Writer):
         if reason == "length":
             response["incomplete_details"] = {"reason": "max_output_tokens"}
         if status == _FAILED:
-            message = f"The text was cut off ({reason}): the server ends."
+            message = f"The text was cut off ({reason}): the server shuts down."
             response["error"] = {"code": "server_error", "message": message}
         response["usage"] = self._usage_of(output)
         self._add_metrics(response, output, is_one=True)
@@ -283,14 +287,14 @@ class ResponseWriter(Writer):
             prompt = output.prompt or "", list(output.prompt_token_ids or ())
             response["input_messages"] = [_raw_message(*prompt)]
             response["output_messages"] = [_raw_message(self._text, self._tokens)]
-        self._keep(response, answered(self._body, self._messages, *self._said()))
+        self._put(response, add_answer(self._body, self._messages, *self._answer()))
         return response
 
-    def _said(self) -> tuple[str, list[dict[str, Any]]]:
-        """The words and calls that whoever goes on from the response continues."""
+    def _answer(self) -> tuple[str, list[dict[str, Any]]]:
+        """Return the text and calls to store for `previous_response_id`."""
         calls = [item for item in self._items if isinstance(item, Call)]
         if not all(_is_whole(call) for call in calls):
-            return self._text, []  # a call that was cut off is none
+            return self._text, []  # a call that was cut off is stored as text
         words = [item.text for item in self._items if isinstance(item, Message)]
         made = [call_of(one.call_id, one.name, one.arguments) for one in calls]
         return "".join(words), made
@@ -331,7 +335,7 @@ class ResponseWriter(Writer):
             "top_logprobs": params.logprobs,
             "text": text,
             "truncation": body.truncation or "disabled",
-            "tools": [_told_tool(tool) for tool in body.tools or ()],
+            "tools": [_with_null_fields(tool) for tool in body.tools or ()],
             "tool_choice": body.tool_choice or "auto",
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": body.previous_response_id,
@@ -340,8 +344,8 @@ class ResponseWriter(Writer):
             "user": body.user,
         }
 
-    def _write(self, told: Told) -> Event:
-        name, content = told
+    def _write(self, event: ItemEvent) -> Event:
+        name, content = event
         return self._event(name, **content)
 
     def _event(self, name: str, /, **content: Any) -> Event:
@@ -356,8 +360,8 @@ def _is_whole(call: Call) -> bool:
         return False
 
 
-def _told_tool(tool: dict[str, Any]) -> dict[str, Any]:
-    """A function as an answer tells it: what was left out is null."""
+def _with_null_fields(tool: dict[str, Any]) -> dict[str, Any]:
+    """Return a function with null for the fields that the request left out."""
     if tool.get("type") != "function":
         return tool
     return dict.fromkeys(("description", "parameters", "strict")) | tool

@@ -1,4 +1,4 @@
-"""Owns what an answer tells about itself: counts of tokens, acceptance, times."""
+"""Owns the token counts, acceptance and times in responses."""
 
 from typing import Any
 
@@ -6,13 +6,13 @@ from jaxspec.outputs import CompletionOutput, RequestOutput, RequestStateStats
 
 
 class Usage:
-    """Counts the tokens of one request: of its prompts, and of each of its texts."""
+    """Counts the tokens of one request, by prompt and by text."""
 
     def __init__(self, *, has_details: bool):
-        """Begin to count.
+        """Start with zero counts.
 
         Args:
-            has_details: Tell how many tokens of prompts were cached.
+            has_details: Whether to return the number of cached prompt tokens.
         """
         self._has_details = has_details
         self._prompts: dict[int, int] = {}
@@ -20,50 +20,54 @@ class Usage:
         self._texts: dict[int, int] = {}
 
     def add_prompt(self, number: int, output: RequestOutput) -> None:
-        """Count a prompt, by its number, however often it is told."""
+        """Count a prompt once, however often its outputs come."""
         self._prompts[number] = len(output.prompt_token_ids or ())
         self._cached[number] = output.num_cached_tokens or 0
 
     def add_text(self, index: int, num_tokens: int) -> None:
-        """Count new tokens of a text, by its index."""
+        """Count new tokens of the choice with this index."""
         self._texts[index] = self._texts.get(index, 0) + num_tokens
 
     def total(self) -> dict[str, Any]:
-        """Return the counts of all of it."""
-        return self._told(sum(self._prompts.values()), sum(self._texts.values()))
+        """Return the counts of the whole request."""
+        return self._usage(sum(self._prompts.values()), sum(self._texts.values()))
 
     def before_text(self, number: int) -> dict[str, Any]:
-        """Return the counts of a prompt, of whose text nothing is told yet."""
-        return self._told(self._prompts[number], 0)
+        """Return the counts of a prompt, before its text begins."""
+        return self._usage(self._prompts[number], 0)
 
     def of_text(self, number: int, index: int) -> dict[str, Any]:
         """Return the counts of one text so far, and of its prompt."""
-        return self._told(self._prompts[number], self._texts.get(index, 0))
+        return self._usage(self._prompts[number], self._texts.get(index, 0))
 
-    def _told(self, num_prompt: int, num_generated: int) -> dict[str, Any]:
-        told: dict[str, Any] = {
+    def _usage(self, num_prompt: int, num_generated: int) -> dict[str, Any]:
+        usage: dict[str, Any] = {
             "prompt_tokens": num_prompt,
             "total_tokens": num_prompt + num_generated,
             "completion_tokens": num_generated,
         }
         if self._has_details:
             cached = sum(self._cached.values())
-            told["prompt_tokens_details"] = {"cached_tokens": cached}
-        return told
+            usage["prompt_tokens_details"] = {"cached_tokens": cached}
+        return usage
 
 
 def request_metrics(
     output: RequestOutput, *, has_drafts: bool, has_times: bool
 ) -> dict[str, Any] | None:
-    """Return what is known of a request that has ended; None for several texts."""
+    """Return the metrics of a finished request; None if it generated several sequences.
+
+    Args:
+        has_drafts: Include the acceptance of its drafts. has_times: Include its times.
+    """
     if len(output.outputs) != 1 or not (has_drafts or has_times):
         return None
-    told: dict[str, Any] = {}
+    metrics: dict[str, Any] = {}
     if has_times and output.metrics is not None:
-        told |= _times(output.metrics)
+        metrics |= _times(output.metrics)
     if has_drafts:
-        told["speculative_decoding"] = _drafts(output.outputs[0])
-    return told
+        metrics["speculative_decoding"] = _drafts(output.outputs[0])
+    return metrics
 
 
 def _times(stats: RequestStateStats) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """The two halves of a decoder's layer: attention, and the gated feed-forward network.
 
-Each takes the residual stream and gives the next one, with matrices in panels
-(`jaxspec_kernels.panel_matmul`): for CPUs, where a layer of a small model is a hundred
-operations that take longer to start than to run.
+Each maps the residual stream to the next one, with matrices in panels
+(`jaxspec_kernels.panel_matmul`). They are for CPUs, where a layer of a small model is a
+hundred operations that take longer to start than to run.
 """
 
 from collections.abc import Sequence
@@ -25,14 +25,14 @@ __all__ = [
     "feed_forward_block",
 ]
 
-# What gates are activated by: GELU by its tanh form, Hendrycks & Gimpel 2016,
+# Activations of the gate: GELU in its tanh approximation, Hendrycks & Gimpel 2016,
 # arXiv:1606.08415; SiLU is x * sigmoid(x).
 GELU, SILU = "gelu", "silu"
 _MODULES = {"reference": "reference", "cpu": "cpu"}
 
 
 class Norm(NamedTuple):
-    """Rows over their root mean square, times `offset + weight`.
+    """RMS norm: rows divided by their root mean square, times `offset + weight`.
 
     References: Zhang and Sennrich 2019, arXiv:1910.07467.
     """
@@ -43,7 +43,7 @@ class Norm(NamedTuple):
 
 
 class Queries(NamedTuple):
-    """Consecutive rows of `num_queries` per sequence, as of `paged_attention`."""
+    """Consecutive rows, `num_queries` per sequence, as in `paged_attention`."""
 
     page_table: Int[Array, "seq table"]
     kv_len: Int[Array, " seq"]
@@ -54,23 +54,23 @@ class Queries(NamedTuple):
 class Attention(NamedTuple):
     """Weights, positions and settings of `attention_block`.
 
-    All norms have one epsilon and one offset.
+    All norms share one epsilon and one offset.
 
     Attributes:
         before: Applied to the stream.
-        after: Applied to the output, before it is added to the stream; None for none.
+        after: Applied to the output before it is added to the stream; or None.
         q_norm, k_norm: Applied in float32 to each head of the queries and of the keys,
-            before the rotation. One weight of head_dim for all heads; None for none.
+            before the rotation. One weight of head_dim for all heads; or None.
         q_proj: Panels of the matrix (q_head * head_dim, model).
-        kv_proj: Of (kv_head * 2 * head_dim, model): a head's keys, then its values.
-        o_proj: Of (model, q_head * head_dim).
-        cosine, sine: Of each row's rotary angles: element i of a head is paired with
-            i + head_dim / 2 (Su et al. 2021, arXiv:2104.09864).
-        slot_mapping: As of `write_kv_pages`.
-        regions: The rows, from the first on; those in none attend to nothing.
-        scale, soft_cap, window: As of `paged_attention`.
+        kv_proj: Panels of (kv_head * 2 * head_dim, model): a head's keys, then values.
+        o_proj: Panels of (model, q_head * head_dim).
+        cosine, sine: Cosine and sine of each row's rotary angles: element i of a head
+            is paired with i + head_dim / 2 (Su et al. 2021, arXiv:2104.09864).
+        slot_mapping: As in `write_kv_pages`.
+        regions: Cover the rows from the first on; remaining rows attend to nothing.
+        scale, soft_cap, window: As in `paged_attention`.
         is_rounded: Round rows to bfloat16 before each product with bfloat16 panels, and
-            queries before they meet keys.
+            queries before the product with keys.
     """
 
     before: Norm
@@ -95,10 +95,10 @@ class FeedForward(NamedTuple):
     """Weights and settings of `feed_forward_block`.
 
     Attributes:
-        before, after, is_rounded: As of `Attention`.
+        before, after, is_rounded: As in `Attention`.
         gate_up_proj: Panels of (2 * hidden_size, model), in which `block` rows of the
             gate alternate with `block` rows of up.
-        down_proj: Of (model, hidden_size).
+        down_proj: Panels of (model, hidden_size).
         activation: `GELU` or `SILU`.
     """
 
@@ -122,11 +122,12 @@ def attention_block(
     """Return `stream + after(attention(before(stream)))` and the pages.
 
     Projects to queries, keys and values, normalises and rotates queries and keys,
-    writes keys and values to their slots, attends, and projects back. In place when the
-    caller donates `kv_pages`. On a CPU, a row's bits do not depend on the other rows.
+    writes keys and values to their slots, attends, and projects back. In place if the
+    caller donates `kv_pages`. On CPU, a row's bits do not depend on other rows.
 
     Args:
-        implementation: A name to force; None is that of jax's default backend.
+        implementation: Name of one implementation; None selects that of jax's default
+            backend.
 
     Raises:
         ValueError: The shapes do not fit each other.
@@ -137,9 +138,9 @@ def attention_block(
     count = sum(one.kv_len.shape[0] * one.num_queries for one in attention.regions)
     if num_q_heads % heads or head_dim % 2 or count > rows:
         raise ValueError(
-            f"{num_q_heads} query heads for {heads} KV heads of {head_dim}, and "
-            f"regions of {count} rows of {rows}: heads of an even size that divide, "
-            "and no more rows than there are, are needed"
+            f"the number of query heads ({num_q_heads}) must be a multiple of that of "
+            f"KV heads ({heads}), head_dim ({head_dim}) must be even, and the regions "
+            f"({count} rows) may not have more rows than the stream ({rows})"
         )
     for norm in (attention.q_norm, attention.k_norm):
         if norm is not None and norm.weight.shape != (head_dim,):
@@ -160,18 +161,18 @@ def feed_forward_block(
     """Return `stream + after(down(activation(gate(x)) * up(x)))`, x = before(stream).
 
     Args:
-        implementation: As of `attention_block`.
+        implementation: As in `attention_block`.
 
     Raises:
-        ValueError: The shapes do not fit each other, or another activation.
+        ValueError: The shapes do not fit each other, or the activation is unknown.
         NotImplementedError: There is no such implementation.
     """
     hidden_size, block = network.hidden_size, network.block
     activation = network.activation
     if hidden_size % block or activation not in (GELU, SILU):
         raise ValueError(
-            f"blocks of {block} of {hidden_size}, activated by {activation!r}: a "
-            f"divisor and one of {GELU!r}, {SILU!r} are needed"
+            f"block must divide hidden_size={hidden_size}, got {block}; activation "
+            f"must be {GELU!r} or {SILU!r}, got {activation!r}"
         )
     run = dispatch.choose(
         "decoder_blocks", _MODULES, implementation, "feed_forward_block"

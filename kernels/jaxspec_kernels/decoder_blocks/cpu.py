@@ -29,7 +29,7 @@ def attention_block(
     pages = of_pages(kv_pages)
     rows = attention.cosine, attention.sine, attention.slot_mapping
     operands = *operands, *rows, *pages
-    # Both are written where they are.
+    # Pages and scales are written in place.
     last = len(operands) - 1
     call = jax.ffi.ffi_call(
         "jaxspec_attention_block",

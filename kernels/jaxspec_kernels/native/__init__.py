@@ -1,35 +1,32 @@
-"""Operations in C++ for CPUs, called from XLA programs: built where they run.
+"""C++ operations for CPUs, called from XLA programs and built where they run.
 
 XLA:CPU copies a matrix into another order on every call, cannot multiply float32 rows
-with weights that are kept as bfloat16, and runs attention as hundreds of small loops.
-The sources in this folder do what is left to do, for the processor at hand: a compiler
-of the machine makes a library of them at the first use (some seconds), kept for later
-ones. A kept library is named after its content, and a damaged one is built again. Where
-the folder cannot be written, each process builds its own. Where there is no compiler,
-XLA's own operations serve, and the log says so.
+with bfloat16 weights, and runs attention as hundreds of small loops. The sources in
+this folder replace these. The machine's C++ compiler builds a library of them on first
+use (some seconds), which is cached. Its file name contains the hash of its content; a
+damaged library is built again. If the folder cannot be written, each process builds its
+own. If there is no compiler, XLA's operations are used, and the log says so.
 
-Which instructions they are made of is decided when they are built, not when they run:
-those of the processor at hand (AVX-512, AVX2 or SSE on x86-64; NEON on ARM). A folder
-of libraries may be shared: each kind of processor has one of its own. All forms make
-the same sums in the same order but for the number of lanes, and where a processor
-rounds a product before it adds it up: the last bits of results differ between machines,
-not between programs of one.
+The instruction set is chosen at build time: that of this processor (AVX-512, AVX2 or
+SSE on x86-64; NEON on ARM). Machines may share a folder: each kind of processor has its
+own library. All variants compute the same sums in the same order, except that the
+number of lanes differs, and that some processors round a product before adding it:
+the last bits of results differ between machines, not between programs on one machine.
 
-The forms of x86-64 are tested where they run. That of ARM has been run by an emulator
-alone, with jaxlib for Linux on aarch64: no such processor has run it, and its speed is
-not known. Of macOS the command line is tested, a build is not; for musl there is no
-jaxlib.
+The x86-64 variants are tested on real processors. The ARM variant has run in an
+emulator only, with jaxlib for Linux on aarch64; its speed is not known. For macOS the
+compiler's command line is tested, a build is not; for musl there is no jaxlib.
 
-What callers hand over as data leads nowhere outside of arrays: page ids and rows that
-are not there are the nearest that are, slots past the last are not written, lengths end
-where page tables do. Shapes that do not fit each other are refused, by the functions in
-Python while they are traced, and by each operation, whose error XLA raises. What users
-ask for the host of the engine has checked before.
+Operations never access memory outside of their arrays, whatever the data: page ids and
+row numbers are clamped, slots out of range are not written, and lengths are limited by
+the page table. Shapes that do not match are rejected at trace time by the Python
+functions, and by each operation, whose error XLA raises. The engine validates requests
+before.
 
-They are described where they are used: `multiply` and `look_up` in
-`jaxspec_kernels.panel_matmul`, `attend` in `jaxspec_kernels.paged_attention`, the
-halves of a layer in `jaxspec_kernels.decoder_blocks`, and passes over logits in
-`jaxspec_kernels.rejection_sampling`. `masks` asks Python for the masks of grammars.
+Contracts: `multiply` and `look_up` in `jaxspec_kernels.panel_matmul`, `attend` in
+`jaxspec_kernels.paged_attention`, both halves of a layer in
+`jaxspec_kernels.decoder_blocks`, and passes over logits in
+`jaxspec_kernels.rejection_sampling`. `masks` calls back into Python for grammar masks.
 """
 
 import ctypes
@@ -64,9 +61,9 @@ TARGETS = (
     "jaxspec_attention_block",
     "jaxspec_feed_forward_block",
     "jaxspec_statistics",
-    "jaxspec_amounts",
-    "jaxspec_race",
-    "jaxspec_excess",
+    "jaxspec_mass_above",
+    "jaxspec_gumbel_argmax",
+    "jaxspec_residual_mass",
     "jaxspec_search",
     "jaxspec_draw",
     "jaxspec_probabilities",
@@ -77,25 +74,25 @@ _FOLDER = Path(__file__).parent
 _FLAGS = (
     "-std=c++17",
     "-O3",
-    # A product and a sum are one rounding, wherever the processor can.
+    # Fuse a product and a sum into one rounding, where the processor can.
     "-ffp-contract=fast",
     "-fno-math-errno",
     "-fPIC",
 )
-# Compilers for ARM know the processor at hand by this name; Apple's refused the other.
+# The flag for this processor on ARM; Apple's compiler rejects -march=native.
 _FOR_THIS_PROCESSOR = {"arm64": "-mcpu=native", "aarch64": "-mcpu=native"}
 _COMPILE_LIMIT_S = 600
 
 
 def is_available() -> bool:
-    """Whether they can be called; builds them if need be. `JAXSPEC_NATIVE` says off."""
+    """Return whether the operations can be called; builds them on first use."""
     given = os.environ.get(VARIABLE, "") or ON
     return given.lower() != OFF and _is_registered(given)
 
 
 @functools.cache
 def _is_registered(given: str) -> bool:
-    """Have XLA know the operations; False, and a line in the log, where that fails."""
+    """Register the operations with XLA; on failure log a warning and return False."""
     try:
         library = _load(given)
         for name in TARGETS:
@@ -115,7 +112,7 @@ def _is_registered(given: str) -> bool:
 
 
 def require(operation: str) -> None:
-    """Raises `NotImplementedError` where the operations cannot be called."""
+    """Raise `NotImplementedError` unless the operations can be called."""
     if not is_available():
         raise NotImplementedError(
             f"{operation} has no 'cpu' implementation here: the native operations are "
@@ -124,25 +121,25 @@ def require(operation: str) -> None:
 
 
 def digest() -> str:
-    """What distinguishes programs that call these operations; empty without any."""
+    """Return the key of programs that call these operations; empty if unavailable."""
     return _digest(_compiler()) if is_available() else ""
 
 
 def _load(given: str) -> ctypes.CDLL:
-    """Load the library for this machine; build it where there is no whole one.
+    """Load the library for this machine; build it if none is cached and undamaged.
 
     Args:
-        given: As `cache_folder` takes it.
+        given: The setting, as for `cache_folder`.
 
     Raises:
         OSError: The library can neither be built nor loaded.
-        RuntimeError: There is no compiler, or it fails.
+        RuntimeError: There is no compiler, or it failed.
     """
     compiler = _compiler()
     name = f"native-{_digest(compiler)}"
     for path in _kept_libraries(given, name):
         try:
-            # A damaged library can end the process when it is loaded.
+            # Loading a damaged library can crash the process.
             if path.name == _whole_name(name, path.read_bytes()):
                 return ctypes.CDLL(str(path))
             _log.warning("%s is damaged, and is built again", path)
@@ -153,7 +150,7 @@ def _load(given: str) -> ctypes.CDLL:
         made = _build(compiler, Path(folder))
         try:
             path = _keep(made, cache_folder(given), name)
-        # A RuntimeError: the user has no home directory.
+        # RuntimeError: the user has no home directory.
         except (OSError, RuntimeError) as cause:
             _log.warning(
                 "Native operations cannot be kept, and are built again at every start: "
@@ -168,21 +165,21 @@ def _load(given: str) -> ctypes.CDLL:
 def _kept_libraries(given: str, name: str) -> list[Path]:
     try:
         return sorted(cache_folder(given).glob(f"{name}-*.so"))
-    except (OSError, RuntimeError):  # `_keep` meets the same, and it is logged
+    except (OSError, RuntimeError):  # `_keep` fails with the same error and logs it
         return []
 
 
 def _whole_name(name: str, content: bytes) -> str:
-    """Name a library after its content, so that damage is seen."""
+    """Return a file name with the hash of the content, which reveals damage."""
     return f"{name}-{hashlib.sha256(content).hexdigest()}.so"
 
 
 def _build(compiler: str, folder: Path) -> Path:
-    """Compile the sources in a private folder; returns the library's path."""
+    """Compile the sources in a private folder; return the library's path."""
     _log.info("Building native operations with %s (once)", compiler)
     made, sources = folder / "native.so", _sources()
     objects = [str(folder / f"{source.stem}.o") for source in sources]
-    with ThreadPool(len(sources)) as pool:  # each in a process of its own
+    with ThreadPool(len(sources)) as pool:  # one compiler process each
         commands = [
             ["-c", f"-I{jax.ffi.include_dir()}", "-o", to, str(source)]
             for to, source in zip(objects, sources, strict=True)
@@ -193,7 +190,7 @@ def _build(compiler: str, folder: Path) -> Path:
 
 
 def _keep(made: Path, folder: Path, name: str) -> Path:
-    """Copy a library to where later processes find it, whole; returns its new path.
+    """Copy a library atomically to where later processes find it; return its path.
 
     Raises:
         OSError: The folder cannot be written, or its disk is full.
@@ -201,7 +198,7 @@ def _keep(made: Path, folder: Path, name: str) -> Path:
     content = made.read_bytes()
     path = folder / _whole_name(name, content)
     folder.mkdir(parents=True, exist_ok=True)
-    # Other processes may write the same library at once.
+    # Other processes may write the same library at the same time.
     partial = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
     try:
         with partial.open("xb") as file:
@@ -216,7 +213,7 @@ def _keep(made: Path, folder: Path, name: str) -> Path:
 
 
 def _run(compiler: str, arguments: list[str]) -> None:
-    """Raises `RuntimeError` with the first line of what the compiler says."""
+    """Run the compiler; raise `RuntimeError` with the first line of its message."""
     try:
         subprocess.run(
             [compiler, *_flags(), *arguments],
@@ -226,23 +223,23 @@ def _run(compiler: str, arguments: list[str]) -> None:
             timeout=_COMPILE_LIMIT_S,
         )
     except subprocess.CalledProcessError as error:
-        told = error.stderr.strip().splitlines()[:1]
-        raise RuntimeError(f"{compiler} fails: {' '.join(told)}") from error
+        message = " ".join(error.stderr.strip().splitlines()[:1])
+        raise RuntimeError(f"{compiler} fails: {message}") from error
     except subprocess.TimeoutExpired as error:
         raise RuntimeError(f"{compiler} takes over {_COMPILE_LIMIT_S} s") from error
 
 
 def _flags() -> tuple[str, ...]:
-    """Of every command.
+    """Return the flags of every compiler command.
 
-    None is for undefined symbols, which Apple's linker refuses: there are none, as
-    XLA's headers reach it through pointers. Loaders do not mind that it is called .so.
+    No flag allows undefined symbols, which Apple's linker rejects: there are none, as
+    XLA's headers call XLA through pointers. macOS also loads a library named .so.
     """
     return *_FLAGS, _FOR_THIS_PROCESSOR.get(platform.machine(), "-march=native")
 
 
 def _compiler() -> str:
-    """Raises `RuntimeError` where there is none."""
+    """Return the C++ compiler; raise `RuntimeError` if there is none."""
     names = (os.environ.get("CXX", ""), "c++", "g++", "clang++")
     found = next(filter(None, map(shutil.which, filter(None, names))), None)
     if found is None:
@@ -256,7 +253,7 @@ def _sources() -> list[Path]:
 
 @functools.cache
 def _digest(compiler: str) -> str:
-    """Of all that the library is made of, and for: sources, flags, the processor."""
+    """Hash everything the library depends on: sources, flags, versions, processor."""
     found = hashlib.sha256()
     for path in sorted(_FOLDER.glob("*.h")) + _sources():
         found.update(path.read_bytes())
@@ -267,13 +264,13 @@ def _digest(compiler: str) -> str:
 
 
 def _processor() -> str:
-    """What the processor can do: a library for one need not run on another."""
-    if sys.platform == "darwin":  # platform.processor() says "arm" of all of Apple's
-        asked = ["/usr/sbin/sysctl", "-n", "machdep.cpu.brand_string"]
-        told = subprocess.run(asked, check=True, capture_output=True, text=True)
-        return told.stdout.strip()
+    """Describe the processor: a library built for one may not run on another."""
+    if sys.platform == "darwin":  # platform.processor() is "arm" for all of Apple's
+        command = ["/usr/sbin/sysctl", "-n", "machdep.cpu.brand_string"]
+        result = subprocess.run(command, check=True, capture_output=True, text=True)
+        return result.stdout.strip()
     lines = Path("/proc/cpuinfo").read_text().splitlines()
-    # The last two are ARM's, which has no names of models there.
+    # The last two identify ARM processors, which have no model name.
     names = "flags", "Features", "model name", "CPU implementer", "CPU part"
     return "\n".join(
         next((line for line in lines if line.startswith(name)), "") for name in names
@@ -281,7 +278,7 @@ def _processor() -> str:
 
 
 def cache_folder(given: str = ON) -> Path:
-    """Where libraries are kept, as `JAXSPEC_NATIVE` says or by default."""
+    """Return the folder of built libraries: `JAXSPEC_NATIVE`, or the default."""
     if given.lower() != ON:
         return Path(given).expanduser()
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"

@@ -1,10 +1,9 @@
 // Attention of a few queries per sequence over paged keys and values.
 //
-// Each query head of each token is a row by itself: it meets the keys that it sees in
-// their order, with sums of its own. Its bits do not depend on how many queries there
-// are, how a tree's drafts lie, where pages are, nor on the threads. What rows share is
-// reading: queries beside each other multiply with the same keys while these are in
-// registers.
+// Each query head of each token is a row: it multiplies with the keys that it sees in
+// their order and has its own sums. Its bits depend neither on the number of queries,
+// the shape of a draft tree, the position of pages, nor on threads. Rows share only
+// reads: neighbouring queries multiply with the same keys while these are in registers.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -21,26 +20,26 @@ namespace {
 
 namespace ffi = xla::ffi;
 
-// Multiplications of one call from which on a second thread is of use.
+// Multiplications per thread below which a further thread does not pay.
 constexpr int64_t kMinWorkPerThread = 1 << 18;
 
-// Rows of one pass over keys: their sums fill the registers.
-constexpr int kMostRows = kLanes == 16 ? 6 : 2;
+// Rows per pass over keys: their sums fill the registers.
+constexpr int kMaxRows = kLanes == 16 ? 6 : 2;
 // Vectors of a value that are added up together.
 constexpr int kVectors = 4;
-// Queries of one part: they share what is read of keys.
-constexpr int64_t kMostQueries = 16;
-// Scores of one part, in bytes: they stay in a core's cache.
-constexpr int64_t kMostScores = 1 << 18;
+// Queries of one part: they share reads of keys.
+constexpr int64_t kMaxQueries = 16;
+// Size of the scores of one part in bytes: they fit in a core's cache.
+constexpr int64_t kMaxScores = 1 << 18;
 constexpr float kNothing = -1e30f;
 
-// Positions from `first` on, before `last`.
+// Positions in [first, last).
 struct Range {
   int64_t first, last;
   int64_t count() const { return std::max<int64_t>(last - first, 0); }
 };
 
-// What a query of a chain sees.
+// Positions that a query of a chain sees.
 Range range_of(const Attention& given, int64_t kv_len, int64_t query) {
   const int64_t position = kv_len - given.queries + query;
   const int64_t first =
@@ -48,8 +47,8 @@ Range range_of(const Attention& given, int64_t kv_len, int64_t query) {
   return {first, std::min(position + 1, given.table * given.page_size)};
 }
 
-// Slots of the keys that a query of a tree sees, in their order.
-void see(std::vector<int64_t>& seen, const Attention& given, int64_t kv_len,
+// Slots of the keys that a query of a tree sees, in order.
+void visible_keys(std::vector<int64_t>& seen, const Attention& given, int64_t kv_len,
          int64_t query, const bool* mask) {
   seen.clear();
   const int64_t window = given.window, queries = given.queries;
@@ -62,7 +61,7 @@ void see(std::vector<int64_t>& seen, const Attention& given, int64_t kv_len,
     return depth;
   };
   const int64_t position = start + depth_of(query);
-  // What lies before the tree is seen by whoever sees its root.
+  // A query that sees the root of the tree sees all tokens before the tree.
   const int64_t last = std::min(kv_len, capacity);
   for (int64_t key = 0; key < last; ++key) {
     const int64_t node = std::clamp<int64_t>(key - start, 0, queries - 1);
@@ -73,9 +72,9 @@ void see(std::vector<int64_t>& seen, const Attention& given, int64_t kv_len,
   }
 }
 
-// As many keys as there are lanes, feature by feature: to[feature * kLanes + key].
+// Transposes kLanes keys: to[feature * kLanes + key].
 template <typename Value>
-void turn(const Value* const* keys, int64_t size, float* to) {
+void transpose_keys(const Value* const* keys, int64_t size, float* to) {
   for (int64_t at = 0; at < size; at += kLanes) {
     const int64_t count = std::min<int64_t>(size - at, kLanes);
     Floats rows[kLanes];
@@ -85,8 +84,8 @@ void turn(const Value* const* keys, int64_t size, float* to) {
   }
 }
 
-// Products of rows with the keys of a block, a lane for each. Of a row, products of even
-// features are added up, those of odd ones, and the two sums.
+// Scores of rows with the keys of a block, one lane per key. A row adds up the products
+// of even features, those of odd ones, and then both sums.
 template <int Rows>
 void score(const float* rows, const float* block, int64_t size, Floats* found) {
   Floats even[Rows] = {}, odd[Rows] = {};
@@ -106,9 +105,8 @@ void score(const float* rows, const float* block, int64_t size, Floats* found) {
   for (int row = 0; row < Rows; ++row) found[row] = even[row] + odd[row];
 }
 
-// Adds `count` values, each times a row's weight for it, to the sums of rows; in the
-// order of positions, a feature by itself. `lanes`: Of the last vector; all, where it
-// is whole.
+// Adds `count` values times a row's weights to the sums of rows, in order of positions,
+// each feature by itself. `lanes`: valid lanes of the last vector, unless it is whole.
 template <int Rows, int Vectors, bool IsWhole, typename Value>
 void mix_some(const Value* const* values, int64_t at, const float* const* weights,
               int64_t count, float* sums, int64_t size, int64_t lanes) {
@@ -148,20 +146,20 @@ void mix(const Value* const* values, const float* const* weights, int64_t count,
                              std::min<int64_t>(size - at, kLanes));
 }
 
-// Calls run(first, integral constant of how many) for groups of `count` rows.
+// Calls run(first, integral constant of the group size) for groups of `count` rows.
 template <typename Run>
 void for_rows(int64_t count, const Run& run) {
   int64_t first = 0;
-  for (; first + kMostRows <= count; first += kMostRows)
-    run(first, std::integral_constant<int, kMostRows>());
-  constexpr int kHalf = kMostRows / 2;
+  for (; first + kMaxRows <= count; first += kMaxRows)
+    run(first, std::integral_constant<int, kMaxRows>());
+  constexpr int kHalf = kMaxRows / 2;
   for (; first + kHalf <= count; first += kHalf)
     run(first, std::integral_constant<int, kHalf>());
   for (; first < count; ++first) run(first, std::integral_constant<int, 1>());
 }
 
-// Weights of scores, which they replace, and their sum. `count` is above 0; there is
-// room for a whole vector.
+// Replaces scores by unnormalised weights; returns their sum. `count` is above 0; there
+// is room for a whole vector.
 float to_weights(float* scores, int64_t count, float soft_cap) {
   const int64_t padded = (count + kLanes - 1) / kLanes * kLanes;
   Floats most = splat(kNothing);
@@ -185,12 +183,12 @@ float to_weights(float* scores, int64_t count, float soft_cap) {
   return sum_of(total);
 }
 
-// What queries of one sequence find at one KV head.
+// Attention of the queries of one sequence at one KV head.
 //
-// A row is a query head of a token. `ranges` says which of `keys`, those that any of
-// the tokens sees, each token sees itself. Afterwards `keys` are the values.
-// Where these are int8, `scales[i]` points to the scale of `keys[i]`, which a score is
-// multiplied by; that of its value is the next float, and a weight is multiplied by it.
+// A row is a query head of a token. `keys` are those that any of the tokens sees, and
+// `ranges` the part of them that each token sees. Afterwards `keys` point to the
+// values. int8 pages: `scales[i]` points to the scale of `keys[i]`, which multiplies a
+// score; the next float is the scale of its value, which multiplies a weight.
 template <typename Query, typename Value>
 void attend_rows_of(const Attention& given, std::vector<const Value*>& keys,
                     const std::vector<const float*>& scales, const Range* ranges,
@@ -215,7 +213,7 @@ void attend_rows_of(const Attention& given, std::vector<const Value*>& keys,
     const Value* own[kLanes];
     for (int64_t key = 0; key < kLanes; ++key)
       own[key] = keys[std::min(at + key, count - 1)];
-    turn(own, size, block);
+    transpose_keys(own, size, block);
     Floats factors = {};
     if constexpr (kIsScaled) {
       float lanes[kLanes];
@@ -248,7 +246,7 @@ void attend_rows_of(const Attention& given, std::vector<const Value*>& keys,
       }
     });
   }
-  // From here on `keys` point to values, each of which lies behind its key.
+  // From here on `keys` point to values, each of which follows its key.
   for (const Value*& key : keys) key += size;
   for_rows(rows, [&](int64_t first, auto number) {
     constexpr int kRows = number.value;
@@ -264,7 +262,7 @@ void attend_rows_of(const Attention& given, std::vector<const Value*>& keys,
         for (int64_t i = 0; i < range.count(); ++i)
           scores[(first + row) * padded + i] *= scales[range.first + i][1];
     }
-    // What all of them see is read once, and what only some see by each of these.
+    // Read values that all rows see once, and the others per row.
     if (!all.count()) all = {0, 0};
     auto mix_row = [&](int row, int64_t begin, int64_t end) {
       const float* own = scores + (first + row) * padded -
@@ -296,7 +294,7 @@ template <typename Query, typename Value>
 void attend_all(ffi::ThreadPool& pool, const Attention& given, const Query* query,
                 Query* mixed) {
   const int64_t group = given.q_heads / given.kv_heads, queries = given.queries;
-  const int64_t blocks = (queries + kMostQueries - 1) / kMostQueries;
+  const int64_t blocks = (queries + kMaxQueries - 1) / kMaxQueries;
   const int64_t capacity = given.table * given.page_size;
   auto run = [&](int64_t part) {
     static thread_local std::vector<int64_t> seen;
@@ -332,23 +330,23 @@ void attend_all(ffi::ThreadPool& pool, const Attention& given, const Query* quer
     while (token < last) {
       keys.clear(), scales.clear();
       if (own != nullptr) {
-        see(seen, given, given.kv_len[seq], token, own);
+        visible_keys(seen, given, given.kv_len[seq], token, own);
         for (const int64_t slot : seen) add(key_at(slot));
         const Range range{0, static_cast<int64_t>(keys.size())};
         attend_tokens(&range, token, 1);
         ++token;
         continue;
       }
-      Range ranges[kMostQueries];
+      Range ranges[kMaxQueries];
       const Range first = range_of(given, given.kv_len[seq], token);
       Range all = first;
       int64_t tokens = 0;
       for (; token + tokens < last; ++tokens) {
         const Range range = range_of(given, given.kv_len[seq], token + tokens);
-        // Those that see nothing come first, and stay among themselves.
+        // Queries that see nothing come first; group them among themselves.
         if ((range.count() == 0) != (first.count() == 0)) break;
         const int64_t needs = (range.last - first.first) * (tokens + 1) * group;
-        if (tokens && needs * int64_t{sizeof(float)} > kMostScores) break;
+        if (tokens && needs * int64_t{sizeof(float)} > kMaxScores) break;
         ranges[tokens] = range;
         all.last = range.last;
       }
@@ -379,18 +377,18 @@ void attend_all(ffi::ThreadPool& pool, const Attention& given, const Query* quer
   }
 }
 
-// By the type of the pages.
+// Dispatches on the type of the pages.
 template <typename Query>
 void attend_rows(ffi::ThreadPool& pool, const Attention& given, const Query* query,
                  Query* mixed) {
-  switch (given.kept) {
-    case Kept::kFloat32:
+  switch (given.page_type) {
+    case PageType::kFloat32:
       return attend_all<Query, float>(pool, given, query, mixed);
-    case Kept::kBfloat16:
+    case PageType::kBfloat16:
       return attend_all<Query, Bfloat16>(pool, given, query, mixed);
-    case Kept::kFloat8:
+    case PageType::kFloat8:
       return attend_all<Query, StoredFloat8>(pool, given, query, mixed);
-    case Kept::kInt8:
+    case PageType::kInt8:
       return attend_all<Query, StoredInt8>(pool, given, query, mixed);
   }
 }
@@ -399,30 +397,30 @@ void attend_rows(ffi::ThreadPool& pool, const Attention& given, const Query* que
 
 ffi::Error set_pages(Attention& attention, ffi::AnyBuffer kv_pages,
                      ffi::AnyBuffer scales) {
-  const auto form = kv_pages.dimensions();
+  const auto shape = kv_pages.dimensions();
   const auto type = kv_pages.element_type();
-  // Ids are taken to the nearest page that is there, so that there must be one.
-  if (form.size() != 4 || form[0] < 1 || form[1] < 1 || form[2] < 1 || form[2] % 2)
+  // Page ids are clamped, so there must be a page.
+  if (shape.size() != 4 || shape[0] < 1 || shape[1] < 1 || shape[2] < 1 || shape[2] % 2)
     return ffi::Error::InvalidArgument("pages have other axes");
-  // Those of bfloat16 and of fp8 may be given as their bits.
+  // bfloat16 and fp8 pages may be passed as their bits.
   if (type == ffi::F32)
-    attention.kept = Kept::kFloat32;
+    attention.page_type = PageType::kFloat32;
   else if (type == ffi::BF16 || type == ffi::U16)
-    attention.kept = Kept::kBfloat16;
+    attention.page_type = PageType::kBfloat16;
   else if (type == ffi::F8E4M3FN || type == ffi::U8)
-    attention.kept = Kept::kFloat8;
+    attention.page_type = PageType::kFloat8;
   else if (type == ffi::S8)
-    attention.kept = Kept::kInt8;
+    attention.page_type = PageType::kInt8;
   else
     return ffi::Error::InvalidArgument("pages are float32, bfloat16, fp8 or int8");
-  const int64_t needed = type == ffi::S8 ? form[0] * form[1] * form[2] : 0;
+  const int64_t needed = type == ffi::S8 ? shape[0] * shape[1] * shape[2] : 0;
   if (scales.element_type() != ffi::F32 ||
       static_cast<int64_t>(scales.element_count()) != needed)
     return ffi::Error::InvalidArgument("scales are those of other pages");
   attention.kv_pages = kv_pages.untyped_data();
   attention.scales = static_cast<const float*>(scales.untyped_data());
-  attention.pages = form[0], attention.page_size = form[1];
-  attention.kv_heads = form[2] / 2, attention.head_dim = form[3];
+  attention.pages = shape[0], attention.page_size = shape[1];
+  attention.kv_heads = shape[2] / 2, attention.head_dim = shape[3];
   return ffi::Error::Success();
 }
 

@@ -7,26 +7,26 @@
 
 namespace jaxspec {
 
-// What pages hold.
-enum class Kept { kFloat32, kBfloat16, kFloat8, kInt8 };
+// Element type of pages.
+enum class PageType { kFloat32, kBfloat16, kFloat8, kInt8 };
 
-// As `jaxspec_kernels.paged_attention` describes it.
+// Arguments as in `jaxspec_kernels.paged_attention`.
 struct Attention {
-  int64_t queries, q_heads;  // of a sequence, and of a query
-  float scale, soft_cap;     // a soft cap of 0 is none
-  int64_t window;            // 0 is none
+  int64_t queries, q_heads;  // per sequence, per query
+  float scale, soft_cap;     // soft cap 0: none
+  int64_t window;            // 0: none
   const void* kv_pages;      // [page, page_size, 2 * kv_head, head_dim]
-  Kept kept;
-  const float* scales;  // [page, page_size, 2 * kv_head], of int8
+  PageType page_type;
+  const float* scales;  // [page, page_size, 2 * kv_head], of int8 pages
   int64_t pages, page_size, kv_heads, head_dim;
   const int32_t* page_table;  // [seq, table]
   const int32_t* kv_len;      // [seq]
-  const bool* mask;           // [seq, query, query]; null is none
+  const bool* mask;           // [seq, query, query]; null: none
   int64_t seqs, table;
 };
 
-// Take what buffers say; errors where their shapes fit no attention.
-// `scales` has none where pages are not int8.
+// Set fields from buffers; an error if shapes do not fit. `scales` is empty unless pages
+// are int8.
 xla::ffi::Error set_pages(Attention& attention, xla::ffi::AnyBuffer kv_pages,
                           xla::ffi::AnyBuffer scales);
 xla::ffi::Error set_region(Attention& attention,

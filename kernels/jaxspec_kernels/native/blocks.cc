@@ -1,8 +1,8 @@
 // The two halves of a decoder's layer, each from the residual stream to the residual
 // stream: attention with its projections, and the gated feed-forward network.
 //
-// Every row is computed by itself, in one order of operations, so that its bits do not
-// depend on how many rows there are.
+// Every row is computed independently, in one order of operations, so that its bits do
+// not depend on the number of rows.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -21,10 +21,10 @@ namespace {
 
 namespace ffi = xla::ffi;
 
-// Values of one call from which on a second thread is of use.
+// Values per thread below which a further thread does not pay.
 constexpr int64_t kMinValuesPerThread = 1 << 14;
-// Rows of the feed-forward network at a time: what lies between its products is large.
-constexpr int64_t kMostRows = 256;
+// Rows of the feed-forward network at a time: its activations are large.
+constexpr int64_t kMaxRows = 256;
 
 template <typename Run>
 void for_each_row(ffi::ThreadPool& pool, int64_t rows, int64_t values, const Run& run) {
@@ -39,12 +39,12 @@ void for_each_row(ffi::ThreadPool& pool, int64_t rows, int64_t values, const Run
   });
 }
 
-// Rows over their root mean square, times `offset` + `weight`.
+// Divides rows by their root mean square and multiplies with `offset` + `weight`.
 struct Norm {
-  std::vector<float> scale;  // empty is none
+  std::vector<float> scale;  // empty: no norm
   float epsilon;
 
-  // Whether a buffer is weights of rows of `size`, or none at all.
+  // Returns false unless the buffer is empty or holds the weights of rows of `size`.
   bool set(ffi::AnyBuffer weight, int64_t size, float offset, float eps) {
     epsilon = eps;
     const int64_t count = weight.element_count();
@@ -62,7 +62,7 @@ struct Norm {
     return true;
   }
 
-  // to = norm(row), or where there is a residual, residual + norm(row).
+  // to = norm(row), or residual + norm(row) with a residual.
   void apply(const float* row, const float* residual, float* to, int64_t size) const {
     float factor = 1.0f;
     if (!scale.empty())
@@ -82,7 +82,7 @@ void apply(ffi::ThreadPool& pool, const Norm& norm, const float* rows,
   });
 }
 
-// Normalises `count` heads of `size`, each `stride` after the one before, in place.
+// Normalises `count` heads of `size` in place, `stride` apart.
 void apply_to_heads(const Norm& norm, float* heads, int64_t count, int64_t stride,
                     int64_t size) {
   if (norm.scale.empty()) return;
@@ -96,18 +96,19 @@ float rounded(float value, bool is_rounded) {
   return is_rounded ? widen(narrow(value)) : value;
 }
 
-// One head, its element i paired with i + half; `turned` may be `values`.
+// Rotates one head; element i is paired with i + half. `rotated` may be `values`.
 template <typename To>
 void rotate(const float* values, const float* cosine, const float* sine, int64_t half,
-            bool is_rounded, To* turned) {
+            bool is_rounded, To* rotated) {
   for (int64_t i = 0; i < half; ++i) {
     const float first = values[i], second = values[half + i];
-    put(turned + i, rounded(first * cosine[i] - second * sine[i], is_rounded));
-    put(turned + half + i, rounded(second * cosine[i] + first * sine[i], is_rounded));
+    put(rotated + i, rounded(first * cosine[i] - second * sine[i], is_rounded));
+    put(rotated + half + i, rounded(second * cosine[i] + first * sine[i], is_rounded));
   }
 }
 
-// Keys, turned, and values of one row to its slot: a head's keys, then its values.
+// Writes rotated keys and the values of one row to its slot: a head's keys, then
+// values.
 template <typename Value>
 void write_row(const float* key_value, const float* cosine, const float* sine,
                int64_t heads, int64_t size, Value* to) {
@@ -118,13 +119,13 @@ void write_row(const float* key_value, const float* cosine, const float* sine,
   }
 }
 
-// Numbers of a head as whole ones up to 127, and what these are multiplied with.
+// Quantizes a head to whole numbers up to 127, and returns their scale.
 void quantize(const float* values, int64_t size, int8_t* to, float* scale) {
   float most = 0;
   for (int64_t i = 0; i < size; ++i) {
     const float one = std::abs(values[i]);
     most = one > most || one != one ? one : most;
-    if (most != most) break;  // NaN, which the scale hands on
+    if (most != most) break;  // NaN: the scale is NaN as well
   }
   *scale = most * (1.0f / 127);
   const float inverse = *scale > 0 ? 1.0f / *scale : 0.0f;
@@ -134,14 +135,14 @@ void quantize(const float* values, int64_t size, int8_t* to, float* scale) {
   }
 }
 
-// As `write_row`; `scales` are those of a head's keys, then of its values.
+// As `write_row`, for int8; `scales` are those of a head's keys, then of its values.
 void write_scaled_row(const float* key_value, const float* cosine, const float* sine,
                       int64_t heads, int64_t size, int8_t* to, float* scales) {
-  static thread_local std::vector<float> turned;
-  turned.resize(2 * heads * size);
-  write_row(key_value, cosine, sine, heads, size, turned.data());
+  static thread_local std::vector<float> rotated;
+  rotated.resize(2 * heads * size);
+  write_row(key_value, cosine, sine, heads, size, rotated.data());
   for (int64_t part = 0; part < 2 * heads; ++part)
-    quantize(turned.data() + part * size, size, to + part * size, scales + part);
+    quantize(rotated.data() + part * size, size, to + part * size, scales + part);
 }
 
 ffi::Error AttentionBlock(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> stream,
@@ -163,10 +164,10 @@ ffi::Error AttentionBlock(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> stream,
   auto refuse = [](const char* reason) {
     return ffi::Error::InvalidArgument(std::string("attention_block: ") + reason);
   };
-  const auto form = stream.dimensions();
-  if (form.size() != 2 || made->element_count() != stream.element_count())
+  const auto shape = stream.dimensions();
+  if (shape.size() != 2 || made->element_count() != stream.element_count())
     return refuse("rows have other axes");
-  const int64_t rows = form[0], model = form[1];
+  const int64_t rows = shape[0], model = shape[1];
   Attention attention{};
   attention.q_heads = num_q_heads, attention.scale = scale;
   attention.soft_cap = soft_cap, attention.window = window;
@@ -216,7 +217,7 @@ ffi::Error AttentionBlock(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> stream,
   multiply(pool, to_queries, normed_rows, rows, queries);
   multiply(pool, to_keys, normed_rows, rows, keys);
   const int64_t num_slots = attention.pages * attention.page_size;
-  // Other threads of the pool have norms of their own under the thread-local names.
+  // Bind by reference: other threads would read their own thread-local norms.
   const Norm &query_norm = q_heads, &key_norm = k_heads;
   for_each_row(pool, rows, queries_size + keys_size, [&](int64_t row) {
     const float* cosines = cosine.typed_data() + row * half;
@@ -227,26 +228,26 @@ ffi::Error AttentionBlock(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> stream,
       rotate(own, cosines, sines, half, is_rounded, own);
     }
     const int64_t slot = slots.typed_data()[row];
-    if (slot < 0 || slot >= num_slots) return;  // a pad
+    if (slot < 0 || slot >= num_slots) return;  // padding
     float* own = keys + row * keys_size;
     apply_to_heads(key_norm, own, kv_heads, 2 * size, size);
     auto write = [&](auto* all) {
       write_row(own, cosines, sines, kv_heads, size, all + slot * keys_size);
     };
-    switch (attention.kept) {
-      case Kept::kFloat32:
+    switch (attention.page_type) {
+      case PageType::kFloat32:
         return write(static_cast<float*>(pages));
-      case Kept::kBfloat16:
+      case PageType::kBfloat16:
         return write(static_cast<Bfloat16*>(pages));
-      case Kept::kFloat8:
+      case PageType::kFloat8:
         return write(static_cast<StoredFloat8*>(pages));
-      case Kept::kInt8:
+      case PageType::kInt8:
         return write_scaled_row(own, cosines, sines, kv_heads, size,
                                 static_cast<int8_t*>(pages) + slot * keys_size,
                                 slot_scales + slot * 2 * kv_heads);
     }
   });
-  // From here on what the heads mix lies where the normed rows did.
+  // From here on the heads' results overwrite the normed rows.
   int64_t start = 0;
   for (size_t region = 0; region < num_queries.size(); ++region) {
     attention.queries = num_queries[region];
@@ -300,10 +301,10 @@ ffi::Error FeedForwardBlock(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> stream,
   auto refuse = [](const char* reason) {
     return ffi::Error::InvalidArgument(std::string("feed_forward_block: ") + reason);
   };
-  const auto form = stream.dimensions();
-  if (form.size() != 2 || made->element_count() != stream.element_count())
+  const auto shape = stream.dimensions();
+  if (shape.size() != 2 || made->element_count() != stream.element_count())
     return refuse("rows have other axes");
-  const int64_t rows = form[0], model = form[1];
+  const int64_t rows = shape[0], model = shape[1];
   if (hidden < 1 || block < 1 || hidden % block) return refuse("blocks do not divide");
   const Panels in = panels_of(gate_up_proj, gate_up_scales, 2 * hidden, model, is_rounded);
   const Panels out = panels_of(down_proj, down_scales, model, hidden, is_rounded);
@@ -312,15 +313,15 @@ ffi::Error FeedForwardBlock(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> stream,
   if (!first.set(before, model, offset, epsilon) ||
       !last.set(after, model, offset, epsilon))
     return refuse("norms do not fit");
-  // Of one call, and kept for the next: products, and what they are activated to.
+  // Per call, and reused by the next: products and activations.
   static thread_local std::vector<float> normed, inner, active, outer;
-  const int64_t most = std::min(rows, kMostRows);
+  const int64_t most = std::min(rows, kMaxRows);
   normed.resize(most * model), outer.resize(most * model);
   inner.resize(most * 2 * hidden), active.resize(most * hidden);
   float *normed_rows = normed.data(), *products = inner.data();
   float* activated = active.data();
-  for (int64_t start = 0; start < rows; start += kMostRows) {
-    const int64_t count = std::min(kMostRows, rows - start);
+  for (int64_t start = 0; start < rows; start += kMaxRows) {
+    const int64_t count = std::min(kMaxRows, rows - start);
     const float* from = stream.typed_data() + start * model;
     apply(pool, first, from, nullptr, normed_rows, count, model);
     multiply(pool, in, normed_rows, count, products);

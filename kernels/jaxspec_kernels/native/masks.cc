@@ -1,7 +1,7 @@
 // Token masks that Python computes while a program runs.
 //
-// XLA keeps a program with jax's own callbacks in one process only: they are addresses.
-// This operation has a name, and finds the function in the process that runs it.
+// XLA cannot keep a program with jax's own callbacks beyond its process: they are
+// addresses. This operation has a name and finds the function in its own process.
 #include <atomic>
 #include <cstdint>
 

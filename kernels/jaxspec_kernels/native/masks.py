@@ -1,6 +1,6 @@
-"""Owns the operation by which a program on a CPU asks Python for token masks.
+"""Operation with which a CPU program calls Python for token masks.
 
-A program that calls it can be kept on disk, unlike one with `jax.pure_callback`.
+A program with it can be cached on disk, unlike one with `jax.pure_callback`.
 """
 
 import ctypes
@@ -26,16 +26,16 @@ def answer_with(answer: Answer) -> None:
 
 
 def ask(form: jax.ShapeDtypeStruct, *arguments: Any) -> jax.Array:
-    """Ask for masks, uint32[seq, row, word], in the middle of a program.
+    """Compute masks, uint32[seq, row, word], inside a program.
 
     Args:
-        arguments: Those of the function but for the first; int32.
+        arguments: Arguments of the mask function except the first; int32.
     """
     return jax.ffi.ffi_call(TARGET, form)(*arguments)
 
 
 def install(library: ctypes.CDLL) -> None:
-    """Have a library's operation call `_compute`."""
+    """Make a library's operation call `_compute`."""
     library.jaxspec_set_mask_function(_compute)
 
 

@@ -1,14 +1,14 @@
-// Products of rows with a matrix whose outputs lie in panels, and its rows.
+// Products of rows with a matrix stored in panels, and look-ups of its rows.
 //
-// Of kWidth outputs a panel has the values of one feature side by side; of bfloat16
-// those of two features, as pairs: [panel, features / 2, kWidth, 2]. Each row of the
-// result has accumulators of its own, and its features are added up in their order: its
-// bits do not depend on how many rows there are, nor on the threads. Where outputs or
-// features do not fill the last panel or pair, zeros do.
+// A panel stores kWidth outputs: their values of one feature side by side; with
+// bfloat16 those of two features, as pairs: [panel, features / 2, kWidth, 2]. Zeros
+// fill the last panel and the last pair. Each row of the result has its own
+// accumulators and adds up its features in order: its bits depend neither on the number
+// of rows nor on threads.
 //
-// Quantized values are widened to float32 in registers. Sums of a group of features are
-// multiplied by the group's scales and added up, one group after the other: the order
-// is fixed as well.
+// Quantized values are widened to float32 in registers. The sum of a group of features
+// is multiplied by the group's scale and added to the result, group by group: this
+// order is fixed as well.
 #include <algorithm>
 #include <cstdint>
 #include <utility>
@@ -26,32 +26,32 @@ namespace ffi = xla::ffi;
 
 constexpr int64_t kWidth = kPanelWidth;
 constexpr int kVectors = kWidth / kLanes;  // of one panel
-// Rows that are multiplied together: accumulators, the matrix's own vectors and what is
-// widened of them fill the registers. With twelve rows of 32 registers, compilers keep
-// some of them in memory: 0.8 of the speed.
+// Rows that are multiplied together: accumulators, the matrix's vectors and their widened
+// copies fill the registers. With twelve rows of 32 registers, compilers keep some of
+// them in memory: 0.8 of the speed.
 constexpr int most_rows(bool is_widened) {
   return kLanes < 16 ? 4 : is_widened ? 6 : 9;
 }
-// With few rows several panels at once, so that sums do not wait for each other.
+// With few rows, several panels at once, so that sums do not wait for each other.
 constexpr int panels_at_once(int rows) {
   return kLanes < 16 ? 1 : rows <= 2 ? 4 : rows <= 6 ? 2 : 1;
 }
-// Of the matrix, for one thread: handing work to another takes some microseconds. With
-// one row or two, reading is all there is to do, and one core does most of it: a second
-// takes time from whatever prepares the next launch, where cores are few.
+// Bytes of the matrix per thread: handing work to another takes some microseconds. With
+// one row or two, reading dominates, and one core does most of it: on few cores a
+// second thread takes time from the thread that prepares the next launch.
 constexpr int64_t kMinBytesPerThread = 1 << 17, kMinBytesRead = 1 << 20;
 
-// How one kind of matrix lies, and what a step over its features is.
+// Layout of one kind of matrix, and one step over its features.
 //
-// kFeatures: Those of one step. kValues: What an output has for them. kIsScaled: Whether
-// there are scales. kMostRows: Rows at once. Input: What a row has for a step.
+// kFeatures: features per step. kValues: values per output and step. kIsScaled: whether
+// there are scales. kMaxRows: rows at once. Input: values of a row per step.
 
 struct Float32 {
   typedef float Value;
   typedef float Input;
   static constexpr int kFeatures = 1, kValues = 1;
   static constexpr bool kIsScaled = false;
-  static constexpr int kMostRows = most_rows(true);
+  static constexpr int kMaxRows = most_rows(true);
 
   static void pack(const float* row, Input* to) { *to = *row; }
   template <int Rows, int Vectors>
@@ -65,7 +65,7 @@ struct Float32 {
   }
 };
 
-// float32 arithmetic with bfloat16 weights: their pairs are widened in registers.
+// bfloat16 weights, float32 arithmetic: pairs are widened in registers.
 struct Widened {
   typedef Bfloat16 Value;
   typedef struct {
@@ -73,7 +73,7 @@ struct Widened {
   } Input;
   static constexpr int kFeatures = 2, kValues = 2;
   static constexpr bool kIsScaled = false;
-  static constexpr int kMostRows = most_rows(true);
+  static constexpr int kMaxRows = most_rows(true);
 
   static void pack(const float* row, Input* to) { *to = {{row[0], row[1]}}; }
   template <int Rows, int Vectors>
@@ -91,14 +91,14 @@ struct Widened {
   }
 };
 
-// Rows that are bfloat16 as well.
+// bfloat16 weights and rows.
 #if defined(__AVX512BF16__)
 struct Paired {
   typedef Bfloat16 Value;
   typedef uint32_t Input;
   static constexpr int kFeatures = 2, kValues = 2;
   static constexpr bool kIsScaled = false;
-  static constexpr int kMostRows = most_rows(false);
+  static constexpr int kMaxRows = most_rows(false);
 
   static void pack(const float* row, Input* to) {
     *to = narrow(row[0]).bits | static_cast<uint32_t>(narrow(row[1]).bits) << 16;
@@ -125,13 +125,13 @@ struct Paired : Widened {
 };
 #endif
 
-// Whole numbers of 8 bits.
+// 8-bit integers.
 struct Int8 {
   typedef int8_t Value;
   typedef float Input;
   static constexpr int kFeatures = 1, kValues = 1;
   static constexpr bool kIsScaled = true;
-  static constexpr int kMostRows = most_rows(true);
+  static constexpr int kMaxRows = most_rows(true);
 
   static Floats widened(const Value* values) { return to_floats(load_bytes(values)); }
   static float widened(Value value, int64_t) { return value; }
@@ -147,14 +147,14 @@ struct Int8 {
   }
 };
 
-// Floats of 8 bits, e4m3: a sign, four bits of an exponent that is 7 too large, three of
-// a fraction. Weights have no NaN.
+// 8-bit floats, e4m3: sign, four bits of an exponent with bias 7, three of a fraction.
+// Weights have no NaN.
 struct Float8 {
   typedef uint8_t Value;
   typedef float Input;
   static constexpr int kFeatures = 1, kValues = 1;
   static constexpr bool kIsScaled = true;
-  static constexpr int kMostRows = most_rows(true);
+  static constexpr int kMaxRows = most_rows(true);
 
   static Floats widened(const Value* values) {
     return of_float8(load_bytes(values));
@@ -175,7 +175,7 @@ struct Float8 {
   }
 };
 
-// Whole numbers of 4 bits, of two features: the first has the lower ones.
+// 4-bit integers of two features: the first has the lower bits.
 struct Int4 {
   typedef uint8_t Value;
   typedef struct {
@@ -183,7 +183,7 @@ struct Int4 {
   } Input;
   static constexpr int kFeatures = 2, kValues = 1;
   static constexpr bool kIsScaled = true;
-  static constexpr int kMostRows = most_rows(true);
+  static constexpr int kMaxRows = most_rows(true);
 
   static float widened(Value value, int64_t feature) {
     const int8_t bits = static_cast<int8_t>(feature % 2 ? value : value << 4);
@@ -206,8 +206,8 @@ struct Int4 {
 
 // Outputs of `Rows` rows from `Panels` panels; `inputs` are [step, row].
 //
-// steps: Of the panels' features. first: The first output. outputs: [row, num_outputs].
-// scales: Of the first of these panels, [panel, group, output].
+// steps: number of steps. first: the first output. outputs: [row, num_outputs].
+// scales: those of the first of these panels, [panel, group, output].
 template <typename Kind, int Rows, int Panels>
 void multiply_panels(const typename Kind::Value* panels, const float* scales,
                      int64_t groups, int64_t steps, const typename Kind::Input* inputs,
@@ -274,7 +274,7 @@ auto function_for(int64_t rows, std::integer_sequence<int, Rows...>) {
   return kFunctions[rows - 1];
 }
 
-// Rows in groups of about as many each: 13 are 7 and 6, not 12 and 1.
+// Rows in groups of nearly equal size: 13 are 7 and 6, not 12 and 1.
 struct Groups {
   int64_t num_rows, count;
 
@@ -285,7 +285,7 @@ struct Groups {
   int64_t size(int64_t group) const { return start(group + 1) - start(group); }
 };
 
-// Group by group [step, row]: what is multiplied together lies together.
+// Reorders inputs to [step, row]: values that are multiplied together are adjacent.
 template <typename Kind>
 void pack(const Groups& groups, int64_t features, const float* inputs,
           typename Kind::Input* to) {
@@ -310,7 +310,7 @@ template <typename Kind>
 void multiply_kind(ffi::ThreadPool& pool, const Panels& panels, const float* inputs,
                    int64_t num_rows, float* outputs) {
   const auto* values = static_cast<const typename Kind::Value*>(panels.values);
-  const Groups groups(num_rows, Kind::kMostRows);
+  const Groups groups(num_rows, Kind::kMaxRows);
   const int64_t steps = (panels.features + Kind::kFeatures - 1) / Kind::kFeatures;
   const int64_t num_panels = (panels.outputs + kWidth - 1) / kWidth;
   static thread_local std::vector<typename Kind::Input> buffer;
@@ -321,7 +321,7 @@ void multiply_kind(ffi::ThreadPool& pool, const Panels& panels, const float* inp
     for (int64_t group = 0; group < groups.count; ++group) {
       const int64_t start = groups.start(group);
       function_for<Kind>(groups.size(group),
-                         std::make_integer_sequence<int, Kind::kMostRows>())(
+                         std::make_integer_sequence<int, Kind::kMaxRows>())(
           values, panels.scales, panels.groups, first, last, steps,
           packed + start * steps,
           outputs + start * panels.outputs, panels.outputs);
@@ -333,8 +333,9 @@ void multiply_kind(ffi::ThreadPool& pool, const Panels& panels, const float* inp
   const int64_t least = num_rows <= 2 ? kMinBytesRead : kMinBytesPerThread;
   const int64_t useful = std::max<int64_t>(bytes / least, 1);
   const int64_t threads = std::min<int64_t>({pool.num_threads(), useful, num_panels});
-  // Parts that stay in a core's cache while groups of rows pass by, and more of them
-  // than threads: one that begins late does less. Of few rows every value is read once.
+  // Parts fit in a core's cache while groups of rows pass by. There are more parts than
+  // threads, so that a thread that begins late does less. Few rows read each value
+  // once.
   constexpr int64_t kPartBytes = 1 << 18;
   int64_t parts = threads < 2 ? 1 : 4 * threads;
   if (groups.count > 1)
@@ -354,32 +355,32 @@ void multiply_kind(ffi::ThreadPool& pool, const Panels& panels, const float* inp
 
 Panels panels_of(ffi::AnyBuffer buffer, ffi::Buffer<ffi::F32> scales, int64_t outputs,
                  int64_t features, bool is_rounded) {
-  const auto form = buffer.dimensions(), form_of_scales = scales.dimensions();
+  const auto shape = buffer.dimensions(), form_of_scales = scales.dimensions();
   const auto type = buffer.element_type();
   Panels found{};
-  int64_t held = 0;  // features, with those that fill a pair
-  if (buffer.element_type() == ffi::F32 && form.size() == 3 && form[2] == kWidth) {
-    found.kind = Panels::kFloat32, held = form[1];
+  int64_t held = 0;  // features, including those that fill a pair
+  if (buffer.element_type() == ffi::F32 && shape.size() == 3 && shape[2] == kWidth) {
+    found.kind = Panels::kFloat32, held = shape[1];
     if (held != features) return found;
-  } else if (buffer.element_type() == ffi::BF16 && form.size() == 4 &&
-             form[2] == kWidth && form[3] == 2) {
-    found.kind = is_rounded ? Panels::kPaired : Panels::kWidened, held = 2 * form[1];
+  } else if (buffer.element_type() == ffi::BF16 && shape.size() == 4 &&
+             shape[2] == kWidth && shape[3] == 2) {
+    found.kind = is_rounded ? Panels::kPaired : Panels::kWidened, held = 2 * shape[1];
     if (held != features && held != features + 1) return found;
   } else if ((type == ffi::S8 || type == ffi::F8E4M3FN || type == ffi::U8) &&
-             form.size() == 3 && form[2] == kWidth) {
+             shape.size() == 3 && shape[2] == kWidth) {
     found.kind = type == ffi::S8   ? Panels::kInt8
                  : type == ffi::U8 ? Panels::kInt4
                                    : Panels::kFloat8;
     const int64_t together = type == ffi::U8 ? 2 : 1;
-    if (form_of_scales.size() != 3 || form_of_scales[0] != form[0] ||
+    if (form_of_scales.size() != 3 || form_of_scales[0] != shape[0] ||
         form_of_scales[1] < 1 || form_of_scales[2] != kWidth)
       return found;
     found.scales = scales.typed_data(), found.groups = form_of_scales[1];
-    if (together * form[1] != features || form[1] % found.groups) return found;
+    if (together * shape[1] != features || shape[1] % found.groups) return found;
   } else {
     return found;
   }
-  if (outputs < 1 || features < 1 || form[0] != (outputs + kWidth - 1) / kWidth)
+  if (outputs < 1 || features < 1 || shape[0] != (outputs + kWidth - 1) / kWidth)
     return found;
   found.values = buffer.untyped_data();
   found.outputs = outputs, found.features = features;
@@ -430,7 +431,7 @@ ffi::Error LookUp(ffi::Buffer<ffi::S32> index, ffi::AnyBuffer panels,
   const Panels matrix = panels_of(panels, scales, num_outputs, features, false);
   if (!matrix.values)
     return ffi::Error::InvalidArgument("look_up: shapes do not fit each other");
-  // `together`: features of a step, `count_of`: what an output has for them.
+  // `together`: features of a step; `count_of`: values per output and step.
   auto run = [&](auto* values, int64_t together, int64_t count_of, auto widened) {
     const int64_t steps = (features + together - 1) / together;
     for (int64_t number = 0; number < count[0]; ++number) {

@@ -1,4 +1,4 @@
-// Matrices whose outputs lie in panels, as `jaxspec_kernels.panel_matmul` describes.
+// Matrices stored in panels, as `jaxspec_kernels.panel_matmul` describes.
 #pragma once
 
 #include <cstdint>
@@ -11,10 +11,10 @@ namespace jaxspec {
 constexpr int64_t kPanelWidth = 32;
 
 struct Panels {
-  // float32; bfloat16 for rows of float32; bfloat16 for rows that are rounded to it;
-  // and quantized values, which have scales.
+  // float32; bfloat16 for float32 rows; bfloat16 for rows rounded to it; and quantized
+  // values, which have scales.
   enum Kind { kFloat32, kWidened, kPaired, kInt8, kInt4, kFloat8 } kind;
-  const void* values;  // null where a buffer is no such matrix
+  const void* values;  // null if a buffer is no such matrix
   int64_t outputs, features;
   const float* scales;  // [panel, group, kPanelWidth]
   int64_t groups;
@@ -22,7 +22,7 @@ struct Panels {
 
 // The (outputs, features) matrix that a buffer holds.
 //
-// scales: Nothing, but for quantized values.
+// scales: empty unless values are quantized.
 Panels panels_of(xla::ffi::AnyBuffer buffer, xla::ffi::Buffer<xla::ffi::F32> scales,
                  int64_t outputs, int64_t features, bool is_rounded);
 

@@ -1,4 +1,4 @@
-// Work shared among the threads of XLA's pool, the caller's among them.
+// Shares work among the threads of XLA's pool and the calling thread.
 #pragma once
 
 #include <algorithm>
@@ -11,11 +11,11 @@
 
 namespace jaxspec {
 
-// Calls run(part) for every part in [0, num_parts), on as many threads as are of use.
+// Calls run(part) for every part in [0, num_parts), on as many threads as useful.
 //
-// Parts are claimed one after the other, and the caller claims them like everybody
-// else: it never waits for a thread that has not begun, so it may run in the pool
-// itself. A task that begins late finds nothing left and touches nothing of the call.
+// Threads claim one part at a time, and so does the caller: it never waits for a thread
+// that has not begun, so it may itself run in the pool. A task that begins late finds no
+// parts left and touches nothing of the call.
 template <typename Run>
 void for_each_part(xla::ffi::ThreadPool& pool, int64_t num_parts, const Run& run) {
   struct Shared {

@@ -1,7 +1,7 @@
 // Passes over rows of logits, as `jaxspec_kernels.rejection_sampling.passes` describes.
 //
-// A row's bits do not depend on the rows beside it, nor on the threads: each is read by
-// one thread, in the order of its columns.
+// The bits of a row's result depend neither on other rows nor on the number of threads:
+// one thread reads a row, in the order of its columns.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -29,11 +29,11 @@ using Cube = ffi::Buffer<ffi::F32, 3>;
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr float kLargest = std::numeric_limits<float>::max();
-// exp of less is 0: float32 has no more but denormal numbers.
+// exp of less counts as 0: float32 would hold it only as a denormal number.
 constexpr float kUnderflow = -87.0f;
-// Of rows, for one thread: handing work to another takes some microseconds.
+// Fewer logits per thread do not pay: handing work to a thread takes microseconds.
 constexpr int64_t kMinValuesPerThread = 1 << 13;
-// Sums side by side, so that additions do not wait for each other.
+// Independent partial sums, so that additions do not wait for each other.
 constexpr int kSums = 4;
 
 bool any(Ints condition) {
@@ -48,11 +48,11 @@ bool any(Ints condition) {
 #endif
 }
 
-// The natural logarithm of normal positive numbers.
+// Natural logarithm of positive normal numbers.
 Floats log(Floats x) {
   Words bits;
   std::memcpy(&bits, &x, sizeof(bits));
-  // The mantissa between sqrt(1/2) and sqrt(2), and the power of two that goes with it.
+  // The mantissa between sqrt(1/2) and sqrt(2), and its power of two.
   constexpr uint32_t kRootOfHalf = 0x3f3504f3u;
   const Words shifted = bits - kRootOfHalf;
   const Ints power = (Ints)shifted >> 23;
@@ -70,7 +70,8 @@ Floats log(Floats x) {
          (n * 1.42860682030941723e-6f + (s * 2.0f + s * square * series));
 }
 
-// The logits of one row: NaN and what is no token are -inf, +inf the largest number.
+// Logits of one row: NaN and columns without a token read as -inf, +inf as the largest
+// float.
 struct Row {
   const float* values;
   int64_t size;  // tokens
@@ -95,14 +96,14 @@ struct Row {
   }
 };
 
-// What a row's weights follow from: `passes.Distribution`.
+// Parameters of a row's weights: `passes.Distribution`.
 struct Distribution {
   float temperature, maximum, threshold;
 
-  Floats weigh(Floats logits) const {
-    const float peak = maximum == -kInfinity ? 0.0f : maximum;
-    const Floats power = (logits - splat(peak)) / splat(temperature);
-    // What is no token is -inf, whose power is +inf where a temperature is below 0 or -0.
+  Floats to_weights(Floats logits) const {
+    const float safe_max = maximum == -kInfinity ? 0.0f : maximum;
+    const Floats power = (logits - splat(safe_max)) / splat(temperature);
+    // -inf marks no token; a temperature below 0, or -0, would make its exponent +inf.
     const float least = std::max(threshold, -kLargest);
     const Ints counts = (logits >= splat(least)) & (power >= splat(kUnderflow));
     return select(counts, exp(power), Floats{});
@@ -117,7 +118,7 @@ struct Distributions {
   }
 };
 
-// Sums of `term(at)` over a row, in an order that its length alone decides.
+// Sums `term(at)` over a row, in an order that depends on its length only.
 template <typename Term>
 float sum(int64_t size, const Term& term) {
   Floats sums[kSums] = {};
@@ -128,14 +129,14 @@ float sum(int64_t size, const Term& term) {
   return sum_of((sums[0] + sums[1]) + (sums[2] + sums[3]));
 }
 
-// Logits of which this device holds some columns.
+// Rows of logits, of which this device holds some columns.
 struct Rows {
   const float* values;
   int64_t count, columns, offset, size;
 
   Rows(const Matrix& logits, const Numbers& offset, int64_t vocab_size)
       : values(logits.typed_data()),
-        // -1, which is the size of nothing, where there is no one offset.
+        // -1, which no shape equals, unless there is exactly one offset.
         count(offset.element_count() == 1 ? logits.dimensions()[0] : -1),
         columns(logits.dimensions()[1]),
         offset(count < 0 ? 0 : offset.typed_data()[0]),
@@ -150,11 +151,12 @@ struct Rows {
 template <typename Run>
 void for_each_row(ffi::ThreadPool& pool, int64_t count, int64_t columns,
                   const Run& run) {
-  if (count * columns >= 2 * kMinValuesPerThread) return for_each_part(pool, count, run);
+  if (count * columns >= 2 * kMinValuesPerThread)
+    return for_each_part(pool, count, run);
   for (int64_t row = 0; row < count; ++row) run(row);
 }
 
-bool are_of(int64_t count, std::initializer_list<int64_t> sizes) {
+bool all_equal(int64_t count, std::initializer_list<int64_t> sizes) {
   return std::all_of(sizes.begin(), sizes.end(),
                      [count](int64_t size) { return size == count; });
 }
@@ -166,16 +168,15 @@ ffi::Error mismatch(const char* name) {
 ffi::Error Statistics(ffi::ThreadPool pool, Matrix logits, Values temperature,
                       Numbers tokens, Flags is_summed, Numbers offset,
                       ffi::Result<Values> maximum, ffi::Result<Numbers> best,
-                      ffi::Result<Values> total, ffi::Result<Values> drafted,
+                      ffi::Result<Values> total, ffi::Result<Values> draft_logit,
                       int64_t vocab_size) {
   const Rows rows(logits, offset, vocab_size);
   const int64_t count = rows.count;
-  if (!are_of(count, {(int64_t)temperature.element_count(),
-                      (int64_t)tokens.element_count(),
-                      (int64_t)is_summed.element_count(),
-                      (int64_t)maximum->element_count(), (int64_t)best->element_count(),
-                      (int64_t)total->element_count(),
-                      (int64_t)drafted->element_count()}))
+  if (!all_equal(count,
+                 {(int64_t)temperature.element_count(), (int64_t)tokens.element_count(),
+                  (int64_t)is_summed.element_count(), (int64_t)maximum->element_count(),
+                  (int64_t)best->element_count(), (int64_t)total->element_count(),
+                  (int64_t)draft_logit->element_count()}))
     return mismatch("statistics");
   for_each_row(pool, count, rows.columns, [&](int64_t number) {
     const Row row = rows[number];
@@ -193,40 +194,43 @@ ffi::Error Statistics(ffi::ThreadPool pool, Matrix logits, Values temperature,
     maximum->typed_data()[number] = top;
     best->typed_data()[number] =
         static_cast<int32_t>(rows.offset + (found < row.size ? found : 0));
-    drafted->typed_data()[number] =
+    draft_logit->typed_data()[number] =
         rows.holds(token) ? row.one(token - rows.offset) : -kInfinity;
-    const Distribution distribution = {temperature.typed_data()[number], top, -kInfinity};
+    const Distribution distribution = {temperature.typed_data()[number], top,
+                                       -kInfinity};
     total->typed_data()[number] =
         is_summed.typed_data()[number]
-            ? sum(row.size, [&](int64_t at) { return distribution.weigh(row[at]); })
+            ? sum(row.size,
+                  [&](int64_t at) { return distribution.to_weights(row[at]); })
             : 0.0f;
   });
   return ffi::Error::Success();
 }
 
-ffi::Error Amounts(ffi::ThreadPool pool, Matrix logits, Values temperature,
-                   Values maximum, Values threshold, Matrix limits, Numbers offset,
-                   ffi::Result<Matrix> amounts, int64_t vocab_size, bool counts) {
+ffi::Error MassAbove(ffi::ThreadPool pool, Matrix logits, Values temperature,
+                     Values maximum, Values threshold, Matrix limits, Numbers offset,
+                     ffi::Result<Matrix> mass_above, int64_t vocab_size, bool counts) {
   const Rows rows(logits, offset, vocab_size);
   const int64_t tries = limits.dimensions()[1];
-  if (!are_of(rows.count, {(int64_t)temperature.element_count(),
-                           (int64_t)maximum.element_count(),
-                           (int64_t)threshold.element_count(), limits.dimensions()[0],
-                           amounts->dimensions()[0]}) ||
-      amounts->dimensions()[1] != tries)
-    return mismatch("amounts");
+  if (!all_equal(rows.count,
+                 {(int64_t)temperature.element_count(),
+                  (int64_t)maximum.element_count(), (int64_t)threshold.element_count(),
+                  limits.dimensions()[0], mass_above->dimensions()[0]}) ||
+      mass_above->dimensions()[1] != tries)
+    return mismatch("mass_above");
   const Distributions distributions = {temperature.typed_data(), maximum.typed_data(),
-                     threshold.typed_data()};
+                                       threshold.typed_data()};
   for_each_row(pool, rows.count, rows.columns, [&](int64_t number) {
     const Row row = rows[number];
     const Distribution distribution = distributions[number];
     static thread_local std::vector<float> weights;
     weights.resize((row.size + kLanes - 1) / kLanes * kLanes);
     for (int64_t at = 0; at < row.size; at += kLanes)
-      store(weights.data() + at, counts ? splat(1.0f) : distribution.weigh(row[at]));
+      store(weights.data() + at,
+            counts ? splat(1.0f) : distribution.to_weights(row[at]));
     for (int64_t one = 0; one < tries; ++one) {
       const Floats limit = splat(limits.typed_data()[number * tries + one]);
-      amounts->typed_data()[number * tries + one] = sum(row.size, [&](int64_t at) {
+      mass_above->typed_data()[number * tries + one] = sum(row.size, [&](int64_t at) {
         return select(row[at] >= limit, load(weights.data() + at), Floats{});
       });
     }
@@ -240,20 +244,20 @@ inline Words mix(Words bits) {
   return bits ^ (bits >> 16);
 }
 
-ffi::Error Race(ffi::ThreadPool pool, Matrix logits, Values temperature, Values maximum,
-                Values threshold, Pairs words, Numbers offset,
-                ffi::Result<Values> score, ffi::Result<Numbers> best,
-                int64_t vocab_size) {
+ffi::Error GumbelArgmax(ffi::ThreadPool pool, Matrix logits, Values temperature,
+                        Values maximum, Values threshold, Pairs words, Numbers offset,
+                        ffi::Result<Values> score, ffi::Result<Numbers> best,
+                        int64_t vocab_size) {
   const Rows rows(logits, offset, vocab_size);
-  if (!are_of(rows.count, {(int64_t)temperature.element_count(),
-                           (int64_t)maximum.element_count(),
-                           (int64_t)threshold.element_count(), words.dimensions()[0],
-                           (int64_t)score->element_count(),
-                           (int64_t)best->element_count()}) ||
+  if (!all_equal(
+          rows.count,
+          {(int64_t)temperature.element_count(), (int64_t)maximum.element_count(),
+           (int64_t)threshold.element_count(), words.dimensions()[0],
+           (int64_t)score->element_count(), (int64_t)best->element_count()}) ||
       words.dimensions()[1] != 2)
-    return mismatch("race");
+    return mismatch("gumbel_argmax");
   const Distributions distributions = {temperature.typed_data(), maximum.typed_data(),
-                     threshold.typed_data()};
+                                       threshold.typed_data()};
   for_each_row(pool, rows.count, rows.columns, [&](int64_t number) {
     const Row row = rows[number];
     const Distribution distribution = distributions[number];
@@ -264,7 +268,7 @@ ffi::Error Race(ffi::ThreadPool pool, Matrix logits, Values temperature, Values 
     float top = 0.0f;
     int64_t winner = 0;
     for (int64_t at = 0; at < row.size; at += kLanes) {
-      const Floats weights = distribution.weigh(row[at]);
+      const Floats weights = distribution.to_weights(row[at]);
       if (!any(weights > Floats{})) continue;
       const Words ids = lanes + static_cast<uint32_t>(rows.offset + at);
       const Words bits = mix(mix(ids + first) ^ second) >> 9;
@@ -281,56 +285,58 @@ ffi::Error Race(ffi::ThreadPool pool, Matrix logits, Values temperature, Values 
   return ffi::Error::Success();
 }
 
-ffi::Error Excess(ffi::ThreadPool pool, Matrix logits, Values temperature,
-                  Values maximum, Values threshold, Values total,
-                  Cube probs, Matrix joint, Numbers offset,
-                  ffi::Result<Matrix> excess, int64_t vocab_size) {
+ffi::Error ResidualMass(ffi::ThreadPool pool, Matrix logits, Values temperature,
+                        Values maximum, Values threshold, Values total, Cube probs,
+                        Matrix joint, Numbers offset, ffi::Result<Matrix> residual_mass,
+                        int64_t vocab_size) {
   const Rows rows(logits, offset, vocab_size);
   const int64_t seqs = joint.dimensions()[0], inner = joint.dimensions()[1];
-  const auto form = probs.dimensions();
-  if (!are_of(rows.count,
-              {(int64_t)temperature.element_count(), (int64_t)maximum.element_count(),
-               (int64_t)threshold.element_count(), (int64_t)total.element_count(),
-               seqs * (inner + 2)}) ||
-      form[0] != seqs || form[1] != inner + 1 || form[2] != rows.columns ||
-      excess->dimensions()[0] != seqs || excess->dimensions()[1] != inner)
-    return mismatch("excess");
+  const auto shape = probs.dimensions();
+  if (!all_equal(rows.count,
+                 {(int64_t)temperature.element_count(),
+                  (int64_t)maximum.element_count(), (int64_t)threshold.element_count(),
+                  (int64_t)total.element_count(), seqs * (inner + 2)}) ||
+      shape[0] != seqs || shape[1] != inner + 1 || shape[2] != rows.columns ||
+      residual_mass->dimensions()[0] != seqs || residual_mass->dimensions()[1] != inner)
+    return mismatch("residual_mass");
   const Distributions distributions = {temperature.typed_data(), maximum.typed_data(),
-                     threshold.typed_data()};
+                                       threshold.typed_data()};
   for_each_row(pool, seqs * inner, rows.columns, [&](int64_t number) {
     const int64_t seq = number / inner, level = number % inner + 1;
     const int64_t at_row = seq * (inner + 2) + level;
     const Row row = rows[at_row];
     const Distribution distribution = distributions[at_row];
-    // Those of tokens are numbers; beyond the row's tokens weights are 0.
-    const Row draft = {probs.typed_data() + (seq * form[1] + level) * form[2], row.size};
-    const float whole = total.typed_data()[at_row];
-    const Floats divisor = splat(whole > 0 ? whole : 1.0f);
+    // Past the vocabulary it reads as -inf: the difference, +inf, is dropped below.
+    const Row draft = {probs.typed_data() + (seq * shape[1] + level) * shape[2],
+                       row.size};
+    const float row_total = total.typed_data()[at_row];
+    const Floats divisor = splat(row_total > 0 ? row_total : 1.0f);
     const Floats factor = splat(joint.typed_data()[number]);
-    excess->typed_data()[number] = sum(row.size, [&](int64_t at) {
-      const Floats above = factor * (distribution.weigh(row[at]) / divisor) - draft[at];
+    residual_mass->typed_data()[number] = sum(row.size, [&](int64_t at) {
+      const Floats above =
+          factor * (distribution.to_weights(row[at]) / divisor) - draft[at];
       return select((above > Floats{}) & (above < splat(kInfinity)), above, Floats{});
     });
   });
   return ffi::Error::Success();
 }
 
-// The border of a row: the largest logit such that what is at or above it is enough.
+// Cutoff of a row: the largest logit with enough mass at or above it.
 //
-// By choosing a logit, parting the others by it, and going on in the part that holds the
-// border: every logit is looked at about twice. Sums go by the row alone.
-struct Border {
+// Quickselect: partition the logits by a pivot and continue in the part that holds the
+// cutoff, so that each logit is read about twice. Sums depend on the row only.
+struct Cutoff {
   float threshold;
-  double amount;  // at or above it
+  double mass;  // at or above it
 };
 
 struct Candidate {
   float logit, weight;
 };
 
-Border border_of(std::vector<Candidate>& all, double wanted) {
+Cutoff cutoff_of(std::vector<Candidate>& all, double wanted) {
   Candidate *first = all.data(), *last = first + all.size();
-  Border found = {kInfinity, 0};
+  Cutoff found = {kInfinity, 0};
   while (first < last) {
     const float pivot = first[(last - first) / 2].logit;
     // [first, more) are greater, [more, at) equal, [less, last) smaller.
@@ -347,12 +353,12 @@ Border border_of(std::vector<Candidate>& all, double wanted) {
         std::swap(*at, *--less);
       }
     }
-    if (more > first && found.amount + greater >= wanted) {
+    if (more > first && found.mass + greater >= wanted) {
       last = more;
       continue;
     }
-    found = {pivot, found.amount + greater + equal};
-    if (found.amount >= wanted) break;
+    found = {pivot, found.mass + greater + equal};
+    if (found.mass >= wanted) break;
     first = less;
   }
   return found;
@@ -360,103 +366,107 @@ Border border_of(std::vector<Candidate>& all, double wanted) {
 
 ffi::Error Search(ffi::ThreadPool pool, Matrix logits, Values temperature,
                   Values maximum, Values threshold, Values total, Values wanted,
-                  Flags is_searched, ffi::Result<Values> border,
-                  ffi::Result<Values> amount, int64_t vocab_size, bool counts) {
+                  Flags is_searched, ffi::Result<Values> cutoff,
+                  ffi::Result<Values> mass, int64_t vocab_size, bool counts) {
   const int64_t num_rows = logits.dimensions()[0], columns = logits.dimensions()[1];
-  if (!are_of(num_rows,
-              {(int64_t)temperature.element_count(), (int64_t)maximum.element_count(),
-               (int64_t)threshold.element_count(), (int64_t)total.element_count(),
-               (int64_t)wanted.element_count(), (int64_t)is_searched.element_count(),
-               (int64_t)border->element_count(), (int64_t)amount->element_count()}))
+  if (!all_equal(
+          num_rows,
+          {(int64_t)temperature.element_count(), (int64_t)maximum.element_count(),
+           (int64_t)threshold.element_count(), (int64_t)total.element_count(),
+           (int64_t)wanted.element_count(), (int64_t)is_searched.element_count(),
+           (int64_t)cutoff->element_count(), (int64_t)mass->element_count()}))
     return mismatch("search");
   const Distributions distributions = {temperature.typed_data(), maximum.typed_data(),
-                     threshold.typed_data()};
+                                       threshold.typed_data()};
   const int64_t size = std::clamp<int64_t>(vocab_size, 0, columns);
   for_each_row(pool, num_rows, columns, [&](int64_t number) {
-    border->typed_data()[number] = -kInfinity;
-    amount->typed_data()[number] = total.typed_data()[number];
+    cutoff->typed_data()[number] = -kInfinity;
+    mass->typed_data()[number] = total.typed_data()[number];
     if (!is_searched.typed_data()[number]) return;
     const Row row = {logits.typed_data() + number * columns, size};
     const Distribution distribution = distributions[number];
     const float goal = wanted.typed_data()[number];
-    // All below this together weigh less than what is not wanted; half of that leaves
-    // room for rounding.
+    // All tokens below this weigh less, together, than the mass that may be dropped.
+    // Half of it leaves room for rounding.
     const float spare =
         counts ? 0.0f
                : std::max((total.typed_data()[number] - goal) / (2 * columns), 0.0f);
     static thread_local std::vector<Candidate> candidates;
     candidates.clear();
     for (int64_t at = 0; at < row.size; at += kLanes) {
-      const Floats here = row[at], weights = distribution.weigh(here);
-      const Ints is_one = (weights > Floats{}) & (weights >= splat(spare));
-      if (!any(is_one)) continue;
+      const Floats here = row[at], weights = distribution.to_weights(here);
+      const Ints is_candidate = (weights > Floats{}) & (weights >= splat(spare));
+      if (!any(is_candidate)) continue;
       for (int lane = 0; lane < kLanes; ++lane)
-        if (is_one[lane])
+        if (is_candidate[lane])
           candidates.push_back({here[lane], counts ? 1.0f : weights[lane]});
     }
     if (candidates.empty()) return;
-    const Border found = border_of(candidates, goal);
-    border->typed_data()[number] = found.threshold;
-    amount->typed_data()[number] = static_cast<float>(found.amount);
+    const Cutoff found = cutoff_of(candidates, goal);
+    cutoff->typed_data()[number] = found.threshold;
+    mass->typed_data()[number] = static_cast<float>(found.mass);
   });
   return ffi::Error::Success();
 }
 
-// A token of one row for each sequence: `draw.draw`, where one device has all of it.
+// Draws one token per sequence from one of its rows, as `draw.draw` does when the
+// vocabulary is not split.
 ffi::Error Draw(ffi::ThreadPool pool, Matrix logits, Values temperature, Values maximum,
                 Values threshold, Values total, Numbers tokens, Cube probs, Numbers row,
                 Numbers index, Flags is_rejected, Values joint, Values uniform,
                 ffi::Result<Numbers> token, int64_t vocab_size) {
   const int64_t num_rows = logits.dimensions()[0], columns = logits.dimensions()[1];
   const int64_t seqs = token->dimensions()[0];
-  const auto form = probs.dimensions();
-  const bool has_probs = form[1] > 0;
-  if (num_rows < 1 ||  // a row out of range is the nearest that is there
-      !are_of(seqs, {(int64_t)row.element_count(), (int64_t)index.element_count(),
-                     (int64_t)is_rejected.element_count(),
-                     (int64_t)joint.element_count(), (int64_t)uniform.element_count(),
-                     (int64_t)tokens.element_count()}) ||
-      !are_of(num_rows,
-              {(int64_t)temperature.element_count(), (int64_t)maximum.element_count(),
-               (int64_t)threshold.element_count(), (int64_t)total.element_count()}) ||
-      (has_probs && (form[0] != seqs || form[2] != columns)))
+  const auto shape = probs.dimensions();
+  const bool has_probs = shape[1] > 0;
+  if (num_rows < 1 ||  // a row out of range is clamped
+      !all_equal(seqs,
+                 {(int64_t)row.element_count(), (int64_t)index.element_count(),
+                  (int64_t)is_rejected.element_count(), (int64_t)joint.element_count(),
+                  (int64_t)uniform.element_count(), (int64_t)tokens.element_count()}) ||
+      !all_equal(
+          num_rows,
+          {(int64_t)temperature.element_count(), (int64_t)maximum.element_count(),
+           (int64_t)threshold.element_count(), (int64_t)total.element_count()}) ||
+      (has_probs && (shape[0] != seqs || shape[2] != columns)))
     return mismatch("draw");
   const Distributions distributions = {temperature.typed_data(), maximum.typed_data(),
-                     threshold.typed_data()};
+                                       threshold.typed_data()};
   const int64_t size = std::clamp<int64_t>(vocab_size, 0, columns);
   for_each_row(pool, seqs, columns, [&](int64_t seq) {
     token->typed_data()[seq] = 0;
     const int64_t number = std::clamp<int64_t>(row.typed_data()[seq], 0, num_rows - 1);
     const Row own = {logits.typed_data() + number * columns, size};
     const Distribution distribution = distributions[number];
-    const float whole = total.typed_data()[number];
-    const Floats divisor = splat(whole > 0 ? whole : 1.0f);
-    static thread_local std::vector<float> chances, rest;
+    const float row_total = total.typed_data()[number];
+    const Floats divisor = splat(row_total > 0 ? row_total : 1.0f);
+    static thread_local std::vector<float> target_probs, residual;
     const int64_t padded = (size + kLanes - 1) / kLanes * kLanes;
-    chances.resize(padded);
+    target_probs.resize(padded);
     for (int64_t at = 0; at < size; at += kLanes)
-      store(chances.data() + at, distribution.weigh(own[at]) / divisor);
-    const float* drawn = chances.data();
+      store(target_probs.data() + at, distribution.to_weights(own[at]) / divisor);
+    const float* drawn = target_probs.data();
     if (is_rejected.typed_data()[seq]) {
-      rest.resize(padded);
+      residual.resize(padded);
       const Floats factor = splat(joint.typed_data()[seq]);
       const int64_t level =
-          has_probs ? std::clamp<int64_t>(index.typed_data()[seq], 0, form[1] - 1) : 0;
-      const Row draft = {probs.typed_data() + (seq * form[1] + level) * columns, size};
-      const int64_t certain = tokens.typed_data()[seq];
-      const float left = sum(size, [&](int64_t at) {
-        const Floats scaled = factor * load(chances.data() + at);
+          has_probs ? std::clamp<int64_t>(index.typed_data()[seq], 0, shape[1] - 1) : 0;
+      const Row draft = {probs.typed_data() + (seq * shape[1] + level) * columns, size};
+      const int64_t point_mass = tokens.typed_data()[seq];
+      const float residual_mass = sum(size, [&](int64_t at) {
+        const Floats scaled = factor * load(target_probs.data() + at);
         Floats above = has_probs ? scaled - draft[at] : scaled;
-        if (!has_probs && certain >= at && certain < at + kLanes)
-          above[certain - at] -= 1.0f;
-        above = select((above > Floats{}) & (above < splat(kInfinity)), above, Floats{});
-        store(rest.data() + at, above);
+        if (!has_probs && point_mass >= at && point_mass < at + kLanes)
+          above[point_mass - at] -= 1.0f;
+        above =
+            select((above > Floats{}) & (above < splat(kInfinity)), above, Floats{});
+        store(residual.data() + at, above);
         return above;
       });
-      if (left > 0) drawn = rest.data();
+      if (residual_mass > 0) drawn = residual.data();
     }
-    // The sums of blocks, then the columns of the one that holds the token. Where
-    // rounding leaves none, the last that is not 0.
+    // Find the block that holds the token by sums of blocks, then its column. If
+    // rounding leaves none, take the last that is not 0.
     constexpr int64_t kBlock = 32 * kLanes;
     auto block_sum = [&](int64_t start) {
       const int64_t length = std::min(kBlock, size - start);
@@ -491,25 +501,25 @@ ffi::Error Probabilities(ffi::ThreadPool pool, Matrix logits, Values temperature
                          Values maximum, Values threshold, Values total, Numbers offset,
                          ffi::Result<Matrix> probs, int64_t vocab_size) {
   const Rows rows(logits, offset, vocab_size);
-  if (!are_of(rows.count,
-              {(int64_t)temperature.element_count(), (int64_t)maximum.element_count(),
-               (int64_t)threshold.element_count(), (int64_t)total.element_count(),
-               probs->dimensions()[0]}) ||
+  if (!all_equal(rows.count,
+                 {(int64_t)temperature.element_count(),
+                  (int64_t)maximum.element_count(), (int64_t)threshold.element_count(),
+                  (int64_t)total.element_count(), probs->dimensions()[0]}) ||
       probs->dimensions()[1] != rows.columns)
     return mismatch("probabilities");
   const Distributions distributions = {temperature.typed_data(), maximum.typed_data(),
-                     threshold.typed_data()};
+                                       threshold.typed_data()};
   for_each_row(pool, rows.count, rows.columns, [&](int64_t number) {
     const Row row = rows[number];
     const Distribution distribution = distributions[number];
-    const float whole = total.typed_data()[number];
-    const Floats divisor = splat(whole > 0 ? whole : 1.0f);
+    const float row_total = total.typed_data()[number];
+    const Floats divisor = splat(row_total > 0 ? row_total : 1.0f);
     float* to = probs->typed_data() + number * rows.columns;
     int64_t at = 0;
     for (; at + kLanes <= row.size; at += kLanes)
-      store(to + at, distribution.weigh(row[at]) / divisor);
+      store(to + at, distribution.to_weights(row[at]) / divisor);
     if (at < row.size) {
-      const Floats last = distribution.weigh(row[at]) / divisor;
+      const Floats last = distribution.to_weights(row[at]) / divisor;
       std::memcpy(to + at, &last, (row.size - at) * sizeof(float));
     }
     std::fill(to + row.size, to + rows.columns, 0.0f);
@@ -540,7 +550,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxspec_statistics, jaxspec::Statistics,
                                   .Ret<Values>()
                                   .Ret<Values>()
                                   .Attr<int64_t>("vocab_size"));
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxspec_amounts, jaxspec::Amounts,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxspec_mass_above, jaxspec::MassAbove,
                               xla::ffi::Ffi::Bind()
                                   .Ctx<xla::ffi::ThreadPool>()
                                   .Arg<Matrix>()
@@ -552,7 +562,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxspec_amounts, jaxspec::Amounts,
                                   .Ret<Matrix>()
                                   .Attr<int64_t>("vocab_size")
                                   .Attr<bool>("counts"));
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxspec_race, jaxspec::Race,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxspec_gumbel_argmax, jaxspec::GumbelArgmax,
                               xla::ffi::Ffi::Bind()
                                   .Ctx<xla::ffi::ThreadPool>()
                                   .Arg<Matrix>()
@@ -564,7 +574,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxspec_race, jaxspec::Race,
                                   .Ret<Values>()
                                   .Ret<Numbers>()
                                   .Attr<int64_t>("vocab_size"));
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxspec_excess, jaxspec::Excess,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxspec_residual_mass, jaxspec::ResidualMass,
                               xla::ffi::Ffi::Bind()
                                   .Ctx<xla::ffi::ThreadPool>()
                                   .Arg<Matrix>()

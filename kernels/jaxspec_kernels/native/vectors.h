@@ -30,12 +30,12 @@ struct Bfloat16 {
   uint16_t bits;
 };
 
-// A float of 8 bits, e4m3: without infinities; all ones behind the sign are NaN.
+// 8-bit float, e4m3: no infinities; all ones after the sign are NaN.
 struct StoredFloat8 {
   uint8_t bits;
 };
 
-// A whole number, which somebody else has the scale of.
+// 8-bit integer; its scale is stored elsewhere.
 struct StoredInt8 {
   int8_t value;
 };
@@ -48,7 +48,7 @@ inline Floats load(const float* from) {
 
 inline Floats load(const Bfloat16* from) {
 #if defined(__AVX512F__)
-  // Compilers make five instructions of the general form below.
+  // Compilers make five instructions of the general shape below.
   const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
   return (Floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16);
 #elif defined(__AVX2__)
@@ -64,7 +64,7 @@ inline Floats load(const Bfloat16* from) {
 #endif
 }
 
-// As many numbers of 8 bits, with their signs.
+// kLanes signed 8-bit integers.
 inline Ints load_bytes(const void* from) {
 #if defined(__AVX512F__)
   return (Ints)_mm512_cvtepi8_epi32(
@@ -83,9 +83,9 @@ inline Floats to_floats(Ints values) { return __builtin_convertvector(values, Fl
 
 inline Floats load(const StoredInt8* from) { return to_floats(load_bytes(from)); }
 
-// Numbers of e4m3 by their bits, but for NaN. float32's exponent is 127 too large, that
-// one 7. Below 2^-6 numbers are multiples of 2^-9; threads of XLA may take denormal
-// floats as zeros, so that they are not made of those.
+// e4m3 to float32, except NaN. The exponent's bias is 7, that of float32 is 127. Below
+// 2^-6 numbers are multiples of 2^-9; they are not built from denormal floats, which
+// threads of XLA may flush to zero.
 inline Floats of_float8(Ints bits) {
   const Ints size = bits & 0x7f;
   const Floats normal = (Floats)((size << 20) + (120 << 23));
@@ -148,7 +148,7 @@ inline void exchange_all(Floats (&rows)[kLanes]) {
 }
 #endif
 
-// Rows become columns.
+// Transposes a square of lanes.
 inline void transpose(Floats (&rows)[kLanes]) {
 #if defined(JAXSPEC_CAN_SHUFFLE)
   exchange_all<kLanes / 2>(rows);
@@ -170,7 +170,7 @@ inline float widen(Bfloat16 value) {
   return found;
 }
 
-// To the nearest, of two equally near to the even one; NaN stays one.
+// Rounds to nearest, ties to even; NaN remains NaN.
 inline Bfloat16 narrow(float value) {
   uint32_t bits;
   std::memcpy(&bits, &value, sizeof(bits));
@@ -189,7 +189,7 @@ inline float widen(StoredFloat8 value) {
   return value.bits & 0x80 ? -found : found;
 }
 
-// As `narrow`; what is larger than 448, the largest number, becomes that.
+// As `narrow`; saturates at 448, the largest number.
 inline StoredFloat8 to_float8(float value) {
   constexpr float kMost = 448.0f;
   uint32_t bits;
@@ -213,7 +213,7 @@ inline void put(float* to, float value) { *to = value; }
 inline void put(StoredFloat8* to, float value) { *to = to_float8(value); }
 inline void put(Bfloat16* to, float value) { *to = narrow(value); }
 
-// Not `Floats{} + value`, which is an addition: -0 would become 0.
+// Not `Floats{} + value`: that addition would turn -0 into 0.
 inline Floats splat(float value) {
 #if defined(__AVX512F__)
   return (Floats)_mm512_set1_ps(value);
@@ -251,7 +251,7 @@ inline float sum_of(Floats values) {
 #endif
 }
 
-// The sum of the products of two rows.
+// Dot product of two rows.
 template <typename Value>
 inline float dot(const float* first, const Value* second, int64_t size) {
   Floats sums = {};
@@ -271,13 +271,13 @@ inline float max_of(Floats values) {
   return most;
 }
 
-// exp(x) = two_to_n * (1 + rest), where n is a whole number; NaN stays one.
+// exp(x) = two_to_n * (1 + rest), where n is an integer; NaN remains NaN.
 struct Exponential {
   Floats two_to_n, rest;
 };
 
 inline Exponential exponential(Floats x) {
-  // Beyond, the result is 0 or infinite in float32, give or take a denormal number.
+  // Beyond, the result is 0 or infinite in float32, except for denormal numbers.
   x = select(x < splat(-87.0f), splat(-87.0f), x);
   x = select(x > splat(88.0f), splat(88.0f), x);
   constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it rounds to integers
@@ -302,7 +302,7 @@ inline Floats exp(Floats x) {
   return found.two_to_n + found.two_to_n * found.rest;
 }
 
-// By exp(-2 |x|) - 1, so that small values keep all their digits.
+// Uses exp(-2 |x|) - 1, so that small values keep all their digits.
 inline Floats tanh(Floats x) {
   const Floats size = select(x < splat(0.0f), -x, x);
   const Exponential found = exponential(-2.0f * size);

@@ -29,9 +29,9 @@ def paged_attention(
     """Attend from the last `token` positions of every sequence to its pages.
 
     Queries are right-aligned: query t of sequence s sits at position
-    `kv_len[s] - token + t`, whose own key and value are already in the pages. It sees
-    the positions up to its own, the nearest `window` of them where that is given. A
-    query at a negative position (a pad) sees nothing and returns zeros.
+    `kv_len[s] - token + t`, and its own key and value are already in the pages. It sees
+    the positions up to its own, or the last `window` of them. A query at a negative
+    position (padding) sees nothing and returns zeros.
 
     Draft decoding (1-2 queries), verification (K + 1), tree verification
     (`ancestor_mask`) and prefill tiles are all this call. Slots outside the visible
@@ -44,21 +44,22 @@ def paged_attention(
             with a scale for each token and head (see `jaxspec_kernels.bits`).
         page_table: Page ids in order of position; entries past the end of a sequence
             may hold anything.
-        kv_len: Visible tokens, the queries' own included. Positions that the page table
-            has no room for hold no keys.
+        kv_len: Visible tokens, including the queries. Positions past the end of the
+            page table hold no keys.
         scale: Multiplies the scores, before the cap.
         soft_cap: Scores become `cap * tanh(score / cap)`, before the mask.
-        window: Sliding window, in tokens, the query's own included.
-        ancestor_mask: Which of the last `token` positions each query sees, itself
-            included; None is the causal chain. Depth, and so the window, counts
+        window: Sliding window in tokens, including the query's own.
+        ancestor_mask: Which of the last `token` positions each query sees, including
+            itself; None is the causal chain. Depth, and so the window, counts
             ancestors.
-        implementation: A name to force; None is that of jax's default backend.
-        device_kind: Takes tile sizes from what was measured on this kind of device, as
-            in `device.device_kind`; None, or a device without a table, is the kernel's
-            own choice.
+        implementation: Name of one implementation; None selects that of jax's default
+            backend.
+        device_kind: Use the tile sizes that were measured on this kind of device
+            (`device.device_kind`). With None, or for a device without a table, the
+            kernel chooses.
 
     Returns:
-        In the query's type.
+        In the type of the query.
 
     Raises:
         ValueError: Shapes do not fit each other, or `window` is less than 1.

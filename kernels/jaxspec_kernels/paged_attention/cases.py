@@ -1,4 +1,4 @@
-"""Named shapes of paged attention: what Gemma 2 and the bundled pair really call.
+"""Named shapes of paged attention: the calls of Gemma 2 and of the bundled pair.
 
 `CASES` are short enough to run anywhere. `REAL_CASES` are a chip's part of the three
 sizes of Gemma 2 at 8k context, for compilers, benchmarks and tuners.
@@ -54,7 +54,8 @@ CASES = {
     ),
 }  # fmt: skip
 
-# Query heads, KV heads, head_dim and scale of the whole model.
+# Query heads, KV heads, head_dim and attention scale of the whole model, before it is
+# split over devices.
 _MODELS = {
     "2b": (8, 4, 256, 1 / 16),
     "9b": (16, 8, 256, 1 / 16),

@@ -1,6 +1,6 @@
-"""Paged attention in C++: every row by itself, over the keys that it sees alone.
+"""Paged attention in C++: each row is computed independently, over its visible keys.
 
-Pages of float16 are the reference's.
+The reference handles float16 pages.
 """
 
 import jax
@@ -56,7 +56,7 @@ def paged_attention(
 
 
 def operands(kv_pages: KvPages) -> tuple[Array, Array]:
-    """Pages as operations in C++ take them: what they hold, and scales, if any."""
+    """Return pages and scales (empty if none) as operands of the C++ operations."""
     check_scales(kv_pages, in_lanes=False)
     if isinstance(kv_pages, ScaledPages):
         return kv_pages.values, kv_pages.scales

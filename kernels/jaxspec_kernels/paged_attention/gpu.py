@@ -3,16 +3,16 @@
 Grid: (row tile and sequence, KV head, split). One program folds the queries of a
 sequence with the query heads of one KV head into the rows of a matrix product, walks an
 equal share of the keys that these rows see, and keeps the softmax statistics and the
-mixed values in registers (float32). It looks every page up by itself and loads only
-slots in reach: pages before the window or past the end cost nothing and may hold NaN.
-A second kernel adds the splits of one row up, weighted by their log-sum-exp.
+mixed values in registers (float32). It looks up each page itself and loads visible
+slots only: pages before the window or past the end cost nothing and may hold NaN. A
+second kernel adds up the splits of a row, weighted by their log-sum-exp.
 
-Splits, tiles and grid follow from shapes alone. The shares follow from the lengths: any
-context keeps all programs of its sequence busy.
+The number of splits, tiles and the grid depend on shapes alone, the shares on lengths:
+any context keeps all programs of its sequence busy.
 
-`CompilerParams` of Triton select it, whatever jax prefers on GPU. From jax 0.11 on it
-is deprecated: lowering gives a DeprecationWarning, which Python hides by default, and
-needs a filter where warnings are errors. Mosaic GPU, which is to follow it, cannot be
+Passing Triton's `CompilerParams` selects Triton, whatever jax prefers on GPU. From jax
+0.11 on it is deprecated: lowering emits a DeprecationWarning, which Python hides by
+default; where warnings are errors, filter it. Its successor, Mosaic GPU, cannot be
 interpreted on CPU, so its numbers could not be tested without a GPU.
 
 Source: Dao et al. 2023, "Flash-Decoding for long-context inference".
@@ -40,7 +40,7 @@ from jaxspec_kernels.paged_attention.gpu_tiles import (
 from jaxspec_kernels.paged_attention.tree_bits import WORD, pack_tree
 
 _MASKED = -1e30  # finite: exp2(_MASKED - _MASKED) must not be NaN in a row without keys
-_LOG2_E = math.log2(math.e)  # statistics are in base 2, which the hardware raises
+_LOG2_E = math.log2(math.e)  # statistics use base 2, which the hardware computes
 
 
 def _attend(
@@ -54,7 +54,7 @@ def _attend(
         # In
         query_ref,  # [seq, token, q_head, head_dim]
         pages_ref,  # [page, page_size, 2 * kv_head, head_dim]
-        scales_ref,  # f32[page, page_size, 2 * kv_head], of int8 only
+        scales_ref,  # f32[page, page_size, 2 * kv_head], int8 pages only
         table_ref,  # i32[seq, table]
         kv_len_ref,  # i32[seq]
         depth_ref,  # i32[seq, token], trees only
@@ -70,7 +70,7 @@ def _attend(
     seq, tile = pl.program_id(0) // row_tiles, pl.program_id(0) % row_tiles
     kv_head, split = pl.program_id(1), pl.program_id(2)
     dtype = product_dtype(query_ref.dtype, pages_ref.dtype)
-    # IEEE products of float32: TF32 keeps as few bits as float16.
+    # IEEE float32 products: TF32 keeps only the mantissa bits of float16.
     dot = functools.partial(
         plgpu.dot,
         precision=jax.lax.Precision.HIGHEST if dtype == jnp.float32 else None,
@@ -134,7 +134,7 @@ def _attend(
         if window is not None:
             visible &= distance < window
         if words_ref is not None:
-            # The window within the tree is in the words already.
+            # In a tree, the ancestor bits already exclude tokens outside the window.
             node = at - start
             visible &= (node < 0)[None, :]
             for number, word in enumerate(words):
@@ -164,7 +164,7 @@ def _attend(
     mixed = mixed / jnp.where(empty, 1.0, total)[:, None]
     plgpu.store(lse_ref.at[split, seq, token, head], lse, mask=token < queries)
 
-    # An empty split says so in `lse`; its values are neither written nor read.
+    # An empty split is marked in `lse`; its values are neither written nor read.
     @pl.when((last > first) | (tiles.splits == 1))
     def _write():
         plgpu.store(
@@ -217,11 +217,11 @@ def paged_attention(
 ) -> Float[Array, "seq token q_head head_dim"]:
     """See `jaxspec_kernels.paged_attention`; `tiles` overrides `choose_tiles`.
 
-    Two queries at the same position get the same result up to rounding only: the shares
-    of the splits move with the context.
+    Two queries at the same position return the same result only up to rounding: the
+    shares of the splits depend on the context.
 
     Raises:
-        NotImplementedError: pages of a type that is not among `floats` below, nor int8
+        NotImplementedError: Pages of a type that is not among `floats` below, nor int8
             with scales.
     """
     check_scales(kv_pages, in_lanes=False)
@@ -272,7 +272,7 @@ def paged_attention(
     )
     if tiles.splits == 1:
         return mixed[0]
-    # All splits at once, 64 values in a thread; a loop would wait for each of them.
+    # All splits at once, 64 values per thread; a loop would wait for each split.
     lanes = max(MIN_ROWS, 8192 // power_of_two(tiles.splits))
     lanes = min(lanes, power_of_two(head_dim))
     return pl.pallas_call(

@@ -1,6 +1,6 @@
-"""Sizes of one GPU call, from shapes alone: no device is asked.
+"""Sizes of one GPU call, computed from shapes alone, without asking a device.
 
-The heuristic stands here, apart from the kernel, so that a tuner can replace it.
+Kept apart from the kernel so that a tuner can replace the heuristic.
 """
 
 from collections.abc import Sequence
@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 
-MIN_ROWS = 16  # what a tensor-core product takes at least
+MIN_ROWS = 16  # smallest tensor-core product
 MAX_ROWS = 64  # of prefill in one program: 64 x 256 mixed values are half its registers
-BLOCK_BYTES = 16 * 1024  # of keys, and as many of values
-MIN_SPLIT_TOKENS = 128  # a smaller share costs more to add up than to read
+BLOCK_BYTES = 16 * 1024  # of keys, and the same of values
+MIN_SPLIT_TOKENS = 128  # adding up a smaller share costs more than reading it
 NUM_SMS = 132  # H100, H200
 
 
@@ -27,14 +27,14 @@ class Tiles:
 
 
 def power_of_two(size: int, *, least: int = MIN_ROWS) -> int:
-    """The next one: Triton has no other sizes."""
+    """Return the next power of two: Triton has no other sizes."""
     return max(least, 1 << (size - 1).bit_length())
 
 
 def product_dtype(query: jnp.dtype, kv_pages: jnp.dtype) -> jnp.dtype:
-    """Type that both sides of a product have: their own, or float32 if they differ.
+    """Return the type of both operands of a product: their own, or float32 if unequal.
 
-    Pages of eight bits take the query's, as any type of a query holds them exactly.
+    8-bit pages take the query's type, as every query type holds them exactly.
     """
     is_exact = query == kv_pages or jnp.dtype(kv_pages).itemsize == 1
     return query if is_exact else jnp.dtype(jnp.float32)
@@ -59,13 +59,13 @@ def choose_tiles(
     seqs, queries, q_heads, head_dim = query
     page_size, kv_heads = kv_pages[1], kv_pages[2] // 2
     rows = queries * q_heads // kv_heads
-    # Products of float32 are no tensor core's: larger tiles would spill registers.
+    # No tensor core multiplies float32: larger tiles would spill registers.
     is_wide = itemsize > 2
     tile_rows = min(power_of_two(rows), MAX_ROWS // 2 if is_wide else MAX_ROWS)
     keys = BLOCK_BYTES // (power_of_two(head_dim) * itemsize)
     # The page lookup before a load takes every second stage: five stages keep two
-    # blocks on their way. Three such programs fit a multiprocessor, or two with more
-    # rows. A prefill tile holds its queries in shared memory too: three stages let two
+    # blocks in flight. Three such programs fit a multiprocessor, or two with more
+    # rows. A prefill tile also holds its queries in shared memory: three stages let two
     # programs fit instead of one.
     num_stages = 3 if tile_rows == MAX_ROWS else 5
     resident = 3 if tile_rows == MIN_ROWS and not is_wide else 2

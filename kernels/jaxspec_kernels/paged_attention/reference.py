@@ -1,9 +1,9 @@
-"""Paged attention in plain jnp: the specification, and what runs on CPU.
+"""Paged attention in plain jnp: the specification.
 
 A `while_loop` walks blocks of pages from the first one that a window reaches to the
-last live one, with running softmax statistics, so cost follows the live context and
-not the page table. A block in which nothing is visible leaves the statistics bit for
-bit as they were; a row's result does not depend on the other rows' lengths.
+last live one, with running softmax statistics, so the cost depends on the live context
+and not on the page table. A block in which nothing is visible does not change a bit of
+the statistics; a row's result does not depend on the lengths of other rows.
 """
 
 import functools
@@ -21,11 +21,12 @@ from jaxspec_kernels.bits import (
 )
 from jaxspec_kernels.sums import row_sums
 
-# Tokens walked at once. Below 128 the loop's overhead shows on CPU, above it short
-# contexts pay for empty slots.
+# Tokens per block. Below 128 the loop's overhead shows on CPU, above it short contexts
+# pay for empty slots.
 BLOCK_TOKENS = 128
 
-# A product of a single row with the keys adds up in another order than one of several.
+# At least two rows, so that plain decoding and verification give a query the same
+# bits: XLA sums the product of one row with the keys in another order.
 MIN_ROWS = 2
 
 _MASKED = -1e30  # finite: exp(_MASKED - _MASKED) must not be NaN in a row without keys
@@ -73,7 +74,7 @@ def paged_attention(
             page_table, number * block_pages, block_pages, axis=1
         )
 
-        # Head by head, as the products below want them: moved once, not twice.
+        # Pages by head, as the products below need them, so that they are moved once.
         def read(pool: Array) -> Array:
             return pool.at[pages[:, None], :, heads].get(mode="clip")
 
@@ -112,7 +113,7 @@ def paged_attention(
 def fold(
     query: Float[Array, "seq token q_head head_dim"], kv_heads: int
 ) -> Float[Array, "seq kv_head row head_dim"]:
-    """Rows of one KV head side by side, `group` of them a token."""
+    """Fold the `group` query heads of a KV head and the tokens into rows."""
     seqs, queries, q_heads, head_dim = query.shape
     rows = query.reshape(seqs, queries, kv_heads, q_heads // kv_heads, head_dim)
     return rows.transpose(0, 2, 1, 3, 4).reshape(seqs, kv_heads, -1, head_dim)
@@ -121,7 +122,7 @@ def fold(
 def unfold(
     rows: Float[Array, "seq kv_head row head_dim"], shape: tuple[int, ...]
 ) -> Float[Array, "seq token q_head head_dim"]:
-    """The inverse of `fold`, for queries of a shape."""
+    """Undo `fold`, for a query of this shape."""
     seqs, queries, _, head_dim = shape
     rows = rows.reshape(seqs, rows.shape[1], queries, -1, head_dim)
     return rows.transpose(0, 2, 1, 3, 4).reshape(shape)
@@ -136,7 +137,7 @@ def _add(
     *,
     soft_cap: float | None,
 ) -> tuple[Array, Array, Array]:
-    """Running maximum, sum of weights and mixed values, with one block more."""
+    """Update the running maximum, sum of weights and mixed values with one block."""
     maximum, total, mixed = statistics
     # s seq  h kv head  r row  t key  d head_dim
     scores = _einsum("shrd,shtd->shrt", rows, key)
@@ -163,7 +164,7 @@ def _visible(
     window: int | None,
     ancestor_mask: Bool[Array, "seq token token"] | None,
 ) -> Bool[Array, "seq token key"]:
-    """Which key positions each query sees."""
+    """Return which key positions each query sees."""
     start = (kv_len - queries)[:, None, None]  # of the first query, may be negative
     key = jnp.broadcast_to(key[None, None, :], (kv_len.shape[0], 1, key.shape[0]))
     if ancestor_mask is None:
@@ -173,7 +174,7 @@ def _visible(
     else:
         depth = ancestor_mask.sum(axis=-1, dtype=jnp.int32) - 1
         position = start + depth[:, :, None]
-        # Keys of the tree are seen by descendants; their depth replaces the slot.
+        # Descendants see a tree's keys; depth takes the place of the slot.
         node = key - start
         inside = (node >= 0) & (node < queries)
         node = jnp.clip(node, 0, queries - 1)
@@ -194,11 +195,11 @@ def _visible(
 def _blocks(
     kv_len: Int[Array, " seq"], *, queries: int, window: int | None, block: int
 ) -> tuple[Array, Array]:
-    """First and one-past-last block that any query of any sequence sees."""
+    """Return the first, and one past the last, block that any query sees."""
     last = (kv_len.max() + block - 1) // block
     if window is None:
         return jnp.zeros_like(last), last
-    # An empty row (kv_len 0) must not pull the walk to the first block.
+    # An empty row (kv_len 0) must not move the start to the first block.
     lowest = jnp.where(
         kv_len > 0, kv_len - queries - window + 1, jnp.iinfo(jnp.int32).max
     )

@@ -2,8 +2,8 @@
 
 Grid: one step per sequence, in order. Pages stay in HBM; a step walks blocks of whole
 pages, all KV heads at once, from the first page that the earliest query's window
-reaches to the last live one. Two block buffers alternate: while one is used, the
-copies of the next block run, across the border between sequences too. No other page is
+reaches to the last live one. Two block buffers alternate: while one is used, the next
+block is copied into the other, also from one sequence to the next. No other page is
 copied.
 
 SMEM: page table, lengths and bounds (scalar prefetch). VMEM: the two buffers, two more
@@ -11,20 +11,20 @@ for scales, the queries of a sequence as `[kv_head, token * group, head_dim]`, a
 row the float32 running maximum, sum and output.
 
 A block is used as `[token, 2 * kv_head * head_dim]`, so that a head's keys or values
-are a slice of lanes. Mosaic refuses strided loads over rows of 256 lanes; this reshape
-it compiles for every head_dim.
+are a slice of lanes. Mosaic rejects strided loads over rows of 256 lanes; it compiles
+this reshape for every head_dim.
 
-Of pages of int8 the scales are copied beside them, a page's in rows of 128 lanes, head
-by head. For a block they become a row of lanes for each head, by rolls and a sum over
-sublanes whose other terms are zero; scores are multiplied by those of keys, weights by
-those of values. So a number that is none stays with its token.
+The scales of int8 pages are copied with them, those of a page in rows of 128 lanes,
+head by head. For a block, rolls and a sum over sublanes whose other terms are zero
+arrange them in one row of lanes per head; scores are multiplied by the scales of keys,
+weights by those of values. So a NaN affects its own token only.
 
-A pool of head_dim 64 works but is dear: XLA keeps it with the pages in the lanes and
-copies it whole for the kernel, unless the program's argument has the row-major layout
-(`jax.experimental.layout`), in which half of every tile is padding.
+A pool of head_dim 64 works but is expensive: XLA stores it with the pages in the lanes
+and copies it whole for the kernel, unless the program's argument has the row-major
+layout (`jax.experimental.layout`), in which half of every tile is padding.
 
-Of the two cores that a v5p chip has, one works: the buffers go from one sequence to the
-next, so the grid cannot be split.
+Only one of the two cores of a v5p chip is used: the buffers pass from one sequence to
+the next, so the grid cannot be split.
 """
 
 import functools
@@ -40,8 +40,9 @@ from jaxspec_kernels.bits import FP8, LANES, KvPages, ScaledPages, check_scales
 from jaxspec_kernels.paged_attention.reference import fold, unfold
 from jaxspec_kernels.paged_attention.tree_bits import WORD, WORD_SHIFT, pack_tree
 
-# One block: enough bytes that a copy hides its latency, few enough that two blocks and
-# what the compiler keeps beside them stay far below the 16 MiB that v5e gives a kernel.
+# Bytes of one block of keys and values: enough that a copy hides its latency, few
+# enough that two blocks and the compiler's own memory stay far below the 16 MiB that a
+# kernel gets on v5e.
 BLOCK_BYTES = 2**20
 MIN_BLOCK_TOKENS, MAX_BLOCK_TOKENS = 128, 512  # lanes of a tile; unrolled code
 
@@ -49,7 +50,7 @@ _MASKED = -1e30  # finite: exp(_MASKED - _MASKED) must not be NaN in a row witho
 
 
 def copy_page(source: Any, target: Any, semaphore: Any) -> Any:
-    """The copy of one page from HBM to VMEM, not started; tests count the starts."""
+    """Return the copy of one page from HBM to VMEM, not started; tests count starts."""
     return pltpu.make_async_copy(source, target, semaphore)
 
 
@@ -67,24 +68,24 @@ def _kernel(
         # Scalar prefetch
         page_table,  # i32[seq, table]
         kv_len,  # i32[seq]
-        lowest,  # i32[seq]: first position that a query sees
+        lowest,  # i32[seq]: first visible position
         first_page,  # i32[seq]
-        end_page,  # i32[seq], first_page == end_page: nothing to see
-        next_busy,  # i32[seq + 1]: first sequence from here on that sees something
+        end_page,  # i32[seq]; equal to first_page if nothing is visible
+        next_busy,  # i32[seq + 1]: first sequence from here on with visible keys
         # In
         query,  # [1, kv_head, row, head_dim]
-        places,  # i32[1, row, 1] or, of trees, i32[1, 1 + word, query]: see `_places`
+        places,  # i32[1, row, 1], or i32[1, 1 + word, query] for trees: see `_places`
         *rest,
     ) = refs
     # In HBM: [page, page_size, 2 * kv_head, head_dim], and scales f32[page, 1, lane]
     pools, rest = rest[:count], rest[count:]
     # Out
     out, *rest = rest  # [1, kv_head, row, head_dim]
-    # Scratch: [2, block_page, page_size, 2 * kv_head, head_dim], and as many of scales
+    # Scratch: [2, block_page, page_size, 2 * kv_head, head_dim], and two of scales
     (buffers, *scale_buffers), rest = rest[:count], rest[count:]
     (
         arrived,  # 2 DMA semaphores
-        next_slot,  # i32[1]: the buffer that holds or awaits the next block
+        next_slot,  # i32[1]: the buffer that the next block is or will be in
         maximum,  # f32[kv_head, row, 1]
         total,  # f32[kv_head, row, 1]
         mixed,  # f32[kv_head, row, head_dim]
@@ -124,7 +125,7 @@ def _kernel(
     mixed[...] = jnp.zeros_like(mixed)
     length = kv_len[seq]
     start = length - num_queries  # position of the first query, may be negative
-    # No slot past the last page was copied.
+    # Slots past the last page were not copied.
     limit = jnp.minimum(length, end_page[seq] * page_size)
     num_blocks = pl.cdiv(end_page[seq] - first_page[seq], block_pages)
 
@@ -141,7 +142,7 @@ def _kernel(
                 seen |= (node >> WORD_SHIFT == number) & (bit == 1)
         if window is not None:
             near = position - key < window
-            # The tree's own mask has the window in it: a slot there is not a position.
+            # The tree's mask includes the window: a slot in it is not a position.
             seen &= near | (key >= start) if has_tree else near
         return seen & (key < limit)
 
@@ -170,7 +171,7 @@ def _kernel(
 
         kv = buffers[slot]
         if kv.dtype in (FP8, jnp.int8):
-            # All of its numbers are numbers of the query's type.
+            # The query's type holds all int8 numbers exactly.
             kv = kv.astype(query.dtype)
         kv = kv.reshape(block, two_kv_heads * head_dim)
         seen = visible(base)
@@ -195,7 +196,7 @@ def _kernel(
             maximum[head] = new_maximum
             total[head] = total[head] * rescale + weights.sum(axis=1, keepdims=True)
             if is_scaled:
-                # Once more, as that of a slot that no query sees may be NaN.
+                # Mask again: the scale of a slot that no query sees may be NaN.
                 weights = jnp.where(seen, weights * scales[2 * head + 1], 0.0)
             mixed[head] = mixed[head] * rescale + _mix(weights, value)
         return 1 - slot
@@ -208,11 +209,11 @@ def _kernel(
 def _by_head(
     pages: Any, two_kv_heads: int, page_size: int, num_pages: int
 ) -> list[Array]:
-    """Scales of a block's tokens, f32[1, block] for each row of heads.
+    """Return the scales of a block's tokens, f32[1, block] for each row of heads.
 
     Args:
-        pages: f32[page, 1, lane], pages to fill rows of lanes. Those that were not
-            copied hold anything: their tokens are seen by no query.
+        pages: f32[page, 1, lane], pages to fill rows of lanes. Pages that were not
+            copied may hold anything: no query sees their tokens.
     """
     if page_size >= LANES:
         own = [pages[page : page + 1, 0, :] for page in range(num_pages)]
@@ -221,7 +222,7 @@ def _by_head(
             jnp.concatenate([one[:, at : at + page_size] for one in own], axis=1)
             for at in starts
         ]
-    # So many heads have a row of lanes, and so many pages give one of the result.
+    # Heads per row of lanes, and pages per row of the result.
     group = LANES // page_size
     shift = page_size.bit_length() - 1
     made = []
@@ -231,7 +232,7 @@ def _by_head(
         row = pages[:, 0, first * page_size : first * page_size + LANES]
         page = jax.lax.broadcasted_iota(jnp.int32, row.shape, 0) & (group - 1)
         lane = jax.lax.broadcasted_iota(jnp.int32, row.shape, 1)
-        # Page p by p places, bit by bit of p.
+        # Roll page p by p places, one bit of p at a time.
         for bit in range(group.bit_length() - 1):
             is_rolled = (page >> bit) & 1 == 1
             row = jnp.where(is_rolled, pltpu.roll(row, page_size << bit, 1), row)
@@ -248,10 +249,10 @@ def _by_head(
 
 
 def _by_row(numbers: Array, num_rows: int) -> Array:
-    """Of one number for each query a column of one for each row: i32[row, 1].
+    """Expand one number per query to a column with one per row, i32[row, 1].
 
-    Mosaic takes none of a vector's entries by an index. A sum over lanes does, of all
-    zeros but one; in halves, as float32 holds 24 bits.
+    Mosaic cannot index a vector. Instead, all entries but one are set to 0 and the
+    vector is summed over lanes; in halves, as float32 holds 24 bits.
     """
     shape = num_rows, numbers.shape[1]
     group = num_rows // numbers.shape[1]
@@ -267,7 +268,7 @@ def _by_row(numbers: Array, num_rows: int) -> Array:
 
 
 def _dot(left: Array, right: Array, dimension: int) -> Array:
-    """float32 product over `left`'s lanes and a dimension of `right`."""
+    """Multiply over `left`'s lanes and a dimension of `right`, in float32."""
     exact = left.dtype == jnp.bfloat16  # one pass of the MXU is exact
     return jax.lax.dot_general(
         left,
@@ -287,14 +288,14 @@ def _scores(query: Array, key: Array) -> Array:
 def _mix(weights: Array, value: Array) -> Array:
     if value.dtype != jnp.bfloat16:
         return _dot(weights, value, 0)
-    # Two bf16 halves keep 16 bits of a weight, for a pass over rows that are few.
+    # Two bf16 halves keep 16 bits of a weight, and cost one more pass over few rows.
     high = weights.astype(jnp.bfloat16)
     low = (weights - high.astype(jnp.float32)).astype(jnp.bfloat16)
     return _dot(high, value, 0) + _dot(low, value, 0)
 
 
 def default_block_tokens(kv_pages: KvPages, capacity: int) -> int:
-    """Tokens per block where no tuned number is given.
+    """Return the tokens per block for calls without a tuned size.
 
     Args:
         capacity: Tokens that a row of the page table can hold.
@@ -318,7 +319,7 @@ def _walks(
     page_size: int,
     lowest: Int[Array, " seq"],
 ) -> tuple[Array, ...]:
-    """The scalar-prefetched arguments: what to read, in which order."""
+    """Return the scalar-prefetched arguments: what to read, in which order."""
     num_seqs = kv_len.shape[0]
     end_page = jnp.minimum(-(-kv_len // page_size), page_table.shape[1])
     first_page = jnp.minimum(lowest // page_size, end_page)
@@ -364,11 +365,11 @@ def paged_attention(
 
     Args:
         block_tokens: Tokens copied and used at once, rounded to pages.
-        interpret: Run on CPU, as Pallas has it.
+        interpret: Run in Pallas' interpreter.
 
     Raises:
-        NotImplementedError: a query that is neither bfloat16 nor float32, or pages that
-            are neither of these nor float8_e4m3fn, nor int8 with scales in lanes.
+        NotImplementedError: The query is neither bfloat16 nor float32, or pages are
+            neither of these nor float8_e4m3fn, nor int8 with scales in lanes.
     """
     _check(query, kv_pages)
     queries, page_size = query.shape[1], kv_pages.shape[1]
@@ -393,7 +394,7 @@ def paged_attention(
     )
     pools = jax.tree.leaves(kv_pages)
     if not interpret:
-        # Where a pool fits in VMEM, XLA would bring all of it there, and back.
+        # Keep pools in HBM: XLA would copy one that fits in VMEM there and back.
         pools = [pltpu.with_memory_space_constraint(pool, pltpu.HBM) for pool in pools]
     mixed = pl.pallas_call(
         kernel,
@@ -406,7 +407,7 @@ def paged_attention(
             out_specs=_per_seq(rows),
             scratch_shapes=_scratch(rows, kv_pages, max(1, block_tokens // page_size)),
         ),
-        # A sequence hands its buffers over to the next: the order matters.
+        # Buffers pass from one sequence to the next: the order matters.
         compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",)),
         interpret=interpret,
         name="paged_attention",
@@ -421,9 +422,9 @@ def _places(
     group: int,
     window: int | None,
 ) -> Array:
-    """By row its query's depth; of trees by query, depth and then what it sees in bits.
+    """Return the depth of each row's query; for trees, depth and visible nodes as bits.
 
-    Queries are the lanes: a tile of 128 holds what would be padded to one for each.
+    Queries are the lanes: with queries as rows, each would be padded to 128 lanes.
     """
     if mask is None:
         depth = jnp.arange(queries, dtype=jnp.int32)[None]
@@ -434,7 +435,7 @@ def _places(
 
 
 def _scratch(rows: Array, kv_pages: KvPages, block_pages: int) -> list[Any]:
-    """In the order of the kernel's arguments."""
+    """Return the kernel's scratch buffers, in the order of its arguments."""
     _, kv_heads, num_rows, head_dim = rows.shape
     buffers = [pltpu.VMEM((2, block_pages, *kv_pages.shape[1:]), kv_pages.dtype)]
     if isinstance(kv_pages, ScaledPages):
@@ -453,7 +454,7 @@ def _scratch(rows: Array, kv_pages: KvPages, block_pages: int) -> list[Any]:
 
 
 def _per_seq(array: Array) -> pl.BlockSpec:
-    """One sequence's part per grid step; the whole array if it is for all of them."""
+    """Return the block of an array per grid step: one sequence's part, or all of it."""
     index = (0,) * (array.ndim - 1)
     if array.shape[0] == 1:
         return pl.BlockSpec((1, *array.shape[1:]), lambda seq, *_: (0, *index))

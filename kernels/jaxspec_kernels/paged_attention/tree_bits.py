@@ -1,4 +1,4 @@
-"""What the nodes of a tree see of one another, as kernels are given it: in bits."""
+"""Packs a tree's ancestor mask into bits for the kernels."""
 
 import jax
 import jax.numpy as jnp
@@ -11,11 +11,11 @@ WORD = 1 << WORD_SHIFT  # bits of an ancestor mask in one integer
 def pack_tree(
     mask: Bool[Array, "seq token token"], window: int | None
 ) -> tuple[Int[Array, "seq token"], Int[Array, "seq token word"]]:
-    """Depth of every node, and what it sees in the tree as bits, lowest first.
+    """Return the depth of every node, and its visible nodes as bits, lowest first.
 
     Args:
         mask: See `jaxspec_kernels.paged_attention`.
-        window: Ancestors that are as many levels away have no bit.
+        window: Ancestors at least this number of levels above a node get no bit.
     """
     depth = mask.sum(axis=-1, dtype=jnp.int32) - 1
     if window is not None:

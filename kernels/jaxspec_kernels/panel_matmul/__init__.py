@@ -1,9 +1,9 @@
-"""Products of rows with a matrix that is kept as its processor wants to read it.
+"""Products of rows with a matrix stored in the order in which a CPU reads it.
 
-In panels: of `WIDTH` outputs, float32 values of one feature lie side by side, as
-[panel, features, WIDTH]; bfloat16 values of two features do, in pairs, as
-[panel, pair, WIDTH, 2]. Zeros fill the last panel, and the last pair. Those of a
-quantized matrix are `QuantizedPanels`.
+A panel stores `WIDTH` outputs: their float32 values of one feature are adjacent,
+[panel, features, WIDTH]; bfloat16 values are stored in pairs of features,
+[panel, pair, WIDTH, 2]. Zeros fill the last panel and the last pair. A quantized matrix
+is stored as `QuantizedPanels`.
 """
 
 from typing import Any, NamedTuple
@@ -18,20 +18,19 @@ __all__ = ["WIDTH", "Panels", "QuantizedPanels", "from_panels", "from_quantized_
 __all__ += ["panel_form", "panel_matmul", "panel_rows", "quantized_form"]
 __all__ += ["quantized_panels", "to_panels"]
 
-# Outputs of one panel.
+# Number of matrix outputs in one panel.
 WIDTH = 32
 _MODULES = {"reference": "reference", "cpu": "cpu"}
-# Values of quantized panels; of the last kind one is two values of 4 bits.
+# Types of quantized panels; a uint8 holds two 4-bit values.
 _VALUES = (jnp.int8, jnp.float8_e4m3fn, jnp.uint8)
 
 
 class QuantizedPanels(NamedTuple):
-    """Values of 8 or 4 bits, and the scale of each output and group of features.
+    """8-bit or 4-bit values, and a scale for each output and group of features.
 
     Attributes:
-        values: int8 or float8_e4m3fn, [panel, features, WIDTH]; or those of 4 bits, of
-            two features in a uint8, the first in its lower half:
-            [panel, pair, WIDTH].
+        values: int8 or float8_e4m3fn, [panel, features, WIDTH]; or 4-bit values of two
+            features in a uint8, the first in its lower half: [panel, pair, WIDTH].
         scales: float32, [panel, group, WIDTH].
     """
 
@@ -45,16 +44,16 @@ Panels = Num[Array, "..."] | QuantizedPanels
 def quantized_form(
     shape: tuple[int, ...], dtype: Any, num_groups: int
 ) -> tuple[tuple[tuple[int, ...], Any], tuple[tuple[int, ...], Any]]:
-    """Shapes and types of the panels of quantized [out, features] values.
+    """Return shapes and types of the panels of quantized [out, features] values.
 
     Raises:
-        ValueError: Values of 4 bits without a partner.
+        ValueError: Groups are not whole, or have an odd number of 4-bit values.
     """
     (outputs, features), is_half = shape, dtype == jnp.int4
     if features % (2 * num_groups if is_half else num_groups):
         raise ValueError(
-            f"{num_groups} groups of {features} features: whole groups are needed, of "
-            "an even number of values of 4 bits"
+            f"{features} features must divide into {num_groups} groups of equal size, "
+            "which must be even for 4-bit values"
         )
     count = -(-outputs // WIDTH)
     values = (count, features // (2 if is_half else 1), WIDTH)
@@ -63,7 +62,7 @@ def quantized_form(
 
 
 def quantized_panels(values: np.ndarray, scales: np.ndarray) -> QuantizedPanels:
-    """[out, features] values and [out, group] scales in panels, on the host."""
+    """Pack [out, features] values and [out, group] scales in panels, on the host."""
     (_, kind), _ = quantized_form(values.shape, values.dtype, scales.shape[1])
     if kind == jnp.uint8:
         bits = values.astype(np.int8).view(np.uint8) & 0xF
@@ -75,7 +74,7 @@ def quantized_panels(values: np.ndarray, scales: np.ndarray) -> QuantizedPanels:
 def from_quantized_panels(
     panels: QuantizedPanels, shape: tuple[int, ...]
 ) -> np.ndarray:
-    """The float32 numbers that they stand for, (out, features), on the host."""
+    """Dequantize panels to a float32 (out, features) matrix, on the host."""
     values = np.moveaxis(panels.values, 2, 1).reshape(-1, panels.values.shape[1])
     if values.dtype == np.uint8:
         pairs = np.stack([values << 4, values & 0xF0], axis=2).view(np.int8) >> 4
@@ -87,14 +86,14 @@ def from_quantized_panels(
 
 
 def _split(values: np.ndarray, num_rows: int) -> np.ndarray:
-    """[row, column] in panels of rows, zeros for those that are missing."""
+    """Split [row, column] into panels of rows, padded with zeros."""
     values = np.pad(values, ((0, num_rows - len(values)), (0, 0)))
     split = values.reshape(-1, WIDTH, values.shape[1])
     return np.ascontiguousarray(np.moveaxis(split, 1, 2))
 
 
 def panel_form(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
-    """The panels' shape, of an (out, features) matrix of 2 or 4 bytes a value."""
+    """Return the panels' shape for an (out, features) matrix of 2- or 4-byte values."""
     count, features = -(-shape[0] // WIDTH), shape[1]
     return (
         (count, features, WIDTH)
@@ -104,7 +103,7 @@ def panel_form(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
 
 
 def to_panels(values: np.ndarray) -> np.ndarray:
-    """An (out, features) matrix in panels, on the host."""
+    """Pack an (out, features) matrix in panels, on the host."""
     form = panel_form(values.shape, values.itemsize)
     whole = form[0] * WIDTH, form[1] * (2 if len(form) == 4 else 1)
     if values.shape != whole:
@@ -117,7 +116,7 @@ def to_panels(values: np.ndarray) -> np.ndarray:
 
 
 def from_panels(panels: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """The inverse of `to_panels`, of a matrix of this shape."""
+    """Undo `to_panels` for a matrix of this shape."""
     split = np.ascontiguousarray(np.moveaxis(panels, 2, 1))
     whole = split.reshape(panels.shape[0] * WIDTH, -1)
     return np.ascontiguousarray(whole[: shape[0], : shape[1]])
@@ -133,16 +132,17 @@ def panel_matmul(
 ) -> Float[Array, "row out"]:
     """Return float32 products of rows with the transposed (out, features) matrix.
 
-    A row's bits do not depend on the rows beside it, on a CPU.
+    On CPU, a row's bits do not depend on other rows.
 
     Args:
         inputs: float32.
-        panels: float32 or bfloat16, widened to float32 as they are read; or quantized,
-            widened likewise: sums of a group are multiplied by its scales.
-        num_outputs: The matrix's own, without those that fill the last panel.
-        is_rounded: Rows are rounded to bfloat16 first, where the panels are bfloat16:
-            processors have faster products of those.
-        implementation: A name to force; None is that of jax's default backend.
+        panels: float32 or bfloat16, widened to float32 as they are read; or quantized:
+            widened too, and the sum of a group is multiplied by its scale.
+        num_outputs: Outputs of the matrix, without padding of the last panel.
+        is_rounded: Round rows to bfloat16 first if the panels are bfloat16: processors
+            multiply these faster.
+        implementation: Name of one implementation; None selects that of jax's default
+            backend.
 
     Raises:
         ValueError: The shapes do not fit each other.
@@ -163,9 +163,9 @@ def panel_rows(
     """Return some rows of the (out, features) matrix, in float32.
 
     Args:
-        index: One beyond the last means the last, a negative one the first.
-        shape: The matrix's own.
-        panels, implementation: As of `panel_matmul`.
+        index: Row numbers; clamped to those of the matrix.
+        shape: Shape of the matrix.
+        panels, implementation: As in `panel_matmul`.
 
     Raises:
         ValueError: The shapes do not fit each other.

@@ -1,4 +1,4 @@
-"""Named shapes of products: what the bundled pair really calls, and borders."""
+"""Named shapes of products: the calls of the bundled pair, and edge cases."""
 
 from dataclasses import dataclass
 

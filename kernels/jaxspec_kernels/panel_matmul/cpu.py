@@ -1,7 +1,7 @@
-"""Products with panels in C++: every weight is read once for a dozen rows.
+"""Products with panels in C++: each weight is read once per dozen rows.
 
 bfloat16 is widened in registers: float32 arithmetic at half the bytes, which XLA:CPU
-has no form for. So are quantized values, at a quarter or an eighth.
+cannot do. So are quantized values, at a quarter or an eighth of the bytes.
 """
 
 import jax
@@ -14,7 +14,7 @@ from jaxspec_kernels.panel_matmul import Panels, QuantizedPanels
 
 
 def operands(panels: Panels) -> tuple[Array, Array]:
-    """Values and scales as operations take them; no scales where there are none."""
+    """Return values and scales (empty if none) as operands of the C++ operations."""
     if isinstance(panels, QuantizedPanels):
         return panels.values, panels.scales
     return panels, jnp.zeros((0,), jnp.float32)

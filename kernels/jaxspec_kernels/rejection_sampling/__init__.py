@@ -1,4 +1,4 @@
-"""The one sampler: which token follows, and how many draft tokens stay before it."""
+"""Rejection sampling: accept a prefix of the draft tokens and sample one more token."""
 
 from collections.abc import Callable
 from functools import partial
@@ -12,7 +12,7 @@ from jaxspec_kernels.rejection_sampling.reference import (
     BLOCK,
     COUPLED,
     STANDARD,
-    Controls,
+    SamplingValues,
     Verdict,
 )
 
@@ -20,7 +20,7 @@ __all__ = [
     "BLOCK",
     "COUPLED",
     "STANDARD",
-    "Controls",
+    "SamplingValues",
     "Verdict",
     "rejection_sampling",
     "sample",
@@ -33,8 +33,8 @@ def rejection_sampling(
     draft_tokens: Int[Array, "seq draft"],
     draft_probs: Float[Array, "seq draft vocab"] | None,
     target_logits: Float[Array, "seq draft+1 vocab"],
-    num_draft: Int[Array, " seq"],
-    controls: Controls | None,
+    num_draft_tokens: Int[Array, " seq"],
+    sampling_values: SamplingValues | None,
     *,
     rule: Int[Array, " seq"] | None = None,
     accept_uniform: Float[Array, "seq draft"] | None = None,
@@ -46,64 +46,71 @@ def rejection_sampling(
     implementation: str | None = None,
     device_kind: str | None = None,
 ) -> Verdict:
-    """Accept a prefix of `draft_tokens`, then choose one token from the target.
+    """Accept a prefix of `draft_tokens`, then sample one token from the target.
 
-    The target's probabilities are those of its logits after temperature, top-k, top-p
-    and min-p, in that order; equal logits at a filter's border all stay. Emitted tokens
-    follow them exactly, but for float32 rounding and the 24 bits of a uniform. They are
-    never written to memory: row statistics and the draft tokens' probabilities come
-    from one pass over the logits, top-k and top-p add a few passes where a sequence
-    asks for them, and then only the row that the token is drawn from is read again.
-    Sequences with different rules share a batch:
+    The target's distribution is the softmax of its logits after temperature, top-k,
+    top-p and min-p, in that order; logits equal to a filter's cutoff are all kept.
+    Emitted tokens follow it exactly, up to float32 rounding and the 24-bit resolution
+    of the uniform random numbers. The probabilities are never written to memory: one
+    pass over the logits yields row statistics and the draft tokens' probabilities,
+    top-k and top-p add a few passes if a sequence uses them, and then only the row that
+    the token is drawn from is read again. Sequences with different rules share a batch:
 
-    - greedy (temperature 0, whatever `rule` says): drafts stay while they equal the
-      argmax, the lowest id of equal logits; then comes the argmax.
-    - `STANDARD`: draft i stays when u * draft(i) < target(i), strictly. The token
-      comes from max(target - draft, 0) at a rejection, else from the row after the last
-      draft, by inverting the cumulative sum in order of ids at `sample_uniform`.
-    - `BLOCK`: the longest prefix that passes its own test stays; the rest is alike.
-    - `COUPLED`: drafts stay while they equal the argmax of probability / noise, one
-      exponential per id, from a hash of the id and the row's `noise_words`; then comes
-      that argmax.
+    - greedy (temperature 0, `rule` is ignored): drafts are accepted while they equal
+      the argmax (lowest id on ties); the next token is the argmax.
+    - `STANDARD`: draft i is accepted when u * draft(i) < target(i), strictly. The next
+      token is drawn from max(target - draft, 0) after a rejection, else from the row
+      after the last draft, by inverting the cumulative sum over ids at
+      `sample_uniform`.
+    - `BLOCK`: accept the longest prefix that passes its own test; draw as in
+      `STANDARD`, from max(joint * target - draft, 0) after a rejection.
+    - `COUPLED`: drafts are accepted while they equal the argmax of probability / noise
+      (one exponential per id, hashed from the id and the row's `noise_words`); the next
+      token is that argmax.
 
-    What is not a number or not a token:
+    Special values:
 
     - A logit of -inf or NaN excludes its token: it is neither accepted nor drawn.
       +inf counts as the largest float.
-    - Ids at or past `vocab_size` are pads, whose logits may hold anything.
-    - A row without any finite logit accepts no draft and gives token 0.
-    - A probability that underflows is 0. Where that, or rounding, leaves nothing of a
-      residual, the token comes from the target.
-    - Drafts, probabilities, uniforms and rows past `num_draft` are not used.
-    - A sequence that is a pad: give it temperature 0, and drop its verdict.
+    - Ids at or past `vocab_size` are padding; their logits may hold anything.
+    - A row without any finite logit accepts no draft and returns token 0.
+    - A probability that underflows is 0. If underflow or rounding makes the whole
+      residual 0, the token is drawn from the target.
+    - Drafts, probabilities, uniforms and rows past `num_draft_tokens` are not used.
+    - Padding sequences: pass temperature 0 and ignore their verdict.
 
     Under `shard_map` with the vocabulary split, pass each device's slice of logits and
-    `draft_probs`, the rest whole, and the mesh axes as `axis_name`. Every device gets
-    the same verdict; none receives more than 15 numbers per target row at once. The TPU
-    and GPU implementations need `check_vma=False` there.
+    `draft_probs`, all other arrays whole, and the mesh axes as `axis_name`. Every
+    device returns the same verdict and receives at most 15 numbers per target row at
+    once. The TPU and GPU implementations need `check_vma=False` there.
 
     Args:
         draft_tokens: May have no columns: plain decoding.
-        draft_probs: What `draft_tokens` were drawn from, after all sampling controls;
-            None where each was certain (a greedy or looked-up draft).
-        target_logits: float32 or bfloat16; row i follows draft i - 1.
-        num_draft: Drafts that count; the later ones are ignored.
-        controls: None where every sequence is greedy: nothing else is made part of the
-            program then, and what follows is not used.
+        draft_probs: Distributions that `draft_tokens` were drawn from, after token
+            controls, temperature, top-k, top-p and min-p; None if each draft is a point
+            mass (greedy or lookup).
+        target_logits: float32 or bfloat16. Row i predicts the token in the place of
+            draft i (from 0); the last row, the token after all drafts.
+        num_draft_tokens: Valid drafts of each sequence: columns at or past it are
+            padding.
+        sampling_values: None if every sequence is greedy: the program then contains
+            nothing else, and the arguments that follow are not used.
         rule: `STANDARD`, `BLOCK` or `COUPLED`.
         accept_uniform: In [0, 1), one per draft.
         sample_uniform: In [0, 1).
-        noise_words: Random words per row, as the draft used at that position; None
-            where no sequence is coupled; one that is would follow `STANDARD`.
-        num_forced: For benchmarks: as many drafts stay, at most `num_draft`, whatever
-            they are, and the token is the target's own after them. The passes over the
-            rows are made as ever. None lets the rules decide.
-        vocab_size: Of the whole vocabulary; None where no column is a pad.
+        noise_words: Random words per row, the same as the draft model used at that
+            position; None if no sequence is coupled (a coupled one would then follow
+            `STANDARD`).
+        num_forced: For benchmarks: accept exactly this number of drafts (at most
+            `num_draft_tokens`), then sample from the target. All passes still run.
+            None: the rules decide.
+        vocab_size: Size of the whole vocabulary; None if no column is padding.
         axis_name: Mesh axes that split the vocabulary, major first.
-        implementation: A name to force; None is that of jax's default backend.
-        device_kind: Takes the tile size that was measured on this kind of device, as in
-            `device.device_kind`; None, or a device without a table, is the
-            implementation's own choice.
+        implementation: Name of one implementation; None selects that of jax's default
+            backend.
+        device_kind: Use the tile size that was measured on this kind of device
+            (`device.device_kind`). With None, or for a device without a table, the
+            implementation uses its default.
 
     Raises:
         ValueError: The shapes do not fit each other.
@@ -115,8 +122,8 @@ def rejection_sampling(
         target_logits.shape,
         draft_tokens=draft_tokens,
         draft_probs=draft_probs,
-        num_draft=num_draft,
-        controls=controls,
+        num_draft_tokens=num_draft_tokens,
+        sampling_values=sampling_values,
         rule=rule,
         accept_uniform=accept_uniform,
         sample_uniform=sample_uniform,
@@ -128,8 +135,8 @@ def rejection_sampling(
         draft_tokens,
         draft_probs,
         target_logits,
-        num_draft,
-        controls,
+        num_draft_tokens,
+        sampling_values,
         rule=rule,
         accept_uniform=accept_uniform,
         sample_uniform=sample_uniform,
@@ -142,7 +149,7 @@ def rejection_sampling(
 
 def sample(
     logits: Float[Array, "row vocab"],
-    controls: Controls | None,
+    sampling_values: SamplingValues | None,
     *,
     rule: Int[Array, " row"] | None = None,
     uniform: Float[Array, " row"] | None = None,
@@ -154,19 +161,20 @@ def sample(
 ) -> tuple[Int[Array, " row"], Float[Array, "row vocab"] | None]:
     """Draw one token per row, as `rejection_sampling` does without any drafts.
 
-    What a draft model draws with: its probabilities are kept, as verification needs
-    them. Arguments are those of `rejection_sampling`, with one row per sequence.
+    Draft models sample with it: verification needs the probabilities it returns.
+    Arguments are those of `rejection_sampling`, with one row per sequence.
 
     Returns:
-        The tokens, and what they were drawn from: float32, zeros where no row samples,
-        None without `controls`. Under `shard_map` this device's slice of it.
+        The tokens, and the distributions they were drawn from: float32, zeros if no row
+        samples, None without `sampling_values`. Under `shard_map` this device's slice
+        of them.
     """
     rows = logits.shape[0]
     nothing = jnp.zeros((rows, 0), jnp.int32)
     words = None if noise_words is None else noise_words[:, None]
     _check_shapes(
         (rows, 1, logits.shape[1]),
-        controls=controls,
+        sampling_values=sampling_values,
         rule=rule,
         sample_uniform=uniform,
         noise_words=words,
@@ -177,16 +185,16 @@ def sample(
         None,
         logits[:, None],
         jnp.zeros(rows, jnp.int32),
-        controls,
+        sampling_values,
         rule=rule,
         accept_uniform=nothing.astype(jnp.float32),
         sample_uniform=uniform,
         noise_words=words,
-        has_probs=controls is not None,
+        has_probs=sampling_values is not None,
         vocab_size=2**30 if vocab_size is None else vocab_size,
         axis_name=axis_name,
     )
-    if controls is None:
+    if sampling_values is None:
         return decided.next_token, None
     verdict, probs = decided
     return verdict.next_token, probs
@@ -197,7 +205,7 @@ def _implementation(
     implementation: str | None,
     device_kind: str | None,
 ) -> Callable[..., Any]:
-    """The implementation, with the tile size that was measured for such logits."""
+    """Return the implementation, with the tile size measured for this shape."""
     name = dispatch.resolve("rejection_sampling", implementation)
     tuned: dict[str, int] = {}
     if device_kind is not None:
@@ -210,9 +218,9 @@ def _implementation(
 
 
 def _check_shapes(
-    logits: tuple[int, ...], *, controls: Controls | None, **given: Any
+    logits: tuple[int, ...], *, sampling_values: SamplingValues | None, **given: Any
 ) -> None:
-    """Compare with the shape of the logits, of which each device may hold a slice."""
+    """Raise `ValueError` for shapes that do not match those of the logits."""
     if len(logits) != 3 or not logits[1]:
         raise ValueError(
             f"target_logits of shape {logits}: [seq, draft + 1, vocab] is needed"
@@ -222,13 +230,13 @@ def _check_shapes(
     expected = {
         "draft_tokens": draft,
         "draft_probs": (*draft, columns),
-        "num_draft": seq,
+        "num_draft_tokens": seq,
         "rule": seq,
         "accept_uniform": draft,
         "sample_uniform": seq,
         "noise_words": (seqs, width, 2),
     }
-    given |= {} if controls is None else controls._asdict()
+    given |= {} if sampling_values is None else sampling_values._asdict()
     for name, array in given.items():
         shape = expected.get(name, seq)
         if array is not None and array.shape != shape:

@@ -1,8 +1,8 @@
-"""Named shapes of rejection sampling: what Gemma 2 and the bundled pair really call."""
+"""Named shapes of rejection sampling: the calls of Gemma 2 and of the bundled pair."""
 
 from dataclasses import dataclass
 
-# Gemma 2's vocabulary; the published Flax trees have 128 rows more, which are pads.
+# Gemma 2's vocabulary; the published Flax checkpoints have 128 more rows, all padding.
 _GEMMA, _PADDED = 256_000, 256_128
 
 
@@ -24,7 +24,7 @@ CASES = {
     f"{model}/tp{shards}": Case(
         seqs=seqs, drafts=drafts, vocab_size=_GEMMA, columns=columns, shards=shards
     )
-    # The vocabulary is the same, so what tells the models apart is the drafts that pay.
+    # All sizes share a vocabulary. They differ in the number of drafts that pays.
     for model, seqs, drafts, columns in (
         ("2b", 8, 0, _GEMMA),
         ("9b", 8, 4, _GEMMA),

@@ -1,6 +1,6 @@
 """Rejection sampling for CPUs: passes over rows in C++, the rules in plain jnp.
 
-XLA:CPU makes a loop of each pass, and reads a row once for each of its sums.
+XLA:CPU would compile each pass into loops that read a row once per sum.
 """
 
 from typing import Any
@@ -15,18 +15,18 @@ from jaxspec_kernels.rejection_sampling import passes, reference
 from jaxspec_kernels.rejection_sampling.passes import (
     Distribution,
     Draft,
-    Slice,
     Statistics,
+    VocabShard,
 )
 from jaxspec_kernels.rejection_sampling.reference import Kernels
 
-# Columns of what is still made in plain jnp, of one row of each sequence: all of them,
-# of most vocabularies.
+# Columns per tile of the passes that remain in plain jnp, over one row per sequence:
+# most vocabularies fit in one tile.
 TILE = 2**18
 
 
 def statistics(
-    part: Slice,
+    shard: VocabShard,
     logits: Float[Array, "row vocab"],
     temperature: Float[Array, " row"],
     tokens: Int[Array, " row"],
@@ -35,54 +35,54 @@ def statistics(
     """See `passes.statistics`."""
     has_sums = False if is_sampled is None else is_sampled.any()
     is_summed = jnp.broadcast_to(has_sums, logits.shape[:1])
-    made = [_row(logits, kind) for kind in (float, int, float, float)]
-    call = jax.ffi.ffi_call("jaxspec_statistics", made)
-    given = logits, temperature, tokens.astype(jnp.int32), is_summed, _offset(part)
-    return Statistics(*call(*given, **_settings(part)))
+    results = [_row(logits, kind) for kind in (float, int, float, float)]
+    call = jax.ffi.ffi_call("jaxspec_statistics", results)
+    operands = logits, temperature, tokens.astype(jnp.int32), is_summed, _offset(shard)
+    return Statistics(*call(*operands, **_settings(shard)))
 
 
-def amounts(
-    part: Slice,
+def mass_above(
+    shard: VocabShard,
     logits: Float[Array, "row vocab"],
     distribution: Distribution,
     limits: Float[Array, "row tries"],
     *,
     counts: bool,
 ) -> Float[Array, "row tries"]:
-    """See `passes.amounts`."""
-    made = jax.ShapeDtypeStruct(limits.shape, jnp.float32)
-    call = jax.ffi.ffi_call("jaxspec_amounts", made)
-    given = logits, *_distribution(distribution), limits, _offset(part)
-    return call(*given, counts=counts, **_settings(part))
+    """See `passes.mass_above`."""
+    result = jax.ShapeDtypeStruct(limits.shape, jnp.float32)
+    call = jax.ffi.ffi_call("jaxspec_mass_above", result)
+    operands = logits, *_distribution(distribution), limits, _offset(shard)
+    return call(*operands, counts=counts, **_settings(shard))
 
 
-def race(
-    part: Slice,
+def gumbel_argmax(
+    shard: VocabShard,
     logits: Float[Array, "row vocab"],
     distribution: Distribution,
     words: UInt32[Array, "row 2"],
 ) -> tuple[Float[Array, " row"], Int[Array, " row"]]:
-    """See `passes.race`."""
-    made = [_row(logits, kind) for kind in (float, int)]
-    call = jax.ffi.ffi_call("jaxspec_race", made)
+    """See `passes.gumbel_argmax`."""
+    results = [_row(logits, kind) for kind in (float, int)]
+    call = jax.ffi.ffi_call("jaxspec_gumbel_argmax", results)
     score, best = call(
-        logits, *_distribution(distribution), words, _offset(part), **_settings(part)
+        logits, *_distribution(distribution), words, _offset(shard), **_settings(shard)
     )
     return score, best
 
 
-def excess(
-    part: Slice,
+def residual_mass(
+    shard: VocabShard,
     logits: Float[Array, "row vocab"],
     distribution: Distribution,
     draft: Draft,
     joint: Float[Array, "seq inner"],
 ) -> Float[Array, "seq inner"]:
-    """See `passes.excess`."""
+    """See `passes.residual_mass`."""
     if draft.probs is None:
-        return passes.excess(part, logits, distribution, draft, joint)
-    made = jax.ShapeDtypeStruct(joint.shape, jnp.float32)
-    call = jax.ffi.ffi_call("jaxspec_excess", made)
+        return passes.residual_mass(shard, logits, distribution, draft, joint)
+    result = jax.ShapeDtypeStruct(joint.shape, jnp.float32)
+    call = jax.ffi.ffi_call("jaxspec_residual_mass", result)
     probs = draft.probs.astype(jnp.float32)
     return call(
         logits,
@@ -90,28 +90,28 @@ def excess(
         distribution.total,
         probs,
         joint,
-        _offset(part),
-        **_settings(part),
+        _offset(shard),
+        **_settings(shard),
     )
 
 
 def probabilities(
-    part: Slice, logits: Float[Array, "row vocab"], distribution: Distribution
+    shard: VocabShard, logits: Float[Array, "row vocab"], distribution: Distribution
 ) -> Float[Array, "row vocab"]:
     """See `passes.probabilities`."""
-    made = jax.ShapeDtypeStruct(logits.shape, jnp.float32)
-    call = jax.ffi.ffi_call("jaxspec_probabilities", made)
+    result = jax.ShapeDtypeStruct(logits.shape, jnp.float32)
+    call = jax.ffi.ffi_call("jaxspec_probabilities", result)
     return call(
         logits,
         *_distribution(distribution),
         distribution.total,
-        _offset(part),
-        **_settings(part),
+        _offset(shard),
+        **_settings(shard),
     )
 
 
 def search(
-    part: Slice,
+    shard: VocabShard,
     logits: Float[Array, "row vocab"],
     distribution: Distribution,
     wanted: Float[Array, " row"],
@@ -119,22 +119,22 @@ def search(
     is_searched: Bool[Array, " row"],
     counts: bool,
 ) -> tuple[Float[Array, " row"], Float[Array, " row"]]:
-    """See `search.search`; of rows that this device has all of, and in one call."""
-    made = [_row(logits, kind) for kind in (float, float)]
-    call = jax.ffi.ffi_call("jaxspec_search", made)
-    given = (
+    """See `search.search`; one call, for a vocabulary that is not split."""
+    results = [_row(logits, kind) for kind in (float, float)]
+    call = jax.ffi.ffi_call("jaxspec_search", results)
+    operands = (
         logits,
         *_distribution(distribution),
         distribution.total,
         wanted,
         is_searched,
     )
-    threshold, amount = call(*given, counts=counts, **_settings(part))
-    return threshold, amount
+    threshold, mass = call(*operands, counts=counts, **_settings(shard))
+    return threshold, mass
 
 
 def draw(
-    part: Slice,
+    shard: VocabShard,
     logits: Float[Array, "row vocab"],
     distribution: Distribution,
     draft: Draft,
@@ -145,16 +145,16 @@ def draw(
     joint: Float[Array, " seq"],
     uniform: Float[Array, " seq"],
 ) -> Int[Array, " seq"]:
-    """See `draw.draw`; of rows that this device has all of."""
+    """See `draw.draw`; for a vocabulary that is not split."""
     seqs = row.shape[0]
     tokens, probs = jnp.zeros(seqs, jnp.int32), jnp.zeros((seqs, 0, 0), jnp.float32)
     if draft.tokens.shape[1]:
         tokens = jnp.take_along_axis(draft.tokens, index[:, None], axis=1)[:, 0]
         if draft.probs is not None:
             probs = draft.probs.astype(jnp.float32)
-    made = jax.ShapeDtypeStruct((seqs,), jnp.int32)
-    call = jax.ffi.ffi_call("jaxspec_draw", made)
-    given = (
+    result = jax.ShapeDtypeStruct((seqs,), jnp.int32)
+    call = jax.ffi.ffi_call("jaxspec_draw", result)
+    operands = (
         logits,
         *_distribution(distribution),
         distribution.total,
@@ -163,7 +163,7 @@ def draw(
         row,
         index,
     )
-    return call(*given, is_rejected, joint, uniform, **_settings(part))
+    return call(*operands, is_rejected, joint, uniform, **_settings(shard))
 
 
 def rejection_sampling(*arguments: Any, tile: int = TILE, **settings: Any) -> Any:
@@ -172,7 +172,12 @@ def rejection_sampling(*arguments: Any, tile: int = TILE, **settings: Any) -> An
     tokens, probs, logits, *others = arguments
     arguments = tokens, probs, logits.astype(jnp.float32), *others
     kernels = Kernels(
-        statistics, amounts, race, excess, fan=16, probabilities=probabilities
+        statistics,
+        mass_above,
+        gumbel_argmax,
+        residual_mass,
+        fan=16,
+        probabilities=probabilities,
     )
     if settings["axis_name"] is None:
         kernels = kernels._replace(draw=draw, find=search)
@@ -182,19 +187,19 @@ def rejection_sampling(*arguments: Any, tile: int = TILE, **settings: Any) -> An
 
 
 def _distribution(distribution: Distribution) -> tuple[Array, ...]:
-    """What weights follow from."""
+    """Return the values that unnormalised weights depend on."""
     return distribution.temperature, distribution.maximum, distribution.threshold
 
 
 def _row(logits: Array, kind: type) -> jax.ShapeDtypeStruct:
-    """What has a number for each row."""
+    """Return the shape and type of a result with one number per row."""
     dtype = {float: jnp.float32, int: jnp.int32}[kind]
     return jax.ShapeDtypeStruct(logits.shape[:1], dtype)
 
 
-def _offset(part: Slice) -> Int[Array, "1"]:
-    return jnp.asarray(part.offset, jnp.int32).reshape(1)
+def _offset(shard: VocabShard) -> Int[Array, "1"]:
+    return jnp.asarray(shard.offset, jnp.int32).reshape(1)
 
 
-def _settings(part: Slice) -> dict[str, np.int64]:
-    return {"vocab_size": np.int64(part.vocab_size)}
+def _settings(shard: VocabShard) -> dict[str, np.int64]:
+    return {"vocab_size": np.int64(shard.vocab_size)}

@@ -1,7 +1,7 @@
-"""Draws one token per sequence from one of its rows: the second and last reading.
+"""Draw one token per sequence from one of its rows, which is read a second time.
 
-By inverting the cumulative sum at one uniform, in three levels: devices, pieces of
-tiles, then the columns of the one piece that holds the token.
+The cumulative sum is inverted at one uniform, in three levels: devices, pieces of
+tiles, then the columns of the piece that holds the token.
 """
 
 import jax
@@ -11,15 +11,15 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxspec_kernels.rejection_sampling.passes import (
     Distribution,
     Draft,
-    Slice,
+    VocabShard,
     clean,
     normalise,
-    weigh,
+    to_weights,
 )
 
 
 def draw(
-    part: Slice,
+    shard: VocabShard,
     logits: Float[Array, "row vocab"],
     distribution: Distribution,
     draft: Draft,
@@ -30,73 +30,74 @@ def draw(
     joint: Float[Array, " seq"],
     uniform: Float[Array, " seq"],
 ) -> Int[Array, " seq"]:
-    """Sample row `row` of `logits`, or what is left of it after a rejection.
+    """Sample from row `row` of `logits`, or from its residual after a rejection.
 
     Args:
-        index: Draft row that `row` judged.
-        is_rejected: Draw from max(joint * target - draft, 0), or from the target where
-            that is nowhere positive.
+        index: Draft row that `row` verified.
+        is_rejected: Draw from max(joint * target - draft, 0), or from the target if
+            that is 0 everywhere.
     """
     distribution = Distribution(*(values[row] for values in distribution))
 
     def read(number: Array, within: Array | int, size: int) -> tuple[Array, Array]:
-        """Columns of each sequence's row: the target's chances, and the residual."""
-        ids = part.ids(number, within, size)
-        columns = part.rows(logits, row, number, within, size)
+        """Return target probabilities and residual in `size` columns of each row."""
+        ids = shard.ids(number, within, size)
+        columns = shard.rows(logits, row, number, within, size)
         target = normalise(
-            weigh(clean(columns, ids), distribution), distribution.total[:, None]
+            to_weights(clean(columns, ids), distribution), distribution.total[:, None]
         )
         if not draft.tokens.shape[1]:
             return target, target
-        own = draft.rows(part, index, number, within, size)
-        return target, jnp.maximum(joint[:, None] * target - own, 0.0)
+        draft_probs = draft.rows(shard, index, number, within, size)
+        return target, jnp.maximum(joint[:, None] * target - draft_probs, 0.0)
 
-    def sums(kept: tuple[Array, Array], number: Array) -> tuple[Array, Array]:
-        columns = read(jnp.full_like(row, number), 0, part.tile)
-        added = [
-            amount.at[:, number].set(values.reshape(*amount[:, 0].shape, -1).sum(-1))
-            for amount, values in zip(kept, columns, strict=True)
+    def sums(carry: tuple[Array, Array], number: Array) -> tuple[Array, Array]:
+        columns = read(jnp.full_like(row, number), 0, shard.tile)
+        updated = [
+            masses.at[:, number].set(values.reshape(*masses[:, 0].shape, -1).sum(-1))
+            for masses, values in zip(carry, columns, strict=True)
         ]
-        return added[0], added[1]
+        return updated[0], updated[1]
 
-    seqs, pieces = row.shape[0], part.tile // part.lanes
-    empty = jnp.zeros((seqs, part.num_tiles, pieces), jnp.float32)
-    target, residual = part.walk(sums, (empty, empty), logits)
-    is_residual = is_rejected & (part.sum(residual.sum(axis=(1, 2))) > 0)
-    amounts = jnp.where(is_residual[:, None, None], residual, target)
-    amounts = amounts.reshape(seqs, -1)
+    seqs, pieces = row.shape[0], shard.tile // shard.lanes
+    empty = jnp.zeros((seqs, shard.num_tiles, pieces), jnp.float32)
+    target, residual = shard.walk(sums, (empty, empty), logits)
+    is_residual = is_rejected & (shard.psum(residual.sum(axis=(1, 2))) > 0)
+    masses = jnp.where(is_residual[:, None, None], residual, target)
+    masses = masses.reshape(seqs, -1)
 
-    goal, is_here = _choose_device(part, amounts, uniform)
-    piece, goal = _descend(amounts, goal)
-    number, within = piece // pieces, piece % pieces * part.lanes
-    target, residual = read(number, within, part.lanes)
+    goal, is_here = _choose_device(shard, masses, uniform)
+    piece, goal = _descend(masses, goal)
+    number, within = piece // pieces, piece % pieces * shard.lanes
+    target, residual = read(number, within, shard.lanes)
     column, _ = _descend(jnp.where(is_residual[:, None], residual, target), goal)
-    token = part.offset + part.start(number) + within + column
-    return part.sum(jnp.where(is_here, token, 0)).astype(jnp.int32)
+    token = shard.offset + shard.start(number) + within + column
+    return shard.psum(jnp.where(is_here, token, 0)).astype(jnp.int32)
 
 
 def _choose_device(
-    part: Slice, amounts: Float[Array, "seq piece"], uniform: Float[Array, " seq"]
+    shard: VocabShard, masses: Float[Array, "seq piece"], uniform: Float[Array, " seq"]
 ) -> tuple[Array, Array]:
-    """How far into this device's slice the token lies, and whether it does."""
-    own = jnp.cumsum(amounts, axis=1)[:, -1]
-    if part.axis_name is None:
-        return uniform * own, jnp.ones_like(uniform, bool)
-    devices = jnp.arange(jax.lax.axis_size(part.axis_name), dtype=jnp.int32)[None]
-    every = part.sum(jnp.where(devices == part.index, own[:, None], 0.0))
-    goal = uniform * jnp.cumsum(every, axis=1)[:, -1]
-    device, goal = _descend(every, goal)
-    return goal, device == part.index
+    """Return the goal within this device's slice, and whether the token lies there."""
+    local_mass = jnp.cumsum(masses, axis=1)[:, -1]
+    if shard.axis_name is None:
+        return uniform * local_mass, jnp.ones_like(uniform, bool)
+    devices = jnp.arange(jax.lax.axis_size(shard.axis_name), dtype=jnp.int32)[None]
+    device_masses = shard.psum(
+        jnp.where(devices == shard.index, local_mass[:, None], 0.0)
+    )
+    goal = uniform * jnp.cumsum(device_masses, axis=1)[:, -1]
+    device, goal = _descend(device_masses, goal)
+    return goal, device == shard.index
 
 
 def _descend(
     weights: Float[Array, "seq n"], goal: Float[Array, " seq"]
 ) -> tuple[Int[Array, " seq"], Float[Array, " seq"]]:
-    """The first weight whose cumulative sum exceeds the goal, and the goal inside it.
+    """Find the first weight whose cumulative sum exceeds the goal; the goal inside it.
 
-    Where rounding leaves none, the last one that is not 0. Weights of 0 are passed over
-    by name: XLA sums in a tree, so that a cumulative sum may grow where nothing was
-    added.
+    If rounding leaves none, the last nonzero weight. Weights of 0 are skipped
+    explicitly: XLA sums in a tree, so a cumulative sum may grow where 0 was added.
     """
     sums = jnp.cumsum(weights, axis=1)
     position = jnp.arange(weights.shape[1], dtype=jnp.int32)[None]

@@ -1,11 +1,11 @@
 """Rejection sampling for GPU: the passes over all rows in Triton, through Pallas.
 
-Grid: (row, split). One program reads one tile of one row, which stays in registers, and
-writes what it found; so few rows fill the chip, and a pass is one launch that reads the
-logits once. What the splits of a row found is put together by XLA. The drawing from one
-row per sequence is plain jnp: XLA makes two kernels of it, and writes that row once.
+Grid: (row, split). One program reads one tile of one row into registers and writes its
+partial results, so that few rows fill the chip and a pass is one launch that reads the
+logits once. XLA combines the splits of a row. Drawing from one row per sequence is
+plain jnp: XLA compiles it to two kernels and writes that row once.
 
-Source: Milakov and Gimelshein 2018, arXiv:1805.02867 (the sum beside the maximum).
+Source: Milakov and Gimelshein 2018, arXiv:1805.02867 (sum and maximum in one pass).
 """
 
 import functools
@@ -24,26 +24,27 @@ from jaxspec_kernels.rejection_sampling.noise import exponential
 from jaxspec_kernels.rejection_sampling.passes import (
     Distribution,
     Draft,
-    Slice,
     Statistics,
+    VocabShard,
 )
 from jaxspec_kernels.rejection_sampling.reference import Kernels
 
-# 16 logits per thread, in loads of 16 bytes; 6 rows of 256,000 are 378 programs.
+# Columns per tile: 16 logits per thread, in loads of 16 bytes. 6 rows of 256,000
+# columns are 378 programs.
 TILE, NUM_WARPS = 4096, 8
 
 
 def _scalar(array: Any, *index: Any) -> Array:
-    # Interpretation takes no Python integers as indices.
+    # The interpreter accepts no Python integers as indices.
     return plgpu.load(array.at[tuple(jnp.int32(i) for i in index)])
 
 
 def _read(
     logits: Any, row: Array, offset: Any, *, tile: int, vocab_size: int
 ) -> tuple[Array, Array, Array]:
-    """This split of a row, its ids, and which of them are tokens with a number."""
+    """Return this split of a row, its ids, and which are tokens (and not NaN)."""
     column = pl.program_id(1) * tile + jnp.arange(tile, dtype=jnp.int32)
-    is_held = column < logits.shape[1]
+    is_held = column < logits.shape[1]  # the last tile may exceed the slice
     values = plgpu.load(logits.at[row, column], mask=is_held, other=-jnp.inf)
     values = values.astype(jnp.float32)
     ids = _scalar(offset, 0) + column
@@ -53,10 +54,10 @@ def _read(
     return values, ids, is_token
 
 
-def _weigh(values: Array, distribution: Any, row: Array) -> Array:
-    """As `passes.weigh`; `distribution` is f32[row, 3]."""
-    heat, maximum, threshold = (_scalar(distribution, row, i) for i in range(3))
-    weights = jnp.exp((values - passes.peak(maximum)) / heat)
+def _to_weights(values: Array, distribution: Any, row: Array) -> Array:
+    """See `passes.to_weights`; `distribution` is f32[row, 3]."""
+    temperature, maximum, threshold = (_scalar(distribution, row, i) for i in range(3))
+    weights = jnp.exp((values - passes.safe_max(maximum)) / temperature)
     return jnp.where(values >= threshold, weights, 0.0)
 
 
@@ -71,20 +72,21 @@ def _statistics(*refs: Any, **shape: int):
         maximum,  # f32[row, split]
         best,  # i32[row, split]
         total,  # f32[row, split]
-        drafted,  # f32[row, split]
+        draft_logit,  # f32[row, split]
     ) = refs
     here = row, _ = pl.program_id(0), pl.program_id(1)
     values, ids, is_token = _read(logits, row, offset, **shape)
     top = values.max()
     at = jnp.where((values == top) & is_token, ids, passes.NO_ID).min()
-    heat, token = _scalar(temperature, row), _scalar(tokens, row)
+    row_temperature, token = _scalar(temperature, row), _scalar(tokens, row)
     plgpu.store(maximum.at[here], top)
     plgpu.store(best.at[here], at)
-    plgpu.store(total.at[here], jnp.exp((values - passes.peak(top)) / heat).sum())
-    plgpu.store(drafted.at[here], jnp.where(ids == token, values, -jnp.inf).max())
+    weights = jnp.exp((values - passes.safe_max(top)) / row_temperature)
+    plgpu.store(total.at[here], weights.sum())
+    plgpu.store(draft_logit.at[here], jnp.where(ids == token, values, -jnp.inf).max())
 
 
-def _amounts(*refs: Any, counts: bool, **shape: int):
+def _mass_above(*refs: Any, counts: bool, **shape: int):
     (
         # In
         logits,  # [row, vocab]
@@ -92,20 +94,22 @@ def _amounts(*refs: Any, counts: bool, **shape: int):
         distribution,  # f32[row, 3]
         limits,  # f32[row, try]
         # Out
-        amounts,  # f32[try, row, split]
+        mass_above,  # f32[try, row, split]
     ) = refs
     row, split = pl.program_id(0), pl.program_id(1)
     values, _, is_token = _read(logits, row, offset, **shape)
     weights = (
-        is_token.astype(jnp.float32) if counts else _weigh(values, distribution, row)
+        is_token.astype(jnp.float32)
+        if counts
+        else _to_weights(values, distribution, row)
     )
     for number in range(limits.shape[1]):
-        is_in = values >= _scalar(limits, row, number)
-        amount = jnp.where(is_in, weights, 0.0).sum()
-        plgpu.store(amounts.at[jnp.int32(number), row, split], amount)
+        is_above = values >= _scalar(limits, row, number)
+        mass = jnp.where(is_above, weights, 0.0).sum()
+        plgpu.store(mass_above.at[jnp.int32(number), row, split], mass)
 
 
-def _race(*refs: Any, **shape: int):
+def _gumbel_argmax(*refs: Any, **shape: int):
     (
         # In
         logits,  # [row, vocab]
@@ -119,14 +123,14 @@ def _race(*refs: Any, **shape: int):
     here = row, _ = pl.program_id(0), pl.program_id(1)
     values, ids, is_token = _read(logits, row, offset, **shape)
     first, second = (_scalar(words, row, i) for i in range(2))
-    scores = _weigh(values, distribution, row) / exponential(first, second, ids)
+    scores = _to_weights(values, distribution, row) / exponential(first, second, ids)
     top = scores.max()
     at = jnp.where((scores == top) & is_token, ids, passes.NO_ID).min()
     plgpu.store(score.at[here], top)
     plgpu.store(best.at[here], at)
 
 
-def _excess(*refs: Any, **shape: int):
+def _residual_mass(*refs: Any, **shape: int):
     (
         # In
         logits,  # [row, vocab]
@@ -134,13 +138,13 @@ def _excess(*refs: Any, **shape: int):
         distribution,  # f32[row, 3]
         total,  # f32[row]
         joint,  # f32[seq, inner]
-        proposal,  # [seq, draft, vocab], or of point masses i32[seq, draft]
+        proposal,  # [seq, draft, vocab], or i32[seq, draft] for point masses
         # Out
-        amount,  # f32[pair, split]
+        mass,  # f32[pair, split]
     ) = refs
     pair, split = pl.program_id(0), pl.program_id(1)
     inner = joint.shape[1]
-    # The first of the rows between the first and last judges the second draft.
+    # Rows 1 to `inner` of a sequence: row `index` verifies draft `index`.
     seq, index = pair // inner, pair % inner + 1
     row = seq * (inner + 2) + index
     values, ids, _ = _read(logits, row, offset, **shape)
@@ -152,14 +156,16 @@ def _excess(*refs: Any, **shape: int):
         at = seq, index, column
         draft = plgpu.load(proposal.at[at], mask=is_held, other=0.0)
         draft = draft.astype(jnp.float32)
-    target = passes.normalise(_weigh(values, distribution, row), _scalar(total, row))
+    target = passes.normalise(
+        _to_weights(values, distribution, row), _scalar(total, row)
+    )
     above = _scalar(joint, seq, index - 1) * target - draft
-    plgpu.store(amount.at[pair, split], jnp.maximum(above, 0.0).sum())
+    plgpu.store(mass.at[pair, split], jnp.maximum(above, 0.0).sum())
 
 
 def _launch(
     kernel: Callable,
-    part: Slice,
+    shard: VocabShard,
     logits: Float[Array, "row vocab"],
     *others: Array,
     results: Sequence[DTypeLike],
@@ -168,20 +174,20 @@ def _launch(
     tile: int = TILE,
     interpret: bool = False,
 ) -> Sequence[Array]:
-    """Run a kernel on every tile of every row; results are `[*before, row, split]`."""
+    """Run a kernel on every tile of every row; returns arrays [*before, row, split]."""
     grid = rows or logits.shape[0], pl.cdiv(logits.shape[1], tile)
     return pl.pallas_call(
-        functools.partial(kernel, tile=tile, vocab_size=part.vocab_size),
+        functools.partial(kernel, tile=tile, vocab_size=shard.vocab_size),
         grid=grid,
         out_shape=[jax.ShapeDtypeStruct((*before, *grid), dtype) for dtype in results],
         compiler_params=plgpu.CompilerParams(num_warps=NUM_WARPS, num_stages=1),
         interpret=interpret,
         name=f"rejection_sampling{kernel.__name__}",
-    )(logits, jnp.asarray(part.offset, jnp.int32).reshape(1), *others)
+    )(logits, jnp.asarray(shard.offset, jnp.int32).reshape(1), *others)
 
 
 def statistics(
-    part: Slice,
+    shard: VocabShard,
     logits: Float[Array, "row vocab"],
     temperature: Float[Array, " row"],
     tokens: Int[Array, " row"],
@@ -190,13 +196,13 @@ def statistics(
     tile: int = TILE,
     interpret: bool = False,
 ) -> Statistics:
-    """See `passes.statistics`; sums are made for every row."""
+    """See `passes.statistics`; sums of all rows are computed."""
     del is_sampled
     floats = jnp.float32
     results = floats, jnp.int32, floats, floats
-    maximum, best, total, drafted = _launch(
+    maximum, best, total, draft_logit = _launch(
         _statistics,
-        part,
+        shard,
         logits,
         temperature,
         tokens,
@@ -205,14 +211,14 @@ def statistics(
         interpret=interpret,
     )
     top, at = passes.lowest(maximum, best)
-    at = jnp.where(at == passes.NO_ID, part.offset, at)
+    at = jnp.where(at == passes.NO_ID, shard.offset, at)
     distribution = Distribution(temperature, top, jnp.full_like(top, -jnp.inf), top)
-    total = (total * passes.weigh(maximum, distribution)).sum(axis=1)
-    return Statistics(top, at, total, drafted.max(axis=1))
+    total = (total * passes.to_weights(maximum, distribution)).sum(axis=1)
+    return Statistics(top, at, total, draft_logit.max(axis=1))
 
 
-def amounts(
-    part: Slice,
+def mass_above(
+    shard: VocabShard,
     logits: Float[Array, "row vocab"],
     distribution: Distribution,
     limits: Float[Array, "row tries"],
@@ -220,12 +226,12 @@ def amounts(
     counts: bool,
     **launch: Any,
 ) -> Float[Array, "row tries"]:
-    """See `passes.amounts`."""
-    kernel = functools.partial(_amounts, counts=counts)
-    kernel.__name__ = _amounts.__name__  # pyright: ignore[reportAttributeAccessIssue]
+    """See `passes.mass_above`."""
+    kernel = functools.partial(_mass_above, counts=counts)
+    kernel.__name__ = _mass_above.__name__  # pyright: ignore[reportAttributeAccessIssue]
     [found] = _launch(
         kernel,
-        part,
+        shard,
         logits,
         jnp.stack(distribution[:3], axis=1),
         limits,
@@ -236,33 +242,35 @@ def amounts(
     return found.sum(axis=2).T
 
 
-def race(
-    part: Slice,
+def gumbel_argmax(
+    shard: VocabShard,
     logits: Float[Array, "row vocab"],
     distribution: Distribution,
     words: UInt32[Array, "row 2"],
     **launch: Any,
 ) -> tuple[Float[Array, " row"], Int[Array, " row"]]:
-    """See `passes.race`."""
+    """See `passes.gumbel_argmax`."""
     shared = jnp.stack(distribution[:3], axis=1)
     results = jnp.float32, jnp.int32
-    found = _launch(_race, part, logits, shared, words, results=results, **launch)
+    found = _launch(
+        _gumbel_argmax, shard, logits, shared, words, results=results, **launch
+    )
     score, best = passes.lowest(*found)
-    return score, jnp.where(score > 0, best, part.offset)
+    return score, jnp.where(score > 0, best, shard.offset)
 
 
-def excess(
-    part: Slice,
+def residual_mass(
+    shard: VocabShard,
     logits: Float[Array, "row vocab"],
     distribution: Distribution,
     draft: Draft,
     joint: Float[Array, "seq inner"],
     **launch: Any,
 ) -> Float[Array, "seq inner"]:
-    """See `passes.excess`."""
+    """See `passes.residual_mass`."""
     [found] = _launch(
-        _excess,
-        part,
+        _residual_mass,
+        shard,
         logits,
         jnp.stack(distribution[:3], axis=1),
         distribution.total,
@@ -285,9 +293,9 @@ def rejection_sampling(
     launch: dict[str, Any] = dict(tile=tile, interpret=interpret)
     kernels = Kernels(
         functools.partial(statistics, **launch),
-        functools.partial(amounts, **launch),
-        functools.partial(race, **launch),
-        functools.partial(excess, **launch),
+        functools.partial(mass_above, **launch),
+        functools.partial(gumbel_argmax, **launch),
+        functools.partial(residual_mass, **launch),
         fan=16,
     )
     return reference.rejection_sampling(

@@ -1,8 +1,8 @@
-"""Passes over the vocabulary, one tile at a time; verification makes no array of it.
+"""Passes over the vocabulary, one tile at a time, so no array of probabilities exists.
 
-A pass reads every logit once and keeps a few numbers per row.
-A row is one target row of one sequence: row `seq * (draft + 1) + i`. Under `shard_map`
-each device walks its own slice of the vocabulary, and what it keeps is combined.
+A pass reads every logit once and returns a few numbers per row.
+Row `seq * (draft + 1) + i` is target row i of a sequence. Under `shard_map` each device
+walks its own slice of the vocabulary, and the devices' results are combined.
 """
 
 from collections.abc import Callable
@@ -17,24 +17,24 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 from jaxspec_kernels.rejection_sampling.noise import exponential
 from jaxspec_kernels.sums import row_sums
 
-# Columns walked at once, on CPU: a turn of the loop costs as much as a few thousand.
+# Columns per tile on CPU: one loop iteration costs as much as a few thousand columns.
 TILE = 4096
-# A sum over the vocabulary keeps this many partial sums per row and adds them up at the
-# end: XLA:CPU does not vectorise sums along a row.
+# Partial sums per row, added up at the end: XLA:CPU does not vectorise sums along a
+# row.
 LANES = 512
 
-# Up to so many sequences, the draft's rows are cut out one by one: for a gather,
-# XLA:TPU may copy all of its probabilities to another layout.
+# Up to this number of sequences the draft's rows are sliced one by one: for a gather,
+# XLA:TPU may copy all draft probabilities to another layout.
 MAX_SLICES = 64
 
 LARGEST = float(jnp.finfo(jnp.float32).max)
-NO_ID = jnp.iinfo(jnp.int32).max  # of a column that holds no token, or one seen before
+NO_ID = jnp.iinfo(jnp.int32).max  # id of padding, and of a column read twice
 
 
 class Distribution(NamedTuple):
-    """What the probabilities of a row follow from, beside its logits.
+    """Parameters that turn the logits of a row into probabilities.
 
-    The probability of a logit is 0 below `threshold`, and above it
+    The probability of a logit is 0 below `threshold`, else
     exp((logit - maximum) / temperature) / total.
     """
 
@@ -45,22 +45,22 @@ class Distribution(NamedTuple):
 
 
 class Statistics(NamedTuple):
-    """What one pass tells of unfiltered rows; the lowest id of equal logits is best."""
+    """Result of one pass over unfiltered rows; `best` is the lowest id on ties."""
 
     maximum: Float[Array, " row"]
     best: Int[Array, " row"]
     total: Float[Array, " row"]
-    drafted: Float[Array, " row"]  # logit of the row's draft token
+    draft_logit: Float[Array, " row"]  # logit of the row's draft token
 
 
 @dataclass(frozen=True, kw_only=True)
-class Slice:
-    """The part of the vocabulary that this device holds, and how it is walked.
+class VocabShard:
+    """The part of the vocabulary that this device holds, and its tiles.
 
     Attributes:
-        columns: Ids held, pads included.
-        vocab_size: Ids at or past it are pads.
-        axis_name: Mesh axes that split the vocabulary; None is the whole of it.
+        columns: Ids held, including padding.
+        vocab_size: Ids at or past it are padding.
+        axis_name: Mesh axes that split the vocabulary; None if it is not split.
     """
 
     columns: int
@@ -70,19 +70,19 @@ class Slice:
 
     @property
     def num_tiles(self) -> int:
-        """Tiles of a walk."""
+        """Tiles of this device's slice."""
         return -(-self.columns // self.tile)
 
     @property
     def whole(self) -> int:
-        """Ids held by all devices, pads included."""
+        """Ids held by all devices, including padding."""
         if self.axis_name is None:
             return self.columns
         return self.columns * jax.lax.axis_size(self.axis_name)
 
     @property
     def lanes(self) -> int:
-        """Partial sums that a row keeps."""
+        """Partial sums per row."""
         return self.tile if self.tile % LANES else LANES
 
     @property
@@ -92,22 +92,22 @@ class Slice:
 
     @property
     def index(self) -> Array:
-        """The number of this device among those that split the vocabulary."""
+        """Index of this device among those that split the vocabulary."""
         assert self.axis_name is not None
         return jax.lax.axis_index(self.axis_name)
 
     def start(self, number: Int[Array, "*tiles"]) -> Int[Array, "*tiles"]:
-        """Column at which a tile is read; the last one overlaps its neighbour."""
+        """Return the first column of a tile; the last tile overlaps its neighbour."""
         return jnp.minimum(number * self.tile, self.columns - self.tile)
 
     def ids(
         self, number: Int[Array, " n"], within: Array | int = 0, size: int = 0
     ) -> Int[Array, "n size"]:
-        """Ids of each tile's columns; `NO_ID` for pads and for repeated columns.
+        """Return the ids of tiles' columns; `NO_ID` for padding and repeated columns.
 
         Args:
-            within: The first column wanted, counted from the tile's first.
-            size: How many are wanted; 0 is the whole tile.
+            within: First column to return, counted from the tile's first.
+            size: Number of columns to return; 0 is the whole tile.
         """
         column = jnp.arange(size or self.tile, dtype=jnp.int32)[None]
         column = (self.start(number) + within)[:, None] + column
@@ -118,7 +118,7 @@ class Slice:
     def read(
         self, logits: Float[Array, "row vocab"], number: Int[Array, ""]
     ) -> tuple[Float[Array, "row tile"], Int[Array, "1 tile"]]:
-        """A tile of every row, in float32, and its ids; what is no token is -inf."""
+        """Return a tile of every row in float32, and its ids; -inf for padding."""
         tile = jax.lax.dynamic_slice_in_dim(logits, self.start(number), self.tile, 1)
         ids = self.ids(number[None])
         return clean(tile, ids), ids
@@ -126,60 +126,60 @@ class Slice:
     def rows(
         self, array: Array, row: Array, number: Array, within: Array | int, size: int
     ) -> Float[Array, "n size"]:
-        """`size` columns of one row each of an array, from inside a tile on."""
+        """Return `size` columns of row n for each n, starting `within` a tile."""
 
         def read(row: Array, start: Array) -> Array:
             return jax.lax.dynamic_slice(array, (row, start), (1, size))[0]
 
         return jax.vmap(read)(row, self.start(number) + within)
 
-    def walk(self, visit: Callable, kept: Any, like: Array) -> Any:
-        """Fold `visit(kept, number)` over the tiles.
+    def walk(self, visit: Callable, carry: Any, like: Array) -> Any:
+        """Fold `visit(carry, number)` over the tiles.
 
         Args:
-            like: A sharded array. What is kept must be typed, under `shard_map`, as
-                varying where it varies; the select does no more than that.
+            like: A sharded array. Under `shard_map` the carry's type must say that it
+                varies over devices; the select below has no other effect.
         """
         if self.num_tiles == 1:
-            return visit(kept, jnp.int32(0))
+            return visit(carry, jnp.int32(0))
         pivot = like.reshape(-1)[0] == 0
-        kept = jax.tree.map(lambda leaf: jnp.where(pivot, leaf, leaf), kept)
-        body = lambda number, kept: visit(kept, number)  # noqa: E731
-        return jax.lax.fori_loop(0, self.num_tiles, body, kept)
+        carry = jax.tree.map(lambda leaf: jnp.where(pivot, leaf, leaf), carry)
+        body = lambda number, carry: visit(carry, number)  # noqa: E731
+        return jax.lax.fori_loop(0, self.num_tiles, body, carry)
 
     def total(self, visit: Callable, rows: tuple[int, ...], like: Array) -> Array:
-        """Sum `visit(number)`, a tile of each of `rows`, over this device's tiles."""
+        """Sum `visit(number)`, [*rows, tile], over the tiles and their columns."""
         if self.num_tiles == 1:
             return row_sums(visit(jnp.int32(0)))[..., 0]
 
-        def add(amount: Array, number: Array) -> Array:
-            return amount + self.fold(visit(number))
+        def add(sums: Array, number: Array) -> Array:
+            return sums + self.fold(visit(number))
 
-        amount = self.walk(add, jnp.zeros((*rows, self.lanes), jnp.float32), like)
-        return row_sums(amount)[..., 0]
+        sums = self.walk(add, jnp.zeros((*rows, self.lanes), jnp.float32), like)
+        return row_sums(sums)[..., 0]
 
     def fold(self, tile: Float[Array, "*batch tile"]) -> Float[Array, "*batch lane"]:
-        """Partial sums of a tile."""
+        """Return partial sums of a tile."""
         if self.tile == self.lanes:
             return tile
         return tile.reshape(*tile.shape[:-1], -1, self.lanes).sum(axis=-2)
 
     def local(self, tokens: Int[Array, "*batch"]) -> tuple[Array, Array]:
-        """Columns of tokens, and which of them this device holds."""
+        """Return the tokens' columns in this slice, and whether the slice has them."""
         column = tokens - self.offset
         is_held = (column >= 0) & (column < self.columns) & (tokens < self.vocab_size)
         return jnp.clip(column, 0, self.columns - 1), is_held
 
-    def sum(self, values: Array) -> Array:
-        """The sum over devices."""
+    def psum(self, values: Array) -> Array:
+        """Return the sum over devices."""
         return values if not self.axis_name else jax.lax.psum(values, self.axis_name)
 
-    def max(self, values: Array) -> Array:
-        """The largest over devices."""
+    def pmax(self, values: Array) -> Array:
+        """Return the maximum over devices."""
         return values if not self.axis_name else jax.lax.pmax(values, self.axis_name)
 
-    def min(self, values: Array) -> Array:
-        """The smallest over devices."""
+    def pmin(self, values: Array) -> Array:
+        """Return the minimum over devices."""
         return values if not self.axis_name else jax.lax.pmin(values, self.axis_name)
 
 
@@ -189,27 +189,32 @@ class Draft(NamedTuple):
     tokens: Int[Array, "seq draft"]
     probs: Float[Array, "seq draft vocab"] | None
 
-    def tile(self, part: Slice, number: Array) -> Float[Array, "seq draft tile"]:
+    def tile(self, shard: VocabShard, number: Array) -> Float[Array, "seq draft tile"]:
         """A tile of every row."""
         if self.probs is None:
-            is_token = self.tokens[:, :, None] == part.ids(number[None])[None]
+            is_token = self.tokens[:, :, None] == shard.ids(number[None])[None]
             return is_token.astype(jnp.float32)
-        start = part.start(number)
-        tile = jax.lax.dynamic_slice_in_dim(self.probs, start, part.tile, 2)
+        start = shard.start(number)
+        tile = jax.lax.dynamic_slice_in_dim(self.probs, start, shard.tile, 2)
         return tile.astype(jnp.float32)
 
     def rows(
-        self, part: Slice, index: Array, number: Array, within: Array | int, size: int
+        self,
+        shard: VocabShard,
+        index: Array,
+        number: Array,
+        within: Array | int,
+        size: int,
     ) -> Float[Array, "seq size"]:
-        """`size` columns of one row per sequence, from inside a tile of its own on."""
+        """Return `size` columns of one row per sequence, starting `within` a tile."""
         if self.probs is None:
             token = jnp.take_along_axis(self.tokens, index[:, None], axis=1)
-            return (token == part.ids(number, within, size)).astype(jnp.float32)
+            return (token == shard.ids(number, within, size)).astype(jnp.float32)
 
         def read(probs: Array, index: Array, start: Array) -> Array:
             return jax.lax.dynamic_slice(probs, (index, start), (1, size))[0]
 
-        start = part.start(number) + within
+        start = shard.start(number) + within
         if index.shape[0] > MAX_SLICES:
             return jax.vmap(read)(self.probs, index, start).astype(jnp.float32)
         columns = [
@@ -218,87 +223,87 @@ class Draft(NamedTuple):
         ]
         return jnp.concatenate(columns)[:, 0].astype(jnp.float32)
 
-    def chance(self, part: Slice) -> Float[Array, "seq draft"]:
+    def token_probs(self, shard: VocabShard) -> Float[Array, "seq draft"]:
         """Probability of each draft token."""
         if self.probs is None:
             return jnp.ones(self.tokens.shape, jnp.float32)
-        column, is_held = part.local(self.tokens)
+        column, is_held = shard.local(self.tokens)
         probs = jnp.take_along_axis(self.probs, column[:, :, None], axis=2)[:, :, 0]
-        return part.sum(jnp.where(is_held, probs.astype(jnp.float32), 0.0))
+        return shard.psum(jnp.where(is_held, probs.astype(jnp.float32), 0.0))
 
 
 def clean(logits: Array, ids: Array) -> Array:
-    """Logits as float32; NaN, pads and repeated columns become -inf."""
+    """Return logits as float32; NaN, padding and repeated columns become -inf."""
     logits = jnp.minimum(logits.astype(jnp.float32), LARGEST)
     return jnp.where(jnp.isnan(logits) | (ids == NO_ID), -jnp.inf, logits)
 
 
-def weigh(
+def to_weights(
     logits: Float[Array, "row tile"], distribution: Distribution
 ) -> Float[Array, "row tile"]:
-    """Probabilities of a tile, times `distribution.total` (which is not used)."""
-    # Differences first: they are exact near the maximum, whose weight is 1 however the
-    # expression is fused; quotients of low temperatures are large and rounded.
+    """Return the unnormalised probabilities of a tile; `total` is not read."""
+    # Subtract first: differences are exact near the maximum, so its weight is 1 however
+    # XLA fuses this; quotients by a low temperature are large and rounded.
     return jnp.where(
         logits >= distribution.threshold[:, None],
         jnp.exp(
-            (logits - peak(distribution.maximum)[:, None])
+            (logits - safe_max(distribution.maximum)[:, None])
             / distribution.temperature[:, None]
         ),
         0.0,
     )
 
 
-def peak(maximum: Array) -> Array:
-    """The maximum, finite where a row has no finite logit: -inf - -inf is NaN."""
+def safe_max(maximum: Array) -> Array:
+    """Replace a maximum of -inf by 0, as -inf - -inf would be NaN."""
     return jnp.where(maximum == -jnp.inf, 0.0, maximum)
 
 
 def normalise(weights: Array, total: Array) -> Array:
-    """Probabilities; those of a row without weight are 0."""
+    """Divide weights by their sum; a row without weight yields 0."""
     return weights / jnp.where(total > 0, total, 1.0)
 
 
 def probabilities(
-    part: Slice, logits: Float[Array, "row vocab"], distribution: Distribution
+    shard: VocabShard, logits: Float[Array, "row vocab"], distribution: Distribution
 ) -> Float[Array, "row vocab"]:
-    """All probabilities of this device's slice: the one array of its kind."""
-    column = jnp.arange(part.columns, dtype=jnp.int32)[None]
-    ids = part.offset + column
-    ids = jnp.where(ids < part.vocab_size, ids, NO_ID)
+    """Return all probabilities of this device's slice (only `sample` needs them)."""
+    column = jnp.arange(shard.columns, dtype=jnp.int32)[None]
+    ids = shard.offset + column
+    ids = jnp.where(ids < shard.vocab_size, ids, NO_ID)
     return normalise(
-        weigh(clean(logits, ids), distribution), distribution.total[:, None]
+        to_weights(clean(logits, ids), distribution), distribution.total[:, None]
     )
 
 
 def lowest(values: Float[Array, "row tile"], ids: Array) -> tuple[Array, Array]:
-    """The largest value of each row, and the lowest id that has it."""
+    """Return the largest value of each row, and the lowest id that has it."""
     best = values.max(axis=1)
     index = jnp.where(values == best[:, None], ids, NO_ID).min(axis=1)
     return best, index
 
 
 def statistics(
-    part: Slice,
+    shard: VocabShard,
     logits: Float[Array, "row vocab"],
     temperature: Float[Array, " row"],
     tokens: Int[Array, " row"],
     is_sampled: Bool[Array, " row"] | None,
 ) -> Statistics:
-    """Maximum, its id, the sum of exp, and one logit, of this device's slice.
+    """Return maximum, its id, sum of exp, and one logit, for this device's slice.
 
     Args:
-        is_sampled: Rows whose sum is wanted; without any, sums are 0. None for none,
-            which the program need not find out.
+        is_sampled: Rows that need the sum; if no row does, sums are 0. None: no row
+            does, known when the program is compiled.
     """
     rows = logits.shape[0]
-    column, is_held = part.local(tokens)
-    drafted = jnp.take_along_axis(logits, column[:, None], axis=1)
-    drafted = clean(drafted, jnp.where(is_held, tokens, NO_ID)[:, None])[:, 0]
+    column, is_held = shard.local(tokens)
+    draft_logit = jnp.take_along_axis(logits, column[:, None], axis=1)
+    draft_logit = clean(draft_logit, jnp.where(is_held, tokens, NO_ID)[:, None])[:, 0]
 
-    def visit(kept: tuple[Array, ...], number: Array, has_sum: bool):
-        maximum, at, total = kept
-        tile, _ = part.read(logits, number)
+    def visit(carry: tuple[Array, ...], number: Array, has_sum: bool):
+        maximum, at, total = carry
+        tile, _ = shard.read(logits, number)
         top = tile.max(axis=1)
         at = jnp.where(top > maximum, number, at)
         top = jnp.maximum(top, maximum)
@@ -306,19 +311,19 @@ def statistics(
             distribution = Distribution(
                 temperature, top, jnp.full_like(top, -jnp.inf), top
             )
-            total = total * weigh(maximum[:, None], distribution) + part.fold(
-                weigh(tile, distribution)
+            total = total * to_weights(maximum[:, None], distribution) + shard.fold(
+                to_weights(tile, distribution)
             )
         return top, at, total
 
     start = (
         jnp.full(rows, -jnp.inf, jnp.float32),
         jnp.zeros(rows, jnp.int32),
-        jnp.zeros((rows, part.lanes), jnp.float32),
+        jnp.zeros((rows, shard.lanes), jnp.float32),
     )
 
     def walked(has_sum: bool) -> tuple[Array, ...]:
-        return part.walk(partial(visit, has_sum=has_sum), start, logits)
+        return shard.walk(partial(visit, has_sum=has_sum), start, logits)
 
     if is_sampled is None:
         maximum, at, total = walked(False)
@@ -326,91 +331,95 @@ def statistics(
         maximum, at, total = jax.lax.cond(
             is_sampled.any(), lambda: walked(True), lambda: walked(False)
         )
-    # The first tile with the maximum is read again, for the lowest id that has it.
+    # Read the first tile that contains the maximum again, to find the lowest id that
+    # has it.
     every = jnp.arange(rows, dtype=jnp.int32)
-    top = part.rows(logits, every, at, 0, part.tile)
-    _, best = lowest(clean(top, part.ids(at)), part.ids(at))
-    best = jnp.where(best == NO_ID, part.offset, best)
-    return Statistics(maximum, best, row_sums(total)[:, 0], drafted)
+    top = shard.rows(logits, every, at, 0, shard.tile)
+    _, best = lowest(clean(top, shard.ids(at)), shard.ids(at))
+    best = jnp.where(best == NO_ID, shard.offset, best)
+    return Statistics(maximum, best, row_sums(total)[:, 0], draft_logit)
 
 
-def combine(part: Slice, own: Statistics, temperature: Array) -> Statistics:
-    """Statistics of the whole vocabulary from those of every device."""
-    maximum = part.max(own.maximum)
-    best = part.min(jnp.where(own.maximum == maximum, own.best, NO_ID))
+def combine(shard: VocabShard, local: Statistics, temperature: Array) -> Statistics:
+    """Combine the devices' statistics into those of the whole vocabulary."""
+    maximum = shard.pmax(local.maximum)
+    best = shard.pmin(jnp.where(local.maximum == maximum, local.best, NO_ID))
     distribution = Distribution(
-        temperature, maximum, jnp.full_like(maximum, -jnp.inf), own.total
+        temperature, maximum, jnp.full_like(maximum, -jnp.inf), local.total
     )
-    total = part.sum(own.total * weigh(own.maximum[:, None], distribution)[:, 0])
-    return Statistics(maximum, best, total, part.max(own.drafted))
+    total = shard.psum(
+        local.total * to_weights(local.maximum[:, None], distribution)[:, 0]
+    )
+    return Statistics(maximum, best, total, shard.pmax(local.draft_logit))
 
 
-def amounts(
-    part: Slice,
+def mass_above(
+    shard: VocabShard,
     logits: Float[Array, "row vocab"],
     distribution: Distribution,
     limits: Float[Array, "row tries"],
     *,
     counts: bool,
 ) -> Float[Array, "row tries"]:
-    """How much of this device's slice is at or above each limit.
+    """Sum the weights of the logits at or above each limit, in this device's slice.
 
     Args:
-        counts: Tokens, instead of the weights that the threshold leaves.
+        counts: Count tokens (also those below the threshold) instead.
     """
 
     def visit(number: Array) -> Array:
-        tile = part.read(logits, number)[0]
-        weights = jnp.ones_like(tile) if counts else weigh(tile, distribution)
-        is_in = tile[:, None] >= limits[:, :, None]
-        return jnp.where(is_in, weights[:, None], 0.0)
+        tile = shard.read(logits, number)[0]
+        weights = jnp.ones_like(tile) if counts else to_weights(tile, distribution)
+        is_above = tile[:, None] >= limits[:, :, None]
+        return jnp.where(is_above, weights[:, None], 0.0)
 
-    return part.total(visit, limits.shape, logits)
+    return shard.total(visit, limits.shape, logits)
 
 
-def excess(
-    part: Slice,
+def residual_mass(
+    shard: VocabShard,
     logits: Float[Array, "row vocab"],
     distribution: Distribution,
     draft: Draft,
     joint: Float[Array, "seq inner"],
 ) -> Float[Array, "seq inner"]:
-    """Sum of max(joint * target - draft, 0) in the rows between the first and last.
+    """Sum max(joint * target - draft, 0) over this device's slice, for inner rows.
 
-    Of this device's slice; `joint` has a column at least.
+    Inner rows are all target rows of a sequence but the first and last; there must be
+    at least one.
     """
     seqs, inner = joint.shape
 
     def visit(number: Array) -> Array:
-        weights = weigh(part.read(logits, number)[0], distribution)
+        weights = to_weights(shard.read(logits, number)[0], distribution)
         target = normalise(weights, distribution.total[:, None])
-        target = target.reshape(seqs, inner + 2, part.tile)[:, 1:-1]
-        above = joint[:, :, None] * target - draft.tile(part, number)[:, 1:]
+        target = target.reshape(seqs, inner + 2, shard.tile)[:, 1:-1]
+        above = joint[:, :, None] * target - draft.tile(shard, number)[:, 1:]
         return jnp.maximum(above, 0.0)
 
-    return part.total(visit, (seqs, inner), logits)
+    return shard.total(visit, (seqs, inner), logits)
 
 
-def race(
-    part: Slice,
+def gumbel_argmax(
+    shard: VocabShard,
     logits: Float[Array, "row vocab"],
     distribution: Distribution,
     words: UInt32[Array, "row 2"],
 ) -> tuple[Float[Array, " row"], Int[Array, " row"]]:
-    """The largest weight / noise of this device's slice, and the lowest id that has it.
+    """Sample with shared noise: the largest weight / noise, and the lowest id of it.
 
-    The noise of an id depends on the two words only. Weights are not normalised, so
-    that the choice does not depend on how a sum of the vocabulary is ordered, nor on
-    the number of devices.
+    Exponential noise makes this the Gumbel-max trick. The noise depends only on the two
+    words and the id. Weights are not normalised, so the choice depends neither on the
+    order of a sum over the vocabulary nor on the number of devices.
     """
 
-    def visit(kept: tuple[Array, Array], number: Array) -> tuple[Array, Array]:
-        score, best = kept
-        tile, ids = part.read(logits, number)
+    def visit(carry: tuple[Array, Array], number: Array) -> tuple[Array, Array]:
+        score, best = carry
+        tile, ids = shard.read(logits, number)
         noise = exponential(words[:, :1], words[:, 1:], ids)
-        top, at = lowest(weigh(tile, distribution) / noise, ids)
+        top, at = lowest(to_weights(tile, distribution) / noise, ids)
         return jnp.maximum(top, score), jnp.where(top > score, at, best)
 
     rows = logits.shape[0]
-    start = jnp.zeros(rows, jnp.float32), jnp.full(rows, part.offset, jnp.int32)
-    return part.walk(visit, start, logits)
+    start = jnp.zeros(rows, jnp.float32), jnp.full(rows, shard.offset, jnp.int32)
+    return shard.walk(visit, start, logits)

@@ -1,9 +1,9 @@
-"""Rejection sampling in plain jnp: the specification, and what runs on CPU.
+"""Rejection sampling in plain jnp: the specification, and what runs on CPU without C++.
 
 Passes over the logits: one for statistics, a few per filter (`search`), one more for
-top-k and for min-p, one where a sequence is coupled, one where one follows the block
-rule; then one over a single row of each sequence to draw. What no sequence asks for is
-not run. An implementation may bring its own `Kernels` for the passes over all rows.
+top-k and for min-p, one if a sequence is coupled, one if a sequence follows the block
+rule; then one over a single row of each sequence to draw. A pass that no sequence needs
+is not run. An implementation may bring its own `Kernels` for the passes over all rows.
 """
 
 from collections.abc import Callable
@@ -19,15 +19,15 @@ from jaxspec_kernels.rejection_sampling.draw import draw
 from jaxspec_kernels.rejection_sampling.passes import (
     Distribution,
     Draft,
-    Slice,
     Statistics,
+    VocabShard,
 )
 from jaxspec_kernels.rejection_sampling.search import search
 
 STANDARD, BLOCK, COUPLED = 0, 1, 2
 
 
-class Controls(NamedTuple):
+class SamplingValues(NamedTuple):
     """Sampling values per sequence; temperature 0 is greedy."""
 
     temperature: Float[Array, " seq"]
@@ -44,19 +44,20 @@ class Verdict(NamedTuple):
 
 
 class Kernels(NamedTuple):
-    """Passes that an implementation makes in its own way, over one device's slice.
+    """Passes over one device's slice, which an implementation may replace.
 
     Attributes:
-        fan: Parts of its range that a pass of the search tells apart. On CPU each costs
-            a sum.
-        find: Searches borders in its own way, without `amounts`; as `search` but for
-            its last two arguments.
+        fan: Parts into which one pass of the search divides its range. On CPU each
+            costs a sum.
+        find: Replaces `search`, without its last two arguments.
     """
 
     statistics: Callable[..., Statistics] = passes.statistics
-    amounts: Callable[..., Float[Array, "row tries"]] = passes.amounts
-    race: Callable[..., tuple[Float[Array, " row"], Int[Array, " row"]]] = passes.race
-    excess: Callable[..., Float[Array, "seq inner"]] = passes.excess
+    mass_above: Callable[..., Float[Array, "row tries"]] = passes.mass_above
+    gumbel_argmax: Callable[..., tuple[Float[Array, " row"], Int[Array, " row"]]] = (
+        passes.gumbel_argmax
+    )
+    residual_mass: Callable[..., Float[Array, "seq inner"]] = passes.residual_mass
     fan: int = 8
     probabilities: Callable[..., Float[Array, "row vocab"]] = passes.probabilities
     draw: Callable[..., Int[Array, " seq"]] = draw
@@ -66,16 +67,16 @@ class Kernels(NamedTuple):
     def search(
         self,
     ) -> Callable[..., tuple[Float[Array, " row"], Float[Array, " row"]]]:
-        """Finds the borders of top-k and top-p."""
-        return self.find or partial(search, amounts=self.amounts, fan=self.fan)
+        """Finds the cutoffs of top-k and top-p."""
+        return self.find or partial(search, mass_above=self.mass_above, fan=self.fan)
 
 
 def rejection_sampling(
     draft_tokens: Int[Array, "seq draft"],
     draft_probs: Float[Array, "seq draft vocab"] | None,
     target_logits: Float[Array, "seq draft+1 vocab"],
-    num_draft: Int[Array, " seq"],
-    controls: Controls | None,
+    num_draft_tokens: Int[Array, " seq"],
+    sampling_values: SamplingValues | None,
     *,
     rule: Int[Array, " seq"] | None,
     accept_uniform: Float[Array, "seq draft"] | None,
@@ -91,100 +92,106 @@ def rejection_sampling(
     """See `jaxspec_kernels.rejection_sampling`.
 
     Args:
-        has_probs: Without drafts: return what tokens were drawn from beside them, this
-            device's slice of it, zeros where no sequence samples.
-        kernels: Make the passes over one device's slice.
+        has_probs: Without drafts: also return the distributions that tokens were drawn
+            from, this device's slice of them, zeros if no sequence samples.
+        kernels: Passes over one device's slice.
 
     Returns:
         The verdict; with `has_probs`, it and the probabilities.
     """
     assert not (has_probs and draft_tokens.shape[1]), "probabilities of which row?"
     seqs, width, columns = target_logits.shape
-    part = Slice(
+    shard = VocabShard(
         columns=columns,
         tile=min(tile, columns),
         vocab_size=vocab_size,
         axis_name=axis_name,
     )
     logits = target_logits.reshape(seqs * width, columns)
-    # The last row of a sequence judges no draft.
+    # The last row of a sequence verifies no draft: its token is ignored.
     tokens = jnp.pad(draft_tokens, ((0, 0), (0, 1))).reshape(-1)
-    if controls is None:
+    if sampling_values is None:
         temperature = jnp.ones(seqs * width, jnp.float32)
-        own = kernels.statistics(part, logits, temperature, tokens, None)
-        found = passes.combine(part, own, temperature)
-        choices = found.best.reshape(seqs, width)
-        return _by_choices(draft_tokens, choices, num_draft, num_forced)
+        local = kernels.statistics(shard, logits, temperature, tokens, None)
+        statistics = passes.combine(shard, local, temperature)
+        choices = statistics.best.reshape(seqs, width)
+        return _verify_exact(draft_tokens, choices, num_draft_tokens, num_forced)
     assert rule is not None, "sampled sequences have a rule"
     assert accept_uniform is not None, "sampled sequences need uniforms"
     assert sample_uniform is not None, "sampled sequences need uniforms"
-    row_controls = Controls(*(jnp.repeat(values, width) for values in controls))
-    is_sampled = controls.temperature > 0
-    hot = row_controls.temperature > 0
-    temperature = jnp.where(hot, row_controls.temperature, 1.0)
-    own = kernels.statistics(part, logits, temperature, tokens, hot)
-    found = passes.combine(part, own, temperature)
-    best = found.best.reshape(seqs, width)
+    row_values = SamplingValues(
+        *(jnp.repeat(values, width) for values in sampling_values)
+    )
+    is_sampled = sampling_values.temperature > 0
+    is_sampled_row = row_values.temperature > 0
+    temperature = jnp.where(is_sampled_row, row_values.temperature, 1.0)
+    local = kernels.statistics(shard, logits, temperature, tokens, is_sampled_row)
+    statistics = passes.combine(shard, local, temperature)
+    best = statistics.best.reshape(seqs, width)
 
     def with_sampling() -> tuple[Verdict, Array | None]:
-        open_end = jnp.full_like(found.maximum, -jnp.inf)
-        distribution = Distribution(temperature, found.maximum, open_end, found.total)
+        no_threshold = jnp.full_like(statistics.maximum, -jnp.inf)
         distribution = _filter(
-            part, kernels, logits, distribution, row_controls, is_sampled=hot
+            shard,
+            kernels,
+            logits,
+            Distribution(
+                temperature, statistics.maximum, no_threshold, statistics.total
+            ),
+            row_values,
+            is_sampled=is_sampled_row,
         )
         is_coupled = jnp.zeros_like(is_sampled)
         choices = best
         if noise_words is not None:
             is_coupled = is_sampled & (rule == COUPLED)
-            raced = _race(
-                part,
+            gumbel_choices = _gumbel_argmax(
+                shard,
                 kernels,
                 logits,
                 distribution,
                 noise_words=noise_words,
                 is_coupled=is_coupled,
             )
-            choices = jnp.where(is_coupled[:, None], raced, best)
-        drafted = passes.weigh(found.drafted[:, None], distribution)[:, 0]
-        drafted = passes.normalise(drafted, distribution.total).reshape(seqs, width)[
-            :, :-1
-        ]
-        chosen = _by_choices(draft_tokens, choices, num_draft, num_forced)
+            choices = jnp.where(is_coupled[:, None], gumbel_choices, best)
+        weights = passes.to_weights(statistics.draft_logit[:, None], distribution)[:, 0]
+        probs = passes.normalise(weights, distribution.total)
+        chosen = _verify_exact(draft_tokens, choices, num_draft_tokens, num_forced)
         is_drawn = is_sampled & ~is_coupled
 
-        def by_chance() -> Verdict:
-            return _by_chance(
-                part,
+        def sampled_verdict() -> Verdict:
+            return _verify_sampled(
+                shard,
                 kernels,
                 logits,
                 distribution,
                 Draft(draft_tokens, draft_probs),
-                target_chance=drafted,
-                num_draft=num_draft,
+                target_token_probs=probs.reshape(seqs, width)[:, :-1],
+                num_draft_tokens=num_draft_tokens,
                 is_block=is_sampled & (rule == BLOCK),
                 accept_uniform=accept_uniform,
                 sample_uniform=sample_uniform,
                 num_forced=num_forced,
             )
 
-        drawn = jax.lax.cond(is_drawn.any(), by_chance, lambda: chosen)
+        drawn = jax.lax.cond(is_drawn.any(), sampled_verdict, lambda: chosen)
         verdict = jax.tree.map(
             lambda left, right: jnp.where(is_drawn, left, right), drawn, chosen
         )
         return verdict, kernels.probabilities(
-            part, logits, distribution
+            shard, logits, distribution
         ) if has_probs else None
 
     def without_sampling() -> tuple[Verdict, Array | None]:
-        verdict = _by_choices(draft_tokens, best, num_draft, num_forced)
+        verdict = _verify_exact(draft_tokens, best, num_draft_tokens, num_forced)
         return verdict, jnp.zeros(logits.shape, jnp.float32) if has_probs else None
 
     decided = jax.lax.cond(is_sampled.any(), with_sampling, without_sampling)
     return decided if has_probs else decided[0]
 
 
-def _race(
-    part: Slice,
+def _gumbel_argmax(
+    shard: VocabShard,
     kernels: Kernels,
     logits: Float[Array, "row vocab"],
     distribution: Distribution,
@@ -192,37 +199,41 @@ def _race(
     noise_words: UInt32[Array, "seq width 2"],
     is_coupled: Bool[Array, " seq"],
 ) -> Int[Array, "seq width"]:
-    """The coupled choice of every row, where a sequence asks for it."""
+    """Return the coupled choice of every row; zeros if no sequence is coupled."""
     words = noise_words.reshape(-1, 2)
 
-    def raced() -> Array:
-        score, best = kernels.race(part, logits, distribution, words)
-        return part.min(jnp.where(score == part.max(score), best, passes.NO_ID))
+    def gumbel_choices() -> Array:
+        score, best = kernels.gumbel_argmax(shard, logits, distribution, words)
+        return shard.pmin(jnp.where(score == shard.pmax(score), best, passes.NO_ID))
 
     choices = jax.lax.cond(
-        is_coupled.any(), raced, lambda: jnp.zeros(logits.shape[0], jnp.int32)
+        is_coupled.any(), gumbel_choices, lambda: jnp.zeros(logits.shape[0], jnp.int32)
     )
     return choices.reshape(noise_words.shape[:2])
 
 
 def _filter(
-    part: Slice,
+    shard: VocabShard,
     kernels: Kernels,
     logits: Float[Array, "row vocab"],
     distribution: Distribution,
-    controls: Controls,
+    sampling_values: SamplingValues,
     *,
     is_sampled: Bool[Array, " row"],
 ) -> Distribution:
-    """Raise the thresholds to what top-k, top-p and min-p leave, in that order."""
-    by_k = is_sampled & (controls.top_k > 0) & (controls.top_k < part.vocab_size)
-    by_p = is_sampled & (controls.top_p < 1)
-    by_min = is_sampled & (controls.min_p > 0)
+    """Raise the thresholds to the cutoffs of top-k, top-p and min-p, in that order."""
+    by_k = (
+        is_sampled
+        & (sampling_values.top_k > 0)
+        & (sampling_values.top_k < shard.vocab_size)
+    )
+    by_p = is_sampled & (sampling_values.top_p < 1)
+    by_min = is_sampled & (sampling_values.min_p > 0)
 
     def total(distribution: Distribution) -> Float[Array, " row"]:
         limits = distribution.threshold[:, None]
-        amounts = kernels.amounts(part, logits, distribution, limits, counts=False)
-        return part.sum(amounts)[:, 0]
+        masses = kernels.mass_above(shard, logits, distribution, limits, counts=False)
+        return shard.psum(masses)[:, 0]
 
     def narrowed(
         distribution: Distribution, threshold: Array, is_filtered: Array
@@ -230,54 +241,56 @@ def _filter(
         distribution = distribution._replace(
             threshold=jnp.maximum(distribution.threshold, threshold)
         )
-        # Rows that nothing filters keep their sum: it must not depend on neighbours.
-        amount = jax.lax.cond(
+        # Rows without this filter keep their sum: it must not depend on other rows.
+        mass = jax.lax.cond(
             is_filtered.any(),
             lambda: total(distribution),
             lambda: distribution.total,
         )
         return distribution._replace(
-            total=jnp.where(is_filtered, amount, distribution.total)
+            total=jnp.where(is_filtered, mass, distribution.total)
         )
 
-    find = partial(kernels.search, part, logits)
-    wanted = controls.top_k.astype(jnp.float32)
+    find = partial(kernels.search, shard, logits)
+    wanted = sampling_values.top_k.astype(jnp.float32)
     threshold, _ = find(distribution, wanted, is_searched=by_k, counts=True)
     distribution = narrowed(distribution, threshold, by_k)
-    wanted = controls.top_p * distribution.total
-    threshold, amount = find(distribution, wanted, is_searched=by_p, counts=False)
+    wanted = sampling_values.top_p * distribution.total
+    threshold, mass = find(distribution, wanted, is_searched=by_p, counts=False)
     distribution = distribution._replace(
         threshold=jnp.maximum(distribution.threshold, threshold),
-        total=jnp.where(by_p, amount, distribution.total),
+        total=jnp.where(by_p, mass, distribution.total),
     )
-    # log(1) is 0 and the maximum itself stays, whatever rounding does to a product.
-    room = distribution.temperature * jnp.log(jnp.where(by_min, controls.min_p, 1.0))
+    # log(1) is 0, so min_p = 1 keeps the maximum in spite of rounding.
+    room = distribution.temperature * jnp.log(
+        jnp.where(by_min, sampling_values.min_p, 1.0)
+    )
     above = jnp.minimum(distribution.maximum + room, distribution.maximum)
     return narrowed(distribution, jnp.where(by_min, above, -jnp.inf), by_min)
 
 
-def _by_choices(
+def _verify_exact(
     draft_tokens: Int[Array, "seq draft"],
     choices: Int[Array, "seq draft+1"],
-    num_draft: Int[Array, " seq"],
+    num_draft_tokens: Int[Array, " seq"],
     num_forced: Int[Array, " seq"] | None,
 ) -> Verdict:
     """Accept drafts while they equal the target's own choices."""
-    num_accepted = _prefix_length(draft_tokens == choices[:, :-1], num_draft)
+    num_accepted = _prefix_length(draft_tokens == choices[:, :-1], num_draft_tokens)
     if num_forced is not None:
         num_accepted = num_forced
     return Verdict(num_accepted, _pick(choices, num_accepted))
 
 
-def _by_chance(
-    part: Slice,
+def _verify_sampled(
+    shard: VocabShard,
     kernels: Kernels,
     logits: Float[Array, "row vocab"],
     distribution: Distribution,
     draft: Draft,
     *,
-    target_chance: Float[Array, "seq draft"],
-    num_draft: Int[Array, " seq"],
+    target_token_probs: Float[Array, "seq draft"],
+    num_draft_tokens: Int[Array, " seq"],
     is_block: Bool[Array, " seq"],
     accept_uniform: Float[Array, "seq draft"],
     sample_uniform: Float[Array, " seq"],
@@ -288,36 +301,37 @@ def _by_chance(
     References: Leviathan et al. 2023, arXiv:2211.17192, Alg. 1. Sun et al. 2024,
         arXiv:2403.10444, Alg. 2.
     """
-    seqs, num_tokens = draft.tokens.shape
-    draft_chance = draft.chance(part)
-    is_accepted = accept_uniform * draft_chance < target_chance
-    num_accepted = _prefix_length(is_accepted, num_draft)
-    joint = jnp.ones((seqs, num_tokens + 1), jnp.float32)
-    if num_tokens:
+    seqs, num_drafts = draft.tokens.shape
+    draft_token_probs = draft.token_probs(shard)
+    is_accepted = accept_uniform * draft_token_probs < target_token_probs
+    num_accepted = _prefix_length(is_accepted, num_draft_tokens)
+    joint = jnp.ones((seqs, num_drafts + 1), jnp.float32)
+    if num_drafts:
 
         def by_block() -> tuple[Array, Array]:
-            joint = _joint(draft_chance, target_chance)
-            excess = joint[:, 1:-1]
-            if excess.shape[1]:
-                excess = part.sum(
-                    kernels.excess(part, logits, distribution, draft, excess)
+            joint = _joint(draft_token_probs, target_token_probs)
+            inner = joint[:, 1:-1]
+            masses = inner
+            if inner.shape[1]:
+                masses = shard.psum(
+                    kernels.residual_mass(shard, logits, distribution, draft, inner)
                 )
-            return _longest(accept_uniform, num_draft, joint, excess), joint
+            return _longest(accept_uniform, num_draft_tokens, joint, masses), joint
 
         by_rule = jax.lax.cond(is_block.any(), by_block, lambda: (num_accepted, joint))
         num_accepted = jnp.where(is_block, by_rule[0], num_accepted)
         joint = jnp.where(is_block[:, None], by_rule[1], joint)
     if num_forced is not None:
-        # As if no more had been drafted: what follows is the target's own.
-        num_accepted = num_draft = num_forced
+        # As if no more drafts had been proposed: the target samples the next token.
+        num_accepted = num_draft_tokens = num_forced
     token = kernels.draw(
-        part,
+        shard,
         logits,
         distribution,
         draft,
-        row=jnp.arange(seqs, dtype=jnp.int32) * (num_tokens + 1) + num_accepted,
-        index=jnp.minimum(num_accepted, max(num_tokens - 1, 0)),
-        is_rejected=num_accepted < num_draft,
+        row=jnp.arange(seqs, dtype=jnp.int32) * (num_drafts + 1) + num_accepted,
+        index=jnp.minimum(num_accepted, max(num_drafts - 1, 0)),
+        is_rejected=num_accepted < num_draft_tokens,
         joint=_pick(joint, num_accepted),
         uniform=sample_uniform,
     )
@@ -325,11 +339,13 @@ def _by_chance(
 
 
 def _joint(
-    draft_chance: Float[Array, "seq draft"], target_chance: Float[Array, "seq draft"]
+    draft_token_probs: Float[Array, "seq draft"],
+    target_token_probs: Float[Array, "seq draft"],
 ) -> Float[Array, "seq draft+1"]:
-    """By how much the target prefers each prefix, 1 at most."""
-    # A drawn token has draft_chance > 0; a garbage one past num_draft may not.
-    ratio = target_chance / jnp.where(draft_chance > 0, draft_chance, 1.0)
+    """Return p_i = min(1, p_(i-1) * target / draft) for each prefix; p_0 = 1."""
+    # Tokens past num_draft_tokens are arbitrary: their draft probability may be 0.
+    is_possible = draft_token_probs > 0
+    ratio = target_token_probs / jnp.where(is_possible, draft_token_probs, 1.0)
     joint = [jnp.ones_like(ratio[:, 0])]
     for column in ratio.T:
         joint.append(jnp.minimum(1.0, joint[-1] * column))
@@ -338,26 +354,26 @@ def _joint(
 
 def _longest(
     uniform: Float[Array, "seq draft"],
-    num_draft: Int[Array, " seq"],
+    num_draft_tokens: Int[Array, " seq"],
     joint: Float[Array, "seq draft+1"],
-    excess: Float[Array, "seq draft-1"],
+    residual_mass: Float[Array, "seq draft-1"],
 ) -> Int[Array, " seq"]:
-    """The longest prefix that passes its own test."""
-    here = joint[:, 1:]
-    room = excess + 1.0 - here[:, :-1]
-    inner = jnp.where(room > 0, excess / jnp.where(room > 0, room, 1.0), 1.0)
-    inner = jnp.concatenate([inner, here[:, -1:]], axis=1)
-    length = jnp.arange(1, here.shape[1] + 1, dtype=jnp.int32)[None]
-    chance = jnp.where(length == num_draft[:, None], here, inner)
-    is_passed = (uniform < chance) & (length <= num_draft[:, None])
+    """Return the length of the longest prefix of drafts that the block rule accepts."""
+    prefix_joint = joint[:, 1:]
+    room = residual_mass + 1.0 - prefix_joint[:, :-1]
+    inner = jnp.where(room > 0, residual_mass / jnp.where(room > 0, room, 1.0), 1.0)
+    inner = jnp.concatenate([inner, prefix_joint[:, -1:]], axis=1)
+    length = jnp.arange(1, prefix_joint.shape[1] + 1, dtype=jnp.int32)[None]
+    acceptance = jnp.where(length == num_draft_tokens[:, None], prefix_joint, inner)
+    is_passed = (uniform < acceptance) & (length <= num_draft_tokens[:, None])
     return jnp.where(is_passed, length, 0).max(axis=1)
 
 
 def _prefix_length(
-    is_accepted: Bool[Array, "seq draft"], num_draft: Int[Array, " seq"]
+    is_accepted: Bool[Array, "seq draft"], num_draft_tokens: Int[Array, " seq"]
 ) -> Int[Array, " seq"]:
     index = jnp.arange(is_accepted.shape[1], dtype=jnp.int32)[None]
-    is_accepted &= index < num_draft[:, None]
+    is_accepted &= index < num_draft_tokens[:, None]
     # in [1,1,0,1] -> [1,1,0,0] -> 2
     return jnp.cumprod(is_accepted.astype(jnp.int32), axis=1).sum(axis=1)
 

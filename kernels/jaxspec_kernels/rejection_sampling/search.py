@@ -1,4 +1,4 @@
-"""Finds the borders of top-k and top-p without sorting: a few passes of sums."""
+"""Find the cutoffs of top-k and top-p without sorting: a few passes of sums."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -7,81 +7,89 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, UInt32
 
-from jaxspec_kernels.rejection_sampling.passes import Distribution, Slice, peak, weigh
+from jaxspec_kernels.rejection_sampling.passes import (
+    Distribution,
+    VocabShard,
+    safe_max,
+    to_weights,
+)
 
-# exp of less than this is 0 in float32, denormals included.
+# The exp of a number below this is 0 in float32, even with denormals.
 UNDERFLOW = -104.0
 
 
 class _Bracket(NamedTuple):
-    """Where the border of a row lies, in keys of logits, and the next ones to try."""
+    """Range that holds a row's cutoff, as keys of logits, and the keys to try next."""
 
-    low: UInt32[Array, " row"]  # enough is at or above it
-    high: UInt32[Array, " row"]  # the border is not above it
-    amount: Float[Array, " row"]  # at or above low
-    above: Float[Array, " row"]  # above high
+    low: UInt32[Array, " row"]  # the mass at or above it is enough
+    high: UInt32[Array, " row"]  # the cutoff is not above it
+    mass: Float[Array, " row"]  # at or above low
+    above: Float[Array, " row"]  # mass above high
     tries: UInt32[Array, "row tries"]
 
 
 def search(
-    part: Slice,
+    shard: VocabShard,
     logits: Float[Array, "row vocab"],
     distribution: Distribution,
     wanted: Float[Array, " row"],
     *,
     is_searched: Bool[Array, " row"],
     counts: bool,
-    amounts: Callable[..., Float[Array, "row tries"]],
+    mass_above: Callable[..., Float[Array, "row tries"]],
     fan: int,
 ) -> tuple[Float[Array, " row"], Float[Array, " row"]]:
-    """A logit such that what is at or above it is just enough, and how much that is.
+    """Return the largest logit with enough mass at or above it, and that mass.
 
     Each pass tries `fan` - 1 logits: first evenly between the maximum and where weights
     underflow, then by bisection over the bits of floats, which are ordered as integers
-    once the negative ones are flipped. It ends when there is room for one token only:
-    with 16 parts after four or five passes, nine (bfloat16: five) at most. Comparisons
-    are between given logits, so the border is exact however a pass is fused. Rows that
-    are not searched get -inf.
+    once the negative ones are flipped. It ends when the range holds at most one token:
+    with 16 parts after four or five passes, nine (bfloat16: five) at most. Logits are
+    only compared, so the cutoff is exact however XLA fuses a pass. Rows that are not
+    searched return -inf.
 
     Args:
-        wanted: Tokens, or weight as `weigh` has it.
-        amounts: Makes a pass: `passes.amounts`, or what does the same.
+        wanted: Number of tokens, or mass in units of `to_weights`.
+        counts: Count tokens instead of adding up weights.
+        mass_above: Makes one pass, as `passes.mass_above` does.
+        fan: Parts into which a pass divides the range.
     """
     unused = 16 if logits.dtype == jnp.bfloat16 else 0
     room = jnp.full_like(distribution.total, UNDERFLOW)
     if not counts:
-        # All below this together weigh less than what is not wanted. Half of that
-        # leaves room for rounding.
-        spare = (distribution.total - wanted) / (2 * part.whole)
+        # All tokens below this weigh less, together, than the mass that may be dropped.
+        # Half of it leaves room for rounding.
+        spare = (distribution.total - wanted) / (2 * shard.whole)
         room = jnp.maximum(room, jnp.log(jnp.maximum(spare, 0.0)))
     bracket = _widest(distribution, room, is_searched, unused, fan)
-    if counts:  # how many have any weight is not known
-        bracket = bracket._replace(amount=jnp.full_like(distribution.total, jnp.inf))
+    if counts:  # the number of tokens with any weight is not known
+        bracket = bracket._replace(mass=jnp.full_like(distribution.total, jnp.inf))
 
     def is_open(bracket: _Bracket) -> Bool[Array, " row"]:
         one = jnp.ones_like(distribution.total)
         if not counts:
-            one = weigh(_from_key(bracket.low << unused)[:, None], distribution)[:, 0]
-        has_two = bracket.amount - bracket.above >= 2 * one
+            lowest = _from_key(bracket.low << unused)[:, None]
+            one = to_weights(lowest, distribution)[:, 0]
+        has_two = bracket.mass - bracket.above >= 2 * one
         return (bracket.low < bracket.high) & has_two
 
     def narrow(bracket: _Bracket) -> _Bracket:
         limits = _from_key(bracket.tries << unused)
-        own = amounts(part, logits, distribution, limits, counts=counts)
-        found = _narrowed(bracket, part.sum(own), wanted)
-        # A row that is done stays as it is, whatever its neighbours go on with.
-        goes_on = is_open(bracket)
+        local_masses = mass_above(shard, logits, distribution, limits, counts=counts)
+        narrowed = _narrowed(bracket, shard.psum(local_masses), wanted)
+        # A finished row must not change while other rows continue.
+        is_active = is_open(bracket)
         return jax.tree.map(
             lambda new, old: jnp.where(
-                goes_on.reshape(-1, *[1] * (new.ndim - 1)), new, old
+                is_active.reshape(-1, *[1] * (new.ndim - 1)), new, old
             ),
-            found,
+            narrowed,
             bracket,
         )
 
     bracket = jax.lax.while_loop(lambda one: is_open(one).any(), narrow, bracket)
     threshold = _from_key(bracket.low << unused)
-    return jnp.where(is_searched, threshold, -jnp.inf), bracket.amount
+    return jnp.where(is_searched, threshold, -jnp.inf), bracket.mass
 
 
 def _widest(
@@ -91,11 +99,11 @@ def _widest(
     unused: int,
     fan: int,
 ) -> _Bracket:
-    """From the maximum `room` temperatures down; rows that are not searched have none.
+    """Start with `room` temperatures below the maximum; empty for rows not searched.
 
-    The lowest logit is tried too, so that the amount at it becomes known.
+    The lowest logit is tried too, so that the mass at or above it becomes known.
     """
-    lowest = peak(distribution.maximum) + room * distribution.temperature
+    lowest = safe_max(distribution.maximum) + room * distribution.temperature
     lowest = jnp.minimum(
         jnp.maximum(lowest, distribution.threshold), distribution.maximum
     )
@@ -110,11 +118,11 @@ def _widest(
 
 
 def _narrowed(
-    bracket: _Bracket, amounts: Float[Array, "row tries"], wanted: Float[Array, " row"]
+    bracket: _Bracket, masses: Float[Array, "row tries"], wanted: Float[Array, " row"]
 ) -> _Bracket:
-    """The bracket between the last try that has enough and the next one."""
-    fan = amounts.shape[1] + 1
-    num_enough = (amounts >= wanted[:, None]).sum(axis=1, dtype=jnp.int32)
+    """Return the range between the last key with enough mass and the next one."""
+    fan = masses.shape[1] + 1
+    num_enough = (masses >= wanted[:, None]).sum(axis=1, dtype=jnp.int32)
 
     def pick(first: Array, middle: Array, last: Array, at: Array) -> Array:
         every = jnp.concatenate([first[:, None], middle, last[:, None]], axis=1)
@@ -125,7 +133,7 @@ def _narrowed(
     high = pick(*keys, num_enough + 1) - 1
     step = (high - jnp.minimum(low, high)) // fan + 1
     tries = low[:, None] + step[:, None] * jnp.arange(1, fan, dtype=jnp.uint32)[None]
-    every = bracket.amount, amounts, bracket.above
+    every = bracket.mass, masses, bracket.above
     return _Bracket(
         low,
         high,

@@ -1,9 +1,9 @@
 """Rejection sampling for TPU: the first pass in Pallas (Mosaic), the others plain jnp.
 
 Grid: blocks of rows, then tiles of the vocabulary, in order. The four results of a row
-block stay in VMEM while its tiles come in; Pallas copies the next tile meanwhile. SMEM:
-the first id of this device's slice (scalar prefetch). The first pass is the one that
-every round makes and that reads every row; XLA fuses the others' reads and sums.
+block remain in VMEM across its tiles; Pallas copies the next tile meanwhile. SMEM: the
+first id of this device's slice (scalar prefetch). Only the first pass runs in every
+round and reads every row; XLA fuses the reads and sums of the others.
 """
 
 import functools
@@ -16,11 +16,11 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec_kernels.rejection_sampling import passes, reference
-from jaxspec_kernels.rejection_sampling.passes import Slice, Statistics
+from jaxspec_kernels.rejection_sampling.passes import Statistics, VocabShard
 from jaxspec_kernels.rejection_sampling.reference import Kernels
 
-# Two buffers of 32 rows of this many float32 columns are 4 MiB, a quarter of what v5e
-# gives a kernel.
+# Rows and columns per block. Two buffers of 32 rows of TILE float32 columns are 4 MiB,
+# a quarter of the VMEM that a kernel may use on v5e.
 TILE = 16_384
 BLOCK_ROWS = 32
 
@@ -37,7 +37,7 @@ def _kernel(*refs: Any, columns: int, vocab_size: int):
         maximum,  # f32[row, 1]
         best,  # i32[row, 1]
         total,  # f32[row, 1]
-        drafted,  # f32[row, 1]
+        draft_logit,  # f32[row, 1]
     ) = refs
     number = pl.program_id(1)
     rows, tile = logits.shape
@@ -47,7 +47,7 @@ def _kernel(*refs: Any, columns: int, vocab_size: int):
         maximum[...] = jnp.full((rows, 1), -jnp.inf, jnp.float32)
         best[...] = jnp.full((rows, 1), offset[0], jnp.int32)
         total[...] = jnp.zeros((rows, 1), jnp.float32)
-        drafted[...] = jnp.full((rows, 1), -jnp.inf, jnp.float32)
+        draft_logit[...] = jnp.full((rows, 1), -jnp.inf, jnp.float32)
 
     column = number * tile + jax.lax.broadcasted_iota(jnp.int32, (rows, tile), 1)
     ids = offset[0] + column
@@ -57,7 +57,7 @@ def _kernel(*refs: Any, columns: int, vocab_size: int):
     values = jnp.where(is_token, jnp.minimum(values, passes.LARGEST), -jnp.inf)
 
     own = jnp.where(ids == tokens[...], values, -jnp.inf).max(axis=1, keepdims=True)
-    drafted[...] = jnp.maximum(drafted[...], own)
+    draft_logit[...] = jnp.maximum(draft_logit[...], own)
     before = maximum[...]
     top = values.max(axis=1, keepdims=True)
     at = jnp.where((values == top) & is_token, ids, passes.NO_ID).min(
@@ -67,15 +67,14 @@ def _kernel(*refs: Any, columns: int, vocab_size: int):
     top = jnp.maximum(top, before)
     maximum[...] = top
 
-    heat = temperature[...]
-    peak = passes.peak(top)
-    kept = total[...] * jnp.exp((before - peak) / heat)
-    added = jnp.exp((values - peak) / heat).sum(axis=1, keepdims=True)
-    total[...] = kept + added
+    finite_top = passes.safe_max(top)
+    rescaled = total[...] * jnp.exp((before - finite_top) / temperature[...])
+    weights = jnp.exp((values - finite_top) / temperature[...])
+    total[...] = rescaled + weights.sum(axis=1, keepdims=True)
 
 
 def statistics(
-    part: Slice,
+    shard: VocabShard,
     logits: Float[Array, "row vocab"],
     temperature: Float[Array, " row"],
     tokens: Int[Array, " row"],
@@ -83,16 +82,16 @@ def statistics(
     *,
     interpret: Any = False,
 ) -> Statistics:
-    """See `passes.statistics`; sums are made for every row."""
+    """See `passes.statistics`; sums of all rows are computed."""
     del is_sampled
     rows, columns = logits.shape
     block_rows = min(rows, BLOCK_ROWS)
-    tile = min(part.tile, columns)
+    tile = min(shard.tile, columns)
 
     def column_spec() -> pl.BlockSpec:
         return pl.BlockSpec((block_rows, 1), lambda row, tile, *_: (row, 0))
 
-    kernel = functools.partial(_kernel, columns=columns, vocab_size=part.vocab_size)
+    kernel = functools.partial(_kernel, columns=columns, vocab_size=shard.vocab_size)
     result = functools.partial(jax.ShapeDtypeStruct, (rows, 1))
     found = pl.pallas_call(
         kernel,
@@ -113,7 +112,7 @@ def statistics(
         interpret=interpret,
         name="rejection_sampling_statistics",
     )(
-        jnp.asarray(part.offset, jnp.int32).reshape(1),
+        jnp.asarray(shard.offset, jnp.int32).reshape(1),
         logits,
         temperature[:, None],
         tokens[:, None],

@@ -1,4 +1,4 @@
-"""Writing new keys and values into their pages."""
+"""Write new keys and values into their pages."""
 
 from jaxtyping import Array, Float, Int
 
@@ -7,8 +7,8 @@ from jaxspec_kernels.bits import KvPages
 
 __all__ = ["copy_kv_rows", "write_kv_pages"]
 
-# XLA's scatter is in place on every backend; the tests of compiled programs show it.
-# Of a TPU the scales of int8 are written by a kernel.
+# No kernels for CPU and GPU: XLA's scatter writes in place on every backend, as tests
+# of compiled programs show. On TPU a kernel writes the scales of int8 pages.
 _MODULES = dict.fromkeys(dispatch.IMPLEMENTATIONS, "reference") | {"tpu": "tpu"}
 
 
@@ -22,20 +22,21 @@ def write_kv_pages(
 ) -> KvPages:
     """Return `kv_pages` with row t of `key` and `value` at `slot_mapping[t]`.
 
-    In place when the caller donates `kv_pages`. Slots at or past the number of slots
-    are pads and are not written; two equal slots must hold equal rows.
+    In place if the caller donates `kv_pages`. Slots at or past the number of slots are
+    padding and are not written; equal slots must get equal rows.
 
     Args:
-        kv_pages: As of `paged_attention`.
-        key: Brought to what the pages hold: cast, or quantized by itself.
+        kv_pages: As in `paged_attention`.
+        key: Converted to the type of the pages: cast, or each row quantized.
         slot_mapping: page * page_size + offset; not negative, which jax would count
             from the end.
-        implementation: A name to force; None is that of jax's default backend.
+        implementation: Name of one implementation; None selects that of jax's default
+            backend.
 
     Raises:
         ValueError: The shapes do not fit each other.
-        NotImplementedError: The scales of pages of int8 are in lanes, and the size of
-            pages is no power of two: a TPU's kernel finds no token there.
+        NotImplementedError: The scales of int8 pages are in lanes, and page_size is not
+            a power of two, which the TPU kernel needs.
     """
     _check_shapes(kv_pages.shape, key.shape, value.shape, slot_mapping.shape)
     run = dispatch.choose("write_kv_pages", _MODULES, implementation)
@@ -49,15 +50,16 @@ def copy_kv_rows(
     *,
     implementation: str | None = None,
 ) -> KvPages:
-    """Return `kv_pages` with what is in slot `source[i]` in slot `target[i]`.
+    """Return `kv_pages` with the content of slot `source[i]` in slot `target[i]`.
 
-    All is read before anything is written. In place as `write_kv_pages` is, and with
-    the same pads: what is copied to those goes nowhere, wherever it comes from.
+    All sources are read before anything is written. In place as in `write_kv_pages`;
+    padding targets are not written.
 
     Args:
         source: Distinct targets may have one source.
-        target: Two equal slots must have equal sources.
-        implementation: A name to force; None is that of jax's default backend.
+        target: Equal slots must have equal sources.
+        implementation: Name of one implementation; None selects that of jax's default
+            backend.
     """
     run = dispatch.choose("write_kv_pages", _MODULES, implementation, "copy_kv_rows")
     return run(kv_pages, source, target)

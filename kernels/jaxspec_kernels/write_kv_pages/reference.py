@@ -2,17 +2,17 @@
 
 Compiled for v5e, v6e and H200 (`tests/kernels/test_kernels_aot.py`), alone and
 before the attention kernel in one program, the scatter is one fusion whose output is
-the argument's memory, without temporaries: so no backend has a kernel of its own, but a
-TPU one for the scales of int8.
+the argument's memory, without temporaries: no backend needs a kernel of its own, except
+TPU for the scales of int8.
 
 - GPU: the whole operation is one kernel.
 - TPU: the scatter copies 16 rows at a time, all in flight together. A program needs one
   more fusion, which joins keys and values.
-- TPU, head_dim 64: XLA keeps such an array with the pages in the lanes, where a row is
+- TPU, head_dim 64: XLA stores such an array with the pages in the lanes, where a row is
   not contiguous, and copies the pool three times per call. Give the program's argument
   and result the row-major layout, `Format(Layout((0, 1, 2, 3)), sharding)` of
-  `jax.experimental.layout`: then it is in place there too, for twice the memory, as
-  half of every tile is padding.
+  `jax.experimental.layout`: then the write is in place there too, at twice the memory,
+  as half of every tile is padding.
 """
 
 from typing import Any
@@ -48,7 +48,7 @@ def kept_rows(
     value: Float[Array, "token kv_head head_dim"],
     slot_mapping: Int[Array, " token"],
 ) -> tuple[Any, Int[Array, " row"]]:
-    """Rows of keys and values as the pages hold them, and their slots."""
+    """Return keys and values as rows of the pages, and their slots."""
     pages, page_size, double_heads, head_dim = kv_pages.shape
     # Keys even, values odd. Joined along the lanes: a new axis between heads and
     # head_dim is a tile of its own on TPU, for 5 fusions instead of 2.
@@ -75,17 +75,18 @@ def copy_kv_rows(
         rows = ScaledPages(read_rows(kv_pages.values, source), scales)
     else:
         rows = jax.tree.map(lambda pool: read_rows(pool, source), kv_pages)
-    # XLA:GPU would read rows while it writes others, and copy the pool for that.
+    # With the barrier, all rows are read first. Without it, XLA:GPU reads rows while it
+    # writes others, and copies the pool to do so.
     return _put(kv_pages, jax.lax.optimization_barrier(rows), target)
 
 
 def read_rows(pool: Array, source: Int[Array, " slot"]) -> Array:
-    """What an array of pages holds in these slots."""
+    """Return the content of these slots of an array of pages."""
     return pool.reshape(-1, *pool.shape[2:]).at[source].get(mode="clip")
 
 
 def put_rows(pool: Array, rows: Array, slot_mapping: Int[Array, " token"]) -> Array:
-    """An array of pages with rows in these slots; past the end none."""
+    """Return the array of pages with rows in these slots; slots past the end: none."""
     slots = pool.reshape(-1, *pool.shape[2:])
     return slots.at[slot_mapping].set(rows, mode="drop").reshape(pool.shape)
 
@@ -93,7 +94,7 @@ def put_rows(pool: Array, rows: Array, slot_mapping: Int[Array, " token"]) -> Ar
 def take_slots(
     scales: Float[Array, "slot page_size two_kv_head"], offset: Int[Array, " slot"]
 ) -> Float[Array, "slot two_kv_head"]:
-    """Of the scales of whole pages those of one slot each."""
+    """Select the scales of one slot each from the scales of whole pages."""
     return jnp.take_along_axis(scales, offset[:, None, None], axis=1)[:, 0]
 
 

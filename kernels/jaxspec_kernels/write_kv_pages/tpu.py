@@ -1,17 +1,17 @@
-"""Page writes for TPU: XLA's scatter, but for scales in lanes a kernel, in Pallas.
+"""Page writes for TPU: XLA's scatter, and a Pallas kernel for scales in lanes.
 
 The scales of a page are at least 128 lanes, of which a token writes a few: pages are
 copied to VMEM, changed and copied back. XLA does the same for a scatter, but with 4 KiB
-for each number, one after the other; and where all scales fit in VMEM it brings all of
-them there and back, in every layer.
+per number, one after the other; and if all scales fit in VMEM, it copies all of them
+there and back, in every layer.
 
-Grid: one step for up to 128 tokens, in order. All pages that they write are copied in
-together, each once, then tokens are put into them in turn, then all are copied out
-together. SMEM: page, offset and first token of the same page, for each token (scalar
+Grid: one step for up to 128 tokens, in order. A step copies in all pages that its
+tokens write, each once, then puts the tokens into them one by one, then copies all
+pages out. SMEM: page, offset and first token of the same page, for each token (scalar
 prefetch). VMEM: the pages, and the tokens' scales, each in all lanes of its head.
 
-Rows that are moved are read before: a step copies the pages of up to 128 of them in,
-one for each.
+To move rows, a kernel reads them first: a step copies in the pages of up to 128 rows,
+one page per row.
 """
 
 import functools
@@ -26,21 +26,21 @@ from jaxtyping import Array, Float, Int
 from jaxspec_kernels.bits import KvPages, ScaledPages, check_scales, from_lanes
 from jaxspec_kernels.write_kv_pages import reference
 
-MAX_TOKENS = 128  # of a step
+MAX_TOKENS = 128  # per step
 
 
 def _write_kernel(
     # Scalar prefetch
-    page: Any,  # i32[token], the number of pages: a pad
+    page: Any,  # i32[token]; the number of pages means padding
     offset: Any,  # i32[token]
-    leader: Any,  # i32[token]: first of the step's tokens that is in the same page
+    leader: Any,  # i32[token]: the step's first token in the same page
     # In
     new: Any,  # f32[token of the step, 1, lane]
     _: Any,  # the pool, which is the output
     # Out
     pool: Any,  # f32[page, 1, lane], in HBM
     # Scratch
-    pages: Any,  # f32[token of the step, 1, lane]: a leader's place holds its page
+    pages: Any,  # f32[token of the step, 1, lane]: page of a leader, at its place
     arrived: Any,  # DMA semaphore
     *,
     page_size: int,
@@ -106,7 +106,7 @@ def write_kv_pages(
     *,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> KvPages:
-    """See `jaxspec_kernels.write_kv_pages`; `interpret` is as Pallas has it."""
+    """See `jaxspec_kernels.write_kv_pages`; `interpret` as in Pallas."""
     if not isinstance(kv_pages, ScaledPages) or not kv_pages.is_in_lanes:
         return reference.write_kv_pages(kv_pages, key, value, slot_mapping)
     check_scales(kv_pages, in_lanes=True)
@@ -121,7 +121,7 @@ def copy_kv_rows(
     *,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> KvPages:
-    """See `jaxspec_kernels.write_kv_pages`; `interpret` is as Pallas has it."""
+    """See `jaxspec_kernels.write_kv_pages`; `interpret` as in Pallas."""
     if not isinstance(kv_pages, ScaledPages) or not kv_pages.is_in_lanes:
         return reference.copy_kv_rows(kv_pages, source, target)
     check_scales(kv_pages, in_lanes=True)
@@ -164,7 +164,7 @@ def _write_scales(
     numbers = page, offset, leader.reshape(-1).astype(jnp.int32)
     return pl.pallas_call(
         functools.partial(_write_kernel, page_size=page_size),
-        # Where all scales fit in VMEM, XLA would bring them there for the kernel.
+        # Otherwise XLA copies scales that fit in VMEM there for the kernel.
         out_shape=pltpu.HBM(pool.shape, pool.dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(numbers),

@@ -1,4 +1,4 @@
-"""Described parameters and state equal an engine's; which devices can be described."""
+"""Described parameters and state equal an engine's; names of described devices."""
 
 from importlib import util
 from pathlib import Path
@@ -43,11 +43,11 @@ from jaxspec.program.plan import StepShape
         },
     ],
 )
-def test_a_described_program_is_the_engines(tmp_path, dtype, num_devices, drafts):
+def test_described_program_equals_the_engines(tmp_path, dtype, num_devices, drafts):
     check_described(tmp_path, dtype, num_devices, drafts)
 
 
-def test_a_described_program_of_scanned_layers_is_the_engines(tmp_path):
+def test_described_program_of_scanned_layers_equals_the_engines(tmp_path):
     drafts = {"method": "draft_model", "model": "jaxspec/tiny-gemma2-draft"}
     check_described(tmp_path, "float32", 2, drafts, scan_layers=True)
 
@@ -68,31 +68,31 @@ def check_described(
     mesh = device_descriptions.describe_mesh(None, config)
     program, forms = device_descriptions.describe(config, mesh)
     runner = make_runner(config)
-    shape = StepShape(num_seqs=1, num_draft_tokens=0, chunk=0)
+    shape = StepShape(num_seqs=1, num_draft_tokens=0, max_prompt_tokens=0)
     cache = ProgramCache(tmp_path)
     real: Any = (*runner.params, runner.state)
     assert cache.path(program, shape, forms) == cache.path(runner.program, shape, real)
 
 
-def test_devices_that_are_not_known_are_refused():
+def test_rejects_unknown_devices():
     for name in ("v9", "h200-9", "v5e", ""):
         with pytest.raises(ConfigError, match="--device must be one of v5e-1, .* got"):
             device_descriptions.check_device(name)
 
 
 @pytest.mark.parametrize(
-    ("name", "told"), [("v6e-4", "libtpu"), ("h200-2", "CUDA plugin")]
+    ("name", "compiler"), [("v6e-4", "libtpu"), ("h200-2", "CUDA plugin")]
 )
-def test_a_compiler_that_is_missing_is_named(name, told, monkeypatch):
+def test_missing_compiler_is_named(name, compiler, monkeypatch):
     for module in (device_descriptions, runner):
         monkeypatch.setattr(module, "find_spec", lambda _: None)
-    with pytest.raises(ConfigError, match=f"{told}.*pip install"):
+    with pytest.raises(ConfigError, match=f"{compiler}.*pip install"):
         device_descriptions.check_device(name)
     for module in (device_descriptions, runner):
         monkeypatch.setattr(module, "find_spec", util.find_spec)
 
 
-def test_named_devices_are_all_that_can_be_described_and_more():
+def test_named_devices_include_described_devices():
     for name in device_descriptions.DEVICES:
         if " to " not in name:
             assert device_descriptions.named_devices(name)
@@ -104,7 +104,7 @@ def test_named_devices_are_all_that_can_be_described_and_more():
             device_descriptions.named_devices(name)
 
 
-def test_described_devices_are_called_like_real_ones():
+def test_described_devices_have_real_device_kinds():
     def called(**device: Any) -> str:
         return repr(list(program_cache._about([SimpleNamespace(id=0, **device)])))
 
@@ -122,7 +122,7 @@ def test_described_devices_are_called_like_real_ones():
     assert chip("TFRT cl/1", [0, 0, 0]) != chip("TFRT cl/1", [1, 0, 0])
 
 
-def test_every_gpu_has_its_description():
+def test_every_gpu_has_a_description():
     assert (
         (device_descriptions._TARGETS / "h200.txtpb").read_text().count("NVIDIA H200")
     )

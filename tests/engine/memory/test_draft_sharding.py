@@ -1,4 +1,4 @@
-"""The choice of a draft model's devices, against sums made by hand."""
+"""The choice of a draft model's devices equals calculations by hand."""
 
 import re
 from typing import Any
@@ -21,7 +21,7 @@ from jaxspec.engine.memory.draft_sharding import (
 
 US = 1e-6
 V5E = speeds_of("v5e")
-# 2B in bfloat16 on each of so many devices, and pages of 27B with it on a v5e-8.
+# 2B in bfloat16 by number of devices, and pages of 27B with it on a v5e-8.
 WEIGHT_BYTES = {8: 684_679_680, 4: 1_307_533_824, 2: 2_614_583_808, 1: 5_228_683_776}
 NUM_PAGES = {8: 4000, 4: 3456, 2: 1728, 1: None}
 
@@ -57,12 +57,12 @@ def test_a_pass_of_2b_on_a_v5e_8():
     assert (chosen.devices, chosen.reason) == (8, "the fastest by estimate")
 
 
-def test_many_rows_are_those_of_a_typical_batch():
+def test_rows_are_limited_to_a_typical_batch():
     assert of_2b(8, num_seqs=16) == of_2b(8, num_seqs=256)
     assert of_2b(8, num_seqs=16).sum_s > of_2b(8, num_seqs=8).sum_s
 
 
-def test_a_small_draft_is_whole_on_every_device():
+def test_small_draft_is_on_every_device():
     """4 MB are read in 5 us; 14 sums over eight devices take 180."""
     small: dict[str, Any] = dict(num_layers=1, hidden_size=64, num_pages=100)
     sizes = [
@@ -75,23 +75,23 @@ def test_a_small_draft_is_whole_on_every_device():
 @pytest.mark.parametrize(
     ("sizes", "devices", "reason"),
     [
-        # The fastest, whichever it is.
+        # The fastest of all sizes.
         ([size(8, 1), size(4, 2), size(2, 3)], 8, "the fastest"),
         ([size(8, 3), size(4, 1), size(2, 2)], 4, "the fastest"),
         ([size(8, 3), size(4, 2), size(2, 1)], 2, "the fastest"),
-        # Hardly faster, and by just enough.
+        # Too little faster, and just enough.
         ([size(8, 1), size(4, 1 - MIN_GAIN + 0.01)], 8, "no other is clearly"),
         ([size(8, 1), size(4, 1 - MIN_GAIN - 0.01)], 4, "the fastest"),
-        # Faster, but where requests would be: the next one, or none.
+        # Faster, but with too few pages: the next one, or none.
         ([size(8, 3), size(4, 2), size(2, 1, 50)], 4, "2, faster .* too few pages"),
         ([size(8, 3), size(4, 2, 0), size(2, 1, None)], 8, "2, faster .* too few"),
         ([size(8, 3), size(4, 1, int(100 * MIN_PAGES))], 4, "the fastest"),
         ([size(8, 3), size(4, 1, int(100 * MIN_PAGES) - 1)], 8, "too few pages"),
-        # Nothing fits: as many as the target has, for the error that follows.
+        # Nothing fits: the target's number, for the error that follows.
         ([size(8, 3, None), size(1, 1, None)], 8, "too few pages"),
     ],
 )
-def test_the_fastest_that_leaves_pages(
+def test_chooses_the_fastest_size_that_leaves_pages(
     sizes: list[DraftSize], devices: int, reason: str
 ):
     found = choose(sizes)
@@ -100,7 +100,7 @@ def test_the_fastest_that_leaves_pages(
     assert re.search(reason, found.reason), found.reason
 
 
-def test_the_decision_is_one_line():
+def test_decision_is_described_in_one_line():
     sizes = size(2, 1.5, 3776), size(1, 6.384, None)
     made = DraftSharding(sizes=sizes, devices=2)
     assert made.line() == (
@@ -111,9 +111,9 @@ def test_the_decision_is_one_line():
     assert given.line().startswith(
         "The draft model is spread over 1 device, as given (2: 1.50 ms"
     )
-    told = given.told()
-    assert (told["devices"], told["reason"]) == (1, "as given")
-    assert told["sizes"][1] == {
+    values = given.as_dict()
+    assert (values["devices"], values["reason"]) == (1, "as given")
+    assert values["sizes"][1] == {
         "devices": 1,
         "read_s": pytest.approx(6.384e-3),
         "sum_s": 0,
@@ -124,7 +124,7 @@ def test_the_decision_is_one_line():
 @pytest.mark.parametrize(
     ("kind", "num_devices", "expected"),
     [
-        # Nothing to sum, and no time.
+        # No all-reduce, and no time.
         ("v5e", 1, 0.0),
         # 5 us, 2, 4 or 8 hops of 1 us, and 2 x 7/8 of 1 MB at 100 GB/s.
         ("v5e", 2, 5 + 2 + 10),
@@ -136,15 +136,17 @@ def test_the_decision_is_one_line():
         ("h200", 2, 9 + 1 / 0.45),
     ],
 )
-def test_a_sum_starts_hops_and_sends(kind: str, num_devices: int, expected: float):
+def test_all_reduce_time_has_latency_hops_and_bytes(
+    kind: str, num_devices: int, expected: float
+):
     speeds = speeds_of(kind)
     assert speeds is not None
     found = speeds.all_reduce_s(10**6, num_devices)
     assert found == pytest.approx(expected * US)
 
 
-def test_devices_that_can_be_named_have_speeds():
-    # The time of a sum is not published for these.
+def test_named_devices_have_speeds():
+    # The time of an all-reduce is not published for these.
     unknown = {"t4", "l4", "a100-40gb", "a100-80gb", "b200"}
     for name in MEMORY_BYTES:
         assert (speeds_of(name) in SPEEDS.values()) == (name not in unknown), name

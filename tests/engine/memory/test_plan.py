@@ -1,4 +1,4 @@
-"""The division of a device's memory, against sums made by hand."""
+"""The division of a device's memory equals calculations by hand."""
 
 import dataclasses
 import re
@@ -47,20 +47,20 @@ def test_9b_with_a_2b_draft_on_80_gb():
     # 512 pages a sequence.
     assert made.concurrency(8192) == 12.25
     assert made.concurrency(100) == 6272 / 7
-    # Without the draft programs have 64 rows, and no distributions.
+    # Without the draft, programs have 64 rows and no distributions.
     alone = 4 * 256_000 * (5 * 64 + 4 * 64) + 268_435_456
     assert alone == 858_259_456
     programs = made.workspace_bytes - alone
     assert made.draft_bytes == 5_228_683_776 + 6272 * 1_703_936 + programs
     # 72,000,000,000 - 18,483,411,968 - 858,259,456 bytes are 9,565 pages of the 9B's,
-    # and 9,472 in a round number: as many as an engine without the draft has.
+    # and 9,472 rounded down: the number of an engine without the draft.
     assert made.sequences_lost == (9472 - 6272) / 512
     given = SIXTY_FOUR | dict(gpu_memory_utilization=0.9)
     without = make_plan(given, draft=ModelBytes(), programs=WITHOUT)
     assert without.num_pages == 9472
 
 
-def test_the_table_tells_all_of_it():
+def test_table_shows_all_parts():
     text = make_plan(SIXTY_FOUR | dict(gpu_memory_utilization=0.9)).table()
     lines = [re.sub(r"\s+", " ", line).strip() for line in text.splitlines()]
     assert lines == [
@@ -74,62 +74,62 @@ def test_the_table_tells_all_of_it():
         "Maximum concurrency at 8,192 tokens: 12.25x",
         "The draft model takes 16.65 GiB: without it, 6.25 more such sequences fit",
     ]
-    told = make_plan(SIXTY_FOUR | dict(gpu_memory_utilization=0.9)).told()
-    assert told["table"] == text
-    assert told["parts"]["KV"] == 45_214_597_120
-    assert told["shown"]["KV"] == "42.11 GiB"
-    assert told["kv_dtype"] == "bfloat16"
-    assert (told["num_pages"], told["max_concurrency"]) == (6272, 12.25)
+    shown = make_plan(SIXTY_FOUR | dict(gpu_memory_utilization=0.9)).as_dict()
+    assert shown["table"] == text
+    assert shown["parts"]["KV"] == 45_214_597_120
+    assert shown["shown"]["KV"] == "42.11 GiB"
+    assert shown["kv_dtype"] == "bfloat16"
+    assert (shown["num_pages"], shown["max_concurrency"]) == (6272, 12.25)
     several = make_plan(num_devices=8, used_bytes=2**20, compiled_bytes=2**30).table()
     assert "Memory of GPU, each of 8" in several
     assert re.search(r"in use by others +1\.00 MiB", several)
     assert re.search(r"programs +1\.00 GiB  compiled, for 256", several)
 
 
-def test_nothing_is_told_of_a_draft_model_that_is_not_there():
+def test_plan_without_draft_has_no_draft_rows():
     made = make_plan(draft=ModelBytes())
     assert "draft" not in made.table()
     assert (made.draft_bytes, made.sequences_lost) == (0, 0)
 
 
-def test_of_pages_that_were_said_the_drafts_part_is_lost():
+def test_given_pages_lose_the_drafts_part():
     made = make_plan(SIXTY_FOUR | dict(num_pages=1000))
     # 1,000 pages of both models are 1,309 of the target's.
     assert made.sequences_lost == (1309 - 1000) / 512
-    # What a compiler says of programs with drafts is no estimate of those without.
+    # Compiled sizes with drafts are no estimate of programs without drafts.
     found = make_plan(SIXTY_FOUR | dict(num_pages=1000), compiled_bytes=2**30)
     programs = 2**30 - 858_259_456
     assert found.draft_bytes == 5_228_683_776 + 1000 * 1_703_936 + programs
 
 
-def test_what_others_use_is_no_room():
+def test_memory_of_other_programs_is_subtracted():
     free, shared = make_plan(SIXTY_FOUR), make_plan(SIXTY_FOUR, used_bytes=10**10)
     pages = 10**10 / 7_208_960
     assert free.num_pages - shared.num_pages == pytest.approx(pages, rel=0.05)
 
 
-def test_utilization_is_vllms_if_nobody_says_it():
+def test_default_utilization_is_vllms():
     assert make_plan().utilization == 0.92
     assert (
         make_plan().num_pages == make_plan(dict(gpu_memory_utilization=0.92)).num_pages
     )
 
 
-def test_a_share_of_the_device_is_more_of_what_jax_has_of_it():
-    # jax has 95 of 100, and 92 of 100 are asked for.
+def test_utilization_is_relative_to_the_whole_device():
+    # jax has a share of 0.95, and 0.92 is requested.
     share = facts(limit_bytes=95 * 10**9, limit_share=0.95)
     assert share.budget_bytes(0.92) == pytest.approx(92 * 10**9)
     assert share.budget_bytes(1.0) == 95 * 10**9
 
 
-def test_the_number_of_pages_is_round():
-    # One page more or less of 7 MB is the same plan, and so the same programs.
+def test_number_of_pages_is_rounded():
+    # A difference of one 7 MB page gives the same plan, and so the same programs.
     counts = {
         make_plan(SIXTY_FOUR, used_bytes=n * 7 * 10**6).num_pages for n in range(10)
     }
     assert len(counts) <= 2
     assert all(count % 64 == 0 for count in counts)
-    # Where that would cost the only sequence, it is not.
+    # Not rounded if one sequence would no longer fit.
     exact = TARGET_9B.weight_bytes + DRAFT_2B.weight_bytes + 2_824_339_456
     limit = exact + 515 * 7_208_960
     small = make_plan(
@@ -140,27 +140,27 @@ def test_the_number_of_pages_is_round():
     assert small.num_pages == 515
 
 
-def test_pages_that_cannot_be_numbered_are_not_made():
-    # Of the 2B's layers a page has 16 * 8 * 256 values.
+def test_pages_are_limited_by_int32_indices():
+    # A page of a layer of 2B has 16 * 8 * 256 values.
     made = make_plan(
         limit_bytes=10**15, draft=ModelBytes(), layer_page_values=16 * 8 * 256
     )
     assert made.num_pages == 65_024 <= MAX_LAYER_VALUES // (16 * 8 * 256) == 65_535
 
 
-def test_what_is_said_of_pages_is_taken():
+def test_given_number_of_pages_is_used():
     assert make_plan(dict(num_pages=1000)).num_pages == 1000
     made = make_plan(dict(kv_cache_memory_bytes=7_208_960 * 777 + 5))
     assert (made.num_pages, made.utilization) == (777, None)
-    # The number of pages goes first, as in vLLM.
+    # The number of pages has priority, as in vLLM.
     both = make_plan(dict(kv_cache_memory_bytes=10**10, num_pages=1000))
     assert both.num_pages == 1000
-    # There is no limit to go beyond where nobody knows one, as on a CPU.
+    # Without a known limit, as on a CPU, there is nothing to exceed.
     endless = make_plan(dict(num_pages=10**9), limit_bytes=None)
     assert (endless.num_pages, endless.left_bytes) == (10**9, None)
 
 
-def test_temporaries_are_logits_or_layers():
+def test_temporaries_are_the_larger_of_logits_and_layers():
     few = PROGRAMS.temporary_bytes(Sizes(1, 2048))
     assert few == 200_704 * (6 + 2048) + 4 * 256_000 * 5 + 268_435_456
     many = PROGRAMS.temporary_bytes(Sizes(1, 8192))
@@ -169,15 +169,15 @@ def test_temporaries_are_logits_or_layers():
     assert PROGRAMS.temporary_bytes(Sizes(33, 2048)) == PROGRAMS.temporary_bytes(
         Sizes(64, 2048)
     )
-    # No more prompt tokens than all sequences have, and few where bits may not change.
+    # At most the tokens of all sequences; few with `batch_invariant`.
     short = dataclasses.replace(PROGRAMS, max_model_len=1024)
     sizes = Sizes(4, 10**6)
     assert short.temporary_bytes(sizes) == short.temporary_bytes(Sizes(4, 4096))
     invariant = dataclasses.replace(PROGRAMS, is_invariant=True)
     assert invariant.temporary_bytes(sizes) == PROGRAMS.temporary_bytes(Sizes(4, 128))
     given = GivenSizes(max_num_batched_tokens=4096)
-    told = plan_memory(facts(programs=invariant), given).table()
-    assert " 128 prompt tokens" in told
+    shown = plan_memory(facts(programs=invariant), given).table()
+    assert " 128 prompt tokens" in shown
     plain = ProgramFacts(vocab_size=1000, max_model_len=8192, token_bytes=1)
     assert plain.temporary_bytes(Sizes(8, 32)) == 4 * 1000 * (5 * 8 + 4)
     without = plain.temporary_bytes(Sizes(8, 32), has_controls=False)
@@ -206,12 +206,12 @@ def test_temporaries_are_logits_or_layers():
         ("cpu", 1000, (8, 512)),
     ],
 )
-def test_defaults_follow_the_room(platform: str, room_gb: int, expected: Any):
+def test_default_sizes_depend_on_the_memory(platform: str, room_gb: int, expected: Any):
     there = facts(platform=platform)
     assert default_sizes(there, room_gb * 10**9, GivenSizes()) == expected
 
 
-def test_sizes_that_are_given_stay():
+def test_given_sizes_are_unchanged():
     for given in (dict(max_num_seqs=512), dict(max_num_seqs=1)):
         found = default_sizes(facts(), 10**9, GivenSizes(**given))
         assert found == (given["max_num_seqs"], 512)
@@ -224,7 +224,7 @@ def test_no_more_sequences_than_pages_by_default():
     made = make_plan(dict(num_pages=40), max_model_len=64)
     assert made.sizes.num_seqs == 40
     given = make_plan(dict(num_pages=40, max_num_seqs=64), max_model_len=64)
-    assert given.sizes.num_seqs == 64  # `EngineConfig` says what is wrong with it
+    assert given.sizes.num_seqs == 64  # `EngineConfig` rejects it
 
 
 def refusal(given: dict[str, Any] | None = None, **changes: Any) -> ConfigError:
@@ -233,12 +233,12 @@ def refusal(given: dict[str, Any] | None = None, **changes: Any) -> ConfigError:
     return caught.value
 
 
-def test_what_does_not_fit_names_the_numbers_and_one_setting():
-    # 24 GiB: 23.71 GB of 25.77 are weights, and there are no 2.06 GB beside them.
+def test_error_names_all_numbers_and_one_setting():
+    # 24 GiB: 23.71 GB of 25.77 are weights, and 2.06 GB do not remain.
     error = refusal(limit_bytes=24 * GIB)
     text = str(error)
-    for told in ("GPU's 24.00 GiB", "=0.92 gives 22.08 GiB", "target 17.21 GiB"):
-        assert told in text
+    for shown in ("GPU's 24.00 GiB", "=0.92 gives 22.08 GiB", "target 17.21 GiB"):
+        assert shown in text
     assert "draft 4.87 GiB" in text
     assert "3.44 GiB of keys and values for one sequence" in text
     assert text.endswith(
@@ -249,7 +249,7 @@ def test_what_does_not_fit_names_the_numbers_and_one_setting():
     assert "\n" not in text
 
 
-def test_the_setting_is_the_one_that_costs_least():
+def test_error_suggests_the_least_costly_setting():
     shorter = refusal(SIXTY_FOUR, limit_bytes=30 * 10**9)
     # 27.6 GB leave 1,063,564,800 bytes: 147 pages.
     assert (shorter.parameter, shorter.value) == ("max_model_len", 147 * 16)
@@ -272,23 +272,23 @@ def test_the_setting_is_the_one_that_costs_least():
 
 
 def test_a_larger_share_lets_jax_take_more_of_a_gpu():
-    """What jax has of a GPU follows the share: it is no reason for a second GPU."""
-    # Of 80 GB jax takes 25 of 100, and the engine 20.
+    """Jax's part of a GPU grows with the share: no second GPU is suggested."""
+    # jax reserves 25 % of 80 GB, and the engine plans with 20 %.
     small: dict[str, Any] = dict(limit_bytes=20 * 10**9, limit_share=0.25)
     error = refusal(dict(gpu_memory_utilization=0.2), **small, most_share=0.95)
     assert error.parameter == "gpu_memory_utilization"
     assert "of GPU's 70.78 GiB, of which gpu_memory_utilization=0.2 gives" in str(error)
     assert isinstance(error.value, float)
-    # It is enough with the defaults that this share has, which are larger ones.
+    # The share is sufficient also for its default sizes, which are larger.
     share = dict(gpu_memory_utilization=error.value)
     enough: dict[str, Any] = dict(
         limit_bytes=int(80e9 * (error.value + 0.05)), limit_share=error.value + 0.05
     )
     assert make_plan(share, **enough).num_pages >= 512
-    # Where the user has told jax how much it may take, it stays at that.
-    told = refusal(dict(gpu_memory_utilization=0.2), **small, most_share=0.25)
-    assert told.parameter == "tensor_parallel_size"
-    assert "of GPU's 18.63 GiB" in str(told)
+    # A share that the user has set for jax is the limit.
+    shown = refusal(dict(gpu_memory_utilization=0.2), **small, most_share=0.25)
+    assert shown.parameter == "tensor_parallel_size"
+    assert "of GPU's 18.63 GiB" in str(shown)
 
 
 @pytest.mark.parametrize(("num_devices", "expected"), [(1, 2), (3, 4), (4, 8)])
@@ -303,17 +303,17 @@ def test_advice_names_slices_of_tpus_that_exist():
 
 
 def test_advice_on_the_same_device_is_what_fits():
-    told = str(refusal(SIXTY_FOUR, limit_bytes=29_320_000_000))
-    assert re.search(r"or quantization='int8', .*, or max_model_len=\d+\.$", told)
-    shorter = dict(max_model_len=int(told.rpartition("=")[2][:-1]))
+    shown = str(refusal(SIXTY_FOUR, limit_bytes=29_320_000_000))
+    assert re.search(r"or quantization='int8', .*, or max_model_len=\d+\.$", shown)
+    shorter = dict(max_model_len=int(shown.rpartition("=")[2][:-1]))
     assert make_plan(SIXTY_FOUR, limit_bytes=29_320_000_000, **shorter).num_pages
-    told = str(refusal(limit_bytes=8 * GIB))
-    assert "quantization" not in told, "it is not enough"
+    shown = str(refusal(limit_bytes=8 * GIB))
+    assert "quantization" not in shown, "it is not enough"
     target = ModelBytes(weight_bytes=17 * GIB, page_bytes=5_505_024, form="int8")
     assert "quantization" not in str(refusal(limit_bytes=16 * GIB, target=target))
 
 
-def test_pages_that_the_device_has_no_room_for_are_refused():
+def test_rejects_more_pages_than_fit():
     error = refusal(SIXTY_FOUR | dict(num_pages=8000))
     assert "num_gpu_blocks_override must be at most 7,416, got 8000" in str(error)
     assert "weights take 22.08 GiB" in str(error)
@@ -322,13 +322,13 @@ def test_pages_that_the_device_has_no_room_for_are_refused():
     make_plan(SIXTY_FOUR | dict(num_pages=7416))
 
 
-def test_bytes_for_less_than_a_sequence_are_refused():
+def test_rejects_bytes_for_less_than_one_sequence():
     error = refusal(dict(kv_cache_memory_bytes=10**9))
     assert "must be an integer of at least 3690987520, got 1000000000" in str(error)
     assert "max_model_len=8192" in str(error)
 
 
-def test_a_cpus_pages_are_enough_for_a_batch_within_the_cap():
+def test_default_cpu_pages_hold_a_batch_within_the_cap():
     assert default_cpu_pages(64, 8, 1000) == 512
     assert default_cpu_pages(64, 8, 2**20 * 4) == 128
     assert default_cpu_pages(64, 8, 2**30) == 64

@@ -1,4 +1,4 @@
-"""Facts of a plan: counted in the forms that devices hold, and held against records."""
+"""Facts of a plan equal the sizes of device arrays and the records of compilers."""
 
 import dataclasses
 import json
@@ -57,7 +57,7 @@ KV_BYTES = {"2b": 106_496, "9b": 344_064, "27b": 376_832}
 # One layer's pages of 27B on a chip, which come to its own memory of 128 MiB and go
 # back: where XLA finds room for them there, in a program of two layers.
 FETCHED = {"v5e-8/27b<-2b/64+0/greedy/draft over 8": ["copy-start bf16[65536,4,128]"]}
-# Hidden rows of the draft, two and one of each sequence: its weights have as many.
+# Hidden rows of the draft, two and one of each sequence: its weights are as large.
 HIDDEN = {
     "v5e-8/27b<-2b/256+512/plain": [
         "transpose bf16[512,2304]",
@@ -84,7 +84,7 @@ def pair(target: str = "9b", draft: str | None = "2b", **changes: Any) -> Engine
 
 
 @pytest.mark.parametrize("size", WEIGHT_BYTES)
-def test_a_published_size_needs_no_file(size: str):
+def test_published_model_needs_no_file(size: str):
     facts = plan_for(pair(size, None), "h200").facts
     assert facts.target == ModelBytes(
         weight_bytes=WEIGHT_BYTES[size], page_bytes=16 * KV_BYTES[size]
@@ -92,7 +92,7 @@ def test_a_published_size_needs_no_file(size: str):
     assert facts.draft == ModelBytes()
 
 
-def test_a_packaged_file_is_planned_as_stored(monkeypatch):
+def test_packaged_file_is_planned_as_stored(monkeypatch):
     """`jaxspec/gemma-3-270m` is a quantized file, not the published bfloat16 model."""
     tiny = EngineArgs(model="jaxspec/tiny-gemma2")
     folder = model_folder(tiny.model, "model")
@@ -101,7 +101,7 @@ def test_a_packaged_file_is_planned_as_stored(monkeypatch):
     assert found == plan_for(tiny, "h200").facts
 
 
-# Of a layer of 2B: outputs and features of its matrices.
+# Outputs and features of the matrices in a layer of 2B.
 MATRICES = ((2048, 2304), (2048, 2304), (2304, 2048), (18432, 2304), (2304, 9216))
 
 
@@ -109,7 +109,7 @@ MATRICES = ((2048, 2304), (2048, 2304), (2304, 2048), (18432, 2304), (2304, 9216
     ("kind", "saved", "group"),
     [("int8", 1, None), ("fp8", 1, None), ("int4", 1.5, 128)],
 )
-def test_quantized_weights_are_counted_as_they_are_held(kind, saved, group):
+def test_quantized_weights_are_counted_as_stored(kind, saved, group):
     plan = plan_for(pair("2b", None, quantization=kind), "h200")
     values = 26 * sum(outputs * features for outputs, features in MATRICES)
     scales = 26 * sum(
@@ -123,7 +123,7 @@ def test_quantized_weights_are_counted_as_they_are_held(kind, saved, group):
     assert drafted.draft.weight_bytes == expected
 
 
-def test_a_trimmed_head_is_counted_beside_the_embedding():
+def test_trimmed_head_is_counted_in_addition_to_the_embedding():
     plain, plan = (
         plan_for(pair(speculative_config=config, max_num_seqs=64), "h100")
         for config in (None, {"draft_vocab_size": 32768})
@@ -140,8 +140,8 @@ def test_a_trimmed_head_is_counted_beside_the_embedding():
         speculative_model_quantization="int8",
         quantize_embedding=True,
     )
-    told = plan_for(pair(**options), "h100").table()
-    assert "int8 per output, embedding int8 per row, a head of 32,768" in told
+    table = plan_for(pair(**options), "h100").table()
+    assert "int8 per output, embedding int8 per row, a head of 32,768" in table
 
 
 @pytest.mark.parametrize("is_quantized", [False, True])
@@ -173,7 +173,7 @@ def test_an_untied_head_is_counted(tmp_path, is_quantized):
     assert weight_bytes() == tied + head
 
 
-def test_what_a_draft_does_not_read_does_not_slow_it_down():
+def test_unread_draft_weights_do_not_add_time():
     config: dict[str, Any] = {"draft_vocab_size": 32768}
     plans = [
         plan_for(pair("27b", tensor_parallel_size=8, speculative_config=one), "v5e-8")
@@ -202,7 +202,7 @@ def test_9b_with_a_2b_draft_on_one_gpu():
     assert plan.concurrency(8192) == 6976 / 512
 
 
-def test_jaxs_own_share_of_a_gpu_is_kept(monkeypatch):
+def test_jax_share_of_a_gpu_is_respected(monkeypatch):
     for name in runner.POOL_VARIABLES:
         monkeypatch.delenv(name, raising=False)
         monkeypatch.setenv(name, "0.75")
@@ -214,8 +214,8 @@ def test_jaxs_own_share_of_a_gpu_is_kept(monkeypatch):
     assert runner.pool_share(0.4) == pytest.approx(0.45)
 
 
-def test_a_users_share_of_a_gpu_is_told_from_our_own(monkeypatch):
-    """`build_mesh` tells jax by the variable that users have."""
+def test_users_share_of_a_gpu_is_distinguished_from_the_default(monkeypatch):
+    """`build_mesh` sets the same variable for jax as users do."""
     name = runner.POOL_VARIABLES[0]
     monkeypatch.delenv(runner.POOL_VARIABLES[1], raising=False)
     monkeypatch.delenv(name, raising=False)
@@ -228,7 +228,7 @@ def test_a_users_share_of_a_gpu_is_told_from_our_own(monkeypatch):
     assert (facts.limit_share, facts.most_share) == (0.75, 0.75)
 
 
-def test_drafts_from_the_text_stay_without_the_draft_model():
+def test_lookup_drafts_remain_without_the_draft_model():
     method = dict(
         method="ngram+draft_model",
         model="google/gemma-2-2b-it",
@@ -266,7 +266,7 @@ def test_eight_chips_share_both_models():
     assert plan_for(pair(), "h100").facts.programs.code_bytes == 0
 
 
-def test_an_unknown_device_is_refused():
+def test_rejects_unknown_device():
     with pytest.raises(ConfigError, match="--device must be one of .* got 'v9'") as got:
         plan_for(pair(), "v9")
     assert all(name in str(got.value) for name in NAMED_DEVICES)
@@ -296,7 +296,7 @@ def test_drafts_from_the_text_take_no_memory():
 
 
 def recorded() -> list[tuple[str, ProgramFacts, Sizes, int]]:
-    """What compilers said of programs at full size: which, and their temporaries."""
+    """Recorded compilations at full size: programs, and their temporaries."""
     found = []
     for name in ("aot_step", "aot-costs-after"):
         for row in json.loads((RESULTS / f"{name}.json").read_text())["rows"]:
@@ -333,7 +333,7 @@ def recorded() -> list[tuple[str, ProgramFacts, Sizes, int]]:
     return found
 
 
-def test_the_estimate_is_what_compilers_found_and_a_little_more():
+def test_estimate_is_slightly_above_compiled_size():
     rows = recorded()
     assert len(rows) > 20
     for label, programs, sizes, temp_bytes in rows:
@@ -341,8 +341,8 @@ def test_the_estimate_is_what_compilers_found_and_a_little_more():
         assert temp_bytes <= estimate <= temp_bytes + 336 * MIB, label
 
 
-def test_a_layer_keeps_no_more_than_its_feed_forward_part_does():
-    """Gate and up in float32 and what they make in bfloat16: by XLA's own account.
+def test_temporaries_of_a_layer_are_those_of_its_mlp():
+    """Gate and up in float32 and their product in bfloat16, by XLA's buffer report.
 
     On an H200 64 sequences of 27B, whose distributions exist from the start, take
     1,337,855,792 bytes: these, 10 bytes of the model's width, and small ones.
@@ -366,7 +366,7 @@ def test_cells_of_every_device_are_recorded():
 
 
 @pytest.mark.parametrize("name", aot_memory.read())
-def test_large_batches_and_controls_are_estimated_as_compilers_found_them(name: str):
+def test_large_batches_and_controls_match_compiled_sizes(name: str):
     cell, row = aot_memory.CELLS[name], aot_memory.read()[name]
     facts = cell.facts(cell.device)
     sizes = Sizes(cell.num_seqs, cell.num_tokens)
@@ -385,15 +385,15 @@ def test_large_batches_and_controls_are_estimated_as_compilers_found_them(name: 
     # and of no layer's pages there is a copy.
     assert row["donated_bytes"] >= row["state_bytes"]
     assert row["copied"] == (FETCHED | HIDDEN).get(name, [])
-    # Beside the state only the launch's result comes out.
+    # In addition to the state, only the launch's result is an output.
     if "output_bytes" in row:
-        told = row["output_bytes"] - row["donated_bytes"]
+        result_bytes = row["output_bytes"] - row["donated_bytes"]
         # With 20 log-probabilities of every row, and of prompts' tokens.
-        assert 0 <= told < (2**21 if has_controls else 2**16)
+        assert 0 <= result_bytes < (2**21 if has_controls else 2**16)
         assert row["argument_bytes"] > row["donated_bytes"]
 
 
-# Pairs that people have, by device: at 64, 128 and 256 sequences, as far as recorded.
+# Common pairs by device, at 64, 128 and 256 sequences, as far as recorded.
 PAIRS = (
     ("v6e-1", "2b", None),
     ("v6e-1", "9b", "2b"),
@@ -417,7 +417,7 @@ def test_pairs_are_recorded_at_every_size_and_fit():
             facts = cell.facts(place)
             taken = facts.weight_bytes + facts.programs.code_bytes + row["temp_bytes"]
             one = facts.pages_per_seq * facts.page_bytes
-            # One sequence of the longest, in what an engine takes of the device.
+            # One sequence of maximum length fits the engine's share of the device.
             fits = taken + one <= facts.budget_bytes(DEFAULT_UTILIZATION)
             whole = cell.draft_devices in (None, len(named_devices(cell.device)))
             assert fits == (whole and name not in TOO_LARGE), (name, place)
@@ -425,14 +425,14 @@ def test_pairs_are_recorded_at_every_size_and_fit():
     assert wanted <= found
 
 
-def test_the_tables_are_those_of_the_record():
+def test_tables_equal_the_record():
     rows = aot_memory.read()
     text = (RESULTS.parent / "README.md").read_text(encoding="utf-8")
     for table in (aot_memory.memory_table(rows), aot_memory.sharding_table(rows)):
         assert table in text, "python -m tests.program.aot_memory --table"
 
 
-def test_a_draft_on_fewer_chips_sums_less_and_takes_more():
+def test_draft_on_fewer_chips_has_less_all_reduce_and_more_memory():
     """27B with a 2B draft on a v5e-8."""
     rows = aot_memory.read()
     weights: dict[int, int] = {}
@@ -453,7 +453,7 @@ def test_a_draft_on_fewer_chips_sums_less_and_takes_more():
     expected = 265, 6 * 64 * 2304 * (4 * 52 + 2)
     assert aot_memory.counted_draft_sums(whole) == expected
     assert aot_memory.draft_sums(aot_memory.CELLS[whole["name"]]) == expected
-    # Beside these, two passes of eleven sums of few numbers draw a token of a divided
+    # In addition, two passes of eleven sums of few numbers draw a token of a divided
     # vocabulary, which a whole one needs not.
     [same] = [
         row
@@ -472,14 +472,14 @@ def test_a_draft_on_fewer_chips_sums_less_and_takes_more():
     assert eight - one == 2 * (OTHER_SUMS - 1)
 
 
-def test_a_draft_is_spread_as_is_fastest():
-    """As an engine, a plan and `compile` have it, on devices that are named."""
+def test_draft_is_spread_over_the_fastest_number_of_devices():
+    """Engine, plan and `compile` agree, on devices known by name."""
     big = pair("27b", tensor_parallel_size=8)
     found = plan_for(big, "v5e-8")
     assert found.draft_sharding is not None
     assert (found.draft_sharding.devices, found.draft_sharding.is_given) == (8, False)
     assert found.table().endswith(found.draft_sharding.line())
-    assert found.told()["draft_sharding"]["devices"] == 8
+    assert found.as_dict()["draft_sharding"]["devices"] == 8
     eight, *_, whole = found.draft_sharding.sizes
     assert eight.num_pages == found.num_pages
     assert eight.read_s == found.facts.draft.weight_bytes / 819e9
@@ -493,17 +493,17 @@ def test_a_draft_is_spread_as_is_fastest():
     assert (found.draft_sharding.devices, found.draft_sharding.is_given) == (2, True)
     assert found.facts.draft.weight_bytes > 2 * eight.read_s * 819e9
 
-    # One device leaves no choice, and of a CPU no speeds are known.
+    # One device leaves no choice; speeds of CPUs are unknown.
     assert plan_for(pair(), "h100").draft_sharding is None
     assert (
-        plan_for(pair("27b", None, tensor_parallel_size=8), "v5e-8").told()[
+        plan_for(pair("27b", None, tensor_parallel_size=8), "v5e-8").as_dict()[
             "draft_sharding"
         ]
         is None
     )
 
 
-def test_a_small_draft_is_whole_on_every_device():
+def test_small_draft_is_on_every_device():
     cell = aot_memory.Cell(device="v5e-8", target="27b", num_seqs=64)
     config = cell.config()
     assert config.draft_model_config is not None
@@ -521,14 +521,14 @@ def test_a_small_draft_is_whole_on_every_device():
     assert spread.speculative.draft_tensor_parallel_size == 1
     assert dict(spread_mesh.shape) == {"data": 1, "replica": 8, "model": 1}
     assert list(spread_mesh.devices.flat) == list(mesh.devices.flat)
-    # Whoever makes a config by hand has said it.
+    # A config made by hand contains the user's number.
     by_hand = dataclasses.replace(config, given=None)
     _, same_mesh, sharding = spread_draft(by_hand, mesh, device="v5e-8")
     assert sharding is not None
     assert (sharding.is_given, same_mesh.shape["model"]) == (True, 8)
 
 
-def test_fp8_pages_leave_out_sizes_at_which_a_device_would_have_one_kv_head():
+def test_fp8_pages_exclude_one_kv_head_per_device():
     """The 2B draft has four heads: over eight devices or four XLA would copy pages."""
     (config, mesh), (small, small_mesh) = (
         (dataclasses.replace(config, kv_cache_dtype="fp8"), named_mesh("v5e-8", config))
@@ -539,7 +539,7 @@ def test_fp8_pages_leave_out_sizes_at_which_a_device_would_have_one_kv_head():
     )
     _, _, sharding = spread_draft(config, mesh, device="v5e-8")
     assert sharding is not None and sharding.devices in (1, 2)
-    # 9B itself has eight heads, so that no size of the draft helps.
+    # 9B itself has eight heads: no size of the draft helps.
     with pytest.raises(UnsupportedError, match="one KV head"):
         spread_draft(small, small_mesh, device="v5e-8")
 
@@ -551,7 +551,7 @@ def test_on_a_cpu_a_draft_is_spread_like_the_target():
     assert mesh.shape["model"] == 2
 
 
-def test_code_is_counted_as_compilers_found_it():
+def test_code_size_matches_compiled_programs():
     costs, sizes = (
         json.loads((RESULTS / f"{name}.json").read_text())["rows"]
         for name in ("aot-costs-after", "aot_memory")
@@ -586,7 +586,7 @@ def config_of(**changes: Any) -> Any:
 
 @pytest.mark.parametrize("num_devices", [1, 2])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_what_is_counted_is_what_arrays_take(dtype: str, num_devices: int):
+def test_counted_bytes_equal_array_bytes(dtype: str, num_devices: int):
     config = config_of(dtype=dtype, tensor_parallel_size=num_devices)
     made = make_runner(config)
     facts = find_facts(config, made.mesh, GivenSizes())
@@ -609,7 +609,7 @@ def test_what_is_counted_is_what_arrays_take(dtype: str, num_devices: int):
     assert bytes_of(made.params) == on_first(made.params)
 
 
-def test_a_cpus_sizes_stay_if_the_user_says_nothing(caplog):
+def test_default_cpu_sizes_are_unchanged(caplog):
     config = config_of()
     with caplog.at_level(logging.INFO, logger="jaxspec"):
         made = make_runner(config)
@@ -619,11 +619,11 @@ def test_a_cpus_sizes_stay_if_the_user_says_nothing(caplog):
     [table] = [one for one in caplog.messages if one.startswith("Memory of")]
     assert table == made.memory.table()
     assert "Maximum concurrency at 64 tokens: 2.00x" in table
-    # Nothing more is compiled, or asked of compilers, than was before.
+    # Nothing is compiled.
     assert (made.num_compiles, made.temporary_bytes) == (0, 0)
 
 
-def test_a_cpus_memory_is_planned_where_the_user_says_so(monkeypatch):
+def test_cpu_memory_is_planned_if_the_user_sets_a_share(monkeypatch):
     mesh = runner.build_mesh(config_of())
     page = find_facts(config_of(), mesh, GivenSizes()).page_bytes
     config, plan = fit(config_of(kv_cache_memory_bytes=100 * page + 1), mesh)
@@ -634,7 +634,7 @@ def test_a_cpus_memory_is_planned_where_the_user_says_so(monkeypatch):
     taken = plan.facts.weight_bytes + plan.workspace_bytes + plan.kv_bytes
     assert 0.95 * GIB < taken <= GIB
     assert config.num_pages == plan.num_pages
-    # Engines beside it have the same memory.
+    # Other engines of the process share the memory.
     two = config_of(gpu_memory_utilization=0.5, data_parallel_size=2)
     assert fit(two, mesh)[1].facts.limit_bytes == GIB
     with pytest.raises(ConfigError, match=r"max_num_seqs .* from 1 to 4, got 5"):
@@ -643,27 +643,25 @@ def test_a_cpus_memory_is_planned_where_the_user_says_so(monkeypatch):
     assert fit(given, mesh)[0].num_pages == 7
 
 
-def test_a_config_made_by_hand_is_the_users():
+def test_config_without_given_sizes_is_used_unchanged():
     config = dataclasses.replace(config_of(), given=None, num_pages=9)
     assert fit(config, named_mesh("h100", config), device="h100")[0] == config
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("given", "label"),
     [
         ({}, "0.92"),
         ({"gpu_memory_utilization": 0.5}, "0.5"),
         ({"num_gpu_blocks_override": 9}, "None"),
     ],
 )
-def test_metrics_tell_the_share_that_pages_were_planned_by(
-    given: dict[str, Any], told: str
-):
+def test_metrics_report_the_planned_share(given: dict[str, Any], label: str):
     config = config_of(**given)
     config, plan = fit(config, named_mesh("h100", config), device="h100")
     found = EngineMetrics(config, EngineStats(), plan).read(Load())
     (one,) = (one for one in found if one.name == "vllm:cache_config_info")
-    assert one.labels["gpu_memory_utilization"] == told
+    assert one.labels["gpu_memory_utilization"] == label
 
 
 def limit_of(*stats: dict[str, int] | None, given: GivenSizes | None = None) -> Any:
@@ -675,13 +673,13 @@ def limit_of(*stats: dict[str, int] | None, given: GivenSizes | None = None) -> 
     return probe._limit_and_use(mesh, given or GivenSizes(), None)
 
 
-def test_the_fullest_device_counts():
+def test_device_with_most_use_counts():
     one = dict(bytes_limit=80, bytes_in_use=1)
     assert limit_of(one, dict(bytes_limit=70, bytes_in_use=5)) == (70, 5)
     assert limit_of(one | dict(bytes_in_use=0)) == (80, 0)
 
 
-def test_a_device_that_tells_nothing_wants_bytes():
+def test_device_without_memory_stats_requires_bytes():
     for silent in (None, {}):
         with pytest.raises(
             ConfigError, match="GPU does not report its memory.* set kv_cache_mem"
@@ -690,26 +688,26 @@ def test_a_device_that_tells_nothing_wants_bytes():
         assert limit_of(silent, given=GivenSizes(num_pages=5)) == (None, 0)
 
 
-def test_a_machine_has_memory():
+def test_ram_bytes_are_positive():
     assert 2**28 < ram_bytes() < 2**50
 
 
 class Executable:
-    """As much of a compiled program as is asked of it."""
+    """The part of a compiled program's interface that is used."""
 
     def __init__(self, temp: int, code: int):
-        self._told = SimpleNamespace(
+        self._analysis = SimpleNamespace(
             temp_size_in_bytes=temp, generated_code_size_in_bytes=code
         )
 
     def memory_analysis(self) -> Any:
-        return self._told
+        return self._analysis
 
     def __call__(self) -> None:
         raise AssertionError("it is run")
 
 
-def test_programs_that_take_more_than_planned_are_told_of(caplog):
+def test_warns_of_programs_larger_than_planned(caplog):
     made = make_runner(config_of())
     plan = plan_for(pair(max_num_seqs=64), "h100")
     made.memory = plan
@@ -725,7 +723,7 @@ def test_programs_that_take_more_than_planned_are_told_of(caplog):
     assert "max_num_seqs=64" in message
 
 
-def test_a_compiled_program_tells_its_temporaries(monkeypatch):
+def test_compiled_program_reports_its_temporaries(monkeypatch):
     shapes: list[StepShape] = []
 
     def lower(program: Any, shape: StepShape, forms: Any) -> Any:
@@ -737,23 +735,25 @@ def test_a_compiled_program_tells_its_temporaries(monkeypatch):
     mesh = runner.build_mesh(config)
     found = probe.compiled_temporaries(config, mesh)
     assert found == 12_345
-    # The largest of those that any plain request can need.
+    # The largest program of plain requests.
     assert [one.name for one in shapes] == ["2x2+512_sampled"]
     plan = fit(config, mesh, compiled_bytes=found)[1]
     assert isinstance(plan, MemoryPlan)
     assert plan.workspace_bytes == found
     assert "compiled" in plan.table()
-    # Also of those that an engine begins without.
+    # Including programs that are compiled on demand.
     many = dict(max_num_batched_tokens=4096, max_num_seqs=16, max_model_len=512)
     probe.compiled_temporaries(config_of(**many), mesh)
     assert shapes[-1].name == "16x2+4096_sampled"
 
 
-def test_a_runner_compares_what_it_makes(monkeypatch):
+def test_runner_compares_its_programs_with_the_plan(monkeypatch):
     made = make_runner(config_of())
     built = SimpleNamespace(executable=Executable(5, 7))
     monkeypatch.setattr(made.cache, "build", lambda *_: built)
     made.memory = plan_for(pair(), "h100")
     for num_seqs in (1, 2):
-        made.executable(StepShape(num_seqs=num_seqs, num_draft_tokens=0, chunk=0))
+        made.executable(
+            StepShape(num_seqs=num_seqs, num_draft_tokens=0, max_prompt_tokens=0)
+        )
     assert (made.temporary_bytes, made.code_bytes) == (5, 14)

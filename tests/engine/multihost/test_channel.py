@@ -1,4 +1,4 @@
-"""Who takes part in a target over several hosts, and what they hear: without jax."""
+"""The control channel of a target over several hosts, without jax."""
 
 import contextlib
 import json
@@ -53,13 +53,13 @@ def hosts(tmp_path: Path) -> Callable[..., HostsConfig]:
 
 
 def together(*functions: Callable[[], Any]) -> list[Any]:
-    """Call functions at the same time; what each returns or raises."""
+    """Call functions concurrently; return the result or error of each."""
     results: list[Any] = [None] * len(functions)
 
     def call(index: int) -> None:
         try:
             results[index] = functions[index]()
-        except Exception as error:  # noqa: BLE001 - the test looks at it
+        except Exception as error:  # noqa: BLE001 - the test checks it
             results[index] = error
 
     threads = [
@@ -74,7 +74,7 @@ def together(*functions: Callable[[], Any]) -> list[Any]:
 
 
 class Losses(list[str]):
-    """What a side was told of the end of another one."""
+    """Reasons passed to `on_loss` at the end of another process."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ class Losses(list[str]):
 def three(
     make: Callable[..., HostsConfig],
 ) -> Iterator[tuple[Followers, list[Leader], Losses]]:
-    """A leader and two that follow; what the leader hears of their end."""
+    """Yield a leader, two followers, and the losses reported to the leader."""
     losses = Losses()
     followers, *leaders = together(
         lambda: Followers.gather(make(0), FACTS, losses),
@@ -112,7 +112,7 @@ Ends = Callable[..., tuple[Connection, Connection, socket.socket]]
 
 @pytest.fixture
 def ends() -> Iterator[Ends]:
-    """Makes both ends of a connection; gives the leader's socket as well."""
+    """Make both ends of a connection; return the leader's socket as well."""
     with contextlib.ExitStack() as stack:
 
         def make(secret: bytes, other: bytes | None = None) -> Any:
@@ -128,7 +128,7 @@ def ends() -> Iterator[Ends]:
 
 
 class Kept:
-    """In place of a socket: what would be sent."""
+    """A fake socket that records sent data."""
 
     def __init__(self, sent: list[bytes]):
         self._sent = sent
@@ -137,7 +137,7 @@ class Kept:
         self._sent.append(data)
 
 
-def test_messages_come_in_order_with_their_vectors(ends: Ends):
+def test_messages_arrive_in_order_with_their_vectors(ends: Ends):
     leader, follower, _ = ends(b"s" * 16)
     vector = np.array([0, -1, 2**31 - 1, -(2**31)], np.int32)
     leader.send({"a": 1}, vector.astype("<i4").tobytes())
@@ -153,7 +153,7 @@ def test_messages_come_in_order_with_their_vectors(ends: Ends):
         follower.receive()
 
 
-def test_another_secret_is_noticed_on_both_sides(ends: Ends):
+def test_different_secret_is_rejected_on_both_sides(ends: Ends):
     leader, follower, _ = ends(b"s" * 16, b"t" * 16)
     leader.send({})
     follower.send({})
@@ -163,7 +163,7 @@ def test_another_secret_is_noticed_on_both_sides(ends: Ends):
 
 
 @pytest.mark.parametrize("place", [0, 7, 12, -1])
-def test_a_changed_byte_is_noticed(ends: Ends, place: int):
+def test_changed_byte_is_rejected(ends: Ends, place: int):
     leader, follower, stream = ends(b"s" * 16)
     sent: list[bytes] = []
     kept: Any = leader
@@ -179,7 +179,7 @@ def test_a_changed_byte_is_noticed(ends: Ends, place: int):
         follower.receive()
 
 
-def test_a_message_cannot_be_sent_again_nor_left_out(ends: Ends):
+def test_repeated_or_omitted_message_is_rejected(ends: Ends):
     leader, follower, stream = ends(b"s" * 16)
     sent: list[bytes] = []
     kept: Any = leader
@@ -189,23 +189,23 @@ def test_a_message_cannot_be_sent_again_nor_left_out(ends: Ends):
     stream.sendall(sent[0])
     assert follower.receive() == ({"n": 0}, None)
     stream.sendall(sent[2])
-    with pytest.raises(HostsError, match="message 2 came for 1"):
+    with pytest.raises(HostsError, match="message 2 arrived, not 1"):
         follower.receive()
     again, other, stream = ends(b"s" * 16)
-    # The keys of another connection are others.
+    # Another connection has other keys.
     stream.sendall(sent[0])
     with pytest.raises(HostsError, match="not signed"):
         other.receive()
     again.close()
 
 
-def test_a_stranger_cannot_have_memory_reserved(ends: Ends):
+def test_unsigned_message_cannot_reserve_memory(ends: Ends):
     _, follower, stream = ends(b"s" * 16)
     follower.set_timeout(1)
     stream.sendall(channel._HEADER.pack(0, channel.MAX_FIRST_BYTES, 1))
     with pytest.raises(HostsError, match="too long"):
         follower.receive()
-    # Once a message was signed, the others may be long.
+    # After the first signed message, messages may be long.
     leader, follower, stream = ends(b"s" * 16)
     leader.send({})
     assert follower.receive() == ({}, None)
@@ -215,7 +215,7 @@ def test_a_stranger_cannot_have_memory_reserved(ends: Ends):
         follower.receive()
 
 
-def test_one_who_sends_slowly_is_not_waited_for(ends: Ends):
+def test_slow_sender_times_out(ends: Ends):
     _, follower, stream = ends(b"s" * 16)
     over = threading.Event()
 
@@ -236,13 +236,13 @@ def test_one_who_sends_slowly_is_not_waited_for(ends: Ends):
     assert isinstance(result, TimeoutError) and took_s[0] < 2
 
 
-def test_what_a_leader_sends_is_no_answer(ends: Ends):
+def test_leaders_message_is_not_accepted_as_an_answer(ends: Ends):
     leader, follower, _ = ends(b"s" * 16)
     assert leader._sends != leader._receives
     assert (leader._sends, leader._receives) == (follower._receives, follower._sends)
 
 
-def test_commands_reach_all_and_answers_come_by_rank(hosts: Any):
+def test_commands_reach_all_and_answers_are_by_rank(hosts: Any):
     with three(hosts) as (followers, leaders, losses):
         vector = np.arange(5, dtype=np.int32)
         number = followers.send("launch", {"x": 1}, vector)
@@ -261,13 +261,13 @@ def test_commands_reach_all_and_answers_come_by_rank(hosts: Any):
         assert [leader._on_loss for leader in leaders] == [[], []]
 
 
-def test_whoever_sends_all_hear_the_same_order(
+def test_all_followers_receive_the_same_order(
     hosts: Any, monkeypatch: pytest.MonkeyPatch
 ):
     send_one = Connection.send
 
     def slow(connection: Connection, *parts: Any) -> None:
-        time.sleep(0.001)  # the other threads may come in between
+        time.sleep(0.001)  # let other threads run
         send_one(connection, *parts)
 
     with three(hosts) as (followers, leaders, _):
@@ -286,7 +286,7 @@ def test_whoever_sends_all_hear_the_same_order(
         assert first == second == [*range(1, 61)]
 
 
-def test_the_end_of_one_is_told_and_ends_what_waits(hosts: Any):
+def test_end_of_a_follower_is_reported_and_ends_waits(hosts: Any):
     with three(hosts) as (followers, leaders, losses):
         number = followers.send("compile", {})
         leaders[1].close()
@@ -297,7 +297,7 @@ def test_the_end_of_one_is_told_and_ends_what_waits(hosts: Any):
             followers.send("launch", {})
 
 
-def test_a_late_answer_does_not_lose_the_last_command():
+def test_late_answer_does_not_lose_the_last_command():
     with socket.create_server(("127.0.0.1", 0)) as server:
         near = socket.create_connection(server.getsockname(), timeout=10)
         far, _ = server.accept()
@@ -310,7 +310,7 @@ def test_a_late_answer_does_not_lose_the_last_command():
         followers = Followers({1: (ours, "near")}, losses)
         number = followers.send("compile", {})
         followers.end()
-        # Two: the first would be answered by a reset, which the second one meets.
+        # Two: the first causes a reset, which the second one receives.
         for _ in range(2):
             theirs.send({"number": number, "values": {}})
             time.sleep(0.1)
@@ -325,7 +325,9 @@ def test_a_late_answer_does_not_lose_the_last_command():
     assert not losses
 
 
-def test_one_that_never_closes_is_left(ends: Ends, monkeypatch: pytest.MonkeyPatch):
+def test_follower_that_never_closes_is_disconnected(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(channel, "END_S", 0.1)
     ours, _, stream = ends(b"s" * 16)
     ours.set_timeout(None)
@@ -336,7 +338,7 @@ def test_one_that_never_closes_is_left(ends: Ends, monkeypatch: pytest.MonkeyPat
     assert not listener.is_alive() and not losses
 
 
-def test_a_silent_host_is_noticed_by_both_sides(hosts: Any):
+def test_silent_host_is_detected_by_both_sides(hosts: Any):
     with three(hosts) as (followers, leaders, _):
         connections = [one for one, _ in followers._connections.values()]
         for one in [*connections, *(leader._connection for leader in leaders)]:
@@ -349,14 +351,14 @@ def test_a_silent_host_is_noticed_by_both_sides(hosts: Any):
             assert idle + interval * count == 3 * channel.HEARTBEAT_S
 
 
-def test_a_process_can_say_why_it_ends(hosts: Any):
+def test_process_reports_why_it_ends(hosts: Any):
     with three(hosts) as (followers, leaders, losses):
         leaders[0].fail("no memory is left")
         assert losses.has_one.wait(10)
         assert "node_rank=1" in losses[0] and "no memory is left" in losses[0]
 
 
-def test_a_failure_is_told_as_the_end_of_the_process_it_comes_from(
+def test_failure_is_reported_as_end_of_its_process(
     hosts: Any, monkeypatch: pytest.MonkeyPatch
 ):
     """A collective fails first, and a moment later its connection here is closed."""
@@ -369,7 +371,7 @@ def test_a_failure_is_told_as_the_end_of_the_process_it_comes_from(
         )
         breaking.start()
         time.sleep(0.1)
-        # It has failed there as well: that is nobody's end.
+        # It has failed there as well: no process has ended.
         leaders[0].fail("gloo failed")
         time.sleep(0.1)
         assert not losses
@@ -380,7 +382,7 @@ def test_a_failure_is_told_as_the_end_of_the_process_it_comes_from(
         assert len(losses) == 1 and "node_rank=2" in losses[0]
 
 
-def test_a_failure_of_its_own_ends_no_process(hosts: Any):
+def test_leaders_own_failure_is_not_a_loss(hosts: Any):
     with three(hosts) as (followers, leaders, losses):
         followers.break_off("no memory is left", may_be_loss=True)
         for leader in leaders:
@@ -391,7 +393,7 @@ def test_a_failure_of_its_own_ends_no_process(hosts: Any):
         assert not losses
 
 
-def test_an_interrupt_lets_all_go(hosts: Any, monkeypatch: pytest.MonkeyPatch):
+def test_interrupt_closes_all_connections(hosts: Any, monkeypatch: pytest.MonkeyPatch):
     with three(hosts) as (followers, leaders, losses):
 
         def interrupt(*arguments: Any) -> None:
@@ -406,22 +408,22 @@ def test_an_interrupt_lets_all_go(hosts: Any, monkeypatch: pytest.MonkeyPatch):
         assert not losses
 
 
-def test_the_end_of_the_leader_is_told(hosts: Any):
+def test_end_of_the_leader_is_reported(hosts: Any):
     with three(hosts) as (followers, leaders, _):
-        told, left = (one._on_loss for one in leaders)
-        assert isinstance(told, Losses) and isinstance(left, Losses)
+        notified, left = (one._on_loss for one in leaders)
+        assert isinstance(notified, Losses) and isinstance(left, Losses)
         leaders[1].close()
         with pytest.raises(EOFError):
             leaders[1].receive()
         followers.break_off("it is out of step")
         with pytest.raises(EOFError):
             leaders[0].receive()
-        assert told.has_one.wait(10)
-        assert told == ["The leader has ended: the connection was closed."]
-        assert not left, "it has gone by itself"
+        assert notified.has_one.wait(10)
+        assert notified == ["The leader has ended: the connection was closed."]
+        assert not left, "it closed the connection itself"
 
 
-def test_a_stranger_is_left_outside(hosts: Any, tmp_path: Path):
+def test_process_without_secret_is_rejected(hosts: Any, tmp_path: Path):
     other = tmp_path / "other"
     other.write_text("another secret of somebody")
 
@@ -436,12 +438,12 @@ def test_a_stranger_is_left_outside(hosts: Any, tmp_path: Path):
 
     def arrive() -> list[Leader]:
         ready.wait(10)
-        told.append(knock())
+        errors.append(knock())
         return together(
             lambda: Leader.find(hosts(1), FACTS), lambda: Leader.find(hosts(2), FACTS)
         )
 
-    ready, told = threading.Event(), list[str]()
+    ready, errors = threading.Event(), list[str]()
     listening = channel._listening
 
     def listen(config: HostsConfig) -> socket.socket:
@@ -455,13 +457,15 @@ def test_a_stranger_is_left_outside(hosts: Any, tmp_path: Path):
             lambda: Followers.gather(hosts(0), FACTS, Losses()), arrive
         )
     assert isinstance(followers, Followers)
-    assert "hosts_secret_file must have the same content" in told[0]
+    assert "hosts_secret_file must have the same content" in errors[0]
     followers.end()
     for leader in leaders:
         leader.close()
 
 
-def test_silent_strangers_stop_nobody(hosts: Any, monkeypatch: pytest.MonkeyPatch):
+def test_silent_connections_do_not_block_followers(
+    hosts: Any, monkeypatch: pytest.MonkeyPatch
+):
     listening, strangers = channel._listening, list[socket.socket]()
 
     def listen(config: HostsConfig) -> socket.socket:
@@ -482,20 +486,20 @@ def test_silent_strangers_stop_nobody(hosts: Any, monkeypatch: pytest.MonkeyPatc
                 pass
 
 
-def test_a_leader_that_says_nothing_is_not_another_secret(
+def test_silent_leader_is_not_reported_as_wrong_secret(
     hosts: Any, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(channel, "HELLO_S", 0.1)
     config = hosts(1, timeout_s=1)
     with socket.create_server(("127.0.0.1", config.plans_port)):
         start = time.monotonic()
-        with pytest.raises(ConfigError, match="has not responded.*node_rank=0"):
+        with pytest.raises(ConfigError, match="has not responded.*node_rank is 0"):
             Leader.find(config, FACTS)
-        # As long as a leader may need for others.
+        # As long as a leader may take for other processes.
         assert time.monotonic() - start > 0.9
 
 
-def test_a_difference_is_named_to_all(hosts: Any, monkeypatch: pytest.MonkeyPatch):
+def test_difference_is_reported_to_all(hosts: Any, monkeypatch: pytest.MonkeyPatch):
     accept, has_one = channel._accept, threading.Event()
 
     def accepted(*arguments: Any) -> None:
@@ -518,7 +522,7 @@ def test_a_difference_is_named_to_all(hosts: Any, monkeypatch: pytest.MonkeyPatc
         assert "max_model_len: 64 there, and 128 at the leader" in str(result)
 
 
-def test_a_rank_that_is_there_twice(hosts: Any):
+def test_rejects_duplicate_rank(hosts: Any):
     results = together(
         lambda: Followers.gather(hosts(0), FACTS),
         lambda: Leader.find(hosts(1), FACTS),
@@ -530,7 +534,7 @@ def test_a_rank_that_is_there_twice(hosts: Any):
 
 
 @pytest.mark.parametrize("is_complete", [False, True])
-def test_a_process_that_starts_again_takes_its_own_place(
+def test_restarted_process_replaces_itself(
     hosts: Any, monkeypatch: pytest.MonkeyPatch, is_complete: bool
 ):
     accept, num_accepted = channel._accept, threading.Semaphore(0)
@@ -552,7 +556,7 @@ def test_a_process_that_starts_again_takes_its_own_place(
                 assert num_accepted.acquire(timeout=10)
             return Leader.find(hosts(rank), FACTS, Losses())
 
-        # The other comes before, or after, the first one is there again.
+        # The other process connects before or after the restarted one.
         return together(
             lambda: find(1, waits=is_complete), lambda: find(2, waits=not is_complete)
         )
@@ -570,26 +574,26 @@ def test_a_process_that_starts_again_takes_its_own_place(
         leader.close()
 
 
-def test_one_that_ends_as_it_is_taken_in_is_named(
+def test_process_that_ends_during_admission_is_named(
     hosts: Any, monkeypatch: pytest.MonkeyPatch
 ):
     send = Connection.send
 
     def fail_last(connection: Connection, content: Any, vector: bytes = b"") -> None:
         if content == {"accepted": True}:
-            told.append(connection)
-            if len(told) == 2:
+            confirmed.append(connection)
+            if len(confirmed) == 2:
                 raise ConnectionResetError("reset by peer")
         send(connection, content, vector)
 
-    told: list[Connection] = []
+    confirmed: list[Connection] = []
     monkeypatch.setattr(Connection, "send", fail_last)
     result, *others = together(
         lambda: Followers.gather(hosts(0), FACTS, Losses()),
         lambda: Leader.find(hosts(1), FACTS, Losses()),
         lambda: Leader.find(hosts(2), FACTS, Losses()),
     )
-    # One takes part already, and is told as well.
+    # One was accepted already, and gets the reason as well.
     (leader,) = [one for one in others if isinstance(one, Leader)]
     with pytest.raises(EOFError) as ended:
         leader.receive()
@@ -598,12 +602,12 @@ def test_one_that_ends_as_it_is_taken_in_is_named(
     for one in (result, *failed):
         assert isinstance(one, ConfigError), one
     for one in (result, *failed, ended.value):
-        assert "has ended before all were there: reset by peer" in str(one)
+        assert "ended before all had connected: reset by peer" in str(one)
     assert isinstance(leader._on_loss, Losses) and len(leader._on_loss) == 1
     assert re.search(r"node_rank=[12] \(127\.0\.0\.1:\d+\)", str(result))
 
 
-def test_who_is_missing_is_said_with_the_address(hosts: Any):
+def test_missing_ranks_are_named_with_the_address(hosts: Any):
     config = hosts(0, timeout_s=1)
     where = f"127.0.0.1:{config.plans_port}"
     leader, follower = together(
@@ -618,14 +622,14 @@ def test_who_is_missing_is_said_with_the_address(hosts: Any):
         Leader.find(hosts(1, timeout_s=1), FACTS)
 
 
-def test_an_address_that_is_not_the_leaders(hosts: Any):
+def test_rejects_address_of_another_host(hosts: Any):
     with pytest.raises(
         ConfigError, match=r"cannot listen on 192\.0\.2\.1:.*master_addr"
     ):
         Followers.gather(hosts(0, master_addr="192.0.2.1"), FACTS)
 
 
-def test_a_name_that_is_not_known_yet(hosts: Any, monkeypatch: pytest.MonkeyPatch):
+def test_unknown_host_name_is_retried(hosts: Any, monkeypatch: pytest.MonkeyPatch):
     look_up, calls = socket.getaddrinfo, list[int]()
 
     def slow(host: Any, port: Any, **options: Any) -> Any:
@@ -645,12 +649,12 @@ def test_a_name_that_is_not_known_yet(hosts: Any, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("template", [None, Tree((-1, 0, -1))])
-def test_shapes_come_through(template: Any):
+def test_shapes_survive_the_channel(template: Any):
     shape = StepShape(
         num_seqs=8,
         num_draft_tokens=2,
-        chunk=64,
-        features=Features(is_greedy=True, num_logprobs=3),
+        max_prompt_tokens=64,
+        features=Features(all_greedy=True, num_logprobs=3),
         max_rounds=4,
         template=template,
     )

@@ -1,4 +1,4 @@
-"""What processes of one target compare at the start."""
+"""Facts that processes of one target compare at the start."""
 
 import dataclasses
 from pathlib import Path
@@ -27,13 +27,13 @@ def hosts(rank: int) -> HostsConfig:
     )
 
 
-def test_the_first_difference_by_name():
+def test_first_difference_by_name_is_described():
     assert difference(FACTS, dict(FACTS)) is None
     assert difference({"a": "1", "b": "2"}, {"a": "1", "b": "3", "c": "4"}) == (
         "b: 3 there, and 2 at the leader"
     )
-    told = difference({"given.num_pages": "4"}, {"given.num_pages": "5"})
-    assert told == "num_gpu_blocks_override: 5 there, and 4 at the leader"
+    text = difference({"given.num_pages": "4"}, {"given.num_pages": "5"})
+    assert text == "num_gpu_blocks_override: 5 there, and 4 at the leader"
     assert difference({}, {"c": "4"}) == "c: 4 there, and not set at the leader"
 
 

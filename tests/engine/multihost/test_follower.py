@@ -1,4 +1,4 @@
-"""What a process that follows does with the commands of a leader: without devices."""
+"""A follower runs the commands of a leader, without devices."""
 
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,15 +11,15 @@ from jaxspec.engine.multihost import follower as follow
 from jaxspec.engine.multihost.channel import END, Command, Leader, shape_values
 from jaxspec.engine.multihost.follower import MAX_IN_FLIGHT, Follower
 from jaxspec.engine.runner import Runner
-from jaxspec.engine.speculation.step_times import Round
+from jaxspec.engine.speculation.step_times import RoundKind
 from jaxspec.program.plan import StepShape
 from tests.support.loops import make_config
 
-SHAPE = StepShape(num_seqs=2, num_draft_tokens=3, chunk=0)
+SHAPE = StepShape(num_seqs=2, num_draft_tokens=3, max_prompt_tokens=0)
 
 
 class Result:
-    """Of a launch: who waits for it is written down."""
+    """The result of a launch, which records waits for it."""
 
     def __init__(self, events: list[Any], number: int):
         self._events, self._number = events, number
@@ -29,7 +29,7 @@ class Result:
 
 
 class Written(Runner):
-    """A runner that writes down what it is asked."""
+    """A runner that records its calls."""
 
     def __init__(self) -> None:
         self.config = make_config()
@@ -49,9 +49,13 @@ class Written(Runner):
         self.events.append(("compile", shape))
 
     def time_round(
-        self, round_: Round, pages: Sequence[int], context: int, num_runs: int = 3
+        self,
+        round_kind: RoundKind,
+        pages: Sequence[int],
+        context: int,
+        num_runs: int = 3,
     ) -> float:
-        self.events.append(("time_round", round_, pages, context, num_runs))
+        self.events.append(("time_round", round_kind, pages, context, num_runs))
         return 0.0
 
     def drop_pages(self) -> None:
@@ -68,7 +72,7 @@ class Written(Runner):
 
 
 class Script(Leader):
-    """In place of a leader: commands, and what is answered to them."""
+    """A fake leader: commands, and the answers to them."""
 
     def __init__(self, *commands: tuple[str, dict[str, Any], Any]):
         self._script = iter(enumerate(commands, 1))
@@ -93,7 +97,7 @@ class Script(Leader):
 
 @pytest.fixture(autouse=True)
 def left(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """What was said where the process would have left or ended."""
+    """Messages at which the process would have left or ended."""
     found: list[str] = []
     monkeypatch.setattr(follow, "leave", lambda: found.append("left"))
     monkeypatch.setattr(follow, "end_process", found.append)
@@ -110,7 +114,7 @@ def run(*commands: tuple[str, dict[str, Any], Any]) -> tuple[Written, Any]:
     return runner, leader
 
 
-def test_launches_are_done_in_order_and_few_at_once(left: list[str]):
+def test_launches_run_in_order_with_a_bounded_number_in_flight(left: list[str]):
     runner, leader = run(*[launch(number) for number in range(4)])
     launched = [("launch", [number], SHAPE) for number in range(4)]
     waited = [("waited", number) for number in range(1, 5)]
@@ -120,7 +124,7 @@ def test_launches_are_done_in_order_and_few_at_once(left: list[str]):
     assert runner.num_launches == 4
 
 
-def test_a_sleep_waits_for_launches_and_is_ended_part_by_part():
+def test_sleep_waits_for_launches_and_ends_part_by_part():
     runner, _ = run(
         launch(0),
         ("sleep", {"level": 1}, None),
@@ -136,17 +140,25 @@ def test_a_sleep_waits_for_launches_and_is_ended_part_by_part():
     ]
 
 
-def test_times_a_round_as_the_leader_does():
+def test_follower_times_rounds_with_the_leader():
     values = dict(
-        shape=shape_values(SHAPE), num_drafts=2, pages=[3, 4], context=64, num_runs=3
+        shape=shape_values(SHAPE),
+        num_draft_tokens=2,
+        pages=[3, 4],
+        context=64,
+        num_runs=3,
     )
     runner, _ = run(("time_round", values, None))
-    ((name, round_, *others),) = runner.events
-    assert (name, round_.shape, round_.num_drafts) == ("time_round", SHAPE, 2)
+    ((name, round_kind, *others),) = runner.events
+    assert (name, round_kind.shape, round_kind.num_draft_tokens) == (
+        "time_round",
+        SHAPE,
+        2,
+    )
     assert others == [[3, 4], 64, 3]
 
 
-def test_a_program_is_made_beside_and_answered():
+def test_program_is_compiled_in_a_thread_and_answered():
     runner, leader = Written(), Script(("compile", shape_values(SHAPE), None))
     with pytest.raises(StopIteration):
         Follower(runner, leader).run()
@@ -154,7 +166,7 @@ def test_a_program_is_made_beside_and_answered():
     assert runner.events == [("compile", SHAPE)] and leader.answers == [1]
 
 
-def test_a_program_that_cannot_be_made_ends_the_process(left: list[str]):
+def test_failed_compile_ends_the_process(left: list[str]):
     runner, leader = Written(), Script(("compile", shape_values(SHAPE), None))
     runner.is_broken = True
     Follower(runner, leader)._compile(leader.receive())
@@ -162,8 +174,8 @@ def test_a_program_that_cannot_be_made_ends_the_process(left: list[str]):
     assert leader.failures == ["ValueError('no room for it')"]
 
 
-def test_what_fails_is_told_to_the_leader():
+def test_failures_are_reported_to_the_leader():
     runner, leader = Written(), Script(("paint", {}, None))
     with pytest.raises(AssertionError, match="unknown command 'paint'"):
         Follower(runner, leader).run()
-    assert leader.failures == ["AssertionError(\"an unknown command 'paint'\")"]
+    assert leader.failures == ["AssertionError(\"unknown command 'paint'\")"]

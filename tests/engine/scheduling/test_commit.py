@@ -1,4 +1,4 @@
-"""What a launch brings goes to the requests and the tokens that it is about."""
+"""Results of a launch are added to its requests."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ from jaxspec.program.plan import TILE, Features, StepPlan, StepShape, Tile
 from jaxspec.program.wire import StepResult, TokenLogprobs
 from tests.support.requests import make_request
 
-TELLING = Features(num_logprobs=2, num_prompt_logprobs=2)
+WITH_LOGPROBS = Features(num_logprobs=2, num_prompt_logprobs=2)
 
 
 def numbered(*leading: int) -> TokenLogprobs:
@@ -38,10 +38,12 @@ def make_launch(
 ) -> Launch:
     taken = np.array([request.row for request in decoding], np.int64)
     drafts = np.full(len(decoding), 3)
-    rows.launch(taken, drafts)
+    rows.count_launched(taken, drafts)
     return Launch(
         plan=StepPlan(tiles=tiles),
-        shape=StepShape(num_seqs=4, num_draft_tokens=3, chunk=64, features=TELLING),
+        shape=StepShape(
+            num_seqs=4, num_draft_tokens=3, max_prompt_tokens=64, features=WITH_LOGPROBS
+        ),
         rows=taken,
         owners=rows.owner[taken],
         drafts=drafts,
@@ -56,7 +58,7 @@ def make_result(emitted: list[int]) -> StepResult:
     return StepResult(
         tokens=np.arange(16).reshape(4, 4),
         num_emitted=padded,
-        num_draft=np.where(padded > 0, 3, 0),
+        num_draft_tokens=np.where(padded > 0, 3, 0),
         num_accepted=np.maximum(padded - 1, 0),
         is_done=padded == 0,
         is_broken=np.zeros(4, bool),
@@ -79,8 +81,8 @@ def admit(count: int, **changes) -> tuple[RowTable, list[Request]]:
     return rows, requests
 
 
-def test_rounds_are_added_to_whom_they_are_about():
-    rows, requests = admit(3, features=TELLING)
+def test_tokens_of_rounds_are_added_to_their_requests():
+    rows, requests = admit(3, features=WITH_LOGPROBS)
     launch, stats = make_launch(rows, requests, [], []), EngineStats()
     acceptance = no_rates()
     requests[1].status = Status.FINISHED
@@ -94,13 +96,13 @@ def test_rounds_are_added_to_whom_they_are_about():
     left = np.array([requests[0].row, requests[2].row])
     assert rows.num_tokens[left].tolist() == [5, 7]
     assert rows.ahead[left].tolist() == [0, 0]
-    # Of three drafts each, one and three were accepted; the one that ended is left out.
+    # One and three of three drafts were accepted; the ended request is left out.
     once, all_three = acceptance.of_rows(left)
     assert once[0] > once[1] < all_three[1]
     assert (acceptance.of_rows(np.array([1])) == acceptance.mean()).all()
 
 
-def test_a_preempted_request_gets_what_was_under_way():
+def test_preempted_request_gets_tokens_in_flight():
     rows, requests = admit(1)
     launch = make_launch(rows, requests, [], [])
     rows.release(requests[0])
@@ -111,7 +113,7 @@ def test_a_preempted_request_gets_what_was_under_way():
     assert requests[0].num_unread == 0
 
 
-def test_a_row_with_a_new_owner_is_not_charged():
+def test_row_with_new_owner_is_not_updated():
     rows, requests = admit(1)
     launch = make_launch(rows, requests, [], [])
     requests[0].status = Status.FINISHED
@@ -129,14 +131,14 @@ def tile(start: int, count: int, *, is_last: bool) -> Tile:
     return Tile(row=0, start=start, tokens=tokens, is_last=is_last)
 
 
-@pytest.mark.parametrize("told", [0, 10, 40])
-def test_prompt_logprobs_are_told_once_and_in_order(told):
+@pytest.mark.parametrize("num_returned", [0, 10, 40])
+def test_prompt_logprobs_are_returned_once_in_order(num_returned):
     """A prompt of 50 tokens in tiles of 32 and 18, which are right-aligned."""
-    rows, (request,) = admit(1, features=TELLING, prompt_token_ids=[1] * 50)
-    request.num_prompt_logprobs = told
+    rows, (request,) = admit(1, features=WITH_LOGPROBS, prompt_token_ids=[1] * 50)
+    request.num_prompt_logprobs = num_returned
     tiles = [tile(0, 32, is_last=False), tile(32, 18, is_last=True)]
     launch = make_launch(rows, [], tiles, [request, request])
-    rows.launch(np.array([0]), np.zeros(1, np.int64))
+    rows.count_launched(np.array([0]), np.zeros(1, np.int64))
     parts = commit(launch, make_result([]), rows, EngineStats(), no_rates()).parts
     ranks = [
         rank
@@ -147,7 +149,7 @@ def test_prompt_logprobs_are_told_once_and_in_order(told):
     # Entry t of the first tile is about token t + 1; the second starts at 32 + 14.
     # The prompt's last position is about the first generated token.
     places = [*range(32), *range(TILE + TILE - 18, TILE + TILE - 1)]
-    assert ranks == places[told:]
+    assert ranks == places[num_returned:]
     assert parts[-1].token_ids == [15]
     assert parts[-1].logprobs is not None
     assert parts[-1].logprobs.rank.tolist() == [1]

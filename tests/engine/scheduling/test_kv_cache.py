@@ -1,4 +1,4 @@
-"""Which pages are held and found: against a plain model, and through the scheduler."""
+"""Held and cached pages equal a plain model's, alone and with the scheduler."""
 
 import numpy as np
 import pytest
@@ -27,7 +27,7 @@ NUM_PAGES = 8
 
 
 class Holders(RuleBasedStateMachine):
-    """Sequences that take, share and release, against plain lists."""
+    """Sequences of take, share and release, compared with plain lists."""
 
     def __init__(self):
         super().__init__()
@@ -51,7 +51,7 @@ class Holders(RuleBasedStateMachine):
         taken = self.pool.take(count)
         assert len(set(taken)) == count
         assert set(taken) <= self.free()
-        # The least recently used go first, and only when nothing blank is left.
+        # The least recently used are evicted first, once no page without key is left.
         assert set(taken) & set(self.released) == set(lost)
         self.released = self.released[len(lost) :]
         self.keys = {k: p for k, p in self.keys.items() if p not in taken}
@@ -113,10 +113,10 @@ class Holders(RuleBasedStateMachine):
 
 
 TestHolders = Holders.TestCase
-TestHolders.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+TestHolders.settings = settings(max_examples=60, stateful_step_count=25)
 
 
-def test_a_page_given_back_twice_is_found():
+def test_detects_page_freed_twice():
     pool = PagePool(4)
     pages = pool.take(2)
     pool.release(pages[:1])
@@ -135,7 +135,7 @@ def test_only_found_pages_are_shared():
     other=st.lists(st.integers(0, 3), max_size=14),
     page_size=st.sampled_from([1, 2, 4]),
 )
-def test_keys_are_equal_exactly_when_all_tokens_before_are(tokens, other, page_size):
+def test_keys_are_equal_iff_all_previous_tokens_are(tokens, other, page_size):
     root = root_key("all", "")
     first = list(page_keys(root, tokens, page_size))
     second = list(page_keys(root, other, page_size))
@@ -145,13 +145,13 @@ def test_keys_are_equal_exactly_when_all_tokens_before_are(tokens, other, page_s
         assert (one == two) == (tokens[:end] == other[:end])
 
 
-def test_keys_go_on_where_others_ended():
+def test_keys_can_be_continued_from_a_parent():
     root, tokens = root_key("all", ""), np.arange(12).tolist()
     whole = list(page_keys(root, tokens, 4))
     assert list(page_keys(whole[0], tokens[4:], 4)) == whole[1:]
 
 
-def test_keys_of_pages_that_depend_on_the_token_after_them():
+def test_keys_can_include_the_next_token():
     tokens = [4, 5, 6, 7, 8]
     root = root_key("all", "")
     keys = list(page_keys(root, tokens, 2, 1))
@@ -159,23 +159,23 @@ def test_keys_of_pages_that_depend_on_the_token_after_them():
     assert len(list(page_keys(root, tokens[:4], 2, 1))) == 1
     other = list(page_keys(root, [4, 5, 6, 7, 9], 2, 1))
     assert (other[0], other[1] == keys[1]) == (keys[0], False)
-    # On from where others ended, the token after the last page counts again.
+    # Continued keys also depend on the token after the last page.
     assert list(page_keys(keys[0], tokens[2:], 2, 1)) == keys[1:]
 
 
-def test_salts_and_groups_have_keys_of_their_own():
+def test_salts_and_groups_have_different_keys():
     roots = {root_key(kind, salt) for kind in ("salt", "group") for salt in ("", "1")}
     assert len(roots | {root_key("all", "")}) == 5
 
 
-def test_prompts_that_begin_alike_are_fed_once():
+def test_shared_prefix_is_prefilled_once():
     config = make_config(max_num_seqs=4, num_pages=200, max_num_batched_tokens=32)
     requests = make_requests(config, 4)
     loop = run_traffic(config, requests)
-    # All full pages but that of the last prompt token come from the first request.
+    # All full pages except that of the last prompt token are the first request's.
     assert [request.num_cached_tokens for request in requests] == [0, 68, 68, 68]
-    fed = sum(launch.num_prefilled for launch in loop.launches)
-    assert fed == 70 + 3 * 2
+    num_prefilled = sum(launch.num_prefilled for launch in loop.launches)
+    assert num_prefilled == 70 + 3 * 2
     stats = loop.scheduler.stats
     assert (stats.num_prefix_queries, stats.num_prefix_hits) == (280, 3 * 68)
 
@@ -189,14 +189,14 @@ def test_prompts_that_begin_alike_are_fed_once():
         (dict(enable_prefix_caching=False), dict(cache_group=7), 68),
     ],
 )
-def test_who_reads_the_prefix_cache(config, request_, cached):
+def test_requests_that_read_the_prefix_cache(config, request_, cached):
     config = make_config(num_pages=200, **config)
     requests = make_requests(config, 2, **request_)
     run_traffic(config, requests)
     assert [request.num_cached_tokens for request in requests] == [0, cached]
 
 
-def test_salts_keep_requests_apart():
+def test_salts_do_not_share_pages():
     config = make_config(num_pages=200, max_num_seqs=1)
     requests = make_requests(config, 4)
     for request, salt in zip(requests, ("a", "b", "a", None), strict=True):
@@ -205,10 +205,10 @@ def test_salts_keep_requests_apart():
     assert [request.num_cached_tokens for request in requests] == [0, 0, 68, 0]
 
 
-def test_what_was_generated_is_found_again():
-    """The next turn of a conversation begins with the answer to the one before."""
-    for num_draft in (0, 3):
-        config = make_config(num_pages=200, num_draft_tokens=num_draft)
+def test_generated_tokens_are_found_in_the_cache():
+    """The next turn of a conversation begins with the previous answer."""
+    for num_draft_tokens in (0, 3):
+        config = make_config(num_pages=200, num_draft_tokens=num_draft_tokens)
         prompt = [1] * 30
         (first,) = make_requests(config, 1, prompt_token_ids=prompt, max_total=92)
         loop = run_traffic(config, [first])
@@ -223,7 +223,7 @@ def test_what_was_generated_is_found_again():
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_planned_pages_are_those_that_the_pool_hands_out(seed):
+def test_planned_pages_equal_allocated_pages(seed):
     """Growth and admissions are planned, then applied to a pool with a prefix cache."""
     random = np.random.default_rng(seed)
     config = make_config(page_size=2, num_pages=16, max_model_len=24)
@@ -231,7 +231,7 @@ def test_planned_pages_are_those_that_the_pool_hands_out(seed):
     stem = random.integers(0, 16, 24).tolist()
 
     def make() -> Request:
-        """With a prompt that others share, and perhaps an end of its own."""
+        """Return a request with a shared prompt, and possibly a private suffix."""
         shared, own = random.integers(1, 12), random.integers(0, 3)
         prompt = [*stem[:shared], *random.integers(0, 16, own).tolist()]
         return make_request(prompt_token_ids=prompt, tokens_to_prefill=prompt)
@@ -285,7 +285,7 @@ def test_planned_pages_are_those_that_the_pool_hands_out(seed):
     tables.pool.check()
 
 
-def test_resetting_the_prefix_cache():
+def test_reset_drops_the_prefix_cache():
     config = make_config(num_pages=200)
     first, second = make_requests(config, 2)
     loop = run_traffic(config, [first])
@@ -296,7 +296,7 @@ def test_resetting_the_prefix_cache():
         pass
     assert second.num_cached_tokens == 68
     assert loop.scheduler.reset_prefix_cache()
-    assert len(loop.scheduler.pages._key_of) == 0
+    assert len(loop.scheduler.pool._key_of) == 0
     (third,) = make_requests(config, 1)
     loop.scheduler.add(third)
     while loop.step():

@@ -1,4 +1,4 @@
-"""What watching finds is what a lookup would have drafted, and K follows it."""
+"""Estimated drafts equal those of a lookup, and K follows the estimate."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ from jaxspec.engine.scheduling.lookup_estimator import (
 )
 from jaxspec.engine.scheduling.request import Request
 from jaxspec.engine.scheduling.round_estimates import kind_of
-from jaxspec.engine.speculation.step_times import Round
+from jaxspec.engine.speculation.step_times import RoundKind
 from jaxspec.program.plan import Features
 from jaxspec.program.propose.ngram import NGram
 from tests.support.fake_device import (
@@ -48,7 +48,7 @@ LIMITS = (24, SUFFIX_DEFAULTS["suffix_decoding_max_spec_factor"])
 def brute_force(
     tokens: list[int], newest: list[int], longest: int, shortest: int
 ) -> tuple[int, list[int]]:
-    """All places by comparison, the latest first; those of the most tokens."""
+    """Return the positions of the longest matches by brute force, latest first."""
     last = len(tokens) - (newest is tokens) - 1
     lengths = {}
     for end in range(last, -1, -1):
@@ -70,7 +70,7 @@ TEXT = st.integers(2, 5).flatmap(
 
 
 @given(text=TEXT, key=st.integers(1, 4), more=st.integers(0, 3), cut=st.integers(0, 32))
-def test_the_longest_matches_are_those_of_brute_force(text, key, more, cut):
+def test_longest_matches_equal_brute_force(text, key, more, cut):
     index = TextIndex(key, 8)  # few buckets, so that different tokens share some
     index.extend(text[:cut])
     for token in text[cut:]:
@@ -83,7 +83,7 @@ def test_the_longest_matches_are_those_of_brute_force(text, key, more, cut):
 
 
 @given(text=TEXT, newest=TEXT, key=st.integers(1, 4))
-def test_another_text_is_found_as_well(text, newest, key):
+def test_finds_matches_of_another_text(text, newest, key):
     index = TextIndex(key, 64)
     index.extend(text)
     expected = brute_force(text, newest, 12, key) if len(newest) >= key else (0, [])
@@ -91,7 +91,7 @@ def test_another_text_is_found_as_well(text, newest, key):
 
 
 @pytest.mark.parametrize("key", [1, 2, 4, 9])
-def test_many_tokens_at_once_are_as_one_by_one(key):
+def test_adding_many_tokens_equals_one_by_one(key):
     random = np.random.default_rng(key)
     one, many = TextIndex(key, 256), TextIndex(key, 256)
     for length in (1, 2, MANY, 3, MANY + 1, 400):
@@ -102,7 +102,7 @@ def test_many_tokens_at_once_are_as_one_by_one(key):
         assert vars(one) == vars(many)
 
 
-def test_only_the_latest_places_are_compared():
+def test_only_the_latest_positions_are_compared():
     index = TextIndex(2, 64)
     index.extend([1, 2] * (4 * MAX_COMPARED))
     length, places = index.find(index.tokens, 8)
@@ -111,7 +111,7 @@ def test_only_the_latest_places_are_compared():
 
 
 def make_request(prompt: list[int], **changes: Any) -> Request:
-    """In row 0, with its prompt and nothing more."""
+    """Return a request in row 0, with only its prompt."""
     (request,) = make_requests(
         make_config(),
         1,
@@ -125,7 +125,7 @@ def make_request(prompt: list[int], **changes: Any) -> Request:
 
 
 def say(watching: LookupEstimator, request: Request, tokens: list[int]) -> int:
-    """Decode tokens without drafts; the last run."""
+    """Decode tokens without drafts; return the last run."""
     run = 0
     for token in tokens:
         request.output_token_ids.append(token)
@@ -136,7 +136,7 @@ def say(watching: LookupEstimator, request: Request, tokens: list[int]) -> int:
 def replay(propose, text: list[int], start: int) -> tuple[Any, ...]:
     """Rounds over a text with brute-force proposals, in the form of `PredictedRounds`.
 
-    Only of what the text goes on to say: the last round may be under way.
+    Counts only known tokens: the last round may be unfinished.
     """
     reached, accepted = np.zeros((2, MOST))
     rounds = compared = 0
@@ -166,12 +166,14 @@ NGRAM = SpeculativeConfig(
 
 @pytest.mark.parametrize("method", ["ngram", "suffix"])
 @given(prompt=TEXT, answer=TEXT)
-def test_counts_are_those_of_the_rounds_that_would_have_been(method, prompt, answer):
+def test_counts_equal_simulated_rounds(method, prompt, answer):
     if method == "suffix":
         rule = RULE
 
         def propose(tokens: list[int]) -> list[int]:
-            return search_suffix(tokens, LIMITS, shortest=rule.shortest, num_draft=MOST)
+            return search_suffix(
+                tokens, LIMITS, shortest=rule.shortest, num_draft_tokens=MOST
+            )
     else:
         rule = LookupRule.of(NGRAM)
 
@@ -192,7 +194,7 @@ def test_counts_are_those_of_the_rounds_that_would_have_been(method, prompt, ans
     assert watching.take() is None
 
 
-def test_tokens_of_rounds_with_drafts_are_not_counted_again():
+def test_rounds_with_drafts_are_not_counted_twice():
     watching, request = LookupEstimator(RULE, 1, MOST), make_request([1, 2, 3, 4] * 3)
     assert say(watching, request, [1, 2, 3]) == 3
     first = watching.take()
@@ -206,15 +208,15 @@ def test_tokens_of_rounds_with_drafts_are_not_counted_again():
     assert second.accepted[0].tolist() == [1, 0, 0, 0, 0, 0]
 
 
-def test_a_run_goes_on_over_rounds_and_ends_with_what_was_not_foretold():
+def test_run_continues_over_rounds_and_ends_with_a_miss():
     watching, request = LookupEstimator(RULE, 1, MOST), make_request([1, 2, 3, 4] * 3)
-    # The seventh token comes after all drafts of a round: nobody foretold it.
+    # The seventh token comes after all drafts of a round: it was not predicted.
     assert say(watching, request, [1, 2, 3, 4, 1, 2, 3]) == MOST
     assert say(watching, request, [4]) == MOST + 1
     assert say(watching, request, [9]) == 0
 
 
-def test_another_request_in_the_row_begins_anew():
+def test_new_request_in_a_row_starts_anew():
     watching = LookupEstimator(RULE, 1, MOST)
     say(watching, make_request([1, 2, 3, 4] * 3), [1, 2, 3])
     watching.take()
@@ -224,7 +226,7 @@ def test_another_request_in_the_row_begins_anew():
     assert found.accepted.sum() == 0
 
 
-def test_a_past_answer_is_found_by_its_salt_alone():
+def test_past_answer_is_found_only_with_its_salt():
     answer = list(range(20, 40))
     for salt, found in ((None, 7), ("a", 0)):
         watching = LookupEstimator(RULE, 1, MOST, num_requests=4)
@@ -254,7 +256,7 @@ def test_past_answers_take_bounded_memory(monkeypatch):
 
 
 def test_many_salts_of_short_answers_take_bounded_memory():
-    """What is kept of a salt is more than its tokens: the oldest salts go."""
+    """A salt takes more memory than its tokens: the oldest salts are evicted."""
     answers, answer = Answers(num_requests=4096), list(range(20, 28))
     for number in range(3 * MAX_SALTS):
         request = make_request([7], cache_salt=str(number))
@@ -268,10 +270,12 @@ def test_many_salts_of_short_answers_take_bounded_memory():
 
 
 class LookupDevice(FakeDevice):
-    """Drafts what the text has, as the program does."""
+    """A fake device that drafts from the text, as the program does."""
 
     def _search(self, row: Row) -> list[int]:
-        return search_suffix(row.tokens, LIMITS, shortest=RULE.shortest, num_draft=MOST)
+        return search_suffix(
+            row.tokens, LIMITS, shortest=RULE.shortest, num_draft_tokens=MOST
+        )
 
     def _num_found(self, row: Row, wanted: int) -> int:
         return min(len(self._search(row)), wanted)
@@ -294,7 +298,7 @@ class CostlyDrafts(Loop):
 
 
 def watched(truth: Truth, length: int, **changes: Any) -> CostlyDrafts:
-    """Requests decoded by a scheduler that knows what rounds cost."""
+    """Decode requests with a scheduler that knows the times of rounds."""
     keys: dict[str, Any] = {"method": "suffix", **SUFFIX_DEFAULTS}
     speculative = SpeculativeConfig(
         num_speculative_tokens=MOST, controller=ADAPTIVE, **keys
@@ -310,9 +314,11 @@ def watched(truth: Truth, length: int, **changes: Any) -> CostlyDrafts:
     loop.truth = truth
     loop.device = LookupDevice(loop.pool, truth, has_draft=False)
     for shape in loop.scheduler.shapes.all(with_on_demand=True):
-        if not shape.chunk:
+        if not shape.max_prompt_tokens:
             for k in {1, MOST} if shape.num_draft_tokens else {0}:
-                loop.scheduler.step_times.seed(Round(shape, k), 2.5e-3 if k else 1e-3)
+                loop.scheduler.step_times.seed(
+                    RoundKind(shape, k), 2.5e-3 if k else 1e-3
+                )
     prompt = list(np.random.default_rng(0).permutation(60))
     for request in make_requests(
         config,
@@ -320,7 +326,7 @@ def watched(truth: Truth, length: int, **changes: Any) -> CostlyDrafts:
         prompt_token_ids=[int(token) for token in prompt],
         max_total=60 + length,
         num_draft_tokens=MOST,
-        features=Features(is_greedy=True),
+        features=Features(all_greedy=True),
     ):
         loop.scheduler.add(request)
     while loop.step():
@@ -332,7 +338,7 @@ def watched(truth: Truth, length: int, **changes: Any) -> CostlyDrafts:
 
 
 @pytest.mark.parametrize("num_seqs", [1, 3])
-def test_where_nothing_repeats_no_launch_has_drafts(num_seqs):
+def test_no_drafts_without_repetition(num_seqs):
     loop = watched(random_truth(4096), 200, max_num_seqs=num_seqs)
     assert sum(launch.drafts.any() for launch in loop.launches) == 0
     kind = kind_of(loop.finished[0])
@@ -340,13 +346,13 @@ def test_where_nothing_repeats_no_launch_has_drafts(num_seqs):
 
 
 @pytest.mark.parametrize("num_seqs", [1, 3])
-def test_a_copy_is_drafted_within_a_few_tokens(num_seqs):
-    """All say what the prompt says, from its 20th token on, over and over."""
+def test_copy_gets_drafts_within_a_few_tokens(num_seqs):
+    """All requests repeat the prompt, from its 20th token on."""
     prompt = [int(one) for one in np.random.default_rng(0).permutation(60)]
     loop = watched(repeat_truth(prompt), 200, max_num_seqs=num_seqs)
     decoding = [launch for launch in loop.launches if len(launch.rows)]
     first = next(i for i, one in enumerate(decoding) if one.drafts.any())
-    # The two tokens of a match, those that tell, and the launch that was under way.
+    # The two tokens of a match, the tokens that show it, and the launch in flight.
     assert first <= 2 + 5 + 1
     drafted = [bool(one.drafts.any()) for one in decoding[first:]]
     assert np.mean(drafted) > 0.9

@@ -1,4 +1,4 @@
-"""Too few pages go to the first in rank; what is planned is not yet taken."""
+"""Too few pages go to the first in rank; a plan does not allocate them."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ SIZE = 4
 
 
 def make_running(*num_pages: int, free: int) -> tuple[PageTables, list[Request]]:
-    """Requests in order of rank, with so many pages each; no pages are shared."""
+    """Return requests in order of rank, each with its own pages."""
     config = make_config(page_size=SIZE)
     tables = PageTables(config, EngineStats())
     tables.pool.take(config.num_pages - sum(num_pages) - free)
@@ -29,7 +29,7 @@ def make_running(*num_pages: int, free: int) -> tuple[PageTables, list[Request]]
 
 
 def divide(tables: PageTables, running: list[Request], **wanted: int) -> list[Any]:
-    """Row, rows that are preempted for it, and whether it gets its pages."""
+    """Return (row, rows preempted for it, whether it gets its pages)."""
     claims = [Grant(running[int(row[1:])], n * SIZE) for row, n in wanted.items()]
     before = tables.pool.num_free, [list(one.pages) for one in running]
     assert not has_pages(tables, claims)
@@ -48,7 +48,7 @@ def test_last_in_rank_is_preempted_for_the_first():
     assert divide(tables, running, r1=3, r0=4) == [(0, [2], True), (1, [], False)]
 
 
-def test_last_request_sits_the_launch_out():
+def test_last_request_is_left_out_of_the_launch():
     tables, running = make_running(2, 2, free=1)
     assert divide(tables, running, r0=3, r1=3) == [(0, [], True), (1, [], False)]
 
@@ -63,7 +63,7 @@ def test_shared_pages_are_free_once_all_holders_are_preempted():
 
 
 @pytest.mark.parametrize("num_tiles", range(5))
-def test_prompts_go_on_in_order_as_far_as_there_is_room(num_tiles: int):
+def test_prompts_continue_in_order_while_there_is_room(num_tiles: int):
     first, second = make_request(), make_request()
     for request, length in ((first, TILE + 1), (second, 5 * TILE)):
         request.tokens_to_prefill = [1] * length

@@ -1,4 +1,4 @@
-"""Whoever hears every event knows which pages can be found, and by which tokens."""
+"""A subscriber to all events knows the cached pages and their tokens."""
 
 from typing import Any
 
@@ -16,14 +16,14 @@ from jaxspec.engine.scheduling.page_events import (
 from tests.support.loops import Loop, make_config, make_requests
 
 
-class Listener:
-    """Knows pages by what it has heard, as a gateway does."""
+class Subscriber:
+    """Tracks pages by the received events, as a gateway does."""
 
     def __init__(self, page_size: int):
         self._page_size = page_size
         self.keys: set[bytes] = set()
 
-    def hear(self, events: list[PageEvent]) -> None:
+    def receive(self, events: list[PageEvent]) -> None:
         for event in events:
             match event:
                 case PagesStored(keys, parent, token_ids):
@@ -39,44 +39,46 @@ class Listener:
                     self.keys.clear()
 
 
-def run(loop: Loop, events: PageEvents, listener: Listener, requests: Any) -> int:
-    """Run requests one after the other; how many pages were gone again."""
+def run(loop: Loop, events: PageEvents, subscriber: Subscriber, requests: Any) -> int:
+    """Run requests one by one; return the number of removed pages."""
     gone = 0
-    pool = loop.scheduler.pages
+    pool = loop.scheduler.pool
     for request in requests:
         loop.scheduler.add(request)
-        goes_on = True
-        while goes_on:
-            goes_on = loop.step()
-            before = set(listener.keys)
-            listener.hear(events.take())
-            assert listener.keys == set(pool._page_of)
-            gone += len(before - listener.keys)
+        is_running = True
+        while is_running:
+            is_running = loop.step()
+            before = set(subscriber.keys)
+            subscriber.receive(events.take())
+            assert subscriber.keys == set(pool._page_of)
+            gone += len(before - subscriber.keys)
     return gone
 
 
-@pytest.mark.parametrize("num_draft", [0, 3])
-def test_who_hears_all_knows_all(num_draft: int):
+@pytest.mark.parametrize("num_draft_tokens", [0, 3])
+def test_subscriber_knows_all_findable_pages(num_draft_tokens: int):
     # Fewer pages than the texts have, so that some are used again.
-    config = make_config(num_draft_tokens=num_draft, num_pages=32, max_num_seqs=1)
+    config = make_config(
+        num_draft_tokens=num_draft_tokens, num_pages=32, max_num_seqs=1
+    )
     events = PageEvents()
     loop = Loop(config, 0, page_events=events)
-    listener = Listener(config.page_size)
+    subscriber = Subscriber(config.page_size)
     requests = make_requests(config, 4)
     random = np.random.default_rng(0)
     for number, request in enumerate(requests):
         other = random.integers(0, 9, 70 - 20 * number).tolist()
         request.prompt_token_ids = request.prompt_token_ids[: 20 * number] + other
-    assert run(loop, events, listener, requests) > 0
-    assert listener.keys
+    assert run(loop, events, subscriber, requests) > 0
+    assert subscriber.keys
     assert loop.scheduler.reset_prefix_cache()
-    told = events.take()
-    assert told == [PagesCleared()]
-    listener.hear(told)
-    assert not listener.keys
+    taken = events.take()
+    assert taken == [PagesCleared()]
+    subscriber.receive(taken)
+    assert not subscriber.keys
 
 
-def test_pages_of_some_requests_alone_are_not_told():
+def test_private_pages_have_no_events():
     config = make_config(num_pages=200, max_num_seqs=1)
     events = PageEvents()
     loop = Loop(config, 0, page_events=events)
@@ -84,14 +86,14 @@ def test_pages_of_some_requests_alone_are_not_told():
     loop.scheduler.add(request)
     while loop.step():
         pass
-    assert loop.scheduler.pages._page_of
+    assert loop.scheduler.pool._page_of
     assert events.take() == [PagesCleared()]
-    # Nor are they when they go.
-    loop.scheduler.pages.forget(range(config.num_pages))
+    # Neither are their removals.
+    loop.scheduler.pool.forget(range(config.num_pages))
     assert not events.take()
 
 
-def test_pages_after_one_another_are_one_event():
+def test_consecutive_pages_are_one_event():
     events = PageEvents()
     assert events.take() == [PagesCleared()]
     events.stored(b"a", None, [1, 2])
@@ -100,7 +102,7 @@ def test_pages_after_one_another_are_one_event():
     events.removed(b"b")
     events.removed(b"b")
     events.removed(b"c")
-    events.removed(b"never heard of")
+    events.removed(b"unknown")
     assert events.take() == [
         PagesStored((b"a", b"b"), None, (1, 2, 3, 4)),
         PagesStored((b"c",), b"a", (5, 6)),

@@ -1,4 +1,4 @@
-"""Prompts come in beside streams that they do not hold up by more than half."""
+"""Prefill makes rounds of streams at most half longer."""
 
 import dataclasses
 
@@ -14,7 +14,7 @@ from jaxspec.engine.scheduling.prefill_budget import (
     Pacer,
 )
 from jaxspec.engine.scheduling.request import Status
-from jaxspec.engine.speculation.step_times import Round, StepTimes
+from jaxspec.engine.speculation.step_times import RoundKind, StepTimes
 from jaxspec.program.plan import StepShape
 from jaxspec.sampling_params import RequestOutputKind
 from tests.support.loops import MODEL, Loop, make_config, make_requests
@@ -22,19 +22,21 @@ from tests.support.loops import MODEL, Loop, make_config, make_requests
 CHUNKS = (32, 128, 512, 2048)
 
 
-def round_of(chunk: int) -> Round:
-    return Round(StepShape(num_seqs=4, num_draft_tokens=3, chunk=chunk), 3)
+def round_of(chunk: int) -> RoundKind:
+    return RoundKind(
+        StepShape(num_seqs=4, num_draft_tokens=3, max_prompt_tokens=chunk), 3
+    )
 
 
 PLAIN = round_of(0)
-FED = [round_of(chunk) for chunk in CHUNKS]
+ROUNDS = [round_of(chunk) for chunk in CHUNKS]
 
 
 def make_pacer() -> Pacer:
     return Pacer(StepTimes())
 
 
-def begin_chunk(pacer: Pacer, mixed: list[Round]) -> tuple[int, float | None]:
+def begin_chunk(pacer: Pacer, mixed: list[RoundKind]) -> tuple[int, float | None]:
     before = pacer.saved_s
     chunk = pacer.chunk(PLAIN, mixed)
     assert pacer.saved_s == before and pacer.chunk(PLAIN, mixed) == chunk
@@ -43,35 +45,35 @@ def begin_chunk(pacer: Pacer, mixed: list[Round]) -> tuple[int, float | None]:
 
 
 def run(costs: dict[int, float], rounds: int) -> list[int]:
-    """Chunks of the rounds, each measured before the next is planned."""
+    """Return the chunks of rounds, each measured before the next is planned."""
     pacer, chosen = make_pacer(), []
     for _ in range(rounds):
-        chunk, charged = begin_chunk(pacer, FED)
+        chunk, charged = begin_chunk(pacer, ROUNDS)
         chosen.append(chunk)
         pacer.record(round_of(chunk), costs[chunk], charged)
     return chosen
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     base=st.floats(1e-4, 1.0),
     extra=st.lists(st.floats(0.0, 20.0), min_size=4, max_size=4),
 )
-def test_the_mean_round_stays_within_the_allowance(base, extra):
-    """Whatever chunks cost, once they have been tried."""
+def test_mean_round_time_is_within_the_allowance(base, extra):
+    """For any costs of chunks, once they have been tried."""
     costs, total = {0: base}, 0.0
     for chunk, more in zip(CHUNKS, extra, strict=True):
         total += more
         costs[chunk] = base * (1 + total)
     chosen = run(costs, 600)
-    # A chunk may have to be tried twice, and is then paid back.
+    # A chunk may be tried twice; its cost is then repaid.
     spent = sum(costs[chunk] for chunk in chosen)
     tried = sum(2 * costs[chunk] for chunk in CHUNKS)
     assert spent <= MAX_SLOWDOWN * base * len(chosen) + tried
-    assert any(chosen), "nothing ever comes in"
+    assert any(chosen), "no prompt token was prefilled"
 
 
-def test_cheap_chunks_grow_to_the_largest_and_dear_ones_take_turns():
+def test_cheap_chunks_grow_and_expensive_chunks_alternate():
     cheap = run({0: 1.0, 32: 1.01, 128: 1.02, 512: 1.05, 2048: 1.2}, 40)
     assert cheap[-20:] == [2048] * 20
     assert [chunk for chunk in cheap if chunk][0] == 32
@@ -80,7 +82,7 @@ def test_cheap_chunks_grow_to_the_largest_and_dear_ones_take_turns():
     assert sorted(dear[-20:]) == [0] * 10 + [32] * 10
 
 
-def test_an_account_does_not_outlast_its_prefill():
+def test_balance_ends_with_its_prefill():
     pacer = make_pacer()
     pacer.saved_s = 5.0
     assert REST.account is not None
@@ -89,12 +91,12 @@ def test_an_account_does_not_outlast_its_prefill():
 
 
 @pytest.mark.parametrize("stalled", [0, 32])
-def test_a_stall_does_not_keep_prompts_out(stalled):
-    """The machine stands still for a thousand rounds' time, once."""
+def test_stall_does_not_block_prompts(stalled):
+    """The machine is suspended once, for the time of a thousand rounds."""
     costs = {0: 0.010, 32: 0.012}
     pacer, chosen = make_pacer(), []
     for number in range(200):
-        chunk, charged = begin_chunk(pacer, FED[:1])
+        chunk, charged = begin_chunk(pacer, ROUNDS[:1])
         chosen.append(chunk)
         seconds = costs[chunk]
         if chunk == stalled and number > 20 and stalled is not None:
@@ -105,15 +107,15 @@ def test_a_stall_does_not_keep_prompts_out(stalled):
     assert chosen[60:].count(32) >= 135
 
 
-def test_prompts_wait_for_a_while_at_most():
-    """A first measure may be of a stall, and none mends it while nothing comes in."""
+def test_prompt_wait_is_bounded():
+    """A first measured time may be a stall; without prompts it is never corrected."""
     pacer, chosen = make_pacer(), []
     costs = {0: 0.010, 32: 0.012}
     for _ in range(3):
         pacer.record(PLAIN, costs[0])
     pacer.step_times.seconds[round_of(32)] = 1000.0
     for _ in range(4000):
-        chunk, charged = begin_chunk(pacer, FED[:1])
+        chunk, charged = begin_chunk(pacer, ROUNDS[:1])
         chosen.append(chunk)
         pacer.record(round_of(chunk), costs[chunk], charged)
     first = chosen.index(32)
@@ -124,7 +126,7 @@ def test_prompts_wait_for_a_while_at_most():
 
 
 def streaming_rounds(loop: Loop, prompt_tokens: int) -> list[float]:
-    """Seconds of every round of a stream while a long prompt comes in."""
+    """Return the seconds of each round of a stream during a long prefill."""
     config = loop.config
     first, second = make_requests(config, 2, stop_ids=())
     for request in (first, second):
@@ -148,11 +150,11 @@ def streaming_rounds(loop: Loop, prompt_tokens: int) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    "fed_s",
+    "prompt_token_s",
     [1 / 512, 1 / 16]
     + [pytest.param(one, marks=pytest.mark.slow) for one in (1 / 4000, 1 / 64)],
 )
-def test_a_long_prompt_does_not_hold_up_those_who_stream(fed_s):
+def test_long_prompt_does_not_delay_streams(prompt_token_s):
     config = make_config(
         model_config=dataclasses.replace(MODEL, max_position_embeddings=8192),
         max_model_len=8192,
@@ -162,17 +164,17 @@ def test_a_long_prompt_does_not_hold_up_those_who_stream(fed_s):
         num_draft_tokens=0,
     )
     loop = Loop(config, seed=0)
-    loop.fed_s = fed_s
+    loop.prompt_token_s = prompt_token_s
     rounds = streaming_rounds(loop, 4000)
     mean = sum(rounds) / len(rounds)
     assert mean <= 1.5 * loop.fastest_s * 1.02
-    # And the allowance is used, or the prompt would wait for nothing.
-    if fed_s >= 1 / 512:
+    # The allowance is used up: otherwise the prompt would wait needlessly.
+    if prompt_token_s >= 1 / 512:
         assert mean >= 1.2 * loop.fastest_s
 
 
-def test_a_deferred_prompt_goes_on_when_no_stream_can_get_pages():
-    """The stream grows into the pages of a prompt that comes before it in rank."""
+def test_deferred_prompt_continues_when_no_stream_gets_pages():
+    """The stream needs the pages of a prompt with a higher rank."""
     config = make_config(
         model_config=dataclasses.replace(MODEL, max_position_embeddings=704),
         max_model_len=704,
@@ -182,7 +184,7 @@ def test_a_deferred_prompt_goes_on_when_no_stream_can_get_pages():
         scheduling_policy="priority",
     )
     loop = Loop(config, seed=0)
-    loop.fed_s = 1 / 4
+    loop.prompt_token_s = 1 / 4
     stream, urgent = make_requests(config, 2, stop_ids=())
     stream.params.output_kind = RequestOutputKind.DELTA
     stream.prompt_token_ids, stream.max_total = [1] * 8, 400
@@ -192,22 +194,22 @@ def test_a_deferred_prompt_goes_on_when_no_stream_can_get_pages():
     for _ in range(12):
         loop.step()
     loop.scheduler.add(urgent)
-    is_going_on = True
-    while is_going_on:
+    is_running = True
+    while is_running:
         num_launches, has_one_to_read = len(loop.launches), bool(loop.launched)
-        is_going_on = loop.step()
-        # With nothing to read there is a launch, however little the account allows.
+        is_running = loop.step()
+        # Without an unread launch something is launched, at any balance.
         assert has_one_to_read or len(loop.launches) > num_launches
     assert stream.stats.num_preemptions == 1
     assert loop.finished == [urgent, stream]
     loop.assert_idle()
 
 
-def test_nobody_streams_and_prompts_come_in_at_full_speed():
+def test_prompts_prefill_at_full_speed_without_streams():
     config = make_config(max_num_seqs=8, num_pages=200, max_num_batched_tokens=512)
     requests = make_requests(config, 8, can_read_prefix_cache=False)
     loop = Loop(config, seed=0)
-    loop.fed_s = 1.0
+    loop.prompt_token_s = 1.0
     loop.scheduler.add(requests[0])
     for _ in range(4):
         loop.step()
@@ -217,22 +219,22 @@ def test_nobody_streams_and_prompts_come_in_at_full_speed():
     assert len(loop.launches[-1].plan.tiles) == 16
 
 
-def test_prompts_are_read_in_the_launches_that_take_the_least_time():
-    """A launch computes all that its program has room for."""
+def test_prompts_use_the_launches_with_the_least_total_time():
+    """A launch computes the full size of its program."""
     pacer = make_pacer()
-    pacer.step_times.seconds = dict(zip(FED, (0.02, 0.05, 0.16, 0.7), strict=True))
+    pacer.step_times.seconds = dict(zip(ROUNDS, (0.02, 0.05, 0.16, 0.7), strict=True))
     reads = {1: 32, 32: 32, 64: 32, 65: 128, 128: 128, 384: 128, 416: 512, 512: 512}
     # One launch of 512 and the rest in smaller ones.
     reads |= {544: 512, 1024: 512, 1600: 512, 9999: 512}
     for num_tokens, chunk in reads.items():
-        assert CHUNKS[pacer.fastest(num_tokens, FED)] == chunk, num_tokens
+        assert CHUNKS[pacer.fastest(num_tokens, ROUNDS)] == chunk, num_tokens
 
 
 @pytest.mark.parametrize(
     ("known", "chunk"),
     [
         ({}, 2048),
-        # A smaller one may take its share of the time, so it is worth a try.
+        # A smaller one may take its share of the time: it is tried.
         ({512: 0.16}, 32),
         ({512: 0.16, 32: 0.02}, 128),
         ({512: 0.16, 128: 0.05, 32: 0.1}, 128),
@@ -242,17 +244,17 @@ def test_prompts_are_read_in_the_launches_that_take_the_least_time():
         ({32: 0.02, 512: 0.16, 2048: 0.64}, 128),
     ],
 )
-def test_programs_that_were_never_timed_are_tried(known, chunk):
+def test_untimed_programs_are_tried(known, chunk):
     pacer = make_pacer()
     pacer.step_times.seconds = {round_of(size): one for size, one in known.items()}
-    assert CHUNKS[pacer.fastest(96, FED)] == chunk
+    assert CHUNKS[pacer.fastest(96, ROUNDS)] == chunk
 
 
-def test_what_is_left_of_prompts_is_read_in_small_launches():
+def test_rest_of_prompts_uses_small_launches():
     """A program with room for 512 tokens is not used for the last 160."""
     config = make_config(max_num_seqs=8, num_pages=200, max_num_batched_tokens=512)
     loop = Loop(config, seed=0)
-    loop.fed_s, first = 1 / 32, 0
+    loop.prompt_token_s, first = 1 / 32, 0
     for _ in range(4):
         first = len(loop.launches)
         # Seven prompts of three tiles each: 672 tokens.
@@ -261,17 +263,21 @@ def test_what_is_left_of_prompts_is_read_in_small_launches():
         while loop.step():
             pass
     shapes = [one.shape for one in loop.launches[first:]]
-    fed = [one.chunk for one in shapes if one.chunk and not one.is_catch_up]
+    chunks = [
+        one.max_prompt_tokens
+        for one in shapes
+        if one.max_prompt_tokens and not one.is_draft_prefill
+    ]
     # The program with room for 128 is for a single sequence: none decodes yet.
-    assert fed == [512, 128, 64]
+    assert chunks == [512, 128, 64]
 
 
-def test_a_program_for_one_sequence_is_not_begun_with_where_more_come():
-    """After its first launch it has no room for those that decode by then."""
+def test_single_sequence_program_is_not_used_if_more_requests_wait():
+    """After its first launch it has no room for the decoding requests."""
     config = make_config(max_num_seqs=8, num_pages=200, max_num_batched_tokens=512)
     loop, first = Loop(config, seed=0), 0
     costs = {64: 1.0, 128: 1.2, 512: 4.0}
-    loop.cost = lambda launch: costs.get(launch.shape.chunk, 0.5)
+    loop.cost = lambda launch: costs.get(launch.shape.max_prompt_tokens, 0.5)
     for _ in range(4):
         first = len(loop.launches)
         for request in make_requests(config, 4, can_read_prefix_cache=False):
@@ -279,12 +285,16 @@ def test_a_program_for_one_sequence_is_not_begun_with_where_more_come():
         while loop.step():
             pass
     shapes = [one.shape for one in loop.launches[first:]]
-    fed = [one.chunk for one in shapes if one.chunk and not one.is_catch_up]
+    chunks = [
+        one.max_prompt_tokens
+        for one in shapes
+        if one.max_prompt_tokens and not one.is_draft_prefill
+    ]
     # In turns of 128 the 384 tokens would take 3.6.
-    assert fed == [512]
+    assert chunks == [512]
 
 
-def test_several_rounds_take_no_longer_than_a_launch_may():
+def test_several_rounds_fit_the_longest_launch():
     pacer = make_pacer()
     assert pacer.num_rounds(PLAIN, 8) == 1  # nothing is known
     for seconds in (MAX_LAUNCH_S / 100, MAX_LAUNCH_S / 3.5, 2 * MAX_LAUNCH_S):

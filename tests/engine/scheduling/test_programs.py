@@ -1,4 +1,4 @@
-"""There are few programs, and one of those that are there serves every launch."""
+"""There are few programs, and a compiled one serves every launch."""
 
 import dataclasses
 import itertools
@@ -19,7 +19,7 @@ from jaxspec.program.plan import TILE, Features, StepShape
 from tests.support.loops import SomePrograms, make_config
 
 LOGPROBS = Features(num_logprobs=3)
-CONTROLS = Features(has_controls=True, is_greedy=True)
+CONTROLS = Features(has_controls=True, all_greedy=True)
 GRAMMAR = Features(has_grammar=True)
 PROMPTS = Features(num_prompt_logprobs=2)
 SOME = (GREEDY, SAMPLED, LOGPROBS, CONTROLS, GRAMMAR, PROMPTS)
@@ -36,14 +36,14 @@ def make_shapes(programs: EveryProgram | None = None, **changes: Any) -> Shapes:
 
 
 def find(shapes: Shapes, *need: Any, **options: Any) -> StepShape | None:
-    """Look a program up, and request the better one that is missing."""
+    """Select a program, and request the better one that is missing."""
     found = shapes.select(*need, **options)
     shapes.request_compile(found.missing)
     return found.shape
 
 
-def catch_up(shapes: Shapes, num_tiles: int) -> StepShape | None:
-    found = shapes.select_catch_up(num_tiles)
+def draft_prefill(shapes: Shapes, num_tiles: int) -> StepShape | None:
+    found = shapes.select_draft_prefill(num_tiles)
     shapes.request_compile(found.missing)
     return found.shape
 
@@ -52,8 +52,8 @@ def is_able(shape: StepShape, seqs: int, drafts: int, tokens: int, need: Feature
     return (
         shape.num_seqs >= seqs
         and shape.num_draft_tokens >= drafts
-        and shape.chunk >= tokens
-        and (need.is_greedy or not shape.features.is_greedy)
+        and shape.max_prompt_tokens >= tokens
+        and (need.all_greedy or not shape.features.all_greedy)
         and (shape.features.has_controls or not need.has_controls)
         and (shape.features.has_grammar or not need.has_grammar)
         and (shape.features.num_logprobs is not None or need.num_logprobs is None)
@@ -95,21 +95,21 @@ def test_the_default_server_has_these_programs():
         "8x5+64_sampled",
         "8x5_greedy",
         "8x5_sampled",
-        "catch-up+512",
-        "catch-up+64",
+        "draft-prefill+512",
+        "draft-prefill+64",
     ]
 
 
 @pytest.mark.parametrize("max_num_seqs", [8, 256])
-def test_first_program_answers_requests_and_the_second_adds_drafts(max_num_seqs):
+def test_first_program_serves_requests_and_second_adds_drafts(max_num_seqs):
     sizes = DEFAULT | {"max_num_seqs": max_num_seqs}
     first, second, *_ = make_shapes(**sizes).all()
     only_first = make_shapes(SomePrograms(first), **sizes)
     for features in (GREEDY, SAMPLED):
         assert only_first.find(1, 0, TILE, features) == first
         assert only_first.find(1, DEFAULT["num_draft_tokens"], 0, features) == first
-    assert not only_first.can_catch_up
-    assert make_shapes(SomePrograms(first, second), **sizes).can_catch_up
+    assert not only_first.can_draft_prefill
+    assert make_shapes(SomePrograms(first, second), **sizes).can_draft_prefill
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 3, 8])
@@ -130,17 +130,19 @@ def test_every_launch_has_a_listed_program_that_serves_it(
             (0, 32, 64, 128, 160, 512),
         ):
             if need is PROMPTS and not tokens:
-                continue  # who decodes has told of the prompt already
+                continue  # prompt logprobs were returned before decoding
             found = shapes.find(seqs, drafts, tokens, need)
             assert found is not None
             assert found in listed
             assert is_able(found, seqs, drafts, tokens, need)
             met.add(found)
-    assert met == set(listed) - set(shapes.catch_ups), "a program that no launch needs"
+    assert met == set(listed) - set(shapes.draft_prefills), (
+        "a program that no launch needs"
+    )
 
 
-def test_plain_decoding_of_any_size_is_as_fast_as_without_drafts():
-    """Once its program is there, which nobody compiles before drafts do not pay."""
+def test_plain_decoding_uses_plain_programs():
+    """Once its program is compiled, which is requested when drafts do not pay."""
     shapes, plain = make_shapes(**DEFAULT), make_shapes(**PLAIN)
     for num_seqs, form in itertools.product(range(1, 9), (GREEDY, SAMPLED)):
         found = shapes.find(num_seqs, 0, 0, form)
@@ -156,43 +158,43 @@ def test_plain_decoding_of_any_size_is_as_fast_as_without_drafts():
         "8x0_sampled",
         "8x0+64_sampled",
     }
-    # A prompt beside sequences that do not draft does not wait for rows of drafts.
+    # A prompt with sequences that do not draft uses no program with draft rows.
     found = shapes.find(8, 0, 64)
     assert found is not None
     assert found.name == "8x0+64_sampled"
 
 
-def test_a_few_launches_without_drafts_are_no_reason_to_compile():
-    largest = StepShape(num_seqs=8, num_draft_tokens=5, chunk=512)
+def test_few_launches_without_drafts_request_no_compile():
+    largest = StepShape(num_seqs=8, num_draft_tokens=5, max_prompt_tokens=512)
     programs = SomePrograms(largest)
     shapes = make_shapes(programs, **DEFAULT)
     for _ in range(2):
-        assert find(shapes, 8, 0, 64, is_brief=True) == largest
+        assert find(shapes, 8, 0, 64, may_request_on_demand=False) == largest
         assert [shape.name for shape in programs.asked] == ["8x5+64_sampled"]
     assert find(shapes, 8, 0, 64) == largest
     assert programs.asked[-1].name == "8x0+64_sampled"
-    # Where it is there, it is used.
+    # Once compiled, it is used.
     programs.add(programs.asked[-1])
-    assert find(shapes, 8, 0, 64, is_brief=True) == programs.asked[-1]
+    assert find(shapes, 8, 0, 64, may_request_on_demand=False) == programs.asked[-1]
 
 
-def test_the_draft_model_catches_up_in_the_smallest_program_with_room():
+def test_draft_prefill_uses_the_smallest_fitting_program():
     programs = SomePrograms()
     shapes = make_shapes(programs, **DEFAULT)
-    small, large = shapes.catch_ups
+    small, large = shapes.draft_prefills
     assert (small.num_tiles, large.num_tiles) == (2, 16)
-    assert catch_up(shapes, 3) is None
+    assert draft_prefill(shapes, 3) is None
     assert programs.asked == [large]
     programs.add(small)
-    assert catch_up(shapes, 3) == small, "what there is, as often as it takes"
+    assert draft_prefill(shapes, 3) == small, "what there is, as often as it takes"
     programs.add(large)
     programs.asked.clear()
-    found = [catch_up(shapes, tiles) for tiles in (1, 2, 3, 16, 99)]
+    found = [draft_prefill(shapes, tiles) for tiles in (1, 2, 3, 16, 99)]
     assert found == [small, small, large, large, large]
     programs.there.remove(small)
-    assert catch_up(shapes, 1) == large
+    assert draft_prefill(shapes, 1) == large
     assert programs.asked == [small]
-    assert catch_up(make_shapes(**PLAIN), 1) is None
+    assert draft_prefill(make_shapes(**PLAIN), 1) is None
 
 
 def test_mixes_of_requests_have_a_program():
@@ -205,7 +207,7 @@ def test_mixes_of_requests_have_a_program():
             assert is_able(found, 8, 5, tokens, need)
 
 
-def test_the_first_program_of_a_form_serves_all_its_launches():
+def test_first_program_of_each_features_serves_all_launches():
     shapes = make_shapes(**DEFAULT)
     for need in (SAMPLED, LOGPROBS, GRAMMAR, PROMPTS):
         first = shapes.all(features=[need])[0]
@@ -213,25 +215,27 @@ def test_the_first_program_of_a_form_serves_all_its_launches():
     assert is_able(shapes.all()[0], 8, 5, 512, GREEDY)
 
 
-def test_prompts_that_are_expected_decide_the_chunks():
+def test_expected_prompt_length_limits_the_chunks():
     shapes = make_shapes(**DEFAULT)
-    assert {shape.chunk for shape in shapes.all()} == {0, 64, 128, 512}
-    assert {shape.chunk for shape in shapes.all(500)} == {0, 64, 128, 512}
+    assert {shape.max_prompt_tokens for shape in shapes.all()} == {0, 64, 128, 512}
+    assert {shape.max_prompt_tokens for shape in shapes.all(500)} == {0, 64, 128, 512}
     one = make_shapes(None, **(DEFAULT | dict(max_num_seqs=1)))
-    assert {shape.chunk for shape in one.all(1)} == {0, 64}
-    assert {shape.chunk for shape in one.all(100)} == {0, 64, 128}
+    assert {shape.max_prompt_tokens for shape in one.all(1)} == {0, 64}
+    assert {shape.max_prompt_tokens for shape in one.all(100)} == {0, 64, 128}
 
 
-def test_a_launch_whose_program_is_missing_runs_in_a_larger_one_and_asks():
+def test_missing_program_is_requested_and_a_larger_one_serves():
     programs = SomePrograms()
     shapes = make_shapes(programs, **DEFAULT)
-    best = StepShape(num_seqs=1, num_draft_tokens=5, chunk=0, features=GREEDY)
+    best = StepShape(
+        num_seqs=1, num_draft_tokens=5, max_prompt_tokens=0, features=GREEDY
+    )
     assert find(shapes, 1, 3, 0, GREEDY) is None
     assert programs.asked == [best]
     universal = shapes.all()[0]
     programs.add(universal)
     assert find(shapes, 1, 3, 0, GREEDY) == universal  # more of everything
-    sampled = StepShape(num_seqs=1, num_draft_tokens=5, chunk=0)
+    sampled = StepShape(num_seqs=1, num_draft_tokens=5, max_prompt_tokens=0)
     programs.add(sampled)
     assert find(shapes, 1, 3, 0, GREEDY) == sampled
     assert find(shapes, 2, 3, 0, GREEDY) == universal
@@ -242,59 +246,71 @@ def test_a_launch_whose_program_is_missing_runs_in_a_larger_one_and_asks():
     assert find(shapes, 1, 5, 0, LOGPROBS) is None
 
 
-# With room for more prompt tokens than the programs that an engine begins with.
+# With more prompt tokens than the first programs of an engine.
 LARGE: dict[str, Any] = DEFAULT | dict(
     max_num_seqs=16, max_num_batched_tokens=8192, max_model_len=512, num_pages=2048
 )
 
 
-def test_more_prompt_tokens_have_a_program_once_so_many_wait():
+def test_larger_chunk_is_compiled_once_that_many_tokens_wait():
     shapes = make_shapes(**LARGE)
     assert shapes.max_tiles == 8192 // TILE
     first = {0, 256, 512, FIRST_CHUNK}
-    assert {shape.chunk for shape in shapes.all(features=SOME)} == first
+    assert {shape.max_prompt_tokens for shape in shapes.all(features=SOME)} == first
     listed = shapes.all(features=SOME, with_on_demand=True)
-    assert {shape.chunk for shape in listed} == first | {8192}
+    assert {shape.max_prompt_tokens for shape in listed} == first | {8192}
     for need in (SAMPLED, LOGPROBS, GRAMMAR, PROMPTS):
-        chunks = [shape.chunk for shape in shapes.with_prompts(16, 5, need)]
+        chunks = [shape.max_prompt_tokens for shape in shapes.with_prompts(16, 5, need)]
         assert chunks[-2:] == [FIRST_CHUNK, 8192]
-        assert shapes.all(features=[need])[0].chunk == FIRST_CHUNK
-    assert {shape.chunk for shape in shapes.catch_ups} == {256, FIRST_CHUNK}
-    late = {shape.chunk: shapes.is_on_demand(shape) for shape in listed}
+        assert shapes.all(features=[need])[0].max_prompt_tokens == FIRST_CHUNK
+    assert {shape.max_prompt_tokens for shape in shapes.draft_prefills} == {
+        256,
+        FIRST_CHUNK,
+    }
+    late = {shape.max_prompt_tokens: shapes.is_on_demand(shape) for shape in listed}
     assert late[8192] and not late[FIRST_CHUNK]
-    # Greedy requests have their prompts read in programs of sampled ones.
-    assert {shape.chunk for shape in shapes.all(features=[GREEDY])} == {
+    # Prompts of greedy requests are prefilled in programs for sampling.
+    assert {shape.max_prompt_tokens for shape in shapes.all(features=[GREEDY])} == {
         0,
         256,
         FIRST_CHUNK,
     }
 
 
-def test_a_program_for_more_prompt_tokens_is_asked_for_by_them():
+def test_large_chunk_is_requested_by_waiting_tokens():
     programs = SomePrograms()
     shapes = make_shapes(programs, **LARGE)
     programs.add(shapes.all()[0])
-    for is_brief in (False, True):
-        find(shapes, 1, 0, FIRST_CHUNK, SAMPLED, is_brief=is_brief)
+    for may in (True, False):
+        find(shapes, 1, 0, FIRST_CHUNK, SAMPLED, may_request_on_demand=may)
         assert not programs.asked
         for tokens in (FIRST_CHUNK + 1, 10**6):
-            find(shapes, 1, 0, tokens, SAMPLED, is_brief=is_brief)
-            assert programs.asked == [dataclasses.replace(shapes.all()[0], chunk=8192)]
+            find(shapes, 1, 0, tokens, SAMPLED, may_request_on_demand=may)
+            assert programs.asked == [
+                dataclasses.replace(shapes.all()[0], max_prompt_tokens=8192)
+            ]
             programs.asked.clear()
             programs.version += 1  # else it is asked for once
 
 
-def test_no_program_has_room_for_more_than_all_sequences_have():
+def test_largest_chunk_is_limited_by_all_sequences():
     shapes = make_shapes(None, **(LARGE | dict(max_model_len=300)))
     assert shapes.max_tiles * TILE == 16 * 320
     small = make_shapes(None, **(LARGE | dict(max_model_len=128)))
     assert small.max_tiles * TILE == FIRST_CHUNK
 
 
-def test_programs_with_prompts_are_told_from_the_smallest():
+def test_with_prompts_returns_the_smallest_first():
     shapes = make_shapes(**DEFAULT)
-    assert [one.chunk for one in shapes.with_prompts(2, 5, SAMPLED)] == [64, 512]
-    assert [one.chunk for one in shapes.with_prompts(1, 0, SAMPLED)] == [64, 128, 512]
+    assert [one.max_prompt_tokens for one in shapes.with_prompts(2, 5, SAMPLED)] == [
+        64,
+        512,
+    ]
+    assert [one.max_prompt_tokens for one in shapes.with_prompts(1, 0, SAMPLED)] == [
+        64,
+        128,
+        512,
+    ]
     programs = SomePrograms()
     shapes = make_shapes(programs, **DEFAULT)
     assert shapes.with_prompts(1, 0, SAMPLED) == []
@@ -303,7 +319,7 @@ def test_programs_with_prompts_are_told_from_the_smallest():
     assert [one.name for one in programs.asked] == ["8x5+512_sampled"]
 
 
-def test_a_form_covers_what_it_says():
+def test_features_cover_their_subsets():
     for one, other in itertools.product(SOME, SOME):
         assert (one | other).covers(one)
         assert (one | other).covers(other)
@@ -313,16 +329,16 @@ def test_a_form_covers_what_it_says():
 
 
 @pytest.mark.parametrize("features", [GREEDY, SAMPLED])
-def test_batch_invariant_launches_have_one_program(features):
-    """The same products of the same sizes, whatever a launch has and what is there."""
+def test_batch_invariant_launches_use_one_program(features):
+    """All launches compute the same products of the same sizes."""
     shapes = make_shapes(batch_invariant=True, **DEFAULT)
-    only, catch_up = shapes.all(features=[features, SAMPLED])
-    assert [catch_up] == shapes.catch_ups
+    only, draft_prefill = shapes.all(features=[features, SAMPLED])
+    assert [draft_prefill] == shapes.draft_prefills
     assert (only.num_seqs, only.num_draft_tokens) == (8, 5)
     for seqs, drafts, tiles in itertools.product(range(1, 9), range(6), range(4)):
         assert shapes.find(seqs, drafts, tiles * TILE, features) == only
         assert shapes.with_prompts(seqs, drafts, features) == [only]
-    # A more general program would be another one.
+    # A more general program is a different program.
     general = make_shapes(**DEFAULT).find(1, 5, 0, LOGPROBS)
     assert general is not None and general.features.covers(features)
     waiting = make_shapes(SomePrograms(general), batch_invariant=True, **DEFAULT)
@@ -331,7 +347,7 @@ def test_batch_invariant_launches_have_one_program(features):
 
 @pytest.mark.parametrize("is_invariant", [False, True])
 def test_only_plain_requests_without_prompts_run_several_rounds(is_invariant):
-    """In the programs that there are: how many rounds is no size of its own."""
+    """With the same programs: the number of rounds is data."""
     options = DEFAULT | dict(batch_invariant=is_invariant)
     single = make_shapes(**options).all(features=SOME, with_on_demand=True)
     several = make_shapes(num_scheduler_steps=4, **options)
@@ -340,19 +356,21 @@ def test_only_plain_requests_without_prompts_run_several_rounds(is_invariant):
     assert any(one.max_rounds > 1 for one in shapes) != is_invariant
     for one in shapes:
         is_plain = one.features in (GREEDY, SAMPLED)
-        is_looped = is_plain and not (one.chunk or one.is_catch_up or is_invariant)
+        is_looped = is_plain and not (
+            one.max_prompt_tokens or one.is_draft_prefill or is_invariant
+        )
         assert one.max_rounds == (4 if is_looped else 1)
     assert len({one.name for one in shapes}) == len(shapes)
 
 
-def test_leaves_and_trees_are_of_programs_that_need_one_choice_a_token():
-    """Others have as many levels, one draft each, and reserve as many slots."""
+def test_programs_with_drafts_have_the_tree():
+    """Other programs have the same levels with one draft each, and the same slots."""
     chain = make_shapes(**DEFAULT).all(features=SOME, with_on_demand=True)
     leaves = make_shapes(**DEFAULT, speculative_keys={"num_side_leaves": 1})
     listed = leaves.all(features=SOME, with_on_demand=True)
     assert [dataclasses.replace(one, template=None) for one in listed] == chain
     for shape in listed:
-        if shape.is_catch_up:
+        if shape.is_draft_prefill:
             continue
         is_plain = shape.features.needs_one_path or not shape.num_draft_tokens
         assert shape.tree.is_chain == is_plain
@@ -373,23 +391,25 @@ SHORT = "[(0,), (1,), (1, 0), (1, 1), (1, 0, 0)]"
     [
         ({"num_side_leaves": 2}, True),
         ({"speculative_token_tree": ALONE}, True),
-        # Its longest path is not the chain of first choices.
+        # Its longest path is not the main chain.
         ({"speculative_token_tree": SHORT}, False),
         ({}, False),
     ],
 )
-def test_rounds_may_leave_out_what_stands_beside_the_chain(keys, has_chains):
+def test_rounds_can_run_without_side_branches(keys, has_chains):
     assert not make_shapes(**DEFAULT, speculative_keys=keys).has_chains, "K is fixed"
     shapes = make_shapes(**DEFAULT, controller=ADAPTIVE, speculative_keys=keys)
     assert shapes.has_chains == has_chains
     every = shapes.all(with_on_demand=True)
     soon, levels = shapes.all(), max(one.num_draft_tokens for one in every)
-    drafting = [one for one in every if one.num_draft_tokens and not one.chunk]
+    drafting = [
+        one for one in every if one.num_draft_tokens and not one.max_prompt_tokens
+    ]
     chains = [one for one in drafting if one.tree.is_chain]
     if not has_chains:
         assert not chains or chains == drafting
         return
-    # One of every size, compiled when it is wanted.
+    # One of every size, compiled on demand.
     whole = [one for one in drafting if one not in chains]
     assert {dataclasses.replace(one, template=None) for one in whole} == set(chains)
     assert len(whole) == len(chains) and not set(chains) & set(soon)
@@ -401,7 +421,7 @@ def test_rounds_may_leave_out_what_stands_beside_the_chain(keys, has_chains):
         assert other is not None and not other.tree.is_chain
 
 
-def test_where_the_chain_is_not_compiled_its_drafts_have_others_beside_them():
+def test_chain_rounds_use_tree_program_until_compiled():
     keys = {"num_side_leaves": 1}
     changes: dict[str, Any] = DEFAULT | dict(controller=ADAPTIVE, speculative_keys=keys)
     every = make_shapes(**changes).all(with_on_demand=True)
@@ -415,16 +435,16 @@ def test_where_the_chain_is_not_compiled_its_drafts_have_others_beside_them():
     assert find(shapes, 4, 5, 0, GREEDY, has_side_branches=False) == wanted
 
 
-def test_looking_a_program_up_requests_nothing():
+def test_select_requests_no_compile():
     programs = SomePrograms()
     shapes = make_shapes(programs, **DEFAULT)
     found = shapes.select(4, 5, 64, GREEDY)
     assert found.shape is None and found.missing is not None
     assert shapes.find(4, 5, 64, GREEDY) is None
-    assert shapes.select_catch_up(1).missing is not None
+    assert shapes.select_draft_prefill(1).missing is not None
     assert not programs.asked
     for _ in range(2):
         shapes.request_compile(found.missing, None)
-        assert programs.asked == [found.missing], "once while programs stay as they are"
+        assert programs.asked == [found.missing], "once until the programs change"
     programs.add(found.missing)
     assert shapes.select(4, 5, 64, GREEDY) == (found.missing, None)

@@ -1,4 +1,4 @@
-"""A request's bounds: what the device may know before the host has read it."""
+"""A request's tokens, counts and invariant."""
 
 import pytest
 
@@ -6,13 +6,13 @@ from jaxspec.engine.scheduling.request import Status
 from tests.support.requests import make_request
 
 
-def test_a_new_request_waits_and_knows_its_prompt():
+def test_new_request_waits_and_has_its_prompt():
     request = make_request()
     assert request.status is Status.WAITING
     assert (request.num_prompt_tokens, request.num_tokens) == (3, 3)
 
 
-def test_tokens_run_from_the_prompt_into_the_output():
+def test_tokens_span_prompt_and_output():
     request = make_request(output_token_ids=[8, 9])
     whole = [5, 6, 7, 8, 9]
     for start in range(6):

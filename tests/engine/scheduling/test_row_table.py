@@ -1,8 +1,8 @@
-"""Bounds and gaps of the running requests equal those counted one by one."""
+"""Bounds and draft lags of running requests equal those counted one by one."""
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxspec.engine.scheduling.request import Request
@@ -17,7 +17,7 @@ def one_row(request: Request) -> tuple[RowTable, np.ndarray]:
     return table, np.array([request.row])
 
 
-# A round: drafts of the request, K of the launch, tokens that come of it.
+# A round: drafts of the request, K of the launch, emitted tokens.
 ROUNDS = st.lists(
     st.integers(0, 3).flatmap(
         lambda drafts: st.tuples(
@@ -28,32 +28,31 @@ ROUNDS = st.lists(
 )
 
 
-@settings(deadline=None)
 @given(ROUNDS, st.integers(0, 2))
-def test_bounds_hold_whatever_the_device_does(rounds, unread):
-    """Read all rounds but the last `unread`; the device's truth lies in the bounds."""
+def test_bounds_hold_for_any_device_results(rounds, unread):
+    """Read all rounds but the last `unread`; the bounds hold."""
     request = make_request(max_total=100)
     table, row = one_row(request)
-    known, lacking = 3, 1  # tokens, and those at the end the draft has no keys for
+    known, lag = 3, 1  # tokens, and those at the end the draft has no keys for
     played = []
     for drafts, width, emitted in rounds:
         if (
             table.num_draft_uncached[row][0] > 2
-        ):  # it has to catch up before it gets drafts
+        ):  # it needs a draft prefill before it gets drafts
             drafts, emitted = 0, 1
         played.append((drafts, emitted))
-        table.launch(row, np.array([drafts]))
-        table.draft(row, np.full(1, width), width)
+        table.count_launched(row, np.array([drafts]))
+        table.update_draft_lag(row, np.full(1, width), width)
         known += emitted
         # A drafting round fills the two newest tokens and its drafts but the last: of
-        # what comes of it, the target's token and the last draft are lacking.
-        if width and lacking <= 2:
-            lacking = 2 if emitted == width + 1 else 1
+        # the result, the target's token and the last draft are uncached.
+        if width and lag <= 2:
+            lag = 2 if emitted == width + 1 else 1
         else:
-            lacking += emitted
-        assert lacking <= table.num_draft_uncached[row][0]
+            lag += emitted
+        assert lag <= table.num_draft_uncached[row][0]
     for drafts, emitted in played[: len(rounds) - unread]:
-        table.read(row, np.array([drafts]), np.array([emitted]))
+        table.count_read(row, np.array([drafts]), np.array([emitted]))
     assert table.fewest_tokens(row)[0] <= known <= table.most_tokens(row)[0]
 
 
@@ -70,20 +69,19 @@ LAUNCHES = st.lists(
 )
 
 
-@settings(deadline=None)
 @given(LAUNCHES, st.integers(0, 2))
-def test_bounds_hold_where_not_all_rounds_run(launches, unread):
-    """Another sequence may have ended first; what did not run is taken back."""
+def test_bounds_hold_if_not_all_rounds_run(launches, unread):
+    """Another sequence may end first; rounds that did not run are undone."""
     request = make_request(max_total=200)
     table, row = one_row(request)
-    known = lacking = 3
-    table.num_draft_uncached[row] = lacking
+    known = lag = 3
+    table.num_draft_uncached[row] = lag
     for drafts, most, emitted in launches:
-        table.launch(row, np.array([drafts]), most)
-        table.draft(row, np.zeros(1), 0, most)
+        table.count_launched(row, np.array([drafts]), most)
+        table.update_draft_lag(row, np.zeros(1), 0, most)
         known += sum(emitted)
-        lacking += len(emitted)
-        assert table.num_draft_uncached[row][0] >= lacking
+        lag += len(emitted)
+        assert table.num_draft_uncached[row][0] >= lag
         assert table.fewest_tokens(row)[0] <= known <= table.most_tokens(row)[0]
     read = launches[: len(launches) - unread]
     for drafts, most, emitted in read:
@@ -91,11 +89,11 @@ def test_bounds_hold_where_not_all_rounds_run(launches, unread):
         table.settle(row, np.array([drafts]), most, missing, is_lag=True)
         for count in emitted:
             assert table.fewest_tokens(row)[0] <= known <= table.most_tokens(row)[0]
-            table.read(row, np.array([drafts]), np.array([count]))
+            table.count_read(row, np.array([drafts]), np.array([count]))
     assert table.fewest_tokens(row)[0] <= known <= table.most_tokens(row)[0]
     if read == launches:
         assert table.num_tokens[row][0] == known
-        assert table.num_draft_uncached[row][0] == lacking
+        assert table.num_draft_uncached[row][0] == lag
         for counts in (table.num_unread, table.num_unsure, table.ahead):
             assert counts[row][0] == 0
 
@@ -115,7 +113,7 @@ def test_bounds_hold_where_not_all_rounds_run(launches, unread):
         (50, 2, 0, 47),  # without drafts the draft model has no say
     ],
 )
-def test_rounds_end_with_the_first_that_may_end_a_row(total, longest, drafts, rounds):
+def test_rounds_left_ends_with_the_first_possible_end(total, longest, drafts, rounds):
     table = RowTable(2, longest)
     far = make_request(max_total=1000 if longest > 50 else total)
     near = make_request(max_total=total)
@@ -126,51 +124,51 @@ def test_rounds_end_with_the_first_that_may_end_a_row(total, longest, drafts, ro
     assert table.rounds_left(rows, np.full(2, drafts)) == rounds
 
 
-def test_bounds_count_what_is_launched_and_unread():
+def test_bounds_count_unread_launches():
     request = make_request(output_token_ids=[8])
     table, row = one_row(request)
     for drafts in (3, 0):
-        table.launch(row, np.array([drafts]))
+        table.count_launched(row, np.array([drafts]))
     # 4 known; a round of 3 drafts adds 1 to 4 tokens, a plain one adds 1.
     assert table.most_tokens(row).tolist() == [9]
     assert table.fewest_tokens(row).tolist() == [6]
-    table.launch(row, np.array([3]))
+    table.count_launched(row, np.array([3]))
     assert table.most_tokens(row).tolist() == [10]  # the longest form
-    table.read(row, np.array([3]), np.array([2]))
+    table.count_read(row, np.array([3]), np.array([2]))
     assert table.fewest_tokens(row).tolist() == [8]
 
 
 @pytest.mark.parametrize(
-    ("widths", "gap"),
+    ("widths", "lag"),
     [
         ([3], 2),
         ([0], 2),
         ([0, 0], 3),
         ([3, 3, 3], 2),
         ([3, 0, 0], 4),
-        # What the draft model was not given stays open, however much comes after.
+        # Tokens that the draft model did not read remain uncached after later rounds.
         ([0, 0, 3, 3], 5),
     ],
 )
-def test_what_the_draft_model_lacks(widths, gap):
+def test_draft_lag(widths, lag):
     table, row = one_row(make_request())
     for width in widths:
-        table.draft(row, np.full(1, width), width)
-    assert table.num_draft_uncached[row].tolist() == [gap]
+        table.update_draft_lag(row, np.full(1, width), width)
+    assert table.num_draft_uncached[row].tolist() == [lag]
 
 
-def test_one_pass_for_all_drafts_takes_what_a_round_may_have_added():
+def test_parallel_draft_model_reads_all_tokens_of_a_round():
     table, rows = RowTable(4, num_parallel=3), np.arange(4)
     table.num_draft_uncached[:] = [1, 4, 5, 4]
     assert table.lags(rows).tolist() == [False, False, True, False]
-    # Whoever wants no drafts is not fed.
-    table.draft(rows, np.array([3, 1, 0, 0]), 3)
+    # The draft model does not read rows without drafts.
+    table.update_draft_lag(rows, np.array([3, 1, 0, 0]), 3)
     assert table.num_draft_uncached.tolist() == [4, 4, 6, 5]
-    table.draft(rows, np.zeros(4), 0)
+    table.update_draft_lag(rows, np.zeros(4), 0)
     assert table.num_draft_uncached.tolist() == [5, 5, 7, 6]
 
 
-def test_who_can_go_on():
+def test_rows_that_can_decode():
     table = RowTable(4)
     requests = [make_request(max_total=20, num_draft_tokens=3) for _ in range(4)]
     for request in requests:
@@ -178,29 +176,29 @@ def test_who_can_go_on():
     rows = np.array([request.row for request in requests])
     table.is_decoding[rows[:3]] = True  # the last still gets its prompt
     table.ahead[rows[0]], table.num_unread[rows[0]] = 17, 5  # may be over
-    table.num_draft_uncached[rows[1]] = 3  # must catch up
-    found, wanted = table.decodable(limit=2)
+    table.num_draft_uncached[rows[1]] = 3  # needs a draft prefill
+    found, wanted = table.decodable(max_draft_tokens=2)
     assert (sorted(found.tolist()), wanted.tolist()) == (sorted(rows[1:3]), [2, 2])
     assert table.lags(rows).tolist() == [False, True, False, False]
-    found, wanted = table.decodable(limit=0)
+    found, wanted = table.decodable(max_draft_tokens=0)
     assert (sorted(found.tolist()), wanted.tolist()) == (sorted(rows[1:3]), [0, 0])
     assert table.lagging().tolist() == [rows[1]]
-    table.launch(rows[1:2], np.array([0]))
+    table.count_launched(rows[1:2], np.array([0]))
     assert table.lagging().tolist() == [rows[1]]
-    # How many tokens a round of drafts adds is not known before it has been read.
-    table.launch(rows[1:2], np.array([2]))
+    # The number of tokens of a round with drafts is unknown before it is read.
+    table.count_launched(rows[1:2], np.array([2]))
     assert table.lagging().tolist() == []
 
 
-def test_a_row_given_up_forgets_all_but_unread_launches():
+def test_released_row_keeps_only_unread_count():
     table = RowTable(1)
     first = make_request(features=Features(num_logprobs=5, num_prompt_logprobs=5))
     table.admit(first, longest=30)
     row = np.array([first.row])
     assert table.features(row) == Features(num_logprobs=5)
-    table.launch(row, np.array([2]))
-    table.draft(row, np.zeros(1), 0)
-    table.draft(row, np.zeros(1), 0)
+    table.count_launched(row, np.array([2]))
+    table.update_draft_lag(row, np.zeros(1), 0)
+    table.update_draft_lag(row, np.zeros(1), 0)
     owner = table.owner[row].copy()
     table.release(first)
     assert (first.row, first.num_unread) == (-1, 1)
@@ -217,7 +215,7 @@ def test_a_row_given_up_forgets_all_but_unread_launches():
     "name",
     ["num_tokens", "num_draft_uncached", "num_unread", "num_unsure", "ahead", "owner"],
 )
-def test_impossible_values_are_found(name):
+def test_check_detects_impossible_values(name):
     table, row = one_row(make_request())
     table.check()
     values = getattr(table, name)

@@ -1,4 +1,4 @@
-"""Whatever is asked, every plan is one that the device can run, and all requests end.
+"""For any traffic, every plan is valid for the device, and all requests end.
 
 `FakeDevice` asserts what a plan may not do: read a slot that holds something else,
 draft where the draft model lacks keys and values, write into another's page, prefill
@@ -67,7 +67,7 @@ CONFIGS = {
         for one in itertools.product(CONFIGS, (0, 1))
     ],
 )
-def test_random_traffic_runs_to_its_ends(name, depth):
+def test_random_traffic_finishes(name, depth):
     config = make_config(**CONFIGS[name])
     for seed in range(3):
         random = np.random.default_rng(seed)
@@ -113,7 +113,7 @@ def test_requests_can_be_dropped_at_any_time(name):
 
 
 def freeze(value: Any) -> Any:
-    """A copy that compares by value; requests by name."""
+    """Return a copy that compares by value; requests compare by id."""
     match value:
         case np.ndarray():
             return value.tolist()
@@ -129,13 +129,13 @@ def freeze(value: Any) -> Any:
 
 
 def state_of(loop: Loop, programs: SomePrograms) -> list[Any]:
-    """All that a plan decides on, but for the hashes that identify pages."""
+    """Return all state that a plan depends on, except page keys."""
     scheduler = loop.scheduler
     requests = [*scheduler.running, *scheduler.waiting]
     known = [vars(one) | {"page_keys": None} for one in requests]
     parts = (
         scheduler.rows,
-        scheduler.pages,
+        scheduler.pool,
         scheduler.pacer,
         scheduler.policy,
         scheduler.acceptance,
@@ -157,14 +157,14 @@ def state_of(loop: Loop, programs: SomePrograms) -> list[Any]:
     ],
 )
 def test_stages_write_nothing(changes, monkeypatch):
-    """Neither with a draft prefill; programs that are missing are not requested."""
+    """Also with draft prefill; missing programs are not requested."""
     config, random = make_config(**changes), np.random.default_rng(0)
     serving = SomePrograms()
     loop = Loop(config, seed=0, programs=serving)
-    loop.fed_s = 1 / 16  # prompts are slow: the pacer lets them wait
+    loop.prompt_token_s = 1 / 16  # prompts are slow: the pacer lets them wait
     first = loop.scheduler.shapes.all()[0]
-    plain = dataclasses.replace(first, chunk=0)
-    serving.there |= {first, plain, *loop.scheduler.shapes.catch_ups}
+    plain = dataclasses.replace(first, max_prompt_tokens=0)
+    serving.there |= {first, plain, *loop.scheduler.shapes.draft_prefills}
     plans = list[Any]()
 
     def check(owner: Any, name: str) -> None:
@@ -231,8 +231,8 @@ def test_first_come_first_served():
     assert admitted == list(range(7))
 
 
-def test_decoding_never_waits_for_prompts():
-    """A long prompt comes in beside rounds of those who run already."""
+def test_decoding_does_not_wait_for_prompts():
+    """A long prompt is prefilled in rounds of running requests."""
     loop = Loop(make_config(num_draft_tokens=0, max_num_batched_tokens=32), seed=0)
     random = np.random.default_rng(0)
     first = make_request(0, random, loop.config)
@@ -243,7 +243,7 @@ def test_decoding_never_waits_for_prompts():
     second = make_request(1, random, loop.config)
     second.prompt_token_ids, second.max_total = [1] * 90, 95
     loop.scheduler.add(second)
-    # First the time of a round without prompts becomes known.
+    # First a round without prompts is timed.
     for _ in range(4):
         loop.step()
     assert second.status is Status.PREFILL
@@ -260,7 +260,7 @@ def test_a_chunk_holds_no_more_than_the_budget():
     assert max(len(launch.plan.tiles) for launch in loop.launches) == 64 // TILE
 
 
-def test_a_crowd_of_prompts_asks_for_a_larger_program_and_fills_it(monkeypatch):
+def test_many_prompts_request_and_fill_a_larger_program(monkeypatch):
     monkeypatch.setattr("jaxspec.engine.scheduling.programs.FIRST_CHUNK", 2 * TILE)
     config = make_config(
         num_draft_tokens=0,
@@ -274,7 +274,7 @@ def test_a_crowd_of_prompts_asks_for_a_larger_program_and_fills_it(monkeypatch):
         programs.add(shape)
     requests = make_requests(config, 8)
     for number, request in enumerate(requests):
-        # A tile each, and nothing that was read before.
+        # A tile each, without tokens that were read before.
         request.prompt_token_ids = [number] * 20
         request.max_total = 40
     for request in requests[:2]:
@@ -285,8 +285,8 @@ def test_a_crowd_of_prompts_asks_for_a_larger_program_and_fills_it(monkeypatch):
         loop.scheduler.add(request)
     loop.step()
     assert [len(launch.plan.tiles) for launch in loop.launches] == [2, 2]
-    [larger] = {shape for shape in programs.asked if shape.chunk}
-    assert larger.chunk == 6 * TILE
+    [larger] = {shape for shape in programs.asked if shape.max_prompt_tokens}
+    assert larger.max_prompt_tokens == 6 * TILE
     programs.add(larger)
     loop.step()
     assert len(loop.launches[-1].plan.tiles) == 4
@@ -298,7 +298,7 @@ def test_a_crowd_of_prompts_asks_for_a_larger_program_and_fills_it(monkeypatch):
         loop.assert_said_the_truth(request)
 
 
-def test_drafting_stops_in_a_crowd_and_comes_back():
+def test_drafting_stops_above_batch_size_and_resumes():
     config = make_config(max_num_seqs=4, disable_by_batch_size=2)
     loop = Loop(config, seed=0)
     random = np.random.default_rng(0)
@@ -316,12 +316,12 @@ def test_drafting_stops_in_a_crowd_and_comes_back():
     ]
     assert crowded
     assert set(crowded) == {0}
-    assert any(launch.shape.is_catch_up for launch in loop.launches)
+    assert any(launch.shape.is_draft_prefill for launch in loop.launches)
     loop.assert_said_the_truth(requests[0])
 
 
-def test_sequences_decode_while_the_draft_model_catches_up():
-    """After some launches in a row, rows that it has not reached go without drafts."""
+def test_sequences_decode_during_draft_prefill():
+    """After some consecutive launches, rows that still lag decode without drafts."""
     config = make_config(
         max_num_seqs=4,
         num_pages=400,
@@ -342,7 +342,7 @@ def test_sequences_decode_while_the_draft_model_catches_up():
     while loop.step():
         pass
     launches = loop.launches[begun:]
-    turns = [launch.shape.is_catch_up for launch in launches]
+    turns = [launch.shape.is_draft_prefill for launch in launches]
     # 400 tokens of two rows, up to 64 in a launch.
     assert 6 <= sum(turns) <= 9
     runs = [len([*run]) for is_turn, run in itertools.groupby(turns) if is_turn]
@@ -356,7 +356,7 @@ def test_sequences_decode_while_the_draft_model_catches_up():
 
 
 def test_a_first_token_does_not_wait_for_the_draft_model():
-    """It reads a prompt in the next launch; then everybody drafts."""
+    """The draft model reads a prompt in the next launch; then all rows draft."""
     config = make_config(max_num_seqs=4, num_pages=200, max_num_batched_tokens=64)
     loop = Loop(config, seed=0)
     first, second = make_requests(config, 2, num_draft_tokens=3)
@@ -366,10 +366,10 @@ def test_a_first_token_does_not_wait_for_the_draft_model():
     while loop.step():
         pass
     prompts = [one.num_prefilled for one in loop.launches[:4]]
-    fed = [one.shape.is_catch_up for one in loop.launches[:4]]
-    # The second prompt goes before what the first one has left to do, once.
+    is_draft_prefill = [one.shape.is_draft_prefill for one in loop.launches[:4]]
+    # The second prompt is prefilled before the rest of the first one, once.
     assert prompts[:2] == [60, 60]
-    assert fed == [False, False, True, True]
+    assert is_draft_prefill == [False, False, True, True]
     drafts = [one.drafts.tolist() for one in loop.launches[3:8] if len(one.drafts)]
     assert all(3 in one for one in drafts)
     for request in (first, second):
@@ -389,18 +389,18 @@ def test_a_first_token_does_not_wait_for_streams_that_wait_for_the_draft_model()
     assert [one.num_prefilled for one in loop.launches[:2]] == [60, 60]
 
 
-def test_the_draft_model_reads_what_requests_share_once():
+def test_shared_pages_are_draft_prefilled_once():
     config = make_config(max_num_seqs=4, num_pages=200, max_num_batched_tokens=64)
     requests = make_requests(config, 4, num_draft_tokens=3)
     loop = run_traffic(config, requests)
-    reading = [one for one in loop.launches if one.shape.is_catch_up]
+    reading = [one for one in loop.launches if one.shape.is_draft_prefill]
     read = sum(len(tile.tokens) for one in reading for tile in one.plan.tiles)
     # 70 tokens, of which 68 lie in full pages.
     assert read == 70 + 3 * 2
 
 
-def test_the_draft_model_reads_in_the_order_of_admission():
-    """A long prompt is not passed by every short one that comes after it."""
+def test_draft_prefill_follows_admission_order():
+    """Later short prompts do not overtake a long one."""
     config = make_config(
         max_num_seqs=4, num_pages=200, max_model_len=400, max_num_batched_tokens=64
     )
@@ -414,7 +414,7 @@ def test_the_draft_model_reads_in_the_order_of_admission():
         loop.scheduler.add(request)
     while loop.step():
         pass
-    reading = [one for one in loop.launches if one.shape.is_catch_up]
+    reading = [one for one in loop.launches if one.shape.is_draft_prefill]
     read = [request for launch in reading for request in launch.tiled]
     num_tiles = -(-300 // TILE)
     assert read[:num_tiles] == [requests[0]] * num_tiles
@@ -424,8 +424,8 @@ def test_the_draft_model_reads_in_the_order_of_admission():
 @pytest.mark.parametrize(
     "kind", [RequestOutputKind.FINAL_ONLY, RequestOutputKind.DELTA]
 )
-def test_all_get_drafts_soon_after_a_time_without(kind):
-    """Those who have caught up first would lag again before the last have."""
+def test_all_rows_get_drafts_soon_after_plain_rounds(kind):
+    """Otherwise the first rows would lag again before the last are prefilled."""
     config = make_config(
         max_num_seqs=16,
         num_pages=1000,
@@ -447,21 +447,21 @@ def test_all_get_drafts_soon_after_a_time_without(kind):
     for _ in range(20):
         loop.step()
     launches = loop.launches[begun:]
-    rounds = [one for one in launches if not one.shape.is_catch_up]
+    rounds = [one for one in launches if not one.shape.is_draft_prefill]
     # 15 rows lag by four tiles each, of which a launch takes 16.
     assert len(launches) - len(rounds) <= 6
     assert all((one.drafts == 3).all() for one in rounds[4:])
-    # Before, nobody pays for drafts that are not made.
+    # Before that, no launch has room for drafts that are not made.
     idle = [one for one in rounds if not one.drafts.any()]
     assert not any(one.shape.num_draft_tokens for one in idle)
 
 
-def test_streams_are_not_held_up_by_what_the_draft_model_reads():
+def test_draft_prefill_does_not_delay_streams():
     config = make_config(
         max_num_seqs=4, num_pages=200, max_model_len=500, max_num_batched_tokens=512
     )
     loop = Loop(config, seed=0)
-    loop.fed_s = 1 / 256  # 64 tokens take a quarter of a round, 512 two rounds
+    loop.prompt_token_s = 1 / 256  # 64 tokens take a quarter of a round, 512 two rounds
     stream, late = make_requests(config, 2, num_draft_tokens=3)
     stream.prompt_token_ids, stream.max_total = [1] * 20, 400
     stream.params.output_kind = RequestOutputKind.DELTA
@@ -473,17 +473,21 @@ def test_streams_are_not_held_up_by_what_the_draft_model_reads():
     loop.scheduler.add(late)
     while loop.step():
         pass
-    sizes = [one.shape.chunk for one in loop.launches[before:] if one.shape.is_catch_up]
+    sizes = [
+        one.shape.max_prompt_tokens
+        for one in loop.launches[before:]
+        if one.shape.is_draft_prefill
+    ]
     assert sizes == [64] * 7
 
 
-def test_without_its_program_the_draft_model_is_left_out():
+def test_draft_model_is_unused_without_its_program():
     class FailedPrograms(EveryProgram):
         def __contains__(self, shape):
-            return not shape.is_catch_up
+            return not shape.is_draft_prefill
 
         def has_failed(self, shape):
-            return shape.is_catch_up
+            return shape.is_draft_prefill
 
     config = make_config(num_pages=200)
     loop = Loop(config, seed=0)
@@ -498,24 +502,24 @@ def test_without_its_program_the_draft_model_is_left_out():
     loop.assert_said_the_truth(request)
 
 
-def test_the_draft_model_does_not_read_for_nothing():
+def test_no_draft_prefill_without_need():
     loop = Loop(make_config(num_pages=200), seed=0)
     (request,) = make_requests(loop.config, 1, num_draft_tokens=3)
     request.prompt_token_ids, request.max_total = [1] * 60, 62
     loop.scheduler.add(request)
     while loop.step():
         pass
-    assert not any(launch.shape.is_catch_up for launch in loop.launches)
+    assert not any(launch.shape.is_draft_prefill for launch in loop.launches)
     loop.assert_said_the_truth(request)
 
 
 def time_plain_rounds(policy: SpeculationPolicy) -> None:
-    policy._explored = Choice(num_drafts=0)
+    policy._explored = Choice(num_draft_tokens=0)
     policy._explore_left = CONSTANTS.explore_rounds
 
 
 def test_plain_rounds_are_timed_in_a_row():
-    """Without draft prefill between them; the first is no measurement."""
+    """Without draft prefill between them; the first is not a measurement."""
     config = make_config(controller=ADAPTIVE, max_model_len=400, num_pages=200)
     loop = Loop(config, seed=0)
     [request] = make_requests(config, 1)
@@ -530,13 +534,13 @@ def test_plain_rounds_are_timed_in_a_row():
         loop.step()
     timed = loop.launches[begin:-1]  # the last one has not been read
     assert len(timed) == CONSTANTS.explore_rounds - 1  # one was in flight
-    assert not any(one.shape.is_catch_up or one.drafts.any() for one in timed)
+    assert not any(one.shape.is_draft_prefill or one.drafts.any() for one in timed)
     assert [one.is_measure for one in timed] == [False] + [True] * (len(timed) - 1)
     loop.step()
-    assert loop.launches[-1].shape.is_catch_up
+    assert loop.launches[-1].shape.is_draft_prefill
 
 
-def test_idle_policy_is_asked_once_in_some_rounds(monkeypatch):
+def test_idle_policy_is_evaluated_once_in_some_rounds(monkeypatch):
     """And at once after a probe of the draft model, or an admission."""
     config = make_config(controller=ADAPTIVE, max_model_len=400, num_pages=200)
     loop = Loop(config, seed=0)
@@ -548,7 +552,7 @@ def test_idle_policy_is_asked_once_in_some_rounds(monkeypatch):
 
     def choose_none(known) -> None:
         choose(known)
-        policy.choice, policy._explored = Choice(num_drafts=0), None
+        policy.choice, policy._explored = Choice(num_draft_tokens=0), None
         policy._rounds_left = CONSTANTS.idle_look_rounds
         chosen_at.append(len(loop.launches))
 
@@ -580,7 +584,7 @@ def test_idle_policy_is_asked_once_in_some_rounds(monkeypatch):
 
 
 def test_prompts_end_the_timing_of_plain_rounds():
-    """While they come all the time nothing would be drafted, and nothing timed."""
+    """Otherwise, with constant arrivals, nothing would be drafted or timed."""
     config = make_config(
         controller=ADAPTIVE, max_num_seqs=2, max_model_len=400, num_pages=200
     )
@@ -595,7 +599,9 @@ def test_prompts_end_the_timing_of_plain_rounds():
     for number, request in enumerate(others):
         request.prompt_token_ids, request.max_total = [number] * 70, 71
         loop.scheduler.add(request)
-    while loop.launches[-1].drafts.any() or not loop.launches[-1].shape.chunk:
+    while (
+        loop.launches[-1].drafts.any() or not loop.launches[-1].shape.max_prompt_tokens
+    ):
         loop.step()
     loop.step()
     assert loop.scheduler.waiting and not policy.is_timing_plain
@@ -604,8 +610,8 @@ def test_prompts_end_the_timing_of_plain_rounds():
     assert loop.scheduler.waiting, "there are drafts before all prompts are in"
 
 
-def test_rounds_without_drafts_between_other_launches_are_no_measure():
-    """As while the draft model reads a long prompt."""
+def test_plain_rounds_between_other_launches_are_not_measured():
+    """For example during draft prefill of a long prompt."""
     config = make_config(
         controller=ADAPTIVE, max_num_seqs=2, max_model_len=400, num_pages=200
     )
@@ -616,12 +622,12 @@ def test_rounds_without_drafts_between_other_launches_are_no_measure():
     while not (loop.launches and loop.launches[-1].drafts.any()):
         loop.step()
     before = loop.launches[:-1]
-    assert sum(one.shape.is_catch_up for one in before) > 4
+    assert sum(one.shape.is_draft_prefill for one in before) > 4
     plain = [one for one in before if one.decoding]
     assert plain and not any(one.is_measure for one in plain)
 
 
-def test_the_program_drafts_no_more_than_anybody_asks_for():
+def test_k_is_at_most_the_largest_requested():
     loop = run_together(make_config(num_draft_tokens=8), 2, num_draft_tokens=2)
     drafts = {int(launch.drafts.max(initial=0)) for launch in loop.launches}
     assert drafts <= {0, 1, 2}
@@ -633,8 +639,8 @@ def test_the_program_drafts_no_more_than_anybody_asks_for():
     assert {shape.num_draft_tokens for shape in alone} == {0}
 
 
-def test_nobody_drafts_past_the_end():
-    """The last token needs no draft: it comes from the target in any case."""
+def test_no_drafts_past_the_end():
+    """The last token needs no draft: the target always samples it."""
     loop = run_together(make_config(num_draft_tokens=8), 1)
     entries = [entry for launch in loop.launches for entry in launch.plan.decode]
     # Four prompt tokens and the first generated one, then one at least per round.
@@ -643,8 +649,8 @@ def test_nobody_drafts_past_the_end():
 
 
 @pytest.mark.parametrize("longest", [10, 11, 12])
-def test_long_sequences_are_not_drafted_for(monkeypatch, longest):
-    """No draft lies beyond, counted from the prompt on; later rounds are plain ones."""
+def test_long_sequences_get_no_drafts(monkeypatch, longest):
+    """No draft is beyond the draft's limit; later rounds are plain."""
     known, run = [], FakeDevice.run
 
     def note(device, plan, shape):
@@ -666,10 +672,13 @@ def test_long_sequences_are_not_drafted_for(monkeypatch, longest):
     loop.assert_said_the_truth(loop.finished[0])
 
 
-@pytest.mark.parametrize("num_draft", [0, 3])
-def test_who_came_last_waits_again_when_pages_run_out(num_draft):
+@pytest.mark.parametrize("num_draft_tokens", [0, 3])
+def test_latest_request_is_preempted_when_pages_run_out(num_draft_tokens):
     config = make_config(
-        max_num_seqs=4, num_pages=30, max_model_len=96, num_draft_tokens=num_draft
+        max_num_seqs=4,
+        num_pages=30,
+        max_model_len=96,
+        num_draft_tokens=num_draft_tokens,
     )
     requests = make_requests(config, 4)
     for number, request in enumerate(requests):
@@ -677,14 +686,14 @@ def test_who_came_last_waits_again_when_pages_run_out(num_draft):
     loop = run_traffic(config, requests)
     counts = [request.stats.num_preemptions for request in requests]
     assert sum(counts) == loop.scheduler.stats.num_preemptions > 0
-    # The first is never touched, so that somebody always goes on.
+    # The first is never preempted, so one request always continues.
     assert counts[0] == 0
     ends = [int(request.request_id) for request in loop.finished]
     assert ends == sorted(ends)
 
 
-def test_a_plan_lists_all_pages_that_were_taken():
-    """Pages are taken for the drafts of one who then sits out: the plan is smaller."""
+def test_plan_lists_all_allocated_pages():
+    """A row gets pages for drafts but is left out: the plan is smaller."""
     config = make_config(
         num_draft_tokens=8, num_pages=13, max_num_seqs=2, max_model_len=52
     )
@@ -706,8 +715,8 @@ def test_a_plan_lists_all_pages_that_were_taken():
     assert num_sat_out
 
 
-def test_a_preempted_request_finds_its_own_pages():
-    """What nobody has taken meanwhile is not computed again."""
+def test_preempted_request_finds_its_own_pages():
+    """Pages that were not reallocated are not computed again."""
     config = make_config(max_num_seqs=2, num_pages=30, num_draft_tokens=0)
     requests = make_requests(config, 2)
     for number, request in enumerate(requests):
@@ -724,7 +733,7 @@ def test_a_preempted_request_finds_its_own_pages():
     assert min(starts[1:]) > 0
 
 
-def test_priorities_decide_who_runs_and_who_is_preempted():
+def test_priorities_decide_admission_and_preemption():
     config = make_config(
         max_num_seqs=2, num_pages=30, scheduling_policy="priority", num_draft_tokens=0
     )
@@ -743,7 +752,7 @@ def test_priorities_decide_who_runs_and_who_is_preempted():
     assert [int(request.request_id) for request in loop.finished] == [0, 1, 2, 3]
 
 
-def test_a_launch_has_what_anybody_in_it_needs():
+def test_launch_has_features_of_all_its_requests():
     config = make_config(max_num_seqs=2, num_pages=200, num_draft_tokens=0)
     requests = make_requests(config, 2, max_total=80)
     most = config.num_logprobs
@@ -756,13 +765,13 @@ def test_a_launch_has_what_anybody_in_it_needs():
         if requests[1] in launch.tiled:
             expected = asked
         elif requests[1] in launch.decoding:
-            expected = Features(num_logprobs=most)  # the prompt is told already
+            expected = Features(num_logprobs=most)  # prompt logprobs were returned
         form = loop.scheduler.shapes.form(expected)
         assert launch.shape.features == form
         assert launch.shape in loop.scheduler.shapes.all(features=[form])
 
 
-def test_few_admissions_of_a_launch_have_controls():
+def test_admissions_with_controls_are_limited():
     config = make_config(max_num_seqs=16, num_pages=400, max_num_batched_tokens=512)
     controls = TokenControls(presence_penalty=1.0)
     features = Features(has_controls=True)
@@ -783,9 +792,9 @@ def test_draft_model_is_probed_once_at_a_time(monkeypatch):
     """While nothing is drafted; the result is read one launch late."""
     config = make_config(num_pages=200, max_model_len=400, controller=ADAPTIVE)
     loop = Loop(config, seed=0)
-    loop.fastest_s, loop.fed_s = 1e-4, 1e-7
+    loop.fastest_s, loop.prompt_token_s = 1e-4, 1e-7
     policy, in_flight = loop.scheduler.policy, 0
-    policy.choice = Choice(num_drafts=0)
+    policy.choice = Choice(num_draft_tokens=0)
     monkeypatch.setattr(policy, "is_due", lambda *_: False)
     begin_probe, record = policy.begin_probe, policy.record_draft_prefill
 

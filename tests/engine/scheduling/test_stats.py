@@ -1,4 +1,4 @@
-"""Acceptance figures equal what a list of rounds says."""
+"""Acceptance figures equal those of a list of rounds."""
 
 import numpy as np
 from hypothesis import given
@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from jaxspec.engine.scheduling.stats import EngineStats
 
-# (drafts, accepted, generated); one that had ended on the device generates nothing.
+# (drafts, accepted, generated); an ended sequence generates nothing.
 SEQUENCE = st.integers(0, 8).flatmap(
     lambda drafts: st.tuples(
         st.just(drafts), st.integers(0, drafts), st.booleans()
@@ -42,7 +42,7 @@ def test_totals_equal_sums_over_the_rounds(rounds):
     ]
 
 
-def test_a_round_without_drafts_leaves_acceptance_alone():
+def test_round_without_drafts_does_not_change_acceptance():
     stats = EngineStats()
     record(stats, [(4, 3, 4)])
     record(stats, [(0, 0, 1)])

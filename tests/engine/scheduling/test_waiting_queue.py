@@ -1,6 +1,6 @@
 """The queue keeps the order of a sorted list."""
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxspec.engine.scheduling.request import Request
@@ -16,9 +16,8 @@ def fill(policy: str, priorities: list[int]) -> tuple[WaitingQueue, list[Request
     return line, requests
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(-2, 2), max_size=8), st.data())
-def test_the_order_is_that_of_a_sorted_list(priorities, data):
+def test_order_equals_a_sorted_list(priorities, data):
     for policy in ("fcfs", "priority"):
         line, requests = fill(policy, priorities)
         expected = list(requests)

@@ -60,7 +60,7 @@ def test_rate_is_the_weighted_mean_of_rounds(rounds):
         prior = weighted([observed(one) for one in drafting], prior)
         assert means[position] == pytest.approx(prior)
         for row in range(ROWS):
-            # A round without drafts of its own does not make a request's past older.
+            # A round in which a request has no drafts does not age its counts.
             own = [observed([one[row]]) for one in rounds if one[row][0]]
             assert rates[row, position] == pytest.approx(weighted(own, prior))
 
@@ -81,17 +81,17 @@ def test_drafts_are_compared_up_to_the_first_rejection(rounds):
 
 
 def test_missing_draft_of_a_lookup_counts_as_rejected():
-    """Rounds that find no draft say that more of them would be rounds for nothing."""
+    """Rounds that find no draft lower the expected gain."""
     acceptance, row = make_rates(), np.array([0])
-    for found, stays in [(0, 0), (2, 2), (0, 0), (2, 1)] * 20:
-        acceptance.record(row, np.array([found]), np.array([stays]), np.array([DRAFTS]))
+    for found, kept in [(0, 0), (2, 2), (0, 0), (2, 1)] * 20:
+        acceptance.record(row, np.array([found]), np.array([kept]), np.array([DRAFTS]))
         acceptance.check()
     rates = acceptance.of_rows(row)[0]
-    # Found every second time; then the first always stays, the second half the time.
+    # Found every second time; then the first is always kept, the second half the time.
     assert rates[0] == pytest.approx(0.5, abs=0.05)
     assert rates[1] == pytest.approx(0.5, abs=0.1)
     assert (rates[2:] < rates[1]).all()
-    # Told is what was verified.
+    # Only verified drafts count as compared.
     assert (acceptance.num_compared, acceptance.num_agreed) == (80, 60)
 
 
@@ -163,7 +163,7 @@ def test_side_tokens_are_a_share_of_the_main_chain():
 
 
 def test_predicted_rounds_count_as_rounds():
-    """Counted in parts of a round, and of rows with ages of their own."""
+    """Counted in parts of a round, for rows with different ages."""
     whole, parts = make_rates(), make_rates()
     for sequences in ([(3, 2), (2, 0)], [(4, 4), (4, 1)]):
         record(whole, sequences)

@@ -11,14 +11,14 @@ from jaxspec.engine.speculation.step_times import (
     MAX_SKIPPED,
     NEWEST,
     STALL,
-    Round,
+    RoundKind,
     StepTimes,
 )
 from jaxspec.program.plan import StepShape
 from tests.support.loops import Loop, make_config, make_requests
 
-SHAPE = StepShape(num_seqs=4, num_draft_tokens=8, chunk=0)
-ROUND_OF_3 = Round(SHAPE, 3)
+SHAPE = StepShape(num_seqs=4, num_draft_tokens=8, max_prompt_tokens=0)
+ROUND_OF_3 = RoundKind(SHAPE, 3)
 
 
 def test_time_is_a_mean_from_the_second_run_on():
@@ -64,34 +64,34 @@ def test_suspension_of_the_machine_counts_as_a_slow_round():
         times.record(ROUND_OF_3, seconds)
     assert times.record(ROUND_OF_3, 1000.0) == STALL
     assert times.seconds[ROUND_OF_3] == pytest.approx(NEWEST * MAX_RISE + (1 - NEWEST))
-    # Of a shape that has not run, what it was expected to take decides.
-    other = Round(dataclasses.replace(SHAPE, chunk=32), 3)
+    # Without a time of the shape, the expected time is the limit.
+    other = RoundKind(dataclasses.replace(SHAPE, max_prompt_tokens=32), 3)
     assert times.record(other, 1000.0, 2.0) == 2 * STALL
 
 
 def test_time_between_two_measured_k_is_interpolated():
     times = StepTimes()
-    for num_drafts, seconds in ((0, 1.0), (2, 1.5), (8, 4.5)):
+    for num_draft_tokens, seconds in ((0, 1.0), (2, 1.5), (8, 4.5)):
         for _ in range(2):
-            times.record(Round(SHAPE, num_drafts), seconds)
-    # A larger batch times something else, and says nothing of this one.
+            times.record(RoundKind(SHAPE, num_draft_tokens), seconds)
+    # A larger batch is another round: its time does not count here.
     wide = dataclasses.replace(SHAPE, num_seqs=8)
     for _ in range(2):
-        times.record(Round(wide, 4), 100.0)
+        times.record(RoundKind(wide, 4), 100.0)
 
-    def seconds_of(num_drafts: int) -> float | None:
-        return times.expected(Round(SHAPE, num_drafts))
+    def seconds_of(num_draft_tokens: int) -> float | None:
+        return times.expected(RoundKind(SHAPE, num_draft_tokens))
 
     known = {0: 1.0, 1: 1.25, 2: 1.5, 5: 3.0, 8: 4.5}
     assert {k: seconds_of(k) for k in known} == pytest.approx(known)
     assert seconds_of(9) is None
-    assert times.expected(Round(wide, 3)) is None
-    tiled = dataclasses.replace(SHAPE, chunk=32)
-    assert times.expected(Round(tiled, 2)) is None
+    assert times.expected(RoundKind(wide, 3)) is None
+    tiled = dataclasses.replace(SHAPE, max_prompt_tokens=32)
+    assert times.expected(RoundKind(tiled, 2)) is None
 
 
 def test_rounds_of_the_engine_are_recorded():
-    """What the fake device accepted, and the time that the loop says it took."""
+    """Recorded acceptance and times equal those of the fake device."""
     config = make_config(max_num_seqs=4, num_pages=200)
     loop = Loop(config, seed=0)
     for request in make_requests(config, 4, num_draft_tokens=3):
@@ -101,12 +101,14 @@ def test_rounds_of_the_engine_are_recorded():
     times, device = loop.scheduler.step_times, loop.device
     acceptance = loop.scheduler.acceptance
     assert set(times.seconds) == {
-        launch.round
+        launch.round_kind
         for index, launch in enumerate(loop.launches)
-        if launch.round in {one.round for one in loop.launches[:index]}
+        if launch.round_kind in {one.round_kind for one in loop.launches[:index]}
     }
     for one, seconds in times.seconds.items():
-        assert seconds == pytest.approx(loop.fastest_s + one.shape.chunk * loop.fed_s)
+        assert seconds == pytest.approx(
+            loop.fastest_s + one.shape.max_prompt_tokens * loop.prompt_token_s
+        )
     assert device.num_proposed
     # The fake device accepts 0 to 3 of three drafts, each number as often.
     assert acceptance.mean(Kind.SAMPLED)[0] == pytest.approx(3 / 4, abs=0.2)

@@ -1,4 +1,4 @@
-"""A Gemma 3 is read from every spelling of config.json, as transformers reads it."""
+"""Gemma 3 configs: every spelling of config.json is read as transformers reads it."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from jaxspec.models.gemma.config import Gemma2Config, Gemma3Config, Rope
 
 LOCAL, GLOBAL = "sliding_attention", "full_attention"
 KINDS_34 = [GLOBAL if layer % 6 == 5 else LOCAL for layer in range(34)]
-# What the files of gemma-3-4b-it state of the text model, and around it.
+# The config.json of gemma-3-4b-it: the text model's part, and the rest.
 TEXT_4B: dict[str, Any] = {
     "hidden_size": 2560,
     "intermediate_size": 10240,
@@ -42,7 +42,7 @@ def published(size: str) -> dict[str, Any]:
 
 
 def flat_4b(**changes: Any) -> dict[str, Any]:
-    """The published 4B without its ways of stating layers and rotations."""
+    """The published 4B without its keys for layer types and rotary embeddings."""
     left_out = "sliding_window_pattern", "rope_scaling", "rope_theta"
     left_out = *left_out, "rope_local_base_freq"
     config = {k: v for k, v in published("4b").items() if k not in left_out}
@@ -59,7 +59,7 @@ READ_4B = config_from_hf(published("4b") | {"torch_dtype": "bfloat16"})
         ("1b", 0.0625, 512, 32768, 1.0, 4),
         ("4b", 0.0625, 1024, 131072, 8.0, 5),
         ("12b", 0.0625, 1024, 131072, 8.0, 8),
-        # Not 1 / sqrt(128): the width of the model over its heads.
+        # Not 1 / sqrt(128), but by the model's width over its heads.
         ("27b", 0.0771517, 1024, 131072, 8.0, 10),
     ],
 )
@@ -82,7 +82,7 @@ def test_published_sizes(size, scale, window, positions, factor, num_global):
 
 
 @pytest.mark.parametrize("size", NAMES)
-def test_published_sizes_as_transformers_reads_them(size):
+def test_published_sizes_match_transformers(size):
     check_as_transformers(published(size))
 
 
@@ -145,7 +145,7 @@ def check_as_transformers(file: dict[str, Any]) -> None:
         ),
     ],
 )
-def test_every_spelling_is_the_same_model(file):
+def test_every_spelling_gives_the_same_config(file):
     assert config_from_hf(file) == READ_4B
 
 
@@ -165,12 +165,12 @@ def test_every_spelling_is_the_same_model(file):
         ),
     ],
 )
-def test_rotations_and_layers_as_transformers_reads_them(changes):
+def test_rotary_and_layer_settings_match_transformers(changes):
     check_as_transformers(flat_4b(**changes))
 
 
-def test_layer_types_alone_decide_which_layers_are_local():
-    """VaultGemma states a window, and none of its layers has one."""
+def test_only_layer_types_decide_which_layers_are_local():
+    """VaultGemma states a window, but none of its layers is local."""
     config = config_from_hf(flat_4b(layer_types=[GLOBAL] * 34))
     assert [config.window(layer) for layer in range(34)] == [None] * 34
     assert config.period == 1
@@ -198,7 +198,7 @@ def test_soft_cap_of_attention_is_ignored():
     assert config_from_hf(config | {"attn_logit_softcapping": 50.0}) == READ_4B
 
 
-def test_other_vocabularies_are_not_cut():
+def test_other_vocabularies_are_kept():
     assert config_from_hf(flat_4b(vocab_size=262209)).vocab_size == 262209
 
 
@@ -216,7 +216,7 @@ def test_other_vocabularies_are_not_cut():
         (dict(model_type="gemma4"), "'gemma4'.*Gemma 4"),
     ],
 )
-def test_other_networks_are_refused_by_name(changes, expected):
+def test_other_networks_are_rejected_by_name(changes, expected):
     with pytest.raises(UnsupportedError, match=expected):
         config_from_hf(flat_4b(**changes))
 
@@ -247,12 +247,12 @@ def test_other_networks_are_refused_by_name(changes, expected):
         ),
     ],
 )
-def test_bad_files_are_refused(file, expected):
+def test_bad_files_are_rejected(file, expected):
     with pytest.raises(ConfigError, match=expected):
         config_from_hf(file)
 
 
-def test_gemma_2_is_a_network_of_the_same_kind():
+def test_gemma_2_uses_the_same_network():
     config = config_from_hf(published_config("google/gemma-2-9b-it") or {})
     assert type(config) is Gemma2Config
     assert config.local_rope == config.global_rope == Rope(theta=10_000.0)

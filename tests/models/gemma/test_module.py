@@ -52,7 +52,7 @@ def batch_of(tokens: np.ndarray) -> TokenBatch:
 
 
 @pytest.mark.parametrize(("length", "is_tied"), [(7, True), (2, True), (7, False)])
-def test_its_logits_equal_huggingface(length, is_tied):
+def test_module_logits_equal_huggingface(length, is_tied):
     reference = make_hf_model(
         num_hidden_layers=2, sliding_window=3, tie_word_embeddings=is_tied
     )
@@ -63,18 +63,18 @@ def test_its_logits_equal_huggingface(length, is_tied):
 
     @nnx.jit
     def forward(module, batch, pages):
-        hidden, pages = module.hidden(batch, pages)
-        return module.logits(hidden.rows), hidden, pages
+        output, pages = module.forward(batch, pages)
+        return module.logits(output.hidden_states), output, pages
 
     tokens = PROMPT[:length]
-    logits, hidden, after = forward(module, batch_of(tokens), pages)
+    logits, output, after = forward(module, batch_of(tokens), pages)
     assert np.abs(logits - hf_logits(reference, tokens)).max() <= 1e-4
-    assert hidden.is_finite.shape == (length,)
-    assert hidden.is_finite.all()
+    assert output.is_finite.shape == (length,)
+    assert output.is_finite.all()
     assert [page.shape for page in after] == [page.shape for page in pages]
 
 
-def test_its_parameters_have_names_and_axes():
+def test_module_parameters_have_names_and_axes():
     config: Any = model_config(make_hf_model(num_hidden_layers=2))
     module = nnx.eval_shape(lambda: Gemma(config, jnp.dtype(jnp.bfloat16)))
     found = {
@@ -93,7 +93,7 @@ def test_its_parameters_have_names_and_axes():
     assert module.config is config
 
 
-def test_it_has_two_addresses_and_they_are_lazy():
+def test_module_has_two_lazy_import_paths():
     assert jaxspec.models.gemma.Gemma is Gemma
     with pytest.raises(AttributeError, match="no attribute 'Gemma3'"):
         _ = jaxspec.models.Gemma3  # pyright: ignore[reportAttributeAccessIssue]

@@ -1,7 +1,8 @@
 """Gemma 2 and 3 equal HuggingFace's eager float32 model, however the tokens arrive.
 
-Compiling is what costs time here, so every way of feeding has one shape. The fast part
-feeds every config in chunks and three of them in every way; the slow part, the rest.
+Compiling takes most of the time, so every way to run the tokens has one shape. The fast
+part runs every config in chunks and three of them in every way; the slow part runs the
+rest.
 """
 
 import functools
@@ -22,7 +23,7 @@ from tests.support.oracles import (
     model_config,
 )
 
-# One local and one global layer; each makes one feature bind that another leaves idle.
+# One local and one global layer. Each config makes a feature bind that others do not.
 SHALLOW = dict(num_hidden_layers=2)
 CONFIGS: dict[str, dict[str, Any]] = {
     "base": {},
@@ -37,22 +38,22 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "untied": dict(tie_word_embeddings=False),
     "deep": dict(num_hidden_layers=5, rope_theta=500.0),
 }
-FED_IN_EVERY_WAY = ("base", "one_kv_head", "window_of_three")
+RUN_IN_EVERY_WAY = ("base", "one_kv_head", "window_of_three")
 PROMPT = np.random.default_rng(1).integers(0, 96, 50)
 
 
 def one_shot(model: PagedModel) -> np.ndarray:
-    return model.feed(PROMPT)
+    return model.run(PROMPT)
 
 
 def chunked(model: PagedModel) -> np.ndarray:
-    # Uneven chunks across page borders, filled up with pad rows before them.
+    # Uneven chunks across page borders, padded on the left.
     pieces = np.split(PROMPT, [1, 8, 21, 37])
-    return np.concatenate([model.feed(piece, pads=16 - len(piece)) for piece in pieces])
+    return np.concatenate([model.run(piece, pads=16 - len(piece)) for piece in pieces])
 
 
 def token_by_token(model: PagedModel) -> np.ndarray:
-    return np.concatenate([model.feed(token) for token in np.split(PROMPT, 50)])
+    return np.concatenate([model.run(token) for token in np.split(PROMPT, 50)])
 
 
 @functools.cache
@@ -62,23 +63,23 @@ def huggingface(name: str) -> tuple[Any, np.ndarray]:
 
 
 @pytest.mark.parametrize(
-    ("name", "feed"),
+    ("name", "run"),
     [
         pytest.param(
             name,
-            feed,
+            run,
             marks=[]
-            if feed is chunked or name in FED_IN_EVERY_WAY
+            if run is chunked or name in RUN_IN_EVERY_WAY
             else [pytest.mark.slow],
         )
         for name in CONFIGS
-        for feed in (one_shot, chunked, token_by_token)
+        for run in (one_shot, chunked, token_by_token)
     ],
 )
-def test_logits_equal_huggingface(name, feed):
+def test_logits_equal_huggingface(name, run):
     reference, expected = huggingface(name)
     ours = PagedModel(model_config(reference), load_ours(reference))
-    assert np.abs(feed(ours) - expected).max() <= 1e-4
+    assert np.abs(run(ours) - expected).max() <= 1e-4
     assert ours.num_traces == 1
 
 
@@ -91,7 +92,7 @@ def test_logits_equal_huggingface(name, feed):
         dict(query_pre_attn_scalar=8),
     ],
 )
-def test_every_feature_binds_in_the_base_config(changes):
+def test_every_feature_has_an_effect_in_the_base_config(changes):
     """Otherwise the comparison above would prove nothing about the feature."""
     _, base = huggingface("base")
     changed = hf_logits(make_hf_model(**SHALLOW, **changes), PROMPT)
@@ -117,18 +118,18 @@ def gemma3(name: str = "base") -> tuple[Any, np.ndarray]:
 
 
 @pytest.mark.parametrize(
-    ("name", "feed"),
+    ("name", "run"),
     [
         *((name, chunked) for name in GEMMA3),
         ("base", one_shot),
         ("base", token_by_token),
     ],
 )
-def test_gemma_3_equals_huggingface(name, feed):
-    """A prompt of six windows; eight layers, of which the last two begin a period."""
+def test_gemma_3_equals_huggingface(name, run):
+    """A prompt of six windows; eight layers, of which the last two start a period."""
     reference, expected = gemma3(name)
     ours = PagedModel(model_config(reference), load_ours(reference))
-    assert np.abs(feed(ours) - expected).max() <= 1e-5
+    assert np.abs(run(ours) - expected).max() <= 1e-5
     assert ours.num_traces == 1
 
 
@@ -143,14 +144,14 @@ def test_gemma_3_equals_huggingface(name, feed):
         dict(rope_local_base_freq=1000.0),
     ],
 )
-def test_every_feature_binds_in_the_base_gemma_3(changes):
+def test_every_feature_has_an_effect_in_the_base_gemma_3(changes):
     """Otherwise the comparison above would prove nothing about the feature."""
     changed = hf_logits(make_gemma3(**changes), PROMPT)
     assert np.abs(gemma3()[1] - changed).max() > 0.05
 
 
 @pytest.mark.parametrize("name", ["q_norm", "k_norm"])
-def test_norms_of_heads_bind_in_the_base_gemma_3(name):
+def test_head_norms_have_an_effect_in_the_base_gemma_3(name):
     reference = make_gemma3()
     with torch.no_grad():
         for path, value in reference.named_parameters():
@@ -159,8 +160,8 @@ def test_norms_of_heads_bind_in_the_base_gemma_3(name):
     assert np.abs(gemma3()[1] - hf_logits(reference, PROMPT)).max() > 0.05
 
 
-def test_eight_devices_give_the_logits_of_one_gemma_3():
-    """The one KV head and the norms of heads are on every device."""
+def test_eight_devices_equal_one_gemma_3():
+    """The single KV head and the head norms are on every device."""
     reference = make_gemma3(num_attention_heads=8)
     params = load_ours(reference, shards=8)
     logits = one_shot(PagedModel(model_config(reference), params))
@@ -188,8 +189,8 @@ def test_linear_scaling_divides_positions():
     ("num_q_heads", "num_kv_heads", "is_tied"),
     [(8, 2, False), pytest.param(8, 8, True, marks=pytest.mark.slow), (24, 3, True)],
 )
-def test_eight_devices_give_the_logits_of_one(num_q_heads, num_kv_heads, is_tied):
-    """Two KV heads are repeated, eight are split, three are whole everywhere."""
+def test_eight_devices_equal_one(num_q_heads, num_kv_heads, is_tied):
+    """Two KV heads are repeated, eight are split, three are replicated."""
     reference = make_hf_model(
         num_attention_heads=num_q_heads,
         num_key_value_heads=num_kv_heads,
@@ -214,11 +215,11 @@ def test_bfloat16_is_close_to_float32():
     assert np.mean(exact.argmax(-1) == rounded.argmax(-1)) >= 0.8
 
 
-def test_rope_angles_are_those_of_float64():
+def test_rope_angles_equal_float64():
     positions = np.array([0, 1, 255, 256, 257, 258, 4095, 8191])
     cos, sin = rope_tables(jnp.asarray(positions, jnp.int32), 8, 10000.0)
     angle = positions[:, None] * 10000.0 ** (-np.arange(0, 8, 2) / 8)
-    # An angle of 8191 has steps of 0.0005 in float32; of 32 in bfloat16.
+    # Near an angle of 8191, float32 has steps of 0.0005, bfloat16 of 32.
     np.testing.assert_allclose(cos[:, 0], np.cos(angle), atol=5e-4)
     np.testing.assert_allclose(sin[:, 0], np.sin(angle), atol=5e-4)
 
@@ -232,5 +233,5 @@ def test_bfloat16_parameters_keep_distant_positions_apart():
     exact = hf_logits(reference, prompt)
     params = load_ours(reference, dtype=jnp.bfloat16)
     ours = PagedModel(model_config(reference), params, num_pages=80)
-    error = np.abs(ours.feed(prompt) - exact)
+    error = np.abs(ours.run(prompt) - exact)
     assert error[257:].mean() <= 1.5 * error[:256].mean()

@@ -1,4 +1,4 @@
-"""The target that the heads in these tests are for, and others."""
+"""The target of the heads in these tests, and other targets."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What a head's config.json says; a head for another target or kind is named."""
+"""Heads' config.json files; errors name a head of another target or kind."""
 
 import json
 
@@ -29,7 +29,7 @@ HEADS = {
 
 
 @pytest.mark.parametrize("kind", HEADS)
-def test_what_is_written_is_read_again(kind):
+def test_written_config_is_read_back(kind):
     config = HEADS[kind]
     content = json.loads(json.dumps(config.to_file()))
     assert CONFIGS[kind].from_file(content, ()) == config
@@ -43,13 +43,13 @@ def test_what_is_written_is_read_again(kind):
         (dict(vocab_size=64), "vocab_size=50, and the target has 64"),
     ],
 )
-def test_another_target_is_refused(kind, change, named):
+def test_another_target_is_rejected(kind, change, named):
     HEADS[kind].check_target(target_config())
     with pytest.raises(ConfigError, match=f"This {kind} head.* another.*{named}"):
         HEADS[kind].check_target(target_config(**change))
 
 
-def test_layers_that_the_target_does_not_have_are_named():
+def test_layers_missing_in_the_target_are_named():
     target = target_config(num_hidden_layers=4)
     with pytest.raises(
         ConfigError, match=r"layer_ids=\[2, 3, 5\], and 9B has 4 layers"
@@ -61,7 +61,7 @@ def test_layers_that_the_target_does_not_have_are_named():
     ("num_layers", "layers"),
     [(42, (2, 21, 39)), (26, (2, 13, 23)), (6, (1, 3, 5)), (2, (1, 1, 1))],
 )
-def test_layers_where_a_head_names_none(num_layers, layers):
+def test_default_layers_of_a_head(num_layers, layers):
     assert default_layers(num_layers) == layers
     content = theirs.speculators_config(eagle_aux_hidden_state_layer_ids=None)
     config = Eagle3Config.from_file(content, ())
@@ -69,7 +69,7 @@ def test_layers_where_a_head_names_none(num_layers, layers):
     assert config.layers_of(target) == layers
 
 
-def test_the_layer_that_specforge_names_is_counted_in():
+def test_specforge_layer_numbers_are_converted():
     assert Eagle3Config.from_file(theirs.specforge_config(), ()).target_layers == (
         2,
         3,
@@ -87,7 +87,7 @@ def test_the_layer_that_specforge_names_is_counted_in():
         (dict(eagle_config=dict(use_aux_hidden_state=False)), "use_aux_hidden_state"),
     ],
 )
-def test_variants_that_are_not_computed_are_named(change, named):
+def test_unsupported_variants_are_named(change, named):
     with pytest.raises(UnsupportedError, match=named):
         Eagle3Config.from_file(theirs.specforge_config(**change), ())
 
@@ -107,7 +107,7 @@ def test_wrong_numbers_are_named(change, named):
         Eagle3Config.from_file(theirs.specforge_config(**change), ())
 
 
-def test_the_error_names_the_folder(tmp_path):
+def test_errors_name_the_folder(tmp_path):
     config = theirs.specforge_config(hidden_act="gelu")
     theirs.write(tmp_path, config, theirs.eagle3_tensors("midlayer."))
     with pytest.raises(

@@ -39,9 +39,7 @@ def one_pass(config, params, batch, tokens, target, hidden, pages):
         pytest.param("papers", False, True, marks=pytest.mark.slow),
     ],
 )
-def test_a_prompt_and_the_passes_after_it_equal_torch(
-    tmp_path, form, has_bias, has_embedding
-):
+def test_prompt_and_later_passes_equal_torch(tmp_path, form, has_bias, has_embedding):
     random = torch.Generator().manual_seed(2)
     embedding = torch.randn(theirs.VOCAB, theirs.HIDDEN, generator=random)
     tensors, own_embedding = theirs.eagle_tensors(form, has_bias=has_bias), embedding
@@ -63,7 +61,7 @@ def test_a_prompt_and_the_passes_after_it_equal_torch(
     hidden = eagle.fuse(config, params, [jnp.asarray(wanted_hidden.numpy())])
     first, rows = 0, count
     for _ in range(PASSES):
-        # Theirs runs the whole sequence of rows again; ours has the others in pages.
+        # torch runs the whole sequence of rows again; ours has earlier rows in pages.
         wanted = theirs.eagle_rows(
             tensors, own_embedding[tokens[: len(wanted_hidden)]], wanted_hidden
         )
@@ -72,7 +70,7 @@ def test_a_prompt_and_the_passes_after_it_equal_torch(
             config, params, rows_at(first, rows), given, target, hidden, pages
         )
         np.testing.assert_allclose(found, (wanted @ embedding.T)[first:], atol=1e-4)
-        # The last row's output goes on in place of a hidden state of the target.
+        # The last row's output replaces the target's hidden state in the next pass.
         wanted_hidden = torch.cat([wanted_hidden, wanted[-1:]])
         hidden, first, rows = hidden[-1:], first + rows, 1
 
@@ -86,7 +84,7 @@ def test_a_prompt_and_the_passes_after_it_equal_torch(
         ("papers", dict(hidden_size=32), ConfigError, "target_hidden_size=32, and"),
     ],
 )
-def test_what_is_not_computed_or_for_another_target_is_named(
+def test_unsupported_or_mismatched_heads_are_named(
     tmp_path, form, change, error, named
 ):
     config = theirs.eagle_config(form, **change)
@@ -95,8 +93,8 @@ def test_what_is_not_computed_or_for_another_target_is_named(
         read_head(tmp_path)[0].check_target(target_config())
 
 
-def test_a_head_of_another_width_or_vocabulary_stands_for_nothing():
-    """Its layer's output is to be what the target makes logits of."""
+def test_head_needs_the_targets_width_and_vocabulary():
+    """Because the target's output matrix is applied to its layer's output."""
     sizes: dict[str, Any] = dict(
         target_hidden_size=32,
         vocab_size=50,

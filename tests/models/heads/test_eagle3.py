@@ -26,7 +26,7 @@ TABLE = np.array([[5, 2, 7, 0]], np.int32)
 
 
 def rows_at(first: int, count: int) -> TokenBatch:
-    """Rows of one sequence, whose pages lie in no order."""
+    """Rows of one sequence, whose pages are in random order."""
     positions = np.arange(first, first + count)
     slots = TABLE[0][positions // PAGE_SIZE] * PAGE_SIZE + positions % PAGE_SIZE
     region = Region(
@@ -72,7 +72,7 @@ def one_pass(config, params, batch, tokens, target, hidden, pages):
         pytest.param("specforge", True, False, marks=pytest.mark.slow),
     ],
 )
-def test_a_prompt_and_the_passes_after_it_equal_torch(
+def test_prompt_and_later_passes_equal_torch(
     tmp_path, form, norm_before_residual, has_embedding
 ):
     _, tensors, layer = write(tmp_path, form, norm_before_residual=norm_before_residual)
@@ -100,7 +100,7 @@ def test_a_prompt_and_the_passes_after_it_equal_torch(
     hidden = eagle3.fuse(config, params, [jnp.asarray(one.numpy()) for one in streams])
     first, rows = 0, count
     for _ in range(PASSES):
-        # Theirs runs the whole sequence of rows again; ours has the others in pages.
+        # torch runs the whole sequence of rows again; ours has earlier rows in pages.
         wanted = theirs.eagle3_rows(
             tensors,
             own_embedding[tokens[: len(wanted_hidden)]],
@@ -115,6 +115,6 @@ def test_a_prompt_and_the_passes_after_it_equal_torch(
         expected = theirs.eagle3_logits(tensors, wanted)[first:]
         said = np.where(found == LOWEST, -np.inf, found)
         np.testing.assert_allclose(said, expected, atol=1e-4)
-        # The last row's output goes on in place of a hidden state of the target.
+        # The last row's output replaces the target's hidden state in the next pass.
         wanted_hidden = torch.cat([wanted_hidden, wanted[-1:]])
         hidden, first, rows = hidden[-1:], first + rows, 1

@@ -1,4 +1,4 @@
-"""Medusa's heads equal torch's, from files of vLLM's form and of the paper's."""
+"""Medusa heads equal torch's, from files in vLLM's and the paper's formats."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -53,7 +53,7 @@ def blocks_of(tensors, head):
 
 
 @pytest.mark.parametrize("prefix", ["", "medusa_heads."])
-def test_vllms_names(tmp_path, prefix):
+def test_reads_vllms_names(tmp_path, prefix):
     tensors = theirs.medusa_tensors(HEADS, BLOCKS, is_papers=False)
     named = {prefix + name: value for name, value in tensors.items()}
     config, found = our_logits(theirs.write(tmp_path, vllm_config(), named))
@@ -64,7 +64,7 @@ def test_vllms_names(tmp_path, prefix):
         np.testing.assert_allclose(found[head], wanted, atol=1e-4)
 
 
-def test_the_papers_names_with_biases(tmp_path):
+def test_reads_the_papers_names_with_biases(tmp_path):
     tensors = theirs.medusa_tensors(HEADS, BLOCKS, is_papers=True)
     content = dict(
         medusa_num_heads=HEADS,
@@ -73,7 +73,7 @@ def test_the_papers_names_with_biases(tmp_path):
         vocab_size=theirs.VOCAB,
     )
     theirs.write(tmp_path, content, tensors)
-    # The name that the paper's code gives the file.
+    # The file name in the paper's code.
     (tmp_path / "model.safetensors").rename(tmp_path / "medusa_lm_head.safetensors")
     config, found = our_logits(tmp_path)
     assert config.has_bias
@@ -87,7 +87,7 @@ def test_the_papers_names_with_biases(tmp_path):
         np.testing.assert_allclose(found[head], wanted, atol=1e-4)
 
 
-def test_matrices_that_are_said_to_be_one_are_compared(tmp_path):
+def test_shared_output_matrices_are_compared(tmp_path):
     tensors = theirs.medusa_tensors(HEADS, BLOCKS, is_papers=False)
     for head in range(1, HEADS):
         tensors[f"lm_heads.{head}.weight"] = tensors["lm_heads.0.weight"].clone()
@@ -100,13 +100,15 @@ def test_matrices_that_are_said_to_be_one_are_compared(tmp_path):
 
 
 @pytest.mark.parametrize("shared", ["file", "target", "trimmed"])
-def test_heads_that_share_one_matrix_of_logits(tmp_path, shared):
+def test_heads_can_share_one_output_matrix(tmp_path, shared):
     tensors = theirs.medusa_tensors(HEADS, BLOCKS, is_papers=False)
     content = vllm_config(original_lm_head=True)
     lm_head, ids = tensors["lm_heads.0.weight"], torch.arange(theirs.VOCAB)
     for head in range(HEADS):
         del tensors[f"lm_heads.{head}.weight"]
-    if shared == "file":  # all heads' under the first one's name, as vLLM allows
+    if (
+        shared == "file"
+    ):  # the shared matrix under the first head's name, as vLLM allows
         tensors["lm_heads.0.weight"] = lm_head
     if shared == "target":
         lm_head = EMBEDDING

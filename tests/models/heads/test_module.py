@@ -1,4 +1,4 @@
-"""The Flax modules of heads compute what the functions do."""
+"""The Flax modules of heads compute the same as the functions."""
 
 import jax
 import jax.numpy as jnp

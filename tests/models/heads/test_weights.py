@@ -1,4 +1,4 @@
-"""A head's tensors arrive whole, on any mesh, and leave as they came."""
+"""A head's tensors are read completely, on any mesh, and written unchanged."""
 
 from functools import partial
 from typing import Any
@@ -42,11 +42,11 @@ def _folder(tmp_path):
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("kind", HEADS)
-def test_a_head_that_was_written_is_read_bit_for_bit(tmp_path, kind, dtype):
+def test_written_head_is_read_bit_for_bit(tmp_path, kind, dtype):
     config, mesh = HEADS[kind], make_mesh(1)
     ids = np.random.default_rng(1).permutation(theirs.VOCAB)[: theirs.DRAFT_VOCAB]
     params = init_head(config, seed=1, mesh=mesh, token_ids=ids)
-    # Two matrices that trade places would stay unnoticed if both were zeros.
+    # Zeros would hide swapped matrices.
     params = jax.tree.map(
         lambda leaf: leaf + 0.5 if leaf.dtype == FLOAT32 else leaf, params
     )
@@ -63,7 +63,7 @@ def test_a_head_that_was_written_is_read_bit_for_bit(tmp_path, kind, dtype):
     assert jax.tree.structure(found) == jax.tree.structure(forms)
     for leaf, form in zip(jax.tree.leaves(found), jax.tree.leaves(forms), strict=True):
         assert (leaf.shape, leaf.dtype) == (form.shape, form.dtype)
-    # On a CPU float32 matrices have a second form beside the first.
+    # On a CPU float32 matrices are stored in two forms.
     for name in ("fc", "lm_head") if kind == "eagle3" else ():
         wanted = params[name].values.astype(dtype)
         np.testing.assert_array_equal(found[name].values, wanted)
@@ -74,7 +74,7 @@ def test_a_head_that_was_written_is_read_bit_for_bit(tmp_path, kind, dtype):
         np.testing.assert_array_equal(np.flatnonzero(stored["t2d"]), np.sort(ids))
 
 
-def test_names_of_files_come_out_as_they_went_in(folder, tmp_path):
+def test_tensor_names_survive_a_round_trip(folder, tmp_path):
     config, params = load(folder)
     save_head(
         tmp_path / "again",
@@ -113,7 +113,7 @@ def replaced(name, value, tensors):
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        (partial(without, "d2t"), "no tensor 'd2t', which says what the head's 20"),
+        (partial(without, "d2t"), "no tensor 'd2t', which maps the head's 20"),
         (partial(without, "norm.weight"), "the head has no tensor 'norm.weight'"),
         (
             partial(replaced, "fc.weight", torch.zeros(24, 48)),
@@ -153,7 +153,7 @@ def test_a_wrong_tensor_is_named(folder, change, named):
         load(folder)
 
 
-def test_another_target_is_refused_before_anything_is_read(folder):
+def test_another_target_is_rejected_before_reading(folder):
     with pytest.raises(ConfigError, match="and 27B has 48"):
         load_head(
             folder,

@@ -1,6 +1,6 @@
-"""Heads in torch, written from the papers and from what others' checkpoints hold.
+"""Heads in torch, written from the papers and from other projects' checkpoints.
 
-They share nothing with ours: names as in the files, whole texts in place of pages.
+They share no code with ours: names as in the files, whole texts instead of pages.
 """
 
 import json
@@ -17,7 +17,7 @@ THETA, EPSILON = 10000.0, 1e-5
 
 
 def random_tensors(shapes: dict[str, Any], seed: int = 0) -> dict[str, torch.Tensor]:
-    """Matrices whose outputs are of size one, vectors around one."""
+    """Matrices with outputs of size one, vectors around one."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
     for name, shape in shapes.items():
@@ -93,7 +93,7 @@ def speculators_config(**changes: Any) -> dict[str, Any]:
 
 
 def specforge_config(**changes: Any) -> dict[str, Any]:
-    """Of SpecForge, SafeAILab and SGLang; layers are counted from their outputs."""
+    """The format of SpecForge, SafeAILab and SGLang, which count layers from 0."""
     content = layer_config() | dict(
         architectures=["LlamaForCausalLMEagle3"],
         draft_vocab_size=DRAFT_VOCAB,
@@ -192,7 +192,7 @@ def eagle3_rows(
 
 
 def attention(own: dict[str, torch.Tensor], rows: torch.Tensor) -> torch.Tensor:
-    """What heads of a Llama's layer see of the rows before each, its own included."""
+    """Causal attention of a Llama layer."""
     count, positions = len(rows), torch.arange(len(rows))
     query, key, value = (
         (rows @ own[f"self_attn.{name}_proj.weight"].T).view(count, -1, HEAD_DIM)
@@ -220,7 +220,7 @@ def after_attention(
 def eagle3_logits(
     tensors: dict[str, torch.Tensor], hidden: torch.Tensor
 ) -> torch.Tensor:
-    """Over the target's vocabulary: -inf for what the head cannot say."""
+    """Logits over the target's vocabulary: -inf for tokens the head cannot propose."""
     own = rms_norm(hidden, tensors["norm.weight"]) @ tensors["lm_head.weight"].T
     whole = torch.full((len(own), VOCAB), -math.inf)
     whole[:, torch.arange(DRAFT_VOCAB) + tensors["d2t"]] = own
@@ -231,7 +231,7 @@ def eagle3_logits(
 
 
 def medusa_tensors(heads: int, blocks: int, *, is_papers: bool) -> dict[str, Any]:
-    """As vLLM names them, or (`is_papers`) as the paper's code does, with biases."""
+    """Tensors with vLLM's names, or (`is_papers`) the paper's, with biases."""
     shapes = {}
     for head in range(heads):
         for block in range(blocks):
@@ -248,7 +248,7 @@ def medusa_tensors(heads: int, blocks: int, *, is_papers: bool) -> dict[str, Any
 def medusa_logits(
     rows: torch.Tensor, blocks: list[tuple[Any, Any]], lm_head: torch.Tensor
 ) -> torch.Tensor:
-    """Of one head; a block is a matrix and a bias, which may be 0."""
+    """Logits of one head; a block is a matrix and a bias, which may be 0."""
     for weight, bias in blocks:
         rows = rows + torch.nn.functional.silu(rows @ weight.T + bias)
     return rows @ lm_head.T

@@ -37,7 +37,7 @@ def sequences(
     return active, pages
 
 
-# `mutation` clears what is compiled: a mutant is traced anew.
+# `mutation` clears compiled functions: a mutant is traced again.
 @functools.partial(jax.jit, compiler_options=UNOPTIMISED)
 def note(table: AnswerCache, active: Active, pages: jax.Array) -> AnswerCache:
     return answer_cache.store_answers(table, active, pages, num_new=NUM_NEW)
@@ -53,7 +53,7 @@ def find(table: AnswerCache, active: Active, pages: jax.Array) -> Matches:
 def enter(
     table: AnswerCache, text: list[int], salt: tuple[int, int] = SALT
 ) -> AnswerCache:
-    """As an engine does: at every round, whatever number of tokens it adds."""
+    """Store after every round, with random numbers of tokens, as an engine does."""
     random, length = np.random.default_rng(len(text)), PROMPT + 1
     while length <= len(text):
         active, pages = sequences([text[:length]], salt)
@@ -66,7 +66,7 @@ def enter(
 def found_by(
     table: AnswerCache, tokens: list[int], salt: tuple[int, int] = SALT
 ) -> list[tuple[int, list[int]]]:
-    """Matches and what followed them, the longest first."""
+    """Lengths of matches and the tokens after them, the longest first."""
     active, pages = sequences([tokens], salt)
     matches = find(table, active, jnp.asarray(pages))
     (length,), (following,), (count,) = map(np.asarray, matches)
@@ -81,10 +81,10 @@ def texts_of(count: int, vocab: int, seed: int = 0) -> list[list[int]]:
 
 def check_every_place() -> None:
     (text,) = texts_of(1, 1000)
-    # With room enough that nothing takes the place of anything.
+    # Large enough that no entry replaces another.
     table = enter(empty(512), text)
     for place in range(PROMPT - 1, len(text) - 1):
-        # What came before is another text, but for some tokens.
+        # The same last tokens, after a different text.
         same = min(place + 1, 9)
         asked = [1001, 1002, *text[place + 1 - same : place + 1]]
         if same < KEYS[0]:
@@ -93,12 +93,12 @@ def check_every_place() -> None:
         assert found_by(table, asked) == [(same, expected)], place
 
 
-def check_what_is_not_entered() -> None:
+def check_not_stored() -> None:
     (text,) = texts_of(1, 1000)
     assert found_by(empty(), text) == []
     assert found_by(empty(), [0] * 20) == []
     table = enter(empty(), text)
-    # Of the prompt, which is no answer; and by too few tokens.
+    # Tokens of the prompt are not an answer; and a match of too few tokens.
     assert found_by(table, text[: PROMPT - 1]) == []
     assert found_by(table, [1001, text[20]]) == []
     assert found_by(table, [1001, *text[20:22]]) == [(2, text[22:][:AFTER])]
@@ -111,7 +111,7 @@ def check_other_salts() -> None:
     assert found_by(table, asked, SALT)
     for salt in (OTHER, (2, 1), (0, 0)):
         assert found_by(table, asked, salt) == []
-    # Of no salt, all find what others of none have left.
+    # Requests without a salt share their entries.
     table = enter(empty(), text, (0, 0))
     assert found_by(table, asked, (0, 0))
     assert found_by(table, asked, SALT) == []
@@ -121,8 +121,8 @@ def test_every_place_of_an_answer_is_found():
     check_every_place()
 
 
-def test_nothing_is_found_where_nothing_was_entered():
-    check_what_is_not_entered()
+def test_empty_cache_finds_nothing():
+    check_not_stored()
 
 
 def test_requests_of_another_salt_find_nothing():
@@ -130,8 +130,8 @@ def test_requests_of_another_salt_find_nothing():
 
 
 @pytest.mark.parametrize("num_requests", [1, pytest.param(64, marks=pytest.mark.slow)])
-def test_what_is_found_has_been_said(num_requests):
-    """Few words, many texts and a full table: entries are lost, never mixed up."""
+def test_every_match_occurs_in_a_stored_text(num_requests):
+    """With few tokens, many texts and a full table, entries are lost but not mixed."""
     texts = texts_of(20, 5)
     table = empty(num_requests)
     for text in texts:
@@ -150,9 +150,9 @@ def test_what_is_found_has_been_said(num_requests):
     assert num_found > 60
 
 
-def test_no_place_is_written_twice(monkeypatch):
-    """A GPU would keep parts of both; a CPU writes in order, and shows nothing."""
-    # The same words again and again, and of two sequences.
+def test_no_slot_is_written_twice(monkeypatch):
+    """A GPU could mix two writes to one place; a CPU writes in order and hides it."""
+    # Two sequences that repeat the same tokens.
     active, pages = sequences([[7, 8] * 20, [7, 8] * 20])
     table, places = empty(), list[np.ndarray]()
     size, once = len(table), answer_cache._keep_last_writes
@@ -166,22 +166,22 @@ def test_no_place_is_written_twice(monkeypatch):
     after = answer_cache.store_answers(
         table, active, jnp.asarray(pages), num_new=NUM_NEW
     )
-    [told] = places
-    written = told[told[:, 0] < size]
+    [listed] = places
+    written = listed[listed[:, 0] < size]
     assert 2 <= len(written) == len(np.unique(written, axis=0))
-    # Nothing else is written to.
+    # No other place changes.
     changed = np.argwhere((np.asarray(after) != 0).any(axis=2))
     assert {*map(tuple, changed)} == {*map(tuple, written)}
 
 
-def test_the_latest_of_those_that_would_take_a_place_takes_it():
+def test_last_write_to_a_slot_wins():
     bucket, slot = jnp.array([[3, 3, 3, 3, 0], [1, 1, 2, 1, 1]], jnp.uint32)
     kept, same = answer_cache._keep_last_writes(bucket, slot, 4)
     assert kept.tolist() == [4, 4, 3, 3, 0]
     assert same.tolist() == slot.tolist()
 
 
-def test_a_table_has_room_for_its_requests():
+def test_table_has_room_for_its_requests():
     for count in (1, 7, 1000):
         buckets = answer_cache.num_buckets(count)
         assert buckets & (buckets - 1) == 0

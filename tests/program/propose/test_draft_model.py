@@ -1,4 +1,4 @@
-"""Drafts come from the draft model's own distribution, given all that is known."""
+"""Drafts follow the draft model's own distribution, given all known tokens."""
 
 import dataclasses
 import functools
@@ -16,8 +16,8 @@ from jaxspec.models.backend import Backend
 from jaxspec.program import randomness
 from jaxspec.program.plan import COUPLED, NO_TOKEN, STANDARD, TILE, PoolShape
 from jaxspec.program.propose import (
-    Context,
     Proposal,
+    ProposerContext,
     Seen,
     draft_model,
     draft_sampling,
@@ -40,10 +40,10 @@ DRAFTS = 3
 
 
 class Round(NamedTuple):
-    """What a draft model proposed."""
+    """A proposal of a draft model, with the text it continues."""
 
     reference: Any
-    tokens: np.ndarray  # that were known
+    tokens: np.ndarray  # known tokens
     active: Active
     proposal: Proposal
     config: ModelConfig
@@ -52,12 +52,12 @@ class Round(NamedTuple):
     pages: Any
 
 
-def context_of(active: Active, tree: Tree, pool: PoolShape) -> Context:
-    return Context(
+def context_of(active: Active, tree: Tree, pool: PoolShape) -> ProposerContext:
+    return ProposerContext(
         active=active,
         token_pages=jnp.zeros((1, 4), jnp.int32),
         tree=tree,
-        wanted=jnp.full(active.row.shape, tree.num_levels, jnp.int32),
+        wanted_levels=jnp.full(active.row.shape, tree.num_levels, jnp.int32),
         pool=pool,
         prompts=None,
         backend=lambda axes: Backend(),
@@ -67,7 +67,7 @@ def context_of(active: Active, tree: Tree, pool: PoolShape) -> Context:
 
 @functools.cache
 def program_of(config: ModelConfig, pool: PoolShape, tree: Tree) -> Callable[..., Any]:
-    """Drafts of a tree, whatever the rule, the text and its length are."""
+    """A compiled proposer for a tree; rule, text and length are data."""
 
     def run(params, pages, active):
         proposer = draft_model.DraftModel(config=config)
@@ -80,14 +80,14 @@ def propose(tree: Tree, length: int, **fields: Any) -> Round:
     """Draft after a fully accepted round, when two tokens have no KV yet.
 
     Args:
-        fields: Of the only sequence.
+        fields: Values of the only sequence.
     """
     reference = make_micro()
     tokens = np.random.default_rng(length).integers(3, 16, length)
     paged = PagedModel(
         model_config(reference), load_ours(reference), compiler_options=UNOPTIMISED
     )
-    paged.feed(tokens[:-2])
+    paged.run(tokens[:-2])
     pool = PoolShape(
         num_rows=1,
         num_pages=paged.num_pages,
@@ -110,7 +110,7 @@ def propose(tree: Tree, length: int, **fields: Any) -> Round:
 
 
 def check_self_draft(length: int = 13, temperature: float = 0.8) -> None:
-    """A chain is the model's own text, and its probabilities are the model's own."""
+    """A chain's drafts and probabilities are the model's own."""
     reference, tokens, _, proposal, *_ = propose(
         Tree.chain(DRAFTS), length, temperature=temperature, top_p=0.95
     )
@@ -133,7 +133,7 @@ def check_self_draft(length: int = 13, temperature: float = 0.8) -> None:
 
 
 def check_tree_drafts(tree: Tree, length: int = 13, *, rule: int | None = None) -> None:
-    """Every draft is the next best after the tokens on its way, as HuggingFace has it.
+    """Every draft is the next best token after its path, by HuggingFace's logits.
 
     Args:
         rule: Of a sampled sequence; None is greedy.
@@ -168,7 +168,7 @@ def check_ranked(
             if parent == row - 1
         ]
         if rule == STANDARD and row == depth:
-            # Drawn: what stands beside it are the best of the others.
+            # The main chain's token is sampled: its siblings are the best others.
             ranked.remove(said[0])
             ranked.insert(0, said[0])
         assert said == ranked[: len(said)], (row, way)
@@ -177,7 +177,7 @@ def check_ranked(
 def check_next_round(length: int = 13) -> None:
     """After a side path was accepted, its keys and values are at their positions."""
     first = propose(SIDE_PATHS, length, temperature=0.0)
-    row = SIDE_PATHS.num_nodes  # the deepest that left the spine
+    row = SIDE_PATHS.num_nodes  # the deepest row of a side branch
     depth = SIDE_PATHS.depths[row]
     path = SIDE_PATHS.paths[row][1 : depth + 1] - 1
     assert depth == SIDE_PATHS.num_levels and path[0] != 0
@@ -218,15 +218,15 @@ SIDE_PATHS = Tree(
 
 @pytest.mark.parametrize("tree", [LEAVES, SIDE_PATHS], ids=["leaves", "side paths"])
 @pytest.mark.parametrize("length", LENGTHS)
-def test_drafts_of_a_tree_are_the_models_own_texts(tree, length):
-    """Over borders of pages and windows, which lie anywhere in the tree."""
+def test_tree_drafts_follow_the_model(tree, length):
+    """At every offset of page and window borders within the tree."""
     check_tree_drafts(tree, length)
 
 
 @pytest.mark.parametrize("rule", [STANDARD, COUPLED])
 @pytest.mark.parametrize("tree", [LEAVES, SIDE_PATHS], ids=["leaves", "side paths"])
-def test_drafts_beside_what_is_drawn_are_the_next_best(tree, rule):
-    """With the position's own noise where the target will draw with it."""
+def test_side_drafts_are_the_next_best_tokens(tree, rule):
+    """Coupled sequences rank with the noise that the target uses at the position."""
     check_tree_drafts(tree, rule=rule)
 
 
@@ -236,16 +236,16 @@ def test_next_round_reads_the_accepted_side_path(length):
 
 
 @pytest.mark.parametrize("length", LENGTHS)
-def test_drafts_follow_the_model_with_all_tokens_in_sight(length):
+def test_drafts_follow_the_model_over_all_tokens(length):
     check_self_draft(length)
 
 
-def test_greedy_drafts_are_the_models_own_text():
+def test_greedy_drafts_equal_the_models_text():
     check_self_draft(temperature=0.0)
 
 
-def test_tokens_that_were_made_without_drafts_are_compared(monkeypatch):
-    """Logits are computed for their tiles alone, one after the other."""
+def test_draft_prefill_compares_tokens_of_plain_rounds(monkeypatch):
+    """Logits are computed only for their tiles, one after the other."""
     reference = make_micro()
     tokens = np.random.default_rng(0).integers(3, 16, 2 * TILE)
     paged = PagedModel(model_config(reference), load_ours(reference), num_pages=24)
@@ -257,18 +257,18 @@ def test_tokens_that_were_made_without_drafts_are_compared(monkeypatch):
         vocab_size=paged.config.vocab_size,
     )
     own = hf_logits(reference, tokens).argmax(axis=1)
-    following = np.where(np.arange(2 * TILE) % 3, own, (own + 1) % 16)
-    following[: TILE + 5] = NO_TOKEN  # a prompt
+    next_tokens = np.where(np.arange(2 * TILE) % 3, own, (own + 1) % 16)
+    next_tokens[: TILE + 5] = NO_TOKEN  # a prompt
     tiles = jnp.asarray(tokens.reshape(2, TILE), jnp.int32)
     ends = jnp.array([TILE, 2 * TILE], jnp.int32)
     table = jnp.broadcast_to(paged.page_table, (2, paged.page_table.shape[1]))
 
-    def run(params, pages, following):
-        context = Context(
+    def run(params, pages, next_tokens):
+        context = ProposerContext(
             active=make_active(1),
             token_pages=jnp.zeros((1, 4), jnp.int32),
             tree=Tree.chain(0),
-            wanted=jnp.zeros(1, jnp.int32),
+            wanted_levels=jnp.zeros(1, jnp.int32),
             pool=pool,
             prompts=make_token_batch(
                 tiles, ends, table, jnp.ones(tiles.shape, bool), pool
@@ -278,25 +278,25 @@ def test_tokens_that_were_made_without_drafts_are_compared(monkeypatch):
         )
         proposer = draft_model.DraftModel(config=paged.config)
         active = make_active(2 * TILE, temperature=0.0)
-        return proposer.catch_up(params, pages, context, active, following)
+        return proposer.draft_prefill(params, pages, context, active, next_tokens)
 
     widths, inner = set(), draft_model._finite_logits
 
-    def spy(model, hidden):
-        widths.add(hidden.rows.shape[0])
-        return inner(model, hidden)
+    def spy(model, output):
+        widths.add(output.hidden_states.shape[0])
+        return inner(model, output)
 
     monkeypatch.setattr(draft_model, "_finite_logits", spy)
     run = jax.jit(run, compiler_options=UNOPTIMISED)
     _, acceptance_probabilities = run(
-        paged.params, paged.kv_pages, jnp.asarray(following)
+        paged.params, paged.kv_pages, jnp.asarray(next_tokens)
     )
-    expected = np.where(following == NO_TOKEN, -1, following == own)
+    expected = np.where(next_tokens == NO_TOKEN, -1, next_tokens == own)
     np.testing.assert_array_equal(acceptance_probabilities, expected)
     assert widths == {TILE}
 
 
-def test_what_others_propose_comes_before_what_is_drawn():
+def test_earlier_proposals_replace_sampled_drafts():
     before = Proposal(jnp.array([[4, 5], [6, 7], [1, 2]]), jnp.array([2, 1, 0]))
     drawn = jnp.array([0, 3, 3], jnp.int32)
     probs = jnp.full((3, 8), 0.125)

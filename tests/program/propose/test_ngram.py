@@ -20,10 +20,10 @@ def found_in(
     texts: list[list[int]],
     lookup: ngram.NGram,
     *,
-    num_draft: int = DRAFTS,
+    num_draft_tokens: int = DRAFTS,
     is_active: list[bool] | None = None,
 ) -> list[list[int]]:
-    """The drafts that count, by sequence."""
+    """The valid drafts, by sequence."""
     active, pages = in_pages(texts, np.random.default_rng(0))
     if is_active is not None:
         active = dataclasses.replace(active, is_active=jnp.asarray(is_active))
@@ -34,12 +34,12 @@ def found_in(
             pages,
             longest=lookup.longest,
             shortest=lookup.shortest,
-            tree=Tree.chain(num_draft),
+            tree=Tree.chain(num_draft_tokens),
         ),
         compiler_options=UNOPTIMISED,
     )
     found = look_up(active, jnp.asarray(pages))
-    assert found.tokens.shape == (len(texts), num_draft)
+    assert found.tokens.shape == (len(texts), num_draft_tokens)
     assert found.probs is None
     return [
         row[:count].tolist()
@@ -50,28 +50,28 @@ def found_in(
 
 
 def check_chosen_texts() -> None:
-    """Texts on which every rule decides by itself."""
+    """Texts that test one rule each."""
     lookup = ngram.NGram(3, 1)
     cases = [
-        # Nothing matches; one token; nothing at all but the token itself.
+        # No match; a match of one token; no match but the token itself.
         ([1, 2, 3, 4], []),
         ([5], []),
         ([5, 5], [5, 5, 5, 5]),
         # The longest match wins over a more recent shorter one.
         ([1, 2, 3, 7, 8, 4, 3, 6, 1, 2, 3], [7, 8, 4, 3]),
-        # The most recent of two equally long ones.
+        # The most recent of two equally long matches.
         ([1, 2, 7, 4, 1, 2, 8, 5, 1, 2], [8, 5, 1, 2]),
-        # Where the known tokens end, what followed begins again.
+        # A continuation that reaches the end of the known tokens starts over.
         ([6, 1, 2, 9, 1, 2], [9, 1, 2, 9]),
         # A match may overlap with the end, by all but one token.
         ([4, 4, 4, 4, 4], [4, 4, 4, 4]),
         ([1, 2, 1, 2, 1], [2, 1, 2, 1]),
-        # It may begin the text.
+        # A match may be at the start of the text.
         ([1, 2, 3, 1], [2, 3, 1, 2]),
     ]
     texts = [text for text, _ in cases]
     assert found_in(texts, lookup) == [drafts for _, drafts in cases]
-    # A page border behind every token, and a text that fills its table.
+    # A page border after every token, and a text that fills its table.
     full = list(range(10, 10 + TABLE_LEN * PAGE_SIZE - 2)) + [10, 11]
     assert found_in([full], lookup) == [[12, 13, 14, 15]]
 
@@ -81,9 +81,9 @@ def test_chosen_texts():
 
 
 @pytest.mark.parametrize("lookup", [(1, 1), (2, 1), (3, 2), (5, 5), (9, 3), (32, 1)])
-@pytest.mark.parametrize("num_draft", [1, 4, 8])
-def test_random_texts(lookup: tuple[int, int], num_draft: int):
-    random = np.random.default_rng(sum(lookup) + num_draft)
+@pytest.mark.parametrize("num_draft_tokens", [1, 4, 8])
+def test_random_texts(lookup: tuple[int, int], num_draft_tokens: int):
+    random = np.random.default_rng(sum(lookup) + num_draft_tokens)
     lengths = random.integers(1, TABLE_LEN * PAGE_SIZE + 1, 60)
     vocab = random.integers(2, 5, 60)
     texts = [
@@ -92,30 +92,30 @@ def test_random_texts(lookup: tuple[int, int], num_draft: int):
     ]
     texts += [[0], [0, 1]]
     one = ngram.NGram(*lookup)
-    expected = [search_ngram(text, one, num_draft) for text in texts]
-    assert found_in(texts, one, num_draft=num_draft) == expected
+    expected = [search_ngram(text, one, num_draft_tokens) for text in texts]
+    assert found_in(texts, one, num_draft_tokens=num_draft_tokens) == expected
     counts = {len(drafts) for drafts in expected}
     assert 0 in counts
-    assert num_draft in counts
+    assert num_draft_tokens in counts
 
 
-def test_fewer_equal_tokens_than_the_fewest_are_no_match():
+def test_matches_below_the_minimum_length_are_ignored():
     texts = [[1, 2, 3, 4, 1, 2, 3], [9, 2, 3, 4, 1, 2, 3]]
     assert found_in(texts, ngram.NGram(5, 3)) == [[4, 1, 2, 3], []]
-    # One more token than the text before has.
+    # One token more than the match has.
     assert found_in([[1, 1], [1, 1, 1]], ngram.NGram(2, 2)) == [[], [1] * DRAFTS]
 
 
-def test_sequences_that_do_not_run_have_no_drafts():
+def test_inactive_sequences_have_no_drafts():
     texts = [[1, 2, 1], [1, 2, 1]]
     found = found_in(texts, ngram.NGram(1, 1), is_active=[True, False])
     assert found == [[2, 1, 2, 1], []]
 
 
 def branches(tokens: list[int], lookup: ngram.NGram, tree: Tree) -> list[int] | None:
-    """The specification: a tree of what followed the matches, most frequent first.
+    """The specification: a tree of the matches' continuations, most frequent first.
 
-    Where nothing more is known, there is `JUNK`.
+    Nodes without a known continuation are `JUNK`.
     """
     found = []
     for end in range(len(tokens) - 1):
@@ -151,7 +151,7 @@ TREES = [
 
 
 def check_branches(tree: Tree = TREES[2]) -> None:
-    """Random texts over few tokens, whose matches go on in many ways."""
+    """Random texts over few tokens, whose matches have many continuations."""
     lookup, random = ngram.NGram(3, 1), np.random.default_rng(tree.num_nodes)
     texts = [
         random.integers(0, random.integers(2, 6), random.integers(1, 60)).tolist()
@@ -177,12 +177,12 @@ def check_branches(tree: Tree = TREES[2]) -> None:
         assert count == (0 if expected is None else tree.num_levels)
         if expected is not None:
             num_unknown.append(expected.count(JUNK))
-            # What nobody knows may be anything.
+            # Nodes without a known continuation may hold anything.
             known = np.where(np.equal(expected, JUNK), JUNK, drafts)
             assert known.tolist() == expected, text
     assert min(num_unknown) < tree.num_nodes / 4 < max(num_unknown)
 
 
 @pytest.mark.parametrize("tree", TREES, ids=["leaf", "leaves", "side paths"])
-def test_what_followed_other_matches_stands_beside(tree: Tree):
+def test_side_branches_continue_other_matches(tree: Tree):
     check_branches(tree)

@@ -1,4 +1,4 @@
-"""One pass makes all drafts, each from its own distribution; the rest is unchanged."""
+"""One pass proposes all drafts, each from its own distribution, and changes no more."""
 
 import dataclasses
 from typing import Any
@@ -11,7 +11,7 @@ import pytest
 from jaxspec.models.backend import Backend
 from jaxspec.program import history
 from jaxspec.program.plan import PoolShape
-from jaxspec.program.propose import Context, Pard
+from jaxspec.program.propose import Pard, ProposerContext
 from jaxspec.program.tree.tree import Tree
 from tests.kernels.oracle import UNOPTIMISED
 from tests.support.distributions import filtered_distribution
@@ -23,10 +23,10 @@ MASK, DRAFTS = 15, 3
 
 
 def propose(length: int, num_known: int, **fields: Any) -> tuple[Any, ...]:
-    """Drafts where the model has fed the first tokens, with what was in their place.
+    """Draft after the model has read the first tokens; also return the old pages.
 
     Args:
-        fields: Of the only sequence; `wanted` of the context.
+        fields: Values of the only sequence; `wanted_levels` of the context.
     """
     reference = make_micro()
     tokens = np.random.default_rng(length).integers(3, 15, length)
@@ -36,9 +36,9 @@ def propose(length: int, num_known: int, **fields: Any) -> tuple[Any, ...]:
         compiler_options=UNOPTIMISED,
     )
     if num_known:
-        paged.feed(tokens[:num_known])
+        paged.run(tokens[:num_known])
     # Masks of an earlier round.
-    paged.feed(np.full(2, MASK))
+    paged.run(np.full(2, MASK))
     pool = PoolShape(
         num_rows=1,
         num_pages=paged.num_pages,
@@ -55,17 +55,17 @@ def propose(length: int, num_known: int, **fields: Any) -> tuple[Any, ...]:
         jnp.asarray(tokens[None], jnp.int32),
         jnp.ones_like(place, bool),
     )
-    wanted = fields.pop("wanted", DRAFTS)
+    wanted_levels = fields.pop("wanted_levels", DRAFTS)
     active = dataclasses.replace(
         make_active(1, num_tokens=length, **fields), page_table=table
     )
 
     def run(params: Any, pages: Any, token_pages: Any, active: Any) -> Any:
-        context = Context(
+        context = ProposerContext(
             active=active,
             token_pages=token_pages,
             tree=Tree.chain(DRAFTS),
-            wanted=jnp.array([wanted], jnp.int32),
+            wanted_levels=jnp.array([wanted_levels], jnp.int32),
             pool=pool,
             prompts=None,
             backend=lambda axes: Backend(),
@@ -82,10 +82,10 @@ def propose(length: int, num_known: int, **fields: Any) -> tuple[Any, ...]:
 
 @pytest.mark.parametrize(
     ("length", "num_known"),
-    # A round that added all it could, over a page's border; and a text of two tokens.
+    # After a round that added all it could, across a page border; a text of two tokens.
     [(13, 9), pytest.param(2, 0, marks=pytest.mark.slow)],
 )
-def test_each_draft_is_drawn_from_its_own_distribution(length, num_known):
+def test_each_draft_follows_its_own_distribution(length, num_known):
     found, logits, *_ = propose(length, num_known, temperature=0.8, top_p=0.95)
     distributions = [
         filtered_distribution(row, 0.8, top_p=np.float32(0.95)) for row in logits
@@ -97,9 +97,9 @@ def test_each_draft_is_drawn_from_its_own_distribution(length, num_known):
     assert not found.is_broken.any()
 
 
-def test_a_sequence_that_wants_no_drafts_is_not_fed():
-    """The model lacks its tokens: what it made of the newest others would find."""
-    found, _, before, after = propose(13, 3, wanted=0, temperature=0.0)
+def test_sequence_without_drafts_is_not_run():
+    """The model lacks earlier tokens: keys of the newest would be wrong for others."""
+    found, _, before, after = propose(13, 3, wanted_levels=0, temperature=0.0)
     assert found.num_drafts.tolist() == [0]
     assert not found.is_broken.any()
     for one, other in zip(before, after, strict=True):

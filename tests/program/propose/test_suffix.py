@@ -31,17 +31,17 @@ def found_in(
     min_prob: Fraction = Fraction(0),
     *,
     shortest: int = 1,
-    num_draft: int = DRAFTS,
+    num_draft_tokens: int = DRAFTS,
     is_active: list[bool] | None = None,
 ) -> list[list[int]]:
-    """The drafts that count, by sequence."""
+    """The valid drafts, by sequence."""
     active, pages = in_pages(texts, np.random.default_rng(0))
     if is_active is not None:
         active = dataclasses.replace(active, is_active=jnp.asarray(is_active))
-    most = draft_limits(*limits, num_draft)
+    most = draft_limits(*limits, num_draft_tokens)
     min_share = math.ceil(min_prob * WHOLE)
 
-    # Of its own, and by their modules: a jit of the same would not see a mutant.
+    # A new function that calls through the modules: an old jit would hide a mutant.
     def propose(active, pages):
         found = ngram_match.find_matches(
             active,
@@ -49,13 +49,13 @@ def found_in(
             longest=len(most) - 1,
             shortest=shortest,
             num_matches=NUM_MATCHES,
-            num_draft_tokens=num_draft,
+            num_draft_tokens=num_draft_tokens,
         )
         return suffix.choose(found, limits=most, min_share=min_share)
 
     run = jax.jit(propose, compiler_options=UNOPTIMISED)
     found = run(active, jnp.asarray(pages))
-    assert found.tokens.shape == (len(texts), num_draft)
+    assert found.tokens.shape == (len(texts), num_draft_tokens)
     assert found.probs is None
     return [
         row[:count].tolist()
@@ -65,32 +65,32 @@ def found_in(
     ]
 
 
-# Three times 1, 2, 3, and each time something else.
+# 1, 2, 3 three times, with a different continuation each time.
 FORKED = [1, 2, 3, 4, 1, 2, 3, 5, 1, 2, 3, 6, 1, 2]
 
 
 def check_chosen_suffixes() -> None:
-    """Texts on which every rule decides by itself."""
+    """Texts that test one rule each."""
     cases = [
-        # Nothing matches; nothing at all but the token itself.
+        # No match; no match but the token itself.
         ([1, 2, 3, 4], []),
         ([5], []),
-        # A draft for every token that matches.
+        # One draft per matching token.
         ([1, 2, 3, 1], [2]),
         ([1, 2, 3, 4, 1, 2], [3, 4]),
         # The most frequent, not the latest.
         ([1, 2, 8, 1, 2, 9, 1, 3, 7, 1], [2]),
-        # Of equally frequent ones, the latest.
+        # The latest of equally frequent continuations.
         ([1, 2, 8, 1, 3, 7, 1], [3]),
-        # A long match outweighs more that are short, and is counted alone.
+        # Only the longest matches are counted, even if shorter ones are more frequent.
         ([4, 5, 1, 6, 1, 2, 1, 2, 4, 5, 1], [6, 1, 2]),
-        # What followed begins again where the known tokens end.
+        # A continuation that reaches the end of the known tokens starts over.
         ([4, 4, 4, 4], [4, 4, 4]),
         (FORKED, [3, 6]),
     ]
     texts = [text for text, _ in cases]
     assert found_in(texts) == [drafts for _, drafts in cases]
-    # Of three matches one alone goes on with 6.
+    # Only one of three matches continues with 6.
     assert found_in([FORKED], min_prob=Fraction(1, 3)) == [[3, 6]]
     assert found_in([FORKED], min_prob=Fraction(1, 2)) == [[3]]
 
@@ -102,7 +102,7 @@ def test_chosen_suffixes():
 
 
 @pytest.mark.parametrize(
-    ("limits", "min_prob", "shortest", "num_draft"),
+    ("limits", "min_prob", "shortest", "num_draft_tokens"),
     [
         ((24, 1.0), Fraction(1, 10), 1, 16),
         ((24, 1.0), Fraction(0), 4, 8),
@@ -112,26 +112,28 @@ def test_chosen_suffixes():
         ((2, 1.0), Fraction(0), 1, 1),
     ],
 )
-def test_random_texts(limits: Limits, min_prob: Fraction, shortest: int, num_draft):
-    random = np.random.default_rng(num_draft + shortest)
+def test_random_texts(
+    limits: Limits, min_prob: Fraction, shortest: int, num_draft_tokens
+):
+    random = np.random.default_rng(num_draft_tokens + shortest)
     lengths = random.integers(1, TABLE_LEN * PAGE_SIZE + 1, 80)
     vocab = random.integers(2, 6, 80)
     texts = [
         random.integers(0, size, length).tolist()
         for size, length in zip(vocab, lengths, strict=True)
     ]
-    # Some that repeat themselves, with a slip here and there.
+    # Repetitive texts with a few random changes.
     for text in texts[::3]:
         text[:] = (text[:9] * 9)[: len(text)]
         text[int(random.integers(len(text)))] = 1
-    one: dict[str, Any] = dict(shortest=shortest, num_draft=num_draft)
+    one: dict[str, Any] = dict(shortest=shortest, num_draft_tokens=num_draft_tokens)
     expected = [search_suffix(text, limits, min_prob, **one) for text in texts]
     assert found_in(texts, limits, min_prob, **one) == expected
     counts = {len(drafts) for drafts in expected}
     assert 0 in counts
-    assert max(counts) == max(draft_limits(*limits, num_draft))
+    assert max(counts) == max(draft_limits(*limits, num_draft_tokens))
 
 
-def test_sequences_that_do_not_run_have_no_drafts():
+def test_inactive_sequences_have_no_drafts():
     texts = [[1, 2, 1], [1, 2, 1]]
     assert found_in(texts, is_active=[True, False]) == [[2], []]

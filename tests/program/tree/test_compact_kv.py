@@ -1,4 +1,4 @@
-"""What accepted drafts have left in their rows' slots is found at their positions."""
+"""Keys and values of accepted drafts are moved from row slots to their positions."""
 
 import dataclasses
 from types import SimpleNamespace
@@ -27,7 +27,7 @@ LENGTHS = (3, 4, 6, 11)
 
 
 def config_of(turns: int, rest: int = 0) -> ModelConfig:
-    """Of two layers a turn, and `rest` layers by themselves."""
+    """Two layers per turn, and `rest` separate layers."""
     num_layers = 2 * turns + rest
     sizes = TINY | MICRO | dict(num_hidden_layers=num_layers, model_type="gemma2")
     model = SimpleNamespace(config=SimpleNamespace(to_dict=lambda: sizes))
@@ -37,7 +37,7 @@ def config_of(turns: int, rest: int = 0) -> ModelConfig:
 
 
 def active_of(is_active: list[bool]):
-    """Sequences whose pages lie anywhere, and whose trees reach over page borders."""
+    """Sequences with scattered pages, whose trees cross page borders."""
     order = np.random.default_rng(3).permutation(POOL.num_pages)
     table = order[: 4 * POOL.table_len].reshape(4, -1).astype(np.int32)
     active = make_active(4, num_tokens=np.array(LENGTHS), is_active=np.array(is_active))
@@ -47,7 +47,7 @@ def active_of(is_active: list[bool]):
 def kept(
     config: ModelConfig, rows: list[int], is_active: list[bool]
 ) -> tuple[Any, Any, Any]:
-    """Pages before and after, and where each position of each sequence lies."""
+    """Pages before and after, and the slot of each position of each sequence."""
     active = active_of(is_active)
     random = np.random.default_rng(0)
     shape = POOL.page_size, 2, 3
@@ -94,16 +94,16 @@ def check_moves(
 
 @pytest.mark.parametrize("turns", [1, 3])
 @pytest.mark.parametrize("rows", [(8, 7, 3, 5), (0, 4, 6, 8), (1, 2, 3, 7)])
-def test_the_path_is_moved_and_nothing_else(turns: int, rows: tuple[int, ...]):
+def test_only_the_accepted_path_is_moved(turns: int, rows: tuple[int, ...]):
     check_moves(turns, rows)
 
 
-def test_pages_of_layers_by_themselves_are_moved_as_well():
+def test_pages_of_separate_layers_are_moved():
     assert config_of(3, 1).layers_of_pools == (3, 3, 1)
     check_moves(3, (8, 7, 3, 5), rest=1)
 
 
-def test_rows_that_do_not_run_keep_what_they_have():
+def test_inactive_rows_are_unchanged():
     check_moves(1, (8, 7, 6, 5), (True, False, True, False))
 
 

@@ -1,11 +1,11 @@
-"""What a tree of drafts says of its nodes equals walks from each node to the root."""
+"""Properties of a draft tree equal those from walks from each node to the root."""
 
 import numpy as np
 import pytest
 
 from jaxspec.program.tree.tree import ROOT, Tree
 
-# Node 0 has two children and a sibling; node 2 goes on below node 1.
+# Node 0 has two children and a sibling; node 2 is a child of node 1.
 BRANCHED = Tree((ROOT, 0, 1, 0, ROOT))
 
 
@@ -25,7 +25,7 @@ def random_tree(seed: int) -> Tree:
 @pytest.mark.parametrize(
     "tree", [Tree.chain(0), Tree.chain(5), BRANCHED, *map(random_tree, range(5))]
 )
-def test_rows_are_those_of_a_walk_to_the_root(tree: Tree):
+def test_rows_equal_a_walk_to_the_root(tree: Tree):
     ways = [walk(tree, row) for row in range(tree.num_rows)]
     assert tree.depths == tuple(len(way) - 1 for way in ways)
     assert tree.max_emitted == max(map(len, ways))
@@ -45,7 +45,7 @@ def test_a_chain_is_as_wide_as_it_is_deep(length: int):
     assert (tree.ancestor_mask == np.tri(length + 1, dtype=bool)).all()
 
 
-def test_branches_are_no_chain():
+def test_tree_with_branches_is_not_a_chain():
     assert not BRANCHED.is_chain
     assert BRANCHED.num_rows == 6
     assert BRANCHED.max_emitted == 4
@@ -53,9 +53,9 @@ def test_branches_are_no_chain():
 
 @pytest.mark.parametrize("tree", [Tree.chain(5), BRANCHED, *map(random_tree, range(5))])
 def test_drafts_are_found_by_level_parent_and_rank(tree: Tree):
-    spine = tree.main_chain.num_nodes
-    assert tree.parents[:spine] == tuple(range(ROOT, spine - 1))
-    assert spine == tree.num_nodes or tree.parents[spine] != spine - 1
+    count = tree.main_chain.num_nodes
+    assert tree.parents[:count] == tuple(range(ROOT, count - 1))
+    assert count == tree.num_nodes or tree.parents[count] != count - 1
     assert tree.num_levels == len(tree.branching)
     places = zip(tree.parents, tree.entries, tree.ranks, strict=True)
     seen: dict[int, int] = {}
@@ -66,7 +66,7 @@ def test_drafts_are_found_by_level_parent_and_rank(tree: Tree):
         seen[parent] = rank + 1
     for level, rows in enumerate(tree.branching):
         assert {tree.depths[row] for row in rows} == {level}
-        if level < spine:
+        if level < count:
             assert rows[0] == level
 
 

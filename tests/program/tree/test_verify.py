@@ -1,7 +1,7 @@
-"""Rounds over trees of drafts follow the target: its distribution, and its very tokens.
+"""Rounds over draft trees follow the target's distribution, or its exact tokens.
 
 The target and the draft are Markov chains over a few tokens, so that thousands of
-sequences are played at once, by the draft model's own way to grow a tree.
+sequences run at once. The draft model's own code fills the trees.
 """
 
 import dataclasses
@@ -28,14 +28,14 @@ from tests.support.round_models import DRAFT, TARGET
 from tests.support.rows import make_active
 
 VOCAB, LENGTH, SEQS = len(TARGET), 4, 16_000
-FAR = 1000  # no slot lies behind it
+FAR = 1000  # past all slots
 PLAIN = Tree.chain(0)
 LEAVES = Tree(parents_of(leaf_paths(2, 1)))
 MANY_LEAVES = Tree(parents_of(leaf_paths(3, 2)))
 BRANCHED = Tree(
     parents_of([(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (1, 1), (0, 0, 0), (1, 0, 0)])
 )
-# The deepest drafts do not continue the most probable one.
+# The deepest drafts are not on the main chain.
 ASIDE = Tree(parents_of([(0,), (1,), (1, 0), (1, 1), (1, 0, 0)]))
 TREES: dict[str, Tree] = {
     "leaves": LEAVES,
@@ -43,12 +43,12 @@ TREES: dict[str, Tree] = {
     "branched": BRANCHED,
     "aside": ASIDE,
 }
-# Whose distribution is looked at in every run.
+# Those whose distribution every run checks.
 SOME = ("standard", "many leaves"), ("block", "branched")
 
 
 class Found(NamedTuple):
-    """What came of a round."""
+    """Result of a round."""
 
     num_accepted: Any
     row: Any
@@ -68,41 +68,41 @@ def start(rule: str, *, temperature: float = 1.0) -> Active:
 
 
 def grow(tree: Tree, draft: jax.Array, active: Active) -> Proposal:
-    """What a draft model proposes that sees the last token alone."""
+    """The proposal of a draft model that reads only the last token."""
     drafts, probs = jnp.zeros((SEQS, tree.num_nodes), jnp.int32), []
     for level in range(tree.num_levels):
         known = jnp.concatenate([active.last_tokens[:, 1:], drafts], axis=1)
         scores = draft[known[:, tree.branching[level]]]
         token, distribution = sample_draft(scores[:, 0], level, active, Backend())
-        if not active.is_greedy:
+        if not active.all_greedy:
             scores = draft_sampling._add_noise(scores, level, active)
         drafts = draft_sampling._fill_level(tree, level, drafts, token, scores)
         probs.append(distribution)
-    distributions = None if active.is_greedy else jnp.stack(probs, axis=1)
+    distributions = None if active.all_greedy else jnp.stack(probs, axis=1)
     return Proposal(drafts, active.num_tokens, distributions)
 
 
 def play_round(
     active: Active,
     history: jax.Array,
-    num_draft: jax.Array,
+    num_draft_tokens: jax.Array,
     distributions: tuple[jax.Array, jax.Array],
     *,
     tree: Tree,
     max_model_len: int,
 ) -> tuple[Active, jax.Array, Found]:
-    """One round of the Markov chain; what it decided beside what is known after it."""
+    """One round of the Markov chain: the updated sequences, and the round's result."""
     target, draft = map(jnp.log, distributions)
-    fed, proposal = active.last_tokens[:, 1:], None
+    inputs, proposal = active.last_tokens[:, 1:], None
     if tree.num_nodes:
         proposal = grow(tree, draft, active)
-        fed = jnp.concatenate([fed, proposal.tokens], axis=1)
+        inputs = jnp.concatenate([inputs, proposal.tokens], axis=1)
     found = verify_tree(
         tree,
         proposal,
-        fed,
-        target[fed].reshape(-1, VOCAB),
-        num_draft,
+        inputs,
+        target[inputs].reshape(-1, VOCAB),
+        num_draft_tokens,
         active,
         Backend(),
         adjust=None,
@@ -127,7 +127,7 @@ def play_round(
 
 @functools.cache
 def program_of(tree: Tree, max_model_len: int) -> Callable[..., Any]:
-    """Rounds of a tree: whatever the rule, the distributions and the wishes are."""
+    """A compiled round of a tree; rule, distributions and draft lengths are data."""
     return jax.jit(
         functools.partial(play_round, tree=tree, max_model_len=max_model_len),
         compiler_options=UNOPTIMISED,
@@ -140,7 +140,7 @@ def play(
     rule: str,
     *,
     temperature: float = 1.0,
-    is_greedy: bool = False,
+    all_greedy: bool = False,
     draft: str = "other",
     max_model_len: int = FAR,
     few: bool = False,
@@ -152,34 +152,35 @@ def play(
         few: Sequences want different numbers of levels.
     """
     active = start(rule, temperature=temperature)
-    first = jnp.asarray(np.arange(SEQS) % VOCAB if is_greedy else np.zeros(SEQS, int))
+    first = jnp.asarray(np.arange(SEQS) % VOCAB if all_greedy else np.zeros(SEQS, int))
     first = jnp.repeat(first.astype(jnp.int32)[:, None], 2, axis=1)
-    active = dataclasses.replace(active, last_tokens=first, is_greedy=is_greedy)
+    active = dataclasses.replace(active, last_tokens=first, all_greedy=all_greedy)
     history = jnp.zeros((SEQS, LENGTH + tree.max_emitted), jnp.int32)
     distributions = TARGET, TARGET if draft == "same" else DRAFT
     given = tuple(
         jnp.asarray(distribution, jnp.float32) for distribution in distributions
     )
     run = program_of(tree, FAR if tree.is_chain else max_model_len)
-    num_draft, rounds = jnp.full(SEQS, tree.num_levels, jnp.int32), []
+    num_draft_tokens, rounds = jnp.full(SEQS, tree.num_levels, jnp.int32), []
     if few:
-        num_draft = jnp.arange(SEQS, dtype=jnp.int32) % (tree.num_levels + 1)
+        num_draft_tokens = jnp.arange(SEQS, dtype=jnp.int32) % (tree.num_levels + 1)
     for _ in range(LENGTH):
-        active, history, found = run(active, history, num_draft, given)
+        active, history, found = run(active, history, num_draft_tokens, given)
         rounds.append(jax.tree.map(np.asarray, found))
     return np.asarray(history)[:, :LENGTH], rounds
 
 
-def num_beside(found: Found) -> np.ndarray:
+def num_side_drafts(found: Found) -> np.ndarray:
+    """Accepted drafts of side branches."""
     return found.depth - found.num_accepted
 
 
 def check_tree_distribution(rule: str, name: str) -> None:
-    """Words of four tokens, over rounds of which many leave the spine."""
+    """Words of four tokens, over rounds of which many accept side branches."""
     play.cache_clear()
     tree = TREES[name]
     words, rounds = play(tree, rule)
-    assert (num_beside(rounds[0]) > 0).mean() > 0.05
+    assert (num_side_drafts(rounds[0]) > 0).mean() > 0.05
     cell = words @ (VOCAB ** np.arange(LENGTH)[::-1])
     distribution = TARGET[0]
     for _ in range(LENGTH - 1):
@@ -187,7 +188,7 @@ def check_tree_distribution(rule: str, name: str) -> None:
         distribution = (distribution[:, None] * TARGET[last]).reshape(-1)
     counts = np.bincount(cell, minlength=VOCAB**LENGTH)
     check_counts(counts, distribution, (rule, name))
-    # Neighbours alone: what is wrong with a few of them is lost among all words.
+    # Adjacent pairs alone: an error in a few of them is lost among all words.
     shape = (VOCAB,) * LENGTH
     for place in range(LENGTH - 1):
         others = tuple({*range(LENGTH)} - {place, place + 1})
@@ -198,15 +199,15 @@ def check_tree_distribution(rule: str, name: str) -> None:
 
 
 def check_same_words(name: str, **changes: Any) -> None:
-    """Tokens are plain decoding's own, where draft and target share their noise."""
+    """Tokens equal plain decoding's, for rules that are deterministic per seed."""
     play.cache_clear()
     tree, settings = TREES[name], dict(rule="coupled") | changes
     words, rounds = play(tree, **settings)
     plain, _ = play(PLAIN, **settings)
     np.testing.assert_array_equal(words, plain)
-    beside = num_beside(rounds[0])
-    assert (beside > 0).mean() > 0.02
-    assert (beside >= 0).all()
+    num_side = num_side_drafts(rounds[0])
+    assert (num_side > 0).mean() > 0.02
+    assert (num_side >= 0).all()
 
 
 @pytest.mark.parametrize(
@@ -226,17 +227,17 @@ def test_words_follow_the_distribution_of_the_target(rule: str, name: str):
 
 
 @pytest.mark.parametrize("name", ["many leaves", "branched"])
-def test_words_are_those_of_plain_decoding(name: str):
+def test_words_equal_plain_decoding(name: str):
     check_same_words(name)
 
 
 @pytest.mark.parametrize("name", ["branched", "aside"])
-def test_greedy_words_are_those_of_plain_decoding(name: str):
-    check_same_words(name, temperature=0.0, is_greedy=True)
+def test_greedy_words_equal_plain_decoding(name: str):
+    check_same_words(name, temperature=0.0, all_greedy=True)
 
 
 def check_few_levels() -> None:
-    """Sequences want different numbers of levels, and get no more."""
+    """Sequences with different numbers of wanted levels get no more."""
     check_same_words("branched", few=True)
     _, rounds = play(BRANCHED, "coupled", few=True)
     wanted = np.arange(SEQS) % (BRANCHED.num_levels + 1)
@@ -244,15 +245,15 @@ def check_few_levels() -> None:
         assert (found.depth <= wanted).all()
 
 
-def test_sequences_that_want_fewer_levels_get_no_more():
+def test_sequences_get_no_more_levels_than_wanted():
     check_few_levels()
 
 
 def check_last_slots() -> None:
-    """Drafts whose slots lie behind the longest sequence are not there."""
+    """Drafts whose slots would be past `max_model_len` are ignored."""
     check_same_words("branched", max_model_len=7)
     _, rounds = play(BRANCHED, "coupled", max_model_len=7)
-    # Of one token the newest: the draft of row r would lie in slot r.
+    # The only token is the newest: the draft of row r has slot r.
     assert 3 < rounds[0].row.max() < 7
 
 
@@ -264,16 +265,16 @@ def test_the_last_slots_hold_no_drafts():
 @pytest.mark.parametrize(
     "name", ["many leaves", pytest.param("branched", marks=pytest.mark.slow)]
 )
-def test_a_draft_equal_to_the_target_is_kept_whole(rule: str, name: str):
+def test_draft_equal_to_the_target_is_fully_accepted(rule: str, name: str):
     tree = TREES[name]
     for found in play(tree, rule, draft="same")[1]:
         assert (found.num_accepted == tree.main_chain.num_nodes).all()
 
 
-def test_leaves_bring_more_than_the_spine_alone():
-    """By every rule, and more of them more."""
+def test_leaves_accept_more_than_the_main_chain():
+    """For every rule."""
     for rule in ("standard", "block", "coupled"):
         chain = play(Tree.chain(3), rule)[1][0]
         leaves = play(MANY_LEAVES, rule)[1][0]
         np.testing.assert_array_equal(leaves.num_accepted, chain.num_accepted)
-        assert num_beside(leaves).mean() > 0.1
+        assert num_side_drafts(leaves).mean() > 0.1

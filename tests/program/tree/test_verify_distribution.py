@@ -1,13 +1,13 @@
 """The exact distribution of a round over a tree, by running it on every outcome.
 
-The rule meets the spine with the uniforms of `tests.support.enumeration`. What is
-drawn on the way beside it meets evenly spaced ones, as many as the target's
-probabilities are multiples of: each is as likely as any other, so that weights only
-have to be summed.
-What stands beside the spine is anything, siblings that are equal included.
+The main chain is verified with the uniforms of `tests.support.enumeration`. Tokens on
+side branches are sampled with `PARTS` evenly spaced uniforms: the target's
+probabilities are multiples of 1 / `PARTS`, so all of these have equal weight, and the
+weights of outcomes are summed. Side branches hold arbitrary tokens, including equal
+siblings.
 
-Coupled and greedy sequences have no distribution to count: token by token they equal
-plain decoding, which `test_verify.py` compares.
+Coupled and greedy sequences are deterministic: `test_verify.py` compares their tokens
+with plain decoding.
 """
 
 import dataclasses
@@ -49,19 +49,19 @@ START = 7
 ORACLES = {"standard": standard_oracle, "block": block_oracle}
 TREES = {
     "leaves": leaf_paths(3, 1),
-    # After a leaf there are drafts, and after those.
+    # Side branches of several levels.
     "side paths": ((0,), (1,), (0, 0), (1, 0), (1, 1), (1, 0, 0)),
 }
 
 
 def random_distributions(random: np.random.Generator, level: int) -> np.ndarray:
-    """One for every prefix of so many tokens."""
+    """A distribution for every prefix of `level` tokens."""
     weights = random.dirichlet(np.full(VOCAB, 3.0), VOCAB**level)
     return random.multinomial(PARTS, weights) / PARTS
 
 
 def make_case(seed: int, tree: Tree, num_levels: int) -> Case:
-    """Distributions by prefix; every third draft is certain."""
+    """Distributions by prefix; in every third case drafts are point masses."""
     random = np.random.default_rng(seed)
     draft = [random_distributions(random, level) for level in range(DRAFTS)]
     if seed % 3 == 2:
@@ -70,21 +70,21 @@ def make_case(seed: int, tree: Tree, num_levels: int) -> Case:
         kind="tree",
         target=[random_distributions(random, level) for level in range(DRAFTS + 1)],
         draft=draft,
-        num_draft=min(num_levels, tree.main_chain.num_nodes),
+        num_draft_tokens=min(num_levels, tree.main_chain.num_nodes),
     )
 
 
-def all_drafts(tree: Tree, spine: np.ndarray, seed: int) -> np.ndarray:
-    """Tokens by node: what stands beside depends on the spine, and on nothing else."""
+def all_drafts(tree: Tree, main_chain: np.ndarray, seed: int) -> np.ndarray:
+    """Tokens by node: those of side branches depend only on the main chain's."""
     count = tree.main_chain.num_nodes
-    code = spine[:, :count] @ (VOCAB ** np.arange(count))
+    code = main_chain[:, :count] @ (VOCAB ** np.arange(count))
     random = np.random.default_rng(seed)
-    beside = random.integers(0, VOCAB, (VOCAB**count, tree.num_nodes - count))
-    return np.concatenate([spine[:, :count], beside[code]], axis=1)
+    side = random.integers(0, VOCAB, (VOCAB**count, tree.num_nodes - count))
+    return np.concatenate([main_chain[:, :count], side[code]], axis=1)
 
 
 def code_of(tokens: np.ndarray) -> np.ndarray:
-    """The number of a prefix among those of its length."""
+    """Index of a prefix among all of its length."""
     return tokens @ (VOCAB ** np.arange(tokens.shape[1])[::-1])
 
 
@@ -93,17 +93,17 @@ def rows_of_target(tree: Tree, drafts: np.ndarray, case: Case) -> np.ndarray:
     found = np.empty((len(drafts), tree.num_rows, VOCAB))
     for row in range(tree.num_rows):
         depth = tree.depths[row]
-        way = tree.paths[row][1 : depth + 1] - 1
-        found[:, row] = case.target[depth][code_of(drafts[:, way])]
+        path = tree.paths[row][1 : depth + 1] - 1
+        found[:, row] = case.target[depth][code_of(drafts[:, path])]
     return found
 
 
 def planned(accept: jax.Array, sample: jax.Array) -> Any:
-    """In place of `draw_numbers`: the uniforms of an outcome, by what they are for.
+    """A substitute for `draw_numbers` with the uniforms of an outcome, by role.
 
     Args:
-        accept: By draft; of where the round starts alone.
-        sample: By how far the position is from there.
+        accept: By draft; only for the position where the round starts.
+        sample: By distance of the position from there.
     """
 
     def draw(active: Active, purposes: Any, first: Any, *, width: int) -> Numbers:
@@ -112,7 +112,7 @@ def planned(accept: jax.Array, sample: jax.Array) -> Any:
         drawn = jnp.take_along_axis(sample, offset, axis=1)
         parts = [drawn]
         if width > 1:
-            # An accepting uniform of any other position would be NaN.
+            # An accept uniform of any other position is NaN.
             parts.insert(0, jnp.where(offset == 0, accept[:, : width - 1], jnp.nan))
         expected = [randomness.ACCEPT] * (width - 1) + [randomness.SAMPLE]
         is_known = purposes % randomness.NUM_ROLES == jnp.array([expected])
@@ -125,10 +125,11 @@ def planned(accept: jax.Array, sample: jax.Array) -> Any:
 def distribution_of_round(
     tree: Tree, rule: str, seed: int, num_levels: int
 ) -> tuple[float, float]:
-    """What comes of every outcome: total variation to the target's own distribution.
+    """Run every outcome of a round.
 
     Returns:
-        That, and the chance of a draft from beside the spine.
+        Total variation between the round's distribution and the target's, and the
+        probability that a draft of a side branch is accepted.
     """
     case = make_case(seed, tree, num_levels)
     paths = make_paths([case])
@@ -136,7 +137,7 @@ def distribution_of_round(
         # Logarithms of probabilities are rounded, and so are the uniforms' thresholds.
         patch.setattr(enumeration, "MARGIN", 2.0**-18)
         rows = outcomes(paths, ORACLES[rule](paths))
-    # At each place after the first all evenly spaced uniforms, in every combination.
+    # All evenly spaced uniforms at each later position, in every combination.
     places = tree.num_levels
     grid = np.indices((PARTS,) * places).reshape(places, -1).T
     repeat = functools.partial(np.repeat, repeats=len(grid), axis=0)
@@ -145,12 +146,12 @@ def distribution_of_round(
     sample = np.concatenate([repeat(rows["sample_uniform"])[:, None], later], axis=1)
     drafts = all_drafts(tree, paths.tokens, seed)
     target = rows_of_target(tree, drafts, case)
-    spine = tree.main_chain.num_nodes
-    probs = np.nan_to_num(paths.draft[:, :spine])
+    chain_len = tree.main_chain.num_nodes
+    probs = np.nan_to_num(paths.draft[:, :chain_len])
     seqs = len(path)
     active = dataclasses.replace(
         make_active(seqs, num_tokens=START, temperature=1.0, rule=RULES[rule]),
-        is_greedy=False,
+        all_greedy=False,
     )
 
     # A function of its own: a jit of the same one would not see a mutant.
@@ -175,13 +176,13 @@ def distribution_of_round(
         jnp.asarray(drafts[path], jnp.int32),
         jnp.asarray(probs[path], jnp.float32),
         jnp.log(jnp.asarray(target[path], jnp.float32)),
-        jnp.asarray(repeat(rows["accept_uniform"])[:, :spine], jnp.float32),
+        jnp.asarray(repeat(rows["accept_uniform"])[:, :chain_len], jnp.float32),
         jnp.asarray(sample, jnp.float32),
         active,
     )
     tokens, row = np.asarray(found.tokens), np.asarray(found.tree_row)
     counts = np.array(tree.depths)[row] + 1
-    beside = weight[np.array(tree.depths)[row] > found.num_accepted].sum()
+    side = weight[np.array(tree.depths)[row] > found.num_accepted].sum()
     distribution, own = np.zeros(1), np.ones(1)
     for count in range(1, DRAFTS + 2):
         after = case.target[count - 1]
@@ -190,7 +191,7 @@ def distribution_of_round(
         here = counts == count
         np.add.at(distribution, code_of(tokens[here, :count]), weight[here])
     assert distribution.sum() == pytest.approx(1)
-    return float(np.abs(own - distribution).sum() / 2), float(beside)
+    return float(np.abs(own - distribution).sum() / 2), float(side)
 
 
 def check_exact_distribution(
@@ -199,16 +200,16 @@ def check_exact_distribution(
     """A round's tokens, completed with draws from the target, follow the target."""
     tree, total = Tree(parents_of(TREES[name])), 0.0
     for seed in seeds:
-        distance, beside = distribution_of_round(tree, rule, seed, num_levels)
+        distance, side = distribution_of_round(tree, rule, seed, num_levels)
         assert distance < 1e-6, seed
-        total += beside
+        total += side
     assert total / len(seeds) > 0.02
 
 
 @pytest.mark.parametrize(
     ("name", "rule"), [("leaves", "block"), ("side paths", "standard")]
 )
-def test_every_outcome_of_a_round_adds_up_to_the_targets_distribution(name, rule):
+def test_outcomes_of_a_round_sum_to_the_targets_distribution(name, rule):
     check_exact_distribution(name, rule)
 
 
@@ -216,21 +217,21 @@ def test_every_outcome_of_a_round_adds_up_to_the_targets_distribution(name, rule
 @pytest.mark.parametrize("num_levels", [1, 2, 3])
 @pytest.mark.parametrize("rule", ORACLES)
 @pytest.mark.parametrize("name", TREES)
-def test_so_it_does_whatever_the_rule_and_the_levels_that_count(name, rule, num_levels):
+def test_exact_distribution_for_all_rules_and_levels(name, rule, num_levels):
     check_exact_distribution(name, rule, num_levels, seeds=(1, 2, 3))
 
 
 @pytest.mark.long_suite(name="counts")
 @pytest.mark.parametrize("rule", ORACLES)
 def test_every_small_tree_keeps_the_distribution(rule):
-    """Of up to five drafts, three levels and three siblings, but for the chains."""
-    found, beside = 0, 0.0
+    """Trees of up to five drafts, three levels and three siblings, without chains."""
+    found, side = 0, 0.0
     for number, paths in enumerate(every_tree(3, 3, 5)):
         tree = Tree(parents_of(paths))
         if not tree.is_chain:
             distance, share = distribution_of_round(tree, rule, number, tree.num_levels)
             assert distance < 1e-6, paths
-            found, beside = found + 1, beside + share
+            found, side = found + 1, side + share
     # Of 64 of up to five nodes 9 are deeper, 7 have more siblings and 3 are chains.
     assert found == 45
-    assert beside / found > 0.05
+    assert side / found > 0.05

@@ -1,9 +1,9 @@
-"""What every client asks a server, and how it tells what came: in a line of JSON.
+"""Common inputs of the client scripts, and their output as a line of JSON.
 
-By hand: `python tests/serve/clients/openai_calls.py URL chat`.
+To run one alone: `python tests/serve/clients/openai_calls.py URL chat`.
 """
 
-# In environments of the clients' own.
+# The scripts run in the clients' own environments.
 # pyright: reportMissingImports=false
 
 import json
@@ -27,13 +27,13 @@ TOOL = {"type": "function", "function": {"name": "weather", "parameters": CITY}}
 
 
 class Place(BaseModel):
-    """A city and how warm it is."""
+    """A city and its temperature."""
 
     city: str
     degrees: int
 
 
 def main(calls: dict[str, Callable[[str], Any]]) -> None:
-    """Do what the command line says, and print what came."""
+    """Run the call that the command line names, and print its result."""
     url, call = sys.argv[1:]
     print(json.dumps(calls[call](f"{url}/v1")))

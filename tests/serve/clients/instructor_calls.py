@@ -1,6 +1,6 @@
-"""What instructor asks, which is there for structured outputs."""
+"""Calls with instructor, which is for structured outputs."""
 
-# In an environment of its own.
+# Runs in its own environment.
 # pyright: reportMissingImports=false
 
 from typing import Any
@@ -30,7 +30,7 @@ def stream(url: str) -> dict[str, Any]:
 
 
 def tools(url: str) -> dict[str, Any]:
-    """A call of a function that is named as the class."""
+    """Call a function with the name of the class."""
     found = create(url, instructor.Mode.TOOLS, response_model=Place)
     return {"calls": [["Place", found.model_dump()]]}
 

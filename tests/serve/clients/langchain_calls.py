@@ -1,6 +1,6 @@
-"""What langchain-openai asks."""
+"""Calls with langchain-openai."""
 
-# In an environment of its own.
+# Runs in its own environment.
 # pyright: reportMissingImports=false
 
 from typing import Any

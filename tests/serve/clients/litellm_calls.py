@@ -1,6 +1,6 @@
-"""What litellm asks; its errors are in the script of the same name one folder up."""
+"""Calls with litellm; ../litellm_calls.py has its errors."""
 
-# In an environment of its own.
+# Runs in its own environment.
 # pyright: reportMissingImports=false
 
 import json

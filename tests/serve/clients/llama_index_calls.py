@@ -1,6 +1,6 @@
-"""What llama-index asks."""
+"""Calls with llama-index."""
 
-# In an environment of its own.
+# Runs in its own environment.
 # pyright: reportMissingImports=false
 
 from typing import Any
@@ -28,7 +28,7 @@ def said(messages: list[dict[str, str]]) -> list[Any]:
 
 
 def weather(city: str) -> str:
-    """Tell how warm it is."""
+    """Return the temperature."""
     return f"warm in {city}"
 
 
@@ -40,7 +40,7 @@ def tools(url: str) -> dict[str, Any]:
 
 
 def structured(url: str) -> dict[str, Any]:
-    """By a call of a function that is named as the class."""
+    """Use a call of a function with the name of the class."""
     answer = model(url).as_structured_llm(Place).chat(said(ASKED))
     return {"object": answer.raw.model_dump()}
 

@@ -1,6 +1,6 @@
-"""What openai's client for Python asks."""
+"""Calls with openai's client for Python."""
 
-# In an environment of its own.
+# Runs in its own environment.
 # pyright: reportMissingImports=false
 
 import json

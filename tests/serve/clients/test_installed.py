@@ -1,8 +1,9 @@
-"""Clients of OpenAI's API in environments of their own, over a model told what to say.
+"""Clients of OpenAI's API in their own environments, with scripted texts.
 
-Each asks for a chat, a stream, a call and a structured output, and tells a system. The
-two that only measure do what they can: lm-eval chats with a system, guidellm streams.
-Environments are kept in `.pytest_cache/clients`; what does not install is skipped.
+Each requests a chat, a stream, a tool call, a structured output, and a chat with a
+system message. The two benchmark tools do a part: lm-eval chats with a system message,
+guidellm streams. Environments are cached in `.pytest_cache/clients`; clients that
+cannot be installed are skipped.
 """
 
 import json
@@ -28,7 +29,7 @@ WORDS = "It is warm."
 PLACE = {"city": "Oslo", "degrees": 21}
 WEATHER = {"name": "weather", "parameters": {"city": "Oslo"}}
 CALL_PLACE = json.dumps([{"name": "Place", "parameters": PLACE}])
-# What the model says, and what a client then tells.
+# By call: the generated text, and the client's expected result.
 CALLS: dict[str, tuple[str, dict[str, Any]]] = {
     "chat": (WORDS, {"text": WORDS}),
     "stream": (WORDS, {"text": WORDS}),
@@ -39,12 +40,12 @@ CALLS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 class Client(NamedTuple):
-    """What a client is installed from, and what it does in a way of its own.
+    """A client's packages, and its differences from `CALLS`.
 
     Attributes:
-        script: Run with the name of a call.
-        requirements: For pip, or for npm.
-        own: Of calls, what the model must say for them and what is told then.
+        script: Script to run with the name of a call.
+        requirements: Packages for pip or npm.
+        own: Entries that replace those of `CALLS`.
     """
 
     script: str
@@ -69,18 +70,18 @@ CLIENTS = {
         ("instructor>=1.10",),
         {"tools": (CALL_PLACE, {"calls": [["Place", PLACE]]})},
     ),
-    # Of itself it does not ask for mcp, which it imports where there are tools.
+    # Does not require mcp, which it imports for tools.
     "litellm": Client("litellm_calls.py", ("litellm>=1.80", "mcp")),
 }
 
 
 class Stand(Site):
-    """A server on a port, over a stage."""
+    """A server on a port, with the scripted model of a stage."""
 
     def __init__(self, stage: Stage):
         self.stage, self.engine = stage, stage.serving
         self.delay_s, self._port = 0.0, 0
-        # As the model reads them.
+        # The prompts after the chat template.
         self.prompts: list[str] = []
         self.start(api_keys=("secret",), enable_auto_tool_choice=True)
         prompts: Any = self.app.state.serving.prompts
@@ -105,7 +106,7 @@ def stand() -> Iterator[Stand]:
 
 
 def install(name: str, requirements: tuple[str, ...], *, is_npm: bool) -> Path:
-    """Make an environment, or find the one of before; returns its folder."""
+    """Create an environment, or reuse the existing one; return its folder."""
     folder = ENVIRONMENTS / name
     done = folder / "installed.txt"
     wanted = "\n".join((sys.version, *requirements))
@@ -138,9 +139,9 @@ def run(words: list[str], folder: Path) -> None:
         pytest.skip(f"{' '.join(words)}: {' '.join(reason)}")
 
 
-def tell(words: list[Any], folder: Path) -> str:
-    """What a program prints, which must end well."""
-    # litellm would ask for a list of prices over the network.
+def output_of(words: list[Any], folder: Path) -> str:
+    """Run a program, which must succeed; return its output."""
+    # litellm would fetch a price list from the network.
     environment = os.environ | {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}
     environment |= {"PYTHONPATH": str(HERE), "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
@@ -158,7 +159,7 @@ def tell(words: list[Any], folder: Path) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("name", CLIENTS)
-def test_a_client(stand: Stand, name: str, call: str):
+def test_client(stand: Stand, name: str, call: str):
     client = CLIENTS[name]
     is_npm = client.script.endswith(".mjs")
     folder = install(name, client.requirements, is_npm=is_npm)
@@ -167,10 +168,10 @@ def test_a_client(stand: Stand, name: str, call: str):
     script = HERE / client.script
     words: list[Any] = [folder / "bin" / "python", script]
     if is_npm:
-        # Modules are looked for beside the script.
+        # Node searches modules next to the script.
         words = ["node", shutil.copy(script, folder)]
-    told = tell([*words, stand.url[:-1], call], folder)
-    assert json.loads(told.splitlines()[-1]) == expected
+    printed = output_of([*words, stand.url[:-1], call], folder)
+    assert json.loads(printed.splitlines()[-1]) == expected
     prompt = stand.prompts[-1]
     assert "Is it warm in Oslo?" in prompt
     assert ("Be brief." in prompt) == (call == "system")
@@ -204,7 +205,7 @@ def test_lm_eval(stand: Stand, tmp_path: Path):
     words += ["--system_instruction", "Be brief."]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OPENAI_API_KEY", "secret")
-        tell(words, folder)
+        output_of(words, folder)
     (path,) = (tmp_path / "out").rglob("results*.json")
     found = json.loads(path.read_text())["results"]["warm"]
     assert found["exact_match,none"] == 1.0
@@ -214,7 +215,7 @@ def test_lm_eval(stand: Stand, tmp_path: Path):
 
 @pytest.mark.slow
 def test_guidellm(stand: Stand, tmp_path: Path):
-    # The torch of this project: others may bring gigabytes of CUDA.
+    # This project's torch: other builds may include gigabytes of CUDA.
     folder = install("guidellm", ("guidellm>=0.8,<0.9", "torch==2.13.0"), is_npm=False)
     stand.stage.script.say(WORDS)
     data, report = tmp_path / "data.jsonl", tmp_path / "report.json"
@@ -232,13 +233,13 @@ def test_guidellm(stand: Stand, tmp_path: Path):
     words: list[Any] = [folder / "bin" / "guidellm", "run", "--disable-console"]
     for name, value in options.items():
         words += [f"--{name}", value]
-    tell(words, folder)
+    output_of(words, folder)
     (found,) = json.loads(report.read_text())["benchmarks"]
     requests = found["requests"]
     assert (len(requests["successful"]), requests["errored"]) == (len(rows), [])
     assert {one["output"] for one in requests["successful"]} == {WORDS}
     assert all(one["time_to_first_token_ms"] > 0 for one in requests["successful"])
-    # As the server counts them, which guidellm is told in the last event.
+    # The server's counts, which guidellm reads from the last event.
     num_tokens = len(stand.engine.engine.tokenizer.encode(WORDS, False)) + 1
     counts = {one["output_metrics"]["text_tokens"] for one in requests["successful"]}
     assert counts == {num_tokens}

@@ -1,4 +1,4 @@
-"""From a request's fields to sampling parameters."""
+"""Conversion of a request's fields to sampling parameters."""
 
 from typing import Any
 
@@ -50,7 +50,7 @@ def respond(**body: Any) -> SamplingParams:
         ("prompt_logprobs", 2),
     ],
 )
-def test_a_field_arrives(name: str, value: Any):
+def test_field_is_passed_on(name: str, value: Any):
     assert getattr(SamplingParams(), name) != value
     given = (
         {str(key): one for key, one in value.items()} if name == "logit_bias" else value
@@ -59,7 +59,7 @@ def test_a_field_arrives(name: str, value: Any):
     assert getattr(chat(**{name: given}), name) == value
 
 
-def test_what_is_left_out_comes_from_the_model_then_from_openai():
+def test_defaults_of_model_then_openai():
     plain = completion()
     assert (plain.temperature, plain.top_p, plain.max_tokens) == (1.0, 1.0, 16)
     model = {"temperature": 0.7, "top_p": 0.9, "max_tokens": 40}
@@ -89,7 +89,7 @@ def test_logprobs():
     assert chat().logprobs is None
 
 
-def test_ids_to_be_told_of():
+def test_logprob_token_ids_are_validated():
     ids = [7, 5]
     for params in (
         completion(logprob_token_ids=ids, logprobs=0),
@@ -131,13 +131,13 @@ def test_ids_to_be_told_of():
         ({"guided_regex": "a", "guided_decoding_backend": "outlines"}, "regex", "a"),
     ],
 )
-def test_forms(body: dict[str, Any], field: str, value: Any):
+def test_structured_outputs(body: dict[str, Any], field: str, value: Any):
     for params in (completion(**body), chat(**body)):
         assert params.structured_outputs.kind == field
         assert getattr(params.structured_outputs, field) == value
 
 
-def test_white_space_of_older_requests():
+def test_guided_whitespace_pattern():
     for body in (
         {"guided_json": {}, "guided_whitespace_pattern": " ?"},
         {"structured_outputs": {"json": {}, "whitespace_pattern": " ?"}},
@@ -147,26 +147,26 @@ def test_white_space_of_older_requests():
 
 
 @pytest.mark.parametrize("name", ["guided_jsn", "guided_json_object", "guided_x"])
-def test_no_field_of_that_kind_is_ignored(name: str):
-    told = f"There is no field {name}: use structured_outputs, or .*guided_json,"
+def test_unknown_guided_field_is_refused(name: str):
+    message = f"There is no field {name}: use structured_outputs, or .*guided_json,"
     for make in (completion, chat, respond):
         body: dict[str, Any] = {name: "x"}
-        with pytest.raises(RequestError, match=told) as refused:
+        with pytest.raises(RequestError, match=message) as refused:
             make(**body)
         assert refused.value.parameter == name
         assert make(**(body | {name: None})).structured_outputs is None
 
 
-def test_a_field_without_meaning_is_told_in_the_log(caplog: pytest.LogCaptureFixture):
+def test_field_without_effect_is_logged(caplog: pytest.LogCaptureFixture):
     completion(guided_decoding_backend="outlines")
     assert "guided_decoding_backend has no effect" in caplog.text
 
 
-def test_plain_text_is_no_form():
+def test_text_format_has_no_grammar():
     assert completion(response_format={"type": "text"}).structured_outputs is None
 
 
-def test_a_form_that_takes_long_to_compile():
+def test_refuses_too_long_grammar():
     half = "a" * (MAX_GRAMMAR_CHARACTERS // 2)
     assert completion(structured_outputs={"choice": [half]}).structured_outputs
     long: tuple[dict[str, Any], ...] = (
@@ -178,7 +178,7 @@ def test_a_form_that_takes_long_to_compile():
             completion(**body)
 
 
-def test_drafts_can_be_limited():
+def test_num_speculative_tokens():
     assert completion(num_speculative_tokens=2).num_speculative_tokens == 2
     xargs = {"num_speculative_tokens": 0}
     assert completion(vllm_xargs=xargs).num_speculative_tokens == 0
@@ -194,7 +194,7 @@ def test_drafts_can_be_limited():
         {"guided_regex": "a", "guided_choice": ["a"]},
     ],
 )
-def test_contradictions(body: dict[str, Any]):
+def test_refuses_contradictions(body: dict[str, Any]):
     for make in (completion, chat):
         with pytest.raises(RequestError):
             make(**body)
@@ -207,7 +207,7 @@ def test_contradictions(body: dict[str, Any]):
         {"structured_outputs": {"structural_tag": "x"}},
     ],
 )
-def test_what_there_is_not(body: dict[str, Any]):
+def test_refuses_unsupported_fields(body: dict[str, Any]):
     for make in (completion, chat):
         with pytest.raises(UnsupportedError):
             make(**body)

@@ -1,4 +1,4 @@
-"""What a body may hold."""
+"""Schemas and limits of request bodies."""
 
 from typing import Any
 
@@ -36,19 +36,19 @@ def nested(depth: int) -> Any:
         {"logit_bias": {"\ud800": 1}},
     ],
 )
-def test_half_a_surrogate_pair_anywhere(body: dict[str, Any]):
+def test_refuses_lone_surrogates(body: dict[str, Any]):
     with pytest.raises(ValidationError, match="surrogate"):
         CompletionBody.model_validate(body)
 
 
-def test_depth():
+def test_nesting_limit():
     assert CompletionBody.model_validate({"unknown": nested(MAX_DEPTH - 1)})
     with pytest.raises(ValidationError, match="levels deep"):
         CompletionBody.model_validate({"unknown": nested(MAX_DEPTH)})
 
 
 @pytest.mark.parametrize(
-    ("name", "most"),
+    ("name", "largest"),
     [
         ("unknown", ["#"] * MAX_ENTRIES),
         ("unknown", {str(number): 1 for number in range(MAX_FIELDS)}),
@@ -57,22 +57,25 @@ def test_depth():
         ("bad_words", ["#" * MAX_BAD_WORD_CHARACTERS]),
     ],
 )
-def test_there_is_a_most_of_everything(name: str, most: Any):
-    assert CompletionBody.model_validate({name: most})
-    if isinstance(most, dict):
-        most["more"] = 1
-    elif len(most) == 1:
-        most[0] += "#"
+def test_size_limits(name: str, largest: Any):
+    assert CompletionBody.model_validate({name: largest})
+    if isinstance(largest, dict):
+        largest["more"] = 1
+    elif len(largest) == 1:
+        largest[0] += "#"
     else:
-        most.append("#")
+        largest.append("#")
     with pytest.raises(ValidationError):
-        CompletionBody.model_validate({name: most})
+        CompletionBody.model_validate({name: largest})
 
 
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (["#"] * (MAX_ENTRIES + 1), "a list may have at most 8192 entries other than"),
+        (
+            ["#"] * (MAX_ENTRIES + 1),
+            "a list may have at most 8192 entries other than",
+        ),
         (
             dict.fromkeys(map(str, range(MAX_FIELDS + 1))),
             "at most 1024 fields, got 1025",
@@ -89,13 +92,13 @@ def test_errors_name_the_field(content: Any, said: str):
     assert said in fault["msg"]
 
 
-def test_token_ids_may_be_many():
+def test_token_ids_have_no_entry_limit():
     ids = [7] * (2 * MAX_ENTRIES)
     assert CompletionBody.model_validate({"prompt": ids}).prompt == ids
     assert CompletionBody.model_validate({"prompt": [ids, ids]})
 
 
-def test_of_many_wrong_entries_the_first_is_told():
+def test_reports_first_invalid_entry_only():
     with pytest.raises(ValidationError) as refused:
         CompletionBody.model_validate({"stop_token_ids": [1, *["x"] * 100]})
     (fault,) = refused.value.errors()
@@ -153,7 +156,7 @@ def test_unknown_fields_are_found_in_every_object():
     ]
 
 
-def test_bounds():
+def test_numeric_bounds():
     assert CompletionBody.model_validate({"n": MAX_N}).n == MAX_N
     for body in ({"n": MAX_N + 1}, {"n": 0}, {"request_id": "x" * 257}):
         with pytest.raises(ValidationError):
@@ -162,7 +165,7 @@ def test_bounds():
         ChatBody.model_validate({"messages": []})
 
 
-def test_a_schema_keeps_its_name():
+def test_schema_field_alias():
     wanted = {"type": "json_schema", "json_schema": {"schema": {"type": "object"}}}
     body = CompletionBody.model_validate({"response_format": wanted})
     assert body.response_format is not None

@@ -1,4 +1,4 @@
-"""From a request for a response to a chat, written with the bundled tokenizer."""
+"""Conversion of Responses requests to chats, with the bundled tokenizer."""
 
 from typing import Any
 
@@ -9,11 +9,11 @@ from jaxspec.serve.prompts import Prompts
 from jaxspec.serve.requests.params import make_params
 from jaxspec.serve.requests.protocol import ChatBody, ResponseBody
 from jaxspec.serve.requests.response_input import (
-    answered,
+    add_answer,
     as_chat,
     call_of,
+    flat_tool_names,
     messages_of,
-    naming_tools_flat,
 )
 from jaxspec.serve.requests.tool_choice import form_of, read_choice
 from jaxspec.serve.settings import ServerSettings
@@ -46,7 +46,7 @@ def written(**body: Any) -> str | None:
 
 
 def turns(*texts: str) -> str:
-    """A conversation in which the model is to speak next."""
+    """Return the text of a conversation up to the model's next turn."""
     whole = "<bos>"
     for place, text in enumerate(texts):
         role = "model" if place % 2 else "user"
@@ -54,7 +54,7 @@ def turns(*texts: str) -> str:
     return whole + "<start_of_turn>model\n"
 
 
-def test_every_form_of_an_input():
+def test_input_types():
     parts = [{"type": "input_text", "text": text} for text in ("Hel", "lo")]
     answer = {"type": "output_text", "text": "Well", "annotations": []}
     past = {"type": "message", "role": "assistant", "content": [answer], "id": "msg_1"}
@@ -65,17 +65,17 @@ def test_every_form_of_an_input():
     assert written(input=[USER, past, USER]) == turns("Hello", "Well", "Hello")
 
 
-def test_instructions_open_the_first_turn():
-    told = {"instructions": "Be brief."}
-    assert written(**told) == turns("Be brief.\n\nHello")
+def test_instructions_open_first_user_turn():
+    given = {"instructions": "Be brief."}
+    assert written(**given) == turns("Be brief.\n\nHello")
     system = {"role": "system", "content": "Be polite."}
     whole = "Be brief.\n\nBe polite.\n\nHello"
-    assert written(input=[system, USER], **told) == turns(whole)
+    assert written(input=[system, USER], **given) == turns(whole)
     past = {"role": "assistant", "content": "Well"}
-    assert written(input=[past, USER], **told) == turns("Be brief.", "Well", "Hello")
+    assert written(input=[past, USER], **given) == turns("Be brief.", "Well", "Hello")
 
 
-def test_an_answer_that_was_cut_off_is_gone_on_with():
+def test_continues_cut_off_answer():
     past: dict[str, Any] = {"role": "assistant", "content": "We"}
     cut = past | {"status": "incomplete"}
     whole = "<bos><start_of_turn>user\nHello<end_of_turn>\n<start_of_turn>model\nWe"
@@ -83,18 +83,18 @@ def test_an_answer_that_was_cut_off_is_gone_on_with():
     assert written(input=[USER, past]) == turns("Hello", "We")
 
 
-def test_fields_arrive():
+def test_fields_are_passed_on():
     given = {"temperature": 0.5, "seed": 3, "top_k": 7, "stop": ["x"], "min_tokens": 1}
     params = make_params(chat(max_output_tokens=9, **given), {})
     assert params.max_tokens == 9
     for name, value in given.items():
         assert getattr(params, name) == value
-    # Names that are no response's.
+    # Fields that Responses do not have.
     params = make_params(chat(max_tokens=2, n=2, prompt_logprobs=1), {})
     assert (params.max_tokens, params.n, params.prompt_logprobs) == (None, 1, None)
 
 
-def test_logprobs_are_asked_for_by_including_them():
+def test_logprobs_by_include():
     included = ["message.output_text.logprobs", "reasoning.encrypted_content"]
     assert make_params(chat(top_logprobs=2), {}).logprobs is None
     assert make_params(chat(include=included), {}).logprobs == 0
@@ -112,7 +112,7 @@ def test_logprobs_are_asked_for_by_including_them():
         ),
     ],
 )
-def test_forms(form: Any, kind: str, value: Any):
+def test_text_formats(form: Any, kind: str, value: Any):
     params = make_params(chat(text={"format": form}), {})
     assert params.structured_outputs is not None
     assert getattr(params.structured_outputs, kind) == value
@@ -120,7 +120,7 @@ def test_forms(form: Any, kind: str, value: Any):
     assert make_params(plain, {}).structured_outputs is None
 
 
-def test_what_is_too_long_can_be_cut():
+def test_truncation():
     text = "Hello " * 200
     with pytest.raises(RequestError, match="maximum context length"):
         written(input=text)
@@ -139,7 +139,7 @@ def test_what_is_too_long_can_be_cut():
             r"input\[0\].arguments must be a JSON",
         ),
         ({"input": [CALL | {"arguments": "[]"}]}, r"input\[0\].arguments must be"),
-        ({"input": [USER, RESULT]}, r"input\[1\].call_id must be that of a"),
+        ({"input": [USER, RESULT]}, r"input\[1\].call_id must be the call_id of"),
         (
             {"input": [CALL, RESULT | {"output": [{"type": "input_file"}]}]},
             r"input\[1\].output\[0\] must be .*input_text",
@@ -154,7 +154,7 @@ def test_what_is_too_long_can_be_cut():
         ),
         (
             {"tools": [F], "tool_choice": allowing("auto", "g")},
-            "tool_choice must be names .* got 'g'. There are: 'f'",
+            "tool_choice must be names .* got 'g'. The tools are: 'f'",
         ),
         ({"input": [USER | {"content": 5}]}, r"input\[0\].content must be a string"),
         (
@@ -164,7 +164,7 @@ def test_what_is_too_long_can_be_cut():
         ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema must be"),
     ],
 )
-def test_what_cannot_be_read(body: dict[str, Any], said: str):
+def test_refuses_invalid_input(body: dict[str, Any], said: str):
     with pytest.raises(RequestError, match=said):
         chat(**body)
 
@@ -176,13 +176,13 @@ def test_what_cannot_be_read(body: dict[str, Any], said: str):
         {"prompt": {"id": "pmpt_1"}},
     ],
 )
-def test_what_there_is_not(body: dict[str, Any]):
+def test_refuses_unsupported_fields(body: dict[str, Any]):
     with pytest.raises(UnsupportedError) as refused:
         make_params(chat(**body), {})
     assert refused.value.parameter in body
 
 
-def test_accepts_what_clients_send_back():
+def test_accepts_items_that_clients_send_back():
     thought = {"type": "reasoning", "id": "rs_1", "summary": []}
     noted = {"type": "item_reference", "id": "msg_1"}
     refused = {"type": "refusal", "refusal": "No."}
@@ -191,18 +191,18 @@ def test_accepts_what_clients_send_back():
         {"role": "assistant", "content": [refused]},
     ]
     for answer, text in zip(answers, ("", "No."), strict=True):
-        told = written(input=[noted, USER, thought, answer, USER])
-        assert told == turns("Hello", text, "Hello")
+        text_read = written(input=[noted, USER, thought, answer, USER])
+        assert text_read == turns("Hello", text, "Hello")
     empty = CALL | {"arguments": ""}
     assert written(input=[USER, thought, empty, RESULT]) == written(
         input=[USER, CALL, RESULT]
     )
-    # An answer that was cut off goes on, whatever stands behind it.
+    # A cut-off answer is continued, whatever items follow it.
     cut = {"role": "assistant", "content": "We", "status": "incomplete"}
     assert written(input=[USER, cut, noted]) == written(input=[USER, cut])
 
 
-def test_tools_of_other_types_are_ignored(caplog: pytest.LogCaptureFixture):
+def test_other_tool_types_are_ignored(caplog: pytest.LogCaptureFixture):
     search = {"type": "web_search"}
     read = chat(tools=[search, F])
     assert [tool.function.name for tool in read.tools or ()] == ["f"]
@@ -216,13 +216,13 @@ def test_tools_of_other_types_are_ignored(caplog: pytest.LogCaptureFixture):
         read_choice(chat(tools=[search], tool_choice="required"))
 
 
-def test_a_forced_call_wins_over_a_form():
+def test_forced_call_overrides_text_format():
     form = {"format": {"type": "json_schema", "schema": {"type": "object"}}}
     read = chat(tools=[F], tool_choice="required", text=form)
     assert make_params(read, {}).structured_outputs == form_of(read)
 
 
-def test_tools_may_be_ignored():
+def test_tool_choice_none_drops_tools():
     make_params(chat(tools=[{"type": "function"}], tool_choice="none"), {})
     make_params(chat(tools=[], store=True), {})
 
@@ -237,7 +237,7 @@ def test_tools_may_be_ignored():
         (allowing("required", "g", "f"), ["f", "g"], "required"),
     ],
 )
-def test_tools(choice: Any, names: list[str], kind: str):
+def test_tool_choices(choice: Any, names: list[str], kind: str):
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     tools = [F, F | {"name": "g", "parameters": schema, "strict": True}]
     read = chat(tools=tools, tool_choice=choice, parallel_tool_calls=False)
@@ -251,56 +251,56 @@ def test_tools(choice: Any, names: list[str], kind: str):
     assert (form is None) == (kind == "auto")
 
 
-def test_calls_and_their_results():
-    """Words and calls in a row are one message of the model, whatever their order."""
+def test_calls_and_results():
+    """Consecutive texts and calls are one message of the model, in any order."""
     second = CALL | {"name": "g", "arguments": '{"a": 1}', "call_id": "2"}
     words = {"role": "assistant", "content": "Well"}
     results = [RESULT | {"call_id": "2", "output": [{"type": "text", "text": "8"}]}]
     results.append(RESULT)
     called = '[{"name": "f", "parameters": {}}, {"name": "g", "parameters": {"a": 1}}]'
-    told = '{"name": "g", "result": "8"}\n\n{"name": "f", "result": "7"}'
+    text = '{"name": "g", "result": "8"}\n\n{"name": "f", "result": "7"}'
     for answer in ([words, CALL, second], [CALL, words, second], [CALL, second, words]):
         whole = written(input=[USER, *answer, *results])
-        assert whole == turns("Hello", f"Well\n{called}", told)
+        assert whole == turns("Hello", f"Well\n{called}", text)
 
 
-def test_an_answer_that_calls_is_gone_on_from():
+def test_continues_answer_with_calls():
     first = ResponseBody(input="Hello", tools=[F])
-    earlier = answered(first, messages_of(first), "Well", [call_of("1", "f", "{}")])
+    earlier = add_answer(first, messages_of(first), "Well", [call_of("1", "f", "{}")])
     then = ResponseBody(input=[RESULT])
     messages = messages_of(then, earlier)
-    told = PROMPTS.of_chat(as_chat(then, messages), 4).get("prompt")
+    text = PROMPTS.of_chat(as_chat(then, messages), 4).get("prompt")
     called = 'Well\n[{"name": "f", "parameters": {}}]'
-    assert told == turns("Hello", called, '{"name": "f", "result": "7"}')
+    assert text == turns("Hello", called, '{"name": "f", "result": "7"}')
     assert earlier[-1]["content"] == "Well"
 
 
-def test_errors_name_tools_as_responses_do():
-    with pytest.raises(RequestError) as refused, naming_tools_flat():
+def test_errors_name_flat_tool_fields():
+    with pytest.raises(RequestError) as refused, flat_tool_names():
         name = "tools[0]['function']['parameters']"
         raise RequestError(f"{name} must be x", parameter=name, value=1)
     assert refused.value.parameter == "tools[0]['parameters']"
     assert str(refused.value) == "tools[0]['parameters'] must be x"
-    with pytest.raises(RequestError, match="^x$"), naming_tools_flat():
+    with pytest.raises(RequestError, match="^x$"), flat_tool_names():
         raise RequestError("x", parameter="y")
 
 
-def test_a_conversation_that_goes_on():
+def test_continued_conversation():
     first = ResponseBody(input="Hello", instructions="Be brief.")
     messages = messages_of(first)
-    assert messages == [USER], "instructions are of one request"
-    earlier = answered(first, messages, "Well")
+    assert messages == [USER], "instructions apply to one request"
+    earlier = add_answer(first, messages, "Well")
     assert earlier == [USER, {"role": "assistant", "content": "Well"}]
     then = ResponseBody(input="And?", instructions="Be kind.")
     messages = messages_of(then, earlier)
     read = as_chat(then, messages)
-    told = PROMPTS.of_chat(read, 4).get("prompt")
-    assert told == turns("Be kind.\n\nHello", "Well", "And?")
+    text = PROMPTS.of_chat(read, 4).get("prompt")
+    assert text == turns("Be kind.\n\nHello", "Well", "And?")
     assert messages[0] == USER
 
 
-def test_a_message_that_was_cut_off_is_one_with_its_end():
+def test_cut_off_message_is_joined_with_its_continuation():
     begun = {"role": "assistant", "content": "We", "status": "incomplete"}
     body = ResponseBody(input=[USER, begun])
-    earlier = answered(body, messages_of(body), "ll")
+    earlier = add_answer(body, messages_of(body), "ll")
     assert earlier == [USER, {"role": "assistant", "content": "Well"}]

@@ -1,4 +1,4 @@
-"""What a chat's `tools` and `tool_choice` mean."""
+"""Interpretation of a chat's `tools` and `tool_choice`."""
 
 from typing import Any
 
@@ -36,7 +36,7 @@ def body(**given: Any) -> ChatBody:
         ({"tools": TOOLS, "tool_choice": NAMED}, "named", "g"),
     ],
 )
-def test_choices(given: dict[str, Any], kind: str, name: str | None):
+def test_tool_choices(given: dict[str, Any], kind: str, name: str | None):
     choice = read_choice(body(**given))
     assert (choice.kind, choice.name) == (kind, name)
     form = form_of(body(**given))
@@ -53,7 +53,7 @@ def test_choices(given: dict[str, Any], kind: str, name: str | None):
         ({"tool_choice": NAMED}, ["g"], 1),
     ],
 )
-def test_what_the_grammar_lets_through(
+def test_grammar_of_forced_calls(
     given: dict[str, Any], names: list[str], most: int | None
 ):
     form = form_of(body(tools=TOOLS, **given))
@@ -64,7 +64,7 @@ def test_what_the_grammar_lets_through(
     assert form.json.get("maxItems") == most
 
 
-def test_a_template_sees_the_tools_as_they_came():
+def test_template_gets_tools_unchanged():
     assert tools_as_given(body(tools=TOOLS)) == TOOLS
     assert tools_as_given(body(tools=[{"function": {"name": "f"}}])) == [tool("f")]
     assert tools_as_given(body()) is None
@@ -125,7 +125,7 @@ def test_a_template_sees_the_tools_as_they_came():
                 "structured_outputs": {"regex": "a"},
             },
             "tool_choice",
-            "not of both",
+            "cannot be combined with",
         ),
         (
             {
@@ -139,7 +139,7 @@ def test_a_template_sees_the_tools_as_they_came():
         ),
     ],
 )
-def test_what_does_not_go_together(given: dict[str, Any], name: str, said: str):
+def test_refuses_contradictions(given: dict[str, Any], name: str, said: str):
     with pytest.raises(RequestError) as refused:
         make_params(body(**given), {})
     assert refused.value.parameter == name
@@ -149,13 +149,13 @@ def test_what_does_not_go_together(given: dict[str, Any], name: str, said: str):
 @pytest.mark.parametrize(
     "tools", [[{}], [{"function": {}}], [{"type": 1, "function": {"name": "f"}}], 7]
 )
-def test_what_is_no_tool(tools: Any):
+def test_refuses_invalid_tools(tools: Any):
     with pytest.raises(ValidationError, match="tools"):
         body(tools=tools, tool_choice="none")
 
 
 @pytest.mark.parametrize("choice", ["required", NAMED])
-def test_a_forced_call_wins_over_a_form(choice: Any):
+def test_forced_call_overrides_response_format(choice: Any):
     asked = {"tools": TOOLS, "tool_choice": choice}
     form = make_params(body(**asked), {}).structured_outputs
     assert form is not None
@@ -168,7 +168,7 @@ def test_a_forced_call_wins_over_a_form(choice: Any):
         assert found.structured_outputs == form
 
 
-def test_ignores_tools_of_other_types(caplog: pytest.LogCaptureFixture):
+def test_other_tool_types_are_ignored(caplog: pytest.LogCaptureFixture):
     search = {"type": "web_search_preview"}
     found = read_choice(body(tools=[search, *TOOLS]))
     assert [tool.name for tool in found.tools] == ["f", "g"]
@@ -179,7 +179,7 @@ def test_ignores_tools_of_other_types(caplog: pytest.LogCaptureFixture):
         read_choice(body(tools=[search], tool_choice="required"))
 
 
-def test_a_form_beside_calls_that_may_be():
+def test_response_format_with_optional_calls():
     form = make_params(
         body(tools=TOOLS, response_format={"type": "json_object"}), {}
     ).structured_outputs

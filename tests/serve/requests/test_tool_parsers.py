@@ -1,4 +1,4 @@
-"""Parsers by name, ours and those of plugins; the form of what they tell."""
+"""Tool parsers, ours and plugins', and their results."""
 
 import importlib
 import re
@@ -24,7 +24,7 @@ from jaxspec_checkpoints import bundled_target
 TOKENIZER = Tokenizer.from_folder(bundled_target())
 TOOLS: Any = [{"function": {"name": "f"}}, {"function": {"name": "g"}}]
 TEXT = 'Well.\n[{"name": "f", "parameters": {"a": 1}}, {"name": "g"}]'
-# As a plugin for vLLM is written, but for the package's name.
+# A plugin for vLLM, with the package name replaced.
 PLUGIN = '''
 from collections.abc import Sequence
 
@@ -117,7 +117,7 @@ def body(**given: Any) -> ChatBody:
 
 
 def stream(parser: ToolParser, text: str, request: ChatBody) -> list[dict[str, Any]]:
-    """Deltas of a text that comes letter by letter, and ends."""
+    """Return the deltas of a text streamed letter by letter."""
     reading = ToolStream(parser, request)
     found = [
         delta
@@ -127,12 +127,12 @@ def stream(parser: ToolParser, text: str, request: ChatBody) -> list[dict[str, A
     return found + reading.deltas("", [], is_last=True)
 
 
-def test_a_whole_answer():
+def test_whole_answer():
     parser = GemmaToolParser(TOKENIZER, body().tools)
     found = parser.extract_tool_calls(TEXT, body())
     assert (found.tools_called, found.content) == (True, "Well.\n")
-    told = [(one.function.name, one.function.arguments) for one in found.tool_calls]
-    assert told == [("f", '{"a": 1}'), ("g", "{}")]
+    calls = [(one.function.name, one.function.arguments) for one in found.tool_calls]
+    assert calls == [("f", '{"a": 1}'), ("g", "{}")]
     first, second = (one.id for one in found.tool_calls)
     assert re.fullmatch("chatcmpl-tool-[0-9a-f]{32}", first)
     assert first != second
@@ -141,7 +141,7 @@ def test_a_whole_answer():
     assert words.content == "Well."
 
 
-def test_a_stream():
+def test_stream():
     parser = GemmaToolParser(TOKENIZER, body().tools)
     *words, begun, a, b, c, d, e, f, g, h, again, empty = stream(parser, TEXT, body())
     assert words == [{"content": letter} for letter in "Well.\n"]
@@ -157,30 +157,30 @@ def test_a_stream():
     assert empty == {"tool_calls": [{"index": 1, "function": {"arguments": "{}"}}]}
 
 
-def test_what_was_held_back_is_told_at_the_end():
+def test_held_back_text_is_returned_at_end():
     parser = GemmaToolParser(TOKENIZER, body().tools)
     assert stream(parser, '[{"name', body()) == [{"content": '[{"name'}]
 
 
-def test_without_parallel_calls_there_is_one():
+def test_parallel_tool_calls_false_keeps_first():
     parser = GemmaToolParser(TOKENIZER, body().tools)
     found = stream(parser, TEXT, body(parallel_tool_calls=False))
     calls = [call for delta in found for call in delta.get("tool_calls", ())]
     assert {call["index"] for call in calls} == {0}
-    told = "".join(call["function"]["arguments"] for call in calls)
-    assert told == '{"a": 1}'
+    arguments = "".join(call["function"]["arguments"] for call in calls)
+    assert arguments == '{"a": 1}'
 
 
-def test_a_plugin_of_vllm(plugin: str):
+def test_vllm_plugin(plugin: str):
     for name in ("shout", "cry"):
         kind = parser_class(name, plugin)
         parser, request = kind(TOKENIZER, body().tools), body()
         found = parser.extract_tool_calls("So F it is", request)
         assert [one.function.name for one in found.tool_calls] == ["f"]
         assert found.content == "So it is"
-        told = stream(parser, "So F G it", request)
-        assert [delta.get("content") for delta in told] == ["So ", None, None]
-        begun = [delta["tool_calls"][0] for delta in told[1:]]
+        deltas = stream(parser, "So F G it", request)
+        assert [delta.get("content") for delta in deltas] == ["So ", None, None]
+        begun = [delta["tool_calls"][0] for delta in deltas[1:]]
         assert [(one["id"], one["index"]) for one in begun] == [
             ("chosen", 0),
             ("chosen", 1),
@@ -188,17 +188,17 @@ def test_a_plugin_of_vllm(plugin: str):
     assert parser.vocab[TOKENIZER.id_to_piece(50)] == 50
 
 
-def test_a_parser_may_be_imported_when_it_is_wanted(plugin: str):
+def test_lazy_registration(plugin: str):
     ToolParserManager.register_lazy_module("late", "shout_parser", "ShoutToolParser")
     ToolParserManager.import_tool_parser(plugin)
     assert "late" in ToolParserManager.list_registered()
     late = ToolParserManager.get_tool_parser("late")
     assert late is ToolParserManager.get_tool_parser("shout")
-    with pytest.raises(KeyError, match="nobody"):
-        ToolParserManager.get_tool_parser("nobody")
+    with pytest.raises(KeyError, match="missing"):
+        ToolParserManager.get_tool_parser("missing")
 
 
-def test_names():
+def test_registration():
     class Own(ToolParser):
         pass
 
@@ -228,7 +228,7 @@ def test_names():
         ("raise RuntimeError('boom')", "boom"),
     ],
 )
-def test_a_wrong_plugin(tmp_path: Path, text: str | None, said: str):
+def test_rejects_invalid_plugin(tmp_path: Path, text: str | None, said: str):
     path = tmp_path / "broken_parser.py"
     if text is not None:
         path.write_text(text)
@@ -237,16 +237,16 @@ def test_a_wrong_plugin(tmp_path: Path, text: str | None, said: str):
     assert refused.value.parameter == "tool_parser_plugin"
 
 
-def test_a_plugin_is_python(tmp_path: Path):
+def test_rejects_plugin_without_py_suffix(tmp_path: Path):
     path = tmp_path / "parser.txt"
     path.write_text(PLUGIN)
     with pytest.raises(ConfigError, match=r"end in \.py"):
         ServerSettings(tool_parser_plugin=str(path))
 
 
-def test_settings_name_a_parser(plugin: str):
+def test_settings_select_parser(plugin: str):
     assert ServerSettings().tool_call_parser == GEMMA
-    names = ("gemma", "gemma2")  # the second is an older name
+    names = ("gemma", "gemma2")  # the second is an alias
     assert len({ToolParserManager.get_tool_parser(name) for name in names}) == 1
     with pytest.raises(
         ConfigError, match="one of 'gemma', 'gemma2', got 'shout'"
@@ -256,7 +256,7 @@ def test_settings_name_a_parser(plugin: str):
     ServerSettings(tool_call_parser="shout", tool_parser_plugin=plugin)
 
 
-def test_vllms_paths_lead_here():
+def test_vllm_import_paths():
     for path in ("jaxspec.tool_parsers", "jaxspec.tool_parsers.abstract_tool_parser"):
         assert importlib.import_module(path).ToolParser is ToolParser
     chats = "jaxspec.entrypoints.openai.chat_completion.protocol"

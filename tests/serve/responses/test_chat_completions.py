@@ -1,4 +1,4 @@
-"""Chats beyond the text: whose turn it is, what is repeated, logprobs."""
+"""Chat responses beyond the text: role, echo, logprobs."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ from tests.support.serving import CHAT, MESSAGES, PROMPT, error_of, post, serve_
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
-def test_a_turn_that_goes_on(is_stream: bool):
+def test_continue_final_message(is_stream: bool):
     turns = [{"role": "user", "content": "!"}, {"role": "assistant", "content": PROMPT}]
     asked = {"messages": turns, "max_tokens": 5, "stream": is_stream}
     asked |= {"continue_final_message": True, "add_generation_prompt": False}
@@ -36,7 +36,7 @@ def test_a_turn_that_goes_on(is_stream: bool):
     serve_http(ask)
 
 
-def test_who_speaks_can_be_chosen():
+def test_response_role():
     async def ask(client: httpx.AsyncClient) -> None:
         answer = await post(client, CHAT, messages=MESSAGES, max_tokens=2)
         assert answer["choices"][0]["message"]["role"] == "model"
@@ -44,7 +44,7 @@ def test_who_speaks_can_be_chosen():
     serve_http(ask, settings={"response_role": "model"})
 
 
-def test_every_text_begins_with_its_role():
+def test_every_text_begins_with_role():
     async def ask(client: httpx.AsyncClient) -> None:
         chunks = await post(
             client, CHAT, messages=MESSAGES, max_tokens=5, n=3, stream=True
@@ -61,7 +61,7 @@ def test_every_text_begins_with_its_role():
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
-def test_logprobs_and_ids(is_stream: bool):
+def test_logprobs_and_token_ids(is_stream: bool):
     asked: dict[str, Any] = {"logprobs": True, "top_logprobs": 1, "stream": is_stream}
     body = ChatBody(messages=MESSAGES, return_token_ids=True, **asked)
     writer = ChatWriter(StubServing(), body, SamplingParams(logprobs=1), "x")
@@ -76,11 +76,11 @@ def test_logprobs_and_ids(is_stream: bool):
         writer.finish(answer, part)
         assert answer["prompt_token_ids"] == [2, 3, 4]
     assert choice["token_ids"] == [5, 6]
-    told = [(one["token"], one["logprob"]) for one in choice["logprobs"]["content"]]
-    assert told == [(letters([5]), -5), (letters([6]), -6)]
+    found = [(one["token"], one["logprob"]) for one in choice["logprobs"]["content"]]
+    assert found == [(letters([5]), -5), (letters([6]), -6)]
 
 
-def test_all_log_probabilities():
+def test_all_logprobs():
     asked = {"messages": MESSAGES, "max_tokens": 2, "logprobs": True}
 
     async def ask(client: httpx.AsyncClient) -> None:

@@ -1,6 +1,6 @@
-"""Completions beyond the text: echo, logprobs, token ids, the same in chunks.
+"""Completions beyond the text: echo, logprobs, token ids, also in chunks.
 
-`response_writers` is what they share with chats.
+Also tests `response_writers`, the common part with chats.
 """
 
 from typing import Any
@@ -23,7 +23,7 @@ from tests.support.serving import COMPLETIONS, PROMPT, post, serve_http
 
 @pytest.mark.parametrize("is_stream", [False, True])
 @pytest.mark.parametrize("prompt", [PROMPT, [2, 3, 4]])
-def test_the_prompt_is_echoed_once(prompt: Any, is_stream: bool):
+def test_echoes_prompt_once(prompt: Any, is_stream: bool):
     async def ask(client: httpx.AsyncClient) -> None:
         asked = {"prompt": prompt, "max_tokens": 12, "echo": True, "n": 2}
         found = await post(client, COMPLETIONS, **asked, stream=is_stream)
@@ -37,7 +37,7 @@ def test_the_prompt_is_echoed_once(prompt: Any, is_stream: bool):
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
-def test_the_prompt_alone_can_be_echoed(is_stream: bool):
+def test_echo_without_generation(is_stream: bool):
     async def ask(client: httpx.AsyncClient) -> None:
         asked = {"prompt": PROMPT, "max_tokens": 0, "echo": True}
         found = await post(client, COMPLETIONS, **asked, stream=is_stream)
@@ -49,12 +49,12 @@ def test_the_prompt_alone_can_be_echoed(is_stream: bool):
         response = await client.post(
             COMPLETIONS, json={"prompt": PROMPT, "max_tokens": 0}
         )
-        assert response.status_code == 400, "without an echo nothing would be said"
+        assert response.status_code == 400, "max_tokens=0 without an echo"
 
     serve_http(ask)
 
 
-def test_stops_are_told():
+def test_stop_reasons():
     async def ask(client: httpx.AsyncClient) -> None:
         tokens = said(6)
         cases = [
@@ -86,13 +86,15 @@ def test_token_ids(is_stream: bool):
 
 
 def output(tokens: list[int], *, is_first: bool, is_last: bool) -> RequestOutput:
-    """Part of a text with log-probabilities: each token's is its id, below zero."""
-    told = [{token: Logprob(-float(token), 1, letters([token]))} for token in tokens]
+    """Make part of a text in which each token's log-probability is its negative id."""
+    logprobs = [
+        {token: Logprob(-float(token), 1, letters([token]))} for token in tokens
+    ]
     completion = CompletionOutput(
         index=0,
         text=letters(tokens),
         token_ids=tokens,
-        logprobs=told,
+        logprobs=logprobs,
         finish_reason="length" if is_last else None,
     )
     return RequestOutput(
@@ -107,17 +109,17 @@ def output(tokens: list[int], *, is_first: bool, is_last: bool) -> RequestOutput
     )
 
 
-def test_logprobs_of_an_echo_in_chunks():
+def test_echo_logprobs_in_chunks():
     body = CompletionBody(prompt=PROMPT, logprobs=1, echo=True, stream=True)
     params = SamplingParams(logprobs=1, prompt_logprobs=1)
     writer = CompletionWriter(StubServing(), body, params, "x")
     first = output([5, 6], is_first=True, is_last=False)
     second = output([7], is_first=False, is_last=True)
-    told = []
+    choices = []
     for one in (first, second):
         for completion, index in writer._texts(0, one):
-            told += writer.deltas(index, completion, one)
-    both = [choice["logprobs"] for choice in told]
+            choices += writer.deltas(index, completion, one)
+    both = [choice["logprobs"] for choice in choices]
     text = PROMPT + letters([5, 6, 7])
     assert [x for one in both for x in one["tokens"]] == list(text)
     offsets = [x for one in both for x in one["text_offset"]]
@@ -125,12 +127,12 @@ def test_logprobs_of_an_echo_in_chunks():
     own = [x for one in both for x in one["token_logprobs"]]
     assert own == [None, -3, -4, -5, -6, -7]
     assert both[1]["top_logprobs"] == [{letters([7]): -7}]
-    assert told[-1]["finish_reason"] == "length"
+    assert choices[-1]["finish_reason"] == "length"
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
 def test_offsets_are_lengths_of_the_returned_text(is_stream: bool):
-    """Every token alone has another length: bytes of characters, hidden tokens."""
+    """With bytes of characters and hidden tokens, whose own texts differ in length."""
     serving: Any = StubServing()
     tokenizer = serving.tokenizer = Tokenizer.from_folder(bundled_target())
     prompt, text = "Cr\u00e8me \U0001f600 fox", " \u00e9t\u00e9 \U0001f9a9 end"
@@ -145,7 +147,7 @@ def test_offsets_are_lengths_of_the_returned_text(is_stream: bool):
     if is_stream:
         growing = TextStream(tokenizer, SamplingParams())
         parts = [([token], growing.follow([token])) for token in ids]
-    told = []
+    choices = []
     for part, new in (*parts, (stop, "")):
         is_last = part is stop
         completion = CompletionOutput(
@@ -164,13 +166,13 @@ def test_offsets_are_lengths_of_the_returned_text(is_stream: bool):
             finished=is_last,
         )
         for one, index in writer._texts(0, found):
-            told += writer.deltas(index, one, found)
-    whole = "".join(one["text"] for one in told)
+            choices += writer.deltas(index, one, found)
+    whole = "".join(one["text"] for one in choices)
     assert whole == prompt + text
-    offsets = [at for one in told for at in one["logprobs"]["text_offset"]]
+    offsets = [at for one in choices for at in one["logprobs"]["text_offset"]]
     tokens = [*prompt_ids, *ids, *stop]
     assert len(offsets) == len(tokens)
-    assert offsets[:2] == [0, 0], "the hidden token that begins it adds nothing"
+    assert offsets[:2] == [0, 0], "a hidden first token has no length"
     assert offsets == sorted(offsets)
     for place, (token, offset) in enumerate(zip(tokens, offsets, strict=True)):
         following = [*offsets[place + 1 :], len(whole)][0]
@@ -179,14 +181,14 @@ def test_offsets_are_lengths_of_the_returned_text(is_stream: bool):
             assert shown == ""
         elif not tokenizer.is_byte(token) and offset < len(whole):
             assert shown == tokenizer.decode([token])
-    # The first of four bytes is where the character is, and so are the others.
+    # All four bytes of a character have its offset.
     emoji = prompt.index("\U0001f600")
     assert offsets.count(emoji) == 4
     assert offsets.count(emoji + 1) == 1
 
 
 def test_tokens_as_ids():
-    """As the server was started; a request may say otherwise."""
+    """Set by the server; a request may override it."""
 
     async def ask(client: httpx.AsyncClient) -> None:
         given: Any = {"prompt": PROMPT, "max_tokens": 2, "logprobs": 1}

@@ -1,14 +1,14 @@
-"""The two forms of log-probabilities."""
+"""The two formats of log-probabilities."""
 
 import math
 
 from jaxspec.logprobs import Logprob
-from jaxspec.serve.responses.logprobs import LEAST, LogprobWriter, prompt_offsets
+from jaxspec.serve.responses.logprobs import MIN_LOGPROB, LogprobWriter, prompt_offsets
 from jaxspec.text.tokenizer import Tokenizer
 from jaxspec_checkpoints import bundled_target
 from tests.support.engines import StubTokenizer
 
-# The token that came is the third most likely; another cannot come at all.
+# The generated token has rank 3; another token has probability 0.
 POSITION = {
     7: Logprob(-3.0, 3, "c"),
     8: Logprob(-1.0, 1, "a"),
@@ -20,7 +20,7 @@ def writer(*, as_ids: bool = False) -> LogprobWriter:
     return LogprobWriter(StubTokenizer(16), as_ids=as_ids)
 
 
-def test_chats_tell_the_most_likely_by_rank():
+def test_chat_top_logprobs_are_ordered_by_rank():
     for num_top, expected in (
         (0, []),
         (1, ["a"]),
@@ -32,45 +32,46 @@ def test_chats_tell_the_most_likely_by_rank():
         assert (entry["token"], entry["logprob"]) == ("c", -3.0)
         top = entry["top_logprobs"]
         assert [one["token"] for one in top] == expected
-        assert all(one["logprob"] >= LEAST for one in top)
+        assert all(one["logprob"] >= MIN_LOGPROB for one in top)
 
 
-def test_what_a_request_has_chosen_is_told_whatever_it_ranks():
-    told = {**POSITION, 10: Logprob(-7.0, None, "d")}
-    (entry,) = writer().for_chat([7], [told], None)["content"]
+def test_chat_returns_requested_ids_in_order():
+    position = {**POSITION, 10: Logprob(-7.0, None, "d")}
+    (entry,) = writer().for_chat([7], [position], None)["content"]
     assert [one["token"] for one in entry["top_logprobs"]] == ["c", "a", "b", "d"]
-    assert [one["logprob"] for one in entry["top_logprobs"]] == [-3, -1, LEAST, -7]
+    logprobs = [one["logprob"] for one in entry["top_logprobs"]]
+    assert logprobs == [-3, -1, MIN_LOGPROB, -7]
 
 
-def test_completions_tell_the_token_and_the_most_likely():
-    told = writer().for_completion([7, 7], [None, POSITION], [10, 11])
-    assert told == {
+def test_completion_format():
+    written = writer().for_completion([7, 7], [None, POSITION], [10, 11])
+    assert written == {
         "tokens": ["(", "c"],
         "token_logprobs": [None, -3.0],
-        "top_logprobs": [None, {"c": -3.0, "a": -1.0, "b": LEAST}],
+        "top_logprobs": [None, {"c": -3.0, "a": -1.0, "b": MIN_LOGPROB}],
         "text_offset": [10, 11],
     }
 
 
-def test_tokens_can_be_told_as_ids():
-    told = writer(as_ids=True).for_completion([7], [POSITION], [0])
-    assert told["tokens"] == ["token_id:7"]
-    assert set(told["top_logprobs"][0]) == {"token_id:7", "token_id:8", "token_id:9"}
+def test_tokens_as_ids():
+    written = writer(as_ids=True).for_completion([7], [POSITION], [0])
+    assert written["tokens"] == ["token_id:7"]
+    assert set(written["top_logprobs"][0]) == {"token_id:7", "token_id:8", "token_id:9"}
 
 
-def test_of_prompts():
+def test_prompt_format():
     assert writer().for_prompt(None) is None
-    told = writer().for_prompt([None, POSITION])
-    assert told is not None
-    assert told[0] is None
-    assert told[1]["9"] == {"logprob": LEAST, "rank": 2, "decoded_token": "b"}
+    written = writer().for_prompt([None, POSITION])
+    assert written is not None
+    assert written[0] is None
+    assert written[1]["9"] == {"logprob": MIN_LOGPROB, "rank": 2, "decoded_token": "b"}
 
 
-def test_a_part_of_a_character_is_told_in_bytes():
+def test_partial_character_as_bytes():
     tokenizer = Tokenizer.from_folder(bundled_target())
     token_ids = tokenizer.encode("\U0001f9a9", add_special_tokens=False)
-    told = [{token: Logprob(-1.0, 1, None)} for token in token_ids]
-    chat = LogprobWriter(tokenizer, as_ids=False).for_chat(token_ids, told, 0)
+    positions = [{token: Logprob(-1.0, 1, None)} for token in token_ids]
+    chat = LogprobWriter(tokenizer, as_ids=False).for_chat(token_ids, positions, 0)
     content = b"".join(bytes(one["bytes"]) for one in chat["content"])
     assert content.decode() == "\U0001f9a9"
     special = [{tokenizer.eos_token_id: Logprob(-1.0, 1, "<eos>")}]
@@ -80,22 +81,22 @@ def test_a_part_of_a_character_is_told_in_bytes():
     assert bytes(chat["content"][0]["bytes"]) == b"<eos>"
 
 
-def test_completions_lose_no_token_of_the_same_text():
+def test_tokens_with_equal_texts():
     tokenizer = Tokenizer.from_folder(bundled_target())
     first, second, *_ = tokenizer.encode("\U0001f9a9", add_special_tokens=False)[1:]
     assert tokenizer.decode([first]) == tokenizer.decode([second]) == "\ufffd"
-    told = {first: Logprob(-2.0, 2), second: Logprob(-1.0, 1)}
+    position = {first: Logprob(-2.0, 2), second: Logprob(-1.0, 1)}
     writer = LogprobWriter(tokenizer, as_ids=False)
-    found = writer.for_completion([first], [told], [0])
+    found = writer.for_completion([first], [position], [0])
     assert found["tokens"] == ["bytes:\\x9f"]
     assert found["top_logprobs"] == [{"bytes:\\x9f": -2.0, "bytes:\\xa6": -1.0}]
-    # The token itself comes first, and keeps its value.
-    told = {7: Logprob(-2.0, 2, "a"), 8: Logprob(-1.0, 1, "a")}
-    found = writer.for_completion([7], [told], [0])
+    # The generated token comes first, and its value is kept.
+    position = {7: Logprob(-2.0, 2, "a"), 8: Logprob(-1.0, 1, "a")}
+    found = writer.for_completion([7], [position], [0])
     assert found["top_logprobs"] == [{"a": -2.0}]
 
 
-def test_offsets_of_a_prompt_count_what_is_echoed():
+def test_prompt_offsets_refer_to_echoed_text():
     tokenizer = Tokenizer.from_folder(bundled_target())
     text = "<start_of_turn>Cr\u00e8me \U0001f600 fox"
     token_ids = tokenizer.encode(text)
@@ -104,7 +105,7 @@ def test_offsets_of_a_prompt_count_what_is_echoed():
     )
     assert whole[:3] == [0, 0, len("<start_of_turn>")]
     assert whole[-1] == text.index(" fox")
-    # Every ordinary token is at the place where its text is.
+    # The offset of every ordinary token is that of its text.
     for token, offset in zip(token_ids[2:], whole[2:], strict=True):
         if not tokenizer.is_byte(token):
             assert text.startswith(tokenizer.decode([token]), offset)

@@ -1,4 +1,4 @@
-"""What is told of a response's items; streams of them are checked with the server."""
+"""Items of a response and their events; the server's tests check whole streams."""
 
 import pytest
 
@@ -23,13 +23,13 @@ def tokens(*texts: str) -> list[Token]:
         ("", [], WORDS),
     ],
 )
-def test_which_tokens_spell_words(words: str, taken: list[str], left: list[str]):
+def test_take_tokens(words: str, taken: list[str], left: list[str]):
     waiting = tokens(*WORDS)
     assert take_tokens(waiting, words) == tokens(*taken)
     assert waiting == tokens(*left)
 
 
-def test_parts_of_a_character_spell_it():
+def test_take_tokens_with_partial_characters():
     first, second = "é".encode()[:1], "é".encode()[1:]
     waiting = [Token(b"["), Token(first), Token(b""), Token(second), Token(b"]")]
     taken = take_tokens(waiting, "é")
@@ -37,13 +37,13 @@ def test_parts_of_a_character_spell_it():
     assert waiting == [Token(b"]")]
 
 
-def test_a_call():
+def test_call_item():
     call = Call("fc_1", 2, call_id="7", name="f")
     ((name, begun),) = call.opening()
     assert (name, begun["output_index"]) == ("output_item.added", 2)
     assert (begun["item"]["arguments"], begun["item"]["status"]) == ("", "in_progress")
-    told = [call.add(part) for part in ('{"a"', ": 1}")]
-    assert {name for name, _ in told} == {"function_call_arguments.delta"}
+    events = [call.add(part) for part in ('{"a"', ": 1}")]
+    assert {name for name, _ in events} == {"function_call_arguments.delta"}
     done, end = call.closing("incomplete")
     assert done[0] == "function_call_arguments.done"
     whole = {"name": "f", "arguments": '{"a": 1}'}
@@ -52,7 +52,7 @@ def test_a_call():
     assert end[1]["item"] == item | {"status": "incomplete"}
 
 
-def test_words_without_anything_new_are_not_told():
+def test_empty_delta_has_no_event():
     message = Message("msg_1", 0, has_origins=False)
     assert message.add("", []) is None
     assert message.add("", [Token(b"")]) is None

@@ -1,4 +1,4 @@
-"""Responses, asked for with OpenAI's client and read as its types."""
+"""The Responses API, with OpenAI's client and its types."""
 
 import asyncio
 import itertools
@@ -47,18 +47,18 @@ def client_of(http: Any) -> openai.AsyncOpenAI:
     )
 
 
-def checked(told: Any) -> Any:
-    """The client builds its types unchecked: read a response or an event again."""
-    content = told if isinstance(told, dict) else told.model_dump()
+def checked(received: Any) -> Any:
+    """Validate a response or event: the client builds its types without checks."""
+    content = received if isinstance(received, dict) else received.model_dump()
     response = content.get("response", content)
     if response.get("usage"):
-        # Nobody here counts what is written to the cache.
+        # The engine does not count tokens written to the cache.
         response["usage"]["input_tokens_details"]["cache_write_tokens"] = 0
     kind = EVENT if "sequence_number" in content else RESPONSE
     return kind.validate_python(content)
 
 
-def test_a_response():
+def test_response():
     async def ask(http: httpx.AsyncClient) -> None:
         create: Any = client_of(http).responses.create
         response = await create(model="model", input=PROMPT, max_output_tokens=5)
@@ -79,7 +79,7 @@ def test_a_response():
     serve_http(ask)
 
 
-def test_a_response_tells_what_was_asked():
+def test_response_repeats_request_fields():
     asked: Any = {
         "instructions": "!",
         "metadata": {"a": "b"},
@@ -93,7 +93,7 @@ def test_a_response_tells_what_was_asked():
 
     async def ask(http: httpx.AsyncClient) -> None:
         create: Any = client_of(http).responses.create
-        # The stub's conversation is its last message; instructions are a part of it.
+        # The stub's conversation is its last message, with the instructions.
         user = {"role": "user", "content": "!"}
         turns: Any = [user, {"role": "assistant", "content": PROMPT}]
         response = checked(
@@ -103,17 +103,17 @@ def test_a_response_tells_what_was_asked():
         assert response.status == "completed"
         assert response.error is None
         assert response.incomplete_details is None
-        told = response.model_dump()
+        fields = response.model_dump()
         for name in asked.keys() - {"text", "store"}:
-            assert told[name] == asked[name], name
-        assert told["text"]["format"]["type"] == "text"
-        assert told["store"] is True
+            assert fields[name] == asked[name], name
+        assert fields["text"]["format"]["type"] == "text"
+        assert fields["store"] is True
 
     serve_http(ask)
 
 
 @pytest.mark.parametrize("is_cut", [False, True])
-def test_a_stream(is_cut: bool):
+def test_stream(is_cut: bool):
     stop = None if is_cut else letters(said(10)[8:])
     count = 20 if is_cut else 8
 
@@ -162,11 +162,11 @@ def test_logprobs(is_stream: bool):
     ]
     if is_stream:
         list(writer._opening())
-        told = [one for part in parts for one in writer._deltas(part.outputs[0])]
-        assert [one["delta"] for one in told] == [letters([5, 6]), letters([7])]
-        assert [len(one["logprobs"]) for one in told] == [2, 1]
+        events = [one for part in parts for one in writer._deltas(part.outputs[0])]
+        assert [one["delta"] for one in events] == [letters([5, 6]), letters([7])]
+        assert [len(one["logprobs"]) for one in events] == [2, 1]
         done = next(writer._closing(parts[-1]))["logprobs"]
-        assert done == [entry for one in told for entry in one["logprobs"]]
+        assert done == [entry for one in events for entry in one["logprobs"]]
     else:
         whole = output([5, 6, 7], is_first=True, is_last=True)
         writer._add_whole(whole.outputs[0])
@@ -179,7 +179,7 @@ def test_logprobs(is_stream: bool):
     assert all(len(one["top_logprobs"]) == 1 for one in done)
 
 
-def test_who_drew_each_token():
+def test_token_origins():
     async def ask(http: httpx.AsyncClient) -> None:
         body: Any = {"input": PROMPT, "max_output_tokens": 20}
         body["extra_body"] = {"return_token_origins": True}
@@ -189,9 +189,9 @@ def test_who_drew_each_token():
         deltas = [one for one in events if one.type == "response.output_text.delta"]
         for one in deltas:
             assert "".join(piece["text"] for piece in one.token_origins) == one.delta
-        told = [piece for one in deltas for piece in one.token_origins]
-        assert [piece["token_id"] for piece in told] == said(20)
-        assert {piece["origin"] for piece in told} > {"draft", "target"}
+        pieces = [piece for one in deltas for piece in one.token_origins]
+        assert [piece["token_id"] for piece in pieces] == said(20)
+        assert {piece["origin"] for piece in pieces} > {"draft", "target"}
         for whole in (events[-1].response, await create(model="model", **body)):
             part = whole.output[0].content[0].to_dict()
             assert [piece["token_id"] for piece in part["token_origins"]] == said(20)
@@ -201,7 +201,7 @@ def test_who_drew_each_token():
     serve_http(ask, delay_s=0.01)
 
 
-def test_a_text_that_the_servers_end_cuts_off():
+def test_shutdown_fails_response():
     writer = writer_of(SamplingParams())
     part = output([5], is_first=True, is_last=True)
     part.outputs[0].finish_reason = "abort"
@@ -216,7 +216,7 @@ def test_a_text_that_the_servers_end_cuts_off():
     ("settings", "asked"),
     [({}, {"store": False}), ({"max_response_store_bytes": 0}, {"store": True})],
 )
-def test_what_is_not_kept(settings: dict[str, Any], asked: dict[str, Any]):
+def test_responses_that_are_not_stored(settings: dict[str, Any], asked: dict[str, Any]):
     async def ask(http: httpx.AsyncClient) -> None:
         responses = client_of(http).responses
         whole = await responses.create(model="model", input=PROMPT, **asked)
@@ -241,17 +241,17 @@ def test_what_is_not_kept(settings: dict[str, Any], asked: dict[str, Any]):
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
-def test_a_response_is_kept(is_stream: bool):
+def test_retrieve_and_delete(is_stream: bool):
     async def ask(http: httpx.AsyncClient) -> None:
         responses: Any = client_of(http).responses
-        told = await responses.create(model="model", input=PROMPT, stream=is_stream)
+        created = await responses.create(model="model", input=PROMPT, stream=is_stream)
         if is_stream:
-            told = [event async for event in told][-1].response
-        found = checked(await responses.retrieve(told.id))
-        assert found.model_dump() == checked(told).model_dump()
+            created = [event async for event in created][-1].response
+        found = checked(await responses.retrieve(created.id))
+        assert found.model_dump() == checked(created).model_dump()
         assert found.model_dump()["background"] is False
         with pytest.raises(openai.BadRequestError, match="background=True"):
-            await responses.cancel(told.id)
+            await responses.cancel(created.id)
         wrong: Any = (
             ({"stream": "true"}, "stream"),
             ({"stream": "maybe"}, "stream"),
@@ -259,18 +259,18 @@ def test_a_response_is_kept(is_stream: bool):
             ({"stream": "true", "starting_after": -1}, "starting_after"),
         )
         for params, name in wrong:
-            response = await http.get(f"{RESPONSES}/{told.id}", params=params)
+            response = await http.get(f"{RESPONSES}/{created.id}", params=params)
             assert error_of(response, 400, "BadRequestError")["param"] == name
-        gone = (await http.delete(f"{RESPONSES}/{told.id}")).json()
-        assert gone == {"id": told.id, "object": "response", "deleted": True}
+        gone = (await http.delete(f"{RESPONSES}/{created.id}")).json()
+        assert gone == {"id": created.id, "object": "response", "deleted": True}
         with pytest.raises(openai.NotFoundError):
-            await responses.retrieve(told.id)
+            await responses.retrieve(created.id)
 
     serve_http(ask)
 
 
-def test_a_conversation_goes_on():
-    """The stub writes the last message: what came before is told by what was asked."""
+def test_previous_response_id():
+    """The stub renders the last message only: the request shows the earlier ones."""
 
     async def ask(http: httpx.AsyncClient) -> None:
         responses: Any = client_of(http).responses
@@ -298,46 +298,50 @@ def test_a_conversation_goes_on():
     serve_http(ask)
 
 
-def test_a_response_in_the_background():
+def test_background_response():
     async def ask(http: httpx.AsyncClient) -> None:
         responses: Any = client_of(http).responses
         given: Any = {"model": "model", "input": PROMPT, "max_output_tokens": 5}
-        told = checked(await responses.create(background=True, **given))
-        assert (told.status, told.background, told.output) == ("queued", True, [])
-        while (found := await responses.retrieve(told.id)).status in UNFINISHED:
+        created = checked(await responses.create(background=True, **given))
+        assert (created.status, created.background, created.output) == (
+            "queued",
+            True,
+            [],
+        )
+        while (found := await responses.retrieve(created.id)).status in UNFINISHED:
             if found.status == "in_progress":
-                with pytest.raises(openai.BadRequestError, match="has been made"):
-                    await responses.create(previous_response_id=told.id, **given)
+                with pytest.raises(openai.BadRequestError, match="a finished response"):
+                    await responses.create(previous_response_id=created.id, **given)
             await asyncio.sleep(0.005)
         found = checked(found)
         assert found.output_text == letters(said(5))
-        assert (found.id, found.status) == (told.id, "incomplete")
-        # There is nothing to cancel any more.
-        after = checked(await responses.cancel(told.id))
+        assert (found.id, found.status) == (created.id, "incomplete")
+        # Cancelling a finished response has no effect.
+        after = checked(await responses.cancel(created.id))
         assert after.model_dump() == found.model_dump()
 
     serve_http(ask, delay_s=0.005)
 
 
 @pytest.mark.parametrize("is_deleted", [False, True])
-def test_a_response_in_the_background_is_cancelled(is_deleted: bool):
+def test_cancel_background_response(is_deleted: bool):
     async def ask(http: httpx.AsyncClient) -> None:
         responses: Any = client_of(http).responses
         given: Any = {"model": "model", "input": PROMPT, "max_output_tokens": 90}
         body = given | {"background": True, "request_id": "x"}
-        told = (await http.post(RESPONSES, json=body)).json()
+        created = (await http.post(RESPONSES, json=body)).json()
         again = await http.post(RESPONSES, json=body)
         assert error_of(again, 400, "BadRequestError")["param"] == "request_id"
         if is_deleted:
-            await responses.delete(told["id"])
+            await responses.delete(created["id"])
             with pytest.raises(openai.NotFoundError):
-                await responses.retrieve(told["id"])
+                await responses.retrieve(created["id"])
         else:
-            cancelled = checked(await responses.cancel(told["id"]))
+            cancelled = checked(await responses.cancel(created["id"]))
             assert (cancelled.status, cancelled.output) == ("cancelled", [])
-            found = await responses.retrieve(told["id"])
+            found = await responses.retrieve(created["id"])
             assert found.model_dump() == cancelled.model_dump()
-        # Its place is free.
+        # Its place in the batch is free.
         load = (await http.get("/load")).json()
         assert load["server_load"] == 0
 
@@ -345,10 +349,10 @@ def test_a_response_in_the_background_is_cancelled(is_deleted: bool):
 
 
 @pytest.mark.parametrize("status", ["in_progress", "completed"])
-def test_a_large_response_is_cancelled_outside_the_event_loop(status, monkeypatch):
-    """It may be another server's: then it is read until that one has ended it."""
+def test_large_response_is_cancelled_in_thread(status, monkeypatch):
+    """Another server may generate it: it is polled until that server has stopped."""
     monkeypatch.setattr(generation, "SHORT_BYTES", 32)
-    monkeypatch.setattr(generation, "BEAT_S", 0.05)
+    monkeypatch.setattr(generation, "HEARTBEAT_S", 0.05)
     threads: list[str] = []
     get = ResponseStore.get
 
@@ -378,8 +382,8 @@ async def collect(stream: Any) -> list[Any]:
     return [checked(event).model_dump() async for event in await stream]
 
 
-def test_a_response_in_the_background_is_followed():
-    """By whoever asked and by others, from the start or from any event on."""
+def test_stream_background_response_again():
+    """By the first client and by others, from the start or from any event on."""
 
     async def ask(http: httpx.AsyncClient) -> None:
         responses: Any = client_of(http).responses
@@ -392,23 +396,25 @@ def test_a_response_in_the_background_is_followed():
             is_there = (await http.get(f"{RESPONSES}/resp_x")).is_success
         later = collect(responses.retrieve("resp_x", stream=True))
         tail = collect(responses.retrieve("resp_x", stream=True, starting_after=7))
-        told, *others = await asyncio.gather(first, later, tail)
-        assert [event["sequence_number"] for event in told] == list(range(len(told)))
-        assert [event["type"] for event in told][:4] == OPENING
-        assert told[0]["response"]["status"] == "queued"
-        assert told[-1]["type"] == "response.incomplete"
-        deltas = [event["delta"] for event in told if "delta" in event]
+        events, *others = await asyncio.gather(first, later, tail)
+        assert [event["sequence_number"] for event in events] == list(
+            range(len(events))
+        )
+        assert [event["type"] for event in events][:4] == OPENING
+        assert events[0]["response"]["status"] == "queued"
+        assert events[-1]["type"] == "response.incomplete"
+        deltas = [event["delta"] for event in events if "delta" in event]
         assert len(deltas) > 4
         assert "".join(deltas) == letters(said(20))
-        # Once it has been made the same is told, out of the store.
+        # Finished responses return the same events, from the store.
         others.append(await collect(responses.retrieve("resp_x", stream=True)))
         behind = responses.retrieve("resp_x", stream=True, starting_after=7)
         others.append(await collect(behind))
-        assert others == [told, told[8:], told, told[8:]]
+        assert others == [events, events[8:], events, events[8:]]
         behind = responses.retrieve("resp_x", stream=True, starting_after=999)
         assert await collect(behind) == []
         found = checked(await responses.retrieve("resp_x"))
-        assert found.model_dump() == told[-1]["response"]
+        assert found.model_dump() == events[-1]["response"]
 
     serve_http(ask, delay_s=0.005)
 
@@ -417,15 +423,15 @@ def test_a_response_in_the_background_is_followed():
     "how",
     [{}, {"stream": True}, {"background": True}, {"background": True, "stream": True}],
 )
-def test_a_large_response_is_written_outside_the_event_loop(how, monkeypatch):
-    """Its log-probabilities are in the store, the answer and the last events."""
+def test_large_response_is_serialized_in_thread(how, monkeypatch):
+    """Its log-probabilities are in the store, the response and the last events."""
     threads: dict[str, set[str]] = {}
 
     def watch(owner: Any, name: str) -> None:
         function = getattr(owner, name)
 
         def watched(*arguments: Any, **named: Any) -> Any:
-            if "'status': 'incomplete'" in str(arguments):  # all is there
+            if "'status': 'incomplete'" in str(arguments):  # the complete response
                 thread = threading.current_thread().name.rpartition("_")[0]
                 threads.setdefault(name, set()).add(thread)
             return function(*arguments, **named)
@@ -452,14 +458,14 @@ def test_a_large_response_is_written_outside_the_event_loop(how, monkeypatch):
         assert found["store"] is True
 
     serve_http(ask)
-    # Only one in the background is there before it is finished.
+    # Only a background response is stored before it is finished.
     kept = "update" if how.get("background") else "add"
     names = {kept, "encoded"} | ({"event"} if how.get("stream") else set())
     assert threads == dict.fromkeys(names, {"jaxspec-long-work"})
 
 
 @pytest.mark.parametrize("is_cancelled", [False, True])
-def test_a_response_goes_on_when_nobody_follows_it(is_cancelled: bool):
+def test_background_response_outlives_its_client(is_cancelled: bool):
     body = {"input": PROMPT, "max_output_tokens": 40, "background": True}
     with site_of() as site:
         site.delay_s = 0.02
@@ -467,8 +473,8 @@ def test_a_response_goes_on_when_nobody_follows_it(is_cancelled: bool):
         with httpx.stream("POST", url, json=body | {"stream": True}) as response:
             lines = response.iter_lines()
             (first,) = itertools.islice((one for one in lines if "data: " in one), 1)
-        told = json.loads(first.removeprefix("data: "))["response"]
-        url = f"{url}/{told['id']}"
+        created = json.loads(first.removeprefix("data: "))["response"]
+        url = f"{url}/{created['id']}"
         if is_cancelled:
             httpx.post(f"{url}/cancel")
         text = httpx.get(url, params={"stream": "true"}, timeout=60).text
@@ -483,19 +489,19 @@ def test_a_response_goes_on_when_nobody_follows_it(is_cancelled: bool):
         assert httpx.get(url).json() == events[-1]["response"]
 
 
-def test_a_response_in_the_background_that_fails():
+def test_failed_background_response():
     async def ask(http: httpx.AsyncClient) -> None:
         responses: Any = client_of(http).responses
         given: Any = {"model": "model", "input": PROMPT, "background": True}
-        told = await responses.create(**given)
-        while told.status in UNFINISHED:
+        created = await responses.create(**given)
+        while created.status in UNFINISHED:
             await asyncio.sleep(0.005)
-            told = await responses.retrieve(told.id)
-        told = checked(told)
-        assert told.status == "failed"
-        assert told.error is not None
-        assert told.error.code == "server_error"
-        assert "boom" in told.error.message
+            created = await responses.retrieve(created.id)
+        created = checked(created)
+        assert created.status == "failed"
+        assert created.error is not None
+        assert created.error.code == "server_error"
+        assert "boom" in created.error.message
 
     async def follow(http: httpx.AsyncClient) -> None:
         create: Any = client_of(http).responses.create
@@ -528,7 +534,7 @@ def test_refusals(is_stream: bool):
     serve_http(ask)
 
 
-def test_a_failed_step_within_a_stream():
+def test_failed_step_in_stream():
     async def ask(http: httpx.AsyncClient) -> None:
         create: Any = client_of(http).responses.create
         stream = await create(model="model", input=PROMPT, stream=True)
@@ -540,7 +546,7 @@ def test_a_failed_step_within_a_stream():
     serve_http(ask, break_at=8, delay_s=0.005)
 
 
-def test_a_response_belongs_to_its_key():
+def test_response_belongs_to_api_key():
     """Another key neither finds, continues, cancels, deletes nor replaces it."""
 
     async def ask(http: httpx.AsyncClient) -> None:
@@ -575,7 +581,7 @@ def test_a_response_belongs_to_its_key():
     serve_http(ask, settings={"api_keys": ("ours", "theirs")}, delay_s=0.002)
 
 
-def test_an_id_of_a_client_replaces_no_response():
+def test_client_id_replaces_no_response():
     async def ask(http: httpx.AsyncClient) -> None:
         body = {"input": PROMPT, "max_output_tokens": 3}
         traced = {"X-Request-Id": "trace"}

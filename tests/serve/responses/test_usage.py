@@ -1,4 +1,4 @@
-"""What an answer tells about itself."""
+"""Token counts, acceptance and times in responses."""
 
 from typing import Any
 
@@ -28,7 +28,7 @@ TIMES = {
 
 
 class StubServing(Serving):
-    """What writers need, without an engine."""
+    """A `Serving` without an engine, for writers."""
 
     def __init__(self, **settings: Any):
         self.settings, self.tokenizer = ServerSettings(**settings), StubTokenizer(16)
@@ -61,22 +61,22 @@ def finished(num_texts: int = 1) -> RequestOutput:
     )
 
 
-def test_acceptance_that_was_given_says_so():
+def test_simulated_acceptance_is_marked():
     output = finished()
     drafts = output.outputs[0].spec_decode_metrics
     assert drafts is not None
-    told = request_metrics(output, has_drafts=True, has_times=False)
-    assert told is not None
-    assert "is_synthetic" not in told["speculative_decoding"]
+    metrics = request_metrics(output, has_drafts=True, has_times=False)
+    assert metrics is not None
+    assert "is_synthetic" not in metrics["speculative_decoding"]
     drafts.is_synthetic = True
-    told = request_metrics(output, has_drafts=True, has_times=False)
-    assert told is not None
-    assert told["speculative_decoding"]["is_synthetic"] is True
+    metrics = request_metrics(output, has_drafts=True, has_times=False)
+    assert metrics is not None
+    assert metrics["speculative_decoding"]["is_synthetic"] is True
 
 
 def test_times_and_acceptance():
-    told = request_metrics(finished(), has_drafts=True, has_times=True)
-    assert told == {
+    metrics = request_metrics(finished(), has_drafts=True, has_times=True)
+    assert metrics == {
         "time_to_first_token_ms": 1000.0,
         "generation_time_ms": 2000.0,
         "queue_time_ms": 500.0,
@@ -95,13 +95,13 @@ def test_times_and_acceptance():
     }
 
 
-def test_metrics_of_several_texts_are_not_told():
+def test_no_metrics_for_several_texts():
     assert request_metrics(finished(2), has_drafts=True, has_times=True) is None
     assert request_metrics(finished(), has_drafts=False, has_times=False) is None
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
-def test_a_request_asks_or_the_server_always_tells(is_stream: bool):
+def test_metrics_by_request_or_setting(is_stream: bool):
     async def ask(client: httpx.AsyncClient) -> None:
         asked: dict[str, Any] = {"max_tokens": 12, "stream": is_stream}
         if is_stream:
@@ -125,7 +125,7 @@ def test_a_request_asks_or_the_server_always_tells(is_stream: bool):
     serve_http(ask, settings={"per_request_spec_decode_metrics": "summary"})
 
 
-def test_metrics_of_a_stream_come_behind_its_text():
+def test_stream_metrics_come_last():
     async def ask(client: httpx.AsyncClient) -> None:
         asked = {"max_tokens": 1, "stream": True, "include_metrics": True}
         usage = {"stream_options": {"include_usage": True}}
@@ -137,7 +137,7 @@ def test_metrics_of_a_stream_come_behind_its_text():
                 assert chunks[-1]["choices"][0]["finish_reason"] == "length"
                 assert last["choices"] == []
                 assert ("usage" in last) == bool(more)
-                # One token has no gaps, so no rate: left out, not null.
+                # One token has no rate: the field is left out, not null.
                 assert "tokens_per_second" not in last["metrics"]
                 assert None not in last["metrics"].values()
                 assert last["metrics"]["time_to_first_token_ms"] >= 0
@@ -147,7 +147,7 @@ def test_metrics_of_a_stream_come_behind_its_text():
     serve_http(ask, settings={"per_request_spec_decode_metrics": "summary"})
 
 
-def test_cached_tokens_are_told_where_that_is_wanted():
+def test_cached_tokens():
     async def ask(client: httpx.AsyncClient) -> None:
         given = {"prompt": [2, 3, 4] * 6, "max_tokens": 3}
         counts = [
@@ -159,13 +159,13 @@ def test_cached_tokens_are_told_where_that_is_wanted():
     serve_http(ask, settings={"enable_prompt_tokens_details": True})
 
 
-def test_usage_can_be_told_unasked():
+def test_force_include_usage():
     async def ask(client: httpx.AsyncClient) -> None:
         given: dict[str, Any] = {"max_tokens": 16, "stream": True}
-        told = {"stream_options": {"include_usage": False}}
+        options = {"stream_options": {"include_usage": False}}
         for path, body in (
             (COMPLETIONS, {"prompt": PROMPT}),
-            (CHAT, {"messages": MESSAGES} | told),
+            (CHAT, {"messages": MESSAGES} | options),
         ):
             chunks = await post(client, path, **given | body)
             counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]

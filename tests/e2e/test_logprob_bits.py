@@ -1,7 +1,7 @@
-"""What the engine tells of logits has the same bits on every way through it.
+"""Logprobs have the same bits on every path of the engine.
 
-The bundled pair in the programs that users get: `tests/models/test_same_bits.py` proves
-the same of the network alone. Log-probabilities are compared as floats, not nearly.
+The bundled pair with users' compile options; `tests/models/test_same_bits.py` tests the
+network alone. Logprobs are compared exactly.
 """
 
 from pathlib import Path
@@ -16,14 +16,14 @@ from tests.support.engines import users_programs
 
 PROMPTS = Path(__file__).parents[2] / "benchmarks" / "prompts.jsonl"
 NUM_PROMPTS, NUM_TOKENS = 8, 48
-TOLD = SamplingParams(
+PARAMS = SamplingParams(
     temperature=0,
     max_tokens=NUM_TOKENS,
     ignore_eos=True,
     logprobs=5,
     prompt_logprobs=2,
 )
-# How the engine differs from one that has no drafts and takes one sequence at a time.
+# Changes to an engine without drafts that runs one sequence at a time.
 WAYS: list[dict[str, Any]] = [
     dict(max_num_seqs=8),
     dict(num_speculative_tokens=5),
@@ -31,7 +31,7 @@ WAYS: list[dict[str, Any]] = [
     dict(num_speculative_tokens=1, max_num_seqs=4, num_gpu_blocks_override=20),
 ]
 
-Told = list[list[tuple[int, float]]]
+Logprobs = list[list[tuple[int, float]]]
 
 
 def prompts() -> list[str]:
@@ -48,7 +48,7 @@ def make_llm(**changes: Any) -> LLM:
     return LLM(**(arguments | changes))
 
 
-def told(outputs: Any) -> Told:
+def logprobs_of(outputs: Any) -> Logprobs:
     """Return the logprobs of every token, of prompts and texts."""
     rows = []
     for output in outputs:
@@ -60,29 +60,31 @@ def told(outputs: Any) -> Told:
 
 def alone(llm: LLM) -> list[Any]:
     """Return the outputs of the prompts, generated one after the other."""
-    return [llm.generate([one], TOLD, use_tqdm=False)[0] for one in prompts()]
+    return [llm.generate([one], PARAMS, use_tqdm=False)[0] for one in prompts()]
 
 
 @pytest.mark.long_suite(name="lossless")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @users_programs()
-def test_every_way_tells_the_same(dtype):
+def test_logprobs_have_the_same_bits_on_every_path(dtype):
     plain = make_llm(dtype=dtype)
     first = alone(plain)
-    expected = told(first)
+    expected = logprobs_of(first)
     for way in WAYS:
         llm = make_llm(dtype=dtype, **way)
-        assert told(llm.generate(prompts(), TOLD, use_tqdm=False)) == expected, way
+        assert (
+            logprobs_of(llm.generate(prompts(), PARAMS, use_tqdm=False)) == expected
+        ), way
         preemptions = llm.llm_engine.stats.num_preemptions
         assert (preemptions > 0) == ("num_gpu_blocks_override" in way), way
-    # Nothing is told of prompt tokens that are read from pages.
-    less = TOLD.clone()
+    # Prompt tokens with prefix hits have no logprobs.
+    less = PARAMS.clone()
     less.prompt_logprobs = None
-    # Each twice in a row: the pool has room for one sequence.
+    # Each prompt twice in a row: the pool has room for one sequence.
     again: Any = []
     for prompt in prompts():
         plain.generate([prompt], less, use_tqdm=False)
         again += plain.generate([prompt], less, use_tqdm=False)
     assert any(output.num_cached_tokens for output in again), "no prefix was found"
-    texts = [row for output in first for row in told([output])[-NUM_TOKENS:]]
-    assert told(again) == texts
+    texts = [row for output in first for row in logprobs_of([output])[-NUM_TOKENS:]]
+    assert logprobs_of(again) == texts

@@ -1,9 +1,9 @@
-"""Streams go on while a program is compiled beside them.
+"""Streams continue while a program is compiled.
 
-On two free cores no gap of a stream is longer than a second, and it keeps 40 % of its
-speed. Others may use the cores too: so the gap is counted in the time that this process
-got of them, and the speed compared as well with the one beside two threads that do
-nothing but compute, which a compiler may do.
+On two free cores no gap of a stream exceeds a second, and the stream keeps 40 % of its
+speed. Other processes may use the cores too: the gap is therefore scaled by this
+process's share of the cores, and the speed may also be compared with that next to two
+computing threads, since a compiler may use as much.
 """
 
 import gc
@@ -29,14 +29,14 @@ STREAM, SPECIAL = "stream", "special"
 NUM_CORES = min(2, os.cpu_count() or 1)
 MEASURED_S = 5.0
 MAX_GAP_S, MIN_SHARE = 1.0, 0.4
-# Of the speed beside threads that compute: a compiler may have more of them, and holds
-# the lock of Python while it traces.
+# Share of the speed next to computing threads: a compiler may have more threads, and
+# tracing holds Python's lock.
 MIN_SHARE_OF_CONTROL = 0.6
 
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLMEngine]:
-    """The bundled pair, with all that plain requests ask for."""
+    """The bundled pair, with all programs of plain requests compiled."""
     args = EngineArgs(
         model="jaxspec/tiny-gemma2",
         speculative_model="jaxspec/tiny-gemma2-draft",
@@ -54,13 +54,13 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLMEngine]:
         while made.has_unfinished_requests():
             made.step()
         made.wait_for_programs()
-    # What is compiled from here on is not found in the cache of the tests.
+    # From here on programs are not loaded from the tests' cache.
     made.runner.cache = ProgramCache(tmp_path_factory.mktemp("programs"))
     freeze_heap()  # as a server does
     yield made
     made.shutdown()
     gc.unfreeze()
-    freeze_heap()  # again what all tests have imported: see tests/conftest.py
+    freeze_heap()  # freeze the tests' imports again: see tests/conftest.py
 
 
 def greedy(**changes: Any) -> SamplingParams:
@@ -74,10 +74,10 @@ def greedy(**changes: Any) -> SamplingParams:
 
 @dataclass(frozen=True, kw_only=True)
 class Flow:
-    """A stretch of a stream.
+    """Measurements of a part of a stream.
 
     Attributes:
-        share: Of the cores' time, what this process got.
+        share: This process's share of the cores' time.
     """
 
     tokens_per_s: float
@@ -86,7 +86,7 @@ class Flow:
 
 
 def flow(engine: LLMEngine, is_over: Callable[[list[str]], bool]) -> Flow:
-    """Step until it is over, as told by the requests that have had outputs."""
+    """Step until `is_over`, which receives the ids of requests with outputs so far."""
     seen, num_tokens, gap_s = list[str](), 0, 0.0
     start = last = time.monotonic()
     cpu_s = time.process_time()
@@ -110,8 +110,8 @@ def for_a_while(engine: LLMEngine) -> Flow:
     return flow(engine, lambda _: time.monotonic() > end)
 
 
-def beside_computing(engine: LLMEngine) -> Flow:
-    """Beside threads that need no lock of Python's, one for each core."""
+def with_computing_threads(engine: LLMEngine) -> Flow:
+    """Measure next to threads that do not hold Python's lock, one for each core."""
     is_over = threading.Event()
 
     def compute() -> None:
@@ -130,23 +130,23 @@ def beside_computing(engine: LLMEngine) -> Flow:
 
 
 @pytest.mark.slow
-def test_a_stream_goes_on_beside_a_compile(engine: LLMEngine):
+def test_stream_continues_during_compile(engine: LLMEngine):
     engine.add_request(STREAM, PROMPT, greedy(max_tokens=None))
     flow(engine, lambda seen: STREAM in seen)
-    alone, control = for_a_while(engine), beside_computing(engine)
+    alone, control = for_a_while(engine), with_computing_threads(engine)
     runner = engine.runner
     num_compiles, compile_s = runner.num_compiles, runner.compile_s
     special = greedy(max_tokens=2, logprobs=1, frequency_penalty=0.5)
     engine.add_request(SPECIAL, PROMPT, special)
-    beside = flow(engine, lambda seen: SPECIAL in seen)
-    told = f"alone {alone}, control {control}, beside {beside}"
-    print(told)
-    assert runner.num_compiles > num_compiles, "there was nothing to compile"
-    assert runner.compile_s - compile_s > 1.0, "it was found somewhere"
-    assert beside.gap_s * control.share < MAX_GAP_S, told
+    compiling = flow(engine, lambda seen: SPECIAL in seen)
+    measured = f"alone {alone}, control {control}, compiling {compiling}"
+    print(measured)
+    assert runner.num_compiles > num_compiles, "nothing was compiled"
+    assert runner.compile_s - compile_s > 1.0, "the program came from a cache"
+    assert compiling.gap_s * control.share < MAX_GAP_S, measured
     wanted = MIN_SHARE * alone.tokens_per_s
     lowest = min(wanted, MIN_SHARE_OF_CONTROL * control.tokens_per_s)
-    assert beside.tokens_per_s >= lowest, told
+    assert compiling.tokens_per_s >= lowest, measured
     engine.abort_request([STREAM, SPECIAL])
     while engine.has_unfinished_requests():
         engine.step()
