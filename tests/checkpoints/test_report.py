@@ -88,7 +88,7 @@ def test_published_sizes_need_whole_norms_only():
         assert "model.norm.weight" in tensor_shapes(Sizes.from_config(config))
 
 
-def test_heads_that_are_not_divisible_are_replicated():
+def test_kv_heads_that_devices_cannot_split_evenly_are_replicated():
     changes = dict(num_attention_heads=12, num_key_value_heads=3)
     sizes = Sizes.from_config(tiny_config("2b") | changes)
     assert replicated(sizes, 4)["k_proj"] == "3 KV heads"

@@ -186,7 +186,7 @@ def test_full_disk_is_reported_before_writing(
 
 
 @pytest.mark.parametrize("to", FORMATS)
-def test_too_large_value_names_the_tensor_and_leaves_nothing(tmp_path, to):
+def test_overflow_error_names_the_tensor_and_no_output_is_left(tmp_path, to):
     source = tmp_path / "there" / "source"
     name = "model.layers.1.mlp.down_proj.weight"
     tensors = write_tiny(source, family="2b")

@@ -335,7 +335,9 @@ def test_round_and_host_times(monkeypatch: pytest.MonkeyPatch):
     assert [getattr(one, "value", None) for one in compiled] == [1, 7.5]
 
 
-def test_predicted_time_precedes_the_round(monkeypatch: pytest.MonkeyPatch):
+def test_metric_uses_the_prediction_made_before_the_round_was_timed(
+    monkeypatch: pytest.MonkeyPatch,
+):
     engine, runner = make_fake_engine(num_draft_tokens=3)
     metrics, rounds = engine.metrics, list[tuple[float | None, float]]()
     add_round = metrics.add_round

@@ -196,7 +196,8 @@ def test_rounds_are_limited_by_free_pages(num_free):
     count = len(loop.launches)
     loop.step()
     assert loop.scheduler.stats.num_preemptions == 0
-    # Without a free page it is left out of the launch, and a launch is read.
+    # Without a free page, the step launches nothing; it only reads the result of an
+    # earlier launch.
     found = [launch.num_rounds for launch in loop.launches[count:]]
     assert found == ([min(num_free, STEPS)] if num_free else [])
     pages.release(taken)

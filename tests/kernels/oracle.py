@@ -83,7 +83,8 @@ def scaled_down(case: Case) -> Case:
     return replace(case, seqs=3, context=context, window=window)
 
 
-# One scaled-down case for every set of heads and queries, by one of its names.
+# The scaled-down cases without duplicates: cases that become equal when they are scaled
+# down are listed once, under the first one's name.
 SCALED_CASES = {
     case: name
     for name, case in reversed(

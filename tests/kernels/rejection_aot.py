@@ -223,7 +223,8 @@ def for_gpu(kind: str, case: Case = GOAL, dtype: str = "float32") -> Compiled:
 
 def main() -> None:
     """Compile and write what the compilers say: whole operations for v5e only."""
-    # Compilers are installed outside of the environment, see the Makefile.
+    # The TPU and GPU compilers are in a folder of their own, so that jax does not find
+    # them at every start: see `aot` in the Makefile.
     sys.path.append(str(Path(sys.prefix) / "aot"))
     jax.config.update("jax_platforms", "cpu")
     lines = {

@@ -305,7 +305,7 @@ def test_two_maxima_are_faster_than_argmax():
     assert least_s["two maxima"] < least_s["argmax"], least_s
 
 
-def test_instructions_are_one_line_of_cpuinfo():
+def test_instructions_returns_the_flags_line_of_cpuinfo():
     if Path("/proc/cpuinfo").exists():
         assert cpu.instructions().startswith(("flags", "Features"))
         assert "\n" not in cpu.instructions()

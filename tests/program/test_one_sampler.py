@@ -1,8 +1,9 @@
 """Plain decoding and verification draw the same tokens from the same logits.
 
-At the borders of the filters: ties, many equal logits, vocabularies of 256,000.
-Verification must accept the tokens that plain decoding draws one by one, and then draw
-the same next token, with the seeds' own noise, which is keyed by position.
+Tested at the borders of the filters: ties, many equal logits, vocabularies of 256,000.
+Given the same logits, verification must accept exactly the tokens that plain decoding
+would draw one by one, and then draw the same next token. Both use the noise of the
+request's seed at each position.
 """
 
 import dataclasses
