@@ -61,7 +61,7 @@ def next_logits(length: int) -> list[np.ndarray]:
 def distributions_of(
     levels: list[np.ndarray], controls: dict[str, Any]
 ) -> list[np.ndarray]:
-    """Return the probability of every text of 1, 2, ... tokens, `[vocab^length]` each."""
+    """Return the probability of every text of 1, 2, ... tokens, `[vocab^length]`."""
     found, joint = [], np.ones(1)
     exact: dict[str, Any] = {
         name: value if name == "top_k" else np.float32(value)

@@ -1,7 +1,7 @@
-"""Drafts of heads use the right tokens and hidden states on every path.
+"""The drafts of heads are computed from the right tokens and hidden states.
 
-Heads share one program per kind, which records its drafts; `heads.replay` computes the
-expected ones. Properties of all proposers are in `tests/conformance`.
+Each kind of head has one program, which records its drafts; `heads.replay` computes the
+expected drafts. Properties of all proposers are in `tests/conformance`.
 """
 
 import functools
@@ -60,7 +60,7 @@ def check_all_drafts(engine: LLMEngine) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_drafts_equal_the_head_on_the_whole_text(kind):
+def test_drafts_equal_those_computed_from_the_whole_text(kind):
     engine = proposers.engine(kind)
     (proposer,) = proposers_of(engine.config)
     assert isinstance(proposer, Observer)
@@ -161,7 +161,7 @@ def test_every_draft_of_a_correct_medusa_side_branch_is_accepted():
 
 @pytest.mark.long_suite(name="lossless")
 @pytest.mark.parametrize("kind", ["eagle3", "medusa"])
-def test_drafts_for_gemma_3_equal_the_head(kind):
+def test_drafts_for_gemma_3_equal_those_computed_from_the_whole_text(kind):
     """For Gemma 3, the head reads hidden states of other layers."""
     changes = dict(target_layers=(1, 5, 7)) if kind == "eagle3" else {}
     engine = heads.make_head_engine(
