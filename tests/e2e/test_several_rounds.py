@@ -179,9 +179,8 @@ def test_request_can_be_aborted_between_rounds():
 def test_preemption_and_prefix_hits_change_nothing():
     """Two requests together exceed the pages; then the same requests run again."""
     random = np.random.default_rng(4)
-    prompts = random.integers(
-        3, 64, (2, 60)
-    ).tolist()  # two prompt tiles, which are prefilled in chunks
+    # Prompts of two tiles, which are prefilled in chunks.
+    prompts = random.integers(3, 64, (2, 60)).tolist()
     params = SamplingParams(
         temperature=0, max_tokens=50, ignore_eos=True, output_kind=FINAL
     )
