@@ -475,7 +475,7 @@ def test_leader_without_a_secret_does_not_start():
 
 
 def test_malloc_arenas_are_configured_before_devices_are_used(monkeypatch):
-    """glibc fixes the number of malloc arenas when jax starts its threads."""
+    """The number of malloc arenas is fixed when jax starts its threads."""
     calls: list[str] = []
 
     def build_mesh(*_: object) -> None:
