@@ -158,7 +158,7 @@ def test_a_checkpoint_is_not_written_into_its_source(source):
         (dict(to="hf", dtype="int8"), "dtype must be one of float32, .* got 'int8'"),
     ],
 )
-def test_wrong_arguments(tmp_path, source, options, expected):
+def test_wrong_arguments_are_rejected(tmp_path, source, options, expected):
     with pytest.raises(CheckpointError, match=expected):
         convert(source, tmp_path / "model", **options)
     assert not (tmp_path / "model").exists()
