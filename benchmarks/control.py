@@ -5,20 +5,21 @@
 Engines without drafts, with a fixed K and with a chosen K run in one process, in turn;
 their speeds are compared per repeat. Parts:
 
-- `cells`: forced acceptance rates and batch sizes: adaptive against the best fixed K
-  and against plain decoding; K, probes, and round times against expected ones.
-- `step`: forced acceptance that jumps between 0.9 and 0 every five seconds: tokens/s
+- `cells`: at several forced acceptance rates and batch sizes, compares adaptive K with
+the best fixed K and with plain decoding; also records K, probes, and measured and
+expected round times. - `step`: forced acceptance that jumps between 0.9 and 0 every
+five seconds: tokens/s
   over time, and the time until they are within a tenth of the settled value.
 - `ramp`: the number of requests rises to the maximum and falls: tokens/s and K.
-- `foreign`: texts by domain, real acceptance, greedy and sampled without a seed.
-- `free`: an engine with drafts that makes none, against two equal engines without
-  drafts, which show the noise; several sets of engines.
-- `short`: single requests of 96 tokens, from submission to the last token, on held-out
-  prompts: adaptive by plain, warm; and the first request of new engines whose
-  programs are in the cache.
+- `foreign`: texts of several domains with real acceptance, greedy and sampled without a
+seed. - `free`: cost of drafts that are not used: an engine with a draft model whose K
+is 0, against two equal engines without drafts, whose difference is the noise. Repeated
+with several sets of engines. - `short`: time from submission to the last token of
+single requests of 96 tokens on held-out prompts, adaptive / plain: in warm engines, and
+for the first request of new engines whose programs are in the compilation cache.
 
-Every part is written when it ends, with the missed goals. Acceptance is forced except
-in `foreign` and `short`, so texts mean nothing.
+The result file is written after every part, with the goals that were missed. Acceptance
+is forced except in `foreign` and `short`, so texts mean nothing.
 """
 
 import argparse
@@ -68,34 +69,36 @@ PARTS = ("cells", "step", "ramp", "free", "foreign", "short")
 RESULT = Path(__file__).with_name("results") / "control-cpu.json"
 MOST_DRAFTS = 5
 ACCEPTANCE_RATES, BATCHES = (0.0, 0.3, 0.5, 0.7, 0.9), (1, 4, 8, 16)
-SIZES = (1, 8)  # of `step` and `free`
+SIZES = (1, 8)  # batch sizes of `step` and `free`
 MAX_MODEL_LEN, LONGEST_PROMPT = 2048, 512
-# Of `step`: the acceptance of its phases, the seconds of each and of a bin.
+# For `step`: acceptance of each phase, seconds per phase, and seconds per bin of the
+# plot.
 STEP_ACCEPTANCE = (0.9, 0.0, 0.9, 0.0, 0.9, 0.0)
 PHASE_S, BIN_S = 5.0, 0.1
-# Of `free`: two plain engines of one process differ by up to 5 %, always in the same
-# direction, depending on the addresses of their arrays.
+# For `free`: number of sets of engines. Two plain engines of one process differ by up
+# to 5 %, always in the same direction, depending on the addresses of their arrays.
 FREE_SETS, FREE_REPEATS = 4, 4
-# Of `short`: prompts of each domain and of our own, new tokens, new engines.
+# For `short`: number of prompts per domain, of bundled prompts, of new tokens, and of
+# new engines.
 SHORT_PER_DOMAIN, SHORT_BUNDLED, SHORT_TOKENS, SHORT_SETS = 3, 5, 96, 5
 RAMP_S, RAMP_BIN_S, RAMP_ACCEPTANCE = 30.0, 0.5, 0.7
-# Settings of --quick, which only shows that everything works.
+# Settings of --quick, which only tests that the benchmark works.
 QUICK = {"repeats": 1, "num_tokens": 64, "warm_up_s": 0.5, "phase_s": 1.0, "ramp_s": 4}
 
 _names = (f"control-{number}" for number in itertools.count())
 
 
 class Rounds:
-    """Records the rounds of an engine that have no prompts."""
+    """Records the launches of an engine that prefill nothing."""
 
     def __init__(self, engine: LLMEngine):
         self.seen: list[Round] = []
         record_time = engine.scheduler.record_time
 
         def note(launch: Launch, seconds: float) -> None:
-            if not launch.shape.chunk:
-                expected_s = engine.step_times.expected(launch.round)
-                drafts, now = launch.round.num_drafts, time.monotonic()
+            if not launch.shape.max_prompt_tokens:
+                expected_s = engine.step_times.expected(launch.round_kind)
+                drafts, now = launch.round_kind.num_draft_tokens, time.monotonic()
                 count = len(launch.rows)
                 self.seen.append(Round(now, drafts, count, seconds, expected_s))
             record_time(launch, seconds)
@@ -104,14 +107,14 @@ class Rounds:
 
 
 class Way(NamedTuple):
-    """An engine, and the maximum number of drafts that its requests ask for."""
+    """One mode to compare: an engine, and the maximum K of its requests."""
 
     engine: LLMEngine
     num_drafts: int
 
 
 class Engines:
-    """The engines of all parts, each made on first use."""
+    """Owns the engines that the parts use; each is made on first use."""
 
     def __init__(self, options: argparse.Namespace, *, is_warm: bool = True):
         self._options, self._is_warm = options, is_warm
@@ -123,12 +126,12 @@ class Engines:
 
     @cached_property
     def alike(self) -> LLMEngine:
-        """A second engine like `plain`."""
+        """A second engine with the settings of `plain`."""
         return self._make()
 
     @cached_property
     def forced(self) -> dict[str, LLMEngine]:
-        """Engines whose acceptance `force` sets."""
+        """Engines with forced acceptance, which `force` changes."""
         rule = {
             "rejection_sample_method": "synthetic",
             "synthetic_acceptance_rates": [0.5**i for i in range(1, MOST_DRAFTS + 1)],
@@ -137,7 +140,7 @@ class Engines:
 
     @cached_property
     def judged(self) -> dict[str, LLMEngine]:
-        """Engines with real acceptance."""
+        """Engines whose drafts are verified by the target."""
         return {name: self._make(name, {}) for name in (FIXED, ADAPTIVE)}
 
     def _make(self, controller: str = "", rule: Mapping[str, Any] = {}) -> LLMEngine:
@@ -180,7 +183,7 @@ class Engines:
         gc.collect()
 
     def ways(self, drafted: Mapping[str, LLMEngine], fixed: Sequence[int]) -> "Ways":
-        """Plain decoding, some fixed K, and adaptive K, by name."""
+        """Return the modes by name: plain decoding, some fixed K, and adaptive K."""
         found = {PLAIN: Way(self.plain, 0)}
         found |= {str(k): Way(drafted[FIXED], k) for k in fixed}
         return found | {ADAPTIVE: Way(drafted[ADAPTIVE], MOST_DRAFTS)}
@@ -199,7 +202,7 @@ def force(engine: LLMEngine, acceptance: float) -> None:
 
 
 def sampling(num_tokens: int, num_drafts: int, temperature: float) -> SamplingParams:
-    # Streamed, to know when all requests of a batch decode.
+    # Requests are streamed, so that it is known when all of a batch decode.
     return SamplingParams(
         max_tokens=num_tokens,
         ignore_eos=True,
@@ -217,7 +220,7 @@ def alternate(
     *,
     temperature: float = 0.0,
 ) -> dict[str, Any]:
-    """Decode batches in all ways in turn; return the results without the warm-up."""
+    """Decode batches in all modes in turn; return the results without the warm-up."""
     speeds: dict[str, list[float]] = {name: [] for name in ways}
     adaptive = ways[ADAPTIVE].engine
     seen, rounds, counted = engines.rounds[adaptive].seen, list[Round](), Counter()
@@ -247,12 +250,12 @@ def alternate(
         counted.update(counts(adaptive))
         counted.subtract(before)
     found = compare(speeds) | counted | {"by_num_drafts": by_num_drafts(rounds)}
-    # Must be 0: compilation in the background slows a run.
+    # Number of compilations, which must be 0: compiling in the background slows a run.
     return found | {"num_compiles": num_compiles() - compiled}
 
 
 def counts(engine: LLMEngine) -> Counter:
-    """Return the counters of the policy."""
+    """Return the counters of the policy that chooses K."""
     names = ("num_probes", "num_stops", "saved_s", "lost_s")
     return Counter({name: getattr(engine.policy, name) for name in names})
 
@@ -322,7 +325,7 @@ def drive(
     lengths: Sequence[int],
     before_step: Callable[[float], object] = lambda now: None,
 ) -> tuple[list[Mark], float]:
-    """Keep `wanted` requests running; return marks and the start time.
+    """Keep a number of requests running; return token counts over time, and the start.
 
     Args:
         lengths: Numbers of tokens of the requests, in order.
@@ -373,7 +376,8 @@ def step(engines: Engines, options: argparse.Namespace) -> list[dict[str, Any]]:
             # mean length, on which the round time depends, soon is constant.
             lengths=range(256, 768, 64),
         )
-        # Plain decoding for the same time: its rounds depend on the lengths too.
+        # Plain decoding runs for the same time, as its round times depend on the
+        # lengths too.
         marks, _ = drive(Way(engines.plain, 0), prompts, seconds, **given)
         plain = rates(marks, seconds, BIN_S)
         way, begin = Way(adaptive, MOST_DRAFTS), len(seen)
@@ -432,7 +436,7 @@ def ramp(engines: Engines, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def short(engines: Engines, options: argparse.Namespace) -> dict[str, Any]:
-    """Return ratios of seconds: of each prompt, and of first requests of engines."""
+    """Return ratios of times: for each prompt, and for first requests of engines."""
 
     def seconds(way: Way, tokens: list[int]) -> float:
         params = sampling(SHORT_TOKENS, way.num_drafts, 0.0)

@@ -1,4 +1,4 @@
-"""Rows of `benchmarks.control`: ratios, tokens over time, goals, tables; no jax."""
+"""Computes the rows of `benchmarks.control`'s result; does not import jax."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -10,20 +10,22 @@ import numpy as np
 from jaxspec.bench.report import spread, table
 from jaxspec.config.speculation import ADAPTIVE
 
-# Two equal engines without drafts.
+# Names of the two equal engines without drafts.
 PLAIN, ALIKE = "plain", "alike"
-# Goals: ratios of speeds, and seconds to settle.
+# Goals: adaptive / best fixed K, adaptive / plain, K = 0 / no drafts, and the maximum
+# seconds until the speed settles.
 BEST, NOT_SLOWER, FREE, SETTLE_S = 0.95, 0.97, 0.99, 1.0
-# Bins that are averaged before they are compared: a bin has a dozen rounds at batch 1,
-# whose tokens vary by a tenth. The last bins of a phase are settled.
+# Number of bins to average before they are compared, share of a phase's bins (the last
+# ones) that count as settled, and the tolerated difference from the settled speed. A
+# single bin has a dozen rounds at batch 1, whose tokens vary by a tenth.
 NUM_AVERAGED, SETTLED_SHARE, TOLERANCE = 3, 0.4, 0.1
 
 
 class Round(NamedTuple):
-    """One launch of an engine, read back.
+    """One launch of an engine, after its results were read.
 
     Attributes:
-        num_drafts: Maximum over the sequences.
+        num_drafts: Number of drafts per sequence; the maximum over the sequences.
         expected_s: Expected seconds; None without an estimate.
     """
 
@@ -35,20 +37,20 @@ class Round(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """Number of tokens after a number of seconds."""
+    """Total number of generated tokens at a time, in seconds."""
 
     seconds: float
     num_tokens: int
 
 
 def ratio(speeds: Mapping[str, list[float]], way: str, other: str) -> dict[str, float]:
-    """Return the ratio of two speeds, per repeat."""
+    """Return the ratio of two modes' speeds, with its spread over the repeats."""
     pairs = zip(speeds[way], speeds[other], strict=True)
     return spread([mine / theirs for mine, theirs in pairs])
 
 
 def compare(speeds: Mapping[str, list[float]]) -> dict[str, Any]:
-    """All ways of one place, and adaptive drafts by the best fixed K and by plain."""
+    """Return all modes' speeds in one cell, and adaptive / best fixed K and / plain."""
     fixed = [name for name in speeds if name not in (PLAIN, ALIKE, ADAPTIVE)]
     best = max(fixed, key=lambda name: median(speeds[name]))
     alike = {}
@@ -64,7 +66,7 @@ def compare(speeds: Mapping[str, list[float]]) -> dict[str, Any]:
 
 
 def of_sets(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Merge the rows of several sets of engines: spreads are of their medians."""
+    """Merge the rows of several sets of engines; spreads are those of their medians."""
     first, found = rows[0], dict[str, Any](sets=list(rows))
     for name in [name for name in first if name.endswith(("_by_plain", "_by_best"))]:
         found[name] = spread([row[name]["median"] for row in rows])
@@ -83,7 +85,7 @@ def of_sets(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def by_num_drafts(rounds: Sequence[Round]) -> dict[str, dict[str, float]]:
-    """By K: number of rounds, median time, and its ratio to the expected time."""
+    """Return for each K: number of rounds, median time, median time / expected time."""
     found = {}
     for k, count in sorted(Counter(one.num_drafts for one in rounds).items()):
         here = [one for one in rounds if one.num_drafts == k]
@@ -95,7 +97,7 @@ def by_num_drafts(rounds: Sequence[Round]) -> dict[str, dict[str, float]]:
 
 
 def rates(marks: Sequence[Mark], seconds: float, bin_s: float) -> list[float]:
-    """Return tokens/s per bin; tokens count when their round is read."""
+    """Return tokens/s per bin; a token counts when the result of its round is read."""
     edges = np.arange(round(seconds / bin_s) + 1) * bin_s
     at = np.searchsorted([one.seconds for one in marks], edges, side="right")
     totals = np.array([0, *(one.num_tokens for one in marks)])[at]
@@ -127,7 +129,7 @@ def settle(found: Sequence[float], bin_s: float) -> tuple[float, float | None]:
 
 
 def misses(result: Mapping[str, Any]) -> list[str]:
-    """Return the missed goals, in words."""
+    """Return one sentence for each goal that was missed."""
     found = []
 
     def at_least(value: Any, goal: float, name: str) -> None:
@@ -151,7 +153,8 @@ def misses(result: Mapping[str, Any]) -> list[str]:
             if settle_s is None or settle_s > SETTLE_S:
                 found.append(f"{place}: settles after {settle_s} s, goal {SETTLE_S:g}")
             if not phase["acceptance"]:
-                # An engine that keeps drafting in vain settles too, at a lower speed.
+                # Check the speed too: an engine that keeps making drafts that are
+                # rejected settles as well, at a lower speed.
                 settled = phase["tokens_per_s"] / phase["plain_tokens_per_s"]
                 at_least(settled, NOT_SLOWER, f"{place}, settled by plain")
     if "short" in result:
@@ -164,7 +167,7 @@ def misses(result: Mapping[str, Any]) -> list[str]:
 
 
 def short_line(result: Mapping[str, Any]) -> str:
-    """Prompts' medians by plain, and first requests of new engines."""
+    """Format the ratios of `short`: single requests, and engines' first requests."""
     medians = sorted(one["median"] for one in result["by_plain"])
     firsts = ", ".join(f"{one:.2f}" for one in result["first_by_plain"])
     return (
@@ -181,7 +184,7 @@ def place_of(part: str, row: Mapping[str, Any]) -> str:
 
 
 def speed_table(part: str, rows: Sequence[Mapping[str, Any]]) -> str:
-    """Tokens/s in all ways, adaptive by the others, and K over its rounds."""
+    """Format tokens/s of all modes, ratios of adaptive K, and how often each K ran."""
     names = list(rows[0]["tokens_per_s"])
     lines = [[part, *names, "by best", "by plain", "probes", "stops", "rounds by K"]]
     for row in rows:

@@ -36,7 +36,7 @@ CONTROLS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "sampled": {"temperature": 0.8, "top_p": 0.95},
 }
-# What --quick changes: enough to see that everything works, no more.
+# Settings of --quick, which only tests that the benchmark works.
 QUICK = {"num_tokens": 16, "repeats": 1, "prompts_per_domain": 1}
 HF_DTYPES = ("float32", "bfloat16")
 
@@ -64,7 +64,7 @@ def main() -> None:
         vars(options).update(QUICK)
     if options.num_tokens < 2 or options.repeats < 1 or options.prompts_per_domain < 1:
         raise SystemExit("--num-tokens must be at least 2, the other counts 1")
-    # Before the run: the load shows whether the machine was idle.
+    # Read the load before the run: it shows whether the machine was idle.
     device = warn_unless_quiet()
     chosen = load_prompts(options.corpus, options.prompts_per_domain)
     print(f"Prompts: {options.prompts_per_domain} per domain, from {chosen.source}")
@@ -107,7 +107,7 @@ def main() -> None:
 
 
 def warn_unless_quiet() -> dict[str, Any]:
-    """Describe the machine, and say if something else works on it."""
+    """Describe the machine; print a warning if other programs load it."""
     found = machine()
     if found["load_average"][0] > 0.5 * found["cores"]:
         print(f"Not a quiet machine: load {found['load_average']}", file=sys.stderr)
@@ -115,7 +115,7 @@ def warn_unless_quiet() -> dict[str, Any]:
 
 
 def make_engine(options: argparse.Namespace, **drafts: Any) -> LLMEngine:
-    """The bundled target for one sequence at a time, with these drafts."""
+    """Make an engine of the bundled target for one sequence at a time."""
     args = EngineArgs(model=TARGET, dtype=options.dtype, max_num_seqs=1, **drafts)
     return LLMEngine.from_engine_args(args)
 
@@ -126,7 +126,7 @@ def header(
     """Return what identifies a result, without paths of this machine.
 
     Args:
-        about: The machine, before anything ran.
+        about: Description of the machine before anything ran.
     """
     device = engine.runner.mesh.devices.flat[0]
     hidden = ("corpus", "output", "other_map", "trace")
@@ -151,7 +151,7 @@ def measure_mode(
     mode: str,
     options: argparse.Namespace,
 ) -> dict[str, Any]:
-    """All prompts in one way of sampling: rows per domain and over all."""
+    """Measure all prompts with one kind of sampling; return a row per domain."""
     runs = run_prompts(engine, prompts, options, CONTROLS[mode])
     rows = {
         domain: summarise([run for run in runs if run.domain == domain])
@@ -173,7 +173,7 @@ def took_s(child: Child, prompt: list[int], num_tokens: int) -> float:
 def measure_huggingface(
     prompts: list[list[int]], options: argparse.Namespace
 ) -> dict[str, Any]:
-    """Greedy `generate` of transformers by dtype; or why it was not run."""
+    """Measure greedy `generate` of transformers by dtype, or say why it was not run."""
     peer, num_tokens = huggingface(), options.num_tokens
     if options.skip_huggingface:
         return {"skipped": "by --skip-huggingface"}
@@ -188,7 +188,7 @@ def measure_huggingface(
             speeds = []
             for prompt in tqdm(prompts, desc=f"HuggingFace {dtype}"):
                 took_s(child, prompt, 4)
-                # The prompt's time taken off.
+                # Subtract the time of the prompt and of the first token.
                 seconds = [
                     took_s(child, prompt, num_tokens) - took_s(child, prompt, 1)
                     for _ in range(options.repeats)
@@ -199,12 +199,12 @@ def measure_huggingface(
 
 
 def trace(engine: LLMEngine, text: str, options: argparse.Namespace) -> None:
-    """Write jax's own profile of one speculative request."""
+    """Write a profile of one speculative request with jax's profiler."""
     params = sampling(
         options.num_tokens, options.num_speculative_tokens, temperature=0.0
     )
     batch = Batch(prompts=[engine.tokenizer.encode(text)], params=[params])
-    # Without programs that are compiled in it.
+    # Run once before, so that nothing is compiled during the profile.
     Bench(engine=engine, num_iters=1).alternate({"": batch})
     with jax.profiler.trace(str(options.trace)):
         run_batch(engine, batch)
@@ -212,7 +212,7 @@ def trace(engine: LLMEngine, text: str, options: argparse.Namespace) -> None:
 
 
 def rounds_table(result: dict[str, Any]) -> str:
-    """What rounds took, of which the host's part."""
+    """Format the time of a round, and the host's part of it."""
     rows = [["rounds", "ms", "host, ms", "host", "tokens"]]
     for mode, measured in result["modes"].items():
         found = measured["rows"]["all"]

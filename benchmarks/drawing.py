@@ -20,7 +20,7 @@ from matplotlib.text import Annotation
 from matplotlib.ticker import FixedLocator
 
 FONT_SIZE, NOTE_SIZE = 9.0, 7.0
-# Characters of a note's font in an inch, at most.
+# Maximum characters per inch in the font of a note.
 NOTE_WIDTH = 18.5
 # Points from the edge of the axes to a label, and from one label to the next.
 LABEL_DISTANCE, LABEL_GAP = 3.0, 11.0
@@ -40,15 +40,15 @@ STYLE: dict[str, Any] = {
     "lines.linewidth": 1.5,
     "lines.markersize": 5.0,
     "savefig.dpi": 200,
-    # The same picture gives the same bytes.
+    # With a fixed salt, the same figure gives the same bytes of SVG.
     "svg.hashsalt": "jaxspec",
     "xtick.labelsize": 8.0,
     "ytick.labelsize": 8.0,
 }
-# With the underscore, which keeps it out of legends.
+# matplotlib leaves a label that begins with an underscore out of legends.
 _END_OF_LINE = "_end of a line"
 
-# An int passes for a float where types are read, but not where tests check values.
+# The static type checker accepts an int for a float; the type checks in tests do not.
 Number = float | int
 Spread = Mapping[str, Number]
 # Arguments that a note shows, if set.
@@ -67,8 +67,8 @@ class Mark:
     """The style of one series, distinct even without its color.
 
     Attributes:
-        color: Of lines, and of the edges and hatches of bars.
-        fill: Of bars, and of markers.
+        color: Color of lines, and of the edges and hatches of bars.
+        fill: Color of bars, and of markers.
     """
 
     color: str
@@ -80,7 +80,7 @@ class Mark:
 
 PLAIN = Mark(color="0.35", fill="0.92", marker="o", line="--")
 SPECULATIVE = Mark(color="#1b3f73", fill="#8fb3dc", marker="s", hatch="////")
-# For any number of other series, in turn.
+# Styles of series without a style of their own, used in turn.
 MARKS = (
     SPECULATIVE,
     Mark(color="#a8560d", fill="#f6d5ae", marker="^", line="--", hatch="----"),
@@ -115,7 +115,7 @@ def head(
     """Put a title above a figure, with a remark if acceptance was forced.
 
     Args:
-        forced: How, in words, if the result does not say it.
+        forced: How acceptance was forced, in words, if the result does not record it.
     """
     forced = forced or forced_acceptance(result)
     if forced:

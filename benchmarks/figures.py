@@ -193,7 +193,7 @@ def control_figures(result: Result) -> dict[str, Figure]:
 def _controlled(
     result: Result, title: str, note: str, panels: int
 ) -> Iterator[list[Axes]]:
-    """Panels side by side under a title."""
+    """Draw panels side by side under a title."""
     with drawing.style():
         note = f"{note}\n{drawing.provenance(result)}"
         figure = drawing.new_figure(WIDTH, HEIGHT, note)
@@ -366,7 +366,7 @@ def _gpu_panel(axes: Axes, rows: Iterable[Result]) -> None:
 
 
 def _speed_up(row: Result) -> drawing.Spread:
-    """Speed-up with the spread of the round time, without that of the plain step."""
+    """Return the speed-up, with the spread of the round time only."""
     round_us = row["round_us"]
     by_median = row["speed_up"] * round_us["median"]
     return {

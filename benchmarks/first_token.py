@@ -1,7 +1,8 @@
-"""From the start of a process to its first token, and its peak memory; cold and warm.
+"""Measures the time from the start of a process to its first token, and peak memory.
 
-Started as a script, it is that process: it generates one text and ends. Cold: the
-folder of compiled programs is new and empty. Warm: the one that the cold run left.
+Run as a script, this file is the measured process: it generates one text and ends. Cold
+start: the folder of compiled programs is new and empty. Warm start: the folder has the
+programs of the cold start.
 """
 
 import argparse
@@ -28,12 +29,13 @@ def measure_startup(
     model: str = BUNDLED_TARGET,
     environment: dict[str, str] | None = None,
 ) -> dict[str, Any]:
-    """Start the process twice; seconds and peak bytes of each.
+    """Start the process cold, then warm; return seconds and peak bytes of each.
 
     Args:
-        num_drafts: By the bundled draft; 0 runs the model alone.
-        environment: Of the process, which says whose engine is started; this one's own
-            by default.
+        num_drafts: Draft tokens per round from the bundled draft; 0 runs the target
+            alone.
+        environment: Environment variables of the process, which select the engine; by
+            default those of this process.
     """
     with tempfile.TemporaryDirectory() as cache:
         arguments = ["--cache", cache, "--num-tokens", str(num_tokens)]
@@ -67,17 +69,17 @@ def _start(arguments: list[str], environment: dict[str, str]) -> dict[str, Any]:
 
 
 def peak_resident_bytes() -> int:
-    """Peak of this process.
+    """Return the peak resident memory of this process, in bytes.
 
-    On Linux `ru_maxrss` will not do: a process starts with its parent's peak in it, and
-    ours is the benchmark with an engine of its own.
+    Not `ru_maxrss` on Linux: it starts at the peak of the parent process, which is the
+    benchmark with an engine of its own.
     """
     status = Path("/proc/self/status")
     if status.is_file():
         fields = dict(line.split(":", 1) for line in status.read_text().splitlines())
         return int(fields["VmHWM"].removesuffix("kB")) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    # Bytes on macOS, KiB elsewhere.
+    # `ru_maxrss` is in bytes on macOS, in KiB elsewhere.
     return peak if sys.platform == "darwin" else peak * 1024
 
 

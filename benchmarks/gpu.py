@@ -39,19 +39,21 @@ from jaxspec_checkpoints.gemma.published import published_config
 
 HERE = Path(__file__).parent
 PAIRS = {"9b-2b": ("9b", "2b"), "27b-2b": ("27b", "2b")}
-# Most important first.
+# The parts, the most important first, as time may run out.
 PARTS = ("9b-2b", "27b-2b", "hf-9b", "hf-27b", "hf-2b")
 NUM_DRAFTS = tuple(range(1, 9))
 ACCEPTANCES = (0.6, 0.7, 0.8, 0.9)
 BATCHES = (1, 8)
 VERIFY_DRAFTS = 5
 COPIED_BYTES = 4 * 2**30
-SHORT = 4  # tokens, of the text of HuggingFace that is taken off
-# Of a GPU's memory, what jax takes at the start: 27B with 2B and the pages of eight
-# sequences are more of an H100 than the three quarters that it takes by itself.
+SHORT = 4  # tokens of the short HuggingFace text, whose time is subtracted
+# Share of a GPU's memory that jax reserves at the start. By default it reserves three
+# quarters, which on an H100 is too little for 27B with 2B and the pages of eight
+# sequences.
 MEMORY_FRACTION = 0.9
-# Goals: share of bandwidth, share of the ceiling, verify / plain, and
-# the speed-up of 27B with 2B at 0.8.
+# Goals: share of the copy bandwidth, share of the speed-up ceiling, time of a
+# verification pass / plain step, and the speed-up of 27B with a 2B draft at acceptance
+# 0.8.
 GOALS = {
     "plain_share_of_bandwidth": 0.75,
     "share_of_ceiling": 0.85,
@@ -94,7 +96,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def config_of(size: str, options: argparse.Namespace) -> dict[str, Any]:
-    """The published config of a size; a dry run's has a hundredth of it."""
+    """Return the published config of a size; for a dry run, a much smaller one."""
     config = published_config(size)
     if not options.dry_run:
         return config
@@ -118,7 +120,7 @@ def setting_of(options: argparse.Namespace) -> Setting:
 def configs_of(
     name: str, options: argparse.Namespace
 ) -> tuple[ModelConfig, ModelConfig]:
-    """The target and the draft of a pair."""
+    """Return the configs of target and draft of a pair."""
 
     def read(size: str) -> ModelConfig:
         config = config_from_hf(config_of(size, options))
@@ -129,7 +131,7 @@ def configs_of(
 
 
 def plain_steps(name: str, models: Models, options: argparse.Namespace) -> Makers:
-    """Plain decoding of either model, by size and batch."""
+    """Return plain decoding steps of both models, by size and batch."""
     alone = dict(zip(PAIRS[name], (models, models.draft_alone()), strict=True))
     return {
         (size, seqs): partial(Program, alone[size], seqs=seqs)
@@ -139,7 +141,7 @@ def plain_steps(name: str, models: Models, options: argparse.Namespace) -> Maker
 
 
 def target_passes(models: Models, options: argparse.Namespace) -> Makers:
-    """The target's part of a plain step and of a round, by batch and K."""
+    """Return the target's part of plain steps and of rounds, by batch and K."""
     return {
         (seqs, count): partial(TargetPass, models, seqs=seqs, num_drafts=count)
         for seqs in options.batches
@@ -148,7 +150,7 @@ def target_passes(models: Models, options: argparse.Namespace) -> Makers:
 
 
 def rounds(models: Models, options: argparse.Namespace) -> Makers:
-    """Rounds of the first batch: of every K with forced acceptance, and "standard"."""
+    """Return rounds of the first batch size: each K, and one K without forcing."""
     make = partial(Program, models, seqs=options.batches[0])
     makers: Makers = {
         count: partial(make, num_drafts=count, acceptance=(0.5,) * count)
@@ -158,7 +160,7 @@ def rounds(models: Models, options: argparse.Namespace) -> Makers:
 
 
 def measure_pair(name: str, options: argparse.Namespace) -> Iterator[Row]:
-    """Plain steps of both models, the target's pass, rounds of every K, a profile."""
+    """Measure plain steps of both models, the target's pass, and rounds of every K."""
     setting = setting_of(options)
     copied = 2**22 if options.dry_run else COPIED_BYTES
     bandwidth = copy_bandwidth(copied, calls=4, repeats=3)
@@ -178,7 +180,7 @@ def measure_pair(name: str, options: argparse.Namespace) -> Iterator[Row]:
 def _plain(
     name: str, models: Models, bandwidth: float, options: argparse.Namespace
 ) -> Any:
-    """Plain steps; returns the seconds of target and draft at the first batch."""
+    """Measure plain steps; return both models' seconds at the first batch size."""
     plain = {}
     programs = compile_all(plain_steps(name, models, options))
     for (size, seqs), program in programs.items():
@@ -245,13 +247,13 @@ def _rounds(
         "tokens_per_round": timed.tokens,
     }
     found = profile(lambda: programs[most].run(repeats=1))
-    num_rounds = 2 * models.setting.steps  # the run's, and those that warm it up
+    num_rounds = 2 * models.setting.steps  # rounds of the timed run and of its warm-up
     about = {"what": "profile", "num_drafts": most, "num_rounds": num_rounds}
     yield row | about | found
 
 
 def measure_huggingface(name: str, options: argparse.Namespace) -> Iterator[Row]:
-    """Plain steps of transformers with random weights, as it is and compiled.
+    """Measure plain steps of transformers with random weights, eager and compiled.
 
     A static cache and, where it works, `torch.compile`, as its documentation advises.
     """
@@ -272,7 +274,7 @@ def measure_huggingface(name: str, options: argparse.Namespace) -> Iterator[Row]
 
 
 def _torch() -> Any:
-    """PyTorch, which may not be installed."""
+    """Return the module torch; raise if it is not installed."""
     return importlib.import_module("torch")
 
 
@@ -294,10 +296,10 @@ def _hf_model(config: dict[str, Any], setting: Setting) -> Any:
 def _hf_step_s(
     model: Any, setting: Setting, *, seqs: int, is_compiled: bool
 ) -> dict[str, float]:
-    """Seconds of one plain greedy step: a long text less a short one.
+    """Return seconds per greedy step: (long text - short text) / difference in tokens.
 
     Args:
-        is_compiled: By transformers itself, which does so on a GPU.
+        is_compiled: Whether transformers compiles the model, as it does on a GPU.
     """
     torch = _torch()
     prompt = torch.full((seqs, setting.context), 5, device=model.device)
@@ -331,7 +333,7 @@ def _hf_step_s(
 
 
 def _hf_device(model: Any) -> str:
-    """Of what it runs on, as jax calls it."""
+    """Return the name of torch's device, as jax spells it."""
     if model.device.type == "cuda":
         return _torch().cuda.get_device_name(model.device)
     return model.device.type
@@ -343,17 +345,17 @@ def _hf_wait(device: Any) -> None:
 
 
 def run_part(name: str, options: argparse.Namespace) -> Iterator[Row]:
-    """Measure one part; rows come as they are found."""
+    """Measure one part; yield each row when it is measured."""
     if name in PAIRS:
         return measure_pair(name, options)
     return measure_huggingface(name, options)
 
 
 def run_child(name: str, seconds: float, arguments: list[str]) -> Iterator[Row]:
-    """Run one part in a process, which is killed when its time is up.
+    """Run one part in a child process, which is killed when its time is up.
 
-    Its children are killed too, also when the caller stops reading. After a failure the
-    last row says how it ended.
+    The child's own children are killed too, also if the caller stops reading. After a
+    failure, the last row says how the child ended.
     """
     command = [sys.executable, "-m", "benchmarks.gpu", "--part", name, *arguments]
     environment = {"XLA_PYTHON_CLIENT_MEM_FRACTION": str(MEMORY_FRACTION)} | os.environ
@@ -385,14 +387,14 @@ def run_child(name: str, seconds: float, arguments: list[str]) -> Iterator[Row]:
 
 
 def _kill(process: subprocess.Popen[str]) -> None:
-    """End it and all that it started, unless it has ended and been waited for."""
+    """Kill a child and its process group, unless it has ended and was waited for."""
     if process.returncode is None:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
 
 def rows_of(name: str, end: float, arguments: list[str]) -> Generator[Row]:
-    """What one part measures until the end, by the monotonic clock."""
+    """Yield the rows of one part until a time of the monotonic clock."""
     left = end - time.monotonic()
     if left <= 0:
         yield {"what": "left out: no time"}
@@ -402,10 +404,10 @@ def rows_of(name: str, end: float, arguments: list[str]) -> Generator[Row]:
 
 @contextlib.contextmanager
 def stopped_by_signals() -> Iterator[None]:
-    """SIGTERM and SIGHUP end this as Ctrl-C does: tidily, and with the part that runs.
+    """Let SIGTERM and SIGHUP end this process as Ctrl-C does, with its child.
 
     Raises:
-        KeyboardInterrupt: one of them came.
+        KeyboardInterrupt: One of the signals arrived.
     """
     numbers = signal.SIGTERM, signal.SIGHUP
     before = [signal.signal(number, signal.default_int_handler) for number in numbers]
@@ -445,7 +447,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def write(result: dict[str, Any], options: argparse.Namespace) -> None:
-    """Write what there is: nothing is lost when the next part is stopped."""
+    """Write all results so far, so that they are kept if the next part is stopped."""
     path = options.output
     if path is None:
         kinds = [row["device"] for row in result["rows"] if "device" in row]

@@ -1,4 +1,4 @@
-"""Prompts, and runs of them one by one on one engine, plain and with drafts in turn.
+"""Prompts of benchmarks, and runs that alternate plain decoding and speculation.
 
 Prompts are valid documents of a corpus, or our own short list.
 """
@@ -25,9 +25,10 @@ from jaxspec.sampling_params import RequestOutputKind, SamplingParams
 HERE = Path(__file__).parent
 DOMAINS = ("math", "shell", "stories", "fiction", "code")
 OPEN_TURN = "<start_of_turn>model\n"
-# How much of a document without turns becomes the prompt.
+# Number of characters of a document without turns that become the prompt.
 PLAIN_CHARACTERS = 320
-# A question longer than this is passed over: prompts should cost alike.
+# Maximum characters of a question; longer ones are skipped, so that prompts take
+# similar times.
 MAX_CHARACTERS = 600
 
 
@@ -67,7 +68,7 @@ def load_prompts(corpus: Path | None, per_domain: int) -> PromptSet:
         raise SystemExit(
             f"--prompts-per-domain {per_domain}: {source} has fewer of {short}"
         )
-    # Spread over the set: neighbours are often of one kind.
+    # Take documents from all over the set, because neighbors are often of one kind.
     chosen = {
         domain: prompts[:: len(prompts) // per_domain][:per_domain]
         for domain, prompts in found.items()
@@ -106,7 +107,7 @@ def prompt_of(text: str) -> str | None:
 
 
 def sampling(num_tokens: int, num_drafts: int, **controls: Any) -> SamplingParams:
-    """Parameters of exactly `num_tokens` tokens with at most `num_drafts` a round."""
+    """Return parameters for exactly `num_tokens` tokens with K = `num_drafts`."""
     return SamplingParams(
         max_tokens=num_tokens,
         ignore_eos=True,
@@ -117,7 +118,7 @@ def sampling(num_tokens: int, num_drafts: int, **controls: Any) -> SamplingParam
 
 
 def decode(run: Run) -> Span:
-    """The run from its first token to its last."""
+    """Return the decoding phase of the run: from its first token to its last."""
     assert run.decode is not None, "one token is no decoding"
     return run.decode
 
@@ -128,7 +129,7 @@ def median_speed(runs: list[Run]) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class PromptRuns:
-    """All repeats of one prompt, with and without speculation in turn."""
+    """All repeats of one prompt, alternately with and without speculation."""
 
     domain: str
     num_prompt_tokens: int
@@ -141,7 +142,7 @@ class PromptRuns:
 
     @property
     def is_equal(self) -> bool:
-        """Whether every repeat gave one text."""
+        """Whether all repeats gave the same text."""
         first = self.plain[0].token_ids
         return all(one.token_ids == first for one in self.plain + self.speculative)
 
@@ -165,7 +166,7 @@ def run_prompts(
     options: argparse.Namespace,
     controls: dict[str, Any],
 ) -> list[PromptRuns]:
-    """Measure every prompt, given with its domain, by one way of sampling."""
+    """Measure every prompt (given with its domain) with one kind of sampling."""
     bench = Bench(engine=engine, num_iters=options.repeats)
     modes = {PLAIN: 0, SPECULATIVE: options.num_speculative_tokens}
     found = []
@@ -191,7 +192,7 @@ def run_prompts(
 
 
 def summarise(runs: list[PromptRuns]) -> dict[str, Any]:
-    """One row of the result: medians over prompts, acceptance over all rounds."""
+    """Return a row of the result: medians over prompts, acceptance over all rounds."""
     drafted = [one for run in runs for one in run.speculative]
     plain = [one for run in runs for one in run.plain]
     spans = [decode(one) for one in drafted]

@@ -27,7 +27,7 @@ LOAD_PANELS = (
     ("median_ttft_ms", "time to first token, ms", 1.0),
 )
 UNLIMITED = math.inf
-# Offset between temperatures, so that no whisker covers another.
+# Horizontal offset between the temperatures of a K, so that whiskers do not overlap.
 _OFFSET = 0.06
 CEILINGS = {
     "measured": (
@@ -48,12 +48,12 @@ PARTS = {
 }
 _HOST = drawing.MARKS[1]
 _STACK_WIDTH, _HOST_WIDTH = 0.5, 0.22
-# From the center of the device's bar to the center of the host's.
+# Distance between the centers of the device's bar and the host's bar.
 _HOST_SHIFT = (_STACK_WIDTH + _HOST_WIDTH) / 2 + 0.03
 
 
 def spec_figures(result: drawing.Result) -> dict[str, Figure]:
-    """The figures of a result of `spec`, by name; no `parts` if none were timed."""
+    """Draw the figures of a result of `spec`, by name; `parts` only if timed."""
     temperatures = {point["temperature"] for point in result["points"]}
     kinds: dict[str, tuple[float, str, Callable[[Figure, drawing.Result], None]]] = {
         "speed_up": (
@@ -87,7 +87,7 @@ def spec_figures(result: drawing.Result) -> dict[str, Figure]:
 
 
 def load_figure(entries: Sequence[drawing.Result]) -> Figure:
-    """Speed, generation time and TTFT of a server by concurrency, or by rate.
+    """Draw speed, generation time and TTFT of a server by concurrency, or by rate.
 
     Args:
         entries: Results of `serve`, one for each load; equal loads are repeats.
@@ -95,7 +95,8 @@ def load_figure(entries: Sequence[drawing.Result]) -> Figure:
     axis, rows = _load_layout(entries)
     with drawing.style():
         figure = _new_figure(len(rows), LOAD_NOTE, entries[0])
-        # A server may draft nothing under some loads; only the others are labelled.
+        # Only loads with drafts are labelled, because a server may draft nothing under
+        # some loads.
         forced = [one for one in entries if drawing.forced_acceptance(one)]
         drawing.head(figure, "A server under load", (forced or entries)[0])
         grid = figure.subplots(len(rows), len(LOAD_PANELS), sharex=True, squeeze=False)
@@ -117,7 +118,7 @@ def _new_figure(rows: drawing.Number, note: str, result: drawing.Result) -> Figu
 
 
 def draw_speed_up(figure: Figure, result: drawing.Result) -> None:
-    """Speed-up by K: a panel for every batch size, a row for every temperature."""
+    """Draw speed-up by K: a panel per batch size, a row per temperature."""
     drawing.head(figure, "Speed-up over plain decoding with K drafts per round", result)
     points = result["points"]
     rows = sorted({point["temperature"] for point in points})
@@ -163,7 +164,7 @@ def _speed_up_panel(axes: Axes, point: dict[str, Any], *, is_labelled: bool) -> 
 
 
 def draw_acceptance(figure: Figure, result: drawing.Result) -> None:
-    """Acceptance by position at the highest K; whiskers over batch sizes."""
+    """Draw acceptance by position at the highest K; whiskers over batch sizes."""
     drawing.head(figure, "Acceptance by position in the round", result)
     axes = figure.subplots()
     points = result["points"]
@@ -193,7 +194,7 @@ def draw_acceptance(figure: Figure, result: drawing.Result) -> None:
 def kept_by_position(
     runs: Sequence[dict[str, Any]], num_draft_tokens: int
 ) -> list[drawing.Spread]:
-    """Share of all rounds that accepted each draft, with minimum and maximum of runs.
+    """Return the share of all rounds that accepted each draft, with its spread.
 
     Args:
         runs: Acceptance as results have it; empty gives nothing.
@@ -211,7 +212,7 @@ def kept_by_position(
 
 
 def draw_parts(figure: Figure, result: drawing.Result) -> None:
-    """Device time of a round stacked by part, host time, and the round as it ran.
+    """Draw device time of a round by part, host time, and time of whole rounds.
 
     The host works while the device does, so the two do not add up.
     """
@@ -281,7 +282,7 @@ def _parts_panel(
 def _load_layout(
     entries: Sequence[drawing.Result],
 ) -> tuple[int, list[float | None]]:
-    """The x axis (0: concurrency, 1: rate), and the rate of every row."""
+    """Return the x axis (0: concurrency, 1: rate), and the rate of every row."""
     limits, rates = ({_load_of(one)[i] for one in entries} for i in (0, 1))
     if len(limits) > 1 or len(rates) == 1:
         return 0, [*sorted(rates)]
@@ -289,14 +290,14 @@ def _load_layout(
 
 
 def _load_of(entry: drawing.Result) -> tuple[float, float]:
-    """A load's concurrency and rate; infinity is no limit."""
+    """Return a load's concurrency and rate; infinity is no limit."""
     return float(entry["max_concurrency"] or UNLIMITED), float(entry["request_rate"])
 
 
 def _series(
     entries: Sequence[drawing.Result], key: str, factor: float, axis: int
 ) -> dict[str, dict[float, drawing.Spread]]:
-    """One measure by mode and load, over all runs of that load."""
+    """Return one measure by mode and load, over all runs of that load."""
     found: dict[str, dict[float, list[float]]] = {}
     has_drafts = any("spec_decode_num_drafts" in entry for entry in entries)
     for entry in entries:
@@ -329,7 +330,7 @@ def _load_panel(
 
 
 def _log_positions(places: Sequence[float]) -> dict[float, float]:
-    """Positions on an axis of powers of two; no limit is one step beyond."""
+    """Return positions on an axis of powers of two; no limit is one step beyond."""
     finite = [at for at in places if at != UNLIMITED]
     found = {at: math.log2(at) for at in finite}
     if len(finite) < len(places):

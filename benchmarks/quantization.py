@@ -74,12 +74,12 @@ HEAD_MODES: dict[str, dict[str, Any]] = {
     "temperature 1": {"temperature": 1.0, "seed": 0},
 }
 DOCUMENTS_PER_DOMAIN = 5
-# Recorded per part, as parts may be of different runs.
+# Machine and versions are recorded per part, as parts may come from different runs.
 ABOUT = ("date", "commit", "has_changes", "arguments", "dtype", "machine")
 
 
 class Pair(NamedTuple):
-    """Types of target and draft; the embedding option is for both."""
+    """Weight types of target and draft, and whether both embeddings are int8."""
 
     target: str | None
     draft: str | None
@@ -273,7 +273,7 @@ def accepted(
     label: str,
 ) -> tuple[dict[str, Any], list[list[int]]]:
     """Run one request after the other; return acceptance counts and texts."""
-    # Some rounds have no drafts before all programs are compiled.
+    # Wait for all programs: until they are compiled, some rounds have no drafts.
     engine.start_warm_up()
     engine.wait_for_programs()
     before, texts = Acceptance.of(engine.stats), []

@@ -1,4 +1,4 @@
-"""Write tables of results: `make bench` into README.md, others into our own.
+"""Writes tables of results into README.md and benchmarks/README.md.
 
 `--check` changes nothing and fails if a page does not have its table.
 """
@@ -37,7 +37,7 @@ def newest_result(folder: Path) -> dict[str, Any] | None:
 
 
 def readme_table(result: dict[str, Any] | None) -> str:
-    """Return the Markdown between the two marks."""
+    """Return the Markdown of the result of `make bench`, for README.md."""
     if result is None:
         return NOT_MEASURED
     rows = [
@@ -105,24 +105,24 @@ def _measured(result: dict[str, Any]) -> str:
 
 
 def _memory(startup: dict[str, Any]) -> str:
-    """Return the peak memory; results with an older field had it wrong."""
+    """Return the sentence on peak memory; empty for results without the field."""
     peaks = [start.get("peak_resident_bytes") for start in startup.values()]
     return "" if None in peaks else f" Peak memory: {max(peaks) / MIB:.0f} MiB."
 
 
 def hf_speed(found: dict[str, Any]) -> float:
-    """Median over prompts of the medians over repeats, in tokens/s."""
+    """Return tokens/s: the median over prompts of the medians over repeats."""
     return median(median(speeds) for speeds in found["tokens_per_s"])
 
 
 def peers_result(folder: Path) -> dict[str, Any] | None:
-    """The result of `python -m benchmarks.peers`, if there is one."""
+    """Return the result of `python -m benchmarks.peers`, if there is one."""
     path = folder / "peers-cpu.json"
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
 
 def forms_table(folder: Path) -> str:
-    """The table of all results of `jaxspec.bench spec --forms`, and its notes."""
+    """Return the table of all results of `jaxspec.bench spec --forms`, with notes."""
     rows = [
         "| prompts, temperature, batch | form | drafts | tokens per round | round, ms "
         "| plain round, ms | times as fast as plain | least |",
@@ -151,7 +151,7 @@ def prompts_of(result: dict[str, Any]) -> str:
 
 
 def methods_table(folder: Path) -> str:
-    """Every result of `jaxspec.bench spec --all-methods`."""
+    """Return the table of all results of `jaxspec.bench spec --all-methods`."""
     rows = [
         "| prompts, temperature, batch | method | K | acceptance by position "
         "| tokens per round | round, ms | times as fast as plain | least | MiB |",
@@ -196,7 +196,7 @@ def _form_row(prompts: str, one: dict[str, Any], point: dict[str, Any]) -> str:
 
 
 def replace_table(readme: str, table: str, begin: str, end: str) -> str:
-    """Put `table` between two marks of `readme`."""
+    """Return `readme` with `table` between the marks `begin` and `end`."""
     before, found_begin, rest = readme.partition(begin)
     _, found_end, after = rest.partition(end)
     if not found_begin or not found_end:

@@ -1,10 +1,10 @@
 """The published Gemma 3 270M on this CPU, and llama.cpp on the same GGUF file.
 
-`python -m benchmarks.real` measures how long the file takes to open, the first token of
-a new process with programs kept and without, peak memory, and tokens/s at batch 1:
-plain and with n-gram and suffix drafts, on prompts whose texts copy and on prose. It
-writes `results/real-cpu.json` and the table in `docs/models.md`. llama.cpp comes as the
-package `xllamacpp` and runs without drafts.
+`python -m benchmarks.real` measures the seconds to open the file, the seconds to the
+first token of a new process with and without a cache of compiled programs, peak memory,
+and tokens/s at batch 1: plain and with n-gram and suffix drafts, on prompts whose
+answers copy from them and on prose. It writes `results/real-cpu.json` and the table in
+`docs/models.md`. llama.cpp comes as the package `xllamacpp` and runs without drafts.
 """
 
 import argparse
@@ -50,7 +50,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def prompts() -> list[tuple[str, str]]:
-    """Texts by domain: `copy` repeats itself, `prose` does not."""
+    """Return texts by domain: answers to `copy` repeat the prompt, `prose` does not."""
     copied = [one.text for one in read_prompts(HERE / "copy_prompts.jsonl")]
     prose = load_prompts(None, 2).by_domain
     stories = [*prose["stories"], *prose["fiction"]][:NUM_PROMPTS]
@@ -60,7 +60,7 @@ def prompts() -> list[tuple[str, str]]:
 
 
 def measure_open() -> float:
-    """Median seconds to read the header of the file, vocabulary included."""
+    """Return the median seconds to read the header of the file, vocabulary included."""
     code = (
         "import time; from jaxspec_checkpoints import open_checkpoint, packaged_gemma3;"
         "path = packaged_gemma3(); start = time.monotonic(); open_checkpoint(path);"
@@ -72,7 +72,7 @@ def measure_open() -> float:
 
 
 def measure_method(method: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Plain rounds and rounds with drafts in turn, in one engine."""
+    """Measure plain decoding and one method alternately, in one engine."""
     config = METHODS[method] | {
         "num_speculative_tokens": options.num_speculative_tokens
     }
@@ -96,7 +96,7 @@ def measure_method(method: str, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def measure_llama(options: argparse.Namespace) -> dict[str, Any]:
-    """Tokens/s of llama.cpp by its own clock, in a process of its own."""
+    """Measure llama.cpp in a child process; tokens/s are by its own clock."""
     given = {
         "path": str(packaged_gemma3()),
         "threads": options.threads,
@@ -117,7 +117,7 @@ def measure_llama(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def table(result: dict[str, Any]) -> str:
-    """The result in Markdown."""
+    """Return the result as a Markdown table."""
     startup = result["startup"]
     megabytes = {
         kind: f"{row['peak_resident_bytes'] / 1e6:,.0f} MB"

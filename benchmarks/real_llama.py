@@ -1,6 +1,7 @@
-"""llama.cpp on a GGUF file, by the package `xllamacpp`: the child of `benchmarks.real`.
+"""Runs llama.cpp on a GGUF file (package `xllamacpp`), as a child of `benchmarks.real`.
 
-Reads what to measure as JSON from standard input and prints tokens/s by domain.
+Reads the model, settings and prompts as JSON from standard input; prints tokens/s by
+domain.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Times of the step program alone: plain steps, rounds with drafts, the target's pass.
+"""Measures the step program alone: plain steps, rounds with drafts, the target's pass.
 
 There is no engine and no text: sequences start after a context that was never
 prefilled, and launches do not wait for results. Times do not depend on the values of
@@ -37,7 +37,7 @@ from jaxspec.program.wire import PlanLayout, StepResult
 from jaxspec.sharding import DRAFT_MESH_AXES, make_mesh, replicated
 
 PAGE_SIZE = 16
-# XLA compiles several programs at once, each on a core or two.
+# Number of programs to compile at once: XLA uses one or two cores for each.
 MAX_COMPILES = 8
 
 
@@ -121,7 +121,7 @@ class Models:
     def abstract(
         cls, target: ModelConfig, draft: ModelConfig, setting: Setting, mesh: Mesh
     ) -> "Models":
-        """Make shapes of weights, for a device that need not be present."""
+        """Make abstract weights, to compile for a device that need not be present."""
         dtype = jnp.dtype(setting.dtype)
         form: Any = functools.partial(abstract_params, dtype=dtype, mesh=mesh)
         return cls(
@@ -234,7 +234,9 @@ class Program(_Setup):
         super().__init__(
             models, seqs=seqs, num_drafts=num_drafts, draft=draft, acceptance=acceptance
         )
-        self.shape = StepShape(num_seqs=seqs, num_draft_tokens=num_drafts, chunk=0)
+        self.shape = StepShape(
+            num_seqs=seqs, num_draft_tokens=num_drafts, max_prompt_tokens=0
+        )
         arguments = (*self.params, self.forms)
         options = models.setting.compiler_options
         self.compiled = lower_step(self._config, self.shape, arguments).compile(options)
@@ -308,7 +310,7 @@ def placed_forms(shapes: Any, mesh: Mesh) -> Any:
 
 
 def compile_all(makers: Mapping[Any, Callable[[], Any]]) -> dict[Any, Any]:
-    """Compile programs in parallel: XLA releases the GIL."""
+    """Compile programs in parallel threads; XLA releases the GIL meanwhile."""
     with ThreadPoolExecutor(MAX_COMPILES) as threads:
         futures = {name: threads.submit(make) for name, make in makers.items()}
         return {name: future.result() for name, future in futures.items()}

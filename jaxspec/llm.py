@@ -226,7 +226,7 @@ class LLM:
         request_ids += [prepared.request_id for prepared, _ in requests]
         with self.llm_engine.lock:
             for prepared, request in requests:
-                self.llm_engine.admit(prepared)
+                self.llm_engine.add_prepared(prepared)
                 self._unfinished[prepared.request_id] = request
 
     def chat(
@@ -421,7 +421,11 @@ class LLM:
     def _collect(
         self, request_ids: list[str], use_tqdm: bool | Callable[..., Any]
     ) -> list[RequestOutput]:
-        """Run until these have ended; other enqueued requests remain."""
+        """Run until these requests have ended; return their outputs.
+
+        The last running call also runs all other requests to their end; their outputs
+        remain for later calls.
+        """
         with self.llm_engine.lock:
             num_missing = sum(one not in self._finished for one in request_ids)
         progress = Progress(num_missing, use_tqdm)
@@ -496,7 +500,7 @@ class LLM:
             is_running = True
             while is_running:
                 with self.llm_engine.lock:
-                    is_running = not self._is_over(call)
+                    is_running = not self._advance_and_check(call)
                     if is_running:
                         self._step(call)
                     ended, call.ended = call.ended, []
@@ -507,8 +511,8 @@ class LLM:
                 for request_id in request_ids:
                     self._calls.pop(request_id, None)
 
-    def _is_over(self, call: "_Call") -> bool:
-        """Return whether a call's requests, and its duty to step, have ended."""
+    def _advance_and_check(self, call: "_Call") -> bool:
+        """Advance `num_ended`; return whether a call can stop stepping the engine."""
         while call.num_ended < len(call.request_ids):
             if self.llm_engine.is_unfinished(call.request_ids[call.num_ended]):
                 return False

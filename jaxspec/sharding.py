@@ -84,9 +84,9 @@ def num_parts(mesh: Mesh, mesh_axes: tuple[str, ...]) -> int:
 def kv_copies(num_q_heads: int, num_kv_heads: int, parts: int) -> int:
     """Return the number of copies of each KV head, so that every device has its own.
 
-    With more devices than KV heads, the query heads of a device share one KV head, and
-    the device stores a copy of that head instead of all heads. 1 if the numbers are not
-    divisible.
+    With more devices than KV heads, the query heads of a device all use the same KV
+    head, so each device stores a copy of only that head. Returns 1 if the heads cannot
+    be divided evenly among the devices.
     """
     is_even = parts % num_kv_heads == 0 and num_q_heads % parts == 0
     return parts // num_kv_heads if is_even and parts > num_kv_heads else 1

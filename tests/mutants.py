@@ -111,8 +111,8 @@ MUTANTS = [
     mutant(
         "draft_reuses_one_uniform",
         "sampling.sample_draft",
-        "randomness.DRAFT + randomness.NUM_ROLES * jnp.asarray(index)",
-        "randomness.DRAFT + 0 * jnp.asarray(index)",
+        "randomness.purpose(randomness.DRAFT, jnp.asarray(index))",
+        "randomness.purpose(randomness.DRAFT, 0 * jnp.asarray(index))",
         check=lambda: check_rounds("standard"),
     ),
     mutant(
@@ -323,7 +323,7 @@ MUTANTS = [
     mutant(
         "paths_are_moved_beyond_their_ends",
         "tree/compact_kv.compact_kv",
-        "(level <= jnp.asarray(tree.depths)[row][:, None])",
+        "(level <= jnp.asarray(tree.depths)[tree_row][:, None])",
         "(level > 0)",
         check=check_moves,
     ),

@@ -58,7 +58,7 @@ def test_engine_runs_the_documented_round(rule: str, temperature: float):
         first = [
             result
             for plan, shape, result in rounds
-            if plan.tiles and not shape.is_catch_up
+            if plan.tiles and not shape.is_draft_prefill
         ]
         text = [*prompt, int(first[-1].tile_token[0])]
         for plan, _, result in rounds:

@@ -63,7 +63,7 @@ class Echo:
         request: Any = (prompt, params, priority)
         return Prepared(request_id, [request])
 
-    def admit(self, prepared: Prepared) -> None:
+    def add_prepared(self, prepared: Prepared) -> None:
         request: Any = prepared.requests[0]
         prompt, params, priority = request
         self.priorities.append(priority)

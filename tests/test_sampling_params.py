@@ -271,7 +271,9 @@ def test_logprob_token_ids_are_validated():
     assert SamplingParams(logprob_token_ids=chosen).num_logprobs == 2
     assert SamplingParams(logprob_token_ids=chosen, logprobs=2).num_logprobs == 2
     for count in (3, -1, 0):
-        with pytest.raises(RequestError, match="logprobs must be 2, as many as logpr"):
+        with pytest.raises(
+            RequestError, match="logprobs must be 2, the number of logpr"
+        ):
             SamplingParams(logprob_token_ids=chosen, logprobs=count)
     SamplingParams(logprob_token_ids=list(range(128)))
     with pytest.raises(RequestError, match="logprob_token_ids must be at most 128 ids"):

@@ -1,7 +1,8 @@
-"""`python -m benchmarks.kernels.bench`: the kernels, timed on the device that jax has.
+"""`python -m benchmarks.kernels.bench`: times the kernels on jax's device.
 
-Each case is compared with a memory copy measured in the same run, and with the
-alternatives that a user has. Results are written as they come, so a run may be stopped.
+Each case is compared with a memory copy measured in the same run, and with other
+libraries' implementations. Results are written after each case, so a run may be
+stopped.
 """
 
 import argparse
@@ -27,7 +28,7 @@ from jaxspec_kernels.paged_attention import cases as attention_cases
 from jaxspec_kernels.rejection_sampling import cases as sampling_cases
 from jaxspec_kernels.write_kv_pages import cases as writing_cases
 
-# 6 rows of 256,000: the round of one sequence with five drafts.
+# 6 rows of 256,000 logits: the round of one sequence with five drafts.
 GOAL_SAMPLING = "goal/6x256000"
 MODELS = ("2b", "9b", "27b")
 
@@ -37,7 +38,7 @@ _GOAL = sampling_cases.Case(seqs=1, drafts=5, vocab_size=256_000, columns=256_00
 
 
 class Planned(NamedTuple):
-    """One case before its arrays are made; equal `shape`s are measured once."""
+    """A case without its arrays; cases of equal `shape` are measured once."""
 
     operation: str
     name: str
@@ -47,7 +48,7 @@ class Planned(NamedTuple):
 
     @property
     def is_goal(self) -> bool:
-        """Whether a goal speaks of it."""
+        """Whether there is a goal for this case."""
         return (self.operation, self.name) in _GOALS
 
 
@@ -59,7 +60,7 @@ _GOALS = {
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Return what `--help` prints."""
+    """Make the parser of the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.kernels.bench", description=__doc__
     )
@@ -89,7 +90,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def plan(options: argparse.Namespace, device: str) -> list[Planned]:
-    """Return the cases asked for; those that a goal speaks of come first."""
+    """Return the requested cases; those with a goal come first."""
     chosen = options.operation or OPERATIONS
     planned = [
         found
@@ -105,7 +106,7 @@ def plan(options: argparse.Namespace, device: str) -> list[Planned]:
 
 
 def _all_cases(is_quick: bool, device: str) -> Iterator[Planned]:
-    # XLA:CPU has no bfloat16 of its own.
+    # On CPUs, cases use float32, because XLA:CPU does not compute in bfloat16.
     dtype = "float32" if device == "cpu" else "bfloat16"
     pool_bytes = 0 if is_quick else bench_work.POOL_BYTES
     attends = attention_cases.CASES if is_quick else attention_cases.REAL_CASES
@@ -120,7 +121,8 @@ def _all_cases(is_quick: bool, device: str) -> Iterator[Planned]:
         if name.startswith("tiny/") != is_quick:
             continue
         for controls in CONTROLS:
-            # Filters cost the same on a part of the vocabulary: once is enough.
+            # Sharded cases are measured with one kind of sampling only: filters take
+            # the same time per column on a part of the vocabulary.
             if case.shards > 1 and controls != "sampled":
                 continue
             make = functools.partial(
@@ -149,7 +151,7 @@ def _writing(case: Any, dtype: str, *, is_ragged: bool = False) -> Work:
 def measure_case(
     planned: Planned, options: argparse.Namespace, implementation: str, copy: float
 ) -> list[Row]:
-    """Time one case, ours first, then what others offer."""
+    """Time one case: this package's kernel first, then other libraries'."""
     work = planned.make()
     head = {"operation": planned.operation, "case": planned.name, "key": planned.key}
     row = head | {"implementation": implementation, "num_bytes": work.num_bytes}
@@ -197,7 +199,7 @@ def _time_ours(
 
 
 def compare(planned: Planned, implementation: str) -> Row:
-    """Compare with the reference on this device, over sequences of all lengths."""
+    """Compare a kernel with the reference, over sequences of all lengths."""
     work = planned.make(is_ragged=True)
     ours = work.result(functools.partial(work.run, implementation=implementation))
     truth = work.result(functools.partial(work.run, implementation="reference"))
@@ -206,7 +208,7 @@ def compare(planned: Planned, implementation: str) -> Row:
 
 
 def _reason(error: BaseException) -> str:
-    """The kind of error and its first line; compilers write pages."""
+    """Return an error's class and its first line, as compilers' messages are long."""
     lines = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {lines[0][:200]}"
 
@@ -228,7 +230,7 @@ def header(options: argparse.Namespace, arguments: Sequence[str]) -> Row:
 
 
 def code() -> str | None:
-    """The checkout's commit, with a + where files differ from it."""
+    """Return the checkout's commit, with a + if files differ from it."""
     found = commit()
     if found["commit"] is None:
         return None
@@ -236,7 +238,7 @@ def code() -> str | None:
 
 
 def command(module: str, arguments: Sequence[str]) -> str:
-    """The line that repeats a run, without the file that it wrote."""
+    """Return the command line that repeats a run, without its output file."""
     kept = list(arguments)
     if "--output" in kept:
         at = kept.index("--output")
@@ -246,13 +248,13 @@ def command(module: str, arguments: Sequence[str]) -> str:
 
 
 def save(path: Path | None, result: Row) -> None:
-    """Write a result whole or not at all: a run may be stopped at any time."""
+    """Write a result atomically, because a run may be stopped at any time."""
     if path is not None:
         write_whole(json.dumps(result) + "\n", path)
 
 
 def main(arguments: Sequence[str] | None = None) -> Row:
-    """Run what the arguments ask for; returns the result that is written."""
+    """Run the benchmark; return the result that is written."""
     arguments = sys.argv[1:] if arguments is None else arguments
     options = make_parser().parse_args(arguments)
     if options.calls < 1 or options.repeats < 1:
@@ -291,7 +293,7 @@ def main(arguments: Sequence[str] | None = None) -> Row:
 
 
 def failures(result: Row) -> list[str]:
-    """Return the cases of ours that raised, or that the reference contradicts."""
+    """Return this package's cases that raised, or that differ from the reference."""
     return [
         f"{row['operation']} {row['case']}"
         for row in result["rows"]
@@ -315,7 +317,7 @@ def goals(rows: Iterable[Row], implementation: str) -> list[Row]:
     """Compare measurements with goals; `is_met` is None without a measurement.
 
     Args:
-        implementation: The implementation of our rows.
+        implementation: Name of the measured implementation of this package.
     """
     times = {
         (row["operation"], row["case"], row["implementation"]): row["back_to_back_us"]
@@ -370,7 +372,7 @@ def _goal(text: str, figure: float | None, limit: float, *, is_least: bool) -> R
 
 
 def goal_lines(found: Iterable[Row]) -> list[str]:
-    """Return one line for every goal; one that was not measured says so."""
+    """Return one line for every goal, also for goals that were not measured."""
     words = {True: "met", False: "NOT MET", None: "not measured"}
     return [
         f"{words[goal['is_met']]:>12}  {goal['goal']}"
@@ -392,7 +394,7 @@ _COLUMNS: dict[str, Callable[[Row], str]] = {
 
 
 def table(rows: Iterable[Row]) -> str:
-    """Return the figures in columns, for a terminal."""
+    """Format the results as a table for a terminal."""
     lines = [list(_COLUMNS)]
     for row in rows:
         lines.append([cell(row) for cell in _COLUMNS.values()])

@@ -1,9 +1,9 @@
 """Times calls on a device.
 
-Two figures, because launching costs as much as a small kernel: one call by itself from
-Python, until its result is there; and one call of many in a loop inside one program,
-where each call needs the result of the one before. `profile` sums jax's profile of one
-run by kernel.
+Two times are measured, because a launch takes as long as a small kernel: the time of a
+single call from Python until its result is ready, and the time per call of many calls
+in a loop inside one program, where each call needs the result of the one before.
+`profile` sums jax's profile of one run by kernel.
 """
 
 import collections
@@ -40,7 +40,7 @@ class Spread:
         )
 
     def in_microseconds(self) -> dict[str, float]:
-        """As a result file has it."""
+        """Return the times in microseconds, as in result files."""
         return {
             "median": round(self.median_s * 1e6, 3),
             "least": round(self.least_s * 1e6, 3),
@@ -49,7 +49,7 @@ class Spread:
 
 
 def loop_of(step: Callable[..., Any], rounds: int) -> Callable[..., Any]:
-    """Return `carry = loop(carry, *turns)`: `rounds` times one step per turn."""
+    """Return `loop(carry, *turns)`, which runs one step per turn, `rounds` times."""
 
     def loop(carry: Any, *turns: Arrays) -> Any:
         def body(number: Array, carry: Any) -> Any:
@@ -102,14 +102,15 @@ def copy_bandwidth(num_bytes: int, *, calls: int, repeats: int) -> float:
 
 
 def profile(run: Callable[[], object]) -> dict[str, Any]:
-    """Run once under jax's profiler; what took how long on the device.
+    """Run once under jax's profiler; return the device time of each kernel.
 
     Args:
         run: Waits for what it launches.
 
     Returns:
         `device_s`, and `kernels`: name, calls, seconds and share, the longest first.
-        Of a device without a timeline of its own (the CPU), the threads of XLA.
+        For a device without a timeline of its own (the CPU), times are those of XLA's
+        threads.
     """
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
@@ -119,7 +120,7 @@ def profile(run: Callable[[], object]) -> dict[str, Any]:
 
 
 def _events(data: Any) -> Iterable[tuple[str, float]]:
-    """Name and seconds of all that ran on the device."""
+    """Yield the name and the seconds of each kernel that ran on the device."""
     planes = list(data.planes)
     on_device = [plane for plane in planes if plane.name.startswith("/device:")]
     for plane in on_device or planes:

@@ -1,9 +1,9 @@
-"""`python -m benchmarks.kernels.tune`: measures tile sizes on the device that jax has.
+"""`python -m benchmarks.kernels.tune`: measures tile sizes on jax's device.
 
 Writes the device's table, which `tuning` reads, entry by entry. A stopped run continues
-at the same commit and jax only; otherwise the table is started again. Cases that share
-a key are tuned once, as the first of them. Each candidate must agree with the reference
-before it is timed.
+if commit and version of jax are the same; otherwise the table is started again. Cases
+that share a key are tuned once, as the first of them. Each candidate must agree with
+the reference before it is timed.
 """
 
 import argparse
@@ -47,11 +47,11 @@ AXES: dict[tuple[str, str], Axes] = {
 
 
 class TuneError(Exception):
-    """A kernel that does not work cannot be tuned."""
+    """A kernel fails with its default sizes, so it cannot be tuned."""
 
 
 def heuristic(work: Work, implementation: str) -> Sizes:
-    """Return what attention on GPU takes by itself; {} elsewhere: one size is tried."""
+    """Return the default sizes of attention on GPUs; {} for other operations."""
     if (work.operation, implementation) != ("paged_attention", "gpu"):
         return {}
     pages, table, _ = work.turns[0]
@@ -66,7 +66,7 @@ def heuristic(work: Work, implementation: str) -> Sizes:
 
 
 def sized(work: Work, implementation: str, sizes: Sizes) -> Callable[..., Any]:
-    """Return the implementation with these sizes; {} is its own choice."""
+    """Return the implementation with these sizes; {} means its default sizes."""
     path = f"jaxspec_kernels.{work.operation}.{implementation}"
     run = getattr(importlib.import_module(path), work.operation)
     if sizes and (work.operation, implementation) == ("paged_attention", "gpu"):
@@ -101,7 +101,7 @@ def search(
 def tune_case(
     planned: bench.Planned, implementation: str, timer: Timer
 ) -> tuple[Sizes, dict[str, float]] | None:
-    """Return the best sizes of a case and microseconds before and after.
+    """Return the best sizes of a case, and microseconds before and with them.
 
     Raises:
         TuneError: The kernel fails with its own sizes.
@@ -141,7 +141,7 @@ def tune_case(
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Return what `--help` prints."""
+    """Make the parser of the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.kernels.tune", description=__doc__
     )
@@ -159,7 +159,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None, timer: Timer | None = None) -> None:
-    """Measure what the arguments ask for; `timer` replaces the clock in tests."""
+    """Tune the requested cases; `timer` replaces the clock in tests."""
     arguments = sys.argv[1:] if arguments is None else arguments
     options = make_parser().parse_args(arguments)
     options.operation = options.operation or list(tuning.OPERATIONS)
@@ -213,7 +213,7 @@ def main(arguments: Sequence[str] | None = None, timer: Timer | None = None) -> 
 def _missing(
     planned: Sequence[bench.Planned], table: dict[str, Any], implementation: str
 ) -> list[bench.Planned]:
-    """The first case of every key that has no entry."""
+    """Return the first case of every key that has no entry in the table."""
     first: dict[tuple[str, str | None], bench.Planned] = {}
     for case in planned:
         of_operation = table["entries"].get(case.operation, {})
@@ -232,7 +232,7 @@ def _begin(
 ) -> dict[str, Any]:
     """Return the table of an earlier run to continue, or an empty one.
 
-    Only at the same commit and jax: other figures are not comparable.
+    Continues only if commit and jax are the same: other times are not comparable.
     """
     table: dict[str, Any] = {
         "device": device_kind,

@@ -1,12 +1,13 @@
-"""Cases made real: arrays on the device, one call over them, and what it must read.
+"""Makes the arrays of cases on the device, and calls of kernels over them.
 
-The benchmark and the tuner time the same work. Slots that no query sees hold NaN, so
-that an implementation that reads one shows it.
+The benchmark and the tuner time the same calls. Slots that no query sees hold NaN, so
+that an implementation that reads one has a wrong result.
 
-Rivals are what a user would pick instead, given the same values in the form they want.
-Each has every advantage: dense keys and values have no pages to look up and no token
-outside the window, and what it cannot do (soft-capping, ragged lengths) it need not do.
-One that does not fit raises NotImplementedError with the reason.
+Rivals are other libraries' implementations. They get the same values in their own
+layout, and every advantage: dense keys and values have no pages to look up and no
+tokens outside the window, and soft-capping and ragged lengths are left out if the rival
+does not support them. A rival that cannot run a case raises NotImplementedError with
+the reason.
 """
 
 import functools
@@ -24,18 +25,23 @@ from jaxtyping import Array
 from benchmarks.kernels.clock import Arrays, Spread, measure
 from jaxspec_kernels import paged_attention, tuning, write_kv_pages
 from jaxspec_kernels.paged_attention import cases as attention_cases
-from jaxspec_kernels.rejection_sampling import STANDARD, Controls, rejection_sampling
+from jaxspec_kernels.rejection_sampling import (
+    STANDARD,
+    SamplingValues,
+    rejection_sampling,
+)
 from jaxspec_kernels.rejection_sampling import cases as sampling_cases
 from jaxspec_kernels.write_kv_pages import cases as writing_cases
 
-# Pages are many times a GPU's L2 cache, and every call of a loop reads other ones: a
-# layer of a model finds nothing of its own there either.
+# Bytes of the page pool: many times a GPU's L2 cache. Every call of a loop reads other
+# pages, because a layer of a model does not find its pages in the cache either.
 POOL_BYTES = 2**28
-# Logits are passed to one call after the other, each a part of the program.
+# Bytes of all arrays of logits together, and their maximum number. Consecutive calls of
+# the loop read different arrays.
 LOGIT_BYTES, MAX_TURNS = 2**27, 16
 # Temperature and top-p.
 CONTROLS = {"sampled": (0.8, 1.0), "greedy": (0.0, 1.0), "top-p": (0.8, 0.95)}
-# What a library says when a shape, a type or a device is not for it.
+# Errors that a library raises if it does not support a shape, a type or the device.
 REFUSALS = (
     ArithmeticError,
     AssertionError,
@@ -56,15 +62,15 @@ class Work:
     """One case on the device.
 
     Attributes:
-        run: The public function; takes `implementation`.
+        run: The public function of the operation; takes `implementation`.
         call: `call(run, carry, number, *arrays)` is the result of call `number`.
         follow: `follow(carry, result)` is what the next call starts from, so that no
             compiler can leave a call out or make two at once.
         turns: The arrays of one call after the other, all of the same shapes.
-        num_bytes: Must be read or written, whatever the implementation.
-        error: Distance of two results; a count of verdicts or values that differ where
-            these are not numbers that may be close.
-        tolerance: Largest error that rounding explains.
+        num_bytes: Bytes that every implementation must read or write.
+        error: Returns the largest difference of two results; for verdicts and copied
+            values, the number of those that differ.
+        tolerance: Largest error that rounding can cause.
     """
 
     operation: str
@@ -166,7 +172,7 @@ def attention(
 
 
 def _page_range(case: attention_cases.Case, kv_len: Array) -> tuple[Array, Array]:
-    """First and one-past-last page that some query of each sequence sees."""
+    """Return the first page that each sequence reads, and the last one plus 1."""
     end = -(-kv_len // case.page_size)
     if case.window is None:
         return jnp.zeros_like(end), end
@@ -198,7 +204,7 @@ def _attention_arrays(
     is_seen = jnp.tile(is_seen, (copies, 1))[:, :, None, None]
     shape = (copies * used, case.page_size, 2 * case.kv_heads, case.head_dim)
     pages = jnp.where(is_seen, jax.random.normal(keys[2], shape, dtype), jnp.nan)
-    # Past the end of a sequence stands a page that is not there.
+    # Page ids past the end of a sequence are invalid, so that reading them shows.
     page = jnp.arange(table_len, dtype=jnp.int32)[None]
     is_used = page * case.page_size < kv_len[:, None]
     return query.astype(dtype), pages, jnp.where(is_used, table, copies * used)
@@ -241,7 +247,7 @@ def sampling(
             probs,
             logits,
             full(case.drafts, jnp.int32),
-            Controls(
+            SamplingValues(
                 full(temperature, jnp.float32),
                 full(0, jnp.int32),
                 full(top_p, jnp.float32),
@@ -318,13 +324,13 @@ def writing(case: writing_cases.Case, dtype: DTypeLike) -> Work:
 
 
 def _distance(left: Array, right: Array) -> float:
-    """Infinite where one is not a number."""
+    """Return the largest difference; infinite if a value is NaN."""
     distance = jnp.abs(left.astype(jnp.float32) - right.astype(jnp.float32)).max()
     return float(jnp.where(jnp.isnan(distance), jnp.inf, distance))
 
 
 def _num_different(left: Any, right: Any) -> float:
-    """Sequences, or values of a pool, that differ."""
+    """Return the number of sequences, or of values of a pool, that differ."""
     pairs = zip(jax.tree.leaves(left), jax.tree.leaves(right), strict=True)
     differs = functools.reduce(jnp.logical_or, [one != two for one, two in pairs])
     return float(differs.sum())
@@ -347,7 +353,7 @@ def rivals_of(work: Work) -> dict[str, Rival]:
 
 
 def _heads(work: Work) -> tuple[Array, Array, Array]:
-    """Query, keys and values with heads third: `[seq, token, head, head_dim]`."""
+    """Return query, keys and values as `[seq, token, head, head_dim]`."""
     case = work.case
     length = case.context
     if case.window is not None:
@@ -361,9 +367,9 @@ def _heads(work: Work) -> tuple[Array, Array, Array]:
 def _jax_paged(work: Work, **timing: Any) -> Spread:
     case = work.case
     if case.queries > 1:
-        raise NotImplementedError("it has one query per sequence")
+        raise NotImplementedError("supports only one query per sequence")
     if case.window is not None:
-        raise NotImplementedError("it has no sliding window")
+        raise NotImplementedError("supports no sliding window")
     pages, table, kv_len = work.turns[0]
     platform = jax.default_backend()
     if platform == "tpu":
@@ -379,7 +385,7 @@ def _jax_paged(work: Work, **timing: Any) -> Spread:
         # 256.
         given = {"pages_per_compute_block": 4}
     else:
-        raise NotImplementedError("it is for TPU and GPU")
+        raise NotImplementedError("runs only on TPU and GPU")
 
     def step(query: Array, number: Array, key: Array, value: Array, *rest: Array):
         table, kv_len = rest
@@ -401,7 +407,7 @@ def _dense(
 ) -> Spread:
     case = work.case
     if implementation == "cudnn" and jax.default_backend() != "gpu":
-        raise NotImplementedError("it is for GPU")
+        raise NotImplementedError("runs only on GPU")
 
     def step(query: Array, number: Array, key: Array, value: Array) -> Array:
         mask = None
@@ -473,7 +479,8 @@ def _read_once(work: Work, **timing: Any) -> Spread:
 
 def _categorical(work: Work, **timing: Any) -> Spread:
     def step(carry: Array, number: Array, logits: Array) -> Array:
-        # Every row, as a sampler does that does not know which row it will need.
+        # Compute every row, as a sampler must that does not know which row it will
+        # need.
         probs = jax.nn.softmax(logits.astype(jnp.float32) + carry.min(), axis=-1)
         key = jax.random.key(number)
         tokens = jax.random.categorical(key, jnp.log(probs))

@@ -1,4 +1,4 @@
-"""Speeds of this engine and of its peers on the bundled pair, on a CPU, in one run.
+"""Measures this engine and its peers with the bundled pair, on a CPU, in one run.
 
     python -m benchmarks.peers --vllm-python PYTHON --openvino-python PYTHON \
         --llama-server PATH --llama-convert PATH
@@ -30,12 +30,12 @@ from jaxspec.bench.report import commit, machine, now, num_cores, versions
 from jaxspec.text.tokenizer import Tokenizer
 
 RESULT = Path(__file__).parents[1] / "results" / "peers-cpu.json"
-# Options in the result; the others are paths of a machine.
+# Options that the result records; the others are paths of this machine.
 SHOWN = (
     *("num_prompts", "single_prompts", "num_tokens", "num_speculative_tokens"),
     *("batch_sizes", "threads", "repeats", "minutes", "dtype", "bfloat16", "peers"),
 )
-# Our list has no more; if more are needed, they repeat.
+# Number of bundled prompts; if more are needed, they repeat.
 MOST_PER_DOMAIN = 3
 TIMED = (
     "from passing the prompts, as token ids, to the last token; tokens/s are new "
@@ -156,7 +156,7 @@ def main(arguments: list[str] | None = None) -> None:
         turns = Turns(options, peers, prompts, result)
         turns.prepare()
         for place, threads in enumerate(options.threads):
-            # Divides the time among the numbers of threads.
+            # Each number of threads gets an equal share of the remaining time.
             turns.measure(threads, 1 / (len(options.threads) - place))
     print(peers_table(turns.result))
 

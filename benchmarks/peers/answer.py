@@ -28,7 +28,7 @@ class Engine(Protocol):
         ...
 
     def counts(self) -> dict[str, int]:
-        """Return totals of rounds, drafted, accepted and compiles, where known."""
+        """Return totals of rounds, drafts, accepted drafts and compiles, if known."""
         ...
 
 
@@ -53,7 +53,8 @@ def run(
 ) -> dict[str, Any]:
     """Time all prompts in batches, from passing them to the last token."""
     before, seconds = engine.counts(), 0.0
-    # Similar lengths per batch: few pads for engines that pad.
+    # Sort by length: batches of similar lengths need little padding in engines that
+    # pad.
     order = sorted(range(len(prompts)), key=lambda number: len(prompts[number]))
     tokens: list[list[int]] = [[]] * len(prompts)
     for first in range(0, len(prompts), batch_size):

@@ -7,11 +7,12 @@ from statistics import median
 from typing import Any
 
 HERE = Path(__file__).parent
-# Why a peer is ahead, by "peer" or "peer mode"; written by hand.
+# File with the reasons why a peer is ahead, by "peer" or "peer mode"; written by hand.
 WHY = HERE / "behind.json"
 NOT_MEASURED = "Not measured yet: run `python -m benchmarks.peers` on a quiet machine."
 OURS = "jaxspec"
-# The default, which chooses K. Ratios of peers are relative to `OURS`.
+# Name of this engine with its default, which chooses K. Ratios of peers are relative to
+# `OURS`.
 CHOSEN = f"{OURS} (K chosen)"
 PLAIN, DRAFT, NGRAM = MODES = ("plain", "draft", "n-gram")
 # End tokens; some peers cannot continue after one, and are kept from sampling it.
@@ -40,7 +41,7 @@ class Cell:
 
     @property
     def speeds(self) -> list[float]:
-        """New tokens per second of the whole time, prompts included, of every run."""
+        """Return new tokens per second for every run, prefill included."""
         return [
             sum(map(len, one["token_ids"])) / one["seconds"] for one in self.answers
         ]
@@ -58,7 +59,8 @@ class Cell:
 def rows(cells: list[Cell]) -> list[dict[str, Any]]:
     """Return a row per cell, with its ratio to ours and the share of equal texts."""
     ours = {cell.kind(): median(cell.speeds) for cell in cells if cell.answers}
-    # Our greedy texts are the same on any path: any run of all prompts is a reference.
+    # This engine's greedy texts do not depend on drafts or batches, so any of its runs
+    # of all prompts is a reference.
     plain = (OURS, PLAIN, "float32")
     texts = [one.texts for one in cells if (one.peer, one.mode, one.dtype) == plain]
     reference = max(texts, key=len, default=[])
@@ -95,7 +97,7 @@ def _speed(cell: Cell) -> dict[str, Any]:
 
 
 def _acceptance(cell: Cell) -> dict[str, float]:
-    """Return acceptance over all runs, without what a peer does not report."""
+    """Return acceptance over all runs, without values that a peer does not report."""
 
     def total(name: str) -> int:
         return sum(one["counts"].get(name, 0) for one in cell.answers)

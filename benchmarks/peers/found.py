@@ -27,7 +27,7 @@ LONGEST_EXPORT_S = 600.0
 
 # Placeholders for paths in an export command.
 SOURCE, MADE = "{source}", "{made}"
-# Reasons are shown in a table.
+# Maximum characters of a reason, which is shown in a table.
 MOST_CHARACTERS = 200
 
 
@@ -40,12 +40,13 @@ class Peer:
         python: The interpreter that runs the child.
         modes: The largest batch size of each mode.
         environment: Additional environment variables.
-        missing: Why it cannot run here; None if it can.
+        missing: Reason why the peer cannot run here; None if it can.
         bans_end: See `Cell`.
         export: A command that converts a folder with float32 weights; empty if the peer
             reads our folders.
         suffix: File suffix of the exported model.
-        has_queue: It takes any number of prompts and fills its batch itself.
+        has_queue: Whether the peer accepts any number of prompts and fills its batch
+            itself.
         note: A remark on its texts or speeds.
     """
 
@@ -111,7 +112,7 @@ class Peer:
 def find_peers(options: argparse.Namespace) -> list[Peer]:
     """Return all known peers, in the order of the tables."""
     return [
-        # K is fixed, as for the others.
+        # K is fixed, as for the other engines.
         Peer(name=OURS, script="ours.py", has_queue=True, task={"controller": "fixed"}),
         Peer(
             name=CHOSEN,
@@ -136,7 +137,7 @@ def huggingface() -> Peer:
     return Peer(
         name="HuggingFace",
         script="hf.py",
-        # Its assisted generation takes one sequence.
+        # transformers' assisted generation supports one sequence only.
         modes={PLAIN: 8192, DRAFT: 1, NGRAM: 1},
         missing=f"not installed: {', '.join(missing)} (extra hf)" if missing else None,
     )
@@ -179,7 +180,7 @@ def _llama(server: str | None, converter: str | None, python: str) -> Peer:
 def _vllm(python: str | None) -> Peer:
     if python is None:
         return Peer(name="vLLM", script="vllm_cpu.py", missing="no --vllm-python")
-    # It comes with Intel's OpenMP, and wants it before any other.
+    # vLLM comes with Intel's OpenMP, which must be loaded before any other.
     library = Path(python).absolute().parents[1] / "lib" / "libiomp5.so"
     return Peer(
         name="vLLM",
@@ -237,12 +238,12 @@ def run_export(command: list[str]) -> None:
 
 
 class PeerError(Exception):
-    """A peer did not do what it was asked; the message is a reason for a table."""
+    """A peer failed; the message is the reason that the table shows."""
 
 
 @contextlib.contextmanager
 def on_cores(cores: list[int]) -> Iterator[None]:
-    """Let processes that are started here run on these cores only, where it can be."""
+    """Restrict processes that are started within to these cores, if the system can."""
     if not hasattr(os, "sched_setaffinity"):
         yield
         return
@@ -255,7 +256,7 @@ def on_cores(cores: list[int]) -> Iterator[None]:
 
 
 class Child:
-    """A process that answers lines of JSON; see `answer`.
+    """A child process that answers lines of JSON; see `answer`.
 
     Attributes:
         about: Version and settings, as the child says when it has loaded.
@@ -270,7 +271,7 @@ class Child:
         environment: Mapping[str, str],
         limit_s: float,
     ):
-        # What it says to people; an end of it becomes a reason.
+        # The child's other output; its end becomes the reason if the child fails.
         self._log = tempfile.TemporaryFile()
         try:
             with on_cores(cores):
@@ -281,7 +282,8 @@ class Child:
                     stderr=self._log,
                     text=True,
                     env=dict(environment),
-                    # A group of its own: what it starts ends with it.
+                    # The child gets a process group of its own, so that its own
+                    # children end with it.
                     start_new_session=True,
                 )
         except BaseException:
@@ -294,10 +296,11 @@ class Child:
             raise
 
     def ask(self, request: dict[str, Any], limit_s: float) -> dict[str, Any]:
-        """One question, one answer.
+        """Send one question and return its answer.
 
         Raises:
-            PeerError: It has ended, or takes longer than `limit_s`; it is gone then.
+            PeerError: The child has ended, or takes longer than `limit_s` and was
+                killed.
         """
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -333,7 +336,7 @@ class Child:
             os.killpg(self._process.pid, signal.SIGKILL)
 
     def close(self) -> None:
-        """End it and all that it has started."""
+        """Kill the child and all processes that it has started."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         with contextlib.suppress(BrokenPipeError):
@@ -347,6 +350,6 @@ class Child:
 
 
 def shorten(reason: str) -> str:
-    """A reason without folders of this machine, and not too long."""
+    """Shorten a reason, and remove folders of this machine from it."""
     text = re.sub(r"(?<![\w.])/(?:[^\s/:'\"]+/)+", "", reason)
     return text if len(text) <= MOST_CHARACTERS else text[:MOST_CHARACTERS] + "…"

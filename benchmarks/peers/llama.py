@@ -20,7 +20,7 @@ LONGEST_START_S = 120.0
 MOST_DRAFTS = ("--spec-draft-n-max", "--draft-max")
 FEWEST_DRAFTS = ("--spec-draft-n-min", "--draft-min")
 LEAST_PROBABILITY = ("--spec-draft-p-min", "--draft-p-min")
-KIND_OF_DRAFT = "draft-simple"  # a model of its own; older versions do not ask
+KIND_OF_DRAFT = "draft-simple"  # a draft model; older versions lack the option
 DRAFT_THREADS = ("--spec-draft-threads", "--threads-draft")
 DRAFT_KEY_TYPE = ("--spec-draft-type-k", "--cache-type-k-draft")
 DRAFT_VALUE_TYPE = ("--spec-draft-type-v", "--cache-type-v-draft")
@@ -33,7 +33,7 @@ class Server:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        # Its log goes where the other output of this child goes.
+        # The server's log goes to the output of this process.
         self._process = subprocess.Popen([*command, "--port", str(port)])
         self._connections = [
             http.client.HTTPConnection("127.0.0.1", port, timeout=300)
@@ -138,7 +138,8 @@ class LlamaCpp:
             accepted = one["timings"].get("draft_n_accepted", 0)
             self._counts["drafted"] += drafted
             self._counts["accepted"] += accepted
-            # The first token is the prompt's; all others are a round's own or accepted.
+            # The first token comes from prefill; each other token is accepted, or is
+            # the target's own token of a round.
             self._counts["rounds"] += num_tokens - 1 - accepted if drafted else 0
         if self._task["mode"] == "draft" and not self._counts["drafted"]:
             raise RuntimeError("llama-server made no drafts")
@@ -153,7 +154,7 @@ class LlamaCpp:
 
 
 def option(about: str, names: tuple[str, ...]) -> str:
-    """The first of some names that the server's help knows."""
+    """Return the first of some option names that the server's help lists."""
     for name in names:
         if re.search(rf"(?<![\w-]){name}(?![\w-])", about):
             return name

@@ -9,7 +9,7 @@ from jaxspec import LLM, SamplingParams
 
 
 class Ours:
-    """One `LLM`, as its defaults make it; prefixes are not shared, nor by others."""
+    """One `LLM` with default settings, without prefix caching, as for all peers."""
 
     def __init__(self, task: dict[str, Any]):
         drafting: dict[str, Any] = {

@@ -54,7 +54,7 @@ class OpenVINO:
         return [list(map(int, tokens)) for tokens in output.tokens]
 
     def _count(self, output: Any, num_decoded: int) -> None:
-        """Of drafts; all tokens but the prompts' are a round's own or accepted."""
+        """Count drafts: tokens after prefill are accepted, or are a round's own."""
         metrics = getattr(output, "extended_perf_metrics", None)
         if metrics is not None:
             accepted = int(metrics.get_num_accepted_tokens())

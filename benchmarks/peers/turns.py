@@ -14,7 +14,8 @@ from jaxspec.bench.report import num_cores, write_whole
 
 LOOKUP_MAX = 4
 ROOM = 512  # tokens for a prompt
-# Our runs that compile do not count; the needed programs depend on the texts.
+# Runs of this engine that compile do not count; which programs are needed depends on
+# the texts.
 MOST_COMPILING_RUNS = 16
 LONGEST_ANSWER_S = 300.0
 LONGEST_COMPILING_S = 1800.0
@@ -26,7 +27,7 @@ class Turns:
 
     Attributes:
         result: The written result, with the rows so far.
-        left_s: Remaining time; our runs that compile take none of it.
+        left_s: Remaining seconds; runs of this engine that compile do not count.
     """
 
     def __init__(
@@ -121,7 +122,7 @@ class Turns:
                 self._is_warm.add(cell.kind())
             cell.answers.append(self._ask(cell))
         except PeerError as error:
-            # Its child has ended; the other batch sizes get a new one.
+            # The child has ended; the peer's other batch sizes get a new one.
             if name in self._children:
                 self._children.pop(name).close()
             if time.monotonic() < self._end:
@@ -152,7 +153,7 @@ class Turns:
         return child
 
     def _ask(self, cell: Cell, *, is_short: bool = False) -> dict[str, Any]:
-        """Run once, again while it compiles; a short run is one batch, to warm up."""
+        """Run until a run compiles nothing; a short run is one warm-up batch."""
         size, options = cell.batch_size, self._options
         wanted = options.single_prompts if size == 1 else options.num_prompts
         has_queue = self._peers[cell.peer].has_queue and 1 < size == self._most
@@ -168,7 +169,7 @@ class Turns:
             if not answer["counts"].get("compiles"):
                 return answer
             self._end += time.monotonic() - start
-        # The child is alive but useless.
+        # The child is alive, but its runs cannot be used.
         raise PeerError(f"compiled something in {MOST_COMPILING_RUNS} runs in a row")
 
     def _limit_s(self, cell: Cell) -> float:

@@ -15,7 +15,7 @@ COUNTERS = {
 
 
 class VLLM:
-    """One `LLM`; prefixes are not shared, nor by others."""
+    """One `LLM` without prefix caching, as for all peers."""
 
     def __init__(self, task: dict[str, Any]):
         drafting: dict[str, Any] = {

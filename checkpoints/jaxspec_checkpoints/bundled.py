@@ -59,7 +59,8 @@ def packaged_gemma3() -> Path:
         size = sum(part.stat().st_size for part in package.chunk_paths())
         if path.is_file() and path.stat().st_size == size:
             return path
-        # Other processes never see half a file.
+        # Write into a temporary folder first, so that other processes never see half a
+        # file.
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
             os.replace(package.assemble(Path(folder) / path.name), path)
         return path

@@ -1,4 +1,4 @@
-"""Prepares tensors for files: reads them in blocks of rows and casts these."""
+"""Casts tensors for files, one block of rows at a time."""
 
 from collections.abc import Iterator
 
@@ -14,7 +14,7 @@ def find_dtype(name: str) -> np.dtype:
     """Return the numpy type of that name.
 
     Raises:
-        CheckpointError: Weights cannot have it.
+        CheckpointError: Weights cannot have that type.
     """
     if name not in DTYPES:
         raise CheckpointError(f"dtype must be one of {', '.join(DTYPES)}, got {name!r}")

@@ -9,9 +9,10 @@ from jaxspec_checkpoints.layout import EMBEDDING, HEAD, TIE, Layout, Sizes
 from jaxspec_checkpoints.quantization import held_bytes
 from jaxspec_checkpoints.tensor import Tensor, have_same_bytes
 
-# A draft's tokens, most frequent first. See `jaxspec_checkpoints.trimming`.
+# File with the token ids that a draft may propose, most frequent first. See
+# `jaxspec_checkpoints.trimming`.
 TOKEN_MAP = "draft_token_map.json"
-# Files that make a folder with weights a model, in every format.
+# Files other than weights that belong to a model, in every format.
 SIDE_FILES = (
     "config.json",
     "generation_config.json",
@@ -31,14 +32,14 @@ class Checkpoint:
 
     Attributes:
         format: "hf", "kaggle", "orbax" or "gguf".
-        layout: The tensors of its family.
+        layout: Layout of the tensors of its family.
         folder: Where the weights are; for a GGUF file that was named, the file.
         config: Content of HuggingFace's `config.json`; derived from the shapes if the
             format has none.
         generation_config: Content of `generation_config.json`, or empty.
         tensors: By canonical name; complete, with the shapes of the config. Until the
             checkpoint is `resolved`, `lm_head.weight` may be a copy of the embedding.
-        side_files: By name, those of `SIDE_FILES` that exist.
+        side_files: Paths of those of `SIDE_FILES` that exist, by name.
         made_files: Side files derived from the format's metadata: functions that return
             their contents.
     """
@@ -54,12 +55,12 @@ class Checkpoint:
 
     @property
     def sizes(self) -> Sizes:
-        """The numbers of the config that determine the shapes."""
+        """Numbers of the config that determine the shapes of all tensors."""
         return Sizes.from_config(self.config)
 
     @property
     def num_parameters(self) -> int:
-        """Parameters, the embedding counted once."""
+        """Number of parameters, with the embedding counted once."""
         return sum(t.num_bytes // t.dtype.itemsize for t in self.tensors.values())
 
     @property
@@ -84,7 +85,7 @@ class Checkpoint:
         if is_tied:
             del tensors[HEAD]
         config = self.config
-        # A missing entry means tied.
+        # A config without the entry means that the LM head is tied to the embedding.
         if config.get(TIE) is not is_tied and (TIE in config or not is_tied):
             config = {**config, TIE: is_tied}
         return replace(self, config=config, tensors=tensors)

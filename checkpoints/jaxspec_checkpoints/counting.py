@@ -25,12 +25,12 @@ from jaxspec_checkpoints.errors import CheckpointError
 from jaxspec_checkpoints.files import expand, readable
 from jaxspec_checkpoints.trimming import IDS
 
-# Characters that are tokenized together.
+# Number of characters that are tokenized in one call.
 _BATCH_CHARACTERS = 1 << 20
 # Keys of a JSON line: its text, or a prompt and its completion.
 _KEYS = ("text", "prompt", "completion")
 Encode = Callable[[list[str]], Iterable[list[int]]]
-# Fractions of the vocabulary that the report lists.
+# The report lists the coverage of 1/16, 1/8, 1/4 and 1/2 of the vocabulary.
 _SHARES = (16, 8, 4, 2)
 
 
@@ -60,12 +60,12 @@ class Counts:
         return list(dict.fromkeys([*self.special, *rest]))
 
     def share_of(self, size: int) -> float:
-        """Fraction of all counted tokens that are among the first `size` of the map."""
+        """Return which fraction of all counted tokens is in the map's first `size`."""
         total = self.frequency.sum()
         return float(self.frequency[self.ranked[:size]].sum() / total)
 
     def report(self) -> str:
-        """Fractions of the texts that smaller vocabularies cover."""
+        """Return which fraction of the texts' tokens smaller vocabularies cover."""
         vocab_size = len(self.frequency)
         lines = [
             f"{self.frequency.sum():,} tokens of {self.num_texts:,} texts; "
@@ -118,7 +118,8 @@ def read_texts(path: str | Path) -> Iterator[str]:
     """Yield the texts of a file, one after the other.
 
     Raises:
-        CheckpointError: It cannot be read, or a line is not an object with a text.
+        CheckpointError: The file cannot be read, or a line is not an object with a
+            text.
     """
     path = expand(path)
     is_packed = path.suffix == ".xz"
@@ -134,14 +135,14 @@ def read_texts(path: str | Path) -> Iterator[str]:
                     elif not is_json:
                         yield line
         except (lzma.LZMAError, EOFError, UnicodeDecodeError) as error:
-            raise CheckpointError(f"{path} is no text: {error}") from error
+            raise CheckpointError(f"{path} is not UTF-8 text: {error}") from error
 
 
 def _text_of(line: str, where: str) -> str:
     try:
         document: Any = json.loads(line)
     except (RecursionError, ValueError) as error:
-        raise CheckpointError(f"{where} is no JSON: {error}") from error
+        raise CheckpointError(f"{where} is not JSON: {error}") from error
     document = document if isinstance(document, dict) else {}
     found = [document.get(key) for key in _KEYS]
     parts = [one for one in found if isinstance(one, str)]

@@ -39,7 +39,7 @@ def check_inside(folder: Path, path: Path) -> Path:
     allowed.
 
     Raises:
-        CheckpointError: It is a symlink to somewhere else.
+        CheckpointError: `path` is a symlink to a place outside `folder`.
     """
     try:
         root, real = folder.resolve(), path.resolve()

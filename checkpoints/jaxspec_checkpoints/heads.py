@@ -23,7 +23,7 @@ from jaxspec_checkpoints.tensor import Tensor
 
 EAGLE, EAGLE3, MEDUSA = "eagle", "eagle3", "medusa"
 KINDS = (EAGLE, EAGLE3, MEDUSA)
-# Recognized so that the error can name it; support was removed.
+# A kind of head that is not supported. It is recognized so that the error can name it.
 MLP_SPECULATOR = "mlp_speculator"
 MLP_SPECULATOR_REMOVED = (
     "MLP speculators were removed: none has been published for Gemma. Use an "
@@ -32,7 +32,8 @@ MLP_SPECULATOR_REMOVED = (
 
 # File that some writers of Medusa heads use in place of model.safetensors.
 _MEDUSA_FILE = "medusa_lm_head.safetensors"
-# A writer's spelling, and vLLM's. The first pattern that matches a name is applied.
+# By kind of head: patterns of tensor names as other libraries write them, and vLLM's
+# name. The first pattern that matches is applied.
 _SPELLINGS: dict[str, tuple[tuple[str, str], ...]] = {
     EAGLE: (
         (r"fusion_fc\.(.*)", r"fc.\1"),
@@ -44,7 +45,8 @@ _SPELLINGS: dict[str, tuple[tuple[str, str], ...]] = {
         (r"model\.(.*)", r"\1"),
     ),
     MEDUSA: (
-        # The paper's own: head, then block or, last, the head's matrix.
+        # Names in the code of the Medusa paper: number of the head, then of its block;
+        # the last one is the head's LM head.
         (r"(?:medusa_heads?\.)?(\d+)\.(\d+)\.linear\.(.*)", r"blocks.\1.layers.\2.\3"),
         (r"(?:medusa_heads?\.)?(\d+)\.\d+\.weight", r"lm_heads.\1.weight"),
         (r"medusa_heads?\.(.*)", r"\1"),
@@ -70,7 +72,7 @@ class HeadFiles:
     Attributes:
         kind: One of `KINDS`.
         config: Content of its `config.json`.
-        tensors: By vLLM's names.
+        tensors: Tensors by vLLM's names.
     """
 
     kind: str
@@ -91,7 +93,8 @@ def kind_of_head(config: Mapping[str, Any]) -> str | None:
     if any("eagle3" in name.lower() for name in names):
         return EAGLE3
     is_eagle = any("eagle" in name.lower() for name in names)
-    # The paper's code, and others that follow it, call the head a Llama.
+    # The code of the EAGLE paper, and code that follows it, writes model_type "llama"
+    # for the head.
     is_layer = config.get("model_type") == "llama" and (
         config.get("num_hidden_layers") == 1
     )

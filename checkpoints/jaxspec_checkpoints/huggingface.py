@@ -26,7 +26,7 @@ from jaxspec_checkpoints.tensor import Tensor
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
-# The format's names of types that numpy has. Others are shown by name.
+# Safetensors' names of types that numpy has. Error messages show other types by name.
 _DTYPES = {"F32": np.float32, "BF16": ml_dtypes.bfloat16, "F16": np.float16}
 # Types of token ids and masks, which are not weights.
 INTEGERS = {"I64": np.int64, "I32": np.int32, "BOOL": np.bool_}
@@ -79,7 +79,7 @@ def huggingface_names(folder: Path) -> list[str]:
     try:
         return list(safe_open(folder / SINGLE, framework="numpy").keys())
     except (SafetensorError, OSError) as error:
-        message = f"{folder / SINGLE} is no readable safetensors file: {error}"
+        message = f"{folder / SINGLE} is not a readable safetensors file: {error}"
         raise CheckpointError(message) from error
 
 
@@ -141,7 +141,7 @@ def _open_file(path: Path, types: Mapping[str, Any]) -> dict[str, Tensor]:
         file = safe_open(path, framework="numpy")
         return {name: _describe(path, file, name, types) for name in file.keys()}
     except (SafetensorError, OSError) as error:
-        message = f"{path} is no readable safetensors file: {error}"
+        message = f"{path} is not a readable safetensors file: {error}"
         raise CheckpointError(message) from error
 
 
@@ -188,6 +188,8 @@ def _weight_map(index: Path) -> dict[str, str]:
     if not isinstance(weight_map, dict) or not all(
         isinstance(shard, str) for shard in weight_map.values()
     ):
-        message = f"{index} is no index: it needs a `weight_map` of tensors to files"
+        message = (
+            f"{index} is not an index: it needs a `weight_map` of tensors to files"
+        )
         raise CheckpointError(message)
     return weight_map

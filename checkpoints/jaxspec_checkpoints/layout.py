@@ -156,7 +156,7 @@ class Layout:
         return next(found, None)
 
     def is_model_first(self, sizes: Sizes) -> bool:
-        """Whether the Flax tree of a size has `gating_einsum` as (2, model, hidden)."""
+        """Return whether a size's `gating_einsum` in Flax is (2, model, hidden)."""
         return self.flax is not None and (
             self.published_name(sizes) in self.flax.model_first
         )
@@ -214,7 +214,8 @@ def check_tensors(
         CheckpointError: Names the first tensor that is unknown, missing, or has another
             shape or a type that weights cannot have, with what was found and expected.
     """
-    # An absurd number of layers would fill the memory below.
+    # Reject an absurd number of layers: the names of their tensors, made below, would
+    # fill the memory.
     if sizes.num_layers > max(1000, len(tensors)):
         raise CheckpointError(
             f"config.json asks for num_hidden_layers={sizes.num_layers}, and the "

@@ -49,8 +49,8 @@ def open_own(folder: Path, layouts: Mapping[str, Layout]) -> Checkpoint:
     """Check a folder and describe it; no weight is read.
 
     Raises:
-        CheckpointError: It has another version, a file is missing, damaged or outside
-            the folder, or the manifest, the arrays and config.json disagree.
+        CheckpointError: The folder has another version, a file is missing, damaged or
+            outside the folder, or the manifest, the arrays and config.json disagree.
     """
     found = side_files(folder)
     if "config.json" not in found:

@@ -40,7 +40,7 @@ PACKED_TYPES = {
 }
 # AutoAWQ's order: the output that each number in a 32-bit word belongs to.
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-# Entries about activations in files.
+# Tensors about quantized activations, which are ignored.
 _ASIDE = ("input_scale", "input_zero_point")
 _PACK, _PLAIN_INTS, _FLOATS = "pack-quantized", "int-quantized", "float-quantized"
 
@@ -82,7 +82,7 @@ def scheme_of(config: Mapping[str, Any]) -> Scheme | MixedScheme | None:
         is_symmetric = not given.get("zero_point", True)
     if bits == 8 and not is_symmetric:
         _refuse(method, "sym", "true for 8 bits", False)
-    # Minus their zero points, 4-bit values need five bits.
+    # 4-bit values minus a zero point need five bits, so they are stored as int8.
     kind = INT4 if bits == 4 and is_symmetric else INT8
     return Scheme(kind=kind, group_size=None if size == -1 else size, method=method)
 
@@ -139,7 +139,7 @@ def _refuse(method: str, name: str, allowed: str, value: Any) -> NoReturn:
 def unpack(
     config: Mapping[str, Any], tensors: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Return a file's tensors by canonical name, quantized ones as matrices.
+    """Return a file's tensors by canonical name; quantized ones as `QuantizedTensor`.
 
     Reads only shapes and group indices.
 
@@ -203,7 +203,7 @@ class _Parts:
         """Raise `CheckpointError` if there are tensors that no matrix uses."""
         for name, tensor in self._tensors.items():
             raise CheckpointError(
-                f"tensor '{self.module}.{name}' is no part of a quantized matrix "
+                f"tensor '{self.module}.{name}' is not part of a quantized matrix "
                 f"({tensor.source})"
             )
 
@@ -291,19 +291,19 @@ def _compressed(
 
 
 def _narrowed(values: np.ndarray, scheme: Scheme, origin: Tensor) -> np.ndarray:
-    """Whole numbers in the scheme's type; raises where it does not have one."""
+    """Return integers in the scheme's type; raise if one of them does not fit."""
     least, most = (-8, 7) if scheme.kind == INT4 else (-128, 127)
     if values.size and not least <= values.min() <= values.max() <= most:
         raise CheckpointError(
             f"{origin.source} has values from {values.min()} to {values.max()}, which "
-            f"{scheme.kind} has not: the zero points are not those that config.json "
-            "says"
+            f"{scheme.kind} cannot hold: the zero points are not those that "
+            "config.json describes"
         )
     return values.astype(scheme.value_type)
 
 
 def _check_order(parts: _Parts, name: str, scheme: Scheme, num_features: int) -> None:
-    """Reject features in an order of their own; -1 everywhere means none."""
+    """Reject a matrix with reordered features; -1 everywhere means no order."""
     order = parts.maybe(name)
     if order is None:
         return
@@ -311,8 +311,8 @@ def _check_order(parts: _Parts, name: str, scheme: Scheme, num_features: int) ->
     if (ids == -1).all() or np.array_equal(ids, np.arange(num_features) // size):
         return
     raise CheckpointError(
-        f"tensor '{parts.module}.{name}' has groups of features in an order of their "
-        f"own, which is not supported ({order.source})"
+        f"tensor '{parts.module}.{name}' reorders the features of groups (desc_act), "
+        f"which is not supported ({order.source})"
     )
 
 
@@ -356,7 +356,7 @@ def _scales(parts: _Parts, scheme: Scheme, shape: tuple[int, ...]) -> Tensor:
 def _awq(
     parts: _Parts, scheme: Scheme, given: Mapping[str, Any], last: _Last
 ) -> QuantizedTensor:
-    """AutoAWQ: [features, outputs / 8] words, outputs in its own order."""
+    """Read AutoAWQ's [features, outputs / 8] words, with outputs in its own order."""
     words, scales = parts.take("qweight"), parts.take("scales")
     zeros = parts.maybe("qzeros")
     shape = words.shape[1] * 8, words.shape[0]
@@ -373,7 +373,7 @@ def _awq(
 def _gptq(
     parts: _Parts, scheme: Scheme, given: Mapping[str, Any], last: _Last
 ) -> QuantizedTensor:
-    """AutoGPTQ: [features / 8, outputs] words, and zero points stored minus one."""
+    """Read AutoGPTQ's words [features / 8, outputs]; it stores zero points - 1."""
     words, scales, zeros = (
         parts.take(name) for name in ("qweight", "scales", "qzeros")
     )
@@ -446,7 +446,8 @@ def packed(
     In the layout of compressed-tensors; matrices are quantized while they are read.
 
     Raises:
-        CheckpointError: It is quantized already, or groups do not divide a matrix.
+        CheckpointError: The model is quantized already, or groups do not divide a
+            matrix.
     """
     if config.get("quantization_config") is not None:
         raise CheckpointError(

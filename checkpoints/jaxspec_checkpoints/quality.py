@@ -30,7 +30,7 @@ class Quality:
         length: Tokens per piece of text; pieces are evaluated independently.
         weight_bytes: Bytes of the quantized model's weights on a device.
         perplexity: Perplexity of the texts.
-        reference_perplexity: The reference's.
+        reference_perplexity: Perplexity of the reference.
         kl_nats_per_token: Mean KL divergence of the model's distributions from the
             reference's.
         share_of_same_first: Fraction of tokens at which both models find the same token

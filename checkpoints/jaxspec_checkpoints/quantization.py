@@ -18,8 +18,8 @@ from jaxspec_checkpoints.errors import CheckpointError
 from jaxspec_checkpoints.tensor import BLOCK_BYTES, Tensor
 
 INT8, INT4, FP8 = "int8", "int4", "fp8"
-# Type of the values, and the largest value of a scheme. Ranges are symmetric: zero
-# remains zero, and products need no offset.
+# Type of each scheme's values, and the largest value. Ranges are symmetric, so that
+# zero remains zero and products need no offset.
 VALUE_TYPES = {
     INT8: (np.dtype(np.int8), 127.0),
     INT4: (np.dtype(ml_dtypes.int4), 7.0),
@@ -27,9 +27,10 @@ VALUE_TYPES = {
 }
 # Names in config.json of the quantization methods that can be read.
 METHODS = ("compressed-tensors", "awq", "gptq")
-# The method of a file with a type per tensor.
+# Name of the quantization method of a GGUF file, in which each tensor has its own type.
 GGUF = "gguf"
-# Default number of features that share a scale; None: all of an output.
+# Default number of features that share a scale; None: all features of an output share
+# one.
 GROUP_SIZES = {INT8: None, INT4: 128, FP8: None}
 
 
@@ -39,7 +40,8 @@ class Scheme:
 
     Attributes:
         kind: "int8", "int4" or "fp8" (e4m3).
-        group_size: Features that share a scale; None: all of an output.
+        group_size: Number of features that share a scale; None: all features of an
+            output share one.
         has_embedding: Whether the embedding, which is also the LM head, is quantized to
             int8, with a scale per row.
         method: Name in config.json of the method of a quantized checkpoint; None:
@@ -117,7 +119,7 @@ class MixedScheme:
         return found
 
     def describe(self) -> str:
-        """In words: `Q5_0, Q8_0 as int8 in groups of 32, Q4_K unpacked (gguf)`."""
+        """Describe it: `Q5_0, Q8_0 as int8 in groups of 32, Q4_K unpacked (gguf)`."""
         kinds: dict[str, list[str]] = {}
         for kind in sorted({kind for _, kind in self.types}):
             scheme = GGUF_SCHEMES.get(kind)
@@ -202,7 +204,7 @@ class QuantizedTensor(Tensor):
         return held + self.scales.num_bytes
 
     def head(self, num_rows: int) -> "QuantizedTensor":
-        """The first rows only."""
+        """Return the first rows only."""
         return quantized_tensor(self.values.head(num_rows), self.scales.head(num_rows))
 
     def blocks(self) -> Iterator[tuple[int, np.ndarray]]:
@@ -240,7 +242,7 @@ class _Derived(Tensor):
     make: Callable[[int, np.ndarray], np.ndarray]
 
     def head(self, num_rows: int) -> Tensor:
-        """The first rows only."""
+        """Return the first rows only."""
         shape = num_rows, *self.shape[1:]
         return replace(self, shape=shape, origin=self.origin.head(num_rows))
 

@@ -35,8 +35,8 @@ INCOMPLETE = "INCOMPLETE"
 # Key of a GGUF file in `model_files`.
 GGUF = "model.gguf"
 
-# In the order of detection; see README.md for how to add one. Our own format precedes
-# Kaggle's, because both contain a folder that Orbax wrote.
+# Formats in the order of detection; see README.md for how to add one. Our own format
+# precedes Kaggle's, because both contain a folder that Orbax wrote.
 _FORMATS = {
     "hf": (is_huggingface, open_huggingface),
     "orbax": (is_own, open_own),
@@ -54,8 +54,8 @@ def open_checkpoint(
         layouts: Layouts of the families that it may belong to, by `model_type`.
 
     Raises:
-        CheckpointError: It is not a folder, of no known format, or its parts do not fit
-            together; no weight has been loaded.
+        CheckpointError: `folder` is not a folder, has no known format, or its parts do
+            not fit together; no weight has been loaded.
     """
     folder = expand(folder)
     with readable(folder):
@@ -143,7 +143,8 @@ def read_config(
     """
     files = model_files(folder)
     if GGUF in files or "config.json" not in files:
-        # A GGUF file has its own numbers: a config.json next to it is often a stub.
+        # Read the config from the GGUF file itself: a config.json next to it is often a
+        # stub.
         checkpoint = open_checkpoint(folder, layouts)
         return checkpoint.config, checkpoint.generation_config
     generation = files.get("generation_config.json")

@@ -25,9 +25,9 @@ MANIFEST = "manifest.ocdbt"
 _DRIVERS = {".zarray": "zarr", "zarr.json": "zarr3"}
 _ARRAYS = ("jax.Array", "np.ndarray")
 _INDEX_CACHE = {"cache_pool#ocdbt": {"total_bytes_limit": 64 * 2**20}}
-# Bytes that a writer buffers before it writes a file.
+# Number of bytes that TensorStore buffers before it writes a file.
 _COMMIT_BYTES = 4 * BLOCK_BYTES
-# Memory that TensorStore uses in addition to the values of chunks.
+# Bytes of memory that TensorStore uses in addition to the values of chunks.
 _SLACK_BYTES = 2**20
 # Errors that TensorStore raises for damaged files.
 _FAULTS = (ValueError, OSError, KeyError, IndexError)
@@ -105,7 +105,7 @@ class Slabs:
         return values
 
     def _context(self) -> ts.Context:
-        """Cache large enough for the chunks that two neighbouring slabs can share."""
+        """Return a cache for the chunks that two neighboring slabs can share."""
         array, extents = self._array, []
         for axis, (size, chunk) in enumerate(
             zip(array.shape, array.chunks, strict=True)
@@ -136,15 +136,16 @@ def open_arrays(folder: Path) -> dict[str, StoredArray]:
     base = {"driver": "file", "path": f"{folder.resolve()}/"}
     is_database = (folder / MANIFEST).is_file()
     store = {"driver": "ocdbt", "base": base} if is_database else base
-    # Older versions of Orbax omit chunks of zeros. In a database, absence is reliable:
-    # its index names every chunk. Without one, a lost file looks the same.
+    # Older versions of Orbax do not write chunks that are all zeros. In OCDBT storage a
+    # missing chunk is known to be zeros, as an index lists every chunk that exists.
+    # Without that index, a lost file would look the same, so missing chunks are errors.
     is_strict = metadata.get("store_array_data_equal_to_fill_value") or not is_database
     context = ts.Context(_INDEX_CACHE)
     try:
         keys = ts.KvStore.open(store, context=context).result().list().result()
     except _FAULTS as error:
         raise CheckpointError(
-            f"{folder} is no readable Orbax folder, fetch it again: {error}"
+            f"{folder} is not a readable Orbax folder, fetch it again: {error}"
         ) from error
     opening = {}
     for name, driver in sorted(_names(keys).items()):
@@ -184,7 +185,7 @@ def _listed(folder: Path, metadata: Mapping[str, Any]) -> list[str]:
         ]
     except (AttributeError, KeyError, TypeError) as error:
         raise CheckpointError(
-            f"{folder / METADATA} is no description of a tree of arrays, fetch it "
+            f"{folder / METADATA} is not a description of a tree of arrays, fetch it "
             f"again: {error!r}"
         ) from error
 

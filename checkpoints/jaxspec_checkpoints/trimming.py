@@ -18,7 +18,7 @@ from jaxspec_checkpoints.files import expand, readable
 from jaxspec_checkpoints.quantization import QuantizedTensor, quantized_tensor
 from jaxspec_checkpoints.tensor import BLOCK_BYTES, Tensor
 
-# The key of the ids in a map that is an object with further entries.
+# Key of the token ids, if the map is a JSON object with further entries.
 IDS = "token_ids"
 
 
@@ -35,7 +35,7 @@ def read_token_map(path: str | Path, vocab_size: int) -> list[int]:
     path = expand(path)
     with readable(path):
         if not path.is_file():
-            raise CheckpointError(f"{path} is no file")
+            raise CheckpointError(f"{path} is not a file")
         if path.suffix in (".pt", ".bin", ".pth"):
             raise CheckpointError(
                 f"{path} is a pickle, which can run anything: write its ids as a JSON "
@@ -90,7 +90,7 @@ def rows_of(tensor: Tensor, ids: Sequence[int]) -> Tensor:
     def read(start: int, stop: int) -> np.ndarray:
         found, wanted = [], chosen[start:stop]
         while len(wanted):
-            # Ids up to the end of this block of rows.
+            # Number of the wanted ids that lie in this block of rows.
             count = int(np.searchsorted(wanted, wanted[0] + step))
             some, wanted = wanted[:count], wanted[count:]
             rows = tensor.read(int(some[0]), int(some[-1]) + 1)

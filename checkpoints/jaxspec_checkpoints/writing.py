@@ -29,7 +29,8 @@ from jaxspec_checkpoints.quantization import (
 from jaxspec_checkpoints.reading import INCOMPLETE
 from jaxspec_checkpoints.shards import MAX_SHARD_BYTES, write_huggingface
 
-# Headers, indexes and metadata are far below this share of a model.
+# Required free space / bytes of the weights. Headers, indexes and metadata are far less
+# than 1 % of a model.
 _ROOM = 1.01
 
 Writer = Callable[..., None]
@@ -153,14 +154,15 @@ def _write(
 def _check_destination(
     checkpoint: Checkpoint, destination: Path, num_bytes: int
 ) -> None:
-    # A dangling symlink does not `exist`, but blocks the name.
+    # `lexists`, because a dangling symlink does not `exist`, but its name cannot be
+    # used.
     if os.path.lexists(destination):
         raise CheckpointError(
             f"{destination} exists already: name a folder that does not, or delete it"
         )
     parent = destination.parent
     if not parent.is_dir():
-        raise CheckpointError(f"{parent} is no folder: make it first")
+        raise CheckpointError(f"{parent} is not a folder: make it first")
     if parent.resolve().is_relative_to(checkpoint.folder.resolve()):
         raise CheckpointError(
             f"{destination} lies within the checkpoint that is read, "

@@ -77,7 +77,7 @@ def narrow(params: network.Params) -> network.Params:
 
 
 def _rotate(inputs: jax.Array, position: jax.Array, theta: float) -> jax.Array:
-    """Rotary embedding of one position; inputs [row, head, head_dim]."""
+    """Apply the rotary embedding of one position; inputs [row, head, head_dim]."""
     half = inputs.shape[-1] // 2
     frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
     angle = position.astype(jnp.float32) * frequency

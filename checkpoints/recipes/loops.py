@@ -121,7 +121,7 @@ def mixed_loss(
     *,
     weight: float,
 ) -> jax.Array:
-    """Cross-entropy of corpus rows, and `weight` times the unlikelihood of repeats.
+    """Return cross-entropy of corpus rows + `weight` * unlikelihood of repeats.
 
     The unlikelihood, -log(1 - p), is a mean over all tokens of greedy rows, so that its
     weight falls as they repeat less.

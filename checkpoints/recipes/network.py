@@ -112,7 +112,7 @@ def _to_bf16(values: jax.Array) -> jax.Array:
 
 @jax.custom_vjp
 def linear(inputs: jax.Array, weight: jax.Array) -> jax.Array:
-    """`inputs @ weight.T` in bf16 with a float32 result; inputs [token, in]."""
+    """Return `inputs @ weight.T` in bf16 with a float32 result; inputs [token, in]."""
     return _matmul(_to_bf16(inputs), weight, 1, 1)
 
 
@@ -136,7 +136,7 @@ def rms_norm(inputs: jax.Array, weight: jax.Array, epsilon: float) -> jax.Array:
 
 
 def rotate(inputs: jax.Array, theta: float) -> jax.Array:
-    """Rotary embedding in HuggingFace's half-split order; [row, token, head, d]."""
+    """Apply the rotary embedding in half-split order; inputs [row, token, head, d]."""
     half = inputs.shape[-1] // 2
     frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
     angle = jnp.arange(inputs.shape[1], dtype=jnp.float32)[:, None] * frequency
@@ -157,7 +157,7 @@ def attention(
     cap: float,
     block: int = 128,
 ) -> jax.Array:
-    """Causal attention over blocks of queries; keys out of reach are not read."""
+    """Attend causally, in blocks of queries; keys out of reach are not read."""
     rows, length = segments.shape
     mixed = []
     for start in range(0, length, block):

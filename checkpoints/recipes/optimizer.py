@@ -16,7 +16,7 @@ ADAM_RATE = 0.15
 
 
 def is_matrix(name: str) -> bool:
-    """Whether Muon handles this parameter: hidden matrices, not the embedding."""
+    """Return whether Muon updates a parameter: all matrices but the embedding."""
     return "_proj" in name
 
 
@@ -41,7 +41,7 @@ def _dot(left: jax.Array, right: jax.Array, right_axis: int) -> jax.Array:
 
 
 def orthogonalize(matrix: jax.Array) -> jax.Array:
-    """Newton-Schulz iteration towards the nearest semi-orthogonal matrix."""
+    """Approximate the nearest semi-orthogonal matrix by Newton-Schulz iterations."""
     wide = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.T
     wide = wide / (jnp.linalg.norm(wide) + 1e-7)
     for _ in range(5):
@@ -59,7 +59,7 @@ def update(
     rate: jax.Array,
     step: jax.Array,
 ) -> tuple[dict[str, jax.Array], dict[str, Any]]:
-    """One optimizer step; `rate` is Muon's learning rate, `step` counts from 1."""
+    """Make one optimizer step; `rate` is Muon's learning rate, `step` counts from 1."""
     norm = jnp.sqrt(sum(jnp.sum(jnp.square(grad)) for grad in grads.values()))
     clip = jnp.minimum(1.0, 1.0 / (norm + 1e-6))
     first, second, updated = {}, {}, {}

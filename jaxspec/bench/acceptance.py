@@ -1,11 +1,11 @@
 """Counts of draft tokens, acceptance rates, and the speed-up that they allow.
 
-A round of K draft tokens costs 1 + K c plain rounds, where c is the cost of a draft
-pass / that of a target pass, and yields 1 + a_1 + a_1 a_2 + ... tokens, where a_i is
-the probability that draft i is accepted if those before it are (Leviathan et al. 2023,
-arXiv:2211.17192, theorem 3.8, with one rate per position). The target's pass over K + 1
-positions is assumed to cost the same as over one: an upper bound, too high where
-arithmetic and not memory limits the speed.
+A round of K draft tokens takes as long as 1 + K c plain rounds, where c is the time of
+a draft pass divided by that of a target pass, and yields 1 + a_1 + a_1 a_2 + ...
+tokens, where a_i is the probability that draft i is accepted if those before it are
+(Leviathan et al. 2023, arXiv:2211.17192, theorem 3.8, with one rate per position). The
+target's pass over K + 1 positions is assumed to cost the same as over one: an upper
+bound, too high where arithmetic and not memory limits the speed.
 """
 
 from collections import Counter
@@ -22,9 +22,10 @@ class Acceptance:
     """Counts of the draft tokens of some rounds.
 
     Attributes:
-        num_drafts: Rounds, per sequence, that proposed anything.
+        num_drafts: Number of rounds that proposed drafts, counted per sequence.
         per_position: Entry i counts rounds that accepted draft i (from 0).
-        num_side_tokens: Accepted draft tokens of side branches, not counted in these.
+        num_side_tokens: Number of accepted draft tokens of side branches, which
+            `per_position` does not count.
         tree_ends: As `EngineStats.tree_ends`.
     """
 
@@ -74,12 +75,12 @@ class Acceptance:
 
     @property
     def mean_length(self) -> float:
-        """Tokens per drafting round, with the target's own, without side branches."""
+        """Mean tokens per drafting round, side branches not counted."""
         return 1 + self.num_accepted / max(self.num_drafts, 1)
 
     @property
     def tokens_per_round(self) -> float:
-        """Tokens per drafting round, side branches included."""
+        """Mean tokens per drafting round, side branches counted."""
         return self.mean_length + self.num_side_tokens / max(self.num_drafts, 1)
 
     @property
@@ -124,7 +125,7 @@ def speed_up_ceiling(conditional_rates: Sequence[float], cost_ratio: float) -> f
 def best_num_draft_tokens(
     conditional_rates: Sequence[float], cost_ratio: float
 ) -> tuple[int, float]:
-    """Return the best K and its ceiling; (0, 1.0) if drafts can only lose."""
+    """Return the best K and its speed-up ceiling; (0, 1.0) if no K can be faster."""
     ceilings = [
         speed_up_ceiling(conditional_rates[:k], cost_ratio)
         for k in range(len(conditional_rates) + 1)

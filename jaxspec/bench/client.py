@@ -23,7 +23,7 @@ _HEADERS = {"Accept": "*/*", "Accept-Encoding": "identity", "Connection": "close
 
 
 class HttpError(Exception):
-    """No response, not HTTP, or an error status.
+    """A server sent no response, a response that is not HTTP, or an error status.
 
     Attributes:
         status: HTTP status of an error response.
@@ -38,7 +38,7 @@ def server_url(url: str) -> str:
     """Check and normalize the URL of a server.
 
     Raises:
-        ConfigError: It is not an HTTP URL.
+        ConfigError: `url` is not an HTTP URL.
     """
     try:
         parts = urlsplit(url)
@@ -116,7 +116,7 @@ def data_of(response: httpx.Response) -> Iterator[str]:
 
 @functools.cache
 def _trusted() -> ssl.SSLContext:
-    """TLS context, cached: reading the certificates takes a while."""
+    """Return a TLS context; cached, as reading the certificates takes a while."""
     return httpx.create_ssl_context()
 
 
@@ -125,9 +125,9 @@ class Answer:
     """The answer to one request, and its times.
 
     Attributes:
-        ttft_s: From the request to the first chunk of text.
-        inter_token_s: Between chunks, each of which may have several tokens.
-        latency_s: From the request to the last chunk.
+        ttft_s: Seconds from the request to the first chunk of text.
+        inter_token_s: Seconds between chunks, each of which may have several tokens.
+        latency_s: Seconds from the request to the last chunk.
         num_output_tokens: The server's count, or else the number of chunks.
         error: Error message; "" for success.
         status: HTTP status of an error response.

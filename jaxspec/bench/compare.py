@@ -54,18 +54,21 @@ from jaxspec_checkpoints import read_config
 from jaxspec_checkpoints.heads import KINDS, kind_of_head
 
 CHAIN, LEAVES, BEST, TREE = "chain", "leaves", "best", "tree"
-# Numbers of forms named without one; 0 for a chain means the K of the flags.
+# The number that a form on the command line has if the user gives none. 0 for a chain
+# means the K of the other flags.
 DEFAULTS = {CHAIN: 0, LEAVES: 1, BEST: 16}
 ALLOWED_FORMS = (
     "chain, chain=K, leaves=W (W side leaves per draft of a chain), best=N (the tree "
     "of at most N drafts that is predicted to be fastest from the measurements of the "
     "forms before it) or a tree such as '[(0,), (1,), (0, 0)]'"
 )
-# Minimum gain over the fastest chain to choose another form.
+# Minimum speed relative to the fastest chain at which a form with side branches is
+# recommended.
 MIN_GAIN = 1.02
-# Minimum comparisons of a tree's node to estimate its acceptance.
+# Minimum number of times that a tree's node was compared with the target's token before
+# its acceptance rate is used.
 MIN_COMPARED = 50
-# Options of a draft model, passed from the command line to every method with one.
+# Options that every method with a draft model takes from the command line.
 _OF_MODEL = ("model", "draft_tensor_parallel_size")
 Ranks = dict[Place, Hits]
 
@@ -75,7 +78,7 @@ class Form:
     """A form of drafts: a chain, a chain with leaves, or a tree.
 
     Attributes:
-        name: The form's text on the command line.
+        name: The form as written on the command line.
         number: K of a chain, side leaves per draft, or the number of drafts of a tree.
     """
 
@@ -88,7 +91,7 @@ class Form:
         """Parse a form.
 
         Raises:
-            ConfigError: It is not a form, or its tree is invalid.
+            ConfigError: `name` is not a form, or its tree is invalid.
         """
         kind, has_number, number = name.partition("=")
         if name.startswith(("[", "(")):
@@ -201,7 +204,7 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
 def _forms(
     options: argparse.Namespace, done: Sequence[Found]
 ) -> Iterator[tuple[Offline, dict[str, Any]]]:
-    """Yield an engine for every form, with its name; `done` has those before it."""
+    """Yield an engine for every form, with its name; `done` has the earlier results."""
     forms = [Form.read(name) for name in options.forms]
     for number, form in enumerate(forms):
         if form.kind == BEST and not {CHAIN, LEAVES} & {f.kind for f in forms[:number]}:
@@ -389,7 +392,7 @@ def _name_of(entry: Mapping[str, Any]) -> str:
 
 
 def ranks_of(speculative: SpeculativeConfig, acceptance: Acceptance) -> Ranks:
-    """Return comparisons and hits of drafts by place; a chain has only rank 0."""
+    """Return how often drafts were compared and accepted, by place in the tree."""
     if speculative.parents is not None:
         return count_ranks(speculative.parents, acceptance.tree_ends)
     reached = (acceptance.num_drafts, *acceptance.per_position)
@@ -418,7 +421,8 @@ def round_cost(timed: Iterable[tuple[Parts, bool]]) -> RoundCost:
             passes[has_side_paths].append(one.draft_s / one.num_draft_tokens)
     counts = sorted(rows)
     assert len(counts) > 1 and passes[False], "neither a chain nor leaves were timed"
-    # Only noise makes a larger tree cheaper than a smaller one.
+    # A larger tree measured as cheaper than a smaller one is noise: use the larger time
+    # for both.
     times = np.maximum.accumulate([median(rows[count]) for count in counts])
     slope = (times[-1] - times[-2]) / (counts[-1] - counts[-2])
 
@@ -471,7 +475,7 @@ def _choose(form: Form, done: Sequence[Found]) -> str | None:
 def _places(
     entries: Sequence[Mapping[str, Any]],
 ) -> dict[tuple[float, int], list[tuple[Mapping[str, Any], Mapping[str, Any]]]]:
-    """Return entries with their points, by temperature and batch size."""
+    """Return each entry with its point, grouped by temperature and batch size."""
     found: dict[tuple[float, int], list[Any]] = {}
     for entry in entries:
         for point in entry["points"]:
@@ -522,8 +526,7 @@ def answer(entries: Sequence[Mapping[str, Any]]) -> list[str]:
         lines.append(f"Temperature {temperature:g}, batch {size}: {text}")
     lines.append(
         "Side branches are chosen if they are at least "
-        f"{MIN_GAIN:g} times as fast as the fastest chain; speeds are relative to "
-        "plain decoding."
+        f"{MIN_GAIN:g} times as fast as the fastest chain."
     )
     return lines
 
@@ -532,12 +535,15 @@ def _chosen(speeds: Sequence[tuple[float, Mapping[str, Any]]]) -> str:
     """Return the best choice from speed-ups and entries, the fastest first."""
     speed, best = speeds[0]
     if speed < MIN_GAIN:
-        return f"no drafts; {_name_of(best)} would be {speed:.2f} times as fast."
+        return (
+            f"use no drafts; {_name_of(best)} would be {speed:.2f} times as fast as "
+            "plain decoding."
+        )
     chains = [one for one in speeds if one[1]["num_nodes"] == one[1]["num_levels"]]
     if chains and speed < MIN_GAIN * chains[0][0]:
         speed, best = chains[0]
     others = [one for one in speeds if one[1] is not best]
-    text = f"{_name_of(best)}, {speed:.2f} times as fast"
+    text = f"choose {_name_of(best)}, {speed:.2f} times as fast as plain decoding"
     if others:
-        text += f"; the next is {_name_of(others[0][1])}, {others[0][0]:.2f}"
+        text += f"; the next is {_name_of(others[0][1])}, {others[0][0]:.2f} times"
     return f"{text}."

@@ -15,12 +15,13 @@ from jaxspec.text.tokenizer import Tokenizer
 
 DATASETS = ("bundled", "random", "custom", "prefix_repetition")
 BUNDLED = Path(__file__).with_name("prompts.jsonl")
-# A line of a prompts file: a bare text, or a conversation, whose first turn is used.
+# The allowed lines of a prompts file, for error messages: a text, or a conversation,
+# whose first turn is used.
 LINE = (
     'a line of JSON with "prompt" (a text) or "turns" (a list of texts, the first of '
     "which is sent as a user's turn)"
 )
-# Each word is at least one token in any vocabulary.
+# Words of random prompts. Each is at least one token in any vocabulary.
 WORDS = (
     "time year people way day man thing woman life child world school state family "
     "student group country problem hand part place case week company system program "
@@ -111,7 +112,7 @@ def read_prompts(path: Path) -> list[Prompt]:
     """Read a file of prompts.
 
     Raises:
-        ConfigError: It cannot be read, is empty, or has an invalid line.
+        ConfigError: The file cannot be read, is empty, or has an invalid line.
     """
     try:
         # Not `splitlines`: a JSON string may contain U+2028 and other line separators.

@@ -18,7 +18,8 @@ from jaxspec.errors import EngineGenerateError
 from jaxspec.outputs import RequestOutput
 from jaxspec.sampling_params import SamplingParams
 
-# The shapes of launches depend on acceptance: a late run may still need a new program.
+# Maximum number of discarded runs. The shapes of launches depend on acceptance, so that
+# even a late run may need a new program.
 MOST_COMPILING_RUNS = 32
 
 _request_ids = (f"bench-{number}" for number in itertools.count())
@@ -70,13 +71,13 @@ class Run:
     """Times and counts of one batch.
 
     Attributes:
-        elapsed_s: From the first request to the last token.
-        token_ids: Of each request, in the order of the batch.
-        first_token_s: From the arrival to the first token, of each request.
+        elapsed_s: Seconds from the first request to the last token.
+        token_ids: Generated token ids of each request, in the order of the batch.
+        first_token_s: Seconds from the arrival to the first token, of each request.
         per_token_s: Seconds per token after the first, of each request with more than
             one.
-        inter_token_s: Between two outputs of a request, each of which may have several
-            tokens; empty for FINAL_ONLY requests.
+        inter_token_s: Seconds between two outputs of a request, each of which may have
+            several tokens; empty for FINAL_ONLY requests.
         decode: The interval in which all requests decoded; if there is none, from the
             first token of any request to the last. None with one token each.
     """
@@ -96,7 +97,7 @@ class Run:
 
     @property
     def output_tokens_per_s(self) -> float:
-        """Generated tokens / the whole time, with prefill."""
+        """Generated tokens per second of the whole run, prefill included."""
         return self.num_output_tokens / self.elapsed_s
 
 
@@ -159,7 +160,7 @@ def run_batch(
 
 @dataclass(frozen=True, kw_only=True)
 class _Mark:
-    """The counts at a time when outputs came."""
+    """The engine's counts at a time at which outputs came."""
 
     time_s: float
     num_tokens: int
@@ -215,7 +216,8 @@ class _Watch:
             for mark in self.marks
             if mark.num_started == self._num_requests and not mark.num_finished
         ]
-        # Includes the mark at which the first request ends: all decoded until then.
+        # The interval includes the mark at which the first request ends, because all
+        # requests decoded until then.
         if together:
             after = self.marks[self.marks.index(together[-1]) + 1]
             return _span(together[0], after, self._num_requests)
@@ -238,8 +240,9 @@ class Measured:
     """Alternating runs of several modes.
 
     Attributes:
-        runs: By mode, in the order of the repeats.
-        num_discarded: Runs after the warm-up in which programs were compiled.
+        runs: Runs of each mode, in the order of the repeats.
+        num_discarded: Number of runs after the warm-up that were discarded, because
+            programs were compiled in them.
     """
 
     runs: Mapping[str, list[Run]]
@@ -247,7 +250,7 @@ class Measured:
 
     @classmethod
     def join(cls, each: "Sequence[Measured]") -> "Measured":
-        """Combine the runs of several batches, as if repeats of one."""
+        """Combine the runs of several batches, as if they were repeats of one batch."""
         runs = {
             name: [r for one in each for r in one.runs[name]] for name in each[0].runs
         }

@@ -138,7 +138,7 @@ def sweep_of(options: argparse.Namespace) -> tuple[list[int], list[float]]:
     """Return batch sizes and temperatures; set `options` to the lowest temperature.
 
     Raises:
-        ConfigError: One of them is invalid, or nothing would be decoded.
+        ConfigError: A value is invalid, or nothing would be decoded.
     """
     sizes = sorted(set(options.batch_sizes))
     for size in sizes:

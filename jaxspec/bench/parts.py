@@ -26,7 +26,7 @@ from jaxspec.errors import UnsupportedError
 from jaxspec.jax_settings import own_settings
 from jaxspec.models.network import build_network
 from jaxspec.models.trimmed import EMBEDDING, HEAD, TOKEN_IDS
-from jaxspec.program.propose.proposal import Context, Proposal
+from jaxspec.program.propose.proposal import Proposal, ProposerContext
 from jaxspec.program.rows import Active, append, gather, truncate
 from jaxspec.program.state import EngineState
 from jaxspec.program.step_context import ProgramConfig
@@ -40,7 +40,8 @@ from jaxspec.sharding import TARGET_MESH_AXES
 # Minimum generated tokens of every sequence when parts are timed.
 FIRST_TOKENS = 4
 CALLS = 20
-# More than the caches of a CPU; a fraction of an accelerator's memory.
+# Bytes to copy when bandwidth is measured: more than the caches of a CPU, a fraction of
+# an accelerator's memory.
 COPIED_BYTES = 256 * 2**20
 COPY_REPEATS = 8
 
@@ -57,9 +58,9 @@ class Parts:
     Attributes:
         num_draft_tokens: Depth of the drafts (K); 0 is a plain round.
         num_nodes: Draft tokens per sequence; more than K with side branches.
-        draft_s: The proposers' passes and lookups.
-        verify_s: The target's pass, up to logits.
-        accept_s: Acceptance, and the update of the state.
+        draft_s: Seconds of the proposers' passes and lookups.
+        verify_s: Seconds of the target's pass, up to logits.
+        accept_s: Seconds of acceptance, and of the update of the state.
         num_bytes: Bytes of weights, keys and values that these passes read.
     """
 
@@ -110,7 +111,8 @@ def measure_parts(
     ids = list(itertools.islice(_request_ids, len(batch.prompts)))
     try:
         for name, prompt, params in zip(ids, batch.prompts, batch.params, strict=True):
-            # No request may end before the last one has begun.
+            # Requests have no end, so that none ends before the last one has begun to
+            # decode.
             endless = params.clone()
             endless.max_tokens, endless.ignore_eos = None, True
             engine.add_request(name, {"prompt_token_ids": prompt}, endless)
@@ -197,7 +199,7 @@ def _matrices(params: Any) -> list[Any]:
 
 
 def cost_ratio(engine: LLMEngine) -> float:
-    """Return the bytes of a draft pass / a target pass: c if memory limits speed."""
+    """Return bytes of a draft pass / bytes of a target pass (c if memory-bound)."""
     target = round_bytes(engine, 0, 0)
     return (round_bytes(engine, 1, 0) - target) / target
 
@@ -238,11 +240,11 @@ def _active(state: EngineState, rows: Array) -> Active:
 def _draft(
     config: ProgramConfig, tree: Tree, params: Any, state: EngineState, rows: Array
 ) -> tuple[EngineState, Proposal]:
-    context = Context(
+    context = ProposerContext(
         active=_active(state, rows),
         token_pages=state.token_pages,
         tree=tree,
-        wanted=jnp.full(rows.shape, tree.num_levels, jnp.int32),
+        wanted_levels=jnp.full(rows.shape, tree.num_levels, jnp.int32),
         pool=config.pool,
         prompts=None,
         backend=config.backend,
@@ -281,8 +283,8 @@ def verify_part(
         tree=tree,
     )
     target = build_network(config.target, params[0], config.backend(TARGET_MESH_AXES))
-    hidden, pages = target.hidden(region, state.target_pages)
-    logits, _ = logits_of(target, hidden.rows, tokens.size)
+    output, pages = target.forward(region, state.target_pages)
+    logits, _ = logits_of(target, output.hidden_states, tokens.size)
     return dataclasses.replace(state, target_pages=pages), logits
 
 
@@ -341,7 +343,8 @@ def copy_bandwidth(
     """Return the bytes/s, read plus written, of the fastest of several copies."""
     count = num_bytes // 4
     array = jax.device_put(jnp.ones(count, jnp.float32), device)
-    # In place: otherwise a CPU spends its time on page faults. XLA may elide `copy`.
+    # Negate in place: writing new memory would cost a CPU page faults. Not `copy`,
+    # which XLA may elide.
     negate = jax.jit(jnp.negative, donate_argnums=0)
     seconds = []
     for _ in range(repeats + 1):

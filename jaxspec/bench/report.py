@@ -20,10 +20,11 @@ from jaxspec.errors import ConfigError
 PACKAGES = ("jax", "jaxlib", "flax", "numpy", "torch", "transformers")
 # Processor features that determine the speed of bfloat16.
 WIDE_FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
-# Measurements write here: these changes do not count as changes of the commit.
+# Folders that measurements write to. Changes in them do not count as changes since the
+# commit.
 WRITTEN = ("kernels/jaxspec_kernels/tuned", "benchmarks/results")
 PERCENTILES = (10, 25, 50, 75, 90, 99)
-# Arguments that are secret, or irrelevant in a result.
+# Arguments that are left out of a result, because they are secret or irrelevant.
 HIDDEN = ("hf_token", "api_key", "command", "json", "output_json", "result_dir")
 HIDDEN += ("plot", "append_result", "metadata")  # removed flags
 

@@ -209,7 +209,7 @@ async def _run(task: Task) -> list[dict[str, Any]]:
         modes[PLAIN] = {"num_speculative_tokens": 0}
     points, entries = [], []
     for number, load in enumerate(task.loads):
-        # Alternately, so that a slow phase of the machine affects both.
+        # The modes alternate, so that a slow phase of the machine affects both.
         names = list(modes)[:: -1 if number % 2 else 1]
         found = {name: await _point(task, site, modes[name], load) for name in names}
         for name in modes:

@@ -12,7 +12,7 @@ from jaxspec.bench.client import Answer
 from jaxspec.bench.report import forced_line
 from jaxspec.bench.traffic import Load
 
-# Section titles of vLLM's block.
+# Section titles in the summary that vLLM's `bench serve` prints.
 TITLES = {
     "ttft": "Time to First Token",
     "tpot": "Time per Output Token (excl. 1st token)",
@@ -27,7 +27,7 @@ class Wanted:
     """Metrics to print; a result's JSON has all of them.
 
     Attributes:
-        metrics: Some of `TITLES`.
+        metrics: Names of the metrics, keys of `TITLES`.
         goodput_ms: By metric, the limit in ms of a request that counts as good.
     """
 

@@ -26,10 +26,11 @@ from jaxspec.bench.summary import (
 )
 from jaxspec.errors import ConfigError, wrong_argument
 
-# Minimum median speed-up at which a K is said to pay.
+# Minimum median speed-up over plain decoding at which a K counts as worth using.
 MIN_GAIN = 1.02
-# Values of K measured by default, besides the engine's own. All run in its programs,
-# whose target pass has the engine's K + 1 positions.
+# Values of K measured by default, besides the engine's own. All use the engine's
+# programs, whose target pass computes the engine's K + 1 positions for any smaller K
+# too.
 SWEEP = (1, 2, 3, 5)
 
 
@@ -38,7 +39,8 @@ class Cell:
     """One K at one batch size and temperature.
 
     Attributes:
-        speed_up: Against plain decoding: median, minimum, maximum of the repeats.
+        speed_up: Speed / that of plain decoding: median, minimum, maximum of the
+            repeats.
         num_runs: Repeats.
         acceptance_rate: None if nothing was drafted.
     """
@@ -52,12 +54,12 @@ class Cell:
 
     @property
     def pays(self) -> bool:
-        """Whether every repeat was faster than plain, and the median is worth it."""
+        """Whether every repeat beat plain decoding, the median by `MIN_GAIN`."""
         return self.speed_up["least"] > 1 and self.speed_up["median"] >= MIN_GAIN
 
     @property
     def is_unclear(self) -> bool:
-        """Whether some repeats were worth it and others were not."""
+        """Whether the fastest repeat reaches `MIN_GAIN`, but the K does not pay."""
         return not self.pays and self.speed_up["most"] >= MIN_GAIN
 
     def __str__(self) -> str:
@@ -134,7 +136,7 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def _counts(offline: Offline, wanted: Sequence[int] | None) -> list[int]:
-    """Return the values of K to measure: the flag's, or some up to the engine's."""
+    """Return the values of K to measure: the flag's, or defaults up to the engine's."""
     max_k = offline.engine.policy.compiled_drafts[-1]
     if not max_k:
         raise ConfigError(

@@ -65,7 +65,7 @@ def is_equal(measured: Measured, mode: str) -> bool:
 def cost_ratios(
     bytes_ratio: float, parts: Sequence[Parts], num_draft_tokens: int
 ) -> dict[str, float]:
-    """Return the cost of a draft pass / a plain round: in bytes and, if timed, time."""
+    """Return cost of a draft pass / a plain round, in bytes and in time if timed."""
     found, by_count = {"bytes": bytes_ratio}, {p.num_draft_tokens: p for p in parts}
     plain, drafted = by_count.get(0), by_count.get(num_draft_tokens)
     if num_draft_tokens and plain and drafted and plain.device_s:

@@ -38,7 +38,8 @@ class Load:
         scale = 1 / (self.request_rate * self.burstiness)
         gaps = draw.gamma(self.burstiness, scale, count)
         starts = gaps.cumsum()
-        # Scaled so that the last request starts at count / request_rate.
+        # Scale the start times so that the last request starts at count / request_rate
+        # seconds.
         return (starts * (count / self.request_rate / starts[-1])).tolist()
 
 

@@ -45,8 +45,8 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
     result, device = offline.new_result(options.command), offline.device()
     count = offline.num_draft_tokens
     parts = offline.parts(size, sorted({0, count}))
-    # Throughput does not stream: the scheduler would delay prefill for streams.
-    # Therefore it has no ITL.
+    # Throughput requests are not streamed, because the scheduler would delay prefill
+    # for streams. So they have no inter-token latency.
     modes = {PLAIN: offline.batch(0, is_streamed=is_latency)}
     if count:
         modes[SPECULATIVE] = offline.batch(count, is_streamed=is_latency)
@@ -60,7 +60,8 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
     )
     offline.engine.shutdown()
     offline.print_label()
-    # vLLM's figures are those of the engine as configured.
+    # The keys that vLLM prints describe the engine as configured, with drafts if it has
+    # any.
     ours = found[SPECULATIVE if count else PLAIN]
     lines, own = _latency(ours) if is_latency else _throughput(ours, number)
     blocks = [comparison(found, count)]

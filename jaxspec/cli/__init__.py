@@ -1,7 +1,7 @@
 """The subcommands of `python -m jaxspec`.
 
 Reading order: `generate` (one prompt, and the speed-up of speculation), `chat` (a
-conversation with an engine or a server), `terminal` (colored output), `plan` (an
-engine's memory plan), `compile` (its programs, ahead of time), `quality` (the effect of
-quantization on texts).
+conversation with an engine or a server), `terminal` (colored output), `plan` (memory
+plan of an engine), `compile` (compiles an engine's programs ahead of time), `quality`
+(the effect of quantization on texts).
 """

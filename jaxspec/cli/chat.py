@@ -32,7 +32,7 @@ from jaxspec.outputs import DRAFTED, RequestOutput
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams
 from jaxspec.serve.responses.usage import request_metrics
 
-# Gives `input` a history and line editing; not every system has it.
+# Importing readline gives `input` a history and line editing. Not every system has it.
 if importlib.util.find_spec("readline") is not None:
     importlib.import_module("readline")
 
@@ -45,13 +45,13 @@ HELP = """\
 /quit            end, like Ctrl-D; Ctrl-C stops an answer"""
 
 Message = dict[str, str]
-# Timeout of the check whether a server responds.
+# Seconds to wait for a server's response when checking that it runs.
 CHECK_S = 10
 
 # Fields of a request, with the names of the server's API.
 Fields = dict[str, Any]
 
-# Errors of connections, and of responses that are not OpenAI's.
+# Errors of connections, and of parsing responses that are not in OpenAI's format.
 _BROKEN = (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError)
 
 
@@ -250,7 +250,7 @@ def run(options: argparse.Namespace) -> int:
         session.run()
     finally:
         backend.close()
-    # An interactive user has seen the failure; a script needs the status.
+    # An interactive user has seen the failure; a script needs an exit status for it.
     return FAILED if session.has_failed and not is_terminal else 0
 
 
@@ -273,7 +273,7 @@ def _make_backend(options: argparse.Namespace, *, is_terminal: bool) -> ChatBack
 
 
 def _warm_up(backend: ChatBackend, fields: Fields) -> None:
-    """Compile the programs of short answers: the first answer would stall for them."""
+    """Compile the programs of short answers, so that the first answer does not wait."""
     _print_note("Compiling ...")
     short = {"max_tokens": WARM_UP_TOKENS, "ignore_eos": True}
     for _ in backend.answer([{"role": "user", "content": "!"}], fields | short):

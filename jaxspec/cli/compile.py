@@ -74,16 +74,17 @@ def run(options: argparse.Namespace) -> None:
     devices = importlib.import_module("jaxspec.engine.memory.device_descriptions")
     if options.device is not None:
         devices.check_device(options.device)
-        # Only the CPU is used, whatever else is installed.
+        # Compiling for other devices needs only jax's CPU backend.
         importlib.import_module("jax").config.update("jax_platforms", "cpu")
     args = engine_args(vars(options))
     if options.output is not None:
         args = dataclasses.replace(args, compilation_cache_dir=options.output)
-    # Programs do not depend on the weights: none are fetched.
+    # Programs do not depend on the values of weights, so no weights are downloaded.
     config = dataclasses.replace(args, load_format="dummy").create_engine_config()
     folder = _writable(config.compilation_cache_dir)
     for rank in range(config.data_parallel_size):
-        # Each engine has its own programs: a program is compiled for certain devices.
+        # Each data-parallel engine has its own programs, because a program is compiled
+        # for certain devices.
         own = dataclasses.replace(config, data_parallel_rank=rank)
         _fill(options, own, folder)
 
@@ -94,7 +95,7 @@ def _fill(options: argparse.Namespace, config: EngineConfig, folder: Path) -> No
     mesh = devices.describe_mesh(options.device, config)
     memory = importlib.import_module("jaxspec.engine.memory.probe")
     config, mesh, _ = memory.spread_draft(config, mesh, device=options.device)
-    # The shapes of programs include the numbers of pages and rows, which this sets.
+    # Set the numbers of pages and rows, on which the shapes of programs depend.
     config, _ = memory.fit(config, mesh, device=options.device)
     program, forms = devices.describe(config, mesh)
     xla = importlib.import_module("jaxspec.engine.runner").options_of(config, mesh)

@@ -22,11 +22,14 @@ from jaxspec.text.tokenizer import Tokenizer
 
 # Options that are fields of `SamplingParams`.
 SAMPLING_OPTIONS = ("max_tokens", *SAMPLING_FIELDS, "seed", "ignore_eos")
-# Enough to compile all programs of a longer request: the prompt's and a round's.
+# Tokens to generate in the warm-up: enough to compile all programs that a longer
+# request needs, for its prompt and for a round.
 WARM_UP_TOKENS = 3
-# Short runs vary: runs of 0.1 s gave speed-ups from 0.79 to 1.86 on one machine.
+# Maximum number of timed runs per mode. Short runs vary: runs of 0.1 s gave speed-ups
+# from 0.79 to 1.86 on one machine.
 REPEATS = 7
-# No repeat begins after this time: a large model is measured once.
+# Seconds after which no further repeat begins, so that a large model is measured only
+# once.
 REPEAT_S = 5.0
 
 
@@ -144,7 +147,7 @@ def _sampling(options: argparse.Namespace) -> tuple[SamplingParams, list[str]]:
 
 
 def encode(tokenizer: Tokenizer, text: str, *, is_chat: bool) -> list[int]:
-    """Encode a text, as a user's turn to be answered, or as a bare prompt.
+    """Encode a text as a user's turn to answer, or as a plain prompt to continue.
 
     In a turn, special pieces in the text are ordinary text.
     """
@@ -176,13 +179,13 @@ def decode(engine: LLMEngine, prompt: list[int], params: SamplingParams) -> Run:
 
 
 def median_speed(runs: Sequence[Run]) -> float | None:
-    """Return the median speed after the first token; None if no run has a second."""
+    """Return the median tokens/s after the first token; None if no run has a second."""
     speeds = [speed for speed in map(tokens_per_s, runs) if speed]
     return median(speeds) if speeds else None
 
 
 def tokens_per_s(run: Run) -> float | None:
-    """Return the speed after the first token; None if there is no second one."""
+    """Return the tokens/s after the first token; None if there is no second one."""
     took_s = run.per_token_s[0] if run.per_token_s else 0.0
     return 1 / took_s if took_s else None
 

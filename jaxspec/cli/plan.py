@@ -52,7 +52,8 @@ def make_parser(prog: str) -> argparse.ArgumentParser:
     )
     group.add_argument("--json", action="store_true", help="all numbers, in bytes")
     AsyncEngineArgs.add_cli_args(parser)
-    # None, unlike an explicit 1, means all devices that are named.
+    # The default None means all devices that --device names; an explicit 1 means one
+    # device.
     parser.set_defaults(tensor_parallel_size=None)
     return parser
 

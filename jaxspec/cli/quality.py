@@ -81,7 +81,7 @@ def main(arguments: Sequence[str] | None = None, prog: str = PROG) -> int:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Measure, write and print.
+    """Measure the quality; write `quality.json` and print the results.
 
     Raises:
         ConfigError: An option is invalid; nothing has been written.
@@ -149,7 +149,7 @@ def _check_models(options: argparse.Namespace, folder: Path, reference: Path) ->
 
 
 def _texts_of(name: str) -> list[str]:
-    """Return the texts of a file: one per line of .jsonl, else the whole file."""
+    """Return the texts of a file: each line of a .jsonl file, else the whole file."""
     found = list(read_texts(name))
     is_lines = ".jsonl" in Path(name).suffixes[-2:]
     return found if is_lines else ["".join(found)]

@@ -56,7 +56,8 @@ class Printer:
         self._word: list[Piece] = []  # the last word of the line, letter by letter
 
     def show(self, pieces: Iterable[Piece]) -> None:
-        # The last column stays free: terminals differ in the cursor after a full line.
+        # The last column stays free, because terminals differ in where they put the
+        # cursor after a full line.
         width = shutil.get_terminal_size().columns - 1
         for text, is_draft in pieces:
             self._write(self._fitted(text, is_draft, width), is_draft)
@@ -89,7 +90,8 @@ class Printer:
                 self._move_word()
             fitted += letter
             self._column += columns
-            # Scripts whose letters are wide may break anywhere.
+            # Lines may break after any two-column letter (as in Chinese), not only at
+            # spaces.
             is_end = letter.isspace() or columns == 2
             self._word = [] if is_end else [*self._word, Piece(letter, is_draft)]
         return fitted

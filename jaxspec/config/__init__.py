@@ -1,10 +1,10 @@
 """The configuration of an engine: frozen dataclasses, checked when they are made.
 
-`engine` holds all of it. Its parts: `model` (sizes of a network), `quantization` (forms
-of matrices), `methods` (how drafts are proposed: one row each), `speculation` (the
-speculative arguments), `lookups`
-(drafts from matching text), `token_tree` (shapes of drafts), `trimming` (vocabulary of
-a draft), `structured_outputs`, `kv_events`, `hosts` (several processes, one target).
+`engine` holds all of it. Its parts: `model` (sizes of a network), `quantization`
+(storage of weights in fewer bits), `methods` (the speculative methods), `speculation`
+(the speculative arguments), `lookups` (drafts copied from earlier text), `token_tree`
+(shapes of drafts), `trimming` (vocabulary of a draft), `structured_outputs`,
+`kv_events`, `hosts` (several processes, one target).
 """
 
 from jaxspec.config.engine import EngineConfig

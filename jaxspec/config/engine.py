@@ -32,12 +32,13 @@ DTYPES = ("auto", "float32", "bfloat16")
 # Types of keys and values in pages; "auto" is the type of the weights.
 KV_INT8, KV_FP8 = "int8", "fp8"
 KV_CACHE_DTYPES = ("auto", KV_INT8, KV_FP8)
-# Including vLLM's second name of fp8.
+# Accepted names, with vLLM's second name of fp8.
 KV_CACHE_NAMES = {name: name for name in KV_CACHE_DTYPES} | {"fp8_e4m3": KV_FP8}
-# Bytes per value, and per scale: the values of one token and head share a scale.
+# Bytes per value, and bytes per scale. The values of one token and head share a scale.
 _KV_BYTES = {KV_INT8: (1, 4), KV_FP8: (1, 0)}
 SCHEDULING_POLICIES = ("fcfs", "priority")
-# "auto" is resolved on the device; float32 is the larger of its two results.
+# Upper bound of the bytes per value. "auto" becomes float32 or bfloat16 only once the
+# device is known, so it counts as float32.
 MAX_DTYPE_BYTES = {"auto": 4, "float32": 4, "bfloat16": 2}
 MAX_PAGE_SIZE = 256
 MAX_LOGPROBS = 1024  # per token: every launch copies them to the host
@@ -214,12 +215,12 @@ class EngineConfig:
         self._check_draft()
 
     def check_pages(self) -> None:
-        """Check that there are no more sequences than pages.
+        """Check that there are at least as many pages as sequences.
 
         Called once the number of pages is known.
 
         Raises:
-            ConfigError: There are more sequences than pages.
+            ConfigError: `max_num_seqs` is larger than the number of pages.
         """
         check_integer(
             ConfigError,
@@ -322,7 +323,7 @@ class EngineConfig:
 
     @property
     def num_draft_tokens(self) -> int:
-        """Most draft tokens in a row per round (K); 0 without speculation."""
+        """Maximum depth of the drafts of a round (K); 0 without speculation."""
         return self.speculative.num_levels if self.speculative else 0
 
 

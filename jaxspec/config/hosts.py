@@ -92,7 +92,7 @@ class HostsConfig:
         """Check the engine's arguments; return None for a single process.
 
         Raises:
-            ConfigError: They contradict each other, or one is missing.
+            ConfigError: Arguments contradict each other, or one is missing.
         """
         check_integer(ConfigError, "nnodes", nnodes, low=1, high=MAX_HOSTS)
         if nnodes == 1:

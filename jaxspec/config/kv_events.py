@@ -34,8 +34,10 @@ class KvEventsConfig:
             added to the port of engine N.
         replay_endpoint: Address at which the last batches can be requested again.
         buffer_steps: Number of batches for replay.
-        hwm: Most batches queued for a slow subscriber; it misses later ones.
-        max_queue_size: Most batches queued to be sent; later ones are dropped.
+        hwm: Maximum number of batches queued for a slow subscriber (ZeroMQ's high-water
+            mark); it misses later ones.
+        max_queue_size: Maximum number of batches waiting to be sent; later ones are
+            dropped.
         topic: ZeroMQ topic, by which subscribers filter; llm-d needs
             "kv@<pod>@<model>".
     """
@@ -79,7 +81,7 @@ class KvEventsConfig:
         """Read `kv_events_config`: a dict, or None.
 
         Raises:
-            ConfigError: It is neither, or has an unknown key or a wrong value.
+            ConfigError: The value is neither, or has an unknown key or a wrong value.
         """
         if given is None or isinstance(given, cls):
             return given or cls()

@@ -1,4 +1,4 @@
-"""The rule by which a lookup makes drafts from the matches it finds, as data.
+"""The rule by which a lookup turns the matches it finds into drafts, as data.
 
 The device applies it (`jaxspec.program.propose`), and so does the host to estimate the
 acceptance of lookups (`jaxspec.engine.scheduling.lookup_estimator`).
@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from jaxspec.config.methods import NGRAM
 from jaxspec.config.speculation import SpeculativeConfig
 
-# Most matches that are counted, the latest ones. Older ones would outvote them: with 8,
-# continuations by the bundled target had a thirtieth fewer tokens a round than with 1.
+# Maximum number of matches whose continuations are compared, latest first. Older
+# matches would outvote the latest ones: with 8 matches, a round of the bundled target
+# had 3 % fewer tokens than with 1.
 NUM_MATCHES = 4
-# The unit of shares of matches: every number of matches divides it, so that shares and
-# their sums are integers, equal on host and device.
+# Shares of matches are counted in units of 1 / WHOLE. Every number of matches divides
+# WHOLE, so that shares and their sums are integers, equal on host and device.
 WHOLE = math.lcm(*range(1, NUM_MATCHES + 1))
 
 
@@ -23,12 +24,13 @@ class LookupRule:
     """Limits on the drafts from matches.
 
     Attributes:
-        limits: Most drafts after a match of 0, 1, ... tokens; longer matches are not
-            compared.
-        shortest: Fewest tokens of a match.
-        min_share: Smallest share of the counted matches that must agree with a draft
-            and those before it, in units of 1 / `WHOLE`.
-        num_matches: Most matches of equal length that are counted, the latest ones.
+        limits: Entry i: maximum number of drafts after a match of i tokens. Longer
+            matches than the last entry are not searched.
+        shortest: Minimum number of tokens of a match.
+        min_share: Minimum share of the counted matches that continue with a draft and
+            the drafts before it, in units of 1 / `WHOLE`; other drafts are not made.
+        num_matches: Maximum number of matches of equal length that are counted, latest
+            first.
     """
 
     limits: tuple[int, ...]
@@ -70,12 +72,12 @@ class LookupRule:
 
     @property
     def longest(self) -> int:
-        """Most tokens that are compared."""
+        """Maximum number of tokens of a match."""
         return len(self.limits) - 1
 
 
 def draft_limits(depth: int, factor: float, most: int) -> tuple[int, ...]:
-    """Return the most drafts after a match of 0, 1, ... tokens.
+    """Return the maximum number of drafts after a match of 0, 1, ... tokens.
 
     As in vLLM: `factor` drafts per matching token, and at most `depth` tokens of match
     and drafts together. A longer match includes the shorter ones, so the limits do not

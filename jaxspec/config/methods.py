@@ -9,13 +9,14 @@ from typing import Any
 
 from jaxspec.errors import UnsupportedError, wrong_argument
 
-# Largest K. Looked-up drafts take no passes of a draft model.
+# Largest K of methods without a pass of a model per draft, and of methods with one.
 MAX_DRAFT_TOKENS = 16
 MAX_MODEL_DRAFT_TOKENS = 8
 DEFAULT_DRAFT_TOKENS = 5
-# Fewest tokens of a match. In prose at temperature 1 a third of the rounds match one
-# token, and a tenth of their drafts are accepted. A match of four replaces the drafts
-# of a draft model.
+# Minimum tokens of a match, without and with a draft model as fallback. Not 1: in prose
+# at temperature 1 a third of the rounds match one token, and a tenth of their drafts
+# are accepted. With a draft model, a match replaces its drafts only from four tokens
+# on.
 SHORT_MATCH, LONG_MATCH = 2, 4
 
 NGRAM, SUFFIX = "ngram", "suffix"
@@ -28,12 +29,14 @@ class Method:
     """The proposers of one method, and its limits.
 
     Attributes:
-        lookup: Lookup in the text, "ngram" or "suffix", whose keys the method takes.
+        lookup: Lookup in the text that the method uses, "ngram" or "suffix"; None for
+            none. The method accepts the arguments of that lookup.
         weights: Kind of weights in its folder, "draft_model" or "head"; None without
             a folder.
         has_one_pass: One pass over the weights makes all draft tokens of a round.
-        extends_side_branches: Drafts off the main chain can be continued.
-        max_draft_tokens: Most draft tokens in a row.
+        extends_side_branches: Side branches of a draft tree can be longer than one
+            token.
+        max_draft_tokens: Maximum number of draft tokens in a row.
         default_draft_tokens: Draft tokens in a row if the user gives no number.
     """
 
@@ -61,12 +64,12 @@ class Method:
 
     @property
     def shortest_match(self) -> int:
-        """Fewest tokens that a suffix lookup must match."""
+        """Minimum number of tokens that a suffix lookup must match."""
         return LONG_MATCH if self.has_draft_model else SHORT_MATCH
 
 
-# A lookup that needs no weights has a second row that adds a draft model:
-# see `with_draft_model`.
+# Each lookup has two rows: alone, and with a draft model as its fallback (see
+# `with_draft_model`).
 METHODS = {
     "ngram": Method(lookup=NGRAM, max_draft_tokens=MAX_DRAFT_TOKENS),
     "ngram+draft_model": Method(lookup=NGRAM, weights=DRAFT_MODEL),
@@ -79,7 +82,8 @@ METHODS = {
     "eagle": Method(weights=HEAD, extends_side_branches=False),
     "eagle3": Method(weights=HEAD, extends_side_branches=False),
     "medusa": Method(weights=HEAD, has_one_pass=True),
-    # Trained to make all drafts in one pass, in the places of mask tokens (PARD).
+    # PARD: a draft model that was trained to make all drafts in one pass, each in place
+    # of a mask token.
     "pard": Method(
         weights=DRAFT_MODEL, has_one_pass=True, max_draft_tokens=MAX_DRAFT_TOKENS
     ),
@@ -92,12 +96,13 @@ SUFFIX_DEFAULTS: dict[str, Any] = {
     "suffix_decoding_min_token_prob": 0.1,
     "suffix_decoding_max_cached_requests": 0,
 }
-# Keys of `SpeculativeConfig` that belong to one lookup, and its name in errors.
+# Name of each lookup in error messages, and the keys of `SpeculativeConfig` that only
+# this lookup uses.
 LOOKUPS = {
     NGRAM: ("n-gram", ("prompt_lookup_max", "prompt_lookup_min")),
     SUFFIX: ("suffix", tuple(SUFFIX_DEFAULTS)),
 }
-# For errors.
+# Ends the error messages about a missing or unknown source of drafts.
 SOURCES_OF_DRAFTS = (
     "Drafts come from a whole model of the target's family, from a head, which is a "
     "small network on the hidden states of the target that it was trained for "

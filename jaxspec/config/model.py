@@ -14,7 +14,7 @@ from jaxspec_checkpoints import CheckpointError
 from jaxspec_checkpoints.packing import scheme_of
 from jaxspec_checkpoints.quantization import FP8, INT8, MixedScheme, Scheme
 
-# Sizes without a default: their names in a config.json, and here.
+# Sizes that every config.json must have: their names in the file and in `ModelConfig`.
 SIZES = {
     "vocab_size": "vocab_size",
     "hidden_size": "hidden_size",
@@ -24,7 +24,7 @@ SIZES = {
     "num_key_value_heads": "num_kv_heads",
     "head_dim": "head_dim",
 }
-# AMD's name of `mask_token_id` in a config.json, and vLLM's.
+# Key of `mask_token_id` in a config.json: the name that AMD's models use, and vLLM.
 MASK_TOKEN = "pard_token"
 
 
@@ -38,8 +38,8 @@ class ModelConfig(ABC):
         eos_token_ids: Tokens that end a text.
         mask_token_id: Input token at the positions to propose, for a draft model that
             was trained to propose them in one pass (PARD); None for others.
-        draft_vocab_size: Rows of a trimmed draft's head: the tokens that it can
-            propose; None: all.
+        draft_vocab_size: Number of tokens that a draft model with a trimmed LM head can
+            propose, which is the number of the head's rows; None: all tokens.
         stored_dtype: Type of the weights in their files; "" if unknown.
         scan_layers: Compile one loop over equal layers, instead of every layer;
             parameters and pages are laid out for it. Layers after the last whole period
@@ -48,10 +48,12 @@ class ModelConfig(ABC):
             activations.
     """
 
-    # The family's name for users, and advice on which of its models draft for which.
+    # The family's name for users, and advice on which of its models can draft for
+    # which.
     family: ClassVar[str] = "this model"
     draft_hint: ClassVar[str] = ""
-    # Why float16 is rejected; None: bfloat16 is used instead, with a warning.
+    # Reason for which float16 is rejected. None: float16 is replaced by bfloat16, with
+    # a warning.
     float16_error: ClassVar[str | None] = None
 
     vocab_size: int
@@ -132,12 +134,12 @@ class ModelConfig(ABC):
 
     @property
     def period(self) -> int:
-        """Number of layers after which the kinds of layers repeat: one loop turn."""
+        """Number of layers per loop iteration: the kinds of layers then repeat."""
         return 1
 
     @property
     def num_turns(self) -> int:
-        """Turns of the loop over layers; 0 without `scan_layers`."""
+        """Number of iterations of the loop over layers; 0 without `scan_layers`."""
         return self.num_layers // self.period if self.scan_layers else 0
 
     @property
@@ -175,7 +177,8 @@ def end_tokens(
         given = given if isinstance(given, list) else [given]
         tokens += [token for token in given if token is not None]
     first = [token for at, token in enumerate(tokens) if token not in tokens[:at]]
-    # 1 is the format's default, for folders where neither file names one.
+    # Token 1 is the default of HuggingFace's format, for folders in which neither file
+    # names an end token.
     return tuple(first) or (1,)
 
 

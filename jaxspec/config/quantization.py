@@ -18,7 +18,7 @@ def check_quantization(name: str, value: Any) -> None:
     """Reject an unknown quantization kind.
 
     Raises:
-        NotImplementedError: It is not one of `QUANTIZATIONS`.
+        NotImplementedError: The kind is not one of `QUANTIZATIONS`.
     """
     if value not in (None, *QUANTIZATIONS):
         kinds = ", ".join(map(repr, VALUE_TYPES))

@@ -37,14 +37,17 @@ from jaxspec.errors import (
     wrong_argument,
 )
 
-# The program compares this many tokens at every position of every sequence.
+# Maximum `prompt_lookup_max`: the program compares this many tokens at every position
+# of every sequence.
 MAX_PROMPT_LOOKUP = 32
-# A suffix lookup compares one token fewer than this.
+# Maximum `suffix_decoding_max_tree_depth`. A suffix lookup compares one token fewer
+# than this.
 MAX_TREE_DEPTH = 64
-# About 60 kB each are kept on the device.
+# Maximum `suffix_decoding_max_cached_requests`; each takes about 60 kB on the device.
 MAX_CACHED_REQUESTS = 4096
 
-# The rule for benchmarks: drafts are accepted at random, and texts are meaningless.
+# An acceptance rule for benchmarks: drafts are accepted at random, so that texts are
+# meaningless.
 SYNTHETIC = "synthetic"
 ADAPTIVE, FIXED = "adaptive", "fixed"
 _CHOICES = {
@@ -52,7 +55,7 @@ _CHOICES = {
     "draft_sample_method": ("probabilistic", "greedy"),
     "controller": (ADAPTIVE, FIXED),
 }
-# Lowest values of integers that may be None.
+# Minimum values of the integer arguments that may also be None.
 _LOWEST = {
     "disable_by_batch_size": 2,
     "max_model_len": 1,
@@ -76,40 +79,44 @@ class SpeculativeConfig:
             also where the match is short; "eagle", "eagle3" and "medusa" are heads on
             the target's hidden states.
         model: Folder of the draft model or head; None for "ngram" and "suffix".
-        quantization: Form of the draft model's matrices, as the engine's
-            `quantization` of the target's; None: as in the checkpoint.
+        quantization: Quantization of the draft model's matrices, with the same values
+            as the engine's `quantization`; None: as in the checkpoint.
         draft_vocab_size: Number of tokens, the most frequent ones, that a draft model
-            may propose (FR-Spec). Its output matrix is cut to those: a pass is cheaper,
-            and texts are the same. None: all, or all in `draft_token_map`.
-        draft_token_map: JSON file of token ids, most frequent first, for a cut output
-            matrix. Default: `draft_token_map.json` in the draft model's folder, which
-            `python -m jaxspec_checkpoints trim` writes.
-        num_speculative_tokens: Most draft tokens per step; a request may ask for fewer.
-            With a tree, its number of drafts.
-        num_side_leaves: Alternatives at the place of each draft: its next best tokens.
-            If the target chooses one of them, the step yields one token more.
+            may propose (FR-Spec). The LM head is cut to their rows, which makes a pass
+            cheaper and changes no text. None: all, or all in `draft_token_map`.
+        draft_token_map: JSON file of token ids, most frequent first, for a cut LM head.
+            Default: `draft_token_map.json` in the draft model's folder, which `python
+            -m jaxspec_checkpoints trim` writes.
+        num_speculative_tokens: Maximum number of draft tokens per step (K); a request
+            may ask for fewer. With a draft tree, the number of its drafts.
+        num_side_leaves: Number of alternatives to each draft that are verified too: the
+            next most likely tokens of the draft model. If the target chooses one of
+            them, the step yields one token more.
         speculative_token_tree: Shape of the draft tree, as vLLM writes it: a list of
             tuples, or its string. None: a chain.
         controller: "adaptive" chooses K by measured times and acceptance; "fixed"
-            always uses the most.
+            always uses `num_speculative_tokens`.
         rejection_sample_method: Acceptance rule for requests that sample without a
             seed; requests with a seed use "coupled". "block" samples from the same
             distribution as "standard" and accepts no fewer drafts on average.
             "synthetic" is for benchmarks: the next two arguments give the acceptance.
         synthetic_acceptance_rates: Entry i: share of rounds that accept drafts 0 to i.
         synthetic_acceptance_length: Mean tokens per step, including the target's own.
-            Its whole part is always reached, the rest randomly.
+            Every step yields its integer part; the fraction is the probability of one
+            token more.
         draft_sample_method: Sample drafts from the draft's distribution, or take its
             argmax.
         disable_by_batch_size: With more running requests, no drafts are made.
-        max_model_len: Longest sequence that drafts are made for, in tokens.
+        max_model_len: Maximum length in tokens of a sequence for which drafts are made.
         draft_tensor_parallel_size: Devices that one copy of the draft is spread over.
-        prompt_lookup_max: Longest match of an n-gram lookup, in tokens.
-        prompt_lookup_min: Shortest match of an n-gram lookup, in tokens.
-        suffix_decoding_max_tree_depth: Most tokens of a match and its drafts together.
-        suffix_decoding_max_spec_factor: Most drafts per token of the match.
-        suffix_decoding_min_token_prob: Smallest share of the matches that must agree
-            with a draft and those before it.
+        prompt_lookup_max: Maximum length of a match of an n-gram lookup, in tokens.
+        prompt_lookup_min: Minimum length of a match of an n-gram lookup, in tokens.
+        suffix_decoding_max_tree_depth: Maximum number of tokens of a match and its
+            drafts together.
+        suffix_decoding_max_spec_factor: Maximum number of drafts per token of the
+            match.
+        suffix_decoding_min_token_prob: Minimum share of the matches that continue with
+            a draft and the drafts before it; other drafts are not made.
         suffix_decoding_max_cached_requests: Number of past requests with the same
             `cache_salt` whose answers are searched as well.
     """
@@ -183,7 +190,7 @@ class SpeculativeConfig:
 
     @cached_property
     def num_levels(self) -> int:
-        """Most drafts on one path that a round may accept: K."""
+        """Maximum number of drafts that a round accepts (K): the tree's depth."""
         if self.speculative_token_tree is None:
             return self.num_speculative_tokens
         return max(map(len, read_paths(self.speculative_token_tree)))
@@ -195,7 +202,7 @@ class SpeculativeConfig:
 
     @property
     def is_one_tree(self) -> bool:
-        """Whether a round drafts all levels or none: fewer levels are not cheaper."""
+        """Whether K is all levels or 0, as drafting fewer levels is not cheaper."""
         return self.speculative_token_tree is not None and self.parents is not None
 
     @property
@@ -219,7 +226,8 @@ class SpeculativeConfig:
         """Return a copy that accepts each draft with this probability, in order.
 
         Raises:
-            ConfigError: It is no probability, or acceptance is forced already.
+            ConfigError: The value is not a probability, or acceptance is forced
+                already.
         """
         check_number(ConfigError, "forced acceptance", probability, low=0, high=1)
         if self.rejection_sample_method == SYNTHETIC:
@@ -237,7 +245,7 @@ class SpeculativeConfig:
         )
 
     @property
-    def is_greedy(self) -> bool:
+    def drafts_argmax(self) -> bool:
         """Whether drafts are the argmax, also of requests that sample."""
         return self.draft_sample_method == "greedy"
 
@@ -288,7 +296,7 @@ class SpeculativeConfig:
             raise wrong_argument(ConfigError, name, allowed, getattr(self, name), hint)
 
     def _check_weights(self, info: Method) -> None:
-        """Reject a folder, and keys of its weights, that the method does not take."""
+        """Reject a folder, and arguments about its weights, that the method ignores."""
         left_out = f"left out for method {self.method!r}"
         if info.weights and self.model is None:
             allowed = f"a folder for method {self.method!r}"

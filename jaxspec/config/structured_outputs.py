@@ -23,9 +23,9 @@ from jaxspec.errors import (
 _KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 _JSON_FLAGS = ("disable_any_whitespace", "disable_additional_properties")
 _BACKENDS = ("auto", "guidance")
-# Between two parts of JSON: nothing, a space, or a line break with an indentation. 16
-# columns are eight levels of `json.dumps(..., indent=2)`. JSON itself sets no bound,
-# and an uncertain model generates white space until `max_tokens`.
+# The white space allowed between two parts of JSON: none, one space, or a line break
+# with an indentation. 16 columns are eight levels of `json.dumps(..., indent=2)`. JSON
+# itself sets no bound, and an uncertain model generates white space until `max_tokens`.
 DEFAULT_WHITESPACE_PATTERN = r" |\r?\n( {0,16}|\t{0,8})"
 
 
@@ -159,7 +159,7 @@ class StructuredOutputsConfig:
         """Read `structured_outputs_config`: a dict, or None.
 
         Raises:
-            ConfigError: It is neither, or has an unknown key or a wrong value.
+            ConfigError: The value is neither, or has an unknown key or a wrong value.
             UnsupportedError: A value is not supported.
         """
         if given is None or isinstance(given, cls):

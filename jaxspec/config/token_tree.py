@@ -1,7 +1,8 @@
-"""Trees of drafts as users write them: paths from the newest token, as in vLLM.
+"""Draft trees as users write them: one path per draft, as in vLLM.
 
-`(0,)` is the most probable next token, `(1,)` the second; `(1, 0)` is the most probable
-token after `(1,)`. `jaxspec.program.tree.tree` is the device's form of a tree.
+A path begins after the newest token: `(0,)` is the most probable next token, `(1,)` the
+second most probable, `(1, 0)` the most probable token after `(1,)`.
+`jaxspec.program.tree.tree` converts a tree to arrays for the device.
 
 `best_tree` finds the tree with the most expected tokens per second, from acceptance
 rates by depth and rank and from the times of rounds.
@@ -19,7 +20,8 @@ from jaxspec.errors import ConfigError, wrong_argument
 Path = tuple[int, ...]
 
 TREE_KEY = "speculative_token_tree"
-# Attention masks of tree rows are 64-bit sets, and all drafts are in one target pass.
+# Maximum number of drafts of a tree: the attention mask of a tree's row is a 64-bit
+# set, and one target pass verifies all drafts.
 MAX_NODES = 64
 ROOT = -1
 
@@ -34,10 +36,10 @@ def leaf_paths(num_levels: int, num_leaves: int) -> tuple[Path, ...]:
 
 
 def read_paths(written: object) -> tuple[Path, ...]:
-    """Return the paths of a tree, from a list of tuples or vLLM's string of one.
+    """Return the paths of a tree, given as a list of tuples or (as in vLLM) its text.
 
     Raises:
-        ConfigError: It is not such a list, not a tree, or too large.
+        ConfigError: `written` is not such a list, not a tree, or too large.
     """
     allowed = "a list of tuples such as '[(0,), (1,), (0, 0)]'"
     found = written
@@ -85,10 +87,10 @@ def _check_tree(paths: tuple[Path, ...], written: object) -> None:
 
 
 def has_side_paths(parents: tuple[int, ...]) -> bool:
-    """Whether drafts of side branches have children.
+    """Return whether a draft off the main chain is continued by further drafts.
 
     Args:
-        parents: As `parents_of` gives them.
+        parents: Parent of each draft, as `parents_of` returns them.
     """
     chain = range(ROOT, len(parents) - 1)
     length = sum(
@@ -126,7 +128,7 @@ class Place(NamedTuple):
 
 
 class Hits(NamedTuple):
-    """Number of drafts of a place that were compared with the target's token, and kept.
+    """How often drafts at a place were compared with the target's token, and kept.
 
     A draft counts as compared if its parent was accepted, also if a sibling was: `rate`
     is the probability that the target's token is this draft, not the probability after
@@ -154,7 +156,8 @@ class BestTree(NamedTuple):
     seconds: float
 
 
-# Seconds of a round, from its levels, its drafts, and whether side branches continue.
+# Returns the seconds of a round, given the tree's depth, its number of drafts, and
+# whether side branches are continued.
 RoundCost = Callable[[int, int, bool], float]
 
 
@@ -164,7 +167,7 @@ def count_ranks(
     """Count compared and accepted drafts of a tree, by place.
 
     Args:
-        parents: The tree, as from `parents_of`.
+        parents: Parent of each draft, as `parents_of` returns them.
         ends: Number of rounds by (levels with drafts, row at which the round ended):
             row 0 if no draft was accepted, else the last accepted draft's index + 1.
     """
@@ -194,8 +197,8 @@ def most_tokens(
     of a subtree depend only on its place and size.
 
     Args:
-        rates: Probability that a draft is the target's token if its ancestors are; 0
-            for a missing place.
+        rates: Probability that a draft is the target's token if its ancestors are; a
+            place that is not in the mapping has probability 0.
 
     Returns:
         Its paths, and its mean number of accepted drafts per round.
@@ -248,19 +251,20 @@ def best_tree(
     num_nodes: int,
     num_levels: int,
 ) -> BestTree:
-    """Return the tree with the most tokens per second; no paths: plain decoding.
+    """Return the tree with the most tokens per second; no paths mean plain decoding.
 
     Args:
         rates: As for `most_tokens`.
         seconds: Seconds of a round; must not decrease with levels, drafts or side
             branches.
-        num_nodes: Most drafts.
-        num_levels: Most levels.
+        num_nodes: Maximum number of drafts.
+        num_levels: Maximum depth.
     """
     best = BestTree((), 1.0, seconds(0, 0, False))
     main_chain = {place: rate for place, rate in rates.items() if not place.is_side}
     for levels in range(1, num_levels + 1):
-        # Without rates of side branches, drafts beyond the main chain are leaves.
+        # First without the rates of side branches: then all drafts off the main chain
+        # are leaves, which may cost less than continued branches.
         for known in (main_chain, rates):
             share = _sharing(known, levels)
             for count in range(levels, num_nodes + 1):

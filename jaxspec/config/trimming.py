@@ -27,7 +27,8 @@ def kept_tokens(
     """Return the ascending ids that a draft model may propose; None for all.
 
     Args:
-        is_dummy: Weights are random: without a map, the first tokens are kept.
+        is_dummy: Whether weights are random. If so, the first tokens are kept if there
+            is no map.
 
     Raises:
         ConfigError: The map is missing, wrong or too short, or the kept tokens lack a

@@ -153,12 +153,13 @@ class EngineArgs:
             It changes the speed, but no text.
         max_model_len: Default: the context that the model was trained for, at most
             8192.
-        max_num_seqs: Most requests that run at once. Default: 256 on a TPU or GPU, or
-            less if programs for 256 would leave little memory for pages; 8 on a CPU.
-        max_num_batched_tokens: Most prompt tokens prefilled in one step. Default: 2048
-            on a TPU or GPU, or less if memory is short; 512 on a CPU. A program for
-            more than 2048 is compiled once that many tokens wait. At most 128 with
-            `batch_invariant`.
+        max_num_seqs: Maximum number of requests that run at once. Default: 256 on a TPU
+            or GPU, or less if programs for 256 would leave little memory for pages; 8
+            on a CPU.
+        max_num_batched_tokens: Maximum number of prompt tokens prefilled in one step.
+            Default: 2048 on a TPU or GPU, or less if memory is short; 512 on a CPU. A
+            program for more than 2048 is compiled once that many tokens wait. At most
+            128 with `batch_invariant`.
         block_size: Tokens per page of the KV memory.
         gpu_memory_utilization: Share of a device's memory that weights, programs and
             pages take together: pages get the memory that the others leave. Default:
@@ -193,8 +194,8 @@ class EngineArgs:
             fewer are clearly faster and leave most of the pages.
         scheduling_policy: "fcfs": first come, first served; "priority": lower
             `priority` first.
-        max_logprobs: Most logprobs that a request may ask for per token; -1 allows the
-            whole vocabulary, if it is small.
+        max_logprobs: Maximum number of logprobs that a request may ask for per token;
+            -1 allows the whole vocabulary, if it is small.
         load_format: Format of the weights; "dummy": random weights for a config.json.
         skip_tokenizer_init: Read no tokenizer: prompts and outputs are token ids.
         generation_config: "auto" reads the model's recommended sampling parameters,
@@ -205,10 +206,10 @@ class EngineArgs:
             depend neither on its drafts nor on other requests, also on a TPU or GPU
             (on a CPU they never do). Slower: see docs/lossless.md.
             VLLM_BATCH_INVARIANT=1 in the environment turns it on as well.
-        num_scheduler_steps: Most rounds of one launch, in a loop on the device. A
-            launch has several rounds only if no request waits and all running requests
-            return only their final output. They take 30 ms at most, and end with the
-            first round that ends a sequence.
+        num_scheduler_steps: Maximum number of rounds of one launch, in a loop on the
+            device. A launch has several rounds only if no request waits and all running
+            requests return only their final output. They take 30 ms at most, and end
+            with the first round that ends a sequence.
         scan_layers: Compile one loop over each model's layers instead of every layer.
             Programs compile in about half the time; rounds may be slower, and are on a
             GPU or CPU. Texts are the same.
@@ -424,12 +425,12 @@ class EngineArgs:
         if draft is not None:
             draft = replace(draft, scan_layers=self.scan_layers)
         model, draft = _quantized(self, model, draft, head, speculative)
-        kept = None
+        draft_token_ids = None
         if draft is not None and speculative is not None:
             is_dummy = self.load_format == "dummy"
-            kept = kept_tokens(speculative, model, draft, is_dummy=is_dummy)
-            if kept is not None:
-                draft = replace(draft, draft_vocab_size=len(kept))
+            draft_token_ids = kept_tokens(speculative, model, draft, is_dummy=is_dummy)
+            if draft_token_ids is not None:
+                draft = replace(draft, draft_vocab_size=len(draft_token_ids))
         num_pages = self.num_gpu_blocks_override
         if num_pages is None:
             widths = kv_widths(
@@ -474,7 +475,7 @@ class EngineArgs:
             speculative=speculative,
             draft_model_config=draft,
             head_config=head,
-            draft_token_ids=kept,
+            draft_token_ids=draft_token_ids,
             generation_defaults=_generation_defaults(self, folder),
             enable_prefix_caching=self.enable_prefix_caching is not False,
             max_logprobs=_max_logprobs(self.max_logprobs, model.vocab_size),
@@ -552,15 +553,15 @@ def _speculative(
             UserWarning,
             stacklevel=4,
         )
-    most = None if draft is None else draft.max_position_embeddings
+    max_positions = None if draft is None else draft.max_position_embeddings
     longest = check_integer(
         ConfigError,
         "speculative_max_model_len",
-        merged.get("max_model_len", most or max_model_len),
+        merged.get("max_model_len", max_positions or max_model_len),
         low=1,
-        high=most,
+        high=max_positions,
         hint=""
-        if most is None
+        if max_positions is None
         else "The upper end is the draft's max_position_embeddings.",
     )
     merged["max_model_len"] = min(longest, max_model_len)
@@ -703,17 +704,17 @@ def _generation_defaults(args: EngineArgs, folder: Path) -> dict[str, Any]:
     elif args.generation_config != "auto":
         name = args.generation_config
         source = _fetched(args, name, "generation_config", weights=False)
-    found = recommended_sampling(source, args.override_generation_config)
+    recommended = recommended_sampling(source, args.override_generation_config)
     try:
-        SamplingParams(**found).validate_for(_ANY_VOCAB_SIZE)
+        SamplingParams(**recommended).validate_for(_ANY_VOCAB_SIZE)
     except RequestError as error:
         place = "override_generation_config"
         if source is not None:
             place += f" and generation_config.json of {source}"
         raise ConfigError(
-            f"{place}: {error}", parameter="generation_config", value=found
+            f"{place}: {error}", parameter="generation_config", value=recommended
         ) from error
-    return found
+    return recommended
 
 
 def _max_logprobs(given: Any, vocab_size: int) -> int:

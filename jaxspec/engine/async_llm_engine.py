@@ -132,7 +132,7 @@ class AsyncLLMEngine:
         params = sampling_params
         collector = RequestOutputCollector(request_id, params.output_kind, params.n)
         with self._driver_for(prepared) as driver:
-            await _admit(driver, prepared, collector)
+            await _add_prepared(driver, prepared, collector)
             is_finished = False
             try:
                 while not is_finished:
@@ -329,7 +329,7 @@ class AsyncLLMEngine:
         """End all requests and threads; waiting callers get `EngineDeadError`.
 
         Args:
-            timeout: Most seconds to wait for the current step.
+            timeout: Maximum number of seconds to wait for the current step.
         """
         for driver in self._drivers:
             driver.thread.stop(0)  # all end at once, and not one after the other
@@ -343,7 +343,7 @@ class AsyncLLMEngine:
     async def _each_driver(
         self, function_of: Callable[[EngineDriver], Callable[[LLMEngine], T]]
     ) -> list[T]:
-        called = [one.thread.call(function_of(one)) for one in self._drivers]
+        called = [driver.thread.call(function_of(driver)) for driver in self._drivers]
         return await asyncio.gather(*map(_done, called))
 
 
@@ -351,11 +351,11 @@ async def _done(called: Future[T]) -> T:
     return await asyncio.wrap_future(called)
 
 
-async def _admit(
+async def _add_prepared(
     driver: EngineDriver, prepared: Prepared, collector: RequestOutputCollector
 ) -> None:
     try:
-        await _done(driver.admit(prepared, collector))
+        await _done(driver.add_prepared(prepared, collector))
     except asyncio.CancelledError:
         # The request may be admitted already: abort it.
         driver.take_back(collector)
@@ -368,6 +368,8 @@ def _check_sound(output: RequestOutput) -> None:
     Raises:
         EngineGenerateError: With the reason.
     """
-    for one in output.outputs:
-        if one.finish_reason == "error":
-            raise EngineGenerateError(f"{one.stop_reason} Other requests continue.")
+    for completion in output.outputs:
+        if completion.finish_reason == "error":
+            raise EngineGenerateError(
+                f"{completion.stop_reason} Other requests continue."
+            )

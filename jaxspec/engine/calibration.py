@@ -3,10 +3,10 @@
 from jaxspec.config.engine import EngineConfig
 from jaxspec.engine.loader import Sleep
 from jaxspec.engine.runner import Runner
-from jaxspec.engine.scheduling.launch import OnDevice
+from jaxspec.engine.scheduling.launch import AsLaunchErrors
 from jaxspec.engine.scheduling.scheduler import Scheduler
 from jaxspec.engine.speculation.policy import SpeculationPolicy
-from jaxspec.engine.speculation.step_times import Round, StepTimes
+from jaxspec.engine.speculation.step_times import RoundKind, StepTimes
 from jaxspec.program.plan import TILE
 
 # Tokens of the sequences that programs are timed with.
@@ -30,7 +30,7 @@ class Calibrator:
     ):
         self._config, self._runner, self._policy = config, runner, policy
         self._step_times, self._sleep = step_times, sleep
-        self.timed: set[Round] = set()
+        self.timed: set[RoundKind] = set()
         self._version = -1
 
     def run_next(self, scheduler: Scheduler, *, is_busy: bool) -> bool:
@@ -60,36 +60,38 @@ class Calibrator:
 
     def run_all(self, scheduler: Scheduler) -> None:
         """Time all new programs."""
-        for round_ in self._left():
-            self._run(scheduler, round_)
+        for round_kind in self._left():
+            self._run(scheduler, round_kind)
 
-    def _left(self) -> list[Round]:
+    def _left(self) -> list[RoundKind]:
         """Return the rounds left to time, of those that the choice of K compares."""
         if not self._policy.is_adaptive or self._sleep.level > 0:
             return []
-        most = self._config.num_draft_tokens
+        max_k = self._config.num_draft_tokens
         rounds = []
         for shape in self._runner.compiler.made:
-            if shape.is_catch_up or not (shape.chunk or shape.features.has_grammar):
+            if shape.is_draft_prefill or not (
+                shape.max_prompt_tokens or shape.features.has_grammar
+            ):
                 # 0 drafts: while all rows wait for the draft model.
-                drafts = sorted({min(k, shape.num_draft_tokens) for k in (0, 1, most)})
-                rounds += [Round(shape, k) for k in drafts]
+                drafts = sorted({min(k, shape.num_draft_tokens) for k in (0, 1, max_k)})
+                rounds += [RoundKind(shape, k) for k in drafts]
         return [one for one in rounds if one not in self.timed]
 
-    def _run(self, scheduler: Scheduler, round_: Round) -> None:
+    def _run(self, scheduler: Scheduler, round_kind: RoundKind) -> None:
         """Time a round over dummy sequences."""
-        self.timed.add(round_)
-        pages, size = scheduler.pages, self._config.page_size
+        self.timed.add(round_kind)
+        pool, size = scheduler.pool, self._config.page_size
         tree = scheduler.shapes.tree(self._config.num_draft_tokens)
         lookahead = 8 * tree.max_emitted + tree.num_rows - tree.max_emitted
         context = min(CONTEXT, self._config.max_model_len - lookahead)
         count = -(-(context + lookahead) // size)
-        if context < TILE or count > pages.num_free:
+        if context < TILE or count > pool.num_free:
             return
-        taken = pages.take(count)
+        taken = pool.take(count)
         try:
-            with OnDevice():
-                seconds = self._runner.time_round(round_, taken, context)
+            with AsLaunchErrors():
+                seconds = self._runner.time_round(round_kind, taken, context)
         finally:
-            pages.release(taken)
-        self._step_times.seed(round_, seconds)
+            pool.release(taken)
+        self._step_times.seed(round_kind, seconds)

@@ -109,9 +109,9 @@ class Compiler:
 
     def get(self, shape: StepShape) -> Any:
         """Return a program; compile it in this thread if it is missing."""
-        found = self._programs.get(shape)
-        if found is not None:
-            return found
+        program = self._programs.get(shape)
+        if program is not None:
+            return program
         with self._lock:
             while shape in self._making or not self._may_begin():
                 self._lock.wait()

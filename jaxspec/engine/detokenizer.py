@@ -39,7 +39,7 @@ class TextStream:
         self._joined = ""
         # Text after `_joined`. Joined when it is read: otherwise a long text would be
         # copied for each token.
-        self._late: list[str] = []
+        self._pieces: list[str] = []
         self._ids: list[int] = []
         self._read = 0  # ids whose text is in `_text`
         self._start = 0  # the first id of the context, which is decoded again
@@ -48,15 +48,15 @@ class TextStream:
 
     @property
     def _text(self) -> str:
-        if self._late:
-            self._joined += "".join(self._late)
-            self._late.clear()
+        if self._pieces:
+            self._joined += "".join(self._pieces)
+            self._pieces.clear()
         return self._joined
 
     @_text.setter
     def _text(self, text: str) -> None:
         self._joined = text
-        self._late.clear()
+        self._pieces.clear()
 
     @property
     def text(self) -> str:
@@ -91,7 +91,7 @@ class TextStream:
         """Add tokens of a request without stop strings; return the new text."""
         self._ids += token_ids
         if self._params.detokenize and self._read and self._append_plain():
-            return self._late[-1]
+            return self._pieces[-1]
         before = len(self._text)
         self._advance(is_end=False)
         return self._text[before:]
@@ -143,7 +143,7 @@ class TextStream:
             if text is None:
                 return False
             new += text
-        self._late.append(new)
+        self._pieces.append(new)
         self._known, self._read = None, len(self._ids)
         return True
 
@@ -261,7 +261,7 @@ class LogprobStream:
         chosen: Sequence[int] = (),
     ) -> LogprobsOnePosition:
         # As in vLLM: the token itself comes first, wherever it ranks.
-        found: dict[int, tuple[float, int | None]] = {
+        candidates: dict[int, tuple[float, int | None]] = {
             token: (float(values.own[index]), int(values.rank[index]))
         }
         returns_all = num_requested == -1 or chosen
@@ -272,14 +272,14 @@ class LogprobStream:
             ranks = {candidate: rank for rank, candidate in enumerate(top_ids, 1)}
             own = values.chosen[index, : len(chosen)].tolist()
             for candidate, value in zip(chosen, own, strict=True):
-                found.setdefault(candidate, (value, ranks.get(candidate)))
+                candidates.setdefault(candidate, (value, ranks.get(candidate)))
         else:
             top = values.top[index, :count].tolist()
             for rank, (other, value) in enumerate(zip(top_ids, top, strict=True), 1):
-                found.setdefault(other, (value, rank))
+                candidates.setdefault(other, (value, rank))
         return {
             candidate: Logprob(value, rank, self._text(candidate))
-            for candidate, (value, rank) in found.items()
+            for candidate, (value, rank) in candidates.items()
         }
 
     def _text(self, token: int) -> str | None:

@@ -34,8 +34,8 @@ def make_engines(engine_args: EngineArgs) -> list[LLMEngine]:
     config = engine_args.create_engine_config()
     engines = [LLMEngine(config)]
     for rank in range(1, config.data_parallel_size):
-        own = dataclasses.replace(config, data_parallel_rank=rank)
-        engines.append(LLMEngine(own, tokenizer=engines[0].tokenizer))
+        rank_config = dataclasses.replace(config, data_parallel_rank=rank)
+        engines.append(LLMEngine(rank_config, tokenizer=engines[0].tokenizer))
     return engines
 
 
@@ -122,7 +122,7 @@ class EngineGroup:
         refuse("lora_request", lora_request)
         refuse("tokenization_kwargs", tokenization_kwargs or None)
         refuse("trace_headers", trace_headers or None)
-        self.admit(
+        self.add_prepared(
             self.input_processor.prepare(
                 request_id, prompt, params, arrival_time=arrival_time, priority=priority
             )
@@ -130,10 +130,10 @@ class EngineGroup:
         return request_id
 
     @exclusive
-    def admit(self, prepared: Prepared) -> None:
-        """Queue what `input_processor.prepare` made; see `LLMEngine.admit`."""
+    def add_prepared(self, prepared: Prepared) -> None:
+        """Queue what `input_processor.prepare` made; see `LLMEngine.add_prepared`."""
         self._settle()
-        self._choose(prepared).admit(prepared)
+        self._choose(prepared).add_prepared(prepared)
 
     def _choose(self, prepared: Prepared) -> LLMEngine:
         for engine in self.engines:
@@ -275,12 +275,12 @@ class EngineGroup:
     ) -> None:
         """Compile every program that requests can need, in all engines at once."""
         params = list(sampling_params)
-        made = [
+        warm_ups = [
             self._pool.submit(engine.warm_up, prompt_tokens, params)
             for engine in self.engines
         ]
-        for one in made:
-            one.result()
+        for warm_up in warm_ups:
+            warm_up.result()
 
     def wait_for_programs(self) -> None:
         """Wait until no program is being compiled or queued."""

@@ -181,16 +181,16 @@ class EngineDriver:
         self.thread = EngineThread(engine, self._deliver, self._fail)
         self.thread.start()
 
-    def admit(
+    def add_prepared(
         self, prepared: Prepared, collector: "RequestOutputCollector"
     ) -> Future[Any]:
         """Queue a request before the next step, with its collector registered first."""
 
-        def admit(engine: LLMEngine) -> None:
-            engine.admit(prepared)
+        def add(engine: LLMEngine) -> None:
+            engine.add_prepared(prepared)
             self.collectors[prepared.request_id] = collector
 
-        return self.thread.call(admit)
+        return self.thread.call(add)
 
     def take_back(self, collector: "RequestOutputCollector") -> None:
         """Abort a request whose caller has left.
@@ -214,8 +214,8 @@ class EngineDriver:
         """Abort requests, in the thread; their callers get a last output."""
         ids = list(ids)
         engine.abort_request(ids)
-        for one in ids:
-            collector = self.collectors.get(one)
+        for request_id in ids:
+            collector = self.collectors.get(request_id)
             if collector is not None:
                 _call_soon(collector.loop, collector.abort)
 
@@ -279,7 +279,7 @@ class RequestOutputCollector:
 
     def put(self, output: RequestOutput) -> None:
         """Add an output; none may follow the last one or an error."""
-        self._texts |= {one.index: one for one in output.outputs}
+        self._texts |= {text.index: text for text in output.outputs}
         if self._waiting is None:
             self._waiting = output
         else:
@@ -314,7 +314,7 @@ class RequestOutputCollector:
         """Return the last output: texts so far, or empty deltas of unfinished ones."""
         texts = list(self._texts.values())
         if self._is_delta:
-            texts = [_emptied(one) for one in texts if not one.finished()]
+            texts = [_emptied(text) for text in texts if not text.finished()]
         latest = self._waiting or self._latest
         if latest is None:
             latest = RequestOutput(
@@ -323,7 +323,7 @@ class RequestOutputCollector:
         return dataclasses.replace(
             latest,
             finished=True,
-            outputs=[one if one.finished() else _ended(one) for one in texts],
+            outputs=[text if text.finished() else _ended(text) for text in texts],
         )
 
 

@@ -210,13 +210,15 @@ class InputProcessor:
         return self._features(params, has_controls=controls is not None)
 
     def _features(self, params: SamplingParams, *, has_controls: bool) -> Features:
-        most = self._config.num_logprobs
+        max_logprobs = self._config.num_logprobs
         return Features(
-            is_greedy=params.temperature == 0,
+            all_greedy=params.temperature == 0,
             has_controls=has_controls,
             has_grammar=params.structured_outputs is not None,
-            num_logprobs=_compiled_logprobs(params.num_logprobs, most),
-            num_prompt_logprobs=_compiled_logprobs(params.prompt_logprobs, most),
+            num_logprobs=_compiled_logprobs(params.num_logprobs, max_logprobs),
+            num_prompt_logprobs=_compiled_logprobs(
+                params.prompt_logprobs, max_logprobs
+            ),
         )
 
     def _make(
@@ -302,10 +304,10 @@ class InputProcessor:
 
 
 def _check_ends(ends: tuple[int, ...]) -> None:
-    most = MAX_STOP_IDS - MAX_STOP_TOKEN_IDS
-    if len(set(ends)) > most:
+    max_ends = MAX_STOP_IDS - MAX_STOP_TOKEN_IDS
+    if len(set(ends)) > max_ends:
         raise ConfigError(
-            f"The model has {len(set(ends))} end token ids; at most {most} are "
+            f"The model has {len(set(ends))} end token ids; at most {max_ends} are "
             f"supported, with {MAX_STOP_TOKEN_IDS} stop_token_ids besides: name fewer "
             "as eos_token_id in generation_config.json.",
             parameter="eos_token_id",
@@ -372,10 +374,10 @@ def make_controls(
     return None if controls == TokenControls() else controls
 
 
-def _bad_words(given: list[str], tokenizer: Tokenizer) -> tuple[Word, ...]:
+def _bad_words(texts: list[str], tokenizer: Tokenizer) -> tuple[Word, ...]:
     """Spell every word in token ids, as the start of a text and after a space."""
     words: list[Word] = []
-    for text in given:
+    for text in texts:
         bare = text.lstrip(" ")
         for form in (bare, f" {bare}") if bare else (text,):
             ids = tokenizer.encode(
@@ -392,15 +394,15 @@ def _bad_words(given: list[str], tokenizer: Tokenizer) -> tuple[Word, ...]:
             words.append(tuple(ids))
     unique = dict.fromkeys(words)
     # A word that ends in another bad word is covered by it.
-    kept = tuple(
+    spellings = tuple(
         word
         for word in unique
         if not any(word[start:] in unique for start in range(1, len(word)))
     )
-    if len(kept) > MAX_BAD_WORDS:
+    if len(spellings) > MAX_BAD_WORDS:
         allowed = f"at most {MAX_BAD_WORDS} spellings in token ids"
-        raise _too_many("bad_words", allowed, len(kept))
-    return kept
+        raise _too_many("bad_words", allowed, len(spellings))
+    return spellings
 
 
 def _check_some_left(

@@ -19,7 +19,7 @@ from jaxspec.engine.memory.plan import MemoryPlan
 from jaxspec.engine.metrics import EngineMetrics, Load
 from jaxspec.engine.output_processor import OutputProcessor
 from jaxspec.engine.runner import Runner
-from jaxspec.engine.scheduling.launch import Launch, LaunchError, OnDevice
+from jaxspec.engine.scheduling.launch import AsLaunchErrors, Launch, LaunchError
 from jaxspec.engine.scheduling.page_events import PageEvents
 from jaxspec.engine.scheduling.request import Request
 from jaxspec.engine.scheduling.round_estimates import make_acceptance
@@ -40,7 +40,7 @@ from jaxspec.exit import finish_at_exit
 from jaxspec.metrics import Metric
 from jaxspec.outputs import RequestOutput
 from jaxspec.program.plan import Features, StepShape
-from jaxspec.program.wire import CaughtUp, StepResult
+from jaxspec.program.wire import DraftPrefillResult, StepResult
 from jaxspec.sampling_params import SamplingParams
 from jaxspec.text.tokenizer import Tokenizer, first_difference
 
@@ -208,7 +208,7 @@ class LLMEngine:
         refuse("lora_request", lora_request)
         refuse("tokenization_kwargs", tokenization_kwargs or None)
         refuse("trace_headers", trace_headers or None)
-        self.admit(
+        self.add_prepared(
             self.input_processor.prepare(
                 request_id, prompt, params, arrival_time=arrival_time, priority=priority
             )
@@ -216,7 +216,7 @@ class LLMEngine:
         return request_id
 
     @exclusive
-    def admit(self, prepared: Prepared) -> None:
+    def add_prepared(self, prepared: Prepared) -> None:
         """Queue what `input_processor.prepare` made.
 
         Raises:
@@ -301,7 +301,7 @@ class LLMEngine:
                 f"A launch failed: {error!r}. With several hosts, the processes cannot "
                 "recover from it. Restart all of them."
             ) from error
-        has_drafts = self.policy.limit(1) > 0
+        has_drafts = self.policy.max_draft_tokens(1) > 0
         if has_drafts:
             _log.error("A launch failed: continue without drafts", exc_info=error)
             self.policy.stop("a launch failed")
@@ -329,13 +329,13 @@ class LLMEngine:
 
     def _step(self) -> list[RequestOutput]:
         self._stop_if_no_program_drafts()
-        is_held_up = self.calibrator.run_next(
+        must_read_first = self.calibrator.run_next(
             self.scheduler, is_busy=bool(self._launched)
         )
         start, outputs, waited = time.monotonic(), list[RequestOutput](), 0.0
-        launch = None if is_held_up else self.scheduler.plan()
+        launch = None if must_read_first else self.scheduler.plan()
         if launch is not None:
-            with OnDevice():
+            with AsLaunchErrors():
                 result = self.runner.launch(launch.plan, launch.shape)
             self._launched.append((launch, result, time.monotonic()))
         if self._launched and (launch is None or len(self._launched) > 1):
@@ -361,7 +361,7 @@ class LLMEngine:
         before = time.monotonic()
         if self.scheduler.masks.wait(MAX_WAIT_S):
             return time.monotonic() - before
-        with OnDevice():
+        with AsLaunchErrors():
             shapes = self.scheduler.shapes
             self.runner.compiler.check(lambda one: not shapes.is_on_demand(one))
         self.runner.compiler.wait(MAX_WAIT_S)
@@ -371,7 +371,7 @@ class LLMEngine:
         """Read the oldest launch; return its outputs, and the seconds waited for it."""
         launch, result, launched_ts = self._launched.popleft()
         before = time.monotonic()
-        with OnDevice():
+        with AsLaunchErrors():
             fetched = self.runner.fetch(result, launch.shape)
         now = time.monotonic()
         # The device runs one launch at a time.
@@ -379,12 +379,12 @@ class LLMEngine:
         self._last_read_ts = now
         rounds, outputs = fetched.rounds, list[RequestOutput]()
         self.scheduler.settle(launch, len(rounds))
-        for result in rounds:
-            outputs += self._process_result(launch, result, took_s / len(rounds))
+        for round_result in rounds:
+            outputs += self._process_result(launch, round_result, took_s / len(rounds))
         return outputs, now - before
 
     def _process_result(
-        self, launch: Launch, result: StepResult | CaughtUp, took_s: float
+        self, launch: Launch, result: StepResult | DraftPrefillResult, took_s: float
     ) -> list[RequestOutput]:
         """Commit one round of a launch; return its outputs."""
         self.scheduler.record_time(launch, took_s)
@@ -419,8 +419,8 @@ class LLMEngine:
         self._end(ids, "abort")
 
     def _end(self, ids: Iterable[str], reason: str) -> None:
-        for one in ids:
-            for request in self.output_processor.requests_of(one):
+        for request_id in ids:
+            for request in self.output_processor.requests_of(request_id):
                 self.scheduler.finish(request, reason, None)
                 self.output_processor.close(request)
 
@@ -454,13 +454,13 @@ class LLMEngine:
     @exclusive
     def load(self) -> Load:
         """Return the current load of the engine."""
-        scheduler, pages = self.scheduler, self.scheduler.pages
+        scheduler, pool = self.scheduler, self.scheduler.pool
         policy, acceptance = self.policy, self.acceptance
         return Load(
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting),
             num_deferred=scheduler.num_deferred,
-            kv_usage=1 - pages.num_free / pages.num_pages,
+            kv_usage=1 - pool.num_free / pool.num_pages,
             sleep_level=self._sleep.level,
             num_compiles=self.runner.num_compiles,
             compile_s=self.runner.compile_s,
@@ -584,7 +584,7 @@ class LLMEngine:
         """Return the programs that requests need; the first serves plain requests."""
         if prompt_tokens is not None:
             check_integer(RequestError, "prompt_tokens", prompt_tokens, low=1)
-        wanted = [Features(is_greedy=True), Features()]
+        wanted = [Features(all_greedy=True), Features()]
         for params in sampling_params:
             features = self.input_processor.features(params)
             self.runner.check_features(features)

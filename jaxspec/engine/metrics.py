@@ -195,7 +195,7 @@ class EngineMetrics:
             self._expected_s.add(launch.expected_s)
             self._error_s += abs(took_s - launch.expected_s)
         if launch.decoding:
-            self._launches[launch.round.num_drafts] += 1
+            self._launches[launch.round_kind.num_draft_tokens] += 1
 
     def add_step(self, host_s: float) -> None:
         """Count the host time of a step."""
@@ -334,8 +334,8 @@ class EngineMetrics:
             ),
             self._gauge("memory_limit_bytes", plan.facts.limit_bytes or 0),
             *(
-                self._gauge("memory_page_bytes", one.page_bytes, model=name)
-                for name, one in (
+                self._gauge("memory_page_bytes", model.page_bytes, model=name)
+                for name, model in (
                     ("target", plan.facts.target),
                     ("draft", plan.facts.draft),
                 )
@@ -387,7 +387,7 @@ class EngineMetrics:
             "drafts_agreed": load.num_agreed,
         }
         return [
-            self._gauge("speculation_num_drafts", load.choice.num_drafts),
+            self._gauge("speculation_num_drafts", load.choice.num_draft_tokens),
             self._gauge("speculation_gain", load.choice.gain or 0.0),
             self._gauge("speculation_failed", load.is_stopped),
             *(self._counter(f"speculation_{key}", n) for key, n in counters.items()),
@@ -440,7 +440,7 @@ class EngineMetrics:
             return []
         rounds = stats.num_draft_rounds
         emitted = stats.num_accepted_tokens + stats.num_side_tokens + rounds
-        kept = stats.accepted_per_position
+        accepted = stats.accepted_per_position
         counters = {
             "num_drafts": rounds,
             "num_draft_tokens": stats.num_draft_tokens,
@@ -455,7 +455,7 @@ class EngineMetrics:
         per_position = Vector(
             name="spec_decode_num_accepted_tokens_per_pos",
             labels=dict(self._labels),
-            values=[*kept, *[0] * (width - len(kept))],
+            values=[*accepted, *[0] * (width - len(accepted))],
         )
         return [
             *(self._counter(f"spec_decode_{key}", n) for key, n in counters.items()),
@@ -486,7 +486,7 @@ class EngineMetrics:
         if agreed >= _LOW_ACCEPTANCE * compared:
             return
         self._last_check = None
-        speculative, k = self._config.speculative, choice.num_drafts
+        speculative, k = self._config.speculative, choice.num_draft_tokens
         causes = _LOOKUP_CAUSES
         if speculative is not None and speculative.method_info.weights:
             has_head = speculative.method_info.has_head

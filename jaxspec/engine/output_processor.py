@@ -119,12 +119,12 @@ class OriginStream:
             num_side_tokens: Accepted draft tokens of side branches. The token after
                 them is a bonus token.
         """
-        own = "target"
+        last = "target"
         if num_draft_tokens:
             is_bonus = num_accepted == num_draft_tokens or num_side_tokens
-            own = "bonus" if is_bonus else "recovered"
+            last = "bonus" if is_bonus else "recovered"
         self._origins += ["draft"] * num_accepted + ["leaf"] * num_side_tokens
-        self._origins += [own] * (num_tokens - num_accepted - num_side_tokens)
+        self._origins += [last] * (num_tokens - num_accepted - num_side_tokens)
 
     def keep(self, count: int) -> None:
         """Drop all but the first `count` tokens."""
@@ -274,7 +274,7 @@ class OutputProcessor:
             or params.prompt_logprobs is not None
         )
         kind = params.output_kind
-        request.is_quiet = is_plain and kind is RequestOutputKind.FINAL_ONLY
+        request.only_final_output = is_plain and kind is RequestOutputKind.FINAL_ONLY
         self.streams[request.request_id] = Stream(
             request=request,
             text=TextStream(self.tokenizer, params, has_ends=has_origins),
@@ -329,7 +329,7 @@ class OutputProcessor:
         """
         progress = advance.parts
         self._count(
-            advance.quiet + [part.request for part in progress if part.token_ids]
+            advance.only_final + [part.request for part in progress if part.token_ids]
         )
         outputs: list[RequestOutput] = []
         parents: dict[str, ParentRequest] = {}
@@ -350,8 +350,8 @@ class OutputProcessor:
                 parent, index = stream.parent
                 parent.add(index, output)
                 parents[parent.request_id] = parent
-        made = (parent.make_output() for parent in parents.values())
-        outputs += [output for output in made if output is not None]
+        of_parents = (parent.make_output() for parent in parents.values())
+        outputs += [output for output in of_parents if output is not None]
         for output in outputs:
             if output.finished:
                 self.parents.pop(output.request_id, None)
@@ -383,9 +383,11 @@ class OutputProcessor:
                 part.num_accepted,
                 part.num_side_tokens,
             )
-        shown = request.output_token_ids if request.is_quiet else part.token_ids
+        shown = (
+            request.output_token_ids if request.only_final_output else part.token_ids
+        )
         if part.is_broken:
-            if request.is_quiet:
+            if request.only_final_output:
                 stream.text.push(request.output_token_ids)
             finish(request, "error", NOT_FINITE)
             return
@@ -395,7 +397,7 @@ class OutputProcessor:
             surplus = len(request.output_token_ids) - len(failure.tokens)
             self._drop(stream, surplus)
             shown = part.token_ids = part.token_ids[:-surplus]
-            if request.is_quiet:
+            if request.only_final_output:
                 shown = request.output_token_ids
         ended_by_id = part.is_done and failure is None and _is_stop(request)
         if ended_by_id and not request.params.include_stop_str_in_output:

@@ -280,10 +280,10 @@ def _make_room(folder: Path) -> None:
     """Remove the least recently used programs beyond `MAX_BYTES`."""
     # Another process may remove files at the same time.
     with contextlib.suppress(OSError):
-        found = [(path.stat(), path) for path in folder.glob(f"step_*{SUFFIX}*")]
-        found.sort(key=lambda pair: pair[0].st_mtime)
-        surplus = sum(status.st_size for status, _ in found) - MAX_BYTES
-        for status, path in found:
+        entries = [(path.stat(), path) for path in folder.glob(f"step_*{SUFFIX}*")]
+        entries.sort(key=lambda pair: pair[0].st_mtime)
+        surplus = sum(status.st_size for status, _ in entries) - MAX_BYTES
+        for status, path in entries:
             if surplus <= 0:
                 break
             path.unlink()
@@ -341,10 +341,10 @@ def facts() -> dict[str, object]:
     """
     versions, settings, flags = _settings()
     assert isinstance(versions, tuple) and isinstance(settings, list)
-    found: dict[str, object] = dict(zip(("jax", "jaxlib"), versions, strict=True))
-    found |= {f"jax.config.{name}": value for name, value in settings}
-    found |= {"XLA_FLAGS": flags, "sources": _sources().hex()}
-    return found
+    all_facts: dict[str, object] = dict(zip(("jax", "jaxlib"), versions, strict=True))
+    all_facts |= {f"jax.config.{name}": value for name, value in settings}
+    all_facts |= {"XLA_FLAGS": flags, "sources": _sources().hex()}
+    return all_facts
 
 
 def _settings() -> list[object]:
@@ -381,9 +381,9 @@ def _about(devices: Sequence[Any]) -> Iterator[object]:
 def _plugin_versions() -> list[str]:
     """Return versions of GPU compilers, which a described GPU's client lacks."""
     return sorted(
-        f"{found.name} {found.version}"
-        for found in metadata.distributions()
-        if re.fullmatch(r"jax[-_](cuda|rocm)\d+[-_](pjrt|plugin)", found.name)
+        f"{distribution.name} {distribution.version}"
+        for distribution in metadata.distributions()
+        if re.fullmatch(r"jax[-_](cuda|rocm)\d+[-_](pjrt|plugin)", distribution.name)
     )
 
 

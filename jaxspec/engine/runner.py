@@ -29,7 +29,7 @@ from jaxspec.engine.memory.plan import (
 from jaxspec.engine.multihost.channel import HEARTBEAT_S, Followers, shape_values
 from jaxspec.engine.program_cache import ProgramCache
 from jaxspec.engine.scheduling.programs import EveryProgram, Programs
-from jaxspec.engine.speculation.step_times import Round
+from jaxspec.engine.speculation.step_times import RoundKind
 from jaxspec.engine.structured_output import TokenMasks, answer_masks
 from jaxspec.errors import ConfigError, EngineDeadError
 from jaxspec.jax_settings import find_devices, own_settings
@@ -49,7 +49,7 @@ from jaxspec.program.propose import proposers_of
 from jaxspec.program.rows import dummy_rows, init_rows
 from jaxspec.program.state import EngineState, init_token_pages, init_zeros, page_forms
 from jaxspec.program.step_context import ProgramConfig
-from jaxspec.program.wire import CaughtUp, PlanLayout, StepResult
+from jaxspec.program.wire import DraftPrefillResult, PlanLayout, StepResult
 from jaxspec.sharding import (
     TARGET_MESH_AXES,
     make_mesh,
@@ -192,13 +192,13 @@ class Runner:
             return
         self.temporary_bytes = max(self.temporary_bytes, analysis.temp_size_in_bytes)
         self.code_bytes += analysis.generated_code_size_in_bytes
-        found = self.temporary_bytes + self.code_bytes
-        if found > plan.workspace_bytes and not self._has_warned:
+        num_bytes = self.temporary_bytes + self.code_bytes
+        if num_bytes > plan.workspace_bytes and not self._has_warned:
             self._has_warned = True
             _log.warning(
                 "Programs take %s of a device, and %s were planned; %s are left. If "
                 "memory runs out, lower max_num_seqs=%d, or gpu_memory_utilization.",
-                shown_bytes(found),
+                shown_bytes(num_bytes),
                 shown_bytes(plan.workspace_bytes),
                 shown_bytes(plan.left_bytes),
                 plan.sizes.num_seqs,
@@ -297,7 +297,11 @@ class Runner:
             return self._arrays.call(step, shape, plan)
 
     def time_round(
-        self, round_: Round, pages: Sequence[int], context: int, num_runs: int = 3
+        self,
+        round_kind: RoundKind,
+        pages: Sequence[int],
+        context: int,
+        num_runs: int = 3,
     ) -> float:
         """Return the seconds of a round, measured while the engine is idle.
 
@@ -309,28 +313,30 @@ class Runner:
             num_runs: Consecutive rounds of one measurement; the faster of two counts.
         """
         values = dict(
-            shape=shape_values(round_.shape),
-            num_drafts=round_.num_drafts,
+            shape=shape_values(round_kind.shape),
+            num_draft_tokens=round_kind.num_draft_tokens,
             pages=list(map(int, pages)),
             context=context,
             num_runs=num_runs,
         )
         with self.together("time_round", values):
-            return self._time_round(round_, pages, context, num_runs)
+            return self._time_round(round_kind, pages, context, num_runs)
 
     @own_settings()
     def _time_round(
-        self, round_: Round, pages: Sequence[int], context: int, num_runs: int
+        self, round_kind: RoundKind, pages: Sequence[int], context: int, num_runs: int
     ) -> float:
-        shape, pool = round_.shape, self.pool
-        kept = self.state.rows
-        temperature = 0.0 if shape.features.is_greedy else 1.0
-        made = dummy_rows(pool, pages, context, temperature)
-        rows = put(made, replicated(self.mesh))
+        shape, pool = round_kind.shape, self.pool
+        saved_rows = self.state.rows
+        temperature = 0.0 if shape.features.all_greedy else 1.0
+        dummies = dummy_rows(pool, pages, context, temperature)
+        rows = put(dummies, replicated(self.mesh))
         self.state = dataclasses.replace(self.state, rows=rows)
         tile = Tile(row=0, start=0, tokens=np.zeros(TILE, np.int32), is_last=False)
         plan = StepPlan(
-            decode=[(row, round_.num_drafts) for row in range(shape.num_seqs)],
+            decode=[
+                (row, round_kind.num_draft_tokens) for row in range(shape.num_seqs)
+            ],
             tiles=[tile] * shape.num_tiles,
         )
         vector = self.compiler.get(shape)[1].pack(plan)
@@ -343,15 +349,17 @@ class Runner:
                 jax.block_until_ready((results, self.state))
                 seconds.append((time.perf_counter() - start) / count)
         finally:
-            self.state = dataclasses.replace(self.state, rows=kept)
+            self.state = dataclasses.replace(self.state, rows=saved_rows)
         return min(seconds[1:])
 
-    def fetch(self, result: jax.Array, shape: StepShape) -> StepResult | CaughtUp:
+    def fetch(
+        self, result: jax.Array, shape: StepShape
+    ) -> StepResult | DraftPrefillResult:
         """Wait for a launch and read its result: the only copy to the host."""
         # `jax.device_get` does the same through a tree, in 0.06 ms.
         with jax.transfer_guard_device_to_host("allow"):
             vector = np.asarray(result)
-        kind = CaughtUp if shape.is_catch_up else StepResult
+        kind = DraftPrefillResult if shape.is_draft_prefill else StepResult
         return kind.unpack(vector, shape)
 
     def drop_pages(self) -> None:
@@ -431,10 +439,10 @@ def _to_host(array: jax.Array) -> "_HostParts":
     return _HostParts(parts)
 
 
-def _from_host(array: jax.Array, kept: "_HostParts") -> jax.Array:
+def _from_host(array: jax.Array, saved: "_HostParts") -> jax.Array:
     """Restore a deleted array with its placement."""
     return jax.make_array_from_callback(
-        array.shape, array.sharding, lambda index: kept.parts[_place(index)]
+        array.shape, array.sharding, lambda index: saved.parts[_place(index)]
     )
 
 
@@ -642,9 +650,9 @@ def most_pool_share(utilization: float | None) -> float:
     A share that the user has set for jax has priority. `build_mesh` sets the same
     variable, so a value that equals our own default is not taken for the user's.
     """
-    found = pool_share(utilization)
-    is_own = f"{found:g}" == f"{_own_pool_share(utilization):g}"
-    return _own_pool_share(1.0) if is_own else found
+    share = pool_share(utilization)
+    is_own = f"{share:g}" == f"{_own_pool_share(utilization):g}"
+    return _own_pool_share(1.0) if is_own else share
 
 
 def choose_dtype(name: str, mesh: Mesh) -> jnp.dtype:

@@ -223,16 +223,16 @@ def _settle_kv_cache_dtype(merged: dict[str, Any], target: str) -> None:
     Args:
         target: `kv_cache_dtype` of the engine.
     """
-    kept = merged.pop(_KV_CACHE_DTYPE, target)
+    cache_dtype = merged.pop(_KV_CACHE_DTYPE, target)
     name = f"speculative_config[{_KV_CACHE_DTYPE!r}]"
-    check_choice(ConfigError, name, kept, tuple(KV_CACHE_NAMES))
-    if KV_CACHE_NAMES[kept] != KV_CACHE_NAMES[target]:
+    check_choice(ConfigError, name, cache_dtype, tuple(KV_CACHE_NAMES))
+    if KV_CACHE_NAMES[cache_dtype] != KV_CACHE_NAMES[target]:
         hint = (
             "The draft's keys and values have the target's type, in the same pages: "
             f"leave it out, or set {_KV_CACHE_DTYPE} for both."
         )
         allowed = f"left out or {target!r}, which the target has"
-        raise wrong_argument(UnsupportedError, name, allowed, kept, hint)
+        raise wrong_argument(UnsupportedError, name, allowed, cache_dtype, hint)
 
 
 def _settle_method(merged: dict[str, Any]) -> None:

@@ -671,8 +671,8 @@ def _json_options(
     if params.disable_any_whitespace or params.whitespace_pattern == "":
         # A pattern in the schema would take precedence over the flag.
         return {"whitespace_pattern": None, "whitespace_flexible": False}
-    own = schema.get("x-guidance")
-    if isinstance(own, Mapping) and own.keys() & _WHITE_SPACE_OPTIONS:
+    options = schema.get("x-guidance")
+    if isinstance(options, Mapping) and options.keys() & _WHITE_SPACE_OPTIONS:
         return {}
     if config.disable_any_whitespace or config.whitespace_pattern == "":
         return {"whitespace_flexible": False}

@@ -13,7 +13,8 @@ from typing import Any
 
 
 def __getattr__(name: str) -> Any:
-    # On first use: it imports jax and flax. `Gemma2` is the name in older scripts.
+    # Imported on first use, because it imports jax and flax. `Gemma2` is the name in
+    # older scripts.
     if name not in ("Gemma", "Gemma2"):
         raise AttributeError(f"module 'jaxspec.models' has no attribute {name!r}")
     return importlib.import_module("jaxspec.models.gemma.module").Gemma

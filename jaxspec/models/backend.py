@@ -1,8 +1,9 @@
 """Where a model's operations run: which kernels, split over which devices.
 
 XLA splits matrix products by itself, following the placement of the weights. It cannot
-split a kernel, so attention runs under `shard_map` on each device's heads. The
-reference implementation does too: eight CPU devices test the split of every backend.
+split a kernel, so attention runs under `shard_map` on each device's heads. So does the
+reference implementation, so that tests on eight CPU devices cover the split that every
+backend uses.
 """
 
 import functools
@@ -23,7 +24,7 @@ from jaxspec_kernels.dispatch import resolve
 
 @dataclass(frozen=True, kw_only=True)
 class Backend:
-    """The default is one device, and the kernels of jax's default backend.
+    """The kernels and the devices of a model; by default one device of jax's default.
 
     Attributes:
         implementation: As in `jaxspec_kernels.dispatch`.
@@ -42,7 +43,7 @@ class Backend:
 
     @property
     def has_blocks(self) -> bool:
-        """Whether half a layer may run as one operation, without `write`, `attend`."""
+        """Whether half a layer may run as one operation, not `write` and `attend`."""
         return resolve("decoder_blocks", self.implementation) == "cpu"
 
     def split(
@@ -126,14 +127,14 @@ class Backend:
         return attend(query, kv_pages, table, region.kv_len, mask)
 
     def vocab_axes(self, vocab_size: int) -> tuple[str, ...] | None:
-        """Axes that split the vocabulary; None if each device holds all of it."""
+        """Return the axes that split the vocabulary; None if it is not split."""
         if self.mesh is None or self.mesh.size == 1:
             return None
         parts = num_parts(self.mesh, self.mesh_axes)
         return None if vocab_size % parts else self.mesh_axes
 
     def _head_axes(self, num_q_heads: int, num_kv_heads: int) -> Any:
-        """Axes that split query heads together with their KV heads; None for none."""
+        """Return the axes that split query heads and their KV heads, or None."""
         if self.mesh is None:
             return None
         parts = num_parts(self.mesh, self.mesh_axes)

@@ -1,11 +1,11 @@
-"""Code that CPUs need to be fast and exact, kept out of the networks.
+"""Code that networks need to be fast and bit-exact on CPUs.
 
-Matrix forms that operations in C++ read, and those operations; where they are not
-available, workarounds for XLA:CPU. Each names its reason and the test that fails
-without it. Three more are elsewhere: the sums of norms in `jaxspec_kernels.sums`
-(`tests/models/test_same_bits.py`), bf16 pages as uint16 in `jaxspec_kernels.bits`
-(`tests/program/test_step.py`), and the largest value by two maxima instead of argmax in
-`passes.lowest` (`tests/models/test_cpu.py`).
+Owns the matrix layouts that the C++ operations read, calls of those operations, and
+workarounds for XLA:CPU where they are not available. Each names its reason and the test
+that fails without it. Three more are elsewhere: the sums of norms in
+`jaxspec_kernels.sums` (`tests/models/test_same_bits.py`), bf16 pages as uint16 in
+`jaxspec_kernels.bits` (`tests/program/test_step.py`), and the largest value by two
+maxima instead of argmax in `passes.lowest` (`tests/models/test_cpu.py`).
 """
 
 import functools
@@ -38,10 +38,11 @@ from jaxspec_kernels.panel_matmul import (
     to_panels,
 )
 
-# From four rows on, XLA:CPU's products sum each row in the same order, for any number
-# of rows. With `row_sums`, and pads that are rows from the start, a row's bits do not
-# depend on the other rows: plain decoding equals verification bit for bit
-# (`tests/models/test_same_bits.py`). On other devices a few more rows cost nothing.
+# Minimum rows of a batch. From four rows on, XLA:CPU's products sum each row in the
+# same order, for any number of rows. With `row_sums`, and padding that is added as
+# tokens before the first layer, a row's bits do not depend on the other rows: plain
+# decoding equals verification bit for bit (`tests/models/test_same_bits.py`). On other
+# devices a few more rows cost nothing.
 MIN_ROWS = 4
 
 # XLA:CPU offloads parts of a program, depending on array sizes, to a library with its
@@ -56,7 +57,7 @@ _log = logging.getLogger(__name__)
 
 @functools.cache
 def instructions() -> str:
-    """Instruction sets of this CPU from /proc/cpuinfo; empty if unknown."""
+    """Return instruction sets of this CPU from /proc/cpuinfo; empty if unknown."""
     path = Path("/proc/cpuinfo")
     lines = path.read_text().splitlines() if path.exists() else []
     found = (line for line in lines if line.startswith(("flags", "Features")))
@@ -64,7 +65,7 @@ def instructions() -> str:
 
 
 def has_bfloat16() -> bool:
-    """Whether XLA multiplies bfloat16 with instructions of the CPU.
+    """Return whether XLA multiplies bfloat16 with instructions of the CPU.
 
     Without them it converts every weight to float32 on each use, six times slower than
     float32 weights.
@@ -131,12 +132,13 @@ def choose_form(
     are_bfloat16: bool = False,
     is_trained: bool = False,
 ) -> type[Matrix]:
-    """Choose the form of a model's matrices on CPU devices.
+    """Choose how a model's matrices are stored on CPU devices.
 
     Args:
-        num_bytes: Of the whole model.
+        num_bytes: Bytes of the whole model.
         are_bfloat16: The values are exact in bfloat16, whatever `dtype` stores them.
-        is_trained: Gradients are taken through products; those in C++ have none.
+        is_trained: Whether gradients are taken through products; C++ products have
+            none.
     """
     if num_devices == 1 and not is_trained and native.is_available():
         if dtype == jnp.float32 and are_bfloat16:
@@ -153,7 +155,7 @@ def choose_quantized_form(of_xla: type[Matrix], *, num_devices: int) -> type[Mat
     """Choose the form of a model's quantized matrices on CPU devices.
 
     Args:
-        of_xla: The form if operations in C++ are not available.
+        of_xla: The class to use if the C++ operations are not available.
     """
     if num_devices == 1 and native.is_available():
         return QuantizedMatrix
@@ -198,7 +200,7 @@ class NativeMatrix(Matrix):
 
     @property
     def operand(self) -> Any:
-        """The argument that operations in C++ take for it."""
+        """The matrix as the argument of C++ operations."""
         return self.panels
 
     @property
@@ -227,7 +229,7 @@ class NativeMatrix(Matrix):
 class HalfMatrix(NativeMatrix):
     """A float32 matrix stored as bfloat16: exact, and half the bytes to read.
 
-    For checkpoints, which are published in bfloat16.
+    For checkpoints that were published in bfloat16, run with float32 arithmetic.
     """
 
     @classmethod
@@ -236,7 +238,10 @@ class HalfMatrix(NativeMatrix):
         made = cls(_panels_of(values, jnp.bfloat16), *values.shape)
         is_there = not isinstance(values, jax.ShapeDtypeStruct)
         if is_there and not np.array_equal(made.values, values, equal_nan=True):
-            raise ValueError(f"values of a {values.shape} matrix are not bfloat16's")
+            raise ValueError(
+                f"matrix of shape {values.shape} has values that bfloat16 cannot "
+                "represent exactly"
+            )
         return made
 
     @property
@@ -247,7 +252,7 @@ class HalfMatrix(NativeMatrix):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, eq=False)
 class QuantizedMatrix(NativeMatrix):
-    """Values of 4 or 8 bits, which operations widen in registers, and their scales.
+    """Values of 4 or 8 bits, which C++ operations widen in registers, and their scales.
 
     Rows of any type are multiplied in float32, not rounded.
 
@@ -297,7 +302,7 @@ class QuantizedMatrix(NativeMatrix):
 
 
 def are_native(params: Mapping[str, Any]) -> bool:
-    """Whether operations in C++ can read all of these matrices."""
+    """Return whether operations in C++ can read all of these matrices."""
     return all(isinstance(one, NativeMatrix) for one in params.values())
 
 
@@ -345,7 +350,7 @@ def feed_forward_block(
 
 
 def _panels_of(values: Any, dtype: Any) -> Any:
-    """An (out, features) matrix, or its shape, in panels of a type."""
+    """Pack an (out, features) matrix in panels of a type, or its abstract shape."""
     placement = replicated(values.sharding.mesh)
     if isinstance(values, jax.ShapeDtypeStruct):
         form = panel_form(values.shape, jnp.dtype(dtype).itemsize)
@@ -368,15 +373,17 @@ class Bfloat16Matrix(DenseMatrix):
         return DenseMatrix(values).rows(index)
 
 
-# The implementation of operations in C++.
+# Name of the implementation whose operations are in C++.
 CPU = "cpu"
-# Outputs of one panel for XLA: the fastest of 32, 64, 96 and 128, with AVX-512.
+# Matrix outputs per panel for XLA's products: with AVX-512, the fastest of 32, 64, 96
+# and 128.
 XLA_WIDTH = 64
-# A batch of small matmuls copies its rows once per panel. With more rows than this, or
-# more bytes of copies, the (out, in) form is faster.
+# Maximum rows, and bytes of copies, for which panels are used. The product copies its
+# rows once per panel; with more of them, the (out, in) matrix is faster.
 MAX_ROWS = 24
 MAX_COPIED_BYTES = 8 * 2**20
-# Bytes of a model's parameters above which a second form is not worth its memory.
+# Maximum bytes of a model whose matrices are stored twice; for larger models the gain
+# in speed is not worth the memory.
 MAX_BYTES = 2**30
 
 
@@ -399,7 +406,7 @@ class PanelMatrix(DenseMatrix):
 
     @classmethod
     def fits(cls, shape: tuple[int, ...]) -> bool:
-        """Whether its outputs divide into panels."""
+        """Return whether the matrix's outputs divide into panels."""
         return shape[0] % XLA_WIDTH == 0
 
     @classmethod

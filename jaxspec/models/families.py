@@ -88,7 +88,7 @@ class Family:
     turns: Turns | None = None
 
 
-# Also used for tokenizers without a model, which have no family.
+# Turns for tokenizers without a model, whose family is unknown.
 DEFAULT_TURNS = GemmaTurns()
 
 _FAMILIES = (
@@ -107,9 +107,9 @@ _FAMILIES = (
         turns=GemmaTurns(folds_system=True),
     ),
 )
-# By the `model_type` of HuggingFace's config.json.
+# Families by the `model_type` of HuggingFace's config.json.
 FAMILIES = {name: one for one in _FAMILIES for name in one.layout.model_types}
-# Related models that users try, by the first part of their `model_type`.
+# Reasons why related models are not supported, by the first part of their `model_type`.
 _UNSUPPORTED = {
     "gemma3n": "Gemma 3n has layers of another kind (AltUp, embeddings per layer).",
     "gemma4": "Gemma 4 has layers of another kind (shared KV, embeddings per layer).",
@@ -127,12 +127,12 @@ def family_of(config: ModelConfig) -> Family:
 
 
 def layouts() -> dict[str, Layout]:
-    """The layouts of all families, by `model_type`."""
+    """Return the layouts of all families, by `model_type`."""
     return {name: family.layout for name, family in FAMILIES.items()}
 
 
 def published_config(name: str) -> dict[str, Any] | None:
-    """The `config.json` of a published model, by its name; None if there is none."""
+    """Return the `config.json` of a published model by its name; None if unknown."""
     found = (layout.config_of(name) for layout in layouts().values())
     return next((config for config in found if config is not None), None)
 
@@ -145,7 +145,7 @@ def config_from_hf(
     End tokens in `generation`, the content of `generation_config.json`, are added.
 
     Raises:
-        ConfigError: Another architecture, or a size is missing.
+        ConfigError: The architecture is not supported, or a size is missing.
         NotImplementedError: A variant that the family's network does not compute.
     """
     model_type = config.get("model_type")

@@ -19,7 +19,7 @@ Tables = tuple[Float[Array, "token 1 half"], Float[Array, "token 1 half"]]
 
 
 def mean_square(inputs: Float[Array, "... model"]) -> Float[Array, "... 1"]:
-    """Variance of each row, used by its norm."""
+    """Return the variance of each row, used by its norm."""
     return row_sums(jnp.square(inputs)) / inputs.shape[-1]
 
 
@@ -40,7 +40,7 @@ def normalise(
 def rope_tables(
     positions: Int[Array, " token"], head_dim: int, theta: float, factor: float = 1.0
 ) -> Tables:
-    """Cosine and sine of every position's angles, in float32.
+    """Return cosine and sine of every position's angles, in float32.
 
     Args:
         factor: Positions are divided by this (linear scaling).
@@ -71,7 +71,7 @@ def rotate(
 
 
 def gate_block(intermediate_size: int) -> int:
-    """Consecutive rows of gate (and of up) in the fused projection."""
+    """Return how many rows of the gate, then of up, alternate in the fused matrix."""
     return math.gcd(intermediate_size, 128)
 
 
@@ -81,7 +81,7 @@ def gated_feed_forward(
     *,
     activation: str,
 ) -> Float[Array, "row model"]:
-    """`down(activation(gate(inputs)) * up(inputs))`.
+    """Return `down(activation(gate(inputs)) * up(inputs))`.
 
     Args:
         params: `gate_up_proj`, whose rows alternate in blocks of `gate_block`, and
@@ -130,18 +130,18 @@ def attend(
     query = params["q_proj"].multiply(inputs).reshape(tokens, -1, head_dim)
     key_value = params["kv_proj"].multiply(inputs)
     key_value = key_value.reshape(tokens, -1, 2, head_dim)
-    # In the type of the pages: tensor cores cannot multiply float32 queries with
-    # bfloat16 keys, and HuggingFace rounds queries too.
+    # Queries are rounded to the type of the pages: tensor cores cannot multiply float32
+    # queries with bfloat16 keys, and HuggingFace rounds queries too.
     query = rotate(normalise(q_norm, query), tables).astype(params["q_proj"].dtype)
     key = rotate(normalise(k_norm, key_value[:, :, 0]), tables)
     value = key_value[:, :, 1]
     kv_pages = backend.write(kv_pages, key, value, batch.slot_mapping, num_q_heads)
     mixed, start = [], 0
     for region in batch.regions:
-        here = query[start : start + region.num_rows]
+        region_query = query[start : start + region.num_rows]
         start += region.num_rows
         attended = backend.attend(
-            here.reshape(-1, region.num_queries, *here.shape[1:]),
+            region_query.reshape(-1, region.num_queries, *region_query.shape[1:]),
             kv_pages,
             region,
             scale=scale,
@@ -167,7 +167,7 @@ def attention_block(
     """Return `stream + after(attend(before(stream)))`, and the pages.
 
     Args:
-        settings: As of `attend`.
+        settings: The other arguments of `attend`.
     """
     if backend.has_blocks and cpu.are_native(params):
         return cpu.attention_block(
@@ -187,7 +187,7 @@ def feed_forward_block(
     activation: str,
     backend: Backend,
 ) -> Float[Array, "row model"]:
-    """`stream + after(gated_feed_forward(before(stream)))`; `after` may be None."""
+    """Return `stream + after(gated_feed_forward(before(stream)))`."""
     if backend.has_blocks and cpu.are_native(params):
         block = gate_block(params["down_proj"].shape[1])
         return cpu.feed_forward_block(

@@ -22,13 +22,13 @@ class Matrix(ABC):
 
     @classmethod
     def fits(cls, shape: tuple[int, ...]) -> bool:
-        """Whether a matrix of this shape can have the form."""
+        """Return whether a matrix of this shape can have the form."""
         return True
 
     @classmethod
     @abstractmethod
     def of(cls, values: Any) -> "Matrix":
-        """Make the form from placed values, or its shapes from their shape."""
+        """Make the matrix from values on devices, or from their abstract shape."""
 
     @property
     @abstractmethod
@@ -49,7 +49,7 @@ class Matrix(ABC):
     def multiply(
         self, inputs: Float[Array, "token features"]
     ) -> Float[Array, "token out"]:
-        """Products of rows with the transposed matrix, in float32."""
+        """Return products of rows with the transposed matrix, in float32."""
 
     @abstractmethod
     def rows(self, index: Int[Array, " token"]) -> Float[Array, "token features"]:

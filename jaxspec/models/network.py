@@ -24,23 +24,23 @@ from jaxspec_kernels.bits import KvPools
 
 Pages = KvPools
 
-# With XLA's products a pass over this number of rows takes as long as over one row:
-# rows that would be pads may be used. With products in C++ it takes somewhat longer,
-# and nothing is padded.
+# With XLA's products, a pass over this number of rows takes as long as over one row, so
+# the rows that would be padding may have tokens. With products in C++, a pass takes
+# somewhat longer per row, and nothing is padded.
 FREE_ROWS = cpu.MIN_ROWS
 
 
-class Hidden(NamedTuple):
-    """Output of the layers.
+class ForwardOutput(NamedTuple):
+    """Result of a forward pass.
 
     Attributes:
-        rows: After the final norm.
+        hidden_states: Output of the last layer, after the final norm.
         is_finite: Rows computed without NaN or infinity.
         streams: The residual stream, before the first layer and after each. XLA drops
             the unused ones.
     """
 
-    rows: Float[Array, "token model"]
+    hidden_states: Float[Array, "token model"]
     is_finite: Bool[Array, " token"]
     streams: tuple[Float[Array, "token model"], ...]
 
@@ -50,7 +50,7 @@ class Functions(Protocol):
     """The functions of a family's network module; `config` is the family's."""
 
     def param_specs(self, config: Any) -> Specs:
-        """All parameters, in the order in which random ones are numbered."""
+        """Declare all parameters, in the order in which random ones are numbered."""
         ...
 
     def forward(
@@ -60,14 +60,14 @@ class Functions(Protocol):
         batch: TokenBatch,
         kv_pages: Pages,
         backend: Backend,
-    ) -> tuple[Hidden, Pages]:
-        """Run all layers; returns the rows and the updated pages per layer."""
+    ) -> tuple[ForwardOutput, Pages]:
+        """Run all layers; return their output and the updated pages per layer."""
         ...
 
     def logits(
         self, config: Any, params: Params, rows: Float[Array, "row model"]
     ) -> Float[Array, "row _"]:
-        """Float32 logits of normalised rows, a column for each row of the head.
+        """Return float32 logits of normalised rows, a column for each row of the head.
 
         The head is `params["head"]` if present, else the embedding.
         """
@@ -83,19 +83,21 @@ class Network:
     backend: Backend
     functions: Functions
 
-    def hidden(self, batch: TokenBatch, kv_pages: Pages) -> tuple[Hidden, Pages]:
-        """Run all layers; returns the rows and the updated pages per layer."""
+    def forward(
+        self, batch: TokenBatch, kv_pages: Pages
+    ) -> tuple[ForwardOutput, Pages]:
+        """Run all layers; return their output and the updated pages per layer."""
         count = batch.tokens.shape[0]
         padded = batch
         if not self._are_rows_independent:
             padded = cpu.pad_batch(batch, kv_pages[0].shape[0] * kv_pages[0].shape[1])
-        hidden, kv_pages = self.functions.forward(
+        output, kv_pages = self.functions.forward(
             self.config, self.params, padded, kv_pages, self.backend
         )
-        return jax.tree.map(lambda part: part[:count], hidden), kv_pages
+        return jax.tree.map(lambda part: part[:count], output), kv_pages
 
     def logits(self, rows: Float[Array, "row model"]) -> Float[Array, "row vocab"]:
-        """Float32 logits of normalised rows, over the whole vocabulary."""
+        """Return float32 logits of normalised rows, over the whole vocabulary."""
 
         def multiply(rows: Array) -> Array:
             return self.functions.logits(self.config, self.params, rows)
@@ -125,12 +127,12 @@ def build_network(
     params: Params,
     backend: Backend = Backend(),  # noqa: B008 frozen
 ) -> Network:
-    """The network of a config over its parameters; usable inside jit."""
+    """Make the network of a config over its parameters; usable inside jit."""
     functions = functions_of(config)
     return Network(config=config, params=params, backend=backend, functions=functions)
 
 
 def functions_of(config: ModelConfig) -> Functions:
-    """The functions of a config's family."""
+    """Return the functions of a config's family."""
     module: Any = importlib.import_module(family_of(config).network)
     return module

@@ -49,7 +49,7 @@ class ParamSpec:
         return math.prod(self.shape)
 
     def sharding(self, mesh: Mesh, mesh_axes: tuple[str, ...]) -> NamedSharding:
-        """Placement of its rows and columns on the devices."""
+        """Return the placement of its rows and columns on the devices."""
         return named_sharding(
             mesh, self.axes, self.shape, unit=self.unit, mesh_axes=mesh_axes
         )

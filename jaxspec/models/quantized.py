@@ -187,5 +187,6 @@ def _groups_first(values: Array, num_groups: int) -> Array:
 
 
 def _reshaped(array: Array, make: Any, sharding: NamedSharding) -> Array:
-    # Only a compiled function allocates only the shards.
+    # Compiled, because only a compiled function allocates the shards without the whole
+    # array.
     return jax.jit(make, out_shardings=sharding)(array)  # noqa: TID251

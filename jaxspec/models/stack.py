@@ -23,7 +23,7 @@ from jaxspec.models.matrices import Matrix
 from jaxspec.models.params import ParamPath, Params
 from jaxspec_kernels.bits import KvPages, KvPools
 
-LAYERS = "layers"  # their parameters' place in the tree
+LAYERS = "layers"  # key of the layers' parameters in the tree
 # (layer number, parameters, input, batch, pages) -> (output, pages)
 Layer = Callable[[int, Params, Array, TokenBatch, KvPages], tuple[Array, KvPages]]
 
@@ -39,24 +39,24 @@ def run_layers(
     """Run all layers, one after the other.
 
     Args:
-        params: The whole network's.
+        params: Parameters of the whole network.
         layer: Computes one layer. In scanned form it is called only for the first
             `config.period` layers.
 
     Returns:
         The input with the outputs of all layers, and the updated pages.
     """
-    own = params[LAYERS]
+    layer_params = params[LAYERS]
     streams, updated = [stream], []
     if config.num_turns:
         scanned, pools = _scan(
-            config, own, stream, batch, kv_pages[: config.period], layer
+            config, layer_params, stream, batch, kv_pages[: config.period], layer
         )
         streams, updated = [*scanned], [*pools]
         stream, kv_pages = streams[-1], kv_pages[config.period :]
     numbers = range(config.num_scanned, config.num_layers)
     for number, pages in zip(numbers, kv_pages, strict=True):
-        stream, pages = layer(number, own[str(number)], stream, batch, pages)
+        stream, pages = layer(number, layer_params[str(number)], stream, batch, pages)
         streams.append(stream)
         updated.append(pages)
     return tuple(streams), tuple(updated)
@@ -70,18 +70,20 @@ def _scan(
     kv_pages: KvPools,
     layer: Layer,
 ) -> tuple[tuple[Array, ...], KvPools]:
-    """`run_layers` as a loop; the pools are its state, so it writes them in place."""
+    """Run the layers as a loop; pools are its state, so it writes them in place."""
     turns, period = config.num_turns, config.period
 
     def turn(
-        carry: tuple[Array, KvPools], given: tuple[Array, Params]
+        carry: tuple[Array, KvPools], inputs: tuple[Array, Params]
     ) -> tuple[tuple[Array, KvPools], tuple[Array, ...]]:
-        (stream, pools), (number, own) = carry, given
-        own = _with_barriers(own)
-        here = _batch_of(batch, number, turns, pools[0].shape)
+        (stream, pools), (number, layer_params) = carry, inputs
+        layer_params = _with_barriers(layer_params)
+        turn_batch = _batch_of(batch, number, turns, pools[0].shape)
         streams, updated = [], []
         for kind, pool in zip(range(period), pools, strict=True):
-            stream, pool = layer(kind, own[str(kind)], stream, here, pool)
+            stream, pool = layer(
+                kind, layer_params[str(kind)], stream, turn_batch, pool
+            )
             streams.append(stream)
             updated.append(pool)
         return (stream, tuple(updated)), tuple(streams)
@@ -89,10 +91,11 @@ def _scan(
     numbers = jnp.arange(turns, dtype=jnp.int32)
     start = stream, kv_pages
     stacks = {str(kind): params[str(kind)] for kind in range(period)}
-    (last, kv_pages), found = jax.lax.scan(turn, start, (numbers, stacks))
-    # `last` is not one of these: XLA can drop them all if no output is read.
+    (last, kv_pages), outputs = jax.lax.scan(turn, start, (numbers, stacks))
+    # `last` is kept apart from these, so that XLA can drop all of these if no output of
+    # a layer is read.
     between = (
-        jax.lax.index_in_dim(found[number % period], number // period, keepdims=False)
+        jax.lax.index_in_dim(outputs[number % period], number // period, keepdims=False)
         for number in range(config.num_scanned - 1)
     )
     return (stream, *between, last), kv_pages
@@ -135,10 +138,11 @@ def _with_barriers(params: Params) -> Params:
 def _batch_of(
     batch: TokenBatch, turn: Int[Array, ""], turns: int, pool: tuple[int, ...]
 ) -> TokenBatch:
-    """The batch with the page ids and slots of one turn's layers.
+    """Return the batch with the page ids and slots of one loop iteration's layers.
 
-    A pool holds its layers' pages one layer after another: page i of the turn's layer
-    is page `turn * num_pages + i` of the pool. Pad slots remain past the pool's end.
+    A pool holds its layers' pages one layer after another: page i of the layer in
+    iteration `turn` is page `turn * num_pages + i` of the pool. Pad slots remain past
+    the pool's end.
     """
     num_pages = pool[0] // turns
     num_slots = num_pages * pool[1]
@@ -189,7 +193,7 @@ def _room_for(leaf: Any, count: int) -> Any:
 def _put(whole: Any, part: Any, entry: int) -> Any:
     if isinstance(part, jax.ShapeDtypeStruct):
         return whole
-    # Only a compiled function can write into its argument.
+    # Compiled, because only a compiled function can write into a donated argument.
     write = jax.jit(_write, donate_argnums=0, out_shardings=whole.sharding)  # noqa: TID251
     return write(whole, part, np.int32(entry))
 

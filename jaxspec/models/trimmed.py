@@ -24,10 +24,10 @@ from jaxspec.sharding import put, replicated
 from jaxspec_checkpoints import Tensor
 from jaxspec_checkpoints.trimming import rows_of
 
-# Names in a tree of parameters. A family's logits are products with the head if it has
-# one, else with the embedding.
+# Keys in a tree of parameters. A network multiplies by the head to get logits if the
+# tree has one, else by the embedding.
 EMBEDDING, HEAD = "embedding", "head"
-# The target's token for each row of a trimmed head: int32, ascending.
+# Key of the target's token id for each row of a trimmed head: int32, ascending.
 TOKEN_IDS = "token_ids"
 # Logit of tokens that a head cannot propose. Finite, so that some token can be sampled
 # when a grammar allows none that the head can propose. At every temperature its
@@ -63,7 +63,7 @@ def with_kept_rows(
     """Add the kept rows of a trimmed head to a checkpoint's tensors.
 
     Args:
-        specs: Of the whole model.
+        specs: Declarations of all parameters of the model.
         token_ids: The tokens kept, ascending; their number is the config's.
     """
     assert (config.draft_vocab_size is None) == (token_ids is None)

@@ -1,4 +1,4 @@
-"""From canonical tensors (HuggingFace names, (out, in)) to a network's parameters.
+"""Makes a network's parameters of canonical tensors (HuggingFace names, (out, in)).
 
 Loaded, random and abstract parameters all follow from `declare`. `jaxspec_checkpoints`
 reads files and places each device's shard.
@@ -45,7 +45,7 @@ from jaxspec_checkpoints.quantization import (
 from jaxspec_checkpoints.quantization import quantized as quantize_tensor
 from jaxspec_kernels.rejection_sampling import noise
 
-# Makes one parameter's values, or their shape.
+# Returns the values of one parameter, or their abstract shape.
 Make = Callable[[ParamPath, ParamSpec, NamedSharding], Any]
 
 
@@ -58,10 +58,10 @@ def declare(
     are_bfloat16: bool | None = None,
     is_trained: bool = False,
 ) -> Specs:
-    """All parameters of a network, in the forms that these devices use.
+    """Return the declarations of all parameters, as these devices store them.
 
     Args:
-        are_bfloat16: As for `choose_forms`; None takes it from the model's files.
+        are_bfloat16: As for `choose_forms`; None: as the model's files say.
         is_trained: As for `choose_forms`.
     """
     parts = num_parts(mesh, mesh_axes)
@@ -211,7 +211,8 @@ def reader(
                 parts, sharding=sharding, dtype=kind, on_bytes=on_bytes, **rows
             )
         own = [quantize_tensor(part, spec.scheme) for part in parts]
-        # The values first: quantizing while reading produces the scales with them.
+        # Read the values first: the scales of a tensor that is quantized while it is
+        # read exist only after that.
         values = place(
             [one.values for one in own],
             sharding=sharding,
@@ -252,7 +253,7 @@ def describer(dtype: jnp.dtype) -> Make:
 def make_each(
     specs: Specs, make: Make, *, mesh: Mesh, mesh_axes: tuple[str, ...]
 ) -> Iterator[tuple[ParamPath, Any]]:
-    """Make the parameters one after the other, each in its form."""
+    """Make the parameters one after the other, each as its device stores it."""
     for path, spec in specs.items():
         yield path, spec.wrap(make(path, spec, spec.sharding(mesh, mesh_axes)))
 
@@ -298,7 +299,7 @@ def abstract_params(
     mesh: Mesh,
     mesh_axes: tuple[str, ...] = TARGET_MESH_AXES,
 ) -> Params:
-    """Shapes and placement of parameters, for compiling before they are loaded."""
+    """Return parameters' shapes and placement, to compile before they are loaded."""
     params = _make_all(
         config, describer(dtype), dtype=dtype, mesh=mesh, mesh_axes=mesh_axes
     )
@@ -316,7 +317,7 @@ def random_params(
     mesh_axes: tuple[str, ...] = TARGET_MESH_AXES,
     token_ids: Sequence[int] | None = None,
 ) -> Params:
-    """Random parameters, placed like loaded ones: for tests and `load_format=dummy`.
+    """Make random parameters, placed like loaded ones, for tests and dummy weights.
 
     Each device makes only its own shards. The values are the same on any mesh, and
     exact in bfloat16 if the model's files are. Matrices, which are (out, in), have a
@@ -348,7 +349,7 @@ def random_params(
                 make = _quantizing(make, spec.scheme)
                 groups = spec.scheme.num_groups(spec.shape[1])
                 placed = sharding, scales_sharding(sharding, groups)
-            # Only a compiled function allocates only the shards.
+            # Compiled: only a compiled function allocates the shards alone.
             makers[kind] = jax.jit(make, out_shardings=placed)  # noqa: TID251
         key = jax.random.fold_in(jax.random.key(np.uint32(seed)), number)
         made = makers[kind](jax.random.key_data(key))
@@ -382,7 +383,7 @@ def _random_matrix(
     block: int,
     copies: int,
 ) -> Array:
-    """Uniform values from a hash of their indices: XLA writes no other array.
+    """Make uniform values from a hash of their indices; XLA writes no other array.
 
     Args:
         stored: Type that the values are rounded to.

@@ -21,8 +21,8 @@ def slots(
     """Slots of positions in the pool; pads get the index past the last slot.
 
     Args:
-        is_kept: Positions that count. One without a page (its table entry is the pad
-            page) or outside the table does not count either.
+        is_kept: Valid positions. One without a page (its table entry is the pad page)
+            or outside the table is invalid, too.
     """
     num_positions = page_table.shape[1] * page_size
     index = jnp.clip(position // page_size, 0, page_table.shape[1] - 1)

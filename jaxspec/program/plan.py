@@ -45,7 +45,7 @@ class Features:
     """Optional parts of a program, beyond temperature, top-k, top-p and min-p.
 
     Attributes:
-        is_greedy: Every request takes the argmax: the program has no sampling in it.
+        all_greedy: Every request takes the argmax: the program has no sampling in it.
         has_controls: Penalties, logit bias, allowed ids, bad words.
         has_grammar: Token masks that the host makes from the drafts.
         num_logprobs: Most probable tokens returned per generated token; None returns no
@@ -53,7 +53,7 @@ class Features:
         num_prompt_logprobs: The same for the tokens of prompts.
     """
 
-    is_greedy: bool = False
+    all_greedy: bool = False
     has_controls: bool = False
     has_grammar: bool = False
     num_logprobs: int | None = None
@@ -62,7 +62,7 @@ class Features:
     def __or__(self, other: "Features") -> "Features":
         """The features of a launch with requests of both."""
         return Features(
-            is_greedy=self.is_greedy and other.is_greedy,
+            all_greedy=self.all_greedy and other.all_greedy,
             has_controls=self.has_controls or other.has_controls,
             has_grammar=self.has_grammar or other.has_grammar,
             num_logprobs=_most(self.num_logprobs, other.num_logprobs),
@@ -86,7 +86,7 @@ class Features:
             "prompt-logprobs": self.num_prompt_logprobs is not None,
         }
         names = [name for name, has_one in extras.items() if has_one]
-        return "_".join(["greedy" if self.is_greedy else "sampled", *names])
+        return "_".join(["greedy" if self.all_greedy else "sampled", *names])
 
     @property
     def num_logprob_token_ids(self) -> int:
@@ -100,7 +100,7 @@ class Features:
 
 
 # Features of a launch without requests: the neutral element of `|`.
-NO_FEATURES = Features(is_greedy=True)
+NO_FEATURES = Features(all_greedy=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,11 +111,10 @@ class StepShape:
         num_seqs: Rows of the decode region.
         num_draft_tokens: K, the most drafts of a sequence, which may want fewer; 0
             leaves the draft model out of the program.
-        chunk: Prompt tokens, a multiple of `TILE` (or 0).
+        max_prompt_tokens: Room for prompt tokens, a multiple of `TILE`; 0 for none.
         features: Optional parts that the requests of the launch need.
-        is_catch_up: Draft-prefill launch: no sequence decodes. The draft model reads
-            prompts and tokens that only the target has read, and compares the tokens
-            with its own.
+        is_draft_prefill: No sequence decodes. The draft model reads prompts and tokens
+            that only the target has read, and compares the tokens with its own.
         max_rounds: Most rounds of a launch; their number is data. With 1 there is no
             loop.
         template: The engine's tree of drafts, of K levels; None: a chain.
@@ -123,9 +122,9 @@ class StepShape:
 
     num_seqs: int
     num_draft_tokens: int
-    chunk: int
+    max_prompt_tokens: int
     features: Features = Features()
-    is_catch_up: bool = False
+    is_draft_prefill: bool = False
     max_rounds: int = 1
     template: Tree | None = None
 
@@ -138,9 +137,14 @@ class StepShape:
         return hash(tuple(getattr(self, one.name) for one in dataclasses.fields(self)))
 
     @classmethod
-    def catch_up(cls, chunk: int) -> "StepShape":
+    def draft_prefill(cls, max_prompt_tokens: int) -> "StepShape":
         """The program of a draft prefill."""
-        return cls(num_seqs=0, num_draft_tokens=0, chunk=chunk, is_catch_up=True)
+        return cls(
+            num_seqs=0,
+            num_draft_tokens=0,
+            max_prompt_tokens=max_prompt_tokens,
+            is_draft_prefill=True,
+        )
 
     @property
     def name(self) -> str:
@@ -149,9 +153,9 @@ class StepShape:
         `8x5x4_sampled` may run four such rounds; in `8x5t10` ten drafts form a tree of
         five levels.
         """
-        if self.is_catch_up:
-            return f"catch-up+{self.chunk}"
-        chunk = f"+{self.chunk}" if self.chunk else ""
+        if self.is_draft_prefill:
+            return f"draft-prefill+{self.max_prompt_tokens}"
+        chunk = f"+{self.max_prompt_tokens}" if self.max_prompt_tokens else ""
         rounds = f"x{self.max_rounds}" if self.max_rounds > 1 else ""
         tree = self.tree
         nodes = "" if tree.is_chain else f"t{tree.num_nodes}"
@@ -179,7 +183,7 @@ class StepShape:
     @property
     def num_tiles(self) -> int:
         """Tiles of the prefill region."""
-        return self.chunk // TILE
+        return self.max_prompt_tokens // TILE
 
     @property
     def max_controlled(self) -> int:
@@ -248,8 +252,8 @@ def column(
     default: Any = dataclasses.MISSING,
 ) -> Any:
     """A field of a record that is sent to the device."""
-    made = Column(dtype, shape, pad, is_right_aligned)
-    return field(default=default, metadata={"column": made})
+    declared = Column(dtype, shape, pad, is_right_aligned)
+    return field(default=default, metadata={"column": declared})
 
 
 def columns(record: Any) -> dict[str, Column]:

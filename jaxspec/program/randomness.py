@@ -17,6 +17,11 @@ DRAFT, ACCEPT, SAMPLE = 0, 1, 2
 NUM_ROLES = 3
 
 
+def purpose(role: int, index: Int[Array, "*batch"]) -> Int[Array, "*batch"]:
+    """Combine a role and the index of a token in its round; index 0 gives the role."""
+    return role + NUM_ROLES * index
+
+
 def words(
     seed: UInt32[Array, "*batch 2"],
     position: Int[Array, "*batch"],
@@ -50,7 +55,7 @@ def uniform(
         index: Which token of the round; None is the first.
     """
     index = jnp.zeros_like(position) if index is None else index
-    return to_uniform(words(seed, position, role + NUM_ROLES * index))
+    return to_uniform(words(seed, position, purpose(role, index)))
 
 
 def to_uniform(words: UInt32[Array, "*batch 2"]) -> Float[Array, "*batch"]:

@@ -1,8 +1,8 @@
 """Rows of requests on the device: admitted by a plan, updated by rounds.
 
-They hold everything of a request between launches except its keys and values. The
-values that the host sends are declared in `plan.RequestValues` and
-`plan.ControlValues`.
+A row is a request's slot in the device state, from its admission to its end. Rows hold
+everything of a request between launches except its keys and values. The values that
+the host sends are declared in `plan.RequestValues` and `plan.ControlValues`.
 """
 
 import dataclasses
@@ -59,7 +59,7 @@ class Active(RequestValues):
     last_tokens: Int[Array, "seq 2"]  # the two newest known tokens
     page_table: Int[Array, "seq table"]
     # Static: no sequence of the launch samples.
-    is_greedy: bool = field(default=False, metadata={"static": True})
+    all_greedy: bool = field(default=False, metadata={"static": True})
 
     @property
     def is_sampled(self) -> Bool[Array, " seq"]:
@@ -214,13 +214,13 @@ def gather(
     row: Int[Array, " seq"],
     num_tokens: Array | None = None,
     *,
-    is_greedy: bool = False,
+    all_greedy: bool = False,
 ) -> Active:
     """Entries of the given rows; a row index past the end gives an inactive pad.
 
     Args:
         num_tokens: Replaces the rows' own count (a prompt that was just read).
-        is_greedy: Every sequence takes the argmax, whatever its temperature.
+        all_greedy: Every sequence takes the argmax, whatever its temperature.
     """
 
     def take(leaf: Array) -> Array:
@@ -236,7 +236,7 @@ def gather(
         num_tokens=known,
         last_tokens=history.read(token_pages, page_table, jnp.maximum(newest, 0)),
         page_table=page_table,
-        is_greedy=is_greedy,
+        all_greedy=all_greedy,
         **{name: take(getattr(rows, name)) for name in columns(RequestValues)},
     )
 

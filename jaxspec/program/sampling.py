@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int, UInt32
 from jaxspec.models.backend import Backend
 from jaxspec.program import randomness
 from jaxspec.program.rows import Active
-from jaxspec_kernels.rejection_sampling import Controls, sample
+from jaxspec_kernels.rejection_sampling import SamplingValues, sample
 
 
 class Numbers(NamedTuple):
@@ -24,12 +24,12 @@ class Numbers(NamedTuple):
     noise_words: UInt32[Array, "seq width 2"] | None = None
 
 
-def controls_of(active: Active) -> Controls | None:
+def sampling_values_of(active: Active) -> SamplingValues | None:
     """Sampling parameters of each sequence; None in a program without sampling."""
-    if active.is_greedy:
+    if active.all_greedy:
         return None
     temperature = jnp.where(active.is_sampled, active.temperature, 0.0)
-    return Controls(temperature, active.top_k, active.top_p, active.min_p)
+    return SamplingValues(temperature, active.top_k, active.top_p, active.min_p)
 
 
 def draw_numbers(
@@ -44,11 +44,12 @@ def draw_numbers(
     All words come from one call, since each call adds to the compile time.
 
     Args:
-        purposes: Purposes of the uniforms, whose keys depend on the round's start.
+        purposes: `randomness.purpose` of each uniform; their keys depend on the
+            round's start.
         first: Distance from there to the first position of the noise.
         width: Number of positions.
     """
-    if active.is_greedy:
+    if active.all_greedy:
         return Numbers()
     seqs, count = active.num_tokens.shape[0], purposes.shape[1]
     start = active.num_tokens[:, None]
@@ -97,7 +98,7 @@ def sample_draft(
     active: Active,
     backend: Backend,
     *,
-    is_greedy: bool = False,
+    drafts_argmax: bool = False,
 ) -> tuple[Int[Array, " seq"], Float[Array, "seq vocab"] | None]:
     """Sample draft `index` of each sequence from the draft model's logits.
 
@@ -105,28 +106,28 @@ def sample_draft(
 
     Args:
         backend: Of the draft model, whose devices split the vocabulary.
-        is_greedy: Take the argmax, even if the request samples.
+        drafts_argmax: Take the argmax, even if the request samples.
 
     Returns:
         The tokens, and their distributions: zeros in a batch without sampled
-        sequences, None with `is_greedy`.
+        sequences, None with `drafts_argmax`.
     """
     vocab_size = logits.shape[1]
     axes = backend.vocab_axes(vocab_size)
-    controls = None if is_greedy else controls_of(active)
+    sampling_values = None if drafts_argmax else sampling_values_of(active)
     numbers = Numbers()
-    if controls is not None:
-        purpose = randomness.DRAFT + randomness.NUM_ROLES * jnp.asarray(index)
+    if sampling_values is not None:
+        purpose = randomness.purpose(randomness.DRAFT, jnp.asarray(index))
         numbers = draw_numbers(active, purpose.reshape(1, 1), index, width=1)
 
     def draw(logits: Array, whole: tuple) -> tuple[Array, Array | None]:
-        active, position, controls, numbers = whole
+        active, position, sampling_values, numbers = whole
         return sample(
             forbid_early_stop(logits, position, active, axes),
-            controls,
+            sampling_values,
             rule=active.rule,
-            uniform=None if controls is None else numbers.uniform[:, 0],
-            noise_words=None if controls is None else numbers.noise_words[:, 0],
+            uniform=None if sampling_values is None else numbers.uniform[:, 0],
+            noise_words=None if sampling_values is None else numbers.noise_words[:, 0],
             vocab_size=vocab_size,
             axis_name=axes,
             implementation=backend.implementation,
@@ -136,4 +137,4 @@ def sample_draft(
     whole, rows = PartitionSpec(), PartitionSpec(None, axes)
     position = active.num_tokens + index
     split = backend.split(draw, (rows, whole), (whole, rows))
-    return split(logits, (active, position, controls, numbers))
+    return split(logits, (active, position, sampling_values, numbers))

@@ -40,8 +40,8 @@ class EngineState:
     token_pages: Int[Array, "page page_size"]  # known tokens, prompt and output
     target_pages: KvPools
     proposers: tuple[Any, ...]
-    # Probability of each draft to be accepted if those before it are; None: the rules
-    # decide.
+    # For benchmarks: `rejection_sample_method="synthetic"`; None otherwise. Probability
+    # of each draft to be accepted if those before it are.
     forced_acceptance: Float[Array, " probability"] | None = None
 
 

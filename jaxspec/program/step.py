@@ -1,4 +1,4 @@
-"""The step program: propose, target pass, verify and commit, as one executable.
+"""The step program: propose, run and verify the target, append; one executable.
 
 The only `jax.jit` that requests run in. Static: the shapes and model configs. Donated:
 the engine's state. The host passes one plan vector and reads one result vector.
@@ -22,7 +22,7 @@ from jaxspec.program.propose.proposal import Observer, Proposal, Seen
 from jaxspec.program.rows import Emitted, append, gather, truncate
 from jaxspec.program.state import EngineState
 from jaxspec.program.step_context import ProgramConfig, StepContext
-from jaxspec.program.target_pass import TargetPass, Verified, narrow_widths
+from jaxspec.program.target_pass import TargetPass, Verified, fewer_drafts
 from jaxspec.program.tree.tree import Tree
 from jaxspec.program.verify import force_one, verify
 from jaxspec.program.wire import PlanLayout, result_layout
@@ -60,7 +60,7 @@ def speculative_step(
         The new state, and the vector that `StepResult.unpack` reads.
     """
     context = StepContext.read(config, shape, state, plan)
-    if shape.is_catch_up:
+    if shape.is_draft_prefill:
         return _draft_prefill(context, proposer_params, state)
     state = dataclasses.replace(
         state, rows=context.rows, token_pages=context.token_pages
@@ -84,24 +84,25 @@ def _run_round(
         context, target_params, proposer_params, state.proposers
     )
     target = TargetPass.of(context, target_params, state, num_draft_tokens)
-    tokens = active.last_tokens[:, 1:]
+    inputs = active.last_tokens[:, 1:]
     if proposal is not None:
-        tokens = jnp.concatenate([tokens, proposal.tokens], axis=1)
-    widths = narrow_widths(context.config.proposers, shape)
-    if proposal is not None and widths:
-        verified = target.run_narrowest(widths, proposal, tokens, state.target_pages)
+        inputs = jnp.concatenate([inputs, proposal.tokens], axis=1)
+    fewer = fewer_drafts(context.config.proposers, shape)
+    if proposal is not None and fewer:
+        verified = target.run_narrowest(fewer, proposal, inputs, state.target_pages)
     else:
-        verified = target.run(proposal, tokens, state.target_pages)
+        verified = target.run_and_verify(proposal, inputs, state.target_pages)
 
-    tokens = verified.tokens
+    new_tokens = verified.tokens
     if verified.tree_row is not None:
-        tokens = tokens[:, : shape.tree.max_emitted]
-    emitted = truncate(tokens, verified.num_accepted_nodes + 1, active)
+        new_tokens = new_tokens[:, : shape.tree.max_emitted]
+    emitted = truncate(new_tokens, verified.num_accepted_nodes + 1, active)
     rows, token_pages = append(context.rows, context.token_pages, active, emitted)
-    # From here on with the new pages: reading the old ones makes XLA copy the pool.
+    # Use only the new `token_pages` below: a later read of the old ones would force XLA
+    # to copy the pool.
     context = dataclasses.replace(context, rows=rows, token_pages=token_pages)
     result = _result(emitted, verified, proposal, num_draft_tokens)
-    if shape.chunk:
+    if shape.max_prompt_tokens:
         context, first = _finish_prompts(context, verified)
         result |= first
     proposers = _observe(
@@ -133,7 +134,7 @@ def _run_rounds(
     sequence, or a NaN, before it can plan the next round.
     """
     shape, num_rounds = context.shape, context.fields["num_rounds"]
-    assert not shape.chunk, "prompts need launches of one round"
+    assert not shape.max_prompt_tokens, "prompts need launches of one round"
     layout = result_layout(shape)
 
     def run_next(carry: _Loop) -> _Loop:
@@ -166,21 +167,23 @@ def _propose(
     params: ProposerParams,
     states: tuple[Any, ...],
 ) -> tuple[Proposal | None, Int[Array, " seq"], tuple[Any, ...]]:
-    """Return the drafts, the number that counts per sequence, and proposers' states."""
-    active, given = context.active, context.for_proposers(target)
-    proposal, after = None, []
-    for proposer, own, state in zip(
+    """Return the drafts, the number of valid ones, and the proposers' states."""
+    active, proposer_context = context.active, context.for_proposers(target)
+    proposal, new_states = None, []
+    for proposer, own_params, state in zip(
         context.config.proposers, params, states, strict=True
     ):
         if context.shape.tree.num_nodes:
-            proposal, state = proposer.propose(own, state, given, proposal)
-        after.append(state)
-    # The host may not have read yet how close the end is: drafts past it do not count.
+            proposal, state = proposer.propose(
+                own_params, state, proposer_context, proposal
+            )
+        new_states.append(state)
+    # The host may not have read yet how close the end is: drafts past it are padding.
     room = jnp.maximum(active.max_total - active.num_tokens - 1, 0)
-    num_draft_tokens = jnp.minimum(context.fields["decode_draft"], room)
+    num_draft_tokens = jnp.minimum(context.fields["decode_num_draft_tokens"], room)
     if proposal is not None:
         num_draft_tokens = jnp.minimum(num_draft_tokens, proposal.num_drafts)
-    return proposal, num_draft_tokens, tuple(after)
+    return proposal, num_draft_tokens, tuple(new_states)
 
 
 def _draft_prefill(
@@ -190,12 +193,12 @@ def _draft_prefill(
 
     The first proposer with a model gives the estimate; the others only prefill.
     """
-    given = context.for_proposers(None)
+    proposer_context = context.for_proposers(None)
     tiles, rows, num_rows = context.tiles, context.rows, context.pool.num_rows
-    following = jnp.concatenate(
+    next_tokens = jnp.concatenate(
         [tiles.tokens[:, 1:], context.fields["tile_next_token"][:, None]], axis=1
     )
-    is_known = tiles.is_token & (following != NO_TOKEN)
+    is_known = tiles.is_token & (next_tokens != NO_TOKEN)
     is_known &= (tiles.row < num_rows)[:, None]
     # The user chose the tokens of the prompt: only the one after its last counts.
     num_prompt = rows.num_prompt.at[tiles.row].get(mode="clip")
@@ -203,14 +206,16 @@ def _draft_prefill(
     active = gather(rows, context.token_pages, tiles.row).repeat(TILE)
     is_known &= active.is_active.reshape(is_known.shape)
     active = dataclasses.replace(active, num_tokens=tiles.position.reshape(-1) + 1)
-    following = jnp.where(is_known, following, NO_TOKEN).reshape(-1)
-    acceptance, after = None, []
-    for proposer, own, before in zip(
+    next_tokens = jnp.where(is_known, next_tokens, NO_TOKEN).reshape(-1)
+    acceptance, new_states = None, []
+    for proposer, own_params, state_before in zip(
         context.config.proposers, params, state.proposers, strict=True
     ):
-        kept, found = proposer.catch_up(own, before, given, active, following)
-        acceptance = found if acceptance is None else acceptance
-        after.append(kept)
+        new_state, estimated = proposer.draft_prefill(
+            own_params, state_before, proposer_context, active, next_tokens
+        )
+        acceptance = estimated if acceptance is None else acceptance
+        new_states.append(new_state)
     assert acceptance is not None, "no proposer has a draft model"
     if state.forced_acceptance is not None:
         acceptance = force_one(state.forced_acceptance, active).astype(jnp.float32)
@@ -219,7 +224,7 @@ def _draft_prefill(
         state,
         rows=rows,
         token_pages=context.token_pages,
-        proposers=tuple(after),
+        proposers=tuple(new_states),
     )
     result = {"acceptance_probabilities": acceptance.reshape(is_known.shape)}
     return state, jnp.concatenate(result_layout(context.shape).flatten(result))
@@ -241,14 +246,17 @@ def _observe(
     Returns:
         The states of all proposers.
     """
-    given, shape, after = context.for_proposers(target), context.shape, []
+    proposer_context, new_states = context.for_proposers(target), []
+    shape = context.shape
     tiles, next_tile_tokens, first_row = context.tiles, None, None
     if first_tokens is not None:
-        following = context.fields["tile_next_token"]
-        following = jnp.where(tiles.is_last, first_tokens, following)
-        next_tile_tokens = jnp.concatenate([tiles.tokens[:, 1:], following[:, None]], 1)
+        next_token = context.fields["tile_next_token"]
+        next_token = jnp.where(tiles.is_last, first_tokens, next_token)
+        next_tile_tokens = jnp.concatenate(
+            [tiles.tokens[:, 1:], next_token[:, None]], 1
+        )
         first_row = jnp.where(tiles.is_last, tiles.row, context.pool.num_rows)
-    for proposer, own, state in zip(
+    for proposer, own_params, state in zip(
         context.config.proposers, params, states, strict=True
     ):
         if isinstance(proposer, Observer):
@@ -256,7 +264,7 @@ def _observe(
             seen = Seen(
                 tuple(verified.streams[layer] for layer in layers),
                 tuple(verified.tile_streams[layer] for layer in layers)
-                if shape.chunk
+                if shape.max_prompt_tokens
                 else None,
                 shape.tree,
                 verified.num_accepted_nodes,
@@ -265,9 +273,9 @@ def _observe(
                 next_tile_tokens,
                 first_row,
             )
-            state = proposer.observe(own, state, given, seen)
-        after.append(state)
-    return tuple(after)
+            state = proposer.observe(own_params, state, proposer_context, seen)
+        new_states.append(state)
+    return tuple(new_states)
 
 
 def _result(
@@ -316,7 +324,7 @@ def _finish_prompts(
         token_pages,
         row,
         num_tokens=tiles.start + tiles.length,
-        is_greedy=context.shape.features.is_greedy,
+        all_greedy=context.shape.features.all_greedy,
     )
     ending = dataclasses.replace(context, active=active)
     adjust, backend = ending.adjuster(), context.backend
@@ -333,11 +341,11 @@ def _finish_prompts(
         "tile_is_broken": verified.is_tile_broken,
     }
     chosen = ending.logprob_ids()
-    found = logprobs.maybe_logprobs(
+    token_logprobs = logprobs.maybe_logprobs(
         logits, token[:, None], chosen, shape=context.shape, backend=backend
     )
-    if found is not None:
-        result["tile_logprobs"] = found[:, 0]
+    if token_logprobs is not None:
+        result["tile_logprobs"] = token_logprobs[:, 0]
     rows, token_pages = append(rows, token_pages, active, emitted)
     context = dataclasses.replace(context, rows=rows, token_pages=token_pages)
     return context, result

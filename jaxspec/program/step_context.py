@@ -13,7 +13,7 @@ from jaxspec.models.batch import TokenBatch
 from jaxspec.models.params import Params
 from jaxspec.program import controls, grammar, logprobs
 from jaxspec.program.plan import PoolShape, StepShape
-from jaxspec.program.propose.proposal import Context, Observer, Proposer
+from jaxspec.program.propose.proposal import Observer, Proposer, ProposerContext
 from jaxspec.program.rows import Active, Rows, Tiles, apply_plan, gather, read_tiles
 from jaxspec.program.state import EngineState
 from jaxspec.program.token_batch import make_token_batch
@@ -91,7 +91,7 @@ class StepContext:
             rows,
             token_pages,
             fields["decode_row"],
-            is_greedy=shape.features.is_greedy,
+            all_greedy=shape.features.all_greedy,
         )
         return cls(
             config=config,
@@ -109,7 +109,7 @@ class StepContext:
             state.rows,
             state.token_pages,
             self.fields["decode_row"],
-            is_greedy=self.shape.features.is_greedy,
+            all_greedy=self.shape.features.all_greedy,
         )
         return dataclasses.replace(
             self, rows=state.rows, token_pages=state.token_pages, active=active
@@ -127,7 +127,7 @@ class StepContext:
 
     def prompts(self) -> TokenBatch | None:
         """The prompt tiles as a batch for a model; None in a program without."""
-        if not self.shape.chunk:
+        if not self.shape.max_prompt_tokens:
             return None
         tiles, pool = self.tiles, self.pool
         page_table = self.rows.page_table.at[tiles.row].get(mode="clip")
@@ -173,17 +173,17 @@ class StepContext:
             )
         return adjust
 
-    def for_proposers(self, target: Params | None) -> Context:
+    def for_proposers(self, target: Params | None) -> ProposerContext:
         """The part of the launch that proposers read.
 
         Args:
             target: The target's parameters; None where it does not run.
         """
-        return Context(
+        return ProposerContext(
             active=self.active,
             token_pages=self.token_pages,
             tree=self.shape.tree,
-            wanted=self.fields["decode_draft"],
+            wanted_levels=self.fields["decode_num_draft_tokens"],
             pool=self.pool,
             prompts=self.prompts(),
             backend=self.config.backend,

@@ -1,4 +1,4 @@
-"""The target's part of a round: one pass over drafts and prompts, and the verdict.
+"""The target's part of a round: one pass over drafts and prompts, and its verdict.
 
 A program whose drafts are looked up may hold the pass in several widths. A round runs
 the narrowest that has room for the drafts found: a plain pass if there are none.
@@ -54,12 +54,12 @@ class TargetPass:
     """One pass of the target over the newest tokens, their drafts and prompts.
 
     Attributes:
-        num_draft_tokens: Drafts of each sequence that count.
+        num_draft_tokens: Valid drafts of each sequence: columns at or past it are
+            padding.
         prompts: Tiles that share the pass.
         adjust: Applies the requests' controls to logits; None without controls.
         logprob_ids: Token ids whose logprobs are always returned.
-        forced_acceptance: Probability that each draft is accepted; None leaves the
-            decision to the rules.
+        forced_acceptance: For benchmarks: see `EngineState`.
     """
 
     context: StepContext
@@ -89,20 +89,20 @@ class TargetPass:
             forced_acceptance=state.forced_acceptance,
         )
 
-    def run(
+    def run_and_verify(
         self,
         proposal: Proposal | None,
-        tokens: Int[Array, "seq width"],
+        inputs: Int[Array, "seq width"],
         pages: KvPools,
     ) -> Verified:
         """Run the target, and decide which drafts are accepted.
 
         Args:
-            tokens: The newest token of each sequence, then its drafts.
+            inputs: The newest token of each sequence, then its drafts.
         """
         context, target, prompts = self.context, self.target, self.prompts
         active, pool, shape = context.active, context.pool, context.shape
-        seqs, width = tokens.shape
+        seqs, width = inputs.shape
         tree = shape.tree
         if width < tree.num_rows:
             tree = Tree.chain(width - 1)
@@ -110,16 +110,16 @@ class TargetPass:
         kv_len = active.num_tokens + width - 1
         page_table = active.page_table
         batches = [
-            make_token_batch(tokens, kv_len, page_table, is_written, pool, tree=tree)
+            make_token_batch(inputs, kv_len, page_table, is_written, pool, tree=tree)
         ]
         if prompts is not None:
             batches.append(prompts)
-        hidden, pages = target.hidden(join_batches(batches), pages)
-        logits, tile_logits = logits_of(target, hidden.rows, seqs * width)
-        tokens, num_accepted, row = verify_tree(
+        output, pages = target.forward(join_batches(batches), pages)
+        logits, tile_logits = logits_of(target, output.hidden_states, seqs * width)
+        new_tokens, num_accepted, tree_row = verify_tree(
             tree,
             proposal,
-            tokens,
+            inputs,
             logits,
             self.num_draft_tokens,
             active,
@@ -129,43 +129,47 @@ class TargetPass:
             max_model_len=pool.max_model_len,
         )
         pages = compact_kv(
-            target.config, pages, tree, row, active, pool, context.backend
+            target.config, pages, tree, tree_row, active, pool, context.backend
         )
-        found = logprobs.maybe_logprobs(
-            logits, tokens, self.logprob_ids, shape=shape, backend=context.backend
+        token_logprobs = logprobs.maybe_logprobs(
+            logits, new_tokens, self.logprob_ids, shape=shape, backend=context.backend
         )
         num_rows = shape.tree.num_rows
-        tokens = _widen(tokens, num_rows)
-        found = None if found is None else _widen(found, num_rows)
+        new_tokens = _widen(new_tokens, num_rows)
+        token_logprobs = (
+            None if token_logprobs is None else _widen(token_logprobs, num_rows)
+        )
         prompt_logprobs = None
         if prompts is not None and shape.features.num_prompt_logprobs is not None:
             prompt_logprobs = logprobs.prompt_logprobs(
                 target,
-                hidden.rows[seqs * width :],
+                output.hidden_states[seqs * width :],
                 prompts.tokens,
                 context.fields["tile_next_token"],
                 shape=shape,
                 backend=context.backend,
             )
-        is_broken, is_tile_broken = _broken(hidden.is_finite, tree, row)
+        is_broken, is_tile_broken = _broken(output.is_finite, tree, tree_row)
         streams, tile_streams = {}, {}
         for layer in sorted(context.config.target_layers):
-            stream = hidden.rows if layer == NORMALISED else hidden.streams[layer]
+            stream = (
+                output.hidden_states if layer == NORMALISED else output.streams[layer]
+            )
             nodes, rest = jnp.split(stream, [seqs * width])
-            nodes = _accepted_nodes(tree, row, nodes.reshape(seqs, width, -1))
+            nodes = _accepted_nodes(tree, tree_row, nodes.reshape(seqs, width, -1))
             streams[layer] = _widen(nodes, num_rows)
             tile_streams[layer] = rest.reshape(-1, TILE, nodes.shape[2])
         return Verified(
-            tokens=tokens,
+            tokens=new_tokens,
             num_accepted=num_accepted,
-            tree_row=None if shape.tree.is_chain else row,
+            tree_row=None if shape.tree.is_chain else tree_row,
             num_accepted_nodes=num_accepted
             if tree.is_chain
-            else jnp.asarray(tree.depths)[row],
+            else jnp.asarray(tree.depths)[tree_row],
             is_broken=is_broken,
             tile_logits=tile_logits,
             is_tile_broken=is_tile_broken,
-            logprobs=found,
+            logprobs=token_logprobs,
             prompt_logprobs=prompt_logprobs,
             streams=streams,
             tile_streams=tile_streams,
@@ -174,42 +178,44 @@ class TargetPass:
 
     def run_narrowest(
         self,
-        widths: tuple[int, ...],
+        fewer: tuple[int, ...],
         proposal: Proposal,
-        tokens: Int[Array, "seq width"],
+        inputs: Int[Array, "seq width"],
         pages: KvPools,
     ) -> Verified:
-        """`run` at the smallest width that has room for every sequence's drafts.
+        """`run_and_verify` at the smallest width with room for all valid drafts.
 
         Args:
-            widths: `narrow_widths` of the proposers.
+            fewer: `fewer_drafts` of the proposers.
         """
         shape = self.context.shape
-        verified = self._no_result(tokens, pages)
-        num_wanted, before = self.num_draft_tokens.max(initial=0), -1
-        for width in (*widths, shape.tree.num_nodes):
-            is_wanted = (num_wanted > before) & (num_wanted <= width)
-            run = functools.partial(self._run_width, proposal, width)
-            verified = run_if(is_wanted, run, verified)
-            before = width
+        verified = self._no_result(inputs, pages)
+        max_drafts, smaller = self.num_draft_tokens.max(initial=0), -1
+        for num_drafts in (*fewer, shape.tree.num_nodes):
+            is_smallest = (max_drafts > smaller) & (max_drafts <= num_drafts)
+            run = functools.partial(self._run_first, proposal, num_drafts)
+            verified = run_if(is_smallest, run, verified)
+            smaller = num_drafts
         return verified
 
-    def _run_width(self, proposal: Proposal, width: int, before: Verified) -> Verified:
+    def _run_first(
+        self, proposal: Proposal, num_drafts: int, before: Verified
+    ) -> Verified:
         """Run the first drafts only.
 
         The tokens come from the state of the loop in `run_if`, so that XLA cannot hoist
         the computations on them and run them in every round.
         """
-        return self.run(
-            proposal.first(width), before.tokens[:, : width + 1], before.pages
+        return self.run_and_verify(
+            proposal.first(num_drafts), before.tokens[:, : num_drafts + 1], before.pages
         )
 
-    def _no_result(self, tokens: Int[Array, "seq width"], pages: KvPools) -> Verified:
+    def _no_result(self, inputs: Int[Array, "seq width"], pages: KvPools) -> Verified:
         """Placeholders of the right shapes, replaced by the one pass that runs."""
         shape, model = self.context.shape, self.target.config
         layers = self.context.config.target_layers
         return Verified(
-            tokens=tokens,
+            tokens=inputs,
             num_accepted=jnp.zeros_like(self.num_draft_tokens),
             tree_row=None
             if shape.tree.is_chain
@@ -218,10 +224,10 @@ class TargetPass:
             is_broken=jnp.zeros_like(self.context.active.is_active),
             is_tile_broken=jnp.zeros(0, bool),
             tile_logits=jnp.zeros((0, model.vocab_size), jnp.float32),
-            logprobs=logprobs.empty_logprobs(tokens, shape=shape),
+            logprobs=logprobs.empty_logprobs(inputs, shape=shape),
             prompt_logprobs=None,
             streams={
-                layer: jnp.zeros((*tokens.shape, model.hidden_size)) for layer in layers
+                layer: jnp.zeros((*inputs.shape, model.hidden_size)) for layer in layers
             },
             tile_streams={
                 layer: jnp.zeros((0, TILE, model.hidden_size)) for layer in layers
@@ -230,14 +236,14 @@ class TargetPass:
         )
 
 
-def narrow_widths(proposers: tuple[Proposer, ...], shape: StepShape) -> tuple[int, ...]:
+def fewer_drafts(proposers: tuple[Proposer, ...], shape: StepShape) -> tuple[int, ...]:
     """Numbers of drafts, fewer than the tree's, that the program has passes for.
 
     Each pass is as much code as the widest, so there are few. With prompts there are
     none.
     """
     tree = shape.tree
-    if shape.chunk or not all(one.may_find_none for one in proposers):
+    if shape.max_prompt_tokens or not all(one.may_find_none for one in proposers):
         return ()
     has_few = any(one.may_find_few for one in proposers) and tree.num_nodes > 2 * FEW
     # The first nodes of a tree are a chain, which has no side branches.
@@ -259,30 +265,30 @@ def logits_of(
     return logits[:num_decode], logits[num_decode:]
 
 
-def _is_used(tree: Tree, row: Int[Array, " seq"]) -> Bool[Array, "seq width"]:
+def _is_used(tree: Tree, tree_row: Int[Array, " seq"]) -> Bool[Array, "seq width"]:
     """Rows whose logits decided tokens: up to the last accepted draft."""
     if tree.is_chain:
-        return jnp.arange(tree.num_rows)[None] <= row[:, None]
-    return jnp.asarray(tree.ancestor_mask)[row]
+        return jnp.arange(tree.num_rows)[None] <= tree_row[:, None]
+    return jnp.asarray(tree.ancestor_mask)[tree_row]
 
 
 def _accepted_nodes(
-    tree: Tree, row: Int[Array, " seq"], nodes: Float[Array, "seq width model"]
+    tree: Tree, tree_row: Int[Array, " seq"], nodes: Float[Array, "seq width model"]
 ) -> Float[Array, "seq _ model"]:
     """Rows of the accepted drafts, in order; in a chain, all rows."""
     if tree.is_chain:
         return nodes
-    path = jnp.asarray(tree.paths)[row]
+    path = jnp.asarray(tree.paths)[tree_row]
     return jnp.take_along_axis(nodes, path[:, :, None], axis=1)
 
 
 def _broken(
-    is_finite: Bool[Array, " token"], tree: Tree, row: Int[Array, " seq"]
+    is_finite: Bool[Array, " token"], tree: Tree, tree_row: Int[Array, " seq"]
 ) -> tuple[Bool[Array, " seq"], Bool[Array, " tile"]]:
     """Sequences and tiles whose tokens were decided by NaN or infinity."""
-    is_broken, seqs, width = ~is_finite, row.shape[0], tree.num_rows
+    is_broken, seqs, width = ~is_finite, tree_row.shape[0], tree.num_rows
     decode = is_broken[: seqs * width].reshape(seqs, width)
-    is_used = _is_used(tree, row)
+    is_used = _is_used(tree, tree_row)
     tiles = is_broken[seqs * width :].reshape(-1, TILE)
     return (decode & is_used).any(axis=1), tiles[:, -1]
 

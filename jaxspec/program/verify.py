@@ -20,13 +20,17 @@ from jaxspec.program.propose.proposal import Proposal
 from jaxspec.program.rows import Active
 from jaxspec.program.sampling import (
     Numbers,
-    controls_of,
     draw_numbers,
     forbid_early_stop,
+    sampling_values_of,
 )
 from jaxspec.program.tree.tree import Tree
 from jaxspec.sharding import num_parts
-from jaxspec_kernels.rejection_sampling import Controls, Verdict, rejection_sampling
+from jaxspec_kernels.rejection_sampling import (
+    SamplingValues,
+    Verdict,
+    rejection_sampling,
+)
 
 
 class _Inputs(NamedTuple):
@@ -35,7 +39,7 @@ class _Inputs(NamedTuple):
     tokens: Int[Array, "seq draft"]
     num_draft_tokens: Int[Array, " seq"]
     active: Active
-    controls: Controls | None
+    sampling_values: SamplingValues | None
     numbers: Numbers
     num_forced: Int[Array, " seq"] | None
 
@@ -57,9 +61,10 @@ def verify(
 
     Args:
         proposal: None for no drafts.
-        logits: The model's own, sequence-major: row i of a sequence follows its i-th
-            draft.
-        num_draft_tokens: Drafts of each sequence that count.
+        logits: The model's own, sequence-major. Row i predicts the token in the place
+            of draft i (from 0); the last row, the token after all drafts.
+        num_draft_tokens: Valid drafts of each sequence: columns at or past it are
+            padding.
         tree: A chain with a node for each draft.
         adjust: Applies the requests' controls to logits; None without controls.
         forced_acceptance: As for `force`, at least one per draft; None forces nothing.
@@ -76,8 +81,9 @@ def verify(
         rows = adjust(rows, tokens)
     # One uniform for each draft and one for the token after them, keyed by the position
     # where the round starts.
-    purposes = jnp.arange(width, dtype=jnp.int32)[None] * randomness.NUM_ROLES
-    purposes = (purposes + randomness.ACCEPT).at[:, -1].set(randomness.SAMPLE)
+    index = jnp.arange(width, dtype=jnp.int32)[None]
+    purposes = randomness.purpose(randomness.ACCEPT, index)
+    purposes = purposes.at[:, -1].set(randomness.SAMPLE)
     numbers = draw_numbers(active, purposes, 0, width=width)
     num_forced = None
     if forced_acceptance is not None and draft:
@@ -96,7 +102,12 @@ def verify(
         rows,
         probs,
         _Inputs(
-            tokens, num_draft_tokens, active, controls_of(active), numbers, num_forced
+            tokens,
+            num_draft_tokens,
+            active,
+            sampling_values_of(active),
+            numbers,
+            num_forced,
         ),
     )
 
@@ -129,7 +140,7 @@ def verify_group(
         probs,
         logits,
         inputs.num_draft_tokens,
-        inputs.controls,
+        inputs.sampling_values,
         rule=active.rule,
         accept_uniform=None if uniform is None else uniform[:, :-1],
         sample_uniform=None if uniform is None else uniform[:, -1],
@@ -161,21 +172,21 @@ def verify_groups(
         (logits, inputs),
     )
     # Draft-major, as they were made: reordering all of them would be a copy.
-    num_draft_tokens, rows = 0, None
+    num_drafts, rows = 0, None
     if probs is not None:
-        num_draft_tokens = probs.shape[1]
+        num_drafts = probs.shape[1]
         rows = probs.swapaxes(0, 1).reshape(-1, probs.shape[2])
 
     def verify_slice(item: tuple[Array, tuple[Array, _Inputs]]) -> Verdict:
         start, (logits, inputs) = item
-        own = None
+        group_probs = None
         if rows is not None:
-            starts = (start + index * seqs for index in range(num_draft_tokens))
-            own = jnp.stack(
-                [jax.lax.dynamic_slice_in_dim(rows, one, size) for one in starts],
+            starts = (start + index * seqs for index in range(num_drafts))
+            group_probs = jnp.stack(
+                [jax.lax.dynamic_slice_in_dim(rows, first, size) for first in starts],
                 axis=1,
             )
-        return verify_one(logits, own, inputs)
+        return verify_one(logits, group_probs, inputs)
 
     starts = jnp.arange(0, seqs, size, dtype=jnp.int32)
     verdicts = jax.lax.map(verify_slice, (starts, groups))

@@ -98,7 +98,7 @@ class PlanLayout(Layout):
 
         fields = {
             "decode_row": row(shape=(seqs,)),
-            "decode_draft": Column(shape=(seqs,)),
+            "decode_num_draft_tokens": Column(shape=(seqs,)),
             "page_update": row(shape=(3, self.max_page_updates)),
             "tile_length": Column(shape=(tiles,)),
             **records("tile", Tile, tiles),
@@ -138,7 +138,7 @@ class PlanLayout(Layout):
         if plan.decode:
             decode = np.array(plan.decode, np.int32)
             self.view(vector, "decode_row")[: len(decode)] = decode[:, 0]
-            self.view(vector, "decode_draft")[: len(decode)] = decode[:, 1]
+            self.view(vector, "decode_num_draft_tokens")[: len(decode)] = decode[:, 1]
         if plan.pages:
             pages, count = np.array(plan.pages, np.int32), self.max_page_updates
             assert len(pages) <= count, f"{len(pages)} page updates over {count}"
@@ -320,7 +320,7 @@ class StepResult:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CaughtUp:
+class DraftPrefillResult:
     """The result of a draft-prefill launch.
 
     Attributes:
@@ -332,12 +332,12 @@ class CaughtUp:
     acceptance_probabilities: np.ndarray = _part("tile token", np.float32)
 
     @property
-    def rounds(self) -> tuple["CaughtUp"]:
+    def rounds(self) -> tuple["DraftPrefillResult"]:
         """Itself: a launch has one."""
         return (self,)
 
     @classmethod
-    def unpack(cls, vector: np.ndarray, shape: StepShape) -> "CaughtUp":
+    def unpack(cls, vector: np.ndarray, shape: StepShape) -> "DraftPrefillResult":
         """Read the vector that `step.speculative_step` returns."""
         return cls(**_read(vector, shape))
 
@@ -351,7 +351,9 @@ class ResultLayout(Layout):
 
     def __init__(self, shape: StepShape):
         sizes, parts = _sizes(shape), {}
-        for one in dataclasses.fields(CaughtUp if shape.is_catch_up else StepResult):
+        for one in dataclasses.fields(
+            DraftPrefillResult if shape.is_draft_prefill else StepResult
+        ):
             if "part" in one.metadata:
                 words, dtype = one.metadata["part"]
                 if sizes.keys() >= set(words.split()):

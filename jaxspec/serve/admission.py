@@ -1,7 +1,7 @@
 """Owns the set of running requests, and the limits on waiting ones.
 
-The engine's own queue is in another thread; this count of admitted, unfinished requests
-needs no call to it.
+The engine's own queue is in another thread. The limits are checked against a count that
+is kept here, of requests that were admitted and have not finished.
 """
 
 import itertools
@@ -19,7 +19,7 @@ _NEWEST_WEIGHT = 0.2
 
 
 class Admission:
-    """Counts the texts that requests generate in the engine.
+    """Counts the sequences that the engine generates; refuses requests over a limit.
 
     Attributes:
         num_refused: Requests and connections refused, by the limit that they exceed.
@@ -29,7 +29,7 @@ class Admission:
 
     def __init__(self, settings: ServerSettings, max_num_seqs: int):
         self._settings, self._max_num_seqs = settings, max_num_seqs
-        # Prompt tokens of each text, in order of arrival.
+        # Number of prompt tokens of each sequence to generate, in order of arrival.
         self._texts: dict[int, int] = {}
         self._ids = itertools.count()
         self._running: set[str] = set()
@@ -40,12 +40,12 @@ class Admission:
 
     @property
     def num_requests(self) -> int:
-        """Running prompts; a beam search counts once per beam."""
+        """Number of running prompts; a beam search counts once per beam."""
         return len(self._running)
 
     @property
     def request_ids(self) -> list[str]:
-        """Their ids in the engine."""
+        """The engine's ids of the running prompts."""
         return list(self._running)
 
     @contextmanager
@@ -57,10 +57,10 @@ class Admission:
         Args:
             request_ids: One per prompt; for a beam search, one per beam.
             lengths: Number of tokens of each prompt.
-            num_texts: Texts to generate for each prompt.
+            num_texts: Sequences to generate for each prompt (`n`).
 
         Raises:
-            OverloadedError: Too many texts or prompt tokens would wait.
+            OverloadedError: Too many sequences or prompt tokens would wait.
         """
         texts = [length for length in lengths for _ in range(num_texts)]
         self._check(texts)

@@ -27,15 +27,17 @@ from jaxspec.serve.middleware import BodyTimeout
 
 _log = logging.getLogger(__name__)
 
-# More than the default queue and batch hold together, with room for idle ones.
+# Default limit: more connections than the default queue and batch hold requests, so
+# that there is room for idle ones.
 MAX_CONNECTIONS = 4096
-# Connections over the limit that get a complete 503 response; further ones are closed.
+# Maximum connections over the limit whose requests are read before the 503 response;
+# further ones get it at once and are closed.
 NUM_REFUSING = 64
-# Descriptors for files and sockets of the process itself.
+# File descriptors reserved for the process's own files and sockets.
 NUM_OWN_DESCRIPTORS = 64
 # Soft limit of descriptors set at startup if the hard limit permits; as in vLLM.
 NUM_DESCRIPTORS = 65_535
-# A full server still serves monitoring, so that it is not restarted.
+# Paths that a server at its limit still serves, so that monitoring does not restart it.
 MONITORING_PATHS = ("/health", "/ping", "/metrics")
 RETRY_AFTER_S = 1
 LOG_INTERVAL_S = 60.0

@@ -16,9 +16,9 @@ from jaxspec.serve.response_store import ResponseNotFoundError
 
 _log = logging.getLogger(__name__)
 
-# Faults of one request body that its error lists.
+# Maximum number of invalid fields that the error for one request body lists.
 MAX_REPORTED_FAULTS = 5
-# Characters of a message: it may quote the request, which may be long.
+# Maximum characters of an error message, which may quote a long request.
 MAX_MESSAGE = 2000
 _TYPES = {
     400: "BadRequestError",
@@ -64,7 +64,8 @@ def status_and_body(error: BaseException) -> tuple[int, dict[str, Any]]:
     """Return the HTTP status and the JSON body of an error's response."""
     match error:
         case ArgumentError():
-            # UnsupportedError too: not 501, the server would serve another request.
+            # Also for UnsupportedError. Not 501, because the server can serve other
+            # requests.
             return 400, error_body(400, str(error), error.parameter)
         case ModelNotFoundError():
             return 404, error_body(404, str(error), "model")

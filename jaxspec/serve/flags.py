@@ -25,7 +25,7 @@ WARM_UPS = ("none", "plain", "all")
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
 
 _LISTS = ("api_keys", "allowed_origins", "allowed_methods", "allowed_headers")
-# Settings whose flags have another name: vLLM's.
+# Settings whose flag has another name than the field, because vLLM names it so.
 _RENAMED = {"api_keys": "api_key"}
 # Booleans as text, for sources whose values are all strings.
 _BOOLEANS = {"true": True, "false": False}

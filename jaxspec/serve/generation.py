@@ -68,9 +68,10 @@ Answer = Callable[[Serving, AnyBody, Request], Coroutine[Any, Any, Response]]
 
 # The status that nginx logs for a client that disconnected.
 CLIENT_GONE = 499
-# Bytes of a stored response that are parsed in a millisecond.
+# Maximum bytes of a stored response that is parsed in the event loop: that takes a
+# millisecond.
 SHORT_BYTES = 2**17
-# Interval at which a cancellation by another server is polled for.
+# Seconds between checks of whether another server has stopped a cancelled response.
 POLL_S = 0.1
 
 
@@ -335,7 +336,7 @@ def _check_background(serving: Serving, body: ResponseBody) -> None:
     """Check that a background response will be stored.
 
     Raises:
-        UnsupportedError: It will not.
+        UnsupportedError: The response would not be stored.
     """
     if not body.background:
         return
@@ -419,7 +420,7 @@ async def _log_of(serving: Serving, owner: str, response: dict[str, Any]) -> Eve
     """Return the event log of a response, finished or not.
 
     Raises:
-        RequestError: It is not a stream, or another server is generating it.
+        RequestError: The response is not a stream, or another server generates it.
         ResponseNotFoundError: It is not stored.
     """
     log = serving.background.log((owner, response["id"]))

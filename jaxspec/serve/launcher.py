@@ -51,7 +51,7 @@ _log = logging.getLogger(__name__)
 ENGINE_DEAD = 1
 # Seconds to send the final chunks of requests aborted after the shutdown timeout.
 FLUSH_TIMEOUT_S = 5
-# Interval at which a second signal is checked for.
+# Seconds between checks for a second signal.
 POLL_S = 0.1
 LOG_FORMAT = "%(levelname)s %(asctime)s [%(name)s] %(message)s"
 
@@ -161,7 +161,7 @@ def run(options: Options) -> int:
     find_max_connections(options.listening.limit_concurrency)
     bound = _bind(options.listening)
     try:
-        # For the time before and after the server handles signals itself.
+        # Handles signals before the server handles them itself, and afterwards.
         with interrupts_end(lambda: _release(bound, options.listening)):
             engines = make_engines(options.engine)
             warm_up(engines, options.warm_up)
@@ -287,7 +287,7 @@ def warm_up(engines: Sequence[LLMEngine], extent: str) -> None:
         return
     params = _unusual(engines[0]) if extent == "all" else ()
     for engine in engines:
-        # In a thread of its own, which does not delay the exit of the process.
+        # Warm-up runs in a thread of its own, which does not delay an exit.
         engine.start_warm_up(params)
     if extent == "plain":
         return

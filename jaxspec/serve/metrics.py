@@ -196,7 +196,7 @@ class CountRequests:
         try:
             await self._app(scope, receive, record_status)
         finally:
-            # Not the request's path: clients may invent any number of paths.
+            # The route, not the request's path: clients may invent any number of paths.
             handler = getattr(scope.get("route"), "path", "none")
             took_s = time.monotonic() - start
             self._counts.add(handler, scope["method"], status, took_s)

@@ -15,10 +15,11 @@ from jaxspec.serve.errors import error_body, respond
 
 GUARDED = "/v1"
 MAX_ID = 256
-# Bytes of an unused body that are read and dropped before the connection may be reset.
+# Maximum bytes of an unused body that are read and dropped; after them the connection
+# may be reset.
 MAX_DRAINED_BYTES = 2**30
-# JSON separators, also those inside strings. A few megabytes can hold more than a
-# million values, and parsing them blocks the event loop.
+# Maximum number of JSON separators in a body, counting those inside strings. A few
+# megabytes can hold more than a million values, and parsing them blocks the event loop.
 MAX_MARKS = 300_000
 _MARKS = (b"{", b"[", b":", b",")
 _TOO_MANY = (
@@ -75,8 +76,8 @@ class BodyLimit:
             return
         length = Headers(scope=scope).get("content-length", "")
         if length.isdecimal() and int(length) > self._max_bytes:
-            # Before the body arrives: a client that waits for "100 Continue" need not
-            # send it.
+            # Respond before the body arrives, so that a client that waits for "100
+            # Continue" need not send it.
             body = error_body(413, self._message())
             response = respond(413, body, {"Connection": "close"})
             await response(scope, receive, send)
@@ -207,7 +208,8 @@ class RequestIds:
             return
         headers = MutableHeaders(scope=scope)
         request_id = headers.get("x-request-id", "")[:MAX_ID] or uuid.uuid4().hex
-        # In place: the endpoint makes the response's id from it.
+        # Change the request's headers in place: the endpoint reads this header to make
+        # the response's id.
         headers["x-request-id"] = request_id
 
         async def add(message: Message) -> None:

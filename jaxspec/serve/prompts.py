@@ -143,7 +143,8 @@ class Prompts:
                 "--trust-request-chat-template.",
                 parameter="chat_template",
             )
-        # Never as a path, with which a client could read the server's files.
+        # A request's template is never read as a path: a client could otherwise read
+        # the server's files.
         return ChatTemplate(given, "chat_template")
 
     def _finish(

@@ -51,9 +51,10 @@ AFFINE_ROUTER = "ray.serve.experimental.consistent_hash_router"
 # Concurrent requests of a replica without max_num_seqs. With Ray's default, 5, the
 # batch would be nearly empty while requests wait in Ray's queue.
 MAX_ONGOING_REQUESTS = 256
-# Replicas of one machine serve their metrics on neighboring ports.
+# Number of consecutive ports to try for a replica's metrics (replicas of one machine
+# use neighboring ports), and the highest port number.
 MAX_METRICS_PORTS, MAX_PORT = 64, 65535
-# Connections to the metrics address of one replica.
+# Maximum connections to the metrics address of one replica.
 MAX_METRICS_CONNECTIONS = 64
 STRATEGIES = ("STRICT_SPREAD", "SPREAD", "PACK", "STRICT_PACK")
 MONITORING_PATHS = ("/metrics", "/health")
@@ -61,7 +62,8 @@ MONITORING_PATHS = ("/metrics", "/health")
 HOST_FLAGS = ("nnodes", "node_rank", "master_addr", "master_port", "headless")
 HOST_FLAGS += ("hosts_secret_file",)
 READY_POLL_S = 0.1
-# Keys of ray_actor_options that a placement group's bundle can reserve, and others.
+# Keys of ray_actor_options that a placement group's bundle can reserve, and keys that
+# it cannot.
 BUNDLED = ("num_cpus", "num_gpus", "memory", "resources", "accelerator_type")
 NOT_BUNDLED = ("runtime_env",)
 _PLACE = "jaxspec.serve.ray_app:build"
@@ -296,7 +298,8 @@ class Replica:
             engines = make_engines(arguments)
         warm_up(engines, options.warm_up)
         self.engine = AsyncLLMEngine(*engines)
-        # Earlier, the proxy would send it requests that ready replicas could serve.
+        # If the constructor returned earlier, Ray's proxy would send this replica
+        # requests that ready replicas could serve.
         while self.engine.num_warming and not self.engine.is_ready:
             time.sleep(READY_POLL_S)
         freeze_heap()
@@ -444,7 +447,7 @@ def _free_ports() -> int:
 
 
 class _Listener(uvicorn.Server):
-    """Leaves signals to Ray."""
+    """A uvicorn server that leaves signals to Ray."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

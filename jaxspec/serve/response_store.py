@@ -22,15 +22,17 @@ from jaxspec.serve.streaming import EventLog, write_in_parts
 _log = logging.getLogger(__name__)
 
 IN_MEMORY = ":memory:"
-# ASCII: SQLite cannot store surrogates in texts.
+# Writes ASCII, because SQLite cannot store lone surrogates in its text columns.
 _encode = json.JSONEncoder(separators=(",", ":")).encode
 # Statuses of a response that is not finished.
 UNFINISHED = ("queued", "in_progress")
-# Interval of the heartbeats of a server with unfinished responses.
+# Seconds between the heartbeats of a server with unfinished responses.
 HEARTBEAT_S = 2.0
-# After this time without a heartbeat the server of an unfinished response has ended.
+# Seconds without a heartbeat after which the server of an unfinished response counts as
+# ended.
 MAX_SILENCE_S = 30.0
-# Writes of another server hold the lock for milliseconds.
+# Seconds to wait for the file's lock, which other servers hold for milliseconds per
+# write.
 LOCK_TIMEOUT_S = 5.0
 _SIZE = " + ".join(
     f"length(cast({{row}}.{name} as blob))"
@@ -38,7 +40,8 @@ _SIZE = " + ".join(
 )
 _NEW_SIZE, _OLD_SIZE = _SIZE.format(row="new"), _SIZE.format(row="old")
 _ADD = "update response_totals set num_bytes = num_bytes"
-# Triggers maintain the total, so that it is correct with several servers.
+# Triggers maintain the total number of bytes, so that it is correct if several servers
+# share the file.
 _SCHEMA = (
     """
     create table if not exists responses (
@@ -136,7 +139,7 @@ class ResponseStore:
     def put_events(self, response_id: str, events: list[Any], owner: str = "") -> None:
         """Store the streamed events of a response that this server has added.
 
-        `update` deletes them.
+        A later `update` of the response deletes these events.
         """
         change = "update responses set events = ? "
         change += "where owner = ? and id = ? and server = ?"
@@ -188,7 +191,7 @@ class ResponseStore:
         return True
 
     def delete(self, response_id: str, owner: str = "") -> None:
-        """Delete a response; its server stops generating it.
+        """Delete a response; the server that generates it stops generating it.
 
         Raises:
             ResponseNotFoundError: It is not stored.
@@ -198,7 +201,10 @@ class ResponseStore:
             raise ResponseNotFoundError(response_id)
 
     def cancel(self, response_id: str, owner: str = "") -> None:
-        """Mark a response as cancelled; its server stops at its next heartbeat."""
+        """Mark a response as cancelled.
+
+        The server that generates it stops generating it at its next heartbeat.
+        """
         change = "update responses set is_cancelled = 1 where owner = ? and id = ?"
         self._execute(change, owner, _as_bytes(response_id))
 
@@ -206,7 +212,8 @@ class ResponseStore:
         """Record that this server is still generating its unfinished responses.
 
         Returns:
-            Those of `making` that were deleted, or cancelled by another server.
+            Keys of the responses in `making` that were deleted, or cancelled by another
+            server.
 
         Raises:
             sqlite3.Error: The file cannot be written.
@@ -229,7 +236,7 @@ class ResponseStore:
         return is_unfinished, time.time(), *texts
 
     def _write(self, change: str, *values: object) -> list[Any] | None:
-        """Change a row and evict others; return the statement's rows, None on error."""
+        """Execute a statement and evict rows over the limit; None on error."""
         try:
             with self._lock, self._connection:  # commits, or rolls back
                 self._execute("begin immediate")
@@ -276,7 +283,7 @@ def connect(path: str | None) -> sqlite3.Connection:
     Only the user of this process may read or write the file.
 
     Raises:
-        ConfigError: It cannot be opened, or is not a response store.
+        ConfigError: The file cannot be opened, or is not a response store.
     """
     connection = None
     try:

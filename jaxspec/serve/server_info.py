@@ -17,7 +17,8 @@ from jaxspec.serve.serving import Serving, new_id
 from jaxspec.text.tokenizer import NoTokenizer
 from jaxspec_checkpoints import model_files
 
-# Sent while the first program is compiled, which takes seconds to minutes.
+# Seconds of the Retry-After header that is sent while the first program is compiled,
+# which takes seconds to minutes.
 RETRY_AFTER_S = 1
 
 
@@ -59,7 +60,7 @@ def health_routes(serving: Serving) -> APIRouter:
 
 
 def synthetic_parts(config: EngineConfig) -> dict[str, bool]:
-    """Return which parts are synthetic, so that texts are meaningless; else empty."""
+    """Return what is synthetic, weights or acceptance; it makes texts meaningless."""
     parts = {
         "synthetic_acceptance": config.is_synthetic,
         "random_weights": config.load_format == "dummy",

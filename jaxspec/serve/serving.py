@@ -27,7 +27,8 @@ from jaxspec.serve.streaming import merge
 T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
-# Clients choose the names of unknown fields: this bounds the memory for them.
+# Maximum number of unknown field names to remember as logged. Clients choose the names,
+# so without a limit they could fill the memory.
 MAX_LOGGED_FIELDS = 1000
 
 
@@ -36,7 +37,7 @@ class Serving:
 
     def __init__(self, engine: AsyncLLMEngine, settings: ServerSettings):
         self.engine, self.settings = engine, settings
-        # Neither changes while the engine's thread runs.
+        # Safe to read from this thread: neither changes while the engine's thread runs.
         self.config, self.tokenizer = engine.engine.config, engine.engine.tokenizer
         self.prompts = Prompts(self.config, self.tokenizer, settings)
         self.admission = Admission(settings, self.config.max_num_seqs)
@@ -73,7 +74,7 @@ class Serving:
         for place, name, known in unknown_fields(body):
             if has_template and place.startswith("messages["):
                 continue
-            # One line for all entries of a list.
+            # Log one line for all entries of a list, not one for each index.
             logged = re.sub(r"\[[0-9]+\]", "[]", place) + name
             is_known = (
                 logged in self._ignored or len(self._ignored) >= MAX_LOGGED_FIELDS

@@ -16,9 +16,10 @@ from jaxspec.serve.requests.tool_parsers import GEMMA, parser_class
 from jaxspec.serve.response_store import connect
 
 SPEC_METRICS = ("none", "summary")
-# A context of 8192 tokens is 40 kB of English; lists of prompts need more.
+# One context of 8192 tokens is 40 kB of English; requests with a list of prompts need
+# more.
 DEFAULT_MAX_BODY_BYTES = 4 * 2**20
-# 60 s for the largest body is 70 kB/s.
+# Seconds for headers and for the body. 60 s for the largest body is 70 kB/s.
 DEFAULT_READ_HEADERS_S, DEFAULT_READ_BODY_S = 30.0, 60.0
 # About 20,000 responses with a prompt and a text of 1,000 characters each.
 DEFAULT_RESPONSE_STORE_BYTES = 64 * 2**20
@@ -64,8 +65,8 @@ class ServerSettings:
         tool_call_parser: Name of the parser that finds such calls. "gemma" reads the
             format that the prompt describes if the model's template has no tools.
         tool_parser_plugin: A Python file that registers further parsers, as in vLLM.
-        exclude_tools_when_tool_choice_none: Leave tools out of the prompt with
-            `tool_choice="none"`. On, unlike in vLLM.
+        exclude_tools_when_tool_choice_none: Leave tools out of the prompt of requests
+            with `tool_choice="none"`. On by default, unlike in vLLM.
         enable_request_id_headers: Responses have X-Request-Id: the request's, or new.
         enable_prompt_tokens_details: Return the number of cached prompt tokens.
         enable_force_include_usage: Every chunk of a stream has token counts, without
@@ -74,26 +75,27 @@ class ServerSettings:
         enable_per_request_metrics: Return each request's times.
         enable_tokenizer_info_endpoint: Serve GET /tokenizer_info, with the tokenizer's
             configuration and the chat template.
-        enable_server_load_tracking: Serve GET /load, the number of running prompts.
-            On, unlike in vLLM.
+        enable_server_load_tracking: Serve GET /load, the number of running prompts. On
+            by default, unlike in vLLM.
         return_tokens_as_token_ids: Write tokens in logprobs as "token_id:7" unless the
             request sets this itself.
         reject_unknown_fields: Refuse requests with an unknown field, also in an object
             of the request. By default such fields are ignored, and each is logged
             once.
-        max_body_bytes: Larger requests are refused.
+        max_body_bytes: Maximum bytes of a request body; larger requests are refused.
         timeout_read_body: Seconds for the body of a request to arrive.
-        max_num_queued_reqs: Texts that may wait for a place in the batch; more are
-            refused. None for no limit.
-        max_num_queued_tokens: The same, in tokens of their prompts.
+        max_num_queued_reqs: Maximum number of sequences that may wait for a place in
+            the batch; requests that exceed it are refused. None for no limit.
+        max_num_queued_tokens: Maximum number of prompt tokens of the waiting sequences;
+            requests that exceed it are refused. None for no limit.
         max_request_s: Seconds that one request may take; None for no limit.
         disable_fastapi_docs: Serve neither /docs nor /openapi.json.
         server_dev_mode: Serve /sleep, /wake_up and /is_sleeping without an API key, as
             vLLM does with VLLM_SERVER_DEV_MODE.
         response_store: An SQLite file in which responses (POST /v1/responses) survive a
             restart; by default they are in memory.
-        max_response_store_bytes: Total size of the stored responses, the newest; 0 to
-            store none.
+        max_response_store_bytes: Maximum total bytes of stored responses, of which the
+            oldest are evicted first; 0 to store none.
     """
 
     served_model_names: tuple[str, ...] = ("model",)

@@ -25,10 +25,12 @@ _LINE_ENDS = {ord(one): f"\\u{ord(one):04x}" for one in "\x85\u2028\u2029"}
 _write_whole = json.JSONEncoder(
     ensure_ascii=False, allow_nan=False, separators=(",", ":")
 ).encode
-# Levels of a response above the log-probabilities of one token: at most those of an
-# event, its response, output, item, content and part.
+# Depth to which a large response is serialized entry by entry. The log-probabilities of
+# one token are at most this deep: in an event, its response, output, item, content and
+# part.
 _LEVELS = 8
-# Serializing this number of values takes milliseconds.
+# Maximum number of values of a response that is serialized in the event loop: that
+# takes milliseconds.
 SHORT_ANSWER = 4096
 
 
@@ -92,7 +94,8 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     """Await some work; cancel it if the client disconnects.
 
     Args:
-        receive: The request has been read: only the disconnection follows.
+        receive: ASGI's `receive` of a request that has been read, so that only the
+            message of its disconnection follows.
 
     Raises:
         ClientGoneError: The client has disconnected, and the work was cancelled.
@@ -140,7 +143,7 @@ class EventStream(StreamingResponse):
 
 
 class EventLog:
-    """The events of one stream, for any number of readers, at any time.
+    """The events of one stream, which any number of readers can follow from any event.
 
     Attributes:
         events: All events so far.
@@ -183,7 +186,7 @@ class EventLog:
 async def merge(
     streams: list[AsyncGenerator[Any, None]],
 ) -> AsyncGenerator[tuple[int, Any], None]:
-    """Yield the outputs of several streams, each with its stream's number.
+    """Yield the outputs of several streams as they come, each with its stream's index.
 
     No stream runs ahead of the reader by more than one output. The first error closes
     all streams; so does closing this generator.

@@ -34,7 +34,8 @@ from jaxspec_checkpoints.gguf.file import read_gguf
 from jaxspec_checkpoints.gguf.tokenizer import chat_template
 from jaxspec_checkpoints.reading import GGUF
 
-# Appended to a message that is to be continued; like the marks, in no message.
+# Appended to the message that is to be continued, to find where to cut the rendered
+# text. A lone surrogate, which no message contains.
 _CUT = "\udfff"
 
 
@@ -51,7 +52,7 @@ class ChatTemplate:
         """Compile `text`; `source` is its name in error messages.
 
         Raises:
-            ConfigError: It is not a valid template.
+            ConfigError: `text` is not a valid template.
         """
         self.text, self.source = text, source
         environment = _environment()
@@ -83,7 +84,8 @@ class ChatTemplate:
         """Render a checked conversation, with the text of its messages marked.
 
         Args:
-            marks: None leaves the messages unmarked.
+            marks: Hides special pieces in the messages' text; None leaves them
+                unmarked.
             pieces: Texts of the special pieces by name: "bos_token" and others.
             variables: Further variables of the template, plain data; marked as well.
             tools: OpenAI's `tools`, for a template that reads them.
@@ -103,7 +105,8 @@ class ChatTemplate:
         if tools is not None:
             variables = {**variables, "tools": tools}
         if continue_final_message:
-            # The space shows whether the template trims the message's end.
+            # After rendering, a missing space shows that the template trims the end of
+            # the message.
             last = messages[-1] | {"content": messages[-1]["content"] + f"{_CUT} "}
             messages = [*messages[:-1], last]
         plain = self._render(messages, {**values, **variables})
@@ -118,8 +121,9 @@ class ChatTemplate:
             except RequestError:
                 continue  # the template refuses the marks, not the messages
             found = marks.split(marked)[1::2]
-            # With the first two kinds of marks no message text can form a piece. The
-            # third kind hides whole pieces only: the template must then write the same
+            # With the first two kinds of marks (all letters, first letters), no text of
+            # a message can form a special piece. The third kind hides only whole
+            # pieces, so the result counts as safe only if the template writes the same
             # pieces as with the kind before.
             is_safe = mark != marks.on_pieces or found == own
             if is_safe and marks.off(marked) == plain:
@@ -214,7 +218,7 @@ def given_template(given: object) -> ChatTemplate:
     """Read a `chat_template` argument: a template, or the path of a file with one.
 
     Raises:
-        ConfigError: It is neither.
+        ConfigError: The value is neither.
     """
     allowed = "a Jinja template or the path of a file with one"
     if isinstance(given, ChatTemplate):
@@ -268,8 +272,9 @@ def folder_template(folder: Path) -> ChatTemplate | None:
 def can_hold_template(folder: Path) -> bool:
     """Return whether a model's files could contain a chat template.
 
-    If they could and do not, the model was not trained on conversations. Kaggle's
-    files, a `tokenizer.model` or `tokenizer.json` alone, could not.
+    A model whose files could contain a template, but do not, was not trained on
+    conversations. A `tokenizer.model` or `tokenizer.json` alone, as from Kaggle, cannot
+    contain one.
     """
     return bool({"tokenizer_config.json", GGUF} & folder_files(folder).keys())
 

@@ -12,11 +12,12 @@ from typing import Any
 from jaxspec.errors import RequestError, check_utf8, one_of, wrong_argument
 from jaxspec.models.families import DEFAULT_TURNS
 
-# Lone surrogates: UTF-8 has none, so no message can contain a mark.
+# Marks are lone surrogates from this code point on. UTF-8 has none, so no message can
+# contain a mark.
 _FIRST_MARK = 0xD800
 _NAME = re.compile(r"[\w.-]+")
 
-# Roles of the model.
+# Role names of the model's own messages.
 _ANSWERS = ("assistant", "model")
 
 # Roles that are merged into the user's turn if the format has no turn for them.
@@ -31,14 +32,14 @@ _PARTS = {
     "refusal": "refusal",
 }
 
-# Nesting of lists and dicts in messages and variables.
+# Maximum nesting of lists and dicts in messages and template variables.
 MAX_DEPTH = 64
 
 Message = dict[str, Any]
 
 
 class Marks:
-    """Replaces the letters of special pieces by marks, one for one, and back.
+    """Replaces each letter of special pieces by a mark, and marks by letters.
 
     A marked text contains no special piece, even when joined with other text. Length,
     spaces and lines are unchanged, so that a template treats it like the text itself.
@@ -81,7 +82,8 @@ def read_messages(
             allowed is decided when the conversation is rendered.
 
     Raises:
-        RequestError: It is not a list of messages, or a message has no role or text.
+        RequestError: `messages` is not a list of messages, or a message has no role or
+            text.
     """
     if not isinstance(messages, (list, tuple)) or not messages:
         allowed = "a list of at least one {'role': ..., 'content': ...}"
@@ -95,7 +97,7 @@ def read_messages(
 def fold_turns(
     messages: list[Message], is_refused: Callable[[list[Message]], bool]
 ) -> list[Message]:
-    """Merge system and developer messages into user turns, if the format has no others.
+    """Merge system and developer messages into user turns if the format needs that.
 
     Consecutive user messages, original or converted, then become one turn, separated
     by an empty line. A conversation that the format accepts is unchanged.
@@ -138,7 +140,7 @@ def read_variables(variables: object) -> dict[str, Any]:
     """Check `chat_template_kwargs`; return a copy.
 
     Raises:
-        RequestError: It is not a dict of plain data by name.
+        RequestError: The value is not a dict of plain data by name.
     """
     name, allowed = "chat_template_kwargs", "a dict of plain data by name"
     if variables is None:
@@ -193,7 +195,7 @@ def map_texts(value: Any, change: Callable[[str], str], depth: int = 0) -> Any:
     """Copy plain data with its texts changed, except names of roles and fields.
 
     Raises:
-        RequestError: It contains something other than plain data, or is too deep.
+        RequestError: The data contain other types, or are nested too deep.
     """
     if depth > MAX_DEPTH:
         allowed = f"nested {MAX_DEPTH} deep at most"

@@ -94,9 +94,9 @@ class SentencePieces:
 def _without_turns(model: bytes, markers: Sequence[str]) -> bytes:
     """Change the turn markers to control pieces, which `encode` never returns.
 
-    They are user-defined symbols in Gemma's files, which SentencePiece recognizes in
-    every text. In the serialized model a piece is: 0x0a, the length, the text, 0x15,
-    four bytes of score, 0x18, the kind.
+    In Gemma's files the markers are user-defined symbols, which SentencePiece
+    recognizes in every text. The serialized model stores a piece as: 0x0a, the length,
+    the text, 0x15, four bytes of score, 0x18, the kind.
     """
     symbol, control = b"\x04", b"\x03"
     for piece in map(str.encode, markers):
@@ -150,8 +150,9 @@ class JsonPieces:
         return call_native(encode, text, add_special_tokens=False).ids
 
     def decode(self, ids: list[int]) -> str:
-        # Not the library's own decoder, which also replaces valid characters next to an
-        # incomplete one: streamed text would then change afterwards.
+        # The library's own decoder is not used, because it also replaces valid
+        # characters next to an incomplete one: streamed text would then change
+        # afterwards.
         data = b"".join(map(self._bytes_of, ids))
         text = data.decode("utf-8", errors="surrogateescape")
         return re.sub("[\udc80-\udcff]", "\ufffd", text)
@@ -171,7 +172,7 @@ class JsonPieces:
 
 
 def folder_files(folder: Path) -> dict[str, Path]:
-    """Return the files of a tokenizer and its model by name, none outside the folder.
+    """Return the files of a tokenizer and of its model's config, by name.
 
     Args:
         folder: The model's folder, or a GGUF file.
@@ -200,7 +201,7 @@ def read_pieces(folder: Path, markers: Sequence[str]) -> Pieces:
         markers: Turn markers, which are special pieces whatever their kind in the file.
 
     Raises:
-        ConfigError: There is none of them, or it cannot be read.
+        ConfigError: None of these files exists, or the first that does cannot be read.
     """
     files = folder_files(folder)
     for name, kind, content_of, read in (

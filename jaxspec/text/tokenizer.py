@@ -97,9 +97,10 @@ class Tokenizer:
 
     @property
     def turn_end_ids(self) -> tuple[int, ...]:
-        """Ids that end an answer in addition to those of the model's files.
+        """Token ids that end an answer, in addition to those in the model's files.
 
-        <end_of_turn> for a model with a chat template, which was tuned for turns.
+        <end_of_turn> if the model has a chat template, which means that it was trained
+        on turns; else none.
         """
         if not self.has_turns or self.chat_template is None or self._turns is None:
             return ()
@@ -163,7 +164,7 @@ class Tokenizer:
         return {self.id_to_piece(token): token for token in range(self.vocab_size)}
 
     def convert_tokens_to_ids(self, tokens: str | Iterable[str]) -> int | list[int]:
-        """Return the id of a piece, or those of several; unk's for unknown pieces."""
+        """Return the id of a piece, or the ids of several; unk's id if unknown."""
         if isinstance(tokens, str):
             return self._ids.get(tokens, self.unk_token_id)
         return [self._ids.get(piece, self.unk_token_id) for piece in tokens]
@@ -441,7 +442,7 @@ def check_same_tokenizer(
     hint: str = "",
     names: tuple[str, str] = ("the target", "the draft"),
 ) -> None:
-    """Check that every id has the same piece in both; padding rows have none.
+    """Check that every id has the same piece in both tokenizers.
 
     Args:
         hint: Names drafts that fit the target.
@@ -478,9 +479,10 @@ def _shown(piece: str) -> str:
 
 
 class PlainTexts(dict[int, str | None]):
-    """Text of every token; None if it depends on neighbors, or is special.
+    """Text of every token id; None for special tokens and for single bytes.
 
-    Bytes depend on their neighbors: several form a character. Computed on first use.
+    The text of a byte depends on its neighbors, as several bytes form a character.
+    Computed on first use.
     """
 
     def __init__(self, tokenizer: Tokenizer):

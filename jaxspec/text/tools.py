@@ -24,7 +24,8 @@ function helps. What a function returns is told as \
 {"name": function name, "result": what it returned}. The functions:
 """
 _NO_PARAMETERS = {"type": "object", "properties": {}}
-# Keys of a call's arguments: the second is that of OpenAI's API and of many models.
+# Keys under which a call may have its arguments. The second one is that of OpenAI's API
+# and of many models.
 _ARGUMENTS = ("parameters", "arguments")
 _SPACES = " \t\r\n"
 _FENCE = "```"
@@ -54,7 +55,7 @@ def read_tools(tools: object) -> list[Tool]:
     """Read OpenAI's `tools`; None means no tools.
 
     Raises:
-        RequestError: It is not a list of functions with schemas.
+        RequestError: The value is not a list of functions with schemas.
     """
     if tools is None:
         return []
@@ -248,15 +249,15 @@ class CallReader:
 
     A call starts at the beginning of a line: a JSON object with the name of a known
     function and its arguments, alone or in a list, optionally in a Markdown fence.
-    Everything else is plain text. Text that may be a call is held back until that is
-    decided; then arguments are passed on unchanged.
+    Everything else is plain text. Text that may be a call is held back until it is
+    known to be one or not. The arguments of a call are then passed on unchanged.
     """
 
     def __init__(self, names: Collection[str]):
         """Begin an answer; `names` are those of the functions."""
         self._names = names
         self._parts: list[Part] = []
-        # Letters read that may be part of a call.
+        # Letters that were read and held back, because they may be part of a call.
         self._held: list[str] = []
         self._num_calls = 0
         self._reading = self._read()
@@ -272,7 +273,8 @@ class CallReader:
     def end(self) -> list[Part]:
         """Return the text held back at the end, unless a call precedes it.
 
-        After a call it is white space, a fence, or a call that was cut off.
+        After a call, the held text is dropped: it is white space, a Markdown fence, or
+        a call that was cut off.
         """
         if not self._num_calls:
             self._release()
@@ -393,7 +395,8 @@ class CallReader:
         """Read a JSON object up to its closing brace, without validating it.
 
         Args:
-            is_known: The function is known: pass letters on as they come.
+            is_known: The call's function is known, so its letters are passed on as they
+                come.
         """
         read, depth, is_text, is_escaped = [], 0, False, False
         while True:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 LOSSES = ("lk", "kl", "tv", "nla")
-# Hybrid loss: how fast its weight moves from KL to 1 - acceptance.
+# Rate at which the hybrid loss moves its weight from KL to 1 - acceptance.
 _ETA = 3.0
 
 
@@ -61,7 +61,7 @@ def compare(
 def mean(
     values: Float[Array, " token"], is_counted: Bool[Array, " token"]
 ) -> Float[Array, ""]:
-    """Mean over the tokens that count."""
+    """Return the mean over the tokens that count."""
     count = jnp.maximum(is_counted.astype(jnp.float32).sum(), 1.0)
     return jnp.where(is_counted, values, 0.0).sum() / count
 
@@ -75,7 +75,8 @@ def loss_of(
     if kind == "tv":
         return mean(1 - found.acceptance, is_counted)
     if kind == "nla":
-        # Without any overlap acceptance is 0, and its logarithm has no usable gradient.
+        # If the distributions do not overlap, acceptance is 0, and its logarithm has no
+        # usable gradient.
         return mean(-jnp.log(jnp.maximum(found.acceptance, 1e-6)), is_counted)
     assert kind == "lk", kind
     accepted = mean(found.acceptance, is_counted)

@@ -45,7 +45,7 @@ from jaxspec_checkpoints.gguf.reading import tokenizer_files
 from jaxspec_checkpoints.reading import GGUF
 from jaxspec_checkpoints.writing import write_checkpoint
 
-# Types of the parameters in training, and in the folder that an engine loads.
+# Types of the parameters: during training, and in the folder that an engine loads.
 FLOAT32, BFLOAT16 = jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16)
 
 
@@ -53,8 +53,9 @@ FLOAT32, BFLOAT16 = jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16)
 class Method(Protocol):
     """The interface of a method to the trainer."""
 
-    # With 0, pass 0 at token t proposes token t + 1; with 1, token t + 2: a head's
-    # first draft follows a round's newest token, which the target has not read yet.
+    # Pass 0 at token t proposes token t + 1 if this is 0, and token t + 2 if it is 1.
+    # It is 1 for heads: their first draft follows a round's newest token, which the
+    # target has not read yet.
     offset: ClassVar[int]
 
     @property
@@ -66,7 +67,7 @@ class Method(Protocol):
     def num_passes(self) -> int: ...
 
     def init(self, target: Target, seed: int, token_ids: np.ndarray | None) -> Params:
-        """Initial float32 parameters, placed on the target's mesh."""
+        """Make initial float32 parameters, placed on the target's mesh."""
         ...
 
     def hidden(
@@ -76,7 +77,7 @@ class Method(Protocol):
         tokens: Int[Array, "row token"],
         states: States,
     ) -> list[Float[Array, "row_token model"]]:
-        """Output of each pass for all rows, before logits."""
+        """Return the output of each pass for all rows, before logits."""
         ...
 
     def logits(
@@ -86,7 +87,7 @@ class Method(Protocol):
         number: int,
         hidden: Float[Array, "row_token model"],
     ) -> Float[Array, "row_token draft_vocab"]:
-        """Logits of a pass's output."""
+        """Return logits of a pass's output."""
         ...
 
     def save(self, folder: Path, params: Params, target: Target) -> None:
@@ -128,7 +129,7 @@ class _Head:
 
 @dataclass(frozen=True, kw_only=True)
 class _LayerMethod(_Head):
-    """Training-time test: the output of each pass is the input of the next.
+    """Base of EAGLE methods: each pass reads the output of the pass before it.
 
     Attributes:
         num_passes: Number of consecutive drafts that are trained.
@@ -138,7 +139,7 @@ class _LayerMethod(_Head):
     num_passes: int = 3
 
     def _rows(self, params: Params, states: States) -> Float[Array, "row_token model"]:
-        """The target's hidden states that the first pass takes."""
+        """Return the target's hidden states that the first pass takes."""
         raise NotImplementedError
 
     def hidden(
@@ -189,7 +190,7 @@ class EagleMethod(_LayerMethod):
 
 @dataclass(frozen=True, kw_only=True)
 class Eagle3Method(_LayerMethod):
-    """A layer over three of the target's hidden states, with its own output matrix."""
+    """Trains a layer over three of the target's hidden states, with its own LM head."""
 
     config: Eagle3Config
 
@@ -233,7 +234,7 @@ class Eagle3Method(_LayerMethod):
 
 @dataclass(frozen=True, kw_only=True)
 class MedusaMethod(_Head):
-    """Heads that all read the same hidden state."""
+    """Trains several heads that all read the same hidden state of the target."""
 
     config: MedusaConfig
 
@@ -309,7 +310,8 @@ class DraftMethod:
         random, flat = np.random.default_rng(seed), {}
         for path, spec in functions_of(self.config).param_specs(self.config).items():
             if len(spec.shape) == 1:
-                # Outputs start small, so that a layer starts near the identity.
+                # The norms after a layer's blocks start small, so that the layer starts
+                # near the identity.
                 is_after = path[-1].startswith("post_")
                 values = np.full(spec.shape, -0.7 if is_after else 0.0)
             elif path == ("embedding",):
@@ -340,8 +342,8 @@ class DraftMethod:
                 assert config.mask_token_id is not None
                 tokens = jnp.full_like(tokens, config.mask_token_id)
             network = build_network(config, params, RowsBackend(number=number))
-            hidden, pages = network.hidden(rows_batch(tokens, number), pages)
-            found.append(hidden.rows)
+            output, pages = network.forward(rows_batch(tokens, number), pages)
+            found.append(output.hidden_states)
         return found
 
     def logits(

@@ -1,7 +1,8 @@
-"""Compare the likelihoods of text under two storage forms of a model.
+"""Compare the likelihoods of texts under two quantizations of a model.
 
-Both read whole pieces of text with the same arithmetic; the forms differ in how
-weights, or keys and values, are stored. Result files are written elsewhere.
+Both models read the same pieces of text with the same arithmetic. They differ in how
+weights, or keys and values, are stored: unquantized or in fewer bits.
+`jaxspec_checkpoints.quality` writes the result files.
 """
 
 import dataclasses
@@ -55,10 +56,10 @@ class RoundedRows(RowsBackend):
 
 
 class Reader:
-    """A model in one storage form, which reads rows of text.
+    """A model with a given quantization, which reads rows of text.
 
     Attributes:
-        config: Of the model, with its form.
+        config: Config of the model, with its quantization.
     """
 
     @own_settings()
@@ -96,8 +97,10 @@ class Reader:
         def log_probs(params: Any, tokens: jax.Array) -> jax.Array:
             network = build_network(config, params, backend)
             empty = no_keys(tokens, config.num_kv_heads, config.head_dim, computed)
-            hidden, _ = network.hidden(rows_batch(tokens), (empty,) * config.num_layers)
-            logits = network.logits(hidden.rows).astype(jnp.float32)
+            output, _ = network.forward(
+                rows_batch(tokens), (empty,) * config.num_layers
+            )
+            logits = network.logits(output.hidden_states).astype(jnp.float32)
             return jax.nn.log_softmax(logits, axis=-1).reshape(*tokens.shape, -1)
 
         self._run = jax.jit(log_probs)
@@ -110,19 +113,19 @@ class Reader:
     def log_probs(
         self, tokens: Int[np.ndarray, "row token"]
     ) -> Float[Array, "row token vocab"]:
-        """Log-probabilities of the token after each, given all tokens up to it."""
+        """Return log-probabilities of the next token at every token."""
         return self._run(self._params, jnp.asarray(tokens))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """A form of a model compared with a reference form on the same tokens.
+    """Results of a model compared with a reference model on the same tokens.
 
     Attributes:
         num_tokens: Number of predicted tokens.
-        perplexity: exp of the form's mean loss.
+        perplexity: exp of the model's mean loss.
         reference_perplexity: exp of the reference's mean loss.
-        kl_nats_per_token: Mean of KL(reference || form).
+        kl_nats_per_token: Mean of KL(reference || model).
         share_of_same_first: Share of tokens where both agree on the most likely token.
     """
 
@@ -142,11 +145,11 @@ def compare(
     num_rows: int,
     title: str,
 ) -> Comparison:
-    """Compare two forms of a model on the same text.
+    """Compare a model with a reference model on the same text.
 
     Args:
         num_rows: Pieces that are read together; divides the number of pieces.
-        title: Of the progress bar.
+        title: Title of the progress bar.
     """
     assert len(pieces) % num_rows == 0
     sums = np.zeros(4)
@@ -173,7 +176,7 @@ def _compared(
     own: Float[Array, "row token vocab"],
     tokens: Int[Array, "row token"],
 ) -> Float[Array, "number row token-1"]:
-    """Per token: both losses, KL(theirs || own), and whether the argmax agrees."""
+    """Return both losses, KL(theirs || own) and argmax agreement, per token."""
     theirs, own = theirs[:, :-1], own[:, :-1]
     losses = [
         -jnp.take_along_axis(one, tokens[:, 1:, None], axis=2)[..., 0]
@@ -205,6 +208,6 @@ def cut(
 
 
 def chosen(texts: Iterable[str], count: int) -> list[str]:
-    """About `count` of the texts, evenly chosen."""
+    """Return about `count` of the texts, evenly chosen."""
     every = list(texts)
     return every[:: max(len(every) // count, 1)]

@@ -14,7 +14,8 @@ from jaxspec.models.backend import Backend
 from jaxspec.models.batch import Region, TokenBatch
 from jaxspec_kernels.bits import KvPages, ScaledPages
 
-# Queries whose scores are computed at a time: all at once would be the largest array.
+# Number of queries whose attention scores are computed at a time. The scores of all
+# queries would be the largest array in memory.
 BLOCK = 128
 _MASKED = -1e30
 
@@ -37,7 +38,7 @@ class RowsBackend(Backend):
 
     @property
     def has_blocks(self) -> bool:
-        """False: such operations write to pages and have no gradients."""
+        """False: operations for half a layer write to pages and have no gradients."""
         return False
 
     def write(
@@ -66,7 +67,7 @@ class RowsBackend(Backend):
         soft_cap: float | None,
         window: int | None,
     ) -> Float[Array, "row token q_head head_dim"]:
-        """See the class."""
+        """Attend to the rows' keys, as described at the class."""
         del region
         assert not isinstance(kv_pages, ScaledPages)
         rows, length, q_heads, head_dim = query.shape
@@ -143,7 +144,7 @@ def no_keys(
     dtype: jnp.dtype,
     num_passes: int = 1,
 ) -> Num[Array, "pass_row token two_kv_head head_dim"]:
-    """A layer's pages before the first pass over rows: zeros."""
+    """Return a layer's pages before the first pass over rows: zeros."""
     rows, length = tokens.shape
     return jnp.zeros((num_passes * rows, length, 2 * num_kv_heads, head_dim), dtype)
 

@@ -53,7 +53,7 @@ from jaxspec_checkpoints.layout import TIE
 
 _log = logging.getLogger(__name__)
 
-# Options that may differ between a run and the one that resumes it.
+# Options that may differ between a run and the run that resumes it.
 _FREE = {"out", "work", "eval_every", "save_every", "method_name", "run"}
 SETTINGS = "settings.json"
 # Default number of the target's tokens that a head can propose.
@@ -144,7 +144,7 @@ def _common(config: Any, draft_vocab_size: int | None) -> dict[str, Any]:
 
 
 def _layer(options: argparse.Namespace, config: Any) -> dict[str, Any]:
-    """Sizes of a head's decoder layer, from the options and the target."""
+    """Return sizes of a head's decoder layer, from the options and the target."""
     return dict(
         hidden_size=config.hidden_size,
         intermediate_size=options.intermediate_size or config.intermediate_size,
@@ -232,13 +232,14 @@ def _draft(options: argparse.Namespace, config: Any, folder: Path) -> DraftMetho
     )
     content: Mapping[str, Any] = read_config(folder)[0]
     new = {key: value for key, value in content.items() if key != "layer_types"}
-    # Its embedding is a projection of the target's, and is its head too.
+    # The new draft's embedding is a projection of the target's, and is also its LM
+    # head.
     new |= sizes | {TIE: True}
     return DraftMethod(config=config_from_hf(new), hf_config=new)
 
 
 def _pard(options: argparse.Namespace, config: Any, folder: Path) -> DraftMethod:
-    """A draft model with a mask token, by default one that occurs in no text."""
+    """Make a draft model with a mask token, by default one that occurs in no text."""
     draft = _draft(options, config, folder)
     mask = options.mask_token
     if mask is None:
@@ -279,7 +280,7 @@ def load_target(options: argparse.Namespace, folder: Path, config: Any) -> Targe
 
 
 def _mesh_and_dtype(options: argparse.Namespace) -> tuple[Mesh, Any]:
-    """Mesh and type of the target.
+    """Return the mesh and type of the target.
 
     Raises:
         ConfigError: The devices cannot be divided so, or do not support the type.
@@ -319,7 +320,8 @@ def _text(options: argparse.Namespace, folder: Path, work: Path) -> Text:
                 num_tokens=options.tokens,
                 seed=options.seed,
             )
-    # Only now: a run that failed earlier can be repeated with other settings.
+    # Settings are saved only now, so that a run that failed before can be repeated with
+    # other settings.
     work.mkdir(parents=True, exist_ok=True)
     settings = json.dumps(_settings(options), indent=2)
     (work / SETTINGS).write_text(f"{settings}\n", encoding="utf-8")
@@ -343,7 +345,7 @@ def _states(
 
 
 def _settings(options: argparse.Namespace) -> dict[str, Any]:
-    """Options that a resumed run must match, as JSON stores them."""
+    """Return options that a resumed run must match, as JSON stores them."""
     given = {name: value for name, value in vars(options).items() if name not in _FREE}
     return json.loads(json.dumps(given))
 
@@ -352,7 +354,7 @@ def _check_same(work: Path, options: argparse.Namespace) -> None:
     """Check that a resumed run has the settings of the run before.
 
     Raises:
-        ConfigError: One of them differs.
+        ConfigError: A setting differs.
     """
     given, path = _settings(options), work / SETTINGS
     if not path.exists():

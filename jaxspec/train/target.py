@@ -26,7 +26,7 @@ from jaxspec.models.trimmed import EMBEDDING, HEAD
 from jaxspec.sharding import TARGET_MESH_AXES, kv_copies, num_parts
 from jaxspec.train.rows import RowsBackend, no_keys, rows_batch
 
-# Tokens of every row whose logits are computed at a time.
+# Number of tokens per row whose logits are computed at a time.
 _CHUNK = 64
 
 
@@ -51,7 +51,7 @@ def logits_of(
     rows: Float[Array, "row model"],
     token_ids: Int[Array, " draft_vocab"] | None,
 ) -> Float[Array, "row draft_vocab"]:
-    """The target's logits of normalised rows, for `token_ids` or (None) all tokens."""
+    """Return the target's logits of normalised rows, for `token_ids` or all tokens."""
     if token_ids is not None:
         head = DenseMatrix(head.values[token_ids])  # pyright: ignore[reportAttributeAccessIssue]
     return functions_of(config).logits(config, {EMBEDDING: head, HEAD: head}, rows)
@@ -62,9 +62,9 @@ class Target:
     """A loaded target.
 
     Attributes:
-        name: As the user gave it.
+        name: Name of the target, as the user gave it.
         folder: Where its files are.
-        dtype: The type of its weights.
+        dtype: Type of its weights.
     """
 
     name: str
@@ -92,7 +92,7 @@ class Target:
         return {name: self.params[name] for name in names if name in self.params}
 
     def by_row(self) -> NamedSharding:
-        """Placement of arrays of rows, split along the data axis."""
+        """Return the placement of arrays of rows, split along the data axis."""
         return NamedSharding(self.mesh, PartitionSpec("data"))
 
     def reader(self, layers: Sequence[int]) -> Any:
@@ -119,9 +119,9 @@ def target_states(
     config, (rows, length) = target.config, tokens.shape
     network = build_network(config, params, RowsBackend())
     empty = no_keys(tokens, target.num_kv_heads, config.head_dim, target.dtype)
-    hidden, _ = network.hidden(rows_batch(tokens), (empty,) * config.num_layers)
-    last = hidden.rows.reshape(rows, length, -1)
-    chosen = [hidden.streams[layer].reshape(rows, length, -1) for layer in layers]
+    output, _ = network.forward(rows_batch(tokens), (empty,) * config.num_layers)
+    last = output.hidden_states.reshape(rows, length, -1)
+    chosen = [output.streams[layer].reshape(rows, length, -1) for layer in layers]
     width = last.shape[-1]
     streams = (
         jnp.stack(chosen, axis=2) if chosen else jnp.zeros((*last.shape[:2], 0, width))
@@ -186,7 +186,8 @@ class StateFiles:
         with bar:
             for start in range(0, count, batch_rows):
                 some = tokens[start : start + batch_rows]
-                # One program for all: the last batch is padded with its first row.
+                # The last batch is padded with its first row, so that all batches use
+                # one program.
                 missing = batch_rows - len(some)
                 whole = np.concatenate([some, np.repeat(some[:1], missing, axis=0)])
                 for file, values in zip(files, read(whole), strict=True):
@@ -199,7 +200,7 @@ class StateFiles:
             file.flush()  # pyright: ignore[reportAttributeAccessIssue]
 
     def read(self, numbers: np.ndarray) -> States:
-        """The states of some rows."""
+        """Return the states of some rows."""
         order = np.argsort(numbers)  # read the memory map forwards
         back = np.argsort(order)
         found = [file[numbers[order]][back] for file in self._files]

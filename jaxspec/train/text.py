@@ -19,7 +19,7 @@ from jaxspec.text.tokenizer import Tokenizer
 
 # Start of an answer in a conversation in Gemma's turn format.
 ANSWER = "<start_of_turn>model\n"
-# Prompt lengths of texts without turns; one is drawn for each text.
+# Prompt lengths in tokens for texts without turns; one is drawn for each text.
 PROMPT_TOKENS = 16, 64
 # Sampling of continuations: (share of the documents, temperature, top_p).
 WAYS = ((0.4, 0.0, 1.0), (0.4, 0.8, 0.95), (0.2, 1.0, 1.0))
@@ -48,7 +48,7 @@ class Text:
         return len(self.tokens)
 
     def rows(self, numbers: Any) -> "Text":
-        """Some of the rows."""
+        """Return the rows with these indices."""
         return Text(
             tokens=self.tokens[numbers],
             sizes=self.sizes[numbers],
@@ -57,7 +57,7 @@ class Text:
 
     @property
     def num_written(self) -> int:
-        """Number of tokens that count."""
+        """Number of tokens that count in the loss."""
         return int((self.sizes - self.starts).sum())
 
     def save(self, path: Path) -> None:
@@ -181,7 +181,8 @@ def write_text(
     """
     random = np.random.default_rng(seed)
     shares, documents, written = [way[0] for way in WAYS], [], 0
-    # Prompts per call: enough for all tokens if every answer were half a row.
+    # Prompts per call: enough to write all missing tokens if every answer fills half a
+    # row.
     count = max(64, 2 * num_tokens // length)
     for start in range(0, len(prompts), count):
         some = prompts[start : start + count]
@@ -210,7 +211,7 @@ def write_text(
 
 
 def frequent_tokens(text: Text, count: int, vocab_size: int) -> np.ndarray:
-    """The tokens that the target writes most often, for a trimmed vocabulary."""
+    """Return the target's most frequent tokens, for a trimmed vocabulary."""
     place = np.arange(text.tokens.shape[1])[None]
     counts = (place >= text.starts[:, None]) & (place < text.sizes[:, None])
     frequency = np.bincount(text.tokens[counts], minlength=vocab_size)

@@ -80,7 +80,7 @@ class Schedule:
         check_choice(ConfigError, "loss", self.loss, LOSSES)
 
     def optimizer(self) -> optax.GradientTransformation:
-        """Adam with decoupled weight decay and clipping by the gradients' norm."""
+        """Return Adam with decoupled weight decay and clipping by global norm."""
         warmup_steps = min(self.warmup_steps, self.steps - 1)
         rate = optax.warmup_cosine_decay_schedule(
             init_value=self.learning_rate / (warmup_steps + 1),
@@ -109,7 +109,7 @@ def compare_passes(
     batch: Rows,
     states: States,
 ) -> list[tuple[Comparison, Any]]:
-    """For each pass, compare target and draft at all tokens; also which tokens count.
+    """Compare target and draft in each pass; also return which tokens count.
 
     A position counts if the target wrote the token that is proposed there.
     """
@@ -319,7 +319,7 @@ class Trainer:
         return batch, read(numbers, some.tokens)
 
     def _rows_of(self, step: int) -> np.ndarray:
-        """The rows of a step; an epoch has every row once."""
+        """Return the numbers of a step's rows; an epoch has every row once."""
         count, rows = len(self._text), self.schedule.rows
         numbers = np.arange(step * rows, (step + 1) * rows)
         return np.array([self._order(int(at) // count)[at % count] for at in numbers])
@@ -331,14 +331,14 @@ class Trainer:
         return self._orders[epoch]
 
     def acceptance(self) -> dict[str, list[float]]:
-        """Acceptance of each pass on the held-out text, if earlier drafts are accepted.
+        """Measure each pass's acceptance on held-out text, after accepted drafts.
 
         `sampled` is the mean probability that a draft is accepted at temperature 1,
         `greedy` the share of drafts that are the target's most likely token.
         """
         rows, sums, count = self.schedule.rows, [0.0, 0.0], 0.0
-        # Remaining rows that do not fill a batch are dropped: they would need another
-        # program.
+        # The last rows are dropped if they do not fill a batch, as a smaller batch
+        # would need another program.
         for start in range(0, len(self._held_out) - rows + 1, rows):
             numbers = np.arange(start, start + rows)
             batch, states = self._given(self._held_out, self._read[1], numbers)

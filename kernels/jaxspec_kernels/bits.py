@@ -34,7 +34,7 @@ from jaxtyping import Array, Float, Int, Int8, Num
 FP8 = jnp.dtype(jnp.float8_e4m3fn)
 MAX_FP8, MAX_INT8 = 448.0, 127.0
 
-# Types of pools that hold bits, and the types that the bits represent.
+# Integer types of pools that store raw bits, and the float types of these bits.
 _BITS = {jnp.dtype(jnp.uint16): jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.uint8): FP8}
 _FLOATS = (jnp.bfloat16, jnp.float16, jnp.float32, FP8)
 LANES = 128  # of a TPU's registers, and numbers in a row of a tile
@@ -121,8 +121,7 @@ def check_scales(kv_pages: KvPages, *, in_lanes: bool) -> None:
     page_size = kv_pages.shape[1]
     if in_lanes and page_size & (page_size - 1):
         raise NotImplementedError(
-            f"page_size {page_size}: a TPU's kernels take pages of int8 whose "
-            "size is a power of two"
+            f"page_size {page_size}: for int8 pages the TPU kernels need a power of two"
         )
 
 
@@ -131,9 +130,9 @@ def check_storage(kv_pages: KvPages) -> None:
     is_scaled = isinstance(kv_pages, ScaledPages)
     if not is_scaled and kv_pages.dtype not in (*_FLOATS, *_BITS):
         raise NotImplementedError(
-            f"pages of {jnp.dtype(kv_pages.dtype)}: keys and values are kept as "
-            "bfloat16, float16, float32 or float8_e4m3fn, as bits of bfloat16 in "
-            "uint16 or of float8_e4m3fn in uint8, or as `ScaledPages` of int8"
+            f"KV pages of type {jnp.dtype(kv_pages.dtype)} are not supported: use "
+            "bfloat16, float16, float32, float8_e4m3fn, the raw bits of bfloat16 (as "
+            "uint16) or of float8_e4m3fn (as uint8), or int8 `ScaledPages`"
         )
 
 
@@ -145,7 +144,8 @@ def to_storage(rows: Num[Array, "... head_dim"], pool: Any) -> Any:
     """
     if isinstance(pool, ScaledPages):
         rows = rows.astype(jnp.float32)
-        # A product, not a quotient: XLA may turn a quotient into a product as it fuses.
+        # Multiply by the reciprocal: XLA may turn a division into that when it fuses,
+        # which would change bits.
         scales = jnp.abs(rows).max(axis=-1) * jnp.float32(1 / MAX_INT8)
         # XLA:CPU's maximum over many rows ignores NaN.
         scales = jnp.where(jnp.isnan(rows).any(axis=-1), jnp.nan, scales)
@@ -156,7 +156,7 @@ def to_storage(rows: Num[Array, "... head_dim"], pool: Any) -> Any:
     dtype = jnp.dtype(pool.dtype)
     float_type = _BITS.get(dtype, dtype)
     if float_type == FP8:
-        # The conversion turns numbers beyond the largest into NaN.
+        # Clip first: the conversion would turn numbers beyond the largest one into NaN.
         rows = jnp.clip(rows.astype(jnp.float32), -MAX_FP8, MAX_FP8)
     rows = rows.astype(float_type)
     return jax.lax.bitcast_convert_type(rows, dtype) if dtype in _BITS else rows
@@ -197,6 +197,6 @@ def from_lanes(
 def lanes_of(
     offset: Int[Array, " token"], page_size: int, two_kv_heads: int
 ) -> Int[Array, "token two_kv_head"]:
-    """Return the lanes of tokens' scales in their pages."""
+    """Return, for each token, the lanes of its page that hold its scales."""
     head = jnp.arange(two_kv_heads, dtype=jnp.int32)[None]
     return head * page_size + offset[:, None]

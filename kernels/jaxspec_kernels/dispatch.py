@@ -18,7 +18,8 @@ _log = logging.getLogger(__name__)
 
 IMPLEMENTATIONS: tuple[str, ...] = ("reference", "cpu", "tpu", "gpu")
 
-# By jax's names of platforms: "gpu" for real devices, "cuda" for described ones.
+# Implementation by jax's name of the platform: GPUs are "gpu" if present, and "cuda" if
+# programs are only compiled for them.
 _OF_PLATFORM = {"cpu": "cpu", "tpu": "tpu", "gpu": "gpu", "cuda": "gpu"}
 
 
@@ -34,9 +35,9 @@ def implementation_for(platform: str) -> str:
     """
     if platform not in _OF_PLATFORM:
         raise NotImplementedError(
-            f"no kernels for platform {platform!r}; there are for "
-            f"{', '.join(_OF_PLATFORM)}. "
-            "implementation='reference' runs wherever XLA does, slowly"
+            f"no kernels for platform {platform!r}, only for "
+            f"{', '.join(_OF_PLATFORM)}; implementation='reference' runs on every "
+            "platform of XLA, but slowly"
         )
     found = _OF_PLATFORM[platform]
     if found == "cpu" and not native.is_available():

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-# Least columns and rows of the product: with a single one XLA:CPU uses another routine,
-# which adds up in another order.
+# Minimum number of columns and of rows of the product. With a single one, XLA:CPU uses
+# another routine, which adds up in another order.
 COLUMNS, MIN_ROWS = 4, 2
 
 

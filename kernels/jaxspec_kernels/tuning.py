@@ -15,7 +15,7 @@ from typing import Any
 from jaxspec_kernels import dispatch
 
 OPERATIONS = ("paged_attention", "rejection_sampling")
-# Origin of a table; every value is a non-empty string.
+# Fields that record the origin of a table; each is a non-empty string.
 PROVENANCE = ("device", "jax", "date", "command", "commit")
 
 Sizes = dict[str, int]
@@ -122,7 +122,8 @@ def read(path: Traversable, device_kind: str) -> dict[str, Any]:
     for name in PROVENANCE:
         value = table.get(name)
         if not isinstance(value, str) or not value:
-            raise _broken(path, f"says {name} = {value!r}, where a text is needed")
+            problem = f"says {name} = {value!r}, which must be a non-empty string"
+            raise _broken(path, problem)
     if table["device"] != device_kind:
         raise _broken(path, f"was measured on {table['device']}, not on {device_kind}")
     entries = table.get("entries")

@@ -276,17 +276,22 @@ def entry(name: str, speed_up: float, **changes: Any) -> dict[str, Any]:
     [
         (
             [entry("chain", 1.5), entry("chain=5", 1.8), entry("leaves=1", 1.9)],
-            "leaves=1, 1.90 times as fast; the next is chain=5, 1.80.",
+            "choose leaves=1, 1.90 times as fast as plain decoding; the next is "
+            "chain=5, 1.80 times.",
         ),
         (
             [entry("chain", 1.8), entry("leaves=1", 1.81), entry("leaves=2", 1.7)],
-            "chain, 1.80 times as fast; the next is leaves=1, 1.81.",
+            "choose chain, 1.80 times as fast as plain decoding; the next is "
+            "leaves=1, 1.81 times.",
         ),
         (
             [entry("chain", 0.9), entry("leaves", 1.0)],
-            "no drafts; leaves would be 1.00",
+            "use no drafts; leaves would be 1.00 times as fast as plain decoding.",
         ),
-        ([entry("ngram", 1.3)], "ngram, 1.30 times as fast."),
+        (
+            [entry("ngram", 1.3)],
+            "choose ngram, 1.30 times as fast as plain decoding.",
+        ),
     ],
 )
 def test_answer_names_what_to_choose(entries, message):

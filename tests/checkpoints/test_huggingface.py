@@ -132,7 +132,7 @@ def only(*names: str, **tensors: Any) -> Callable[[Path], Any]:
     ("change", "expected"),
     [
         *(
-            (cut_off(name, kept), f"{name} is no readable safetensors")
+            (cut_off(name, kept), f"{name} is not a readable safetensors")
             for name in ("model.safetensors", *sorted(set(SHARDS.values())))
             for kept in (0, 4, 60, -1)
         ),
@@ -151,7 +151,7 @@ def only(*names: str, **tensors: Any) -> Callable[[Path], Any]:
             "points outside",
         ),
         *(
-            (index_text(text), f"{INDEX} is no index")
+            (index_text(text), f"{INDEX} is not an index")
             for text in ("{}", '{"weight_map": []}', '{"weight_map": 1}')
         ),
         *((index_text(text), f"{INDEX} must (be|hold)") for text in ("", "{", "[]")),

@@ -319,7 +319,7 @@ def test_permuted_features_are_refused(tmp_path):
         write(tmp_path / name, given, ordered(order))
         open_checkpoint(tmp_path / name)
     write(tmp_path / "own", given, ordered(groups.roll(1)))
-    with pytest.raises(CheckpointError, match="weight_g_idx' has groups of features"):
+    with pytest.raises(CheckpointError, match="weight_g_idx' reorders the features"):
         open_checkpoint(tmp_path / "own")
 
 

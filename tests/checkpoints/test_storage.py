@@ -151,7 +151,7 @@ def test_damaged_values_name_the_tensor(folder, damage):
 def test_damaged_index_of_a_database(tmp_path):
     save(tmp_path / "tree", TREE)
     truncate(tmp_path / "tree" / "manifest.ocdbt")
-    with pytest.raises(CheckpointError, match="tree is no readable Orbax folder"):
+    with pytest.raises(CheckpointError, match="tree is not a readable Orbax folder"):
         open_arrays(tmp_path / "tree")
 
 
@@ -183,7 +183,9 @@ def test_array_that_is_listed_and_missing(tmp_path):
 def test_metadata_that_describes_no_tree(tmp_path, tree):
     save(tmp_path / "tree", TREE)
     change_metadata(tmp_path / "tree", tree_metadata=tree)
-    with pytest.raises(CheckpointError, match="_METADATA is no description of a tree"):
+    with pytest.raises(
+        CheckpointError, match="_METADATA is not a description of a tree"
+    ):
         open_arrays(tmp_path / "tree")
 
 

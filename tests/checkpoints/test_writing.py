@@ -140,7 +140,7 @@ def test_existing_destination_is_rejected(tmp_path, source, to, kind):
 
 
 def test_folder_above_must_exist(tmp_path, source):
-    with pytest.raises(CheckpointError, match="missing is no folder: make it first"):
+    with pytest.raises(CheckpointError, match="missing is not a folder: make it first"):
         convert(source, tmp_path / "missing" / "model", "hf")
 
 

@@ -100,7 +100,7 @@ def test_missing_map_names_the_tool(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "named"),
     [
-        ("none.json", None, "is no file"),
+        ("none.json", None, "is not a file"),
         ("hot.pt", b"PK", "is a pickle"),
         ("map.json", b"[0, 1", "must be readable JSON"),
         ("map.json", b"\xff\xfe", "must be readable JSON"),

@@ -237,7 +237,7 @@ def preemption_caching_and_aborts_change_nothing(name: str) -> None:
 
 
 def drafting_stops_and_resumes(name: str) -> None:
-    """Drafting stops while the batch is large, then resumes after any draft prefill."""
+    """While two rows run and others wait; a draft model then prefills in tiles."""
     some, params = pair.prompts(5, seed=3), []
     for index, length in enumerate((60, 14, 14, 14, 60)):
         own: dict[str, Any] = dict(max_tokens=length, ignore_eos=True, temperature=0)
@@ -249,17 +249,17 @@ def drafting_stops_and_resumes(name: str) -> None:
     for index, engine in enumerate(engines_of(name, disable_by_batch_size=2)):
         with pair.recorded(engine) as rounds:
             assert tokens_of(generate(engine, some, params)) == expected
-        plain, drafting, caught_up = [], [], []
+        plain, drafting, draft_prefills = [], [], []
         for number, (plan, shape, _) in enumerate(rounds):
-            if shape.is_catch_up:
-                caught_up.append(number)
+            if shape.is_draft_prefill:
+                draft_prefills.append(number)
             elif shape.num_draft_tokens:
                 assert shape.num_draft_tokens == engine.config.num_draft_tokens
                 drafting.append(number)
             elif plan.decode:
                 plain.append(number)
         assert len(plain) > 10 and len(drafting) > 10
-        assert has_model == any(plain[0] < one < drafting[-1] for one in caught_up)
+        assert has_model == any(plain[0] < one < drafting[-1] for one in draft_prefills)
         assert index == 0 or engine.stats.acceptance_rate == 1.0
         engine.scheduler.check_idle()
 
@@ -288,14 +288,14 @@ class RandomPolicy(SpeculationPolicy):
         super().__init__(*arguments)
         self.random = np.random.default_rng(seed)
 
-    def is_due(self, num_seqs: int, most: int) -> bool:
-        # Each choice lasts several rounds: otherwise draft prefill would never end.
-        return most > 0 and self.random.random() < 0.15
+    def is_due(self, num_seqs: int, max_k: int) -> bool:
+        # Each choice lasts some rounds, or draft prefill would never end.
+        return max_k > 0 and self.random.random() < 0.15
 
     def choose(self, estimates: RoundEstimates) -> None:
-        most = len(estimates.seconds) - 1
+        max_k = len(estimates.seconds) - 1
         self.choice = Choice(
-            num_drafts=int(self.random.integers(0, most + 1)),
+            num_draft_tokens=int(self.random.integers(0, max_k + 1)),
             has_side_branches=bool(self.random.integers(2)),
         )
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxspec.config.speculation import ADAPTIVE
-from jaxspec.program.wire import CaughtUp
+from jaxspec.program.wire import DraftPrefillResult
 from jaxspec.sampling_params import SamplingParams
 from tests.conformance.claims import with_random_policy
 from tests.support import pair
@@ -48,7 +48,7 @@ def test_probed_acceptance_probabilities_agree_with_rounds(draft, kind, prompts)
     engine.scheduler.check_idle()
     made = {max((k for _, k in plan.decode), default=0) for plan, _, _ in rounds}
     assert made == {0, 1, 2, 3}
-    asked = [result for *_, result in rounds if isinstance(result, CaughtUp)]
+    asked = [result for *_, result in rounds if isinstance(result, DraftPrefillResult)]
     acceptance_probabilities = np.concatenate(
         [result.acceptance_probabilities.reshape(-1) for result in asked]
     )
@@ -74,7 +74,7 @@ def test_probes_of_unseeded_requests_have_no_estimate(prompts):
     engine = with_random_policy(pair.engine("same", controller=ADAPTIVE), seed=8)
     with pair.recorded(engine) as rounds:
         generate(engine, prompts, params)
-    asked = [result for *_, result in rounds if isinstance(result, CaughtUp)]
+    asked = [result for *_, result in rounds if isinstance(result, DraftPrefillResult)]
     assert asked
     assert all((result.acceptance_probabilities < 0).all() for result in asked)
     assert engine.stats.acceptance_rate > 0.95

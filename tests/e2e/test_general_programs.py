@@ -79,11 +79,11 @@ def shapes_of(engine: LLMEngine) -> Shapes:
 def test_most_general_program_gives_the_same_texts(features):
     first = pair.engine()
     (universal, *_) = shapes_of(first).all(features=features)
-    (catch_up,) = shapes_of(first).catch_ups
-    runner = GivenRunner(first.runner, GivenPrograms([universal, catch_up]))
+    (draft_prefill,) = shapes_of(first).draft_prefills
+    runner = GivenRunner(first.runner, GivenPrograms([universal, draft_prefill]))
     engine = LLMEngine(first.config, runner=runner, tokenizer=first.tokenizer)
     said = tokens_of(generate(engine, PROMPTS, PARAMS))
-    assert set(runner.shapes) == {universal, catch_up}
+    assert set(runner.shapes) == {universal, draft_prefill}
     assert said == plain_texts()
     assert engine.stats.num_accepted_tokens > 0
 

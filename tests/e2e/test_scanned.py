@@ -225,7 +225,7 @@ def drafting_engine(scan_layers: bool) -> LLMEngine:
     return make(scan_layers, runner=None, draft=draft(), num_draft_tokens=NUM_DRAFT)
 
 
-ROUND = StepShape(num_seqs=2, num_draft_tokens=NUM_DRAFT, chunk=0)
+ROUND = StepShape(num_seqs=2, num_draft_tokens=NUM_DRAFT, max_prompt_tokens=0)
 
 
 @pytest.mark.parametrize(
@@ -263,7 +263,10 @@ def num_operations(scan_layers: bool, num_layers: int) -> int:
     model = pair.make_model(2, num_hidden_layers=num_layers)
     runner: Any = make_engine(model, scan_layers=scan_layers, **pair.SETTINGS).runner
     shape = StepShape(
-        num_seqs=2, num_draft_tokens=0, chunk=0, features=Features(is_greedy=True)
+        num_seqs=2,
+        num_draft_tokens=0,
+        max_prompt_tokens=0,
+        features=Features(all_greedy=True),
     )
     arguments = (*runner.params, runner.state)
     return lower_step(runner.program, shape, arguments).as_text().count("stablehlo.")

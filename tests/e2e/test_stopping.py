@@ -125,7 +125,7 @@ def test_more_requests_than_rows_and_pages_all_finish():
             outputs[output.request_id] = output
             if output.request_id not in started:
                 started.append(output.request_id)
-        engine.scheduler.pages.check()
+        engine.scheduler.pool.check()
     assert was_page_bound
     assert started == [str(number) for number in range(20)]
     said = [list(outputs[str(n)].outputs[0].token_ids) for n in range(20)]

@@ -259,7 +259,7 @@ def test_failed_step_raises_in_every_affected_call(
         except (RuntimeError, EngineGenerateError) as error:
             return repr(error)
 
-    monkeypatch.setattr(engine.policy, "limit", lambda *_: 0)
+    monkeypatch.setattr(engine.policy, "max_draft_tokens", lambda *_: 0)
     monkeypatch.setattr(engine.runner, "fetch", failing)
     with ThreadPoolExecutor(3) as pool:
         results = list(pool.map(call, range(3)))

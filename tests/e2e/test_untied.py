@@ -147,7 +147,7 @@ def test_draft_heads_use_the_lm_head_of_the_target(kind, is_tied):
     rows = random.normal(size=(3, HIDDEN)).astype(np.float32)
     if kind == "eagle":
         config = EagleConfig(**LAYER, draft_vocab_size=VOCAB)
-        eagle = Eagle(config=config, target_layers=(-1,), is_greedy=True)
+        eagle = Eagle(config=config, target_layers=(-1,), drafts_argmax=True)
         found = eagle._logits({}, jnp.asarray(rows), context)
     else:
         config = MedusaConfig(

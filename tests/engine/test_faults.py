@@ -169,7 +169,7 @@ def test_failure_stops_an_engine_over_several_hosts(where: str):
 def test_failed_programs_with_drafts_are_reported(caplog):
     engine, runner = make_fake_engine(num_draft_tokens=3)
     add(engine)
-    shape = StepShape(num_seqs=1, num_draft_tokens=3, chunk=0)
+    shape = StepShape(num_seqs=1, num_draft_tokens=3, max_prompt_tokens=0)
     runner.compiler.failures = {shape: RuntimeError("out of memory")}
     counts = last_of_one(run_all(engine)).spec_decode_metrics
     reason = "no program with drafts could be compiled"

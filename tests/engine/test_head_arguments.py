@@ -222,6 +222,6 @@ def test_server_with_a_head_has_no_more_programs_than_with_a_draft_model(folders
     """Every target pass also runs the head, so there is no draft prefill program."""
     config = configure(folders, kind, num_speculative_tokens=2)
     shapes = Shapes(config, SpeculationPolicy(config.speculative))
-    assert not shapes.catch_ups
+    assert not shapes.draft_prefills
     assert len(shapes.all()) <= 12
-    assert not any(shape.is_catch_up for shape in shapes.all())
+    assert not any(shape.is_draft_prefill for shape in shapes.all())

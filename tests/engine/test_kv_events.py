@@ -244,7 +244,7 @@ def test_engine_publishes_its_cached_pages(subscriber: Subscriber):
     # Pages of prompt and answer, in the order in which the next turn will find them.
     assert tokens[:18] == prompt["prompt_token_ids"]
     assert len(tokens) // size == (18 + 9 - 1) // size
-    kept = set(engine.scheduler.pages._page_of)
+    kept = set(engine.scheduler.pool._page_of)
     assert set(page_keys(root_key("all", ""), tokens, size)) == kept
     assert engine.reset_prefix_cache()
     number_received, (_, batch, _) = subscriber.receive()

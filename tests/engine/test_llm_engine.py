@@ -11,7 +11,7 @@ import pytest
 
 from jaxspec.config.speculation import ADAPTIVE
 from jaxspec.engine.scheduling.programs import GREEDY
-from jaxspec.engine.speculation.step_times import Round
+from jaxspec.engine.speculation.step_times import RoundKind
 from jaxspec.errors import ConfigError, RequestError
 from jaxspec.outputs import RequestOutput
 from jaxspec.program.plan import BLOCK, COUPLED, StepShape
@@ -38,17 +38,17 @@ def test_programs_are_timed_while_no_launch_is_in_flight(monkeypatch):
     engine, runner = make_fake_engine(
         num_draft_tokens=3, controller=ADAPTIVE, num_pages=200, max_model_len=512
     )
-    timed: list[Round] = []
+    timed: list[RoundKind] = []
 
-    def time_round(round_: Round, pages: Any, context: int) -> float:
+    def time_round(round_kind: RoundKind, pages: Any, context: int) -> float:
         names = [name for name, _ in runner.events]
         assert names.count("launch") == names.count("fetch")
-        timed.append(round_)
+        timed.append(round_kind)
         return 0.01
 
     monkeypatch.setattr(runner, "time_round", time_round)
     shapes = [
-        StepShape(num_seqs=n, num_draft_tokens=3, chunk=0, features=GREEDY)
+        StepShape(num_seqs=n, num_draft_tokens=3, max_prompt_tokens=0, features=GREEDY)
         for n in (1, 2)
     ]
     engine.add_request("0", PROMPT, SamplingParams(temperature=0, max_tokens=60))
@@ -57,7 +57,7 @@ def test_programs_are_timed_while_no_launch_is_in_flight(monkeypatch):
         said += [len(one.outputs[0].token_ids) for one in engine.step()]
         if len(said) in (2, 12):
             runner.compiler.get(shapes[len(said) > 2])
-    assert timed == [Round(shape, k) for shape in shapes for k in (0, 1, 3)]
+    assert timed == [RoundKind(shape, k) for shape in shapes for k in (0, 1, 3)]
     assert engine.calibrator.timed == set(timed)
     assert said[-1] == 60
     assert_idle(engine)

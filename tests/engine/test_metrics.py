@@ -352,7 +352,7 @@ def test_metric_uses_the_prediction_made_before_the_round_was_timed(
     def record_time(launch: Any, seconds: float) -> None:
         known.append(dict(engine.step_times.seconds))
         record(launch, seconds)
-        assert launch.expected_s == known[-1].get(launch.round)
+        assert launch.expected_s == known[-1].get(launch.round_kind)
 
     monkeypatch.setattr(metrics, "add_round", note)
     monkeypatch.setattr(engine.scheduler, "record_time", record_time)
@@ -384,20 +384,20 @@ def test_metrics_of_the_choice_of_k():
         return [own[f"jaxspec:speculation_{one}"].value for one in names.split()]
 
     assert choice_values() == [3, 0, 0, 0, 0, 0, 0, 0]
-    policy.choice = Choice(num_drafts=2, gain=0.41)
+    policy.choice = Choice(num_draft_tokens=2, gain=0.41)
     policy.saved_s, policy.lost_s, policy.num_probes = 8.5, 1.25, 7
     policy._budgets[1].num_closed = 4
     acceptance.num_compared, acceptance.num_agreed = 30, 20.5
     assert choice_values() == [2, 0.41, 8.5, 1.25, 7, 4, 30, 20.5]
-    # Without drafts, the gain is 0, whatever it was for the previous K.
-    policy.choice = Choice(num_drafts=0, gain=0.41)
+    # Without drafts the gain is 0, whatever was expected of the previous K.
+    policy.choice = Choice(num_draft_tokens=0, gain=0.41)
     assert choice_values()[:2] == [0, 0]
 
 
 def test_choice_is_limited_by_the_number_of_requests():
     engine, _ = make_fake_engine(num_draft_tokens=3, disable_by_batch_size=2)
-    engine.policy.choice = few = Choice(num_drafts=3, gain=0.41, may_draft=True)
-    many = Choice(num_drafts=0, gain=0.0, may_draft=False)
+    engine.policy.choice = few = Choice(num_draft_tokens=3, gain=0.41, may_draft=True)
+    many = Choice(num_draft_tokens=0, gain=0.0, may_draft=False)
     assert engine.choice == few
     for name in ("a", "b", "c"):
         engine.add_request(name, PROMPT, SamplingParams(max_tokens=60))
@@ -427,7 +427,7 @@ def test_warns_of_low_acceptance_once(caplog: pytest.LogCaptureFixture):
     acceptance = AcceptanceRates(num_rows=1, max_draft_tokens=3)
 
     def new_warnings(k: int = 1) -> list[str]:
-        metrics.warn_of_low_acceptance(acceptance, Choice(num_drafts=k))
+        metrics.warn_of_low_acceptance(acceptance, Choice(num_draft_tokens=k))
         return warnings_of(caplog)
 
     compare(acceptance, 1999, share=0.1)
@@ -468,7 +468,7 @@ def test_no_warning_with_synthetic_acceptance(caplog: pytest.LogCaptureFixture):
     metrics, _ = make_metrics(forced_acceptance=0.1)
     acceptance = AcceptanceRates(num_rows=1, max_draft_tokens=3)
     compare(acceptance, 5000, share=0.1)
-    metrics.warn_of_low_acceptance(acceptance, Choice(num_drafts=3))
+    metrics.warn_of_low_acceptance(acceptance, Choice(num_draft_tokens=3))
     assert not warnings_of(caplog)
 
 
@@ -564,7 +564,7 @@ def test_leaves_are_counted_separately():
     assert isinstance(vector, Vector)
     assert vector.values == [2, 1, 1]
     for has_side in (False, True):
-        load = Load(choice=Choice(num_drafts=2, has_side_branches=has_side))
+        load = Load(choice=Choice(num_draft_tokens=2, has_side_branches=has_side))
         found = {one.name: one for one in metrics.read(load)}
         gauge = found["jaxspec:speculation_has_leaves"]
         assert isinstance(gauge, Gauge) and gauge.value == has_side

@@ -15,7 +15,7 @@ from tests.support.loops import Loop, make_config, make_request, make_requests
 LOGPROBS = Features(num_logprobs=3)
 GRAMMAR = Features(has_grammar=True)
 PROMPTS = Features(num_logprobs=2, num_prompt_logprobs=2)
-KINDS = (Features(is_greedy=True), Features(), LOGPROBS, GRAMMAR, PROMPTS)
+KINDS = (Features(all_greedy=True), Features(), LOGPROBS, GRAMMAR, PROMPTS)
 
 
 class ComingPrograms(EveryProgram):
@@ -130,22 +130,22 @@ def test_a_single_request_waits_for_the_program_with_its_drafts():
     loop.step()
     assert not loop.launches
     (prompt,) = programs.asked
-    assert (prompt.num_draft_tokens, prompt.chunk > 0) == (0, True)
+    assert (prompt.num_draft_tokens, prompt.max_prompt_tokens > 0) == (0, True)
     programs.asked.clear()
     programs.add(prompt)
     for _ in range(6):
         loop.step()
     assert len(request.output_token_ids) == 1
     assert {launch.shape for launch in loop.launches} == {prompt}
-    catch_up, own = programs.asked
-    assert catch_up == loop.scheduler.shapes.catch_ups[0]
-    assert (own.num_seqs, own.num_draft_tokens, own.chunk) == (1, 3, 0)
-    programs.add(catch_up)
+    draft_prefill, own = programs.asked
+    assert draft_prefill == loop.scheduler.shapes.draft_prefills[0]
+    assert (own.num_seqs, own.num_draft_tokens, own.max_prompt_tokens) == (1, 3, 0)
+    programs.add(draft_prefill)
     programs.add(own)
     while loop.step():
         pass
     used = [launch.shape for launch in loop.launches]
-    assert used[:3] == [prompt, catch_up, own]
+    assert used[:3] == [prompt, draft_prefill, own]
     assert set(used[2:]) == {own}
     loop.assert_said_the_truth(request)
 
@@ -165,13 +165,15 @@ def test_larger_chunk_is_requested_while_a_small_one_serves():
     request.prompt_token_ids, request.max_total = [3] * 500, 510
     programs = ComingPrograms(pause=10**9)
     loop = make_loop(config, programs)
-    small = min(loop.scheduler.shapes.all(), key=lambda one: one.chunk or 10**9)
+    small = min(
+        loop.scheduler.shapes.all(), key=lambda one: one.max_prompt_tokens or 10**9
+    )
     programs.add(small)
     loop.scheduler.add(request)
     for _ in range(2):
         loop.step()
     assert loop.launches[-1].shape == small
-    assert max(shape.chunk for shape in programs.asked) == 512
+    assert max(shape.max_prompt_tokens for shape in programs.asked) == 512
     while loop.step():
         pass
     loop.assert_said_the_truth(request)

@@ -185,7 +185,9 @@ def test_failed_download_names_the_argument():
         arguments: dict[str, Any] = {"model": "jaxspec/tiny-gemma2", argument: NAME}
         with pytest.raises(ConfigError) as caught:
             EngineArgs(**arguments).create_engine_config()
-        assert str(caught.value).startswith(f"{argument}: {NAME!r} is no folder here")
+        assert str(caught.value).startswith(
+            f"{argument}: {NAME!r} is not a folder here"
+        )
         assert "HF_HUB_OFFLINE is set" in str(caught.value)
         assert (caught.value.parameter, caught.value.value) == (argument, NAME)
     speculative = {"model": NAME, "num_speculative_tokens": 2}

@@ -61,7 +61,7 @@ def test_a_final_output_has_all_texts_and_shares_the_prompt(cache):
     assert [completion.index for completion in output.outputs] == [0, 1, 2]
     assert all(len(completion.token_ids) == 7 for completion in output.outputs)
     assert output.prompt_token_ids == prompt
-    plans = [plan for plan, shape in runner.plans if not shape.is_catch_up]
+    plans = [plan for plan, shape in runner.plans if not shape.is_draft_prefill]
     num_prefilled = sum(len(tile.tokens) for plan in plans for tile in plan.tiles)
     assert num_prefilled == len(prompt) + 2
     assert_idle(engine)
@@ -381,8 +381,12 @@ class FakeRounds:
     ) -> list[RequestOutput]:
         request.output_token_ids += tokens
         part = Progress(request=request, token_ids=tokens, is_done=is_done)
-        is_quiet = request.is_quiet and not is_done
-        advance = Advance(quiet=[request]) if is_quiet else Advance(parts=[part])
+        only_final_output = request.only_final_output and not is_done
+        advance = (
+            Advance(only_final=[request])
+            if only_final_output
+            else Advance(parts=[part])
+        )
         return self.processor.advance(advance, _finish)
 
 
@@ -431,7 +435,7 @@ def test_only_tokens_and_text_use_the_fast_path(params, is_fast):
     rounds_of = FakeRounds()
     request = rounds_of.open(**params)
     stream = rounds_of.processor.streams[request.request_id]
-    assert (stream.is_fast or request.is_quiet) == is_fast
+    assert (stream.is_fast or request.only_final_output) == is_fast
 
 
 @pytest.mark.parametrize("kind", [DELTA, RequestOutputKind.CUMULATIVE])

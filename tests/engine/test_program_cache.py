@@ -106,7 +106,9 @@ def test_grammar_program_is_saved_with_native_masks(tmp_path):
 
 def test_names_are_readable():
     features = Features(has_controls=True, num_logprobs=0, num_prompt_logprobs=3)
-    shape = StepShape(num_seqs=8, num_draft_tokens=5, chunk=512, features=features)
+    shape = StepShape(
+        num_seqs=8, num_draft_tokens=5, max_prompt_tokens=512, features=features
+    )
     assert (
         program_name(shape) == "step_8x5_512_sampled_controls_logprobs_prompt_logprobs"
     )
@@ -124,7 +126,7 @@ def test_names_depend_on_all_inputs_of_a_program(tmp_path, monkeypatch):
 
     names = [name()]
     assert name() == names[0]
-    names.append(name(shape=dataclasses.replace(SHAPE, chunk=32)))
+    names.append(name(shape=dataclasses.replace(SHAPE, max_prompt_tokens=32)))
     names.append(name(dataclasses.replace(program, proposers=(NGram(3, 2),))))
     kept = dataclasses.replace(program.target, quantization=Scheme(kind="int8"))
     names.append(name(dataclasses.replace(program, target=kept)))

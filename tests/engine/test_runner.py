@@ -20,7 +20,7 @@ from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.engine.multihost.channel import Followers, shape_values
 from jaxspec.engine.program_cache import ProgramCache
 from jaxspec.engine.runner import build_mesh, choose_dtype
-from jaxspec.engine.speculation.step_times import Round
+from jaxspec.engine.speculation.step_times import RoundKind
 from jaxspec.errors import ConfigError
 from jaxspec.models import cpu
 from jaxspec.program.grammar import native_masks
@@ -174,9 +174,9 @@ def test_a_program_is_timed_as_it_runs_in_an_engine(monkeypatch):
     clock = SimpleNamespace(perf_counter=lambda: now[0])
     monkeypatch.setattr(runner, "time", clock)
     rows = timed.state.rows
-    shape = StepShape(num_seqs=1, num_draft_tokens=0, chunk=0)
+    shape = StepShape(num_seqs=1, num_draft_tokens=0, max_prompt_tokens=0)
     # The first run has waited for others, the first row was disturbed.
-    assert timed.time_round(Round(shape, 0), [0, 1, 2, 3], 8) == 3.0
+    assert timed.time_round(RoundKind(shape, 0), [0, 1, 2, 3], 8) == 3.0
     assert len(begun) == 7
     same = jax.tree.map(lambda one, other: one is other, timed.state.rows, rows)
     assert all(jax.tree.leaves(same))
@@ -186,7 +186,7 @@ def test_empty_plan_does_not_change_the_state():
     engine = pair.engine()
     run_traffic(engine)
     before = jax.tree.map(np.array, engine.runner.state)
-    shape = StepShape(num_seqs=2, num_draft_tokens=3, chunk=0)
+    shape = StepShape(num_seqs=2, num_draft_tokens=3, max_prompt_tokens=0)
     result = engine.runner.launch(StepPlan(), shape)
     fetched = engine.runner.fetch(result, shape)
     assert isinstance(fetched, StepResult)
@@ -204,7 +204,7 @@ def test_pages_are_not_allocated_twice_after_an_interrupt():
     (pages,) = runner.state.proposers
     for leaf in jax.tree.leaves(dataclasses.replace(runner.state, proposers=())):
         leaf.delete()
-    shape = StepShape(num_seqs=2, num_draft_tokens=0, chunk=0)
+    shape = StepShape(num_seqs=2, num_draft_tokens=0, max_prompt_tokens=0)
     runner.launch(StepPlan(), shape)
     assert all(one.is_deleted() for one in pages)
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(runner.state))
@@ -213,7 +213,7 @@ def test_pages_are_not_allocated_twice_after_an_interrupt():
 def test_a_shutdown_releases_the_compiled_programs():
     engine = make_engine(make_micro())
     engine.runner.cache = ProgramCache(None)
-    shape = StepShape(num_seqs=1, num_draft_tokens=0, chunk=0)
+    shape = StepShape(num_seqs=1, num_draft_tokens=0, max_prompt_tokens=0)
     program = weakref.ref(engine.runner.executable(shape))
     gc.collect()
     assert program() is not None
@@ -391,7 +391,7 @@ def test_followers_get_launches_before_the_leader_runs_them(leading):
 
 def test_followers_get_compiles_and_are_awaited(leading):
     engine, followers = leading
-    shape = StepShape(num_seqs=2, num_draft_tokens=0, chunk=0)
+    shape = StepShape(num_seqs=2, num_draft_tokens=0, max_prompt_tokens=0)
     engine.runner.compiler.clear()
     engine.runner.executable(shape)
     assert followers.events == [("compile", shape_values(shape)), "waited for 1"]

@@ -40,12 +40,12 @@ def make_loop(changes: dict[str, Any], seed: int = 0, depth: int = 1) -> Loop:
     return loop
 
 
-def quiet(number: int, random: np.random.Generator, config: Any) -> Request:
-    """Make requests, of which most return only their final output."""
+def mostly_final_only(number: int, random: np.random.Generator, config: Any) -> Request:
+    """Most requests return only their final output."""
     request = make_request(number, random, config)
     if random.random() < 0.8:
         request.params.output_kind = RequestOutputKind.FINAL_ONLY
-        request.is_quiet = True
+        request.only_final_output = True
     return request
 
 
@@ -54,7 +54,7 @@ def check_newest(loop: Loop, count: int) -> None:
     for launch in loop.launches[count:]:
         if launch.num_rounds > 1:
             assert not launch.plan.tiles
-            assert all(request.is_quiet for request in launch.decoding)
+            assert all(request.only_final_output for request in launch.decoding)
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,9 @@ def test_random_traffic_finishes(name, depth):
     for seed in range(4):
         random = np.random.default_rng(seed)
         loop = make_loop(CONFIGS[name], seed, depth)
-        requests = [quiet(number, random, loop.config) for number in range(10)]
+        requests = [
+            mostly_final_only(number, random, loop.config) for number in range(10)
+        ]
         coming = deque(requests)
         for _ in range(3000):
             while coming and random.random() < 0.1:
@@ -96,7 +98,9 @@ def test_requests_can_be_dropped_at_any_time(name):
     for seed in range(6):
         random = np.random.default_rng(seed)
         loop = make_loop(CONFIGS[name], seed)
-        requests = [quiet(number, random, loop.config) for number in range(10)]
+        requests = [
+            mostly_final_only(number, random, loop.config) for number in range(10)
+        ]
         coming, dropped = deque(requests), []
         for _ in range(3000):
             while coming and random.random() < 0.1:
@@ -136,10 +140,10 @@ def run_all(loop: Loop, requests: list[Request]) -> list[int]:
 def test_launch_has_the_allowed_number_of_rounds(num_draft_tokens):
     changes: dict[str, Any] = dict(num_draft_tokens=num_draft_tokens)
     single = Loop(make_config(**changes), 0)
-    ones = run_all(single, make_requests(single.config, 1, is_quiet=True))
+    ones = run_all(single, make_requests(single.config, 1, only_final_output=True))
     assert set(ones) == {1}
     loop = make_loop(changes)
-    counts = run_all(loop, make_requests(loop.config, 1, is_quiet=True))
+    counts = run_all(loop, make_requests(loop.config, 1, only_final_output=True))
     assert counts[0] == 1, "first what a round takes is seen"
     # Texts have twenty tokens, and no launch may run past the last.
     assert max(counts) == min(STEPS, 3 if num_draft_tokens else 19)
@@ -152,8 +156,8 @@ def test_launch_has_the_allowed_number_of_rounds(num_draft_tokens):
 def test_streams_get_every_round():
     """If one request of a launch streams its output, the launch has one round."""
     loop = make_loop({})
-    shown, other = make_requests(loop.config, 2, is_quiet=True)
-    shown.is_quiet, shown.max_total = False, 76
+    shown, other = make_requests(loop.config, 2, only_final_output=True)
+    shown.only_final_output, shown.max_total = False, 76
     run_all(loop, [shown, other])
     with_stream = [launch for launch in loop.launches if shown in launch.decoding]
     assert len(with_stream) > 2
@@ -164,14 +168,14 @@ def test_streams_get_every_round():
 def test_long_rounds_run_one_per_launch():
     loop = make_loop({})
     loop.fastest_s = MAX_LAUNCH_S / 1.5
-    requests = make_requests(loop.config, 1, is_quiet=True)
+    requests = make_requests(loop.config, 1, only_final_output=True)
     assert set(run_all(loop, requests)) == {1}
 
 
 def test_waiting_requests_limit_a_launch_to_one_round():
     """There is one row for two requests, so the second waits while the first runs."""
     loop = make_loop(dict(max_num_seqs=1))
-    first, second = make_requests(loop.config, 2, is_quiet=True)
+    first, second = make_requests(loop.config, 2, only_final_output=True)
     for request in (first, second):
         loop.scheduler.add(request)
     while first not in loop.finished:
@@ -187,11 +191,11 @@ def test_waiting_requests_limit_a_launch_to_one_round():
 def test_rounds_are_limited_by_free_pages(num_free):
     changes = dict(num_draft_tokens=0, page_size=1, num_pages=200)
     loop = make_loop(changes)
-    (request,) = make_requests(loop.config, 1, is_quiet=True)
+    (request,) = make_requests(loop.config, 1, only_final_output=True)
     loop.scheduler.add(request)
     while not loop.launches or loop.launches[-1].num_rounds < STEPS:
         loop.step()
-    pages = loop.scheduler.pages
+    pages = loop.scheduler.pool
     taken = pages.take(pages.num_free - num_free)
     count = len(loop.launches)
     loop.step()
@@ -215,7 +219,7 @@ def test_end_of_one_sequence_ends_the_launch():
     num_missing = 0
     for index in range(9, 15):
         loop = make_loop(dict(num_draft_tokens=0))
-        requests = make_requests(loop.config, 2, is_quiet=True)
+        requests = make_requests(loop.config, 2, only_final_output=True)
         requests[0].stop_ids = (said.output_token_ids[index],)
         requests[0].params.min_tokens = index
         settle, ran = loop.scheduler.settle, list[tuple[int, int]]()
@@ -235,9 +239,9 @@ def test_end_of_one_sequence_ends_the_launch():
 
 def test_rounds_are_counted_and_timed_one_by_one():
     loop = make_loop(dict(num_draft_tokens=0))
-    run_all(loop, make_requests(loop.config, 1, is_quiet=True))
+    run_all(loop, make_requests(loop.config, 1, only_final_output=True))
     seconds = loop.scheduler.step_times.seconds
-    decoding = [one for one in seconds if not one.shape.chunk]
+    decoding = [one for one in seconds if not one.shape.max_prompt_tokens]
     assert decoding
     for one in decoding:
         assert seconds[one] == pytest.approx(loop.fastest_s)

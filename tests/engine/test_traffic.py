@@ -39,8 +39,8 @@ class MovingPolicy(SpeculationPolicy):
 
     cap = 8
 
-    def limit(self, num_running: int) -> int:
-        return min(super().limit(num_running), self.cap)
+    def max_draft_tokens(self, num_running: int) -> int:
+        return min(super().max_draft_tokens(num_running), self.cap)
 
 
 class Traffic(RuleBasedStateMachine):
@@ -49,7 +49,7 @@ class Traffic(RuleBasedStateMachine):
     num_steps = 0
     num_preemptions = 0
     num_prefix_hits = 0
-    num_caught_up = 0
+    num_draft_prefills = 0
 
     @initialize(
         seed=st.integers(0, 2**16),
@@ -96,7 +96,7 @@ class Traffic(RuleBasedStateMachine):
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
         request = self.alive.pop(data.draw(st.integers(0, len(self.alive) - 1)))
-        pages = self.loop.scheduler.pages
+        pages = self.loop.scheduler.pool
         free = pages.num_free
         is_running = request.row >= 0
         self.loop.scheduler.finish(request, "abort", None)
@@ -126,8 +126,8 @@ class Traffic(RuleBasedStateMachine):
         totals, stats = type(self), self.loop.scheduler.stats
         totals.num_preemptions += stats.num_preemptions
         totals.num_prefix_hits += stats.num_prefix_hits
-        totals.num_caught_up += sum(
-            launch.shape.is_catch_up for launch in self.loop.launches
+        totals.num_draft_prefills += sum(
+            launch.shape.is_draft_prefill for launch in self.loop.launches
         )
 
 
@@ -157,7 +157,7 @@ def test_random_traffic_of_forty_thousand_steps():
     assert ran.num_steps >= 40_000
     assert ran.num_preemptions > 200
     assert ran.num_prefix_hits > 1000
-    assert ran.num_caught_up > 10
+    assert ran.num_draft_prefills > 10
 
 
 class ForgetfulRunner(FakeRunner):

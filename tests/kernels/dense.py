@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt32
 
 from jaxspec.program import randomness
-from jaxspec_kernels.rejection_sampling import Controls, noise
+from jaxspec_kernels.rejection_sampling import SamplingValues, noise
 
 # Number of largest weights among which thresholds of top-p and top-k are searched
 # first.
@@ -33,7 +33,7 @@ def argmax(values: Float[Array, "row vocab"]) -> Int[Array, " row"]:
 
 
 def distribution(
-    logits: Float[Array, "row vocab"], controls: Controls
+    logits: Float[Array, "row vocab"], sampling_values: SamplingValues
 ) -> Float[Array, "row vocab"]:
     """Probabilities after temperature, top-k, top-p and min-p, in that order.
 
@@ -41,16 +41,18 @@ def distribution(
     Rows of greedy requests return the plain softmax. NaN excludes its token.
     """
     logits = jnp.where(jnp.isnan(logits), -jnp.inf, logits)
-    temperature = controls.temperature[:, None]
+    temperature = sampling_values.temperature[:, None]
     scaled = logits / jnp.where(temperature > 0, temperature, 1.0)
     scaled = scaled - scaled.max(axis=-1, keepdims=True)
     weights = jnp.exp(scaled)
     vocab = logits.shape[1]
-    top_k = jnp.where(controls.top_k > 0, controls.top_k, vocab)
-    filtered = (top_k < vocab) | (controls.top_p < 1) | (controls.min_p > 0)
+    top_k = jnp.where(sampling_values.top_k > 0, sampling_values.top_k, vocab)
+    filtered = (
+        (top_k < vocab) | (sampling_values.top_p < 1) | (sampling_values.min_p > 0)
+    )
     weights = jax.lax.cond(
         filtered.any(),
-        lambda: _filter(weights, top_k, controls.top_p, controls.min_p),
+        lambda: _filter(weights, top_k, sampling_values.top_p, sampling_values.min_p),
         lambda: weights,
     )
     return weights / weights.sum(axis=-1, keepdims=True)

@@ -18,14 +18,14 @@ import jax.numpy as jnp
 from jax.experimental.layout import Format, Layout
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
-from jaxspec_kernels.rejection_sampling import Controls, gpu, tpu
+from jaxspec_kernels.rejection_sampling import SamplingValues, gpu, tpu
 from jaxspec_kernels.rejection_sampling.cases import CASES, Case
-from jaxspec_kernels.rejection_sampling.passes import Slice
+from jaxspec_kernels.rejection_sampling.passes import VocabShard
 from jaxspec_kernels.rejection_sampling.reference import Verdict
 from tests.kernels import aot_gpu, aot_tpu
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "aot_rejection.json"
-# Sampling controls that each kind of batch has; others are constants that XLA folds.
+# Kinds of batches; other sampling values are constants that XLA folds.
 KINDS = ("greedy", "standard", "top_p", "everything")
 GOAL = Case(seqs=1, drafts=5, vocab_size=256_000, columns=256_000)  # 6 rows
 FLOATS, INTS = jnp.float32, jnp.int32
@@ -70,7 +70,7 @@ def shapes(
         array(FLOATS, seqs, drafts),
         array(FLOATS, seqs),
         array(jnp.uint32, seqs, drafts + 1, 2),
-        Controls(
+        SamplingValues(
             array(FLOATS, seqs),
             array(INTS, seqs),
             array(FLOATS, seqs),
@@ -82,25 +82,36 @@ def shapes(
 def operation(
     run: Callable, case: Case, kind: str, axis_name: str | None = None
 ) -> Callable:
-    """Return the operation on one device's slice, with a kind of batch's controls."""
+    """The operation on one device's slice, with the values of a kind of batch."""
 
     def call(*arrays: Any) -> Verdict:
-        logits, draft, tokens, num_draft_tokens, accept, sample, words, controls = (
-            arrays
-        )
+        (
+            logits,
+            draft,
+            tokens,
+            num_draft_tokens,
+            accept,
+            sample,
+            words,
+            sampling_values,
+        ) = arrays
         seqs, drafts = tokens.shape
         rule = num_draft_tokens
         if kind != "everything":
             off, none = jnp.zeros(seqs, FLOATS), jnp.zeros(seqs, INTS)
-            heat = off if kind == "greedy" else controls.temperature
-            top_p = controls.top_p if kind == "top_p" else off + 1.0
-            controls, rule, words = Controls(heat, none, top_p, off), none, None
+            heat = off if kind == "greedy" else sampling_values.temperature
+            top_p = sampling_values.top_p if kind == "top_p" else off + 1.0
+            sampling_values, rule, words = (
+                SamplingValues(heat, none, top_p, off),
+                none,
+                None,
+            )
         return run(
             tokens,
             draft if drafts else None,
             logits.reshape(seqs, drafts + 1, -1),
             num_draft_tokens,
-            controls,
+            sampling_values,
             rule=rule,
             accept_uniform=accept,
             sample_uniform=sample,
@@ -190,7 +201,7 @@ def tpu_kernel(case: Case, chip: str, dtype: str = "float32") -> aot_tpu.Compile
     columns = case.columns // case.shards
     placement = aot_tpu.sharding(chip)
     rows = case.seqs * (case.drafts + 1)
-    part = Slice(
+    shard = VocabShard(
         columns=columns,
         tile=min(tpu.TILE, columns),
         vocab_size=case.vocab_size,
@@ -204,7 +215,7 @@ def tpu_kernel(case: Case, chip: str, dtype: str = "float32") -> aot_tpu.Compile
             ((rows,), INTS),
         )
     ]
-    return aot_tpu.compile_kernel(partial(tpu.statistics, part), given, pool=0)
+    return aot_tpu.compile_kernel(partial(tpu.statistics, shard), given, pool=0)
 
 
 @cache

@@ -28,7 +28,7 @@ from tests.kernels.rejection_rounds import (
     Round,
     by_whole_rows,
     make_round,
-    plain_controls,
+    plain_sampling_values,
     sliced,
     uncached,
     with_kind,
@@ -40,10 +40,10 @@ VOCAB, COLUMNS = 290, 296  # padding has larger logits than any token
 
 
 def padded(one: Round) -> tuple:
-    tokens, draft, logits, num_draft_tokens, controls = one.arrays
+    tokens, draft, logits, num_draft_tokens, sampling_values = one.arrays
     pads = ((0, 0), (0, 0), (0, COLUMNS - VOCAB))
     logits = jnp.pad(logits, pads, constant_values=50.0)
-    return tokens, jnp.pad(draft, pads), logits, num_draft_tokens, controls
+    return tokens, jnp.pad(draft, pads), logits, num_draft_tokens, sampling_values
 
 
 def by_reference(**settings: Any) -> Callable:
@@ -112,7 +112,7 @@ def check_limits() -> None:
             probs,
             one,
             jnp.ones(1, jnp.int32),
-            plain_controls(1),
+            plain_sampling_values(1),
             rule=jnp.full(1, STANDARD, jnp.int32),
             accept_uniform=jnp.full((1, 1), u, jnp.float32),
             sample_uniform=jnp.full(1, v, jnp.float32),
@@ -169,8 +169,8 @@ MUTANTS = [
     mutant(
         "residual without max",
         "draw.draw",
-        "jnp.maximum(joint[:, None] * target - own, 0.0)",
-        "joint[:, None] * target - own",
+        "jnp.maximum(joint[:, None] * target - draft_probs, 0.0)",
+        "joint[:, None] * target - draft_probs",
     ),
     mutant(
         "residual with the token's joint",
@@ -181,7 +181,7 @@ MUTANTS = [
     mutant(
         "empty residual drawn from",
         "draw.draw",
-        "is_rejected & (part.sum(residual.sum(axis=(1, 2))) > 0)",
+        "is_rejected & (shard.psum(residual.sum(axis=(1, 2))) > 0)",
         "is_rejected",
         check_limits,
     ),
@@ -208,8 +208,8 @@ MUTANTS = [
     mutant(
         "top-p of more than the mass",
         "reference._filter",
-        "controls.top_p * distribution.total",
-        "controls.top_p * distribution.total * 1.02",
+        "sampling_values.top_p * distribution.total",
+        "sampling_values.top_p * distribution.total * 1.02",
     ),
     mutant(
         "sum with the dropped tokens",
@@ -228,8 +228,8 @@ MUTANTS = [
     mutant(
         "combined without rescale",
         "passes.combine",
-        "own.total * to_weights(own.maximum[:, None], distribution)[:, 0]",
-        "own.total",
+        "local.total * to_weights(local.maximum[:, None], distribution)[:, 0]",
+        "local.total",
         check_slices,
     ),
     mutant(

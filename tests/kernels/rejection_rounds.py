@@ -19,7 +19,7 @@ from jaxspec_kernels.rejection_sampling import (
     BLOCK,
     COUPLED,
     STANDARD,
-    Controls,
+    SamplingValues,
     reference,
 )
 from tests.kernels import dense, whole_rows
@@ -93,9 +93,9 @@ class Round:
     seed: np.ndarray
 
     @property
-    def controls(self) -> Controls:
-        """The sampling parameters of each sequence."""
-        return Controls(
+    def sampling_values(self) -> SamplingValues:
+        """Sampling values per sequence."""
+        return SamplingValues(
             jnp.asarray(self.temperature, jnp.float32),
             jnp.asarray(self.top_k, jnp.int32),
             jnp.asarray(self.top_p, jnp.float32),
@@ -110,7 +110,7 @@ class Round:
             jnp.asarray(self.draft, jnp.float32),
             jnp.asarray(self.logits),
             jnp.asarray(self.num_draft_tokens, jnp.int32),
-            self.controls,
+            self.sampling_values,
         )
 
     @property
@@ -272,10 +272,10 @@ def run(one: Round, tile: int = TILE, **changes) -> tuple[np.ndarray, np.ndarray
     return np.asarray(verdict.num_accepted), np.asarray(verdict.next_token)
 
 
-def plain_controls(seqs: int, **values) -> Controls:
+def plain_sampling_values(seqs: int, **values) -> SamplingValues:
     """Return the same sampling values for all sequences."""
     given = dict(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) | values
-    return Controls(
+    return SamplingValues(
         jnp.full(seqs, given["temperature"], jnp.float32),
         jnp.full(seqs, given["top_k"], jnp.int32),
         jnp.full(seqs, given["top_p"], jnp.float32),

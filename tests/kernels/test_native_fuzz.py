@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from jaxspec_kernels import native, paged_attention, panel_rows
 from jaxspec_kernels.panel_matmul import WIDTH, to_panels
 from jaxspec_kernels.rejection_sampling import cpu
-from jaxspec_kernels.rejection_sampling.passes import Distribution, Draft, Slice
+from jaxspec_kernels.rejection_sampling.passes import Distribution, Draft, VocabShard
 from tests.kernels.oracle import SMALL, build, random_forest
 from tests.kernels.test_decoder_blocks import PAGE_SIZE, Layer, make_batch
 
@@ -140,14 +140,14 @@ def test_tokens_are_in_the_vocabulary_for_any_logits(columns, data, is_certain):
     """All passes of a round, with any logits, probabilities, ids and row numbers."""
     seqs, inner, size = 3, 2, columns - 3
     rows = seqs * (inner + 2)
-    part = Slice(columns=columns, tile=columns, vocab_size=size, axis_name=None)
+    shard = VocabShard(columns=columns, tile=columns, vocab_size=size, axis_name=None)
     logits = floats(data, (rows, columns))
     distribution = Distribution(*(floats(data, (rows,)) for _ in range(4)))
     probs = None if is_certain else floats(data, (seqs, inner + 1, columns))
     draft = Draft(integers(data, (seqs, inner + 1)), probs)
     is_any = np.random.default_rng(data.draw(SEEDS)).integers(0, 2, rows) > 0
     token = cpu.draw(
-        part,
+        shard,
         logits,
         distribution,
         draft,
@@ -160,15 +160,15 @@ def test_tokens_are_in_the_vocabulary_for_any_logits(columns, data, is_certain):
     assert ((0 <= token) & (token < size)).all()
     numbers = integers(data, (rows,))
     found = cpu.statistics(
-        part, logits, floats(data, (rows,)), numbers, jnp.asarray(is_any)
+        shard, logits, floats(data, (rows,)), numbers, jnp.asarray(is_any)
     )
     assert ((0 <= found.best) & (found.best < size)).all()
     words = jax.lax.bitcast_convert_type(integers(data, (rows, 2)), jnp.uint32)
-    _, best = cpu.gumbel_argmax(part, logits, distribution, words)
+    _, best = cpu.gumbel_argmax(shard, logits, distribution, words)
     assert ((0 <= best) & (best < size)).all()
     for counts in (True, False):
         border, _ = cpu.search(
-            part,
+            shard,
             logits,
             distribution,
             floats(data, (rows,)),
@@ -177,13 +177,13 @@ def test_tokens_are_in_the_vocabulary_for_any_logits(columns, data, is_certain):
         )
         assert not np.isnan(border).any()
         limits = floats(data, (rows, 3))
-        masses = cpu.mass_above(part, logits, distribution, limits, counts=counts)
+        masses = cpu.mass_above(shard, logits, distribution, limits, counts=counts)
         assert not np.isnan(masses).any()
-    probs_found = np.asarray(cpu.probabilities(part, logits, distribution))
+    probs_found = np.asarray(cpu.probabilities(shard, logits, distribution))
     assert not probs_found[:, size:].any() and not np.isnan(probs_found).any()
     if probs is not None:
         above = cpu.residual_mass(
-            part, logits, distribution, draft, floats(data, (seqs, inner))
+            shard, logits, distribution, draft, floats(data, (seqs, inner))
         )
         assert (np.asarray(above) >= 0).all()
 
@@ -191,14 +191,14 @@ def test_tokens_are_in_the_vocabulary_for_any_logits(columns, data, is_certain):
 @pytest.mark.parametrize("temperature", [-0.0, -1.0])
 def test_padding_has_no_weight_at_any_temperature(temperature):
     """Columns past the vocabulary are -inf, and -inf / -0 is +inf."""
-    part = Slice(columns=7, tile=7, vocab_size=4, axis_name=None)
+    shard = VocabShard(columns=7, tile=7, vocab_size=4, axis_name=None)
     ones = jnp.ones(2)
     distribution = Distribution(temperature * ones, 0 * ones, -jnp.inf * ones, 0 * ones)
     logits, words = jnp.zeros((2, 7)), jnp.ones((2, 2), jnp.uint32)
-    score, best = cpu.gumbel_argmax(part, logits, distribution, words)
+    score, best = cpu.gumbel_argmax(shard, logits, distribution, words)
     assert (best < 4).all() and jnp.isfinite(score).all()
     logits = logits.at[:, 1].set(-jnp.inf)
-    assert not np.asarray(cpu.probabilities(part, logits, distribution))[:, 1].any()
+    assert not np.asarray(cpu.probabilities(shard, logits, distribution))[:, 1].any()
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -139,5 +139,5 @@ def test_rejects_panels_of_another_matrix():
         half = panels.astype(jnp.bfloat16)
         panel_rows(jnp.zeros(1, jnp.int32), half, shape=(32, 5))
     bytes_ = QuantizedPanels(panels.astype(jnp.int8), jnp.zeros((1, 2, WIDTH)))
-    with pytest.raises(ValueError, match="2 groups of 5 features"):
+    with pytest.raises(ValueError, match="5 features must divide into 2 groups"):
         panel_rows(jnp.zeros(1, jnp.int32), bytes_, shape=(32, 5))

@@ -10,7 +10,7 @@ import pytest
 from jaxspec_kernels.rejection_sampling import (
     BLOCK,
     STANDARD,
-    Controls,
+    SamplingValues,
     Verdict,
     reference,
 )
@@ -51,7 +51,7 @@ def decide(
         draft_probs,
         target_logits,
         num_draft_tokens,
-        Controls(temperature * ones, jnp.zeros(seqs, jnp.int32), ones, 0 * ones),
+        SamplingValues(temperature * ones, jnp.zeros(seqs, jnp.int32), ones, 0 * ones),
         noise_words=None,
         vocab_size=VOCAB,
         axis_name=None,

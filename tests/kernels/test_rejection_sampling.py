@@ -18,7 +18,7 @@ from jaxspec_kernels.rejection_sampling import (
     BLOCK,
     COUPLED,
     STANDARD,
-    Controls,
+    SamplingValues,
     reference,
     rejection_sampling,
 )
@@ -30,7 +30,7 @@ from tests.kernels.rejection_rounds import (
     Round,
     by_whole_rows,
     make_round,
-    plain_controls,
+    plain_sampling_values,
     run,
     tiled,
     with_kind,
@@ -80,7 +80,7 @@ def check_distribution(rule: int, count: int = 45) -> None:
             draft,
             jnp.log(target),  # NaN in the rows that do not count
             num_draft_tokens,
-            plain_controls(seqs),
+            plain_sampling_values(seqs),
             rule=jnp.full(seqs, rule, jnp.int32),
             accept_uniform=accept_uniform,
             sample_uniform=sample_uniform,
@@ -131,7 +131,7 @@ def test_first_two_tokens_follow_the_filtered_target(rule, is_certain):
         None if is_certain else jnp.full((seqs, 2, vocab), 1 / vocab, jnp.float32),
         jnp.asarray(logits),
         jnp.full(seqs, 2, jnp.int32),
-        plain_controls(seqs, **values),
+        plain_sampling_values(seqs, **values),
         rule=jnp.full(seqs, RULES[rule], jnp.int32),
         accept_uniform=jnp.asarray(random.random((seqs, 2)), jnp.float32),
         sample_uniform=jnp.asarray(random.random(seqs), jnp.float32),
@@ -276,11 +276,13 @@ def test_shapes_that_do_not_fit_are_an_error(name, shape, monkeypatch):
         "draft_probs",
         "target_logits",
         "num_draft_tokens",
-        "controls",
+        "sampling_values",
     )
     given: dict[str, Any] = dict(zip(names, one.arrays, strict=True)) | one.numbers
-    if name in Controls._fields:
-        given["controls"] = one.controls._replace(**{name: jnp.zeros(shape)})
+    if name in SamplingValues._fields:
+        given["sampling_values"] = one.sampling_values._replace(
+            **{name: jnp.zeros(shape)}
+        )
     else:
         given[name] = jnp.zeros(shape, given[name].dtype)
     with pytest.raises(ValueError, match=re.escape(str(shape))) as raised:

@@ -17,7 +17,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from jaxspec_kernels.rejection_sampling import cpu, gpu, passes, reference, tpu
 from jaxspec_kernels.rejection_sampling.noise import exponential
-from jaxspec_kernels.rejection_sampling.passes import Distribution, Draft, Slice
+from jaxspec_kernels.rejection_sampling.passes import Distribution, Draft, VocabShard
 from tests.kernels.oracle import UNOPTIMISED
 from tests.kernels.rejection_rounds import (
     by_force,
@@ -56,10 +56,10 @@ def _skip_without_library(request: pytest.FixtureRequest):
         request.getfixturevalue("has_native")
 
 
-def part_of(backend: str) -> Slice:
+def shard_of(backend: str) -> VocabShard:
     """C++ and the GPU read a whole row at once; the others walk tiles."""
     tile = COLUMNS if backend in ("cpu", "gpu") else TILE
-    return Slice(columns=COLUMNS, tile=tile, vocab_size=VOCAB_SIZE, axis_name=None)
+    return VocabShard(columns=COLUMNS, tile=tile, vocab_size=VOCAB_SIZE, axis_name=None)
 
 
 def make_logits(rows: int) -> np.ndarray:
@@ -134,7 +134,7 @@ def test_statistics_equal_float64(backend, dtype, rows):
     tokens = np.random.default_rng(2).integers(0, VOCAB_SIZE, rows).astype(np.int32)
     tokens[-3:] = -1, VOCAB_SIZE, 2**30
     module, own, limit = PASSES.get(backend, (tpu, dict(interpret=STRICT), 1e-5))
-    given = part_of(backend), logits, jnp.asarray(temperature), jnp.asarray(tokens)
+    given = shard_of(backend), logits, jnp.asarray(temperature), jnp.asarray(tokens)
     found = module.statistics(*given, jnp.arange(rows) == 1, **own)
     is_token = (tokens >= 0) & (tokens < VOCAB_SIZE)
     draft_logit = exact[np.arange(rows), np.where(is_token, tokens, 0)]
@@ -154,7 +154,7 @@ def test_mass_above_equals_float64(backend, counts):
     logits, exact, distribution, weights = exact_distribution()
     module, own, limit = PASSES[backend]
     limits = np.sort(exact[:, [3, 50, 200]], axis=1).clip(-1e30).astype(np.float32)
-    given = part_of(backend), logits, distribution, jnp.asarray(limits)
+    given = shard_of(backend), logits, distribution, jnp.asarray(limits)
     found = module.mass_above(*given, counts=counts, **own)
     is_above = exact[:, None] >= limits[:, :, None]
     unit = np.ones_like(weights) if counts else weights
@@ -165,7 +165,7 @@ def test_mass_above_equals_float64(backend, counts):
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 def test_probabilities_equal_float64(backend):
     logits, _, distribution, weights = exact_distribution()
-    found = PASSES[backend][0].probabilities(part_of(backend), logits, distribution)
+    found = PASSES[backend][0].probabilities(shard_of(backend), logits, distribution)
     # Of exponents as low as -87, in 24 bits.
     expected = probabilities_by(weights)
     np.testing.assert_allclose(found, expected, rtol=6e-6, atol=1e-37)
@@ -183,7 +183,7 @@ def test_gumbel_argmax_equals_float64(backend):
         noise = exponential(words[:, :1], words[:, 1:], ids)
         scores = weights / np.asarray(noise, np.float64)
         score, best = module.gumbel_argmax(
-            part_of(backend), logits, distribution, words, **own
+            shard_of(backend), logits, distribution, words, **own
         )
         has_weight = scores.max(axis=1) > 0
         best = np.where(has_weight, best, 0)
@@ -207,7 +207,7 @@ def test_residual_mass_equals_float64(backend, is_certain):
         jnp.asarray(tokens), None if is_certain else jnp.asarray(probs, jnp.float32)
     )
     # A pad has no draft probability.
-    given = part_of(backend), logits, distribution, draft, jnp.asarray(joint)
+    given = shard_of(backend), logits, distribution, draft, jnp.asarray(joint)
     found = module.residual_mass(*given, **own)
     target = probabilities_by(weights).reshape(seqs, inner + 2, COLUMNS)[:, 1:-1]
     above = np.maximum(joint[:, :, None] * target - probs[:, 1:], 0)
@@ -279,7 +279,7 @@ def distribution_of(logits: np.ndarray) -> tuple[Distribution, np.ndarray]:
 def test_cutoffs_on_cpu_equal_those_of_sorting(counts):
     """Sharp and flat rows, equal logits, sorted ones, and one that is not searched."""
     random = np.random.default_rng(0)
-    part = Slice(columns=700, tile=700, vocab_size=697, axis_name=None)
+    shard = VocabShard(columns=700, tile=700, vocab_size=697, axis_name=None)
     for spread in (0.01, 3, 60):
         logits = (random.normal(size=(8, 700)) * spread).astype(np.float32)
         logits[1::2] = np.round(logits[1::2])
@@ -292,7 +292,7 @@ def test_cutoffs_on_cpu_equal_those_of_sorting(counts):
         wanted = np.ceil(wanted) if counts else wanted
         is_searched = np.arange(8) != 5
         found, mass = cpu.search(
-            part,
+            shard,
             jnp.asarray(logits),
             distribution,
             jnp.asarray(wanted, jnp.float32),
@@ -316,7 +316,7 @@ def test_cpu_inverts_the_cumulative_sum(is_certain):
     """From the target after full acceptance or without drafts, else the residual."""
     random = np.random.default_rng(0)
     seqs, columns, size = 400, 600, 597
-    part = Slice(columns=columns, tile=columns, vocab_size=size, axis_name=None)
+    shard = VocabShard(columns=columns, tile=columns, vocab_size=size, axis_name=None)
     logits = (random.normal(size=(seqs, columns)) * 3).astype(np.float32)
     logits[:, size:] = 90.0
     distribution, weights = distribution_of(
@@ -335,7 +335,7 @@ def test_cpu_inverts_the_cumulative_sum(is_certain):
     goal = uniform * sums[:, -1]
     at = np.asarray(
         cpu.draw(
-            part,
+            shard,
             jnp.asarray(logits),
             distribution,
             Draft(jnp.asarray(tokens), None if is_certain else jnp.asarray(probs)),

@@ -13,17 +13,17 @@ from jaxspec_kernels.rejection_sampling import (
     BLOCK,
     COUPLED,
     STANDARD,
-    Controls,
+    SamplingValues,
     rejection_sampling,
 )
-from jaxspec_kernels.rejection_sampling.passes import Distribution, Slice
+from jaxspec_kernels.rejection_sampling.passes import Distribution, VocabShard
 from jaxspec_kernels.rejection_sampling.reference import Kernels
 from tests.kernels.oracle import UNOPTIMISED
 from tests.kernels.rejection_rounds import (
     GREEDY,
     RULES,
     make_round,
-    plain_controls,
+    plain_sampling_values,
     run,
     tiled,
 )
@@ -41,7 +41,7 @@ def verdict_of(logits, drafts=(0,), *, rule=STANDARD, u=0.0, v=0.0, draft=None, 
     values = np.asarray(logits, np.float32)
     width = len(drafts) + 1
     temperature = more.pop("temperature", 0.0 if rule == GREEDY else 1.0)
-    controls = {
+    filters = {
         name: more.pop(name) for name in ("top_k", "top_p", "min_p") if name in more
     }
     probs = None
@@ -54,7 +54,7 @@ def verdict_of(logits, drafts=(0,), *, rule=STANDARD, u=0.0, v=0.0, draft=None, 
         probs,
         jnp.broadcast_to(jnp.asarray(values), (1, width, len(values))),
         jnp.asarray([more.pop("num_draft_tokens", width - 1)], jnp.int32),
-        plain_controls(1, temperature=temperature, **controls),
+        plain_sampling_values(1, temperature=temperature, **filters),
         rule=jnp.asarray([max(rule, 0)], jnp.int32),
         accept_uniform=jnp.full((1, width - 1), u, jnp.float32),
         sample_uniform=jnp.full(1, v, jnp.float32),
@@ -180,7 +180,7 @@ def test_greedy_takes_the_lowest_of_equal_logits_in_other_tiles():
         jnp.zeros((1, 0, 50), jnp.float32),
         jnp.asarray(logits),
         jnp.zeros(1, jnp.int32),
-        plain_controls(1, temperature=0.0),
+        plain_sampling_values(1, temperature=0.0),
         rule=jnp.zeros(1, jnp.int32),
         accept_uniform=jnp.zeros((1, 0)),
         sample_uniform=jnp.zeros(1),
@@ -189,8 +189,8 @@ def test_greedy_takes_the_lowest_of_equal_logits_in_other_tiles():
     assert int(found.next_token[0]) == 18
 
 
-def whole(columns: int, tile: int) -> Slice:
-    return Slice(columns=columns, tile=tile, vocab_size=columns, axis_name=None)
+def whole(columns: int, tile: int) -> VocabShard:
+    return VocabShard(columns=columns, tile=tile, vocab_size=columns, axis_name=None)
 
 
 # That of the reference and that of the kernels; with two it is a bisection.
@@ -241,14 +241,14 @@ visited: list[None] = []
 @partial(jax.jit, compiler_options=UNOPTIMISED)
 def counted(*args, **more):
     """The operation, which notes every tile that it reads."""
-    real = Slice.read
+    real = VocabShard.read
 
     def read(self, logits, number):
         jax.debug.callback(lambda: visited.append(None))
         return real(self, logits, number)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Slice, "read", read)
+        patch.setattr(VocabShard, "read", read)
         return rejection_sampling(*args, **more, implementation="reference")
 
 
@@ -261,7 +261,7 @@ def count_tiles(one) -> int:
 
 
 @pytest.mark.parametrize(
-    ("kind", "controls", "limit"),
+    ("kind", "filters", "limit"),
     [
         (GREEDY, {}, 1),
         (STANDARD, {}, 1),
@@ -274,13 +274,13 @@ def count_tiles(one) -> int:
         (STANDARD, dict(top_k=5, top_p=0.5), 1 + 8 + 1 + 8 + 1),
     ],
 )
-def test_passes_over_the_logits_are_few(kind, controls, limit):
+def test_passes_over_the_logits_are_few(kind, filters, limit):
     one = make_round(6, seed=1, is_filtered=False)
     one = replace(
         one,
         kind=np.full(6, kind),
         temperature=np.full(6, 0.0 if kind == GREEDY else 1.0, np.float32),
-        **{name: np.full(6, value) for name, value in controls.items()},
+        **{name: np.full(6, value) for name, value in filters.items()},
     )
     passes_made = count_tiles(one)
     assert passes_made == limit if limit <= 2 else 2 < passes_made <= limit
@@ -313,7 +313,7 @@ def test_no_array_of_probabilities_is_made():
             array(floats, seqs, drafts, vocab),
             array(floats, seqs, drafts + 1, vocab),
             array(ints, seqs),
-            Controls(
+            SamplingValues(
                 array(floats, seqs), array(ints, seqs), *[array(floats, seqs)] * 2
             ),
             rule=array(ints, seqs),

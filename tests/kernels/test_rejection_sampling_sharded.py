@@ -48,10 +48,17 @@ def compiled(shape: tuple[int, ...] = (8,)):
 
 
 def padded(one: Round) -> tuple:
-    tokens, draft, logits, num_draft_tokens, controls = one.arrays
+    tokens, draft, logits, num_draft_tokens, sampling_values = one.arrays
     pads = ((0, 0), (0, 0), (0, COLUMNS - VOCAB))
     logits = jnp.pad(logits, pads, constant_values=jnp.nan)
-    return tokens, jnp.pad(draft, pads), logits, num_draft_tokens, controls, one.numbers
+    return (
+        tokens,
+        jnp.pad(draft, pads),
+        logits,
+        num_draft_tokens,
+        sampling_values,
+        one.numbers,
+    )
 
 
 @pytest.mark.parametrize("shape", [(8,), pytest.param((2, 4), marks=pytest.mark.slow)])

@@ -13,7 +13,11 @@ from benchmarks.kernels.work import attention_key, sampling_key
 from jaxspec_kernels import dispatch, paged_attention, tuning
 from jaxspec_kernels.paged_attention.cases import CASES
 from jaxspec_kernels.paged_attention.gpu_tiles import Tiles
-from jaxspec_kernels.rejection_sampling import Controls, Verdict, rejection_sampling
+from jaxspec_kernels.rejection_sampling import (
+    SamplingValues,
+    Verdict,
+    rejection_sampling,
+)
 from jaxspec_kernels.rejection_sampling.cases import CASES as SAMPLING_CASES
 
 FACTS: dict[str, Any] = dict(
@@ -270,7 +274,7 @@ def test_sampling_takes_the_tile_of_its_device(folder, monkeypatch):
         None,
         jnp.zeros((case.seqs, case.drafts + 1, case.columns)),
         whole,
-        Controls(ones, whole, ones, ones),
+        SamplingValues(ones, whole, ones, ones),
         rule=whole,
         accept_uniform=jnp.zeros((case.seqs, case.drafts)),
         sample_uniform=jnp.zeros(case.seqs),

@@ -11,7 +11,7 @@ from jaxspec.program import randomness
 from jaxspec.program.plan import BLOCK
 from jaxspec.program.propose import Proposal
 from jaxspec.program.rows import Active
-from jaxspec_kernels.rejection_sampling import Controls, Verdict
+from jaxspec_kernels.rejection_sampling import SamplingValues, Verdict
 from tests.kernels import dense
 
 
@@ -24,8 +24,9 @@ def decide(
     """Decide a round by the rules as the papers state them.
 
     Args:
-        logits: Target rows, sequence-major: row i of a sequence follows its i-th draft.
-        num_draft_tokens: Drafts of each sequence that count.
+        logits: Target rows, sequence-major. Row i of a sequence predicts the token in
+            the place of draft i (from 0).
+        num_draft_tokens: Valid drafts of each sequence.
     """
     seqs, draft = proposal.tokens.shape
     width = draft + 1
@@ -37,7 +38,7 @@ def decide(
     def with_sampling() -> Verdict:
         probs = dense.distribution(
             logits,
-            Controls(
+            SamplingValues(
                 per_token.temperature,
                 per_token.top_k,
                 per_token.top_p,
@@ -129,7 +130,7 @@ def verify_choices(
     shares): the text equals that of plain decoding, token for token.
 
     Args:
-        num_draft_tokens: Drafts that count; the later ones are ignored.
+        num_draft_tokens: Valid drafts of each sequence.
     References: coupling: Daliri et al. 2024, arXiv:2408.07978.
     """
     is_equal = draft_tokens == target_choices[:, :-1]
@@ -155,8 +156,8 @@ def verify_standard(
 
     Args:
         draft_probs: Distributions that `draft_tokens` were drawn from, after all
-            sampling controls.
-        num_draft_tokens: Drafts that count; the later ones are ignored.
+            filters.
+        num_draft_tokens: Valid drafts of each sequence.
     References: Leviathan et al. 2023, arXiv:2211.17192, Alg. 1.
         Chen et al. 2023, arXiv:2302.01318, Alg. 2.
     """
@@ -188,8 +189,8 @@ def verify_block(
 
     Args:
         draft_probs: Distributions that `draft_tokens` were drawn from, after all
-            sampling controls.
-        num_draft_tokens: Drafts that count; the later ones are ignored.
+            filters.
+        num_draft_tokens: Valid drafts of each sequence.
     References: Sun et al. 2024, arXiv:2403.10444, Alg. 2.
     """
     draft_token_probs = _chosen(draft_probs, draft_tokens)

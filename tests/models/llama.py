@@ -15,7 +15,7 @@ from jaxspec.models.backend import Backend
 from jaxspec.models.batch import TokenBatch
 from jaxspec.models.families import Family
 from jaxspec.models.layers import attend, mean_square, rope_tables
-from jaxspec.models.network import Hidden, Pages
+from jaxspec.models.network import ForwardOutput, Pages
 from jaxspec.models.params import Params, ParamSpec, Specs
 from jaxspec.models.stack import run_layers
 from jaxspec_checkpoints import Layout, Sizes
@@ -84,8 +84,8 @@ def forward(
     batch: TokenBatch,
     kv_pages: Pages,
     backend: Backend,
-) -> tuple[Hidden, Pages]:
-    """Run all layers; return the rows and the updated pages per layer."""
+) -> tuple[ForwardOutput, Pages]:
+    """Run all layers; return their output and the updated pages per layer."""
     stream = params["embedding"].rows(batch.tokens)
     tables = rope_tables(batch.positions, config.head_dim, config.rope_theta)
 
@@ -112,7 +112,7 @@ def forward(
     stream = streams[-1]
     is_finite = jax.numpy.isfinite(row_sums(stream)[:, 0])
     rows = _norm(config, stream, params["final_norm"])
-    return Hidden(rows, is_finite, streams), kv_pages
+    return ForwardOutput(rows, is_finite, streams), kv_pages
 
 
 def logits(

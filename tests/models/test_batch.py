@@ -76,8 +76,8 @@ def test_two_regions_in_one_pass_equal_huggingface():
     @jax.jit
     def forward(params, batch, kv_pages):
         model = build_network(config, params)
-        hidden, _ = model.hidden(batch, kv_pages)
-        return model.logits(hidden.rows)
+        output, _ = model.forward(batch, kv_pages)
+        return model.logits(output.hidden_states)
 
     pages = init_kv_pages(config, 8, 4, jnp.dtype(jnp.float32))
     logits = np.asarray(forward(load_ours(reference), batch, pages))

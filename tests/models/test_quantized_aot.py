@@ -132,7 +132,10 @@ def test_no_matrix_is_widened_in_memory(devices, size, kind):
     if kind not in NAMED:
         config = with_gguf_types(config, kind, sizes_of(size))
     shape = StepShape(
-        num_seqs=8, num_draft_tokens=0, chunk=0, features=Features(is_greedy=True)
+        num_seqs=8,
+        num_draft_tokens=0,
+        max_prompt_tokens=0,
+        features=Features(all_greedy=True),
     )
     step = compile_step(config, describe_mesh(devices, config), shape)
     facts, target = step.facts, step.forms[0]

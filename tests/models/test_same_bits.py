@@ -80,8 +80,8 @@ def run(config: ModelConfig, params: Any, pages: Any, parts: list[Part]) -> Any:
     """Logits of every row of a launch, and the pages."""
     network = build_network(config, params, Backend(implementation="reference"))
     batch = join_batches([make_token_batch(*part, POOL) for part in parts])
-    hidden, pages = network.hidden(batch, pages)
-    return network.logits(hidden.rows)[:, ::SPARSE], pages
+    output, pages = network.forward(batch, pages)
+    return network.logits(output.hidden_states)[:, ::SPARSE], pages
 
 
 def part_of(texts: np.ndarray, ends: list[int], num_queries: int) -> Part:

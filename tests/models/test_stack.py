@@ -96,7 +96,7 @@ def test_every_layers_output_is_returned():
         batch = batch_of(8)
         pages = init_kv_pages(config, 4, 4, jnp.float32)
         run = jax.jit(
-            lambda batch, pages, network=network: network.hidden(batch, pages)[0],
+            lambda batch, pages, network=network: network.forward(batch, pages)[0],
             compiler_options=QUICK_COMPILER,
         )
         streams.append(run(batch, pages).streams)
@@ -189,7 +189,7 @@ def test_products_in_the_loop_have_barriers(scan_layers, shards, num_apart):
     params = made("abstract", scan_layers=scan_layers, shards=shards, dtype=jnp.float32)
     batch, pages = batch_of(8), init_kv_pages(config, 4, 4, jnp.float32)
     lowered = jax.make_jaxpr(
-        lambda params: build_network(config, params).hidden(batch, pages)[0]
+        lambda params: build_network(config, params).forward(batch, pages)[0]
     )(params)
     assert str(lowered).count("optimization_barrier") == num_apart
 
@@ -250,7 +250,7 @@ def test_streams_are_in_layer_order():
         batch = batch_of(8)
         pages = init_kv_pages(config, 4, 4, jnp.float32)
         run = jax.jit(
-            lambda batch, pages, network=network: network.hidden(batch, pages)[0],
+            lambda batch, pages, network=network: network.forward(batch, pages)[0],
             compiler_options=QUICK_COMPILER,
         )
         streams.append(run(batch, pages).streams)

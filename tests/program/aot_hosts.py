@@ -58,8 +58,8 @@ class Cell:
         return StepShape(
             num_seqs=8,
             num_draft_tokens=NUM_DRAFT_TOKENS,
-            chunk=0,
-            features=Features(is_greedy=True),
+            max_prompt_tokens=0,
+            features=Features(all_greedy=True),
         )
 
     def config(self) -> EngineConfig:

@@ -165,7 +165,7 @@ def moved_in_place(device: str, kept: str) -> tuple[list[str], int, int]:
     forms: Any = state
 
     def move(pages: Any, rows: Any, token_pages: Any, decode: Any, row: Any) -> Any:
-        active = gather(rows, token_pages, decode, is_greedy=True)
+        active = gather(rows, token_pages, decode, all_greedy=True)
         backend = program.backend(TARGET_MESH_AXES)
         return compact_kv(
             config.model_config, pages, tree, row, active, program.pool, backend

@@ -32,7 +32,7 @@ from tests.program.aot_step import PLACES
 
 Row = dict[str, Any]
 README = FOLDER.parent / "README.md"
-GREEDY = Features(is_greedy=True)
+GREEDY = Features(all_greedy=True)
 
 # Peak memory of a chip, without arguments. Rounds need logits, hidden rows and weights
 # that the compiler prefetches. Not `temp_bytes`: on TPU that counts each such copy (XLA
@@ -380,7 +380,11 @@ def test_scanned_layers_read_weights_and_pages_in_place(devices, draft, max_roun
     )
     k = 4 if draft else 0
     shape = StepShape(
-        num_seqs=8, num_draft_tokens=k, chunk=0, features=GREEDY, max_rounds=max_rounds
+        num_seqs=8,
+        num_draft_tokens=k,
+        max_prompt_tokens=0,
+        features=GREEDY,
+        max_rounds=max_rounds,
     )
     step = compile_step(config, describe_mesh(devices, config), shape)
     target, drafts, state = step.forms

@@ -17,10 +17,10 @@ from jaxspec.program.wire import PlanLayout
 from tests.support import pair
 from tests.support.engines import make_engine
 
-PLAIN = StepShape(num_seqs=2, num_draft_tokens=0, chunk=0)
+PLAIN = StepShape(num_seqs=2, num_draft_tokens=0, max_prompt_tokens=0)
 DRAFTING = dataclasses.replace(PLAIN, num_draft_tokens=3)
-WITH_PROMPTS = dataclasses.replace(PLAIN, chunk=32)
-GREEDY = dataclasses.replace(PLAIN, features=Features(is_greedy=True))
+WITH_PROMPTS = dataclasses.replace(PLAIN, max_prompt_tokens=32)
+GREEDY = dataclasses.replace(PLAIN, features=Features(all_greedy=True))
 WAYS: dict[str, dict[str, Any]] = {
     "chain": {},
     "one pass": {"mask_token_id": 1},
@@ -89,7 +89,7 @@ def test_plain_program_takes_the_arguments_of_an_engine_without_drafts():
     runner: Any = with_draft.runner
     counts = [
         len(jax.tree.leaves(runner.executable(shape).args_info))
-        for shape in (PLAIN, DRAFTING, StepShape.catch_up(32))
+        for shape in (PLAIN, DRAFTING, StepShape.draft_prefill(32))
     ]
     everyone = len(jax.tree.leaves(everything(with_draft))) + 1
     assert counts == [sum(map(len, sizes[0])) + 1, everyone, everyone]

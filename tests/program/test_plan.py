@@ -24,7 +24,7 @@ from tests.support.plans import ADMISSION, POOL, with_controls
 SHAPE = StepShape(
     num_seqs=4,
     num_draft_tokens=3,
-    chunk=8 * TILE,
+    max_prompt_tokens=8 * TILE,
     features=Features(has_controls=True),
 )
 LAYOUT = PlanLayout(SHAPE, POOL)
@@ -79,8 +79,10 @@ def test_default_controls_allow_everything():
 
 
 def test_plans_without_controls_have_no_control_fields():
-    without = StepShape(num_seqs=4, num_draft_tokens=3, chunk=TILE)
-    decoding = dataclasses.replace(without, chunk=0, features=SHAPE.features)
+    without = StepShape(num_seqs=4, num_draft_tokens=3, max_prompt_tokens=TILE)
+    decoding = dataclasses.replace(
+        without, max_prompt_tokens=0, features=SHAPE.features
+    )
     for shape in (without, decoding):
         layout = PlanLayout(shape, POOL)
         assert not [name for name in layout.fields if name.startswith("control")]

@@ -13,9 +13,9 @@ from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.engine.program_cache import ProgramCache
 from jaxspec.program.propose import (
     PROPOSERS,
-    Context,
     Observer,
     Proposal,
+    ProposerContext,
     Seen,
     proposers_of,
 )
@@ -49,13 +49,18 @@ class Parrot:
         whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
         return jax.ShapeDtypeStruct((pool.num_rows,), jnp.int32, sharding=whole)
 
-    def catch_up(
-        self, params: Any, state: Any, context: Context, active: Any, following: Any
+    def draft_prefill(
+        self,
+        params: Any,
+        state: Any,
+        context: ProposerContext,
+        active: Any,
+        next_tokens: Any,
     ) -> tuple[Any, None]:
         return state, None
 
     def propose(
-        self, params: Any, state: Any, context: Context, before: Proposal | None
+        self, params: Any, state: Any, context: ProposerContext, before: Proposal | None
     ) -> tuple[Proposal, Any]:
         active, count = context.active, context.tree.num_nodes
         row = jnp.where(active.is_active, active.row, state.shape[0])
@@ -104,12 +109,14 @@ class Listener(Parrot):
         return super().state_forms(dtype, pool, mesh), kept
 
     def propose(
-        self, params: Any, state: Any, context: Context, before: Proposal | None
+        self, params: Any, state: Any, context: ProposerContext, before: Proposal | None
     ) -> tuple[Proposal, Any]:
         proposal, rounds = super().propose(params, state[0], context, before)
         return proposal, (rounds, state[1])
 
-    def observe(self, params: Any, state: Any, context: Context, seen: Seen) -> Any:
+    def observe(
+        self, params: Any, state: Any, context: ProposerContext, seen: Seen
+    ) -> Any:
         rounds, kept = state
         active, (seqs, width) = context.active, seen.nodes[0].shape[:2]
         node = jnp.arange(width)[None]

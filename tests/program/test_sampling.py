@@ -14,7 +14,7 @@ from jaxspec.program.plan import BLOCK, COUPLED, STANDARD
 from jaxspec.program.sampling import forbid_early_stop, sample_draft
 from jaxspec.program.tree.tree import Tree
 from jaxspec.program.verify import verify
-from jaxspec_kernels.rejection_sampling import Controls, sample
+from jaxspec_kernels.rejection_sampling import SamplingValues, sample
 from tests.kernels import dense
 from tests.kernels.oracle import UNOPTIMISED
 from tests.support.distributions import check_counts, filtered_distribution
@@ -30,20 +30,20 @@ LOGITS = np.random.default_rng(0).normal(size=(6, VOCAB)).astype(np.float32) * 2
 
 
 def distribution_of(logits: np.ndarray, rows: list[dict]) -> np.ndarray:
-    """Return the sampling distribution of rows with controls."""
+    """The sampling distribution of rows with sampling values."""
     defaults = dict(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
     full = [defaults | row for row in rows]
 
     def column(name: str, dtype) -> jax.Array:
         return jnp.array([row[name] for row in full], dtype)
 
-    controls = Controls(
+    sampling_values = SamplingValues(
         column("temperature", jnp.float32),
         column("top_k", jnp.int32),
         column("top_p", jnp.float32),
         column("min_p", jnp.float32),
     )
-    _, probs = draw(logits, controls, np.zeros(len(logits)))
+    _, probs = draw(logits, sampling_values, np.zeros(len(logits)))
     return probs
 
 
@@ -52,13 +52,13 @@ quick_jit: Any = functools.partial(jax.jit, compiler_options=UNOPTIMISED)
 
 
 @quick_jit
-def inverted(logits, controls, rule, uniform):
-    return sample(logits, controls, rule=rule, uniform=uniform)
+def inverted(logits, sampling_values, rule, uniform):
+    return sample(logits, sampling_values, rule=rule, uniform=uniform)
 
 
-@functools.partial(quick_jit, static_argnames="is_greedy")
-def drafted(logits, index, active, *, is_greedy):
-    return sample_draft(logits, index, active, Backend(), is_greedy=is_greedy)
+@functools.partial(quick_jit, static_argnames="drafts_argmax")
+def drafted(logits, index, active, *, drafts_argmax):
+    return sample_draft(logits, index, active, Backend(), drafts_argmax=drafts_argmax)
 
 
 @quick_jit
@@ -69,22 +69,22 @@ def verified(logits, active):
 
 
 def draw(
-    logits: np.ndarray, controls: Controls, uniform: np.ndarray
+    logits: np.ndarray, sampling_values: SamplingValues, uniform: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """Tokens by inverting the cumulative sum at given uniforms, and probabilities."""
     token, probs = inverted(
         jnp.asarray(logits, jnp.float32),
-        controls,
+        sampling_values,
         jnp.zeros(len(logits), jnp.int32),
         jnp.asarray(uniform, jnp.float32),
     )
     return np.asarray(token), np.asarray(probs)
 
 
-def at_one(rows: int) -> Controls:
+def at_one(rows: int) -> SamplingValues:
     """Temperature 1 and no filter."""
     ones = jnp.ones(rows, jnp.float32)
-    return Controls(ones, jnp.zeros(rows, jnp.int32), ones, 0 * ones)
+    return SamplingValues(ones, jnp.zeros(rows, jnp.int32), ones, 0 * ones)
 
 
 def check_distribution(size: int, rows: list[dict], *, is_tied: bool = False) -> None:
@@ -111,7 +111,7 @@ def check_distribution(size: int, rows: list[dict], *, is_tied: bool = False) ->
 
 
 def random_rows(size: int, count: int = 48) -> list[dict]:
-    """Controls of every kind in one batch, with greedy rows."""
+    """Sampling values of every kind in one batch, with greedy rows."""
     random = np.random.default_rng(size)
     rows = []
     for _ in range(count):
@@ -249,10 +249,10 @@ def test_argmax_takes_the_lowest_of_ties_and_never_nan(size):
 
 
 def draft_with(
-    active, index, logits=LOGITS, *, is_greedy: bool = False
+    active, index, logits=LOGITS, *, drafts_argmax: bool = False
 ) -> tuple[np.ndarray, Any]:
     given = jnp.asarray(logits), jnp.int32(index), active
-    token, probs = drafted(*given, is_greedy=is_greedy)
+    token, probs = drafted(*given, drafts_argmax=drafts_argmax)
     return np.asarray(token), None if probs is None else np.asarray(probs)
 
 
@@ -301,7 +301,7 @@ def test_batch_without_sampled_rows_takes_the_argmax(is_active):
 
 
 def test_point_mass_drafts_have_no_probabilities():
-    token, probs = draft_with(make_active(6, temperature=1.0), 0, is_greedy=True)
+    token, probs = draft_with(make_active(6, temperature=1.0), 0, drafts_argmax=True)
     np.testing.assert_array_equal(token, LOGITS.argmax(axis=1))
     assert probs is None
 

@@ -34,27 +34,30 @@ from tests.support.step_programs import (
 LOOPED = StepShape(
     num_seqs=2,
     num_draft_tokens=3,
-    chunk=0,
+    max_prompt_tokens=0,
     max_rounds=4,
-    features=Features(is_greedy=True),
+    features=Features(all_greedy=True),
 )
 # The last one samples and has prompts: with the first it covers all parts of a round.
 SHAPES = [LOOPED, dataclasses.replace(LOOPED, features=Features())] + [
-    StepShape(num_seqs=seqs, num_draft_tokens=drafts, chunk=chunk)
+    StepShape(num_seqs=seqs, num_draft_tokens=drafts, max_prompt_tokens=chunk)
     for seqs, drafts, chunk in [(1, 0, 0), (2, 0, 0), (1, 0, 32), (1, 3, 0), (2, 3, 0)]
     + [(1, 3, 32)]
 ]
 MORE_SHAPES = [
-    StepShape(num_seqs=2, num_draft_tokens=drafts, chunk=32) for drafts in (0, 3)
+    StepShape(num_seqs=2, num_draft_tokens=drafts, max_prompt_tokens=32)
+    for drafts in (0, 3)
 ]
 MORE_SHAPES += [
-    StepShape(num_seqs=1, num_draft_tokens=drafts, chunk=0, max_rounds=4)
+    StepShape(num_seqs=1, num_draft_tokens=drafts, max_prompt_tokens=0, max_rounds=4)
     for drafts in (0, 3)
 ]
 # All features but grammars.
 FEATURES = Features(has_controls=True, num_logprobs=5, num_prompt_logprobs=3)
 MORE_SHAPES += [
-    StepShape(num_seqs=2, num_draft_tokens=3, chunk=chunk, features=FEATURES)
+    StepShape(
+        num_seqs=2, num_draft_tokens=3, max_prompt_tokens=chunk, features=FEATURES
+    )
     for chunk in (0, 32)
 ]
 
@@ -124,7 +127,7 @@ def test_kv_of_accepted_tree_paths_are_moved_in_place(num_drafts, keys, num_seqs
     shapes = [
         shape
         for shape in engine.scheduler.shapes.all()
-        if (shape.num_seqs, shape.chunk) == (num_seqs, 0)
+        if (shape.num_seqs, shape.max_prompt_tokens) == (num_seqs, 0)
         if not shape.tree.is_chain
     ]
     assert shapes
@@ -193,14 +196,14 @@ def test_the_check_finds_a_copy():
 @pytest.mark.parametrize("num_seqs", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_plain_program_excludes_the_draft_model(num_seqs):
     runner: Any = pair.engine().runner
-    shape = StepShape(num_seqs=num_seqs, num_draft_tokens=0, chunk=0)
+    shape = StepShape(num_seqs=num_seqs, num_draft_tokens=0, max_prompt_tokens=0)
     target, draft, state, pages = (
         len(jax.tree.leaves(tree))
         for tree in (*runner.params, runner.state, runner.state.proposers)
     )
     program = runner.executable(shape).as_text()
     assert num_parameters(program) == target + state - pages + 1
-    drafting = StepShape(num_seqs=num_seqs, num_draft_tokens=3, chunk=0)
+    drafting = StepShape(num_seqs=num_seqs, num_draft_tokens=3, max_prompt_tokens=0)
     program = runner.executable(drafting).as_text()
     assert num_parameters(program) == target + draft + state + 1
     plain: Any = pair.plain_engine().runner

@@ -19,7 +19,7 @@ from tests.support.programs import READERS_COMPILER
 from tests.support.step_programs import check_program
 
 LOOKUP = (5, 5)
-GREEDY = Features(is_greedy=True)
+GREEDY = Features(all_greedy=True)
 
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 
@@ -46,7 +46,7 @@ def test_both_forms_write_pages_in_place(engine, num_seqs, features):
     shape = StepShape(
         num_seqs=num_seqs,
         num_draft_tokens=pair.NUM_DRAFT,
-        chunk=0,
+        max_prompt_tokens=0,
         features=features,
     )
     program = check_program(engine, shape)
@@ -61,7 +61,10 @@ def test_both_forms_write_pages_in_place(engine, num_seqs, features):
 def test_no_products_outside_of_the_two_forms(engine, chunk, features):
     """The two forms contain all matrix products."""
     shape = StepShape(
-        num_seqs=1, num_draft_tokens=pair.NUM_DRAFT, chunk=chunk, features=features
+        num_seqs=1,
+        num_draft_tokens=pair.NUM_DRAFT,
+        max_prompt_tokens=chunk,
+        features=features,
     )
     program = engine.runner.executable(shape).as_text()
     assert " dot(" in program and '"jaxspec_multiply"' in program
@@ -73,7 +76,9 @@ def test_programs_for_many_drafts_have_a_narrow_pass(features):
     """Suffix proposals may have few drafts, and only the device knows the number."""
     count = 2 * FEW + 1
     engine = make_lookup_engine(num_draft_tokens=count, lookup=None, suffix={})
-    shape = StepShape(num_seqs=1, num_draft_tokens=count, chunk=0, features=features)
+    shape = StepShape(
+        num_seqs=1, num_draft_tokens=count, max_prompt_tokens=0, features=features
+    )
     program = check_program(engine, shape)
     entry = entry_of(program)
     assert " conditional(" not in entry
@@ -84,7 +89,7 @@ def test_programs_for_many_drafts_have_a_narrow_pass(features):
 @pytest.mark.slow
 def test_both_forms_write_pages_in_place_in_bfloat16():
     engine = make_lookup_engine(dtype="bfloat16")
-    shape = StepShape(num_seqs=2, num_draft_tokens=pair.NUM_DRAFT, chunk=0)
+    shape = StepShape(num_seqs=2, num_draft_tokens=pair.NUM_DRAFT, max_prompt_tokens=0)
     check_program(engine, shape)
 
 
@@ -93,7 +98,7 @@ def test_both_forms_write_pages_in_place_with_logprobs(engine):
     shape = StepShape(
         num_seqs=2,
         num_draft_tokens=pair.NUM_DRAFT,
-        chunk=0,
+        max_prompt_tokens=0,
         features=Features(num_logprobs=5, has_controls=True),
     )
     check_program(engine, shape)

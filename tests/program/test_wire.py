@@ -20,7 +20,7 @@ from jaxspec.program.plan import (
 from jaxspec.program.wire import PlanLayout, ResultLayout, StepResult
 from tests.support.plans import ADMISSION, POOL
 
-SHAPE = StepShape(num_seqs=4, num_draft_tokens=3, chunk=2 * TILE)
+SHAPE = StepShape(num_seqs=4, num_draft_tokens=3, max_prompt_tokens=2 * TILE)
 LAYOUT = PlanLayout(SHAPE, POOL)
 PAD_ROW = POOL.num_rows
 
@@ -48,7 +48,7 @@ def fields_of(plan: StepPlan) -> dict[str, np.ndarray]:
 def test_entries_are_in_order_with_pads_after_them():
     fields = fields_of(PLAN)
     assert fields["decode_row"].tolist() == [4, 0, PAD_ROW, PAD_ROW]
-    assert fields["decode_draft"].tolist() == [3, 1, 0, 0]
+    assert fields["decode_num_draft_tokens"].tolist() == [3, 1, 0, 0]
     assert fields["page_update"][:, :2].T.tolist() == [[4, 2, 17], [3, 0, 39]]
     assert (fields["page_update"][0, 2:] == PAD_ROW).all()
     assert fields["tile_row"].tolist() == [3, 2]
@@ -100,7 +100,7 @@ ALL_FEATURES = Features(
 @pytest.mark.parametrize("features", [Features(), ALL_FEATURES], ids=["none", "all"])
 def test_fields_fill_the_vector_without_gaps(chunk, drafts, features):
     shape = StepShape(
-        num_seqs=2, num_draft_tokens=drafts, chunk=chunk, features=features
+        num_seqs=2, num_draft_tokens=drafts, max_prompt_tokens=chunk, features=features
     )
     layout = PlanLayout(shape, POOL)
     covered = np.zeros(layout.size, int)
@@ -167,7 +167,7 @@ def test_logprobs_belong_to_their_tokens():
 
 
 def test_a_result_without_prompts_leaves_tiles_out():
-    shape = dataclasses.replace(SHAPE, chunk=0)
+    shape = dataclasses.replace(SHAPE, max_prompt_tokens=0)
     values = random_result(shape)
     left_out = {name: one for name, one in values.items() if "tile" not in name}
     assert through(left_out, shape).tile_token.shape == (0,)
@@ -193,7 +193,7 @@ def test_the_page_table_holds_the_longest_sequence(length, pages):
 
 
 def test_plan_holds_the_number_of_rounds():
-    shape = StepShape(num_seqs=4, num_draft_tokens=3, chunk=0, max_rounds=4)
+    shape = StepShape(num_seqs=4, num_draft_tokens=3, max_prompt_tokens=0, max_rounds=4)
     layout = PlanLayout(shape, POOL)
     for plan in (StepPlan(), StepPlan(decode=[(1, 2)], num_rounds=3)):
         fields = layout.read(jnp.asarray(layout.pack(plan)))
@@ -212,7 +212,7 @@ def test_plan_holds_the_number_of_rounds():
 
 @pytest.mark.parametrize("num_rounds", [1, 3, 4])
 def test_rounds_are_read_in_their_order(num_rounds):
-    shape = StepShape(num_seqs=4, num_draft_tokens=3, chunk=0, max_rounds=4)
+    shape = StepShape(num_seqs=4, num_draft_tokens=3, max_prompt_tokens=0, max_rounds=4)
     layout = ResultLayout(shape)
     random = np.random.default_rng(0)
     rounds = random.integers(0, 2, (4, layout.size), np.int32)

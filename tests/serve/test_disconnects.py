@@ -114,5 +114,5 @@ def test_disconnected_clients_leave_nothing(count: int):
         site.delay_s = 0.002
         asyncio.run(disconnect(site, count))
         engine = site.engine.engine
-        assert engine.scheduler.pages.num_free == ENGINE["num_pages"]
+        assert engine.scheduler.pool.num_free == ENGINE["num_pages"]
         assert not any(one.collectors for one in site.engine._drivers)

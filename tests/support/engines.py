@@ -22,7 +22,7 @@ from jaxspec.models.heads.config import HeadConfig
 from jaxspec.models.weights import load_params
 from jaxspec.outputs import RequestOutput
 from jaxspec.program.plan import StepPlan, StepShape
-from jaxspec.program.wire import CaughtUp, StepResult
+from jaxspec.program.wire import DraftPrefillResult, StepResult
 from jaxspec.sampling_params import SamplingParams
 from jaxspec.sharding import DRAFT_MESH_AXES, TARGET_MESH_AXES
 from jaxspec.text.tokenizer import PlainTexts, Tokenizer
@@ -100,37 +100,41 @@ class OneShapeRunner(Runner):
 
     def launch(self, plan: StepPlan, shape: StepShape) -> Any:
         config = self.config
-        if shape.is_catch_up:
-            padded = StepShape.catch_up(config.max_num_batched_tokens)
+        if shape.is_draft_prefill:
+            padded = StepShape.draft_prefill(config.max_num_batched_tokens)
             return super().launch(plan, padded), padded
         padded = StepShape(
             num_seqs=config.max_num_seqs,
             num_draft_tokens=(
                 shape.num_draft_tokens if plan.decode else config.num_draft_tokens
             ),
-            chunk=config.max_num_batched_tokens if shape.chunk else 0,
+            max_prompt_tokens=config.max_num_batched_tokens
+            if shape.max_prompt_tokens
+            else 0,
             features=shape.features,
             max_rounds=shape.max_rounds,
             template=shape.template,
         )
         return super().launch(plan, padded), padded
 
-    def fetch(self, result: Any, shape: StepShape) -> StepResult | CaughtUp:
+    def fetch(self, result: Any, shape: StepShape) -> StepResult | DraftPrefillResult:
         return super().fetch(*result)
 
 
 class OneProgramRunner(OneShapeRunner):
     """Runs prompts, drafts and plain rounds in one program, for tests of few rounds."""
 
-    is_greedy = False
+    all_greedy = False
 
     def launch(self, plan: StepPlan, shape: StepShape) -> Any:
-        if not shape.is_catch_up:
+        if not shape.is_draft_prefill:
             shape = dataclasses.replace(
                 shape,
                 num_draft_tokens=self.config.num_draft_tokens,
-                chunk=self.config.max_num_batched_tokens,
-                features=dataclasses.replace(shape.features, is_greedy=self.is_greedy),
+                max_prompt_tokens=self.config.max_num_batched_tokens,
+                features=dataclasses.replace(
+                    shape.features, all_greedy=self.all_greedy
+                ),
             )
         return super().launch(plan, shape)
 
@@ -138,7 +142,7 @@ class OneProgramRunner(OneShapeRunner):
 class OneGreedyProgramRunner(OneProgramRunner):
     """Runs only greedy requests, in one program with a third of the operations."""
 
-    is_greedy = True
+    all_greedy = True
 
     def launch(self, plan: StepPlan, shape: StepShape) -> Any:
         assert not any(one.temperature for one in plan.admissions)
@@ -160,7 +164,7 @@ class QuickRunner(OneProgramRunner):
 class QuickGreedyRunner(QuickRunner):
     """`QuickRunner` for greedy requests."""
 
-    is_greedy = True
+    all_greedy = True
 
 
 def make_engine(

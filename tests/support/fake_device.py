@@ -26,7 +26,12 @@ from jaxspec.program.plan import (
     StepShape,
     Tile,
 )
-from jaxspec.program.wire import CaughtUp, PlanLayout, StepResult, TokenLogprobs
+from jaxspec.program.wire import (
+    DraftPrefillResult,
+    PlanLayout,
+    StepResult,
+    TokenLogprobs,
+)
 
 JUNK = -7  # token of a rejected draft
 NOTHING = 0  # hash of the empty prefix
@@ -122,13 +127,13 @@ class FakeDevice:
         self.num_proposed = 0
         self._random = np.random.default_rng(seed)
 
-    def run(self, plan: StepPlan, shape: StepShape) -> StepResult | CaughtUp:
+    def run(self, plan: StepPlan, shape: StepShape) -> StepResult | DraftPrefillResult:
         """Apply a plan and return the program's result."""
         PlanLayout(shape, self.pool).pack(plan)  # raises if it does not fit
         assert len(plan.decode) <= shape.num_seqs
         assert len(plan.tiles) <= shape.num_tiles
-        if shape.is_catch_up:
-            return self._catch_up(plan, shape)
+        if shape.is_draft_prefill:
+            return self._draft_prefill(plan, shape)
         rows = [row for row, _ in plan.decode]
         later, rest = [], dataclasses.replace(plan, pages=[])
         alive = self._alive(rows)
@@ -282,7 +287,7 @@ class FakeDevice:
         (token,) = self._append(row, 1)
         return token, row.is_done
 
-    def _catch_up(self, plan: StepPlan, shape: StepShape) -> CaughtUp:
+    def _draft_prefill(self, plan: StepPlan, shape: StepShape) -> DraftPrefillResult:
         """Prefill the draft model; acceptance probabilities are random."""
         assert self.has_draft
         assert not (plan.decode or plan.admissions or plan.pages)
@@ -301,7 +306,7 @@ class FakeDevice:
             acceptance_probabilities[index, first : first + count] = (
                 self._random.random(count)
             )
-        return CaughtUp(acceptance_probabilities=acceptance_probabilities)
+        return DraftPrefillResult(acceptance_probabilities=acceptance_probabilities)
 
     def _round(
         self, row: Row, drafts: int, lookahead: int, most: int

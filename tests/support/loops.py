@@ -170,14 +170,14 @@ class Loop:
                         self.scheduler.finish(part.request, "length", None)
                         self.finished.append(part.request)
             self.scheduler.rows.check()
-        self.scheduler.pages.check()
+        self.scheduler.pool.check()
         self.scheduler.step_times.check()
         self.scheduler.acceptance.check()
         return self.scheduler.has_unfinished() or bool(self.launched)
 
     def cost(self, launch: Launch) -> float:
-        """Return the seconds of a launch: a constant, plus a time per prompt token."""
-        return self.fastest_s + launch.shape.chunk * self.prompt_token_s
+        """Duration of a launch: a cost per round, and per prompt token."""
+        return self.fastest_s + launch.shape.max_prompt_tokens * self.prompt_token_s
 
     def assert_idle(self) -> None:
         self.scheduler.check_idle()

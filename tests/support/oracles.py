@@ -177,8 +177,8 @@ class PagedModel:
         self.num_traces += 1
         backend = Backend(mesh=self.mesh, mesh_axes=TARGET_MESH_AXES)
         model = build_network(self.config, params, backend)
-        hidden, kv_pages = model.hidden(batch, kv_pages)
-        return model.logits(hidden.rows), kv_pages
+        output, kv_pages = model.forward(batch, kv_pages)
+        return model.logits(output.hidden_states), kv_pages
 
     def run(self, tokens: np.ndarray, pads: int = 0) -> np.ndarray:
         """Append tokens after `pads` padding rows; return the logits of the tokens."""

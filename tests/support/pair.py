@@ -17,7 +17,7 @@ import torch
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.engine.runner import Runner
 from jaxspec.program.plan import Features, StepPlan, StepShape
-from jaxspec.program.wire import CaughtUp, StepResult
+from jaxspec.program.wire import DraftPrefillResult, StepResult
 from jaxspec.sharding import DRAFT_MESH_AXES
 from jaxspec_checkpoints.quantization import Scheme
 from tests.support.engines import load_weights, make_engine, with_settings
@@ -192,13 +192,13 @@ class GeneralRunner(Runner):
     """Runs every launch in the largest program, with all features but grammars."""
 
     def largest(self, shape: StepShape) -> StepShape:
-        if shape.is_catch_up:
+        if shape.is_draft_prefill:
             return shape
         count = self.config.num_logprobs
         return StepShape(
             num_seqs=self.config.max_num_seqs,
             num_draft_tokens=shape.num_draft_tokens,
-            chunk=self.config.max_num_batched_tokens,
+            max_prompt_tokens=self.config.max_num_batched_tokens,
             features=Features(
                 has_controls=True, num_logprobs=count, num_prompt_logprobs=count
             ),
@@ -207,7 +207,7 @@ class GeneralRunner(Runner):
     def launch(self, plan: StepPlan, shape: StepShape) -> Any:
         return super().launch(plan, self.largest(shape))
 
-    def fetch(self, result: Any, shape: StepShape) -> StepResult | CaughtUp:
+    def fetch(self, result: Any, shape: StepShape) -> StepResult | DraftPrefillResult:
         return super().fetch(result, self.largest(shape))
 
 
@@ -229,7 +229,7 @@ def recorded(made: LLMEngine) -> Iterator[list[tuple[StepPlan, StepShape, Any]]]
         plans.append((plan, shape))
         return launch(plan, shape)
 
-    def note_fetch(result: Any, shape: StepShape) -> StepResult | CaughtUp:
+    def note_fetch(result: Any, shape: StepShape) -> StepResult | DraftPrefillResult:
         rounds.append((*plans.popleft(), fetch(result, shape)))
         return rounds[-1][-1]
 

@@ -11,7 +11,7 @@ from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.engine.scheduling import prefill_budget
 from jaxspec.engine.scheduling.row_table import RowTable
 from jaxspec.program.plan import StepPlan, StepShape
-from jaxspec.program.wire import CaughtUp, StepResult
+from jaxspec.program.wire import DraftPrefillResult, StepResult
 
 STEPS = 8
 
@@ -29,7 +29,7 @@ def at_most(engine: LLMEngine, num_rounds: int) -> Iterator[list[tuple[int, int]
         planned.append(plan.num_rounds)
         return launch(plan, shape)
 
-    def note_fetch(result: Any, shape: StepShape) -> StepResult | CaughtUp:
+    def note_fetch(result: Any, shape: StepShape) -> StepResult | DraftPrefillResult:
         fetched = fetch(result, shape)
         ran.append((planned.popleft(), len(fetched.rounds)))
         return fetched

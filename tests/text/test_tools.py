@@ -231,7 +231,7 @@ def test_reads_deprecated_function_call():
     messages[1]["tool_calls"][0]["function"]["name"] = "f"
     assert write([asked(), answer, returned, asked()]) == write(messages)
     with pytest.raises(RequestError, match=r"messages\[1\]"):
-        write([asked(), answer | {"function_call": {"name": 7}}, result])
+        write([asked(), answer | {"function_call": {"name": 7}}, returned])
 
 
 # --- The grammar of answers that must call. ---

@@ -29,7 +29,8 @@ class View:
         leaf: Path of the array below the root of the tree.
         fixed: Index of the first axes.
         order: The other axes, counted from the first of them, in canonical order.
-        row_axes: Number of axes in `order` that form the rows; the others form columns.
+        row_axes: Number of leading axes in `order` that form the rows; the others form
+            the columns.
     """
 
     leaf: str
@@ -43,7 +44,7 @@ class View:
         return len(self.fixed) + self.order[0]
 
     def step(self, shape: tuple[int, ...]) -> int:
-        """Rows at one index of `axis` in an array of `shape`: head_dim or 1."""
+        """Return the number of rows at an index of `axis`: head_dim or 1."""
         sizes = [shape[len(self.fixed) + axis] for axis in self.order]
         return math.prod(sizes[1 : self.row_axes])
 

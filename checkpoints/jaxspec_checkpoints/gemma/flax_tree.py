@@ -200,8 +200,8 @@ def read_tree(
     if embedder is None:
         found = ", ".join(sorted(paths.values())[:4]) or "no tensor"
         raise CheckpointError(
-            f"the checkpoint has no tensor 'transformer/{EMBEDDER}', so it is no Gemma "
-            f"as Kaggle has it; found: {found} ({folder})"
+            f"the checkpoint has no tensor 'transformer/{EMBEDDER}', so it is not a "
+            f"Gemma as Kaggle has it; found: {found} ({folder})"
         )
     root = embedder.removesuffix(EMBEDDER)
     skipped = tuple(part for form in forms for part in form.skipped)

@@ -11,7 +11,7 @@ from typing import Any
 from jaxspec_checkpoints.errors import CheckpointError
 from jaxspec_checkpoints.layout import EMBEDDING, FlaxForm, Layout, Sizes
 
-# Gemma 2's; Gemma 3 has another tokenizer.
+# Gemma 2's vocabulary size. Gemma 3 has another tokenizer.
 VOCAB_SIZE = 256000
 GEMMA3_VOCAB_SIZE = 262144
 TURN_MARKERS = ("<start_of_turn>", "<end_of_turn>")
@@ -78,7 +78,7 @@ _OTHER_MODALITIES = ("vision_tower", "multi_modal_projector")
 def layer_shapes(
     sizes: Sizes, *, has_qk_norm: bool = False
 ) -> dict[str, tuple[int, ...]]:
-    """Shape of every tensor of one layer, by its name within the layer."""
+    """Return the shape of every tensor of one layer, by its name within the layer."""
     model, hidden = sizes.hidden_size, sizes.intermediate_size
     queries = sizes.num_q_heads * sizes.head_dim
     keys = sizes.num_kv_heads * sizes.head_dim
@@ -104,7 +104,7 @@ def layer_shapes(
 def tensor_shapes(
     sizes: Sizes, *, has_qk_norm: bool = False
 ) -> dict[str, tuple[int, ...]]:
-    """Shape of every tensor of a model, by its canonical name."""
+    """Return the shape of every tensor of a model, by its canonical name."""
     shapes: dict[str, tuple[int, ...]] = {
         EMBEDDING: (sizes.vocab_size, sizes.hidden_size)
     }
@@ -250,7 +250,8 @@ def _gemma2_config_of(name: str) -> dict[str, Any] | None:
 
 
 def _gemma3_config_of(name: str) -> dict[str, Any] | None:
-    # Models from quantization-aware training: in the type of the others.
+    # Models from quantization-aware training have unquantized weights under a longer
+    # name.
     name = re.sub("-qat-[a-z0-9_]+-unquantized$", "", name)
     size = _published_size(name, "gemma-?3", _GEMMA3_SIZES)
     return None if size is None else gemma3_config(size)
@@ -298,5 +299,5 @@ GEMMA3 = Layout(
         config=gemma3_config,
     ),
 )
-# By the `model_type` of a config.json: the families that this package supports.
+# Families that this package supports, by the `model_type` of a config.json.
 LAYOUTS = {name: layout for layout in (GEMMA2, GEMMA3) for name in layout.model_types}

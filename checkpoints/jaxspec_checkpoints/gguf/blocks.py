@@ -28,7 +28,7 @@ class BlockType:
     """How a type stores its elements.
 
     Attributes:
-        name: In ggml's spelling.
+        name: Name of the type, as ggml spells it.
         num_elements: Elements per block.
         num_bytes: Bytes per block.
         dtype: Type of the dequantized numbers: float32 for every quantized type.
@@ -48,23 +48,23 @@ class BlockType:
 
 
 def _half(blocks: np.ndarray, start: int) -> np.ndarray:
-    """The float16 at byte `start` of each block, as float32 [block, 1]."""
+    """Return the float16 at byte `start` of each block, as float32 [block, 1]."""
     pair = np.ascontiguousarray(blocks[:, start : start + 2])
     return pair.view("<f2").astype(np.float32)
 
 
 def _nibbles(packed: np.ndarray) -> np.ndarray:
-    """Low halves of all bytes, then high halves."""
+    """Return low halves of all bytes, then high halves."""
     return np.concatenate([packed & 15, packed >> 4], axis=-1)
 
 
 def _bits(packed: np.ndarray) -> np.ndarray:
-    """Bits of a little-endian word, lowest first."""
+    """Return bits of a little-endian word, lowest first."""
     return np.unpackbits(packed, axis=-1, bitorder="little")
 
 
 def _pairs(packed: np.ndarray) -> np.ndarray:
-    """Two-bit fields of 64 bytes: position 128 a + 32 s + l is in byte 32 a + l."""
+    """Return two-bit fields: position 128 a + 32 s + l is in byte 32 a + l."""
     words = packed.reshape(-1, 2, 1, 32)
     shifts = np.array([0, 2, 4, 6], np.uint8).reshape(1, 1, 4, 1)
     return ((words >> shifts) & 3).reshape(-1, 256)
@@ -141,12 +141,12 @@ def _q5_k(blocks: np.ndarray) -> np.ndarray:
 
 
 def _group_nibbles(packed: np.ndarray) -> np.ndarray:
-    """Nibbles of 128 bytes: 32 low ones, the 32 high ones of these bytes, and so on."""
+    """Return nibbles of 128 bytes: 32 low ones, the 32 high ones of these, ..."""
     return _nibbles(packed.reshape(-1, 4, 32)).reshape(-1, 256)
 
 
 def _of_eight_groups(blocks: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Numbers of Q4_K and Q5_K, whose 6-bit scales and minima share 12 bytes."""
+    """Return numbers of Q4_K and Q5_K, whose 6-bit scales and minima share 12 bytes."""
     first, second, last = np.split(blocks[:, 4:16], 3, axis=1)
     scales = np.concatenate([first & 63, last & 15 | (first >> 6) << 4], axis=1)
     minima = np.concatenate([second & 63, last >> 4 | (second >> 6) << 4], axis=1)
@@ -210,7 +210,7 @@ def _other(
     )
 
 
-# By the number of each type in a file.
+# Types by their number in a file.
 TYPES = {
     0: BlockType(name="F32", num_bytes=4),
     1: BlockType(name="F16", num_bytes=2, dtype=np.dtype(np.float16)),

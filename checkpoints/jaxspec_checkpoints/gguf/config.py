@@ -12,7 +12,8 @@ import numpy as np
 from jaxspec_checkpoints.errors import CheckpointError
 from jaxspec_checkpoints.gguf.file import GgufFile, shown
 
-# Layers of the 27B models: llama.cpp derives their attention scale from the width.
+# Number of layers of the 27B models, whose attention scale llama.cpp derives from the
+# hidden size.
 _LAYERS_27B = {"gemma2": 46, "gemma3": 62}
 _SAMPLING = {
     "temperature": "general.sampling.temp",

@@ -32,7 +32,8 @@ _SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL)
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _DEFAULT_ALIGNMENT = 32
-# A file changed less than this ago may change again within one tick of its clock.
+# Nanoseconds after a change before a file's header is cached. Two changes within one
+# tick of the file system's clock have the same time stamp.
 _SETTLED_NS = 2 * 10**9
 _MAX_DIMENSIONS = 4
 # Limits far above those of real models: 262,144 tokens make a header of 6.5 MB.
@@ -106,8 +107,9 @@ def read_gguf(path: str | Path) -> GgufFile:
         count = _integer(file, "split.count", 1)
         if max(count, 1) != 1 + len(others):
             raise CheckpointError(
-                f"{first} is one of {count} shards: keep them in one folder, named "
-                "NAME-00001-of-0000N.gguf as they were made"
+                f"{first} is one of {count} shards, but {1 + len(others)} were found: "
+                "keep all shards in one folder under their original names, "
+                "NAME-00001-of-0000N.gguf"
             )
         tensors = dict(file.tensors)
         for other in others:
@@ -189,7 +191,7 @@ def shown(value: Any) -> str:
 
 
 def _fail(path: Path, reason: str) -> NoReturn:
-    raise CheckpointError(f"{path} is no usable GGUF file: {reason}")
+    raise CheckpointError(f"{path} is not a usable GGUF file: {reason}")
 
 
 class _Header:
@@ -329,7 +331,7 @@ class _Header:
         if kind not in _DTYPES:
             name = "an array" if kind == _ARRAY else f"type {kind}"
             self._fail(f"the values of {key!r:.80} are of {name}, which is not read")
-        # A copy, or the array would keep the whole buffer.
+        # Copy the values; a view would keep the whole buffer in memory.
         values = np.frombuffer(
             self._take(count * _DTYPES[kind].itemsize), _DTYPES[kind]
         )

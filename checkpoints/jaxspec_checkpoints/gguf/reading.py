@@ -239,7 +239,7 @@ def _packed(
         return values.reshape(stop - start, -1).astype(dtype, copy=False)
 
     def read_scales(start: int, stop: int) -> np.ndarray:
-        # Scales are a small part of the bytes that are read for them.
+        # Read more rows at a time for scales, which are a small part of the bytes read.
         step = max(1, BLOCK_BYTES * num_rows // stored.num_bytes)
         parts = [
             split(_blocks(stored, first, min(first + step, stop)))[1].reshape(
@@ -278,7 +278,7 @@ class _PackedTensor(QuantizedTensor):
     """Dequantizes blocks directly, without an array of all scales."""
 
     def head(self, num_rows: int) -> "_PackedTensor":
-        """The first rows only."""
+        """Return the first rows only."""
         return replace(
             self,
             shape=(num_rows, *self.shape[1:]),

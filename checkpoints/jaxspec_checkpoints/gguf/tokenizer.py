@@ -21,7 +21,7 @@ _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 1, 2, 3, 4, 6
 # The converter marks these as control tokens because of their spelling; in the model's
 # own files a text can contain them.
 _SPELLED = re.compile(r"<unused\d+>|<mask>|<2mass>|\[@BOS@\]")
-# In the order of their fields in TrainerSpec, with their names in the metadata.
+# Special tokens in the order of their fields in TrainerSpec, by metadata name.
 _SPECIAL = {"unk": "unknown", "bos": "bos", "eos": "eos", "pad": "padding"}
 # Fields: number << 3 | type; 0 is a varint, 2 has a length and bytes, 5 four bytes.
 _PIECES, _TRAINER, _NORMALIZER = b"\x0a", b"\x12", b"\x1a"
@@ -38,7 +38,7 @@ def tokenizer_model(file: GgufFile) -> bytes:
     """Return the content of the `tokenizer.model` that the file was made from.
 
     Raises:
-        CheckpointError: There is no tokenizer, or it is of another kind.
+        CheckpointError: The file has no tokenizer, or one of another kind.
     """
     metadata = Metadata(file)
     if not has_tokenizer(file):
@@ -146,7 +146,7 @@ def _pieces(
 
 
 def _trainer(tokens: list[str], ids: dict[str, int]) -> bytes:
-    """Fields of TrainerSpec. The library finds special tokens by their pieces."""
+    """Return the fields of TrainerSpec, in which pieces name special tokens."""
     # model_type, vocab_size, byte_fallback
     fields = _varints({3: _BPE, 4: len(tokens), 35: 1})
     for offset, name in enumerate(_SPECIAL):
@@ -158,7 +158,7 @@ def _trainer(tokens: list[str], ids: dict[str, int]) -> bytes:
 
 
 def _normalizer(has_prefix: bool) -> bytes:
-    """Fields of NormalizerSpec: only spaces are replaced."""
+    """Return fields of NormalizerSpec: only spaces are replaced."""
     name = _message(b"\x0a", b"identity")
     # add_dummy_prefix, remove_extra_whitespaces, escape_whitespaces
     return name + _varints({3: int(has_prefix), 4: 0, 5: 1})

@@ -85,8 +85,8 @@ def fetch(
         kaggle = _service("kaggle", name)
         return kaggle.download(name, cache_dir=cache_dir)
     raise CheckpointError(
-        f"{name!r} is no folder, no id of the Hugging Face Hub (owner/name, or "
-        "owner/name:Q4_K_M) and no Kaggle handle (owner/model/framework/variation): "
+        f"{name!r} is not a folder, not an id of the Hugging Face Hub (owner/name, or "
+        "owner/name:Q4_K_M) and not a Kaggle handle (owner/model/framework/variation): "
         "check the spelling"
     )
 
@@ -97,7 +97,7 @@ def _service(extra: str, name: str) -> Any:
         return importlib.import_module(f"{__name__}.{extra}")
     except ImportError as error:
         raise CheckpointError(
-            f"{name!r} is no folder here, and fetching it needs the extra {extra!r}, "
-            f'which is not installed: run pip install -e ".[{extra}]" in the checkout, '
-            "or download the model by other means and pass its folder"
+            f"{name!r} is not a folder here, and fetching it needs the extra "
+            f'{extra!r}, which is not installed: run pip install -e ".[{extra}]" in '
+            "the checkout, or download the model by other means and pass its folder"
         ) from error

@@ -19,7 +19,8 @@ from jaxspec_checkpoints.checkpoint import SIDE_FILES
 from jaxspec_checkpoints.errors import CheckpointError
 from jaxspec_checkpoints.files import expand
 
-# The hub's patterns match whole paths, and `*` crosses folders.
+# Patterns of the files to fetch. The hub matches them with whole paths, and `*` also
+# matches slashes.
 _WEIGHTS = (
     "*.safetensors",
     "*.safetensors.index.json",
@@ -173,8 +174,8 @@ def _explained(name: str, revision: str | None) -> Iterator[None]:
         if reason is None:
             raise
         raise CheckpointError(
-            f"{name!r} is no folder here, and cannot be fetched from the Hugging Face "
-            f"Hub: {reason}"
+            f"{name!r} is not a folder here, and cannot be fetched from the Hugging "
+            f"Face Hub: {reason}"
         ) from error
 
 

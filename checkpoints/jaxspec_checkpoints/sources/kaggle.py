@@ -36,9 +36,9 @@ def download(name: str, *, cache_dir: str | Path | None) -> Path:
     framework = name.split("/")[2]
     if framework.lower() not in _FRAMEWORKS:
         raise CheckpointError(
-            f"{name!r} is no folder here, and as a Kaggle handle its third part must "
-            f"be one of {', '.join(_FRAMEWORKS)}, got {framework!r}: weights for other "
-            "frameworks cannot be read"
+            f"{name!r} is not a folder here, and as a Kaggle handle its third part "
+            f"must be one of {', '.join(_FRAMEWORKS)}, got {framework!r}: weights "
+            "for other frameworks cannot be read"
         )
     try:
         if cache_dir is None:
@@ -58,7 +58,8 @@ def download(name: str, *, cache_dir: str | Path | None) -> Path:
         if reason is None:
             raise
         raise CheckpointError(
-            f"{name!r} is no folder here, and cannot be fetched from Kaggle: {reason}"
+            f"{name!r} is not a folder here, and cannot be fetched from Kaggle: "
+            f"{reason}"
         ) from error
 
 

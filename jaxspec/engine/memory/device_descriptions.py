@@ -176,9 +176,9 @@ def describe_mesh(name: str | None, config: EngineConfig) -> Mesh:
         platform, tpu = "tpu", TPUS[name]
         options = dict(topology_name=tpu.topology, chips_per_host_bounds=tpu.host)
     else:
-        found = _GPU.fullmatch(name)
-        assert found is not None
-        kind, count = found.groups("1")
+        match = _GPU.fullmatch(name)
+        assert match is not None
+        kind, count = match.groups("1")
         target = (_TARGETS / f"{kind}.txtpb").read_text()
         platform = "cuda"
         options = dict(target_config=target, topology=f"1x1x{count}")

@@ -193,10 +193,10 @@ class DraftSharding:
         return {"devices": self.devices, "reason": self.reason, "sizes": sizes}
 
 
-def _has_pages(one: DraftSize, most: DraftSize) -> bool:
-    if one.num_pages is None or most.num_pages is None:
+def _has_pages(size: DraftSize, largest: DraftSize) -> bool:
+    if size.num_pages is None or largest.num_pages is None:
         return False
-    return one.num_pages >= MIN_PAGES * most.num_pages
+    return size.num_pages >= MIN_PAGES * largest.num_pages
 
 
 def choose(sizes: Sequence[DraftSize]) -> DraftSharding:
@@ -206,8 +206,10 @@ def choose(sizes: Sequence[DraftSize]) -> DraftSharding:
         sizes: The first has all of the target's devices; it is chosen unless another
             one is faster by `MIN_GAIN`.
     """
-    most = sizes[0]
-    enough = (1 - MIN_GAIN) * most.pass_s
-    able = [one for one in sizes if one.pass_s <= enough and _has_pages(one, most)]
-    chosen = min([most, *able], key=lambda one: one.pass_s)
+    largest = sizes[0]
+    enough_s = (1 - MIN_GAIN) * largest.pass_s
+    able = [
+        size for size in sizes if size.pass_s <= enough_s and _has_pages(size, largest)
+    ]
+    chosen = min([largest, *able], key=lambda size: size.pass_s)
     return DraftSharding(sizes=tuple(sizes), devices=chosen.devices)

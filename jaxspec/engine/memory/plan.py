@@ -153,7 +153,7 @@ class MemoryFacts:
         kv_dtype: Type of the KV cache.
         page_size: Tokens per page.
         max_model_len: Tokens per sequence.
-        layer_page_values: Most values of one page in one array.
+        layer_page_values: Maximum number of values of one page in one array.
         compiled_bytes: Temporaries of the largest program, as compiled; None if they
             are estimated.
     """
@@ -448,10 +448,10 @@ def _pages_left(facts: MemoryFacts, sizes: Sizes, budget: int) -> int:
     get the same number.
     """
     taken = facts.used_bytes + facts.weight_bytes + facts.workspace_bytes(sizes)
-    found = min(max(budget - taken, 0) // facts.page_bytes, facts.max_pages)
-    step = 1 << max(found.bit_length() - 7, 0)
-    rounded = found // step * step
-    return rounded if rounded >= facts.pages_per_seq else found
+    num_pages = min(max(budget - taken, 0) // facts.page_bytes, facts.max_pages)
+    step = 1 << max(num_pages.bit_length() - 7, 0)
+    rounded = num_pages // step * step
+    return rounded if rounded >= facts.pages_per_seq else num_pages
 
 
 def _check_kv_bytes(facts: MemoryFacts, given: int) -> None:
@@ -469,8 +469,8 @@ def _check_kv_bytes(facts: MemoryFacts, given: int) -> None:
 
 def _no_room(plan: MemoryPlan, given: GivenSizes, budget: int) -> ConfigError:
     """Return the error if the memory left does not fit one sequence."""
-    facts, most = plan.facts, plan.facts.with_most().limit_bytes
-    assert most is not None
+    facts, limit_bytes = plan.facts, plan.facts.with_most().limit_bytes
+    assert limit_bytes is not None
     one = facts.pages_per_seq * facts.page_bytes
     taken = facts.used_bytes + facts.weight_bytes + plan.workspace_bytes
     name, value = _remedy(plan, given, budget, taken + one)
@@ -487,7 +487,7 @@ def _no_room(plan: MemoryPlan, given: GivenSizes, budget: int) -> ConfigError:
     share = given.gpu_memory_utilization or DEFAULT_UTILIZATION
     return ConfigError(
         f"{shown_bytes(taken + one)} are needed of {facts.device}'s "
-        f"{shown_bytes(most)}, of which gpu_memory_utilization={share:g} gives "
+        f"{shown_bytes(limit_bytes)}, of which gpu_memory_utilization={share:g} gives "
         f"{shown_bytes(budget)}: {', '.join(parts)}, and {shown_bytes(one)} of keys "
         f"and values for one sequence of max_model_len={facts.max_model_len} tokens. "
         f"Set {advice}.",
@@ -525,16 +525,16 @@ def _remedy(
 
 def _on_the_same(plan: MemoryPlan, budget: int, needed: int) -> list[str]:
     """Return settings that need no more devices, but change texts or the context."""
-    facts, found = plan.facts, []
+    facts, settings = plan.facts, []
     if not facts.target.form:  # not quantized yet
         for kind, share in QUANTIZED_SHARE.items():
             if needed - facts.target.weight_bytes * (1 - share) <= budget:
-                found.append(f"quantization={kind!r}, which changes texts")
+                settings.append(f"quantization={kind!r}, which changes texts")
                 break
     num_tokens = _pages_left(facts, plan.sizes, budget) * facts.page_size
     if num_tokens >= LEAST_CONTEXT:
-        found.append(f"max_model_len={num_tokens}")
-    return found
+        settings.append(f"max_model_len={num_tokens}")
+    return settings
 
 
 def _has_room(facts: MemoryFacts, given: GivenSizes, share: float) -> bool:
@@ -549,14 +549,14 @@ def _too_many_pages(plan: MemoryPlan, given: GivenSizes) -> ConfigError:
     facts = plan.facts
     assert facts.limit_bytes is not None
     assert plan.left_bytes is not None
-    most = max(plan.kv_bytes + plan.left_bytes, 0)
+    max_bytes = max(plan.kv_bytes + plan.left_bytes, 0)
     name, value, allowed = "num_gpu_blocks_override", given.num_pages, 0
-    allowed = most // facts.page_bytes
+    allowed = max_bytes // facts.page_bytes
     if value is None:
         name, value, allowed = (
             "kv_cache_memory_bytes",
             given.kv_cache_memory_bytes,
-            most,
+            max_bytes,
         )
     hint = (
         f"{facts.device} has {shown_bytes(facts.limit_bytes)}; weights take "

@@ -114,8 +114,8 @@ def plan_for(
     config, mesh, sharding = spread_draft(config, mesh, device=device)
     config, plan = fit(config, mesh, device=device)
     if has_compiler:
-        found = compiled_temporaries(config, describe_mesh(device, config))
-        plan = fit(config, mesh, device=device, compiled_bytes=found)[1]
+        compiled_bytes = compiled_temporaries(config, describe_mesh(device, config))
+        plan = fit(config, mesh, device=device, compiled_bytes=compiled_bytes)[1]
     return dataclasses.replace(plan, draft_sharding=sharding)
 
 
@@ -265,9 +265,9 @@ def find_facts(
         ConfigError: The devices' memory or their name is unknown.
     """
     first = mesh.devices.flat[0]
-    found = [_limit_and_use(mesh, given, device), *others]
-    limit = min((one for one, _ in found if one is not None), default=None)
-    used = max(one for _, one in found)
+    memory = [_limit_and_use(mesh, given, device), *others]
+    limit = min((one for one, _ in memory if one is not None), default=None)
+    used = max(one for _, one in memory)
     if limit is not None and device is None and first.platform == "cpu":
         limit //= config.data_parallel_size  # engines share the host's memory
     is_gpu = first.platform not in ("cpu", "tpu")
@@ -295,7 +295,7 @@ def find_facts(
     kv_dtype = config.kv_cache_dtype
     # Proposers' state has a part per page, and a fixed part.
     draft_page = bytes_of(proposer_state(2)) - bytes_of(proposer_state(1))
-    kept = bytes_of(proposer_state(1)) - draft_page
+    fixed_bytes = bytes_of(proposer_state(1)) - draft_page
     programs = _program_facts(config, mesh)
     return MemoryFacts(
         device=device or first.device_kind,
@@ -311,7 +311,7 @@ def find_facts(
             form=_described(config.model_config),
         ),
         draft=ModelBytes(
-            weight_bytes=bytes_of(draft_params) + kept,
+            weight_bytes=bytes_of(draft_params) + fixed_bytes,
             page_bytes=draft_page,
             unread_bytes=_unread_bytes(draft_params),
             form=_described(config.draft_model_config),
@@ -344,7 +344,10 @@ def compiled_temporaries(config: EngineConfig, mesh: Mesh) -> int:
     shapes = Shapes(config, SpeculationPolicy(config.speculative)).all(
         with_on_demand=True
     )
-    shape = max(shapes, key=lambda one: (not one.is_catch_up, one.chunk, one.num_seqs))
+    shape = max(
+        shapes,
+        key=lambda one: (not one.is_draft_prefill, one.max_prompt_tokens, one.num_seqs),
+    )
     lowered = lower_step(program, shape, forms)
     compiled: Any = lowered.compile(options_of(config, mesh))
     return compiled.memory_analysis().temp_size_in_bytes
@@ -382,12 +385,14 @@ def _program_facts(config: EngineConfig, mesh: Mesh) -> ProgramFacts:
     speculative, draft_vocab = config.speculative, 0
     if speculative is not None and speculative.method_info.weights:
         # Greedy drafts have no distributions.
-        if not speculative.is_greedy:
+        if not speculative.drafts_argmax:
             # A pass makes distributions over the draft's columns, twice; a device
             # stores the columns that it verifies.
-            made = _part(model.vocab_size, mesh, DRAFT_MESH_AXES)
-            kept = _part(model.vocab_size, mesh, TARGET_MESH_AXES)
-            draft_vocab = min(made, kept + 2 * made // config.num_draft_tokens)
+            draft_part = _part(model.vocab_size, mesh, DRAFT_MESH_AXES)
+            target_part = _part(model.vocab_size, mesh, TARGET_MESH_AXES)
+            draft_vocab = min(
+                draft_part, target_part + 2 * draft_part // config.num_draft_tokens
+            )
     hidden = _part(model.intermediate_size, mesh, TARGET_MESH_AXES)
     feed_forward_bytes = GATE_AND_UP_BYTES + resolve_dtype(config.dtype, mesh).itemsize
     if platform == "cpu":
@@ -397,7 +402,9 @@ def _program_facts(config: EngineConfig, mesh: Mesh) -> ProgramFacts:
         feed_forward_bytes += TPU_COPY_BYTES
         plain, with_prompts = CODE_BYTES[min(mesh.size, 2)]
         shapes = Shapes(config, SpeculationPolicy(speculative)).all(with_on_demand=True)
-        code = sum(with_prompts if shape.chunk else plain for shape in shapes)
+        code = sum(
+            with_prompts if shape.max_prompt_tokens else plain for shape in shapes
+        )
     num_nodes = speculative.num_nodes if speculative else 0
     return ProgramFacts(
         num_draft_tokens=config.num_draft_tokens,
@@ -459,7 +466,7 @@ def _limit_and_use(
 
 def ram_bytes() -> int:
     """Return the machine's memory, or the cgroup's limit if it is lower."""
-    found = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     path = Path("/sys/fs/cgroup/memory.max")
     text = path.read_text().strip() if path.exists() else ""
-    return min(found, int(text)) if text.isdecimal() else found
+    return min(physical, int(text)) if text.isdecimal() else physical

@@ -107,13 +107,13 @@ class Connection:
         """
         self._stream, self._deadline = stream, deadline
         self._num_sent = self._num_received = 0
-        own = secrets.token_bytes(NONCE_BYTES)
-        stream.sendall(MAGIC + own)
+        own_nonce = secrets.token_bytes(NONCE_BYTES)
+        stream.sendall(MAGIC + own_nonce)
         greeting = self._read(len(MAGIC) + NONCE_BYTES)
         if not greeting.startswith(MAGIC):
             raise HostsError("it is no jaxspec of this version")
         other = greeting[len(MAGIC) :]
-        nonces = own + other if is_leader else other + own
+        nonces = own_nonce + other if is_leader else other + own_nonce
         down = _sign(secret, b"from the leader" + nonces)
         up = _sign(secret, b"to the leader" + nonces)
         self._sends, self._receives = (down, up) if is_leader else (up, down)
@@ -140,8 +140,8 @@ class Connection:
         """
         header = self._read(_HEADER.size)
         number, num_content, num_vector = _HEADER.unpack(header)
-        most = MAX_MESSAGE_BYTES if self._num_received else MAX_FIRST_BYTES
-        if num_content + num_vector > most:
+        max_bytes = MAX_MESSAGE_BYTES if self._num_received else MAX_FIRST_BYTES
+        if num_content + num_vector > max_bytes:
             raise HostsError("its message is too long")
         body = header + self._read(num_content + num_vector)
         tag = self._read(TAG_BYTES)
@@ -307,17 +307,17 @@ class Followers:
                 reason.
         """
         secret = hosts.read_secret()
-        found: dict[int, tuple[Connection, str]] = {}
+        connected: dict[int, tuple[Connection, str]] = {}
         with _listening(hosts) as listener:
             try:
-                _accept_all(listener, hosts, secret, facts, found)
-                _confirm_all(found)
+                _accept_all(listener, hosts, secret, facts, connected)
+                _confirm_all(connected)
             except ConfigError as error:
-                for connection, _ in found.values():
+                for connection, _ in connected.values():
                     connection.refuse(str(error))
                 raise
         _log.info("All %d processes have connected", hosts.nnodes)
-        return cls(found, on_loss)
+        return cls(connected, on_loss)
 
     def send(
         self, name: str, values: Mapping[str, Any], vector: np.ndarray | None = None
@@ -452,12 +452,12 @@ def _listening(hosts: HostsConfig) -> socket.socket:
     host, port = hosts.master_addr, hosts.plans_port
     listener, deadline = None, time.monotonic() + hosts.timeout_s
     try:
-        found = _retry(
+        addresses = _retry(
             lambda: socket.getaddrinfo(host, port, type=socket.SOCK_STREAM),
             socket.gaierror,
             deadline,
         )
-        family, kind, protocol, _, address = found[0]
+        family, kind, protocol, _, address = addresses[0]
         listener = socket.socket(family, kind, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
@@ -522,17 +522,19 @@ def _accept_all(
     hosts: HostsConfig,
     secret: bytes,
     facts: Mapping[str, str],
-    found: dict[int, tuple[Connection, str]],
+    connected: dict[int, tuple[Connection, str]],
 ) -> None:
-    """Fill `found` with one connection for every rank."""
+    """Fill `connected` with one connection for every rank."""
     deadline = time.monotonic() + hosts.timeout_s
     arrivals: list[_Arrival] = []
     reason = f"All {hosts.nnodes} processes have connected, or the leader was stopped."
     listener.settimeout(POLL_S)
     try:
-        while len(found) < hosts.nnodes - 1:
+        while len(connected) < hosts.nnodes - 1:
             if time.monotonic() > deadline:
-                missing = [rank for rank in range(1, hosts.nnodes) if rank not in found]
+                missing = [
+                    rank for rank in range(1, hosts.nnodes) if rank not in connected
+                ]
                 raise ConfigError(
                     f"After {hosts.timeout_s} s no process has connected to "
                     f"{hosts.master_addr}:{hosts.plans_port} with node_rank "
@@ -550,7 +552,7 @@ def _accept_all(
                 time.sleep(POLL_S)
             for one in [one for one in arrivals if one.is_done()]:
                 arrivals.remove(one)
-                _accept(one, hosts, facts, found)
+                _accept(one, hosts, facts, connected)
     except ConfigError as error:
         reason = str(error)
         raise
@@ -563,9 +565,9 @@ def _accept(
     arrival: _Arrival,
     hosts: HostsConfig,
     facts: Mapping[str, str],
-    found: dict[int, tuple[Connection, str]],
+    connected: dict[int, tuple[Connection, str]],
 ) -> None:
-    """Add a process to `found` if it has the secret.
+    """Add a process to `connected` if it has the secret.
 
     Raises:
         ConfigError: It has the secret, and cannot take part.
@@ -574,17 +576,18 @@ def _accept(
     if connection is None:
         return
     rank = hello["node_rank"]
-    _drop_gone(found)
-    if rank in found:
+    _drop_gone(connected)
+    if rank in connected:
         error = ConfigError(
-            f"Two processes have node_rank={rank}: {found[rank][1]} and {address}. "
+            f"Two processes have node_rank={rank}: {connected[rank][1]} and {address}. "
             f"Each needs its own, from 1 to {hosts.nnodes - 1}.",
             parameter="node_rank",
             value=rank,
         )
         connection.refuse(str(error))
         raise error
-    found[rank] = connection, address  # before the check: a refusal goes to all in it
+    # Before the check: a refusal goes to all in it.
+    connected[rank] = connection, address
     differs = difference(facts, hello["facts"])
     if differs is not None:
         raise ConfigError(
@@ -594,22 +597,22 @@ def _accept(
         )
 
 
-def _drop_gone(found: dict[int, tuple[Connection, str]]) -> None:
+def _drop_gone(connected: dict[int, tuple[Connection, str]]) -> None:
     """Remove processes that have ended meanwhile: they may be started again."""
-    gone = [rank for rank, (connection, _) in found.items() if connection.is_gone()]
+    gone = [rank for rank, (connection, _) in connected.items() if connection.is_gone()]
     for rank in gone:
-        connection, address = found.pop(rank)
+        connection, address = connected.pop(rank)
         _log.warning("node_rank=%d (%s) has disconnected", rank, address)
         connection.close()
 
 
-def _confirm_all(found: Mapping[int, tuple[Connection, str]]) -> None:
+def _confirm_all(connected: Mapping[int, tuple[Connection, str]]) -> None:
     """Confirm to all processes that they take part.
 
     Raises:
         ConfigError: One has ended.
     """
-    for rank, (connection, address) in found.items():
+    for rank, (connection, address) in connected.items():
         try:
             connection.send({"accepted": True})
         except OSError as error:
@@ -617,7 +620,7 @@ def _confirm_all(found: Mapping[int, tuple[Connection, str]]) -> None:
                 f"The process of node_rank={rank} ({address}) ended before all had "
                 f"connected: {error}. See its log, and start all of them again.",
                 parameter="nnodes",
-                value=len(found) + 1,
+                value=len(connected) + 1,
             ) from error
 
 

@@ -35,16 +35,16 @@ def facts_of(config: EngineConfig, others: Mapping[str, object]) -> dict[str, st
     Args:
         others: Facts beyond the configuration: versions, sources.
     """
-    found = dict(_flat("", config))
+    values = dict(_flat("", config))
     for name in LOCAL_FIELDS:
-        found.pop(name, None)
+        values.pop(name, None)
     models = {"weights of the target": config.model}
     if config.speculative is not None and config.speculative.model is not None:
         models["weights of the draft"] = config.speculative.model
     for name, folder in models.items():
         files = _weight_files(Path(folder))
-        found[name] = [(one.name, one.stat().st_size, _digest(one)) for one in files]
-    return {name: _fact(value) for name, value in {**found, **others}.items()}
+        values[name] = [(one.name, one.stat().st_size, _digest(one)) for one in files]
+    return {name: _fact(value) for name, value in {**values, **others}.items()}
 
 
 def difference(leader: Mapping[str, str], other: Mapping[str, str]) -> str | None:
@@ -59,9 +59,9 @@ def difference(leader: Mapping[str, str], other: Mapping[str, str]) -> str | Non
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    found = sorted(folder.glob("*.safetensors"))
-    gguf = None if found else find_gguf(folder)
-    return found if gguf is None else shards(gguf)
+    files = sorted(folder.glob("*.safetensors"))
+    gguf = None if files else find_gguf(folder)
+    return files if gguf is None else shards(gguf)
 
 
 def _digest(path: Path) -> str:
@@ -92,14 +92,14 @@ def _digest(path: Path) -> str:
 
 def _flat(prefix: str, record: Any) -> list[tuple[str, object]]:
     """List the fields of a record, and of records in it, by dotted names."""
-    found: list[tuple[str, object]] = []
+    fields: list[tuple[str, object]] = []
     for one in dataclasses.fields(record):
         name, value = prefix + one.name, getattr(record, one.name)
         if dataclasses.is_dataclass(value) and name not in LOCAL_FIELDS:
-            found += _flat(f"{name}.", value)
+            fields += _flat(f"{name}.", value)
         else:
-            found.append((name, value))
-    return found
+            fields.append((name, value))
+    return fields
 
 
 def _fact(value: object) -> str:

@@ -24,7 +24,7 @@ from jaxspec.engine.multihost.channel import (
 from jaxspec.engine.multihost.facts import facts_of
 from jaxspec.engine.program_cache import facts
 from jaxspec.engine.runner import Runner, leave
-from jaxspec.engine.speculation.step_times import Round
+from jaxspec.engine.speculation.step_times import RoundKind
 from jaxspec.exit import COMPILER_THREAD
 
 _log = logging.getLogger(__name__)
@@ -91,9 +91,11 @@ class Follower:
                     daemon=True,
                 ).start()
             case "time_round":
-                round_ = Round(shape_of(values["shape"]), values["num_drafts"])
+                round_kind = RoundKind(
+                    shape_of(values["shape"]), values["num_draft_tokens"]
+                )
                 runner.time_round(
-                    round_, values["pages"], values["context"], values["num_runs"]
+                    round_kind, values["pages"], values["context"], values["num_runs"]
                 )
             case "sleep":
                 self._wait(0)
@@ -103,9 +105,9 @@ class Follower:
             case _:
                 raise AssertionError(f"unknown command {command.name!r}")
 
-    def _wait(self, most: int) -> None:
+    def _wait(self, max_in_flight: int) -> None:
         """Wait until this many launches are in flight; a failed launch raises here."""
-        while len(self._in_flight) > most:
+        while len(self._in_flight) > max_in_flight:
             self._in_flight.popleft().block_until_ready()
 
     def _compile(self, command: Command) -> None:

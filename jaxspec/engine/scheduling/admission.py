@@ -26,7 +26,7 @@ NO_ADMISSIONS = Admissions()
 def features_with(request: Request, running: Sequence[Request]) -> Features:
     """Return the features of launches once a request runs alongside others."""
     # Runs at each admission: hundreds of requests have few distinct features.
-    distinct = {one.features for one in running}
+    distinct = {other.features for other in running}
     return functools.reduce(operator.or_, distinct, request.features)
 
 
@@ -89,25 +89,25 @@ class Admitter:
             if pages is None or promised is None:
                 pages = PlannedPages(self._tables)
                 promised = self._promise(running, claims, pages)
-            found = pages.find(request)
+            cached = pages.find(request)
             # `PlanLayout` has room for the pages of one whole sequence.
-            num_found = sum(one.num_found for one in admitted) + len(found)
+            num_found = sum(entry.num_found for entry in admitted) + len(cached)
             if num_found > self._config.pages_per_seq:
                 break
             # Pages that running requests need next are reserved: without them, the new
             # request would be the next to be preempted.
             all_pages = self._tables.count(request.num_tokens + 1)
-            needed = all_pages - len(found) + pages.num_revived(found)
+            needed = all_pages - len(cached) + pages.num_revived(cached)
             if needed + promised > pages.num_free:
                 break
-            start = len(found) * self._config.page_size
+            start = len(cached) * self._config.page_size
             end = min(start + room * TILE, request.num_tokens)
             chunk = Chunk(request, start, end)
-            pages.begin(request, found, end)
+            pages.begin(request, cached, end)
             is_whole = end == request.num_tokens
             promised += 1 if is_whole else all_pages - self._tables.count(end + 1)
             room, num_tiles = room - chunk.num_tiles, num_tiles + chunk.num_tiles
-            admitted.append(Admitted(len(found), chunk))
+            admitted.append(Admitted(len(cached), chunk))
             running.append(request)
         return Admissions(tuple(admitted), tuple(missing))
 
@@ -118,7 +118,7 @@ class Admitter:
         missing: list[StepShape | None],
     ) -> Request | None:
         """Return the first request with a program; add missing programs of others."""
-        taken = {id(one.chunk.request) for one in admitted}
+        taken = {id(entry.chunk.request) for entry in admitted}
         for request in self._waiting:
             if id(request) in taken:
                 continue
@@ -133,17 +133,19 @@ class Admitter:
         self, request: Request, running: Sequence[Request], taken: set[int]
     ) -> StepShape | None:
         """Return the program that a request lacks, with room for all waiting ones."""
-        features, most = features_with(request, running), self._config.max_num_seqs
+        features, max_seqs = features_with(request, running), self._config.max_num_seqs
         waiting = [
-            one
-            for one in self._waiting
-            if id(one) not in taken and features.covers(one.features)
+            other
+            for other in self._waiting
+            if id(other) not in taken and features.covers(other.features)
         ]
-        num_seqs = min(len(running) + len(waiting), most)
-        tokens = sum(padded(one.num_tokens) for one in waiting[:most])
+        num_seqs = min(len(running) + len(waiting), max_seqs)
+        tokens = sum(padded(other.num_tokens) for other in waiting[:max_seqs])
         # Until others are compiled it serves all launches, also those with few tokens.
         tokens = min(tokens, FIRST_CHUNK)
-        return self._shapes.select(num_seqs, 0, tokens, features, is_brief=True).missing
+        return self._shapes.select(
+            num_seqs, 0, tokens, features, may_request_on_demand=False
+        ).missing
 
     def _promise(
         self, running: Sequence[Request], claims: PageClaims, pages: PlannedPages
@@ -152,7 +154,7 @@ class Admitter:
 
         That is the rest of every prompt, and one page per decoding request.
         """
-        granted = {one.request.row: one.num_tokens for one in claims.grants}
+        granted = {grant.request.row: grant.num_tokens for grant in claims.grants}
         ends = {chunk.request.row: chunk.end for chunk in claims.chunks}
         for grant in claims.grants:
             pages.grow(grant.request, grant.num_tokens)

@@ -21,16 +21,16 @@ def settle(
     if launch.num_rounds == 1:
         return
     missing = launch.num_rounds - num_run
-    is_there = rows.owner[launch.rows] == launch.owners
+    has_row = rows.owner[launch.rows] == launch.owners
     rows.settle(
-        launch.rows[is_there],
-        launch.drafts[is_there],
+        launch.rows[has_row],
+        launch.drafts[has_row],
         launch.num_rounds,
         missing,
         is_lag=has_draft_model and not launch.shape.num_draft_tokens,
     )
-    for request, has_row in zip(launch.decoding, is_there.tolist(), strict=True):
-        if not has_row and request.status is not Status.FINISHED:
+    for request, is_in_row in zip(launch.decoding, has_row.tolist(), strict=True):
+        if not is_in_row and request.status is not Status.FINISHED:
             request.num_unread -= missing
 
 
@@ -46,25 +46,25 @@ def commit(
     for index, (tile, request) in enumerate(
         zip(launch.plan.tiles, launch.tiled, strict=True)
     ):
-        found = _prompt_logprobs(result, index, tile, request)
+        prompt_logprobs = _prompt_logprobs(result, index, tile, request)
         part = _commit_first(result, index, request, rows) if tile.is_last else None
         if part is not None:
             stats.num_generated_tokens += len(part.token_ids)
-            if request.is_quiet and not part.is_done:
-                advance.quiet.append(request)
+            if request.only_final_output and not part.is_done:
+                advance.only_final.append(request)
                 continue
-            part.prompt_logprobs = found
+            part.prompt_logprobs = prompt_logprobs
             advance.parts.append(part)
         elif request.status is not Status.FINISHED:
             if tile.is_last:
                 advance.late.append(request)
-            if found is not None:
+            if prompt_logprobs is not None:
                 advance.parts.append(
                     Progress(
                         request=request,
                         token_ids=[],
                         is_done=False,
-                        prompt_logprobs=found,
+                        prompt_logprobs=prompt_logprobs,
                     )
                 )
     return advance
@@ -77,46 +77,52 @@ def _commit_rounds(
     stats: EngineStats,
     acceptance: AcceptanceRates,
 ) -> Advance:
+    """Add the tokens of decoding rows to their requests.
+
+    The tokens of three kinds of rows are dropped: the target's logits are NaN or
+    infinite (broken), the mask was not computed in time (late), or the request has
+    ended since the launch was planned.
+    """
     count = len(launch.rows)
     is_broken, emitted = result.is_broken[:count], result.num_emitted[:count]
-    is_void = is_broken
+    is_late = np.zeros(count, bool)
     if launch.shape.features.has_grammar:
-        is_void = is_broken | np.array(
-            [request.is_late for request in launch.decoding], bool
-        )
-    if is_void.any():
-        emitted = np.where(is_void, 0, emitted)
-    is_there = rows.owner[launch.rows] == launch.owners
-    there, planned, new = launch.rows, launch.drafts, emitted
-    if not is_there.all():
-        there, planned, new = there[is_there], planned[is_there], new[is_there]
-    rows.read(there, planned, new)
+        is_late = np.array([request.is_late for request in launch.decoding], bool)
+    is_dropped = is_broken | is_late
+    if is_dropped.any():
+        emitted = np.where(is_dropped, 0, emitted)
+    # A preempted request still gets its tokens, but has lost its row.
+    has_row = rows.owner[launch.rows] == launch.owners
+    if has_row.all():
+        rows.count_read(launch.rows, launch.drafts, emitted)
+    else:
+        rows.count_read(launch.rows[has_row], launch.drafts[has_row], emitted[has_row])
     drafts = accepted = side = np.zeros(count, np.int64)
-    if launch.round.num_drafts or result.num_accepted_nodes is not None:
+    if launch.round_kind.num_draft_tokens or result.num_accepted_nodes is not None:
         # A lookup in the sequence may have found fewer than were planned.
         drafts = np.minimum(result.num_draft_tokens[:count], launch.drafts)
-        drafts = np.where(is_void & ~is_broken, 0, drafts)
+        drafts = np.where(is_late & ~is_broken, 0, drafts)
         accepted = np.minimum(result.num_accepted[:count], drafts)
         # Drafts of a sequence that ended earlier do not count; of a sequence that ends
         # in this round, only drafts up to the end count.
-        is_counted = is_there & (emitted > 0)
-        verified, planned_drafts = (
-            np.where(result.is_done[:count], accepted, some)[is_counted]
-            for some in (drafts, launch.drafts)
-        )
+        is_counted = has_row & (emitted > 0)
+        is_done = result.is_done[:count]
         acceptance.record(
-            launch.rows[is_counted], verified, accepted[is_counted], planned_drafts
+            launch.rows[is_counted],
+            np.where(is_done, accepted, drafts)[is_counted],
+            accepted[is_counted],
+            np.where(is_done, accepted, launch.drafts)[is_counted],
         )
         if result.num_accepted_nodes is not None:
-            kept = np.minimum(result.num_accepted_nodes[:count], emitted)
-            side = np.where(is_void, 0, kept - accepted)
+            accepted_nodes = np.minimum(result.num_accepted_nodes[:count], emitted)
+            side = np.where(is_dropped, 0, accepted_nodes - accepted)
             acceptance.record_side_branches(accepted[is_counted], side[is_counted])
         if result.tree_row is not None:
-            continues = is_counted & ~result.is_done[:count] & (drafts > 0)
+            continues = is_counted & ~is_done & (drafts > 0)
             stats.record_ends(drafts[continues], result.tree_row[:count][continues])
     columns = zip(
         launch.decoding,
-        is_there.tolist(),
+        has_row.tolist(),
         result.tokens[:count].tolist(),
         emitted.tolist(),
         drafts.tolist(),
@@ -124,32 +130,33 @@ def _commit_rounds(
         side.tolist(),
         result.is_done[:count].tolist(),
         is_broken.tolist(),
-        is_void.tolist(),
+        is_late.tolist(),
         strict=True,
     )
     advance = Advance()
     has_ended = []
     logprobs = result.logprobs
     for index, column in enumerate(columns):
-        request, has_row, tokens, new, drafted, kept, more, done, broken, void = column
-        if not has_row:
+        request, is_in_row, tokens, num_new, *counts, done, broken, late = column
+        num_drafts, num_accepted, num_side = counts
+        if not is_in_row:
             if request.status is Status.FINISHED:
                 has_ended.append(index)
                 continue
             request.num_unread -= 1
-        if void and not broken:
+        if late and not broken:
             advance.late.append(request)
             continue
-        del tokens[new:]
+        del tokens[num_new:]
         request.output_token_ids += tokens
-        if not new:
-            drafted = 0
-        elif drafted and request.spec_metrics is not None:
-            request.spec_metrics.record_step(drafted, kept)
+        if not num_new:
+            num_drafts = 0
+        elif num_drafts and request.spec_metrics is not None:
+            request.spec_metrics.record_step(num_drafts, num_accepted)
         failure = request.grammar_failure
-        if request.is_quiet and not (done or broken or failure):
-            if new:
-                advance.quiet.append(request)
+        if request.only_final_output and not (done or broken or failure):
+            if num_new:
+                advance.only_final.append(request)
             continue
         part = Progress(
             request=request,
@@ -157,12 +164,12 @@ def _commit_rounds(
             is_done=done or broken or failure is not None,
             is_broken=broken,
             failure=failure,
-            num_draft_tokens=drafted,
-            num_accepted=kept,
-            num_side_tokens=more,
+            num_draft_tokens=num_drafts,
+            num_accepted=num_accepted,
+            num_side_tokens=num_side,
         )
         if logprobs is not None and request.features.num_logprobs is not None:
-            part.logprobs = _pick(logprobs, (index, slice(0, new)))
+            part.logprobs = _pick(logprobs, (index, slice(0, num_new)))
         advance.parts.append(part)
     if has_ended:
         emitted = emitted.copy()
@@ -181,9 +188,9 @@ def _commit_first(
     if request.row < 0:
         request.num_unread -= 1
     else:
-        one = np.array([request.row])
+        row = np.array([request.row])
         new = np.array([0 if is_broken or request.is_late else 1])
-        rows.read(one, np.zeros(1, np.int64), new)
+        rows.count_read(row, np.zeros(1, np.int64), new)
     if is_broken:
         return Progress(request=request, token_ids=[], is_done=True, is_broken=True)
     if request.is_late:
@@ -205,8 +212,8 @@ def _prompt_logprobs(
     result: StepResult, index: int, tile: Tile, request: Request
 ) -> TokenLogprobs | None:
     """Return the prompt logprobs of a tile that were not returned before."""
-    found = result.prompt_logprobs
-    if found is None or request.features.num_prompt_logprobs is None:
+    logprobs = result.prompt_logprobs
+    if logprobs is None or request.features.num_prompt_logprobs is None:
         return None
     # Position t has the logprobs of token t + 1; the last belongs to a generated token.
     end = tile.start + len(tile.tokens)
@@ -216,8 +223,8 @@ def _prompt_logprobs(
         return None
     request.num_prompt_logprobs = last
     # Tokens are right-aligned in their tile.
-    return _pick(found, (index, slice(TILE - end + first, TILE - end + last)))
+    return _pick(logprobs, (index, slice(TILE - end + first, TILE - end + last)))
 
 
-def _pick(found: TokenLogprobs, where: slice | tuple[int, slice]) -> TokenLogprobs:
-    return TokenLogprobs(*(values[where] for values in found))
+def _pick(logprobs: TokenLogprobs, where: slice | tuple[int, slice]) -> TokenLogprobs:
+    return TokenLogprobs(*(values[where] for values in logprobs))

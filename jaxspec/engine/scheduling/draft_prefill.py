@@ -2,7 +2,7 @@
 
 The draft model reads prompts after the target, so that it does not delay first tokens,
 and tokens that were decoded without drafts. This module decides when such a launch runs
-and for which rows. It changes state only in `begin_turn`, `commit_plan`, `commit` and
+and for which rows. It changes state only in `begin_turn`, `apply_plan`, `commit` and
 `restart`.
 """
 
@@ -18,11 +18,11 @@ from jaxspec.engine.scheduling.request import Request
 from jaxspec.engine.scheduling.row_table import RowTable
 from jaxspec.engine.speculation.acceptance import AcceptanceRates
 from jaxspec.engine.speculation.policy import SpeculationPolicy
-from jaxspec.engine.speculation.step_times import Round, StepTimes
+from jaxspec.engine.speculation.step_times import RoundKind, StepTimes
 from jaxspec.program.plan import NO_TOKEN, TILE, StepPlan, StepShape, Tile
-from jaxspec.program.wire import CaughtUp
+from jaxspec.program.wire import DraftPrefillResult
 
-# Most consecutive draft prefill launches before the next round.
+# Maximum number of consecutive draft prefill launches before the next round.
 MAX_IN_A_ROW = 4
 
 
@@ -58,7 +58,7 @@ class DraftChunk(NamedTuple):
 
 
 class DraftPrefillPlan(NamedTuple):
-    """A draft prefill launch before it is committed.
+    """The decisions about a draft prefill launch, which `apply_plan` applies.
 
     Attributes:
         shape: Its program; None if none is compiled.
@@ -92,14 +92,14 @@ class DraftPrefill:
         self._turn = Turn()
         self._is_probing = False
 
-    def is_allowed(self, limit: int) -> bool:
+    def is_allowed(self, max_draft_tokens: int) -> bool:
         """Return whether draft prefill may run now, if a row lags.
 
         Args:
-            limit: Most drafts that a sequence may have.
+            max_draft_tokens: Maximum K of a sequence.
         """
         policy = self._policy
-        if policy.is_idle or not (limit and self._rows.wants_drafts):
+        if policy.is_idle or not (max_draft_tokens and self._rows.wants_drafts):
             return False
         if policy.is_timing_plain:
             return False  # between plain rounds it would make them slower
@@ -108,27 +108,27 @@ class DraftPrefill:
     @property
     def _is_probe(self) -> bool:
         """Whether a launch would only measure acceptance probabilities."""
-        return self._policy.is_adaptive and not self._policy.num_drafts
+        return self._policy.is_adaptive and not self._policy.num_draft_tokens
 
-    def next_turn(self, limit: int, *, has_newcomers: bool) -> Turn:
+    def next_turn(self, max_draft_tokens: int, *, has_newcomers: bool) -> Turn:
         """Return whether draft prefill is the next launch.
 
         It alternates with rounds while most sequences have drafts. Otherwise several
         draft prefill launches follow each other: a round without drafts in between
-        would make rows lag again that have just caught up.
+        would make rows lag again that were just prefilled.
 
         Args:
             has_newcomers: Waiting requests could be admitted: they go first, once.
         """
         rows, turn = self._rows, self._turn
         has_yielded, admitted = turn.has_yielded, turn.num_admitted_then
-        if not self.is_allowed(limit):
+        if not self.is_allowed(max_draft_tokens):
             return Turn(False, 0, has_yielded, admitted)
         if not np.count_nonzero(rows.awaits_draft(rows.decoding)):
             return Turn(False, 0, has_yielded, admitted)  # most rounds
         do_most_lag, admitted = self._do_most_lag()
-        most = MAX_IN_A_ROW if do_most_lag else 1
-        if turn.num_in_a_row >= most or not len(rows.lagging()):
+        max_in_a_row = MAX_IN_A_ROW if do_most_lag else 1
+        if turn.num_in_a_row >= max_in_a_row or not len(rows.lagging()):
             return Turn(False, 0, has_yielded, admitted)
         has_yielded = has_newcomers and not has_yielded
         return Turn(not has_yielded, turn.num_in_a_row, has_yielded, admitted)
@@ -137,7 +137,9 @@ class DraftPrefill:
         """Apply a turn."""
         self._turn = turn
 
-    def plan(self, limit: int, stream_s: float | None) -> DraftPrefillPlan | None:
+    def plan(
+        self, max_draft_tokens: int, stream_s: float | None
+    ) -> DraftPrefillPlan | None:
         """Plan a launch for the rows that may have drafts; None if none lag.
 
         With K = 0, the launch is a probe of one row.
@@ -145,7 +147,7 @@ class DraftPrefill:
         Args:
             stream_s: Longest time it may delay streaming requests; None for no limit.
         """
-        if not self.is_allowed(limit):
+        if not self.is_allowed(max_draft_tokens):
             return None
         lagging, is_probe = self._rows.lagging(), self._is_probe
         if is_probe:
@@ -161,7 +163,7 @@ class DraftPrefill:
             do_most_lag, admitted = self._do_most_lag()
             if not do_most_lag:
                 num_tiles = min(num_tiles, self._tiles_within(stream_s))
-        shape, missing = self._shapes.select_catch_up(num_tiles)
+        shape, missing = self._shapes.select_draft_prefill(num_tiles)
         chunks = self._chunks(lagging, shape.num_tiles) if shape is not None else ()
         return DraftPrefillPlan(shape, missing, chunks, is_probe, admitted)
 
@@ -177,23 +179,24 @@ class DraftPrefill:
         chunks = list[DraftChunk]()
         for request in rows.owners_of(lagging.tolist()):
             row = request.row
-            gap, unread = int(rows.num_draft_uncached[row]), int(rows.num_unread[row])
+            lag = int(rows.num_draft_uncached[row])
+            num_unread = int(rows.num_unread[row])
             # The newest token is left out: it is the next round's input.
-            before = request.num_tokens + unread - gap
-            end = min(request.num_tokens, request.num_tokens + unread - 1)
-            start = max(before, min(tables.num_drafted(request, completed), end))
+            before = request.num_tokens + num_unread - lag
+            end = min(request.num_tokens, request.num_tokens + num_unread - 1)
+            start = max(before, min(tables.num_draft_cached(request, completed), end))
             end = min(end, start + num_tiles * TILE)
             tiles = tuple(
                 _draft_tile(request, first, min(first + TILE, end))
                 for first in range(start, end, TILE)
             )
             num_tiles -= len(tiles)
-            end_drafted = max(end, start)
-            chunks.append(DraftChunk(request, tiles, max(end - before, 0), end_drafted))
-            completed.update(request.pages[: end_drafted // tables.page_size])
+            draft_end = max(end, start)
+            chunks.append(DraftChunk(request, tiles, max(end - before, 0), draft_end))
+            completed.update(request.pages[: draft_end // tables.page_size])
         return tuple(chunks)
 
-    def commit_plan(self, plan: DraftPrefillPlan) -> Launch | None:
+    def apply_plan(self, plan: DraftPrefillPlan) -> Launch | None:
         """Apply a plan; return its launch, or None if no program is compiled."""
         self._shapes.request_compile(plan.missing)
         num_in_a_row = self._turn.num_in_a_row + (plan.shape is not None)
@@ -222,7 +225,7 @@ class DraftPrefill:
             is_probe=plan.is_probe,
         )
 
-    def commit(self, launch: Launch, result: CaughtUp) -> None:
+    def commit(self, launch: Launch, result: DraftPrefillResult) -> None:
         """Record the acceptance probabilities that a launch returned."""
         for request, probabilities in zip(
             launch.tiled, result.acceptance_probabilities, strict=False
@@ -242,7 +245,7 @@ class DraftPrefill:
         rows = rows[self._rows.lags(rows)]
         if not len(rows):
             return None
-        return self._shapes.select_catch_up(self._num_tiles(rows)).missing
+        return self._shapes.select_draft_prefill(self._num_tiles(rows)).missing
 
     def seconds_per_round(self, rows: np.ndarray) -> float:
         """Return the draft prefill time before all rows can draft, per round left."""
@@ -250,10 +253,10 @@ class DraftPrefill:
         if not len(rows):
             return 0.0
         tiles = self._num_tiles(rows)
-        shape = self._shapes.select_catch_up(tiles).shape
+        shape = self._shapes.select_draft_prefill(tiles).shape
         if shape is None:
             return 0.0
-        seconds = self._step_times.seconds.get(Round(shape), 0.0)
+        seconds = self._step_times.seconds.get(RoundKind(shape), 0.0)
         launches = -(-tiles // shape.num_tiles)
         left = self._rows.max_total[rows] - self._rows.num_tokens[rows]
         return launches * seconds / max(float(left.mean()), 1.0)
@@ -269,19 +272,19 @@ class DraftPrefill:
             Whether they do, and the number of requests admitted at that time.
         """
         rows, admitted = self._rows.decoding, self._turn.num_admitted_then
-        late = rows[self._rows.awaits_draft(rows)]
-        if 2 * len(late) > len(rows):
+        lagging = rows[self._rows.awaits_draft(rows)]
+        if 2 * len(lagging) > len(rows):
             admitted = self._rows.num_admitted
-        return bool((self._rows.owner[late] < admitted).any()), admitted
+        return bool((self._rows.owner[lagging] < admitted).any()), admitted
 
     def _tiles_within(self, seconds: float) -> int:
         """Return the tiles of the largest program that takes at most `seconds`."""
-        shapes = self._shapes.catch_ups
-        known = [self._step_times.seconds.get(Round(one), math.inf) for one in shapes]
+        shapes = self._shapes.draft_prefills
+        times = self._step_times.seconds
         allowed = [
             shape.num_tiles
-            for shape, one in zip(shapes, known, strict=True)
-            if one <= seconds
+            for shape in shapes
+            if times.get(RoundKind(shape), math.inf) <= seconds
         ]
         return max(allowed, default=shapes[0].num_tiles)
 

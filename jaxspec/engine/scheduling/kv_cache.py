@@ -116,7 +116,7 @@ class PagePool:
             self._blank.append(page)
 
     def register(self, page: int, key: bytes, *, is_drafted: bool = True) -> bool:
-        """Make a held, full page findable; return False if an equal one already is.
+        """Make a full page in use findable; return False if an equal one already is.
 
         Args:
             is_drafted: It also has the draft model's keys and values. Such a page
@@ -141,7 +141,9 @@ class PagePool:
         """Record that pages have the draft model's keys and values."""
         self._undrafted.difference_update(pages)
 
-    def num_drafted(self, pages: Iterable[int], completed: Set[int] = NO_PAGES) -> int:
+    def num_draft_cached(
+        self, pages: Iterable[int], completed: Set[int] = NO_PAGES
+    ) -> int:
         """Count the leading pages that the draft model has filled.
 
         Args:
@@ -182,16 +184,16 @@ class PagePool:
 
     def find(self, keys: Iterable[bytes]) -> list[int]:
         """Return the pages of the longest prefix of keys that are in the cache."""
-        found = []
+        pages = []
         for key in keys:
             page = self._page_of.get(key)
             if page is None:
                 break
-            found.append(page)
-        return found
+            pages.append(page)
+        return pages
 
     def reset(self) -> bool:
-        """Drop all keys; do nothing and return False while any page is held."""
+        """Drop all keys; do nothing and return False while any page is in use."""
         if self.num_free < self.num_pages:
             return False
         if self._events is not None:
@@ -203,9 +205,9 @@ class PagePool:
         """Assert the invariant."""
         free = [*self._blank, *self._cached]
         assert len(set(free)) == len(free), "a page was freed twice"
-        held = {page for page, count in enumerate(self._holders) if count}
-        assert held.isdisjoint(free), "a held page is free"
-        assert len(held) + len(free) == self.num_pages, "a page was lost"
+        in_use = {page for page, count in enumerate(self._holders) if count}
+        assert in_use.isdisjoint(free), "a page in use is free"
+        assert len(in_use) + len(free) == self.num_pages, "a page was lost"
         assert set(self._cached) <= self._key_of.keys(), "a cached page has no key"
         assert not self._key_of.keys() & set(self._blank), "a findable page is blank"
         assert {key: page for page, key in self._key_of.items()} == self._page_of
@@ -262,14 +264,14 @@ class PageTables:
         """Return the number of full pages once the leading positions are written."""
         return min(num_complete, request.num_tokens - self._num_ahead) // self.page_size
 
-    def begin(self, request: Request, found: list[int]) -> None:
+    def begin(self, request: Request, cached: list[int]) -> None:
         """Assign a request the pages that were found in the prefix cache."""
         assert not request.pages
-        self.pool.share(found)
-        request.pages = list(found)
-        request.num_registered = len(found)
-        request.num_prefilled = len(found) * self.page_size
-        request.num_drafted = self.pool.num_drafted(found) * self.page_size
+        self.pool.share(cached)
+        request.pages = list(cached)
+        request.num_registered = len(cached)
+        request.num_prefilled = len(cached) * self.page_size
+        request.num_draft_cached = self.pool.num_draft_cached(cached) * self.page_size
         if request.num_cached_tokens is None:
             request.num_cached_tokens = request.num_prefilled
             if request.can_read_prefix_cache and self._root(request) is not None:
@@ -288,14 +290,14 @@ class PageTables:
         return [(request.row, have + i, page) for i, page in enumerate(taken)]
 
     def register(
-        self, request: Request, num_complete: int, num_drafted: int | None = None
+        self, request: Request, num_complete: int, num_draft_cached: int | None = None
     ) -> list[int]:
         """Put full pages into the prefix cache.
 
         Args:
             num_complete: Leading positions whose keys and values are written, or will
                 be by a launch.
-            num_drafted: The same for the draft model; None without one.
+            num_draft_cached: The same for the draft model; None without one.
 
         Returns:
             The pages that were not findable before.
@@ -305,12 +307,16 @@ class PageTables:
             return []
         self._extend_keys(request, count)
         request.num_registered = count
-        whole = count if num_drafted is None else num_drafted // self.page_size
+        num_drafted = count
+        if num_draft_cached is not None:
+            num_drafted = num_draft_cached // self.page_size
         new = [
             index
             for index in range(first, count)
             if self.pool.register(
-                request.pages[index], request.page_keys[index], is_drafted=index < whole
+                request.pages[index],
+                request.page_keys[index],
+                is_drafted=index < num_drafted,
             )
         ]
         self._record(request, new)
@@ -327,17 +333,17 @@ class PageTables:
             tokens = request.tokens(index * size, (index + 1) * size)
             self._events.stored(keys[index], parent, tokens)
 
-    def complete(self, request: Request, num_drafted: int) -> None:
+    def complete(self, request: Request, num_draft_cached: int) -> None:
         """Record the number of leading positions that the draft model has filled."""
-        self.pool.complete(request.pages[: num_drafted // self.page_size])
+        self.pool.complete(request.pages[: num_draft_cached // self.page_size])
 
-    def num_drafted(self, request: Request, completed: Set[int] = NO_PAGES) -> int:
+    def num_draft_cached(self, request: Request, completed: Set[int] = NO_PAGES) -> int:
         """Count the leading positions of shared pages that the draft model has filled.
 
         Args:
-            completed: As for `PagePool.num_drafted`.
+            completed: As for `PagePool.num_draft_cached`.
         """
-        return self.pool.num_drafted(request.pages, completed) * self.page_size
+        return self.pool.num_draft_cached(request.pages, completed) * self.page_size
 
     def release(self, request: Request) -> None:
         """Release a request's pages; the last ones are reused first."""
@@ -407,32 +413,32 @@ class PlannedPages:
 
     def find(self, request: Request) -> list[int | None]:
         """Return a waiting request's cached pages; None for pages the plan fills."""
-        found = list[int | None]()
+        pages = list[int | None]()
         for key in self._tables.reusable_keys(request):
             page = self._find(key)
             if page is None and key not in self._new_keys:
                 break
-            found.append(page)
-        return found
+            pages.append(page)
+        return pages
 
     def _find(self, key: bytes) -> int | None:
         page = self._pool._page_of.get(key)
         return None if page in self._evicted else page
 
-    def num_revived(self, found: Iterable[int | None]) -> int:
-        """Count the found pages that have no holder yet."""
-        return len(self._free_of(found))
+    def num_revived(self, cached: Iterable[int | None]) -> int:
+        """Count the cached pages that have no holder yet."""
+        return len(self._free_of(cached))
 
-    def _free_of(self, found: Iterable[int | None]) -> set[int]:
+    def _free_of(self, cached: Iterable[int | None]) -> set[int]:
         is_free = self._pool.is_free
         return {
             page
-            for page in found
+            for page in cached
             if page is not None and page not in self._revived and is_free(page)
         }
 
-    def begin(self, request: Request, found: list[int | None], end: int) -> None:
+    def begin(self, request: Request, cached: list[int | None], end: int) -> None:
         """Admit a request whose prompt is prefilled up to a position."""
-        self._revived |= self._free_of(found)
-        self.grow(request, end + 1, len(found))
-        self.register(request, len(found), end)
+        self._revived |= self._free_of(cached)
+        self.grow(request, end + 1, len(cached))
+        self.register(request, len(cached), end)

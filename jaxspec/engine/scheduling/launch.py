@@ -1,6 +1,6 @@
 """One launch on the host: its plan, its requests, and its results for them.
 
-`LaunchBuilder` makes it while a plan is committed.
+`LaunchBuilder` makes it while `Scheduler.apply_plan` applies the plan.
 """
 
 import hashlib
@@ -12,7 +12,7 @@ from jaxspec.engine.scheduling.kv_cache import PageTables
 from jaxspec.engine.scheduling.request import Request, Status
 from jaxspec.engine.scheduling.row_table import RowTable
 from jaxspec.engine.scheduling.stages import Admitted, Chunk
-from jaxspec.engine.speculation.step_times import Round
+from jaxspec.engine.speculation.step_times import RoundKind
 from jaxspec.engine.structured_output import Failure, GrammarState
 from jaxspec.program.plan import (
     NO_TOKEN,
@@ -38,7 +38,7 @@ class LaunchError(Exception):
         self.reason = reason
 
 
-class OnDevice:
+class AsLaunchErrors:
     """Turn any exception of device work into a `LaunchError`.
 
     Entered twice a round, in a fifth of the time that `contextlib` takes.
@@ -71,7 +71,7 @@ class Launch:
         is_measure: `seconds` is typical of such rounds: the previous launch was of the
             same kind. Otherwise it may include host work for another program, for which
             the device had to wait.
-        round: Its program and number of drafts, which determine the time of a round.
+        round_kind: Its program and K, which determine the time of a round.
     """
 
     plan: StepPlan
@@ -87,22 +87,22 @@ class Launch:
     expected_s: float | None = None
     seconds: float = 0.0
     is_measure: bool = True
-    round: Round = field(init=False)
+    round_kind: RoundKind = field(init=False)
 
     def __post_init__(self) -> None:
         is_drafting = self.shape.num_draft_tokens > 0
-        num_drafts = int(self.drafts.max(initial=0)) if is_drafting else 0
-        self.round = Round(self.shape, num_drafts)
+        num_draft_tokens = int(self.drafts.max(initial=0)) if is_drafting else 0
+        self.round_kind = RoundKind(self.shape, num_draft_tokens)
 
     @property
     def num_rounds(self) -> int:
-        """Most rounds that it runs."""
+        """Maximum number of rounds that it runs."""
         return self.plan.num_rounds
 
     @property
     def num_prefilled(self) -> int:
         """Number of prompt tokens."""
-        if self.shape.is_catch_up:
+        if self.shape.is_draft_prefill:
             return 0
         return sum(len(tile.tokens) for tile in self.plan.tiles)
 
@@ -140,17 +140,17 @@ class Advance:
 
     Attributes:
         parts: Of requests that return outputs as they run, and of those that end.
-        quiet: Other requests with new tokens: only their final output is returned.
+        only_final: Other requests with new tokens: see `Request.only_final_output`.
         late: Requests whose masks were late: their new tokens are dropped.
     """
 
     parts: list[Progress] = field(default_factory=list)
-    quiet: list[Request] = field(default_factory=list)
+    only_final: list[Request] = field(default_factory=list)
     late: list[Request] = field(default_factory=list)
 
 
 class LaunchBuilder:
-    """Collects a launch's tiles, admissions and new pages while a plan is committed.
+    """Collects a launch's tiles, admissions and new pages while a plan is applied.
 
     Attributes:
         updates: Pages that requests get.
@@ -176,18 +176,18 @@ class LaunchBuilder:
         """Admit a request with its pages of the prefix cache, and prefill it.
 
         Args:
-            longest: Most positions that may be written.
+            longest: Maximum number of positions that may be written.
         """
         chunk, request = admitted.chunk, admitted.chunk.request
         request.tokens_to_prefill = request.tokens(0, request.num_tokens)
         keys = self._tables.reusable_keys(request)[: admitted.num_found]
-        found = self._tables.pool.find(keys)
-        assert len(found) == admitted.num_found, "a planned page was evicted"
+        cached = self._tables.pool.find(keys)
+        assert len(cached) == admitted.num_found, "a planned page was evicted"
         self._rows.admit(request, longest)
-        self._tables.begin(request, found)
+        self._tables.begin(request, cached)
         request.status = Status.PREFILL
         self.admissions.append(_admission(request))
-        self.updates += [(request.row, i, page) for i, page in enumerate(found)]
+        self.updates += [(request.row, i, page) for i, page in enumerate(cached)]
         self.updates += self._tables.grow(request, chunk.end + 1)
         self.prefill(chunk)
 
@@ -196,19 +196,20 @@ class LaunchBuilder:
         request, tiles = chunk.request, _prompt_tiles(chunk)
         request.num_prefilled = chunk.end
         if not self._has_draft_model:
-            request.num_drafted = request.num_prefilled
+            # Then no row has a draft lag, and no page lacks the draft model's values.
+            request.num_draft_cached = request.num_prefilled
         self.tiles += tiles
         self.tiled += [request] * len(tiles)
         self.registered += self._tables.register(
-            request, request.num_prefilled, request.num_drafted
+            request, request.num_prefilled, request.num_draft_cached
         )
         if tiles[-1].is_last:
             request.status = Status.DECODE
             row = np.array([request.row])
-            lacking = request.num_prefilled - request.num_drafted
-            self._rows.num_draft_uncached[row] = lacking + 1
+            lag = request.num_prefilled - request.num_draft_cached + 1
+            self._rows.num_draft_uncached[row] = lag
             self._rows.is_decoding[row] = True
-            self._rows.launch(row, np.zeros(1, np.int64))
+            self._rows.count_launched(row, np.zeros(1, np.int64))
 
     def launch(
         self,

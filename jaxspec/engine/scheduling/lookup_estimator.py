@@ -20,24 +20,24 @@ import numpy as np
 from jaxspec.config.lookups import WHOLE, LookupRule
 from jaxspec.engine.scheduling.request import Request
 
-# Most positions of a bucket that are compared, the latest first. In prose fewer than
-# one bucket in a thousand has more.
+# Maximum number of positions of a bucket that are compared, the latest first. In prose
+# fewer than one bucket in a thousand has more.
 MAX_COMPARED = 32
-# Most tokens in a hash, and most buckets.
+# Maximum number of tokens in a hash, and of buckets.
 MAX_KEY, MAX_BUCKETS = 4, 1 << 14
 # Fewest tokens that are added with numpy, whose calls take 20 us in all.
 MANY = 64
 _PRIME = 0x9E3779B1  # 2^32 by the golden ratio
 _WORD = 0xFFFFFFFF
-# As in the answer cache on the device: most tokens compared with a past answer, most
-# draft tokens taken from it, and the length of a usual answer.
+# As in the answer cache on the device: maximum number of tokens compared with a
+# past answer and of draft tokens taken from it, and the length of a usual answer.
 ANSWER_BEFORE, ANSWER_AFTER, ANSWER_LENGTH = 12, 16, 256
 # Fewest tokens of a match in a past answer. On the device two are enough; matches that
 # short are seldom right, so the estimate can miss them.
 ANSWER_MATCH = 4
-# Most tokens of past answers, whatever the size of the device's answer cache.
+# Maximum number of tokens of past answers, whatever the size of the device's cache.
 MAX_ANSWER_TOKENS = 1 << 16
-# Most salts: each has an index of up to 64 KiB, even for few tokens.
+# Maximum number of salts: each has an index of up to 64 KiB, even for few tokens.
 MAX_SALTS = 64
 # Separates two answers; no token id.
 END = -1
@@ -76,8 +76,8 @@ class TextIndex:
             self._earlier.append(-1)
             return
         word = 0
-        for one in tokens[-self._key :]:
-            word = (word ^ one) * _PRIME & _WORD
+        for value in tokens[-self._key :]:
+            word = (word ^ value) * _PRIME & _WORD
         bucket = (word ^ word >> 15) & self._mask
         self._earlier.append(self._latest[bucket])
         self._latest[bucket] = place
@@ -116,7 +116,7 @@ class TextIndex:
 
         Args:
             newest: Tokens of this text (`self.tokens`) or of another one.
-            longest: Most tokens that are compared.
+            longest: Maximum number of tokens that are compared.
 
         Returns:
             The number of matching tokens, and the last position of each match, the
@@ -130,23 +130,23 @@ class TextIndex:
             place = earlier[-1]
         else:
             word = 0
-            for one in newest[-self._key :]:
-                word = (word ^ one) * _PRIME & _WORD
+            for value in newest[-self._key :]:
+                word = (word ^ value) * _PRIME & _WORD
             place = self._latest[(word ^ word >> 15) & self._mask]
-        best, found, last = self._key, [], len(newest) - 1
+        best, places, last = self._key, [], len(newest) - 1
         longest = min(longest, len(newest))
         for _ in range(MAX_COMPARED):
             if place < 0:
                 break
-            length, most = 0, min(longest, place + 1)
-            while length < most and tokens[place - length] == newest[last - length]:
+            length, room = 0, min(longest, place + 1)
+            while length < room and tokens[place - length] == newest[last - length]:
                 length += 1
             if length > best:
-                best, found = length, [place]
+                best, places = length, [place]
             elif length == best:
-                found.append(place)
+                places.append(place)
             place = earlier[place]
-        return best, found
+        return best, places
 
     def after(self, place: int, count: int) -> list[int]:
         """Return `count` tokens after a position, repeated if the text ends before."""
@@ -172,7 +172,9 @@ def best_text(texts: list[list[int]], min_share: int) -> list[int]:
         agreeing, expected, count = texts, 0, 0
         for place, token in enumerate(text):
             agreeing = [
-                one for one in agreeing if len(one) > place and one[place] == token
+                other
+                for other in agreeing
+                if len(other) > place and other[place] == token
             ]
             share = len(agreeing) * unit
             if share < min_share:
@@ -277,12 +279,12 @@ class LookupEstimator:
     """Follows requests, and counts by row the drafts that would be accepted."""
 
     def __init__(
-        self, rule: LookupRule, num_rows: int, most: int, num_requests: int = 0
+        self, rule: LookupRule, num_rows: int, max_k: int, num_requests: int = 0
     ):
         """Start without requests.
 
         Args:
-            most: Most drafts of a round.
+            max_k: Maximum number of drafts of a round.
             num_requests: Number of past answers to search as well.
         """
         self._rule = rule
@@ -290,8 +292,8 @@ class LookupEstimator:
         self._answers = Answers(num_requests) if num_requests else None
         # As in `PredictedRounds`, for all rows. A position is counted as soon as its
         # token is known, before the round ends: a long copy shows at once.
-        self._reached = np.zeros((num_rows, most))
-        self._accepted = np.zeros((num_rows, most))
+        self._reached = np.zeros((num_rows, max_k))
+        self._accepted = np.zeros((num_rows, max_k))
         self._num_rounds = np.zeros(num_rows, np.int64)
         self._num_compared = 0
 
@@ -345,7 +347,7 @@ class LookupEstimator:
         texts = list[list[int]]()
         if places and length >= rule.shortest:
             count = min(rule.limits[length], request.num_draft_tokens)
-            texts = [index.after(one, count) for one in places[: rule.num_matches]]
+            texts = [index.after(place, count) for place in places[: rule.num_matches]]
         if self._answers is not None:
             other, others = self._answers.find(request, index.tokens, rule)
             if others and (not texts or other > length):
@@ -358,7 +360,7 @@ class LookupEstimator:
         rows = np.flatnonzero(self._reached.any(axis=1) | (self._num_rounds > 0))
         if not len(rows):
             return None
-        found = PredictedRounds(
+        predicted = PredictedRounds(
             rows,
             self._reached[rows],
             self._accepted[rows],
@@ -368,4 +370,4 @@ class LookupEstimator:
         for counts in (self._reached, self._accepted, self._num_rounds):
             counts[rows] = 0
         self._num_compared = 0
-        return found
+        return predicted

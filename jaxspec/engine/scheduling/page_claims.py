@@ -1,6 +1,6 @@
 """Divides free pages among running requests, and preempts the last in rank.
 
-Counts only: pages are taken from the pool when the plan is committed.
+Counts only: pages are taken from the pool when the plan is applied.
 """
 
 from collections import Counter
@@ -21,7 +21,7 @@ from jaxspec.engine.scheduling.stages import (
     PrefillBudget,
 )
 from jaxspec.engine.scheduling.waiting_queue import WaitingQueue
-from jaxspec.engine.speculation.step_times import Round
+from jaxspec.engine.speculation.step_times import RoundKind
 from jaxspec.program.plan import TILE
 
 
@@ -57,8 +57,8 @@ class PageClaimer:
         if has_pages(self._tables, claims):
             return PageClaims(tuple(claims), rows, drafts, chunks, num_rounds)
         grants = grant_by_rank(self._tables, claims, running, self._waiting.rank)
-        unserved = [one.request.row for one in grants if not one.is_granted]
-        unserved += [one.row for grant in grants for one in grant.preempted]
+        unserved = [grant.request.row for grant in grants if not grant.is_granted]
+        unserved += [request.row for grant in grants for request in grant.preempted]
         is_served = ~np.isin(rows, unserved)
         return PageClaims(
             grants,
@@ -83,13 +83,17 @@ class PageClaimer:
         if shape is None or shape.max_rounds == 1 or self._waiting:
             return 1
         # Other running requests prefill, await the draft model, or may have ended.
-        is_alone = len(rows) == len(running) and not decode.is_exception
-        if not is_alone or not table.is_quiet[rows].all() or table.is_slow[rows].any():
+        is_alone = len(rows) == len(running) and not decode.lacks_drafts
+        if (
+            not is_alone
+            or not table.only_final_output[rows].all()
+            or table.is_slow[rows].any()
+        ):
             return 1
         if has_draft_model and shape.num_draft_tokens and table.lags(rows).any():
             return 1
-        round_ = Round(shape, decode.num_draft_tokens)
-        count = self._pacer.num_rounds(round_, shape.max_rounds)
+        round_kind = RoundKind(shape, decode.num_draft_tokens)
+        count = self._pacer.num_rounds(round_kind, shape.max_rounds)
         count = min(count, table.rounds_left(rows, decode.drafts))
         while count > 1 and not has_pages(self._tables, self._growing(decode, count)):
             count -= 1
@@ -128,7 +132,7 @@ def chunks_of(prefilling: Iterable[Request], num_tiles: int) -> tuple[Chunk, ...
 
 def has_pages(tables: PageTables, claims: Iterable[Grant]) -> bool:
     """Return whether the pool has enough pages for all claims."""
-    needed = sum(tables.missing(one.request, one.num_tokens) for one in claims)
+    needed = sum(tables.missing(claim.request, claim.num_tokens) for claim in claims)
     return needed <= tables.pool.num_free
 
 
@@ -146,7 +150,7 @@ def grant_by_rank(
     left, preempted = sorted(running, key=rank), set[int]()
     num_free, released = tables.pool.num_free, Counter[int]()
     grants = list[Grant]()
-    for claim in sorted(claims, key=lambda one: rank(one.request)):
+    for claim in sorted(claims, key=lambda claim: rank(claim.request)):
         request, victims = claim.request, list[Request]()
         if request.row in preempted:
             continue

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from jaxspec.engine.scheduling.programs import Shapes
 from jaxspec.engine.scheduling.request import Request
 from jaxspec.engine.scheduling.stages import Decode, PacedChunk, PrefillBudget
-from jaxspec.engine.speculation.step_times import Round, StepTimes
+from jaxspec.engine.speculation.step_times import RoundKind, StepTimes
 from jaxspec.program.plan import TILE, StepShape
 
 MAX_SLOWDOWN = 1.5
@@ -50,7 +50,7 @@ class Pacer:
 
     def record(
         self,
-        round_: Round,
+        round_kind: RoundKind,
         seconds: float,
         charged_s: float | None = None,
         *,
@@ -63,25 +63,25 @@ class Pacer:
             is_measure: As for `StepTimes.record`.
         """
         seconds = self.step_times.record(
-            round_, seconds, charged_s, is_measure=is_measure
+            round_kind, seconds, charged_s, is_measure=is_measure
         )
         if charged_s is not None:
             self.saved_s += charged_s - seconds
-        if not round_.shape.chunk:
+        if not round_kind.shape.max_prompt_tokens:
             self.spare_s = (MAX_SLOWDOWN - 1) * seconds
 
     def begin(self, chunk: PacedChunk) -> None:
         """Apply the balance of a chunk that `chunk` has returned."""
         self.saved_s, self._num_waited = chunk.saved_s, chunk.num_waited
 
-    def num_rounds(self, round_: Round, most: int) -> int:
-        """Return the number of such rounds that one launch may run, at most `most`."""
-        seconds = self.step_times.expected(round_)
+    def num_rounds(self, round_kind: RoundKind, max_rounds: int) -> int:
+        """Return the number of rounds that a launch may run, up to `max_rounds`."""
+        seconds = self.step_times.expected(round_kind)
         if seconds is None:
             return 1  # measure one round first
-        return max(min(int(MAX_LAUNCH_S / seconds), most), 1)
+        return max(min(int(MAX_LAUNCH_S / seconds), max_rounds), 1)
 
-    def fastest(self, num_tokens: int, rounds: list[Round]) -> int:
+    def fastest(self, num_tokens: int, rounds: list[RoundKind]) -> int:
         """Return the index of the largest round needed to prefill in the least time.
 
         A launch computes its program's full size, padding included: two of 64 tokens
@@ -92,9 +92,9 @@ class Pacer:
         Args:
             rounds: From the smallest chunk.
         """
-        known = [self.step_times.seconds.get(one) for one in rounds]
-        chunks = [one.shape.chunk for one in rounds]
-        measured = [index for index, one in enumerate(known) if one is not None]
+        known = [self.step_times.seconds.get(kind) for kind in rounds]
+        chunks = [kind.shape.max_prompt_tokens for kind in rounds]
+        measured = [index for index, time_s in enumerate(known) if time_s is not None]
         if not measured:
             return len(rounds) - 1
         programs = []
@@ -106,7 +106,7 @@ class Pacer:
             programs.append((chunk, share * seconds))
         return _soonest(num_tokens, programs)[-1]
 
-    def chunk(self, plain: Round, mixed: list[Round]) -> PacedChunk:
+    def chunk(self, plain: RoundKind, mixed: list[RoundKind]) -> PacedChunk:
         """Return the prompt tokens that the next round may include.
 
         Args:
@@ -117,7 +117,8 @@ class Pacer:
         if base is None:  # measure one round first
             return PacedChunk(0, None, self.saved_s, self._num_waited)
         allowance = MAX_SLOWDOWN * base
-        costs, chunks = self._costs_of(base, mixed), [one.shape.chunk for one in mixed]
+        costs = self._costs_of(base, mixed)
+        chunks = [kind.shape.max_prompt_tokens for kind in mixed]
         chosen, cost = 0, base
         for size, seconds in zip(chunks, costs, strict=True):
             if seconds <= (allowance + self.saved_s) * ROUNDING:
@@ -125,21 +126,21 @@ class Pacer:
         num_waited = 0 if chosen else self._num_waited + 1
         if num_waited > MAX_WAIT_ROUNDS:
             chosen, cost, num_waited = chunks[0], costs[0], 0
-        most = max(costs[0] - allowance, 0.0)
-        saved_s = min(self.saved_s + allowance, most + cost) - cost
+        max_saved_s = max(costs[0] - allowance, 0.0)
+        saved_s = min(self.saved_s + allowance, max_saved_s + cost) - cost
         return PacedChunk(chosen, cost, saved_s, num_waited)
 
-    def _costs_of(self, base: float, mixed: list[Round]) -> list[float]:
+    def _costs_of(self, base: float, mixed: list[RoundKind]) -> list[float]:
         """Return the times of rounds; unknown ones in proportion to the one before.
 
         If no time is known, only the smallest chunk is tried.
         """
-        found = [self.step_times.seconds.get(one) for one in mixed]
-        if found[0] is None:
+        times = [self.step_times.seconds.get(kind) for kind in mixed]
+        if times[0] is None:
             return [base] + [math.inf] * (len(mixed) - 1)
-        chunks = [one.shape.chunk for one in mixed]
-        costs = [found[0]]
-        for index, known in enumerate(found[1:], 1):
+        chunks = [kind.shape.max_prompt_tokens for kind in mixed]
+        costs = [times[0]]
+        for index, known in enumerate(times[1:], 1):
             if known is None:
                 more = costs[-1] - base
                 known = base + more * chunks[index] / chunks[index - 1]
@@ -160,7 +161,7 @@ class PrefillPlanner:
         newcomers: Sequence[Request],
         *,
         is_streaming: bool,
-        is_brief: bool,
+        may_request_on_demand: bool,
     ) -> PrefillBudget:
         """Return the prompt tokens that the next launch may include.
 
@@ -168,7 +169,7 @@ class PrefillPlanner:
             prefilling: Running requests whose prompt is not prefilled yet.
             newcomers: Waiting requests for which there is a row.
             is_streaming: A request streams its text, so prefill is paced.
-            is_brief: As for `Shapes.select`.
+            may_request_on_demand: As for `Shapes.select`.
         """
         num_seqs, num_draft_tokens = len(decode.rows), decode.num_draft_tokens
         features, tokens = decode.features, 0
@@ -182,16 +183,20 @@ class PrefillPlanner:
         missing = None
         if tokens:
             missing = self._shapes.select(
-                num_seqs, num_draft_tokens, tokens, features, is_brief=is_brief
+                num_seqs,
+                num_draft_tokens,
+                tokens,
+                features,
+                may_request_on_demand=may_request_on_demand,
             ).missing
         shapes = self._fast(compiled, decode, [*prefilling, *newcomers])
         num_tiles, account = shapes[-1].num_tiles if shapes else 0, None
         if is_streaming:
             num_tiles = 0  # if no row can decode, prompts wait for the next read
             if decode.shape is not None and shapes:
-                mixed = [Round(shape, num_draft_tokens) for shape in shapes]
+                mixed = [RoundKind(shape, num_draft_tokens) for shape in shapes]
                 account = self._pacer.chunk(
-                    Round(decode.shape, num_draft_tokens), mixed
+                    RoundKind(decode.shape, num_draft_tokens), mixed
                 )
                 num_tiles = account.num_tokens // TILE
         return PrefillBudget(tuple(shapes), num_tiles, account, missing)
@@ -214,7 +219,7 @@ class PrefillPlanner:
             if shape.num_seqs >= num_seqs - 1 or shape.num_tiles >= num_tiles
         ]
         usable = usable or shapes
-        rounds = [Round(shape, decode.num_draft_tokens) for shape in usable]
+        rounds = [RoundKind(shape, decode.num_draft_tokens) for shape in usable]
         best = usable[self._pacer.fastest(num_tiles * TILE, rounds)]
         return shapes[: shapes.index(best) + 1]
 
@@ -240,10 +245,10 @@ def _soonest(
     if not programs:
         return math.inf, 0, 0
     *smaller, (chunk, seconds) = programs
-    found = [_soonest(num_tokens, smaller)]
+    ways = [_soonest(num_tokens, smaller)]
     for count in (num_tokens // chunk, -(-num_tokens // chunk)):
         if count:
             rest_s, launches, _ = _soonest(num_tokens - count * chunk, smaller)
-            found.append((count * seconds + rest_s, count + launches, len(smaller)))
+            ways.append((count * seconds + rest_s, count + launches, len(smaller)))
     # Among equals: the fewest launches, then the smallest program.
-    return min(found)
+    return min(ways)

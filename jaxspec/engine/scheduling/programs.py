@@ -23,7 +23,7 @@ INVARIANT_CHUNK = 4 * TILE
 # Numbers of sequences for which programs without prompts are built.
 NUM_SIZES = 3
 
-GREEDY, SAMPLED = Features(is_greedy=True), Features()
+GREEDY, SAMPLED = Features(all_greedy=True), Features()
 
 
 @runtime_checkable
@@ -80,8 +80,8 @@ class Shapes:
     `select` requests no compile: callers pass missing programs to `request_compile`.
 
     Attributes:
-        max_tiles: Most prompt tiles in one launch.
-        catch_ups: Draft prefill programs, the smallest first; empty without a draft
+        max_tiles: Maximum number of prompt tiles in one launch.
+        draft_prefills: Draft prefill programs, the smallest first; none without a draft
             model.
     """
 
@@ -108,11 +108,13 @@ class Shapes:
         self._found_version = -1
         self._forms = self._all_programs()
         self._on_demand = self._compiled_on_demand()
-        self.catch_ups: list[StepShape] = []
+        self.draft_prefills: list[StepShape] = []
         if config.draft_model_config is not None and len(policy.compiled_drafts) > 1:
             chunk = self._chunk
             sizes = {chunk} if config.batch_invariant else {_tiled(chunk // 8), chunk}
-            self.catch_ups = [StepShape.catch_up(size) for size in sorted(sizes)]
+            self.draft_prefills = [
+                StepShape.draft_prefill(size) for size in sorted(sizes)
+            ]
 
     def _all_programs(self) -> dict[Features, list[StepShape]]:
         """Return the programs by their features, the cheapest features first.
@@ -159,7 +161,7 @@ class Shapes:
                 StepShape(
                     num_seqs=n,
                     num_draft_tokens=k,
-                    chunk=c,
+                    max_prompt_tokens=c,
                     features=form,
                     max_rounds=rounds if form in (GREEDY, SAMPLED) and not c else 1,
                     template=self._template,
@@ -173,7 +175,7 @@ class Shapes:
                 forms[form] += [
                     dataclasses.replace(shape, template=None)
                     for shape in forms[form]
-                    if shape.num_draft_tokens and not shape.chunk
+                    if shape.num_draft_tokens and not shape.max_prompt_tokens
                 ]
         return forms
 
@@ -201,23 +203,26 @@ class Shapes:
             for form, shapes in self._forms.items()
             for shape in shapes
             if self._is_chain(shape)
-            or shape.chunk > self._chunk
+            or shape.max_prompt_tokens > self._chunk
             or (
                 form in (GREEDY, SAMPLED)
                 and len(self._policy.compiled_drafts) > 1
                 and not shape.num_draft_tokens
-                and (shape.num_seqs > 1 or not (shape.chunk or form == GREEDY))
+                and (
+                    shape.num_seqs > 1
+                    or not (shape.max_prompt_tokens or form == GREEDY)
+                )
             )
         }
 
-    def tree(self, num_drafts: int) -> Tree:
-        """Return the tree whose rows a round with `num_drafts` levels writes.
+    def tree(self, num_draft_tokens: int) -> Tree:
+        """Return the tree whose rows a round with `num_draft_tokens` levels writes.
 
         The engine's whole tree, even if fewer levels are requested: rows of deeper
         levels may precede rows of requested ones.
         """
-        if self._template is None or not num_drafts:
-            return Tree.chain(num_drafts)
+        if self._template is None or not num_draft_tokens:
+            return Tree.chain(num_draft_tokens)
         return self._template
 
     def form(self, features: Features) -> Features:
@@ -244,44 +249,46 @@ class Shapes:
         """
         forms = list(dict.fromkeys(self.form(one) for one in features))
         # Sampled before greedy: its programs serve both.
-        forms.sort(key=lambda form: form.is_greedy)
+        forms.sort(key=lambda form: form.all_greedy)
         lists = [self._forms[form] for form in forms]
-        listed = [shapes[0] for shapes in lists if shapes and shapes[0].chunk]
-        listed += self.catch_ups  # drafts need them
+        listed = [
+            shapes[0] for shapes in lists if shapes and shapes[0].max_prompt_tokens
+        ]
+        listed += self.draft_prefills  # drafts need them
         listed += [shape for shapes in lists for shape in shapes]
         budget = self.max_tiles * TILE
         tokens = budget if prompt_tokens is None else prompt_tokens
         # Prompts share launches, each in tiles of its own.
         wanted = min(-(-tokens // TILE) * TILE * self._config.max_num_seqs, budget)
-        chunks = sorted({shape.chunk for shape in listed})
+        chunks = sorted({shape.max_prompt_tokens for shape in listed})
         last = next((chunk for chunk in chunks if chunk >= wanted), chunks[-1])
-        kept = [shape for shape in listed if shape.chunk <= last]
+        chosen = [shape for shape in listed if shape.max_prompt_tokens <= last]
         if not with_on_demand:
-            kept = [shape for shape in kept if shape not in self._on_demand]
-        return list(dict.fromkeys(kept))
+            chosen = [shape for shape in chosen if shape not in self._on_demand]
+        return list(dict.fromkeys(chosen))
 
     def is_on_demand(self, shape: StepShape) -> bool:
         """Whether a program is compiled on demand; a larger one serves until then."""
         return shape in self._on_demand
 
     @property
-    def cannot_catch_up(self) -> bool:
+    def cannot_draft_prefill(self) -> bool:
         """Whether all draft prefill programs failed to compile."""
-        failed = [self._programs.has_failed(shape) for shape in self.catch_ups]
+        failed = [self._programs.has_failed(shape) for shape in self.draft_prefills]
         return bool(failed) and all(failed)
 
     @property
-    def can_catch_up(self) -> bool:
+    def can_draft_prefill(self) -> bool:
         """Whether a draft prefill program is compiled."""
-        return any(shape in self._programs for shape in self.catch_ups)
+        return any(shape in self._programs for shape in self.draft_prefills)
 
-    def select_catch_up(self, num_tiles: int) -> Selection:
+    def select_draft_prefill(self, num_tiles: int) -> Selection:
         """Return the draft prefill programs for a number of tiles.
 
         The best is the smallest with room for all tiles, else the largest.
         """
-        fits = [shape for shape in self.catch_ups if shape.num_tiles >= num_tiles]
-        smaller = [shape for shape in self.catch_ups if shape not in fits]
+        fits = [shape for shape in self.draft_prefills if shape.num_tiles >= num_tiles]
+        smaller = [shape for shape in self.draft_prefills if shape not in fits]
         ordered = [
             shape
             for shape in fits + smaller[::-1]
@@ -298,25 +305,28 @@ class Shapes:
         num_prompt_tokens: int = 0,
         features: Features = SAMPLED,
         *,
-        is_brief: bool = False,
+        may_request_on_demand: bool = True,
         has_side_branches: bool = True,
     ) -> Selection:
         """Return the programs that serve a launch.
 
         Args:
             num_prompt_tokens: Rounded up to tiles, and down to `max_tiles`.
-            is_brief: Few such launches will follow: request no program that is only
-                compiled on demand.
+            may_request_on_demand: The missing program may be one that is compiled on
+                demand. If few such launches will follow, it must not, unless no other
+                program serves.
             has_side_branches: The drafts include the engine's side branches. If not, a
                 program with side branches serves until one without is compiled.
         """
         self._refresh()
         need = num_seqs, num_draft_tokens, num_prompt_tokens, features
-        key = *need, is_brief, has_side_branches
-        found = self._found.get(key)
-        if found is None:
-            found = self._found[key] = self._select(*need, is_brief, has_side_branches)
-        return found
+        key = *need, may_request_on_demand, has_side_branches
+        selection = self._found.get(key)
+        if selection is None:
+            selection = self._found[key] = self._select(
+                *need, may_request_on_demand, has_side_branches
+            )
+        return selection
 
     def _select(
         self,
@@ -324,7 +334,7 @@ class Shapes:
         num_draft_tokens: int,
         num_prompt_tokens: int,
         features: Features,
-        is_brief: bool,
+        may_request_on_demand: bool,
         has_side_branches: bool,
     ) -> Selection:
         tokens = min(-(-num_prompt_tokens // TILE), self.max_tiles) * TILE
@@ -333,7 +343,11 @@ class Shapes:
         )
         compiled = next((shape for shape in able if shape in self._programs), None)
         best = next(
-            (shape for shape in able if not (is_brief and shape in self._on_demand)),
+            (
+                shape
+                for shape in able
+                if may_request_on_demand or shape not in self._on_demand
+            ),
             able[0],
         )
         is_better = compiled is None or able.index(best) < able.index(compiled)
@@ -397,18 +411,18 @@ class Shapes:
             for shape in self._forms[form]
             if shape.num_seqs >= num_seqs
             and shape.num_draft_tokens >= compiled
-            and shape.chunk >= tokens
+            and shape.max_prompt_tokens >= tokens
             and not (has_side_branches and self._is_chain(shape))
         ]
         assert able, f"no program for {num_seqs} sequences and {tokens} prompt tokens"
         # Stable sort: among equal sizes the cheapest features remain first.
         return sorted(
             able,
-            key=lambda one: (
-                one.num_draft_tokens,
-                one.chunk,
-                one.num_seqs,
-                not self._is_chain(one),
+            key=lambda shape: (
+                shape.num_draft_tokens,
+                shape.max_prompt_tokens,
+                shape.num_seqs,
+                not self._is_chain(shape),
             ),
         )
 
@@ -422,7 +436,7 @@ class Shapes:
             able = self._able(num_seqs, num_draft_tokens, TILE, features, True)
             there = [shape for shape in able if shape in self._programs]
             # For each chunk size, the best program.
-            chunks = {shape.chunk: shape for shape in reversed(there)}
+            chunks = {shape.max_prompt_tokens: shape for shape in reversed(there)}
             self._with_prompts[need] = [chunks[size] for size in sorted(chunks)]
         return self._with_prompts[need]
 
@@ -441,13 +455,14 @@ def largest_chunk(
     return _tiled(min(num_batched_tokens, max(longest, FIRST_CHUNK)))
 
 
-def _sizes_up_to(most: int) -> list[int]:
-    """Return batch sizes from 1 to `most`, at about equal ratios."""
-    power = most.bit_length() - 1
+def _sizes_up_to(max_seqs: int) -> list[int]:
+    """Return batch sizes from 1 to `max_seqs`, at about equal ratios."""
+    power = max_seqs.bit_length() - 1
     steps = range(NUM_SIZES)
     exponents = {-(-power * step // (NUM_SIZES - 1)) for step in steps}
     # From both ends: single sequences and full batches are the most common.
-    return sorted((1 << one for one in exponents), key=lambda n: n not in (1, most))
+    sizes = (1 << exponent for exponent in exponents)
+    return sorted(sizes, key=lambda size: size not in (1, max_seqs))
 
 
 def _tiled(tokens: int) -> int:

@@ -26,7 +26,7 @@ class Request:
 
     Attributes:
         max_total: Tokens at which the sequence ends, prompt included.
-        num_draft_tokens: Most drafts per round for this request.
+        num_draft_tokens: Maximum number of drafts per round for this request.
         rule: An index of `jaxspec.program.plan.RULES`.
         features: Features that its programs need.
         controls: Penalties, bias and masks of single tokens.
@@ -35,13 +35,14 @@ class Request:
         cache_salt: Pages are shared only among requests of equal salt.
         cache_group: With prefix caching off, requests of one group share pages.
         can_read_prefix_cache: Whether it may reuse pages of earlier requests.
-        is_quiet: Only its final output is returned.
+        only_final_output: It returns only its final output, and has no stop strings,
+            logprobs or token origins: it is detokenized once, at its end.
         num_cached_tokens: Prompt tokens found in the prefix cache; None before it ran.
         arrival: Its place in the order of arrival; -1 before it is queued.
         row: Its row in `RowTable`; -1 while it has none.
         tokens_to_prefill: The prompt; after a preemption also the generated tokens.
         num_prefilled: Number of those that were prefilled, or will be by a launch.
-        num_drafted: Leading tokens for which the draft model has keys and values.
+        num_draft_cached: Leading tokens that the draft model has keys and values for.
         page_keys: Keys of its first full pages.
         num_registered: Leading pages that are in the prefix cache.
         num_unread: Unread rounds with tokens for it, after it has lost its row.
@@ -66,14 +67,14 @@ class Request:
     cache_salt: str | None = None
     cache_group: int | None = None
     can_read_prefix_cache: bool = True
-    is_quiet: bool = False
+    only_final_output: bool = False
     num_cached_tokens: int | None = None
     status: Status = Status.WAITING
     arrival: int = -1
     row: int = -1
     tokens_to_prefill: list[int] = field(default_factory=list)
     num_prefilled: int = 0
-    num_drafted: int = 0
+    num_draft_cached: int = 0
     output_token_ids: list[int] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)
     page_keys: list[bytes] = field(default_factory=list)

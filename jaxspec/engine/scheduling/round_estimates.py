@@ -13,7 +13,7 @@ from jaxspec.engine.scheduling.row_table import RowTable
 from jaxspec.engine.speculation.acceptance import AcceptanceRates, Kind
 from jaxspec.engine.speculation.constants import CONSTANTS
 from jaxspec.engine.speculation.policy import RoundEstimates, SpeculationPolicy
-from jaxspec.engine.speculation.step_times import Round, StepTimes
+from jaxspec.engine.speculation.step_times import RoundKind, StepTimes
 from jaxspec.program.plan import COUPLED, Features, StepShape
 from jaxspec.program.wire import StepResult
 
@@ -34,8 +34,8 @@ def make_lookups(
     if speculative is None or not policy.can_follow_lookups:
         return None
     num_requests = speculative.suffix_decoding_max_cached_requests or 0
-    rule, most = LookupRule.of(speculative), config.num_draft_tokens
-    return LookupEstimator(rule, config.max_num_seqs, most, num_requests)
+    rule, max_k = LookupRule.of(speculative), config.num_draft_tokens
+    return LookupEstimator(rule, config.max_num_seqs, max_k, num_requests)
 
 
 def kind_of(request: Request) -> Kind:
@@ -82,36 +82,36 @@ class RoundEstimator:
 
     def count_lookups(self) -> None:
         """Add the acceptance estimated by lookups since the last call."""
-        found = self._lookups and self._lookups.take()
-        if found:
-            self.acceptance.record_predicted(*found)
+        predicted = self._lookups and self._lookups.take()
+        if predicted:
+            self.acceptance.record_predicted(*predicted)
 
     def missing(
         self, rows: np.ndarray, max_drafts: np.ndarray, features: Features
     ) -> list[StepShape | None]:
         """Return the missing programs, without which choices cannot be compared."""
         draft_lengths = sorted({0, int(max_drafts.max())})
-        found = list[StepShape | None]()
+        missing = list[StepShape | None]()
         for has_side_branches in (False, True):
             if has_side_branches or self._shapes.has_chains:
-                found += [
+                missing += [
                     self._shapes.select(
                         len(rows), k, 0, features, has_side_branches=has_side_branches
                     ).missing
                     for k in draft_lengths
                 ]
             if not has_side_branches and self._has_draft_model:
-                found.append(self._draft_prefill.missing(rows))
-        return found
+                missing.append(self._draft_prefill.missing(rows))
+        return missing
 
     def estimate(
         self, rows: np.ndarray, max_drafts: np.ndarray, features: Features
     ) -> RoundEstimates:
         """Return the estimates for the next round of some rows."""
-        most, chain_seconds = int(max_drafts.max()), None
+        max_k, chain_seconds = int(max_drafts.max()), None
         if self._shapes.has_chains:
             chain_seconds = self._seconds(
-                len(rows), most, features, has_side_branches=False
+                len(rows), max_k, features, has_side_branches=False
             )
         draft_prefill_s, is_observable = 0.0, self._lookups is not None
         if self._has_draft_model:
@@ -120,7 +120,7 @@ class RoundEstimator:
         return RoundEstimates(
             max_drafts=max_drafts,
             acceptance=self.acceptance.of_rows(rows),
-            seconds=self._seconds(len(rows), most, features, has_side_branches=True),
+            seconds=self._seconds(len(rows), max_k, features, has_side_branches=True),
             chain_seconds=chain_seconds,
             side_tokens=self.acceptance.side_tokens,
             draft_prefill_s=draft_prefill_s,
@@ -129,19 +129,19 @@ class RoundEstimator:
         )
 
     def _seconds(
-        self, num_seqs: int, most: int, features: Features, *, has_side_branches: bool
+        self, num_seqs: int, max_k: int, features: Features, *, has_side_branches: bool
     ) -> list[float | None]:
         """Return the time of a round by K, None where unknown."""
-        found: list[float | None] = []
-        for k in range(most + 1):
+        seconds: list[float | None] = []
+        for k in range(max_k + 1):
             shape = self._shapes.find(
                 num_seqs, k, 0, features, has_side_branches=has_side_branches
             )
             if shape is None or (k and not has_side_branches and shape.template):
-                found.append(None)
+                seconds.append(None)
             else:
-                found.append(self._step_times.expected(Round(shape, k)))
-        return found
+                seconds.append(self._step_times.expected(RoundKind(shape, k)))
+        return seconds
 
     def record_runs(self, launch: Launch, result: StepResult) -> None:
         """Record the number of newest tokens that a lookup predicted in a row."""
@@ -149,41 +149,44 @@ class RoundEstimator:
         if lookups is None or not count:
             return
         emitted = np.where(result.is_broken[:count], 0, result.num_emitted[:count])
-        is_there = (self._rows.owner[launch.rows] == launch.owners) & (emitted > 0)
+        is_counted = (self._rows.owner[launch.rows] == launch.owners) & (emitted > 0)
         if launch.drafts.any():
             drafts = np.minimum(result.num_draft_tokens[:count], launch.drafts)
             accepted = result.num_accepted[:count]
             is_whole = (drafts > 0) & (accepted >= drafts)
-            runs = np.where(is_whole, accepted, 0)[is_there]
-            self.acceptance.set_match_runs(launch.rows[is_there], runs)
-        elif not self._policy.num_drafts:
-            there = np.flatnonzero(
-                is_there & (self._rows.num_draft_tokens[launch.rows] > 0)
+            runs = np.where(is_whole, accepted, 0)[is_counted]
+            self.acceptance.set_match_runs(launch.rows[is_counted], runs)
+        elif not self._policy.num_draft_tokens:
+            followed = np.flatnonzero(
+                is_counted & (self._rows.num_draft_tokens[launch.rows] > 0)
             )
             runs = [
                 lookups.follow(launch.decoding[index], new)
                 for index, new in zip(
-                    there.tolist(), emitted[there].tolist(), strict=True
+                    followed.tolist(), emitted[followed].tolist(), strict=True
                 )
             ]
-            self.acceptance.set_match_runs(launch.rows[there], np.array(runs, np.int64))
+            self.acceptance.set_match_runs(
+                launch.rows[followed], np.array(runs, np.int64)
+            )
             if not set(RECONSIDER_RUNS).isdisjoint(runs):
                 self._policy.reconsider()
 
     def record_round(self, launch: Launch, result: StepResult) -> None:
         """Pass the tokens and time of a round without prompts to the policy."""
         count = len(launch.rows)
-        if launch.shape.chunk:
+        if launch.shape.max_prompt_tokens:
             self._policy.end_exploration()
-        if launch.shape.chunk or not count:
+        if launch.shape.max_prompt_tokens or not count:
             return
-        num_drafts, num_emitted, plain_s = launch.round.num_drafts, count, None
-        if num_drafts:  # otherwise nothing is compared
+        num_draft_tokens = launch.round_kind.num_draft_tokens
+        num_emitted, plain_s = count, None
+        if num_draft_tokens:  # otherwise nothing is compared
             num_emitted = int(result.num_emitted[:count].sum())
             plain = self._shapes.select(count, 0, 0, launch.shape.features)
             self._shapes.request_compile(plain.missing)
             if plain.shape is not None:
-                plain_s = self._step_times.expected(Round(plain.shape))
+                plain_s = self._step_times.expected(RoundKind(plain.shape))
         self._policy.record_round(
-            count, num_drafts, num_emitted, launch.seconds, plain_s
+            count, num_draft_tokens, num_emitted, launch.seconds, plain_s
         )

@@ -38,14 +38,14 @@ class RowTable:
         owner: Number of the request's admission; -1 for a free row.
         is_decoding: The whole prompt is prefilled, or is in a launch.
         is_streamed: The caller gets tokens as they are made.
-        is_quiet: Only the request's final output is returned.
+        only_final_output: As for `Request`.
         num_tokens: Tokens whose values the host knows.
         num_unread: Rounds that add tokens and have not been read.
         num_unsure: Unread rounds that the device may not run.
         ahead: Upper bound on the tokens that unread rounds add.
         max_total: Tokens at which the sequence ends.
         longest: Positions that may be written, lookahead included.
-        num_draft_tokens: Most drafts per round that the request wants.
+        num_draft_tokens: Maximum number of drafts per round that the request wants.
         num_draft_uncached: Draft lag: upper bound on the newest tokens that the draft
             model has no keys and values for, once all launches have run.
         kind: Index into `kinds`, the features that decoding needs.
@@ -81,7 +81,7 @@ class RowTable:
         self.free = list(range(num_rows - 1, -1, -1))
         self.owner = integers(-1)
         self.is_decoding, self.is_streamed = flags(), flags()
-        self.is_quiet = flags()
+        self.only_final_output = flags()
         self.has_grammar, self.is_slow, self.is_held = flags(), flags(), flags()
         self.num_tokens, self.num_unread = integers(), integers()
         self.num_unsure, self.ahead = integers(), integers()
@@ -102,7 +102,7 @@ class RowTable:
         self.is_decoding[row] = False
         kind = request.params.output_kind
         self.is_streamed[row] = kind is not RequestOutputKind.FINAL_ONLY
-        self.is_quiet[row] = request.is_quiet
+        self.only_final_output[row] = request.only_final_output
         self.has_grammar[row] = request.grammar is not None
         self.is_slow[row] = self.is_held[row] = False
         self.num_tokens[row] = request.num_tokens
@@ -139,9 +139,9 @@ class RowTable:
     def owners_of(self, rows: list[int]) -> list[Request]:
         """Return the requests in these rows."""
         requests = self.requests
-        found = [request for row in rows if (request := requests[row]) is not None]
-        assert len(found) == len(rows), f"of rows {rows} some are free"
-        return found
+        owners = [request for row in rows if (request := requests[row]) is not None]
+        assert len(owners) == len(rows), f"of rows {rows} some are free"
+        return owners
 
     def features(self, rows: np.ndarray) -> Features:
         """Return the program features that a launch of these decoding rows needs."""
@@ -158,24 +158,24 @@ class RowTable:
         known = self.num_tokens[rows] + self.num_unread[rows] - self.num_unsure[rows]
         return np.minimum(known, self.max_total[rows])
 
-    def decodable(self, limit: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the rows that can decode now, and the most drafts of each.
+    def decodable(self, max_draft_tokens: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the rows that can decode now, and the maximum K of each.
 
         A row that may have reached its last token waits for the read.
 
         Args:
-            limit: Most drafts of any row.
+            max_draft_tokens: Maximum number of drafts of any row.
         """
         rows = self.decoding
-        most = self.most_tokens(rows)
-        can_decode = (most < self.max_total[rows]) | (self.num_unread[rows] <= 0)
+        max_tokens = self.most_tokens(rows)
+        can_decode = (max_tokens < self.max_total[rows]) | (self.num_unread[rows] <= 0)
         can_decode &= ~self.is_held[rows]
         if np.count_nonzero(can_decode) < len(rows):
-            rows, most = rows[can_decode], most[can_decode]
-        if not limit:
+            rows, max_tokens = rows[can_decode], max_tokens[can_decode]
+        if not max_draft_tokens:
             return rows, np.zeros(len(rows), np.int64)
-        max_drafts = np.minimum(limit, self.num_draft_tokens[rows])
-        max_drafts[(most >= self._longest_drafted) | self.is_slow[rows]] = 0
+        max_drafts = np.minimum(max_draft_tokens, self.num_draft_tokens[rows])
+        max_drafts[(max_tokens >= self._longest_drafted) | self.is_slow[rows]] = 0
         return rows, max_drafts
 
     def lags(self, rows: np.ndarray) -> np.ndarray:
@@ -184,12 +184,12 @@ class RowTable:
 
     def awaits_draft(self, rows: np.ndarray) -> np.ndarray:
         """Return which rows lag and can still use drafts."""
-        late = self.lags(rows)
-        if not np.count_nonzero(late):
-            return late  # most rounds
-        late &= self.num_draft_tokens[rows] > 0
-        late &= self.num_tokens[rows] < self._longest_drafted
-        return late & (self.max_total[rows] - self.fewest_tokens(rows) > 1)
+        is_lagging = self.lags(rows)
+        if not np.count_nonzero(is_lagging):
+            return is_lagging  # most rounds
+        is_lagging &= self.num_draft_tokens[rows] > 0
+        is_lagging &= self.num_tokens[rows] < self._longest_drafted
+        return is_lagging & (self.max_total[rows] - self.fewest_tokens(rows) > 1)
 
     def lagging(self) -> np.ndarray:
         """Return the rows whose draft prefill can be planned now.
@@ -198,8 +198,8 @@ class RowTable:
         known.
         """
         rows = self.decoding
-        late = self.awaits_draft(rows) & (self.num_unread == self.ahead)[rows]
-        return rows[late]
+        is_ready = self.awaits_draft(rows) & (self.num_unread == self.ahead)[rows]
+        return rows[is_ready]
 
     def possible_drafts(self, rows: np.ndarray, drafts: np.ndarray) -> np.ndarray:
         """Limit the drafts of each row to the room that its sequence has."""
@@ -219,15 +219,18 @@ class RowTable:
         The limit is the draft model's longest sequence.
 
         Args:
-            drafts: Most drafts of each row in a round.
+            drafts: Maximum number of drafts of each row in a round.
         """
-        most, longest, each = self.most_tokens(rows), self._longest_drafted, drafts + 1
-        left = -(-(self.max_total[rows] - most) // each)
+        max_tokens, longest = self.most_tokens(rows), self._longest_drafted
+        each = drafts + 1
+        left = -(-(self.max_total[rows] - max_tokens) // each)
         is_short = (drafts > 0) & (self.max_total[rows] > longest)
-        left[is_short] = np.minimum(left, (longest - most + 1) // each)[is_short]
+        left[is_short] = np.minimum(left, (longest - max_tokens + 1) // each)[is_short]
         return max(int(left.min(initial=2**31)), 1)
 
-    def launch(self, rows: np.ndarray, drafts: np.ndarray, num_rounds: int = 1) -> None:
+    def count_launched(
+        self, rows: np.ndarray, drafts: np.ndarray, num_rounds: int = 1
+    ) -> None:
         """Count rounds that add at most `drafts[i] + 1` tokens to row i.
 
         The first of them always runs.
@@ -237,7 +240,7 @@ class RowTable:
             self.num_unsure[rows] += num_rounds - 1
         self.ahead[rows] += num_rounds * (drafts + 1)
 
-    def draft(
+    def update_draft_lag(
         self,
         rows: np.ndarray,
         drafts: np.ndarray,
@@ -250,18 +253,18 @@ class RowTable:
             drafts: Draft tokens of each row.
             num_draft_tokens: K of the program.
         """
-        gap = self.num_draft_uncached[rows]
+        lag = self.num_draft_uncached[rows]
         if num_draft_tokens:
             # After a drafting round, the lag is at most the last draft and the target's
             # token, or all new tokens. A larger lag is not reduced by it.
-            is_read = gap <= self.max_draft_lag
+            is_read = lag <= self.max_draft_lag
             if not self._runs_all_rows:
                 is_read &= drafts > 0
             self.num_draft_uncached[rows] = np.where(
-                is_read, self.max_draft_lag, gap + num_rounds
+                is_read, self.max_draft_lag, lag + num_rounds
             )
         else:
-            self.num_draft_uncached[rows] = gap + num_rounds
+            self.num_draft_uncached[rows] = lag + num_rounds
 
     def settle(
         self,
@@ -275,9 +278,9 @@ class RowTable:
         """Undo the last rounds of a launch, which did not run.
 
         Args:
-            num_rounds: Rounds that `launch` counted.
+            num_rounds: Rounds that `count_launched` counted.
             num_missing: Rounds of those that did not run.
-            is_lag: `draft` counted them as well: they added to the draft lag.
+            is_lag: `update_draft_lag` added them to the draft lag as well.
         """
         self.num_unread[rows] -= num_missing
         self.num_unsure[rows] -= num_rounds - 1
@@ -285,7 +288,9 @@ class RowTable:
         if is_lag:
             self.num_draft_uncached[rows] -= num_missing
 
-    def read(self, rows: np.ndarray, drafts: np.ndarray, emitted: np.ndarray) -> None:
+    def count_read(
+        self, rows: np.ndarray, drafts: np.ndarray, emitted: np.ndarray
+    ) -> None:
         """Count a round that has been read."""
         self.num_tokens[rows] += emitted
         self.num_unread[rows] -= 1

@@ -1,11 +1,11 @@
 """Plans the next launch: rows to decode, prompts to prefill, requests to admit.
 
-A plan is made in stages, each a function of the state and the stages before:
+A plan is made in stages, each a function of the state and the previous stages:
 
     select_decode -> budget_prefill -> claim_pages -> admit -> build_launch
 
 They write nothing: not to requests, rows, pages, accounts, the policy or the compiler
-(only the hashes that identify pages are cached). `commit_plan` applies the plan. Held
+(only the hashes that identify pages are cached). `apply_plan` applies the plan. Held
 rows and K are updated before the first stage, from the launches that were read.
 
 One launch is planned before the previous one is read, so lengths are bounds: only the
@@ -47,7 +47,7 @@ from jaxspec.engine.speculation.acceptance import AcceptanceRates
 from jaxspec.engine.speculation.policy import Choice, SpeculationPolicy
 from jaxspec.engine.speculation.step_times import StepTimes
 from jaxspec.program.plan import TILE, StepShape
-from jaxspec.program.wire import CaughtUp, StepResult
+from jaxspec.program.wire import DraftPrefillResult, StepResult
 
 
 class Scheduler:
@@ -68,7 +68,7 @@ class Scheduler:
         self.step_times = step_times or StepTimes()
         self.acceptance = acceptance or make_acceptance(config, policy)
         self.tables = PageTables(config, self.stats, page_events)
-        self.pages = self.tables.pool
+        self.pool = self.tables.pool
         speculative = config.speculative
         longest_drafted = speculative.max_model_len if speculative else None
         longest_drafted = longest_drafted or config.max_model_len
@@ -112,8 +112,8 @@ class Scheduler:
 
     @property
     def _has_draft_model(self) -> bool:
-        has_one = self.config.draft_model_config is not None
-        return has_one and not self.policy.is_stopped
+        is_configured = self.config.draft_model_config is not None
+        return is_configured and not self.policy.is_stopped
 
     def add(self, request: Request) -> None:
         """Queue a request."""
@@ -123,7 +123,8 @@ class Scheduler:
     def num_deferred(self) -> int:
         """Number of waiting requests whose program is not compiled yet."""
         return sum(
-            not self._admitter.has_program(one, self.running) for one in self.waiting
+            not self._admitter.has_program(request, self.running)
+            for request in self.waiting
         )
 
     def has_unfinished(self) -> bool:
@@ -132,62 +133,63 @@ class Scheduler:
 
     def reset_prefix_cache(self) -> bool:
         """Drop all pages of ended requests; return False while any page is in use."""
-        return self.pages.reset()
+        return self.pool.reset()
 
     @property
-    def _limit(self) -> int:
-        """Most drafts that a sequence may have now."""
-        return self.policy.limit(len(self.running) + bool(self.waiting))
+    def _max_draft_tokens(self) -> int:
+        """Maximum K of a sequence now."""
+        return self.policy.max_draft_tokens(len(self.running) + bool(self.waiting))
 
     @property
     def choice(self) -> Choice:
         """The current choice, with K limited for the number of running requests."""
-        limit = self._limit
-        k = min(self.policy.num_drafts, limit)
+        max_k = self._max_draft_tokens
+        k = min(self.policy.num_draft_tokens, max_k)
         choice = self.policy.choice
         gain = choice.gain if k else 0.0
-        return replace(choice, num_drafts=k, gain=gain, may_draft=limit > 0)
+        return replace(choice, num_draft_tokens=k, gain=gain, may_draft=max_k > 0)
 
     @property
     def _prefilling(self) -> list[Request]:
         if np.count_nonzero(self.rows.is_decoding) == len(self.running):
             return []  # most rounds; hundreds of requests may run
-        return [one for one in self.running if one.status is Status.PREFILL]
+        return [request for request in self.running if request.status is Status.PREFILL]
 
     def plan(self) -> Launch | None:
         """Plan the next launch; return None if one must be read first."""
-        if self.shapes.cannot_catch_up:
+        if self.shapes.cannot_draft_prefill:
             self.policy.stop("the draft model's program could not be compiled")
         launch = None
         if self._has_draft_model:
             has_newcomers = bool(self.waiting and self.rows.free)
             turn = self._draft_prefill.next_turn(
-                self._limit, has_newcomers=has_newcomers
+                self._max_draft_tokens, has_newcomers=has_newcomers
             )
             self._draft_prefill.begin_turn(turn)
             if turn.is_first:
-                launch = self._launch_draft_prefill()
+                launch = self._next_draft_prefill()
         if launch is None:
-            launch = self._launch_round()
+            launch = self._next_round()
         # Nothing else can be launched: draft prefill out of turn.
-        return self._launch_draft_prefill() if launch is None else launch
+        return self._next_draft_prefill() if launch is None else launch
 
-    def _launch_draft_prefill(self) -> Launch | None:
+    def _next_draft_prefill(self) -> Launch | None:
         if not self._has_draft_model:
             return None
         stream_s = self.pacer.spare_s if self._is_streaming() else None
-        plan = self._draft_prefill.plan(self._limit, stream_s)
-        return None if plan is None else self._draft_prefill.commit_plan(plan)
+        plan = self._draft_prefill.plan(self._max_draft_tokens, stream_s)
+        return None if plan is None else self._draft_prefill.apply_plan(plan)
 
-    def _launch_round(self) -> Launch | None:
-        """Plan and commit a launch of decoding rows and prompts."""
+    def _next_round(self) -> Launch | None:
+        """Plan a launch of decoding rows and prompts, and apply the plan."""
         plan = self._plan_round(self._update())
-        launch = self.commit_plan(plan)
+        # Applied even if it launches nothing: its preemptions free pages for the retry.
+        launch = self.apply_plan(plan)
         if plan.is_deferred:
             # Prefill was deferred to protect decode latency, but no decoding row could
             # get pages: retry with the full prefill budget.
             plan = self._plan_round(self._update(), is_paced=False)
-            launch = self.commit_plan(plan)
+            launch = self.apply_plan(plan)
         return launch
 
     def _plan_round(
@@ -213,20 +215,20 @@ class Scheduler:
         return candidates
 
     def _candidates(self) -> Candidates:
-        limit = 0 if self.policy.is_idle else self._limit
-        rows, max_drafts = self.rows.decodable(limit)
-        most = int(max_drafts.max(initial=0)) if limit else 0
-        if not (most and self._can_wait):
-            return Candidates(rows, max_drafts, most)
-        is_late = self.rows.awaits_draft(rows)
-        if not np.count_nonzero(is_late):
-            return Candidates(rows, max_drafts, most)
+        max_draft_tokens = 0 if self.policy.is_idle else self._max_draft_tokens
+        rows, max_drafts = self.rows.decodable(max_draft_tokens)
+        max_k = int(max_drafts.max(initial=0)) if max_draft_tokens else 0
+        if not (max_k and self._can_wait):
+            return Candidates(rows, max_drafts, max_k)
+        is_lagging = self.rows.awaits_draft(rows)
+        if not np.count_nonzero(is_lagging):
+            return Candidates(rows, max_drafts, max_k)
         # All rows will decode together soon: compile their program meanwhile.
         features = self.rows.features(rows)
-        missing = self.shapes.select(len(rows), most, 0, features).missing
-        rows, max_drafts = rows[~is_late], max_drafts[~is_late]
-        most = int(max_drafts.max(initial=0))
-        return Candidates(rows, max_drafts, most, missing)
+        missing = self.shapes.select(len(rows), max_k, 0, features).missing
+        rows, max_drafts = rows[~is_lagging], max_drafts[~is_lagging]
+        max_k = int(max_drafts.max(initial=0))
+        return Candidates(rows, max_drafts, max_k, missing)
 
     @property
     def _can_wait(self) -> bool:
@@ -236,43 +238,48 @@ class Scheduler:
         launches of other requests. No row waits while the draft prefill program is
         being compiled, which takes seconds: requests decode without drafts.
         """
-        if not (self.policy.is_constant and self._has_draft_model and self._limit):
+        if not (self.policy.is_constant and self._has_draft_model):
             return False
-        return self.shapes.can_catch_up
+        if not self._max_draft_tokens:
+            return False
+        return self.shapes.can_draft_prefill
 
     def select_decode(self, candidates: Candidates) -> Decode:
         """Stage 1: the rows that decode, their drafts, and a compiled program."""
         rows, drafts = candidates.rows, candidates.max_drafts
         if not len(rows):
             return Decode(rows, drafts, missing=(candidates.missing,))
-        choice, most = self.policy.next_choice, candidates.num_draft_tokens
-        can_draft = bool(most and self.policy.num_drafts)
-        if most > choice.num_drafts:
-            drafts, most = np.minimum(drafts, choice.num_drafts), choice.num_drafts
+        choice, max_k = self.policy.next_choice, candidates.num_draft_tokens
+        can_draft = bool(max_k and self.policy.num_draft_tokens)
+        if max_k > choice.num_draft_tokens:
+            max_k = choice.num_draft_tokens
+            drafts = np.minimum(drafts, max_k)
         features = self.rows.features(rows)
-        has_side_branches = choice.has_side_branches
-        has_side_branches |= self._has_draft_model and not most
+        # While no plain program is compiled, plain rounds run in a program with drafts:
+        # the one with side branches, as estimates take the time of K = 0 from there.
+        is_plain = self._has_draft_model and not max_k
+        has_side_branches = choice.has_side_branches or is_plain
         shape, better = self.shapes.select(
-            len(rows), most, 0, features, has_side_branches=has_side_branches
+            len(rows), max_k, 0, features, has_side_branches=has_side_branches
         )
         missing = candidates.missing, better
-        if most and self._has_draft_model:
+        if max_k and self._has_draft_model:
             lags = self.rows.lags(rows)
             if np.count_nonzero(lags):
                 drafts = np.where(lags, 0, drafts)
-                most = int(drafts.max())
-            if shape is not None and not most:
+                max_k = int(drafts.max())
+            if shape is not None and not max_k:
                 # All rows await the draft model, for a round or two. While the program
                 # with drafts is being compiled, the rows wait for it: a short text
                 # would end before anything was drafted.
                 shape, better = self.shapes.select(
-                    len(rows), 0, 0, features, is_brief=True
+                    len(rows), 0, 0, features, may_request_on_demand=False
                 )
                 missing = *missing, better
         if shape is None:
-            return Decode(rows[:0], drafts[:0], is_exception=can_draft, missing=missing)
-        is_exception = can_draft and not most
-        return Decode(rows, drafts, most, shape, features, is_exception, missing)
+            return Decode(rows[:0], drafts[:0], lacks_drafts=can_draft, missing=missing)
+        lacks_drafts = can_draft and not max_k
+        return Decode(rows, drafts, max_k, shape, features, lacks_drafts, missing)
 
     def budget_prefill(self, decode: Decode, *, is_paced: bool = True) -> PrefillBudget:
         """Stage 2: the prompt tokens that the launch may include.
@@ -288,7 +295,9 @@ class Scheduler:
             prefilling,
             list(itertools.islice(self.waiting, len(self.rows.free))),
             is_streaming=is_paced and self._is_streaming(),
-            is_brief=self._is_brief(decode, self._limit),
+            may_request_on_demand=self._may_request_on_demand(
+                decode, self._max_draft_tokens
+            ),
         )
 
     def _is_streaming(self) -> bool:
@@ -300,9 +309,9 @@ class Scheduler:
             return len(rows) > 0
         return not bool(self.rows.awaits_draft(rows).all())
 
-    def _is_brief(self, decode: Decode, limit: int) -> bool:
-        """Whether few launches without drafts will follow, as K is above 0."""
-        return not len(decode.rows) or min(self.policy.num_drafts, limit) > 0
+    def _may_request_on_demand(self, decode: Decode, max_k: int) -> bool:
+        """Whether many launches without drafts will follow: rows decode, and K is 0."""
+        return len(decode.rows) > 0 and not min(self.policy.num_draft_tokens, max_k)
 
     def claim_pages(self, decode: Decode, budget: PrefillBudget) -> PageClaims:
         """Stage 3: pages for running requests; if there are too few, preemptions."""
@@ -329,7 +338,7 @@ class Scheduler:
         parts = decode, budget, claims, admissions
         if not (claims.chunks or admissions.admitted):
             return LaunchPlan(*parts, decode.shape if len(claims.rows) else None)
-        chunks = [*claims.chunks, *(one.chunk for one in admissions.admitted)]
+        chunks = [*claims.chunks, *(admitted.chunk for admitted in admissions.admitted)]
         features = self.rows.features(claims.rows)
         for chunk in chunks:
             features |= chunk.request.features
@@ -339,18 +348,19 @@ class Scheduler:
             num_seqs = decode.shape.num_seqs
         num_change = len(admissions.admitted) - claims.num_preempted
         is_waiting = len(self.waiting) > num_change
-        limit = self.policy.limit(len(self.running) + num_change + is_waiting)
+        num_running = len(self.running) + num_change + is_waiting
+        max_k = self.policy.max_draft_tokens(num_running)
         shape, missing = self.shapes.select(
             num_seqs,
             decode.num_draft_tokens,
             sum(chunk.num_tiles for chunk in chunks) * TILE,
             features,
-            is_brief=self._is_brief(decode, limit),
+            may_request_on_demand=self._may_request_on_demand(decode, max_k),
         )
         assert shape is not None, "no compiled program serves the planned launch"
         return LaunchPlan(*parts, shape, missing)
 
-    def commit_plan(self, plan: LaunchPlan) -> Launch | None:
+    def apply_plan(self, plan: LaunchPlan) -> Launch | None:
         """Apply a plan to requests, rows and pages; None if nothing is launched."""
         claims, admissions, table = plan.claims, plan.admissions, self.rows
         self.shapes.request_compile(*plan.decode.missing, plan.budget.missing)
@@ -373,9 +383,11 @@ class Scheduler:
             return None
         rows, num_rounds = claims.rows, claims.num_rounds
         drafts = table.possible_drafts(rows, claims.drafts)
-        table.launch(rows, drafts, num_rounds)
+        table.count_launched(rows, drafts, num_rounds)
         if self._has_draft_model:
-            table.draft(rows, drafts, plan.shape.num_draft_tokens, num_rounds)
+            table.update_draft_lag(
+                rows, drafts, plan.shape.num_draft_tokens, num_rounds
+            )
         charged_s = None if account is None else account.charged_s
         return batch.launch(plan.shape, rows, drafts, num_rounds, charged_s)
 
@@ -388,12 +400,14 @@ class Scheduler:
         longest = request.max_total + tree.num_rows - 1
         batch.begin(admitted, min(longest, self.config.max_model_len))
         self._estimator.admit(request)
-        if not self.policy.num_drafts:
+        if not self.policy.num_draft_tokens:
             self.policy.reconsider()  # the request may sample in another way
-        if self._has_draft_model and self.choice.num_drafts:
+        if self._has_draft_model and self.choice.num_draft_tokens:
             # The draft model reads the prompt after the target does.
             num_tiles = -(-len(request.tokens_to_prefill) // TILE)
-            self.shapes.request_compile(self.shapes.select_catch_up(num_tiles).missing)
+            self.shapes.request_compile(
+                self.shapes.select_draft_prefill(num_tiles).missing
+            )
         if not request.stats.scheduled_ts:
             request.stats.scheduled_ts = time.monotonic()
 
@@ -411,24 +425,26 @@ class Scheduler:
         A launch in flight may still write to them; the device runs launches in order,
         so the next request that gets them writes later.
         """
-        gap = int(self.rows.num_draft_uncached[request.row])
+        lag = int(self.rows.num_draft_uncached[request.row])
         if request.status is Status.DECODE:
             # No model has keys and values for the last token.
-            drafted = request.num_tokens - gap if self._has_draft_model else None
-            self.tables.register(request, request.num_tokens - 1, drafted)
+            num_cached = request.num_tokens - lag if self._has_draft_model else None
+            self.tables.register(request, request.num_tokens - 1, num_cached)
         self._estimator.count_lookups()
         self.rows.release(request)
         self.running.remove(request)
         self.tables.release(request)
 
     def settle(self, launch: Launch, num_run: int) -> None:
-        """Record the number of rounds that a launch ran, before they are committed."""
+        """Record the number of rounds that a launch ran, before `commit` of each."""
         has_model = self._has_draft_model
         settle(launch, num_run, self.rows, has_draft_model=has_model)
 
-    def commit(self, launch: Launch, result: StepResult | CaughtUp) -> Advance:
+    def commit(
+        self, launch: Launch, result: StepResult | DraftPrefillResult
+    ) -> Advance:
         """Add a round's result to the requests that have not ended."""
-        if isinstance(result, CaughtUp):
+        if isinstance(result, DraftPrefillResult):
             self._draft_prefill.commit(launch, result)
             return Advance()
         self._estimator.record_round(launch, result)
@@ -440,7 +456,7 @@ class Scheduler:
         for part in advance.parts:
             if part.is_broken:
                 # No later request may reuse these pages.
-                self.pages.forget(part.request.pages)
+                self.pool.forget(part.request.pages)
         if result.is_draft_broken[: len(launch.rows)].any():
             self.policy.stop("the draft model's numbers are NaN or infinite")
         if self.policy.stop_reason is not None:
@@ -454,14 +470,14 @@ class Scheduler:
         shape, launch.seconds = launch.shape, seconds
         self.stats.busy_s += seconds
         self.policy.record_time(seconds)
-        launch.expected_s = self.step_times.expected(launch.round)
+        launch.expected_s = self.step_times.expected(launch.round_kind)
         # Launches with prompts, and of draft prefill, seldom follow each other.
-        is_seldom = shape.is_catch_up or shape.chunk > 0
-        work = shape, launch.round.num_drafts > 0
+        is_seldom = shape.is_draft_prefill or shape.max_prompt_tokens > 0
+        work = shape, launch.round_kind.num_draft_tokens > 0
         launch.is_measure = is_seldom or work == self._last_work
         self._last_work = work
         self.pacer.record(
-            launch.round, seconds, launch.charged_s, is_measure=launch.is_measure
+            launch.round_kind, seconds, launch.charged_s, is_measure=launch.is_measure
         )
 
     def finish(self, request: Request, reason: str, stop: int | str | None) -> None:
@@ -482,13 +498,13 @@ class Scheduler:
             self._preempt(request)
         for request in self.waiting:
             request.num_unread = 0
-        is_forgotten = self.pages.reset()
-        assert is_forgotten, "a page is held"
+        is_forgotten = self.pool.reset()
+        assert is_forgotten, "a page is in use"
 
     def check_idle(self) -> None:
         """Assert that ended requests hold nothing: only cached pages are left."""
         assert not self.has_unfinished()
-        self.pages.check()
+        self.pool.check()
         self.rows.check()
-        assert self.pages.num_free == self.pages.num_pages, "a page is held"
+        assert self.pool.num_free == self.pool.num_pages, "a page is in use"
         assert len(self.rows.free) == self.config.max_num_seqs, "a row is taken"

@@ -1,8 +1,8 @@
-"""Results of the stages of planning a launch: values, applied by a commit.
+"""Results of the stages of planning a launch: values, without side effects.
 
 In order: `Candidates` -> `Decode` -> `PrefillBudget` -> `PageClaims` -> `Admissions` ->
 `LaunchPlan`. A `missing` program serves better than the compiled one: it is requested
-when the plan is committed.
+when `Scheduler.apply_plan` applies the plan.
 """
 
 from typing import NamedTuple
@@ -20,8 +20,8 @@ class Candidates(NamedTuple):
 
     Attributes:
         rows: In order.
-        max_drafts: Most draft tokens of each row.
-        num_draft_tokens: The most of them.
+        max_drafts: Maximum number of draft tokens of each row.
+        num_draft_tokens: The maximum of `max_drafts`.
     """
 
     rows: np.ndarray
@@ -36,10 +36,10 @@ class Decode(NamedTuple):
     Attributes:
         rows: Empty while no program for them is compiled.
         drafts: Draft tokens of each row.
-        num_draft_tokens: The most of them.
+        num_draft_tokens: The maximum of `drafts`.
         shape: The program for them, without prompts.
         features: Features that the rows need.
-        is_exception: The rows have no drafts in this launch, although K is above 0.
+        lacks_drafts: K is above 0, but no row can have drafts in this launch.
     """
 
     rows: np.ndarray
@@ -47,7 +47,7 @@ class Decode(NamedTuple):
     num_draft_tokens: int = 0
     shape: StepShape | None = None
     features: Features = NO_FEATURES
-    is_exception: bool = False
+    lacks_drafts: bool = False
     missing: Missing = ()
 
 
@@ -85,7 +85,7 @@ class PrefillBudget(NamedTuple):
 
     Attributes:
         shapes: Compiled programs for a launch with prompts, from the smallest.
-        num_tiles: Most prompt tiles.
+        num_tiles: Maximum number of prompt tiles.
         account: The pacer's account after the launch; None if it does not change.
     """
 
@@ -123,7 +123,7 @@ class PageClaims(NamedTuple):
         rows: Decoding rows that have their pages.
         drafts: Draft tokens of each.
         chunks: Next prompt parts of running requests.
-        num_rounds: Most rounds of the launch.
+        num_rounds: Maximum number of rounds of the launch.
         is_tight: The pool had too few pages for all requests.
     """
 
@@ -160,10 +160,10 @@ class Admissions(NamedTuple):
 
 
 class LaunchPlan(NamedTuple):
-    """A launch before it is committed.
+    """Decisions; `LaunchBuilder` makes the `StepPlan` that is sent to the device.
 
     Attributes:
-        shape: Its program; None if there is nothing to launch.
+        shape: The program; None if there is nothing to launch.
     """
 
     decode: Decode

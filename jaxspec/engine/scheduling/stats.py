@@ -71,15 +71,15 @@ class EngineStats:
         deepest = int(drafts[counts].max(initial=0))
         if not deepest:
             return
-        kept = accepted[counts]
-        self.num_draft_rounds += len(kept)
+        num_accepted = accepted[counts]
+        self.num_draft_rounds += len(num_accepted)
         self.num_draft_tokens += int(drafts[counts].sum())
-        self.num_accepted_tokens += int(kept.sum())
+        self.num_accepted_tokens += int(num_accepted.sum())
         self.num_side_tokens += int(np.sum(side * counts))
         missing = deepest - len(self.accepted_per_position)
         self.accepted_per_position += [0] * max(missing, 0)
         # Rounds by accepted drafts, summed up from the most.
-        at_least = np.bincount(kept)[:0:-1].cumsum()[::-1]
+        at_least = np.bincount(num_accepted)[:0:-1].cumsum()[::-1]
         for position, count in enumerate(at_least.tolist()):
             self.accepted_per_position[position] += count
 

@@ -38,14 +38,14 @@ class Choice:
     """K of the rounds to come.
 
     Attributes:
-        num_drafts: K.
+        num_draft_tokens: K.
         has_side_branches: Drafts have side branches, where the engine has such.
         gain: Expected tokens per second relative to plain decoding, minus 1; None where
             that is not known.
         may_draft: Drafts have not failed, and not too many requests run.
     """
 
-    num_drafts: int = 0
+    num_draft_tokens: int = 0
     has_side_branches: bool = True
     gain: float | None = None
     may_draft: bool = False
@@ -56,7 +56,7 @@ class RoundEstimates:
     """Measured and estimated values of the next round.
 
     Attributes:
-        max_drafts: [sequence]: most drafts of each sequence.
+        max_drafts: [sequence]: maximum number of drafts of each sequence.
         acceptance: [sequence, position]: rate once the drafts before it are accepted.
         seconds: By K from 0 on; None where unknown. With side branches, where the
             engine has them.
@@ -91,30 +91,31 @@ class RoundEstimates:
             rows.append(self.chain_seconds)
         return np.array(rows, float)
 
-    def rates(self, num_drafts: int) -> np.ndarray:
+    def rates(self, num_draft_tokens: int) -> np.ndarray:
         """Return expected tokens per second, [draft shape, K].
 
         Args:
-            num_drafts: K at present: with 0, drafts are charged for draft prefill.
+            num_draft_tokens: The current K: with 0, drafts are charged for draft
+                prefill.
         """
         times, num_seqs = self.times(), len(self.max_drafts)
-        most = times.shape[1] - 1
-        survival = np.cumprod(self.acceptance[:, :most], axis=1)
-        survival *= np.arange(most) < self.max_drafts[:, None]
+        max_k = times.shape[1] - 1
+        survival = np.cumprod(self.acceptance[:, :max_k], axis=1)
+        survival *= np.arange(max_k) < self.max_drafts[:, None]
         accepted = np.cumsum(np.append(0.0, survival.sum(axis=0)))
         tokens = num_seqs + accepted * np.ones((len(times), 1))
         tokens[0] += self.side_tokens * accepted
-        if not num_drafts:
+        if not num_draft_tokens:
             times[:, 1:] += self.draft_prefill_s
         rates = tokens / times
         if self.is_whole_tree:
             rates[0, 1:-1] = 0
         return rates
 
-    def trial_drafts(self, shape: int) -> int:
+    def trial_drafts(self, *, is_chain: bool) -> int:
         """Return the largest K that costs no more than the smallest."""
-        times = self.times()[shape]
-        if shape == 0 and self.is_whole_tree:
+        times = self.times()[int(is_chain)]
+        if not is_chain and self.is_whole_tree:
             return len(times) - 1
         return int(np.flatnonzero(times <= CONSTANTS.hysteresis * times[1])[-1])
 
@@ -126,16 +127,18 @@ def best_choice(estimates: RoundEstimates, current: Choice) -> Choice:
     time is unknown: the configured K, with side branches.
     """
     if not estimates.are_times_known:
-        most = len(estimates.seconds) - 1
-        return replace(current, num_drafts=most, has_side_branches=True)
-    rates = estimates.rates(current.num_drafts)
-    shape = int(len(rates) > 1 and not current.has_side_branches)
-    k = min(current.num_drafts, rates.shape[1] - 1)
+        max_k = len(estimates.seconds) - 1
+        return replace(current, num_draft_tokens=max_k, has_side_branches=True)
+    rates = estimates.rates(current.num_draft_tokens)
+    is_chain = len(rates) > 1 and not current.has_side_branches
+    k = min(current.num_draft_tokens, rates.shape[1] - 1)
     best = np.unravel_index(int(rates.argmax()), rates.shape)
-    if rates[best] > CONSTANTS.hysteresis * rates[shape, k]:
-        shape, k = (int(one) for one in best)
-    gain = float(rates[shape, k] / rates[0, 0] - 1)
-    return replace(current, num_drafts=k, has_side_branches=not shape, gain=gain)
+    if rates[best] > CONSTANTS.hysteresis * rates[int(is_chain), k]:
+        is_chain, k = bool(best[0]), int(best[1])
+    gain = float(rates[int(is_chain), k] / rates[0, 0] - 1)
+    return replace(
+        current, num_draft_tokens=k, has_side_branches=not is_chain, gain=gain
+    )
 
 
 class SpeculationPolicy:
@@ -155,13 +158,13 @@ class SpeculationPolicy:
         self.compiled_drafts = (0, configured) if configured else (0,)
         self.is_adaptive = bool(speculative and speculative.controller == ADAPTIVE)
         self.stop_reason: str | None = None
-        self.choice = Choice(num_drafts=configured)
+        self.choice = Choice(num_draft_tokens=configured)
         self.saved_s = self.lost_s = 0.0
         self.num_probes = 0
         # The alternative that is being measured, and its rounds left.
         self._explored: Choice | None = None
         self._explore_left = 0
-        # Sequences and most drafts at the newest choice, and rounds until the next.
+        # Sequences and maximum K at the newest choice, and rounds until the next.
         self._load: tuple[int, int] | None = None
         self._rounds_left = 0
         # By the logarithm of the batch size: such batches run in the same programs.
@@ -175,7 +178,7 @@ class SpeculationPolicy:
     @property
     def num_stops(self) -> int:
         """How often a loss budget was used up."""
-        return sum(one.num_closed for one in self._budgets.values())
+        return sum(budget.num_closed for budget in self._budgets.values())
 
     @property
     def is_stopped(self) -> bool:
@@ -186,11 +189,11 @@ class SpeculationPolicy:
         """Stop drafting for good."""
         if self.speculative is not None and not self.is_stopped:
             self.stop_reason = reason
-            self.choice, self._explored = replace(self.choice, num_drafts=0), None
+            self.choice, self._explored = replace(self.choice, num_draft_tokens=0), None
             _log.error("Speculation is disabled: %s", reason)
 
-    def limit(self, num_running: int) -> int:
-        """Return the most drafts per sequence with this many requests; 0 is off."""
+    def max_draft_tokens(self, num_running: int) -> int:
+        """Return the maximum K with this many requests; 0 if drafting is off."""
         if self.speculative is None or self.is_stopped:
             return 0
         threshold = self.speculative.disable_by_batch_size
@@ -213,81 +216,81 @@ class SpeculationPolicy:
             return False
         return self.speculative.disable_by_batch_size is None
 
-    def compiled_for(self, num_drafts: int) -> int:
+    def compiled_for(self, num_draft_tokens: int) -> int:
         """Return the smallest compiled draft length that serves K."""
-        return next(k for k in self.compiled_drafts if k >= num_drafts)
+        return next(k for k in self.compiled_drafts if k >= num_draft_tokens)
 
     @property
-    def num_drafts(self) -> int:
+    def num_draft_tokens(self) -> int:
         """K of the next rounds, except those that time plain decoding."""
-        if self._explored is not None and self._explored.num_drafts:
-            return self._explored.num_drafts
-        return self.choice.num_drafts
+        if self._explored is not None and self._explored.num_draft_tokens:
+            return self._explored.num_draft_tokens
+        return self.choice.num_draft_tokens
 
     @property
     def is_timing_plain(self) -> bool:
         """Whether the next rounds are without drafts to measure their time."""
-        return self._explored is not None and not self._explored.num_drafts
+        return self._explored is not None and not self._explored.num_draft_tokens
 
     @property
     def is_idle(self) -> bool:
         """Whether the next rounds have no drafts, and need no new choice."""
-        return self.is_adaptive and not self.num_drafts and self._rounds_left > 0
+        return self.is_adaptive and not self.num_draft_tokens and self._rounds_left > 0
 
     @property
     def next_choice(self) -> Choice:
         """The choice of the next round: the best, or an alternative to measure."""
         return self._explored or self.choice
 
-    def is_due(self, num_seqs: int, most: int) -> bool:
+    def is_due(self, num_seqs: int, max_k: int) -> bool:
         """Return whether a new choice must be made before the next round.
 
         Args:
-            most: Most drafts of a sequence.
+            max_k: Maximum number of drafts of a sequence.
         """
-        if not self.is_adaptive or not most or self._explored is not None:
+        if not self.is_adaptive or not max_k or self._explored is not None:
             return False
-        return (num_seqs, most) != self._load or self._rounds_left <= 0
+        return (num_seqs, max_k) != self._load or self._rounds_left <= 0
 
     def choose(self, estimates: RoundEstimates) -> None:
         """Make a new choice for the next rounds."""
         num_seqs, before = len(estimates.max_drafts), self.choice
-        most = len(estimates.seconds) - 1
-        self._load = num_seqs, most
+        max_k = len(estimates.seconds) - 1
+        self._load = num_seqs, max_k
         self._budget = self._budgets[num_seqs.bit_length()]
         if self._budget.is_closed:
-            self.choice = replace(before, num_drafts=0)
+            self.choice = replace(before, num_draft_tokens=0)
         else:
             self.choice = best_choice(estimates, before)
             self._last_run_s[self._key(self.choice)] = self._device_s
             if estimates.are_times_known:
                 self._explore(estimates)
         self._rounds_left = CONSTANTS.look_rounds
-        if not self.num_drafts:
+        if not self.num_draft_tokens:
             self._rounds_left = CONSTANTS.idle_look_rounds
 
     def _explore(self, estimates: RoundEstimates) -> None:
         """Begin to measure the alternative that ran least recently, if affordable."""
         choice, times = self.choice, estimates.times()
-        most, shape = times.shape[1] - 1, int(not self.choice.has_side_branches)
+        max_k, is_chain = times.shape[1] - 1, not self.choice.has_side_branches
         alternatives = list[Choice]()
-        if choice.num_drafts:
-            alternatives.append(replace(choice, num_drafts=0))
-            if choice.num_drafts < most:
-                alternatives.append(replace(choice, num_drafts=most))
-            if shape:
-                k = most if estimates.is_whole_tree else choice.num_drafts
+        if choice.num_draft_tokens:
+            alternatives.append(replace(choice, num_draft_tokens=0))
+            if choice.num_draft_tokens < max_k:
+                alternatives.append(replace(choice, num_draft_tokens=max_k))
+            if is_chain:
+                k = max_k if estimates.is_whole_tree else choice.num_draft_tokens
                 alternatives.append(
-                    replace(choice, num_drafts=k, has_side_branches=True)
+                    replace(choice, num_draft_tokens=k, has_side_branches=True)
                 )
         elif not estimates.is_observable:
-            k = estimates.trial_drafts(min(shape, len(times) - 1))
-            alternatives.append(replace(choice, num_drafts=k))
+            k = estimates.trial_drafts(is_chain=is_chain and len(times) > 1)
+            alternatives.append(replace(choice, num_draft_tokens=k))
         if not alternatives:
             return
         chosen = min(alternatives, key=self._last_run)
-        shape = int(len(times) > 1 and not chosen.has_side_branches)
-        seconds = float(times[shape, chosen.num_drafts])
+        is_chain = len(times) > 1 and not chosen.has_side_branches
+        seconds = float(times[int(is_chain), chosen.num_draft_tokens])
         price_s = CONSTANTS.explore_rounds * seconds
         if self._budget.can_pay(price_s):
             self._budget.pay(price_s)
@@ -297,10 +300,10 @@ class SpeculationPolicy:
 
     def _key(self, choice: Choice) -> tuple[int, str]:
         """Identify an alternative: plain, most drafts, or with side branches."""
-        num_seqs, most = self._load or (1, 0)
+        num_seqs, max_k = self._load or (1, 0)
         kind = "side" if choice.has_side_branches else "chain"
-        if choice.num_drafts in (0, most):
-            kind = f"{choice.num_drafts}"
+        if choice.num_draft_tokens in (0, max_k):
+            kind = f"{choice.num_draft_tokens}"
         return num_seqs.bit_length(), kind
 
     def _last_run(self, choice: Choice) -> float:
@@ -316,7 +319,7 @@ class SpeculationPolicy:
 
     def can_probe(self) -> bool:
         """Return whether to probe the draft model while nothing is drafted."""
-        if not self.is_adaptive or self.num_drafts or self.is_stopped:
+        if not self.is_adaptive or self.num_draft_tokens or self.is_stopped:
             return False
         return not self._budget.is_closed and self._budget.can_pay(self._probe_s)
 
@@ -346,7 +349,7 @@ class SpeculationPolicy:
     def record_round(
         self,
         num_seqs: int,
-        num_drafts: int,
+        num_draft_tokens: int,
         num_emitted: int,
         seconds: float,
         plain_s: float | None,
@@ -363,7 +366,7 @@ class SpeculationPolicy:
             if self._explore_left <= 0:
                 self.end_exploration()
                 self.reconsider()
-        if not num_drafts or plain_s is None or not num_seqs:
+        if not num_draft_tokens or plain_s is None or not num_seqs:
             return
         won = num_emitted / num_seqs * plain_s - seconds
         if won > 0:
@@ -374,6 +377,6 @@ class SpeculationPolicy:
             return
         budget = self._budgets[num_seqs.bit_length()]
         budget.add(won, plain_s)
-        if budget.is_closed and self.choice.num_drafts:
-            self.choice = replace(self.choice, num_drafts=0)
+        if budget.is_closed and self.choice.num_draft_tokens:
+            self.choice = replace(self.choice, num_draft_tokens=0)
             self.reconsider()

@@ -17,11 +17,11 @@ MAX_RISE = 1.5
 MAX_SKIPPED = 16
 
 
-class Round(NamedTuple):
-    """The program and number of drafts of a launch, which determine its time."""
+class RoundKind(NamedTuple):
+    """The program and K of a launch, which determine the time of a round."""
 
     shape: StepShape
-    num_drafts: int = 0
+    num_draft_tokens: int = 0
 
 
 class StepTimes:
@@ -32,18 +32,18 @@ class StepTimes:
     """
 
     def __init__(self):
-        self.seconds: dict[Round, float] = {}
-        self._has_run: set[Round] = set()
-        self._num_skipped = Counter[Round]()
+        self.seconds: dict[RoundKind, float] = {}
+        self._has_run: set[RoundKind] = set()
+        self._num_skipped = Counter[RoundKind]()
 
-    def seed(self, round_: Round, seconds: float) -> None:
+    def seed(self, round_kind: RoundKind, seconds: float) -> None:
         """Record a time measured by calibration."""
-        self._has_run.add(round_)
-        self.seconds[round_] = seconds
+        self._has_run.add(round_kind)
+        self.seconds[round_kind] = seconds
 
     def record(
         self,
-        round_: Round,
+        round_kind: RoundKind,
         seconds: float,
         expected: float | None = None,
         *,
@@ -59,43 +59,43 @@ class StepTimes:
         Returns:
             The seconds, limited to `STALL` times the expected time.
         """
-        known = self.seconds.get(round_)
+        known = self.seconds.get(round_kind)
         expected = expected if known is None else known
         if expected is not None:
             seconds = min(seconds, STALL * expected)
         if known is not None:
-            self._num_skipped[round_] += 1
-            if is_measure or self._num_skipped[round_] > MAX_SKIPPED:
-                self._num_skipped[round_] = 0
+            self._num_skipped[round_kind] += 1
+            if is_measure or self._num_skipped[round_kind] > MAX_SKIPPED:
+                self._num_skipped[round_kind] = 0
                 newest = min(seconds, MAX_RISE * known)
-                self.seconds[round_] = NEWEST * newest + (1 - NEWEST) * known
-        elif round_ in self._has_run:
-            self.seconds[round_] = seconds
+                self.seconds[round_kind] = NEWEST * newest + (1 - NEWEST) * known
+        elif round_kind in self._has_run:
+            self.seconds[round_kind] = seconds
         else:
-            self._has_run.add(round_)
+            self._has_run.add(round_kind)
         return seconds
 
-    def expected(self, round_: Round) -> float | None:
+    def expected(self, round_kind: RoundKind) -> float | None:
         """Return a round's time, measured or interpolated between two values of K.
 
         Returns:
             None if no smaller or no larger K was measured: the cost of more drafts
             than were ever tried is unknown.
         """
-        found = self.seconds.get(round_)
-        if found is not None:
-            return found
-        shape, num_drafts = round_
+        measured = self.seconds.get(round_kind)
+        if measured is not None:
+            return measured
+        shape, num_draft_tokens = round_kind
         known = {
             k: seconds
             for k in range(shape.num_draft_tokens + 1)
-            if (seconds := self.seconds.get(Round(shape, k))) is not None
+            if (seconds := self.seconds.get(RoundKind(shape, k))) is not None
         }
-        fewer = max((k for k in known if k < num_drafts), default=None)
-        more = min((k for k in known if k > num_drafts), default=None)
+        fewer = max((k for k in known if k < num_draft_tokens), default=None)
+        more = min((k for k in known if k > num_draft_tokens), default=None)
         if fewer is None or more is None:
             return None
-        share = (num_drafts - fewer) / (more - fewer)
+        share = (num_draft_tokens - fewer) / (more - fewer)
         return known[fewer] + share * (known[more] - known[fewer])
 
     def check(self) -> None:

@@ -47,7 +47,7 @@ _FIXED = {
 _LOCAL, _GLOBAL = "sliding_attention", "full_attention"
 # Gemma 3's rotary bases if a file states none.
 _THETAS = {_LOCAL: 10_000.0, _GLOBAL: 1_000_000.0}
-# Period of Gemma 3's kinds of layers; the last of a period is global.
+# Gemma 3's layers repeat with this period: five local layers, then a global one.
 _PERIOD = 6
 _MAX_PERIOD = 1024
 
@@ -57,7 +57,7 @@ class Rope:
     """Rotary embedding of one kind of layers.
 
     Attributes:
-        theta: The base.
+        theta: Base of the rotary frequencies.
         factor: Positions are divided by this (linear scaling).
     """
 
@@ -69,7 +69,7 @@ class Rope:
         """Check the values of a file.
 
         Raises:
-            ConfigError: One of them is not a number above 0.
+            ConfigError: A value is not a number above 0.
         """
         limits: Any = dict(low=0, open_low=True)
         return cls(
@@ -86,8 +86,9 @@ class GemmaConfig(ModelConfig, ABC):
     Attributes:
         query_pre_attn_scalar: Queries are divided by the root of this.
         attn_logit_softcapping: Cap c of `c * tanh(x / c)` on scores; None for no cap.
-        final_logit_softcapping: The same on logits.
-        sliding_window: Tokens a local layer sees, the query's own included.
+        final_logit_softcapping: Cap of the logits, likewise; None for no cap.
+        sliding_window: Number of tokens that a local layer attends to, the query's own
+            included.
         local_pattern: Whether each of the first layers is local; it repeats.
         local_rope, global_rope: Rotary embedding of local and of global layers.
         tie_word_embeddings: Whether the embedding is the LM head as well.
@@ -203,7 +204,7 @@ class Gemma3Config(GemmaConfig):
                 f"{error}.", parameter=name, value=config.get(name)
             ) from error
         _check_fixed(text)
-        # transformers does not read a soft cap of attention either.
+        # Ignore a soft cap of attention scores, as transformers does for Gemma 3.
         text = {**text, "attn_logit_softcapping": None}
         caps = dict(final_logit_softcapping=None)
         # All other keys with defaults are in the text config.
@@ -220,7 +221,7 @@ def _values(
     defaults: Mapping[str, Any],
     generation: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """The fields that both generations read alike."""
+    """Return the fields that both generations read alike."""
     values = {ours: config[theirs] for theirs, ours in SIZES.items()}
     values |= {name: config.get(name, value) for name, value in defaults.items()}
     if values["tie_word_embeddings"] is None:  # as if left out
@@ -277,7 +278,8 @@ def _local_pattern(config: Mapping[str, Any]) -> tuple[bool, ...]:
             name, allowed = f"layer_types[{layer}]", f"{_LOCAL!r} or {_GLOBAL!r}"
             raise wrong_argument(UnsupportedError, name, allowed, kind)
     local = tuple(kind == _LOCAL for kind in kinds)
-    # The shortest repeating pattern: a model of few layers also fits longer ones.
+    # Take the shortest repeating pattern. The layers of a small model may fit longer
+    # patterns too.
     period = next(
         count
         for count in range(1, num_layers + 1)
@@ -319,7 +321,7 @@ def _first(*values: object) -> object:
 
 
 def _scaling(name: str, value: object) -> dict[str, Any]:
-    """Rotary parameters with `rope_type`, which older files call `type`."""
+    """Return rotary parameters with `rope_type`, which older files call `type`."""
     given = _mapping(name, value)
     kind = given.get("rope_type") or given.get("type") or "default"
     return {**given, "rope_type": kind}

@@ -13,7 +13,7 @@ from jaxspec.models.backend import Backend
 from jaxspec.models.batch import TokenBatch
 from jaxspec.models.gemma import network
 from jaxspec.models.gemma.config import GemmaConfig
-from jaxspec.models.network import Hidden, Network, Pages
+from jaxspec.models.network import ForwardOutput, Network, Pages
 from jaxspec.models.variables import as_module, as_variables, bound_params
 
 
@@ -39,12 +39,14 @@ class Gemma(nnx.Module):
             self.head = tree["head"]
         self.layers = nnx.List(map(as_module, tree["layers"].values()))
 
-    def hidden(self, batch: TokenBatch, kv_pages: Pages) -> tuple[Hidden, Pages]:
-        """Run all layers; return the rows and the updated pages per layer."""
-        return self._bound().hidden(batch, kv_pages)
+    def forward(
+        self, batch: TokenBatch, kv_pages: Pages
+    ) -> tuple[ForwardOutput, Pages]:
+        """Run all layers; return their output and the updated pages per layer."""
+        return self._bound().forward(batch, kv_pages)
 
     def logits(self, hidden: Float[Array, "row model"]) -> Float[Array, "row vocab"]:
-        """Float32 logits of normalised rows; see `network.logits`."""
+        """Return float32 logits of normalised rows; see `network.logits`."""
         return self._bound().logits(hidden)
 
     def _bound(self) -> Network:

@@ -30,7 +30,7 @@ from jaxspec.models.layers import (
     normalise,
     rope_tables,
 )
-from jaxspec.models.network import Hidden, Pages
+from jaxspec.models.network import ForwardOutput, Pages
 from jaxspec.models.params import Params, ParamSpec, Specs
 from jaxspec.models.stack import run_layers
 from jaxspec_checkpoints.layout import HEAD
@@ -57,7 +57,7 @@ _QK_NORM_TENSORS = {
 
 
 def param_specs(config: GemmaConfig) -> Specs:
-    """Every parameter: shape, logical axes, split unit, tensors."""
+    """Declare every parameter: shape, logical axes, split unit, tensors."""
     model, hidden, head = config.hidden_size, config.intermediate_size, config.head_dim
     queries, keys = config.num_q_heads * head, config.num_kv_heads * head
     blocks = 2 * gate_block(hidden)
@@ -100,8 +100,8 @@ def forward(
     batch: TokenBatch,
     kv_pages: Pages,
     backend: Backend,
-) -> tuple[Hidden, Pages]:
-    """Run all layers; return the rows and the updated pages per layer."""
+) -> tuple[ForwardOutput, Pages]:
+    """Run all layers; return their output and the updated pages per layer."""
     embedding = params["embedding"]
     # HuggingFace rounds the scale to the weights' type: 59.75 in bf16 for the 9B.
     scale = jnp.sqrt(jnp.float32(config.hidden_size)).astype(embedding.dtype)
@@ -114,29 +114,33 @@ def forward(
     norm = functools.partial(Norm, epsilon=config.rms_norm_eps, offset=1.0)
 
     def run(
-        layer: int, own: Params, stream: Array, batch: TokenBatch, pages: KvPages
+        layer: int,
+        layer_params: Params,
+        stream: Array,
+        batch: TokenBatch,
+        pages: KvPages,
     ) -> tuple[Array, KvPages]:
         stream, pages = attention_block(
-            own["attention"],
+            layer_params["attention"],
             stream,
             pages,
-            before=norm(own["input_norm"]),
-            after=norm(own["post_attention_norm"]),
+            before=norm(layer_params["input_norm"]),
+            after=norm(layer_params["post_attention_norm"]),
             batch=batch,
             tables=tables[config.rope(layer)],
             num_q_heads=config.num_q_heads,
-            q_norm=norm(own["q_norm"]) if config.has_qk_norm else None,
-            k_norm=norm(own["k_norm"]) if config.has_qk_norm else None,
+            q_norm=norm(layer_params["q_norm"]) if config.has_qk_norm else None,
+            k_norm=norm(layer_params["k_norm"]) if config.has_qk_norm else None,
             scale=config.query_pre_attn_scalar**-0.5,
             soft_cap=config.attn_logit_softcapping,
             window=config.window(layer),
             backend=backend,
         )
         stream = feed_forward_block(
-            own["feed_forward"],
+            layer_params["feed_forward"],
             stream,
-            before=norm(own["pre_feed_forward_norm"]),
-            after=norm(own["post_feed_forward_norm"]),
+            before=norm(layer_params["pre_feed_forward_norm"]),
+            after=norm(layer_params["post_feed_forward_norm"]),
             activation=GELU,
             backend=backend,
         )
@@ -145,15 +149,16 @@ def forward(
     streams, kv_pages = run_layers(config, params, stream, batch, kv_pages, run)
     stream = streams[-1]
     normed = normalise(norm(params["final_norm"]), stream)
-    # The norm's own statistic: a NaN or infinity in a row makes it NaN or infinite.
+    # Tested on the variance that the final norm computes anyway: a NaN or infinity in a
+    # row makes it NaN or infinite.
     is_finite = jnp.isfinite(mean_square(stream)[:, 0])
-    return Hidden(normed, is_finite, streams), kv_pages
+    return ForwardOutput(normed, is_finite, streams), kv_pages
 
 
 def logits(
     config: GemmaConfig, params: Params, rows: Float[Array, "row model"]
 ) -> Float[Array, "row _"]:
-    """Float32 logits of normalised rows, soft-capped where the config has a cap.
+    """Return float32 logits of normalised rows, soft-capped if the config has a cap.
 
     By the tied embedding, an untied head, or a trimmed one (`jaxspec.models.trimmed`).
     """

@@ -10,7 +10,7 @@ from jaxspec_checkpoints.gemma.published import TURN_MARKERS
 START_OF_TURN, END_OF_TURN = TURN_MARKERS
 SYSTEM = "system"
 
-# Their names in a request, and in Gemma's turns.
+# Names of roles in a request, and in Gemma's turns.
 _ROLES = {"user": "user", "assistant": "model", "model": "model"}
 
 
@@ -45,7 +45,7 @@ class GemmaTurns:
         text, prefix = pieces["bos_token"], ""
         num_folded = int(self.folds_system and messages[0]["role"] == SYSTEM)
         if num_folded:
-            # Not trimmed, unlike the texts of turns.
+            # The system text is not trimmed, unlike the texts of turns.
             prefix = messages[0]["content"] + "\n\n"
             if len(messages) == 1:
                 allowed = "followed by a user's message"
@@ -63,7 +63,7 @@ class GemmaTurns:
     def _turn(self, number: int, position: int, role: str) -> str:
         """Return Gemma's name of a role; reject a role that is out of turn."""
         name, turn = f"messages[{position}]['role']", ("user", "model")[number % 2]
-        # The first words of two of the errors are those of Gemma's own templates.
+        # Two of the errors below begin with the words of Gemma's own templates.
         if role == SYSTEM and not self.folds_system:
             raise RequestError(
                 f"System role not supported: {name} must be {one_of(_ROLES)}, got "

@@ -36,13 +36,13 @@ class HeadConfig(ABC):
     """Base of the configs of heads.
 
     Attributes:
-        target_hidden_size, vocab_size: The target's.
+        target_hidden_size, vocab_size: Hidden size and vocabulary size of the target.
         draft_vocab_size: Tokens that the head can propose; fewer than the target's if
             the vocabulary is trimmed.
     """
 
     kind: ClassVar[str]
-    # Whether it has keys and values of its own, in pages.
+    # Whether the head has keys and values of its own, in KV pages.
     has_pages: ClassVar[bool] = False
 
     target_hidden_size: int
@@ -67,7 +67,7 @@ class HeadConfig(ABC):
 
     @property
     def max_drafts(self) -> int | None:
-        """Most drafts in a row that it can propose; None: any number."""
+        """Maximum number of drafts in a row that it can propose; None: no limit."""
         return None
 
     def kv_bytes_per_token(self, dtype_bytes: int, scale_bytes: int = 0) -> int:
@@ -98,16 +98,16 @@ class HeadConfig(ABC):
 
     @abstractmethod
     def to_file(self) -> dict[str, Any]:
-        """Content of vLLM's `config.json` of such a head, without the target's name."""
+        """Return vLLM's `config.json` of such a head, without the target's name."""
 
     def check_target(self, target: ModelConfig, name: str = "the target") -> None:
         """Reject a target that the head was not trained for.
 
         Args:
-            name: The target's, for the error.
+            name: Name of the target, for the error.
 
         Raises:
-            ConfigError: Another hidden size, vocabulary, or number of layers.
+            ConfigError: The target's hidden size, vocabulary or layers differ.
         """
         for size, theirs in (
             ("target_hidden_size", target.hidden_size),
@@ -172,7 +172,7 @@ class LayerConfig(HeadConfig):
         return 2 * self.num_kv_heads * head_bytes
 
     def layer_to_file(self) -> dict[str, Any]:
-        """The layer's sizes under the names of HuggingFace's Llama config."""
+        """Return the layer's sizes under the names of HuggingFace's Llama config."""
         layer = {theirs: getattr(self, ours) for theirs, ours in _LAYER_SIZES.items()}
         return layer | dict(
             model_type="llama",
@@ -259,7 +259,7 @@ class EagleConfig(LayerConfig):
         )
 
     def to_file(self) -> dict[str, Any]:
-        # `bias` is a key of the paper's own code.
+        # `bias` is the key that the code of the EAGLE paper reads.
         return self.layer_to_file() | dict(bias=self.has_bias)
 
 
@@ -312,7 +312,8 @@ class Eagle3Config(LayerConfig):
             target_hidden_size=config.get("target_hidden_size")
             or values["hidden_size"],
             target_layers=_target_layers(config),
-            # If a file of speculators leaves it out, vLLM assumes true.
+            # If a config.json that the library speculators wrote has no such key, vLLM
+            # assumes true.
             norm_before_residual=bool(
                 config.get("norm_before_residual", is_speculators)
             ),
@@ -332,7 +333,7 @@ class Eagle3Config(LayerConfig):
         return content
 
     def layers_of(self, target: ModelConfig) -> tuple[int, ...]:
-        """Numbers of target layers after which the residual stream is read."""
+        """Return numbers of target layers after which the residual stream is read."""
         if self.target_layers is not None:
             return self.target_layers
         return default_layers(target.num_layers)
@@ -351,7 +352,7 @@ class Eagle3Config(LayerConfig):
 
 
 _LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
-# Of the layer, in its config.json and here.
+# Names of the layer's sizes in its config.json, and in this class.
 _LAYER_SIZES = {
     "hidden_size": "hidden_size",
     "intermediate_size": "intermediate_size",
@@ -372,7 +373,7 @@ _FIXED = {
 
 
 def default_layers(num_layers: int) -> tuple[int, ...]:
-    """The layers that vLLM and SGLang use if a head names none: low, middle, high.
+    """Return the layers that vLLM and SGLang use by default: low, middle, high.
 
     If two of them would be the same, in a target of few layers, they are spaced evenly.
     """
@@ -459,8 +460,8 @@ class MedusaConfig(HeadConfig):
             raise wrong_argument(ConfigError, "lm_heads", allowed, self.lm_heads)
         if self.is_trimmed and not self.lm_heads:
             raise ConfigError(
-                f"This medusa head has truncated_vocab_size={self.draft_vocab_size} "
-                "and no lm_head of its own for it.",
+                f"This medusa head has truncated_vocab_size={self.draft_vocab_size}, "
+                "so it needs an lm_head of its own, but has none.",
                 parameter="truncated_vocab_size",
                 value=self.draft_vocab_size,
             )
@@ -475,7 +476,8 @@ class MedusaConfig(HeadConfig):
         cls, config: Mapping[str, Any], names: Collection[str]
     ) -> "MedusaConfig":
         """See `HeadConfig.from_file`."""
-        # The keys of vLLM, of speculators, and of the paper's own code.
+        # vLLM, the library speculators and the code of the Medusa paper use different
+        # keys.
         hidden: Any = config.get("hidden_size") or config.get("medusa_hidden_size")
         vocab: Any = config.get("vocab_size") or config.get("medusa_vocab_size")
         heads: Any = config.get("num_heads") or config.get("medusa_num_heads")
@@ -535,7 +537,7 @@ def read_head(folder: str | Path) -> tuple[HeadConfig, dict[str, Tensor]]:
     """Read a folder's head config and find its tensors; no weight is read.
 
     Raises:
-        ConfigError: It holds no known head, or a size is missing.
+        ConfigError: The folder holds no known head, or a size is missing.
         NotImplementedError: A variant that the network does not compute.
     """
     try:

@@ -29,7 +29,7 @@ from jaxspec_kernels.decoder_blocks import SILU, Norm
 
 
 def param_specs(config: EagleConfig) -> Specs:
-    """Every parameter: shape, logical axes, split unit, tensors."""
+    """Declare every parameter: shape, logical axes, split unit, tensors."""
     model = config.hidden_size
     specs = {
         ("fc", "weight"): matrix_spec(model, 2 * model, ("model", "model"), "fc"),
@@ -67,13 +67,13 @@ def forward(
         batch: `tokens` is not read: `embedded` replaces it.
         hidden: At the token before, from the target or an earlier pass.
     """
-    own = params["layer"]
+    layer_params = params["layer"]
     joined = jnp.concatenate([embedded.astype(hidden.dtype), hidden], axis=-1)
     stream = params["fc"]["weight"].multiply(joined)
     if config.has_bias:
         stream += params["fc"]["bias"].astype(stream.dtype)[None]
     mixed, kv_pages = attend(
-        own["attention"],
+        layer_params["attention"],
         stream,
         kv_pages,
         batch=batch,
@@ -83,9 +83,9 @@ def forward(
         backend=backend,
     )
     stream = feed_forward_block(
-        own["feed_forward"],
+        layer_params["feed_forward"],
         stream + mixed,
-        before=Norm(own["post_attention_norm"], config.rms_norm_eps),
+        before=Norm(layer_params["post_attention_norm"], config.rms_norm_eps),
         after=None,
         activation=SILU,
         backend=backend,
@@ -99,7 +99,7 @@ def logits(
     hidden: Float[Array, "row model"],
     target: Matrix,
 ) -> Float[Array, "row vocab"]:
-    """Logits of the layer's output.
+    """Return logits of the layer's output.
 
     Args:
         target: The target's output matrix. Its soft cap is omitted, as in other

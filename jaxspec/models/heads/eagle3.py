@@ -2,8 +2,8 @@
 
 The inputs of a row are a token and the target's hidden states at the token before it,
 from three layers, fused to the head's width. At tokens that the target has not read
-yet, the layer's own output replaces them. Its keys and values are in pages like those
-of any layer, at the slot of the row.
+yet, the layer's own output replaces the target's hidden states. Its keys and values are
+in pages like those of any layer, at the slot of the row.
 
 The layer is Llama's (SiLU, no caps, no post-norms) for any target: other engines train
 and run this form. References: Li et al. 2025, arXiv:2503.01840.
@@ -43,7 +43,7 @@ _VECTORS = {
 
 
 def param_specs(config: Eagle3Config) -> Specs:
-    """Every parameter: shape, logical axes, split unit, tensors."""
+    """Declare every parameter: shape, logical axes, split unit, tensors."""
     model, fused = config.hidden_size, NUM_TARGET_LAYERS * config.target_hidden_size
     specs: Specs = {
         ("fc",): matrix_spec(model, fused, ("model", "model"), "fc"),
@@ -60,10 +60,10 @@ def param_specs(config: Eagle3Config) -> Specs:
 
 
 def layer_specs(config: LayerConfig, width: int) -> Specs:
-    """Parameters of a Llama decoder layer, and of its token embedding if it has one.
+    """Declare a Llama decoder layer, and its token embedding if it has one.
 
     Args:
-        width: Of the rows that attention takes.
+        width: Width of the rows that attention reads.
     """
     model, hidden, head = config.hidden_size, config.intermediate_size, config.head_dim
     queries, keys = config.num_q_heads * head, config.num_kv_heads * head
@@ -102,7 +102,7 @@ def layer_specs(config: LayerConfig, width: int) -> Specs:
 def matrix_spec(
     rows: int, columns: int, axes: tuple[str, str], *names: str, unit: int = 1
 ) -> ParamSpec:
-    """A matrix made of the tensors with these names, stacked by rows."""
+    """Declare a matrix made of the tensors with these names, stacked by rows."""
     tensors = tuple(f"{name}.weight" for name in names)
     return ParamSpec(shape=(rows, columns), axes=axes, unit=unit, tensors=tensors)
 
@@ -120,7 +120,7 @@ def fuse(
 def embed(
     params: Params, tokens: Int[Array, " row"], target: Matrix
 ) -> Float[Array, "row model"]:
-    """Rows of the head's embedding, or of the target's if it has none.
+    """Return rows of the head's embedding, or of the target's if it has none.
 
     Without Gemma's scale, which the layer's norm would cancel.
     """
@@ -142,14 +142,14 @@ def forward(
         batch: `tokens` is not read: `embedded` replaces it.
         hidden: At the token before, fused or from an earlier pass.
     """
-    own = params["layer"]
+    layer_params = params["layer"]
     norm = functools.partial(Norm, epsilon=config.rms_norm_eps)
-    normed = normalise(norm(own["hidden_norm"]), hidden)
+    normed = normalise(norm(layer_params["hidden_norm"]), hidden)
     rows = jnp.concatenate(
-        [normalise(norm(own["input_norm"]), embedded), normed], axis=-1
+        [normalise(norm(layer_params["input_norm"]), embedded), normed], axis=-1
     )
     mixed, kv_pages = attend(
-        own["attention"],
+        layer_params["attention"],
         rows,
         kv_pages,
         batch=batch,
@@ -160,9 +160,9 @@ def forward(
     )
     stream = (normed if config.norm_before_residual else hidden) + mixed
     stream = feed_forward_block(
-        own["feed_forward"],
+        layer_params["feed_forward"],
         stream,
-        before=norm(own["post_attention_norm"]),
+        before=norm(layer_params["post_attention_norm"]),
         after=None,
         activation=SILU,
         backend=backend,
@@ -173,6 +173,6 @@ def forward(
 def logits(
     config: Eagle3Config, params: Params, hidden: Float[Array, "row model"]
 ) -> Float[Array, "row draft_vocab"]:
-    """Logits of the layer's output, over the head's own vocabulary."""
+    """Return logits of the layer's output, over the head's own vocabulary."""
     normed = normalise(Norm(params["norm"], config.rms_norm_eps), hidden)
     return params["lm_head"].multiply(normed)

@@ -13,7 +13,7 @@ from jaxspec.models.params import Params, ParamSpec, Specs
 
 
 def param_specs(config: MedusaConfig) -> Specs:
-    """Every parameter: shape, logical axes, tensors."""
+    """Declare every parameter: shape, logical axes, tensors."""
     model, specs = config.target_hidden_size, Specs()
     for head in range(config.num_heads):
         for block in range(config.num_blocks):
@@ -41,8 +41,8 @@ def param_specs(config: MedusaConfig) -> Specs:
 def forward(
     config: MedusaConfig, params: Params, rows: Float[Array, "row model"]
 ) -> tuple[Float[Array, "row model"], ...]:
-    """Output of each head for the target's normalized last hidden states."""
-    found = []
+    """Return each head's output for the target's normalized last hidden states."""
+    outputs = []
     for head in range(config.num_heads):
         stream, blocks = rows, params["blocks"][str(head)]
         for block in range(config.num_blocks):
@@ -50,8 +50,8 @@ def forward(
             if config.has_bias:
                 inner += blocks[str(block)]["bias"].astype(inner.dtype)[None]
             stream = stream + jax.nn.silu(inner)
-        found.append(stream)
-    return tuple(found)
+        outputs.append(stream)
+    return tuple(outputs)
 
 
 def logits(
@@ -61,7 +61,7 @@ def logits(
     rows: Float[Array, "row model"],
     target: Matrix,
 ) -> Float[Array, "row draft_vocab"]:
-    """Logits of one head's output, over the heads' vocabulary.
+    """Return logits of one head's output, over the heads' vocabulary.
 
     Args:
         target: The target's output matrix, for heads that have none. Its soft cap is

@@ -35,7 +35,7 @@ class _Head(nnx.Module):
         self.parameters = as_module(as_variables(specs, dtype))
 
     def params(self) -> Params:
-        """The parameter tree that the network's functions take."""
+        """Return the parameter tree that the network's functions take."""
         specs = functions_of_head(self.config).param_specs(self.config)
         return bound_params(self.parameters, specs)
 
@@ -73,7 +73,7 @@ class Eagle3(_Head):
     def logits(
         self, hidden: Float[Array, "row model"]
     ) -> Float[Array, "row draft_vocab"]:
-        """Logits of the layer's output, over the head's own vocabulary."""
+        """Return logits of the layer's output, over the head's own vocabulary."""
         return eagle3.logits(self.config, self.params(), hidden)
 
 
@@ -106,7 +106,7 @@ class Eagle(_Head):
         hidden: Float[Array, "row model"],
         embedding: Float[Array, "vocab model"],
     ) -> Float[Array, "row vocab"]:
-        """Logits of the layer's output, by the target's output matrix."""
+        """Return logits of the layer's output, by the target's output matrix."""
         target = DenseMatrix(embedding)
         return eagle.logits(self.config, self.params(), hidden, target)
 
@@ -121,7 +121,7 @@ class Medusa(_Head):
         rows: Float[Array, "row model"],
         embedding: Float[Array, "vocab model"],
     ) -> tuple[Float[Array, "row draft_vocab"], ...]:
-        """Logits of every head.
+        """Return logits of every head.
 
         Args:
             embedding: The target's output matrix.

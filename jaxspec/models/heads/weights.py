@@ -36,7 +36,8 @@ from jaxspec.sharding import DRAFT_MESH_AXES, kv_copies, num_parts, put
 from jaxspec_checkpoints import CheckpointError, Tensor
 from jaxspec_checkpoints.heads import EAGLE3, write_head
 
-# Tensors of token ids: offsets from the head's own ids, or the ids themselves.
+# Tensors that map the head's token ids to the target's: as offsets from the head's ids,
+# or as the ids themselves.
 _OFFSETS, _IDS = "d2t", "token_map"
 
 
@@ -48,7 +49,7 @@ def functions_of_head(config: HeadConfig) -> Any:
 def declare_head(
     config: HeadConfig, *, dtype: jnp.dtype, mesh: Mesh, mesh_axes: tuple[str, ...]
 ) -> Specs:
-    """All parameters, in the forms that these devices use."""
+    """Return the declarations of all parameters, as these devices store them."""
     copies = 1
     if isinstance(config, LayerConfig):
         parts = num_parts(mesh, mesh_axes)
@@ -69,8 +70,8 @@ def load_head(
     """Read the head in a folder into its shards, cast to `dtype`.
 
     Raises:
-        ConfigError: It holds no head, or one for another target, or its tensors do not
-            match its config.json; nothing was read then.
+        ConfigError: The folder holds no head, or one for another target, or its tensors
+            do not match its config.json; nothing was read then.
         NotImplementedError: A variant that the network does not compute.
     """
     config, tensors = read_head(folder)
@@ -112,8 +113,8 @@ def _read_token_ids(
         return None
     if table is None:
         raise CheckpointError(
-            f"no tensor {name!r}, which says what the head's {config.draft_vocab_size} "
-            f"tokens are of the target's {config.vocab_size}"
+            f"no tensor {name!r}, which maps the head's {config.draft_vocab_size} "
+            f"tokens to the target's {config.vocab_size}"
         )
     if table.shape != (config.draft_vocab_size,) or table.dtype.kind != "i":
         raise CheckpointError(
@@ -163,7 +164,7 @@ def _check_tensors(config: HeadConfig, tensors: dict[str, Tensor]) -> None:
 
 
 def tensor_shapes(config: HeadConfig) -> dict[str, tuple[int, ...]]:
-    """Shape of every tensor of weights in a head's file, by vLLM's names."""
+    """Return the shapes of all weight tensors in a head's file, by vLLM's names."""
     return {
         name: (spec.shape[0] // len(spec.tensors), *spec.shape[1:])
         for spec in functions_of_head(config).param_specs(config).values()
@@ -178,7 +179,7 @@ def abstract_head(
     mesh: Mesh,
     mesh_axes: tuple[str, ...] = DRAFT_MESH_AXES,
 ) -> Params:
-    """Shapes and placement of parameters, for compiling before they are loaded."""
+    """Return parameters' shapes and placement, to compile before they are loaded."""
     specs = declare_head(config, dtype=dtype, mesh=mesh, mesh_axes=mesh_axes)
     params = _make_head(specs, describer(dtype), None, mesh, mesh_axes)
     if config.is_trimmed:
@@ -194,7 +195,7 @@ def init_head(
     mesh_axes: tuple[str, ...] = DRAFT_MESH_AXES,
     token_ids: np.ndarray | None = None,
 ) -> Params:
-    """Initial float32 parameters for training, as plain matrices.
+    """Make initial float32 parameters for training, as plain matrices.
 
     Matrices have a standard deviation of 1/sqrt(in). Those of Medusa's blocks are
     zeros, so that every head starts with the target's own output. Norm weights are
@@ -226,7 +227,7 @@ def random_head(
     mesh: Mesh,
     mesh_axes: tuple[str, ...] = DRAFT_MESH_AXES,
 ) -> Params:
-    """Random parameters, placed like loaded ones: for `load_format="dummy"`.
+    """Make random parameters, placed like loaded ones, for `load_format="dummy"`.
 
     A trimmed vocabulary keeps the first tokens.
     """

@@ -10,17 +10,17 @@ from jaxspec.program.propose.medusa import Medusa
 from jaxspec.program.propose.ngram import NGram
 from jaxspec.program.propose.pard import Pard
 from jaxspec.program.propose.proposal import (
-    Context,
     Observer,
     Proposal,
     Proposer,
+    ProposerContext,
     Seen,
 )
 from jaxspec.program.propose.suffix import Suffix
 
 __all__ = [
     "PROPOSERS",
-    "Context",
+    "ProposerContext",
     "DraftModel",
     "Eagle",
     "Eagle3",

@@ -1,4 +1,7 @@
-"""The draft model proposes level by level: a pass over two tokens, then one per level.
+"""The draft model proposes K levels of drafts in K passes.
+
+The first pass reads the two newest tokens and gives level 1; each later pass gives one
+more level.
 
 A chain, or a tree, whose side branches are the next best tokens. If only the main chain
 has children, each later pass takes one token, as for a chain; otherwise each takes the
@@ -15,11 +18,11 @@ from jaxtyping import Array, Float, Int
 
 from jaxspec.config.engine import EngineConfig, ModelConfig
 from jaxspec.models.batch import TokenBatch
-from jaxspec.models.network import Hidden, Network, build_network
+from jaxspec.models.network import ForwardOutput, Network, build_network
 from jaxspec.models.params import Params
 from jaxspec.program.plan import NO_TOKEN, TILE, PoolShape
 from jaxspec.program.propose.draft_sampling import DraftSampler, zero_broken_rows
-from jaxspec.program.propose.proposal import Context, Model, Proposal, Seen
+from jaxspec.program.propose.proposal import Model, Proposal, ProposerContext, Seen
 from jaxspec.program.rows import Active
 from jaxspec.program.sampling import sample_draft
 from jaxspec.program.state import page_forms
@@ -48,20 +51,21 @@ class DraftModel(Model):
         template = template_of(config.speculative)
         kind = TreeModel if template and template.has_side_paths else cls
         return kind(
-            config=config.draft_model_config, is_greedy=config.speculative.is_greedy
+            config=config.draft_model_config,
+            drafts_argmax=config.speculative.drafts_argmax,
         )
 
     def state_forms(self, dtype: jnp.dtype, pool: PoolShape, mesh: Mesh) -> Any:
         """Pages of keys and values."""
         return page_forms(self.config, dtype, pool, mesh, DRAFT_MESH_AXES)
 
-    def catch_up(
+    def draft_prefill(
         self,
         params: Params | None,
         state: Pages,
-        context: Context,
+        context: ProposerContext,
         active: Active,
-        following: Int[Array, " token"],
+        next_tokens: Int[Array, " token"],
     ) -> tuple[Pages, Float[Array, " token"]]:
         """Prefill prompts and tokens that the target generated without drafts.
 
@@ -73,28 +77,28 @@ class DraftModel(Model):
         """
         assert context.prompts is not None, "no tokens to prefill"
         model, backend = self._model(params, context), context.backend(DRAFT_MESH_AXES)
-        hidden, pages = model.hidden(context.prompts, state)
+        output, pages = model.forward(context.prompts, state)
 
-        def compare(tile: tuple[Hidden, Active, Array]) -> Array:
-            hidden, active, following = tile
-            logits, _ = _finite_logits(model, hidden)
+        def compare(tile: tuple[ForwardOutput, Active, Array]) -> Array:
+            output, active, next_tokens = tile
+            logits, _ = _finite_logits(model, output)
             token, probs = sample_draft(
-                logits, 0, active, backend, is_greedy=self.is_greedy
+                logits, 0, active, backend, drafts_argmax=self.drafts_argmax
             )
-            acceptance = (token == following).astype(jnp.float32)
+            acceptance = (token == next_tokens).astype(jnp.float32)
             if probs is not None:
                 is_drawn = active.is_sampled & ~active.is_coupled
                 acceptance = jnp.where(is_drawn, -1.0, acceptance)
-            return jnp.where(following != NO_TOKEN, acceptance, -1.0)
+            return jnp.where(next_tokens != NO_TOKEN, acceptance, -1.0)
 
-        def skip(tile: tuple[Hidden, Active, Array]) -> Array:
+        def skip(tile: tuple[ForwardOutput, Active, Array]) -> Array:
             return jnp.full(tile[2].shape, -1.0)
 
         # Most launches are prompts, which need no estimate. And the logits of a whole
         # chunk would be the largest array.
         tiles = jax.tree.map(
             lambda part: part.reshape(-1, TILE, *part.shape[1:]),
-            (hidden, active, following),
+            (output, active, next_tokens),
         )
         acceptance = jax.lax.map(
             lambda tile: jax.lax.cond((tile[2] != NO_TOKEN).any(), compare, skip, tile),
@@ -106,41 +110,40 @@ class DraftModel(Model):
         self,
         params: Params | None,
         state: Pages,
-        context: Context,
+        context: ProposerContext,
         before: Proposal | None,
     ) -> tuple[Proposal, Pages]:
         """Sample a main chain per sequence, and the side branches of a tree.
 
-        The first pass takes the two newest tokens. The others run in a loop with one
-        iteration per level that the launch wants.
+        The first pass reads the two newest tokens. The later ones run in a loop, up to
+        the largest number of levels that a sequence wants.
 
         Args:
-            before: Drafts of the main chain that replace the model's own, as far as
-                they count.
+            before: Its valid drafts replace the model's own on the main chain.
         """
         tree, active, pool = context.tree, context.active, context.pool
         model = self._model(params, context)
         seqs = active.row.shape[0]
 
-        def first(level: Array | int, drafts: Array, pages: Pages) -> tuple:
-            hidden, pages = model.hidden(_newest(active, pool), pages)
-            newest = jax.tree.map(lambda part: part[1::2], hidden)
+        def first_level(level: Array | int, drafts: Array, pages: Pages) -> tuple:
+            output, pages = model.forward(_newest(active, pool), pages)
+            newest = jax.tree.map(lambda part: part[1::2], output)
             return *_finite_logits(model, newest), pages
 
-        def following(level: Array | int, drafts: Array, pages: Pages) -> tuple:
+        def later_level(level: Array | int, drafts: Array, pages: Pages) -> tuple:
             if not tree.has_side_paths:
                 batch = _next(drafts[:, level - 1], level, active, pool)
-                hidden, pages = model.hidden(batch, pages)
-                return *_finite_logits(model, hidden), pages
-            hidden, pages = model.hidden(_whole(tree, drafts, active, pool), pages)
-            logits, is_broken = _finite_logits(model, _level(tree, level, hidden, seqs))
+                output, pages = model.forward(batch, pages)
+                return *_finite_logits(model, output), pages
+            output, pages = model.forward(_whole(tree, drafts, active, pool), pages)
+            logits, is_broken = _finite_logits(model, _level(tree, level, output, seqs))
             # Several rows of a level may have children, the main chain's first.
-            return logits, is_broken[:: tree.width], pages
+            return logits, is_broken[:: tree.max_parents_per_level], pages
 
-        sampler = DraftSampler(context, is_greedy=self.is_greedy, before=before)
-        return sampler.propose(first, following, state)
+        sampler = DraftSampler(context, drafts_argmax=self.drafts_argmax, before=before)
+        return sampler.propose(first_level, later_level, state)
 
-    def _model(self, params: Params | None, context: Context) -> Network:
+    def _model(self, params: Params | None, context: ProposerContext) -> Network:
         assert params is not None, "a draft model without parameters"
         return build_network(self.config, params, context.backend(DRAFT_MESH_AXES))
 
@@ -159,7 +162,7 @@ class TreeModel(DraftModel):
         return ()
 
     def observe(
-        self, params: Params | None, state: Pages, context: Context, seen: Seen
+        self, params: Params | None, state: Pages, context: ProposerContext, seen: Seen
     ) -> Pages:
         """Move keys and values of accepted drafts."""
         if seen.tree_row is None:
@@ -171,10 +174,10 @@ class TreeModel(DraftModel):
         )
 
 
-def _finite_logits(model: Network, hidden: Hidden) -> tuple[Array, Array]:
+def _finite_logits(model: Network, output: ForwardOutput) -> tuple[Array, Array]:
     """Logits, and which rows hold NaN or infinity, computed as zeros instead."""
-    rows = zero_broken_rows(hidden.rows, hidden.is_finite)
-    return model.logits(rows), ~hidden.is_finite
+    rows = zero_broken_rows(output.hidden_states, output.is_finite)
+    return model.logits(rows), ~output.is_finite
 
 
 def _next(
@@ -197,7 +200,9 @@ def _whole(
     )
 
 
-def _level(tree: Tree, step: Array | int, hidden: Hidden, seqs: int) -> Hidden:
+def _level(
+    tree: Tree, step: Array | int, output: ForwardOutput, seqs: int
+) -> ForwardOutput:
     """Take the rows with children at a level from a pass over the tree."""
     rows = jnp.asarray(tree.branching)[step]
 
@@ -205,7 +210,7 @@ def _level(tree: Tree, step: Array | int, hidden: Hidden, seqs: int) -> Hidden:
         nodes = part.reshape(seqs, tree.num_rows, *part.shape[1:])
         return nodes[:, rows].reshape(-1, *part.shape[1:])
 
-    return jax.tree.map(take, hidden)
+    return jax.tree.map(take, output)
 
 
 def _newest(active: Active, pool: PoolShape) -> TokenBatch:

@@ -18,7 +18,7 @@ from jaxspec.models.backend import Backend
 from jaxspec.program import randomness
 from jaxspec.program.controls import Adjust
 from jaxspec.program.plan import MAX_GROUP_BYTES
-from jaxspec.program.propose.proposal import Context, Proposal
+from jaxspec.program.propose.proposal import Proposal, ProposerContext
 from jaxspec.program.rows import Active
 from jaxspec.program.sampling import sample_draft
 from jaxspec.program.tree.tree import Tree
@@ -38,12 +38,12 @@ class DraftSampler:
     """Samples the levels of a launch's tree.
 
     Attributes:
-        is_greedy: Take the argmax, a point mass, even if the request samples.
+        drafts_argmax: Take the argmax, a point mass, even if the request samples.
         before: Drafts of an earlier proposer, which replace the sampled ones.
     """
 
-    context: Context
-    is_greedy: bool = False
+    context: ProposerContext
+    drafts_argmax: bool = False
     before: Proposal | None = None
 
     @property
@@ -51,21 +51,23 @@ class DraftSampler:
         """Where the proposer runs."""
         return self.context.backend(DRAFT_MESH_AXES)
 
-    def propose(self, first: LevelLogits, following: LevelLogits, state: Any) -> tuple:
+    def propose(
+        self, first_level: LevelLogits, later_level: LevelLogits, state: Any
+    ) -> tuple:
         """Sample the levels that the launch wants, in a loop.
 
         Args:
-            first: Computes the logits of the first level; the drafts are still zeros.
-            following: Computes those of the later levels.
+            first_level: Computes the logits of the first level; drafts are still zeros.
+            later_level: Computes those of the later levels.
 
         Returns:
             The proposal, and the state after the last level.
         """
-        tree, num_wanted = self.context.tree, self.context.num_wanted
+        tree, max_wanted_levels = self.context.tree, self.context.max_wanted_levels
         seqs, levels = self.context.active.row.shape[0], tree.num_levels
         adjust = self.context.adjuster(DRAFT_MESH_AXES)
         none = jnp.zeros((seqs, tree.num_nodes), jnp.int32)
-        logits, is_broken, state = first(0, none, state)
+        logits, is_broken, state = first_level(0, none, state)
         drafts, probs = self._sample_level(logits, 0, none, adjust)
         every = None
         if probs is not None:
@@ -78,7 +80,7 @@ class DraftSampler:
 
             def sample_level(level: Array, carry: _Carry) -> _Carry:
                 drafts, every, was_broken, state = carry
-                logits, is_broken, state = following(level, drafts, state)
+                logits, is_broken, state = later_level(level, drafts, state)
                 drafts, probs = self._sample_level(logits, level, drafts, adjust)
                 if every is not None and probs is not None:
                     every = jax.lax.dynamic_update_index_in_dim(every, probs, level, 0)
@@ -86,10 +88,10 @@ class DraftSampler:
 
             carry: _Carry = drafts, every, is_broken, state
             drafts, every, is_broken, state = jax.lax.fori_loop(
-                1, num_wanted, sample_level, carry
+                1, max_wanted_levels, sample_level, carry
             )
         probs = None if every is None else every.swapaxes(0, 1)
-        num_drafts = jnp.where(is_broken, 0, num_wanted)
+        num_drafts = jnp.where(is_broken, 0, max_wanted_levels)
         return Proposal(drafts, num_drafts, probs, is_broken), state
 
     def _sample_level(
@@ -112,14 +114,14 @@ class DraftSampler:
         if adjust is not None:
             logits = adjust(logits[:, None], drafts, num_before=level)[:, 0]
         token, probs = sample_draft(
-            logits, level, active, self.backend, is_greedy=self.is_greedy
+            logits, level, active, self.backend, drafts_argmax=self.drafts_argmax
         )
         if self.before is not None:
             token, probs = _override(self.before, level, token, probs)
         if tree.is_chain:
             return drafts.at[:, level].set(token), probs
         scores = all_logits.reshape(seqs, width, -1)
-        if not (self.is_greedy or active.is_greedy):
+        if not (self.drafts_argmax or active.all_greedy):
             scores = _add_noise(scores, level, active)
         return _fill_level(tree, level, drafts, token, scores), probs
 
@@ -208,7 +210,7 @@ def _fill_level(
         scores: By entry of `Tree.branching`; the children of a row are its best tokens.
     """
     ranked = _top_tokens(scores, drawn, int(tree.ranks.max()) + 1)
-    # Entries of other levels do not count.
+    # Entries of other levels are not used.
     found = ranked[:, np.minimum(tree.entries, scores.shape[1] - 1), tree.ranks]
     is_new = jnp.array([tree.depths[1:]], jnp.int32) == step + 1
     return jnp.where(is_new, found, drafts)

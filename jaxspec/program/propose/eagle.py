@@ -14,7 +14,7 @@ from jaxspec.models.heads.config import EagleConfig
 from jaxspec.models.params import Params
 from jaxspec.models.trimmed import head_of
 from jaxspec.program.propose.eagle3 import Eagle3
-from jaxspec.program.propose.proposal import NORMALISED, Context
+from jaxspec.program.propose.proposal import NORMALISED, ProposerContext
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,11 +30,14 @@ class Eagle(Eagle3):
         return cls(
             config=config.head_config,
             target_layers=(NORMALISED,),
-            is_greedy=config.speculative.is_greedy,
+            drafts_argmax=config.speculative.drafts_argmax,
         )
 
     def _logits(
-        self, params: Params, hidden: Float[Array, "row model"], context: Context
+        self,
+        params: Params,
+        hidden: Float[Array, "row model"],
+        context: ProposerContext,
     ) -> Float[Array, "row vocab"]:
         """Logits by the target's output matrix."""
         assert context.target is not None, "the target's output matrix is missing"

@@ -32,7 +32,7 @@ from jaxspec.program.propose.hidden_cache import (
     store_hidden,
     zero_broken,
 )
-from jaxspec.program.propose.proposal import Context, Head, Proposal, Seen
+from jaxspec.program.propose.proposal import Head, Proposal, ProposerContext, Seen
 from jaxspec.program.state import layer_pages
 from jaxspec.program.token_batch import join_batches, make_token_batch
 from jaxspec.sharding import DRAFT_MESH_AXES
@@ -62,7 +62,7 @@ class Eagle3(Head):
         return cls(
             config=head,
             target_layers=head.layers_of(config.model_config),
-            is_greedy=config.speculative.is_greedy,
+            drafts_argmax=config.speculative.drafts_argmax,
         )
 
     def state_forms(self, dtype: jnp.dtype, pool: PoolShape, mesh: Mesh) -> Any:
@@ -84,7 +84,7 @@ class Eagle3(Head):
         self,
         params: Params | None,
         state: _State,
-        context: Context,
+        context: ProposerContext,
         before: Proposal | None,
     ) -> tuple[Proposal, _State]:
         """Sample a main chain per sequence, and the next best tokens at each level.
@@ -96,18 +96,18 @@ class Eagle3(Head):
         """
         assert params is not None, "a head without parameters"
         assert not context.tree.has_side_paths, "only the main chain may have children"
-        own, active = params, context.active
+        head_params, active = params, context.active
         pages, last = state
 
         def read(hidden: Array) -> tuple[Array, Array]:
             is_finite = jnp.isfinite(hidden).all(axis=1)
             rows = zero_broken_rows(hidden, is_finite)
-            return self._logits(own, rows, context), ~is_finite
+            return self._logits(head_params, rows, context), ~is_finite
 
-        def first(level: Array | int, drafts: Array, kept: _State) -> tuple:
-            return *read(kept[1]), kept
+        def first_level(level: Array | int, drafts: Array, carry: _State) -> tuple:
+            return *read(carry[1]), carry
 
-        def following(level: Array | int, drafts: Array, kept: _State) -> tuple:
+        def later_level(level: Array | int, drafts: Array, carry: _State) -> tuple:
             batch = make_token_batch(
                 drafts[:, level - 1][:, None],
                 active.num_tokens + level - 1,
@@ -115,17 +115,17 @@ class Eagle3(Head):
                 active.is_active[:, None],
                 context.pool,
             )
-            hidden, pages = self._run(own, batch, kept[1], kept[0], context)
+            hidden, pages = self._run(head_params, batch, carry[1], carry[0], context)
             return *read(hidden), (pages, hidden)
 
-        sampler = DraftSampler(context, is_greedy=self.is_greedy, before=before)
+        sampler = DraftSampler(context, drafts_argmax=self.drafts_argmax, before=before)
         proposal, (pages, _) = sampler.propose(
-            first, following, (pages, read_hidden(last, active))
+            first_level, later_level, (pages, read_hidden(last, active))
         )
         return proposal, (pages, last)
 
     def observe(
-        self, params: Params | None, state: _State, context: Context, seen: Seen
+        self, params: Params | None, state: _State, context: ProposerContext, seen: Seen
     ) -> _State:
         """Run the head over the accepted tokens and the prompts."""
         assert params is not None, "a head without parameters"
@@ -178,7 +178,7 @@ class Eagle3(Head):
         batch: TokenBatch,
         hidden: Float[Array, "row model"],
         pages: KvPages,
-        context: Context,
+        context: ProposerContext,
     ) -> tuple[Float[Array, "row model"], KvPages]:
         """Run one pass of the layer; return its output and the pages."""
         count = batch.tokens.shape[0]
@@ -186,7 +186,7 @@ class Eagle3(Head):
         missing = padded.tokens.shape[0] - count
         tokens = jnp.maximum(padded.tokens, 0)  # pads have none
         target = {} if context.target is None else context.target
-        found, pages = self._network.forward(
+        outputs, pages = self._network.forward(
             self.config,
             params,
             padded,
@@ -195,7 +195,7 @@ class Eagle3(Head):
             pages,
             context.backend(DRAFT_MESH_AXES),
         )
-        return found[:count], pages
+        return outputs[:count], pages
 
     @property
     def _network(self) -> Any:
@@ -203,13 +203,18 @@ class Eagle3(Head):
         return functions_of_head(self.config)
 
     def _logits(
-        self, params: Params, hidden: Float[Array, "row model"], context: Context
+        self,
+        params: Params,
+        hidden: Float[Array, "row model"],
+        context: ProposerContext,
     ) -> Float[Array, "row vocab"]:
         """Logits over the target's vocabulary."""
         assert isinstance(self.config, Eagle3Config)
         config, vocab_size = self.config, context.pool.vocab_size
-        found = cpu.with_pads(lambda rows: eagle3.logits(config, params, rows), hidden)
-        return to_target_vocab(params, found, vocab_size)
+        draft_logits = cpu.with_pads(
+            lambda rows: eagle3.logits(config, params, rows), hidden
+        )
+        return to_target_vocab(params, draft_logits, vocab_size)
 
 
 def _flat(part: Float[Array, "some token model"]) -> Float[Array, "row model"]:

@@ -29,14 +29,14 @@ def read_hidden(
 
 
 def zero_broken(
-    made: Float[Array, "some token model"], given: Float[Array, "some token _"]
+    values: Float[Array, "some token model"], source: Float[Array, "some token _"]
 ) -> Float[Array, "some token model"]:
     """Zero the outputs computed from hidden states with NaN or infinity.
 
     A NaN of the target ends its request; it must not count as one of the head.
     """
-    is_finite = jnp.isfinite(given).all(axis=2, keepdims=True)
-    return jnp.where(is_finite, made, 0)
+    is_finite = jnp.isfinite(source).all(axis=2, keepdims=True)
+    return jnp.where(is_finite, values, 0)
 
 
 def store_hidden(

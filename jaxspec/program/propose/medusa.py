@@ -34,9 +34,9 @@ from jaxspec.program.propose.hidden_cache import (
 )
 from jaxspec.program.propose.proposal import (
     NORMALISED,
-    Context,
     Head,
     Proposal,
+    ProposerContext,
     Seen,
 )
 
@@ -52,7 +52,9 @@ class Medusa(Head):
         """Build it from an engine's configuration."""
         assert config.speculative is not None
         assert isinstance(config.head_config, MedusaConfig)
-        return cls(config=config.head_config, is_greedy=config.speculative.is_greedy)
+        return cls(
+            config=config.head_config, drafts_argmax=config.speculative.drafts_argmax
+        )
 
     @property
     def target_layers(self) -> tuple[int, ...]:
@@ -67,7 +69,7 @@ class Medusa(Head):
         self,
         params: Params | None,
         state: Array,
-        context: Context,
+        context: ProposerContext,
         before: Proposal | None,
     ) -> tuple[Proposal, Array]:
         """Sample a token for every level, and the next best tokens at each.
@@ -77,24 +79,27 @@ class Medusa(Head):
         assert params is not None, "a head without parameters"
         rows = cpu.pad_rows(read_hidden(state, context.active))
         tree, seqs = context.tree, context.active.row.shape[0]
-        found = jnp.stack(medusa.forward(self.config, params, rows)[: tree.num_levels])
-        is_finite = jnp.isfinite(found).all(axis=(0, 2))
-        found = jnp.where(is_finite[None, :, None], found, 0)
-        logits_of = self._logits(params, found, context)
+        outputs = jnp.stack(
+            medusa.forward(self.config, params, rows)[: tree.num_levels]
+        )
+        is_finite = jnp.isfinite(outputs).all(axis=(0, 2))
+        outputs = jnp.where(is_finite[None, :, None], outputs, 0)
+        logits_of = self._logits(params, outputs, context)
 
-        def first(level: Array | int, drafts: Array, kept: None) -> tuple:
-            return logits_of(level)[:seqs], ~is_finite[:seqs], kept
+        def first_level(level: Array | int, drafts: Array, carry: None) -> tuple:
+            return logits_of(level)[:seqs], ~is_finite[:seqs], carry
 
-        def following(level: Array | int, drafts: Array, kept: None) -> tuple:
+        def later_level(level: Array | int, drafts: Array, carry: None) -> tuple:
             # All rows of a level have the same children.
-            every = jnp.repeat(logits_of(level)[:seqs], tree.width, axis=0)
-            return every, ~is_finite[:seqs], kept
+            count = tree.max_parents_per_level
+            every = jnp.repeat(logits_of(level)[:seqs], count, axis=0)
+            return every, ~is_finite[:seqs], carry
 
-        sampler = DraftSampler(context, is_greedy=self.is_greedy, before=before)
-        return sampler.propose(first, following, None)[0], state
+        sampler = DraftSampler(context, drafts_argmax=self.drafts_argmax, before=before)
+        return sampler.propose(first_level, later_level, None)[0], state
 
     def observe(
-        self, params: Params | None, state: Array, context: Context, seen: Seen
+        self, params: Params | None, state: Array, context: ProposerContext, seen: Seen
     ) -> Array:
         """Store the hidden state at the last accepted token."""
         nodes, tiles = seen.nodes[0], None if seen.tiles is None else seen.tiles[0]
@@ -104,7 +109,10 @@ class Medusa(Head):
         )
 
     def _logits(
-        self, params: Params, found: Float[Array, "level row model"], context: Context
+        self,
+        params: Params,
+        outputs: Float[Array, "level row model"],
+        context: ProposerContext,
     ) -> Callable[[Array | int], Float[Array, "row vocab"]]:
         """Return a function of the level: logits over the target's vocabulary."""
         config, vocab = self.config, context.pool.vocab_size
@@ -118,6 +126,6 @@ class Medusa(Head):
             return widen(medusa.logits(config, params, head, rows, shared))
 
         if config.lm_heads < 2:
-            return logits_by_level(functools.partial(one_head, 0), found, vocab)
-        heads = [functools.partial(one_head, head) for head in range(len(found))]
-        return lambda level: jax.lax.switch(level, heads, at_level(found, level))
+            return logits_by_level(functools.partial(one_head, 0), outputs, vocab)
+        heads = [functools.partial(one_head, head) for head in range(len(outputs))]
+        return lambda level: jax.lax.switch(level, heads, at_level(outputs, level))

@@ -15,7 +15,7 @@ from jaxspec.config.engine import EngineConfig
 from jaxspec.config.lookups import LookupRule
 from jaxspec.models.params import Params
 from jaxspec.program.propose.ngram_match import NUM_BRANCHES, fill_tree, find_matches
-from jaxspec.program.propose.proposal import Context, Lookup, Proposal
+from jaxspec.program.propose.proposal import Lookup, Proposal, ProposerContext
 from jaxspec.program.rows import Active
 from jaxspec.program.tree.tree import Tree
 
@@ -41,7 +41,7 @@ class NGram(Lookup):
         self,
         params: Params | None,
         state: Any,
-        context: Context,
+        context: ProposerContext,
         before: Proposal | None,
     ) -> tuple[Proposal, Any]:
         """Copy the continuation of the newest tokens' latest occurrence."""

@@ -27,7 +27,7 @@ from jaxspec.program.propose.draft_sampling import (
     logits_by_level,
     zero_broken_rows,
 )
-from jaxspec.program.propose.proposal import Context, Proposal
+from jaxspec.program.propose.proposal import Proposal, ProposerContext
 from jaxspec.program.token_batch import make_token_batch
 
 
@@ -41,14 +41,15 @@ class Pard(DraftModel):
         assert config.speculative is not None
         assert config.draft_model_config is not None
         return cls(
-            config=config.draft_model_config, is_greedy=config.speculative.is_greedy
+            config=config.draft_model_config,
+            drafts_argmax=config.speculative.drafts_argmax,
         )
 
     def propose(
         self,
         params: Params | None,
         state: Pages,
-        context: Context,
+        context: ProposerContext,
         before: Proposal | None,
     ) -> tuple[Proposal, Pages]:
         """Sample all levels from the rows of one pass.
@@ -57,35 +58,37 @@ class Pard(DraftModel):
         of earlier tokens, and those it would write for the newest would be wrong.
 
         Args:
-            before: Drafts that replace the model's own, as far as they count.
+            before: Its valid drafts replace the model's own.
         """
         tree, active = context.tree, context.active
         seqs, num_levels = active.row.shape[0], tree.num_levels
         model = self._model(params, context)
-        hidden, pages = model.hidden(self._masked(context), state)
+        output, pages = model.forward(self._masked(context), state)
 
         def by_level(part: Array) -> Array:
             rows = part.reshape(seqs, -1, *part.shape[1:])
             return rows[:, -num_levels:].swapaxes(0, 1)
 
         # Rows of sequences that are left out are junk.
-        is_finite = by_level(hidden.is_finite).all(axis=0) | (context.wanted == 0)
-        rows = zero_broken_rows(hidden.rows, hidden.is_finite)
+        is_finite = by_level(output.is_finite).all(axis=0)
+        is_finite |= context.wanted_levels == 0
+        rows = zero_broken_rows(output.hidden_states, output.is_finite)
         logits_of = logits_by_level(
             model.logits, by_level(rows), context.pool.vocab_size
         )
 
-        def first(level: Array | int, drafts: Array, kept: Pages) -> tuple:
-            return logits_of(level), ~is_finite, kept
+        def first_level(level: Array | int, drafts: Array, carry: Pages) -> tuple:
+            return logits_of(level), ~is_finite, carry
 
-        def following(level: Array | int, drafts: Array, kept: Pages) -> tuple:
-            return jnp.repeat(logits_of(level), tree.width, axis=0), ~is_finite, kept
+        def later_level(level: Array | int, drafts: Array, carry: Pages) -> tuple:
+            count = tree.max_parents_per_level
+            return jnp.repeat(logits_of(level), count, axis=0), ~is_finite, carry
 
-        sampler = DraftSampler(context, is_greedy=self.is_greedy, before=before)
-        proposal, _ = sampler.propose(first, following, ())
+        sampler = DraftSampler(context, drafts_argmax=self.drafts_argmax, before=before)
+        proposal, _ = sampler.propose(first_level, later_level, ())
         return proposal, pages
 
-    def _masked(self, context: Context) -> TokenBatch:
+    def _masked(self, context: ProposerContext) -> TokenBatch:
         """A batch of the newest tokens of every sequence, then masks.
 
         Tokens whose keys and values exist are computed again: the number of new tokens
@@ -101,7 +104,7 @@ class Pard(DraftModel):
             jnp.maximum(active.num_tokens[:, None] + back, 0),
         )
         masks = jnp.full((seqs, tree.num_levels - 1), mask, jnp.int32)
-        is_written = active.is_active & (context.wanted > 0)
+        is_written = active.is_active & (context.wanted_levels > 0)
         tokens = jnp.concatenate([newest, masks], axis=1)
         return make_token_batch(
             tokens,

@@ -26,12 +26,13 @@ class Proposal(NamedTuple):
     """Draft tokens of one round, by node of a tree.
 
     Attributes:
-        num_drafts: Number of tokens of each sequence that count, the first ones; in a
-            tree, number of levels.
-        probs: Distributions of the tokens after all sampling controls; None if each is
-            a point mass. In a tree: one per level, for the main chain.
+        num_drafts: Valid drafts of each sequence: columns at or past it are padding. In
+            a tree: valid levels.
+        probs: Distributions of the tokens after token controls, temperature, top-k,
+            top-p and min-p; None if each is a point mass. In a tree: one per level, for
+            the main chain.
         is_broken: Sequences for which a draft model computed NaN or infinity, whose
-            tokens do not count; None without a model.
+            drafts are not valid; None without a model.
     """
 
     tokens: Int[Array, "seq draft"]
@@ -48,13 +49,13 @@ class Proposal(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Context:
+class ProposerContext:
     """The part of a launch that proposers see.
 
     Attributes:
         tree: Shape of the drafts.
-        wanted: Levels of drafts that each sequence wants; 0 also for a sequence with
-            draft lag.
+        wanted_levels: Number of levels of drafts that each sequence wants; 0 also for a
+            sequence with draft lag.
         prompts: Tokens of the launch other than each sequence's newest: prompts, for
             observers of the target, or the tokens of a draft prefill. None in a launch
             without.
@@ -66,7 +67,7 @@ class Context:
     active: Active
     token_pages: Int[Array, "page page_size"]
     tree: Tree
-    wanted: Int[Array, " seq"]
+    wanted_levels: Int[Array, " seq"]
     pool: PoolShape
     prompts: TokenBatch | None
     backend: Callable[[tuple[str, ...]], Backend]
@@ -74,9 +75,9 @@ class Context:
     target: Params | None = None
 
     @property
-    def num_wanted(self) -> Int[Array, ""]:
+    def max_wanted_levels(self) -> Int[Array, ""]:
         """Largest number of levels that a sequence wants."""
-        return self.wanted.max(initial=0)
+        return self.wanted_levels.max(initial=0)
 
 
 class Seen(NamedTuple):
@@ -109,7 +110,7 @@ class Proposer(Protocol):
     """Proposes drafts inside the step program: static, hashable, without arrays.
 
     The step folds over a tuple of proposers: each receives the proposal of those before
-    it and fills in the drafts that do not count. Its state between launches is a
+    it and replaces the padding by drafts of its own. Its state between launches is a
     pytree.
     """
 
@@ -131,21 +132,21 @@ class Proposer(Protocol):
         """
         ...
 
-    def catch_up(
+    def draft_prefill(
         self,
         params: Params | None,
         state: Any,
-        context: Context,
+        context: ProposerContext,
         active: Active,
-        following: Int[Array, " token"],
+        next_tokens: Int[Array, " token"],
     ) -> tuple[Any, Float[Array, " token"] | None]:
         """Prefill `context.prompts`: tokens that only the target has read.
 
         Args:
             active: The sequence of each of the launch's tokens, at the position where
                 the token after it would have been drafted.
-            following: The token after it; `NO_TOKEN` inside prompts and for pads, where
-                no draft could be compared.
+            next_tokens: The token after each; `NO_TOKEN` inside prompts and for pads,
+                where no draft could be compared.
 
         Returns:
             The state, and the probability that a draft in that place would have been
@@ -157,7 +158,7 @@ class Proposer(Protocol):
         self,
         params: Params | None,
         state: Any,
-        context: Context,
+        context: ProposerContext,
         before: Proposal | None,
     ) -> tuple[Proposal, Any]:
         """Return drafts for every node of the tree, and the state."""
@@ -177,7 +178,7 @@ class Observer(Proposer, Protocol):
         ...
 
     def observe(
-        self, params: Params | None, state: Any, context: Context, seen: Seen
+        self, params: Params | None, state: Any, context: ProposerContext, seen: Seen
     ) -> Any:
         """Process the target's results of a round; return the state.
 
@@ -189,13 +190,13 @@ class Observer(Proposer, Protocol):
 class UpToDate:
     """A proposer without draft lag: stateless, or it observes every pass."""
 
-    def catch_up(
+    def draft_prefill(
         self,
         params: Params | None,
         state: Any,
-        context: Context,
+        context: ProposerContext,
         active: Active,
-        following: Int[Array, " token"],
+        next_tokens: Int[Array, " token"],
     ) -> tuple[Any, None]:
         """Nothing to do."""
         return state, None
@@ -206,11 +207,11 @@ class Model:
     """Base of proposers that sample drafts from logits: parameters, and always a draft.
 
     Attributes:
-        is_greedy: Propose the argmax, a point mass, even if the request samples.
+        drafts_argmax: Propose the argmax, a point mass, even if the request samples.
     """
 
     config: ModelConfig | HeadConfig
-    is_greedy: bool = False
+    drafts_argmax: bool = False
 
     has_params: ClassVar[bool] = True
     may_find_none: ClassVar[bool] = False

@@ -30,7 +30,7 @@ from jaxspec.program.propose.ngram_match import (
     find_matches,
     merge_matches,
 )
-from jaxspec.program.propose.proposal import Context, Lookup, Proposal, Seen
+from jaxspec.program.propose.proposal import Lookup, Proposal, ProposerContext, Seen
 from jaxspec.sharding import replicated
 
 
@@ -57,17 +57,17 @@ class Suffix(Lookup):
         speculative = config.speculative
         assert speculative is not None
         rule = LookupRule.of(speculative)
-        made = cls(rule.limits, rule.shortest, rule.min_share)
+        proposer = cls(rule.limits, rule.shortest, rule.min_share)
         num_requests = speculative.suffix_decoding_max_cached_requests
         if not num_requests:
-            return made
-        return CachedSuffix(**vars(made), num_requests=num_requests)
+            return proposer
+        return CachedSuffix(**vars(proposer), num_requests=num_requests)
 
     def propose(
         self,
         params: Params | None,
         state: Any,
-        context: Context,
+        context: ProposerContext,
         before: Proposal | None,
     ) -> tuple[Proposal, Any]:
         """Copy the most frequent continuation of the newest tokens."""
@@ -79,7 +79,7 @@ class Suffix(Lookup):
             proposal = proposal._replace(tokens=drafts)
         return proposal, state
 
-    def _matches(self, state: Any, context: Context) -> Matches:
+    def _matches(self, state: Any, context: ProposerContext) -> Matches:
         """Matches in the sequence itself."""
         return find_matches(
             context.active,
@@ -111,17 +111,17 @@ class CachedSuffix(Suffix):
         return answer_cache_forms(self.num_requests, replicated(mesh))
 
     def observe(
-        self, params: Params | None, state: Any, context: Context, seen: Seen
+        self, params: Params | None, state: Any, context: ProposerContext, seen: Seen
     ) -> Any:
         """Store the answers up to the start of the round."""
         return store_answers(
             state, context.active, context.token_pages, num_new=MAX_DRAFT_TOKENS + 1
         )
 
-    def _matches(self, state: Any, context: Context) -> Matches:
+    def _matches(self, state: Any, context: ProposerContext) -> Matches:
         """The longest; ties go to the sequence itself."""
-        own = super()._matches(state, context)
-        others = find_answers(
+        in_sequence = super()._matches(state, context)
+        in_answers = find_answers(
             state,
             context.active,
             context.token_pages,
@@ -129,7 +129,7 @@ class CachedSuffix(Suffix):
             shortest=self.shortest,
             num_draft_tokens=context.tree.num_levels,
         )
-        return merge_matches((own, others), NUM_MATCHES)
+        return merge_matches((in_sequence, in_answers), NUM_MATCHES)
 
 
 def choose(matches: Matches, *, limits: tuple[int, ...], min_share: int) -> Proposal:

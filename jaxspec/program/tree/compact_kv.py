@@ -21,20 +21,20 @@ def compact_kv(
     config: ModelConfig,
     pages: KvPools,
     tree: Tree,
-    row: Int[Array, " seq"],
+    tree_row: Int[Array, " seq"],
     active: Active,
     pool: PoolShape,
     backend: Backend,
 ) -> KvPools:
-    """Move keys and values of the drafts up to `row` to the slots of their positions.
+    """Move keys and values of drafts up to `tree_row` to the slots of their positions.
 
     Nothing is read or written if every sequence accepted drafts of the main chain only.
     """
     if tree.is_chain:
         return pages
     level = jnp.arange(1, tree.max_emitted, dtype=jnp.int32)[None]
-    path = jnp.asarray(tree.paths)[row][:, 1:]
-    is_moved = (level <= jnp.asarray(tree.depths)[row][:, None]) & (path != level)
+    path = jnp.asarray(tree.paths)[tree_row][:, 1:]
+    is_moved = (level <= jnp.asarray(tree.depths)[tree_row][:, None]) & (path != level)
     is_moved &= active.is_active[:, None]
     newest = active.num_tokens[:, None] - 1
 
@@ -71,5 +71,5 @@ def _layer_slots(
     """
     size = pool.num_pages * pool.page_size
     turn = jnp.arange(turns, dtype=jnp.int32)[:, None]
-    found = jnp.where(slots[None] < size, slots[None] + turn * size, turns * size)
-    return jnp.pad(found.reshape(-1), (0, 1), constant_values=turns * size)
+    layer_slots = jnp.where(slots[None] < size, slots[None] + turn * size, turns * size)
+    return jnp.pad(layer_slots.reshape(-1), (0, 1), constant_values=turns * size)

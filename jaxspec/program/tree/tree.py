@@ -105,7 +105,7 @@ class Tree:
         return np.array(padded, np.int32).reshape(len(found), width)
 
     @property
-    def width(self) -> int:
+    def max_parents_per_level(self) -> int:
         """Largest number of rows with children at one level."""
         return self.branching.shape[1]
 

@@ -23,7 +23,7 @@ from jaxspec.program.tree.tree import Tree
 from jaxspec.program.verify import place_next, verify
 from jaxspec_kernels.rejection_sampling import Verdict
 
-# Tokens, number of tokens that count, row of the last, row to continue from (0: none).
+# Tokens, number of valid tokens, row of the last, row to continue from (0: none).
 _Branch = tuple[Array, Array, Array, Array]
 
 
@@ -53,7 +53,8 @@ def verify_tree(
     Args:
         inputs: Tokens that the target read: the newest one, then the drafts by node.
         logits: Sequence-major, of all rows of the tree.
-        num_draft_tokens: Drafts of each sequence that count: levels of the tree.
+        num_draft_tokens: Valid levels of drafts of each sequence: nodes of deeper
+            levels are padding.
         adjust, forced_acceptance: As for `verify`; only for chains.
         max_model_len: Nodes whose slots would lie past it are ignored.
     """
@@ -105,7 +106,7 @@ def _follow_branches(
 
     Args:
         rows: Logits of all rows of the tree.
-        is_usable: Drafts that count.
+        is_usable: Valid drafts.
 
     Returns:
         The round's tokens, and the row of the last accepted draft.
@@ -153,7 +154,7 @@ def _follow_branches(
 def _usable_nodes(
     tree: Tree, num_draft_tokens: Int[Array, " seq"], active: Active, max_model_len: int
 ) -> Bool[Array, "seq draft"]:
-    """Drafts of levels that count whose keys and values have slots."""
+    """Drafts of valid levels whose keys and values have slots."""
     depth = jnp.array([tree.depths[1:]], jnp.int32)
     slot = jnp.arange(tree.num_nodes, dtype=jnp.int32)[None]
     slot = active.num_tokens[:, None] + slot

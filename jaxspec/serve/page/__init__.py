@@ -26,7 +26,8 @@ _DOCS_TYPES = {
     "docs.js": "text/javascript",
 }
 _PATHS = {"index.html": "/", "docs.html": "/docs"}
-# Generated text must not run scripts, load content or send data elsewhere.
+# Content-Security-Policy: generated text that a page shows must not run scripts, load
+# content or send data to other hosts.
 _POLICY = "; ".join(
     (
         *("default-src 'none'", "script-src 'self'", "style-src 'self'"),
@@ -38,7 +39,8 @@ HEADERS = {
     "Content-Security-Policy": _POLICY,
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
-    # After an update of the server no old file may be shown.
+    # Browsers must check for a newer file, so that they show no old one after an
+    # update.
     "Cache-Control": "no-cache",
 }
 
@@ -61,7 +63,7 @@ def page_routes(serving: Serving) -> APIRouter:
         return {
             "model": serving.settings.model_name,
             "max_draft_tokens": serving.config.num_draft_tokens,
-            "num_drafts": choice.num_drafts,
+            "num_drafts": choice.num_draft_tokens,
             "gain": choice.gain,
             "may_draft": choice.may_draft,
             "max_model_len": serving.config.max_model_len,

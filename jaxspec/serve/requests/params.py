@@ -28,7 +28,8 @@ from jaxspec.serve.requests.tool_choice import form_of
 _log = logging.getLogger(__name__)
 
 DEFAULT_COMPLETION_TOKENS = 16
-# A grammar of ten times this length takes half a minute to compile.
+# Maximum characters of a grammar: one of ten times this length takes half a minute to
+# compile.
 MAX_GRAMMAR_CHARACTERS = 2**16
 # Fields of a request passed to `SamplingParams` unchanged; `make_params` converts the
 # two others.
@@ -38,8 +39,8 @@ _SAME = tuple(
     if item.name in GenerationBody.model_fields
     and item.name not in ("max_tokens", "structured_outputs")
 )
-# Fields that would change a sampled text and have no effect in a beam search, with
-# their neutral values.
+# Fields that change sampling but have no effect in a beam search, with the values that
+# leave sampling unchanged. A beam search refuses any other value.
 _NOT_OF_BEAMS: dict[str, Any] = {
     **{"stop": None, "stop_token_ids": None, "min_tokens": 0},
     **{"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0},
@@ -47,10 +48,12 @@ _NOT_OF_BEAMS: dict[str, Any] = {
     "return_token_origins": False,
     "logprob_token_ids": None,
 }
-# vLLM's older fields, "guided_" before names of `StructuredOutputsParams`.
+# Older fields of vLLM: "guided_" followed by one of these names of
+# `StructuredOutputsParams`.
 _GUIDED = ("json", "regex", "choice", "grammar", "whitespace_pattern")
 _OLDER_FORMS = tuple(f"guided_{kind}" for kind in _GUIDED)
-# By parameter of the engine: fields of requests that set it, the most likely first.
+# For each parameter of the engine, the request fields that set it, the most likely
+# first.
 _FIELDS: dict[str, tuple[str, ...]] = {
     "prompt": ("messages", "input"),
     "prompt_token_ids": ("prompt",),
@@ -88,7 +91,8 @@ def make_params(body: GenerationBody, defaults: Mapping[str, Any]) -> SamplingPa
         max_tokens = defaults.get("max_tokens")
     own: dict[str, Any] = {
         "max_tokens": max_tokens,
-        # logprob_token_ids replace the most likely tokens.
+        # With `logprob_token_ids`, logprobs are returned for those ids, not for the
+        # most likely tokens.
         "logprobs": None if body.logprob_token_ids else logprobs,
         "prompt_logprobs": prompt_logprobs,
         "structured_outputs": _structured_outputs(body),

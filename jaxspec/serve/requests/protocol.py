@@ -14,19 +14,22 @@ T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
-# Texts of one request: each is a request to the engine.
+# Maximum number of sequences that one request may generate: each is a request to the
+# engine.
 MAX_TEXTS = 1024
 MAX_N = 128
-# Later code may recurse into a body.
+# Maximum nesting of a body's lists and objects, because later code may recurse into it.
 MAX_DEPTH = 100
-# Fields of one object, and entries of one list other than integers: those are token
-# ids, which are cheap. The others are validated one by one, blocking all streams.
+# Maximum number of fields of one object, and of entries of one list, both validated one
+# by one while all streams wait. Integers do not count: they are token ids, which are
+# validated quickly.
 MAX_FIELDS = 1024
 MAX_ENTRIES = 8192
-# Every new token is compared with each.
+# Maximum number of stop strings: each new token is compared with all of them.
 MAX_STOPS = 64
 MAX_BAD_WORDS = 1024
-# Far above the engine's own limit; encoding a long word takes time.
+# Maximum characters of a bad word, far above the engine's own limit: encoding a long
+# word takes time.
 MAX_BAD_WORD_CHARACTERS = 1024
 
 
@@ -43,7 +46,7 @@ class FieldError(ValueError):
 
 
 class FirstFault(FailFast):
-    """Reports the first invalid entry of a list only: there may be a million."""
+    """Reports only the first invalid entry of a list: a list may have a million."""
 
     # Python requires a hash for types in a union with `|`.
     def __hash__(self) -> int:

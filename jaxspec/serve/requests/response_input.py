@@ -18,8 +18,8 @@ from jaxspec.serve.requests.protocol import (
 )
 
 LOGPROBS = "message.output_text.logprobs"
-# Fields that Responses requests do not have, ignored like unknown ones: a response has
-# one text, whose format is `text.format`.
+# Fields of chat requests that Responses requests do not have. They are ignored, as
+# unknown fields are: a response has exactly one text, whose format is `text.format`.
 _CHATS_ONLY = {"n", "max_tokens", "response_format", "stream_options", "echo"}
 _CHATS_ONLY |= {"prompt_logprobs"}
 _SHARED = GenerationBody.model_fields.keys() - _CHATS_ONLY
@@ -28,7 +28,8 @@ _TEXTS = {
     **dict.fromkeys(("input_text", "output_text", "text"), "text"),
     "refusal": "refusal",
 }
-# Items of other models' responses that clients send back. They have no text.
+# Item types that clients send back from other models' responses. They have no text, and
+# are ignored.
 _DROPPED = ("reasoning", "item_reference")
 _CHOICES = "'none', 'auto', 'required', {'type': 'function', 'name': ...} or "
 _CHOICES += "{'type': 'allowed_tools', 'mode': ..., 'tools': [...]}"

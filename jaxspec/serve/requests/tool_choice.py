@@ -57,7 +57,7 @@ def read_choice(body: ChatBody) -> ToolChoice:
     """Read `tools` and `tool_choice` of a request.
 
     Raises:
-        RequestError: They are invalid, or contradict each other.
+        RequestError: The fields are invalid, or contradict each other.
     """
     if body.tools == []:
         message = "`tools` must not be an empty array."
@@ -100,8 +100,8 @@ def make_parser(
     """Make the tool parser for one answer; None if it may not call.
 
     Args:
-        choice: The request's.
-        name: Name of the server's parser.
+        choice: Tools and `tool_choice` of the request.
+        name: Name of the parser in the server's settings.
     """
     if choice.kind == "none":
         return None

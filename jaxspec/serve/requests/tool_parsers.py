@@ -21,7 +21,7 @@ from jaxspec.text.tokenizer import Tokenizer
 from jaxspec.text.tools import CallReader, Part
 
 GEMMA = "gemma"
-# Alias of GEMMA.
+# Another name of the parser `GEMMA`.
 GEMMA2 = "gemma2"
 
 
@@ -97,7 +97,7 @@ class ToolParser:
 
     @cached_property
     def vocab(self) -> dict[str, int]:
-        """Token ids by piece."""
+        """Token ids by vocabulary piece."""
         return self.model_tokenizer.get_vocab()
 
     def adjust_request(self, request: ChatBody) -> ChatBody:
@@ -108,7 +108,10 @@ class ToolParser:
         self, model_output: str, request: ChatBody
     ) -> ExtractedToolCallInformation:
         """Parse a complete answer."""
-        raise NotImplementedError(f"{type(self).__name__} reads no whole answers")
+        raise NotImplementedError(
+            f"{type(self).__name__} has no extract_tool_calls: it cannot parse "
+            "complete answers"
+        )
 
     def extract_tool_calls_streaming(
         self,
@@ -121,7 +124,10 @@ class ToolParser:
         request: ChatBody,
     ) -> DeltaMessage | None:
         """Parse the new part of a stream; None while it may or may not be a call."""
-        raise NotImplementedError(f"{type(self).__name__} reads no streams")
+        raise NotImplementedError(
+            f"{type(self).__name__} has no extract_tool_calls_streaming: it cannot "
+            "parse streams"
+        )
 
     def finish_streaming(self, request: ChatBody) -> DeltaMessage | None:
         """Return text held back until the end of the answer. Not part of vLLM's API."""

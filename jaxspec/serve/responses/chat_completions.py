@@ -25,7 +25,8 @@ class ChatWriter(ChoiceWriter):
         self._body = body
         self._role = self._role_of(body)
         self._choice = read_choice(body)
-        # By index of the text, if the model may call.
+        # Tool call parser of each choice, by its index; empty if the model may not call
+        # tools.
         self._streams: dict[int, ToolStream] = {}
 
     def choice(
@@ -66,7 +67,8 @@ class ChatWriter(ChoiceWriter):
         token_fields = map(choice.get, ("logprobs", "token_ids", "token_origins"))
         if not (deltas or any(token_fields) or completion.finished()):
             return
-        # The first choice has the fields of tokens, the last one the finish reason.
+        # Only the first of these choices has the fields about tokens, and only the last
+        # one has the finish reason.
         choices = [choice, *(self._empty_choice(index, delta) for delta in deltas[1:])]
         reasons = {name: choice[name] for name in ("finish_reason", "stop_reason")}
         choice |= dict.fromkeys(reasons)
@@ -92,7 +94,7 @@ class ChatWriter(ChoiceWriter):
         return make_parser(self._body, self._choice, name, self.tokenizer)
 
     def _reason(self, completion: CompletionOutput, has_calls: bool) -> str | None:
-        """Return the finish reason; a call that `tool_choice` named is "stop"."""
+        """Return the finish reason: "stop" for a call that `tool_choice` names."""
         is_call = has_calls and self._choice.kind != "named"
         if completion.finish_reason == "stop" and is_call:
             return "tool_calls"
@@ -146,7 +148,7 @@ class ChatWriter(ChoiceWriter):
         return choice | self.origins(completion)
 
     def _role_of(self, body: ChatBody) -> str:
-        """Return the answer's role: if it continues the last message, that one's."""
+        """Return the answer's role: the last message's if the answer continues it."""
         if body.add_generation_prompt and not body.continue_final_message:
             return self.settings.response_role
         return str(body.messages[-1].get("role"))

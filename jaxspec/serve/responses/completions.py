@@ -12,7 +12,7 @@ from jaxspec.serve.serving import Serving
 
 
 class CompletionWriter(ChoiceWriter):
-    """Writes texts, each after its prompt if that is echoed."""
+    """Writes generated texts, each after its prompt if the request sets `echo`."""
 
     kind = ("text_completion", "text_completion")
     null_fields = ("prompt_logprobs", "prompt_token_ids", "token_ids")
@@ -26,11 +26,14 @@ class CompletionWriter(ChoiceWriter):
     ):
         super().__init__(serving, body, params, f"cmpl-{request_id}")
         self._body = body
-        # The response has the prompt only, but the engine generates at least one token.
+        # With `echo` and `max_tokens=0` the response has only the prompt, although the
+        # engine generates one token.
         self._is_echo_only = bool(body.echo) and body.max_tokens == 0
-        # By text: characters returned so far, with echoed ones.
+        # Number of characters returned so far, echoed ones included, by index of the
+        # choice.
         self._lengths: dict[int, int] = {}
-        # By text, if log-probabilities are requested.
+        # Character offsets of tokens by index of the choice, if log-probabilities are
+        # requested.
         self._offsets: dict[int, TextOffsets] = {}
 
     def shown(self, completion: CompletionOutput) -> list[int]:
@@ -65,7 +68,8 @@ class CompletionWriter(ChoiceWriter):
                 self._offsets[index] = self._begin_offsets(len(prompt))
             offsets = self._offsets[index].push(token_ids)
             if completion.finished():
-                # Tokens of a stop string that was cut off begin where the text ends.
+                # The stop string is cut off the text. Its tokens get the offset of the
+                # text's end.
                 offsets = [min(offset, length) for offset in offsets]
         choice: dict[str, Any] = {
             "index": index,

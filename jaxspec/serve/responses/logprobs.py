@@ -27,7 +27,8 @@ class TextOffsets:
         """Begin a text.
 
         Args:
-            start: Characters before the first generated token, of an echoed prompt.
+            start: Number of characters before the first generated token: the length of
+                the echoed prompt, or 0.
             skip_special_tokens: Whether special tokens are hidden.
         """
         params = SamplingParams(skip_special_tokens=skip_special_tokens)
@@ -58,7 +59,8 @@ def prompt_offsets(
 
     Args:
         text: The prompt as it is echoed.
-        token_ids: Of the prompt; truncation may have dropped one end of them.
+        token_ids: Token ids of the prompt, of which truncation may have dropped the
+            first or the last.
         is_spelled: The client gave the text, so the special tokens that it spells are
             visible. Otherwise the text was decoded from ids, without special tokens.
         is_cut_right: Truncation dropped the last tokens, not the first.
@@ -68,7 +70,8 @@ def prompt_offsets(
     # Index of the character of every byte: truncation may cut inside a character.
     places = [at for at, one in enumerate(text) for _ in one.encode()] + [len(text)]
     content = text.encode()
-    # From the end that truncation kept; a truncated prompt is echoed whole.
+    # Offsets are counted from the end that truncation kept, because a truncated prompt
+    # is echoed whole.
     at = 0 if is_cut_right else len(content)
     starts: list[int] = []
     for token in token_ids if is_cut_right else reversed(token_ids):
@@ -105,8 +108,9 @@ class LogprobWriter:
         """Write the format of completions.
 
         Args:
-            positions: Of each token; None for the first token of a prompt.
-            offsets: Of each token, in characters of the returned text.
+            positions: Log-probabilities at each token; None for the first token of a
+                prompt.
+            offsets: Offset of each token, in characters of the returned text.
         """
         tokens: list[str] = []
         own: list[float | None] = []
@@ -124,7 +128,7 @@ class LogprobWriter:
         }
 
     def _by_key(self, position: LogprobsOnePosition) -> dict[str, float]:
-        """Return log-probabilities by text; of tokens with equal texts the first."""
+        """Return log-probabilities by token text; of equal texts the first."""
         found: dict[str, float] = {}
         for token, entry in position.items():
             found.setdefault(self._key(token, entry), _bounded(entry.logprob))

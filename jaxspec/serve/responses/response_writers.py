@@ -20,7 +20,8 @@ T = TypeVar("T")
 Numbered = AsyncGenerator[tuple[int, RequestOutput], None]
 
 
-# Log-probabilities and token ids of one response: about 25 MB.
+# Maximum number of log-probabilities and token ids of one response: about 25 MB of
+# JSON.
 MAX_ENTRIES = 2**20
 
 
@@ -49,10 +50,11 @@ class Writer(ABC):
             as_ids = settings.return_tokens_as_token_ids
         self.logprobs = LogprobWriter(serving.tokenizer, as_ids=as_ids)
         self._usage = Usage(has_details=settings.enable_prompt_tokens_details)
-        # By prompt: only the first output of a prompt has them.
+        # Logprobs of each prompt, by its number. Kept because only the first output of
+        # a prompt has them.
         self._prompt_logprobs: dict[int, list[Any]] = {}
         self._written: dict[int, Any] = {}
-        # Whether a stream ends with counts, and whether every chunk has them.
+        # Whether a stream ends with token counts, and whether every chunk has them.
         self._has_usage = self._counts_each = settings.enable_force_include_usage
         options = body.stream_options
         if options is not None and options.include_usage:
@@ -107,7 +109,7 @@ class Writer(ABC):
         return size
 
     async def answer(self, outputs: Numbered) -> dict[str, Any]:
-        """Wait for all texts, and write the complete response."""
+        """Wait until all output is generated, and write the complete response."""
         return self.whole([one async for one in outputs])
 
     @abstractmethod
@@ -159,7 +161,7 @@ class ChoiceWriter(Writer):
         """Write a complete choice."""
 
     def openings(self, index: int, output: RequestOutput) -> Iterator[dict[str, Any]]:
-        """Write the choices of a stream that precede a text's first token."""
+        """Write the choices that a stream sends before a text's first token."""
         return iter(())
 
     def of_prompt(self, output: RequestOutput) -> dict[str, Any]:
@@ -246,7 +248,7 @@ class ChoiceWriter(Writer):
     def _texts(
         self, number: int, output: RequestOutput
     ) -> Iterator[tuple[CompletionOutput, int]]:
-        """Count an output; yield its texts, each with its index in the response."""
+        """Count the tokens of an output; yield its completions and their indices."""
         self._usage.add_prompt(number, output)
         if output.prompt_logprobs is not None:
             self._prompt_logprobs[number] = list(output.prompt_logprobs)

@@ -27,7 +27,8 @@ from jaxspec.serve.streaming import SHORT_ANSWER
 
 _log = logging.getLogger(__name__)
 
-# By finish reason; any other means that the server shut down.
+# Status of a response by the engine's finish reason. Any other reason means that the
+# server shut down.
 _STATUS = {"stop": "completed", "length": "incomplete"}
 _FAILED = "failed"
 
@@ -133,7 +134,8 @@ class ResponseWriter(Writer):
         """
         has_begun = False
         if self._body.background:
-            # Its client needs the id at once, to be able to stream it again.
+            # The client of a background response needs its id at once, to be able to
+            # stream it again after a lost connection.
             has_begun = True
             for event in self._opening():
                 yield event
@@ -204,7 +206,8 @@ class ResponseWriter(Writer):
             yield from self._begin(self._make_message())
         item = self._items[-1]
         if isinstance(item, Message) and len(self._items) == 1:
-            # There was no call: remaining tokens, such as an end, are the message's.
+            # The answer has no tool call: the remaining tokens, such as an end token,
+            # belong to the message.
             yield from self._add_text("", self._waiting)
         response = self._ended(output)
         for event in item.closing(response["output"][-1]["status"]):
@@ -229,7 +232,7 @@ class ResponseWriter(Writer):
         return Call(f"fc_{self._request_id}_{at}", at, call_id=call_id, name=name)
 
     def _add_whole(self, completion: CompletionOutput) -> None:
-        """Add the items of a complete answer."""
+        """Add the items of a complete answer: its message and its tool calls."""
         tokens, words, calls = self._read(completion), completion.text, []
         if self._parser is not None:
             found = self._parser.extract_tool_calls(words, self._chat)

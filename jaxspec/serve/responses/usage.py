@@ -12,7 +12,7 @@ class Usage:
         """Start with zero counts.
 
         Args:
-            has_details: Return the number of cached prompt tokens.
+            has_details: Whether to return the number of cached prompt tokens.
         """
         self._has_details = has_details
         self._prompts: dict[int, int] = {}
@@ -25,7 +25,7 @@ class Usage:
         self._cached[number] = output.num_cached_tokens or 0
 
     def add_text(self, index: int, num_tokens: int) -> None:
-        """Count new tokens of the text with an index."""
+        """Count new tokens of the choice with this index."""
         self._texts[index] = self._texts.get(index, 0) + num_tokens
 
     def total(self) -> dict[str, Any]:
@@ -55,11 +55,10 @@ class Usage:
 def request_metrics(
     output: RequestOutput, *, has_drafts: bool, has_times: bool
 ) -> dict[str, Any] | None:
-    """Return the metrics of a finished request; None if it has several texts.
+    """Return the metrics of a finished request; None if it generated several sequences.
 
     Args:
-        has_drafts: Include its acceptance.
-        has_times: Include its times.
+        has_drafts: Include the acceptance of its drafts. has_times: Include its times.
     """
     if len(output.outputs) != 1 or not (has_drafts or has_times):
         return None

@@ -138,9 +138,9 @@ def attention_block(
     count = sum(one.kv_len.shape[0] * one.num_queries for one in attention.regions)
     if num_q_heads % heads or head_dim % 2 or count > rows:
         raise ValueError(
-            f"{num_q_heads} query heads for {heads} KV heads of {head_dim}, and "
-            f"regions of {count} rows of {rows}: heads of an even size that divide, "
-            "and no more rows than there are, are needed"
+            f"the number of query heads ({num_q_heads}) must be a multiple of that of "
+            f"KV heads ({heads}), head_dim ({head_dim}) must be even, and the regions "
+            f"({count} rows) may not have more rows than the stream ({rows})"
         )
     for norm in (attention.q_norm, attention.k_norm):
         if norm is not None and norm.weight.shape != (head_dim,):
@@ -171,8 +171,8 @@ def feed_forward_block(
     activation = network.activation
     if hidden_size % block or activation not in (GELU, SILU):
         raise ValueError(
-            f"blocks of {block} of {hidden_size}, activated by {activation!r}: a "
-            f"divisor and one of {GELU!r}, {SILU!r} are needed"
+            f"block must divide hidden_size={hidden_size}, got {block}; activation "
+            f"must be {GELU!r} or {SILU!r}, got {activation!r}"
         )
     run = dispatch.choose(
         "decoder_blocks", _MODULES, implementation, "feed_forward_block"

@@ -270,7 +270,7 @@ def _processor() -> str:
         result = subprocess.run(command, check=True, capture_output=True, text=True)
         return result.stdout.strip()
     lines = Path("/proc/cpuinfo").read_text().splitlines()
-    # The last two are for ARM, where there is no model name.
+    # The last two identify ARM processors, which have no model name.
     names = "flags", "Features", "model name", "CPU implementer", "CPU part"
     return "\n".join(
         next((line for line in lines if line.startswith(name)), "") for name in names

@@ -54,7 +54,8 @@ CASES = {
     ),
 }  # fmt: skip
 
-# Query heads, KV heads, head_dim and scale of the whole model.
+# Query heads, KV heads, head_dim and attention scale of the whole model, before it is
+# split over devices.
 _MODELS = {
     "2b": (8, 4, 256, 1 / 16),
     "9b": (16, 8, 256, 1 / 16),

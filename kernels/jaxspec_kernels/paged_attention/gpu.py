@@ -134,7 +134,7 @@ def _attend(
         if window is not None:
             visible &= distance < window
         if words_ref is not None:
-            # In a tree the bits include the window.
+            # In a tree, the ancestor bits already exclude tokens outside the window.
             node = at - start
             visible &= (node < 0)[None, :]
             for number, word in enumerate(words):

@@ -25,7 +25,8 @@ from jaxspec_kernels.sums import row_sums
 # pay for empty slots.
 BLOCK_TOKENS = 128
 
-# A product of one row with the keys is summed in another order than one of several.
+# At least two rows, so that plain decoding and verification give a query the same
+# bits: XLA sums the product of one row with the keys in another order.
 MIN_ROWS = 2
 
 _MASKED = -1e30  # finite: exp(_MASKED - _MASKED) must not be NaN in a row without keys
@@ -73,7 +74,7 @@ def paged_attention(
             page_table, number * block_pages, block_pages, axis=1
         )
 
-        # By head, as the products below need them: moved once, not twice.
+        # Pages by head, as the products below need them, so that they are moved once.
         def read(pool: Array) -> Array:
             return pool.at[pages[:, None], :, heads].get(mode="clip")
 

@@ -40,8 +40,9 @@ from jaxspec_kernels.bits import FP8, LANES, KvPages, ScaledPages, check_scales
 from jaxspec_kernels.paged_attention.reference import fold, unfold
 from jaxspec_kernels.paged_attention.tree_bits import WORD, WORD_SHIFT, pack_tree
 
-# One block: enough bytes that a copy hides its latency, few enough that two blocks and
-# the compiler's own memory stay far below the 16 MiB that a kernel gets on v5e.
+# Bytes of one block of keys and values: enough that a copy hides its latency, few
+# enough that two blocks and the compiler's own memory stay far below the 16 MiB that a
+# kernel gets on v5e.
 BLOCK_BYTES = 2**20
 MIN_BLOCK_TOKENS, MAX_BLOCK_TOKENS = 128, 512  # lanes of a tile; unrolled code
 
@@ -393,7 +394,7 @@ def paged_attention(
     )
     pools = jax.tree.leaves(kv_pages)
     if not interpret:
-        # XLA would copy a pool that fits in VMEM there, and back.
+        # Keep pools in HBM: XLA would copy one that fits in VMEM there and back.
         pools = [pltpu.with_memory_space_constraint(pool, pltpu.HBM) for pool in pools]
     mixed = pl.pallas_call(
         kernel,
@@ -434,7 +435,7 @@ def _places(
 
 
 def _scratch(rows: Array, kv_pages: KvPages, block_pages: int) -> list[Any]:
-    """Return them in the order of the kernel's arguments."""
+    """Return the kernel's scratch buffers, in the order of its arguments."""
     _, kv_heads, num_rows, head_dim = rows.shape
     buffers = [pltpu.VMEM((2, block_pages, *kv_pages.shape[1:]), kv_pages.dtype)]
     if isinstance(kv_pages, ScaledPages):
@@ -453,7 +454,7 @@ def _scratch(rows: Array, kv_pages: KvPages, block_pages: int) -> list[Any]:
 
 
 def _per_seq(array: Array) -> pl.BlockSpec:
-    """One sequence's part per grid step, or the whole array."""
+    """Return the block of an array per grid step: one sequence's part, or all of it."""
     index = (0,) * (array.ndim - 1)
     if array.shape[0] == 1:
         return pl.BlockSpec((1, *array.shape[1:]), lambda seq, *_: (0, *index))

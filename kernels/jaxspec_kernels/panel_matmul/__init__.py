@@ -18,7 +18,7 @@ __all__ = ["WIDTH", "Panels", "QuantizedPanels", "from_panels", "from_quantized_
 __all__ += ["panel_form", "panel_matmul", "panel_rows", "quantized_form"]
 __all__ += ["quantized_panels", "to_panels"]
 
-# Outputs of one panel.
+# Number of matrix outputs in one panel.
 WIDTH = 32
 _MODULES = {"reference": "reference", "cpu": "cpu"}
 # Types of quantized panels; a uint8 holds two 4-bit values.
@@ -52,8 +52,8 @@ def quantized_form(
     (outputs, features), is_half = shape, dtype == jnp.int4
     if features % (2 * num_groups if is_half else num_groups):
         raise ValueError(
-            f"{num_groups} groups of {features} features: whole groups are needed, of "
-            "an even number of values of 4 bits"
+            f"{features} features must divide into {num_groups} groups of equal size, "
+            "which must be even for 4-bit values"
         )
     count = -(-outputs // WIDTH)
     values = (count, features // (2 if is_half else 1), WIDTH)

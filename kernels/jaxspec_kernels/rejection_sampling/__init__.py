@@ -12,7 +12,7 @@ from jaxspec_kernels.rejection_sampling.reference import (
     BLOCK,
     COUPLED,
     STANDARD,
-    Controls,
+    SamplingValues,
     Verdict,
 )
 
@@ -20,7 +20,7 @@ __all__ = [
     "BLOCK",
     "COUPLED",
     "STANDARD",
-    "Controls",
+    "SamplingValues",
     "Verdict",
     "rejection_sampling",
     "sample",
@@ -34,7 +34,7 @@ def rejection_sampling(
     draft_probs: Float[Array, "seq draft vocab"] | None,
     target_logits: Float[Array, "seq draft+1 vocab"],
     num_draft_tokens: Int[Array, " seq"],
-    controls: Controls | None,
+    sampling_values: SamplingValues | None,
     *,
     rule: Int[Array, " seq"] | None = None,
     accept_uniform: Float[Array, "seq draft"] | None = None,
@@ -50,11 +50,11 @@ def rejection_sampling(
 
     The target's distribution is the softmax of its logits after temperature, top-k,
     top-p and min-p, in that order; logits equal to a filter's cutoff are all kept.
-    Emitted tokens follow it exactly, up to float32 rounding and the 24 bits of a
-    uniform. The probabilities are never written to memory: one pass over the logits
-    yields row statistics and the draft tokens' probabilities, top-k and top-p add a few
-    passes if a sequence uses them, and then only the row that the token is drawn from
-    is read again. Sequences with different rules share a batch:
+    Emitted tokens follow it exactly, up to float32 rounding and the 24-bit resolution
+    of the uniform random numbers. The probabilities are never written to memory: one
+    pass over the logits yields row statistics and the draft tokens' probabilities,
+    top-k and top-p add a few passes if a sequence uses them, and then only the row that
+    the token is drawn from is read again. Sequences with different rules share a batch:
 
     - greedy (temperature 0, `rule` is ignored): drafts are accepted while they equal
       the argmax (lowest id on ties); the next token is the argmax.
@@ -86,12 +86,15 @@ def rejection_sampling(
 
     Args:
         draft_tokens: May have no columns: plain decoding.
-        draft_probs: Distributions that `draft_tokens` were drawn from, after all
-            sampling controls; None if each draft is a point mass (greedy or lookup).
-        target_logits: float32 or bfloat16; row i follows draft i - 1.
-        num_draft_tokens: Drafts that count; the later ones are ignored.
-        controls: None if every sequence is greedy: the program then contains nothing
-            else, and the arguments that follow are not used.
+        draft_probs: Distributions that `draft_tokens` were drawn from, after token
+            controls, temperature, top-k, top-p and min-p; None if each draft is a point
+            mass (greedy or lookup).
+        target_logits: float32 or bfloat16. Row i predicts the token in the place of
+            draft i (from 0); the last row, the token after all drafts.
+        num_draft_tokens: Valid drafts of each sequence: columns at or past it are
+            padding.
+        sampling_values: None if every sequence is greedy: the program then contains
+            nothing else, and the arguments that follow are not used.
         rule: `STANDARD`, `BLOCK` or `COUPLED`.
         accept_uniform: In [0, 1), one per draft.
         sample_uniform: In [0, 1).
@@ -120,7 +123,7 @@ def rejection_sampling(
         draft_tokens=draft_tokens,
         draft_probs=draft_probs,
         num_draft_tokens=num_draft_tokens,
-        controls=controls,
+        sampling_values=sampling_values,
         rule=rule,
         accept_uniform=accept_uniform,
         sample_uniform=sample_uniform,
@@ -133,7 +136,7 @@ def rejection_sampling(
         draft_probs,
         target_logits,
         num_draft_tokens,
-        controls,
+        sampling_values,
         rule=rule,
         accept_uniform=accept_uniform,
         sample_uniform=sample_uniform,
@@ -146,7 +149,7 @@ def rejection_sampling(
 
 def sample(
     logits: Float[Array, "row vocab"],
-    controls: Controls | None,
+    sampling_values: SamplingValues | None,
     *,
     rule: Int[Array, " row"] | None = None,
     uniform: Float[Array, " row"] | None = None,
@@ -163,14 +166,15 @@ def sample(
 
     Returns:
         The tokens, and the distributions they were drawn from: float32, zeros if no row
-        samples, None without `controls`. Under `shard_map` this device's slice of them.
+        samples, None without `sampling_values`. Under `shard_map` this device's slice
+        of them.
     """
     rows = logits.shape[0]
     nothing = jnp.zeros((rows, 0), jnp.int32)
     words = None if noise_words is None else noise_words[:, None]
     _check_shapes(
         (rows, 1, logits.shape[1]),
-        controls=controls,
+        sampling_values=sampling_values,
         rule=rule,
         sample_uniform=uniform,
         noise_words=words,
@@ -181,16 +185,16 @@ def sample(
         None,
         logits[:, None],
         jnp.zeros(rows, jnp.int32),
-        controls,
+        sampling_values,
         rule=rule,
         accept_uniform=nothing.astype(jnp.float32),
         sample_uniform=uniform,
         noise_words=words,
-        has_probs=controls is not None,
+        has_probs=sampling_values is not None,
         vocab_size=2**30 if vocab_size is None else vocab_size,
         axis_name=axis_name,
     )
-    if controls is None:
+    if sampling_values is None:
         return decided.next_token, None
     verdict, probs = decided
     return verdict.next_token, probs
@@ -214,7 +218,7 @@ def _implementation(
 
 
 def _check_shapes(
-    logits: tuple[int, ...], *, controls: Controls | None, **given: Any
+    logits: tuple[int, ...], *, sampling_values: SamplingValues | None, **given: Any
 ) -> None:
     """Raise `ValueError` for shapes that do not match those of the logits."""
     if len(logits) != 3 or not logits[1]:
@@ -232,7 +236,7 @@ def _check_shapes(
         "sample_uniform": seq,
         "noise_words": (seqs, width, 2),
     }
-    given |= {} if controls is None else controls._asdict()
+    given |= {} if sampling_values is None else sampling_values._asdict()
     for name, array in given.items():
         shape = expected.get(name, seq)
         if array is not None and array.shape != shape:

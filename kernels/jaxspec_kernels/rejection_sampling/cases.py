@@ -24,7 +24,7 @@ CASES = {
     f"{model}/tp{shards}": Case(
         seqs=seqs, drafts=drafts, vocab_size=_GEMMA, columns=columns, shards=shards
     )
-    # The models share a vocabulary; they differ in the number of drafts worth making.
+    # All sizes share a vocabulary. They differ in the number of drafts that pays.
     for model, seqs, drafts, columns in (
         ("2b", 8, 0, _GEMMA),
         ("9b", 8, 4, _GEMMA),

@@ -15,8 +15,8 @@ from jaxspec_kernels.rejection_sampling import passes, reference
 from jaxspec_kernels.rejection_sampling.passes import (
     Distribution,
     Draft,
-    Slice,
     Statistics,
+    VocabShard,
 )
 from jaxspec_kernels.rejection_sampling.reference import Kernels
 
@@ -26,7 +26,7 @@ TILE = 2**18
 
 
 def statistics(
-    part: Slice,
+    shard: VocabShard,
     logits: Float[Array, "row vocab"],
     temperature: Float[Array, " row"],
     tokens: Int[Array, " row"],
@@ -37,12 +37,12 @@ def statistics(
     is_summed = jnp.broadcast_to(has_sums, logits.shape[:1])
     results = [_row(logits, kind) for kind in (float, int, float, float)]
     call = jax.ffi.ffi_call("jaxspec_statistics", results)
-    operands = logits, temperature, tokens.astype(jnp.int32), is_summed, _offset(part)
-    return Statistics(*call(*operands, **_settings(part)))
+    operands = logits, temperature, tokens.astype(jnp.int32), is_summed, _offset(shard)
+    return Statistics(*call(*operands, **_settings(shard)))
 
 
 def mass_above(
-    part: Slice,
+    shard: VocabShard,
     logits: Float[Array, "row vocab"],
     distribution: Distribution,
     limits: Float[Array, "row tries"],
@@ -52,12 +52,12 @@ def mass_above(
     """See `passes.mass_above`."""
     result = jax.ShapeDtypeStruct(limits.shape, jnp.float32)
     call = jax.ffi.ffi_call("jaxspec_mass_above", result)
-    operands = logits, *_distribution(distribution), limits, _offset(part)
-    return call(*operands, counts=counts, **_settings(part))
+    operands = logits, *_distribution(distribution), limits, _offset(shard)
+    return call(*operands, counts=counts, **_settings(shard))
 
 
 def gumbel_argmax(
-    part: Slice,
+    shard: VocabShard,
     logits: Float[Array, "row vocab"],
     distribution: Distribution,
     words: UInt32[Array, "row 2"],
@@ -66,13 +66,13 @@ def gumbel_argmax(
     results = [_row(logits, kind) for kind in (float, int)]
     call = jax.ffi.ffi_call("jaxspec_gumbel_argmax", results)
     score, best = call(
-        logits, *_distribution(distribution), words, _offset(part), **_settings(part)
+        logits, *_distribution(distribution), words, _offset(shard), **_settings(shard)
     )
     return score, best
 
 
 def residual_mass(
-    part: Slice,
+    shard: VocabShard,
     logits: Float[Array, "row vocab"],
     distribution: Distribution,
     draft: Draft,
@@ -80,7 +80,7 @@ def residual_mass(
 ) -> Float[Array, "seq inner"]:
     """See `passes.residual_mass`."""
     if draft.probs is None:
-        return passes.residual_mass(part, logits, distribution, draft, joint)
+        return passes.residual_mass(shard, logits, distribution, draft, joint)
     result = jax.ShapeDtypeStruct(joint.shape, jnp.float32)
     call = jax.ffi.ffi_call("jaxspec_residual_mass", result)
     probs = draft.probs.astype(jnp.float32)
@@ -90,13 +90,13 @@ def residual_mass(
         distribution.total,
         probs,
         joint,
-        _offset(part),
-        **_settings(part),
+        _offset(shard),
+        **_settings(shard),
     )
 
 
 def probabilities(
-    part: Slice, logits: Float[Array, "row vocab"], distribution: Distribution
+    shard: VocabShard, logits: Float[Array, "row vocab"], distribution: Distribution
 ) -> Float[Array, "row vocab"]:
     """See `passes.probabilities`."""
     result = jax.ShapeDtypeStruct(logits.shape, jnp.float32)
@@ -105,13 +105,13 @@ def probabilities(
         logits,
         *_distribution(distribution),
         distribution.total,
-        _offset(part),
-        **_settings(part),
+        _offset(shard),
+        **_settings(shard),
     )
 
 
 def search(
-    part: Slice,
+    shard: VocabShard,
     logits: Float[Array, "row vocab"],
     distribution: Distribution,
     wanted: Float[Array, " row"],
@@ -129,12 +129,12 @@ def search(
         wanted,
         is_searched,
     )
-    threshold, mass = call(*operands, counts=counts, **_settings(part))
+    threshold, mass = call(*operands, counts=counts, **_settings(shard))
     return threshold, mass
 
 
 def draw(
-    part: Slice,
+    shard: VocabShard,
     logits: Float[Array, "row vocab"],
     distribution: Distribution,
     draft: Draft,
@@ -163,7 +163,7 @@ def draw(
         row,
         index,
     )
-    return call(*operands, is_rejected, joint, uniform, **_settings(part))
+    return call(*operands, is_rejected, joint, uniform, **_settings(shard))
 
 
 def rejection_sampling(*arguments: Any, tile: int = TILE, **settings: Any) -> Any:
@@ -197,9 +197,9 @@ def _row(logits: Array, kind: type) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(logits.shape[:1], dtype)
 
 
-def _offset(part: Slice) -> Int[Array, "1"]:
-    return jnp.asarray(part.offset, jnp.int32).reshape(1)
+def _offset(shard: VocabShard) -> Int[Array, "1"]:
+    return jnp.asarray(shard.offset, jnp.int32).reshape(1)
 
 
-def _settings(part: Slice) -> dict[str, np.int64]:
-    return {"vocab_size": np.int64(part.vocab_size)}
+def _settings(shard: VocabShard) -> dict[str, np.int64]:
+    return {"vocab_size": np.int64(shard.vocab_size)}

@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxspec_kernels.rejection_sampling.passes import (
     Distribution,
     Draft,
-    Slice,
+    VocabShard,
     clean,
     normalise,
     to_weights,
@@ -19,7 +19,7 @@ from jaxspec_kernels.rejection_sampling.passes import (
 
 
 def draw(
-    part: Slice,
+    shard: VocabShard,
     logits: Float[Array, "row vocab"],
     distribution: Distribution,
     draft: Draft,
@@ -40,53 +40,55 @@ def draw(
     distribution = Distribution(*(values[row] for values in distribution))
 
     def read(number: Array, within: Array | int, size: int) -> tuple[Array, Array]:
-        """Target probabilities and residual in `size` columns of each row."""
-        ids = part.ids(number, within, size)
-        columns = part.rows(logits, row, number, within, size)
+        """Return target probabilities and residual in `size` columns of each row."""
+        ids = shard.ids(number, within, size)
+        columns = shard.rows(logits, row, number, within, size)
         target = normalise(
             to_weights(clean(columns, ids), distribution), distribution.total[:, None]
         )
         if not draft.tokens.shape[1]:
             return target, target
-        own = draft.rows(part, index, number, within, size)
-        return target, jnp.maximum(joint[:, None] * target - own, 0.0)
+        draft_probs = draft.rows(shard, index, number, within, size)
+        return target, jnp.maximum(joint[:, None] * target - draft_probs, 0.0)
 
     def sums(carry: tuple[Array, Array], number: Array) -> tuple[Array, Array]:
-        columns = read(jnp.full_like(row, number), 0, part.tile)
+        columns = read(jnp.full_like(row, number), 0, shard.tile)
         updated = [
             masses.at[:, number].set(values.reshape(*masses[:, 0].shape, -1).sum(-1))
             for masses, values in zip(carry, columns, strict=True)
         ]
         return updated[0], updated[1]
 
-    seqs, pieces = row.shape[0], part.tile // part.lanes
-    empty = jnp.zeros((seqs, part.num_tiles, pieces), jnp.float32)
-    target, residual = part.walk(sums, (empty, empty), logits)
-    is_residual = is_rejected & (part.sum(residual.sum(axis=(1, 2))) > 0)
+    seqs, pieces = row.shape[0], shard.tile // shard.lanes
+    empty = jnp.zeros((seqs, shard.num_tiles, pieces), jnp.float32)
+    target, residual = shard.walk(sums, (empty, empty), logits)
+    is_residual = is_rejected & (shard.psum(residual.sum(axis=(1, 2))) > 0)
     masses = jnp.where(is_residual[:, None, None], residual, target)
     masses = masses.reshape(seqs, -1)
 
-    goal, is_here = _choose_device(part, masses, uniform)
+    goal, is_here = _choose_device(shard, masses, uniform)
     piece, goal = _descend(masses, goal)
-    number, within = piece // pieces, piece % pieces * part.lanes
-    target, residual = read(number, within, part.lanes)
+    number, within = piece // pieces, piece % pieces * shard.lanes
+    target, residual = read(number, within, shard.lanes)
     column, _ = _descend(jnp.where(is_residual[:, None], residual, target), goal)
-    token = part.offset + part.start(number) + within + column
-    return part.sum(jnp.where(is_here, token, 0)).astype(jnp.int32)
+    token = shard.offset + shard.start(number) + within + column
+    return shard.psum(jnp.where(is_here, token, 0)).astype(jnp.int32)
 
 
 def _choose_device(
-    part: Slice, masses: Float[Array, "seq piece"], uniform: Float[Array, " seq"]
+    shard: VocabShard, masses: Float[Array, "seq piece"], uniform: Float[Array, " seq"]
 ) -> tuple[Array, Array]:
     """Return the goal within this device's slice, and whether the token lies there."""
-    own = jnp.cumsum(masses, axis=1)[:, -1]
-    if part.axis_name is None:
-        return uniform * own, jnp.ones_like(uniform, bool)
-    devices = jnp.arange(jax.lax.axis_size(part.axis_name), dtype=jnp.int32)[None]
-    every = part.sum(jnp.where(devices == part.index, own[:, None], 0.0))
-    goal = uniform * jnp.cumsum(every, axis=1)[:, -1]
-    device, goal = _descend(every, goal)
-    return goal, device == part.index
+    local_mass = jnp.cumsum(masses, axis=1)[:, -1]
+    if shard.axis_name is None:
+        return uniform * local_mass, jnp.ones_like(uniform, bool)
+    devices = jnp.arange(jax.lax.axis_size(shard.axis_name), dtype=jnp.int32)[None]
+    device_masses = shard.psum(
+        jnp.where(devices == shard.index, local_mass[:, None], 0.0)
+    )
+    goal = uniform * jnp.cumsum(device_masses, axis=1)[:, -1]
+    device, goal = _descend(device_masses, goal)
+    return goal, device == shard.index
 
 
 def _descend(

@@ -24,12 +24,13 @@ from jaxspec_kernels.rejection_sampling.noise import exponential
 from jaxspec_kernels.rejection_sampling.passes import (
     Distribution,
     Draft,
-    Slice,
     Statistics,
+    VocabShard,
 )
 from jaxspec_kernels.rejection_sampling.reference import Kernels
 
-# 16 logits per thread, in loads of 16 bytes; 6 rows of 256,000 are 378 programs.
+# Columns per tile: 16 logits per thread, in loads of 16 bytes. 6 rows of 256,000
+# columns are 378 programs.
 TILE, NUM_WARPS = 4096, 8
 
 
@@ -164,7 +165,7 @@ def _residual_mass(*refs: Any, **shape: int):
 
 def _launch(
     kernel: Callable,
-    part: Slice,
+    shard: VocabShard,
     logits: Float[Array, "row vocab"],
     *others: Array,
     results: Sequence[DTypeLike],
@@ -176,17 +177,17 @@ def _launch(
     """Run a kernel on every tile of every row; returns arrays [*before, row, split]."""
     grid = rows or logits.shape[0], pl.cdiv(logits.shape[1], tile)
     return pl.pallas_call(
-        functools.partial(kernel, tile=tile, vocab_size=part.vocab_size),
+        functools.partial(kernel, tile=tile, vocab_size=shard.vocab_size),
         grid=grid,
         out_shape=[jax.ShapeDtypeStruct((*before, *grid), dtype) for dtype in results],
         compiler_params=plgpu.CompilerParams(num_warps=NUM_WARPS, num_stages=1),
         interpret=interpret,
         name=f"rejection_sampling{kernel.__name__}",
-    )(logits, jnp.asarray(part.offset, jnp.int32).reshape(1), *others)
+    )(logits, jnp.asarray(shard.offset, jnp.int32).reshape(1), *others)
 
 
 def statistics(
-    part: Slice,
+    shard: VocabShard,
     logits: Float[Array, "row vocab"],
     temperature: Float[Array, " row"],
     tokens: Int[Array, " row"],
@@ -201,7 +202,7 @@ def statistics(
     results = floats, jnp.int32, floats, floats
     maximum, best, total, draft_logit = _launch(
         _statistics,
-        part,
+        shard,
         logits,
         temperature,
         tokens,
@@ -210,14 +211,14 @@ def statistics(
         interpret=interpret,
     )
     top, at = passes.lowest(maximum, best)
-    at = jnp.where(at == passes.NO_ID, part.offset, at)
+    at = jnp.where(at == passes.NO_ID, shard.offset, at)
     distribution = Distribution(temperature, top, jnp.full_like(top, -jnp.inf), top)
     total = (total * passes.to_weights(maximum, distribution)).sum(axis=1)
     return Statistics(top, at, total, draft_logit.max(axis=1))
 
 
 def mass_above(
-    part: Slice,
+    shard: VocabShard,
     logits: Float[Array, "row vocab"],
     distribution: Distribution,
     limits: Float[Array, "row tries"],
@@ -230,7 +231,7 @@ def mass_above(
     kernel.__name__ = _mass_above.__name__  # pyright: ignore[reportAttributeAccessIssue]
     [found] = _launch(
         kernel,
-        part,
+        shard,
         logits,
         jnp.stack(distribution[:3], axis=1),
         limits,
@@ -242,7 +243,7 @@ def mass_above(
 
 
 def gumbel_argmax(
-    part: Slice,
+    shard: VocabShard,
     logits: Float[Array, "row vocab"],
     distribution: Distribution,
     words: UInt32[Array, "row 2"],
@@ -252,14 +253,14 @@ def gumbel_argmax(
     shared = jnp.stack(distribution[:3], axis=1)
     results = jnp.float32, jnp.int32
     found = _launch(
-        _gumbel_argmax, part, logits, shared, words, results=results, **launch
+        _gumbel_argmax, shard, logits, shared, words, results=results, **launch
     )
     score, best = passes.lowest(*found)
-    return score, jnp.where(score > 0, best, part.offset)
+    return score, jnp.where(score > 0, best, shard.offset)
 
 
 def residual_mass(
-    part: Slice,
+    shard: VocabShard,
     logits: Float[Array, "row vocab"],
     distribution: Distribution,
     draft: Draft,
@@ -269,7 +270,7 @@ def residual_mass(
     """See `passes.residual_mass`."""
     [found] = _launch(
         _residual_mass,
-        part,
+        shard,
         logits,
         jnp.stack(distribution[:3], axis=1),
         distribution.total,

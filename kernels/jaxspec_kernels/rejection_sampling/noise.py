@@ -5,17 +5,17 @@ from jaxtyping import Array, Float, UInt32
 
 
 def exponential(first: Array, second: Array, ids: Array) -> Float[Array, "..."]:
-    """Exponential noise by a counter hash of two words and ids; strictly positive."""
+    """Return exponential noise, a counter hash of two words and ids; positive."""
     return -jnp.log(uniform(first, second, ids))
 
 
 def uniform(first: Array, second: Array, ids: Array) -> Float[Array, "..."]:
-    """Uniforms by a counter hash of two words and ids, strictly between 0 and 1.
+    """Return uniforms, a counter hash of two words and ids, between 0 and 1.
 
     References: the finaliser of MurmurHash3 (Appleby 2011).
     """
     bits = _mix(_mix(ids.astype(jnp.uint32) + first) ^ second)
-    # The centre of its cell, so never 0 or 1.
+    # Take the center of each cell, so that a uniform is never 0 or 1.
     return ((bits >> 9).astype(jnp.float32) + 0.5) * jnp.float32(2.0**-23)
 
 

@@ -54,7 +54,7 @@ class Statistics(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Slice:
+class VocabShard:
     """The part of the vocabulary that this device holds, and its tiles.
 
     Attributes:
@@ -97,13 +97,13 @@ class Slice:
         return jax.lax.axis_index(self.axis_name)
 
     def start(self, number: Int[Array, "*tiles"]) -> Int[Array, "*tiles"]:
-        """First column of a tile; the last tile overlaps its neighbour."""
+        """Return the first column of a tile; the last tile overlaps its neighbour."""
         return jnp.minimum(number * self.tile, self.columns - self.tile)
 
     def ids(
         self, number: Int[Array, " n"], within: Array | int = 0, size: int = 0
     ) -> Int[Array, "n size"]:
-        """Ids of each tile's columns; `NO_ID` for padding and for repeated columns.
+        """Return the ids of tiles' columns; `NO_ID` for padding and repeated columns.
 
         Args:
             within: First column to return, counted from the tile's first.
@@ -118,7 +118,7 @@ class Slice:
     def read(
         self, logits: Float[Array, "row vocab"], number: Int[Array, ""]
     ) -> tuple[Float[Array, "row tile"], Int[Array, "1 tile"]]:
-        """A tile of every row in float32, and its ids; -inf where there is no token."""
+        """Return a tile of every row in float32, and its ids; -inf for padding."""
         tile = jax.lax.dynamic_slice_in_dim(logits, self.start(number), self.tile, 1)
         ids = self.ids(number[None])
         return clean(tile, ids), ids
@@ -126,7 +126,7 @@ class Slice:
     def rows(
         self, array: Array, row: Array, number: Array, within: Array | int, size: int
     ) -> Float[Array, "n size"]:
-        """For each n, `size` columns of row n, starting `within` a tile."""
+        """Return `size` columns of row n for each n, starting `within` a tile."""
 
         def read(row: Array, start: Array) -> Array:
             return jax.lax.dynamic_slice(array, (row, start), (1, size))[0]
@@ -159,27 +159,27 @@ class Slice:
         return row_sums(sums)[..., 0]
 
     def fold(self, tile: Float[Array, "*batch tile"]) -> Float[Array, "*batch lane"]:
-        """Partial sums of a tile."""
+        """Return partial sums of a tile."""
         if self.tile == self.lanes:
             return tile
         return tile.reshape(*tile.shape[:-1], -1, self.lanes).sum(axis=-2)
 
     def local(self, tokens: Int[Array, "*batch"]) -> tuple[Array, Array]:
-        """Columns of tokens, and whether this device holds them."""
+        """Return the tokens' columns in this slice, and whether the slice has them."""
         column = tokens - self.offset
         is_held = (column >= 0) & (column < self.columns) & (tokens < self.vocab_size)
         return jnp.clip(column, 0, self.columns - 1), is_held
 
-    def sum(self, values: Array) -> Array:
-        """The sum over devices."""
+    def psum(self, values: Array) -> Array:
+        """Return the sum over devices."""
         return values if not self.axis_name else jax.lax.psum(values, self.axis_name)
 
-    def max(self, values: Array) -> Array:
-        """The largest over devices."""
+    def pmax(self, values: Array) -> Array:
+        """Return the maximum over devices."""
         return values if not self.axis_name else jax.lax.pmax(values, self.axis_name)
 
-    def min(self, values: Array) -> Array:
-        """The smallest over devices."""
+    def pmin(self, values: Array) -> Array:
+        """Return the minimum over devices."""
         return values if not self.axis_name else jax.lax.pmin(values, self.axis_name)
 
 
@@ -189,27 +189,32 @@ class Draft(NamedTuple):
     tokens: Int[Array, "seq draft"]
     probs: Float[Array, "seq draft vocab"] | None
 
-    def tile(self, part: Slice, number: Array) -> Float[Array, "seq draft tile"]:
+    def tile(self, shard: VocabShard, number: Array) -> Float[Array, "seq draft tile"]:
         """A tile of every row."""
         if self.probs is None:
-            is_token = self.tokens[:, :, None] == part.ids(number[None])[None]
+            is_token = self.tokens[:, :, None] == shard.ids(number[None])[None]
             return is_token.astype(jnp.float32)
-        start = part.start(number)
-        tile = jax.lax.dynamic_slice_in_dim(self.probs, start, part.tile, 2)
+        start = shard.start(number)
+        tile = jax.lax.dynamic_slice_in_dim(self.probs, start, shard.tile, 2)
         return tile.astype(jnp.float32)
 
     def rows(
-        self, part: Slice, index: Array, number: Array, within: Array | int, size: int
+        self,
+        shard: VocabShard,
+        index: Array,
+        number: Array,
+        within: Array | int,
+        size: int,
     ) -> Float[Array, "seq size"]:
-        """`size` columns of one row per sequence, each starting `within` a tile."""
+        """Return `size` columns of one row per sequence, starting `within` a tile."""
         if self.probs is None:
             token = jnp.take_along_axis(self.tokens, index[:, None], axis=1)
-            return (token == part.ids(number, within, size)).astype(jnp.float32)
+            return (token == shard.ids(number, within, size)).astype(jnp.float32)
 
         def read(probs: Array, index: Array, start: Array) -> Array:
             return jax.lax.dynamic_slice(probs, (index, start), (1, size))[0]
 
-        start = part.start(number) + within
+        start = shard.start(number) + within
         if index.shape[0] > MAX_SLICES:
             return jax.vmap(read)(self.probs, index, start).astype(jnp.float32)
         columns = [
@@ -218,17 +223,17 @@ class Draft(NamedTuple):
         ]
         return jnp.concatenate(columns)[:, 0].astype(jnp.float32)
 
-    def token_probs(self, part: Slice) -> Float[Array, "seq draft"]:
+    def token_probs(self, shard: VocabShard) -> Float[Array, "seq draft"]:
         """Probability of each draft token."""
         if self.probs is None:
             return jnp.ones(self.tokens.shape, jnp.float32)
-        column, is_held = part.local(self.tokens)
+        column, is_held = shard.local(self.tokens)
         probs = jnp.take_along_axis(self.probs, column[:, :, None], axis=2)[:, :, 0]
-        return part.sum(jnp.where(is_held, probs.astype(jnp.float32), 0.0))
+        return shard.psum(jnp.where(is_held, probs.astype(jnp.float32), 0.0))
 
 
 def clean(logits: Array, ids: Array) -> Array:
-    """Logits as float32; NaN, padding and repeated columns become -inf."""
+    """Return logits as float32; NaN, padding and repeated columns become -inf."""
     logits = jnp.minimum(logits.astype(jnp.float32), LARGEST)
     return jnp.where(jnp.isnan(logits) | (ids == NO_ID), -jnp.inf, logits)
 
@@ -260,12 +265,12 @@ def normalise(weights: Array, total: Array) -> Array:
 
 
 def probabilities(
-    part: Slice, logits: Float[Array, "row vocab"], distribution: Distribution
+    shard: VocabShard, logits: Float[Array, "row vocab"], distribution: Distribution
 ) -> Float[Array, "row vocab"]:
     """Return all probabilities of this device's slice (only `sample` needs them)."""
-    column = jnp.arange(part.columns, dtype=jnp.int32)[None]
-    ids = part.offset + column
-    ids = jnp.where(ids < part.vocab_size, ids, NO_ID)
+    column = jnp.arange(shard.columns, dtype=jnp.int32)[None]
+    ids = shard.offset + column
+    ids = jnp.where(ids < shard.vocab_size, ids, NO_ID)
     return normalise(
         to_weights(clean(logits, ids), distribution), distribution.total[:, None]
     )
@@ -279,26 +284,26 @@ def lowest(values: Float[Array, "row tile"], ids: Array) -> tuple[Array, Array]:
 
 
 def statistics(
-    part: Slice,
+    shard: VocabShard,
     logits: Float[Array, "row vocab"],
     temperature: Float[Array, " row"],
     tokens: Int[Array, " row"],
     is_sampled: Bool[Array, " row"] | None,
 ) -> Statistics:
-    """Maximum, its id, the sum of exp, and one logit, of this device's slice.
+    """Return maximum, its id, sum of exp, and one logit, for this device's slice.
 
     Args:
         is_sampled: Rows that need the sum; if no row does, sums are 0. None: no row
             does, known when the program is compiled.
     """
     rows = logits.shape[0]
-    column, is_held = part.local(tokens)
+    column, is_held = shard.local(tokens)
     draft_logit = jnp.take_along_axis(logits, column[:, None], axis=1)
     draft_logit = clean(draft_logit, jnp.where(is_held, tokens, NO_ID)[:, None])[:, 0]
 
     def visit(carry: tuple[Array, ...], number: Array, has_sum: bool):
         maximum, at, total = carry
-        tile, _ = part.read(logits, number)
+        tile, _ = shard.read(logits, number)
         top = tile.max(axis=1)
         at = jnp.where(top > maximum, number, at)
         top = jnp.maximum(top, maximum)
@@ -306,7 +311,7 @@ def statistics(
             distribution = Distribution(
                 temperature, top, jnp.full_like(top, -jnp.inf), top
             )
-            total = total * to_weights(maximum[:, None], distribution) + part.fold(
+            total = total * to_weights(maximum[:, None], distribution) + shard.fold(
                 to_weights(tile, distribution)
             )
         return top, at, total
@@ -314,11 +319,11 @@ def statistics(
     start = (
         jnp.full(rows, -jnp.inf, jnp.float32),
         jnp.zeros(rows, jnp.int32),
-        jnp.zeros((rows, part.lanes), jnp.float32),
+        jnp.zeros((rows, shard.lanes), jnp.float32),
     )
 
     def walked(has_sum: bool) -> tuple[Array, ...]:
-        return part.walk(partial(visit, has_sum=has_sum), start, logits)
+        return shard.walk(partial(visit, has_sum=has_sum), start, logits)
 
     if is_sampled is None:
         maximum, at, total = walked(False)
@@ -326,27 +331,30 @@ def statistics(
         maximum, at, total = jax.lax.cond(
             is_sampled.any(), lambda: walked(True), lambda: walked(False)
         )
-    # Read the first tile with the maximum again to find the lowest id that has it.
+    # Read the first tile that contains the maximum again, to find the lowest id that
+    # has it.
     every = jnp.arange(rows, dtype=jnp.int32)
-    top = part.rows(logits, every, at, 0, part.tile)
-    _, best = lowest(clean(top, part.ids(at)), part.ids(at))
-    best = jnp.where(best == NO_ID, part.offset, best)
+    top = shard.rows(logits, every, at, 0, shard.tile)
+    _, best = lowest(clean(top, shard.ids(at)), shard.ids(at))
+    best = jnp.where(best == NO_ID, shard.offset, best)
     return Statistics(maximum, best, row_sums(total)[:, 0], draft_logit)
 
 
-def combine(part: Slice, own: Statistics, temperature: Array) -> Statistics:
+def combine(shard: VocabShard, local: Statistics, temperature: Array) -> Statistics:
     """Combine the devices' statistics into those of the whole vocabulary."""
-    maximum = part.max(own.maximum)
-    best = part.min(jnp.where(own.maximum == maximum, own.best, NO_ID))
+    maximum = shard.pmax(local.maximum)
+    best = shard.pmin(jnp.where(local.maximum == maximum, local.best, NO_ID))
     distribution = Distribution(
-        temperature, maximum, jnp.full_like(maximum, -jnp.inf), own.total
+        temperature, maximum, jnp.full_like(maximum, -jnp.inf), local.total
     )
-    total = part.sum(own.total * to_weights(own.maximum[:, None], distribution)[:, 0])
-    return Statistics(maximum, best, total, part.max(own.draft_logit))
+    total = shard.psum(
+        local.total * to_weights(local.maximum[:, None], distribution)[:, 0]
+    )
+    return Statistics(maximum, best, total, shard.pmax(local.draft_logit))
 
 
 def mass_above(
-    part: Slice,
+    shard: VocabShard,
     logits: Float[Array, "row vocab"],
     distribution: Distribution,
     limits: Float[Array, "row tries"],
@@ -360,16 +368,16 @@ def mass_above(
     """
 
     def visit(number: Array) -> Array:
-        tile = part.read(logits, number)[0]
+        tile = shard.read(logits, number)[0]
         weights = jnp.ones_like(tile) if counts else to_weights(tile, distribution)
         is_above = tile[:, None] >= limits[:, :, None]
         return jnp.where(is_above, weights[:, None], 0.0)
 
-    return part.total(visit, limits.shape, logits)
+    return shard.total(visit, limits.shape, logits)
 
 
 def residual_mass(
-    part: Slice,
+    shard: VocabShard,
     logits: Float[Array, "row vocab"],
     distribution: Distribution,
     draft: Draft,
@@ -383,17 +391,17 @@ def residual_mass(
     seqs, inner = joint.shape
 
     def visit(number: Array) -> Array:
-        weights = to_weights(part.read(logits, number)[0], distribution)
+        weights = to_weights(shard.read(logits, number)[0], distribution)
         target = normalise(weights, distribution.total[:, None])
-        target = target.reshape(seqs, inner + 2, part.tile)[:, 1:-1]
-        above = joint[:, :, None] * target - draft.tile(part, number)[:, 1:]
+        target = target.reshape(seqs, inner + 2, shard.tile)[:, 1:-1]
+        above = joint[:, :, None] * target - draft.tile(shard, number)[:, 1:]
         return jnp.maximum(above, 0.0)
 
-    return part.total(visit, (seqs, inner), logits)
+    return shard.total(visit, (seqs, inner), logits)
 
 
 def gumbel_argmax(
-    part: Slice,
+    shard: VocabShard,
     logits: Float[Array, "row vocab"],
     distribution: Distribution,
     words: UInt32[Array, "row 2"],
@@ -407,11 +415,11 @@ def gumbel_argmax(
 
     def visit(carry: tuple[Array, Array], number: Array) -> tuple[Array, Array]:
         score, best = carry
-        tile, ids = part.read(logits, number)
+        tile, ids = shard.read(logits, number)
         noise = exponential(words[:, :1], words[:, 1:], ids)
         top, at = lowest(to_weights(tile, distribution) / noise, ids)
         return jnp.maximum(top, score), jnp.where(top > score, at, best)
 
     rows = logits.shape[0]
-    start = jnp.zeros(rows, jnp.float32), jnp.full(rows, part.offset, jnp.int32)
-    return part.walk(visit, start, logits)
+    start = jnp.zeros(rows, jnp.float32), jnp.full(rows, shard.offset, jnp.int32)
+    return shard.walk(visit, start, logits)

@@ -19,15 +19,15 @@ from jaxspec_kernels.rejection_sampling.draw import draw
 from jaxspec_kernels.rejection_sampling.passes import (
     Distribution,
     Draft,
-    Slice,
     Statistics,
+    VocabShard,
 )
 from jaxspec_kernels.rejection_sampling.search import search
 
 STANDARD, BLOCK, COUPLED = 0, 1, 2
 
 
-class Controls(NamedTuple):
+class SamplingValues(NamedTuple):
     """Sampling values per sequence; temperature 0 is greedy."""
 
     temperature: Float[Array, " seq"]
@@ -76,7 +76,7 @@ def rejection_sampling(
     draft_probs: Float[Array, "seq draft vocab"] | None,
     target_logits: Float[Array, "seq draft+1 vocab"],
     num_draft_tokens: Int[Array, " seq"],
-    controls: Controls | None,
+    sampling_values: SamplingValues | None,
     *,
     rule: Int[Array, " seq"] | None,
     accept_uniform: Float[Array, "seq draft"] | None,
@@ -101,7 +101,7 @@ def rejection_sampling(
     """
     assert not (has_probs and draft_tokens.shape[1]), "probabilities of which row?"
     seqs, width, columns = target_logits.shape
-    part = Slice(
+    shard = VocabShard(
         columns=columns,
         tile=min(tile, columns),
         vocab_size=vocab_size,
@@ -110,31 +110,35 @@ def rejection_sampling(
     logits = target_logits.reshape(seqs * width, columns)
     # The last row of a sequence verifies no draft: its token is ignored.
     tokens = jnp.pad(draft_tokens, ((0, 0), (0, 1))).reshape(-1)
-    if controls is None:
+    if sampling_values is None:
         temperature = jnp.ones(seqs * width, jnp.float32)
-        own = kernels.statistics(part, logits, temperature, tokens, None)
-        found = passes.combine(part, own, temperature)
-        choices = found.best.reshape(seqs, width)
+        local = kernels.statistics(shard, logits, temperature, tokens, None)
+        statistics = passes.combine(shard, local, temperature)
+        choices = statistics.best.reshape(seqs, width)
         return _verify_exact(draft_tokens, choices, num_draft_tokens, num_forced)
     assert rule is not None, "sampled sequences have a rule"
     assert accept_uniform is not None, "sampled sequences need uniforms"
     assert sample_uniform is not None, "sampled sequences need uniforms"
-    row_controls = Controls(*(jnp.repeat(values, width) for values in controls))
-    is_sampled = controls.temperature > 0
-    is_sampled_row = row_controls.temperature > 0
-    temperature = jnp.where(is_sampled_row, row_controls.temperature, 1.0)
-    own = kernels.statistics(part, logits, temperature, tokens, is_sampled_row)
-    found = passes.combine(part, own, temperature)
-    best = found.best.reshape(seqs, width)
+    row_values = SamplingValues(
+        *(jnp.repeat(values, width) for values in sampling_values)
+    )
+    is_sampled = sampling_values.temperature > 0
+    is_sampled_row = row_values.temperature > 0
+    temperature = jnp.where(is_sampled_row, row_values.temperature, 1.0)
+    local = kernels.statistics(shard, logits, temperature, tokens, is_sampled_row)
+    statistics = passes.combine(shard, local, temperature)
+    best = statistics.best.reshape(seqs, width)
 
     def with_sampling() -> tuple[Verdict, Array | None]:
-        no_threshold = jnp.full_like(found.maximum, -jnp.inf)
+        no_threshold = jnp.full_like(statistics.maximum, -jnp.inf)
         distribution = _filter(
-            part,
+            shard,
             kernels,
             logits,
-            Distribution(temperature, found.maximum, no_threshold, found.total),
-            row_controls,
+            Distribution(
+                temperature, statistics.maximum, no_threshold, statistics.total
+            ),
+            row_values,
             is_sampled=is_sampled_row,
         )
         is_coupled = jnp.zeros_like(is_sampled)
@@ -142,7 +146,7 @@ def rejection_sampling(
         if noise_words is not None:
             is_coupled = is_sampled & (rule == COUPLED)
             gumbel_choices = _gumbel_argmax(
-                part,
+                shard,
                 kernels,
                 logits,
                 distribution,
@@ -150,14 +154,14 @@ def rejection_sampling(
                 is_coupled=is_coupled,
             )
             choices = jnp.where(is_coupled[:, None], gumbel_choices, best)
-        weights = passes.to_weights(found.draft_logit[:, None], distribution)[:, 0]
+        weights = passes.to_weights(statistics.draft_logit[:, None], distribution)[:, 0]
         probs = passes.normalise(weights, distribution.total)
         chosen = _verify_exact(draft_tokens, choices, num_draft_tokens, num_forced)
         is_drawn = is_sampled & ~is_coupled
 
         def sampled_verdict() -> Verdict:
             return _verify_sampled(
-                part,
+                shard,
                 kernels,
                 logits,
                 distribution,
@@ -175,7 +179,7 @@ def rejection_sampling(
             lambda left, right: jnp.where(is_drawn, left, right), drawn, chosen
         )
         return verdict, kernels.probabilities(
-            part, logits, distribution
+            shard, logits, distribution
         ) if has_probs else None
 
     def without_sampling() -> tuple[Verdict, Array | None]:
@@ -187,7 +191,7 @@ def rejection_sampling(
 
 
 def _gumbel_argmax(
-    part: Slice,
+    shard: VocabShard,
     kernels: Kernels,
     logits: Float[Array, "row vocab"],
     distribution: Distribution,
@@ -199,8 +203,8 @@ def _gumbel_argmax(
     words = noise_words.reshape(-1, 2)
 
     def gumbel_choices() -> Array:
-        score, best = kernels.gumbel_argmax(part, logits, distribution, words)
-        return part.min(jnp.where(score == part.max(score), best, passes.NO_ID))
+        score, best = kernels.gumbel_argmax(shard, logits, distribution, words)
+        return shard.pmin(jnp.where(score == shard.pmax(score), best, passes.NO_ID))
 
     choices = jax.lax.cond(
         is_coupled.any(), gumbel_choices, lambda: jnp.zeros(logits.shape[0], jnp.int32)
@@ -209,23 +213,27 @@ def _gumbel_argmax(
 
 
 def _filter(
-    part: Slice,
+    shard: VocabShard,
     kernels: Kernels,
     logits: Float[Array, "row vocab"],
     distribution: Distribution,
-    controls: Controls,
+    sampling_values: SamplingValues,
     *,
     is_sampled: Bool[Array, " row"],
 ) -> Distribution:
     """Raise the thresholds to the cutoffs of top-k, top-p and min-p, in that order."""
-    by_k = is_sampled & (controls.top_k > 0) & (controls.top_k < part.vocab_size)
-    by_p = is_sampled & (controls.top_p < 1)
-    by_min = is_sampled & (controls.min_p > 0)
+    by_k = (
+        is_sampled
+        & (sampling_values.top_k > 0)
+        & (sampling_values.top_k < shard.vocab_size)
+    )
+    by_p = is_sampled & (sampling_values.top_p < 1)
+    by_min = is_sampled & (sampling_values.min_p > 0)
 
     def total(distribution: Distribution) -> Float[Array, " row"]:
         limits = distribution.threshold[:, None]
-        masses = kernels.mass_above(part, logits, distribution, limits, counts=False)
-        return part.sum(masses)[:, 0]
+        masses = kernels.mass_above(shard, logits, distribution, limits, counts=False)
+        return shard.psum(masses)[:, 0]
 
     def narrowed(
         distribution: Distribution, threshold: Array, is_filtered: Array
@@ -243,18 +251,20 @@ def _filter(
             total=jnp.where(is_filtered, mass, distribution.total)
         )
 
-    find = partial(kernels.search, part, logits)
-    wanted = controls.top_k.astype(jnp.float32)
+    find = partial(kernels.search, shard, logits)
+    wanted = sampling_values.top_k.astype(jnp.float32)
     threshold, _ = find(distribution, wanted, is_searched=by_k, counts=True)
     distribution = narrowed(distribution, threshold, by_k)
-    wanted = controls.top_p * distribution.total
+    wanted = sampling_values.top_p * distribution.total
     threshold, mass = find(distribution, wanted, is_searched=by_p, counts=False)
     distribution = distribution._replace(
         threshold=jnp.maximum(distribution.threshold, threshold),
         total=jnp.where(by_p, mass, distribution.total),
     )
     # log(1) is 0, so min_p = 1 keeps the maximum in spite of rounding.
-    room = distribution.temperature * jnp.log(jnp.where(by_min, controls.min_p, 1.0))
+    room = distribution.temperature * jnp.log(
+        jnp.where(by_min, sampling_values.min_p, 1.0)
+    )
     above = jnp.minimum(distribution.maximum + room, distribution.maximum)
     return narrowed(distribution, jnp.where(by_min, above, -jnp.inf), by_min)
 
@@ -273,7 +283,7 @@ def _verify_exact(
 
 
 def _verify_sampled(
-    part: Slice,
+    shard: VocabShard,
     kernels: Kernels,
     logits: Float[Array, "row vocab"],
     distribution: Distribution,
@@ -291,20 +301,20 @@ def _verify_sampled(
     References: Leviathan et al. 2023, arXiv:2211.17192, Alg. 1. Sun et al. 2024,
         arXiv:2403.10444, Alg. 2.
     """
-    seqs, num_tokens = draft.tokens.shape
-    draft_token_probs = draft.token_probs(part)
+    seqs, num_drafts = draft.tokens.shape
+    draft_token_probs = draft.token_probs(shard)
     is_accepted = accept_uniform * draft_token_probs < target_token_probs
     num_accepted = _prefix_length(is_accepted, num_draft_tokens)
-    joint = jnp.ones((seqs, num_tokens + 1), jnp.float32)
-    if num_tokens:
+    joint = jnp.ones((seqs, num_drafts + 1), jnp.float32)
+    if num_drafts:
 
         def by_block() -> tuple[Array, Array]:
             joint = _joint(draft_token_probs, target_token_probs)
             inner = joint[:, 1:-1]
             masses = inner
             if inner.shape[1]:
-                masses = part.sum(
-                    kernels.residual_mass(part, logits, distribution, draft, inner)
+                masses = shard.psum(
+                    kernels.residual_mass(shard, logits, distribution, draft, inner)
                 )
             return _longest(accept_uniform, num_draft_tokens, joint, masses), joint
 
@@ -315,12 +325,12 @@ def _verify_sampled(
         # As if no more drafts had been proposed: the target samples the next token.
         num_accepted = num_draft_tokens = num_forced
     token = kernels.draw(
-        part,
+        shard,
         logits,
         distribution,
         draft,
-        row=jnp.arange(seqs, dtype=jnp.int32) * (num_tokens + 1) + num_accepted,
-        index=jnp.minimum(num_accepted, max(num_tokens - 1, 0)),
+        row=jnp.arange(seqs, dtype=jnp.int32) * (num_drafts + 1) + num_accepted,
+        index=jnp.minimum(num_accepted, max(num_drafts - 1, 0)),
         is_rejected=num_accepted < num_draft_tokens,
         joint=_pick(joint, num_accepted),
         uniform=sample_uniform,
@@ -348,13 +358,13 @@ def _longest(
     joint: Float[Array, "seq draft+1"],
     residual_mass: Float[Array, "seq draft-1"],
 ) -> Int[Array, " seq"]:
-    """Return the length of the longest prefix that passes its own test."""
-    here = joint[:, 1:]
-    room = residual_mass + 1.0 - here[:, :-1]
+    """Return the length of the longest prefix of drafts that the block rule accepts."""
+    prefix_joint = joint[:, 1:]
+    room = residual_mass + 1.0 - prefix_joint[:, :-1]
     inner = jnp.where(room > 0, residual_mass / jnp.where(room > 0, room, 1.0), 1.0)
-    inner = jnp.concatenate([inner, here[:, -1:]], axis=1)
-    length = jnp.arange(1, here.shape[1] + 1, dtype=jnp.int32)[None]
-    acceptance = jnp.where(length == num_draft_tokens[:, None], here, inner)
+    inner = jnp.concatenate([inner, prefix_joint[:, -1:]], axis=1)
+    length = jnp.arange(1, prefix_joint.shape[1] + 1, dtype=jnp.int32)[None]
+    acceptance = jnp.where(length == num_draft_tokens[:, None], prefix_joint, inner)
     is_passed = (uniform < acceptance) & (length <= num_draft_tokens[:, None])
     return jnp.where(is_passed, length, 0).max(axis=1)
 

@@ -9,12 +9,12 @@ from jaxtyping import Array, Bool, Float, UInt32
 
 from jaxspec_kernels.rejection_sampling.passes import (
     Distribution,
-    Slice,
+    VocabShard,
     safe_max,
     to_weights,
 )
 
-# exp of less than this is 0 in float32, denormals included.
+# The exp of a number below this is 0 in float32, even with denormals.
 UNDERFLOW = -104.0
 
 
@@ -29,7 +29,7 @@ class _Bracket(NamedTuple):
 
 
 def search(
-    part: Slice,
+    shard: VocabShard,
     logits: Float[Array, "row vocab"],
     distribution: Distribution,
     wanted: Float[Array, " row"],
@@ -59,7 +59,7 @@ def search(
     if not counts:
         # All tokens below this weigh less, together, than the mass that may be dropped.
         # Half of it leaves room for rounding.
-        spare = (distribution.total - wanted) / (2 * part.whole)
+        spare = (distribution.total - wanted) / (2 * shard.whole)
         room = jnp.maximum(room, jnp.log(jnp.maximum(spare, 0.0)))
     bracket = _widest(distribution, room, is_searched, unused, fan)
     if counts:  # the number of tokens with any weight is not known
@@ -75,15 +75,15 @@ def search(
 
     def narrow(bracket: _Bracket) -> _Bracket:
         limits = _from_key(bracket.tries << unused)
-        own = mass_above(part, logits, distribution, limits, counts=counts)
-        found = _narrowed(bracket, part.sum(own), wanted)
+        local_masses = mass_above(shard, logits, distribution, limits, counts=counts)
+        narrowed = _narrowed(bracket, shard.psum(local_masses), wanted)
         # A finished row must not change while other rows continue.
         is_active = is_open(bracket)
         return jax.tree.map(
             lambda new, old: jnp.where(
                 is_active.reshape(-1, *[1] * (new.ndim - 1)), new, old
             ),
-            found,
+            narrowed,
             bracket,
         )
 

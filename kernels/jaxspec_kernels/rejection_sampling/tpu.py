@@ -16,11 +16,11 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec_kernels.rejection_sampling import passes, reference
-from jaxspec_kernels.rejection_sampling.passes import Slice, Statistics
+from jaxspec_kernels.rejection_sampling.passes import Statistics, VocabShard
 from jaxspec_kernels.rejection_sampling.reference import Kernels
 
-# Two buffers of 32 rows of TILE float32 columns are 4 MiB, a quarter of the VMEM that a
-# kernel may use on v5e.
+# Rows and columns per block. Two buffers of 32 rows of TILE float32 columns are 4 MiB,
+# a quarter of the VMEM that a kernel may use on v5e.
 TILE = 16_384
 BLOCK_ROWS = 32
 
@@ -74,7 +74,7 @@ def _kernel(*refs: Any, columns: int, vocab_size: int):
 
 
 def statistics(
-    part: Slice,
+    shard: VocabShard,
     logits: Float[Array, "row vocab"],
     temperature: Float[Array, " row"],
     tokens: Int[Array, " row"],
@@ -86,12 +86,12 @@ def statistics(
     del is_sampled
     rows, columns = logits.shape
     block_rows = min(rows, BLOCK_ROWS)
-    tile = min(part.tile, columns)
+    tile = min(shard.tile, columns)
 
     def column_spec() -> pl.BlockSpec:
         return pl.BlockSpec((block_rows, 1), lambda row, tile, *_: (row, 0))
 
-    kernel = functools.partial(_kernel, columns=columns, vocab_size=part.vocab_size)
+    kernel = functools.partial(_kernel, columns=columns, vocab_size=shard.vocab_size)
     result = functools.partial(jax.ShapeDtypeStruct, (rows, 1))
     found = pl.pallas_call(
         kernel,
@@ -112,7 +112,7 @@ def statistics(
         interpret=interpret,
         name="rejection_sampling_statistics",
     )(
-        jnp.asarray(part.offset, jnp.int32).reshape(1),
+        jnp.asarray(shard.offset, jnp.int32).reshape(1),
         logits,
         temperature[:, None],
         tokens[:, None],

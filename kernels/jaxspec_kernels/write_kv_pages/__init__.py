@@ -7,8 +7,8 @@ from jaxspec_kernels.bits import KvPages
 
 __all__ = ["copy_kv_rows", "write_kv_pages"]
 
-# XLA's scatter is in place on every backend; tests of compiled programs show it. On TPU
-# a kernel writes the scales of int8.
+# No kernels for CPU and GPU: XLA's scatter writes in place on every backend, as tests
+# of compiled programs show. On TPU a kernel writes the scales of int8 pages.
 _MODULES = dict.fromkeys(dispatch.IMPLEMENTATIONS, "reference") | {"tpu": "tpu"}
 
 

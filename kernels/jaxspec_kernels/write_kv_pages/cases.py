@@ -27,9 +27,10 @@ CASES = {
     "9b/verify": Case(tokens=40, pages=12, page_size=16, kv_heads=8, head_dim=256),
 }
 
-# KV heads and head_dim of the whole model.
+# KV heads and head_dim of the whole model, before it is split over devices.
 _MODELS = {"2b": (4, 256), "9b": (8, 256), "27b": (16, 128)}
-# Rows: one sequence that decodes, eight that verify K + 1 = 6 tokens, a prefill chunk.
+# Number of rows (tokens) written: by one sequence that decodes, by eight that verify K
+# + 1 = 6 tokens, and by a prefill chunk.
 _CALLS = {"decode": 1, "verify": 48, "prefill": 512}
 
 

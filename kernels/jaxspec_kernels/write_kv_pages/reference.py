@@ -75,7 +75,8 @@ def copy_kv_rows(
         rows = ScaledPages(read_rows(kv_pages.values, source), scales)
     else:
         rows = jax.tree.map(lambda pool: read_rows(pool, source), kv_pages)
-    # Otherwise XLA:GPU reads rows while it writes others, and copies the pool for that.
+    # With the barrier, all rows are read first. Without it, XLA:GPU reads rows while it
+    # writes others, and copies the pool to do so.
     return _put(kv_pages, jax.lax.optimization_barrier(rows), target)
 
 

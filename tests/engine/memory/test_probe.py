@@ -754,5 +754,7 @@ def test_runner_compares_its_programs_with_the_plan(monkeypatch):
     monkeypatch.setattr(made.cache, "build", lambda *_: built)
     made.memory = plan_for(pair(), "h100")
     for num_seqs in (1, 2):
-        made.executable(StepShape(num_seqs=num_seqs, num_draft_tokens=0, chunk=0))
+        made.executable(
+            StepShape(num_seqs=num_seqs, num_draft_tokens=0, max_prompt_tokens=0)
+        )
     assert (made.temporary_bytes, made.code_bytes) == (5, 14)

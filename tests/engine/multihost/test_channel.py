@@ -653,8 +653,8 @@ def test_shapes_survive_the_channel(template: Any):
     shape = StepShape(
         num_seqs=8,
         num_draft_tokens=2,
-        chunk=64,
-        features=Features(is_greedy=True, num_logprobs=3),
+        max_prompt_tokens=64,
+        features=Features(all_greedy=True, num_logprobs=3),
         max_rounds=4,
         template=template,
     )

@@ -11,11 +11,11 @@ from jaxspec.engine.multihost import follower as follow
 from jaxspec.engine.multihost.channel import END, Command, Leader, shape_values
 from jaxspec.engine.multihost.follower import MAX_IN_FLIGHT, Follower
 from jaxspec.engine.runner import Runner
-from jaxspec.engine.speculation.step_times import Round
+from jaxspec.engine.speculation.step_times import RoundKind
 from jaxspec.program.plan import StepShape
 from tests.support.loops import make_config
 
-SHAPE = StepShape(num_seqs=2, num_draft_tokens=3, chunk=0)
+SHAPE = StepShape(num_seqs=2, num_draft_tokens=3, max_prompt_tokens=0)
 
 
 class Result:
@@ -49,9 +49,13 @@ class Written(Runner):
         self.events.append(("compile", shape))
 
     def time_round(
-        self, round_: Round, pages: Sequence[int], context: int, num_runs: int = 3
+        self,
+        round_kind: RoundKind,
+        pages: Sequence[int],
+        context: int,
+        num_runs: int = 3,
     ) -> float:
-        self.events.append(("time_round", round_, pages, context, num_runs))
+        self.events.append(("time_round", round_kind, pages, context, num_runs))
         return 0.0
 
     def drop_pages(self) -> None:
@@ -138,11 +142,19 @@ def test_sleep_waits_for_launches_and_wake_up_restores_part_by_part():
 
 def test_follower_times_rounds_with_the_leader():
     values = dict(
-        shape=shape_values(SHAPE), num_drafts=2, pages=[3, 4], context=64, num_runs=3
+        shape=shape_values(SHAPE),
+        num_draft_tokens=2,
+        pages=[3, 4],
+        context=64,
+        num_runs=3,
     )
     runner, _ = run(("time_round", values, None))
-    ((name, round_, *others),) = runner.events
-    assert (name, round_.shape, round_.num_drafts) == ("time_round", SHAPE, 2)
+    ((name, round_kind, *others),) = runner.events
+    assert (name, round_kind.shape, round_kind.num_draft_tokens) == (
+        "time_round",
+        SHAPE,
+        2,
+    )
     assert others == [[3, 4], 64, 3]
 
 

@@ -38,11 +38,11 @@ def make_launch(
 ) -> Launch:
     taken = np.array([request.row for request in decoding], np.int64)
     drafts = np.full(len(decoding), 3)
-    rows.launch(taken, drafts)
+    rows.count_launched(taken, drafts)
     return Launch(
         plan=StepPlan(tiles=tiles),
         shape=StepShape(
-            num_seqs=4, num_draft_tokens=3, chunk=64, features=WITH_LOGPROBS
+            num_seqs=4, num_draft_tokens=3, max_prompt_tokens=64, features=WITH_LOGPROBS
         ),
         rows=taken,
         owners=rows.owner[taken],
@@ -139,7 +139,7 @@ def test_prompt_logprobs_are_returned_once_in_order(num_returned):
     request.num_prompt_logprobs = num_returned
     tiles = [tile(0, 32, is_last=False), tile(32, 18, is_last=True)]
     launch = make_launch(rows, [], tiles, [request, request])
-    rows.launch(np.array([0]), np.zeros(1, np.int64))
+    rows.count_launched(np.array([0]), np.zeros(1, np.int64))
     parts = commit(launch, make_result([]), rows, EngineStats(), no_rates()).parts
     ranks = [
         rank

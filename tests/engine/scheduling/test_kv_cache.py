@@ -296,7 +296,7 @@ def test_reset_drops_the_prefix_cache():
         pass
     assert second.num_cached_tokens == 68
     assert loop.scheduler.reset_prefix_cache()
-    assert len(loop.scheduler.pages._key_of) == 0
+    assert len(loop.scheduler.pool._key_of) == 0
     (third,) = make_requests(config, 1)
     loop.scheduler.add(third)
     while loop.step():

@@ -23,7 +23,7 @@ from jaxspec.engine.scheduling.lookup_estimator import (
 )
 from jaxspec.engine.scheduling.request import Request
 from jaxspec.engine.scheduling.round_estimates import kind_of
-from jaxspec.engine.speculation.step_times import Round
+from jaxspec.engine.speculation.step_times import RoundKind
 from jaxspec.program.plan import Features
 from jaxspec.program.propose.ngram import NGram
 from tests.support.fake_device import (
@@ -314,9 +314,11 @@ def watched(truth: Truth, length: int, **changes: Any) -> CostlyDrafts:
     loop.truth = truth
     loop.device = LookupDevice(loop.pool, truth, has_draft=False)
     for shape in loop.scheduler.shapes.all(with_on_demand=True):
-        if not shape.chunk:
+        if not shape.max_prompt_tokens:
             for k in {1, MOST} if shape.num_draft_tokens else {0}:
-                loop.scheduler.step_times.seed(Round(shape, k), 2.5e-3 if k else 1e-3)
+                loop.scheduler.step_times.seed(
+                    RoundKind(shape, k), 2.5e-3 if k else 1e-3
+                )
     prompt = list(np.random.default_rng(0).permutation(60))
     for request in make_requests(
         config,
@@ -324,7 +326,7 @@ def watched(truth: Truth, length: int, **changes: Any) -> CostlyDrafts:
         prompt_token_ids=[int(token) for token in prompt],
         max_total=60 + length,
         num_draft_tokens=MOST,
-        features=Features(is_greedy=True),
+        features=Features(all_greedy=True),
     ):
         loop.scheduler.add(request)
     while loop.step():

@@ -42,7 +42,7 @@ class Subscriber:
 def run(loop: Loop, events: PageEvents, subscriber: Subscriber, requests: Any) -> int:
     """Run requests one by one; return the number of removed pages."""
     gone = 0
-    pool = loop.scheduler.pages
+    pool = loop.scheduler.pool
     for request in requests:
         loop.scheduler.add(request)
         is_running = True
@@ -86,10 +86,10 @@ def test_private_pages_have_no_events():
     loop.scheduler.add(request)
     while loop.step():
         pass
-    assert loop.scheduler.pages._page_of
+    assert loop.scheduler.pool._page_of
     assert events.take() == [PagesCleared()]
-    # The removal of private pages causes no events either.
-    loop.scheduler.pages.forget(range(config.num_pages))
+    # Neither are their removals.
+    loop.scheduler.pool.forget(range(config.num_pages))
     assert not events.take()
 
 

@@ -14,7 +14,7 @@ from jaxspec.engine.scheduling.prefill_budget import (
     Pacer,
 )
 from jaxspec.engine.scheduling.request import Status
-from jaxspec.engine.speculation.step_times import Round, StepTimes
+from jaxspec.engine.speculation.step_times import RoundKind, StepTimes
 from jaxspec.program.plan import StepShape
 from jaxspec.sampling_params import RequestOutputKind
 from tests.support.loops import MODEL, Loop, make_config, make_requests
@@ -22,8 +22,10 @@ from tests.support.loops import MODEL, Loop, make_config, make_requests
 CHUNKS = (32, 128, 512, 2048)
 
 
-def round_of(chunk: int) -> Round:
-    return Round(StepShape(num_seqs=4, num_draft_tokens=3, chunk=chunk), 3)
+def round_of(chunk: int) -> RoundKind:
+    return RoundKind(
+        StepShape(num_seqs=4, num_draft_tokens=3, max_prompt_tokens=chunk), 3
+    )
 
 
 PLAIN = round_of(0)
@@ -34,7 +36,7 @@ def make_pacer() -> Pacer:
     return Pacer(StepTimes())
 
 
-def begin_chunk(pacer: Pacer, mixed: list[Round]) -> tuple[int, float | None]:
+def begin_chunk(pacer: Pacer, mixed: list[RoundKind]) -> tuple[int, float | None]:
     before = pacer.saved_s
     chunk = pacer.chunk(PLAIN, mixed)
     assert pacer.saved_s == before and pacer.chunk(PLAIN, mixed) == chunk
@@ -262,9 +264,12 @@ def test_last_tokens_of_prompts_use_a_small_program():
         while loop.step():
             pass
     shapes = [one.shape for one in loop.launches[first:]]
-    chunks = [one.chunk for one in shapes if one.chunk and not one.is_catch_up]
-    # The program for 128 tokens has one decoding row, which is enough: no request
-    # decodes yet.
+    chunks = [
+        one.max_prompt_tokens
+        for one in shapes
+        if one.max_prompt_tokens and not one.is_draft_prefill
+    ]
+    # The program with room for 128 is for a single sequence: none decodes yet.
     assert chunks == [512, 128, 64]
 
 
@@ -273,7 +278,7 @@ def test_single_sequence_program_is_not_used_if_more_requests_wait():
     config = make_config(max_num_seqs=8, num_pages=200, max_num_batched_tokens=512)
     loop, first = Loop(config, seed=0), 0
     costs = {64: 1.0, 128: 1.2, 512: 4.0}
-    loop.cost = lambda launch: costs.get(launch.shape.chunk, 0.5)
+    loop.cost = lambda launch: costs.get(launch.shape.max_prompt_tokens, 0.5)
     for _ in range(4):
         first = len(loop.launches)
         for request in make_requests(config, 4, can_read_prefix_cache=False):
@@ -281,8 +286,12 @@ def test_single_sequence_program_is_not_used_if_more_requests_wait():
         while loop.step():
             pass
     shapes = [one.shape for one in loop.launches[first:]]
-    chunks = [one.chunk for one in shapes if one.chunk and not one.is_catch_up]
-    # Three launches of 128 tokens would take 3.6 seconds for the 384 tokens.
+    chunks = [
+        one.max_prompt_tokens
+        for one in shapes
+        if one.max_prompt_tokens and not one.is_draft_prefill
+    ]
+    # In turns of 128 the 384 tokens would take 3.6.
     assert chunks == [512]
 
 

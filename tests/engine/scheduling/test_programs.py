@@ -19,7 +19,7 @@ from jaxspec.program.plan import TILE, Features, StepShape
 from tests.support.loops import SomePrograms, make_config
 
 LOGPROBS = Features(num_logprobs=3)
-CONTROLS = Features(has_controls=True, is_greedy=True)
+CONTROLS = Features(has_controls=True, all_greedy=True)
 GRAMMAR = Features(has_grammar=True)
 PROMPTS = Features(num_prompt_logprobs=2)
 SOME = (GREEDY, SAMPLED, LOGPROBS, CONTROLS, GRAMMAR, PROMPTS)
@@ -42,8 +42,8 @@ def find(shapes: Shapes, *need: Any, **options: Any) -> StepShape | None:
     return found.shape
 
 
-def catch_up(shapes: Shapes, num_tiles: int) -> StepShape | None:
-    found = shapes.select_catch_up(num_tiles)
+def draft_prefill(shapes: Shapes, num_tiles: int) -> StepShape | None:
+    found = shapes.select_draft_prefill(num_tiles)
     shapes.request_compile(found.missing)
     return found.shape
 
@@ -52,8 +52,8 @@ def is_able(shape: StepShape, seqs: int, drafts: int, tokens: int, need: Feature
     return (
         shape.num_seqs >= seqs
         and shape.num_draft_tokens >= drafts
-        and shape.chunk >= tokens
-        and (need.is_greedy or not shape.features.is_greedy)
+        and shape.max_prompt_tokens >= tokens
+        and (need.all_greedy or not shape.features.all_greedy)
         and (shape.features.has_controls or not need.has_controls)
         and (shape.features.has_grammar or not need.has_grammar)
         and (shape.features.num_logprobs is not None or need.num_logprobs is None)
@@ -95,8 +95,8 @@ def test_the_default_server_has_these_programs():
         "8x5+64_sampled",
         "8x5_greedy",
         "8x5_sampled",
-        "catch-up+512",
-        "catch-up+64",
+        "draft-prefill+512",
+        "draft-prefill+64",
     ]
 
 
@@ -108,8 +108,8 @@ def test_first_program_serves_requests_and_second_adds_drafts(max_num_seqs):
     for features in (GREEDY, SAMPLED):
         assert only_first.find(1, 0, TILE, features) == first
         assert only_first.find(1, DEFAULT["num_draft_tokens"], 0, features) == first
-    assert not only_first.can_catch_up
-    assert make_shapes(SomePrograms(first, second), **sizes).can_catch_up
+    assert not only_first.can_draft_prefill
+    assert make_shapes(SomePrograms(first, second), **sizes).can_draft_prefill
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 3, 8])
@@ -136,7 +136,9 @@ def test_every_launch_has_a_listed_program_that_serves_it(
             assert found in listed
             assert is_able(found, seqs, drafts, tokens, need)
             met.add(found)
-    assert met == set(listed) - set(shapes.catch_ups), "a program that no launch needs"
+    assert met == set(listed) - set(shapes.draft_prefills), (
+        "a program that no launch needs"
+    )
 
 
 def test_plain_decoding_uses_plain_programs():
@@ -162,37 +164,37 @@ def test_plain_decoding_uses_plain_programs():
     assert found.name == "8x0+64_sampled"
 
 
-def test_plain_program_is_not_requested_for_a_few_plain_launches():
-    largest = StepShape(num_seqs=8, num_draft_tokens=5, chunk=512)
+def test_few_launches_without_drafts_request_no_compile():
+    largest = StepShape(num_seqs=8, num_draft_tokens=5, max_prompt_tokens=512)
     programs = SomePrograms(largest)
     shapes = make_shapes(programs, **DEFAULT)
     for _ in range(2):
-        assert find(shapes, 8, 0, 64, is_brief=True) == largest
+        assert find(shapes, 8, 0, 64, may_request_on_demand=False) == largest
         assert [shape.name for shape in programs.asked] == ["8x5+64_sampled"]
     assert find(shapes, 8, 0, 64) == largest
     assert programs.asked[-1].name == "8x0+64_sampled"
     # Once compiled, it is used.
     programs.add(programs.asked[-1])
-    assert find(shapes, 8, 0, 64, is_brief=True) == programs.asked[-1]
+    assert find(shapes, 8, 0, 64, may_request_on_demand=False) == programs.asked[-1]
 
 
 def test_draft_prefill_uses_the_smallest_fitting_program():
     programs = SomePrograms()
     shapes = make_shapes(programs, **DEFAULT)
-    small, large = shapes.catch_ups
+    small, large = shapes.draft_prefills
     assert (small.num_tiles, large.num_tiles) == (2, 16)
-    assert catch_up(shapes, 3) is None
+    assert draft_prefill(shapes, 3) is None
     assert programs.asked == [large]
     programs.add(small)
-    assert catch_up(shapes, 3) == small, "what there is, as often as it takes"
+    assert draft_prefill(shapes, 3) == small, "what there is, as often as it takes"
     programs.add(large)
     programs.asked.clear()
-    found = [catch_up(shapes, tiles) for tiles in (1, 2, 3, 16, 99)]
+    found = [draft_prefill(shapes, tiles) for tiles in (1, 2, 3, 16, 99)]
     assert found == [small, small, large, large, large]
     programs.there.remove(small)
-    assert catch_up(shapes, 1) == large
+    assert draft_prefill(shapes, 1) == large
     assert programs.asked == [small]
-    assert catch_up(make_shapes(**PLAIN), 1) is None
+    assert draft_prefill(make_shapes(**PLAIN), 1) is None
 
 
 def test_mixed_features_share_a_program():
@@ -215,23 +217,25 @@ def test_first_program_of_each_feature_set_serves_all_its_launches():
 
 def test_expected_prompt_length_limits_the_chunks():
     shapes = make_shapes(**DEFAULT)
-    assert {shape.chunk for shape in shapes.all()} == {0, 64, 128, 512}
-    assert {shape.chunk for shape in shapes.all(500)} == {0, 64, 128, 512}
+    assert {shape.max_prompt_tokens for shape in shapes.all()} == {0, 64, 128, 512}
+    assert {shape.max_prompt_tokens for shape in shapes.all(500)} == {0, 64, 128, 512}
     one = make_shapes(None, **(DEFAULT | dict(max_num_seqs=1)))
-    assert {shape.chunk for shape in one.all(1)} == {0, 64}
-    assert {shape.chunk for shape in one.all(100)} == {0, 64, 128}
+    assert {shape.max_prompt_tokens for shape in one.all(1)} == {0, 64}
+    assert {shape.max_prompt_tokens for shape in one.all(100)} == {0, 64, 128}
 
 
 def test_missing_program_is_requested_and_a_larger_one_serves():
     programs = SomePrograms()
     shapes = make_shapes(programs, **DEFAULT)
-    best = StepShape(num_seqs=1, num_draft_tokens=5, chunk=0, features=GREEDY)
+    best = StepShape(
+        num_seqs=1, num_draft_tokens=5, max_prompt_tokens=0, features=GREEDY
+    )
     assert find(shapes, 1, 3, 0, GREEDY) is None
     assert programs.asked == [best]
     universal = shapes.all()[0]
     programs.add(universal)
-    assert find(shapes, 1, 3, 0, GREEDY) == universal  # each size is larger
-    sampled = StepShape(num_seqs=1, num_draft_tokens=5, chunk=0)
+    assert find(shapes, 1, 3, 0, GREEDY) == universal  # more of everything
+    sampled = StepShape(num_seqs=1, num_draft_tokens=5, max_prompt_tokens=0)
     programs.add(sampled)
     assert find(shapes, 1, 3, 0, GREEDY) == sampled
     assert find(shapes, 2, 3, 0, GREEDY) == universal
@@ -252,18 +256,21 @@ def test_larger_chunk_is_compiled_once_that_many_tokens_wait():
     shapes = make_shapes(**LARGE)
     assert shapes.max_tiles == 8192 // TILE
     first = {0, 256, 512, FIRST_CHUNK}
-    assert {shape.chunk for shape in shapes.all(features=SOME)} == first
+    assert {shape.max_prompt_tokens for shape in shapes.all(features=SOME)} == first
     listed = shapes.all(features=SOME, with_on_demand=True)
-    assert {shape.chunk for shape in listed} == first | {8192}
+    assert {shape.max_prompt_tokens for shape in listed} == first | {8192}
     for need in (SAMPLED, LOGPROBS, GRAMMAR, PROMPTS):
-        chunks = [shape.chunk for shape in shapes.with_prompts(16, 5, need)]
+        chunks = [shape.max_prompt_tokens for shape in shapes.with_prompts(16, 5, need)]
         assert chunks[-2:] == [FIRST_CHUNK, 8192]
-        assert shapes.all(features=[need])[0].chunk == FIRST_CHUNK
-    assert {shape.chunk for shape in shapes.catch_ups} == {256, FIRST_CHUNK}
-    late = {shape.chunk: shapes.is_on_demand(shape) for shape in listed}
+        assert shapes.all(features=[need])[0].max_prompt_tokens == FIRST_CHUNK
+    assert {shape.max_prompt_tokens for shape in shapes.draft_prefills} == {
+        256,
+        FIRST_CHUNK,
+    }
+    late = {shape.max_prompt_tokens: shapes.is_on_demand(shape) for shape in listed}
     assert late[8192] and not late[FIRST_CHUNK]
     # Prompts of greedy requests are prefilled in programs for sampling.
-    assert {shape.chunk for shape in shapes.all(features=[GREEDY])} == {
+    assert {shape.max_prompt_tokens for shape in shapes.all(features=[GREEDY])} == {
         0,
         256,
         FIRST_CHUNK,
@@ -274,12 +281,14 @@ def test_large_chunk_is_requested_by_waiting_tokens():
     programs = SomePrograms()
     shapes = make_shapes(programs, **LARGE)
     programs.add(shapes.all()[0])
-    for is_brief in (False, True):
-        find(shapes, 1, 0, FIRST_CHUNK, SAMPLED, is_brief=is_brief)
+    for may in (True, False):
+        find(shapes, 1, 0, FIRST_CHUNK, SAMPLED, may_request_on_demand=may)
         assert not programs.asked
         for tokens in (FIRST_CHUNK + 1, 10**6):
-            find(shapes, 1, 0, tokens, SAMPLED, is_brief=is_brief)
-            assert programs.asked == [dataclasses.replace(shapes.all()[0], chunk=8192)]
+            find(shapes, 1, 0, tokens, SAMPLED, may_request_on_demand=may)
+            assert programs.asked == [
+                dataclasses.replace(shapes.all()[0], max_prompt_tokens=8192)
+            ]
             programs.asked.clear()
             programs.version += 1  # otherwise it is requested once
 
@@ -293,8 +302,15 @@ def test_largest_chunk_is_limited_by_all_sequences():
 
 def test_with_prompts_returns_compiled_programs_smallest_first():
     shapes = make_shapes(**DEFAULT)
-    assert [one.chunk for one in shapes.with_prompts(2, 5, SAMPLED)] == [64, 512]
-    assert [one.chunk for one in shapes.with_prompts(1, 0, SAMPLED)] == [64, 128, 512]
+    assert [one.max_prompt_tokens for one in shapes.with_prompts(2, 5, SAMPLED)] == [
+        64,
+        512,
+    ]
+    assert [one.max_prompt_tokens for one in shapes.with_prompts(1, 0, SAMPLED)] == [
+        64,
+        128,
+        512,
+    ]
     programs = SomePrograms()
     shapes = make_shapes(programs, **DEFAULT)
     assert shapes.with_prompts(1, 0, SAMPLED) == []
@@ -316,8 +332,8 @@ def test_programs_with_features_serve_requests_with_fewer():
 def test_batch_invariant_launches_use_one_program(features):
     """The matrix products of all launches have the same sizes."""
     shapes = make_shapes(batch_invariant=True, **DEFAULT)
-    only, catch_up = shapes.all(features=[features, SAMPLED])
-    assert [catch_up] == shapes.catch_ups
+    only, draft_prefill = shapes.all(features=[features, SAMPLED])
+    assert [draft_prefill] == shapes.draft_prefills
     assert (only.num_seqs, only.num_draft_tokens) == (8, 5)
     for seqs, drafts, tiles in itertools.product(range(1, 9), range(6), range(4)):
         assert shapes.find(seqs, drafts, tiles * TILE, features) == only
@@ -342,7 +358,9 @@ def test_only_plain_requests_without_prompts_run_several_rounds_per_launch(
     assert any(one.max_rounds > 1 for one in shapes) != is_invariant
     for one in shapes:
         is_plain = one.features in (GREEDY, SAMPLED)
-        is_looped = is_plain and not (one.chunk or one.is_catch_up or is_invariant)
+        is_looped = is_plain and not (
+            one.max_prompt_tokens or one.is_draft_prefill or is_invariant
+        )
         assert one.max_rounds == (4 if is_looped else 1)
     assert len({one.name for one in shapes}) == len(shapes)
 
@@ -354,7 +372,7 @@ def test_programs_with_drafts_verify_the_configured_tree():
     listed = leaves.all(features=SOME, with_on_demand=True)
     assert [dataclasses.replace(one, template=None) for one in listed] == chain
     for shape in listed:
-        if shape.is_catch_up:
+        if shape.is_draft_prefill:
             continue
         is_plain = shape.features.needs_one_path or not shape.num_draft_tokens
         assert shape.tree.is_chain == is_plain
@@ -386,7 +404,9 @@ def test_rounds_can_run_without_side_branches(keys, has_chains):
     assert shapes.has_chains == has_chains
     every = shapes.all(with_on_demand=True)
     soon, levels = shapes.all(), max(one.num_draft_tokens for one in every)
-    drafting = [one for one in every if one.num_draft_tokens and not one.chunk]
+    drafting = [
+        one for one in every if one.num_draft_tokens and not one.max_prompt_tokens
+    ]
     chains = [one for one in drafting if one.tree.is_chain]
     if not has_chains:
         assert not chains or chains == drafting
@@ -423,7 +443,7 @@ def test_select_requests_no_compilation():
     found = shapes.select(4, 5, 64, GREEDY)
     assert found.shape is None and found.missing is not None
     assert shapes.find(4, 5, 64, GREEDY) is None
-    assert shapes.select_catch_up(1).missing is not None
+    assert shapes.select_draft_prefill(1).missing is not None
     assert not programs.asked
     for _ in range(2):
         shapes.request_compile(found.missing, None)

@@ -33,30 +33,26 @@ def test_bounds_hold_for_any_device_results(rounds, unread):
     """The bounds hold if all rounds but the last `unread` are read."""
     request = make_request(max_total=100)
     table, row = one_row(request)
-    known, lacking = (
-        3,
-        1,
-    )  # tokens, and those without draft keys
+    known, lag = 3, 1  # tokens, and those at the end the draft has no keys for
     played = []
     for drafts, width, emitted in rounds:
         if (
             table.num_draft_uncached[row][0] > 2
-        ):  # a draft prefill must come before drafts
+        ):  # it needs a draft prefill before it gets drafts
             drafts, emitted = 0, 1
         played.append((drafts, emitted))
-        table.launch(row, np.array([drafts]))
-        table.draft(row, np.full(1, width), width)
+        table.count_launched(row, np.array([drafts]))
+        table.update_draft_lag(row, np.full(1, width), width)
         known += emitted
-        # A round with drafts writes draft keys of the two newest tokens and of all
-        # drafts but the last: of the emitted tokens, the target's token and the last
-        # draft have none.
-        if width and lacking <= 2:
-            lacking = 2 if emitted == width + 1 else 1
+        # A drafting round fills the two newest tokens and its drafts but the last: of
+        # the result, the target's token and the last draft are uncached.
+        if width and lag <= 2:
+            lag = 2 if emitted == width + 1 else 1
         else:
-            lacking += emitted
-        assert lacking <= table.num_draft_uncached[row][0]
+            lag += emitted
+        assert lag <= table.num_draft_uncached[row][0]
     for drafts, emitted in played[: len(rounds) - unread]:
-        table.read(row, np.array([drafts]), np.array([emitted]))
+        table.count_read(row, np.array([drafts]), np.array([emitted]))
     assert table.fewest_tokens(row)[0] <= known <= table.most_tokens(row)[0]
 
 
@@ -79,14 +75,14 @@ def test_bounds_hold_if_not_all_rounds_run(launches, unread):
     """Rounds that did not run, because another sequence ended, are subtracted again."""
     request = make_request(max_total=200)
     table, row = one_row(request)
-    known = lacking = 3
-    table.num_draft_uncached[row] = lacking
+    known = lag = 3
+    table.num_draft_uncached[row] = lag
     for drafts, most, emitted in launches:
-        table.launch(row, np.array([drafts]), most)
-        table.draft(row, np.zeros(1), 0, most)
+        table.count_launched(row, np.array([drafts]), most)
+        table.update_draft_lag(row, np.zeros(1), 0, most)
         known += sum(emitted)
-        lacking += len(emitted)
-        assert table.num_draft_uncached[row][0] >= lacking
+        lag += len(emitted)
+        assert table.num_draft_uncached[row][0] >= lag
         assert table.fewest_tokens(row)[0] <= known <= table.most_tokens(row)[0]
     read = launches[: len(launches) - unread]
     for drafts, most, emitted in read:
@@ -94,11 +90,11 @@ def test_bounds_hold_if_not_all_rounds_run(launches, unread):
         table.settle(row, np.array([drafts]), most, missing, is_lag=True)
         for count in emitted:
             assert table.fewest_tokens(row)[0] <= known <= table.most_tokens(row)[0]
-            table.read(row, np.array([drafts]), np.array([count]))
+            table.count_read(row, np.array([drafts]), np.array([count]))
     assert table.fewest_tokens(row)[0] <= known <= table.most_tokens(row)[0]
     if read == launches:
         assert table.num_tokens[row][0] == known
-        assert table.num_draft_uncached[row][0] == lacking
+        assert table.num_draft_uncached[row][0] == lag
         for counts in (table.num_unread, table.num_unsure, table.ahead):
             assert counts[row][0] == 0
 
@@ -138,18 +134,18 @@ def test_bounds_count_unread_launches():
     request = make_request(output_token_ids=[8])
     table, row = one_row(request)
     for drafts in (3, 0):
-        table.launch(row, np.array([drafts]))
-    # 4 tokens are known; a round of 3 drafts adds 1 to 4 tokens, a plain round 1.
+        table.count_launched(row, np.array([drafts]))
+    # 4 known; a round of 3 drafts adds 1 to 4 tokens, a plain one adds 1.
     assert table.most_tokens(row).tolist() == [9]
     assert table.fewest_tokens(row).tolist() == [6]
-    table.launch(row, np.array([3]))
-    assert table.most_tokens(row).tolist() == [10]  # K of the longest compiled round
-    table.read(row, np.array([3]), np.array([2]))
+    table.count_launched(row, np.array([3]))
+    assert table.most_tokens(row).tolist() == [10]  # the longest form
+    table.count_read(row, np.array([3]), np.array([2]))
     assert table.fewest_tokens(row).tolist() == [8]
 
 
 @pytest.mark.parametrize(
-    ("widths", "gap"),
+    ("widths", "lag"),
     [
         ([3], 2),
         ([0], 2),
@@ -160,11 +156,11 @@ def test_bounds_count_unread_launches():
         ([0, 0, 3, 3], 5),
     ],
 )
-def test_draft_lag_counts_tokens_without_draft_keys(widths, gap):
+def test_draft_lag(widths, lag):
     table, row = one_row(make_request())
     for width in widths:
-        table.draft(row, np.full(1, width), width)
-    assert table.num_draft_uncached[row].tolist() == [gap]
+        table.update_draft_lag(row, np.full(1, width), width)
+    assert table.num_draft_uncached[row].tolist() == [lag]
 
 
 def test_parallel_draft_model_reads_all_tokens_of_a_round():
@@ -172,9 +168,9 @@ def test_parallel_draft_model_reads_all_tokens_of_a_round():
     table.num_draft_uncached[:] = [1, 4, 5, 4]
     assert table.lags(rows).tolist() == [False, False, True, False]
     # The draft model does not read rows without drafts.
-    table.draft(rows, np.array([3, 1, 0, 0]), 3)
+    table.update_draft_lag(rows, np.array([3, 1, 0, 0]), 3)
     assert table.num_draft_uncached.tolist() == [4, 4, 6, 5]
-    table.draft(rows, np.zeros(4), 0)
+    table.update_draft_lag(rows, np.zeros(4), 0)
     assert table.num_draft_uncached.tolist() == [5, 5, 7, 6]
 
 
@@ -184,19 +180,19 @@ def test_rows_in_prefill_or_possibly_ended_do_not_decode():
     for request in requests:
         table.admit(request, longest=25)
     rows = np.array([request.row for request in requests])
-    table.is_decoding[rows[:3]] = True  # the last row is still prefilled
-    table.ahead[rows[0]], table.num_unread[rows[0]] = 17, 5  # this row may have ended
-    table.num_draft_uncached[rows[1]] = 3  # this row needs a draft prefill
-    found, wanted = table.decodable(limit=2)
+    table.is_decoding[rows[:3]] = True  # the last still gets its prompt
+    table.ahead[rows[0]], table.num_unread[rows[0]] = 17, 5  # may be over
+    table.num_draft_uncached[rows[1]] = 3  # needs a draft prefill
+    found, wanted = table.decodable(max_draft_tokens=2)
     assert (sorted(found.tolist()), wanted.tolist()) == (sorted(rows[1:3]), [2, 2])
     assert table.lags(rows).tolist() == [False, True, False, False]
-    found, wanted = table.decodable(limit=0)
+    found, wanted = table.decodable(max_draft_tokens=0)
     assert (sorted(found.tolist()), wanted.tolist()) == (sorted(rows[1:3]), [0, 0])
     assert table.lagging().tolist() == [rows[1]]
-    table.launch(rows[1:2], np.array([0]))
+    table.count_launched(rows[1:2], np.array([0]))
     assert table.lagging().tolist() == [rows[1]]
     # The number of tokens of a round with drafts is unknown before it is read.
-    table.launch(rows[1:2], np.array([2]))
+    table.count_launched(rows[1:2], np.array([2]))
     assert table.lagging().tolist() == []
 
 
@@ -206,9 +202,9 @@ def test_released_row_keeps_only_its_count_of_unread_launches():
     table.admit(first, longest=30)
     row = np.array([first.row])
     assert table.features(row) == Features(num_logprobs=5)
-    table.launch(row, np.array([2]))
-    table.draft(row, np.zeros(1), 0)
-    table.draft(row, np.zeros(1), 0)
+    table.count_launched(row, np.array([2]))
+    table.update_draft_lag(row, np.zeros(1), 0)
+    table.update_draft_lag(row, np.zeros(1), 0)
     owner = table.owner[row].copy()
     table.release(first)
     assert (first.row, first.num_unread) == (-1, 1)

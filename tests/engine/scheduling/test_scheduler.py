@@ -134,7 +134,7 @@ def state_of(loop: Loop, programs: SomePrograms) -> list[Any]:
     known = [vars(one) | {"page_keys": None} for one in requests]
     parts = (
         scheduler.rows,
-        scheduler.pages,
+        scheduler.pool,
         scheduler.pacer,
         scheduler.policy,
         scheduler.acceptance,
@@ -162,8 +162,8 @@ def test_planning_stages_change_no_state(changes, monkeypatch):
     loop = Loop(config, seed=0, programs=serving)
     loop.prompt_token_s = 1 / 16  # slow prompts, which the prefill budget defers
     first = loop.scheduler.shapes.all()[0]
-    plain = dataclasses.replace(first, chunk=0)
-    serving.there |= {first, plain, *loop.scheduler.shapes.catch_ups}
+    plain = dataclasses.replace(first, max_prompt_tokens=0)
+    serving.there |= {first, plain, *loop.scheduler.shapes.draft_prefills}
     plans = list[Any]()
 
     def check(owner: Any, name: str) -> None:
@@ -284,8 +284,8 @@ def test_many_prompts_request_and_fill_a_larger_program(monkeypatch):
         loop.scheduler.add(request)
     loop.step()
     assert [len(launch.plan.tiles) for launch in loop.launches] == [2, 2]
-    [larger] = {shape for shape in programs.asked if shape.chunk}
-    assert larger.chunk == 6 * TILE
+    [larger] = {shape for shape in programs.asked if shape.max_prompt_tokens}
+    assert larger.max_prompt_tokens == 6 * TILE
     programs.add(larger)
     loop.step()
     assert len(loop.launches[-1].plan.tiles) == 4
@@ -315,7 +315,7 @@ def test_drafting_stops_above_batch_size_and_resumes():
     ]
     assert crowded
     assert set(crowded) == {0}
-    assert any(launch.shape.is_catch_up for launch in loop.launches)
+    assert any(launch.shape.is_draft_prefill for launch in loop.launches)
     loop.assert_said_the_truth(requests[0])
 
 
@@ -341,8 +341,8 @@ def test_sequences_decode_during_draft_prefill():
     while loop.step():
         pass
     launches = loop.launches[begun:]
-    turns = [launch.shape.is_catch_up for launch in launches]
-    # Two rows lag by 400 tokens, and a launch reads up to 64.
+    turns = [launch.shape.is_draft_prefill for launch in launches]
+    # 400 tokens of two rows, up to 64 in a launch.
     assert 6 <= sum(turns) <= 9
     runs = [len([*run]) for is_turn, run in itertools.groupby(turns) if is_turn]
     assert max(runs) == MAX_IN_A_ROW
@@ -365,8 +365,8 @@ def test_first_token_does_not_wait_for_the_draft_prefill():
     while loop.step():
         pass
     prompts = [one.num_prefilled for one in loop.launches[:4]]
-    is_draft_prefill = [one.shape.is_catch_up for one in loop.launches[:4]]
-    # The second prompt is prefilled once, before the rest of the first one.
+    is_draft_prefill = [one.shape.is_draft_prefill for one in loop.launches[:4]]
+    # The second prompt is prefilled before the rest of the first one, once.
     assert prompts[:2] == [60, 60]
     assert is_draft_prefill == [False, False, True, True]
     drafts = [one.drafts.tolist() for one in loop.launches[3:8] if len(one.drafts)]
@@ -392,7 +392,7 @@ def test_shared_pages_are_draft_prefilled_once():
     config = make_config(max_num_seqs=4, num_pages=200, max_num_batched_tokens=64)
     requests = make_requests(config, 4, num_draft_tokens=3)
     loop = run_traffic(config, requests)
-    reading = [one for one in loop.launches if one.shape.is_catch_up]
+    reading = [one for one in loop.launches if one.shape.is_draft_prefill]
     read = sum(len(tile.tokens) for one in reading for tile in one.plan.tiles)
     # Of 70 tokens, 68 lie in full pages.
     assert read == 70 + 3 * 2
@@ -413,7 +413,7 @@ def test_draft_prefill_follows_admission_order():
         loop.scheduler.add(request)
     while loop.step():
         pass
-    reading = [one for one in loop.launches if one.shape.is_catch_up]
+    reading = [one for one in loop.launches if one.shape.is_draft_prefill]
     read = [request for launch in reading for request in launch.tiled]
     num_tiles = -(-300 // TILE)
     assert read[:num_tiles] == [requests[0]] * num_tiles
@@ -424,7 +424,7 @@ def test_draft_prefill_follows_admission_order():
     "kind", [RequestOutputKind.FINAL_ONLY, RequestOutputKind.DELTA]
 )
 def test_all_rows_get_drafts_soon_after_plain_rounds(kind):
-    """Otherwise the first rows would lag again before the last are done."""
+    """Otherwise the first rows would lag again before the last are prefilled."""
     config = make_config(
         max_num_seqs=16,
         num_pages=1000,
@@ -446,8 +446,8 @@ def test_all_rows_get_drafts_soon_after_plain_rounds(kind):
     for _ in range(20):
         loop.step()
     launches = loop.launches[begun:]
-    rounds = [one for one in launches if not one.shape.is_catch_up]
-    # 15 rows lag by four tiles each, and a launch has room for 16 tiles.
+    rounds = [one for one in launches if not one.shape.is_draft_prefill]
+    # 15 rows lag by four tiles each, of which a launch takes 16.
     assert len(launches) - len(rounds) <= 6
     assert all((one.drafts == 3).all() for one in rounds[4:])
     # Until then, launches use no programs with room for drafts.
@@ -472,17 +472,21 @@ def test_draft_prefill_does_not_delay_streams():
     loop.scheduler.add(late)
     while loop.step():
         pass
-    sizes = [one.shape.chunk for one in loop.launches[before:] if one.shape.is_catch_up]
+    sizes = [
+        one.shape.max_prompt_tokens
+        for one in loop.launches[before:]
+        if one.shape.is_draft_prefill
+    ]
     assert sizes == [64] * 7
 
 
 def test_draft_model_is_unused_without_its_program():
     class FailedPrograms(EveryProgram):
         def __contains__(self, shape):
-            return not shape.is_catch_up
+            return not shape.is_draft_prefill
 
         def has_failed(self, shape):
-            return shape.is_catch_up
+            return shape.is_draft_prefill
 
     config = make_config(num_pages=200)
     loop = Loop(config, seed=0)
@@ -504,12 +508,12 @@ def test_no_draft_prefill_for_requests_that_get_no_drafts():
     loop.scheduler.add(request)
     while loop.step():
         pass
-    assert not any(launch.shape.is_catch_up for launch in loop.launches)
+    assert not any(launch.shape.is_draft_prefill for launch in loop.launches)
     loop.assert_said_the_truth(request)
 
 
 def time_plain_rounds(policy: SpeculationPolicy) -> None:
-    policy._explored = Choice(num_drafts=0)
+    policy._explored = Choice(num_draft_tokens=0)
     policy._explore_left = CONSTANTS.explore_rounds
 
 
@@ -527,12 +531,12 @@ def test_plain_rounds_are_timed_in_consecutive_launches():
     begin = len(loop.launches)
     while policy.is_timing_plain:
         loop.step()
-    timed = loop.launches[begin:-1]  # the newest launch has not been read
-    assert len(timed) == CONSTANTS.explore_rounds - 1  # one more launch was in flight
-    assert not any(one.shape.is_catch_up or one.drafts.any() for one in timed)
+    timed = loop.launches[begin:-1]  # the last one has not been read
+    assert len(timed) == CONSTANTS.explore_rounds - 1  # one was in flight
+    assert not any(one.shape.is_draft_prefill or one.drafts.any() for one in timed)
     assert [one.is_measure for one in timed] == [False] + [True] * (len(timed) - 1)
     loop.step()
-    assert loop.launches[-1].shape.is_catch_up
+    assert loop.launches[-1].shape.is_draft_prefill
 
 
 def test_idle_policy_is_evaluated_once_in_some_rounds(monkeypatch):
@@ -547,7 +551,7 @@ def test_idle_policy_is_evaluated_once_in_some_rounds(monkeypatch):
 
     def choose_none(known) -> None:
         choose(known)
-        policy.choice, policy._explored = Choice(num_drafts=0), None
+        policy.choice, policy._explored = Choice(num_draft_tokens=0), None
         policy._rounds_left = CONSTANTS.idle_look_rounds
         chosen_at.append(len(loop.launches))
 
@@ -594,7 +598,9 @@ def test_prompts_end_the_timing_of_plain_rounds():
     for number, request in enumerate(others):
         request.prompt_token_ids, request.max_total = [number] * 70, 71
         loop.scheduler.add(request)
-    while loop.launches[-1].drafts.any() or not loop.launches[-1].shape.chunk:
+    while (
+        loop.launches[-1].drafts.any() or not loop.launches[-1].shape.max_prompt_tokens
+    ):
         loop.step()
     loop.step()
     assert loop.scheduler.waiting and not policy.is_timing_plain
@@ -615,7 +621,7 @@ def test_plain_rounds_between_other_launches_are_not_measured():
     while not (loop.launches and loop.launches[-1].drafts.any()):
         loop.step()
     before = loop.launches[:-1]
-    assert sum(one.shape.is_catch_up for one in before) > 4
+    assert sum(one.shape.is_draft_prefill for one in before) > 4
     plain = [one for one in before if one.decoding]
     assert plain and not any(one.is_measure for one in plain)
 
@@ -787,7 +793,7 @@ def test_draft_model_is_probed_once_at_a_time(monkeypatch):
     loop = Loop(config, seed=0)
     loop.fastest_s, loop.prompt_token_s = 1e-4, 1e-7
     policy, in_flight = loop.scheduler.policy, 0
-    policy.choice = Choice(num_drafts=0)
+    policy.choice = Choice(num_draft_tokens=0)
     monkeypatch.setattr(policy, "is_due", lambda *_: False)
     begin_probe, record = policy.begin_probe, policy.record_draft_prefill
 

@@ -65,15 +65,16 @@ def test_every_k_runs_in_a_compiled_length(configured):
 def test_plain_engine_never_drafts():
     policy = SpeculationPolicy(None)
     assert policy.compiled_drafts == (0,)
-    assert policy.limit(1) == 0
+    assert policy.max_draft_tokens(1) == 0
     assert not policy.can_probe()
     assert not policy.is_due(1, 0)
 
 
-def test_limit_is_zero_above_the_batch_size():
+def test_max_draft_tokens_is_zero_above_the_batch_size():
     policy = make_policy(3, threshold=4)
-    assert [policy.limit(running) for running in (1, 4, 5, 100)] == [3, 3, 0, 0]
-    assert make_policy(3).limit(10_000) == 3
+    maxima = [policy.max_draft_tokens(running) for running in (1, 4, 5, 100)]
+    assert maxima == [3, 3, 0, 0]
+    assert make_policy(3).max_draft_tokens(10_000) == 3
 
 
 def test_fixed_k_is_never_reconsidered():
@@ -81,7 +82,7 @@ def test_fixed_k_is_never_reconsidered():
     for _ in range(100):
         assert not policy.is_due(2, 5)
         policy.record_round(2, 5, 2, TIMES[5], TIMES[0])
-    assert policy.next_choice.num_drafts == 5
+    assert policy.next_choice.num_draft_tokens == 5
     assert policy.lost_s > 1
     assert not policy.can_probe()
 
@@ -118,7 +119,7 @@ def test_tree_is_drafted_whole_or_not_at_all(rate, best):
     """At acceptance 0.3, one level at two thirds of the time would look best."""
     times = [0.010, 0.0105, 0.016, 0.017]
     known = estimates(rate, times, is_whole_tree=True)
-    assert best_choice(known, Choice()).num_drafts == best
+    assert best_choice(known, Choice()).num_draft_tokens == best
 
 
 @pytest.mark.parametrize(
@@ -128,23 +129,23 @@ def test_best_choice_has_the_most_tokens_per_second(rate, best):
     lengths = [sum(rate**i for i in range(k + 1)) for k in range(6)]
     rates = np.array(lengths) / TIMES
     choice = best_choice(estimates(rate), Choice())
-    assert abs(choice.num_drafts - best) <= 1
-    # The gain is less than a change of K requires.
-    assert rates[choice.num_drafts] >= rates.max() / CONSTANTS.hysteresis
-    assert choice.gain == pytest.approx(rates[choice.num_drafts] / rates[0] - 1)
+    assert abs(choice.num_draft_tokens - best) <= 1
+    # Within what a change must promise.
+    assert rates[choice.num_draft_tokens] >= rates.max() / CONSTANTS.hysteresis
+    assert choice.gain == pytest.approx(rates[choice.num_draft_tokens] / rates[0] - 1)
 
 
 def test_choice_changes_only_beyond_the_hysteresis():
     times = [1.0, 1.5, 1.0 * 1.97 / 1.03]
     known = estimates(0.6, times, acceptance=np.array([[0.6, 0.616]]))
-    assert best_choice(known, Choice(num_drafts=0)).num_drafts == 1
+    assert best_choice(known, Choice(num_draft_tokens=0)).num_draft_tokens == 1
     rates = known.rates(1)[0]
     assert 1 < rates.max() / rates[0] < 1.08
 
 
 def test_drafts_as_configured_until_every_time_is_known():
     known = estimates(0.0, [None, *TIMES[1:]])
-    assert best_choice(known, Choice()).num_drafts == 5
+    assert best_choice(known, Choice()).num_draft_tokens == 5
 
 
 # The policy chooses before each round.
@@ -175,7 +176,7 @@ class World:
             times = self.times if self.estimated_times is None else self.estimated_times
             known = estimates(rate, times, self.num_seqs, **(self.known | changes))
             policy.choose(known)
-        k = policy.next_choice.num_drafts
+        k = policy.next_choice.num_draft_tokens
         accepted = self.random.random((self.num_seqs, k)) < self.rate
         emitted = self.num_seqs + int(np.cumprod(accepted, axis=1).sum())
         self.now += self.times[k]
@@ -344,7 +345,7 @@ def test_plain_rounds_are_timed_for_a_share_of_the_time():
     world.run_until(100)
     share = world.chosen.count(0) / len(world.chosen)
     assert 0.3 * CONSTANTS.max_loss < share < 2.5 * CONSTANTS.max_loss
-    assert world.policy.choice.num_drafts == 5
+    assert world.policy.choice.num_draft_tokens == 5
     runs = np.flatnonzero(np.diff([5, *world.chosen]) < 0)
     ends = np.flatnonzero(np.diff([*world.chosen, 5]) > 0)
     assert set((ends - runs + 1).tolist()) == {CONSTANTS.explore_rounds}
@@ -354,7 +355,7 @@ def test_wrong_time_of_the_most_drafts_is_measured_again():
     slow = [*TIMES[:2], 0.03, 0.04, 0.05, 0.06]
     world = World(slow, 0.8)
     world.run_until(100)
-    assert world.policy.choice.num_drafts == 1
+    assert world.policy.choice.num_draft_tokens == 1
     assert 5 in world.chosen[100:]
     assert world.chosen.count(5) < 0.02 * len(world.chosen)
 
@@ -371,8 +372,8 @@ def test_stopped_policy_never_drafts_again():
     world = World(TIMES, 0.9)
     world.round()
     world.policy.stop("the draft is broken")
-    assert world.policy.limit(1) == 0
-    assert world.policy.num_drafts == 0
+    assert world.policy.max_draft_tokens(1) == 0
+    assert world.policy.num_draft_tokens == 0
     assert not world.policy.can_probe()
 
 
@@ -391,7 +392,7 @@ def settle(side_tokens: float, seconds: Any, chain: Any) -> Choice:
 @pytest.mark.parametrize(("side", "has_side"), [(0.05, False), (0.9, True)])
 def test_side_branches_are_drafted_where_they_pay(side, has_side):
     choice = settle(side, DEARER, TIMES)
-    assert choice.num_drafts >= 4 and choice.has_side_branches == has_side
+    assert choice.num_draft_tokens >= 4 and choice.has_side_branches == has_side
 
 
 def test_side_branches_remain_until_the_chain_is_timed():
@@ -404,7 +405,7 @@ def test_k_is_chosen_together_with_the_draft_shape():
     leaves = [0.010, 0.0105, *[0.05] * 4]
     chain = [0.010, 0.0104, 0.02, 0.03, 0.04, 0.05]
     choice = settle(0.5, leaves, chain)
-    assert (choice.num_drafts, choice.has_side_branches) == (1, True)
+    assert (choice.num_draft_tokens, choice.has_side_branches) == (1, True)
 
 
 def test_side_branches_are_measured_again():
@@ -484,7 +485,7 @@ class Replay:
             if policy.is_due(1, self.most):
                 rates = acceptance.of_rows(row)
                 policy.choose(estimates(times=self.times, acceptance=rates))
-            k = policy.next_choice.num_drafts
+            k = policy.next_choice.num_draft_tokens
             accepted = min(k, int(self.run[position]))
             acceptance.record(row, np.array([k]), np.array([accepted]))
             now += self.times[k]

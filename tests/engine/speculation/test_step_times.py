@@ -11,14 +11,14 @@ from jaxspec.engine.speculation.step_times import (
     MAX_SKIPPED,
     NEWEST,
     STALL,
-    Round,
+    RoundKind,
     StepTimes,
 )
 from jaxspec.program.plan import StepShape
 from tests.support.loops import Loop, make_config, make_requests
 
-SHAPE = StepShape(num_seqs=4, num_draft_tokens=8, chunk=0)
-ROUND_OF_3 = Round(SHAPE, 3)
+SHAPE = StepShape(num_seqs=4, num_draft_tokens=8, max_prompt_tokens=0)
+ROUND_OF_3 = RoundKind(SHAPE, 3)
 
 
 def test_time_is_a_mean_from_the_second_run_on():
@@ -64,30 +64,30 @@ def test_suspension_of_the_machine_counts_as_a_slow_round():
         times.record(ROUND_OF_3, seconds)
     assert times.record(ROUND_OF_3, 1000.0) == STALL
     assert times.seconds[ROUND_OF_3] == pytest.approx(NEWEST * MAX_RISE + (1 - NEWEST))
-    # For a shape without a measured time, the expected time is the limit.
-    other = Round(dataclasses.replace(SHAPE, chunk=32), 3)
+    # Without a time of the shape, the expected time is the limit.
+    other = RoundKind(dataclasses.replace(SHAPE, max_prompt_tokens=32), 3)
     assert times.record(other, 1000.0, 2.0) == 2 * STALL
 
 
 def test_time_between_two_measured_k_is_interpolated():
     times = StepTimes()
-    for num_drafts, seconds in ((0, 1.0), (2, 1.5), (8, 4.5)):
+    for num_draft_tokens, seconds in ((0, 1.0), (2, 1.5), (8, 4.5)):
         for _ in range(2):
-            times.record(Round(SHAPE, num_drafts), seconds)
-    # The time of a larger batch does not count for this one.
+            times.record(RoundKind(SHAPE, num_draft_tokens), seconds)
+    # A larger batch is another round: its time does not count here.
     wide = dataclasses.replace(SHAPE, num_seqs=8)
     for _ in range(2):
-        times.record(Round(wide, 4), 100.0)
+        times.record(RoundKind(wide, 4), 100.0)
 
-    def seconds_of(num_drafts: int) -> float | None:
-        return times.expected(Round(SHAPE, num_drafts))
+    def seconds_of(num_draft_tokens: int) -> float | None:
+        return times.expected(RoundKind(SHAPE, num_draft_tokens))
 
     known = {0: 1.0, 1: 1.25, 2: 1.5, 5: 3.0, 8: 4.5}
     assert {k: seconds_of(k) for k in known} == pytest.approx(known)
     assert seconds_of(9) is None
-    assert times.expected(Round(wide, 3)) is None
-    tiled = dataclasses.replace(SHAPE, chunk=32)
-    assert times.expected(Round(tiled, 2)) is None
+    assert times.expected(RoundKind(wide, 3)) is None
+    tiled = dataclasses.replace(SHAPE, max_prompt_tokens=32)
+    assert times.expected(RoundKind(tiled, 2)) is None
 
 
 def test_rounds_of_the_engine_are_recorded():
@@ -101,13 +101,13 @@ def test_rounds_of_the_engine_are_recorded():
     times, device = loop.scheduler.step_times, loop.device
     acceptance = loop.scheduler.acceptance
     assert set(times.seconds) == {
-        launch.round
+        launch.round_kind
         for index, launch in enumerate(loop.launches)
-        if launch.round in {one.round for one in loop.launches[:index]}
+        if launch.round_kind in {one.round_kind for one in loop.launches[:index]}
     }
     for one, seconds in times.seconds.items():
         assert seconds == pytest.approx(
-            loop.fastest_s + one.shape.chunk * loop.prompt_token_s
+            loop.fastest_s + one.shape.max_prompt_tokens * loop.prompt_token_s
         )
     assert device.num_proposed
     # The fake device accepts 0 to 3 of three drafts with equal probability.

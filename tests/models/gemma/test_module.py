@@ -63,14 +63,14 @@ def test_module_logits_equal_huggingface(length, is_tied):
 
     @nnx.jit
     def forward(module, batch, pages):
-        hidden, pages = module.hidden(batch, pages)
-        return module.logits(hidden.rows), hidden, pages
+        output, pages = module.forward(batch, pages)
+        return module.logits(output.hidden_states), output, pages
 
     tokens = PROMPT[:length]
-    logits, hidden, after = forward(module, batch_of(tokens), pages)
+    logits, output, after = forward(module, batch_of(tokens), pages)
     assert np.abs(logits - hf_logits(reference, tokens)).max() <= 1e-4
-    assert hidden.is_finite.shape == (length,)
-    assert hidden.is_finite.all()
+    assert output.is_finite.shape == (length,)
+    assert output.is_finite.all()
     assert [page.shape for page in after] == [page.shape for page in pages]
 
 

@@ -114,7 +114,7 @@ def replaced(name, value, tensors):
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        (partial(without, "d2t"), "no tensor 'd2t', which says what the head's 20"),
+        (partial(without, "d2t"), "no tensor 'd2t', which maps the head's 20"),
         (partial(without, "norm.weight"), "the head has no tensor 'norm.weight'"),
         (
             partial(replaced, "fc.weight", torch.zeros(24, 48)),

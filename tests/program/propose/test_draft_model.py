@@ -16,8 +16,8 @@ from jaxspec.models.backend import Backend
 from jaxspec.program import randomness
 from jaxspec.program.plan import COUPLED, NO_TOKEN, STANDARD, TILE, PoolShape
 from jaxspec.program.propose import (
-    Context,
     Proposal,
+    ProposerContext,
     Seen,
     draft_model,
     draft_sampling,
@@ -52,12 +52,12 @@ class Round(NamedTuple):
     pages: Any
 
 
-def context_of(active: Active, tree: Tree, pool: PoolShape) -> Context:
-    return Context(
+def context_of(active: Active, tree: Tree, pool: PoolShape) -> ProposerContext:
+    return ProposerContext(
         active=active,
         token_pages=jnp.zeros((1, 4), jnp.int32),
         tree=tree,
-        wanted=jnp.full(active.row.shape, tree.num_levels, jnp.int32),
+        wanted_levels=jnp.full(active.row.shape, tree.num_levels, jnp.int32),
         pool=pool,
         prompts=None,
         backend=lambda axes: Backend(),
@@ -257,18 +257,18 @@ def test_draft_prefill_compares_tokens_of_plain_rounds(monkeypatch):
         vocab_size=paged.config.vocab_size,
     )
     own = hf_logits(reference, tokens).argmax(axis=1)
-    following = np.where(np.arange(2 * TILE) % 3, own, (own + 1) % 16)
-    following[: TILE + 5] = NO_TOKEN  # a prompt
+    next_tokens = np.where(np.arange(2 * TILE) % 3, own, (own + 1) % 16)
+    next_tokens[: TILE + 5] = NO_TOKEN  # a prompt
     tiles = jnp.asarray(tokens.reshape(2, TILE), jnp.int32)
     ends = jnp.array([TILE, 2 * TILE], jnp.int32)
     table = jnp.broadcast_to(paged.page_table, (2, paged.page_table.shape[1]))
 
-    def run(params, pages, following):
-        context = Context(
+    def run(params, pages, next_tokens):
+        context = ProposerContext(
             active=make_active(1),
             token_pages=jnp.zeros((1, 4), jnp.int32),
             tree=Tree.chain(0),
-            wanted=jnp.zeros(1, jnp.int32),
+            wanted_levels=jnp.zeros(1, jnp.int32),
             pool=pool,
             prompts=make_token_batch(
                 tiles, ends, table, jnp.ones(tiles.shape, bool), pool
@@ -278,20 +278,20 @@ def test_draft_prefill_compares_tokens_of_plain_rounds(monkeypatch):
         )
         proposer = draft_model.DraftModel(config=paged.config)
         active = make_active(2 * TILE, temperature=0.0)
-        return proposer.catch_up(params, pages, context, active, following)
+        return proposer.draft_prefill(params, pages, context, active, next_tokens)
 
     widths, inner = set(), draft_model._finite_logits
 
-    def spy(model, hidden):
-        widths.add(hidden.rows.shape[0])
-        return inner(model, hidden)
+    def spy(model, output):
+        widths.add(output.hidden_states.shape[0])
+        return inner(model, output)
 
     monkeypatch.setattr(draft_model, "_finite_logits", spy)
     run = jax.jit(run, compiler_options=UNOPTIMISED)
     _, acceptance_probabilities = run(
-        paged.params, paged.kv_pages, jnp.asarray(following)
+        paged.params, paged.kv_pages, jnp.asarray(next_tokens)
     )
-    expected = np.where(following == NO_TOKEN, -1, following == own)
+    expected = np.where(next_tokens == NO_TOKEN, -1, next_tokens == own)
     np.testing.assert_array_equal(acceptance_probabilities, expected)
     assert widths == {TILE}
 

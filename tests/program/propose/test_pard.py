@@ -11,7 +11,7 @@ import pytest
 from jaxspec.models.backend import Backend
 from jaxspec.program import history
 from jaxspec.program.plan import PoolShape
-from jaxspec.program.propose import Context, Pard
+from jaxspec.program.propose import Pard, ProposerContext
 from jaxspec.program.tree.tree import Tree
 from tests.kernels.oracle import UNOPTIMISED
 from tests.support.distributions import filtered_distribution
@@ -26,7 +26,7 @@ def propose(length: int, num_known: int, **fields: Any) -> tuple[Any, ...]:
     """Draft after the model has read the first tokens; also return the old pages.
 
     Args:
-        fields: Values of the only sequence; `wanted` of the context.
+        fields: Values of the only sequence; `wanted_levels` of the context.
     """
     reference = make_micro()
     tokens = np.random.default_rng(length).integers(3, 15, length)
@@ -55,17 +55,17 @@ def propose(length: int, num_known: int, **fields: Any) -> tuple[Any, ...]:
         jnp.asarray(tokens[None], jnp.int32),
         jnp.ones_like(place, bool),
     )
-    wanted = fields.pop("wanted", DRAFTS)
+    wanted_levels = fields.pop("wanted_levels", DRAFTS)
     active = dataclasses.replace(
         make_active(1, num_tokens=length, **fields), page_table=table
     )
 
     def run(params: Any, pages: Any, token_pages: Any, active: Any) -> Any:
-        context = Context(
+        context = ProposerContext(
             active=active,
             token_pages=token_pages,
             tree=Tree.chain(DRAFTS),
-            wanted=jnp.array([wanted], jnp.int32),
+            wanted_levels=jnp.array([wanted_levels], jnp.int32),
             pool=pool,
             prompts=None,
             backend=lambda axes: Backend(),
@@ -99,7 +99,7 @@ def test_each_draft_follows_its_own_distribution(length, num_known):
 
 def test_sequence_without_drafts_is_not_run():
     """The model lacks earlier tokens: keys of the newest would be wrong for others."""
-    found, _, before, after = propose(13, 3, wanted=0, temperature=0.0)
+    found, _, before, after = propose(13, 3, wanted_levels=0, temperature=0.0)
     assert found.num_drafts.tolist() == [0]
     assert not found.is_broken.any()
     for one, other in zip(before, after, strict=True):

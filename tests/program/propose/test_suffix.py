@@ -34,7 +34,7 @@ def found_in(
     num_draft_tokens: int = DRAFTS,
     is_active: list[bool] | None = None,
 ) -> list[list[int]]:
-    """Run a lookup; return the drafts of each sequence."""
+    """The valid drafts, by sequence."""
     active, pages = in_pages(texts, np.random.default_rng(0))
     if is_active is not None:
         active = dataclasses.replace(active, is_active=jnp.asarray(is_active))

@@ -74,11 +74,11 @@ def grow(tree: Tree, draft: jax.Array, active: Active) -> Proposal:
         known = jnp.concatenate([active.last_tokens[:, 1:], drafts], axis=1)
         scores = draft[known[:, tree.branching[level]]]
         token, distribution = sample_draft(scores[:, 0], level, active, Backend())
-        if not active.is_greedy:
+        if not active.all_greedy:
             scores = draft_sampling._add_noise(scores, level, active)
         drafts = draft_sampling._fill_level(tree, level, drafts, token, scores)
         probs.append(distribution)
-    distributions = None if active.is_greedy else jnp.stack(probs, axis=1)
+    distributions = None if active.all_greedy else jnp.stack(probs, axis=1)
     return Proposal(drafts, active.num_tokens, distributions)
 
 
@@ -140,7 +140,7 @@ def play(
     rule: str,
     *,
     temperature: float = 1.0,
-    is_greedy: bool = False,
+    all_greedy: bool = False,
     draft: str = "other",
     max_model_len: int = FAR,
     few: bool = False,
@@ -152,9 +152,9 @@ def play(
         few: Sequences want different numbers of levels.
     """
     active = start(rule, temperature=temperature)
-    first = jnp.asarray(np.arange(SEQS) % VOCAB if is_greedy else np.zeros(SEQS, int))
+    first = jnp.asarray(np.arange(SEQS) % VOCAB if all_greedy else np.zeros(SEQS, int))
     first = jnp.repeat(first.astype(jnp.int32)[:, None], 2, axis=1)
-    active = dataclasses.replace(active, last_tokens=first, is_greedy=is_greedy)
+    active = dataclasses.replace(active, last_tokens=first, all_greedy=all_greedy)
     history = jnp.zeros((SEQS, LENGTH + tree.max_emitted), jnp.int32)
     distributions = TARGET, TARGET if draft == "same" else DRAFT
     given = tuple(
@@ -233,7 +233,7 @@ def test_words_equal_plain_decoding(name: str):
 
 @pytest.mark.parametrize("name", ["branched", "aside"])
 def test_greedy_words_equal_plain_decoding(name: str):
-    check_same_words(name, temperature=0.0, is_greedy=True)
+    check_same_words(name, temperature=0.0, all_greedy=True)
 
 
 def check_few_levels() -> None:

@@ -151,7 +151,7 @@ def distribution_of_round(
     seqs = len(path)
     active = dataclasses.replace(
         make_active(seqs, num_tokens=START, temperature=1.0, rule=RULES[rule]),
-        is_greedy=False,
+        all_greedy=False,
     )
 
     # A function of its own: a jit of the same one would not see a mutant.
