@@ -289,7 +289,7 @@ class RandomPolicy(SpeculationPolicy):
         self.random = np.random.default_rng(seed)
 
     def is_due(self, num_seqs: int, max_k: int) -> bool:
-        # Each choice lasts some rounds, or draft prefill would never end.
+        # Each choice lasts several rounds: otherwise draft prefill would never end.
         return max_k > 0 and self.random.random() < 0.15
 
     def choose(self, estimates: RoundEstimates) -> None:

@@ -31,16 +31,16 @@ PARD = ("pard, 16 drafts", "pard, leaves", "pard, tree")
 QUANTIZED = ("int8 draft", "int4 draft")
 GEMMA3 = "draft model, Gemma 3"
 
-# Reasons to leave a pair out.
-SAME_PATH = "the scheduler does the same for the proposer that this one is a form of"
-NO_MODEL = "no draft model that could equal the target"
-OTHER_MODEL = "its draft model proposes otherwise than a target decodes: own tests"
-BOTH = "lookups are wrong where the draft model is right"
-SUMMED = "branches are summed in another order: test_trees.py compares but near ties"
-MAIN_CHAIN = "these requests have the main chain alone: test_trees.py"
-NO_DRAFT_PREFILL = "no draft prefill"
-IN_LOSSLESS = "the lossless long suite runs it on every path"
-ELSEWHERE = "test_parameters.py and test_grammars.py"
+# Reasons to skip a check for a proposer.
+SAME_PATH = "the scheduler treats it like a proposer that is tested"
+NO_MODEL = "has no draft model that could equal the target"
+OTHER_MODEL = "even with the target's weights its drafts may differ: it has own tests"
+BOTH = "its lookup drafts would be wrong even if its draft model were right"
+SUMMED = "side branches round differently: test_trees.py allows near ties"
+MAIN_CHAIN = "requests with controls use only the main chain: test_trees.py"
+NO_DRAFT_PREFILL = "needs no draft prefill"
+IN_LOSSLESS = "the lossless long suite tests it on every path"
+ELSEWHERE = "tested in test_parameters.py and test_grammars.py"
 SEEDED = "test_seeded.py compares 256 mixes of filters"
 NO_ARRAYS = "has no arrays that devices could split"
 GREEDY_PROGRAM = "its shared program serves only greedy requests"

@@ -389,7 +389,7 @@ def test_metrics_of_the_choice_of_k():
     policy._budgets[1].num_closed = 4
     acceptance.num_compared, acceptance.num_agreed = 30, 20.5
     assert choice_values() == [2, 0.41, 8.5, 1.25, 7, 4, 30, 20.5]
-    # Without drafts the gain is 0, whatever was expected of the previous K.
+    # Without drafts, the gain is 0, whatever it was for the previous K.
     policy.choice = Choice(num_draft_tokens=0, gain=0.41)
     assert choice_values()[:2] == [0, 0]
 

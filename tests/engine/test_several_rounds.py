@@ -41,7 +41,7 @@ def make_loop(changes: dict[str, Any], seed: int = 0, depth: int = 1) -> Loop:
 
 
 def mostly_final_only(number: int, random: np.random.Generator, config: Any) -> Request:
-    """Most requests return only their final output."""
+    """Make requests, of which most return only their final output."""
     request = make_request(number, random, config)
     if random.random() < 0.8:
         request.params.output_kind = RequestOutputKind.FINAL_ONLY

@@ -32,7 +32,7 @@ def test_warm_up_compiles_programs_of_special_requests():
     engine.warm_up(10, [special])
     most = engine.config.num_logprobs
     plain = {Features(), Features(all_greedy=True)}
-    # Controls and log-probabilities share their programs.
+    # Requests with controls and with logprobs share programs.
     form = Features(has_controls=True, num_logprobs=most)
     assert {shape.features for shape in asked} == {*plain, form}
     assert len(set(asked)) == len(asked)

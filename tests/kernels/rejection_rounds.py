@@ -94,7 +94,7 @@ class Round:
 
     @property
     def sampling_values(self) -> SamplingValues:
-        """Sampling values per sequence."""
+        """The sampling parameters of each sequence."""
         return SamplingValues(
             jnp.asarray(self.temperature, jnp.float32),
             jnp.asarray(self.top_k, jnp.int32),

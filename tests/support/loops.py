@@ -176,7 +176,7 @@ class Loop:
         return self.scheduler.has_unfinished() or bool(self.launched)
 
     def cost(self, launch: Launch) -> float:
-        """Duration of a launch: a cost per round, and per prompt token."""
+        """Return the seconds of a launch: a constant, plus a time per prompt token."""
         return self.fastest_s + launch.shape.max_prompt_tokens * self.prompt_token_s
 
     def assert_idle(self) -> None:

@@ -88,7 +88,7 @@ def test_private_pages_have_no_events():
         pass
     assert loop.scheduler.pool._page_of
     assert events.take() == [PagesCleared()]
-    # Neither are their removals.
+    # The removal of private pages causes no events either.
     loop.scheduler.pool.forget(range(config.num_pages))
     assert not events.take()
 

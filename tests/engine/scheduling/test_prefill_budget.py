@@ -269,7 +269,8 @@ def test_last_tokens_of_prompts_use_a_small_program():
         for one in shapes
         if one.max_prompt_tokens and not one.is_draft_prefill
     ]
-    # The program with room for 128 is for a single sequence: none decodes yet.
+    # The program for 128 tokens has one decoding row, which is enough: no request
+    # decodes yet.
     assert chunks == [512, 128, 64]
 
 
@@ -291,7 +292,7 @@ def test_single_sequence_program_is_not_used_if_more_requests_wait():
         for one in shapes
         if one.max_prompt_tokens and not one.is_draft_prefill
     ]
-    # In turns of 128 the 384 tokens would take 3.6.
+    # Three launches of 128 tokens would take 3.6 seconds for the 384 tokens.
     assert chunks == [512]
 
 

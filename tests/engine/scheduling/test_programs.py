@@ -164,7 +164,7 @@ def test_plain_decoding_uses_plain_programs():
     assert found.name == "8x0+64_sampled"
 
 
-def test_few_launches_without_drafts_request_no_compile():
+def test_plain_program_is_not_requested_for_a_few_plain_launches():
     largest = StepShape(num_seqs=8, num_draft_tokens=5, max_prompt_tokens=512)
     programs = SomePrograms(largest)
     shapes = make_shapes(programs, **DEFAULT)
@@ -234,7 +234,7 @@ def test_missing_program_is_requested_and_a_larger_one_serves():
     assert programs.asked == [best]
     universal = shapes.all()[0]
     programs.add(universal)
-    assert find(shapes, 1, 3, 0, GREEDY) == universal  # more of everything
+    assert find(shapes, 1, 3, 0, GREEDY) == universal  # each size is larger
     sampled = StepShape(num_seqs=1, num_draft_tokens=5, max_prompt_tokens=0)
     programs.add(sampled)
     assert find(shapes, 1, 3, 0, GREEDY) == sampled

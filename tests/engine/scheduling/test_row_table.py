@@ -33,7 +33,7 @@ def test_bounds_hold_for_any_device_results(rounds, unread):
     """The bounds hold if all rounds but the last `unread` are read."""
     request = make_request(max_total=100)
     table, row = one_row(request)
-    known, lag = 3, 1  # tokens, and those at the end the draft has no keys for
+    known, lag = 3, 1  # tokens, and those without draft keys
     played = []
     for drafts, width, emitted in rounds:
         if (
@@ -44,8 +44,9 @@ def test_bounds_hold_for_any_device_results(rounds, unread):
         table.count_launched(row, np.array([drafts]))
         table.update_draft_lag(row, np.full(1, width), width)
         known += emitted
-        # A drafting round fills the two newest tokens and its drafts but the last: of
-        # the result, the target's token and the last draft are uncached.
+        # A round with drafts writes draft keys of the two newest tokens and of all
+        # drafts but the last: of the emitted tokens, the target's token and the last
+        # draft have none.
         if width and lag <= 2:
             lag = 2 if emitted == width + 1 else 1
         else:
@@ -135,11 +136,11 @@ def test_bounds_count_unread_launches():
     table, row = one_row(request)
     for drafts in (3, 0):
         table.count_launched(row, np.array([drafts]))
-    # 4 known; a round of 3 drafts adds 1 to 4 tokens, a plain one adds 1.
+    # 4 tokens are known; a round of 3 drafts adds 1 to 4 tokens, a plain round 1.
     assert table.most_tokens(row).tolist() == [9]
     assert table.fewest_tokens(row).tolist() == [6]
     table.count_launched(row, np.array([3]))
-    assert table.most_tokens(row).tolist() == [10]  # the longest form
+    assert table.most_tokens(row).tolist() == [10]  # K of the longest compiled round
     table.count_read(row, np.array([3]), np.array([2]))
     assert table.fewest_tokens(row).tolist() == [8]
 
@@ -156,7 +157,7 @@ def test_bounds_count_unread_launches():
         ([0, 0, 3, 3], 5),
     ],
 )
-def test_draft_lag(widths, lag):
+def test_draft_lag_counts_tokens_without_draft_keys(widths, lag):
     table, row = one_row(make_request())
     for width in widths:
         table.update_draft_lag(row, np.full(1, width), width)
@@ -180,8 +181,8 @@ def test_rows_in_prefill_or_possibly_ended_do_not_decode():
     for request in requests:
         table.admit(request, longest=25)
     rows = np.array([request.row for request in requests])
-    table.is_decoding[rows[:3]] = True  # the last still gets its prompt
-    table.ahead[rows[0]], table.num_unread[rows[0]] = 17, 5  # may be over
+    table.is_decoding[rows[:3]] = True  # the last row is still prefilled
+    table.ahead[rows[0]], table.num_unread[rows[0]] = 17, 5  # this row may have ended
     table.num_draft_uncached[rows[1]] = 3  # needs a draft prefill
     found, wanted = table.decodable(max_draft_tokens=2)
     assert (sorted(found.tolist()), wanted.tolist()) == (sorted(rows[1:3]), [2, 2])

@@ -342,7 +342,7 @@ def test_sequences_decode_during_draft_prefill():
         pass
     launches = loop.launches[begun:]
     turns = [launch.shape.is_draft_prefill for launch in launches]
-    # 400 tokens of two rows, up to 64 in a launch.
+    # Two rows lag by 400 tokens, and a launch reads up to 64.
     assert 6 <= sum(turns) <= 9
     runs = [len([*run]) for is_turn, run in itertools.groupby(turns) if is_turn]
     assert max(runs) == MAX_IN_A_ROW
@@ -366,7 +366,7 @@ def test_first_token_does_not_wait_for_the_draft_prefill():
         pass
     prompts = [one.num_prefilled for one in loop.launches[:4]]
     is_draft_prefill = [one.shape.is_draft_prefill for one in loop.launches[:4]]
-    # The second prompt is prefilled before the rest of the first one, once.
+    # The second prompt is prefilled once, before the rest of the first one.
     assert prompts[:2] == [60, 60]
     assert is_draft_prefill == [False, False, True, True]
     drafts = [one.drafts.tolist() for one in loop.launches[3:8] if len(one.drafts)]
@@ -447,7 +447,7 @@ def test_all_rows_get_drafts_soon_after_plain_rounds(kind):
         loop.step()
     launches = loop.launches[begun:]
     rounds = [one for one in launches if not one.shape.is_draft_prefill]
-    # 15 rows lag by four tiles each, of which a launch takes 16.
+    # 15 rows lag by four tiles each, and a launch has room for 16 tiles.
     assert len(launches) - len(rounds) <= 6
     assert all((one.drafts == 3).all() for one in rounds[4:])
     # Until then, launches use no programs with room for drafts.
@@ -531,8 +531,8 @@ def test_plain_rounds_are_timed_in_consecutive_launches():
     begin = len(loop.launches)
     while policy.is_timing_plain:
         loop.step()
-    timed = loop.launches[begin:-1]  # the last one has not been read
-    assert len(timed) == CONSTANTS.explore_rounds - 1  # one was in flight
+    timed = loop.launches[begin:-1]  # the newest launch has not been read
+    assert len(timed) == CONSTANTS.explore_rounds - 1  # one more launch was in flight
     assert not any(one.shape.is_draft_prefill or one.drafts.any() for one in timed)
     assert [one.is_measure for one in timed] == [False] + [True] * (len(timed) - 1)
     loop.step()

@@ -130,7 +130,7 @@ def test_best_choice_has_the_most_tokens_per_second(rate, best):
     rates = np.array(lengths) / TIMES
     choice = best_choice(estimates(rate), Choice())
     assert abs(choice.num_draft_tokens - best) <= 1
-    # Within what a change must promise.
+    # The gain is less than a change of K requires.
     assert rates[choice.num_draft_tokens] >= rates.max() / CONSTANTS.hysteresis
     assert choice.gain == pytest.approx(rates[choice.num_draft_tokens] / rates[0] - 1)
 
